@@ -1,0 +1,41 @@
+"""The trained model as a Hugging Face folder, written the same under every strategy."""
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def export_model(
+    parameters: Iterable[tuple[str, torch.Tensor | None]],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    is_main: bool,
+) -> None:
+    """Writes weights (safetensors), configuration and tokenizer into `folder`, whole or not at all.
+
+    Collective: every process must call, since `parameters` (names and whole tensors, on the main process only) gathers
+    them one by one. The main process holds the whole model in `dtype` in host memory.
+    """
+    weights = {}
+    for name, tensor in parameters:
+        if tensor is not None:
+            if tensor.numel() == 0:
+                raise RuntimeError(f"{name} came back empty: nothing was written")
+            weights[name] = tensor.to(dtype)
+    if not is_main:
+        return
+    build = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(build, ignore_errors=True)
+    build.mkdir(parents=True)
+    model.config.dtype, model.config.use_cache = dtype, True
+    model.save_pretrained(build, state_dict=weights)
+    tokenizer.save_pretrained(build)
+    shutil.rmtree(folder, ignore_errors=True)
+    build.rename(folder)

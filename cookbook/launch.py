@@ -1,0 +1,203 @@
+"""The border between a launcher and the run: which strategy is in force, and nothing from outside that changes it.
+
+accelerate obeys environment variables over what a program passes, and `accelerate launch` turns its YAML into such
+variables. So they are read here once, compared with the strategy file, and taken out; the engine passes plugins.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from cookbook.files import RecipeError
+from cookbook.machine import CPU_PROCESSES
+from cookbook.strategy import Strategy
+
+PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
+
+# Set by `accelerate launch` or by people, without a say in what is computed.
+HARMLESS = {
+    "ACCELERATE_CONFIG_DS_FIELDS",
+    "ACCELERATE_CPU_AFFINITY",
+    "ACCELERATE_DEBUG_MODE",
+    "ACCELERATE_DISABLE_RICH",
+    "ACCELERATE_DYNAMO_MODE",
+    "ACCELERATE_DYNAMO_USE_DYNAMIC",
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH",
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
+    "ACCELERATE_LOG_LEVEL",
+    "FSDP_MIN_NUM_PARAMS",
+    "PARALLELISM_CONFIG_CP_BACKEND",
+    "PARALLELISM_CONFIG_SP_BACKEND",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """Who started this process, read from the command line of its ancestors."""
+
+    is_accelerate: bool = False
+    config_file: str | None = None
+    num_processes_given: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This process among the others, from torchrun's variables."""
+
+    rank: int
+    local_rank: int
+    num_processes: int
+    is_launched: bool
+    """False for plain `python train.py`, which is one process."""
+
+
+def find_launcher() -> Launcher:
+    """The `accelerate launch` among this process's ancestors, if there is one."""
+    try:
+        ancestors = psutil.Process().parents()[:4]
+    except psutil.Error:
+        return Launcher()
+    for process in ancestors:
+        try:
+            words = process.cmdline()
+        except psutil.Error:
+            continue
+        for i, word in enumerate(words):
+            name = Path(word).name
+            if (name == "accelerate" and words[i + 1 : i + 2] == ["launch"]) or name == "accelerate-launch":
+                return _read_flags(words[i + 1 :])
+            if word == "accelerate.commands.launch" or word.endswith(os.path.join("accelerate", "commands", "launch.py")):
+                return _read_flags(words[i + 1 :])
+    return Launcher()
+
+
+def _read_flags(words: list[str]) -> Launcher:
+    config_file, num_processes_given = None, False
+    for i, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        name = flag.lstrip("-").replace("-", "_")
+        if name == "config_file":
+            config_file = value if equals else words[i + 1]
+        elif name == "num_processes":
+            num_processes_given = True
+        elif word.endswith(".py"):
+            break
+    return Launcher(is_accelerate=True, config_file=config_file, num_processes_given=num_processes_given)
+
+
+def strategy_in_force(launcher: Launcher, world: World, recipe_strategy: str) -> tuple[Path, str | None]:
+    """The strategy file of this run, and a line for the user when it is not the recipe's.
+
+    Raises:
+        RecipeError: `accelerate launch` without --config_file, which would use accelerate's own default file.
+    """
+    if launcher.is_accelerate:
+        if launcher.config_file is None:
+            raise RecipeError(
+                [
+                    "accelerate launch: without --config_file it takes the defaults of this user account, which no recipe"
+                    " knows. Write --config_file accelerate_configs/<name>.yaml, or use python -m cookbook launch"
+                ]
+            )
+        path = Path(launcher.config_file)
+        if path.resolve() == Path(recipe_strategy).resolve():
+            return path, None
+        return path, f"strategy {path} (from the command line) instead of the recipe's {recipe_strategy}"
+    if world.is_launched:
+        return Path(recipe_strategy), None
+    single = Path("accelerate_configs/single.yaml")
+    if single.resolve() == Path(recipe_strategy).resolve():
+        return single, None
+    return single, f"one process: no launcher started this run, so the recipe's {recipe_strategy} waits for make train"
+
+
+def read_world(environment: Mapping[str, str] = os.environ) -> World:
+    """The world that torchrun describes; one process without it."""
+    return World(
+        rank=int(environment.get("RANK", 0)),
+        local_rank=int(environment.get("LOCAL_RANK", 0)),
+        num_processes=int(environment.get("WORLD_SIZE", 1)),
+        is_launched="WORLD_SIZE" in environment,
+    )
+
+
+def trim_world(world: World, strategy: Strategy, launcher: Launcher, num_gpus: int) -> World:
+    """The world without the processes that torchrun's `auto` started in excess on a machine without GPUs.
+
+    `num_processes: auto` means one process per GPU; with none, torchrun starts one per core. The first CPU_PROCESSES
+    stay; the others end here, successfully, before any process group exists.
+    """
+    counted = strategy.num_processes is not None or launcher.num_processes_given or not launcher.is_accelerate
+    if num_gpus or counted or world.num_processes <= CPU_PROCESSES:
+        return world
+    if world.rank >= CPU_PROCESSES:
+        raise SystemExit(0)
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(CPU_PROCESSES)
+    return read_world()
+
+
+def check_environment(strategy: Strategy, launcher: Launcher, mixed_precision: str) -> list[str]:
+    """Variables that would change the run behind the files' back, worded as mistakes."""
+    expected = _expected_variables(strategy) if launcher.is_accelerate else {}
+    mistakes = []
+    for name, value in sorted(os.environ.items()):
+        if not name.startswith(PREFIXES) or name in HARMLESS:
+            continue
+        if name == "ACCELERATE_MIXED_PRECISION" and launcher.is_accelerate:
+            if value not in ("no", mixed_precision):
+                mistakes.append(f"--mixed_precision {value}: the recipe says {mixed_precision}; change it there")
+        elif name not in expected:
+            mistakes.append(f"environment: {name}={value}: accelerate would obey it over the files; unset it")
+        elif value.lower() != expected[name].lower():
+            mistakes.append(
+                f"{name} is {value!r} (environment or command line), but {strategy.path} means {expected[name]!r};"
+                " change the file instead"
+            )
+    return mistakes
+
+
+def clear_environment() -> None:
+    """Takes the launcher's variables out, so that only what the engine passes has effect."""
+    for name in list(os.environ):
+        if name.startswith(PREFIXES) and name not in ("ACCELERATE_LOG_LEVEL", "ACCELERATE_DEBUG_MODE"):
+            del os.environ[name]
+
+
+def _expected_variables(strategy: Strategy) -> dict[str, str]:
+    """What `accelerate launch` 1.15 sets for this file (accelerate/utils/launch.py, prepare_multi_gpu_env)."""
+    expected = {"ACCELERATE_DYNAMO_BACKEND": "no", "ACCELERATE_USE_CPU": "false"}
+    if strategy.kind == "zero":
+        expected |= {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": strategy.deepspeed_file or "",
+        }
+    if strategy.fsdp is not None:
+        block = strategy.fsdp
+        expected |= {
+            "ACCELERATE_USE_FSDP": "true",
+            "FSDP_VERSION": str(block.fsdp_version),
+            "FSDP_AUTO_WRAP_POLICY": block.fsdp_auto_wrap_policy,
+            "FSDP_SHARDING_STRATEGY": block.fsdp_sharding_strategy or "FULL_SHARD",
+            "FSDP_RESHARD_AFTER_FORWARD": str(block.fsdp_reshard_after_forward is not False),
+            "FSDP_OFFLOAD_PARAMS": str(block.fsdp_offload_params),
+            "FSDP_BACKWARD_PREFETCH": block.fsdp_backward_prefetch or "BACKWARD_PRE",
+            "FSDP_FORWARD_PREFETCH": str(bool(block.fsdp_forward_prefetch)),
+            "FSDP_USE_ORIG_PARAMS": "true",
+            "FSDP_CPU_RAM_EFFICIENT_LOADING": str(block.fsdp_cpu_ram_efficient_loading),
+            "FSDP_SYNC_MODULE_STATES": str(block.fsdp_sync_module_states is not False),
+            "FSDP_ACTIVATION_CHECKPOINTING": "false",
+            "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false",
+        }
+    if strategy.dp_replicate_size * strategy.dp_shard_size * strategy.tp_size > 1:
+        expected |= {
+            "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(strategy.dp_replicate_size),
+            "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(strategy.dp_shard_size),
+            "PARALLELISM_CONFIG_TP_SIZE": str(strategy.tp_size),
+            "PARALLELISM_CONFIG_CP_SIZE": "1",
+            "PARALLELISM_CONFIG_SP_SIZE": "1",
+        }
+    return expected

@@ -1,0 +1,109 @@
+"""What a run writes down about itself: metrics.jsonl, run.json, recipe.yaml, and a progress bar for people."""
+
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+GIB = 2**30
+PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "peft", "tokenizers", "numpy")
+
+# Dense bf16 peak in FLOP/s, from NVIDIA's data sheets (without sparsity), by a word of the device name.
+PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Largest memory of this process so far: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024) / GIB
+
+
+def device_peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s of a known GPU."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for word, peak in PEAK_FLOPS.items() if word in name), None)
+
+
+def flops_per_token(num_parameters: int, num_layers: int, hidden_size: int, mean_length: float) -> float:
+    """Training FLOPs of one token, without recomputation: 6 N for the matrices and 12 L H T for attention.
+
+    Chowdhery et al. 2022 (PaLM), appendix B; T is halved here, since causal attention sees half of the positions.
+    """
+    return 6 * num_parameters + 12 * num_layers * hidden_size * mean_length / 2
+
+
+class RunLog:
+    """Writes under the output folder from the main process; silent on the others."""
+
+    def __init__(self, folder: Path, *, is_main: bool, max_steps: int) -> None:
+        self.folder, self.is_main = folder, is_main
+        if not is_main:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+        self._bar = tqdm(total=max_steps, unit="step", dynamic_ncols=True, mininterval=1.0, file=sys.stderr)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Appends one line to metrics.jsonl, at full precision, and moves the bar on for a training line."""
+        if not self.is_main:
+            return
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        if "loss" in line:
+            self._bar.set_postfix_str(f"loss {line['loss']:.3f}, {line['tokens_per_second']:.0f} tokens/s", refresh=False)
+            self._bar.update()
+        else:
+            self.say(f"step {line['step']}: held-out loss {line['eval_loss']:.4f} over {line['eval_num_tokens']} tokens")
+
+    def say(self, text: str) -> None:
+        """A line for people, above the bar."""
+        if self.is_main:
+            tqdm.write(text, file=sys.stderr)
+
+    def write_record(self, name: str, record: dict[str, Any]) -> None:
+        """A JSON file in the output folder."""
+        if self.is_main:
+            (self.folder / name).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+    def close(self) -> None:
+        """Ends the bar and the file."""
+        if self.is_main:
+            self._bar.close()
+            self._file.close()
+
+
+def environment_record(device: torch.device, num_processes: int) -> dict[str, Any]:
+    """Command, versions, commit and hardware of this run."""
+    hardware = {"machine": platform.machine(), "cores": os.cpu_count(), "processes": num_processes, "device": device.type}
+    if device.type == "cuda":
+        hardware |= {"gpu": torch.cuda.get_device_name(device), "gpus": torch.cuda.device_count(), "cuda": torch.version.cuda}
+    versions = {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+    return {"command": sys.argv, "versions": versions, "commit": _commit(), "hardware": hardware}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        described = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return described.stdout.strip() or None

@@ -1,0 +1,48 @@
+"""Optimizers by name, and the learning rate as a pure function of the step."""
+
+import math
+
+import torch
+
+from cookbook.recipe import OptimSection, ScheduleSection
+
+
+def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
+    """Trainable parameters in two groups: matrices with weight decay, biases and norms (one dimension) without."""
+    decayed, plain = [], []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            # Under ZeRO-3 a parameter is an empty placeholder; its true shape is in ds_shape.
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            (decayed if len(shape) >= 2 else plain).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(model: torch.nn.Module, settings: OptimSection) -> torch.optim.Optimizer:
+    """The recipe's optimizer. AdamW is fused: one kernel over all tensors, 3 to 10 times the speed of the loop on CPU."""
+    groups = parameter_groups(model, settings.weight_decay)
+    if settings.name == "adamw":
+        return torch.optim.AdamW(
+            groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=True
+        )
+    return torch.optim.SGD(groups, lr=settings.learning_rate, momentum=settings.momentum)
+
+
+def learning_rate(step: int, max_steps: int, optim: OptimSection, schedule: ScheduleSection) -> float:
+    """The learning rate of optimizer step `step`, counted from 0.
+
+    Stateless, and never given to `accelerator.prepare`: a prepared scheduler steps once per process
+    (accelerate/scheduler.py, AcceleratedScheduler.step).
+    """
+    if step < schedule.warmup_steps:
+        return optim.learning_rate * (step + 1) / schedule.warmup_steps
+    progress = (step - schedule.warmup_steps) / max(1, max_steps - schedule.warmup_steps)
+    shapes = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
+    return optim.learning_rate * shapes[schedule.name]
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Writes `lr` into every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

@@ -1,0 +1,136 @@
+"""Recipe + strategy + machine -> what will run: batch arithmetic, clashes, the launch line. No torch."""
+
+import math
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from cookbook.files import RecipeError, read_document
+from cookbook.machine import CPU_PROCESSES, num_cores
+from cookbook.recipe import Recipe, load_recipe
+from cookbook.strategy import Strategy, load_strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The quantities of a run that nobody writes down because they follow from what is written."""
+
+    num_processes: int
+    data_parallel_size: int
+    gradient_accumulation_steps: int
+    """Forwards per process and full optimizer step."""
+
+
+def load_pair(
+    recipe_path: Path, assignments: list[str] | None = None, strategy_path: Path | None = None
+) -> tuple[Recipe, Strategy]:
+    """A recipe and its strategy; `strategy_path` wins over the one that the recipe names.
+
+    Raises:
+        RecipeError: the mistakes of the recipe, the YAML and the JSON, all together.
+    """
+    recipe, strategy, mistakes = None, None, []
+    try:
+        recipe = load_recipe(recipe_path, assignments)
+    except RecipeError as error:
+        mistakes += error.mistakes
+    strategy_path = strategy_path or _named_strategy(recipe_path, recipe)
+    if strategy_path is not None:
+        try:
+            strategy = load_strategy(strategy_path)
+        except RecipeError as error:
+            mistakes += error.mistakes
+    if mistakes or recipe is None or strategy is None:
+        raise RecipeError(list(dict.fromkeys(mistakes)))
+    return recipe, strategy
+
+
+def _named_strategy(recipe_path: Path, recipe: Recipe | None) -> Path | None:
+    """The strategy that a recipe names, even if the recipe has mistakes elsewhere."""
+    if recipe is not None:
+        return Path(recipe.strategy)
+    try:
+        name = read_document(recipe_path).values.get("strategy")
+    except RecipeError:
+        return None
+    return Path(name) if isinstance(name, str) and Path(name).is_file() else None
+
+
+def default_num_processes(strategy: Strategy, num_gpus: int) -> int:
+    """The count that the strategy file writes; for `auto` every GPU, or a few processes where there is none."""
+    if strategy.num_processes is not None:
+        return strategy.num_processes
+    return num_gpus or min(CPU_PROCESSES, num_cores())
+
+
+def make_plan(recipe: Recipe, strategy: Strategy, *, num_processes: int, num_gpus: int, recipe_name: str) -> Plan:
+    """The plan of a run.
+
+    Args:
+        num_gpus: on this machine; 0 means that the run uses the CPU.
+
+    Raises:
+        RecipeError: every clash between recipe, strategy and machine.
+    """
+    mistakes = []
+    mesh = strategy.dp_replicate_size * strategy.dp_shard_size * strategy.tp_size
+    if strategy.kind == "single" and num_processes != 1:
+        mistakes.append(f"{strategy.path}: runs one process, but {num_processes} were asked for; use ddp")
+    if mesh > 1 and mesh != num_processes:
+        mistakes.append(
+            f"{strategy.path}: parallelism_config is a mesh of {mesh} processes, but {num_processes} were asked for;"
+            f" change its sizes, or run {mesh}"
+        )
+    per_machine = num_processes // strategy.num_machines
+    if num_gpus and per_machine > num_gpus:
+        mistakes.append(
+            f"{strategy.path}: {per_machine} processes on this machine, which has {num_gpus}"
+            f" GPU{'s' if num_gpus > 1 else ''}; ask for at most {num_gpus} (or hide them with CUDA_VISIBLE_DEVICES=)"
+        )
+    if recipe.mixed_precision == "fp16" and not num_gpus:
+        mistakes.append(f"{recipe_name}: mixed_precision is fp16, which needs a GPU; use bf16 or 'no'")
+    data_parallel_size = max(1, strategy.data_parallel_size(num_processes))
+    batch = recipe.batch
+    per_forward = batch.micro_batch_size * data_parallel_size
+    if batch.global_batch_size % per_forward:
+        mistakes.append(f"{recipe_name}: {_impossible_split(recipe, data_parallel_size, num_processes)}")
+    if mistakes:
+        raise RecipeError(mistakes)
+    return Plan(
+        num_processes=num_processes,
+        data_parallel_size=data_parallel_size,
+        gradient_accumulation_steps=batch.global_batch_size // per_forward,
+    )
+
+
+def _impossible_split(recipe: Recipe, data_parallel_size: int, num_processes: int) -> str:
+    batch = recipe.batch
+    per_forward = batch.micro_batch_size * data_parallel_size
+    ways = [max(1, batch.global_batch_size // per_forward) * per_forward]
+    if batch.global_batch_size > per_forward:
+        ways.append(math.ceil(batch.global_batch_size / per_forward) * per_forward)
+    fitting = [
+        size for size in range(batch.micro_batch_size, 0, -1) if batch.global_batch_size % (size * data_parallel_size) == 0
+    ]
+    who = f"{data_parallel_size} data-parallel processes" if data_parallel_size != num_processes else f"{num_processes} processes"
+    text = (
+        f"batch.global_batch_size is {batch.global_batch_size}, but {who} x micro_batch_size {batch.micro_batch_size} ="
+        f" {per_forward} sequences per forward. Use global_batch_size {' or '.join(map(str, ways))}"
+    )
+    return text + (f", or micro_batch_size {fitting[0]}." if fitting else ".")
+
+
+def launch_command(recipe: str, strategy: Strategy, *, num_processes: int, assignments: list[str]) -> list[str]:
+    """The `accelerate launch` line of a run, as an argument list."""
+    command = ["accelerate", "launch", "--config_file", strategy.path, "--num_processes", str(num_processes)]
+    if num_processes > 1 and strategy.num_machines == 1:
+        command += ["--main_process_port", "0"]  # a free one, so that two runs on a machine do not meet
+    command += ["train.py", recipe]
+    for assignment in assignments:
+        command += ["--set", assignment]
+    return command
+
+
+def show_command(command: list[str]) -> str:
+    """A command as one types it."""
+    return shlex.join(command)

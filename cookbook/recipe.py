@@ -1,0 +1,269 @@
+"""A recipe: what to train. Typed, strict, frozen; every default is stated here, once.
+
+`recipes/schema.json` is written from these models (`python -m cookbook schema`), so that an editor completes and
+checks a recipe while it is typed.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+
+from cookbook.files import Document, RecipeError, apply_overrides, find_file, read_document, validate
+
+BUILTIN_SOURCE = "python-stdlib"
+
+OWNED_ELSEWHERE = {
+    "gradient_accumulation_steps": "it is derived: global_batch_size / (micro_batch_size x data-parallel processes)",
+    "num_processes": "the accelerate YAML or the launch command owns it (make train PROCESSES=...)",
+    "gradient_clipping": "write optim.max_grad_norm",
+    "deepspeed": "name an accelerate YAML in `strategy`; it names its DeepSpeed JSON",
+    "fsdp": "name an accelerate YAML in `strategy`",
+}
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class ScratchModel(Section):
+    """A new model: weights from `seed`, and a tokenizer trained on `data.train`."""
+
+    model_type: Literal["llama"] = "llama"
+    vocab_size: int = Field(ge=300)
+    """Upper limit; the tokenizer may find fewer merges in a small data set."""
+    hidden_size: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    num_hidden_layers: int = Field(gt=0)
+    num_attention_heads: int = Field(gt=0)
+    num_key_value_heads: int = Field(gt=0)
+    tie_word_embeddings: bool = True
+    """One matrix for the embedding and the output head."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self):
+        if self.hidden_size % self.num_attention_heads or (self.hidden_size // self.num_attention_heads) % 2:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} / num_attention_heads {self.num_attention_heads} must be an even integer"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of"
+                f" num_key_value_heads {self.num_key_value_heads}"
+            )
+        return self
+
+
+class ModelSection(Section):
+    name_or_path: str | None = None
+    """Hub name or local folder of a causal language model."""
+    revision: str | None = None
+    """Commit, tag or branch on the Hub."""
+    from_scratch: ScratchModel | None = None
+    """Sizes of a new model, instead of name_or_path."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer's activations in the backward pass: less memory, about a third more compute."""
+
+    @model_validator(mode="after")
+    def _one_model(self):
+        if (self.name_or_path is None) == (self.from_scratch is None):
+            raise ValueError("write exactly one of name_or_path and from_scratch")
+        if self.revision is not None and self.name_or_path is None:
+            raise ValueError("revision goes with name_or_path")
+        return self
+
+
+class Source(Section):
+    path: str
+    """`python-stdlib`, a `.jsonl` or `.parquet` file, a local folder of such files, or a Hub dataset name."""
+    split: str = "train"
+    """Split on the Hub, sub-folder or file prefix of a folder; `train` or `test` of python-stdlib."""
+    name: str | None = None
+    """Configuration (subset) of a Hub dataset."""
+    revision: str | None = None
+    """Commit, tag or branch on the Hub."""
+    max_rows: int | None = Field(default=None, gt=0)
+    """Take the first rows only."""
+
+
+def _source_from_text(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+SourceField = Annotated[
+    Source,
+    BeforeValidator(_source_from_text),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Source"}]}),
+]
+
+
+class DataSection(Section):
+    train: SourceField
+    """Rows of `messages` (chat), `prompt` and `completion`, or `text`."""
+    eval: SourceField | None = None
+    """Held-out rows; evaluated every run.eval_every_steps and at the end."""
+    max_length: int = Field(default=2048, ge=8)
+    """Tokens per sample; longer samples are cut at the end."""
+    chat_template: str | None = None
+    """A Jinja file; without it, the tokenizer's own template."""
+    on_bad_row: Literal["error", "drop"] = "error"
+    """What to do with a row that cannot be trained on: stop and name all of them, or drop and count them."""
+
+
+class ObjectiveSection(Section):
+    name: Literal["sft"] = "sft"
+    train_on: Literal["assistant", "all"] = "assistant"
+    """Tokens that carry loss: the assistant's turns (completions) with their end-of-turn token, or every token."""
+
+
+class BatchSection(Section):
+    global_batch_size: int = Field(gt=0)
+    """Sequences per optimizer step, all processes together."""
+    micro_batch_size: int = Field(gt=0)
+    """Sequences per forward, per process. Changes speed and memory, never the result."""
+
+
+class OptimSection(Section):
+    name: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: float = Field(gt=0, allow_inf_nan=False)
+    """Peak learning rate, reached after the warm-up."""
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Decoupled for adamw; never applied to biases and norms."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    """adamw only. Default: torch's."""
+    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
+    """adamw only. Default: torch's."""
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    """sgd only."""
+    max_grad_norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """Gradients are scaled down to this global norm; 0 turns clipping off."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pair(cls, values: Any) -> Any:
+        # YAML has lists only; strict mode would refuse one for a tuple.
+        if isinstance(values, dict) and isinstance(values.get("betas"), list):
+            values = {**values, "betas": tuple(values["betas"])}
+        return values
+
+    @model_validator(mode="after")
+    def _keys_of_the_optimizer(self):
+        foreign = {"adamw": {"momentum"}, "sgd": {"betas", "eps"}}[self.name] & self.model_fields_set
+        if foreign:
+            raise ValueError(f"{', '.join(sorted(foreign))} would be ignored by {self.name}; take it out")
+        return self
+
+
+class ScheduleSection(Section):
+    name: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape after the warm-up; cosine and linear end at 0."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps from 0 to the peak learning rate."""
+
+
+class RunSection(Section):
+    num_epochs: int | None = Field(default=None, gt=0)
+    max_steps: int | None = Field(default=None, gt=0)
+    """Optimizer steps, instead of num_epochs."""
+    eval_every_steps: int | None = Field(default=None, gt=0)
+    """Without it, data.eval is evaluated once, at the end."""
+    output_dir: str
+    """Everything that a run writes lies under this folder."""
+
+    @model_validator(mode="after")
+    def _one_length(self):
+        if (self.num_epochs is None) == (self.max_steps is None):
+            raise ValueError("write exactly one of num_epochs and max_steps")
+        return self
+
+
+class Recipe(Section):
+    """A fine-tuning run that somebody can repeat."""
+
+    strategy: str
+    """An accelerate YAML. `accelerate launch --config_file` wins over it, and the run says so."""
+    mixed_precision: Literal["no", "bf16", "fp16"] = "bf16"
+    """'no' is fp32; fp16 scales the loss and needs a GPU."""
+    seed: int = Field(default=42, ge=0, lt=2**32)
+    """Data order, new weights and dropout."""
+    model: ModelSection
+    data: DataSection
+    objective: ObjectiveSection = ObjectiveSection()
+    batch: BatchSection
+    optim: OptimSection
+    schedule: ScheduleSection = ScheduleSection()
+    run: RunSection
+
+
+def load_recipe(path: Path, assignments: list[str] | None = None) -> Recipe:
+    """The recipe in a file, with `section.key=value` assignments applied.
+
+    Raises:
+        RecipeError: all mistakes together, each with its place.
+    """
+    document = read_document(path)
+    mistakes = apply_overrides(document, assignments or [])
+    recipe, found = validate(document, Recipe, OWNED_ELSEWHERE)
+    mistakes += found
+    if recipe is not None:
+        mistakes += _check_across_keys(recipe, document)
+    if mistakes or recipe is None:
+        raise RecipeError(mistakes)
+    return recipe
+
+
+def _check_across_keys(recipe: Recipe, document: Document) -> list[str]:
+    """Mistakes that need more than one key, or a look at the disk."""
+    mistakes = find_file(recipe.strategy, lambda: document.place(("strategy",)))
+    if recipe.data.chat_template is not None:
+        mistakes += find_file(recipe.data.chat_template, lambda: document.place(("data", "chat_template")))
+    for name in ("train", "eval"):
+        source: Source | None = getattr(recipe.data, name)
+        if source is not None:
+            mistakes += _check_source(source, document.place(("data", name)))
+    steps, warmup = recipe.run.max_steps, recipe.schedule.warmup_steps
+    if steps is not None and warmup >= steps:
+        mistakes.append(
+            f"{document.place(('schedule', 'warmup_steps'))} is {warmup}, but run.max_steps is {steps}:"
+            " the peak learning rate would never be reached"
+        )
+    every = recipe.run.eval_every_steps
+    if every is not None and recipe.data.eval is None:
+        mistakes.append(f"{document.place(('run', 'eval_every_steps'))} is {every}, but there is no data.eval")
+    return mistakes
+
+
+def _check_source(source: Source, place: str) -> list[str]:
+    path = Path(source.path)
+    if source.path == BUILTIN_SOURCE:
+        if source.split not in ("train", "test"):
+            return [f"{place}.split is {source.split!r}; {BUILTIN_SOURCE} has train and test"]
+    elif path.suffix in (".jsonl", ".parquet"):
+        if not path.is_file():
+            return [f"{place} is {source.path!r}: no such file (looked in {Path.cwd()})"]
+    elif path.is_file():
+        return [f"{place} is {source.path!r}: a data file must end in .jsonl or .parquet"]
+    elif source.path.startswith((".", "/", "~")) and not path.is_dir():
+        return [f"{place} is {source.path!r}: no such folder (looked in {Path.cwd()})"]
+    local = source.path == BUILTIN_SOURCE or path.exists()
+    foreign = {"name", "revision"} & source.model_fields_set
+    if local and foreign:
+        return [f"{place}: {', '.join(sorted(foreign))} would be ignored: {source.path} is not on the Hub"]
+    return []
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe, every default written out, as YAML that `load_recipe` reads back to an equal value."""
+    values = recipe.model_dump(mode="json", exclude_none=True)
+    foreign = {"adamw": ("momentum",), "sgd": ("betas", "eps")}[recipe.optim.name]
+    for key in foreign:
+        del values["optim"][key]
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def recipe_schema() -> dict[str, Any]:
+    """The JSON schema of a recipe."""
+    schema = Recipe.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    return schema

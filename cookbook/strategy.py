@@ -1,0 +1,379 @@
+"""A strategy: how to spread the work. An accelerate YAML, with the DeepSpeed JSON that it names, read at every depth.
+
+Both files are refused for what the libraries would drop without a word: accelerate ignores a misspelt key inside
+`fsdp_config`, DeepSpeed ignores a misspelt top-level key (`zero_optimisation` would mean stage 0).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cookbook.files import Document, RecipeError, find_file, nearest, read_document, validate
+
+Kind = Literal["single", "ddp", "fsdp1", "fsdp2", "zero", "tp"]
+
+OWNED_BY_THE_RECIPE = {
+    "mixed_precision": "the recipe owns it (mixed_precision)",
+    "gradient_accumulation_steps": "it is derived from the recipe's batch section; write nothing (JSON: \"auto\")",
+    "gradient_clipping": "the recipe owns it (optim.max_grad_norm)",
+    "offload_optimizer_device": "write zero_optimization.offload_optimizer in the JSON",
+    "offload_param_device": "write zero_optimization.offload_param in the JSON",
+    "zero_stage": "write zero_optimization.stage in the JSON",
+    "optimizer": "the recipe owns it (optim): a strategy must not change the mathematics",
+    "scheduler": "the recipe owns it (schedule): a strategy must not change the mathematics",
+    "activation_checkpointing": "the recipe owns it (model.gradient_checkpointing)",
+    "fsdp_activation_checkpointing": "the recipe owns it (model.gradient_checkpointing)",
+    "use_cpu": "the run uses the GPUs it finds, else the CPU; with this key accelerate would train plain DDP instead",
+    "dynamo_config": "not served",
+    "fp8_config": "not served",
+    "fsdp_state_dict_type": "the run saves by itself, the same under every strategy",
+}
+
+
+class Block(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class DeepspeedBlock(Block):
+    deepspeed_config_file: str
+    deepspeed_multinode_launcher: Literal["standard"] = "standard"
+
+
+class FsdpBlock(Block):
+    fsdp_version: Literal[1, 2]
+    fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP"]
+    fsdp_reshard_after_forward: bool | None = None
+    fsdp_sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] | None = None
+    fsdp_offload_params: bool = False
+    fsdp_cpu_ram_efficient_loading: bool = True
+    fsdp_sync_module_states: bool | None = None
+    fsdp_use_orig_params: bool | None = None
+    fsdp_backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] | None = None
+    fsdp_forward_prefetch: bool | None = None
+
+
+class ParallelismBlock(Block):
+    parallelism_config_dp_replicate_size: int = Field(default=1, gt=0)
+    parallelism_config_dp_shard_size: int = Field(default=1, gt=0)
+    parallelism_config_tp_size: int = Field(default=1, gt=0)
+
+
+class AccelerateFile(Block):
+    """The keys of an accelerate YAML that a strategy may write."""
+
+    compute_environment: Literal["LOCAL_MACHINE"] = "LOCAL_MACHINE"
+    distributed_type: Literal["NO", "MULTI_GPU", "FSDP", "DEEPSPEED"]
+    num_processes: int | Literal["auto"]
+    num_machines: int = Field(default=1, gt=0)
+    machine_rank: int = Field(default=0, ge=0)
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    rdzv_backend: Literal["static", "c10d"] = "static"
+    same_network: bool = True
+    gpu_ids: str | None = None
+    enable_cpu_affinity: bool = False
+    debug: bool = False
+    deepspeed_config: DeepspeedBlock | None = None
+    fsdp_config: FsdpBlock | None = None
+    parallelism_config: ParallelismBlock | None = None
+
+
+class OffloadBlock(Block):
+    device: Literal["cpu", "nvme"]
+    nvme_path: str | None = None
+    pin_memory: bool = True
+    buffer_count: int | None = Field(default=None, gt=0)
+
+
+class OffloadOptimizerBlock(OffloadBlock):
+    pipeline_read: bool | None = None
+    pipeline_write: bool | None = None
+    fast_init: bool | None = None
+
+
+class OffloadParamBlock(OffloadBlock):
+    buffer_size: int | None = Field(default=None, gt=0)
+    max_in_cpu: int | None = Field(default=None, ge=0)
+
+
+class ZeroBlock(Block):
+    """`zero_optimization`, less the keys that change the result or that DeepSpeed itself has retired."""
+
+    stage: Literal[1, 2, 3]
+    overlap_comm: bool | None = None
+    contiguous_gradients: bool | None = None
+    reduce_bucket_size: int | None = Field(default=None, gt=0)
+    reduce_scatter: bool | None = None
+    allgather_bucket_size: int | None = Field(default=None, gt=0)
+    allgather_partitions: bool | None = None
+    round_robin_gradients: bool | None = None
+    sub_group_size: int | None = Field(default=None, gt=0)
+    stage3_prefetch_bucket_size: int | None = Field(default=None, ge=0)
+    stage3_param_persistence_threshold: int | None = Field(default=None, ge=0)
+    stage3_max_live_parameters: int | None = Field(default=None, ge=0)
+    stage3_max_reuse_distance: int | None = Field(default=None, ge=0)
+    zero_hpz_partition_size: int | None = Field(default=None, gt=0)
+    offload_optimizer: OffloadOptimizerBlock | None = None
+    offload_param: OffloadParamBlock | None = None
+
+
+class PrecisionBlock(Block):
+    enabled: Literal["auto"]
+
+
+class AioBlock(Block):
+    block_size: int | None = Field(default=None, gt=0)
+    queue_depth: int | None = Field(default=None, gt=0)
+    intra_op_parallelism: int | None = Field(default=None, gt=0)
+    single_submit: bool | None = None
+    overlap_events: bool | None = None
+    use_gds: bool | None = None
+
+
+class DataTypesBlock(Block):
+    grad_accum_dtype: Literal["fp32"]
+
+
+class DeepspeedFile(Block):
+    """The keys of a DeepSpeed JSON that a strategy may write; what the recipe owns is "auto"."""
+
+    bf16: PrecisionBlock
+    fp16: PrecisionBlock
+    train_batch_size: Literal["auto"]
+    train_micro_batch_size_per_gpu: Literal["auto"]
+    gradient_accumulation_steps: Literal["auto"]
+    gradient_clipping: Literal["auto"]
+    zero_force_ds_cpu_optimizer: Literal[False] | None = None
+    communication_data_type: Literal["fp32"] | None = None
+    data_types: DataTypesBlock | None = None
+    zero_optimization: ZeroBlock
+    aio: AioBlock | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """What a strategy file asks for, as plain values."""
+
+    path: str
+    kind: Kind
+    num_processes: int | None
+    """None: as many as there are GPUs (`num_processes: auto`)."""
+    num_machines: int = 1
+    zero_stage: int = 0
+    offload_optimizer: Literal["cpu", "nvme"] | None = None
+    offload_param: Literal["cpu", "nvme"] | None = None
+    deepspeed: dict[str, Any] | None = None
+    """The DeepSpeed JSON as written, with its "auto" values."""
+    deepspeed_file: str | None = None
+    fsdp: FsdpBlock | None = None
+    dp_replicate_size: int = 1
+    dp_shard_size: int = 1
+    tp_size: int = 1
+
+    @property
+    def name(self) -> str:
+        return Path(self.path).stem
+
+    def data_parallel_size(self, num_processes: int) -> int:
+        """Processes that see different samples. A tensor-parallel group shares its samples."""
+        return num_processes // self.tp_size
+
+
+def strategy_path(name: str) -> Path:
+    """`fsdp2` or `accelerate_configs/fsdp2.yaml` -> the path of the file."""
+    path = Path(name)
+    return path if path.suffix else Path("accelerate_configs") / f"{name}.yaml"
+
+
+def load_strategy(path: Path) -> Strategy:
+    """The strategy in an accelerate YAML and the DeepSpeed JSON that it names.
+
+    Raises:
+        RecipeError: all mistakes of both files together.
+    """
+    document = read_document(path)
+    parsed, mistakes = validate(document, AccelerateFile, OWNED_BY_THE_RECIPE)
+    deepspeed_name = _deepspeed_file(document)
+    deepspeed, deepspeed_document = None, None
+    if deepspeed_name is not None:
+        missing = find_file(deepspeed_name, lambda: document.place(("deepspeed_config", "deepspeed_config_file")))
+        mistakes += missing
+        if not missing:
+            try:
+                deepspeed_document = read_document(Path(deepspeed_name))
+                deepspeed, found = validate(deepspeed_document, DeepspeedFile, OWNED_BY_THE_RECIPE)
+                mistakes += found
+            except RecipeError as error:
+                mistakes += error.mistakes
+    if parsed is not None:
+        mistakes += _check_blocks(parsed, document)
+    if deepspeed is not None and deepspeed_document is not None:
+        mistakes += _check_zero(deepspeed, deepspeed_document)
+    if mistakes or parsed is None:
+        raise RecipeError(mistakes)
+    return _strategy(str(path), parsed, deepspeed, deepspeed_document)
+
+
+def _deepspeed_file(document: Document) -> str | None:
+    """Read before validation, so that mistakes of the YAML do not hide those of the JSON."""
+    block = document.values.get("deepspeed_config")
+    name = block.get("deepspeed_config_file") if isinstance(block, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _check_blocks(parsed: AccelerateFile, document: Document) -> list[str]:
+    mistakes = []
+    block_of = {"DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config"}
+    for kind, name in block_of.items():
+        block = getattr(parsed, name)
+        if parsed.distributed_type == kind and block is None:
+            mistakes.append(f"{document.name}: distributed_type is {kind}, but there is no {name}")
+        if parsed.distributed_type != kind and block is not None:
+            mistakes.append(
+                f"{document.place((name,))}: would be ignored: distributed_type is {parsed.distributed_type}, not {kind}"
+            )
+    count = parsed.num_processes
+    place = document.place(("num_processes",))
+    if isinstance(count, int) and count < 1:
+        mistakes.append(f"{place} is {count}; use auto (all GPUs) or a count from 1")
+    if parsed.distributed_type == "NO" and count != 1:
+        mistakes.append(f"{place} is {count}; distributed_type NO runs one process: write 1")
+    if parsed.num_machines > 1 and count == "auto":
+        mistakes.append(f"{place} is auto; with num_machines {parsed.num_machines} write the count over all machines")
+    mistakes += _check_mesh(parsed, document)
+    if parsed.fsdp_config is not None:
+        mistakes += _check_fsdp(parsed.fsdp_config, document)
+    return mistakes
+
+
+def _check_mesh(parsed: AccelerateFile, document: Document) -> list[str]:
+    mesh = parsed.parallelism_config
+    if mesh is None:
+        return []
+    place = document.place(("parallelism_config",))
+    replicate, shard = mesh.parallelism_config_dp_replicate_size, mesh.parallelism_config_dp_shard_size
+    tensor = mesh.parallelism_config_tp_size
+    if parsed.distributed_type == "FSDP":
+        if parsed.fsdp_config is not None and parsed.fsdp_config.fsdp_version == 1:
+            return [f"{place}: needs fsdp_version 2"]
+        if tensor > 1:
+            return [f"{place}: tensor parallel together with FSDP is not served; use tp_size 1"]
+    elif parsed.distributed_type == "MULTI_GPU":
+        if replicate > 1 or shard > 1:
+            return [f"{place}: dp_replicate_size and dp_shard_size go with distributed_type FSDP"]
+    else:
+        return [f"{place}: would be ignored with distributed_type {parsed.distributed_type}"]
+    product = replicate * shard * tensor
+    if parsed.num_processes == "auto" or parsed.num_processes != product:
+        return [
+            f"{document.place(('num_processes',))} is {parsed.num_processes}, but the mesh of parallelism_config is"
+            f" {replicate} x {shard} x {tensor}: write {product}"
+        ]
+    return []
+
+
+def _check_fsdp(block: FsdpBlock, document: Document) -> list[str]:
+    """Keys of the other FSDP generation, which accelerate would ignore."""
+    first = {"fsdp_sharding_strategy", "fsdp_use_orig_params", "fsdp_backward_prefetch", "fsdp_forward_prefetch"}
+    first |= {"fsdp_sync_module_states"}
+    foreign = {1: {"fsdp_reshard_after_forward"}, 2: first}[block.fsdp_version] & block.model_fields_set
+    mistakes = [
+        f"{document.place(('fsdp_config', key))}: would be ignored: it does not belong to fsdp_version {block.fsdp_version}"
+        for key in sorted(foreign)
+    ]
+    needed = {1: ("fsdp_sharding_strategy", "fsdp_use_orig_params"), 2: ("fsdp_reshard_after_forward",)}
+    for key in needed[block.fsdp_version]:
+        if key not in block.model_fields_set:
+            mistakes.append(f"{document.place(('fsdp_config',))}: {key} is missing; write it out")
+    if block.fsdp_use_orig_params is False:
+        mistakes.append(
+            f"{document.place(('fsdp_config', 'fsdp_use_orig_params'))} is false: weight decay could not tell norms from"
+            " weights; write true"
+        )
+    if block.fsdp_version == 1 and block.fsdp_offload_params:
+        mistakes.append(f"{document.place(('fsdp_config', 'fsdp_offload_params'))}: served with fsdp_version 2 only")
+    return mistakes
+
+
+def _check_zero(parsed: DeepspeedFile, document: Document) -> list[str]:
+    zero, mistakes = parsed.zero_optimization, []
+    place = ("zero_optimization",)
+    if zero.stage < 3:
+        late = {"offload_param", "sub_group_size", "zero_hpz_partition_size"}
+        late |= {name for name in ZeroBlock.model_fields if name.startswith("stage3_")}
+        for key in sorted(late & zero.model_fields_set):
+            mistakes.append(f"{document.place((*place, key))}: needs stage 3, the stage is {zero.stage}")
+    for key in ("offload_optimizer", "offload_param"):
+        block: OffloadBlock | None = getattr(zero, key)
+        if block is None:
+            continue
+        if block.device == "nvme" and not block.nvme_path:
+            mistakes.append(f"{document.place((*place, key, 'device'))} is nvme, but there is no nvme_path: name a folder")
+        if block.device == "nvme" and zero.stage < 3:
+            mistakes.append(f"{document.place((*place, key, 'device'))} is nvme, which needs stage 3; use cpu")
+        if block.device == "cpu":
+            only_nvme = {"nvme_path", "buffer_count", "buffer_size", "pipeline_read", "pipeline_write", "fast_init", "max_in_cpu"}
+            for name in sorted(only_nvme & block.model_fields_set):
+                mistakes.append(f"{document.place((*place, key, name))}: would be ignored with device cpu")
+    offload = zero.offload_optimizer
+    if offload is not None and parsed.zero_force_ds_cpu_optimizer is not False:
+        mistakes.append(
+            f"{document.name}: zero_force_ds_cpu_optimizer must be false with offload_optimizer:"
+            " else DeepSpeed refuses every optimizer but its own"
+        )
+    if zero.offload_param is not None and offload is None:
+        mistakes.append(f"{document.place((*place, 'offload_param'))}: goes with offload_optimizer; add that block")
+    uses_nvme = any(block is not None and block.device == "nvme" for block in (offload, zero.offload_param))
+    if parsed.aio is not None and not uses_nvme:
+        mistakes.append(f"{document.place(('aio',))}: would be ignored: nothing is offloaded to nvme")
+    return mistakes
+
+
+def _strategy(path: str, parsed: AccelerateFile, deepspeed: DeepspeedFile | None, source: Document | None) -> Strategy:
+    mesh = parsed.parallelism_config or ParallelismBlock()
+    zero = deepspeed.zero_optimization if deepspeed else None
+    kind: Kind
+    if parsed.distributed_type == "DEEPSPEED":
+        kind = "zero"
+    elif parsed.distributed_type == "FSDP":
+        assert parsed.fsdp_config is not None
+        kind = "fsdp1" if parsed.fsdp_config.fsdp_version == 1 else "fsdp2"
+    elif mesh.parallelism_config_tp_size > 1:
+        kind = "tp"
+    else:
+        kind = "single" if parsed.distributed_type == "NO" else "ddp"
+    return Strategy(
+        path=path,
+        kind=kind,
+        num_processes=None if parsed.num_processes == "auto" else parsed.num_processes,
+        num_machines=parsed.num_machines,
+        zero_stage=zero.stage if zero else 0,
+        offload_optimizer=zero.offload_optimizer.device if zero and zero.offload_optimizer else None,
+        offload_param=zero.offload_param.device if zero and zero.offload_param else None,
+        deepspeed=source.values if source else None,
+        deepspeed_file=parsed.deepspeed_config.deepspeed_config_file if parsed.deepspeed_config else None,
+        fsdp=parsed.fsdp_config,
+        dp_replicate_size=mesh.parallelism_config_dp_replicate_size,
+        dp_shard_size=mesh.parallelism_config_dp_shard_size,
+        tp_size=mesh.parallelism_config_tp_size,
+    )
+
+
+def known_strategies() -> str:
+    """The names of the shipped files, for messages."""
+    return ", ".join(sorted(path.stem for path in Path("accelerate_configs").glob("*.yaml")))
+
+
+def find_strategy(name: str) -> Path:
+    """The path of a strategy given by name or path.
+
+    Raises:
+        RecipeError: no such file, with the nearest name.
+    """
+    path = strategy_path(name)
+    if not path.is_file():
+        names = known_strategies().split(", ")
+        raise RecipeError([f"strategy {name!r}: no file {path}; {nearest(Path(name).stem, names)}"])
+    return path

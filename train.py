@@ -1,0 +1,174 @@
+"""Trains a recipe under a strategy.
+
+    accelerate launch --config_file accelerate_configs/zero3.yaml train.py [RECIPE] [--set section.key=value ...] [--dry-run]
+
+A recipe says what to train, a strategy how to spread the work; this file knows neither a model nor a strategy by name.
+"""
+
+import argparse
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+
+from cookbook import launch, machine
+from cookbook.data.rows import read_rows, texts
+from cookbook.files import RecipeError
+from cookbook.plan import Plan, load_pair, make_plan
+from cookbook.recipe import Recipe, dump_recipe
+from cookbook.strategy import Strategy
+
+CACHE = Path(".cache")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="train.py", description="Train a recipe under a strategy.")
+    parser.add_argument("recipe", nargs="?", default="recipes/quickstart.yaml")
+    parser.add_argument("--set", dest="assignments", action="append", default=[], metavar="section.key=value")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, train nothing")
+    arguments = parser.parse_args()
+    world = launch.read_world()
+    try:
+        recipe, strategy, plan, world, notes = check(arguments.recipe, arguments.assignments, world)
+        if arguments.dry_run:
+            if world.rank == 0:
+                print(f"{arguments.recipe}: fine under {strategy.path}, {plan}")
+            return 0
+        train(recipe, strategy, plan, world, notes)
+    except RecipeError as error:
+        if world.rank == 0:
+            print(f"\n{error}\n", file=sys.stderr)
+        return 2
+    return 0
+
+
+def check(
+    recipe_name: str, assignments: list[str], world: launch.World
+) -> tuple[Recipe, Strategy, Plan, launch.World, list[str]]:
+    """Everything that can be known before torch is imported: files, launcher, environment, batch, GPUs."""
+    launcher = launch.find_launcher()
+    recipe, named = load_pair(Path(recipe_name), assignments)
+    path, note = launch.strategy_in_force(launcher, world, recipe.strategy)
+    strategy = named if note is None else load_pair(Path(recipe_name), assignments, path)[1]
+    mistakes = launch.check_environment(strategy, launcher, recipe.mixed_precision)
+    if mistakes:
+        raise RecipeError(mistakes)
+    launch.clear_environment()
+    num_gpus = machine.num_gpus()
+    world = launch.trim_world(world, strategy, launcher, num_gpus)
+    plan = make_plan(recipe, strategy, num_processes=world.num_processes, num_gpus=num_gpus, recipe_name=recipe_name)
+    return recipe, strategy, plan, world, [note] if note else []
+
+
+def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, notes: list[str]) -> None:
+    # Rows come first: a broken file is told before seconds go into imports, and no process group waits for it.
+    rows = read_rows(recipe.data.train, recipe.data.on_bad_row)
+    eval_rows = read_rows(recipe.data.eval, recipe.data.on_bad_row) if recipe.data.eval else None
+
+    import torch
+    from accelerate.utils import set_seed
+
+    from cookbook import checkpoint, metrics, models
+    from cookbook.data import batches, tokens
+    from cookbook.engine import Engine
+    from cookbook.objectives import OBJECTIVES
+    from cookbook.optim import build_optimizer, learning_rate, set_learning_rate
+
+    # Model folder, tokenizer and tokens: built once per machine, under file locks.
+    name = models.resolve_model(
+        recipe.model, seed=recipe.seed, texts=texts(rows), fingerprint=rows.fingerprint, cache=CACHE
+    )
+    config = models.load_config(name, recipe.model.revision)
+    tokenizer = models.load_tokenizer(name, recipe.model.revision, recipe.data.chat_template)
+    train_set, eval_set = (
+        tokens.cached_tokens(
+            source_rows,
+            tokenizer,
+            cache=CACHE,
+            max_length=recipe.data.max_length,
+            train_on=recipe.objective.train_on,
+            on_bad_row=recipe.data.on_bad_row,
+            place=place,
+        )[0]
+        if source_rows is not None
+        else None
+        for source_rows, place in ((rows, "data.train"), (eval_rows, "data.eval"))
+    )
+
+    # The same seed everywhere until the weights stand, since sharding takes a piece from each process.
+    set_seed(recipe.seed)
+    engine = Engine(
+        strategy,
+        plan,
+        world,
+        mixed_precision=recipe.mixed_precision,
+        micro_batch_size=recipe.batch.micro_batch_size,
+        max_grad_norm=recipe.optim.max_grad_norm,
+    )
+    model = models.load_model(
+        name,
+        recipe.model.revision,
+        gradient_checkpointing=recipe.model.gradient_checkpointing,
+        **engine.load_options(),
+    )
+    engine.prepare(model, build_optimizer(model, recipe.optim))
+    set_seed(recipe.seed + engine.data_parallel.rank)
+
+    objective = OBJECTIVES[recipe.objective.name]
+    steps_per_epoch = batches.steps_per_epoch(len(train_set), recipe.batch.global_batch_size)
+    max_steps = recipe.run.max_steps or recipe.run.num_epochs * steps_per_epoch
+    dealt = dict(
+        micro_batch_size=recipe.batch.micro_batch_size,
+        num_ranks=engine.data_parallel.size,
+        rank=engine.data_parallel.rank,
+        pad_id=tokenizer.pad_token_id,
+    )
+    steps = batches.train_steps(
+        train_set, seed=recipe.seed, global_batch_size=recipe.batch.global_batch_size, **dealt
+    )
+    log = metrics.RunLog(Path(recipe.run.output_dir), is_main=engine.is_main, max_steps=max_steps)
+
+    def evaluate(step: int) -> None:
+        loss_sum, num_tokens = engine.evaluate(objective, batches.eval_batches(eval_set, **dealt))
+        log.write({"step": step, "eval_loss": loss_sum / num_tokens, "eval_num_tokens": num_tokens})
+
+    for step, batch in enumerate(islice(steps, max_steps)):
+        started = time.perf_counter()
+        lr = learning_rate(step, max_steps, recipe.optim, recipe.schedule)
+        set_learning_rate(engine.optimizer, lr)
+        loss = engine.gradients(objective, batch.micro_batches, batch.num_targets)
+        grad_norm = engine.step()
+        seconds = time.perf_counter() - started
+        log.write(
+            {
+                "step": step + 1,
+                "epoch": batch.epoch,
+                "loss": loss,
+                "grad_norm": grad_norm,
+                "learning_rate": lr,
+                "num_tokens": batch.num_tokens,
+                "step_seconds": seconds,
+                "tokens_per_second": batch.num_tokens / seconds,
+                "peak_memory_gib": engine.max_over_processes(metrics.peak_memory_gib(engine.device)),
+            }
+        )
+        every = recipe.run.eval_every_steps
+        if eval_set is not None and every is not None and (step + 1) % every == 0 and step + 1 < max_steps:
+            evaluate(step + 1)
+    if eval_set is not None:
+        evaluate(max_steps)
+
+    checkpoint.export_model(
+        engine.full_parameters(),
+        engine.unwrapped(),
+        tokenizer,
+        Path(recipe.run.output_dir) / "export",
+        dtype=config.dtype or torch.float32,
+        is_main=engine.is_main,
+    )
+    log.close()
+    engine.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
