@@ -160,7 +160,7 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
 
     checkpoint.export_model(
         engine.full_parameters(),
-        engine.unwrapped(),
+        config,
         tokenizer,
         Path(recipe.run.output_dir) / "export",
         dtype=config.dtype or torch.float32,

@@ -1,17 +1,18 @@
 """The trained model as a Hugging Face folder, written the same under every strategy."""
 
+import copy
 import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
 
 
 def export_model(
     parameters: Iterable[tuple[str, torch.Tensor | None]],
-    model: PreTrainedModel,
+    config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     *,
@@ -34,8 +35,12 @@ def export_model(
     build = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(build, ignore_errors=True)
     build.mkdir(parents=True)
-    model.config.dtype, model.config.use_cache = dtype, True
-    model.save_pretrained(build, state_dict=weights)
+    # An empty twin writes the files: the trained model's own save_pretrained would gather again, on one process only.
+    config = copy.deepcopy(config)
+    config.dtype = dtype
+    with torch.device("meta"):
+        twin = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    twin.save_pretrained(build, state_dict=weights)
     tokenizer.save_pretrained(build)
     shutil.rmtree(folder, ignore_errors=True)
     build.rename(folder)

@@ -75,6 +75,8 @@ class Engine:
             self.model = model if self.device.type == "cpu" else model.to(self.device)
             self.optimizer = self.accelerator.prepare(optimizer)
         else:
+            if self.strategy.kind == "fsdp1" and self.device.type == "cpu":
+                model = _wrap_fsdp1_on_cpu(self, model)
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.assert_in_force()
 
@@ -168,10 +170,18 @@ class Engine:
         return self.model.module if self.strategy.kind in ("ddp", "fsdp1", "zero") else self.model
 
     def close(self) -> None:
-        """Ends the process group. Without it a process may die while another still reads from it."""
-        if dist.is_initialized():
-            dist.barrier()
-            dist.destroy_process_group()
+        """Leaves together. A process that exits while another still reads its last message breaks a run that was right.
+
+        A barrier is not enough: with gloo its own last message is lost when the sender's sockets close too soon. So
+        each process says in the store that it is past the barrier, and waits for the others to say so.
+        """
+        if not dist.is_initialized():
+            return
+        dist.barrier()
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"cookbook/left/{self.world.rank}", "1")
+        store.wait([f"cookbook/left/{rank}" for rank in range(self.world.num_processes)])
+        dist.destroy_process_group()
 
     def _forward(self, objective: Objective, batch: Batch) -> torch.Tensor:
         batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
@@ -338,17 +348,33 @@ def _fsdp_plugin(engine: Engine, on_cpu: bool) -> Any:
     )
 
 
+def _wrap_fsdp1_on_cpu(engine: Engine, model: torch.nn.Module) -> torch.nn.Module:
+    """What accelerate's `prepare_model` does, with a `device_id` without index: for FSDP1 "cpu" and "cpu:0" are two."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    plugin = engine.accelerator.state.fsdp_plugin
+    plugin.set_auto_wrap_policy(model)
+    return FullyShardedDataParallel(
+        model,
+        sharding_strategy=plugin.sharding_strategy,
+        auto_wrap_policy=plugin.auto_wrap_policy,
+        mixed_precision=plugin.mixed_precision_policy,
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )
+
+
 def _gather(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
     """The whole parameter. Collective."""
     if isinstance(parameter, DTensor):
         return parameter.full_tensor()
     if engine.strategy.kind == "zero":
+        import deepspeed
         from deepspeed.utils import safe_get_full_fp32_param
-        from deepspeed.zero import GatheredParameters
 
         if parameter.requires_grad:
             return safe_get_full_fp32_param(parameter)
-        with GatheredParameters([parameter], enabled=engine.strategy.zero_stage == 3):
+        with deepspeed.zero.GatheredParameters([parameter], enabled=engine.strategy.zero_stage == 3):
             return parameter.detach().clone()
     return parameter
 
@@ -415,7 +441,8 @@ def _fsdp1_findings(engine: Engine) -> Iterator[tuple[str, Any, Any]]:
 
     yield "wrapper", True, isinstance(engine.model, FullyShardedDataParallel)
     units = FullyShardedDataParallel.fsdp_modules(engine.model)
-    yield "FSDP units: one per layer and the root", _num_layers(engine.model) + 1, len(units)
+    num_layers = engine.unwrapped().config.num_hidden_layers
+    yield "FSDP units: one per layer and the root", num_layers + 1, len(units)
     assert engine.strategy.fsdp is not None
     asked = engine.strategy.fsdp.fsdp_sharding_strategy if engine.plan.num_processes > 1 else "NO_SHARD"
     yield "sharding", {asked}, {unit.sharding_strategy.name for unit in units}
@@ -432,16 +459,15 @@ def _fsdp2_findings(engine: Engine, trainable: list[torch.nn.Parameter]) -> Iter
     mesh = (strategy.dp_replicate_size, shards) if strategy.dp_replicate_size > 1 else (shards,)
     yield "mesh", {mesh}, {tuple(p.device_mesh.shape) for p in trainable if isinstance(p, DTensor)}
     units = [module for module in engine.model.modules() if isinstance(module, FSDPModule)]
-    yield "a unit per layer, and the root", True, len(units) > _num_layers(engine.model)
-    groups = [group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group) is not None]
-    layers = [group for group in groups if group is not engine.model._get_fsdp_state()._fsdp_param_group]
-    reshards = {group.post_forward_mesh_info is not None for group in layers}
+    layers = [module for module in units if _is_layer(module, engine.model)]
+    yield "layers that are units", engine.model.config.num_hidden_layers, len(layers)
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in layers]
+    reshards = {group.post_forward_mesh_info is not None for group in groups}
     yield "reshard after forward", {block.fsdp_reshard_after_forward}, reshards
     offloaded = {type(group.offload_policy).__name__ for group in groups}
     yield "parameter offload", {"CPUOffloadPolicy" if block.fsdp_offload_params else "OffloadPolicy"}, offloaded
 
 
-def _num_layers(model: torch.nn.Module) -> int:
-    """Decoder layers, counted by class name rather than by the wrapper's own policy."""
-    config = getattr(model, "config", None) or model.module.config
-    return config.num_hidden_layers
+def _is_layer(module: torch.nn.Module, model: torch.nn.Module) -> bool:
+    """FSDP2 renames a class; its bases tell what it was."""
+    return any(base.__name__ in model._no_split_modules for base in type(module).__mro__)

@@ -37,7 +37,8 @@ class StepBatch:
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
     """The permutation of an epoch, int64 [N]."""
-    return np.random.default_rng([seed, epoch]).permutation(num_samples)
+    # The legacy generator: numpy promises that its numbers never change, so a run can resume after an upgrade.
+    return np.random.RandomState([seed, epoch]).permutation(num_samples).astype(np.int64)
 
 
 def steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
@@ -109,12 +110,11 @@ def train_steps(
     num_samples = len(tokens)
     epoch, start = divmod(num_samples_consumed, num_samples)
     if start % global_batch_size:
-        raise RecipeError(
-            [
-                f"batch.global_batch_size is {global_batch_size}, but the run to resume stands at sample {start} of an"
-                " epoch, where no step of that size ends. Use the size that it was started with"
-            ]
+        mistake = (
+            f"batch.global_batch_size is {global_batch_size}, but the run to resume stands at sample {start} of an"
+            " epoch, where no step of that size ends. Use the size that it was started with"
         )
+        raise RecipeError([mistake])
     while True:
         order = epoch_order(num_samples, seed, epoch)
         for begin in range(start, num_samples, global_batch_size):

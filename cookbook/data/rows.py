@@ -210,7 +210,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         names = Counter(key for key, _ in pairs)
-        raise BadRow("key given twice", ", ".join(ascii(key) for key, count in names.items() if count > 1))
+        raise BadRow("key given twice", ", ".join(ascii(key) for key, count in names.items() if count > 1)[:200])
     return values
 
 
@@ -245,18 +245,17 @@ def _known_columns(name: str, columns: list[str]) -> list[str]:
 
 def _hub_rows(source: Source) -> Iterator[Any]:
     import datasets
-    import httpx
+    from huggingface_hub.errors import HTTPError  # of whichever client this version of the Hub library uses
 
     name = f"{source.path} (split {source.split!r})"
     try:
         dataset = datasets.load_dataset(source.path, source.name, split=source.split, revision=source.revision)
-    except (OSError, ValueError, RuntimeError, httpx.HTTPError) as error:
-        raise RecipeError(
-            [
-                f"{name}: cannot be loaded from the Hub: {_first_line(error)}."
-                f" Check the name, the split and the network, or use a local file or {BUILTIN_SOURCE!r}"
-            ]
-        ) from error
+    except (OSError, ValueError, RuntimeError, HTTPError) as error:
+        mistake = (
+            f"{name}: cannot be loaded from the Hub: {_first_line(error)}."
+            f" Check the name, the split and the network, or use a local file or {BUILTIN_SOURCE!r}"
+        )
+        raise RecipeError([mistake]) from error
     yield from dataset.select_columns(_known_columns(name, dataset.column_names))
 
 
@@ -285,7 +284,7 @@ def _check_row(raw: Any) -> tuple[Kind, dict[str, Any]]:
         nulls = [key for key in COLUMNS if key in raw and raw[key] is None]
         if nulls:
             raise BadRow("empty text", f"`{nulls[0]}` is null")
-        raise BadRow("missing keys", f"found {', '.join(map(ascii, raw)) or 'none'}; a row must have {SHAPES}")
+        raise BadRow("missing keys", f"found {', '.join(map(ascii, raw))[:200] or 'none'}; a row must have {SHAPES}")
     if len(kinds) > 1:
         raise BadRow("two kinds in one row", f"{' as well as '.join(map(_keys, kinds))}; keep the one to train on")
     kind = kinds[0]
@@ -310,11 +309,15 @@ def _check_messages(messages: Any) -> list[dict[str, str]]:
         if not isinstance(message, dict):
             raise BadRow("message not an object", f"message {number} is a {type(message).__name__}")
         before = checked[-1]["role"] if checked else None
-        allowed = {None: ("system", "user"), "system": ("user",), "user": ("assistant",), "assistant": ("user",)}[before]
+        allowed = {None: ("system", "user"), "system": ("user",), "user": ("assistant",), "assistant": ("user",)}[
+            before
+        ]
         role = message.get("role")
         if role not in allowed:
             hint = " (tool calls are not served)" if role == "tool" else ""
-            raise BadRow("wrong role", f"message {number} has {ascii(role)}; expected {' or '.join(allowed)}{hint}")
+            raise BadRow(
+                "wrong role", f"message {number} has {ascii(role)[:40]}; expected {' or '.join(allowed)}{hint}"
+            )
         for key in UNSERVED:
             if message.get(key):
                 raise BadRow("message with more than text", f"message {number} has `{key}`, which is not served")

@@ -19,7 +19,17 @@ from cookbook.files import RecipeError
 MIN_CHARACTERS, MAX_CHARACTERS = 40, 800  # of the function, without its docstring
 MAX_REQUEST_CHARACTERS = 300
 SKIPPED = {
-    *("test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "site-packages", "dist-packages", "__pycache__"),
+    *(
+        "test",
+        "tests",
+        "idlelib",
+        "lib2to3",
+        "turtledemo",
+        "ensurepip",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+    ),
     *("lib-dynload", "encodings", "pydoc_data", "distutils", "msilib", "__phello__"),
 }
 TEST_BUCKETS_OF_256 = 13  # about 5 %

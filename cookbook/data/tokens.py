@@ -29,7 +29,7 @@ TrainOn = Literal["assistant", "all"]
 OnBadRow = Literal["error", "drop"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TokenSet:
     """N samples, one after the other; sample i is `ids[offsets[i]:offsets[i + 1]]` and is never empty."""
 
@@ -122,11 +122,12 @@ def _encode_chats(
     special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     special_ids.update(tokenizer.all_special_ids)
     number = 0
-    for batch in _batches([row["messages"] for row in rows]):
-        for sample in _apply_template(batch, tokenizer, needs_markers):
+    for chats in _batches([row["messages"] for row in rows]):
+        for chat, sample in zip(chats, _apply_template(chats, tokenizer, needs_markers), strict=True):
             number += 1
             if needs_markers and not isinstance(sample, BadRow):
-                _check_turns_end(*sample, tokenizer, special_ids, f"{place}: row {number}")
+                num_turns = sum(message["role"] == "assistant" for message in chat)
+                _check_turns(*sample, num_turns, tokenizer, special_ids, f"{place}: row {number}")
             yield sample
 
 
@@ -137,13 +138,12 @@ def _check_template(tokenizer: "PreTrainedTokenizerBase", needs_markers: bool, p
     except ValueError:
         raise RecipeError([f"{place}: has chats, but the tokenizer has no chat template; {hint}"]) from None
     if needs_markers and not _GENERATION.search(template):
-        raise RecipeError(
-            [
-                f"{place}: the tokenizer's chat template does not mark the assistant's tokens"
-                f" ({{% generation %}} ... {{% endgeneration %}}), which objective.train_on: assistant needs; {hint},"
-                " or train on all tokens with objective.train_on: all"
-            ]
+        mistake = (
+            f"{place}: the tokenizer's chat template does not mark the assistant's tokens"
+            f" ({{% generation %}} ... {{% endgeneration %}}), which objective.train_on: assistant needs; {hint},"
+            " or train on all tokens with objective.train_on: all"
         )
+        raise RecipeError([mistake])
 
 
 def _apply_template(
@@ -164,26 +164,42 @@ def _apply_template(
     return list(zip(all_ids, masks, strict=True))
 
 
-def _check_turns_end(
-    ids: list[int], mask: list[int], tokenizer: "PreTrainedTokenizerBase", special_ids: set[int], where: str
+def _check_turns(
+    ids: list[int],
+    mask: list[int],
+    num_turns: int,
+    tokenizer: "PreTrainedTokenizerBase",
+    special_ids: set[int],
+    where: str,
 ) -> None:
-    """Raises RecipeError if a turn's labels do not end with a special token (white space after it is fine)."""
-    position = 0
+    """Raises RecipeError unless each turn's labels end with a special token (white space after it is fine).
+
+    apply_chat_template labels everything to the end when it finds no token for the last character of a turn: then
+    turns run together, and the count tells.
+    """
+    position, turns = 0, []
     for is_label, run in groupby(mask):
-        turn = ids[position : (position := position + len(list(run)))]
-        if not is_label:
-            continue
+        end = position + sum(1 for _ in run)
+        if is_label:
+            turns.append(ids[position:end])
+        position = end
+    if len(turns) != num_turns:
+        mistake = (
+            f"{where}: the chat template marks {len(turns)} stretches of assistant tokens for {num_turns} assistant"
+            f" turns; enclose each turn of its own, as {SHIPPED_TEMPLATE} does, and give it in data.chat_template"
+        )
+        raise RecipeError([mistake])
+    for turn in turns:
         while turn and turn[-1] not in special_ids and not tokenizer.decode(turn[-1:]).strip():
             turn.pop()
         if not turn or turn[-1] not in special_ids:
-            end = tokenizer.decode(turn[-3:]) if turn else ""
-            raise RecipeError(
-                [
-                    f"{where}: the trained part of an assistant turn ends with {end!r} and no special token, so the"
-                    " model would never learn to stop. In data.chat_template put the end-of-turn token before"
-                    f" {{% endgeneration %}}, as {SHIPPED_TEMPLATE} does; the tokenizer must know it as a special token"
-                ]
+            mistake = (
+                f"{where}: the trained part of an assistant turn ends with {tokenizer.decode(turn[-3:])!r} and no"
+                " special token, so the model would never learn to stop. In data.chat_template put the end-of-turn"
+                f" token before {{% endgeneration %}}, as {SHIPPED_TEMPLATE} does; the tokenizer must know it as a"
+                " special token"
             )
+            raise RecipeError([mistake])
 
 
 def _encode_completions(
