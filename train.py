@@ -1,18 +1,20 @@
 """Trains a recipe under a strategy.
 
-    accelerate launch --config_file accelerate_configs/zero3.yaml train.py [RECIPE] [--set section.key=value ...] [--dry-run]
+    accelerate launch --config_file accelerate_configs/zero3.yaml \\
+        train.py [RECIPE] [--set section.key=value ...] [--dry-run]
 
 A recipe says what to train, a strategy how to spread the work; this file knows neither a model nor a strategy by name.
 """
 
 import argparse
+import os
 import sys
 import time
 from itertools import islice
 from pathlib import Path
 
 from cookbook import launch, machine
-from cookbook.data.rows import read_rows, texts
+from cookbook.data.rows import Rows, read_rows, texts
 from cookbook.files import RecipeError
 from cookbook.plan import Plan, load_pair, make_plan
 from cookbook.recipe import Recipe, dump_recipe
@@ -66,22 +68,30 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
     eval_rows = read_rows(recipe.data.eval, recipe.data.on_bad_row) if recipe.data.eval else None
 
     import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns from every process
+
     from accelerate.utils import set_seed
+    from transformers.utils import logging as transformers_logging
 
     from cookbook import checkpoint, metrics, models
     from cookbook.data import batches, tokens
-    from cookbook.engine import Engine
+    from cookbook.engine import Engine, build_ops
     from cookbook.objectives import OBJECTIVES
     from cookbook.optim import build_optimizer, learning_rate, set_learning_rate
 
-    # Model folder, tokenizer and tokens: built once per machine, under file locks.
+    transformers_logging.disable_progress_bar()
+
+    # Model folder, tokenizer, tokens and compiled operations: once per machine, under file locks.
     name = models.resolve_model(
         recipe.model, seed=recipe.seed, texts=texts(rows), fingerprint=rows.fingerprint, cache=CACHE
     )
     config = models.load_config(name, recipe.model.revision)
     tokenizer = models.load_tokenizer(name, recipe.model.revision, recipe.data.chat_template)
-    train_set, eval_set = (
-        tokens.cached_tokens(
+
+    def tokenize(source_rows: Rows, place: str) -> tokens.TokenSet:
+        token_set, dropped = tokens.cached_tokens(
             source_rows,
             tokenizer,
             cache=CACHE,
@@ -89,13 +99,17 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
             train_on=recipe.objective.train_on,
             on_bad_row=recipe.data.on_bad_row,
             place=place,
-        )[0]
-        if source_rows is not None
-        else None
-        for source_rows, place in ((rows, "data.train"), (eval_rows, "data.eval"))
-    )
+        )
+        counts = {**source_rows.num_dropped, **dropped}
+        notes.extend(f"{place}: dropped {count} rows: {reason}" for reason, count in counts.items())
+        return token_set
 
-    # The same seed everywhere until the weights stand, since sharding takes a piece from each process.
+    train_set = tokenize(rows, "data.train")
+    eval_set = tokenize(eval_rows, "data.eval") if eval_rows else None
+    build_ops(strategy, CACHE)
+
+    # Start the strategy. One seed on all processes until the weights stand, since sharding takes a piece from each.
+    output_dir = Path(recipe.run.output_dir)
     set_seed(recipe.seed)
     engine = Engine(
         strategy,
@@ -104,6 +118,7 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
         mixed_precision=recipe.mixed_precision,
         micro_batch_size=recipe.batch.micro_batch_size,
         max_grad_norm=recipe.optim.max_grad_norm,
+        run_name=metrics.run_name(output_dir),
     )
     model = models.load_model(
         name,
@@ -114,24 +129,36 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
     engine.prepare(model, build_optimizer(model, recipe.optim))
     set_seed(recipe.seed + engine.data_parallel.rank)
 
+    # From here on everything counts optimizer steps over a fixed global batch.
     objective = OBJECTIVES[recipe.objective.name]
     steps_per_epoch = batches.steps_per_epoch(len(train_set), recipe.batch.global_batch_size)
     max_steps = recipe.run.max_steps or recipe.run.num_epochs * steps_per_epoch
-    dealt = dict(
-        micro_batch_size=recipe.batch.micro_batch_size,
-        num_ranks=engine.data_parallel.size,
-        rank=engine.data_parallel.rank,
-        pad_id=tokenizer.pad_token_id,
+    dealt = {
+        "micro_batch_size": recipe.batch.micro_batch_size,
+        "num_ranks": engine.data_parallel.size,
+        "rank": engine.data_parallel.rank,
+        "pad_id": tokenizer.pad_token_id,
+    }
+    steps = batches.train_steps(train_set, seed=recipe.seed, global_batch_size=recipe.batch.global_batch_size, **dealt)
+
+    log = metrics.RunLog(output_dir, is_main=engine.is_main, max_steps=max_steps)
+    log.write_text("recipe.yaml", dump_recipe(recipe))
+    log.write_record("run.json", metrics.environment_record(engine.device) | {"strategy": engine.describe()})
+    for note in [*notes, *engine.notes]:
+        log.say(note)
+    log.say(
+        f"{strategy.name}: {plan.num_processes} processes on {engine.device.type}, precision {recipe.mixed_precision}; "
+        f"{max_steps} steps of {recipe.batch.global_batch_size} sequences ({plan.gradient_accumulation_steps} forwards"
+        f" per process), {steps_per_epoch} steps an epoch"
     )
-    steps = batches.train_steps(
-        train_set, seed=recipe.seed, global_batch_size=recipe.batch.global_batch_size, **dealt
-    )
-    log = metrics.RunLog(Path(recipe.run.output_dir), is_main=engine.is_main, max_steps=max_steps)
+    flops = metrics.FlopCounter(config, num_parameters=engine.num_parameters, device=engine.device)
 
     def evaluate(step: int) -> None:
         loss_sum, num_tokens = engine.evaluate(objective, batches.eval_batches(eval_set, **dealt))
         log.write({"step": step, "eval_loss": loss_sum / num_tokens, "eval_num_tokens": num_tokens})
 
+    if eval_set:
+        evaluate(0)
     for step, batch in enumerate(islice(steps, max_steps)):
         started = time.perf_counter()
         lr = learning_rate(step, max_steps, recipe.optim, recipe.schedule)
@@ -150,19 +177,18 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
                 "step_seconds": seconds,
                 "tokens_per_second": batch.num_tokens / seconds,
                 "peak_memory_gib": engine.max_over_processes(metrics.peak_memory_gib(engine.device)),
+                **flops.mfu(batch.num_tokens, batch.num_samples, seconds, plan.num_processes),
             }
         )
         every = recipe.run.eval_every_steps
-        if eval_set is not None and every is not None and (step + 1) % every == 0 and step + 1 < max_steps:
+        if eval_set and (step + 1 == max_steps or (every and (step + 1) % every == 0)):
             evaluate(step + 1)
-    if eval_set is not None:
-        evaluate(max_steps)
 
     checkpoint.export_model(
         engine.full_parameters(),
         config,
         tokenizer,
-        Path(recipe.run.output_dir) / "export",
+        output_dir / "export",
         dtype=config.dtype or torch.float32,
         is_main=engine.is_main,
     )

@@ -3,18 +3,20 @@
 Nothing here knows what a recipe or a strategy is; `recipe` and `strategy` bring their pydantic models.
 """
 
+import copy
 import difflib
 import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError
 
-MAX_FILE_BYTES = 1_000_000
+MAX_FILE_BYTES = 50_000
+"""Many times any settings file, and still parsed in a moment."""
 
 Model = TypeVar("Model", bound=BaseModel)
 KeyPath = tuple[str | int, ...]
@@ -40,39 +42,91 @@ class Document:
 
     def place(self, path: KeyPath) -> str:
         """`file:line: section.key`, with the nearest known line when the key itself is missing."""
-        dotted = ".".join(str(part) for part in path)
-        for length in range(len(path), -1, -1):
-            if path[:length] in self.overrides:
+        dotted = ".".join(map(str, path))
+        for override in self.overrides:
+            if path[: len(override)] == override:
                 return f"--set {dotted}"
+            if override[: len(path)] == path and path not in self.lines:
+                return f"--set {'.'.join(map(str, override))}: {dotted}"
         for length in range(len(path), -1, -1):
             if path[:length] in self.lines:
                 return f"{self.name}:{self.lines[path[:length]]}: {dotted}".removesuffix(": ")
         return f"{self.name}: {dotted}".removesuffix(": ")
 
 
+def path_problem(text: str) -> str | None:
+    """What is wrong with a text as a path, whether or not something is there."""
+    if not text.strip():
+        return "is empty; write a path"
+    if text.startswith("~"):
+        return f"is {show(text)}, and ~ is not expanded here; write the folder in full"
+    if not text.isprintable():
+        return f"is {show(text)}, with a character that no path should have"
+    if len(text.encode()) > 1000 or any(len(part.encode()) > 255 for part in Path(text).parts):
+        return f"is {show(text)}, which is too long for a path"
+    return None
+
+
+def _refuse_odd_path(text: str) -> str:
+    problem = path_problem(text)
+    if problem:
+        raise ValueError(problem)
+    return text
+
+
+PathText = Annotated[str, AfterValidator(_refuse_odd_path)]
+"""Text that names a file or folder (or something on the Hub)."""
+
+
 def nearest(word: str, choices: list[str]) -> str:
-    """`"; did you mean 'x'?"` for a near miss, the list of choices otherwise."""
+    """`did you mean x?` for a near miss, the list of choices otherwise."""
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
     if close:
         return f"did you mean {close[0]}?"
     return f"known here: {', '.join(choices)}"
 
 
-# YAML 1.1 wants a dot in a float, so PyYAML reads 2e-5 as text. YAML 1.2 does not, and neither do people.
-_FLOAT = re.compile(r"^[-+]?(?:\d[\d_]*)(?:\.\d*)?[eE][-+]?\d+$")
-
-
 class _StrictLoader(yaml.SafeLoader):
+    """Plain YAML only: no tags, anchors or aliases, so a value is what it looks like, once."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # type: ignore[misc]
+
     def compose_node(self, parent, index):
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark
-            raise yaml.MarkedYAMLError(problem="aliases (*name) are not supported; write the value", problem_mark=mark)
+        event = self.peek_event()
+        if event.anchor is not None:
+            raise yaml.MarkedYAMLError(
+                problem="anchors (&name) and aliases (*name) are not supported; write the value out",
+                problem_mark=event.start_mark,
+            )
+        if getattr(event, "tag", None) is not None:
+            raise yaml.MarkedYAMLError(
+                problem=f"tags are not supported ({event.tag}); write a plain value", problem_mark=event.start_mark
+            )
         return super().compose_node(parent, index)
 
 
-_StrictLoader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-for _first in "-+0123456789":
-    _StrictLoader.yaml_implicit_resolvers.setdefault(_first, []).insert(0, ("tag:yaml.org,2002:float", _FLOAT))
+class _Dumper(yaml.SafeDumper):
+    """Quotes also what only our loader would take for a number."""
+
+
+# Numbers as in YAML 1.2: PyYAML's YAML 1.1 reads 2e-5 as text, 010 as 8 and 1:30 as 90.
+_FLOAT = r"[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+for _kind_of_scalar, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"(?:yes|no|true|false|on|off)", list("yYnNtTfFoO")),
+    ("int", r"[-+]?(0|[1-9][\d_]*)", list("-+0123456789")),
+    ("float", _FLOAT, list("-+.0123456789")),
+):
+    _flags = re.IGNORECASE if _kind_of_scalar == "bool" else 0
+    for _class in (_StrictLoader, _Dumper):
+        _class.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_kind_of_scalar}", re.compile(f"^(?:{_pattern})$", _flags), _first
+        )
+
+
+def dump_yaml(values: dict[str, Any]) -> str:
+    """YAML text that `read_document` reads back to equal values."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def read_document(path: Path) -> Document:
@@ -82,54 +136,79 @@ def read_document(path: Path) -> Document:
         RecipeError: missing, too large, not UTF-8, not YAML (or JSON), empty, not a mapping, or a key given twice.
     """
     name = str(path)
-    if not path.is_file():
-        raise RecipeError([f"{name}: no such file (looked in {Path.cwd()})"])
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise RecipeError([f"{name}: {path.stat().st_size} bytes is too large for a settings file"])
     try:
-        text = path.read_text(encoding="utf-8")
+        if not path.is_file():
+            raise RecipeError(
+                [f"{name}: {'a folder, not a' if path.is_dir() else 'no such'} file (looked in {Path.cwd()})"]
+            )
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise RecipeError(
+                [f"{name}: {path.stat().st_size:,} bytes are too many for a settings file ({MAX_FILE_BYTES:,})"]
+            )
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise RecipeError([f"{name}: not UTF-8 text ({error})"]) from None
+    except OSError as error:
+        raise RecipeError([f"{show(name)}: cannot be read ({error.strerror})"]) from None
     document = _parse_json(name, text) if path.suffix == ".json" else _parse_yaml(name, text)
     if document.values is None:
         raise RecipeError([f"{name}: the file is empty"])
     if not isinstance(document.values, dict):
-        raise RecipeError([f"{name}: expected `key: value` lines, found a {_kind(document.values)}"])
+        raise RecipeError([f"{name}: expected `key: value` lines, found {_kind(document.values)}"])
     return document
 
 
 def _parse_yaml(name: str, text: str) -> Document:
     document, mistakes = Document(name, None), []
-    loader = _StrictLoader(text)
 
     def build(node: yaml.Node, path: KeyPath) -> Any:
-        document.lines.setdefault(path, node.start_mark.line + 1)
+        line = node.start_mark.line + 1
+        document.lines.setdefault(path, line)
         if isinstance(node, yaml.MappingNode):
-            values: dict[str, Any] = {}
-            for key_node, value_node in node.value:
-                key = str(loader.construct_object(key_node, deep=True))
-                line = key_node.start_mark.line + 1
-                if key in values:
-                    first = document.lines[(*path, key)]
-                    dotted = ".".join(map(str, (*path, key)))
-                    mistakes.append(f"{name}:{line}: {dotted}: given twice (first in line {first}); keep one of them")
-                    continue
-                document.lines[(*path, key)] = line
-                values[key] = build(value_node, (*path, key))
-            return values
+            return build_mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
             return [build(child, (*path, i)) for i, child in enumerate(node.value)]
-        return loader.construct_object(node, deep=True)
+        try:
+            return loader.construct_object(node)
+        except ValueError:  # the digits that Python will read have a limit
+            mistakes.append(
+                f"{name}:{line}: {'.'.join(map(str, path))} is a number of {len(node.value)} characters; write less"
+            )
+
+    def build_mapping(node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                mistakes.append(f"{name}:{line}: a key must be a plain word, found a list or mapping before the colon")
+                continue
+            key = key_node.value
+            if not key.isprintable() or len(key) > 80:
+                mistakes.append(f"{name}:{line}: {show(key)} is no name of a key")
+                continue
+            if key in values:
+                first, dotted = document.lines[(*path, key)], ".".join(map(str, (*path, key)))
+                mistakes.append(f"{name}:{line}: {dotted}: given twice (first in line {first}); keep one of them")
+                continue
+            document.lines[(*path, key)] = line
+            values[key] = build(value_node, (*path, key))
+        return values
 
     try:
+        loader = _StrictLoader(text)
         node = loader.get_single_node()
         if node is not None:
             document.values = build(node, ())
     except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else "?"
-        raise RecipeError([f"{name}:{line}: not valid YAML: {error.problem}"]) from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise RecipeError([f"{name}: not valid YAML: {error}"]) from None
+        place = f"{name}:{error.problem_mark.line + 1}" if error.problem_mark else name
+        problem = ", ".join(part for part in (error.context, error.problem) if part)
+        hint = " (indent with spaces)" if "'\\t'" in problem else ""
+        raise RecipeError([f"{place}: not valid YAML: {problem}{hint}"]) from None
+    except yaml.reader.ReaderError as error:
+        place = f"{name}:{text.count(chr(10), 0, error.position) + 1}"
+        raise RecipeError([f"{place}: not valid YAML: character {chr(error.character)!r} is not allowed"]) from None
+    except RecursionError:
+        raise RecipeError([f"{name}: not valid YAML: nested too deeply"]) from None
     if mistakes:
         raise RecipeError(mistakes)
     document.lines[()] = 1
@@ -137,67 +216,128 @@ def _parse_yaml(name: str, text: str) -> Document:
 
 
 def _parse_json(name: str, text: str) -> Document:
-    mistakes: list[str] = []
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        mistakes.extend(f"{name}: {key}: given twice; keep one of them" for key in sorted({k for k in keys if keys.count(k) > 1}))
-        return dict(pairs)
-
     if not text.strip():
         return Document(name, None)
     try:
-        values = json.loads(text, object_pairs_hook=unique)
+        values = json.loads(text)
     except json.JSONDecodeError as error:
         raise RecipeError([f"{name}:{error.lineno}: not valid JSON: {error.msg}"]) from None
     except RecursionError:
         raise RecipeError([f"{name}: not valid JSON: nested too deeply"]) from None
-    if mistakes:
-        raise RecipeError(mistakes)
-    try:  # JSON is YAML enough to find the lines; where it isn't (tabs), mistakes are told without them
-        lines = _parse_yaml(name, text).lines
-    except RecipeError:
-        lines = {}
-    return Document(name, values, lines)
+    except ValueError:
+        raise RecipeError([f"{name}: not valid JSON: a number with too many digits"]) from None
+    # Without its tabs JSON is YAML, whose parser knows the lines and sees what is given twice.
+    return Document(name, values, _parse_yaml(name, text.replace("\t", " ")).lines)
 
 
 def validate(
     document: Document, model: type[Model], owned_elsewhere: Mapping[str, str] | None = None
 ) -> tuple[Model | None, list[str]]:
-    """The document as `model`, or None with all of its mistakes.
+    """The document as `model` and its mistakes.
+
+    Misspelt keys alone do not hide other mistakes: the model is then what it would be with their nearest names.
 
     Args:
         owned_elsewhere: what to write instead, by key name, for keys that this file may not set.
     """
+    owned, mistakes = owned_elsewhere or {}, []
+    parsed, problems = _try(document.values, model)
+    unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
+    if unknown:
+        mistakes = [_word(document, model, problem, owned) for problem in unknown]
+        parsed, problems = _try(_with_nearest_names(document.values, model, unknown, owned), model)
+    mistakes += [_word(document, model, problem, owned) for problem in problems]
+    return parsed, list(dict.fromkeys(mistakes))
+
+
+def part(document: Document, name: str, model: type[Model]) -> Model | None:
+    """One section by itself, for checks that mistakes in other sections should not hide; None if it has its own."""
+    return validate(Document(document.name, document.values.get(name, {})), model)[0]
+
+
+def _try(values: Any, model: type[Model]) -> tuple[Model | None, list[Any]]:
     try:
-        return model.model_validate(document.values), []
+        return model.model_validate(values), []
     except ValidationError as error:
-        return None, [_word(document, model, problem, owned_elsewhere or {}) for problem in error.errors()]
+        return None, error.errors()
+
+
+def _with_nearest_names(values: Any, model: type[BaseModel], unknown: list[Any], owned: Mapping[str, str]) -> Any:
+    values = copy.deepcopy(values)
+    for problem in unknown:
+        *path, key = problem["loc"]
+        section = values
+        for part_of_path in path:
+            section = section[part_of_path]
+        value = section.pop(key)
+        close = difflib.get_close_matches(key, _known_keys(model, tuple(path)), n=1)
+        if close and key not in owned:
+            section.setdefault(close[0], value)
+    return values
+
+
+# What a value should have been, where pydantic's own words would puzzle the reader of a YAML file.
+_EXPECTED = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "model_type": "a section of `key: value` lines",
+    "tuple_type": "a list",
+    "list_type": "a list",
+}
 
 
 def _word(document: Document, model: type[BaseModel], problem: Any, owned_elsewhere: Mapping[str, str]) -> str:
     path, kind, value = tuple(problem["loc"]), problem["type"], problem["input"]
     place, context = document.place(path), problem.get("ctx", {})
+    owner = next((owned_elsewhere[key] for key in reversed(path) if key in owned_elsewhere), None)
     if kind == "extra_forbidden":
         key = str(path[-1])
         if key in owned_elsewhere:
             return f"{place}: does not belong here; {owned_elsewhere[key]}"
+        homes = [home for home in _homes(model, key) if home != path]
+        if len(homes) == 1 and not difflib.get_close_matches(key, _known_keys(model, path[:-1])):
+            return f"{place}: does not belong here; write it as {'.'.join(homes[0])}"
         return f"{place}: unknown key; {nearest(key, _known_keys(model, path[:-1]))}"
+    if kind == "missing" and isinstance(path[-1], int):
+        return f"{document.place(path[:-1])} has too few values"
     if kind == "missing":
-        return f"{place}: is missing; this key has no default"
+        return f"{place}: is missing; " + (f'write "auto": {owner}' if owner else "this key has no default")
     if kind == "value_error":
-        return f"{place}: {context['error']}".replace(": : ", ": ")
-    if isinstance(value, bool) and kind in ("literal_error", "string_type"):
-        return f"{place} is {str(value).lower()} (YAML reads a bare no, yes, on or off so). Write it in quotes: 'no'"
-    if kind == "literal_error":
-        expected = context["expected"]
-        choices = [word.strip("' ") for word in re.split(r",| or ", expected)]
-        hint = difflib.get_close_matches(str(value), choices, n=1)
-        return f"{place} is {_show(value)}; use {expected}" + (f" (did you mean {hint[0]}?)" if hint else "")
+        said = str(context["error"])
+        return f"{place} {said}" if said.startswith("is ") else f"{place}: {said}"
     if value is None:
         return f"{place} is empty; write a value, or leave the key out for its default"
-    message = problem["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-    return f"{place} is {_show(value)} ({_kind(value)}); it must be {message}"
+    if kind == "literal_error" and owner:
+        return f'{place} is {show(value)}; write "auto": {owner}'
+    if kind == "literal_error":
+        expected = context["expected"].replace("False", "false")
+        choices = {word.strip("' ").lower(): word for word in re.split(r", | or ", expected)}
+        if value is False and "no" in choices:
+            return f"{place} is false (YAML reads a bare no so); write {choices['no']} in quotes"
+        close = difflib.get_close_matches(str(value).lower(), choices, n=1)
+        return f"{place} is {show(value)}; use {expected}" + (f" (did you mean {choices[close[0]]}?)" if close else "")
+    if kind == "string_type" and isinstance(value, bool):
+        return (
+            f"{place} is {show(value)} (YAML reads a bare yes, no, on or off so); it must be text: write it in quotes"
+        )
+    if kind in _EXPECTED:
+        return f"{place} is {show(value)} ({_kind(value)}); it must be {_EXPECTED[kind]}"
+    if kind == "too_long":
+        return f"{place} is {show(list(value))}; write {context['max_length']} values"
+    return f"{place} is {show(value)}; it must be {problem['msg'].removeprefix('Input should be ')}"
+
+
+def _homes(model: type[BaseModel], key: str, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Where else a key of this name stands."""
+    homes = [(*path, key)] if key in model.model_fields else []
+    for name, info in model.model_fields.items():
+        inner: list[type[BaseModel]] = []
+        _collect_models(info.annotation, inner)
+        for candidate in inner:
+            homes += _homes(candidate, key, (*path, name))
+    return homes
 
 
 def _known_keys(model: type[BaseModel], path: KeyPath) -> list[str]:
@@ -230,30 +370,47 @@ def apply_overrides(document: Document, assignments: list[str]) -> list[str]:
             mistakes.append(f"--set {assignment}: write it as section.key=value")
             continue
         try:
-            value = _parse_yaml(f"--set {key}", text).values
+            value = _parse_yaml("--set", text).values
         except RecipeError as error:
-            mistakes.extend(error.mistakes)
+            mistakes += [
+                f"--set {assignment}: {re.sub(r'^--set:?[0-9]*: ', '', mistake)}" for mistake in error.mistakes
+            ]
             continue
         target = document.values
-        for part in path[:-1]:
-            if not isinstance(target.get(part), dict):
-                target[part] = {}
-            target = target[part]
-        target[path[-1]] = value
-        document.overrides.add(path)
+        for i, name in enumerate(path[:-1], start=1):
+            if target.get(name) is None:
+                target[name] = {}
+            target = target[name]
+            if not isinstance(target, dict):
+                section = ".".join(path[:i])
+                mistakes.append(
+                    f"--set {assignment}: {section} is {show(target)}, which has no keys; set {section} as a whole"
+                )
+                break
+        else:
+            target[path[-1]] = value
+            document.overrides.add(path)
     return mistakes
 
 
-def find_file(name: str, place: Callable[[], str]) -> list[str]:
-    """A mistake if there is no such file."""
-    return [] if Path(name).is_file() else [f"{place()} is {name!r}: no such file (looked in {Path.cwd()})"]
+def find_file(name: str, place: Callable[[], str], folder: Path | None = None) -> list[str]:
+    """A mistake if there is no such file, with the nearest name in `folder` (its own one, unless given)."""
+    path = Path(name)
+    if path.is_file():
+        return []
+    neighbours = {other.stem: str(other) for other in (folder or path.parent).glob("*") if other.is_file()}
+    close = difflib.get_close_matches(path.stem, neighbours, n=1)
+    hint = f"; did you mean {neighbours[close[0]]}?" if close else f" (looked in {Path.cwd()})"
+    return [f"{place()} is {name!r}: no such file{hint}"]
 
 
-def _show(value: Any) -> str:
-    text = repr(value)
+def show(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "empty", True: "true", False: "false"}[value]
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**40 else "a very large integer"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "mapping", list: "list", str: "text", int: "integer", float: "number", bool: "true/false", type(None): "nothing"}
+    names = {dict: "a mapping", list: "a list", str: "text", int: "an integer", float: "a number", bool: "true/false"}
     return names.get(type(value), type(value).__name__)

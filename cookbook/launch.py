@@ -69,7 +69,11 @@ def find_launcher() -> Launcher:
             name = Path(word).name
             if (name == "accelerate" and words[i + 1 : i + 2] == ["launch"]) or name == "accelerate-launch":
                 return _read_flags(words[i + 1 :])
-            if word == "accelerate.commands.launch" or word.endswith(os.path.join("accelerate", "commands", "launch.py")):
+            if Path(word).name == "accelerate_cli.py" or word == "accelerate.commands.accelerate_cli":
+                return _read_flags(words[i + 1 :])
+            if word == "accelerate.commands.launch" or word.endswith(
+                os.path.join("accelerate", "commands", "launch.py")
+            ):
                 return _read_flags(words[i + 1 :])
     return Launcher()
 
@@ -80,7 +84,7 @@ def _read_flags(words: list[str]) -> Launcher:
         flag, equals, value = word.partition("=")
         name = flag.lstrip("-").replace("-", "_")
         if name == "config_file":
-            config_file = value if equals else words[i + 1]
+            config_file = value if equals else "".join(words[i + 1 : i + 2])
         elif name == "num_processes":
             num_processes_given = True
         elif word.endswith(".py"):
@@ -98,8 +102,8 @@ def strategy_in_force(launcher: Launcher, world: World, recipe_strategy: str) ->
         if launcher.config_file is None:
             raise RecipeError(
                 [
-                    "accelerate launch: without --config_file it takes the defaults of this user account, which no recipe"
-                    " knows. Write --config_file accelerate_configs/<name>.yaml, or use python -m cookbook launch"
+                    "accelerate launch: without --config_file it takes the defaults of this user account, which no"
+                    " recipe knows. Write --config_file accelerate_configs/<name>.yaml, or use make train"
                 ]
             )
         path = Path(launcher.config_file)
@@ -115,12 +119,23 @@ def strategy_in_force(launcher: Launcher, world: World, recipe_strategy: str) ->
 
 
 def read_world(environment: Mapping[str, str] = os.environ) -> World:
-    """The world that torchrun describes; one process without it."""
+    """The world that torchrun describes; one process without it.
+
+    Raises:
+        RecipeError: variables that no launcher would set so.
+    """
+    rank, local_rank, size = (
+        environment.get(*pair) for pair in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
+    )
+    if not (rank.isdecimal() and local_rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        raise RecipeError(
+            [
+                f"environment: RANK={rank} LOCAL_RANK={local_rank} WORLD_SIZE={size} do not fit together; unset them,"
+                " or start with make train"
+            ]
+        )
     return World(
-        rank=int(environment.get("RANK", 0)),
-        local_rank=int(environment.get("LOCAL_RANK", 0)),
-        num_processes=int(environment.get("WORLD_SIZE", 1)),
-        is_launched="WORLD_SIZE" in environment,
+        rank=int(rank), local_rank=int(local_rank), num_processes=int(size), is_launched="WORLD_SIZE" in environment
     )
 
 
@@ -150,11 +165,12 @@ def check_environment(strategy: Strategy, launcher: Launcher, mixed_precision: s
             if value not in ("no", mixed_precision):
                 mistakes.append(f"--mixed_precision {value}: the recipe says {mixed_precision}; change it there")
         elif name not in expected:
-            mistakes.append(f"environment: {name}={value}: accelerate would obey it over the files; unset it")
+            origin = "environment or a flag of accelerate launch" if launcher.is_accelerate else "environment"
+            mistakes.append(f"{name}={value} ({origin}): accelerate would obey it over the files; take it out")
         elif value.lower() != expected[name].lower():
             mistakes.append(
-                f"{name} is {value!r} (environment or command line), but {strategy.path} means {expected[name]!r};"
-                " change the file instead"
+                f"{name}={value} (environment or a flag of accelerate launch), but {strategy.path} means"
+                f" {expected[name].lower()}; change the file instead"
             )
     return mistakes
 

@@ -26,4 +26,4 @@ def num_gpus() -> int:
     except (OSError, subprocess.TimeoutExpired):
         return 0
     count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
-    return count if visible is None else min(count, len(visible.split(",")))
+    return count if visible is None else min(count, len([part for part in visible.split(",") if part.strip()]))

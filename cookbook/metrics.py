@@ -1,5 +1,6 @@
 """What a run writes down about itself: metrics.jsonl, run.json, recipe.yaml, and a progress bar for people."""
 
+import hashlib
 import json
 import os
 import platform
@@ -36,12 +37,33 @@ def device_peak_flops(device: torch.device) -> float | None:
     return next((peak for word, peak in PEAK_FLOPS.items() if word in name), None)
 
 
-def flops_per_token(num_parameters: int, num_layers: int, hidden_size: int, mean_length: float) -> float:
-    """Training FLOPs of one token, without recomputation: 6 N for the matrices and 12 L H T for attention.
+class FlopCounter:
+    """Model FLOPs utilisation, where the peak of the device is known.
 
-    Chowdhery et al. 2022 (PaLM), appendix B; T is halved here, since causal attention sees half of the positions.
+    6 N a token for the matrices and 12 L H T for attention, halved since causal attention sees half of the positions;
+    recomputation is not counted (Chowdhery et al. 2022, PaLM, appendix B).
     """
-    return 6 * num_parameters + 12 * num_layers * hidden_size * mean_length / 2
+
+    def __init__(self, config: Any, *, num_parameters: int, device: torch.device) -> None:
+        self.peak = device_peak_flops(device)
+        self.per_token = 6 * num_parameters
+        self.per_token_and_position = 6 * config.num_hidden_layers * config.hidden_size
+
+    def count(self, num_tokens: int, mean_length: float) -> float:
+        """Training FLOPs of a step."""
+        return num_tokens * (self.per_token + self.per_token_and_position * mean_length)
+
+    def mfu(self, num_tokens: int, num_samples: int, seconds: float, num_processes: int) -> dict[str, float]:
+        """`{"mfu": fraction of the peak}`, or nothing for an unknown device."""
+        if self.peak is None:
+            return {}
+        return {"mfu": self.count(num_tokens, num_tokens / num_samples) / seconds / (self.peak * num_processes)}
+
+
+def run_name(output_dir: Path) -> str:
+    """A name that no other run of this machine has: that of its output folder, and a digest of the whole path."""
+    digest = hashlib.sha256(str(output_dir.resolve()).encode()).hexdigest()[:8]
+    return f"{output_dir.name}-{digest}"
 
 
 class RunLog:
@@ -62,20 +84,25 @@ class RunLog:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         if "loss" in line:
-            self._bar.set_postfix_str(f"loss {line['loss']:.3f}, {line['tokens_per_second']:.0f} tokens/s", refresh=False)
+            text = f"loss {line['loss']:.3f}, {line['tokens_per_second']:.0f} tokens/s"
+            self._bar.set_postfix_str(text, refresh=False)
             self._bar.update()
         else:
-            self.say(f"step {line['step']}: held-out loss {line['eval_loss']:.4f} over {line['eval_num_tokens']} tokens")
+            self.say(f"step {line['step']}: held-out loss {line['eval_loss']:.4f} ({line['eval_num_tokens']} tokens)")
 
     def say(self, text: str) -> None:
         """A line for people, above the bar."""
         if self.is_main:
             tqdm.write(text, file=sys.stderr)
 
+    def write_text(self, name: str, text: str) -> None:
+        """A text file in the output folder."""
+        if self.is_main:
+            (self.folder / name).write_text(text, encoding="utf-8")
+
     def write_record(self, name: str, record: dict[str, Any]) -> None:
         """A JSON file in the output folder."""
-        if self.is_main:
-            (self.folder / name).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        self.write_text(name, json.dumps(record, indent=2) + "\n")
 
     def close(self) -> None:
         """Ends the bar and the file."""
@@ -84,11 +111,12 @@ class RunLog:
             self._file.close()
 
 
-def environment_record(device: torch.device, num_processes: int) -> dict[str, Any]:
+def environment_record(device: torch.device) -> dict[str, Any]:
     """Command, versions, commit and hardware of this run."""
-    hardware = {"machine": platform.machine(), "cores": os.cpu_count(), "processes": num_processes, "device": device.type}
+    hardware = {"machine": platform.machine(), "cores": os.cpu_count(), "device": device.type}
     if device.type == "cuda":
-        hardware |= {"gpu": torch.cuda.get_device_name(device), "gpus": torch.cuda.device_count(), "cuda": torch.version.cuda}
+        name, count = torch.cuda.get_device_name(device), torch.cuda.device_count()
+        hardware |= {"gpu": name, "gpus": count, "cuda": torch.version.cuda}
     versions = {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
     return {"command": sys.argv, "versions": versions, "commit": _commit(), "hardware": hardware}
 

@@ -111,7 +111,9 @@ def load_config(name: str, revision: str | None) -> Any:
     for key in LOGIT_TRANSFORMS:
         if getattr(config, key, None) not in (None, 1, 1.0):
             raise RecipeError(
-                [f"model.name_or_path is {name!r}: its {key} changes the logits after the head, which is not served yet"]
+                [
+                    f"model.name_or_path is {name!r}: its {key} changes the logits after the head, which is not served yet"
+                ]
             )
     return config
 

@@ -5,7 +5,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from cookbook.files import RecipeError, read_document
+from cookbook.files import RecipeError, apply_overrides, path_problem, read_document
 from cookbook.machine import CPU_PROCESSES, num_cores
 from cookbook.recipe import Recipe, load_recipe
 from cookbook.strategy import Strategy, load_strategy
@@ -34,7 +34,7 @@ def load_pair(
         recipe = load_recipe(recipe_path, assignments)
     except RecipeError as error:
         mistakes += error.mistakes
-    strategy_path = strategy_path or _named_strategy(recipe_path, recipe)
+    strategy_path = strategy_path or _named_strategy(recipe_path, assignments or [], recipe)
     if strategy_path is not None:
         try:
             strategy = load_strategy(strategy_path)
@@ -45,15 +45,18 @@ def load_pair(
     return recipe, strategy
 
 
-def _named_strategy(recipe_path: Path, recipe: Recipe | None) -> Path | None:
+def _named_strategy(recipe_path: Path, assignments: list[str], recipe: Recipe | None) -> Path | None:
     """The strategy that a recipe names, even if the recipe has mistakes elsewhere."""
     if recipe is not None:
         return Path(recipe.strategy)
     try:
-        name = read_document(recipe_path).values.get("strategy")
+        document = read_document(recipe_path)
     except RecipeError:
         return None
-    return Path(name) if isinstance(name, str) and Path(name).is_file() else None
+    apply_overrides(document, assignments)
+    name = document.values.get("strategy")
+    is_file = isinstance(name, str) and path_problem(name) is None and Path(name).is_file()
+    return Path(name) if is_file else None
 
 
 def default_num_processes(strategy: Strategy, num_gpus: int) -> int:
@@ -110,9 +113,15 @@ def _impossible_split(recipe: Recipe, data_parallel_size: int, num_processes: in
     if batch.global_batch_size > per_forward:
         ways.append(math.ceil(batch.global_batch_size / per_forward) * per_forward)
     fitting = [
-        size for size in range(batch.micro_batch_size, 0, -1) if batch.global_batch_size % (size * data_parallel_size) == 0
+        size
+        for size in range(batch.micro_batch_size, 0, -1)
+        if batch.global_batch_size % (size * data_parallel_size) == 0
     ]
-    who = f"{data_parallel_size} data-parallel processes" if data_parallel_size != num_processes else f"{num_processes} processes"
+    who = (
+        f"{data_parallel_size} data-parallel processes"
+        if data_parallel_size != num_processes
+        else f"{num_processes} processes"
+    )
     text = (
         f"batch.global_batch_size is {batch.global_batch_size}, but {who} x micro_batch_size {batch.micro_batch_size} ="
         f" {per_forward} sequences per forward. Use global_batch_size {' or '.join(map(str, ways))}"

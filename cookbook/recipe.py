@@ -7,10 +7,20 @@ checks a recipe while it is typed.
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from cookbook.files import Document, RecipeError, apply_overrides, find_file, read_document, validate
+from cookbook.files import (
+    Document,
+    PathText,
+    RecipeError,
+    apply_overrides,
+    dump_yaml,
+    find_file,
+    part,
+    path_problem,
+    read_document,
+    validate,
+)
 
 BUILTIN_SOURCE = "python-stdlib"
 
@@ -45,7 +55,8 @@ class ScratchModel(Section):
     def _heads_fit(self):
         if self.hidden_size % self.num_attention_heads or (self.hidden_size // self.num_attention_heads) % 2:
             raise ValueError(
-                f"hidden_size {self.hidden_size} / num_attention_heads {self.num_attention_heads} must be an even integer"
+                f"hidden_size {self.hidden_size} / num_attention_heads {self.num_attention_heads} must be an even"
+                " integer"
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
@@ -56,7 +67,7 @@ class ScratchModel(Section):
 
 
 class ModelSection(Section):
-    name_or_path: str | None = None
+    name_or_path: PathText | None = None
     """Hub name or local folder of a causal language model."""
     revision: str | None = None
     """Commit, tag or branch on the Hub."""
@@ -67,15 +78,17 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _one_model(self):
-        if (self.name_or_path is None) == (self.from_scratch is None):
-            raise ValueError("write exactly one of name_or_path and from_scratch")
+        if self.name_or_path is None and self.from_scratch is None:
+            raise ValueError("neither name_or_path nor from_scratch is given; write one of them")
+        if self.name_or_path is not None and self.from_scratch is not None:
+            raise ValueError(f"name_or_path {self.name_or_path!r} and from_scratch are both given; keep one")
         if self.revision is not None and self.name_or_path is None:
-            raise ValueError("revision goes with name_or_path")
+            raise ValueError(f"revision {self.revision!r} would be ignored: it goes with name_or_path")
         return self
 
 
 class Source(Section):
-    path: str
+    path: PathText
     """`python-stdlib`, a `.jsonl` or `.parquet` file, a local folder of such files, or a Hub dataset name."""
     split: str = "train"
     """Split on the Hub, sub-folder or file prefix of a folder; `train` or `test` of python-stdlib."""
@@ -91,11 +104,7 @@ def _source_from_text(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
 
-SourceField = Annotated[
-    Source,
-    BeforeValidator(_source_from_text),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Source"}]}),
-]
+SourceField = Annotated[Source, BeforeValidator(_source_from_text, json_schema_input_type=str | Source)]
 
 
 class DataSection(Section):
@@ -105,7 +114,7 @@ class DataSection(Section):
     """Held-out rows; evaluated every run.eval_every_steps and at the end."""
     max_length: int = Field(default=2048, ge=8)
     """Tokens per sample; longer samples are cut at the end."""
-    chat_template: str | None = None
+    chat_template: PathText | None = None
     """A Jinja file; without it, the tokenizer's own template."""
     on_bad_row: Literal["error", "drop"] = "error"
     """What to do with a row that cannot be trained on: stop and name all of them, or drop and count them."""
@@ -168,20 +177,25 @@ class RunSection(Section):
     """Optimizer steps, instead of num_epochs."""
     eval_every_steps: int | None = Field(default=None, gt=0)
     """Without it, data.eval is evaluated once, at the end."""
-    output_dir: str
+    output_dir: PathText
     """Everything that a run writes lies under this folder."""
 
     @model_validator(mode="after")
     def _one_length(self):
-        if (self.num_epochs is None) == (self.max_steps is None):
-            raise ValueError("write exactly one of num_epochs and max_steps")
+        if self.num_epochs is None and self.max_steps is None:
+            raise ValueError("neither num_epochs nor max_steps is given; write one of them")
+        if self.num_epochs is not None and self.max_steps is not None:
+            raise ValueError(
+                f"num_epochs {self.num_epochs} and max_steps {self.max_steps} are both given; keep one"
+                " (null unsets a key)"
+            )
         return self
 
 
 class Recipe(Section):
     """A fine-tuning run that somebody can repeat."""
 
-    strategy: str
+    strategy: PathText
     """An accelerate YAML. `accelerate launch --config_file` wins over it, and the run says so."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "bf16"
     """'no' is fp32; fp16 scales the loss and needs a GPU."""
@@ -205,51 +219,69 @@ def load_recipe(path: Path, assignments: list[str] | None = None) -> Recipe:
     document = read_document(path)
     mistakes = apply_overrides(document, assignments or [])
     recipe, found = validate(document, Recipe, OWNED_ELSEWHERE)
-    mistakes += found
-    if recipe is not None:
-        mistakes += _check_across_keys(recipe, document)
+    mistakes += found + _check_across_keys(document)
     if mistakes or recipe is None:
-        raise RecipeError(mistakes)
+        raise RecipeError(list(dict.fromkeys(mistakes)))
     return recipe
 
 
-def _check_across_keys(recipe: Recipe, document: Document) -> list[str]:
-    """Mistakes that need more than one key, or a look at the disk."""
-    mistakes = find_file(recipe.strategy, lambda: document.place(("strategy",)))
-    if recipe.data.chat_template is not None:
-        mistakes += find_file(recipe.data.chat_template, lambda: document.place(("data", "chat_template")))
-    for name in ("train", "eval"):
-        source: Source | None = getattr(recipe.data, name)
-        if source is not None:
-            mistakes += _check_source(source, document.place(("data", name)))
-    steps, warmup = recipe.run.max_steps, recipe.schedule.warmup_steps
-    if steps is not None and warmup >= steps:
-        mistakes.append(
-            f"{document.place(('schedule', 'warmup_steps'))} is {warmup}, but run.max_steps is {steps}:"
-            " the peak learning rate would never be reached"
-        )
-    every = recipe.run.eval_every_steps
-    if every is not None and recipe.data.eval is None:
-        mistakes.append(f"{document.place(('run', 'eval_every_steps'))} is {every}, but there is no data.eval")
+def _check_across_keys(document: Document) -> list[str]:
+    """Mistakes that need more than one key, or a look at the disk; in every section that is right by itself."""
+    mistakes = []
+    strategy = document.values.get("strategy")
+    if isinstance(strategy, str) and path_problem(strategy) is None:
+        mistakes += find_file(strategy, lambda: document.place(("strategy",)), Path("accelerate_configs"))
+    data = part(document, "data", DataSection)
+    run = part(document, "run", RunSection)
+    schedule = part(document, "schedule", ScheduleSection)
+    if data is not None:
+        if data.chat_template is not None:
+            mistakes += find_file(data.chat_template, lambda: document.place(("data", "chat_template")))
+        for name in ("train", "eval"):
+            source: Source | None = getattr(data, name)
+            if source is not None:
+                mistakes += _check_source(source, document, ("data", name))
+    if run is not None:
+        mistakes += _check_output_dir(run.output_dir, document)
+        if schedule is not None and run.max_steps is not None and schedule.warmup_steps >= run.max_steps:
+            mistakes.append(
+                f"{document.place(('schedule', 'warmup_steps'))} is {schedule.warmup_steps}, but run.max_steps is"
+                f" {run.max_steps}: the peak learning rate would never be reached; write less than {run.max_steps}"
+            )
+        if run.eval_every_steps is not None and data is not None and data.eval is None:
+            mistakes.append(
+                f"{document.place(('run', 'eval_every_steps'))} is {run.eval_every_steps}, but there is no data.eval;"
+                " add it, or take this key out"
+            )
     return mistakes
 
 
-def _check_source(source: Source, place: str) -> list[str]:
-    path = Path(source.path)
+def _check_output_dir(name: str, document: Document) -> list[str]:
+    for path in (Path(name), *Path(name).parents):
+        if path.exists():
+            if path.is_dir():
+                return []
+            return [f"{document.place(('run', 'output_dir'))} is {name!r}, but {path} is a file; name a folder"]
+    return []
+
+
+def _check_source(source: Source, document: Document, where: tuple[str, str]) -> list[str]:
+    place, path = document.place(where), Path(source.path)
     if source.path == BUILTIN_SOURCE:
         if source.split not in ("train", "test"):
-            return [f"{place}.split is {source.split!r}; {BUILTIN_SOURCE} has train and test"]
+            return [f"{document.place((*where, 'split'))} is {source.split!r}; {BUILTIN_SOURCE} has train and test"]
     elif path.suffix in (".jsonl", ".parquet"):
-        if not path.is_file():
-            return [f"{place} is {source.path!r}: no such file (looked in {Path.cwd()})"]
+        mistakes = find_file(source.path, lambda: place)
+        if mistakes:
+            return mistakes
     elif path.is_file():
         return [f"{place} is {source.path!r}: a data file must end in .jsonl or .parquet"]
-    elif source.path.startswith((".", "/", "~")) and not path.is_dir():
+    elif source.path.startswith((".", "/")) and not path.is_dir():
         return [f"{place} is {source.path!r}: no such folder (looked in {Path.cwd()})"]
     local = source.path == BUILTIN_SOURCE or path.exists()
     foreign = {"name", "revision"} & source.model_fields_set
     if local and foreign:
-        return [f"{place}: {', '.join(sorted(foreign))} would be ignored: {source.path} is not on the Hub"]
+        return [f"{place}: {', '.join(sorted(foreign))} would be ignored: {source.path} is not on the Hub; take it out"]
     return []
 
 
@@ -259,7 +291,7 @@ def dump_recipe(recipe: Recipe) -> str:
     foreign = {"adamw": ("momentum",), "sgd": ("betas", "eps")}[recipe.optim.name]
     for key in foreign:
         del values["optim"][key]
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return dump_yaml(values)
 
 
 def recipe_schema() -> dict[str, Any]:

@@ -6,17 +6,32 @@ Both files are refused for what the libraries would drop without a word: acceler
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from cookbook.files import Document, RecipeError, find_file, nearest, read_document, validate
+from cookbook.files import (
+    Document,
+    PathText,
+    RecipeError,
+    find_file,
+    nearest,
+    part,
+    path_problem,
+    read_document,
+    show,
+    validate,
+)
 
 Kind = Literal["single", "ddp", "fsdp1", "fsdp2", "zero", "tp"]
 
 OWNED_BY_THE_RECIPE = {
     "mixed_precision": "the recipe owns it (mixed_precision)",
-    "gradient_accumulation_steps": "it is derived from the recipe's batch section; write nothing (JSON: \"auto\")",
+    "bf16": "the recipe owns it (mixed_precision)",
+    "fp16": "the recipe owns it (mixed_precision)",
+    "gradient_accumulation_steps": "it is derived from the recipe's batch section",
+    "train_batch_size": "the recipe owns it (batch.global_batch_size)",
+    "train_micro_batch_size_per_gpu": "the recipe owns it (batch.micro_batch_size)",
     "gradient_clipping": "the recipe owns it (optim.max_grad_norm)",
     "offload_optimizer_device": "write zero_optimization.offload_optimizer in the JSON",
     "offload_param_device": "write zero_optimization.offload_param in the JSON",
@@ -32,17 +47,29 @@ OWNED_BY_THE_RECIPE = {
 }
 
 
+def _integer(value: Any) -> Any:
+    if type(value) is not int:  # a Literal takes true for 1
+        raise ValueError(f"is {show(value)}; write an integer")
+    return value
+
+
+def _count_or_auto(value: Any) -> Any:
+    if value != "auto" and (type(value) is not int or value < 1):
+        raise ValueError(f"is {show(value)}; use auto (one per GPU) or a count from 1")
+    return value
+
+
 class Block(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class DeepspeedBlock(Block):
-    deepspeed_config_file: str
+    deepspeed_config_file: PathText
     deepspeed_multinode_launcher: Literal["standard"] = "standard"
 
 
 class FsdpBlock(Block):
-    fsdp_version: Literal[1, 2]
+    fsdp_version: Annotated[Literal[1, 2], BeforeValidator(_integer)]
     fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP"]
     fsdp_reshard_after_forward: bool | None = None
     fsdp_sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] | None = None
@@ -65,7 +92,7 @@ class AccelerateFile(Block):
 
     compute_environment: Literal["LOCAL_MACHINE"] = "LOCAL_MACHINE"
     distributed_type: Literal["NO", "MULTI_GPU", "FSDP", "DEEPSPEED"]
-    num_processes: int | Literal["auto"]
+    num_processes: Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
     num_machines: int = Field(default=1, gt=0)
     machine_rank: int = Field(default=0, ge=0)
     main_process_ip: str | None = None
@@ -82,7 +109,7 @@ class AccelerateFile(Block):
 
 class OffloadBlock(Block):
     device: Literal["cpu", "nvme"]
-    nvme_path: str | None = None
+    nvme_path: PathText | None = None
     pin_memory: bool = True
     buffer_count: int | None = Field(default=None, gt=0)
 
@@ -101,7 +128,7 @@ class OffloadParamBlock(OffloadBlock):
 class ZeroBlock(Block):
     """`zero_optimization`, less the keys that change the result or that DeepSpeed itself has retired."""
 
-    stage: Literal[1, 2, 3]
+    stage: Annotated[Literal[1, 2, 3], BeforeValidator(_integer)]
     overlap_comm: bool | None = None
     contiguous_gradients: bool | None = None
     reduce_bucket_size: int | None = Field(default=None, gt=0)
@@ -209,8 +236,8 @@ def load_strategy(path: Path) -> Strategy:
                 mistakes += error.mistakes
     if parsed is not None:
         mistakes += _check_blocks(parsed, document)
-    if deepspeed is not None and deepspeed_document is not None:
-        mistakes += _check_zero(deepspeed, deepspeed_document)
+    if deepspeed_document is not None:
+        mistakes += _check_zero(deepspeed_document)
     if mistakes or parsed is None:
         raise RecipeError(mistakes)
     return _strategy(str(path), parsed, deepspeed, deepspeed_document)
@@ -220,7 +247,7 @@ def _deepspeed_file(document: Document) -> str | None:
     """Read before validation, so that mistakes of the YAML do not hide those of the JSON."""
     block = document.values.get("deepspeed_config")
     name = block.get("deepspeed_config_file") if isinstance(block, dict) else None
-    return name if isinstance(name, str) else None
+    return name if isinstance(name, str) and path_problem(name) is None else None
 
 
 def _check_blocks(parsed: AccelerateFile, document: Document) -> list[str]:
@@ -229,19 +256,24 @@ def _check_blocks(parsed: AccelerateFile, document: Document) -> list[str]:
     for kind, name in block_of.items():
         block = getattr(parsed, name)
         if parsed.distributed_type == kind and block is None:
-            mistakes.append(f"{document.name}: distributed_type is {kind}, but there is no {name}")
+            mistakes.append(
+                f"{document.place(('distributed_type',))} is {kind}, but there is no {name}; add that block"
+            )
         if parsed.distributed_type != kind and block is not None:
             mistakes.append(
-                f"{document.place((name,))}: would be ignored: distributed_type is {parsed.distributed_type}, not {kind}"
+                f"{document.place((name,))}: would be ignored: distributed_type is {parsed.distributed_type},"
+                f" not {kind}; take it out"
             )
     count = parsed.num_processes
     place = document.place(("num_processes",))
-    if isinstance(count, int) and count < 1:
-        mistakes.append(f"{place} is {count}; use auto (all GPUs) or a count from 1")
     if parsed.distributed_type == "NO" and count != 1:
         mistakes.append(f"{place} is {count}; distributed_type NO runs one process: write 1")
     if parsed.num_machines > 1 and count == "auto":
         mistakes.append(f"{place} is auto; with num_machines {parsed.num_machines} write the count over all machines")
+    if isinstance(count, int) and count % parsed.num_machines:
+        mistakes.append(
+            f"{place} is {count}, which num_machines {parsed.num_machines} cannot split evenly; use a multiple"
+        )
     mistakes += _check_mesh(parsed, document)
     if parsed.fsdp_config is not None:
         mistakes += _check_fsdp(parsed.fsdp_config, document)
@@ -280,8 +312,8 @@ def _check_fsdp(block: FsdpBlock, document: Document) -> list[str]:
     first |= {"fsdp_sync_module_states"}
     foreign = {1: {"fsdp_reshard_after_forward"}, 2: first}[block.fsdp_version] & block.model_fields_set
     mistakes = [
-        f"{document.place(('fsdp_config', key))}: would be ignored: it does not belong to fsdp_version {block.fsdp_version}"
-        for key in sorted(foreign)
+        f"{document.place(('fsdp_config', key))}: would be ignored with fsdp_version {block.fsdp_version}; take it out"
+        for key in [key for key in FsdpBlock.model_fields if key in foreign]
     ]
     needed = {1: ("fsdp_sharding_strategy", "fsdp_use_orig_params"), 2: ("fsdp_reshard_after_forward",)}
     for key in needed[block.fsdp_version]:
@@ -289,44 +321,57 @@ def _check_fsdp(block: FsdpBlock, document: Document) -> list[str]:
             mistakes.append(f"{document.place(('fsdp_config',))}: {key} is missing; write it out")
     if block.fsdp_use_orig_params is False:
         mistakes.append(
-            f"{document.place(('fsdp_config', 'fsdp_use_orig_params'))} is false: weight decay could not tell norms from"
-            " weights; write true"
+            f"{document.place(('fsdp_config', 'fsdp_use_orig_params'))} is false: weight decay could not tell"
+            " norms from weights; write true"
         )
     if block.fsdp_version == 1 and block.fsdp_offload_params:
         mistakes.append(f"{document.place(('fsdp_config', 'fsdp_offload_params'))}: served with fsdp_version 2 only")
     return mistakes
 
 
-def _check_zero(parsed: DeepspeedFile, document: Document) -> list[str]:
-    zero, mistakes = parsed.zero_optimization, []
-    place = ("zero_optimization",)
+def _check_zero(document: Document) -> list[str]:
+    """Keys of the JSON that do not fit one another, if its zero_optimization is right by itself."""
+    mistakes, place = [], ("zero_optimization",)
+    zero = part(document, "zero_optimization", ZeroBlock)
+    if zero is None:
+        return []
     if zero.stage < 3:
         late = {"offload_param", "sub_group_size", "zero_hpz_partition_size"}
         late |= {name for name in ZeroBlock.model_fields if name.startswith("stage3_")}
-        for key in sorted(late & zero.model_fields_set):
-            mistakes.append(f"{document.place((*place, key))}: needs stage 3, the stage is {zero.stage}")
+        for key in [key for key in ZeroBlock.model_fields if key in late & zero.model_fields_set]:
+            mistakes.append(f"{document.place((*place, key))}: needs stage 3, the stage is {zero.stage}; take it out")
     for key in ("offload_optimizer", "offload_param"):
         block: OffloadBlock | None = getattr(zero, key)
         if block is None:
             continue
         if block.device == "nvme" and not block.nvme_path:
-            mistakes.append(f"{document.place((*place, key, 'device'))} is nvme, but there is no nvme_path: name a folder")
-        if block.device == "nvme" and zero.stage < 3:
+            mistakes.append(
+                f"{document.place((*place, key, 'device'))} is nvme, but there is no nvme_path: name a folder"
+            )
+        if block.device == "nvme" and zero.stage < 3 and key == "offload_optimizer":
             mistakes.append(f"{document.place((*place, key, 'device'))} is nvme, which needs stage 3; use cpu")
         if block.device == "cpu":
-            only_nvme = {"nvme_path", "buffer_count", "buffer_size", "pipeline_read", "pipeline_write", "fast_init", "max_in_cpu"}
+            only_nvme = {
+                "nvme_path",
+                "buffer_count",
+                "buffer_size",
+                "pipeline_read",
+                "pipeline_write",
+                "fast_init",
+                "max_in_cpu",
+            }
             for name in sorted(only_nvme & block.model_fields_set):
                 mistakes.append(f"{document.place((*place, key, name))}: would be ignored with device cpu")
     offload = zero.offload_optimizer
-    if offload is not None and parsed.zero_force_ds_cpu_optimizer is not False:
+    if offload is not None and "zero_force_ds_cpu_optimizer" not in document.values:
         mistakes.append(
-            f"{document.name}: zero_force_ds_cpu_optimizer must be false with offload_optimizer:"
-            " else DeepSpeed refuses every optimizer but its own"
+            f"{document.place((*place, 'offload_optimizer'))}: needs zero_force_ds_cpu_optimizer: false at the"
+            " top level; else DeepSpeed refuses every optimizer but its own"
         )
     if zero.offload_param is not None and offload is None:
         mistakes.append(f"{document.place((*place, 'offload_param'))}: goes with offload_optimizer; add that block")
     uses_nvme = any(block is not None and block.device == "nvme" for block in (offload, zero.offload_param))
-    if parsed.aio is not None and not uses_nvme:
+    if document.values.get("aio") is not None and not uses_nvme:
         mistakes.append(f"{document.place(('aio',))}: would be ignored: nothing is offloaded to nvme")
     return mistakes
 

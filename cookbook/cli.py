@@ -1,0 +1,227 @@
+"""The commands of `python -m cookbook`; the Makefile gives each a shorter name.
+
+A command is a function from its arguments to an exit code, and `main` lists them all. Everything before a run starts
+works without torch, so that a mistake in a file is told in a moment; only `sample` imports it.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from cookbook.files import RecipeError
+from cookbook.machine import num_cores, num_gpus
+from cookbook.plan import default_num_processes, launch_command, load_pair, make_plan, show_command
+from cookbook.recipe import recipe_schema
+from cookbook.strategy import find_strategy, load_strategy
+
+QUICKSTART = Path("recipes/quickstart.yaml")
+SCHEMA = Path("recipes/schema.json")
+PROMPT = "Write `def readline(self)`: Read one line from the file."  # as cookbook/data/stdlib.py words a request
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command. Returns its exit code: 0, or 2 for what the user can fix in a file or on the command line."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        return parsed.command(parsed)
+    except RecipeError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m cookbook", description="Train a recipe under a strategy.")
+    verbs = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    launch = verbs.add_parser("launch", help="train a recipe: check it, print the accelerate line, run it")
+    launch.set_defaults(command=launch_run)
+    launch.add_argument("recipe", nargs="?", type=Path, default=QUICKSTART, help="default: %(default)s")
+    _add_strategy(launch)
+    launch.add_argument("--processes", type=int, metavar="N", help="default: one per GPU, or two without a GPU")
+    launch.add_argument(
+        "--set", dest="assignments", action="append", default=[], metavar="section.key=value", help="may be repeated"
+    )
+    launch.add_argument("--dry-run", action="store_true", help="start the processes, check everything, train nothing")
+
+    check = verbs.add_parser("check", help="check recipes with their strategies; without a recipe, all that are here")
+    check.set_defaults(command=check_files)
+    check.add_argument("recipes", nargs="*", type=Path, metavar="RECIPE")
+    _add_strategy(check)
+
+    summary = verbs.add_parser("summary", help="what a run did: losses, speed, memory, where the model lies")
+    summary.set_defaults(command=summarize)
+    summary.add_argument("folder", type=Path, help="the run.output_dir of a recipe")
+
+    sample = verbs.add_parser("sample", help="let a trained model answer a prompt")
+    sample.set_defaults(command=sample_model)
+    sample.add_argument("folder", type=Path, help="the run.output_dir of a recipe, or a model's own folder")
+    sample.add_argument("--prompt", default=PROMPT, help="default: %(default)s")
+    sample.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="default: %(default)s")
+
+    schema = verbs.add_parser("schema", help=f"write {SCHEMA}, by which an editor checks recipes")
+    schema.set_defaults(command=write_schema)
+    return parser
+
+
+def _add_strategy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--strategy", metavar="NAME|PATH", help="instead of the recipe's: ddp, fsdp2, zero3, ...")
+
+
+def launch_run(arguments: argparse.Namespace) -> int:
+    """Becomes the `accelerate launch` of the recipe, so that its signals and exit code need no forwarding."""
+    override = find_strategy(arguments.strategy) if arguments.strategy else None
+    recipe, strategy = load_pair(arguments.recipe, arguments.assignments, override)
+    gpus = num_gpus()
+    count = arguments.processes if arguments.processes is not None else default_num_processes(strategy, gpus)
+    if count < 1:
+        raise RecipeError([f"--processes is {count}; it must be at least 1"])
+    make_plan(recipe, strategy, num_processes=count, num_gpus=gpus, recipe_name=str(arguments.recipe))
+    command = launch_command(str(arguments.recipe), strategy, num_processes=count, assignments=arguments.assignments)
+    command += ["--dry-run"] if arguments.dry_run else []
+    print(show_command(command), flush=True)
+    # The accelerate beside this Python, and the compilers' ninja, also when the virtual environment is not activated.
+    folder = str(Path(sys.executable).parent)
+    environment = os.environ | {"PATH": os.pathsep.join([folder, os.environ.get("PATH", "")])}
+    if not gpus:
+        # torchrun would give each process one thread, whatever the machine has.
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // count)))
+    program = shutil.which(command[0], path=environment["PATH"])
+    if program is None:
+        raise RecipeError([f"accelerate is not installed beside {sys.executable}; run make setup"])
+    os.execve(program, command, environment)
+
+
+def check_files(arguments: argparse.Namespace) -> int:
+    """Checks files, not the machine: a recipe for eight GPUs is fine on a laptop."""
+    override = find_strategy(arguments.strategy) if arguments.strategy else None
+    recipes = arguments.recipes or sorted(Path("recipes").rglob("*.yaml"))
+    strategies = [] if arguments.recipes else sorted(Path("accelerate_configs").glob("*.yaml"))
+    if not recipes:
+        raise RecipeError([f"recipes/: no recipe there (looked in {Path.cwd()})"])
+    mistakes: list[str] = []
+    for path in recipes:
+        try:
+            print(_check_recipe(path, override))
+        except RecipeError as error:
+            mistakes += error.mistakes
+    for path in strategies:
+        try:
+            load_strategy(path)
+            print(f"{path}: fine")
+        except RecipeError as error:
+            mistakes += error.mistakes
+    if mistakes:
+        sys.stdout.flush()
+        raise RecipeError(list(dict.fromkeys(mistakes)))
+    return 0
+
+
+def _check_recipe(path: Path, override: Path | None) -> str:
+    recipe, strategy = load_pair(path, strategy_path=override)
+    count = default_num_processes(strategy, num_gpus())
+    plan = make_plan(recipe, strategy, num_processes=count, num_gpus=count, recipe_name=str(path))
+    processes = f"{plan.data_parallel_size} data-parallel process{'es' if plan.data_parallel_size > 1 else ''}"
+    return (
+        f"{path}: fine under {strategy.path}; {recipe.batch.global_batch_size} sequences a step = {processes}"
+        f" x micro-batch {recipe.batch.micro_batch_size} x accumulation {plan.gradient_accumulation_steps}"
+    )
+
+
+def summarize(arguments: argparse.Namespace) -> int:
+    """Prints what metrics.jsonl and run.json say."""
+    lines = _read_metrics(arguments.folder)
+    rows = _summary(lines, arguments.folder)
+    width = max(map(len, rows))
+    print(f"SUMMARY of {arguments.folder}")
+    for name, text in rows.items():
+        print(f"  {name:{width}}  {text}")
+    return 0
+
+
+def _read_metrics(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise RecipeError([f"{path}: no such file; name the run.output_dir of a run, for example outputs/quickstart"])
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    if not any("loss" in line for line in lines):
+        raise RecipeError([f"{path}: no training step in it; the run ended before its first"])
+    return lines
+
+
+def _summary(lines: list[dict[str, Any]], folder: Path) -> dict[str, str]:
+    steps = [line for line in lines if "loss" in line]
+    evaluations = [line for line in lines if "eval_loss" in line]
+    first, last = steps[0], steps[-1]
+    tail = steps[-10:]
+    seconds = sum(line["step_seconds"] for line in steps)
+    rows = {
+        "loss": f"{first['loss']:.3f} at step {first['step']}, {mean(line['loss'] for line in tail):.3f} at the end"
+        f" (mean of the last {len(tail)} steps)"
+    }
+    if evaluations:
+        shown = [f"{line['eval_loss']:.3f} at step {line['step']}" for line in (evaluations[0], evaluations[-1])]
+        rows["held-out loss"] = ", ".join(dict.fromkeys(shown))
+    rows["training"] = f"steps {first['step']} to {last['step']} in {seconds:.0f} s, {last['epoch']:.2f} epochs"
+    rows["tokens/s"] = f"{median(line['tokens_per_second'] for line in steps):,.0f} (median step, all processes)"
+    rows["peak memory"] = f"{max(line['peak_memory_gib'] for line in steps):.2f} GiB (largest process)"
+    rows |= _where(folder)
+    export = folder / "export"
+    rows["model"] = str(export) if export.is_dir() else "none: the run was not finished"
+    return rows
+
+
+def _where(folder: Path) -> dict[str, str]:
+    path = folder / "run.json"
+    if not path.is_file():
+        return {}
+    record = json.loads(path.read_text(encoding="utf-8"))
+    strategy, hardware = record["strategy"], record["hardware"]
+    device = hardware.get("gpu") or f"{hardware['cores']} CPU cores"
+    return {"strategy": f"{strategy['file']}, {strategy['processes']} processes on {device}"}
+
+
+def sample_model(arguments: argparse.Namespace) -> int:
+    """Prints what the saved model makes of the prompt, taking the likeliest token each time."""
+    export = arguments.folder / "export"
+    folder = export if export.is_dir() else arguments.folder
+    if not (folder / "config.json").is_file():
+        raise RecipeError([f"{folder}: no model there; name a run's folder, for example outputs/quickstart"])
+
+    if not num_gpus():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, imported by generate, warns on stdout
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to("cuda" if num_gpus() else "cpu").eval()
+    if tokenizer.chat_template:
+        chat = [{"role": "user", "content": arguments.prompt}]
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    else:
+        inputs = tokenizer(arguments.prompt, return_tensors="pt")
+    inputs = inputs.to(model.device)
+    with torch.no_grad():
+        ids = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=arguments.max_new_tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+        )
+    answer = tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    print(f"SAMPLE from {folder}\n\n{arguments.prompt}\n\n{answer}")
+    return 0
+
+
+def write_schema(arguments: argparse.Namespace) -> int:
+    """Writes the JSON schema of a recipe."""
+    SCHEMA.write_text(json.dumps(recipe_schema(), indent=2) + "\n", encoding="utf-8")
+    print(SCHEMA)
+    return 0

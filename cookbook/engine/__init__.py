@@ -1,0 +1,307 @@
+"""Runs a strategy: starts it on GPU or CPU, owns all forwards and backwards of a step, and proves what is in force.
+
+`train.py` knows no strategy; it says `gradients`, `step`, `evaluate`. What differs between strategies lies here, in
+`start` (how one begins) and in `findings` (how one is recognised).
+"""
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from cookbook.engine.findings import find, is_sharded
+from cookbook.engine.start import build_ops, deepspeed_config, separate_swap, start_accelerator, wrap_fsdp1_on_cpu
+from cookbook.launch import World
+from cookbook.plan import Plan
+from cookbook.strategy import Strategy
+
+__all__ = ["Batch", "Engine", "Objective", "build_ops"]
+
+Batch = dict[str, torch.Tensor]
+Objective = Callable[[torch.nn.Module, Batch], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallel:
+    """Where this process stands among those that see different samples."""
+
+    size: int
+    rank: int
+
+
+class Engine:
+    """One strategy in force. All methods are collective: every process calls them."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        plan: Plan,
+        world: World,
+        *,
+        mixed_precision: str,
+        micro_batch_size: int,
+        max_grad_norm: float,
+        run_name: str,
+    ) -> None:
+        """Starts the process group.
+
+        Args:
+            run_name: unique among the runs of this machine; keeps their swap files apart.
+
+        Raises:
+            RecipeError: more processes than GPUs.
+        """
+        self.strategy, self.plan, self.world = strategy, plan, world
+        self.mixed_precision, self.max_grad_norm = mixed_precision, max_grad_norm
+        self.deepspeed_config = deepspeed_config(strategy, plan, mixed_precision, micro_batch_size, max_grad_norm)
+        self.swap_folders = separate_swap(self.deepspeed_config, run_name)
+        self._swap_seen = not self.swap_folders
+        self.accelerator, self.notes = start_accelerator(strategy, plan, mixed_precision, self.deepspeed_config)
+        self.device: torch.device = self.accelerator.device
+        self.data_parallel = DataParallel(size=plan.data_parallel_size, rank=world.rank // strategy.tp_size)
+        self.model: torch.nn.Module
+        self.optimizer: Any
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one process that prints and writes."""
+        return self.world.rank == 0
+
+    def describe(self) -> dict[str, Any]:
+        """The strategy in force, as `assert_in_force` found it."""
+        found = {what: value for what, _, value in find(self) if isinstance(value, str | int | float | bool)}
+        return {"file": self.strategy.path, "kind": self.strategy.kind, "processes": self.plan.num_processes, **found}
+
+    def load_options(self) -> dict[str, Any]:
+        """What `from_pretrained` must be told. Tensor parallel cuts the model while it is read."""
+        if self.strategy.kind != "tp":
+            return {}
+        from transformers.distributed import DistributedConfig
+
+        return {"distributed_config": DistributedConfig(tp_size=self.strategy.tp_size)}
+
+    def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Wraps model and optimizer, then asserts that what runs is what was asked for.
+
+        Raises:
+            RuntimeError: another strategy is in force; lists every difference.
+        """
+        # Whole shapes: of the placeholders of ZeRO-3, and of the pieces of tensor parallel too.
+        self.num_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+        if self.strategy.kind == "tp":
+            # transformers has cut the model already; accelerate's own preparation would wrap it in DDP.
+            self.model = model if self.device.type == "cpu" else model.to(self.device)
+            self.optimizer = self.accelerator.prepare(optimizer)
+        else:
+            if self.strategy.kind == "fsdp1" and self.device.type == "cpu":
+                model = wrap_fsdp1_on_cpu(self.accelerator, model)
+            self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.assert_in_force()
+
+    def assert_in_force(self) -> None:
+        """Compares the running state with strategy, recipe and plan.
+
+        Raises:
+            RuntimeError: lists every difference.
+        """
+        wrong = [(what, asked, found) for what, asked, found in find(self) if asked != found]
+        if wrong:
+            lines = [f"  {what}: asked for {asked!r}, found {found!r}" for what, asked, found in wrong]
+            raise RuntimeError("\n".join([f"{self.strategy.path} is not what runs:", *lines]))
+
+    def gradients(self, objective: Objective, micro_batches: list[Batch], num_targets: int) -> float:
+        """Runs every forward and backward of one optimizer step. Returns the loss: the token mean of the global batch.
+
+        Every engine divides the gradient sum over the data-parallel processes by their number D, and we want
+        d(sum of all nll)/N. Hence each process runs backward on  nll x D / N,  N counting the targets of the whole
+        global batch. Accumulation adds up micro-batches and needs no factor: accelerate is told 1, and DeepSpeed
+        `scale_wrt_gas=False`.
+        """
+        scale = self.data_parallel.size / num_targets
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for i, batch in enumerate(micro_batches):
+            last = i == len(micro_batches) - 1
+            with self._synchronise(last):
+                loss_sum = self._forward(objective, batch)
+                total += loss_sum.detach()
+                if self.strategy.kind == "zero":
+                    self.model.backward(loss_sum * scale, scale_wrt_gas=False)
+                else:
+                    self.accelerator.backward(loss_sum * scale)
+        return float(self.sum_over_data(total)) / num_targets
+
+    def step(self) -> float:
+        """Clips, updates the weights and clears the gradients. Returns the gradient norm before clipping."""
+        if self.strategy.kind == "zero":
+            self.model.step()
+            if not self._swap_seen:
+                self._assert_swapped()
+            return float(self.model.get_global_grad_norm())
+        if self.accelerator.scaler is not None:
+            self.accelerator.unscale_gradients()
+        norm = self._gradient_norm()
+        if self.max_grad_norm and norm > self.max_grad_norm:
+            # The same epsilon as torch.nn.utils.clip_grad_norm_ and DeepSpeed's unscale_and_clip_grads.
+            factor = self.max_grad_norm / (norm + 1e-6)
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    _local(parameter.grad).mul_(factor)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    @torch.no_grad()
+    def evaluate(self, objective: Objective, batches: Iterable[Batch]) -> tuple[float, int]:
+        """Sum of losses and number of targets over all processes; the same number of batches on each of them."""
+        self.model.eval()
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for batch in batches:
+            totals[0] += self._forward(objective, batch)
+            totals[1] += (batch["targets"] != -100).sum()
+        self.model.train()
+        loss_sum, num_targets = self.sum_over_data(totals).tolist()
+        return loss_sum, round(num_targets)
+
+    def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums over data-parallel processes; a tensor-parallel group computes one value together and counts once."""
+        if dist.is_initialized() and self.data_parallel.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def max_over_processes(self, value: float) -> float:
+        """The largest of the processes' values."""
+        if not dist.is_initialized():
+            return value
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return float(tensor)
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Every parameter whole: (name, float32 tensor on CPU), the tensor on the main process only.
+
+        Tied parameters come once. Under mixed precision these are the float32 master weights.
+        """
+        if self.strategy.kind == "fsdp1":
+            yield from self._full_fsdp1_parameters()
+            return
+        for name, parameter in self.unwrapped().named_parameters():
+            full = _gather(self, parameter)
+            yield name, full.detach().to("cpu", torch.float32) if self.is_main else None
+
+    def _full_fsdp1_parameters(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """One FSDP unit at a time, so that no GPU holds the whole model."""
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        for prefix, unit in self.model.named_modules():
+            if not isinstance(unit, FullyShardedDataParallel):
+                continue
+            with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
+                own = {id(parameter) for parameter in unit._handle.flat_param._params} if unit._handle else set()
+                for name, parameter in unit.named_parameters(prefix):
+                    if id(parameter) in own:
+                        full = parameter.detach().to("cpu", torch.float32, copy=True) if self.is_main else None
+                        yield name.replace("_fsdp_wrapped_module.", ""), full
+
+    def unwrapped(self) -> torch.nn.Module:
+        """The transformers model inside the wrapper."""
+        return self.model.module if self.strategy.kind in ("ddp", "fsdp1", "zero") else self.model
+
+    def close(self) -> None:
+        """Leaves together. A process that exits while another still reads its last message breaks a run that was right.
+
+        A barrier is not enough: with gloo its own last message is lost when the sender's sockets close too soon. So
+        each process says in the store that it is past the barrier, and waits for the others to say so.
+        """
+        if not dist.is_initialized():
+            return
+        dist.barrier()
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"cookbook/left/{self.world.rank}", "1")
+        store.wait([f"cookbook/left/{rank}" for rank in range(self.world.num_processes)])
+        dist.destroy_process_group()
+        if self.world.local_rank == 0:
+            for folder in self.swap_folders.values():
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _assert_swapped(self) -> None:
+        """After the first step, what was meant for NVMe must lie there.
+
+        DeepSpeed keeps tensors under 1 MiB in memory (runtime/swap_tensor/utils.py, MIN_AIO_BYTES).
+        """
+        self._swap_seen = True
+        optimizer = self.swap_folders.get("offload_optimizer")
+        if optimizer is not None and not list(optimizer.glob(f"**/optimizer/rank{self.world.rank}/*.swp")):
+            raise RuntimeError(
+                f"{self.strategy.path} is not what runs: no optimizer state reached {optimizer}. Tensors under 1 MiB"
+                " stay in memory, so a model this small has no use for NVMe: take zero3_offload"
+            )
+        parameters = self.swap_folders.get("offload_param")
+        shares = [p.ds_tensor.ds_numel * p.ds_tensor.element_size() for p in self.model.parameters()]
+        if parameters is not None and max(shares) >= 2**20 and not list(parameters.glob("**/*params/**/*.swp")):
+            raise RuntimeError(f"{self.strategy.path} is not what runs: no parameter reached {parameters}")
+
+    def _forward(self, objective: Objective, batch: Batch) -> torch.Tensor:
+        batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+        # Only what accelerate has not prepared lacks its autocast.
+        with self.accelerator.autocast() if self.strategy.kind == "tp" else contextlib.nullcontext():
+            return objective(self.model, batch)
+
+    def _synchronise(self, last: bool) -> contextlib.AbstractContextManager:
+        """Communicates gradients when that is needed, and not before.
+
+        DDP waits for the last micro-batch. What shards gradients (FSDP, ZeRO-2, -3) reduces each one: keeping whole
+        gradients until the last would cost the memory that the strategy is there to save. HSDP reduces inside the
+        shard group each time and between the replicas at the last.
+        """
+        if self.strategy.kind == "ddp" and not last:
+            return self.model.no_sync()
+        if self.strategy.kind == "fsdp2":
+            self.model.set_requires_all_reduce(last)
+        if self.strategy.kind == "zero":
+            # Our windows may be shorter at the end of an epoch than gradient_accumulation_steps.
+            self.model.set_gradient_accumulation_boundary(last)
+        return contextlib.nullcontext()
+
+    def _gradient_norm(self) -> float:
+        """The norm over all parameters, in float64.
+
+        torch's float32 norm on CPU is off by 5e-5 for a tensor of a million elements; DeepSpeed's is float64.
+        """
+        whole = torch.zeros((), dtype=torch.float64, device=self.device)
+        shards = torch.zeros((), dtype=torch.float64, device=self.device)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                gradient = _local(parameter.grad)
+                square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square().to(self.device)
+                if is_sharded(parameter) or self.strategy.kind == "fsdp1":
+                    shards += square
+                else:
+                    whole += square
+        if dist.is_initialized() and self.world.num_processes > 1:
+            dist.all_reduce(shards)
+            shards /= self.strategy.dp_replicate_size
+        return float((whole + shards).sqrt())
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _gather(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The whole parameter. Collective."""
+    if isinstance(parameter, DTensor):
+        return parameter.full_tensor()
+    if engine.strategy.kind == "zero":
+        import deepspeed
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        if parameter.requires_grad:
+            return safe_get_full_fp32_param(parameter)
+        with deepspeed.zero.GatheredParameters([parameter], enabled=engine.strategy.zero_stage == 3):
+            return parameter.detach().clone()
+    return parameter

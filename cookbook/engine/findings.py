@@ -1,0 +1,111 @@
+"""What runs, against what was asked for: the libraries change strategies, precision and clipping without a word."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+if TYPE_CHECKING:
+    from cookbook.engine import Engine
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """True for a DTensor of which each process holds a piece."""
+    return isinstance(tensor, DTensor) and any(isinstance(placement, Shard) for placement in tensor.placements)
+
+
+def find(engine: "Engine") -> Iterator[tuple[str, Any, Any]]:
+    """(what, asked for, found) for everything that a library could have changed behind our back."""
+    strategy, plan, model = engine.strategy, engine.plan, engine.model
+    yield "processes", plan.num_processes, dist.get_world_size() if dist.is_initialized() else 1
+    yield "processes seen by accelerate", plan.num_processes, engine.accelerator.num_processes
+    if strategy.kind == "zero":
+        yield from _deepspeed_findings(engine)
+        return
+    yield "precision", engine.mixed_precision, engine.accelerator.mixed_precision
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    yield "dtype of the trained weights", {torch.float32}, {parameter.dtype for parameter in trainable}
+    owned = {id(p) for group in engine.optimizer.param_groups for p in group["params"]}
+    yield "parameters in the optimizer", {id(p) for p in trainable}, owned
+    sharded = sum(is_sharded(parameter) for parameter in trainable)
+    if strategy.kind in ("single", "ddp"):
+        yield "wrapper", strategy.kind == "ddp", isinstance(model, torch.nn.parallel.DistributedDataParallel)
+        yield "sharded parameters", 0, sharded
+    if strategy.kind == "fsdp1":
+        yield from _fsdp1_findings(engine)
+    if strategy.kind == "fsdp2":
+        yield from _fsdp2_findings(engine, trainable)
+    if strategy.kind == "tp":
+        meshes = {parameter.device_mesh.size() for parameter in trainable if is_sharded(parameter)}
+        yield "tensor-parallel mesh", {strategy.tp_size}, meshes
+        # Norms stay whole; every matrix must be cut.
+        yield "whole matrices", 0, sum(not is_sharded(p) for p in trainable if p.ndim >= 2)
+
+
+def _deepspeed_findings(engine: "Engine") -> Iterator[tuple[str, Any, Any]]:
+    from deepspeed import DeepSpeedEngine
+
+    strategy, plan, model = engine.strategy, engine.plan, engine.model
+    yield "wrapper", "DeepSpeedEngine", type(model).__name__
+    if not isinstance(model, DeepSpeedEngine):
+        return
+    zero = model._config.zero_config
+    yield "ZeRO stage", strategy.zero_stage, model.zero_optimization_stage()
+    for name in ("offload_optimizer", "offload_param"):
+        block = getattr(zero, name)
+        found = None if block is None or block.device == "none" else str(getattr(block.device, "value", block.device))
+        yield name, getattr(strategy, name), found
+    micro_batch_size = engine.deepspeed_config["train_micro_batch_size_per_gpu"]
+    yield "micro-batch size", micro_batch_size, model.train_micro_batch_size_per_gpu()
+    yield "gradient accumulation", plan.gradient_accumulation_steps, model.gradient_accumulation_steps()
+    yield "clipping", engine.max_grad_norm, model.gradient_clipping()
+    found_precision = "bf16" if model.bfloat16_enabled() else "fp16" if model.fp16_enabled() else "no"
+    yield "precision", engine.mixed_precision, found_precision
+    expected = {1: "DeepSpeedZeroOptimizer", 2: "DeepSpeedZeroOptimizer", 3: "DeepSpeedZeroOptimizer_Stage3"}
+    yield "optimizer wrapper", expected[strategy.zero_stage], type(model.optimizer).__name__
+    yield "data-parallel processes", plan.data_parallel_size, dist.get_world_size(model.data_parallel_group)
+    partitioned = [hasattr(parameter, "ds_tensor") for parameter in model.parameters()]
+    yield "partitioned parameters", strategy.zero_stage == 3, all(partitioned)
+    if strategy.zero_stage == 3:
+        persistent = zero.param_persistence_threshold
+        states = {p.ds_status.name for p in model.parameters() if p.ds_numel > persistent}
+        yield "parameters between steps", {"NOT_AVAILABLE"}, states or {"NOT_AVAILABLE"}
+
+
+def _fsdp1_findings(engine: "Engine") -> Iterator[tuple[str, Any, Any]]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    yield "wrapper", True, isinstance(engine.model, FullyShardedDataParallel)
+    units = FullyShardedDataParallel.fsdp_modules(engine.model)
+    num_layers = engine.unwrapped().config.num_hidden_layers
+    yield "FSDP units: one per layer and the root", num_layers + 1, len(units)
+    assert engine.strategy.fsdp is not None
+    asked = engine.strategy.fsdp.fsdp_sharding_strategy if engine.plan.num_processes > 1 else "NO_SHARD"
+    yield "sharding", {asked}, {unit.sharding_strategy.name for unit in units}
+
+
+def _fsdp2_findings(engine: "Engine", trainable: list[torch.nn.Parameter]) -> Iterator[tuple[str, Any, Any]]:
+    from torch.distributed.fsdp import FSDPModule
+
+    strategy, block = engine.strategy, engine.strategy.fsdp
+    assert block is not None
+    yield "wrapper", True, isinstance(engine.model, FSDPModule)
+    yield "whole parameters", 0, sum(not is_sharded(parameter) for parameter in trainable)
+    shards = strategy.dp_shard_size if strategy.dp_replicate_size > 1 else engine.plan.num_processes
+    mesh = (strategy.dp_replicate_size, shards) if strategy.dp_replicate_size > 1 else (shards,)
+    yield "mesh", {mesh}, {tuple(p.device_mesh.shape) for p in trainable if isinstance(p, DTensor)}
+    units = [module for module in engine.model.modules() if isinstance(module, FSDPModule)]
+    layers = [module for module in units if _is_layer(module, engine.model)]
+    yield "layers that are units", engine.model.config.num_hidden_layers, len(layers)
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in layers]
+    reshards = {group.post_forward_mesh_info is not None for group in groups}
+    yield "reshard after forward", {block.fsdp_reshard_after_forward}, reshards
+    offloaded = {type(group.offload_policy).__name__ for group in groups}
+    yield "parameter offload", {"CPUOffloadPolicy" if block.fsdp_offload_params else "OffloadPolicy"}, offloaded
+
+
+def _is_layer(module: torch.nn.Module, model: torch.nn.Module) -> bool:
+    """FSDP2 renames a class; its bases tell what it was."""
+    return any(base.__name__ in model._no_split_modules for base in type(module).__mro__)

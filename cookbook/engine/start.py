@@ -1,0 +1,196 @@
+"""Starts a strategy's Accelerator, on GPU and on CPU, with every value filled in and nothing left to guess."""
+
+import copy
+import os
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from filelock import FileLock
+
+from cookbook.files import RecipeError
+from cookbook.machine import num_cores
+from cookbook.plan import Plan
+from cookbook.strategy import Strategy
+
+TIMEOUT = timedelta(minutes=10)
+"""Of a collective. Data is prepared before the process group exists, so nothing in a step takes minutes."""
+
+
+def build_ops(strategy: Strategy, cache: Path) -> None:
+    """Compiles what a strategy needs, once per machine, before a process group could time out over it.
+
+    Only NVMe needs something: DeepSpeed's asynchronous reads and writes (minutes, the first time). A killed build
+    leaves a lock that torch waits for without end (torch/utils/cpp_extension.py, FileBaton); under our own lock it can
+    only be a dead one.
+
+    Raises:
+        RecipeError: the headers of libaio are missing.
+    """
+    if "nvme" not in (strategy.offload_optimizer, strategy.offload_param):
+        return
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    # ninja stands beside the interpreter, which is not on PATH where the environment was not activated.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str((cache / "torch_extensions").resolve())))
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "cookbook.lock"):
+        if not AsyncIOBuilder().is_compatible(verbose=False):
+            raise RecipeError(
+                [f"{strategy.path}: NVMe offload needs libaio and its headers: apt-get install libaio-dev"]
+            )
+        for stale in folder.glob("**/lock"):
+            stale.unlink()
+        AsyncIOBuilder().load(verbose=False)
+
+
+def deepspeed_config(
+    strategy: Strategy, plan: Plan, mixed_precision: str, micro_batch_size: int, max_grad_norm: float
+) -> dict[str, Any] | None:
+    """The JSON with every "auto" replaced by the recipe's value, so that nothing is left for a library to guess."""
+    if strategy.deepspeed is None:
+        return None
+    accumulation = plan.gradient_accumulation_steps
+    return {
+        **copy.deepcopy(strategy.deepspeed),
+        "bf16": {"enabled": mixed_precision == "bf16"},
+        "fp16": {"enabled": mixed_precision == "fp16"},
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": micro_batch_size * accumulation * plan.data_parallel_size,
+        "gradient_clipping": max_grad_norm,
+        "zero_allow_untested_optimizer": True,  # torch's AdamW and SGD; DeepSpeed knows its own only
+        "steps_per_print": 2**31,
+    }
+
+
+def separate_swap(config: dict[str, Any] | None, run_name: str) -> dict[str, Path]:
+    """Gives each run a swap folder of its own: DeepSpeed names files by rank, so two runs would share them."""
+    folders = {}
+    for key in ("offload_optimizer", "offload_param"):
+        block = config["zero_optimization"].get(key, {}) if config else {}
+        if block.get("device") == "nvme":
+            folders[key] = Path(block["nvme_path"]).expanduser() / run_name
+            block["nvme_path"] = str(folders[key])
+    return folders
+
+
+def start_accelerator(
+    strategy: Strategy, plan: Plan, mixed_precision: str, deepspeed: dict[str, Any] | None
+) -> tuple[Any, list[str]]:
+    """The Accelerator, and what a user should know of how it was started.
+
+    On CPU each family needs its own way in, or accelerate trains plain DDP without a word: accelerate 1.15, state.py:986
+    leaves FSDP out for MULTI_CPU, and :974 leaves DeepSpeed out for cpu=True.
+    """
+    from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
+    from accelerate.utils import DistributedType, ParallelismConfig
+
+    on_cpu = not torch.cuda.is_available()
+    notes: list[str] = []
+    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if not on_cpu and local_processes > torch.cuda.device_count():
+        seen = torch.cuda.device_count()
+        raise RecipeError([f"{local_processes} processes on this machine, but torch sees {seen} GPUs"])
+    # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 retires: a line for each call, thousands in a run.
+    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
+    options: dict[str, Any] = {"mixed_precision": mixed_precision}
+    if on_cpu:
+        torch.set_num_threads(max(1, num_cores() // local_processes))
+    if strategy.kind == "single":
+        return Accelerator(cpu=on_cpu, **options), notes
+    if strategy.kind == "zero":
+        options["deepspeed_plugin"] = _deepspeed_plugin(deepspeed)
+        options["gradient_accumulation_steps"] = plan.gradient_accumulation_steps
+        PartialState(timeout=TIMEOUT, **({"backend": "gloo"} if on_cpu else {}))
+        return Accelerator(**options), notes
+    if strategy.fsdp is not None:
+        options["fsdp_plugin"] = _fsdp_plugin(strategy, mixed_precision, on_cpu, notes)
+    if strategy.kind == "ddp":
+        ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
+        options["kwargs_handlers"] = [ddp]
+    if strategy.dp_replicate_size > 1:
+        options["parallelism_config"] = ParallelismConfig(
+            dp_replicate_size=strategy.dp_replicate_size, dp_shard_size=strategy.dp_shard_size
+        )
+    if not on_cpu:
+        PartialState(timeout=TIMEOUT)
+        return Accelerator(**options), notes
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    PartialState(cpu=True)
+    if strategy.kind != "ddp":
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return Accelerator(cpu=True, **options), notes
+
+
+def _deepspeed_plugin(config: dict[str, Any] | None) -> Any:
+    import deepspeed
+    from accelerate.utils import DeepSpeedPlugin
+
+    if not torch.cuda.is_available():
+        # A shared-memory collective that would be compiled for 80 s at first use; gloo serves as well.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # PartialState asks the environment, not the plugin
+    return DeepSpeedPlugin(hf_ds_config=config)
+
+
+def _fsdp_plugin(strategy: Strategy, mixed_precision: str, on_cpu: bool, notes: list[str]) -> Any:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
+
+    block = strategy.fsdp
+    assert block is not None
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)
+    rank_zero_loads = block.fsdp_cpu_ram_efficient_loading
+    if on_cpu and rank_zero_loads:
+        rank_zero_loads = False
+        notes.append("fsdp_cpu_ram_efficient_loading needs a GPU: every process reads the weights")
+    shared: dict[str, Any] = {
+        "auto_wrap_policy": block.fsdp_auto_wrap_policy,
+        "cpu_ram_efficient_loading": rank_zero_loads,
+    }
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(rank_zero_loads).lower()  # from_pretrained asks the environment
+    if block.fsdp_version == 1:
+        # Reductions stay in float32: a strategy must not round what DDP does not.
+        policy = low and MixedPrecision(param_dtype=low, reduce_dtype=torch.float32)
+        return FullyShardedDataParallelPlugin(
+            fsdp_version=1,
+            sharding_strategy=block.fsdp_sharding_strategy,
+            use_orig_params=True,
+            sync_module_states=bool(block.fsdp_sync_module_states) and not on_cpu,
+            backward_prefetch=block.fsdp_backward_prefetch,
+            forward_prefetch=bool(block.fsdp_forward_prefetch),
+            mixed_precision_policy=policy,
+            **shared,
+        )
+    # accelerate's own policy rounds the returned loss sum to bf16 (8.3240 for 8.3414) and reduces gradients in it.
+    policy2 = low and MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=not on_cpu) if block.fsdp_offload_params else None
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=block.fsdp_reshard_after_forward,
+        cpu_offload=offload,
+        mixed_precision_policy=policy2,
+        **shared,
+    )
+
+
+def wrap_fsdp1_on_cpu(accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
+    """What accelerate's `prepare_model` does, with a `device_id` without index: for FSDP1 "cpu" and "cpu:0" are two."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    plugin = accelerator.state.fsdp_plugin
+    plugin.set_auto_wrap_policy(model)
+    return FullyShardedDataParallel(
+        model,
+        sharding_strategy=plugin.sharding_strategy,
+        auto_wrap_policy=plugin.auto_wrap_policy,
+        mixed_precision=plugin.mixed_precision_policy,
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )

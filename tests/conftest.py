@@ -1,0 +1,111 @@
+"""A copy of the files that a recipe needs, and ways to run the front door in it."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RECIPE = "recipes/small.yaml"
+RECIPE_TEXT = """\
+# A recipe for the tests.
+strategy: accelerate_configs/ddp.yaml
+mixed_precision: 'no'
+seed: 42
+model:
+  from_scratch:
+    vocab_size: 2048
+    hidden_size: 128
+    intermediate_size: 352
+    num_hidden_layers: 4
+    num_attention_heads: 4
+    num_key_value_heads: 2
+data:
+  train: python-stdlib
+  eval: {path: python-stdlib, split: test}
+  max_length: 256
+objective:
+  train_on: assistant
+batch:
+  global_batch_size: 16
+  micro_batch_size: 8
+optim:
+  learning_rate: 3e-3
+  weight_decay: 0.1
+schedule:
+  name: cosine
+  warmup_steps: 10
+run:
+  max_steps: 30
+  output_dir: outputs/small
+"""
+
+LAUNCHER_VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "CUDA_VISIBLE_DEVICES")
+TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def clean_environment(**extra: str) -> dict[str, str]:
+    """This environment without what a launcher or a user may have set for some other run."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(LAUNCHER_VARIABLES) and name not in TORCHRUN_VARIABLES
+    }
+    return {**kept, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": "", **extra}
+
+
+@dataclass
+class Book:
+    """A copy of the repository's words: edit its files, then load or run them."""
+
+    root: Path
+
+    def edit(self, name: str, *replacements: tuple[str, str]) -> None:
+        """Replaces texts in a file; each must be there."""
+        path = self.root / name
+        text = path.read_text(encoding="utf-8")
+        for old, new in replacements:
+            assert old in text, f"{name} has no {old!r}"
+            text = text.replace(old, new, 1)
+        path.write_text(text, encoding="utf-8")
+
+    def write(self, name: str, content: str | bytes) -> None:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    def names(self) -> set[str]:
+        """Every file and folder here."""
+        return {str(path.relative_to(self.root)) for path in self.root.rglob("*") if "__pycache__" not in path.parts}
+
+    def train(self, *arguments: str, **extra: str) -> subprocess.CompletedProcess:
+        """`python train.py ...` in the copy."""
+        command = [sys.executable, "train.py", *arguments]
+        return subprocess.run(
+            command, cwd=self.root, env=clean_environment(**extra), capture_output=True, text=True, timeout=120
+        )
+
+
+@pytest.fixture
+def book(tmp_path, monkeypatch) -> Book:
+    """A fresh copy of recipes and strategies, and RECIPE; its folder is the working directory.
+
+    Strategies are without their comments: then a line number in a test does not depend on them.
+    """
+    for name in ("recipes", "accelerate_configs", "ds_configs"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for path in (tmp_path / "accelerate_configs").iterdir():
+        path.write_text(re.sub(r"(?m)^#.*\n", "", path.read_text()))
+    (tmp_path / RECIPE).write_text(RECIPE_TEXT)
+    for name in ("cookbook", "train.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    for name in os.environ:
+        if name.startswith(LAUNCHER_VARIABLES) or name in TORCHRUN_VARIABLES:
+            monkeypatch.delenv(name)
+    return Book(tmp_path)

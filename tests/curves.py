@@ -1,0 +1,185 @@
+"""Runs train.py as users do, and measures how far two learning curves lie apart. Shared by the equivalence tests."""
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from filelock import FileLock
+from safetensors.numpy import load_file
+
+ROOT = Path(__file__).parent.parent
+WORDS = "the quick brown fox jumps over lazy dogs while engineers count every token twice and trust no curve".split()
+
+# Small enough for seconds a run; 101 samples leave a last window of 5 in each epoch of global batches of 16.
+RECIPE = """\
+strategy: accelerate_configs/single.yaml
+mixed_precision: 'no'
+seed: 7
+model:
+  from_scratch: {vocab_size: 512, hidden_size: 64, intermediate_size: 96, num_hidden_layers: 3,
+                 num_attention_heads: 4, num_key_value_heads: 2, tie_word_embeddings: true}
+data:
+  train: DATA
+  eval: {path: DATA, max_rows: 21}
+  max_length: 96
+batch: {global_batch_size: 16, micro_batch_size: 2}
+optim: {name: sgd, learning_rate: 0.1, weight_decay: 0.01, max_grad_norm: 1.0}
+schedule: {name: cosine, warmup_steps: 4}
+run: {max_steps: 20, output_dir: OUTPUT}
+"""
+
+SGD: dict[str, str] = {}
+ADAMW = {
+    "optim.name": "adamw",
+    "optim.learning_rate": "3e-3",
+    "optim.max_grad_norm": "0",
+    "model.from_scratch.tie_word_embeddings": "false",
+    "batch.micro_batch_size": "8",
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One finished run."""
+
+    folder: Path
+
+    @property
+    def lines(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def steps(self) -> list[dict]:
+        return [line for line in self.lines if "loss" in line]
+
+    @property
+    def evaluations(self) -> list[tuple[int, float, int]]:
+        return [(line["step"], line["eval_loss"], line["eval_num_tokens"]) for line in self.lines if "eval_loss" in line]
+
+    @property
+    def record(self) -> dict:
+        return json.loads((self.folder / "run.json").read_text())
+
+    @property
+    def weights(self) -> dict[str, np.ndarray]:
+        return load_file(self.folder / "export" / "model.safetensors")
+
+
+@dataclass(frozen=True)
+class Distance:
+    """The largest differences between two curves."""
+
+    loss: float
+    """Absolute, over all steps and evaluations."""
+    norm: float
+    """Of the gradient norm, relative."""
+    weight: float
+    """Of any final weight, absolute."""
+
+
+def distance(curve: Curve, reference: Curve) -> Distance:
+    """How far `curve` lies from `reference`; what must be equal exactly is asserted."""
+    ours, theirs = curve.steps, reference.steps
+    assert len(ours) == len(theirs) >= 20, "a curve is missing steps"
+    for key in ("step", "epoch", "learning_rate", "num_tokens"):
+        assert [line[key] for line in ours] == [line[key] for line in theirs], f"{key} differs"
+    losses = [abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs, strict=True)]
+    for a, b in zip(curve.evaluations, reference.evaluations, strict=True):
+        assert (a[0], a[2]) == (b[0], b[2]), "evaluations count other tokens"
+        losses.append(abs(a[1] - b[1]))
+    norms = [abs(a["grad_norm"] - b["grad_norm"]) / b["grad_norm"] for a, b in zip(ours, theirs, strict=True)]
+    weights, expected = curve.weights, reference.weights
+    assert weights.keys() == expected.keys(), "other weights were saved"
+    return Distance(
+        loss=max(losses), norm=max(norms), weight=max(float(np.abs(weights[k] - expected[k]).max()) for k in weights)
+    )
+
+
+def write_chats(path: Path, num_rows: int = 101) -> None:
+    """Chats of ragged lengths, so that processes train on unequal numbers of tokens."""
+    chance = random.Random(0)
+
+    def words(low: int, high: int) -> str:
+        return " ".join(chance.choice(WORDS) for _ in range(chance.randint(low, high)))
+
+    with path.open("w") as file:
+        for _ in range(num_rows):
+            messages = []
+            for _ in range(chance.randint(1, 3)):
+                messages.append({"role": "user", "content": words(1, 12)})
+                messages.append({"role": "assistant", "content": words(1, 40)})
+            file.write(json.dumps({"messages": messages}) + "\n")
+
+
+class Lab:
+    """Runs recipes in a shared folder; a run with the same arguments happens once, whatever test asks for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        data = folder / "chats.jsonl"
+        with FileLock(folder / "chats.lock"):
+            if not data.exists():
+                write_chats(data)
+                text = RECIPE.replace("DATA", str(data)).replace("OUTPUT", str(folder / "out"))
+                (folder / "recipe.yaml").write_text(text)
+
+    def run(
+        self,
+        strategy: str,
+        settings: dict[str, str] | None = None,
+        *,
+        processes: int | None = None,
+        sabotage: str | None = None,
+    ) -> Curve:
+        """The curve of a finished run.
+
+        Args:
+            sabotage: a deliberate mistake from tests/sabotage.py.
+
+        Raises:
+            AssertionError: the run failed; carries the end of its output.
+        """
+        result, output = self.attempt(strategy, settings, processes=processes, sabotage=sabotage)
+        assert (result / "exit_code").read_text() == "0", f"{strategy} failed:\n{output[-4000:]}"
+        return Curve(result)
+
+    def attempt(
+        self,
+        strategy: str,
+        settings: dict[str, str] | None = None,
+        *,
+        processes: int | None = None,
+        sabotage: str | None = None,
+    ) -> tuple[Path, str]:
+        """The folder of a run, successful or not, and what it printed."""
+        key = json.dumps([strategy, settings or {}, processes, sabotage], sort_keys=True)
+        folder = self.folder / f"{strategy}-{hashlib.sha256(key.encode()).hexdigest()[:10]}"
+        with FileLock(f"{folder}.lock"):
+            if not (folder / "exit_code").exists():
+                self._run(folder, strategy, settings or {}, processes, sabotage)
+            return folder, (folder / "output.txt").read_text(errors="replace")
+
+    def _run(
+        self, folder: Path, strategy: str, settings: dict[str, str], processes: int | None, sabotage: str | None
+    ) -> None:
+        folder.mkdir()
+        command = [sys.executable, "-m", "accelerate.commands.launch"]
+        command += ["--config_file", f"accelerate_configs/{strategy}.yaml", "--main_process_port", "0"]
+        command += ["--num_processes", str(processes)] if processes else []
+        command += ["tests/sabotage.py", sabotage] if sabotage else ["train.py"]
+        command += [str(self.folder / "recipe.yaml")]
+        for name, value in {**settings, "run.output_dir": str(folder)}.items():
+            command += ["--set", f"{name}={value}"]
+        environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        with (folder / "output.txt").open("w") as output:
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=900
+            )
+        (folder / "exit_code").write_text(str(done.returncode))

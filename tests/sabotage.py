@@ -1,0 +1,95 @@
+"""Runs train.py with one deliberate mistake, so that the equivalence tests can show that they would notice it.
+
+Each mistake is one that projects of the field have made. Usage: sabotage.py MISTAKE [arguments of train.py]
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import train  # noqa: E402
+
+
+def mean_of_means() -> None:
+    """The loss as the mean over micro-batches of their means: short micro-batches weigh too much."""
+    from cookbook.engine import Engine
+
+    def gradients(self, objective, micro_batches, num_targets):
+        total = 0.0
+        for i, batch in enumerate(micro_batches):
+            targets = max(1, int((batch["targets"] != -100).sum()))
+            with self._synchronise(i == len(micro_batches) - 1):
+                loss = self._forward(objective, batch) / targets / len(micro_batches)
+                self.accelerator.backward(loss)
+            total += float(loss)
+        return total
+
+    Engine.gradients = gradients
+
+
+def schedule_per_process() -> None:
+    """The schedule advances once per process, as a scheduler does that was given to `accelerator.prepare`."""
+    import cookbook.optim as optim
+
+    right = optim.learning_rate
+    optim.learning_rate = lambda step, max_steps, *rest: right(min(2 * step, max_steps), max_steps, *rest)
+
+
+def clip_not_handed_over() -> None:
+    """DeepSpeed is not told the clip value and takes its own default, 1.0."""
+    import cookbook.engine as engine
+
+    right = engine.deepspeed_config
+
+    def without_clip(*arguments):
+        config = right(*arguments)
+        config["gradient_clipping"] = 1.0
+        return config
+
+    engine.deepspeed_config = without_clip
+
+
+def clip_not_handed_over_and_unchecked() -> None:
+    """The same, with the engine's own check switched off: then the curve must tell."""
+    from cookbook.engine import Engine
+
+    clip_not_handed_over()
+    Engine.assert_in_force = lambda self: None
+
+
+def wrong_divisor() -> None:
+    """The factor that undoes the averaging over processes is forgotten."""
+    from cookbook.engine import Engine
+
+    right = Engine.gradients
+
+    def gradients(self, objective, micro_batches, num_targets):
+        return right(self, objective, micro_batches, num_targets * self.data_parallel.size) * self.data_parallel.size
+
+    Engine.gradients = gradients
+
+
+def around_the_wrapper() -> None:
+    """The model inside the wrapper is called, so that DDP does not see the forward and synchronises nothing."""
+    from cookbook.objectives import OBJECTIVES
+
+    OBJECTIVES["sft"] = lambda model, batch: model.module(**batch)
+
+
+def silently_ddp() -> None:
+    """The strategy falls back to plain DDP, as accelerate does for FSDP with cpu=True."""
+    import cookbook.engine as engine
+
+    def start(*_):
+        from accelerate import Accelerator
+
+        return Accelerator(cpu=True), []
+
+    engine.start_accelerator = start
+
+
+if __name__ == "__main__":
+    mistake = sys.argv.pop(1)
+    globals()[mistake]()
+    sys.exit(train.main())

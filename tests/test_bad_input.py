@@ -1,0 +1,804 @@
+"""Protects the front door: bad input ends with exit code 2 and one message that lists every mistake; nothing is left.
+
+python -m pytest -q tests/test_bad_input.py
+"""
+
+import contextlib
+import copy
+import json
+import os
+import random
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import RECIPE
+
+from cookbook.files import RecipeError
+from cookbook.plan import load_pair
+
+ZERO3 = "accelerate_configs/zero3.yaml"
+ZERO3_JSON = "ds_configs/zero3.json"
+LIMIT_SECONDS = 3
+
+
+def refuse(book, *arguments, **extra):
+    """Runs train.py on bad input; returns the lines of its one message."""
+    before, started = book.names(), os.times()
+    done = book.train(*arguments, **extra)
+    ended = os.times()  # of the processor, so that a busy machine does not count
+    seconds = ended.children_user + ended.children_system - started.children_user - started.children_system
+    assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr and done.stdout == "", done.stderr
+    assert seconds < LIMIT_SECONDS, f"{seconds:.1f} seconds"
+    assert book.names() == before
+    return done.stderr.strip().splitlines()
+
+
+def says(expected, line):
+    """Whether a line is the expected one, in which `...` stands for anything."""
+    return re.fullmatch(re.escape(expected).replace(re.escape("..."), ".*"), line)
+
+
+def three_broken_files(book):
+    book.edit(
+        RECIPE,
+        ("ddp.yaml", "zero3.yaml"),
+        ("seed: 42", "sede: 42"),
+        ("train: python-stdlib", "train: nope.jsonl"),
+        ("max_steps: 30", "max_steps: -1"),
+    )
+    book.edit(ZERO3, ("num_processes: auto", "mixed_precision: bf16\nnum_processes: many"))
+    book.edit(
+        ZERO3_JSON, ('"gradient_clipping": "auto"', '"gradient_clipping": 0.5'), ('"overlap_comm"', '"overlap_com"')
+    )
+    return [
+        "recipes/small.yaml:4: sede: unknown key; did you mean seed?",
+        "recipes/small.yaml:29: run.max_steps is -1; it must be greater than 0",
+        f"recipes/small.yaml:14: data.train is 'nope.jsonl': no such file (looked in {book.root})",
+        "accelerate_configs/zero3.yaml:2: mixed_precision: does not belong here; the recipe owns it (mixed_precision)",
+        "accelerate_configs/zero3.yaml:3: num_processes is 'many'; use auto (one per GPU) or a count from 1",
+        "ds_configs/zero3.json:14: zero_optimization.overlap_com: unknown key; did you mean overlap_comm?",
+        'ds_configs/zero3.json:11: gradient_clipping is 0.5; write "auto": the recipe owns it (optim.max_grad_norm)',
+    ]
+
+
+@pytest.mark.parametrize("dry_run", [["--dry-run"], []], ids=["dry run", "real run"])
+def test_mistakes_of_recipe_yaml_and_json_are_listed_together(book, dry_run):
+    expected = three_broken_files(book)
+    assert refuse(book, RECIPE, *dry_run) == expected
+
+
+def test_sound_files_pass_the_same_door(book):
+    before = book.names()
+    done = book.train(RECIPE, "--dry-run")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "fine under" in done.stdout
+    assert book.names() == before
+
+
+def test_bad_input_is_told_before_torch_is_imported(book):
+    three_broken_files(book)
+    done = book.train(RECIPE, PYTHONPROFILEIMPORTTIME="1")
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "cookbook.recipe" in imported
+    assert not imported & {"torch", "accelerate", "deepspeed", "transformers"}
+
+
+def test_a_process_that_is_not_the_first_says_nothing(book):
+    three_broken_files(book)
+    assert refuse(book, RECIPE, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2") == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["recipes/nope.yaml"], "recipes/nope.yaml: no such file (looked in ...)"),
+        (["recipes"], "recipes: a folder, not a file (looked in ...)"),
+        ([RECIPE, "--set", "max_steps"], "--set max_steps: write it as section.key=value"),
+        ([RECIPE, "--set", "optim.lr=1e-3"], "--set optim.lr: unknown key; known here: name, learning_rate, ..."),
+        (
+            [RECIPE, "--set", "optim.learning_rate=fast"],
+            "--set optim.learning_rate is 'fast' (text); it must be a number",
+        ),
+    ],
+    ids=["no recipe", "folder", "set without =", "set of unknown key", "set of wrong type"],
+)
+def test_the_command_line_is_checked_like_a_file(book, arguments, message):
+    (line,) = refuse(book, *arguments)
+    assert says(message, line), line
+
+
+def test_broken_rows_are_named_with_file_and_line(book):
+    good = '{"text": "hello"}'
+    book.write("rows.jsonl", f'{good}\n{{"text": 3}}\n{good}\n{{"txt": "x"}}\nnot json\n')
+    book.edit(RECIPE, ("train: python-stdlib", "train: rows.jsonl"))
+    lines = refuse(book, RECIPE)
+    assert [line.split(": ")[0] for line in lines[:3]] == ["rows.jsonl:2", "rows.jsonl:4", "rows.jsonl:5"]
+    assert "data.on_bad_row" in lines[3]
+
+
+def fake_gpus(book, count):
+    listing = "\n".join(f"GPU {i}: NVIDIA H200 (UUID: GPU-{i})" for i in range(count))
+    book.write("bin/nvidia-smi", f"#!/bin/sh\ncat <<'END'\n{listing}\nEND\n")
+    (book.root / "bin/nvidia-smi").chmod(0o755)
+    return {"PATH": f"{book.root / 'bin'}:/usr/bin:/bin"}
+
+
+def test_more_processes_than_gpus_are_refused_and_as_many_are_fine(book):
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}
+    (line,) = refuse(book, RECIPE, "--set", "batch.micro_batch_size=4", "--dry-run", **fake_gpus(book, 2), **world)
+    assert "4 processes on this machine, which has 2 GPUs; ask for at most 2" in line
+    done = book.train(RECIPE, "--set", "batch.micro_batch_size=4", "--dry-run", **fake_gpus(book, 4), **world)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_impossible_split_names_the_nearest_batches(book):
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    (line,) = refuse(book, RECIPE, "--set", "batch.global_batch_size=50", **world)
+    assert "2 processes x micro_batch_size 8 = 16 sequences per forward" in line
+    assert "Use global_batch_size 48 or 64, or micro_batch_size 5." in line
+
+
+def test_a_large_and_tangled_file_is_refused_in_time(book):
+    book.write(RECIPE, "\n".join(f"key_{i}: {{a: [1, 2]}}" for i in range(1700)))
+    assert len(refuse(book, RECIPE)) > 1700
+    book.write(RECIPE, "#" * 2_000_000)
+    (line,) = refuse(book, RECIPE)
+    assert line == "recipes/small.yaml: 2,000,000 bytes are too many for a settings file (50,000)"
+
+
+def mistakes(book, *assignments):
+    with pytest.raises(RecipeError) as caught:
+        load_pair(Path(RECIPE), list(assignments))
+    return caught.value.mistakes
+
+
+# One row a mistake: what is replaced in the recipe, and what is said after its place.
+RECIPE_MISTAKES = {
+    "key at the top": ("seed: 42", "sead: 42", "4: sead: unknown key; did you mean seed?"),
+    "key in a section": (
+        "weight_decay",
+        "wieght_decay",
+        "24: optim.wieght_decay: unknown key; did you mean weight_decay?",
+    ),
+    "key two deep": (
+        "hidden_size",
+        "hiden_size",
+        "8: model.from_scratch.hiden_size: unknown key; did you mean hidden_size?",
+    ),
+    "key in a flow mapping": ("split: test", "splt: test", "15: data.eval.splt: unknown key; did you mean split?"),
+    "key of a section": ("optim:", "optm:", "22: optm: unknown key; did you mean optim?"),
+    "key of another section": (
+        "seed: 42",
+        "learning_rate: 1",
+        "4: learning_rate: does not belong here; write it as optim.learning_rate",
+    ),
+    "merge key": ("seed: 42", "<<: {seed: 42}", "4: <<: unknown key; known here: ..."),
+    "list as key": (
+        "seed: 42",
+        "? [a]\n: 42",
+        "4: a key must be a plain word, found a list or mapping before the colon",
+    ),
+    "text for a number": ("seed: 42", "seed: '42'", r"4: seed is '42' (text); it must be an integer"),
+    "true for a number": ("seed: 42", "seed: true", r"4: seed is true (true/false); it must be an integer"),
+    "number for text": ("outputs/small", "7", r"30: run.output_dir is 7 (an integer); it must be text"),
+    "fraction for a count": (
+        "max_steps: 30",
+        "max_steps: 1e3",
+        r"29: run.max_steps is 1000.0 (a number); it must be an integer",
+    ),
+    "no octal": ("seed: 42", "seed: 010", r"4: seed is '010' (text); it must be an integer"),
+    "no sexagesimal": ("seed: 42", "seed: 1:30", r"4: seed is '1:30' (text); it must be an integer"),
+    "no date": ("seed: 42", "seed: 2020-13-45", r"4: seed is '2020-13-45' (text); it must be an integer"),
+    "endless number": ("seed: 42", "seed: " + "9" * 5000, "4: seed is a number of 5000 characters; write less"),
+    "number too large": ("seed: 42", "seed: 4294967296", "4: seed is 4294967296; it must be less than 4294967296"),
+    "negative": ("max_steps: 30", "max_steps: -1", "29: run.max_steps is -1; it must be greater than 0"),
+    "zero": ("3e-3", "0", "23: optim.learning_rate is 0; it must be greater than 0"),
+    "nan": ("3e-3", ".nan", "23: optim.learning_rate is nan; it must be a finite number"),
+    "inf": ("3e-3", ".inf", "23: optim.learning_rate is inf; it must be a finite number"),
+    "overflow": ("3e-3", "1e400", "23: optim.learning_rate is inf; it must be a finite number"),
+    "null": ("seed: 42", "seed:", "4: seed is empty; write a value, or leave the key out for its default"),
+    "number for a section": (
+        "schedule:\n  name: cosine\n  warmup_steps: 10",
+        "schedule: 3",
+        r"25: schedule is 3 (an integer); it must be a section of `key: value` lines",
+    ),
+    "list for a section": (
+        "objective:\n  train_on: assistant",
+        "objective: []",
+        r"17: objective is [] (a list); it must be a section of `key: value` lines",
+    ),
+    "list for a source": (
+        "train: python-stdlib",
+        "train: [a, b]",
+        r"14: data.train is ['a', 'b'] (a list); it must be a section of `key: value` lines",
+    ),
+    "empty section": (
+        "{path: python-stdlib, split: test}",
+        "{}",
+        "15: data.eval.path: is missing; this key has no default",
+    ),
+    "too few betas": ("weight_decay: 0.1", "betas: [0.9]", "24: optim.betas has too few values"),
+    "too many betas": (
+        "weight_decay: 0.1",
+        "betas: [0.9, 0.9, 0.9]",
+        r"24: optim.betas is [0.9, 0.9, 0.9]; write 2 values",
+    ),
+    "beta out of range": ("weight_decay: 0.1", "betas: [0.9, 1.5]", "24: optim.betas.1 is 1.5; it must be less than 1"),
+    "key of the other optimizer": (
+        "weight_decay: 0.1",
+        "momentum: 0.9",
+        "22: optim: momentum would be ignored by adamw; take it out",
+    ),
+    "key twice": ("seed: 42", "seed: 42\nseed: 43", r"5: seed: given twice (first in line 4); keep one of them"),
+    "key twice in a section": (
+        "  warmup_steps: 10",
+        "  warmup_steps: 10\n  warmup_steps: 11",
+        r"28: schedule.warmup_steps: given twice (first in line 27); keep one of them",
+    ),
+    "bare no": ("'no'", "no", r"3: mixed_precision is false (YAML reads a bare no so); write 'no' in quotes"),
+    "unknown precision": ("'no'", "fp32", "3: mixed_precision is 'fp32'; use 'no', 'bf16' or 'fp16'"),
+    "precision in capitals": ("'no'", "BF16", r"3: mixed_precision is 'BF16'; ... (did you mean 'bf16'?)"),
+    "accumulation": (
+        "seed: 42",
+        "gradient_accumulation_steps: 2",
+        r"4: gradient_accumulation_steps: does not belong here; it is derived: ...",
+    ),
+    "clipping under DeepSpeed's name": (
+        "  weight_decay: 0.1",
+        "  gradient_clipping: 1",
+        "24: optim.gradient_clipping: does not belong here; write optim.max_grad_norm",
+    ),
+    "processes": (
+        "seed: 42",
+        "num_processes: 2",
+        "4: num_processes: does not belong here; the accelerate YAML ... owns it ...",
+    ),
+    "warm-up as long as the run": (
+        "warmup_steps: 10",
+        "warmup_steps: 30",
+        "27: schedule.warmup_steps is 30, but run.max_steps is 30: ...; write less than 30",
+    ),
+    "both lengths": (
+        "max_steps: 30",
+        "max_steps: 30\n  num_epochs: 1",
+        r"28: run: num_epochs 1 and max_steps 30 are both given; keep one (null unsets a key)",
+    ),
+    "no length": ("  max_steps: 30\n", "", "28: run: neither num_epochs nor max_steps is given; write one of them"),
+    "both models": (
+        "  from_scratch:",
+        "  name_or_path: x\n  from_scratch:",
+        "5: model: name_or_path 'x' and from_scratch are both given; keep one",
+    ),
+    "odd heads": (
+        "num_attention_heads: 4",
+        "num_attention_heads: 3",
+        "6: model.from_scratch: hidden_size 128 / num_attention_heads 3 must be an even integer",
+    ),
+    "missing strategy": (
+        "ddp.yaml",
+        "dpp.yaml",
+        "2: strategy is 'accelerate_configs/dpp.yaml': no such file; did you mean accelerate_configs/ddp.yaml?",
+    ),
+    "strategy without its folder": (
+        "accelerate_configs/ddp.yaml",
+        "zero3",
+        "2: strategy is 'zero3': no such file; did you mean accelerate_configs/zero3.yaml?",
+    ),
+    "missing template": (
+        "max_length",
+        "chat_template: no.jinja\n  max_length",
+        r"16: data.chat_template is 'no.jinja': no such file (looked in ...)",
+    ),
+    "missing data": (
+        "train: python-stdlib",
+        "train: no.parquet",
+        r"14: data.train is 'no.parquet': no such file (looked in ...)",
+    ),
+    "missing folder": (
+        "train: python-stdlib",
+        "train: ./no",
+        r"14: data.train is './no': no such folder (looked in ...)",
+    ),
+    "data file of another kind": (
+        "train: python-stdlib",
+        "train: train.py",
+        "14: data.train is 'train.py': a data file must end in .jsonl or .parquet",
+    ),
+    "split of the built-in source": (
+        "split: test",
+        "split: tset",
+        "15: data.eval.split is 'tset'; python-stdlib has train and test",
+    ),
+    "Hub key of a local source": (
+        "split: test",
+        "name: x",
+        "15: data.eval: name would be ignored: python-stdlib is not on the Hub; take it out",
+    ),
+    "home folder": (
+        "train: python-stdlib",
+        "train: ~/rows",
+        "14: data.train.path is '~/rows', and ~ is not expanded here; write the folder in full",
+    ),
+    "home folder of outputs": (
+        "outputs/small",
+        "~/x",
+        "30: run.output_dir is '~/x', and ~ is not expanded here; write the folder in full",
+    ),
+    "outputs under a file": (
+        "outputs/small",
+        "train.py/x",
+        "30: run.output_dir is 'train.py/x', but train.py is a file; name a folder",
+    ),
+    "empty path": ("outputs/small", "''", "30: run.output_dir is empty; write a path"),
+    "NUL in a path": (
+        "accelerate_configs/ddp.yaml",
+        r'"a\0b"',
+        r"2: strategy is 'a\x00b', with a character that no path should have",
+    ),
+    "endless path": (
+        "accelerate_configs/ddp.yaml",
+        "a" * 3000,
+        r"2: strategy is 'aaa..., which is too long for a path",
+    ),
+    "anchor": (
+        "seed: 42",
+        "seed: &s 42",
+        r"4: not valid YAML: anchors (&name) and aliases (*name) are not supported; ...",
+    ),
+    "python tag": (
+        "seed: 42",
+        "seed: !!python/object/apply:os.system [ls]",
+        r"4: not valid YAML: tags are not supported (...); write a plain value",
+    ),
+    "tag on a section": (
+        "data:",
+        "data: !!python/object:os.X",
+        r"13: not valid YAML: tags are not supported (...); write a plain value",
+    ),
+    "control character": ("seed: 42", 'seed: "\x07"', r"4: not valid YAML: character '\x07' is not allowed"),
+    "tab": ("  max_steps", "\tmax_steps", r"29: not valid YAML: ... (indent with spaces)"),
+    "two documents": (
+        "model:",
+        "---\nmodel:",
+        "5: not valid YAML: expected a single document in the stream, but found another document",
+    ),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "message"), RECIPE_MISTAKES.values(), ids=RECIPE_MISTAKES)
+def test_a_mistake_in_a_recipe_is_one_line_with_its_place(book, old, new, message):
+    book.edit(RECIPE, (old, new))
+    (line,) = mistakes(book)
+    assert says(f"{RECIPE}:{message}", line), line
+
+
+def test_an_evaluation_interval_without_data_is_refused(book):
+    book.edit(
+        RECIPE,
+        ("  eval: {path: python-stdlib, split: test}\n", ""),
+        ("max_steps: 30", "max_steps: 30\n  eval_every_steps: 5"),
+    )
+    place = "recipes/small.yaml:29: run.eval_every_steps"
+    assert mistakes(book) == [f"{place} is 5, but there is no data.eval; add it, or take this key out"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", ": the file is empty"),
+        ("# nothing\n", ": the file is empty"),
+        ("- a\n- b\n", ": expected `key: value` lines, found a list"),
+        ("hello", ": expected `key: value` lines, found text"),
+        ("a: [1\nb: 2", ":2: not valid YAML: ..."),
+        (b"\x00\xff", ": not UTF-8 text ..."),
+        ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]", ":1: not valid YAML: anchors ..."),
+        ("a: " + "[" * 5000, ": not valid YAML: nested too deeply"),
+        ("a: " + "{a: " * 3000 + "}" * 3000, ": not valid YAML: nested too deeply"),
+    ],
+    ids=["empty", "comment", "list", "text", "not YAML", "not text", "alias bomb", "deep list", "deep mapping"],
+)
+def test_a_file_that_is_no_recipe_is_refused(book, content, message):
+    book.write(RECIPE, content)
+    (line,) = mistakes(book)
+    assert says(RECIPE + message, line), line
+
+
+# One row a mistake: the strategy, the file, what is replaced there, and what is said after the file's name.
+YAML, JSON = "accelerate_configs/{}.yaml", "ds_configs/{}.json"
+STRATEGY_MISTAKES = {
+    "YAML key": (
+        "ddp",
+        YAML,
+        "num_processes",
+        "num_proceses",
+        ":2: num_proceses: unknown key; did you mean num_processes?",
+    ),
+    "YAML key in a block": (
+        "fsdp2",
+        YAML,
+        "fsdp_version",
+        "fsdp_verion",
+        ":4: fsdp_config.fsdp_verion: unknown key; did you mean fsdp_version?",
+    ),
+    "YAML key twice": (
+        "fsdp2",
+        YAML,
+        "  fsdp_version: 2",
+        "  fsdp_version: 2\n  fsdp_version: 2",
+        r":5: fsdp_config.fsdp_version: given twice (first in line 4); ...",
+    ),
+    "precision": (
+        "ddp",
+        YAML,
+        "num_processes",
+        "mixed_precision: bf16\nnum_processes",
+        ":2: mixed_precision: does not belong here; the recipe owns it ...",
+    ),
+    "accumulation": (
+        "zero3",
+        YAML,
+        "  deepspeed_multinode",
+        "  gradient_accumulation_steps: 2\n  deepspeed_multinode",
+        ":5: deepspeed_config.gradient_accumulation_steps: does not belong here; ...",
+    ),
+    "clipping": (
+        "zero3",
+        YAML,
+        "  deepspeed_multinode",
+        "  gradient_clipping: 2\n  deepspeed_multinode",
+        ":5: deepspeed_config.gradient_clipping: does not belong here; ...",
+    ),
+    "stage in the YAML": (
+        "zero3",
+        YAML,
+        "  deepspeed_multinode",
+        "  zero_stage: 2\n  deepspeed_multinode",
+        ":5: deepspeed_config.zero_stage: does not belong here; ... in the JSON",
+    ),
+    "use_cpu": ("ddp", YAML, "num_processes", "use_cpu: true\nnum_processes", ":2: use_cpu: does not belong here; ..."),
+    "MULTI_CPU": ("ddp", YAML, "MULTI_GPU", "MULTI_CPU", ":1: distributed_type is 'MULTI_CPU'; use ..."),
+    "bare NO": (
+        "single",
+        YAML,
+        "'NO'",
+        "NO",
+        r":1: distributed_type is false (YAML reads a bare no so); write 'NO' in quotes",
+    ),
+    "no count": ("ddp", YAML, "auto", "0", r":2: num_processes is 0; use auto (one per GPU) or a count from 1"),
+    "true for a count": (
+        "ddp",
+        YAML,
+        "auto",
+        "true",
+        r":2: num_processes is true; use auto (one per GPU) or a count from 1",
+    ),
+    "single with two": (
+        "single",
+        YAML,
+        "1",
+        "2",
+        ":2: num_processes is 2; distributed_type NO runs one process: write 1",
+    ),
+    "uneven machines": (
+        "ddp",
+        YAML,
+        "auto",
+        "3\nnum_machines: 2",
+        ":2: num_processes is 3, which num_machines 2 cannot split evenly; use a multiple",
+    ),
+    "auto over machines": (
+        "ddp",
+        YAML,
+        "auto",
+        "auto\nnum_machines: 2",
+        ":2: num_processes is auto; with num_machines 2 write the count over all machines",
+    ),
+    "block without its type": (
+        "fsdp2",
+        YAML,
+        "FSDP",
+        "MULTI_GPU",
+        ":3: fsdp_config: would be ignored: distributed_type is MULTI_GPU, not FSDP; take it out",
+    ),
+    "type without its block": (
+        "ddp",
+        YAML,
+        "MULTI_GPU",
+        "FSDP",
+        ":1: distributed_type is FSDP, but there is no fsdp_config; add that block",
+    ),
+    "mesh of another size": (
+        "hsdp",
+        YAML,
+        "num_processes: 4",
+        "num_processes: 2",
+        ":2: num_processes is 2, but the mesh of parallelism_config is 2 x 2 x 1: write 4",
+    ),
+    "mesh under auto": (
+        "tp",
+        YAML,
+        "num_processes: 2",
+        "num_processes: auto",
+        ":2: num_processes is auto, but the mesh ...: write 2",
+    ),
+    "original parameters off": (
+        "fsdp1",
+        YAML,
+        "use_orig_params: true",
+        "use_orig_params: false",
+        ":7: fsdp_config.fsdp_use_orig_params is false: ...; write true",
+    ),
+    "true for a version": (
+        "fsdp2",
+        YAML,
+        "version: 2",
+        "version: true",
+        ":4: fsdp_config.fsdp_version is true; write an integer",
+    ),
+    "number for a block": (
+        "zero3",
+        YAML,
+        "  deepspeed_config_file: ds_configs/zero3.json\n  deepspeed_multinode_launcher: standard",
+        "  - 3",
+        r":3: deepspeed_config is [3] ...",
+    ),
+    "missing JSON": (
+        "zero3",
+        YAML,
+        "zero3.json",
+        "zero33.json",
+        ":4: deepspeed_config.deepspeed_config_file is 'ds_configs/zero33.json': no such file; did you mean ...?",
+    ),
+    "JSON key": ("zero3", JSON, '"bf16"', '"bf61"', ":2: bf61: unknown key; did you mean bf16?"),
+    "JSON key in a block": (
+        "zero3",
+        JSON,
+        '"overlap_comm"',
+        '"overlap_com"',
+        ":14: zero_optimization.overlap_com: unknown key; did you mean overlap_comm?",
+    ),
+    "JSON key twice": (
+        "zero3",
+        JSON,
+        '"stage": 3,',
+        '"stage": 3, "stage": 2,',
+        r":13: zero_optimization.stage: given twice (first in line 13); ...",
+    ),
+    "JSON clipping": (
+        "zero3",
+        JSON,
+        '"gradient_clipping": "auto"',
+        '"gradient_clipping": 1.0',
+        r':11: gradient_clipping is 1.0; write "auto": the recipe owns it (optim.max_grad_norm)',
+    ),
+    "JSON accumulation": (
+        "zero3",
+        JSON,
+        '"gradient_accumulation_steps": "auto"',
+        '"gradient_accumulation_steps": 4',
+        ':10: gradient_accumulation_steps is 4; write "auto": ...',
+    ),
+    "JSON batch": (
+        "zero3",
+        JSON,
+        '"train_batch_size": "auto"',
+        '"train_batch_size": 32',
+        ':8: train_batch_size is 32; write "auto": ...',
+    ),
+    "JSON precision": (
+        "zero3",
+        JSON,
+        '"auto"',
+        "true",
+        r':3: bf16.enabled is true; write "auto": the recipe owns it (mixed_precision)',
+    ),
+    "JSON without clipping": (
+        "zero3",
+        JSON,
+        '  "gradient_clipping": "auto",\n',
+        "",
+        ':1: gradient_clipping: is missing; write "auto": ...',
+    ),
+    "JSON optimizer": (
+        "zero3",
+        JSON,
+        '"bf16"',
+        '"optimizer": {"type": "Adam"}, "bf16"',
+        ":2: optimizer: does not belong here; the recipe owns it ...",
+    ),
+    "JSON scheduler": (
+        "zero3",
+        JSON,
+        '"bf16"',
+        '"scheduler": {}, "bf16"',
+        ":2: scheduler: does not belong here; the recipe owns it ...",
+    ),
+    "stage 4": ("zero3", JSON, '"stage": 3', '"stage": 4', ":13: zero_optimization.stage is 4; use 1, 2 or 3"),
+    "stage true": (
+        "zero1",
+        JSON,
+        '"stage": 1',
+        '"stage": true',
+        ":13: zero_optimization.stage is true; write an integer",
+    ),
+    "offloaded parameters at stage 2": (
+        "zero2_offload",
+        JSON,
+        '"offload_optimizer": {',
+        '"offload_param": {"device": "cpu"}, "offload_optimizer": {',
+        ":19: zero_optimization.offload_param: needs stage 3, the stage is 2; take it out",
+    ),
+    "NVMe at stage 2": (
+        "zero2_offload",
+        JSON,
+        '"device": "cpu"',
+        '"device": "nvme", "nvme_path": "x"',
+        ":20: zero_optimization.offload_optimizer.device is nvme, which needs stage 3; use cpu",
+    ),
+    "NVMe without a path": (
+        "zero3_nvme",
+        JSON,
+        '      "nvme_path": "nvme_swap",\n',
+        "",
+        ":24: zero_optimization.offload_optimizer.device is nvme, but there is no nvme_path: name a folder",
+    ),
+    "offload to nothing": (
+        "zero2_offload",
+        JSON,
+        '"device": "cpu"',
+        '"device": null',
+        ":20: zero_optimization.offload_optimizer.device is empty; ...",
+    ),
+    "forced optimizer": ("zero2_offload", JSON, "false", "true", ":12: zero_force_ds_cpu_optimizer is true; use false"),
+    "optimizer not unforced": (
+        "zero2_offload",
+        JSON,
+        '  "zero_force_ds_cpu_optimizer": false,\n',
+        "",
+        ":18: zero_optimization.offload_optimizer: needs zero_force_ds_cpu_optimizer: false ...",
+    ),
+    "NaN": (
+        "zero3",
+        JSON,
+        "200000000",
+        "NaN",
+        r":16: zero_optimization.reduce_bucket_size is nan (a number); it must be an integer",
+    ),
+    "negative": (
+        "zero3",
+        JSON,
+        "200000000",
+        "-1",
+        ":16: zero_optimization.reduce_bucket_size is -1; it must be greater than 0",
+    ),
+    "endless number": ("zero3", JSON, "200000000", "9" * 5000, ": not valid JSON: a number with too many digits"),
+    "trailing comma": ("zero3", JSON, '"auto"\n  }', '"auto",\n  }', ":4: not valid JSON: ..."),
+    "comment": ("zero3", JSON, "{", "// hi\n{", ":1: not valid JSON: ..."),
+    "deep JSON": ("zero3", JSON, '"auto"', "[" * 900 + "]" * 900, ": not valid ...: nested too deeply"),
+}
+
+
+@pytest.mark.parametrize(("name", "file", "old", "new", "message"), STRATEGY_MISTAKES.values(), ids=STRATEGY_MISTAKES)
+def test_a_mistake_in_a_strategy_is_one_line_with_its_place(book, name, file, old, new, message):
+    book.edit(file.format(name), (old, new))
+    (line,) = mistakes(book, f"strategy=accelerate_configs/{name}.yaml")
+    assert says(file.format(name) + message, line), line
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", ": the file is empty"),
+        ("[]", ": expected `key: value` lines, found a list"),
+        ("null", ": the file is empty"),
+    ],
+    ids=["empty", "list", "null"],
+)
+def test_a_json_that_is_no_mapping_is_refused(book, content, message):
+    book.write(ZERO3_JSON, content)
+    assert mistakes(book, f"strategy={ZERO3}") == [ZERO3_JSON + message]
+
+
+SET_MISTAKES = {
+    "no value": ("optim.learning_rate=", "--set optim.learning_rate is empty; ..."),
+    "not YAML": ("run.max_steps=[1", r"--set run.max_steps=[1: not valid YAML: ..."),
+    "alias": ("seed=*a", r"--set seed=*a: not valid YAML: anchors ..."),
+    "no key": ("=3", "--set =3: write it as section.key=value"),
+    "no last key": ("optim.=3", "--set optim.=3: write it as section.key=value"),
+    "unknown section": ("a.b.c=1", "--set a.b.c: a: unknown key; known here: ..."),
+    "key of a number": ("seed.x=3", "--set seed.x=3: seed is 42, which has no keys; set seed as a whole"),
+    "key of a short source": (
+        "data.train.split=test",
+        "--set data.train.split=test: data.train is 'python-stdlib', ...",
+    ),
+    "index of a list": ("optim.betas.0=1", "--set optim.betas.0: optim.betas is ...; it must be a list"),
+    "section": ("optim=3", r"--set optim is 3 (an integer); ..."),
+    "bare no": ("mixed_precision=no", "--set mixed_precision is false ...; write 'no' in quotes"),
+    "strategy": (
+        "strategy=zero3",
+        "--set strategy is 'zero3': no such file; did you mean accelerate_configs/zero3.yaml?",
+    ),
+}
+
+
+@pytest.mark.parametrize(("assignment", "message"), SET_MISTAKES.values(), ids=SET_MISTAKES)
+def test_a_mistake_in_an_override_says_so(book, assignment, message):
+    (line,) = mistakes(book, assignment)
+    assert says(message, line), line
+
+
+def test_a_broken_recipe_does_not_hide_the_strategy_of_an_override(book):
+    book.edit(RECIPE, ("seed: 42", "sead: 42"))
+    book.edit("accelerate_configs/zero1.yaml", ("auto", "0"))
+    found = mistakes(book, "strategy=accelerate_configs/zero1.yaml")
+    assert [line.split(":")[0] for line in found] == [RECIPE, "accelerate_configs/zero1.yaml"]
+
+
+ODD_VALUES = (
+    None, True, -1, 0, 2**70, 0.5, float("nan"), float("inf"), "", "~", "auto", "no", "x" * 400, "a\nb", "\0",
+    [], [[]], [None, 1], {}, {"a": {"b": [1]}}, {"path": None}, {"device": "nvme"}, {"": 1}, "../..", "/", ".", "3",
+)  # fmt: skip
+
+
+def every_path(values, path=()):
+    """The path of each value, sections included."""
+    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    for key, value in items:
+        yield (*path, key)
+        yield from every_path(value, (*path, key))
+
+
+def test_no_mutation_of_the_files_ever_gives_anything_but_a_clear_refusal(book):
+    """Each round puts one to three odd values into one of the three files; only a RecipeError may come of it."""
+    draw = random.Random(5)
+    files = [RECIPE, "accelerate_configs/zero3_nvme.yaml", "ds_configs/zero3_nvme.json"]
+    originals = {name: yaml.safe_load(Path(name).read_text()) for name in files}
+    originals[RECIPE]["strategy"] = files[1]
+
+    def write(name, values):
+        return json.dumps(values) if name.endswith("json") else yaml.safe_dump(values)
+
+    for name, values in originals.items():
+        book.write(name, write(name, values))
+    load_pair(Path(RECIPE))
+    refusals = []
+    for _ in range(300):
+        name = draw.choice(files)
+        values = copy.deepcopy(originals[name])
+        for _ in range(draw.randint(1, 3)):
+            *path, key = draw.choice(list(every_path(values)) or [("x",)])
+            section = values
+            for part in path:
+                section = section[part]
+            if draw.random() < 0.2 and isinstance(section, dict):
+                section[draw.choice(["", "~", "a\nb", "x" * 400, "no", "3"])] = section.pop(key, None)
+            else:
+                section[key] = draw.choice(ODD_VALUES)
+        book.write(name, write(name, values))
+        try:
+            load_pair(Path(RECIPE))
+        except RecipeError as error:
+            refusals.append(error)
+        book.write(name, write(name, originals[name]))
+    assert len(refusals) > 200
+    assert [line for error in refusals for line in error.mistakes if not line.isprintable() or len(line) > 600] == []
+
+
+def test_no_mutation_of_the_characters_ever_gives_anything_but_a_clear_refusal(book):
+    draw = random.Random(6)
+    book.edit(RECIPE, ("ddp.yaml", "zero3.yaml"))
+    for _ in range(200):
+        name = draw.choice([RECIPE, ZERO3, ZERO3_JSON])
+        text = original = Path(name).read_text()
+        for _ in range(draw.randint(1, 4)):
+            at = draw.randrange(len(text))
+            text = (
+                text[:at] + draw.choice(list("{}[]:,#&*!|>'\"%@`-? \n\t0x\x01é~<=")) + text[at + draw.randint(0, 2) :]
+            )
+        Path(name).write_text(text)
+        with contextlib.suppress(RecipeError):
+            load_pair(Path(RECIPE))
+        Path(name).write_text(original)

@@ -1,0 +1,273 @@
+"""The commands people type: what they print, what they refuse, and that they answer in a moment.
+
+pytest -q tests/test_cli.py
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+
+from cookbook.cli import main
+
+ROOT = Path(__file__).parent.parent
+VERBS = ["launch", "check", "summary", "sample", "schema"]
+WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
+
+# Runs the command in a process that cannot import torch.
+NO_TORCH = "import sys; sys.modules['torch'] = None; from cookbook.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command in the project's folder, on a machine that seems to have no GPU."""
+    environment = {**os.environ, **WITHOUT_GPUS, **environment}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def cookbook(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, "-m", "cookbook", *arguments, **environment)
+
+
+def cookbook_without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, "-c", NO_TORCH, *arguments)
+
+
+def make_targets() -> list[str]:
+    """The targets of the Makefile that a person may type."""
+    return re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+
+
+@pytest.fixture
+def in_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_help_lists_every_command():
+    answer = cookbook("--help")
+    assert answer.returncode == 0
+    listed = re.findall(r"^    ([a-z]+)  ", answer.stdout, flags=re.MULTILINE)
+    assert listed == VERBS
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_command_explains_itself(verb, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([verb, "--help"])
+    assert stop.value.code == 0
+    assert verb in capsys.readouterr().out
+
+
+def test_make_alone_explains_every_target():
+    answer = run("make", "--no-print-directory")
+    assert answer.returncode == 0
+    targets = make_targets()
+    assert len(targets) >= 9
+    explained = [line.split(maxsplit=1) for line in answer.stdout.splitlines()]
+    assert [words[0] for words in explained] == targets
+    assert all(len(words) == 2 for words in explained)
+
+
+def test_every_make_target_is_phony():
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert phony is not None
+    assert sorted(phony.group(1).split()) == sorted(make_targets())
+
+
+def test_make_train_hands_its_variables_on():
+    answer = run("make", "-n", "train", "RECIPE=a.yaml", "STRATEGY=fsdp2", "PROCESSES=4", "SET=seed=7 optim.name=sgd")
+    assert (
+        "-m cookbook launch a.yaml --strategy fsdp2 --processes 4 --set 'seed=7' --set 'optim.name=sgd'"
+        in answer.stdout
+    )
+
+
+def test_make_train_without_a_recipe_says_what_to_write():
+    answer = run("make", "train")
+    assert answer.returncode == 2
+    assert "write RECIPE=..., for example: make train RECIPE=recipes/quickstart.yaml" in answer.stderr
+
+
+def test_check_finds_every_shipped_file_fine_and_needs_no_torch():
+    answer = cookbook_without_torch("check")
+    assert answer.returncode == 0, answer.stderr
+    checked = [line.split(":")[0] for line in answer.stdout.splitlines()]
+    shipped = [*sorted((ROOT / "recipes").rglob("*.yaml")), *sorted((ROOT / "accelerate_configs").glob("*.yaml"))]
+    assert len(shipped) >= 15
+    assert checked == [str(path.relative_to(ROOT)) for path in shipped]
+
+
+def test_check_tells_how_the_batch_splits(in_root, capsys):
+    assert main(["check", "recipes/quickstart.yaml", "--strategy", "tp"]) == 0
+    # Tensor parallel over two processes: both see the same samples, so one data-parallel process.
+    line = capsys.readouterr().out
+    assert "fine under accelerate_configs/tp.yaml" in line
+    size, ranks, micro, accumulation = map(int, re.findall(r"\b\d+\b", line.split(";")[1]))
+    assert ranks == 1
+    assert size == ranks * micro * accumulation
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4, 8])
+def test_quickstart_splits_without_editing(num_processes, in_root, monkeypatch):
+    launched = []
+    monkeypatch.setattr(os, "execve", lambda program, command, environment: launched.append(command))
+    strategy = "ddp" if num_processes > 1 else "single"
+    main(["launch", "--processes", str(num_processes), "--strategy", strategy])
+    assert launched[0][4:6] == ["--num_processes", str(num_processes)]
+
+
+def test_check_reports_the_mistakes_of_all_recipes_together(tmp_path, in_root, capsys):
+    text = (ROOT / "recipes/quickstart.yaml").read_text()
+    (tmp_path / "a.yaml").write_text(text.replace("learning_rate:", "learnig_rate:"))
+    (tmp_path / "b.yaml").write_text(text.replace("seed: 42", "seed: many"))
+    assert main(["check", str(tmp_path / "a.yaml"), "recipes/quickstart.yaml", str(tmp_path / "b.yaml")]) == 2
+    printed = capsys.readouterr()
+    assert "optim.learnig_rate: unknown key; did you mean learning_rate?" in printed.err
+    assert "seed is 'many'" in printed.err
+    assert printed.out.startswith("recipes/quickstart.yaml: fine")
+
+
+def test_launch_refuses_a_bad_recipe_in_a_moment_and_without_torch(tmp_path):
+    recipe = tmp_path / "bad.yaml"
+    recipe.write_text((ROOT / "recipes/quickstart.yaml").read_text().replace("learning_rate:", "learnig_rate:"))
+    started = time.monotonic()
+    answer = cookbook_without_torch("launch", str(recipe))
+    seconds = time.monotonic() - started
+    assert answer.returncode == 2
+    assert answer.stdout == ""
+    assert "optim.learnig_rate: unknown key; did you mean learning_rate?" in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert seconds < 10  # 0.4 s on a quiet machine; importing torch alone takes longer than that
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["launch", "nowhere.yaml"], "nowhere.yaml: no such file"),
+        (["launch", "--strategy", "zero33"], "did you mean zero3?"),
+        (["launch", "--processes", "0"], "--processes is 0; it must be at least 1"),
+        (["launch", "--processes", "5"], "recipes/quickstart.yaml: batch.global_batch_size is"),
+        (["launch", "--set", "run.max_steps=soon"], "--set run.max_steps is 'soon'"),
+        (["check", "--strategy", "nothing"], "strategy 'nothing': no file accelerate_configs/nothing.yaml"),
+        (["summary", "nowhere"], "nowhere/metrics.jsonl: no such file"),
+        (["sample", "nowhere"], "nowhere: no model there"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_the_user_can_fix_ends_with_2_and_a_message(arguments, message, in_root, capsys):
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_launch_prints_the_accelerate_line_and_runs_it_without_an_activated_environment():
+    # PATH as in a fresh shell: accelerate is found beside the interpreter only.
+    answer = cookbook(
+        *("launch", "recipes/quickstart.yaml", "--strategy", "zero2", "--processes", "2"),
+        *("--set", "seed=7", "--set", "run.max_steps=300", "--dry-run"),
+        PATH="/usr/local/bin:/usr/bin:/bin",
+    )
+    assert answer.returncode == 0, answer.stderr
+    lines = answer.stdout.splitlines()
+    assert lines[0] == (
+        "accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 --main_process_port 0 train.py"
+        " recipes/quickstart.yaml --set seed=7 --set run.max_steps=300 --dry-run"
+    )
+    # train.py's own line: the files reached it.
+    assert any(
+        line.startswith("recipes/quickstart.yaml: fine under accelerate_configs/zero2.yaml") for line in lines[1:]
+    )
+
+
+def test_launch_takes_the_accelerate_beside_its_python_and_forwards_its_exit_code(tmp_path):
+    (tmp_path / "python").symlink_to(sys.executable)
+    stand_in = tmp_path / "accelerate"
+    stand_in.write_text('#!/bin/sh\necho "stand-in $*"\nexit 75\n')
+    stand_in.chmod(0o755)
+    packages = sysconfig.get_path("purelib")  # the link alone does not lead to them
+    answer = run(str(tmp_path / "python"), "-m", "cookbook", "launch", "--strategy", "single", PYTHONPATH=packages)
+    assert answer.returncode == 75, answer.stderr
+    printed, received = answer.stdout.splitlines()
+    assert received.split()[1:] == printed.split()[1:]
+
+
+def test_launch_gives_each_cpu_process_its_share_of_the_cores(in_root, monkeypatch):
+    launched = []
+    monkeypatch.setattr(os, "execve", lambda program, command, environment: launched.append(environment))
+    monkeypatch.setattr("cookbook.cli.num_cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    main(["launch", "--processes", "2"])
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    main(["launch", "--processes", "2"])
+    assert [environment["OMP_NUM_THREADS"] for environment in launched] == ["4", "3"]
+
+
+def test_summary_shows_losses_speed_memory_and_the_model(tmp_path, in_root, capsys):
+    def step(number: int, loss: float) -> dict[str, float]:
+        return {
+            "step": number,
+            "epoch": number / 2,
+            "loss": loss,
+            "step_seconds": 2.0,
+            "tokens_per_second": 1000.0 * number,
+            "peak_memory_gib": 0.5 + number / 4,
+        }
+
+    lines = [{"step": 0, "eval_loss": 7.5}, step(1, 7.0), step(2, 5.0), step(3, 3.0), {"step": 3, "eval_loss": 4.25}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "run.json").write_text(
+        json.dumps({"hardware": {"cores": 4, "device": "cpu"}, "strategy": {"file": "ddp.yaml", "processes": 2}})
+    )
+    (tmp_path / "export").mkdir()
+    assert main(["summary", str(tmp_path)]) == 0
+    rows = dict(re.split(r" {2,}", line.strip(), maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:])
+    assert rows == {
+        "loss": "7.000 at step 1, 5.000 at the end (mean of the last 3 steps)",
+        "held-out loss": "7.500 at step 0, 4.250 at step 3",
+        "training": "steps 1 to 3 in 6 s, 1.50 epochs",
+        "tokens/s": "2,000 (median step, all processes)",
+        "peak memory": "1.25 GiB (largest process)",
+        "strategy": "ddp.yaml, 2 processes on 4 CPU cores",
+        "model": str(tmp_path / "export"),
+    }
+
+
+def test_sample_continues_the_prompt_with_the_saved_model(tmp_path):
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = ["<end>", "def", "return"]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<end>")),
+        eos_token="<end>",
+        pad_token="<end>",
+    )
+    sizes = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=3, eos_token_id=0, pad_token_id=0, bos_token_id=None, **sizes))
+    # A model by hand: the layer adds nothing, so the head sees the last token alone; def -> return -> <end>.
+    weights = model.state_dict()
+    for name, weight in weights.items():
+        if "o_proj" in name or "down_proj" in name or "embed" in name or "lm_head" in name:
+            weight.zero_()
+    for direction, (token, following) in enumerate([(1, 2), (2, 0)]):
+        weights["model.embed_tokens.weight"][token, direction] = 1.0
+        weights["lm_head.weight"][following, direction] = 1.0
+    tokenizer.save_pretrained(tmp_path / "export")
+    model.save_pretrained(tmp_path / "export")
+    answer = cookbook("sample", str(tmp_path), "--prompt", "def")
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout == f"SAMPLE from {tmp_path / 'export'}\n\ndef\n\nreturn\n"
+
+
+def test_schema_on_disk_is_the_one_of_the_models(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").mkdir()
+    assert main(["schema"]) == 0
+    written = (tmp_path / "recipes/schema.json").read_text()
+    assert json.loads(written)["properties"]["batch"]
+    assert written == (ROOT / "recipes/schema.json").read_text(), "run make schema"

@@ -1,0 +1,130 @@
+"""A strategy changes speed and memory, never the curve: every shipped strategy against one process, step by step.
+
+Real processes through `accelerate launch`, real DDP, FSDP, DeepSpeed and tensor parallel, no GPU. Run alone:
+pytest tests/test_equivalence.py        (WRITE_MATRIX=1 writes the table of the README from the results)
+"""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.curves import ADAMW, ROOT, SGD, Curve, Distance, Lab, distance
+
+STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
+DISTRIBUTED = [name for name in STRATEGIES if name != "single"]
+
+# Measured differences are below 4e-7 and 4e-7 with SGD; the limits are those of the project's promise.
+SGD_LOSS, SGD_NORM = 2e-6, 1e-6
+ADAMW_LOSS, ADAMW_NORM = 1e-5, 1e-4
+
+# Big enough for DeepSpeed to swap: it keeps tensors under 1 MiB in memory.
+NVME_MODEL = {"model.from_scratch.vocab_size": "8192"}
+
+# What FSDP2 and ZeRO compute between the same two processes, in the same order, is the same to the last bit.
+BITWISE = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    base = tmp_path_factory.getbasetemp()
+    return Lab((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "curves")
+
+
+def settings_for(strategy: str, settings: dict[str, str]) -> dict[str, str]:
+    return settings | NVME_MODEL if strategy == "zero3_nvme" else settings
+
+
+def compare(lab: Lab, strategy: str, settings: dict[str, str], processes: int | None = None) -> tuple[Curve, Distance]:
+    settings = settings_for(strategy, settings)
+    curve = lab.run(strategy, settings, processes=processes)
+    return curve, distance(curve, lab.run("single", settings))
+
+
+def record_matrix(lab: Lab, strategy: str, column: str, curve: Curve, found: Distance) -> None:
+    row = {"strategy": strategy, "column": column, "processes": curve.record["strategy"]["processes"], **vars(found)}
+    (lab.folder / f"matrix-{strategy}-{column}.json").write_text(json.dumps(row))
+
+
+def test_every_strategy_file_is_in_the_matrix():
+    assert len(STRATEGIES) >= 14
+
+
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_sgd_with_clipping_and_tied_embeddings_gives_the_curve_of_one_process(lab: Lab, strategy: str):
+    curve, found = compare(lab, strategy, SGD, processes=4 if strategy == "hsdp" else 2)
+    record_matrix(lab, strategy, "sgd", curve, found)
+    assert curve.record["strategy"]["processes"] == (4 if strategy == "hsdp" else 2)
+    clipped = [line for line in curve.steps if line["grad_norm"] > 1.0]
+    assert len(clipped) >= 5, "this case is meant to clip"
+    assert found.loss < SGD_LOSS and found.norm < SGD_NORM and found.weight < 1e-6, found
+
+
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_adamw_without_clipping_and_untied_embeddings_gives_the_curve_of_one_process(lab: Lab, strategy: str):
+    settings = ADAMW | ({"batch.micro_batch_size": "4"} if strategy == "hsdp" else {})
+    curve, found = compare(lab, strategy, settings, processes=4 if strategy == "hsdp" else 2)
+    record_matrix(lab, strategy, "adamw", curve, found)
+    assert found.loss < ADAMW_LOSS and found.norm < ADAMW_NORM, found
+
+
+@pytest.mark.parametrize("strategy", BITWISE[1:])
+def test_two_processes_without_clipping_end_in_bitwise_the_same_weights(lab: Lab, strategy: str):
+    ours, theirs = lab.run(strategy, ADAMW, processes=2).weights, lab.run("ddp", ADAMW, processes=2).weights
+    assert len(ours) > 20
+    assert [name for name in ours if not np.array_equal(ours[name], theirs[name])] == []
+
+
+@pytest.mark.parametrize(("strategy", "processes"), [("ddp", 1), ("ddp", 4), ("zero2", 4), ("zero3", 1), ("fsdp2", 1)])
+def test_the_number_of_processes_does_not_change_the_curve(lab: Lab, strategy: str, processes: int):
+    _, found = compare(lab, strategy, SGD, processes=processes)
+    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+
+
+@pytest.mark.parametrize("micro_batch_size", ["8", "4", "1"])
+def test_the_micro_batch_size_does_not_change_the_curve(lab: Lab, micro_batch_size: str):
+    curve = lab.run("single", {"batch.micro_batch_size": micro_batch_size})
+    found = distance(curve, lab.run("single", SGD))
+    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2", "zero3"])
+def test_gradient_checkpointing_does_not_change_the_curve(lab: Lab, strategy: str):
+    curve = lab.run(strategy, {"model.gradient_checkpointing": "true"}, processes=1 if strategy == "single" else 2)
+    found = distance(curve, lab.run("single", SGD))
+    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+
+
+def test_a_longer_run_in_float32_really_learns(lab: Lab):
+    steps = lab.run("single", SGD).steps
+    assert steps[-1]["loss"] < 0.7 * steps[0]["loss"]
+
+
+@pytest.mark.parametrize("mistake", ["mean_of_means", "schedule_per_process", "wrong_divisor", "around_the_wrapper"])
+def test_a_known_mistake_leaves_the_curve(lab: Lab, mistake: str):
+    reference, wrong = lab.run("single", SGD), lab.run("ddp", SGD, processes=2, sabotage=mistake)
+    with pytest.raises(AssertionError):
+        found = distance(wrong, reference)
+        assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+
+
+def test_a_clip_value_that_does_not_reach_the_engine_is_refused(lab: Lab):
+    settings = {"optim.max_grad_norm": "0.5"}
+    folder, output = lab.attempt("zero2", settings, processes=2, sabotage="clip_not_handed_over")
+    assert (folder / "exit_code").read_text() != "0"
+    assert "clipping: asked for 0.5, found 1.0" in output
+
+
+def test_a_clip_value_that_does_not_reach_the_engine_would_leave_the_curve(lab: Lab):
+    settings = {"optim.max_grad_norm": "0.5"}
+    wrong = lab.run("zero2", settings, processes=2, sabotage="clip_not_handed_over_and_unchecked")
+    assert distance(wrong, lab.run("single", settings)).loss > 100 * SGD_LOSS
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
+def test_a_strategy_that_falls_back_to_ddp_is_refused(lab: Lab, strategy: str):
+    folder, output = lab.attempt(strategy, SGD, processes=2, sabotage="silently_ddp")
+    assert (folder / "exit_code").read_text() != "0"
+    assert "is not what runs" in output and not (folder / "metrics.jsonl").exists()

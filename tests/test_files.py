@@ -1,0 +1,138 @@
+"""Protects the reading of YAML and JSON: what a value is, where it stands, and that shipped files know no misspelling.
+
+python -m pytest -q tests/test_files.py
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import RECIPE, ROOT
+
+from cookbook.files import MAX_FILE_BYTES, RecipeError, dump_yaml, read_document
+from cookbook.plan import load_pair
+
+SHIPPED = sorted(
+    str(path.relative_to(ROOT))
+    for folder, pattern in (("recipes", "*.yaml"), ("accelerate_configs", "*.yaml"), ("ds_configs", "*.json"))
+    for path in (ROOT / folder).rglob(pattern)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2e-5", 2e-5), ("2E-5", 2e-5), ("2.0e-5", 2e-5), ("1.", 1.0), (".5", 0.5), ("-1e3", -1e3), ("1_000", 1000),
+        ("0", 0), ("-7", -7), ("010", "010"), ("0x10", "0x10"), ("1:30", "1:30"), ("2020-01-01", "2020-01-01"),
+        ("true", True), ("no", False), ("'no'", "no"),
+        ("~", None), ("", None), ("a b", "a b"), ("=", "="), ("1e", "1e"),
+        ("e5", "e5"), (".", "."), ("[1, {a: b}]", [1, {"a": "b"}]), ("12e5", 12e5), ("'12e5'", "12e5"),
+    ],
+)  # fmt: skip
+def test_a_yaml_value_is_what_it_looks_like(tmp_path, text, value):
+    path = tmp_path / "x.yaml"
+    path.write_text(f"key: {text}\n")
+    read = read_document(path).values["key"]
+    assert (type(read), read) == (type(value), value)
+
+
+def test_written_yaml_reads_back_to_equal_values(tmp_path):
+    values = {"a": ["2e-5", "12e5", "no", "010", "1:30", "~", "", "null", "a: b", "2020-01-01", "é", " x", "0x1", ".5"]}
+    values["b"] = {"c": [2e-5, 1e22, -0.0, 3, 10**20, True, False, None]}
+    path = tmp_path / "x.yaml"
+    path.write_text(dump_yaml(values))
+    assert repr(read_document(path).values) == repr(values)
+
+
+@pytest.mark.parametrize("name", ["x.yaml", "x.json"])
+def test_a_place_is_the_line_of_the_key(tmp_path, name):
+    path = tmp_path / name
+    path.write_text(
+        '{\n"a": 1,\n"b": {\n\t"c": [\n  1, 2]\n}}' if name == "x.json" else "a: 1\nb:\n  c: [\n\n  1, 2]\n"
+    )
+    document = read_document(path)
+    lines = {("a",): 2, ("b",): 3, ("b", "c"): 4, ("b", "c", 1): 5} if name == "x.json" else {("a",): 1, ("b", "c"): 3}
+    for key, line in lines.items():
+        assert document.place(key) == f"{path}:{line}: {'.'.join(map(str, key))}"
+    assert document.place(("b", "missing")).startswith(f"{path}:{lines.get(('b',), 2)}:")
+
+
+def test_a_file_at_the_limit_is_read_and_one_above_is_not(tmp_path):
+    path = tmp_path / "x.yaml"
+    head = "a: 1\n#"
+    path.write_text(head + "x" * (MAX_FILE_BYTES - len(head)))
+    assert read_document(path).values == {"a": 1}
+    path.write_text(head + "x" * (MAX_FILE_BYTES - len(head) + 1))
+    with pytest.raises(RecipeError, match="too many"):
+        read_document(path)
+
+
+def misspelt(key):
+    """The key with one letter more, which no schema knows."""
+    return f"{key[:2]}q{key[2:]}"
+
+
+def keys_of(name):
+    """Each key of a file at every depth, with its line: found by the YAML parser's events, not by our reader."""
+    keys = []
+
+    def walk(node, path):
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                keys.append(((*path, key.value), key.start_mark))
+                walk(value, (*path, key.value))
+
+    walk(yaml.compose((ROOT / name).read_text()), ())
+    return keys
+
+
+def recipe_for(book, name):
+    """A recipe that uses a shipped file."""
+    if name.startswith("recipes"):
+        return name
+    strategy = name
+    if name.endswith(".json"):
+        strategy = next(path for path in SHIPPED if path.startswith("accelerate") and name in (ROOT / path).read_text())
+    book.edit(RECIPE, ("accelerate_configs/ddp.yaml", strategy))
+    return RECIPE
+
+
+NUM_KEYS_TRIED = []
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_key_of_a_shipped_file_is_refused_when_misspelt(book, name):
+    recipe = Path(recipe_for(book, name))
+    load_pair(recipe)  # the file itself is accepted
+    text, keys = (ROOT / name).read_text(), keys_of(name)
+    lines = text.splitlines(keepends=True)
+    assert keys
+    for path, mark in keys:
+        wrong = misspelt(path[-1])
+        line = lines[mark.line]
+        mutated = line[: mark.column] + line[mark.column :].replace(path[-1], wrong, 1)
+        Path(name).write_text("".join([*lines[: mark.line], mutated, *lines[mark.line + 1 :]]))
+        with pytest.raises(RecipeError) as caught:
+            load_pair(recipe)
+        place = f"{name}:{mark.line + 1}: {'.'.join((*path[:-1], wrong))}: "
+        assert any(mistake.startswith(place) for mistake in caught.value.mistakes), (place, caught.value.mistakes)
+    Path(name).write_text(text)
+    NUM_KEYS_TRIED.append(len(keys))
+
+
+def test_enough_keys_were_misspelt():
+    assert len(NUM_KEYS_TRIED) == len(SHIPPED) >= 21
+    assert sum(NUM_KEYS_TRIED) > 150
+
+
+def test_reader_agrees_with_pyyaml_and_json_on_shipped_files():
+    assert len(SHIPPED) >= 21
+    for name in SHIPPED:
+        text = (ROOT / name).read_text()
+        if name.endswith(".json"):
+            assert read_document(ROOT / name).values == json.loads(text)
+        else:  # PyYAML reads 3e-3 as text; nothing else differs
+            text = re.sub(r"(\d)e-(\d+)", r"\1.0e-\2", text)
+            assert read_document(ROOT / name).values == yaml.safe_load(text)

@@ -1,0 +1,350 @@
+"""Protects the border to the launcher: which strategy is in force, and that nothing from outside changes it.
+
+python -m pytest -q tests/test_launch.py
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import LAUNCHER_VARIABLES, RECIPE, ROOT, clean_environment
+
+from cookbook import launch, machine
+from cookbook.files import RecipeError
+from cookbook.launch import Launcher, World, check_environment, read_world, strategy_in_force, trim_world
+from cookbook.strategy import load_strategy
+
+STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
+NUM_PROCESSES = {"single": 1, "hsdp": 4}
+
+# What `accelerate launch` would start a process with: its own parser and preparation, the start itself left out.
+RECORDER = """
+import json, os, subprocess, sys
+from accelerate.commands import launch
+
+recorded = {}
+
+def record(*args, **kwargs):
+    environment = kwargs.get("env") or os.environ
+    recorded.update({name: value for name, value in environment.items() if name.startswith(PREFIXES)})
+    class Done:
+        returncode = 0
+        def wait(self):
+            return 0
+    return Done()
+
+PREFIXES = tuple(json.loads(sys.argv[1]))
+import torch.distributed.run
+torch.distributed.run.run = record
+launch.subprocess.Popen = record
+answers = []
+for arguments in json.loads(sys.argv[2]):
+    recorded.clear()
+    before = dict(os.environ)
+    try:
+        launch.launch_command(launch.launch_command_parser().parse_args(arguments))
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    answers.append(dict(recorded))
+print("ANSWERS" + json.dumps(answers))
+"""
+
+OVERRIDES = {
+    "offload": ("fsdp2", ["--fsdp_offload_params", "true"], "FSDP_OFFLOAD_PARAMS"),
+    "no resharding": ("fsdp2", ["--fsdp_reshard_after_forward", "false"], "FSDP_RESHARD_AFTER_FORWARD"),
+    "FSDP 1": ("fsdp2", ["--fsdp_version", "1"], "FSDP_VERSION"),
+    "checkpointing": ("fsdp2", ["--fsdp_activation_checkpointing", "true"], "FSDP_ACTIVATION_CHECKPOINTING"),
+    "state dict": ("fsdp2", ["--fsdp_state_dict_type", "SHARDED_STATE_DICT"], "FSDP_STATE_DICT_TYPE"),
+    "precision": ("ddp", ["--mixed_precision", "fp16"], "--mixed_precision fp16"),
+    "CPU": ("ddp", ["--cpu"], "ACCELERATE_USE_CPU"),
+    "compiler": ("ddp", ["--dynamo_backend", "inductor"], "ACCELERATE_DYNAMO_BACKEND"),
+    "accumulation": ("zero3", ["--gradient_accumulation_steps", "4"], "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
+    "clipping": ("zero3", ["--gradient_clipping", "0.5"], "ACCELERATE_GRADIENT_CLIPPING"),
+    "another JSON": ("zero3", ["--deepspeed_config_file", "ds_configs/zero1.json"], "ACCELERATE_DEEPSPEED_CONFIG_FILE"),
+    "mesh": ("hsdp", ["--parallelism_config_cp_size", "2"], "PARALLELISM_CONFIG_CP_SIZE"),
+}
+
+
+def launch_arguments(name, *extra):
+    count = str(NUM_PROCESSES.get(name, 2))
+    start = ["--config_file", f"accelerate_configs/{name}.yaml", "--num_processes", count, "--main_process_port", "0"]
+    return [*start, *extra, "train.py"]
+
+
+@pytest.fixture(scope="session")
+def launched():
+    """The variables of each strategy as it is, and under each override: one process asks accelerate for them all."""
+    commands = {name: launch_arguments(name) for name in STRATEGIES}
+    commands |= {(name, *flags): launch_arguments(name, *flags) for name, flags, _ in OVERRIDES.values()}
+    done = subprocess.run(
+        [sys.executable, "-c", RECORDER, json.dumps(LAUNCHER_VARIABLES), json.dumps(list(commands.values()))],
+        cwd=ROOT,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout.split("ANSWERS")[1])
+    return dict(zip(commands, answers, strict=True))
+
+
+def check_under(monkeypatch, variables, name, *, mixed_precision="bf16", is_accelerate=True):
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    path = f"accelerate_configs/{name}.yaml"
+    launcher = Launcher(is_accelerate=is_accelerate, config_file=path if is_accelerate else None)
+    return check_environment(load_strategy(Path(path)), launcher, mixed_precision)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_what_accelerate_launch_sets_for_a_shipped_strategy_is_expected(book, monkeypatch, launched, name):
+    assert "ACCELERATE_MIXED_PRECISION" in launched[name]  # negative control: the recorder did record
+    assert check_under(monkeypatch, launched[name], name) == []
+
+
+def test_every_shipped_strategy_was_launched(launched):
+    assert len(STRATEGIES) >= 14
+    assert {"zero1", "zero2", "zero3"} <= {name for name in STRATEGIES if "ACCELERATE_USE_DEEPSPEED" in launched[name]}
+    assert {"fsdp1", "fsdp2", "hsdp"} <= {name for name in STRATEGIES if "ACCELERATE_USE_FSDP" in launched[name]}
+
+
+@pytest.mark.parametrize(("name", "flags", "named"), OVERRIDES.values(), ids=OVERRIDES)
+def test_a_flag_that_contradicts_the_files_is_refused_and_named(book, monkeypatch, launched, name, flags, named):
+    mistakes = check_under(monkeypatch, launched[(name, *flags)], name)
+    assert [line for line in mistakes if line.startswith(named)], mistakes
+    assert len(mistakes) == (2 if name == "hsdp" else 1)  # a context-parallel size brings its method along
+
+
+@pytest.mark.parametrize("other", ["zero3", "fsdp1"])
+def test_variables_of_another_strategy_are_refused(book, monkeypatch, launched, other):
+    assert check_under(monkeypatch, launched[other], "fsdp2") != []
+
+
+def test_the_precision_of_the_recipe_may_be_repeated_on_the_command_line(book, monkeypatch):
+    assert check_under(monkeypatch, {"ACCELERATE_MIXED_PRECISION": "bf16"}, "ddp") == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"),
+        ("FSDP_OFFLOAD_PARAMS", "true"),
+        ("ACCELERATE_USE_CPU", "true"),
+        ("ACCELERATE_USE_DEEPSPEED", "true"),
+        ("ACCELERATE_MIXED_PRECISION", "fp16"),
+        ("PARALLELISM_CONFIG_TP_SIZE", "2"),
+        ("MEGATRON_LM_TP_DEGREE", "2"),
+        ("ACCELERATE_SOMETHING_NEW", "1"),
+    ],
+)
+def test_a_stray_variable_under_plain_python_is_refused_with_the_cure(book, monkeypatch, variable, value):
+    (mistake,) = check_under(monkeypatch, {variable: value}, "single", is_accelerate=False)
+    assert mistake == f"{variable}={value} (environment): accelerate would obey it over the files; take it out"
+
+
+def test_variables_without_a_say_are_let_through_and_a_clean_environment_is_fine(book, monkeypatch):
+    assert check_under(monkeypatch, {}, "single", is_accelerate=False) == []
+    harmless = {"ACCELERATE_LOG_LEVEL": "debug", "ACCELERATE_DEBUG_MODE": "true"}
+    assert check_under(monkeypatch, harmless, "single", is_accelerate=False) == []
+
+
+def test_stray_variables_end_train_py_with_a_message(book):
+    done = book.train(RECIPE, "--dry-run", ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4", ACCELERATE_USE_CPU="true")
+    assert done.returncode == 2
+    lines = done.stderr.strip().splitlines()
+    assert [line.split("=")[0] for line in lines] == [
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        "ACCELERATE_USE_CPU",
+    ]
+
+
+def test_clearing_leaves_nothing_that_accelerate_would_obey(monkeypatch, launched):
+    monkeypatch.setattr(os, "environ", {**launched["zero3"], **launched["hsdp"], "HOME": "/x"})
+    launch.clear_environment()
+    assert os.environ == {"HOME": "/x"}
+
+
+# The real thing, once: a script that says who started it.
+PROBE = """
+import json, sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from cookbook import launch
+from cookbook.strategy import load_strategy
+found = launch.find_launcher()
+path = Path(found.config_file or "accelerate_configs/single.yaml")
+mistakes = launch.check_environment(load_strategy(path), found, "bf16")
+world = launch.read_world()
+answer = [found.is_accelerate, found.config_file, found.num_processes_given, world.num_processes, mistakes]
+print("PROBE" + json.dumps(answer))
+"""
+
+STARTS = {
+    "accelerate launch": (
+        [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file", "accelerate_configs/zero2.yaml",
+         "--num_processes", "2", "--main_process_port", "0"],
+        [True, "accelerate_configs/zero2.yaml", True, 2, []],
+    ),
+    "module, flags with hyphens and =": (
+        ["-m", "accelerate.commands.launch", "--config_file=accelerate_configs/single.yaml", "--num-processes=1"],
+        [True, "accelerate_configs/single.yaml", True, 1, []],
+    ),
+    "torchrun": (["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"], [False, None, False, 2, []]),
+    "python": ([], [False, None, False, 1, []]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("start", "expected"), STARTS.values(), ids=STARTS)
+def test_a_process_knows_who_started_it(book, start, expected):
+    book.write("probe.py", PROBE.format(root=str(ROOT)))
+    done = subprocess.run(
+        [sys.executable, *start, "probe.py", "--config_file", "not/ours.yaml"],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    answers = [json.loads(part.splitlines()[0]) for part in done.stdout.split("PROBE")[1:]]
+    assert answers == [expected] * expected[3], done.stderr
+
+
+CONFIG = ["--config_file", "a.yaml", "--num_processes", "3", "train.py", "--config_file", "b.yaml"]
+FROM_ACCELERATE = Launcher(is_accelerate=True, config_file="a.yaml", num_processes_given=True)
+
+
+@pytest.mark.parametrize(
+    ("ancestors", "expected"),
+    [
+        ([["/x/bin/python", "/x/bin/accelerate", "launch", *CONFIG]], FROM_ACCELERATE),
+        ([["/x/bin/python", "/x/bin/accelerate-launch", *CONFIG]], FROM_ACCELERATE),
+        ([["python", "-m", "accelerate.commands.launch", *CONFIG]], FROM_ACCELERATE),
+        ([["python", "-m", "accelerate.commands.accelerate_cli", "launch", *CONFIG]], FROM_ACCELERATE),
+        ([["python", "/x/accelerate/commands/launch.py", *CONFIG]], FROM_ACCELERATE),
+        ([["bash"], ["timeout", "60", "accelerate", "launch", *CONFIG]], FROM_ACCELERATE),
+        ([["accelerate", "launch", "train.py", "--num_processes", "3"]], Launcher(is_accelerate=True)),
+        ([["accelerate", "launch", "--config_file"]], Launcher(is_accelerate=True, config_file="")),
+        ([["torchrun", "--nproc_per_node", "2", "train.py"], ["bash"]], Launcher()),
+        ([["bash", "-c", "accelerate launch --config_file a.yaml train.py"]], Launcher()),
+        ([["accelerate", "config"], ["vim", "launch"]], Launcher()),
+        ([], Launcher()),
+    ],
+)
+def test_accelerate_launch_is_recognised_by_the_words_of_an_ancestor(monkeypatch, ancestors, expected):
+    processes = [SimpleNamespace(cmdline=lambda words=words: words) for words in ancestors]
+    monkeypatch.setattr(launch.psutil, "Process", lambda: SimpleNamespace(parents=lambda: processes))
+    assert launch.find_launcher() == expected
+
+
+ALONE = World(rank=0, local_rank=0, num_processes=1, is_launched=False)
+LAUNCHED = World(rank=0, local_rank=0, num_processes=2, is_launched=True)
+ZERO3 = "accelerate_configs/zero3.yaml"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "world", "path", "note"),
+    [
+        (Launcher(is_accelerate=True, config_file=ZERO3), LAUNCHED, ZERO3, None),
+        (Launcher(is_accelerate=True, config_file=f"./{ZERO3}"), LAUNCHED, ZERO3, None),
+        (
+            Launcher(is_accelerate=True, config_file="accelerate_configs/ddp.yaml"),
+            LAUNCHED,
+            "accelerate_configs/ddp.yaml",
+            "from the command line",
+        ),
+        (Launcher(), LAUNCHED, ZERO3, None),
+        (Launcher(), ALONE, "accelerate_configs/single.yaml", "one process"),
+    ],
+    ids=["the recipe's", "the recipe's, written otherwise", "another", "torchrun", "plain python"],
+)
+def test_the_strategy_in_force_and_what_is_said_about_it(launcher, world, path, note):
+    found, said = strategy_in_force(launcher, world, ZERO3)
+    assert found == Path(path)
+    assert (said is None) if note is None else (note in said)
+
+
+def test_accelerate_launch_without_a_file_is_refused():
+    with pytest.raises(RecipeError, match="Write --config_file accelerate_configs/<name>"):
+        strategy_in_force(Launcher(is_accelerate=True), LAUNCHED, ZERO3)
+
+
+def trim(monkeypatch, *, rank=0, size=12, name="ddp", launcher=None, num_gpus=0):
+    environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    strategy = load_strategy(Path(f"accelerate_configs/{name}.yaml"))
+    return trim_world(read_world(), strategy, launcher or Launcher(is_accelerate=True), num_gpus)
+
+
+def test_twelve_cpu_processes_under_auto_become_two(book, monkeypatch):
+    assert trim(monkeypatch, rank=1) == World(rank=1, local_rank=1, num_processes=2, is_launched=True)
+    assert os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"] == "2"
+    with pytest.raises(SystemExit) as ended:
+        trim(monkeypatch, rank=2)
+    assert ended.value.code == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"launcher": Launcher(is_accelerate=True, num_processes_given=True)},
+        {"launcher": Launcher()},
+        {"num_gpus": 12},
+        {"name": "hsdp", "size": 4},
+        {"size": 2},
+        {"size": 1},
+    ],
+    ids=["count on the command line", "torchrun", "GPUs", "count in the file", "two", "one"],
+)
+def test_a_count_that_somebody_wrote_is_kept(book, monkeypatch, arguments):
+    assert trim(monkeypatch, **arguments).num_processes == arguments.get("size", 12)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "two"},
+        {"WORLD_SIZE": "0"},
+        {"RANK": "2", "WORLD_SIZE": "2"},
+        {"RANK": "-1", "WORLD_SIZE": "2"},
+        {"RANK": "1"},
+    ],
+    ids=["text", "zero", "rank too high", "rank below zero", "rank without a world"],
+)
+def test_a_world_that_no_launcher_sets_is_refused(variables):
+    with pytest.raises(RecipeError, match="do not fit together"):
+        read_world(variables)
+
+
+@pytest.mark.parametrize(
+    ("listing", "visible", "expected"),
+    [
+        (4, None, 4),
+        (4, "0,2", 2),
+        (4, "0,", 1),
+        (4, "", 0),
+        (4, "-1", 0),
+        (2, "0,1,2,3", 2),
+        (0, None, 0),
+    ],
+)
+def test_gpus_are_those_that_cuda_leaves_visible(book, monkeypatch, listing, visible, expected):
+    lines = "\n".join(f"GPU {i}: NVIDIA H200 (UUID: GPU-{i})" for i in range(listing))
+    book.write("bin/nvidia-smi", f"#!/bin/sh\ncat <<'END'\n{lines}\nEND\n")
+    (book.root / "bin/nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{book.root / 'bin'}:/usr/bin:/bin")
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert machine.num_gpus() == expected
+
+
+def test_a_machine_without_a_driver_has_no_gpus(book, monkeypatch):
+    monkeypatch.setenv("PATH", str(book.root))
+    assert machine.num_gpus() == 0
+    book.write("nvidia-smi", "#!/bin/sh\nexit 9\n")
+    (book.root / "nvidia-smi").chmod(0o755)
+    assert machine.num_gpus() == 0

@@ -1,0 +1,132 @@
+"""Protects the layers: imports point downwards only, the words need no torch, and no setting is read by nobody.
+
+python -m pytest -q tests/test_layers.py
+"""
+
+import ast
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, clean_environment
+
+import cookbook
+from cookbook.recipe import Recipe, Section
+
+HEAVY = ("torch", "transformers", "accelerate", "deepspeed", "numpy", "datasets", "tokenizers")
+
+
+def layers():
+    """Layer of each module, read from the picture in cookbook/__init__.py; 0 is the top."""
+    rows = [line.split() for line in cookbook.__doc__.splitlines() if re.match(r"(compose|parts|plan|words) ", line)]
+    modules = {path.stem if path.is_file() else path.name for path in (ROOT / "cookbook").iterdir()}
+    return {word: level for level, row in enumerate(rows) for word in row[1:] if word in modules}, [
+        row[0] for row in rows
+    ]
+
+
+def imports(path):
+    """The parts of cookbook that a file imports, at its top or inside its functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            if node.module == "cookbook":
+                yield from (alias.name for alias in node.names)
+            elif node.module and node.module.startswith("cookbook."):
+                yield node.module.split(".")[1]
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[1] for alias in node.names if alias.name.startswith("cookbook."))
+
+
+SOURCES = [path for path in sorted((ROOT / "cookbook").rglob("*.py")) if path.name != "__init__.py"]
+
+
+def module_of(path):
+    return path.relative_to(ROOT / "cookbook").parts[0].removesuffix(".py")
+
+
+def test_the_picture_shows_every_module():
+    level, names = layers()
+    assert names == ["compose", "parts", "plan", "words"]
+    assert {module_of(path) for path in SOURCES} - {"__main__"} <= set(level)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_downwards(path):
+    level, names = layers()
+    module = module_of(path)
+    own = level["cli" if module == "__main__" else module]
+    for other in set(imports(path)) - {module}:
+        if names[own] == "parts":
+            assert level[other] > own, f"{module} imports {other}: parts do not import one another"
+        assert level[other] >= own, f"{module} imports {other}, which stands above it"
+
+
+def test_there_are_imports_to_check():
+    assert sum(len(set(imports(path))) for path in SOURCES) > 15
+
+
+@pytest.mark.parametrize("module", ["plan", "launch", "recipe", "strategy", "files", "machine"])
+def test_the_words_load_without_the_machinery(module):
+    """Bad input has to be told in a moment, and importing torch takes seconds."""
+    code = (
+        f"import sys, time; start = time.perf_counter(); import cookbook.{module};"
+        f"print(time.perf_counter() - start, *[name for name in {HEAVY} if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=True
+    )
+    seconds, *heavy = done.stdout.split()
+    print(f"cookbook.{module}: {float(seconds):.2f} s")
+    assert heavy == []
+
+
+def fields(model=Recipe, path=()):
+    for name, info in model.model_fields.items():
+        yield (*path, name)
+        for candidate in (info.annotation, *getattr(info.annotation, "__args__", ())):
+            if isinstance(candidate, type) and issubclass(candidate, Section):
+                yield from fields(candidate, (*path, name))
+
+
+def attributes_read(paths):
+    """Names that stand after a dot, methods of the models themselves left out."""
+    names = set()
+    for path in paths:
+        tree = ast.parse(path.read_text())
+        validators = {
+            id(inner)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef)
+            and any("validator" in ast.unparse(item) for item in node.decorator_list)
+            for inner in ast.walk(node)
+        }
+        names |= {
+            node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and id(node) not in validators
+        }
+    return names
+
+
+def test_every_setting_is_read_somewhere():
+    found = list(fields())
+    assert len(found) > 40
+    read = attributes_read([*SOURCES, ROOT / "train.py"])
+    whole = {("model", "from_scratch")}  # its sizes go to the model's configuration as one dict
+    unread = [".".join(path) for path in found if path[-1] not in read and path[:-1] not in whole]
+    assert unread == []
+
+
+def test_the_sizes_of_a_new_model_are_handed_over_as_a_whole():
+    calls = [
+        node
+        for node in ast.walk(ast.parse((ROOT / "cookbook/models.py").read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "model_dump"
+    ]
+    assert calls, "models.py no longer dumps from_scratch: check that each of its sizes is read"
+
+
+def test_a_setting_that_nobody_reads_would_be_found(tmp_path):
+    path = tmp_path / "x.py"
+    path.write_text("def f(recipe):\n    return recipe.seed\n")
+    assert attributes_read([path]) == {"seed"}

@@ -1,0 +1,166 @@
+"""Protects the plan: batch arithmetic, process counts, and every clash of recipe, strategy and machine.
+
+python -m pytest -q tests/test_plan.py
+"""
+
+from pathlib import Path
+
+import pytest
+from conftest import RECIPE
+
+from cookbook import plan as plan_module
+from cookbook.files import RecipeError
+from cookbook.plan import default_num_processes, launch_command, load_pair, make_plan, show_command
+from cookbook.strategy import load_strategy
+
+
+def plan(*, strategy="ddp", processes=1, gpus=0, global_batch=16, micro_batch=8, precision="'no'"):
+    recipe, loaded = load_pair(
+        Path(RECIPE),
+        [
+            f"strategy=accelerate_configs/{strategy}.yaml",
+            f"batch.global_batch_size={global_batch}",
+            f"batch.micro_batch_size={micro_batch}",
+            f"mixed_precision={precision}",
+        ],
+    )
+    return make_plan(recipe, loaded, num_processes=processes, num_gpus=gpus, recipe_name=RECIPE)
+
+
+def clash(**arguments):
+    with pytest.raises(RecipeError) as caught:
+        plan(**arguments)
+    return caught.value.mistakes
+
+
+# strategy, processes, global batch, micro batch -> data-parallel size, accumulation; worked out by hand
+@pytest.mark.parametrize(
+    ("strategy", "processes", "global_batch", "micro_batch", "data_parallel_size", "accumulation"),
+    [
+        ("single", 1, 16, 8, 1, 2),
+        ("single", 1, 1, 1, 1, 1),
+        ("ddp", 2, 16, 8, 2, 1),
+        ("ddp", 8, 256, 4, 8, 8),
+        ("fsdp2", 3, 30, 5, 3, 2),
+        ("hsdp", 4, 64, 4, 4, 4),
+        ("zero3", 6, 96, 8, 6, 2),
+        ("tp", 2, 16, 8, 1, 2),
+    ],
+)
+def test_accumulation_is_global_over_micro_times_data_parallel(
+    book, strategy, processes, global_batch, micro_batch, data_parallel_size, accumulation
+):
+    found = plan(strategy=strategy, processes=processes, global_batch=global_batch, micro_batch=micro_batch)
+    assert (found.num_processes, found.data_parallel_size) == (processes, data_parallel_size)
+    assert found.gradient_accumulation_steps == accumulation
+
+
+# processes, global batch, micro batch -> what to use instead
+@pytest.mark.parametrize(
+    ("processes", "global_batch", "micro_batch", "advice"),
+    [
+        (8, 100, 4, "Use global_batch_size 96 or 128."),
+        (2, 50, 8, "Use global_batch_size 48 or 64, or micro_batch_size 5."),
+        (2, 4, 8, "Use global_batch_size 16, or micro_batch_size 2."),
+        (3, 16, 8, "Use global_batch_size 24."),
+        (2, 17, 8, "Use global_batch_size 16 or 32."),
+        (4, 12, 2, "Use global_batch_size 8 or 16, or micro_batch_size 1."),
+    ],
+)
+def test_an_impossible_split_names_the_nearest_ones(book, processes, global_batch, micro_batch, advice):
+    (mistake,) = clash(processes=processes, global_batch=global_batch, micro_batch=micro_batch)
+    product = processes * micro_batch
+    assert (
+        f"batch.global_batch_size is {global_batch}, but {processes} processes x micro_batch_size {micro_batch}"
+        in mistake
+    )
+    assert mistake.endswith(f"= {product} sequences per forward. {advice}")
+
+
+def test_the_advice_of_an_impossible_split_is_possible(book):
+    for processes in (1, 2, 3, 8):
+        for global_batch in (1, 5, 7, 12, 33, 100):
+            for micro_batch in (1, 3, 4, 16):
+                if global_batch % (processes * micro_batch) == 0:
+                    continue
+                (mistake,) = clash(processes=processes, global_batch=global_batch, micro_batch=micro_batch)
+                advice = mistake.split("Use global_batch_size ")[1].rstrip(".")
+                batches, _, micro = advice.partition(", or micro_batch_size ")
+                for size in batches.split(" or "):
+                    plan(processes=processes, global_batch=int(size), micro_batch=micro_batch)
+                if micro:
+                    plan(processes=processes, global_batch=global_batch, micro_batch=int(micro))
+
+
+def test_data_parallel_processes_are_counted_apart_from_tensor_parallel_ones(book):
+    (mistake,) = clash(strategy="tp", processes=2, global_batch=20)
+    assert "1 data-parallel processes x micro_batch_size 8 = 8" in mistake
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            {"strategy": "hsdp", "processes": 2},
+            ["mesh of 4 processes, but 2 were asked for; change its sizes, or run 4"],
+        ),
+        ({"strategy": "tp", "processes": 4}, ["mesh of 2 processes, but 4 were asked for; change its sizes, or run 2"]),
+        ({"strategy": "single", "processes": 2}, ["runs one process, but 2 were asked for; use ddp"]),
+        ({"processes": 2, "gpus": 1}, ["2 processes on this machine, which has 1 GPU; ask for at most 1"]),
+        ({"processes": 4, "gpus": 2, "global_batch": 32}, ["4 processes on this machine, which has 2 GPUs"]),
+        ({"precision": "fp16"}, ["mixed_precision is fp16, which needs a GPU; use bf16 or 'no'"]),
+        (
+            {"processes": 3, "gpus": 2, "precision": "fp16"},
+            ["3 processes on this machine, which has 2 GPUs", "= 24 sequences per forward"],
+        ),
+    ],
+    ids=["hsdp on 2", "tp on 4", "single on 2", "2 on 1 GPU", "4 on 2 GPUs", "fp16 on CPU", "two clashes at once"],
+)
+def test_a_clash_is_named(book, arguments, expected):
+    mistakes = clash(**arguments)
+    assert len(mistakes) == len(expected)
+    for mistake, words in zip(mistakes, expected, strict=True):
+        assert words in mistake
+
+
+def test_fp16_with_a_gpu_and_fewer_processes_than_gpus_are_fine(book):
+    assert plan(processes=2, gpus=8, precision="fp16").gradient_accumulation_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gpus", "cores", "expected"),
+    [
+        ("ddp", 8, 64, 8),
+        ("ddp", 1, 64, 1),
+        ("ddp", 0, 64, 2),
+        ("ddp", 0, 1, 1),
+        ("hsdp", 8, 64, 4),
+        ("single", 8, 64, 1),
+    ],
+    ids=["all GPUs", "one GPU", "CPU", "one core", "explicit", "single"],
+)
+def test_auto_is_one_process_per_gpu_and_two_on_cpu(book, monkeypatch, strategy, gpus, cores, expected):
+    monkeypatch.setattr(plan_module, "num_cores", lambda: cores)
+    assert default_num_processes(load_strategy(Path(f"accelerate_configs/{strategy}.yaml")), gpus) == expected
+
+
+def test_the_launch_line_is_exactly_this(book):
+    strategy = load_strategy(Path("accelerate_configs/zero3.yaml"))
+    command = launch_command(RECIPE, strategy, num_processes=2, assignments=["seed=7", "data.train={path: a b.jsonl}"])
+    assert command == [
+        "accelerate", "launch", "--config_file", "accelerate_configs/zero3.yaml", "--num_processes", "2",
+        "--main_process_port", "0", "train.py", RECIPE, "--set", "seed=7", "--set", "data.train={path: a b.jsonl}",
+    ]  # fmt: skip
+    assert show_command(command).endswith("--set seed=7 --set 'data.train={path: a b.jsonl}'")
+
+
+def test_one_process_needs_no_port(book):
+    strategy = load_strategy(Path("accelerate_configs/single.yaml"))
+    command = launch_command(RECIPE, strategy, num_processes=1, assignments=[])
+    expected = "accelerate launch --config_file accelerate_configs/single.yaml --num_processes 1 train.py"
+    assert show_command(command) == f"{expected} {RECIPE}"
+
+
+def test_a_strategy_of_the_command_line_wins_over_the_recipes(book):
+    recipe, strategy = load_pair(Path(RECIPE), [], Path("accelerate_configs/zero2.yaml"))
+    assert (recipe.strategy, strategy.name) == ("accelerate_configs/ddp.yaml", "zero2")

@@ -1,0 +1,111 @@
+"""Protects the recipe: its defaults, its schema, and that a resolved recipe is the same recipe.
+
+python -m pytest -q tests/test_recipe.py
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import RECIPE as SMALL
+from conftest import ROOT
+from pydantic import ValidationError
+
+from cookbook.files import RecipeError
+from cookbook.recipe import Recipe, Section, dump_recipe, load_recipe, recipe_schema
+
+RECIPE = Path(SMALL)
+RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
+
+OVERRIDES = {
+    "as written": [],
+    "sgd": ["optim={name: sgd, learning_rate: 1e-2, momentum: 0.5}"],
+    "betas": ["optim.betas=[0.9, 0.95]", "optim.eps=1e-4"],
+    "epochs": ["run.max_steps=null", "run.num_epochs=2"],
+    "no evaluation": ["data.eval=null"],
+    "Hub model with a revision that looks like a number": [
+        "model={name_or_path: '12e5', revision: '123e45'}",
+        "data.train={path: some/data, revision: '010', max_rows: 5}",
+    ],
+    "odd texts": ["run.output_dir='no'", "model={name_or_path: 'a: b # c'}"],
+}
+
+
+@pytest.mark.parametrize("assignments", OVERRIDES.values(), ids=OVERRIDES)
+def test_a_resolved_recipe_reloads_to_an_equal_one(book, assignments):
+    recipe = load_recipe(RECIPE, assignments)
+    book.write("resolved.yaml", dump_recipe(recipe))
+    again = load_recipe(Path("resolved.yaml"))
+    assert again == recipe
+    assert dump_recipe(again) == dump_recipe(recipe)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_shipped_recipe_resolves_and_reloads(book, name):
+    recipe = load_recipe(Path(name))
+    book.write("resolved.yaml", dump_recipe(recipe))
+    assert load_recipe(Path("resolved.yaml")) == recipe
+
+
+def test_a_resolved_recipe_writes_out_every_default_that_has_effect(book):
+    text = dump_recipe(load_recipe(RECIPE))
+    for key in ("betas", "eps", "max_grad_norm", "tie_word_embeddings", "on_bad_row", "gradient_checkpointing"):
+        assert f"{key}:" in text
+    assert "momentum" not in text  # adamw would ignore it
+
+
+@pytest.mark.parametrize(
+    ("assignment", "read"),
+    [
+        ("optim.learning_rate=2e-5", lambda recipe: recipe.optim.learning_rate == 2e-5),
+        ("optim.learning_rate=1", lambda recipe: recipe.optim.learning_rate == 1.0),
+        ("mixed_precision=bf16", lambda recipe: recipe.mixed_precision == "bf16"),
+        ("optim.betas=[0.8, 0.9]", lambda recipe: recipe.optim.betas == (0.8, 0.9)),
+        ("data.eval={path: python-stdlib, split: train}", lambda recipe: recipe.data.eval.split == "train"),
+        ("data.eval=null", lambda recipe: recipe.data.eval is None),
+        (" seed = 7 ", lambda recipe: recipe.seed == 7),
+    ],
+)
+def test_an_override_is_read_as_yaml(book, assignment, read):
+    assert not read(load_recipe(RECIPE))
+    assert read(load_recipe(RECIPE, [assignment]))
+
+
+def test_the_last_of_two_overrides_wins(book):
+    assert load_recipe(RECIPE, ["seed=1", "seed=2"]).seed == 2
+
+
+def test_mistakes_in_several_sections_do_not_hide_files_that_are_missing(book):
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(RECIPE, ["optim.lr=1", "batch.micro_batch_size=0", "data.train=no.jsonl", "strategy=no.yaml"])
+    assert len(caught.value.mistakes) == 4
+
+
+def test_a_recipe_cannot_be_changed_after_loading(book):
+    recipe = load_recipe(RECIPE)
+    with pytest.raises(ValidationError, match="frozen"):
+        recipe.optim.learning_rate = 1.0
+
+
+def test_the_schema_file_is_the_schema_of_the_recipe():
+    assert json.loads((ROOT / "recipes/schema.json").read_text()) == recipe_schema()
+    assert (ROOT / "recipes/schema.json").read_text() == json.dumps(recipe_schema(), indent=2) + "\n"
+
+
+def sections(model=Recipe):
+    yield model
+    for info in model.model_fields.values():
+        for candidate in (info.annotation, *getattr(info.annotation, "__args__", ())):
+            if isinstance(candidate, type) and issubclass(candidate, Section):
+                yield from sections(candidate)
+
+
+def test_the_schema_closes_every_section_and_knows_every_key():
+    schema = recipe_schema()
+    blocks = {**schema["$defs"], "Recipe": schema}
+    names = {model.__name__: model for model in sections()}
+    assert len(names) >= 9
+    for name, model in names.items():
+        assert blocks[name]["additionalProperties"] is False
+        assert set(blocks[name]["properties"]) == set(model.model_fields)
+    assert set(schema["required"]) == {"strategy", "model", "data", "batch", "optim", "run"}

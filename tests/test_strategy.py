@@ -1,0 +1,134 @@
+"""Protects the shipped strategies: each is what its name says, and they differ from one another in nothing else.
+
+python -m pytest -q tests/test_strategy.py
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT
+
+from cookbook.files import RecipeError
+from cookbook.strategy import find_strategy, known_strategies, load_strategy
+
+# kind, ZeRO stage, offload of optimizer and of parameters, (replicate, shard, tensor) mesh
+STRATEGIES = {
+    "single": ("single", 0, None, None, (1, 1, 1)),
+    "ddp": ("ddp", 0, None, None, (1, 1, 1)),
+    "fsdp1": ("fsdp1", 0, None, None, (1, 1, 1)),
+    "fsdp2": ("fsdp2", 0, None, None, (1, 1, 1)),
+    "fsdp2_grad_op": ("fsdp2", 0, None, None, (1, 1, 1)),
+    "fsdp2_offload": ("fsdp2", 0, None, None, (1, 1, 1)),
+    "hsdp": ("fsdp2", 0, None, None, (2, 2, 1)),
+    "tp": ("tp", 0, None, None, (1, 1, 2)),
+    "zero1": ("zero", 1, None, None, (1, 1, 1)),
+    "zero2": ("zero", 2, None, None, (1, 1, 1)),
+    "zero2_offload": ("zero", 2, "cpu", None, (1, 1, 1)),
+    "zero3": ("zero", 3, None, None, (1, 1, 1)),
+    "zero3_offload": ("zero", 3, "cpu", "cpu", (1, 1, 1)),
+    "zero3_nvme": ("zero", 3, "nvme", "nvme", (1, 1, 1)),
+}
+
+
+def accelerate_yaml(name):
+    return yaml.safe_load((ROOT / f"accelerate_configs/{name}.yaml").read_text())
+
+
+def deepspeed_json(name, *, without=()):
+    """A DeepSpeed JSON without some keys, whatever their depth."""
+
+    def less(values):
+        if not isinstance(values, dict):
+            return values
+        return {key: less(value) for key, value in values.items() if key not in without}
+
+    return less(json.loads((ROOT / f"ds_configs/{name}.json").read_text()))
+
+
+def test_the_table_above_has_every_shipped_strategy():
+    shipped = sorted(path.stem for path in (ROOT / "accelerate_configs").iterdir())
+    assert shipped == sorted(STRATEGIES)
+    assert sorted(path.stem for path in (ROOT / "ds_configs").iterdir()) == [name for name in shipped if "zero" in name]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_is_what_its_name_says(book, name):
+    strategy = load_strategy(Path(f"accelerate_configs/{name}.yaml"))
+    mesh = (strategy.dp_replicate_size, strategy.dp_shard_size, strategy.tp_size)
+    found = (strategy.kind, strategy.zero_stage, strategy.offload_optimizer, strategy.offload_param, mesh)
+    assert found == STRATEGIES[name]
+    assert strategy.name == name
+
+
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name.startswith("zero")])
+def test_a_zero_yaml_names_the_json_of_its_own_name(name):
+    values = accelerate_yaml(name)
+    assert values["deepspeed_config"]["deepspeed_config_file"] == f"ds_configs/{name}.json"
+    assert (ROOT / f"ds_configs/{name}.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "without"),
+    [
+        ("zero3_offload", "zero3", {"offload_optimizer", "offload_param", "zero_force_ds_cpu_optimizer"}),
+        ("zero3_nvme", "zero3", {"offload_optimizer", "offload_param", "zero_force_ds_cpu_optimizer", "aio"}),
+        ("zero2_offload", "zero2", {"offload_optimizer", "zero_force_ds_cpu_optimizer"}),
+        ("zero1", "zero2", {"stage"}),
+    ],
+)
+def test_deepspeed_files_differ_only_in_what_their_names_say(name, base, without):
+    assert deepspeed_json(name) != deepspeed_json(base)
+    assert deepspeed_json(name, without=without) == deepspeed_json(base, without={"stage"} & without)
+
+
+def test_every_deepspeed_file_leaves_the_recipes_values_to_the_recipe():
+    for name in (name for name in STRATEGIES if name.startswith("zero")):
+        values = deepspeed_json(name)
+        owned = (
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+            "gradient_clipping",
+        )
+        assert [values[key] for key in owned] == ["auto"] * 4
+        assert values["bf16"] == values["fp16"] == {"enabled": "auto"}
+        assert not {"optimizer", "scheduler"} & set(values)
+
+
+@pytest.mark.parametrize(
+    ("name", "difference"),
+    [
+        ("fsdp2_grad_op", {"fsdp_reshard_after_forward": False}),
+        ("fsdp2_offload", {"fsdp_offload_params": True}),
+        ("hsdp", {}),
+    ],
+)
+def test_fsdp2_files_differ_only_in_what_their_names_say(name, difference):
+    base, values = accelerate_yaml("fsdp2"), accelerate_yaml(name)
+    assert values["fsdp_config"] == base["fsdp_config"] | difference
+    mesh_keys = {"parallelism_config", "num_processes"} if name == "hsdp" else set()
+    rest = {key: value for key, value in values.items() if key not in mesh_keys | {"fsdp_config"}}
+    assert rest == {key: base[key] for key in base if key not in mesh_keys | {"fsdp_config"}}
+
+
+@pytest.mark.parametrize(("tp_size", "num_processes", "expected"), [(1, 4, 4), (2, 4, 2), (2, 2, 1)])
+def test_a_tensor_parallel_group_shares_its_samples(book, tp_size, num_processes, expected):
+    name = "tp" if tp_size == 2 else "ddp"
+    assert load_strategy(find_strategy(name)).data_parallel_size(num_processes) == expected
+
+
+def test_a_strategy_is_found_by_name_or_path(book):
+    assert (
+        find_strategy("zero3")
+        == find_strategy("accelerate_configs/zero3.yaml")
+        == Path("accelerate_configs/zero3.yaml")
+    )
+    assert known_strategies().split(", ") == sorted(STRATEGIES)
+
+
+def test_an_unknown_strategy_is_answered_with_the_nearest_name(book):
+    with pytest.raises(RecipeError) as caught:
+        find_strategy("zerro3")
+    assert "did you mean zero3?" in str(caught.value)
