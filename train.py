@@ -29,8 +29,8 @@ def main() -> int:
     parser.add_argument("--set", dest="assignments", action="append", default=[], metavar="section.key=value")
     parser.add_argument("--dry-run", action="store_true", help="check everything, train nothing")
     arguments = parser.parse_args()
-    world = launch.read_world()
     try:
+        world = launch.read_world()
         recipe, strategy, plan, world, notes = check(arguments.recipe, arguments.assignments, world)
         if arguments.dry_run:
             if world.rank == 0:
@@ -38,7 +38,7 @@ def main() -> int:
             return 0
         train(recipe, strategy, plan, world, notes)
     except RecipeError as error:
-        if world.rank == 0:
+        if os.environ.get("RANK", "0") == "0":
             print(f"\n{error}\n", file=sys.stderr)
         return 2
     return 0

@@ -13,8 +13,16 @@ import torch
 import torch.nn.functional as F
 from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from cookbook.files import RecipeError
 from cookbook.recipe import ModelSection, ScratchModel
@@ -111,9 +119,7 @@ def load_config(name: str, revision: str | None) -> Any:
     for key in LOGIT_TRANSFORMS:
         if getattr(config, key, None) not in (None, 1, 1.0):
             raise RecipeError(
-                [
-                    f"model.name_or_path is {name!r}: its {key} changes the logits after the head, which is not served yet"
-                ]
+                [f"model.name_or_path is {name!r}: its {key} changes the logits after the head, not served yet"]
             )
     return config
 

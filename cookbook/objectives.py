@@ -1,4 +1,4 @@
-"""Objectives. Each takes the model and one micro-batch and returns a loss *sum*; the loop divides by the global count."""
+"""Objectives: each takes the model and one micro-batch and returns a loss *sum*; the loop divides it."""
 
 from collections.abc import Callable
 

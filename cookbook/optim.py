@@ -20,7 +20,10 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
 
 
 def build_optimizer(model: torch.nn.Module, settings: OptimSection) -> torch.optim.Optimizer:
-    """The recipe's optimizer. AdamW is fused: one kernel over all tensors, 3 to 10 times the speed of the loop on CPU."""
+    """The recipe's optimizer, on the parameters that are trained.
+
+    AdamW is fused: one kernel over all tensors, on CPU 3 to 10 times the speed of torch's loop over them.
+    """
     groups = parameter_groups(model, settings.weight_decay)
     if settings.name == "adamw":
         return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=True)

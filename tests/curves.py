@@ -14,7 +14,7 @@ from filelock import FileLock
 from safetensors.numpy import load_file
 
 ROOT = Path(__file__).parent.parent
-WORDS = "the quick brown fox jumps over lazy dogs while engineers count every token twice and trust no curve".split()
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "engineers", "count", "every", "token"]
 
 # Small enough for seconds a run; 101 samples leave a last window of 5 in each epoch of global batches of 16.
 RECIPE = """\
@@ -60,7 +60,9 @@ class Curve:
 
     @property
     def evaluations(self) -> list[tuple[int, float, int]]:
-        return [(line["step"], line["eval_loss"], line["eval_num_tokens"]) for line in self.lines if "eval_loss" in line]
+        return [
+            (line["step"], line["eval_loss"], line["eval_num_tokens"]) for line in self.lines if "eval_loss" in line
+        ]
 
     @property
     def record(self) -> dict:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import train  # noqa: E402
+import train
 
 
 def mean_of_means() -> None:

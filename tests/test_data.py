@@ -387,7 +387,8 @@ def test_stdlib_function_becomes_a_request_and_an_answer(tmp_path, monkeypatch):
     assert [[message["content"] for message in row["messages"]] for row in rows] == [
         [
             "Write `def size(self, unit: str='m') -> float`: Return the size of the box.",
-            '@property\ndef size(self, unit: str = "m") -> float:\n    # in metres\n    return self.width * {"m": 1}[unit]',
+            '@property\ndef size(self, unit: str = "m") -> float:\n'
+            '    # in metres\n    return self.width * {"m": 1}[unit]',
         ]
     ]
 
@@ -429,7 +430,8 @@ ANSWERS = {
         "row 1: the trained part of an assistant turn ends with 'b' and no special token, so the model would never",
     ),
     "first turn only": (
-        "{% if loop.first or loop.index == 2 %}{% generation %}{{ m.content + eos_token }}{% endgeneration %}{% endif %}",
+        "{% if loop.first or loop.index == 2 %}"
+        "{% generation %}{{ m.content + eos_token }}{% endgeneration %}{% endif %}",
         "row 1: the chat template marks 1 stretches of assistant tokens for 2 assistant turns",
     ),
 }
@@ -455,7 +457,7 @@ def test_template_without_markers_serves_train_on_all():
 def test_missing_template_names_the_shipped_one():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(RecipeError, match="recipes/chat_templates/chatml.jinja"):
+    with pytest.raises(RecipeError, match=r"recipes/chat_templates/chatml\.jinja"):
         run_tokenize(rows_of("messages", [chat("a", "b")]), tokenizer)
     assert CHATML.is_file()
 
@@ -470,7 +472,7 @@ def test_chat_that_the_template_refuses_is_a_bad_row():
     rows = rows_of("messages", [chat("a", "b"), system, chat("c", "d")])
     tokens, num_dropped = run_tokenize(rows, make_tokenizer(template), on_bad_row="drop")
     assert len(tokens) == 2 and num_dropped == {"refused by the chat template": 1}
-    with pytest.raises(RecipeError, match="data.train: row 2: refused by the chat template: no system role"):
+    with pytest.raises(RecipeError, match=r"data\.train: row 2: refused by the chat template: no system role"):
         run_tokenize(rows, make_tokenizer(template))
 
 
@@ -495,7 +497,7 @@ def test_completion_and_text_labels(kind, row, train_on, bos, expected):
 
 def test_samples_are_cut_at_the_end(tokenizer):
     rows = rows_of("completion", [{"prompt": "abc", "completion": "defg"}, {"prompt": "abcdef", "completion": "g"}])
-    with pytest.raises(RecipeError, match="data.train: row 2: no trained token after truncation: .*max_length 5"):
+    with pytest.raises(RecipeError, match=r"data\.train: row 2: no trained token after truncation: .*max_length 5"):
         run_tokenize(rows, tokenizer, max_length=5)
     tokens, num_dropped = run_tokenize(rows, tokenizer, max_length=5, on_bad_row="drop")
     assert marked(tokens, 0, tokenizer) == "abc[de]" and len(tokens) == 1
@@ -738,7 +740,7 @@ def test_resumed_steps_are_those_of_the_uninterrupted_run(consumed, done):
 
 
 def test_resuming_where_no_step_ends_is_refused():
-    with pytest.raises(RecipeError, match="global_batch_size is 4, .* stands at sample 3"):
+    with pytest.raises(RecipeError, match=r"global_batch_size is 4, .* stands at sample 3"):
         steps_of(token_set(LENGTHS), 0, 1, 1, num_samples_consumed=13)
 
 

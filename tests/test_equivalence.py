@@ -1,11 +1,12 @@
 """A strategy changes speed and memory, never the curve: every shipped strategy against one process, step by step.
 
 Real processes through `accelerate launch`, real DDP, FSDP, DeepSpeed and tensor parallel, no GPU. Run alone:
-pytest tests/test_equivalence.py        (WRITE_MATRIX=1 writes the table of the README from the results)
+pytest tests/test_equivalence.py        (make matrix also writes the README's table from the results)
 """
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,8 @@ BITWISE = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    if "CURVES" in os.environ:
+        return Lab(Path(os.environ["CURVES"]).resolve())
     base = tmp_path_factory.getbasetemp()
     return Lab((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "curves")
 
@@ -64,10 +67,26 @@ def test_sgd_with_clipping_and_tied_embeddings_gives_the_curve_of_one_process(la
 
 @pytest.mark.parametrize("strategy", DISTRIBUTED)
 def test_adamw_without_clipping_and_untied_embeddings_gives_the_curve_of_one_process(lab: Lab, strategy: str):
-    settings = ADAMW | ({"batch.micro_batch_size": "4"} if strategy == "hsdp" else {})
-    curve, found = compare(lab, strategy, settings, processes=4 if strategy == "hsdp" else 2)
+    # 4 processes x 8 would not split 16 sequences; the micro-batch size is another test's business.
+    settings = settings_for(strategy, ADAMW)
+    micro = {"batch.micro_batch_size": "4"} if strategy == "hsdp" else {}
+    curve = lab.run(strategy, settings | micro, processes=4 if strategy == "hsdp" else 2)
+    found = distance(curve, lab.run("single", settings))
     record_matrix(lab, strategy, "adamw", curve, found)
     assert found.loss < ADAMW_LOSS and found.norm < ADAMW_NORM, found
+
+
+def test_the_table_of_the_readme_is_that_of_the_recorded_results():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from equivalence_table import BEGIN, END, RESULTS, render
+
+    results = json.loads(RESULTS.read_text())
+    assert sorted(results["strategies"]) == DISTRIBUTED
+    for name, row in results["strategies"].items():
+        assert row["sgd"]["loss"] < SGD_LOSS and row["sgd"]["norm"] < SGD_NORM, name
+        assert row["adamw"]["loss"] < ADAMW_LOSS and row["adamw"]["norm"] < ADAMW_NORM, name
+    readme = (ROOT / "README.md").read_text()
+    assert readme.split(BEGIN)[1].split(END)[0].strip() == render(results)
 
 
 @pytest.mark.parametrize("strategy", BITWISE[1:])
@@ -77,7 +96,7 @@ def test_two_processes_without_clipping_end_in_bitwise_the_same_weights(lab: Lab
     assert [name for name in ours if not np.array_equal(ours[name], theirs[name])] == []
 
 
-@pytest.mark.parametrize(("strategy", "processes"), [("ddp", 1), ("ddp", 4), ("zero2", 4), ("zero3", 1), ("fsdp2", 1)])
+@pytest.mark.parametrize(("strategy", "processes"), [("ddp", 4), ("zero2", 4), ("fsdp2", 1)])
 def test_the_number_of_processes_does_not_change_the_curve(lab: Lab, strategy: str, processes: int):
     _, found = compare(lab, strategy, SGD, processes=processes)
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
@@ -90,11 +109,22 @@ def test_the_micro_batch_size_does_not_change_the_curve(lab: Lab, micro_batch_si
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", ["single", "fsdp2", "zero3"])
 def test_gradient_checkpointing_does_not_change_the_curve(lab: Lab, strategy: str):
     curve = lab.run(strategy, {"model.gradient_checkpointing": "true"}, processes=1 if strategy == "single" else 2)
     found = distance(curve, lab.run("single", SGD))
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+
+
+# Where bf16 rounds differs: autocast rounds the inputs of each matrix product (single, ddp, tp), FSDP and ZeRO round
+# the weights once and every operation after. 8 bits of mantissa are 4e-3 relative; over 20 steps the curves stay in
+# this band (seen: 2.5e-3 in loss, 8e-3 in norm).
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2", "zero2", "zero3"])
+def test_bf16_stays_in_a_band_around_the_float32_curve(lab: Lab, strategy: str):
+    curve = lab.run(strategy, {"mixed_precision": "bf16"}, processes=1 if strategy == "single" else 2)
+    found = distance(curve, lab.run("single", SGD))
+    assert 1e-5 < found.loss < 5e-3 and found.norm < 2e-2, found
+    assert curve.record["strategy"]["precision"] == "bf16"
 
 
 def test_a_longer_run_in_float32_really_learns(lab: Lab):
@@ -105,9 +135,11 @@ def test_a_longer_run_in_float32_really_learns(lab: Lab):
 @pytest.mark.parametrize("mistake", ["mean_of_means", "schedule_per_process", "wrong_divisor", "around_the_wrapper"])
 def test_a_known_mistake_leaves_the_curve(lab: Lab, mistake: str):
     reference, wrong = lab.run("single", SGD), lab.run("ddp", SGD, processes=2, sabotage=mistake)
-    with pytest.raises(AssertionError):
+    try:
         found = distance(wrong, reference)
-        assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    except AssertionError:
+        return  # other learning rates, counts or weights: noticed
+    assert found.loss > 10 * SGD_LOSS or found.norm > 10 * SGD_NORM, found
 
 
 def test_a_clip_value_that_does_not_reach_the_engine_is_refused(lab: Lab):
@@ -128,3 +160,29 @@ def test_a_strategy_that_falls_back_to_ddp_is_refused(lab: Lab, strategy: str):
     folder, output = lab.attempt(strategy, SGD, processes=2, sabotage="silently_ddp")
     assert (folder / "exit_code").read_text() != "0"
     assert "is not what runs" in output and not (folder / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp1", "fsdp2_offload", "hsdp", "tp", "zero2_offload", "zero3"])
+def test_the_saved_model_has_the_held_out_loss_of_the_run(lab: Lab, strategy: str):
+    """Reopened by plain transformers, one sample at a time, with the library's own loss."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    curve = lab.run(strategy, SGD, processes={"single": None, "hsdp": 4}.get(strategy, 2))
+    model = AutoModelForCausalLM.from_pretrained(curve.folder / "export").eval()
+    tokenizer = AutoTokenizer.from_pretrained(curve.folder / "export")
+    rows = [json.loads(line) for line in (lab.folder / "chats.jsonl").read_text().splitlines()][:21]
+    loss_sum, count = 0.0, 0
+    for row in rows:
+        encoded = tokenizer.apply_chat_template(
+            row["messages"], return_assistant_tokens_mask=True, return_dict=True, max_length=96, truncation=True
+        )
+        ids = torch.tensor([encoded["input_ids"]])
+        labels = ids.masked_fill(torch.tensor([encoded["assistant_masks"]]) == 0, -100)
+        num_targets = int((labels[:, 1:] != -100).sum())
+        with torch.no_grad():
+            loss_sum += float(model(input_ids=ids, labels=labels).loss) * num_targets
+        count += num_targets
+    _, expected, num_tokens = curve.evaluations[-1]
+    assert count == num_tokens
+    assert loss_sum / count == pytest.approx(expected, abs=2e-6)

@@ -24,7 +24,7 @@ COLUMNS = [key for keys in KEYS.values() for key in keys]
 SHAPES = "`messages`, `prompt` and `completion`, or `text`"
 SUFFIXES = (".jsonl", ".parquet")
 OTHER_SPLITS = ("test", "val", "eval", "dev")
-# What a message may carry that would change its meaning, and that is not served: dropping it would train on half a turn.
+# What a message may carry that changes its meaning and is not served: without it, half a turn would be trained.
 UNSERVED = ("tool_calls", "function_call", "reasoning_content", "thinking")
 
 

@@ -50,7 +50,7 @@ class TokenSet:
 
     @cached_property
     def num_targets(self) -> np.ndarray:
-        """Positions of each sample that carry loss, int64 [N]: its labels but the first token, which nothing predicts."""
+        """Positions of each sample that carry loss, int64 [N]: labels, less a first token that nothing predicts."""
         starts = self.offsets[:-1]
         return np.add.reduceat(self.is_label, starts, dtype=np.int64) - self.is_label[starts]
 

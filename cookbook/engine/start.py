@@ -13,7 +13,6 @@ import torch.distributed as dist
 from filelock import FileLock
 
 from cookbook.files import RecipeError
-from cookbook.machine import num_cores
 from cookbook.plan import Plan
 from cookbook.strategy import Strategy
 
@@ -85,8 +84,8 @@ def start_accelerator(
 ) -> tuple[Any, list[str]]:
     """The Accelerator, and what a user should know of how it was started.
 
-    On CPU each family needs its own way in, or accelerate trains plain DDP without a word: accelerate 1.15, state.py:986
-    leaves FSDP out for MULTI_CPU, and :974 leaves DeepSpeed out for cpu=True.
+    On CPU each family needs its own way in, or accelerate trains plain DDP without a word: accelerate 1.15,
+    state.py:986 leaves FSDP out for MULTI_CPU, and :974 leaves DeepSpeed out for cpu=True.
     """
     from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
     from accelerate.utils import DistributedType, ParallelismConfig
@@ -100,8 +99,6 @@ def start_accelerator(
     # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 retires: a line for each call, thousands in a run.
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     options: dict[str, Any] = {"mixed_precision": mixed_precision}
-    if on_cpu:
-        torch.set_num_threads(max(1, num_cores() // local_processes))
     if strategy.kind == "single":
         return Accelerator(cpu=on_cpu, **options), notes
     if strategy.kind == "zero":

@@ -1,0 +1,54 @@
+"""What a run writes about itself. pytest tests/test_metrics.py"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from cookbook.metrics import FlopCounter, RunLog, environment_record, peak_memory_gib, run_name
+
+
+def test_numbers_are_written_at_full_precision(tmp_path: Path):
+    log = RunLog(tmp_path, is_main=True, max_steps=1)
+    line = {"step": 1, "loss": 1 / 3, "tokens_per_second": 2 / 3}
+    log.write(line)
+    log.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == line
+
+
+def test_only_the_main_process_writes(tmp_path: Path):
+    log = RunLog(tmp_path / "run", is_main=False, max_steps=1)
+    log.write({"step": 1, "loss": 1.0, "tokens_per_second": 1.0})
+    log.write_record("run.json", {})
+    log.close()
+    assert not (tmp_path / "run").exists()
+
+
+def test_flops_by_hand():
+    config = LlamaConfig(num_hidden_layers=4, hidden_size=8, num_attention_heads=2, num_key_value_heads=2)
+    counter = FlopCounter(config, num_parameters=100, device=torch.device("cpu"))
+    # 6 x 100 for the matrices, 12 x 4 x 8 x 8 / 2 for causal attention over 8 positions, for each of 5 tokens
+    assert counter.count(5, 8.0) == 5 * (600 + 1536)
+    assert counter.mfu(5, 1, 1.0, 1) == {}, "the peak of a CPU is not known"
+
+
+def test_the_peak_memory_of_this_process_is_plausible():
+    assert 0.05 < peak_memory_gib(torch.device("cpu")) < 24
+
+
+def test_runs_in_different_folders_have_different_names(tmp_path: Path):
+    assert run_name(tmp_path / "a" / "run") != run_name(tmp_path / "b" / "run")
+
+
+def test_the_record_names_the_versions_that_ran():
+    record = environment_record(torch.device("cpu"))
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["commit"] is None or len(record["commit"]) >= 40
+
+
+@pytest.mark.parametrize("secret", ["HF_TOKEN", "WANDB_API_KEY"])
+def test_secrets_of_the_environment_are_not_recorded(secret: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(secret, "canary-4711")
+    assert "canary-4711" not in json.dumps(environment_record(torch.device("cpu")))
