@@ -132,7 +132,7 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
     # From here on everything counts optimizer steps over a fixed global batch.
     objective = OBJECTIVES[recipe.objective.name]
     steps_per_epoch = batches.steps_per_epoch(len(train_set), recipe.batch.global_batch_size)
-    max_steps = recipe.run.max_steps or recipe.run.num_epochs * steps_per_epoch
+    max_steps = recipe.run.total_steps(steps_per_epoch)
     dealt = {
         "micro_batch_size": recipe.batch.micro_batch_size,
         "num_ranks": engine.data_parallel.size,
@@ -154,11 +154,12 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
     flops = metrics.FlopCounter(config, num_parameters=engine.num_parameters, device=engine.device)
 
     def evaluate(step: int) -> None:
+        if eval_set is None:
+            return
         loss_sum, num_tokens = engine.evaluate(objective, batches.eval_batches(eval_set, **dealt))
         log.write({"step": step, "eval_loss": loss_sum / num_tokens, "eval_num_tokens": num_tokens})
 
-    if eval_set:
-        evaluate(0)
+    evaluate(0)
     for step, batch in enumerate(islice(steps, max_steps)):
         started = time.perf_counter()
         lr = learning_rate(step, max_steps, recipe.optim, recipe.schedule)
@@ -181,7 +182,7 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
             }
         )
         every = recipe.run.eval_every_steps
-        if eval_set and (step + 1 == max_steps or (every and (step + 1) % every == 0)):
+        if step + 1 == max_steps or (every and (step + 1) % every == 0):
             evaluate(step + 1)
 
     checkpoint.export_model(

@@ -136,7 +136,9 @@ def load_model(name: str, revision: str | None, *, gradient_checkpointing: bool,
     model = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=torch.float32, **options)
     model.config.use_cache = False
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # The name since transformers 5.23; the older one until 5.22.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     add_loss(model)
     model.train()
     return model

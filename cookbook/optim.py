@@ -1,21 +1,26 @@
 """Optimizers by name, and the learning rate as a pure function of the step."""
 
 import math
+from typing import Any
 
 import torch
 
 from cookbook.recipe import OptimSection, ScheduleSection
 
 
-def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
+def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Trainable parameters in two groups: matrices with weight decay, biases and norms (one dimension) without."""
-    decayed, plain = [], []
+    decayed: list[torch.nn.Parameter] = []
+    plain: list[torch.nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
             # Under ZeRO-3 a parameter is an empty placeholder; its true shape is in ds_shape.
             shape = getattr(parameter, "ds_shape", parameter.shape)
             (decayed if len(shape) >= 2 else plain).append(parameter)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
     return [group for group in groups if group["params"]]
 
 

@@ -191,6 +191,10 @@ class RunSection(Section):
             )
         return self
 
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Optimizer steps of the whole run."""
+        return self.max_steps or (self.num_epochs or 0) * steps_per_epoch
+
 
 class Recipe(Section):
     """A fine-tuning run that somebody can repeat."""

@@ -370,6 +370,14 @@ def _check_zero(document: Document) -> list[str]:
         )
     if zero.offload_param is not None and offload is None:
         mistakes.append(f"{document.place((*place, 'offload_param'))}: goes with offload_optimizer; add that block")
+    parameters_on_nvme = zero.offload_param is not None and zero.offload_param.device == "nvme"
+    if parameters_on_nvme and zero.stage3_prefetch_bucket_size != 0:
+        # partitioned_param_coordinator.py, __prefetch_nvme_param_partitions: its list may hold a parameter twice, once
+        # for the end of the forward and once for the start of the backward.
+        mistakes.append(
+            f"{document.place((*place, 'stage3_prefetch_bucket_size'))} must be 0 with parameters on nvme:"
+            " DeepSpeed 0.19.8 swaps a parameter in twice and stops at the second step"
+        )
     uses_nvme = any(block is not None and block.device == "nvme" for block in (offload, zero.offload_param))
     if document.values.get("aio") is not None and not uses_nvme:
         mistakes.append(f"{document.place(('aio',))}: would be ignored: nothing is offloaded to nvme")

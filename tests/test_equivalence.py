@@ -24,8 +24,10 @@ ADAMW_LOSS, ADAMW_NORM = 1e-5, 1e-4
 # Big enough for DeepSpeed to swap: it keeps tensors under 1 MiB in memory.
 NVME_MODEL = {"model.from_scratch.vocab_size": "8192"}
 
-# What FSDP2 and ZeRO compute between the same two processes, in the same order, is the same to the last bit.
-BITWISE = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+# What these compute between the same two processes, in the same order, is the same to the last bit. ZeRO-3 is not among
+# them: its weights differ in the last bits from the first steps on (2e-7 after 20 steps of SGD), with or without its
+# own linear function; the other place where it enters the graph is the hooks around each module's backward.
+BITWISE = ["ddp", "fsdp2", "zero1", "zero2"]
 
 
 @pytest.fixture(scope="session")

@@ -64,7 +64,7 @@ def deal(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
     return dealt
 
 
-def collate(tokens: TokenSet, samples: Sequence[int], pad_id: int) -> dict[str, Tensor]:
+def collate(tokens: TokenSet, samples: Sequence[int] | np.ndarray, pad_id: int) -> dict[str, Tensor]:
     """The samples in rows, padded on the right; causal attention never sees what comes after, so there is no mask.
 
     With no samples, a row of two pad tokens without targets: every rank must run the forward that others run.

@@ -64,7 +64,8 @@ class Engine:
         self.accelerator, self.notes = start_accelerator(strategy, plan, mixed_precision, self.deepspeed_config)
         self.device: torch.device = self.accelerator.device
         self.data_parallel = DataParallel(size=plan.data_parallel_size, rank=world.rank // strategy.tp_size)
-        self.model: torch.nn.Module
+        # Any: DDP, FSDP and DeepSpeed each wrap the model in a class of their own.
+        self.model: Any
         self.optimizer: Any
 
     @property
@@ -189,7 +190,7 @@ class Engine:
         if self.strategy.kind == "fsdp1":
             yield from self._full_fsdp1_parameters()
             return
-        for name, parameter in self.unwrapped().named_parameters():
+        for name, parameter in self.transformer().named_parameters():
             full = _gather(self, parameter)
             yield name, full.detach().to("cpu", torch.float32) if self.is_main else None
 
@@ -201,13 +202,14 @@ class Engine:
             if not isinstance(unit, FullyShardedDataParallel):
                 continue
             with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
-                own = {id(parameter) for parameter in unit._handle.flat_param._params} if unit._handle else set()
+                handle: Any = unit._handle
+                own = {id(parameter) for parameter in handle.flat_param._params} if handle else set()
                 for name, parameter in unit.named_parameters(prefix):
                     if id(parameter) in own:
                         full = parameter.detach().to("cpu", torch.float32, copy=True) if self.is_main else None
                         yield name.replace("_fsdp_wrapped_module.", ""), full
 
-    def unwrapped(self) -> torch.nn.Module:
+    def transformer(self) -> Any:
         """The transformers model inside the wrapper."""
         return self.model.module if self.strategy.kind in ("ddp", "fsdp1", "zero") else self.model
 
@@ -275,13 +277,17 @@ class Engine:
         whole = torch.zeros((), dtype=torch.float64, device=self.device)
         shards = torch.zeros((), dtype=torch.float64, device=self.device)
         for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                gradient = _local(parameter.grad)
-                square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square().to(self.device)
-                if is_sharded(parameter) or self.strategy.kind == "fsdp1":
-                    shards += square
-                else:
-                    whole += square
+            if parameter.grad is None:
+                continue
+            # Not the parameter's placement: tensor parallel leaves the gradient of a cut embedding whole on each process.
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+                gradient = gradient.redistribute(placements=parameter.placements)
+            square = torch.linalg.vector_norm(_local(gradient), dtype=torch.float64).square().to(self.device)
+            if is_sharded(gradient) or self.strategy.kind == "fsdp1":
+                shards += square
+            else:
+                whole += square
         if dist.is_initialized() and self.world.num_processes > 1:
             dist.all_reduce(shards)
             shards /= self.strategy.dp_replicate_size

@@ -57,8 +57,8 @@ def _deepspeed_findings(engine: "Engine") -> Iterator[tuple[str, Any, Any]]:
         block = getattr(zero, name)
         found = None if block is None or block.device == "none" else str(getattr(block.device, "value", block.device))
         yield name, getattr(strategy, name), found
-    micro_batch_size = engine.deepspeed_config["train_micro_batch_size_per_gpu"]
-    yield "micro-batch size", micro_batch_size, model.train_micro_batch_size_per_gpu()
+    config = engine.deepspeed_config or {}
+    yield "micro-batch size", config["train_micro_batch_size_per_gpu"], model.train_micro_batch_size_per_gpu()
     yield "gradient accumulation", plan.gradient_accumulation_steps, model.gradient_accumulation_steps()
     yield "clipping", engine.max_grad_norm, model.gradient_clipping()
     found_precision = "bf16" if model.bfloat16_enabled() else "fp16" if model.fp16_enabled() else "no"
@@ -77,9 +77,11 @@ def _deepspeed_findings(engine: "Engine") -> Iterator[tuple[str, Any, Any]]:
 def _fsdp1_findings(engine: "Engine") -> Iterator[tuple[str, Any, Any]]:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    yield "wrapper", True, isinstance(engine.model, FullyShardedDataParallel)
+    yield "wrapper", "FullyShardedDataParallel", type(engine.model).__name__
+    if not isinstance(engine.model, FullyShardedDataParallel):
+        return
     units = FullyShardedDataParallel.fsdp_modules(engine.model)
-    num_layers = engine.unwrapped().config.num_hidden_layers
+    num_layers = engine.transformer().config.num_hidden_layers
     yield "FSDP units: one per layer and the root", num_layers + 1, len(units)
     assert engine.strategy.fsdp is not None
     asked = engine.strategy.fsdp.fsdp_sharding_strategy if engine.plan.num_processes > 1 else "NO_SHARD"
@@ -91,7 +93,9 @@ def _fsdp2_findings(engine: "Engine", trainable: list[torch.nn.Parameter]) -> It
 
     strategy, block = engine.strategy, engine.strategy.fsdp
     assert block is not None
-    yield "wrapper", True, isinstance(engine.model, FSDPModule)
+    if not isinstance(engine.model, FSDPModule):
+        yield "wrapper", "FSDPModule", type(engine.model).__name__
+        return
     yield "whole parameters", 0, sum(not is_sharded(parameter) for parameter in trainable)
     shards = strategy.dp_shard_size if strategy.dp_replicate_size > 1 else engine.plan.num_processes
     mesh = (strategy.dp_replicate_size, shards) if strategy.dp_replicate_size > 1 else (shards,)
@@ -99,13 +103,13 @@ def _fsdp2_findings(engine: "Engine", trainable: list[torch.nn.Parameter]) -> It
     units = [module for module in engine.model.modules() if isinstance(module, FSDPModule)]
     layers = [module for module in units if _is_layer(module, engine.model)]
     yield "layers that are units", engine.model.config.num_hidden_layers, len(layers)
-    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in layers]
+    groups: list[Any] = [unit._get_fsdp_state()._fsdp_param_group for unit in layers]
     reshards = {group.post_forward_mesh_info is not None for group in groups}
     yield "reshard after forward", {block.fsdp_reshard_after_forward}, reshards
     offloaded = {type(group.offload_policy).__name__ for group in groups}
     yield "parameter offload", {"CPUOffloadPolicy" if block.fsdp_offload_params else "OffloadPolicy"}, offloaded
 
 
-def _is_layer(module: torch.nn.Module, model: torch.nn.Module) -> bool:
+def _is_layer(module: Any, model: Any) -> bool:
     """FSDP2 renames a class; its bases tell what it was."""
     return any(base.__name__ in model._no_split_modules for base in type(module).__mro__)

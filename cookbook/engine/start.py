@@ -98,6 +98,8 @@ def start_accelerator(
         raise RecipeError([f"{local_processes} processes on this machine, but torch sees {seen} GPUs"])
     # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 retires: a line for each call, thousands in a run.
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
+    # accelerate 1.15 has no argument for the successor.
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
     options: dict[str, Any] = {"mixed_precision": mixed_precision}
     if strategy.kind == "single":
         return Accelerator(cpu=on_cpu, **options), notes
@@ -151,7 +153,11 @@ def _fsdp_plugin(strategy: Strategy, mixed_precision: str, on_cpu: bool, notes: 
         "auto_wrap_policy": block.fsdp_auto_wrap_policy,
         "cpu_ram_efficient_loading": rank_zero_loads,
     }
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(rank_zero_loads).lower()  # from_pretrained asks the environment
+    # Asked of the environment, not of the plugin: by from_pretrained, and by PartialState, which adds gloo to NCCL for
+    # parameters on CPU.
+    os.environ["ACCELERATE_USE_FSDP"] = "true"
+    os.environ["FSDP_OFFLOAD_PARAMS"] = str(block.fsdp_offload_params).lower()
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(rank_zero_loads).lower()
     if block.fsdp_version == 1:
         # Reductions stay in float32: a strategy must not round what DDP does not.
         policy = low and MixedPrecision(param_dtype=low, reduce_dtype=torch.float32)

@@ -1,0 +1,438 @@
+"""Protects the pages: commands, links, paths, keys and numbers in them are tried against what is there.
+
+Commands run in a copy of the files with --dry-run, so that nothing is trained. Run alone: pytest -q tests/test_docs.py
+"""
+
+import ast
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import ROOT, clean_environment
+
+import cookbook
+from cookbook.recipe import Recipe, Section
+
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+TARGETS = re.findall(r"(?m)^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text())
+
+# What pages may name though it is not there: made by a run, or by the reader.
+MADE = ("outputs/", ".venv", ".cache", "nvme_swap", "recipes/mine.yaml", "run.output_dir/", "export/", "path/to/")
+WRITTEN_BY_A_RUN = {"recipe.yaml", "run.json", "metrics.jsonl"}
+
+# `python -m cookbook launch` up to the moment where it would become accelerate: prints that line, having checked all.
+LAUNCH_ONLY = (
+    "import os, sys; os.execve = lambda *_: sys.exit(0); from cookbook.cli import main; sys.exit(main(sys.argv[1:]))"
+)
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def fences(text: str, language: str) -> list[str]:
+    return re.findall(rf"(?ms)^```{language}\n(.*?)^```$", text)
+
+
+def prose(text: str) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"(?ms)^```.*?^```$", "", text)
+
+
+def commands(text: str) -> list[str]:
+    lines = [line for block in fences(text, "bash") for line in block.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+# Trying a command. Each function raises AssertionError with what is wrong, and returns the accelerate lines behind it.
+
+
+def run(folder: Path, *command: str) -> str:
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=clean_environment(CUDA_VISIBLE_DEVICES=""),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, f"{shlex.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def attempt(line: str, folder: Path) -> list[list[str]]:
+    words = shlex.split(line, comments=True)
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words = words[1:]
+    match words:
+        case ["make", *arguments]:
+            return attempt_make(arguments, folder)
+        case ["accelerate", "launch", *_]:
+            return [words]
+        case ["python", "train.py", *arguments]:
+            run(folder, sys.executable, "train.py", *arguments, "--dry-run")
+        case ["python", "-m", "cookbook", *arguments]:
+            return attempt_cookbook(arguments, folder)
+        case ["python", "-m", "pytest", *arguments]:
+            for name in (word for word in arguments if "/" in word):
+                assert (ROOT / name).exists(), f"{name} is not there"
+        case ["cp", source, target]:
+            shutil.copy(folder / source, folder / target)
+        case ["source", ".venv/bin/activate"] | ["apt-get", "install", *_]:
+            pass  # the reader's machine
+        case _:
+            raise AssertionError(f"no way to try {line!r} is known")
+    return []
+
+
+def attempt_make(arguments: list[str], folder: Path) -> list[list[str]]:
+    makefile = text_of("Makefile")
+    assignments = [word for word in arguments if "=" in word]
+    targets = [word for word in arguments if "=" not in word]
+    assert set(targets) <= set(TARGETS), f"make {targets}: the Makefile has {TARGETS}"
+    for name in (word.split("=")[0] for word in assignments):
+        assert f"$({name})" in makefile, f"{name}= is read by no rule"
+    lines = []
+    for line in run(folder, "make", "-n", *arguments).splitlines():
+        if found := re.search(r"-m cookbook (.*)", line):
+            lines += attempt_cookbook(shlex.split(found.group(1)), folder)
+    return lines
+
+
+def attempt_cookbook(arguments: list[str], folder: Path) -> list[list[str]]:
+    verb = arguments[0]
+    if verb == "launch":
+        printed = run(folder, sys.executable, "-c", LAUNCH_ONLY, *arguments)
+        return [shlex.split(printed.splitlines()[-1])]
+    if verb in ("check", "--help"):
+        run(folder, sys.executable, "-m", "cookbook", *arguments)
+        return []
+    explained = run(folder, sys.executable, "-m", "cookbook", verb, "--help")
+    for flag in (word for word in arguments if word.startswith("--")):
+        assert flag in explained, f"{verb} has no {flag}"
+    return []
+
+
+def launch(words: list[str], folder: Path) -> None:
+    """Runs an accelerate line with --dry-run."""
+    if "--dry-run" not in words:
+        words = [*words, "--dry-run"]
+    printed = run(folder, sys.executable, "-m", "accelerate.commands.launch", *words[2:])
+    assert ": fine under accelerate_configs/" in printed, printed
+
+
+@dataclass
+class Trial:
+    folder: Path
+    mistake: str | None = None
+    accelerate_lines: list[list[str]] = field(default_factory=list)
+
+
+def workplace(folder: Path) -> Path:
+    """A copy of the files that a reader may edit, and links to the rest."""
+    folder.mkdir(parents=True)
+    for name in ("recipes", "accelerate_configs", "ds_configs"):
+        shutil.copytree(ROOT / name, folder / name)
+    for name in ("cookbook", "train.py", "Makefile", "requirements.txt", "requirements-dev.txt"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+def label(path: Path) -> list[str]:
+    """The comment at the top of a recipe or strategy, without marks and without the editor's line."""
+    lines = re.match(r"(?:#.*\n)*", path.read_text(encoding="utf-8"))
+    assert lines is not None
+    return [line.removeprefix("#").strip() for line in lines.group().splitlines() if "yaml-language-server" not in line]
+
+
+def label_commands(path: Path) -> list[str]:
+    """The commands of a label's `Run:`, which may go on over lines; a remark stands two spaces away."""
+    found, is_run = [], False
+    for line in label(path):
+        is_run = line.startswith("Run:") or (is_run and not re.match(r"[A-Z][a-z]+:", line))
+        if is_run:
+            found.append(re.split(r"  +", line.removeprefix("Run:").strip())[0])
+    return found
+
+
+def all_commands() -> list[tuple[str, str]]:
+    """(place, command), in the order in which a reader meets them."""
+    pages = [(page, line) for page in PAGES for line in commands(text_of(page))]
+    labels = [(str(path.relative_to(ROOT)), line) for path in RECIPES for line in label_commands(path)]
+    return pages + labels
+
+
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Trial]:
+    """Every command, tried up to the line that would start processes; a fresh workplace for each page."""
+    base, folders, found = tmp_path_factory.mktemp("docs"), {}, {}
+    for place, line in all_commands():
+        if place not in folders:
+            folders[place] = workplace(base / str(len(folders)))
+        trial = found[place, line] = Trial(folders[place])
+        try:
+            trial.accelerate_lines = attempt(line, trial.folder)
+        except AssertionError as error:
+            trial.mistake = str(error)
+    return found
+
+
+def test_there_are_commands_to_try():
+    places = [place for place, _ in all_commands()]
+    assert len(places) >= 20
+    assert places.count("README.md") >= 10 and {"docs/recipes.md", "recipes/quickstart.yaml"} <= set(places)
+
+
+@pytest.mark.parametrize(("place", "line"), all_commands())
+def test_a_command_of_the_pages_exists_and_finds_nothing_wrong(trials, place, line):
+    assert trials[place, line].mistake is None, trials[place, line].mistake
+
+
+def test_the_accelerate_lines_behind_the_commands_pass_a_dry_run(trials):
+    """Of lines that differ only in the strategy, three are run."""
+    chosen: dict[tuple[str, ...], dict[str, tuple[list[str], Path]]] = {}
+    for trial in trials.values():
+        for words in trial.accelerate_lines:
+            at = words.index("--config_file") + 1
+            assert (ROOT / words[at]).is_file(), words
+            same = chosen.setdefault(tuple(words[words.index("train.py") :]), {})
+            if len(same) < 3:
+                same.setdefault(words[at], (words, trial.folder))
+    lines = [line for same in chosen.values() for line in same.values()]
+    assert len(lines) >= 5
+    for words, folder in lines:
+        launch(words, folder)
+
+
+WRONG = [
+    "make fly",
+    "make train RECIPE=recipes/quickstart.yaml STRATEGIES=zero2",
+    "make train RECIPE=recipes/none.yaml",
+    "make train RECIPE=recipes/quickstart.yaml STRATEGY=zero9",
+    "python train.py recipes/none.yaml",
+    "python train.py --set optim.learnig_rate=1",
+    "python -m cookbook levitate",
+    "python -m cookbook sample outputs/quickstart --temperature 1",
+    "python -m pytest tests/test_nothing.py",
+    "cp recipes/none.yaml recipes/mine.yaml",
+    "frobnicate recipes",
+]
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_made_up_command_would_be_caught(tmp_path, line):
+    with pytest.raises((AssertionError, OSError)):
+        attempt(line, workplace(tmp_path / "w"))
+
+
+def test_a_made_up_accelerate_line_would_be_caught(tmp_path):
+    line = "accelerate launch --config_file accelerate_configs/zero3.yaml train.py --set seed=-1"
+    with pytest.raises(AssertionError, match="seed"):
+        launch(shlex.split(line), workplace(tmp_path / "w"))
+
+
+# Links and paths.
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+def broken_links(page: str, text: str) -> tuple[int, list[str]]:
+    """How many relative links there are, and those that lead nowhere."""
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", prose(text)) if "://" not in link]
+    broken = []
+    for link in links:
+        name, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / name if name else ROOT / page
+        content = text if not name else target.read_text() if target.is_file() and anchor else ""
+        slugs = {slug(heading) for heading in re.findall(r"(?m)^#+ (.*)$", prose(content))}
+        if not target.exists() or (anchor and anchor not in slugs):
+            broken.append(link)
+    return len(links), broken
+
+
+def missing_paths(text: str) -> tuple[int, list[str]]:
+    """How many paths of this repository are named as `code`, and those that are not there."""
+    pattern = r"[\w.*-]+(?:/[\w.*-]+)*/?"
+    words = [word for code in re.findall(r"`([^`\n]+)`", prose(text)) for word in code.split()]
+    words += [line.split()[0] for block in fences(text, "") for line in block.splitlines() if line.strip()]
+    paths = [
+        word
+        for word in words
+        if re.fullmatch(pattern, word)
+        and ("/" in word or re.search(r"\.(py|yaml|json|md|txt|toml|jinja)$", word))
+        and not word.startswith(MADE)
+        and word not in WRITTEN_BY_A_RUN
+    ]
+    return len(paths), [path for path in paths if not list(ROOT.glob(path.rstrip("/")))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_and_path_of_a_page_is_there(page):
+    assert broken_links(page, text_of(page))[1] == []
+    assert missing_paths(text_of(page))[1] == []
+
+
+def test_there_are_links_and_paths_to_check():
+    assert sum(broken_links(page, text_of(page))[0] for page in PAGES) >= 25
+    assert sum(missing_paths(text_of(page))[0] for page in PAGES) >= 30
+
+
+def test_a_link_or_path_to_nowhere_would_be_found():
+    page = "See [a](docs/none.md), [b](README.md#no-such-heading), `tests/none.py` and `cookbook/plan.py`.\n"
+    assert broken_links("README.md", page) == (2, ["docs/none.md", "README.md#no-such-heading"])
+    assert missing_paths(page) == (2, ["tests/none.py"])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_make_target_named_in_a_sentence_exists(page):
+    named = re.findall(r"`make ([a-z][a-z0-9-]*)[^`]*`", text_of(page))
+    assert set(named) <= set(TARGETS)
+
+
+# The README.
+
+
+def test_the_readme_is_short_and_keeps_a_place_for_the_equivalence_table():
+    text = text_of("README.md")
+    assert len(prose(text).splitlines()) <= 130
+    assert text.count("<!-- equivalence:begin -->") == text.count("<!-- equivalence:end -->") == 1
+
+
+def test_the_readme_offers_every_strategy():
+    rows = re.findall(r"(?m)^\| \[`(\w+)`\]\((\S+)\) \|", text_of("README.md"))
+    assert len(rows) >= 14
+    assert sorted(rows) == [(name, f"accelerate_configs/{name}.yaml") for name in STRATEGIES]
+
+
+def test_the_layers_of_the_contributing_page_are_those_of_the_package():
+    rows = [line for line in cookbook.__doc__.splitlines() if re.match(r"(parts|plan|words) ", line)]
+    assert len(rows) == 3
+    for row in rows:
+        assert row.split() in [line.split() for line in text_of("CONTRIBUTING.md").splitlines()], row
+
+
+# Strategies: labels, and docs/strategies.md.
+
+
+def settings(values: Any) -> list[tuple[str, Any]]:
+    """(key, value) at every depth; sections too."""
+    if not isinstance(values, dict):
+        return []
+    return [pair for key, value in values.items() for pair in [(key, value), *settings(value)]]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_has_a_label_and_few_settings(name):
+    path = ROOT / f"accelerate_configs/{name}.yaml"
+    lines = label(path)
+    assert 2 <= len(lines) <= 4
+    assert "Take it" in " ".join(lines) and "Costs" in " ".join(lines)
+    assert max(map(len, path.read_text().splitlines())) <= 120
+    assert len([value for _, value in settings(yaml.safe_load(path.read_text())) if not isinstance(value, dict)]) <= 12
+
+
+def test_every_strategy_has_its_own_section():
+    headings = re.findall(r"(?m)^### (\w+)$", text_of("docs/strategies.md"))
+    assert sorted(headings) == STRATEGIES
+
+
+def test_every_setting_of_a_strategy_file_is_explained_with_its_value():
+    text = text_of("docs/strategies.md")
+    files = [*(ROOT / "accelerate_configs").glob("*.yaml"), *(ROOT / "ds_configs").glob("*.json")]
+    found = [pair for path in files for pair in settings(yaml.safe_load(path.read_text()))]
+    assert len({key for key, _ in found}) >= 35
+    # stage, device and enabled are what a file is named for.
+    keys = {key for key, _ in found} - {"stage", "zero_optimization", "device", "enabled"}
+    assert sorted(key for key in keys if f"`{key}`" not in text) == []
+    rows = re.findall(r"(?m)^\| ((?:`\w+`(?:, )?)+) \| (\d[^|`]*) \|", text)
+    numbers = {
+        key: {float(n) for n in re.findall(r"\d[\de.]*", cell)}
+        for keys, cell in rows
+        for key in keys[1:-1].split("`, `")
+    }
+    assert len(keys & set(numbers)) >= 10
+    for key, value in found:
+        if key in numbers:
+            assert value in numbers[key], f"{key} is {value}"
+
+
+def test_every_value_of_the_disk_settings_is_the_one_in_the_file():
+    text = text_of("docs/strategies.md")
+    aio = json.loads((ROOT / "ds_configs/zero3_nvme.json").read_text())["aio"]
+    assert len(aio) == 5
+    for key, value in aio.items():
+        written = json.dumps(value)
+        assert f"`{key}` {written}" in text or f"`{key}` `{written}`" in text, key
+
+
+# Recipes: labels, and docs/recipes.md.
+
+
+def recipe_keys(model: type[Section] = Recipe, path: str = "") -> list[tuple[str, Any]]:
+    """(key, default) of every key; ... for one that must be written. `data.eval` has the keys of `data.train`."""
+    found = []
+    for name, info in model.model_fields.items():
+        inner = [
+            kind
+            for kind in (info.annotation, *getattr(info.annotation, "__args__", ()))
+            if isinstance(kind, type) and issubclass(kind, Section)
+        ]
+        key = f"{path}{name}"
+        if not inner or path == "data." or name == "from_scratch":
+            found.append((key, ... if info.is_required() else info.default))
+        if inner and key != "data.eval":
+            found += recipe_keys(inner[0], f"{key}.")
+    return found
+
+
+def test_every_key_of_a_recipe_is_explained_with_its_default():
+    rows = dict(re.findall(r"(?m)^\| `([\w.]+)` \| (\S[^|]*) \| \S", text_of("docs/recipes.md")))
+    keys = recipe_keys()
+    assert len(keys) >= 40
+    assert [key for key, _ in keys if key not in rows] == []
+    for key, default in keys:
+        cell = rows[key].strip("`")
+        if default is ...:
+            assert cell == "-", key
+        elif default is None:
+            assert cell == "none", key
+        elif isinstance(default, float):
+            assert float(cell) == default, key
+        else:
+            assert yaml.safe_load(cell) == (list(default) if isinstance(default, tuple) else default), key
+
+
+def test_every_key_of_the_metrics_is_explained():
+    dicts = [
+        node.args[0]
+        for node in ast.walk(ast.parse(text_of("train.py")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "log.write"
+    ]
+    keys = {key.value for node in dicts for key in getattr(node, "keys", ()) if isinstance(key, ast.Constant)}
+    assert len(keys) >= 11
+    assert sorted(key for key in keys | {"mfu"} if f"`{key}`" not in text_of("docs/recipes.md")) == []
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_recipe_says_what_it_is_how_to_run_it_what_it_needs_and_on_what_it_was_measured(path):
+    lines = label(path)
+    assert lines and re.match(r"[^:]+: \S|[A-Z].* \S", lines[0]), "the first line says what it is"
+    for word in ("Run", "Needs", "Measured"):
+        assert any(re.match(rf"{word}: +\S", line) for line in lines), f"no {word}:"
+    assert str(path.relative_to(ROOT)) in "\n".join(label_commands(path)) or "make quickstart" in label_commands(path)
+
+
+def test_there_are_recipes_to_read():
+    assert len(RECIPES) >= 1
