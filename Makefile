@@ -11,7 +11,7 @@ PROCESSES_FLAG = $(if $(PROCESSES),--processes $(PROCESSES))
 SET_FLAGS = $(foreach assignment,$(SET),--set '$(assignment)')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart train check schema test lint clean
+.PHONY: help setup quickstart train check schema test matrix lint clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 14
@@ -34,7 +34,12 @@ schema: $(STAMP)  ## write recipes/schema.json, by which an editor completes and
 	@$(RUN) schema
 
 test: $(DEV_STAMP)  ## the whole test suite; no GPU and no network needed
-	@.venv/bin/python -m pytest -q tests
+	@.venv/bin/python -m pytest -q -n 2 tests
+
+matrix: $(DEV_STAMP)  ## run the equivalence tests and write their table into the README
+	@rm -rf outputs/curves
+	@CURVES=outputs/curves .venv/bin/python -m pytest -q -n 2 tests/test_equivalence.py -k "not readme"
+	@.venv/bin/python benchmarks/equivalence_table.py outputs/curves
 
 lint: $(DEV_STAMP)  ## style, format and types
 	@.venv/bin/ruff check .

@@ -157,7 +157,7 @@ def test_a_clip_value_that_does_not_reach_the_engine_would_leave_the_curve(lab: 
     assert distance(wrong, lab.run("single", settings)).loss > 100 * SGD_LOSS
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero2"])
 def test_a_strategy_that_falls_back_to_ddp_is_refused(lab: Lab, strategy: str):
     folder, output = lab.attempt(strategy, SGD, processes=2, sabotage="silently_ddp")
     assert (folder / "exit_code").read_text() != "0"

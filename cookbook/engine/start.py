@@ -146,9 +146,9 @@ def _fsdp_plugin(strategy: Strategy, mixed_precision: str, on_cpu: bool, notes: 
     assert block is not None
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)
     rank_zero_loads = block.fsdp_cpu_ram_efficient_loading
-    if on_cpu and rank_zero_loads:
+    if on_cpu and rank_zero_loads and block.fsdp_version == 1:
         rank_zero_loads = False
-        notes.append("fsdp_cpu_ram_efficient_loading needs a GPU: every process reads the weights")
+        notes.append("fsdp_cpu_ram_efficient_loading with fsdp_version 1 needs a GPU: every process reads the weights")
     shared: dict[str, Any] = {
         "auto_wrap_policy": block.fsdp_auto_wrap_policy,
         "cpu_ram_efficient_loading": rank_zero_loads,
