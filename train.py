@@ -16,7 +16,7 @@ from pathlib import Path
 from cookbook import launch, machine
 from cookbook.data.rows import Rows, read_rows, texts
 from cookbook.files import RecipeError
-from cookbook.plan import Plan, load_pair, make_plan
+from cookbook.plan import Plan, describe_batch, load_pair, make_plan
 from cookbook.recipe import Recipe, dump_recipe
 from cookbook.strategy import Strategy
 
@@ -34,7 +34,7 @@ def main() -> int:
         recipe, strategy, plan, world, notes = check(arguments.recipe, arguments.assignments, world)
         if arguments.dry_run:
             if world.rank == 0:
-                print(f"{arguments.recipe}: fine under {strategy.path}, {plan}")
+                print(f"{arguments.recipe}: fine under {strategy.path}; {describe_batch(recipe, plan)}")
             return 0
         train(recipe, strategy, plan, world, notes)
     except RecipeError as error:

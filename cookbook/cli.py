@@ -15,7 +15,7 @@ from typing import Any
 
 from cookbook.files import RecipeError
 from cookbook.machine import num_cores, num_gpus
-from cookbook.plan import default_num_processes, launch_command, load_pair, make_plan, show_command
+from cookbook.plan import default_num_processes, describe_batch, launch_command, load_pair, make_plan, show_command
 from cookbook.recipe import recipe_schema
 from cookbook.strategy import find_strategy, load_strategy
 
@@ -125,11 +125,7 @@ def _check_recipe(path: Path, override: Path | None) -> str:
     recipe, strategy = load_pair(path, strategy_path=override)
     count = default_num_processes(strategy, num_gpus())
     plan = make_plan(recipe, strategy, num_processes=count, num_gpus=count, recipe_name=str(path))
-    processes = f"{plan.data_parallel_size} data-parallel process{'es' if plan.data_parallel_size > 1 else ''}"
-    return (
-        f"{path}: fine under {strategy.path}; {recipe.batch.global_batch_size} sequences a step = {processes}"
-        f" x micro-batch {recipe.batch.micro_batch_size} x accumulation {plan.gradient_accumulation_steps}"
-    )
+    return f"{path}: fine under {strategy.path}; {describe_batch(recipe, plan)}"
 
 
 def summarize(arguments: argparse.Namespace) -> int:

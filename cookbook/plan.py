@@ -21,6 +21,15 @@ class Plan:
     """Forwards per process and full optimizer step."""
 
 
+def describe_batch(recipe: Recipe, plan: Plan) -> str:
+    """The batch arithmetic in one line."""
+    processes = f"{plan.data_parallel_size} data-parallel process{'es' if plan.data_parallel_size > 1 else ''}"
+    return (
+        f"{recipe.batch.global_batch_size} sequences a step = {processes} x micro-batch"
+        f" {recipe.batch.micro_batch_size} x accumulation {plan.gradient_accumulation_steps}"
+    )
+
+
 def load_pair(
     recipe_path: Path, assignments: list[str] | None = None, strategy_path: Path | None = None
 ) -> tuple[Recipe, Strategy]:
@@ -126,7 +135,12 @@ def _impossible_split(recipe: Recipe, data_parallel_size: int, num_processes: in
         f"batch.global_batch_size is {batch.global_batch_size}, but {who} x micro_batch_size {batch.micro_batch_size} ="
         f" {per_forward} sequences per forward. Use global_batch_size {' or '.join(map(str, ways))}"
     )
-    return text + (f", or micro_batch_size {fitting[0]}." if fitting else ".")
+    if fitting:
+        text += f", or micro_batch_size {fitting[0]}"
+    fewer = [n for n in range(num_processes - 1, 0, -1) if batch.global_batch_size % (n * batch.micro_batch_size) == 0]
+    if fewer and data_parallel_size == num_processes:
+        text += f", or {fewer[0]} process{'es' if fewer[0] > 1 else ''}"
+    return f"{text}."
 
 
 def launch_command(recipe: str, strategy: Strategy, *, num_processes: int, assignments: list[str]) -> list[str]:

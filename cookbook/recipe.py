@@ -111,13 +111,13 @@ class DataSection(Section):
     train: SourceField
     """Rows of `messages` (chat), `prompt` and `completion`, or `text`."""
     eval: SourceField | None = None
-    """Held-out rows; evaluated every run.eval_every_steps and at the end."""
+    """Held-out rows; evaluated before the first step, every run.eval_every_steps, and at the end."""
     max_length: int = Field(default=2048, ge=8)
     """Tokens per sample; longer samples are cut at the end."""
     chat_template: PathText | None = None
     """A Jinja file; without it, the tokenizer's own template."""
     on_bad_row: Literal["error", "drop"] = "error"
-    """What to do with a row that cannot be trained on: stop and name all of them, or drop and count them."""
+    """What to do with a row that cannot be trained on: stop and name them (20 at most), or drop and count them."""
 
 
 class ObjectiveSection(Section):
@@ -168,7 +168,7 @@ class ScheduleSection(Section):
     name: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape after the warm-up; cosine and linear end at 0."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps from 0 to the peak learning rate."""
+    """Optimizer steps to the peak learning rate, in equal rises: the first step takes 1/warmup_steps of it."""
 
 
 class RunSection(Section):
@@ -176,7 +176,7 @@ class RunSection(Section):
     max_steps: int | None = Field(default=None, gt=0)
     """Optimizer steps, instead of num_epochs."""
     eval_every_steps: int | None = Field(default=None, gt=0)
-    """Without it, data.eval is evaluated once, at the end."""
+    """Without it, data.eval is evaluated before the first step and at the end only."""
     output_dir: PathText
     """Everything that a run writes lies under this folder."""
 

@@ -340,6 +340,11 @@ def _check_zero(document: Document) -> list[str]:
         late |= {name for name in ZeroBlock.model_fields if name.startswith("stage3_")}
         for key in [key for key in ZeroBlock.model_fields if key in late & zero.model_fields_set]:
             mistakes.append(f"{document.place((*place, key))}: needs stage 3, the stage is {zero.stage}; take it out")
+    if zero.stage == 1 and document.values.get("data_types") is not None and zero.offload_optimizer is None:
+        mistakes.append(
+            f"{document.place(('data_types',))}: with stage 1 DeepSpeed would run its BF16_Optimizer, not ZeRO-1;"
+            " take it out, or use stage 2"
+        )
     for key in ("offload_optimizer", "offload_param"):
         block: OffloadBlock | None = getattr(zero, key)
         if block is None:

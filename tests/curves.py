@@ -143,6 +143,7 @@ class Lab:
         """The curve of a finished run.
 
         Args:
+            strategy: the name of a shipped file, or a path.
             sabotage: a deliberate mistake from tests/sabotage.py.
 
         Raises:
@@ -151,6 +152,17 @@ class Lab:
         result, output = self.attempt(strategy, settings, processes=processes, sabotage=sabotage)
         assert (result / "exit_code").read_text() == "0", f"{strategy} failed:\n{output[-4000:]}"
         return Curve(result)
+
+    def derive(self, strategy: str, **zero: object) -> str:
+        """A copy of a DeepSpeed strategy with other values in its `zero_optimization`; returns the path of its YAML."""
+        name = f"{strategy}-{'-'.join(f'{key}_{value}' for key, value in zero.items())}"
+        config = json.loads((ROOT / "ds_configs" / f"{strategy}.json").read_text())
+        config["zero_optimization"].update(zero)
+        json_path, yaml_path = self.folder / f"{name}.json", self.folder / f"{name}.yaml"
+        json_path.write_text(json.dumps(config))
+        text = (ROOT / "accelerate_configs" / f"{strategy}.yaml").read_text()
+        yaml_path.write_text(text.replace(f"ds_configs/{strategy}.json", str(json_path)))
+        return str(yaml_path)
 
     def attempt(
         self,
@@ -162,7 +174,7 @@ class Lab:
     ) -> tuple[Path, str]:
         """The folder of a run, successful or not, and what it printed."""
         key = json.dumps([strategy, settings or {}, processes, sabotage], sort_keys=True)
-        folder = self.folder / f"{strategy}-{hashlib.sha256(key.encode()).hexdigest()[:10]}"
+        folder = self.folder / f"{Path(strategy).stem}-{hashlib.sha256(key.encode()).hexdigest()[:10]}"
         with FileLock(f"{folder}.lock"):
             if not (folder / "exit_code").exists():
                 self._run(folder, strategy, settings or {}, processes, sabotage)
@@ -173,7 +185,8 @@ class Lab:
     ) -> None:
         folder.mkdir()
         command = [sys.executable, "-m", "accelerate.commands.launch"]
-        command += ["--config_file", f"accelerate_configs/{strategy}.yaml", "--main_process_port", "0"]
+        path = strategy if strategy.endswith(".yaml") else f"accelerate_configs/{strategy}.yaml"
+        command += ["--config_file", path, "--main_process_port", "0"]
         command += ["--num_processes", str(processes)] if processes else []
         command += ["tests/sabotage.py", sabotage] if sabotage else ["train.py"]
         command += [str(self.folder / "recipe.yaml")]

@@ -104,6 +104,14 @@ def test_the_number_of_processes_does_not_change_the_curve(lab: Lab, strategy: s
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
 
 
+@pytest.mark.parametrize("strategy", ["zero3", "zero3_offload"])
+def test_zero3_gives_the_same_curve_when_every_parameter_is_released_after_use(lab: Lab, strategy: str):
+    """The shipped files keep parameters below 100,000 elements whole, and this model has no larger one."""
+    released = lab.derive(strategy, stage3_param_persistence_threshold=0)
+    found = distance(lab.run(released, SGD, processes=2), lab.run("single", SGD))
+    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+
+
 @pytest.mark.parametrize("micro_batch_size", ["8", "4", "1"])
 def test_the_micro_batch_size_does_not_change_the_curve(lab: Lab, micro_batch_size: str):
     curve = lab.run("single", {"batch.micro_batch_size": micro_batch_size})

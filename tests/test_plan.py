@@ -59,12 +59,13 @@ def test_accumulation_is_global_over_micro_times_data_parallel(
 @pytest.mark.parametrize(
     ("processes", "global_batch", "micro_batch", "advice"),
     [
-        (8, 100, 4, "Use global_batch_size 96 or 128."),
+        (8, 100, 4, "Use global_batch_size 96 or 128, or 5 processes."),
         (2, 50, 8, "Use global_batch_size 48 or 64, or micro_batch_size 5."),
         (2, 4, 8, "Use global_batch_size 16, or micro_batch_size 2."),
-        (3, 16, 8, "Use global_batch_size 24."),
+        (3, 16, 8, "Use global_batch_size 24, or 2 processes."),
         (2, 17, 8, "Use global_batch_size 16 or 32."),
-        (4, 12, 2, "Use global_batch_size 8 or 16, or micro_batch_size 1."),
+        (4, 12, 2, "Use global_batch_size 8 or 16, or micro_batch_size 1, or 3 processes."),
+        (3, 16, 2, "Use global_batch_size 12 or 18, or 2 processes."),
     ],
 )
 def test_an_impossible_split_names_the_nearest_ones(book, processes, global_batch, micro_batch, advice):
@@ -84,12 +85,15 @@ def test_the_advice_of_an_impossible_split_is_possible(book):
                 if global_batch % (processes * micro_batch) == 0:
                     continue
                 (mistake,) = clash(processes=processes, global_batch=global_batch, micro_batch=micro_batch)
-                advice = mistake.split("Use global_batch_size ")[1].rstrip(".")
-                batches, _, micro = advice.partition(", or micro_batch_size ")
+                batches, *others = mistake.split("Use global_batch_size ")[1].rstrip(".").split(", or ")
                 for size in batches.split(" or "):
                     plan(processes=processes, global_batch=int(size), micro_batch=micro_batch)
-                if micro:
-                    plan(processes=processes, global_batch=global_batch, micro_batch=int(micro))
+                for other in others:
+                    first, second = other.split()
+                    if first == "micro_batch_size":
+                        plan(processes=processes, global_batch=global_batch, micro_batch=int(second))
+                    else:
+                        plan(processes=int(first), global_batch=global_batch, micro_batch=micro_batch)
 
 
 def test_data_parallel_processes_are_counted_apart_from_tensor_parallel_ones(book):

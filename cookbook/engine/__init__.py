@@ -279,7 +279,7 @@ class Engine:
         for parameter in self.model.parameters():
             if parameter.grad is None:
                 continue
-            # Not the parameter's placement: tensor parallel leaves the gradient of a cut embedding whole on each process.
+            # The gradient's own placement: tensor parallel leaves that of a cut embedding whole on each process.
             gradient = parameter.grad
             if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
                 gradient = gradient.redistribute(placements=parameter.placements)

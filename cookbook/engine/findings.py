@@ -93,16 +93,17 @@ def _fsdp2_findings(engine: "Engine", trainable: list[torch.nn.Parameter]) -> It
 
     strategy, block = engine.strategy, engine.strategy.fsdp
     assert block is not None
-    if not isinstance(engine.model, FSDPModule):
-        yield "wrapper", "FSDPModule", type(engine.model).__name__
+    model: Any = engine.model
+    if FSDPModule not in type(model).__mro__:
+        yield "wrapper", "FSDPModule", type(model).__name__
         return
     yield "whole parameters", 0, sum(not is_sharded(parameter) for parameter in trainable)
     shards = strategy.dp_shard_size if strategy.dp_replicate_size > 1 else engine.plan.num_processes
     mesh = (strategy.dp_replicate_size, shards) if strategy.dp_replicate_size > 1 else (shards,)
     yield "mesh", {mesh}, {tuple(p.device_mesh.shape) for p in trainable if isinstance(p, DTensor)}
-    units = [module for module in engine.model.modules() if isinstance(module, FSDPModule)]
-    layers = [module for module in units if _is_layer(module, engine.model)]
-    yield "layers that are units", engine.model.config.num_hidden_layers, len(layers)
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    layers = [module for module in units if _is_layer(module, model)]
+    yield "layers that are units", model.config.num_hidden_layers, len(layers)
     groups: list[Any] = [unit._get_fsdp_state()._fsdp_param_group for unit in layers]
     reshards = {group.post_forward_mesh_info is not None for group in groups}
     yield "reshard after forward", {block.fsdp_reshard_after_forward}, reshards
