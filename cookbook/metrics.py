@@ -73,9 +73,12 @@ class RunLog:
         self.folder, self.is_main = folder, is_main
         if not is_main:
             return
+        replaces = (folder / "metrics.jsonl").exists()
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
         self._bar = tqdm(total=max_steps, unit="step", dynamic_ncols=True, mininterval=1.0, file=sys.stderr)
+        if replaces:
+            self.say(f"{folder} holds an earlier run, which this one replaces")
 
     def write(self, line: dict[str, Any]) -> None:
         """Appends one line to metrics.jsonl, at full precision, and moves the bar on for a training line."""
