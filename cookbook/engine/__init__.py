@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from cookbook.engine.findings import find, is_sharded
 from cookbook.engine.start import build_ops, deepspeed_config, separate_swap, start_accelerator, wrap_fsdp1_on_cpu
@@ -211,7 +212,7 @@ class Engine:
 
     def transformer(self) -> Any:
         """The transformers model inside the wrapper."""
-        return self.model.module if self.strategy.kind in ("ddp", "fsdp1", "zero") else self.model
+        return getattr(self.model, "module", self.model)
 
     def close(self) -> None:
         """Leaves together. A process that exits while another still reads its last message breaks a run that was right.
@@ -260,7 +261,7 @@ class Engine:
         gradients until the last would cost the memory that the strategy is there to save. HSDP reduces inside the
         shard group each time and between the replicas at the last.
         """
-        if self.strategy.kind == "ddp" and not last:
+        if isinstance(self.model, DistributedDataParallel) and not last:
             return self.model.no_sync()
         if self.strategy.kind == "fsdp2":
             self.model.set_requires_all_reduce(last)
