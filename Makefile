@@ -19,7 +19,7 @@ help:  ## this list
 setup: $(STAMP)  ## a virtual environment in .venv (PYTHON=python3.12 to choose; 3.11 or newer)
 
 quickstart: $(STAMP)  ## train a small model on this machine, with or without GPUs, and let it write some code
-	@$(RUN) launch recipes/quickstart.yaml $(STRATEGY_FLAG) $(PROCESSES_FLAG)
+	@$(RUN) launch recipes/quickstart.yaml $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)
 	@$(RUN) summary outputs/quickstart
 	@$(RUN) sample outputs/quickstart
 

@@ -18,7 +18,7 @@ from cookbook.data.rows import Rows, read_rows, texts
 from cookbook.files import RecipeError
 from cookbook.plan import Plan, describe_batch, load_pair, make_plan
 from cookbook.recipe import Recipe, dump_recipe
-from cookbook.strategy import Strategy
+from cookbook.strategy import Strategy, load_strategy
 
 CACHE = Path(".cache")
 
@@ -27,38 +27,43 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="train.py", description="Train a recipe under a strategy.")
     parser.add_argument("recipe", nargs="?", default="recipes/quickstart.yaml")
     parser.add_argument("--set", dest="assignments", action="append", default=[], metavar="section.key=value")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, train nothing")
+    parser.add_argument("--dry-run", action="store_true", help="check files and machine, read no data, train nothing")
     arguments = parser.parse_args()
     try:
-        world = launch.read_world()
-        recipe, strategy, plan, world, notes = check(arguments.recipe, arguments.assignments, world)
+        recipe, strategy, plan, world, notes = check(arguments.recipe, arguments.assignments)
         if arguments.dry_run:
             if world.rank == 0:
                 print(f"{arguments.recipe}: fine under {strategy.path}; {describe_batch(recipe, plan)}")
             return 0
         train(recipe, strategy, plan, world, notes)
     except RecipeError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"\n{error}\n", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(60)  # torchrun ends all at the first that exits: let the first process of a machine tell it
+        print(f"\n{error}\n", file=sys.stderr)
         return 2
     return 0
 
 
-def check(
-    recipe_name: str, assignments: list[str], world: launch.World
-) -> tuple[Recipe, Strategy, Plan, launch.World, list[str]]:
+def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, Plan, launch.World, list[str]]:
     """Everything that can be known before torch is imported: files, launcher, environment, batch, GPUs."""
-    launcher = launch.find_launcher()
-    recipe, named = load_pair(Path(recipe_name), assignments)
+    launcher, world = launch.find_launcher(), launch.read_world()
+    given = Path(launcher.config_file) if launcher.config_file else None
+    recipe, strategy = load_pair(Path(recipe_name), assignments, given)
     path, note = launch.strategy_in_force(launcher, world, recipe.strategy)
-    strategy = named if note is None else load_pair(Path(recipe_name), assignments, path)[1]
+    strategy = load_strategy(path)
     mistakes = launch.check_environment(strategy, launcher, recipe.mixed_precision)
-    if mistakes:
-        raise RecipeError(mistakes)
     launch.clear_environment()
     num_gpus = machine.num_gpus()
     world = launch.trim_world(world, strategy, launcher, num_gpus)
-    plan = make_plan(recipe, strategy, num_processes=world.num_processes, num_gpus=num_gpus, recipe_name=recipe_name)
+    mistakes += launch.check_count(world, launcher)
+    try:
+        plan = make_plan(
+            recipe, strategy, num_processes=world.num_processes, num_gpus=num_gpus, recipe_name=recipe_name
+        )
+    except RecipeError as error:
+        mistakes += error.mistakes
+    if mistakes:
+        raise RecipeError(mistakes)
     return recipe, strategy, plan, world, [note] if note else []
 
 
@@ -87,8 +92,8 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
     name = models.resolve_model(
         recipe.model, seed=recipe.seed, texts=texts(rows), fingerprint=rows.fingerprint, cache=CACHE
     )
-    config = models.load_config(name, recipe.model.revision)
-    tokenizer = models.load_tokenizer(name, recipe.model.revision, recipe.data.chat_template)
+    config = models.load_config(name, recipe.data.max_length)
+    tokenizer = models.load_tokenizer(name, recipe.data.chat_template)
 
     def tokenize(source_rows: Rows, place: str) -> tokens.TokenSet:
         token_set, dropped = tokens.cached_tokens(
@@ -102,11 +107,19 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
         )
         counts = {**source_rows.num_dropped, **dropped}
         notes.extend(f"{place}: dropped {count} rows: {reason}" for reason, count in counts.items())
+        num_cut = int((token_set.lengths == recipe.data.max_length).sum())
+        if num_cut:
+            notes.append(f"{place}: {num_cut} of {len(token_set)} samples reach data.max_length and are cut there")
         return token_set
 
     train_set = tokenize(rows, "data.train")
     eval_set = tokenize(eval_rows, "data.eval") if eval_rows else None
+    del rows, eval_rows
     build_ops(strategy, CACHE)
+    steps_per_epoch = batches.steps_per_epoch(len(train_set), recipe.batch.global_batch_size)
+    max_steps = recipe.run.total_steps(steps_per_epoch)
+    if recipe.schedule.warmup_steps >= max_steps:
+        raise RecipeError([f"schedule.warmup_steps is {recipe.schedule.warmup_steps}, but there are {max_steps} steps"])
 
     # Start the strategy. One seed on all processes until the weights stand, since sharding takes a piece from each.
     output_dir = Path(recipe.run.output_dir)
@@ -120,19 +133,12 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
         max_grad_norm=recipe.optim.max_grad_norm,
         run_name=metrics.run_name(output_dir),
     )
-    model = models.load_model(
-        name,
-        recipe.model.revision,
-        gradient_checkpointing=recipe.model.gradient_checkpointing,
-        **engine.load_options(),
-    )
+    model = models.load_model(name, gradient_checkpointing=recipe.model.gradient_checkpointing, **engine.load_options())
     engine.prepare(model, build_optimizer(model, recipe.optim))
     set_seed(recipe.seed + engine.data_parallel.rank)
 
     # From here on everything counts optimizer steps over a fixed global batch.
     objective = OBJECTIVES[recipe.objective.name]
-    steps_per_epoch = batches.steps_per_epoch(len(train_set), recipe.batch.global_batch_size)
-    max_steps = recipe.run.total_steps(steps_per_epoch)
     dealt = {
         "micro_batch_size": recipe.batch.micro_batch_size,
         "num_ranks": engine.data_parallel.size,
@@ -144,7 +150,7 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
     log = metrics.RunLog(output_dir, is_main=engine.is_main, max_steps=max_steps)
     log.write_text("recipe.yaml", dump_recipe(recipe))
     log.write_record("run.json", metrics.environment_record(engine.device) | {"strategy": engine.describe()})
-    for note in [*notes, *engine.notes]:
+    for note in notes:
         log.say(note)
     log.say(
         f"{strategy.name}: {plan.num_processes} processes on {engine.device.type}, precision {recipe.mixed_precision}; "
@@ -190,6 +196,7 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
         config,
         tokenizer,
         output_dir / "export",
+        like=Path(name),
         dtype=config.dtype or torch.float32,
         is_main=engine.is_main,
     )

@@ -16,6 +16,7 @@ def export_model(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     *,
+    like: Path,
     dtype: torch.dtype,
     is_main: bool,
 ) -> None:
@@ -23,6 +24,9 @@ def export_model(
 
     Collective: every process must call, since `parameters` (names and whole tensors, on the main process only) gathers
     them one by one. The main process holds the whole model in `dtype` in host memory.
+
+    Args:
+        like: the folder of the model that was trained; how to generate is taken over from it.
     """
     weights = {}
     for name, tensor in parameters:
@@ -35,12 +39,18 @@ def export_model(
     build = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(build, ignore_errors=True)
     build.mkdir(parents=True)
-    # An empty twin writes the files: the trained model's own save_pretrained would gather again, on one process only.
-    config = copy.deepcopy(config)
-    config.dtype = dtype
-    with torch.device("meta"):
-        twin = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
-    twin.save_pretrained(build, state_dict=weights)
-    tokenizer.save_pretrained(build)
-    shutil.rmtree(folder, ignore_errors=True)
-    build.rename(folder)
+    try:
+        # An empty twin writes the files: the trained model's own save_pretrained would gather again, on one process.
+        config = copy.deepcopy(config)
+        config.dtype = dtype
+        with torch.device("meta"):
+            twin = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+        twin.save_pretrained(build, state_dict=weights)
+        tokenizer.save_pretrained(build)
+        if (like / "generation_config.json").is_file():
+            shutil.copyfile(like / "generation_config.json", build / "generation_config.json")
+        shutil.rmtree(folder, ignore_errors=True)
+        build.rename(folder)
+    except BaseException:
+        shutil.rmtree(build, ignore_errors=True)
+        raise

@@ -87,9 +87,9 @@ def launch_run(arguments: argparse.Namespace) -> int:
     # The accelerate beside this Python, and the compilers' ninja, also when the virtual environment is not activated.
     folder = str(Path(sys.executable).parent)
     environment = os.environ | {"PATH": os.pathsep.join([folder, os.environ.get("PATH", "")])}
-    if not gpus:
-        # torchrun would give each process one thread, whatever the machine has.
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // count)))
+    # torchrun would give each process one thread, whatever the machine has: too few on CPU, and for offloaded updates.
+    per_machine = max(1, count // strategy.num_machines)
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // per_machine)))
     program = shutil.which(command[0], path=environment["PATH"])
     if program is None:
         raise RecipeError([f"accelerate is not installed beside {sys.executable}; run make setup"])

@@ -40,7 +40,8 @@ class Launcher:
 
     is_accelerate: bool = False
     config_file: str | None = None
-    num_processes_given: bool = False
+    num_processes: int | None = None
+    """Of the command line; None if it does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,17 +80,18 @@ def find_launcher() -> Launcher:
 
 
 def _read_flags(words: list[str]) -> Launcher:
-    config_file, num_processes_given = None, False
+    config_file, num_processes = None, None
     for i, word in enumerate(words):
         flag, equals, value = word.partition("=")
         name = flag.lstrip("-").replace("-", "_")
         if name == "config_file":
             config_file = value if equals else "".join(words[i + 1 : i + 2])
         elif name == "num_processes":
-            num_processes_given = True
+            count = value if equals else "".join(words[i + 1 : i + 2])
+            num_processes = int(count) if count.isdigit() else None
         elif word.endswith(".py"):
             break
-    return Launcher(is_accelerate=True, config_file=config_file, num_processes_given=num_processes_given)
+    return Launcher(is_accelerate=True, config_file=config_file, num_processes=num_processes)
 
 
 def strategy_in_force(launcher: Launcher, world: World, recipe_strategy: str) -> tuple[Path, str | None]:
@@ -145,13 +147,20 @@ def trim_world(world: World, strategy: Strategy, launcher: Launcher, num_gpus: i
     `num_processes: auto` means one process per GPU; with none, torchrun starts one per core. The first CPU_PROCESSES
     stay; the others end here, successfully, before any process group exists.
     """
-    counted = strategy.num_processes is not None or launcher.num_processes_given or not launcher.is_accelerate
+    counted = strategy.num_processes is not None or launcher.num_processes is not None or not launcher.is_accelerate
     if num_gpus or counted or world.num_processes <= CPU_PROCESSES:
         return world
     if world.rank >= CPU_PROCESSES:
         raise SystemExit(0)
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(CPU_PROCESSES)
     return read_world()
+
+
+def check_count(world: World, launcher: Launcher) -> list[str]:
+    """A count on the command line that accelerate did not obey: with distributed_type NO it starts one process."""
+    if launcher.num_processes is None or launcher.num_processes == world.num_processes:
+        return []
+    return [f"--num_processes {launcher.num_processes}: {world.num_processes} started; {launcher.config_file} runs one"]
 
 
 def check_environment(strategy: Strategy, launcher: Launcher, mixed_precision: str) -> list[str]:
@@ -178,7 +187,11 @@ def check_environment(strategy: Strategy, launcher: Launcher, mixed_precision: s
 def clear_environment() -> None:
     """Takes the launcher's variables out, so that only what the engine passes has effect."""
     for name in list(os.environ):
-        if name.startswith(PREFIXES) and name not in ("ACCELERATE_LOG_LEVEL", "ACCELERATE_DEBUG_MODE"):
+        if name.startswith(PREFIXES) and name not in (
+            "ACCELERATE_LOG_LEVEL",
+            "ACCELERATE_DEBUG_MODE",
+            "ACCELERATE_CPU_AFFINITY",
+        ):
             del os.environ[name]
 
 

@@ -1,9 +1,11 @@
 """What a run writes down about itself: metrics.jsonl, run.json, recipe.yaml, and a progress bar for people."""
 
 import hashlib
+import itertools
 import json
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -17,8 +19,16 @@ from tqdm import tqdm
 GIB = 2**30
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "peft", "tokenizers", "numpy")
 
-# Dense bf16 peak in FLOP/s, from NVIDIA's data sheets (without sparsity), by a word of the device name.
-PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+# Dense bf16 peak in FLOP/s, from NVIDIA's data sheets (without sparsity), by words of the name, most exact first.
+PEAK_FLOPS = (
+    ("B200", 2250e12),
+    ("H200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("A100", 312e12),
+    ("L40S", 362e12),
+    ("RTX 4090", 165e12),
+)
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -34,7 +44,7 @@ def device_peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for word, peak in PEAK_FLOPS.items() if word in name), None)
+    return next((peak for words, peak in PEAK_FLOPS if re.search(rf"\b{words}\b", name)), None)
 
 
 class FlopCounter:
@@ -47,7 +57,8 @@ class FlopCounter:
     def __init__(self, config: Any, *, num_parameters: int, device: torch.device) -> None:
         self.peak = device_peak_flops(device)
         self.per_token = 6 * num_parameters
-        self.per_token_and_position = 6 * config.num_hidden_layers * config.hidden_size
+        text = config.get_text_config()
+        self.per_token_and_position = 6 * text.num_hidden_layers * text.hidden_size
 
     def count(self, num_tokens: int, mean_length: float) -> float:
         """Training FLOPs of a step."""
@@ -61,9 +72,17 @@ class FlopCounter:
 
 
 def run_name(output_dir: Path) -> str:
-    """A name that no other run of this machine has: that of its output folder, and a digest of the whole path."""
+    """The name of a run's output folder, and a digest of its whole path."""
     digest = hashlib.sha256(str(output_dir.resolve()).encode()).hexdigest()[:8]
     return f"{output_dir.name}-{digest}"
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Renames a folder that holds an earlier run to the first free `folder.N`, and returns its new path."""
+    if not (folder / "run.json").is_file():
+        return None
+    number = next(n for n in itertools.count(1) if not folder.with_name(f"{folder.name}.{n}").exists())
+    return folder.rename(folder.with_name(f"{folder.name}.{number}"))
 
 
 class RunLog:
@@ -73,12 +92,12 @@ class RunLog:
         self.folder, self.is_main = folder, is_main
         if not is_main:
             return
-        replaces = (folder / "metrics.jsonl").exists()
+        earlier = set_aside(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
         self._bar = tqdm(total=max_steps, unit="step", dynamic_ncols=True, mininterval=1.0, file=sys.stderr)
-        if replaces:
-            self.say(f"{folder} holds an earlier run, which this one replaces")
+        if earlier is not None:
+            self.say(f"{folder} held an earlier run, which now lies in {earlier}")
 
     def write(self, line: dict[str, Any]) -> None:
         """Appends one line to metrics.jsonl, at full precision, and moves the bar on for a training line."""

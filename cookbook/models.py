@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from filelock import FileLock
+from huggingface_hub import snapshot_download
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoConfig,
@@ -29,14 +30,24 @@ from cookbook.recipe import ModelSection, ScratchModel
 
 IGNORE_INDEX = -100
 SCRATCH_FORMAT = 1
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+"""What a model is made of, less weights in formats that can carry code."""
 CHATML = Path(__file__).parent.parent / "recipes" / "chat_templates" / "chatml.jinja"
 
 # Configuration keys of models that change the logits after the head: the loss below would not see it.
-LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+LOGIT_TRANSFORMS = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+    "logits_soft_cap",
+    "output_logit_soft_cap",
+)
 
 
 def resolve_model(model: ModelSection, *, seed: int, texts: Iterable[str], fingerprint: str, cache: Path) -> str:
-    """The name or folder to load from. A `from_scratch` model is built into the cache, once per machine.
+    """The folder to load from. A `from_scratch` model is built into the cache, once per machine; one of the Hub is
+    fetched here, before a process group could time out over it, and is then the same commit for all.
 
     Args:
         texts: what the new tokenizer is trained on; read only if it must be built.
@@ -44,7 +55,7 @@ def resolve_model(model: ModelSection, *, seed: int, texts: Iterable[str], finge
     """
     if model.from_scratch is None:
         assert model.name_or_path is not None
-        return model.name_or_path
+        return _fetch(model.name_or_path, model.revision)
     sizes = model.from_scratch
     description = [SCRATCH_FORMAT, sizes.model_dump(mode="json"), seed, fingerprint, CHATML.read_text()]
     key = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:16]
@@ -62,6 +73,17 @@ def resolve_model(model: ModelSection, *, seed: int, texts: Iterable[str], finge
                 shutil.rmtree(build, ignore_errors=True)
                 raise
     return str(folder)
+
+
+def _fetch(name: str, revision: str | None) -> str:
+    if Path(name).is_dir():
+        return name
+    try:
+        return snapshot_download(name, revision=revision, allow_patterns=HUB_FILES)
+    except (OSError, ValueError) as error:  # the Hub's errors are OSErrors, a malformed name is a ValueError
+        raise RecipeError(
+            [f"model.name_or_path is {name!r}: not a folder, and not fetched ({_first_line(error)})"]
+        ) from None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -93,10 +115,10 @@ def new_model(sizes: ScratchModel, tokenizer: PreTrainedTokenizerBase, seed: int
         return LlamaForCausalLM(config)
 
 
-def load_tokenizer(name: str, revision: str | None, chat_template: str | None) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, chat_template: str | None) -> PreTrainedTokenizerBase:
     """The tokenizer of a model; `chat_template` is a Jinja file that replaces the tokenizer's own."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise RecipeError([f"model.name_or_path is {name!r}: no tokenizer there ({_first_line(error)})"]) from None
     if chat_template is not None:
@@ -106,14 +128,14 @@ def load_tokenizer(name: str, revision: str | None, chat_template: str | None) -
     return tokenizer
 
 
-def load_config(name: str, revision: str | None) -> Any:
+def load_config(name: str, max_length: int) -> Any:
     """The model's configuration, refused where our loss would be wrong.
 
     Raises:
-        RecipeError: no such model, or one that transforms its logits after the head.
+        RecipeError: no such model, one that transforms its logits after the head, or with too few positions.
     """
     try:
-        config = AutoConfig.from_pretrained(name, revision=revision)
+        config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise RecipeError([f"model.name_or_path is {name!r}: no model there ({_first_line(error)})"]) from None
     for key in LOGIT_TRANSFORMS:
@@ -121,10 +143,15 @@ def load_config(name: str, revision: str | None) -> Any:
             raise RecipeError(
                 [f"model.name_or_path is {name!r}: its {key} changes the logits after the head, not served yet"]
             )
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or max_length
+    if max_length > positions:
+        raise RecipeError(
+            [f"data.max_length is {max_length}, but the model has {positions} positions; use at most those"]
+        )
     return config
 
 
-def load_model(name: str, revision: str | None, *, gradient_checkpointing: bool, **options: Any) -> PreTrainedModel:
+def load_model(name: str, *, gradient_checkpointing: bool, **options: Any) -> PreTrainedModel:
     """The model in float32 with its loss inside (see `add_loss`).
 
     Collective under ZeRO-3 and tensor parallel. Optimizers need float32 weights; what the forward computes in is the
@@ -133,7 +160,7 @@ def load_model(name: str, revision: str | None, *, gradient_checkpointing: bool,
     Args:
         options: the engine's, for `from_pretrained`.
     """
-    model = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=torch.float32, **options)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **options)
     model.config.use_cache = False
     if gradient_checkpointing:
         # The name since transformers 5.23; the older one until 5.22.

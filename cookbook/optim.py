@@ -4,24 +4,24 @@ import math
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from cookbook.recipe import OptimSection, ScheduleSection
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters in two groups: matrices with weight decay, biases and norms (one dimension) without."""
-    decayed: list[torch.nn.Parameter] = []
-    plain: list[torch.nn.Parameter] = []
+    """Trainable parameters, grouped: matrices with weight decay, biases and norms (one dimension) without.
+
+    Tensor parallel cuts some parameters and leaves others whole, which no fused update takes together: a group of each.
+    """
+    groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
             # Under ZeRO-3 a parameter is an empty placeholder; its true shape is in ds_shape.
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            (decayed if len(shape) >= 2 else plain).append(parameter)
-    groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+            is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
+            groups.setdefault((is_matrix, isinstance(parameter, DTensor)), []).append(parameter)
+    ordered = sorted(groups.items(), key=lambda item: item[0], reverse=True)
+    return [{"params": found, "weight_decay": weight_decay if is_matrix else 0.0} for (is_matrix, _), found in ordered]
 
 
 def build_optimizer(model: torch.nn.Module, settings: OptimSection) -> torch.optim.Optimizer:

@@ -16,6 +16,8 @@ class Plan:
     """The quantities of a run that nobody writes down because they follow from what is written."""
 
     num_processes: int
+    num_gpus: int
+    """Of this machine; 0 means that the run uses the CPU."""
     data_parallel_size: int
     gradient_accumulation_steps: int
     """Forwards per process and full optimizer step."""
@@ -101,6 +103,9 @@ def make_plan(recipe: Recipe, strategy: Strategy, *, num_processes: int, num_gpu
         )
     if recipe.mixed_precision == "fp16" and not num_gpus:
         mistakes.append(f"{recipe_name}: mixed_precision is fp16, which needs a GPU; use bf16 or 'no'")
+    if recipe.mixed_precision == "fp16" and strategy.kind == "tp":
+        # torch.amp.GradScaler unscales all gradients in one call, and tensor parallel has whole and cut ones.
+        mistakes.append(f"{recipe_name}: mixed_precision is fp16, which does not go with {strategy.path}; use bf16")
     data_parallel_size = max(1, strategy.data_parallel_size(num_processes))
     batch = recipe.batch
     per_forward = batch.micro_batch_size * data_parallel_size
@@ -110,6 +115,7 @@ def make_plan(recipe: Recipe, strategy: Strategy, *, num_processes: int, num_gpu
         raise RecipeError(mistakes)
     return Plan(
         num_processes=num_processes,
+        num_gpus=num_gpus,
         data_parallel_size=data_parallel_size,
         gradient_accumulation_steps=batch.global_batch_size // per_forward,
     )
@@ -146,7 +152,7 @@ def _impossible_split(recipe: Recipe, data_parallel_size: int, num_processes: in
 def launch_command(recipe: str, strategy: Strategy, *, num_processes: int, assignments: list[str]) -> list[str]:
     """The `accelerate launch` line of a run, as an argument list."""
     command = ["accelerate", "launch", "--config_file", strategy.path, "--num_processes", str(num_processes)]
-    if num_processes > 1 and strategy.num_machines == 1:
+    if num_processes > 1 and strategy.num_machines == 1 and strategy.main_process_port is None:
         command += ["--main_process_port", "0"]  # a free one, so that two runs on a machine do not meet
     command += ["train.py", recipe]
     for assignment in assignments:

@@ -235,6 +235,11 @@ def _check_across_keys(document: Document) -> list[str]:
     strategy = document.values.get("strategy")
     if isinstance(strategy, str) and path_problem(strategy) is None:
         mistakes += find_file(strategy, lambda: document.place(("strategy",)), Path("accelerate_configs"))
+    model = part(document, "model", ModelSection)
+    name = model.name_or_path if model is not None else None
+    if name is not None and name.startswith((".", "/")) and not Path(name).is_dir():
+        place = document.place(("model", "name_or_path"))
+        mistakes.append(f"{place} is {name!r}: no such folder (looked in {Path.cwd()})")
     data = part(document, "data", DataSection)
     run = part(document, "run", RunSection)
     schedule = part(document, "schedule", ScheduleSection)

@@ -72,7 +72,7 @@ class FsdpBlock(Block):
     fsdp_version: Annotated[Literal[1, 2], BeforeValidator(_integer)]
     fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP"]
     fsdp_reshard_after_forward: bool | None = None
-    fsdp_sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] | None = None
+    fsdp_sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP"] | None = None
     fsdp_offload_params: bool = False
     fsdp_cpu_ram_efficient_loading: bool = True
     fsdp_sync_module_states: bool | None = None
@@ -188,6 +188,7 @@ class Strategy:
     num_processes: int | None
     """None: as many as there are GPUs (`num_processes: auto`)."""
     num_machines: int = 1
+    main_process_port: int | None = None
     zero_stage: int = 0
     offload_optimizer: Literal["cpu", "nvme"] | None = None
     offload_param: Literal["cpu", "nvme"] | None = None
@@ -407,6 +408,7 @@ def _strategy(path: str, parsed: AccelerateFile, deepspeed: DeepspeedFile | None
         kind=kind,
         num_processes=None if parsed.num_processes == "auto" else parsed.num_processes,
         num_machines=parsed.num_machines,
+        main_process_port=parsed.main_process_port,
         zero_stage=zero.stage if zero else 0,
         offload_optimizer=zero.offload_optimizer.device if zero and zero.offload_optimizer else None,
         offload_param=zero.offload_param.device if zero and zero.offload_param else None,

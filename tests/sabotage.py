@@ -84,7 +84,7 @@ def silently_ddp() -> None:
     def start(*_):
         from accelerate import Accelerator
 
-        return Accelerator(cpu=True), []
+        return Accelerator(cpu=True)
 
     engine.start_accelerator = start
 

@@ -9,11 +9,13 @@ import json
 import os
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from conftest import RECIPE
+from conftest import RECIPE, ROOT, clean_environment
 
 from cookbook.files import RecipeError
 from cookbook.plan import load_pair
@@ -86,9 +88,17 @@ def test_bad_input_is_told_before_torch_is_imported(book):
     assert not imported & {"torch", "accelerate", "deepspeed", "transformers"}
 
 
-def test_a_process_that_is_not_the_first_says_nothing(book):
+def test_a_process_that_is_not_the_first_of_its_machine_lets_that_one_speak(book):
+    """torchrun ends all processes at the first that exits, and would cut the message off."""
     three_broken_files(book)
-    assert refuse(book, RECIPE, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2") == []
+    with pytest.raises(subprocess.TimeoutExpired) as waiting:
+        subprocess.run(
+            [sys.executable, str(ROOT / "train.py"), RECIPE, "--dry-run"],
+            env=clean_environment(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2"),
+            capture_output=True,
+            timeout=5,
+        )
+    assert not waiting.value.stderr
 
 
 @pytest.mark.parametrize(

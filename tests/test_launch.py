@@ -180,7 +180,7 @@ found = launch.find_launcher()
 path = Path(found.config_file or "accelerate_configs/single.yaml")
 mistakes = launch.check_environment(load_strategy(path), found, "bf16")
 world = launch.read_world()
-answer = [found.is_accelerate, found.config_file, found.num_processes_given, world.num_processes, mistakes]
+answer = [found.is_accelerate, found.config_file, found.num_processes, world.num_processes, mistakes]
 print("PROBE" + json.dumps(answer))
 """
 
@@ -188,14 +188,14 @@ STARTS = {
     "accelerate launch": (
         [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file", "accelerate_configs/zero2.yaml",
          "--num_processes", "2", "--main_process_port", "0"],
-        [True, "accelerate_configs/zero2.yaml", True, 2, []],
+        [True, "accelerate_configs/zero2.yaml", 2, 2, []],
     ),
     "module, flags with hyphens and =": (
         ["-m", "accelerate.commands.launch", "--config_file=accelerate_configs/single.yaml", "--num-processes=1"],
-        [True, "accelerate_configs/single.yaml", True, 1, []],
+        [True, "accelerate_configs/single.yaml", 1, 1, []],
     ),
-    "torchrun": (["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"], [False, None, False, 2, []]),
-    "python": ([], [False, None, False, 1, []]),
+    "torchrun": (["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"], [False, None, None, 2, []]),
+    "python": ([], [False, None, None, 1, []]),
 }  # fmt: skip
 
 
@@ -214,7 +214,7 @@ def test_a_process_knows_who_started_it(book, start, expected):
 
 
 CONFIG = ["--config_file", "a.yaml", "--num_processes", "3", "train.py", "--config_file", "b.yaml"]
-FROM_ACCELERATE = Launcher(is_accelerate=True, config_file="a.yaml", num_processes_given=True)
+FROM_ACCELERATE = Launcher(is_accelerate=True, config_file="a.yaml", num_processes=3)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_twelve_cpu_processes_under_auto_become_two(book, monkeypatch):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"launcher": Launcher(is_accelerate=True, num_processes_given=True)},
+        {"launcher": Launcher(is_accelerate=True, num_processes=12)},
         {"launcher": Launcher()},
         {"num_gpus": 12},
         {"name": "hsdp", "size": 4},

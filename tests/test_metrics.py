@@ -7,7 +7,14 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from cookbook.metrics import FlopCounter, RunLog, environment_record, peak_memory_gib, run_name
+from cookbook.metrics import (
+    FlopCounter,
+    RunLog,
+    device_peak_flops,
+    environment_record,
+    peak_memory_gib,
+    run_name,
+)
 
 
 def test_numbers_are_written_at_full_precision(tmp_path: Path):
@@ -52,3 +59,32 @@ def test_the_record_names_the_versions_that_ran():
 def test_secrets_of_the_environment_are_not_recorded(secret: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(secret, "canary-4711")
     assert "canary-4711" not in json.dumps(environment_record(torch.device("cpu")))
+
+
+def test_an_earlier_run_is_set_aside_and_not_written_over(tmp_path: Path):
+    for number in range(3):
+        log = RunLog(tmp_path / "run", is_main=True, max_steps=1)
+        log.write_record("run.json", {"number": number})
+        log.close()
+    numbers = {path.parent.name: json.loads(path.read_text())["number"] for path in tmp_path.glob("*/run.json")}
+    assert numbers == {"run.1": 0, "run.2": 1, "run": 2}
+
+
+def test_a_folder_without_a_run_is_used_as_it_is(tmp_path: Path):
+    (tmp_path / "notes.txt").write_text("mine")
+    RunLog(tmp_path, is_main=True, max_steps=1).close()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA RTX A1000", None),
+    ],
+)
+def test_the_peak_belongs_to_the_device(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert device_peak_flops(torch.device("cuda")) == peak

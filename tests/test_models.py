@@ -102,14 +102,14 @@ def test_a_new_model_is_built_once_and_only_its_seed_and_data_change_it(tmp_path
     assert build(1, "a") == first and (Path(first) / "model.safetensors").stat().st_mtime_ns == stamp
     assert weights(build(2, "a")) != weights(first)
     assert weights(build(1, "b")) == weights(first) and build(1, "b") != first
-    assert load_config(first, None).vocab_size == SIZES["vocab_size"]
+    assert load_config(first, 64).vocab_size == SIZES["vocab_size"]
     assert [path.name for path in tmp_path.iterdir() if path.name.count(".") and path.is_dir()] == []
 
 
 def test_a_new_tokenizer_gives_text_back(tmp_path: Path):
     model = ModelSection(from_scratch=ScratchModel(**SIZES))
     folder = resolve_model(model, seed=1, texts=iter(["some text"] * 5), fingerprint="x", cache=tmp_path)
-    tokenizer = load_tokenizer(folder, None, None)
+    tokenizer = load_tokenizer(folder, None)
     text = "  tabs\tand ümläute, 日本語\n\n"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token_id != tokenizer.eos_token_id
@@ -118,9 +118,24 @@ def test_a_new_tokenizer_gives_text_back(tmp_path: Path):
 def test_logits_that_are_changed_after_the_head_are_refused(tmp_path: Path):
     LlamaConfig(**SIZES, final_logit_softcapping=30.0).save_pretrained(tmp_path)
     with pytest.raises(RecipeError, match="final_logit_softcapping"):
-        load_config(str(tmp_path), None)
+        load_config(str(tmp_path), 64)
 
 
 def test_a_folder_without_a_model_is_one_clear_line(tmp_path: Path):
     with pytest.raises(RecipeError, match="no model there"):
-        load_config(str(tmp_path), None)
+        load_config(str(tmp_path), 64)
+
+
+def test_more_tokens_than_positions_are_refused(tmp_path: Path):
+    LlamaConfig(**SIZES, max_position_embeddings=32).save_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match=r"data\.max_length is 64, but the model has 32 positions"):
+        load_config(str(tmp_path), 64)
+
+
+def test_a_model_that_is_no_folder_and_cannot_be_fetched_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    model = ModelSection(name_or_path="nobody/no-such-model")
+    with pytest.raises(RecipeError, match=r"nobody/no-such-model.*not a folder, and not fetched"):
+        resolve_model(model, seed=0, texts=iter([]), fingerprint="", cache=tmp_path)

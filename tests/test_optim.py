@@ -4,6 +4,9 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from cookbook.optim import build_optimizer, learning_rate, parameter_groups, set_learning_rate
 from cookbook.recipe import OptimSection, ScheduleSection
@@ -41,6 +44,18 @@ def test_frozen_parameters_stay_out_of_the_optimizer():
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     model[0].requires_grad_(False)
     assert sum(len(group["params"]) for group in build_optimizer(model, OPTIM).param_groups) == 2
+
+
+def test_cut_and_whole_parameters_go_into_groups_of_their_own():
+    """Tensor parallel cuts a bias and leaves a norm whole; no fused update takes both."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    model[0].bias = torch.nn.Parameter(distribute_tensor(model[0].bias.detach(), mesh, [Shard(0)]))
+    groups = parameter_groups(model, 0.1)
+    assert [len({type(p.data) for p in group["params"]}) for group in groups] == [1] * len(groups)
+    assert sorted(group["weight_decay"] for group in groups) == [0.0, 0.0, 0.1]
+    dist.destroy_process_group()
 
 
 def test_a_partitioned_parameter_is_judged_by_its_true_shape():

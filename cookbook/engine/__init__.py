@@ -5,9 +5,11 @@
 """
 
 import contextlib
+import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,12 +18,22 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cookbook.engine.findings import find, is_sharded
-from cookbook.engine.start import build_ops, deepspeed_config, separate_swap, start_accelerator, wrap_fsdp1_on_cpu
+from cookbook.engine.start import (
+    TIMEOUT,
+    build_ops,
+    deepspeed_config,
+    separate_swap,
+    start_accelerator,
+    wrap_fsdp1_on_cpu,
+)
 from cookbook.launch import World
 from cookbook.plan import Plan
 from cookbook.strategy import Strategy
 
 __all__ = ["Batch", "Engine", "Objective", "build_ops"]
+
+PATIENCE = timedelta(days=1)
+"""For the main process to write the model, which no collective could wait for."""
 
 Batch = dict[str, torch.Tensor]
 Objective = Callable[[torch.nn.Module, Batch], torch.Tensor]
@@ -52,7 +64,7 @@ class Engine:
         """Starts the process group.
 
         Args:
-            run_name: unique among the runs of this machine; keeps their swap files apart.
+            run_name: tells apart the swap files of runs on one machine.
 
         Raises:
             RecipeError: more processes than GPUs.
@@ -62,7 +74,7 @@ class Engine:
         self.deepspeed_config = deepspeed_config(strategy, plan, mixed_precision, micro_batch_size, max_grad_norm)
         self.swap_folders = separate_swap(self.deepspeed_config, run_name)
         self._swap_seen = not self.swap_folders
-        self.accelerator, self.notes = start_accelerator(strategy, plan, mixed_precision, self.deepspeed_config)
+        self.accelerator = start_accelerator(strategy, plan, mixed_precision, self.deepspeed_config)
         self.device: torch.device = self.accelerator.device
         self.data_parallel = DataParallel(size=plan.data_parallel_size, rank=world.rank // strategy.tp_size)
         # Any: DDP, FSDP and DeepSpeed each wrap the model in a class of their own.
@@ -138,15 +150,21 @@ class Engine:
         return float(self.sum_over_data(total)) / num_targets
 
     def step(self) -> float:
-        """Clips, updates the weights and clears the gradients. Returns the gradient norm before clipping."""
+        """Clips, updates the weights and clears the gradients. Returns the gradient norm before clipping.
+
+        Raises:
+            FloatingPointError: the norm is not finite, on every process alike; not under fp16, where the loss scale
+                falls and the step is left out. Before the weights are touched, except under ZeRO, which leaves most
+                such steps out by itself.
+        """
         if self.strategy.kind == "zero":
             self.model.step()
             if not self._swap_seen:
                 self._assert_swapped()
-            return float(self.model.get_global_grad_norm())
+            return self._checked(float(self.model.get_global_grad_norm()))
         if self.accelerator.scaler is not None:
             self.accelerator.unscale_gradients()
-        norm = self._gradient_norm()
+        norm = self._checked(self._gradient_norm())
         if self.max_grad_norm and norm > self.max_grad_norm:
             # The same epsilon as torch.nn.utils.clip_grad_norm_ and DeepSpeed's unscale_and_clip_grads.
             factor = self.max_grad_norm / (norm + 1e-6)
@@ -155,6 +173,13 @@ class Engine:
                     _local(parameter.grad).mul_(factor)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()  # the update is only queued, and the caller measures time
+        return norm
+
+    def _checked(self, norm: float) -> float:
+        if not math.isfinite(norm) and self.mixed_precision != "fp16":
+            raise FloatingPointError(f"the gradient norm is {norm}: a loss or gradient of this step is not finite")
         return norm
 
     @torch.no_grad()
@@ -222,14 +247,19 @@ class Engine:
         """
         if not dist.is_initialized():
             return
+        self._meet("done", PATIENCE)  # the main process may still be writing the model
         dist.barrier()
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"cookbook/left/{self.world.rank}", "1")
-        store.wait([f"cookbook/left/{rank}" for rank in range(self.world.num_processes)])
+        self._meet("left", TIMEOUT)
         dist.destroy_process_group()
         if self.world.local_rank == 0:
             for folder in self.swap_folders.values():
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def _meet(self, place: str, patience: timedelta) -> None:
+        """Waits for every process without a collective."""
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"cookbook/{place}/{self.world.rank}", "1")
+        store.wait([f"cookbook/{place}/{rank}" for rank in range(self.world.num_processes)], patience)
 
     def _assert_swapped(self) -> None:
         """After the first step, what was meant for NVMe must lie there.

@@ -16,8 +16,9 @@ from cookbook.files import RecipeError
 from cookbook.plan import Plan
 from cookbook.strategy import Strategy
 
-TIMEOUT = timedelta(minutes=10)
-"""Of a collective. Data is prepared before the process group exists, so nothing in a step takes minutes."""
+TIMEOUT = timedelta(minutes=30)
+"""Of a collective. Data and downloads come before the process group; what may take minutes inside it is that the first
+process reads the weights under ZeRO-3 while the others wait."""
 
 
 def build_ops(strategy: Strategy, cache: Path) -> None:
@@ -79,10 +80,8 @@ def separate_swap(config: dict[str, Any] | None, run_name: str) -> dict[str, Pat
     return folders
 
 
-def start_accelerator(
-    strategy: Strategy, plan: Plan, mixed_precision: str, deepspeed: dict[str, Any] | None
-) -> tuple[Any, list[str]]:
-    """The Accelerator, and what a user should know of how it was started.
+def start_accelerator(strategy: Strategy, plan: Plan, mixed_precision: str, deepspeed: dict[str, Any] | None) -> Any:
+    """The Accelerator of a strategy.
 
     On CPU each family needs its own way in, or accelerate trains plain DDP without a word: accelerate 1.15,
     state.py:986 leaves FSDP out for MULTI_CPU, and :974 leaves DeepSpeed out for cpu=True.
@@ -91,7 +90,8 @@ def start_accelerator(
     from accelerate.utils import DistributedType, ParallelismConfig
 
     on_cpu = not torch.cuda.is_available()
-    notes: list[str] = []
+    if on_cpu and plan.num_gpus:
+        raise RecipeError([f"this machine has {plan.num_gpus} GPUs that this torch ({torch.__version__}) cannot use"])
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if not on_cpu and local_processes > torch.cuda.device_count():
         seen = torch.cuda.device_count()
@@ -102,14 +102,14 @@ def start_accelerator(
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
     options: dict[str, Any] = {"mixed_precision": mixed_precision}
     if strategy.kind == "single":
-        return Accelerator(cpu=on_cpu, **options), notes
+        return Accelerator(cpu=on_cpu, **options)
     if strategy.kind == "zero":
         options["deepspeed_plugin"] = _deepspeed_plugin(deepspeed)
         options["gradient_accumulation_steps"] = plan.gradient_accumulation_steps
         PartialState(timeout=TIMEOUT, **({"backend": "gloo"} if on_cpu else {}))
-        return Accelerator(**options), notes
+        return Accelerator(**options)
     if strategy.fsdp is not None:
-        options["fsdp_plugin"] = _fsdp_plugin(strategy, mixed_precision, on_cpu, notes)
+        _tell_environment(strategy)
     if strategy.kind == "ddp":
         ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
         options["kwargs_handlers"] = [ddp]
@@ -117,14 +117,16 @@ def start_accelerator(
         options["parallelism_config"] = ParallelismConfig(
             dp_replicate_size=strategy.dp_replicate_size, dp_shard_size=strategy.dp_shard_size
         )
-    if not on_cpu:
+    if on_cpu:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+        PartialState(cpu=True)
+        if strategy.kind != "ddp":
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    else:
         PartialState(timeout=TIMEOUT)
-        return Accelerator(**options), notes
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    PartialState(cpu=True)
-    if strategy.kind != "ddp":
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    return Accelerator(cpu=True, **options), notes
+    if strategy.fsdp is not None:  # now that the process has its device, which the plugin asks for
+        options["fsdp_plugin"] = _fsdp_plugin(strategy, mixed_precision, on_cpu)
+    return Accelerator(cpu=on_cpu, **options)
 
 
 def _deepspeed_plugin(config: dict[str, Any] | None) -> Any:
@@ -138,26 +140,26 @@ def _deepspeed_plugin(config: dict[str, Any] | None) -> Any:
     return DeepSpeedPlugin(hf_ds_config=config)
 
 
-def _fsdp_plugin(strategy: Strategy, mixed_precision: str, on_cpu: bool, notes: list[str]) -> Any:
+def _tell_environment(strategy: Strategy) -> None:
+    """PartialState asks the environment, not the plugin, whether parameters lie on CPU, and then adds gloo to NCCL."""
+    assert strategy.fsdp is not None
+    os.environ["ACCELERATE_USE_FSDP"] = "true"
+    os.environ["FSDP_OFFLOAD_PARAMS"] = str(strategy.fsdp.fsdp_offload_params).lower()
+
+
+def _fsdp_plugin(strategy: Strategy, mixed_precision: str, on_cpu: bool) -> Any:
     from accelerate.utils import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 
     block = strategy.fsdp
     assert block is not None
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)
-    rank_zero_loads = block.fsdp_cpu_ram_efficient_loading
-    if on_cpu and rank_zero_loads and block.fsdp_version == 1:
-        rank_zero_loads = False
-        notes.append("fsdp_cpu_ram_efficient_loading with fsdp_version 1 needs a GPU: every process reads the weights")
+    # FSDP1 synchronises weights through an accelerator only; on CPU every process has read the same file.
+    synchronises = not on_cpu or block.fsdp_version == 2
     shared: dict[str, Any] = {
         "auto_wrap_policy": block.fsdp_auto_wrap_policy,
-        "cpu_ram_efficient_loading": rank_zero_loads,
+        "cpu_ram_efficient_loading": block.fsdp_cpu_ram_efficient_loading and synchronises,
     }
-    # Asked of the environment, not of the plugin: by from_pretrained, and by PartialState, which adds gloo to NCCL for
-    # parameters on CPU.
-    os.environ["ACCELERATE_USE_FSDP"] = "true"
-    os.environ["FSDP_OFFLOAD_PARAMS"] = str(block.fsdp_offload_params).lower()
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(rank_zero_loads).lower()
     if block.fsdp_version == 1:
         # Reductions stay in float32: a strategy must not round what DDP does not.
         policy = low and MixedPrecision(param_dtype=low, reduce_dtype=torch.float32)
@@ -165,7 +167,7 @@ def _fsdp_plugin(strategy: Strategy, mixed_precision: str, on_cpu: bool, notes: 
             fsdp_version=1,
             sharding_strategy=block.fsdp_sharding_strategy,
             use_orig_params=True,
-            sync_module_states=bool(block.fsdp_sync_module_states) and not on_cpu,
+            sync_module_states=bool(block.fsdp_sync_module_states) and synchronises,
             backward_prefetch=block.fsdp_backward_prefetch,
             forward_prefetch=bool(block.fsdp_forward_prefetch),
             mixed_precision_policy=policy,
