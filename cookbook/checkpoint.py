@@ -41,10 +41,8 @@ def export_model(
     build.mkdir(parents=True)
     try:
         # An empty twin writes the files: the trained model's own save_pretrained would gather again, on one process.
-        config = copy.deepcopy(config)
-        config.dtype = dtype
         with torch.device("meta"):
-            twin = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+            twin = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](copy.deepcopy(config)).to(dtype)
         twin.save_pretrained(build, state_dict=weights)
         tokenizer.save_pretrained(build)
         if (like / "generation_config.json").is_file():

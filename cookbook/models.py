@@ -18,8 +18,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -29,7 +27,7 @@ from cookbook.files import RecipeError
 from cookbook.recipe import ModelSection, ScratchModel
 
 IGNORE_INDEX = -100
-SCRATCH_FORMAT = 1
+SCRATCH_FORMAT = 2
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 """What a model is made of, less weights in formats that can carry code."""
 CHATML = Path(__file__).parent.parent / "recipes" / "chat_templates" / "chatml.jinja"
@@ -102,17 +100,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     return fast
 
 
-def new_model(sizes: ScratchModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
-    """A Llama with weights from `seed`."""
-    config = LlamaConfig(
-        **sizes.model_dump(exclude={"model_type"}),
+def new_model(sizes: ScratchModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    """A model of the given sizes with weights from `seed`."""
+    config = AutoConfig.for_model(
+        **sizes.model_dump(),
+        head_dim=sizes.hidden_size // sizes.num_attention_heads,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return LlamaForCausalLM(config)
+        return AutoModelForCausalLM.from_config(config)
 
 
 def load_tokenizer(name: str, chat_template: str | None) -> PreTrainedTokenizerBase:

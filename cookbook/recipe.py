@@ -40,7 +40,7 @@ class Section(BaseModel):
 class ScratchModel(Section):
     """A new model: weights from `seed`, and a tokenizer trained on `data.train`."""
 
-    model_type: Literal["llama"] = "llama"
+    model_type: Literal["llama", "qwen3"] = "llama"
     vocab_size: int = Field(ge=300)
     """Upper limit; the tokenizer may find fewer merges in a small data set."""
     hidden_size: int = Field(gt=0)

@@ -293,12 +293,28 @@ class Engine:
         """
         if isinstance(self.model, DistributedDataParallel) and not last:
             return self.model.no_sync()
+        if self.strategy.kind == "tp":
+            return self._apart_from_earlier_gradients()
         if self.strategy.kind == "fsdp2":
             self.model.set_requires_all_reduce(last)
         if self.strategy.kind == "zero":
             # Our windows may be shorter at the end of an epoch than gradient_accumulation_steps.
             self.model.set_gradient_accumulation_boundary(last)
         return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _apart_from_earlier_gradients(self) -> Iterator[None]:
+        """Keeps the gradients of earlier micro-batches out of a tensor-parallel backward, for whole parameters.
+
+        transformers 5.23 sums some of them over the mesh after each backward (Qwen3's q_norm and k_norm; class
+        ReplicatedWithGradAllReduce): with what was accumulated before, that part would be summed again each time.
+        """
+        earlier = [(p, p.grad) for p in self.model.parameters() if p.grad is not None and not isinstance(p, DTensor)]
+        for parameter, _ in earlier:
+            parameter.grad = None
+        yield
+        for parameter, gradient in earlier:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def _gradient_norm(self) -> float:
         """The norm over all parameters, in float64.
