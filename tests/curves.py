@@ -22,13 +22,13 @@ strategy: accelerate_configs/single.yaml
 mixed_precision: 'no'
 seed: 7
 model:
-  from_scratch: {vocab_size: 512, hidden_size: 64, intermediate_size: 96, num_hidden_layers: 3,
+  from_scratch: {vocab_size: 512, hidden_size: 64, intermediate_size: 96, num_hidden_layers: 2,
                  num_attention_heads: 4, num_key_value_heads: 2, tie_word_embeddings: true}
 data:
   train: DATA
   eval: {path: DATA, max_rows: 21}
   max_length: 96
-batch: {global_batch_size: 16, micro_batch_size: 2}
+batch: {global_batch_size: 16, micro_batch_size: 4}
 optim: {name: sgd, learning_rate: 0.1, weight_decay: 0.01, max_grad_norm: 1.0}
 schedule: {name: cosine, warmup_steps: 4}
 run: {max_steps: 20, output_dir: OUTPUT}

@@ -31,9 +31,9 @@ def find(engine: "Engine") -> Iterator[tuple[str, Any, Any]]:
     yield "parameters in the optimizer", {id(p) for p in trainable}, owned
     sharded = sum(is_sharded(parameter) for parameter in trainable)
     if strategy.kind in ("single", "ddp"):
-        # A single process has nobody to synchronise with, and accelerate leaves its model as it is.
-        wrapped = strategy.kind == "ddp" and plan.num_processes > 1
-        yield "wrapper", wrapped, isinstance(model, torch.nn.parallel.DistributedDataParallel)
+        wrapped = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+        # One process under ddp has nobody to synchronise with, wrapped or not.
+        yield "wrapper", strategy.kind == "ddp" and (wrapped or plan.num_processes > 1), wrapped
         yield "sharded parameters", 0, sharded
     if strategy.kind == "fsdp1":
         yield from _fsdp1_findings(engine)
