@@ -21,7 +21,7 @@ from cookbook.strategy import find_strategy, load_strategy
 
 QUICKSTART = Path("recipes/quickstart.yaml")
 SCHEMA = Path("recipes/schema.json")
-PROMPT = "Write `def readline(self)`: Read one line from the file."  # as cookbook/data/stdlib.py words a request
+PROMPT = "Write `def get_name(self)`: Return the name."  # as cookbook/data/stdlib.py words a request
 
 
 def main(arguments: list[str] | None = None) -> int:
