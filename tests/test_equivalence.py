@@ -131,8 +131,8 @@ def test_gradient_checkpointing_does_not_change_the_curve(lab: Lab, strategy: st
 
 # Where bf16 rounds differs: autocast rounds the inputs of each matrix product (single, ddp, tp), FSDP and ZeRO round
 # the weights once and every operation after. 8 bits of mantissa are 4e-3 relative, and what they change in the weights
-# adds up: over 20 steps the norm stays within ten such roundings (seen: 2.7e-2, one process with autocast alone 2.1e-2),
-# the loss, a mean over hundreds of tokens, within 5e-3 (seen: 2.2e-3).
+# adds up: over 20 steps the norm stays within ten such roundings (seen: 2.7e-2; one process with autocast 2.1e-2), the
+# loss, a mean over hundreds of tokens, within 5e-3 (seen: 2.2e-3).
 @pytest.mark.parametrize("strategy", ["single", "fsdp2", "zero3"])
 def test_bf16_stays_in_a_band_around_the_float32_curve(lab: Lab, strategy: str):
     curve = lab.run(strategy, {"mixed_precision": "bf16"}, processes=1 if strategy == "single" else 2)
