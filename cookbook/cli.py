@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from cookbook.data.rows import read_rows
 from cookbook.files import RecipeError
 from cookbook.machine import num_cores, num_gpus
 from cookbook.plan import default_num_processes, describe_batch, launch_command, load_pair, make_plan, show_command
@@ -81,6 +82,10 @@ def launch_run(arguments: argparse.Namespace) -> int:
     if count < 1:
         raise RecipeError([f"--processes is {count}; it must be at least 1"])
     make_plan(recipe, strategy, num_processes=count, num_gpus=gpus, recipe_name=str(arguments.recipe))
+    for source in (recipe.data.train, recipe.data.eval):
+        if source is not None and Path(source.path).exists():
+            # The processes read them again; told here, broken rows come without torchrun's own report behind them.
+            read_rows(source, recipe.data.on_bad_row)
     command = launch_command(str(arguments.recipe), strategy, num_processes=count, assignments=arguments.assignments)
     command += ["--dry-run"] if arguments.dry_run else []
     print(show_command(command), flush=True)

@@ -271,3 +271,12 @@ def test_schema_on_disk_is_the_one_of_the_models(tmp_path, monkeypatch):
     written = (tmp_path / "recipes/schema.json").read_text()
     assert json.loads(written)["properties"]["batch"]
     assert written == (ROOT / "recipes/schema.json").read_text(), "run make schema"
+
+
+def test_launch_tells_broken_rows_before_any_process_starts(tmp_path: Path) -> None:
+    data = tmp_path / "mine.jsonl"
+    data.write_text('{"text": "fine"}\n{"text": ""}\n')
+    answer = cookbook_without_torch("launch", "recipes/quickstart.yaml", "--set", f"data.train={data}")
+    assert answer.returncode == 2
+    assert f"{data}:2: empty text" in answer.stderr and "Traceback" not in answer.stderr
+    assert "accelerate launch" not in answer.stdout
