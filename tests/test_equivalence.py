@@ -130,14 +130,14 @@ def test_gradient_checkpointing_does_not_change_the_curve(lab: Lab, strategy: st
 
 
 # Where bf16 rounds differs: autocast rounds the inputs of each matrix product (single, ddp, tp), FSDP and ZeRO round
-# the weights once and every operation after. 8 bits of mantissa are 4e-3 relative, and what they change in the weights
-# adds up: over 20 steps the norm stays within ten such roundings (seen: 2.7e-2; one process with autocast 2.1e-2), the
-# loss, a mean over hundreds of tokens, within 5e-3 (seen: 2.2e-3).
+# the weights once and every operation after. 8 bits of mantissa are 4e-3 relative; over 20 steps the curves of this
+# model of three layers stay in a band of 5e-3 in loss and 2e-2 in norm.
 @pytest.mark.parametrize("strategy", ["single", "fsdp2", "zero3"])
 def test_bf16_stays_in_a_band_around_the_float32_curve(lab: Lab, strategy: str):
-    curve = lab.run(strategy, {"mixed_precision": "bf16"}, processes=1 if strategy == "single" else 2)
-    found = distance(curve, lab.run("single", SGD))
-    assert 1e-5 < found.loss < 5e-3 and found.norm < 4e-2, found
+    model = {"model.from_scratch.num_hidden_layers": "3"}
+    curve = lab.run(strategy, model | {"mixed_precision": "bf16"}, processes=1 if strategy == "single" else 2)
+    found = distance(curve, lab.run("single", model))
+    assert 1e-5 < found.loss < 5e-3 and found.norm < 2e-2, found
     assert curve.record["strategy"]["precision"] == "bf16"
 
 
