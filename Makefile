@@ -1,7 +1,7 @@
 # Short names for `python -m cookbook`, with the set-up they need. `make` alone lists them.
 
 PYTHON ?= python3
-RUN := .venv/bin/python -m cookbook
+COOKBOOK := .venv/bin/python -m cookbook
 STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
 
@@ -11,7 +11,7 @@ PROCESSES_FLAG = $(if $(PROCESSES),--processes $(PROCESSES))
 SET_FLAGS = $(foreach assignment,$(SET),--set '$(assignment)')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart train check schema test matrix lint clean
+.PHONY: help setup quickstart train finetune-7b preview rehearse merge check schema library combinations test test-long matrix lint clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 14
@@ -19,26 +19,50 @@ help:  ## this list
 setup: $(STAMP)  ## a virtual environment in .venv (PYTHON=python3.12 to choose; 3.11 or newer)
 
 quickstart: $(STAMP)  ## train a small model on this machine, with or without GPUs, and let it write some code
-	@$(RUN) launch recipes/quickstart.yaml $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)
-	@$(RUN) summary outputs/quickstart
-	@$(RUN) sample outputs/quickstart
+	@$(COOKBOOK) launch recipes/quickstart.yaml $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)
+	@$(COOKBOOK) summary outputs/quickstart
+	@$(COOKBOOK) sample outputs/quickstart
 
 train: $(if $(RECIPE),$(STAMP))  ## RECIPE=recipes/mine.yaml [STRATEGY=fsdp2] [PROCESSES=2] [SET="optim.learning_rate=1e-5 seed=7"]
 	@$(if $(RECIPE),,echo 'make train: write RECIPE=..., for example: make train RECIPE=recipes/quickstart.yaml' >&2; exit 2)
-	@$(RUN) launch $(RECIPE) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)
+	@$(COOKBOOK) launch $(RECIPE) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)
+
+finetune-7b: $(STAMP)  ## full fine-tuning of Qwen2.5-7B with ZeRO-3, or what that would take on a machine that cannot
+	@$(COOKBOOK) launch recipes/qwen25_7b/sft_zero3.yaml $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)
+
+rehearse: $(if $(RECIPE),$(STAMP))  ## RECIPE=... [STRATEGY=...] [PROCESSES=2]: run it tiny on this CPU, save and reload
+	@$(if $(RECIPE),,echo 'make rehearse: write RECIPE=..., for example: make rehearse RECIPE=recipes/qwen25_7b/sft_zero3.yaml' >&2; exit 2)
+	@$(COOKBOOK) rehearse $(RECIPE) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)
+
+preview: $(STAMP)  ## [RECIPE=...]: samples as the model will see them, and how long they are
+	@$(COOKBOOK) preview $(RECIPE) $(SET_FLAGS)
+
+merge: $(if $(RUN),$(STAMP))  ## RUN=outputs/...: a trained adapter and its base model as one model
+	@$(if $(RUN),,echo 'make merge: write RUN=..., the run.output_dir of a recipe with an adapter' >&2; exit 2)
+	@$(COOKBOOK) merge $(RUN)
 
 check: $(STAMP)  ## every recipe and strategy file, or RECIPE=... [STRATEGY=...]; takes a moment
-	@$(RUN) check $(RECIPE) $(STRATEGY_FLAG)
+	@$(COOKBOOK) check $(RECIPE) $(STRATEGY_FLAG)
 
 schema: $(STAMP)  ## write recipes/schema.json, by which an editor completes and checks recipes
-	@$(RUN) schema
+	@$(COOKBOOK) schema
 
-test: $(DEV_STAMP)  ## the whole test suite; no GPU and no network needed
+library: $(STAMP)  ## write recipes/README.md from the recipes
+	@$(COOKBOOK) library
+
+combinations: $(STAMP)  ## write docs/combinations.md, what is refused and why
+	@$(COOKBOOK) combinations
+
+test: $(DEV_STAMP)  ## the test suite; no GPU and no network needed
 	@.venv/bin/python -m pytest -q -n 2 tests
+
+test-long: $(DEV_STAMP)  ## what takes longer: adapters, packing, dpo and optimizers under every strategy, every rehearsal
+	@.venv/bin/python -m pytest -q -n 2 -m slow tests
 
 matrix: $(DEV_STAMP)  ## run the equivalence tests and write their table into the README
 	@rm -rf outputs/curves
-	@CURVES=outputs/curves .venv/bin/python -m pytest -q -n 2 tests/test_equivalence.py -k "not readme"
+	@CURVES=outputs/curves .venv/bin/python -m pytest -q -n 2 tests/test_equivalence.py tests/test_equivalence_features.py \
+	  -m "slow or not slow" -k "not readme"
 	@.venv/bin/python benchmarks/equivalence_table.py outputs/curves
 
 lint: $(DEV_STAMP)  ## style, format and types

@@ -10,11 +10,12 @@ import argparse
 import os
 import sys
 import time
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from cookbook import launch, machine
-from cookbook.data.rows import Rows, read_rows, texts
+from cookbook.data.sets import read_data, tokenize_data
 from cookbook.files import RecipeError
 from cookbook.plan import Plan, describe_batch, load_pair, make_plan
 from cookbook.recipe import Recipe, dump_recipe
@@ -69,8 +70,7 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
 
 def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, notes: list[str]) -> None:
     # Rows come first: a broken file is told before seconds go into imports, and no process group waits for it.
-    rows = read_rows(recipe.data.train, recipe.data.on_bad_row)
-    eval_rows = read_rows(recipe.data.eval, recipe.data.on_bad_row) if recipe.data.eval else None
+    rows = read_data(recipe.data, recipe.objective)
 
     import torch
 
@@ -80,46 +80,32 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
     from accelerate.utils import set_seed
     from transformers.utils import logging as transformers_logging
 
-    from cookbook import checkpoint, metrics, models
-    from cookbook.data import batches, tokens
+    from cookbook import adapters, checkpoint, metrics, models
+    from cookbook.data import batches
+    from cookbook.data.reference import with_reference
     from cookbook.engine import Engine, build_ops
-    from cookbook.objectives import OBJECTIVES
-    from cookbook.optim import build_optimizer, learning_rate, set_learning_rate
+    from cookbook.objectives import build_objective, sequence_logps
+    from cookbook.optim import build_optimizer, learning_rate, peak_learning_rate, set_learning_rate
 
     transformers_logging.disable_progress_bar()
 
     # Model folder, tokenizer, tokens and compiled operations: once per machine, under file locks.
     name = models.resolve_model(
-        recipe.model, seed=recipe.seed, texts=texts(rows), fingerprint=rows.fingerprint, cache=CACHE
+        recipe.model, seed=recipe.seed, texts=rows.texts(), fingerprint=rows.fingerprint, cache=CACHE
     )
-    config = models.load_config(name, recipe.data.max_length)
+    config = models.load_config(name, recipe.data.max_length, recipe.data.packing)
+    notes += models.kernel_notes(recipe.model, config)
+    if recipe.adapter is not None:
+        adapters.check_names(config, recipe.adapter)
     tokenizer = models.load_tokenizer(name, recipe.data.chat_template)
-
-    def tokenize(source_rows: Rows, place: str) -> tokens.TokenSet:
-        token_set, dropped = tokens.cached_tokens(
-            source_rows,
-            tokenizer,
-            cache=CACHE,
-            max_length=recipe.data.max_length,
-            train_on=recipe.objective.train_on,
-            on_bad_row=recipe.data.on_bad_row,
-            place=place,
-        )
-        counts = {**source_rows.num_dropped, **dropped}
-        notes.extend(f"{place}: dropped {count} rows: {reason}" for reason, count in counts.items())
-        num_cut = int((token_set.lengths == recipe.data.max_length).sum())
-        if num_cut:
-            notes.append(f"{place}: {num_cut} of {len(token_set)} samples reach data.max_length and are cut there")
-        return token_set
-
-    train_set = tokenize(rows, "data.train")
-    eval_set = tokenize(eval_rows, "data.eval") if eval_rows else None
-    del rows, eval_rows
+    data = tokenize_data(rows, tokenizer, recipe.data, recipe.objective, cache=CACHE)
+    notes += data.notes
+    del rows
     build_ops(strategy, CACHE)
-    steps_per_epoch = batches.steps_per_epoch(len(train_set), recipe.batch.global_batch_size)
+    steps_per_epoch = batches.steps_per_epoch(data.train, recipe.batch.global_batch_size)
     max_steps = recipe.run.total_steps(steps_per_epoch)
-    if recipe.schedule.warmup_steps >= max_steps:
-        raise RecipeError([f"schedule.warmup_steps is {recipe.schedule.warmup_steps}, but there are {max_steps} steps"])
+    if misfits := recipe.schedule.misfits(max_steps):
+        raise RecipeError([f"schedule.{mistake}" for mistake in misfits])
 
     # Start the strategy. One seed on all processes until the weights stand, since sharding takes a piece from each.
     output_dir = Path(recipe.run.output_dir)
@@ -129,23 +115,45 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
         plan,
         world,
         mixed_precision=recipe.mixed_precision,
-        micro_batch_size=recipe.batch.micro_batch_size,
+        micro_batch_size=recipe.batch.micro_batch_size or 1,
         max_grad_norm=recipe.optim.max_grad_norm,
         run_name=metrics.run_name(output_dir),
     )
-    model = models.load_model(name, gradient_checkpointing=recipe.model.gradient_checkpointing, **engine.load_options())
-    engine.prepare(model, build_optimizer(model, recipe.optim))
+    model = models.load_model(
+        name,
+        recipe.model,
+        packing=recipe.data.packing,
+        dtype=engine.frozen_dtype if recipe.adapter else torch.float32,
+        **engine.load_options(),
+        **adapters.quantization_options(recipe.adapter, recipe.mixed_precision),
+    )
+    if recipe.adapter is not None:
+        adapters.add_adapter(model, recipe.adapter, seed=recipe.seed)
+    engine.prepare(model, build_optimizer(model, recipe.optim, recipe.mixed_precision))
     set_seed(recipe.seed + engine.data_parallel.rank)
 
     # From here on everything counts optimizer steps over a fixed global batch.
-    objective = OBJECTIVES[recipe.objective.name]
-    dealt = {
-        "micro_batch_size": recipe.batch.micro_batch_size,
-        "num_ranks": engine.data_parallel.size,
-        "rank": engine.data_parallel.rank,
-        "pad_id": tokenizer.pad_token_id,
-    }
-    steps = batches.train_steps(train_set, seed=recipe.seed, global_batch_size=recipe.batch.global_batch_size, **dealt)
+    objective = build_objective(recipe.objective)
+    layout = batches.Layout(
+        num_ranks=engine.data_parallel.size,
+        rank=engine.data_parallel.rank,
+        pad_id=tokenizer.pad_token_id,
+        micro_batch_size=recipe.batch.micro_batch_size,
+        micro_batch_tokens=recipe.batch.micro_batch_tokens,
+        packing=recipe.data.packing,
+    )
+    if objective.needs_reference:
+        made_from = [models.weights_digest(Path(name)), recipe.mixed_precision, strategy.name, str(recipe.adapter)]
+        data = with_reference(
+            data,
+            made_from,
+            cache=CACHE,
+            agree=engine.agree,
+            compute=lambda tokens: engine.collect(
+                sequence_logps, batches.indexed_batches(tokens, layout), len(tokens.lengths)
+            ),
+        )
+    steps = batches.train_steps(data.train, layout, seed=recipe.seed, global_batch_size=recipe.batch.global_batch_size)
 
     log = metrics.RunLog(output_dir, is_main=engine.is_main, max_steps=max_steps)
     log.write_text("recipe.yaml", dump_recipe(recipe))
@@ -155,29 +163,32 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
     log.say(
         f"{strategy.name}: {plan.num_processes} processes on {engine.device.type}, precision {recipe.mixed_precision}; "
         f"{max_steps} steps of {recipe.batch.global_batch_size} sequences ({plan.gradient_accumulation_steps} forwards"
-        f" per process), {steps_per_epoch} steps an epoch"
+        f" per process), {steps_per_epoch or 'unknown'} steps an epoch"
     )
-    flops = metrics.FlopCounter(config, num_parameters=engine.num_parameters, device=engine.device)
+    flops = metrics.FlopCounter(
+        config, num_parameters=engine.num_parameters, num_trained=engine.num_trained, device=engine.device
+    )
+    peak = peak_learning_rate(recipe.optim, recipe.schedule, recipe.batch.global_batch_size)
 
     def evaluate(step: int) -> None:
-        if eval_set is None:
-            return
-        loss_sum, num_tokens = engine.evaluate(objective, batches.eval_batches(eval_set, **dealt))
-        log.write({"step": step, "eval_loss": loss_sum / num_tokens, "eval_num_tokens": num_tokens})
+        for set_name, tokens in data.eval.items():
+            found = engine.evaluate(objective.run, batches.eval_batches(tokens, layout))
+            label = {"eval_set": set_name} if set_name else {}
+            log.write({"step": step, **label, **{f"eval_{key}": value for key, value in found.items()}})
 
     evaluate(0)
     for step, batch in enumerate(islice(steps, max_steps)):
         started = time.perf_counter()
-        lr = learning_rate(step, max_steps, recipe.optim, recipe.schedule)
+        lr = learning_rate(step, max_steps, peak, recipe.schedule)
         set_learning_rate(engine.optimizer, lr)
-        loss = engine.gradients(objective, batch.micro_batches, batch.num_targets)
+        means = engine.gradients(objective.run, batch.micro_batches, getattr(batch, objective.unit))
         grad_norm = engine.step()
         seconds = time.perf_counter() - started
         log.write(
             {
                 "step": step + 1,
                 "epoch": batch.epoch,
-                "loss": loss,
+                **means,
                 "grad_norm": grad_norm,
                 "learning_rate": lr,
                 "num_tokens": batch.num_tokens,
@@ -191,15 +202,16 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
         if step + 1 == max_steps or (every and (step + 1) % every == 0):
             evaluate(step + 1)
 
-    checkpoint.export_model(
-        engine.full_parameters(),
-        config,
-        tokenizer,
-        output_dir / "export",
-        like=Path(name),
-        dtype=config.dtype or torch.float32,
-        is_main=engine.is_main,
-    )
+    if recipe.adapter is None:
+        dtype = config.dtype or torch.float32
+        write = partial(checkpoint.write_model, config=config, like=Path(name))
+    else:
+        dtype = torch.float32
+        digest = models.weights_digest(Path(name))
+        base = adapters.Base(recipe.model.name_or_path or name, recipe.model.revision, digest)
+        write = partial(adapters.write_adapter, config=config, settings=recipe.adapter, base=base)
+    export = output_dir / "export"
+    checkpoint.export(engine.full_parameters(), write, tokenizer, export, dtype=dtype, is_main=engine.is_main)
     log.close()
     engine.close()
 

@@ -1,7 +1,12 @@
 """Parts of the recipe book. Imports point downwards only:
 
-compose   cli                                                        (and train.py)
-parts     engine  data  models  objectives  optim  checkpoint  metrics    do not import one another
-plan      plan  launch                                               no torch
-words     recipe  strategy  machine  files                           no torch
+compose   cli  preview  rehearse  merge                                                    (and train.py)
+parts     engine  data  models  adapters  objectives  optim  checkpoint  metrics      do not import one another
+plan      plan  launch  combinations  library                                              no torch
+words     recipe  strategy  machine  files                                                 no torch
 """
+
+import logging
+
+# Imported by peft and transformers, it tells every process without a GPU that a kernel could not be fetched.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -13,8 +13,10 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from cookbook.data.rows import read_rows
+from cookbook.combinations import page as combinations_page
+from cookbook.data.sets import read_data
 from cookbook.files import RecipeError
+from cookbook.library import PAGE, library_page, read_label, read_needs, what_it_takes
 from cookbook.machine import num_cores, num_gpus
 from cookbook.plan import default_num_processes, describe_batch, launch_command, load_pair, make_plan, show_command
 from cookbook.recipe import recipe_schema
@@ -22,6 +24,7 @@ from cookbook.strategy import find_strategy, load_strategy
 
 QUICKSTART = Path("recipes/quickstart.yaml")
 SCHEMA = Path("recipes/schema.json")
+COMBINATIONS_PAGE = Path("docs/combinations.md")
 PROMPT = "Write `def get_name(self)`: Return the name."  # as cookbook/data/stdlib.py words a request
 
 
@@ -44,9 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument("recipe", nargs="?", type=Path, default=QUICKSTART, help="default: %(default)s")
     _add_strategy(launch)
     launch.add_argument("--processes", type=int, metavar="N", help="default: one per GPU, or two without a GPU")
-    launch.add_argument(
-        "--set", dest="assignments", action="append", default=[], metavar="section.key=value", help="may be repeated"
-    )
+    _add_assignments(launch)
     launch.add_argument("--dry-run", action="store_true", help="start the processes, check everything, train nothing")
 
     check = verbs.add_parser("check", help="check recipes with their strategies; without a recipe, all that are here")
@@ -64,9 +65,39 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--prompt", default=PROMPT, help="default: %(default)s")
     sample.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="default: %(default)s")
 
+    preview = verbs.add_parser("preview", help="show samples as the model will see them, and how long they are")
+    preview.set_defaults(command=preview_data)
+    preview.add_argument("recipe", nargs="?", type=Path, default=QUICKSTART, help="default: %(default)s")
+    preview.add_argument("--samples", type=int, default=3, metavar="N", help="default: %(default)s")
+    _add_assignments(preview)
+
+    rehearse = verbs.add_parser("rehearse", help="run a recipe with a tiny model of its kind on CPU")
+    rehearse.set_defaults(command=rehearse_recipe)
+    rehearse.add_argument("recipe", type=Path)
+    _add_strategy(rehearse)
+    rehearse.add_argument("--processes", type=int, metavar="N", help="default: two, or what the strategy's mesh needs")
+    _add_assignments(rehearse)
+
+    merge = verbs.add_parser("merge", help="write a trained adapter and its base model as one model")
+    merge.set_defaults(command=merge_run)
+    merge.add_argument("folder", type=Path, help="the run.output_dir of a recipe with an adapter")
+    merge.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the base model's")
+
+    library = verbs.add_parser("library", help=f"write {PAGE} from the recipes")
+    library.set_defaults(command=write_library)
+
+    combinations = verbs.add_parser("combinations", help=f"write {COMBINATIONS_PAGE}, what is refused and why")
+    combinations.set_defaults(command=write_combinations)
+
     schema = verbs.add_parser("schema", help=f"write {SCHEMA}, by which an editor checks recipes")
     schema.set_defaults(command=write_schema)
     return parser
+
+
+def _add_assignments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set", dest="assignments", action="append", default=[], metavar="section.key=value", help="may be repeated"
+    )
 
 
 def _add_strategy(parser: argparse.ArgumentParser) -> None:
@@ -82,11 +113,12 @@ def launch_run(arguments: argparse.Namespace) -> int:
     if count < 1:
         raise RecipeError([f"--processes is {count}; it must be at least 1"])
     make_plan(recipe, strategy, num_processes=count, num_gpus=gpus, recipe_name=str(arguments.recipe))
-    for source in (recipe.data.train, recipe.data.eval):
-        if source is not None and Path(source.path).exists():
-            # The processes read them again; told here, broken rows come without torchrun's own report behind them.
-            read_rows(source, recipe.data.on_bad_row)
     command = launch_command(str(arguments.recipe), strategy, num_processes=count, assignments=arguments.assignments)
+    if not gpus and not arguments.dry_run and read_needs(read_label(arguments.recipe)).num_gpus:
+        raise RecipeError([what_it_takes(arguments.recipe), f"To run it here all the same: {show_command(command)}"])
+    if all(Path(source.path).exists() for source in (*recipe.data.train, *recipe.data.eval.values())):
+        # The processes read them again; told here, broken rows come without torchrun's own report behind them.
+        read_data(recipe.data, recipe.objective)
     command += ["--dry-run"] if arguments.dry_run else []
     print(show_command(command), flush=True)
     # The accelerate beside this Python, and the compilers' ninja, also when the virtual environment is not activated.
@@ -190,7 +222,7 @@ def sample_model(arguments: argparse.Namespace) -> int:
     """Prints what the saved model makes of the prompt, taking the likeliest token each time."""
     export = arguments.folder / "export"
     folder = export if export.is_dir() else arguments.folder
-    if not (folder / "config.json").is_file():
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise RecipeError([f"{folder}: no model there; name a run's folder, for example outputs/quickstart"])
 
     if not num_gpus():
@@ -221,8 +253,51 @@ def sample_model(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def preview_data(arguments: argparse.Namespace) -> int:
+    """Prints samples of the training set, trained and untrained tokens told apart."""
+    if arguments.samples < 0:
+        raise RecipeError([f"--samples is {arguments.samples}; it must be at least 0"])
+    from cookbook.preview import preview
+
+    return preview(arguments.recipe, arguments.assignments, arguments.samples)
+
+
+def rehearse_recipe(arguments: argparse.Namespace) -> int:
+    """Runs the recipe with everything that is its own but the size."""
+    from cookbook.rehearse import rehearse
+
+    return rehearse(
+        arguments.recipe,
+        assignments=arguments.assignments,
+        strategy=arguments.strategy,
+        processes=arguments.processes,
+    )
+
+
+def merge_run(arguments: argparse.Namespace) -> int:
+    """Writes `merged/` beside the run's `export/`."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers imports, warns on stdout
+    from cookbook.merge import merge
+
+    return merge(arguments.folder, arguments.dtype)
+
+
+def write_library(arguments: argparse.Namespace) -> int:
+    """Writes the page of the recipe library."""
+    return _write_page(PAGE, library_page())
+
+
+def write_combinations(arguments: argparse.Namespace) -> int:
+    """Writes the page of refused combinations."""
+    return _write_page(COMBINATIONS_PAGE, combinations_page())
+
+
+def _write_page(path: Path, text: str) -> int:
+    path.write_text(text, encoding="utf-8")
+    print(path)
+    return 0
+
+
 def write_schema(arguments: argparse.Namespace) -> int:
     """Writes the JSON schema of a recipe."""
-    SCHEMA.write_text(json.dumps(recipe_schema(), indent=2) + "\n", encoding="utf-8")
-    print(SCHEMA)
-    return 0
+    return _write_page(SCHEMA, json.dumps(recipe_schema(), indent=2) + "\n")

@@ -259,7 +259,23 @@ def _try(values: Any, model: type[Model]) -> tuple[Model | None, list[Any]]:
     try:
         return model.model_validate(values), []
     except ValidationError as error:
-        return None, error.errors()
+        return None, [{**problem, "loc": _as_written(values, problem["loc"])} for problem in error.errors()]
+
+
+def _as_written(values: Any, path: KeyPath) -> KeyPath:
+    """The path of a value in the file, where a model takes one value for a list of one, or for a mapping without a
+    name."""
+    found: list[str | int] = []
+    for part in path:
+        is_list = isinstance(values, list | tuple)
+        if (part == "" and not (isinstance(values, dict) and "" in values)) or (isinstance(part, int) and not is_list):
+            continue
+        found.append(part)
+        if isinstance(values, dict):
+            values = values.get(part)
+        else:
+            values = values[part] if is_list and isinstance(part, int) and part < len(values) else None
+    return tuple(found)
 
 
 def _with_nearest_names(values: Any, model: type[BaseModel], unknown: list[Any], owned: Mapping[str, str]) -> Any:
@@ -343,7 +359,7 @@ def _homes(model: type[BaseModel], key: str, path: tuple[str, ...] = ()) -> list
 def _known_keys(model: type[BaseModel], path: KeyPath) -> list[str]:
     """The field names of the model that stands at `path` inside `model`."""
     for part in path:
-        if isinstance(part, int):
+        if part not in model.model_fields:  # a place in a list, or a name that the user gives
             continue
         candidates: list[type[BaseModel]] = []
         _collect_models(model.model_fields[part].annotation, candidates)

@@ -51,12 +51,12 @@ class FlopCounter:
     """Model FLOPs utilisation, where the peak of the device is known.
 
     6 N a token for the matrices and 12 L H T for attention, halved since causal attention sees half of the positions;
-    recomputation is not counted (Chowdhery et al. 2022, PaLM, appendix B).
+    recomputation is not counted (Chowdhery et al. 2022, PaLM, appendix B). Frozen weights have no gradient: 4 N.
     """
 
-    def __init__(self, config: Any, *, num_parameters: int, device: torch.device) -> None:
+    def __init__(self, config: Any, *, num_parameters: int, num_trained: int, device: torch.device) -> None:
         self.peak = device_peak_flops(device)
-        self.per_token = 6 * num_parameters
+        self.per_token = 4 * num_parameters + 2 * num_trained
         text = config.get_text_config()
         self.per_token_and_position = 6 * text.num_hidden_layers * text.hidden_size
 
@@ -110,7 +110,9 @@ class RunLog:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update()
         else:
-            self.say(f"step {line['step']}: held-out loss {line['eval_loss']:.4f} ({line['eval_num_tokens']} tokens)")
+            name = f"{line['eval_set']}: " if "eval_set" in line else ""
+            text = f"held-out loss {line['eval_loss']:.4f} ({line['eval_num_tokens']} tokens)"
+            self.say(f"step {line['step']}: {name}{text}")
 
     def say(self, text: str) -> None:
         """A line for people, above the bar."""

@@ -5,6 +5,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from cookbook.combinations import refusals
 from cookbook.files import RecipeError, apply_overrides, path_problem, read_document
 from cookbook.machine import CPU_PROCESSES, num_cores
 from cookbook.recipe import Recipe, load_recipe
@@ -20,16 +21,18 @@ class Plan:
     """Of this machine; 0 means that the run uses the CPU."""
     data_parallel_size: int
     gradient_accumulation_steps: int
-    """Forwards per process and full optimizer step."""
+    """Forwards per process and full optimizer step; at most so many under batch.micro_batch_tokens."""
 
 
 def describe_batch(recipe: Recipe, plan: Plan) -> str:
     """The batch arithmetic in one line."""
     processes = f"{plan.data_parallel_size} data-parallel process{'es' if plan.data_parallel_size > 1 else ''}"
-    return (
-        f"{recipe.batch.global_batch_size} sequences a step = {processes} x micro-batch"
-        f" {recipe.batch.micro_batch_size} x accumulation {plan.gradient_accumulation_steps}"
-    )
+    unit = "pairs" if recipe.objective.name == "dpo" else "sequences"
+    start = f"{recipe.batch.global_batch_size} {unit} a step"
+    if recipe.batch.micro_batch_tokens is not None:
+        return f"{start}, dealt to {processes} in forwards of at most {recipe.batch.micro_batch_tokens} tokens"
+    micro = recipe.batch.micro_batch_size
+    return f"{start} = {processes} x micro-batch {micro} x accumulation {plan.gradient_accumulation_steps}"
 
 
 def load_pair(
@@ -101,15 +104,12 @@ def make_plan(recipe: Recipe, strategy: Strategy, *, num_processes: int, num_gpu
             f"{strategy.path}: {per_machine} processes on this machine, which has {num_gpus}"
             f" GPU{'s' if num_gpus > 1 else ''}; ask for at most {num_gpus} (or hide them with CUDA_VISIBLE_DEVICES=)"
         )
-    if recipe.mixed_precision == "fp16" and not num_gpus:
-        mistakes.append(f"{recipe_name}: mixed_precision is fp16, which needs a GPU; use bf16 or 'no'")
-    if recipe.mixed_precision == "fp16" and strategy.kind == "tp":
-        # torch.amp.GradScaler unscales all gradients in one call, and tensor parallel has whole and cut ones.
-        mistakes.append(f"{recipe_name}: mixed_precision is fp16, which does not go with {strategy.path}; use bf16")
+    mistakes += refusals(recipe, strategy, num_gpus, recipe_name)
     data_parallel_size = max(1, strategy.data_parallel_size(num_processes))
     batch = recipe.batch
-    per_forward = batch.micro_batch_size * data_parallel_size
-    if batch.global_batch_size % per_forward:
+    # Under a token budget the number of forwards follows the lengths: one for each sequence at most.
+    per_forward = (batch.micro_batch_size or 1) * data_parallel_size
+    if batch.micro_batch_size is not None and batch.global_batch_size % per_forward:
         mistakes.append(f"{recipe_name}: {_impossible_split(recipe, data_parallel_size, num_processes)}")
     if mistakes:
         raise RecipeError(mistakes)
@@ -117,12 +117,13 @@ def make_plan(recipe: Recipe, strategy: Strategy, *, num_processes: int, num_gpu
         num_processes=num_processes,
         num_gpus=num_gpus,
         data_parallel_size=data_parallel_size,
-        gradient_accumulation_steps=batch.global_batch_size // per_forward,
+        gradient_accumulation_steps=math.ceil(batch.global_batch_size / per_forward),
     )
 
 
 def _impossible_split(recipe: Recipe, data_parallel_size: int, num_processes: int) -> str:
     batch = recipe.batch
+    assert batch.micro_batch_size is not None
     per_forward = batch.micro_batch_size * data_parallel_size
     ways = [max(1, batch.global_batch_size // per_forward) * per_forward]
     if batch.global_batch_size > per_forward:

@@ -73,8 +73,14 @@ class ModelSection(Section):
     """Commit, tag or branch on the Hub."""
     from_scratch: ScratchModel | None = None
     """Sizes of a new model, instead of name_or_path."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer's activations in the backward pass: less memory, about a third more compute."""
+    gradient_checkpointing: bool | Literal["selective"] = False
+    """true recomputes each layer in the backward pass: less memory, about a third more compute. `selective` keeps the
+    outputs of matrix products and attention, and recomputes only what is cheap between them."""
+    compile: bool = False
+    """torch.compile for each layer. Changes speed and the last bits, and costs seconds to minutes at the start."""
+    liger_kernels: bool = False
+    """Liger's fused Triton kernels for norms, rotary embedding and MLP; needs `pip install liger-kernel`. Left out,
+    with a note, on a machine without a GPU."""
 
     @model_validator(mode="after")
     def _one_model(self):
@@ -98,6 +104,9 @@ class Source(Section):
     """Commit, tag or branch on the Hub."""
     max_rows: int | None = Field(default=None, gt=0)
     """Take the first rows only."""
+    weight: float | None = Field(default=None, gt=0, le=1000, allow_inf_nan=False)
+    """data.train only: how often an epoch shows each row. 2 shows it twice; 0.25 shows a quarter of the rows, another
+    quarter in the next epoch. Default: 1."""
 
 
 def _source_from_text(value: Any) -> Any:
@@ -107,44 +116,164 @@ def _source_from_text(value: Any) -> Any:
 SourceField = Annotated[Source, BeforeValidator(_source_from_text, json_schema_input_type=str | Source)]
 
 
+def _sources_from_one(value: Any) -> Any:
+    return value if isinstance(value, list) else [value]
+
+
+def _named_from_one(value: Any) -> Any:
+    is_one = isinstance(value, str) or (isinstance(value, dict) and Source.model_fields.keys() & value)
+    return {"": value} if is_one else {} if value is None else value
+
+
 class DataSection(Section):
-    train: SourceField
-    """Rows of `messages` (chat), `prompt` and `completion`, or `text`."""
-    eval: SourceField | None = None
-    """Held-out rows; evaluated before the first step, every run.eval_every_steps, and at the end."""
+    train: Annotated[
+        list[SourceField],
+        Field(min_length=1),
+        BeforeValidator(_sources_from_one, json_schema_input_type=str | Source | list[str | Source]),
+    ]
+    """A source or a list of them. Rows of `messages` (chat), `prompt` and `completion`, or `text`; for dpo with
+    `chosen` and `rejected`."""
+    eval: Annotated[
+        dict[str, SourceField],
+        BeforeValidator(_named_from_one, json_schema_input_type=str | Source | dict[str, str | Source]),
+    ] = {}
+    """Held-out rows: a source, or several by name, each with a result of its own. Evaluated before the first step,
+    every run.eval_every_steps, and at the end."""
+    holdout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of data.train that is held out and evaluated as `holdout`. A hash of the row decides, so equal rows fall on
+    one side, whatever the order."""
     max_length: int = Field(default=2048, ge=8)
-    """Tokens per sample; longer samples are cut at the end."""
+    """Tokens per sample. Longer samples are cut at the end; for cpt a longer text becomes several samples."""
+    packing: bool = False
+    """A micro-batch is one row without padding, in which each sample attends to itself only. Changes speed and memory,
+    never the curve."""
+    streaming: bool = False
+    """Read data.train while training, for sets larger than memory or disk; needs run.max_steps. Rows are shuffled
+    within blocks of shuffle_rows."""
+    shuffle_rows: int = Field(default=10_000, gt=0)
+    """streaming only."""
     chat_template: PathText | None = None
     """A Jinja file; without it, the tokenizer's own template."""
     on_bad_row: Literal["error", "drop"] = "error"
     """What to do with a row that cannot be trained on: stop and name them (20 at most), or drop and count them."""
 
+    @model_validator(mode="after")
+    def _keys_of_streaming(self):
+        if "shuffle_rows" in self.model_fields_set and not self.streaming:
+            raise ValueError(f"shuffle_rows {self.shuffle_rows} would be ignored without streaming: true; take it out")
+        if self.streaming and self.holdout:
+            raise ValueError(f"holdout {self.holdout} does not go with streaming; give held-out rows in data.eval")
+        weighted = [source.path for source in self.train if source.weight is not None]
+        if self.streaming and weighted:
+            raise ValueError(f"weight of {weighted[0]!r} does not go with streaming, which reads source after source")
+        weighted = [source.path for source in self.eval.values() if source.weight is not None]
+        if weighted:
+            raise ValueError(f"weight of {weighted[0]!r} would be ignored in data.eval; take it out")
+        if self.holdout and "holdout" in self.eval:
+            raise ValueError("eval has a set named 'holdout', the name of the rows that data.holdout takes; rename it")
+        return self
+
+
+FOREIGN_TO_OBJECTIVE = {
+    "sft": {"loss", "beta", "label_smoothing"},
+    "cpt": {"train_on", "loss", "beta", "label_smoothing"},
+    "dpo": {"train_on"},
+}
+
 
 class ObjectiveSection(Section):
-    name: Literal["sft"] = "sft"
+    name: Literal["sft", "cpt", "dpo"] = "sft"
+    """Supervised fine-tuning; continued pre-training on `text`; direct preference optimization."""
     train_on: Literal["assistant", "all"] = "assistant"
-    """Tokens that carry loss: the assistant's turns (completions) with their end-of-turn token, or every token."""
+    """sft only. Tokens that carry loss: the assistant's turns (completions) with their end-of-turn token, or every
+    token."""
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    """dpo only. `sigmoid`: Rafailov et al. 2023 (arXiv 2305.18290); `ipo`: Azar et al. 2023 (arXiv 2310.12036), on the
+    mean log-probability of a token."""
+    beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
+    """dpo only. Strength of the pull towards the reference. Default: the DPO paper's."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """dpo with sigmoid only: assumed share of swapped preferences (conservative DPO)."""
+
+    @model_validator(mode="after")
+    def _keys_of_the_objective(self):
+        foreign = self.model_fields_set & FOREIGN_TO_OBJECTIVE[self.name]
+        if foreign:
+            raise ValueError(f"{', '.join(sorted(foreign))} would be ignored by {self.name}; take it out")
+        if self.loss == "ipo" and self.label_smoothing:
+            raise ValueError(f"label_smoothing {self.label_smoothing} would be ignored by loss: ipo; take it out")
+        return self
+
+
+class AdapterSection(Section):
+    """Trains a few new weights beside frozen ones (peft)."""
+
+    name: Literal["lora", "dora", "qlora"]
+    """`qlora` holds the frozen weights in 4 bits (NF4, double quantisation; bitsandbytes)."""
+    rank: int = Field(default=16, gt=0)
+    alpha: float = Field(default=32.0, gt=0, allow_inf_nan=False)
+    """The update is scaled by alpha / rank, or alpha / sqrt(rank) with rslora."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """On the adapter's input. Above 0 the curve depends on the number of processes."""
+    targets: str | list[str] = "all-linear"
+    """Linear layers that get an adapter: all of them but the head, or the last parts of their names ([q_proj, v_proj]).
+    A name that matches nothing is an error."""
+    modules_to_save: list[str] = []
+    """Modules that are trained whole and saved with the adapter, for example [embed_tokens, lm_head]."""
+    rslora: bool = False
+    """Rank-stabilised scaling, Kalajdzievski 2023 (arXiv 2312.03732)."""
+
+    @model_validator(mode="after")
+    def _named_targets(self):
+        if isinstance(self.targets, str) and self.targets != "all-linear":
+            raise ValueError(f"targets is {self.targets!r}; write all-linear, or a list: [{self.targets}]")
+        if self.targets == []:
+            raise ValueError("targets is empty; write all-linear, or name layers")
+        return self
 
 
 class BatchSection(Section):
     global_batch_size: int = Field(gt=0)
-    """Sequences per optimizer step, all processes together."""
-    micro_batch_size: int = Field(gt=0)
-    """Sequences per forward, per process. Changes speed and memory, never the result."""
+    """Sequences per optimizer step, all processes together; for dpo, pairs."""
+    micro_batch_size: int | None = Field(default=None, gt=0)
+    """Sequences (pairs) per forward, per process. Changes speed and memory, never the result."""
+    micro_batch_tokens: int | None = Field(default=None, gt=0)
+    """Tokens per forward at most, padding included, instead of micro_batch_size."""
+
+    @model_validator(mode="after")
+    def _one_limit(self):
+        if self.micro_batch_size is None and self.micro_batch_tokens is None:
+            raise ValueError("neither micro_batch_size nor micro_batch_tokens is given; write one of them")
+        if self.micro_batch_size is not None and self.micro_batch_tokens is not None:
+            raise ValueError(
+                f"micro_batch_size {self.micro_batch_size} and micro_batch_tokens {self.micro_batch_tokens} are both"
+                " given; keep one (null unsets a key)"
+            )
+        return self
+
+
+FOREIGN_TO_OPTIMIZER: dict[str, set[str]] = {
+    "adamw": {"momentum"},
+    "adamw_8bit": {"momentum"},
+    "muon": set(),
+    "sgd": {"betas", "eps"},
+}
 
 
 class OptimSection(Section):
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "adamw_8bit", "muon", "sgd"] = "adamw"
+    """`adamw_8bit` keeps its moments in 8 bits (bitsandbytes). `muon` updates the matrices inside the layers, and
+    leaves embeddings, head, biases and norms to adamw; one learning rate and weight decay serve both."""
     learning_rate: float = Field(gt=0, allow_inf_nan=False)
     """Peak learning rate, reached after the warm-up."""
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Decoupled for adamw; never applied to biases and norms."""
+    """Decoupled for adamw and muon; never applied to biases and norms."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """adamw only. Default: torch's."""
+    """Not for sgd. Default: torch's."""
     eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
-    """adamw only. Default: torch's."""
-    momentum: float = Field(default=0.9, ge=0, lt=1)
-    """sgd only."""
+    """Not for sgd. Default: torch's."""
+    momentum: float | None = Field(default=None, ge=0, lt=1)
+    """sgd and muon only. Default: 0.9 for sgd, 0.95 for muon."""
     max_grad_norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
 
@@ -158,17 +287,54 @@ class OptimSection(Section):
 
     @model_validator(mode="after")
     def _keys_of_the_optimizer(self):
-        foreign = {"adamw": {"momentum"}, "sgd": {"betas", "eps"}}[self.name] & self.model_fields_set
+        foreign = FOREIGN_TO_OPTIMIZER[self.name] & self.model_fields_set
         if foreign:
             raise ValueError(f"{', '.join(sorted(foreign))} would be ignored by {self.name}; take it out")
         return self
 
 
 class ScheduleSection(Section):
-    name: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape after the warm-up; cosine and linear end at 0."""
+    name: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = "cosine"
+    """Shape after the warm-up. cosine and linear end at 0; wsd (warm-up, stable, decay) stays at the peak and falls
+    linearly to 0 over the last decay_steps; inverse_sqrt falls with sqrt(warmup_steps / step)."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps to the peak learning rate, in equal rises: the first step takes 1/warmup_steps of it."""
+    decay_steps: int | None = Field(default=None, gt=0)
+    """wsd only, and required there."""
+    scale_lr: Literal["none", "linear", "sqrt"] = "none"
+    """Multiplies optim.learning_rate by global_batch_size / base_batch_size, or by its square root."""
+    base_batch_size: int | None = Field(default=None, gt=0)
+    """The global batch size for which optim.learning_rate is meant; goes with scale_lr."""
+
+    @model_validator(mode="after")
+    def _keys_of_the_schedule(self):
+        if (self.name == "wsd") != (self.decay_steps is not None):
+            raise ValueError(
+                "wsd needs decay_steps"
+                if self.name == "wsd"
+                else f"decay_steps {self.decay_steps} would be ignored by {self.name}; take it out"
+            )
+        if self.name == "inverse_sqrt" and not self.warmup_steps:
+            raise ValueError("inverse_sqrt needs warmup_steps: it falls with sqrt(warmup_steps / step)")
+        if (self.scale_lr != "none") != (self.base_batch_size is not None):
+            raise ValueError(
+                f"scale_lr {self.scale_lr} and base_batch_size {self.base_batch_size} go together; give both or neither"
+            )
+        return self
+
+    def misfits(self, max_steps: int) -> list[str]:
+        """What does not fit into a run of so many steps."""
+        if self.warmup_steps >= max_steps:
+            return [
+                f"warmup_steps is {self.warmup_steps}, but the run has {max_steps} steps: the peak learning rate would"
+                f" never be reached; write less than {max_steps}"
+            ]
+        if self.warmup_steps + (self.decay_steps or 0) > max_steps:
+            return [
+                f"decay_steps is {self.decay_steps}, after {self.warmup_steps} warmup_steps, but the run has"
+                f" {max_steps} steps; write at most {max_steps - self.warmup_steps}"
+            ]
+        return []
 
 
 class RunSection(Section):
@@ -191,9 +357,9 @@ class RunSection(Section):
             )
         return self
 
-    def total_steps(self, steps_per_epoch: int) -> int:
-        """Optimizer steps of the whole run."""
-        return self.max_steps or (self.num_epochs or 0) * steps_per_epoch
+    def total_steps(self, steps_per_epoch: int | None) -> int:
+        """Optimizer steps of the whole run. The length of an epoch is None for a stream, which has max_steps."""
+        return self.max_steps or (self.num_epochs or 0) * (steps_per_epoch or 0)
 
 
 class Recipe(Section):
@@ -208,6 +374,8 @@ class Recipe(Section):
     model: ModelSection
     data: DataSection
     objective: ObjectiveSection = ObjectiveSection()
+    adapter: AdapterSection | None = None
+    """Absent: all weights are trained."""
     batch: BatchSection
     optim: OptimSection
     schedule: ScheduleSection = ScheduleSection()
@@ -246,21 +414,49 @@ def _check_across_keys(document: Document) -> list[str]:
     if data is not None:
         if data.chat_template is not None:
             mistakes += find_file(data.chat_template, lambda: document.place(("data", "chat_template")))
-        for name in ("train", "eval"):
-            source: Source | None = getattr(data, name)
-            if source is not None:
-                mistakes += _check_source(source, document, ("data", name))
+        is_list = isinstance(document.values["data"].get("train"), list)
+        for i, source in enumerate(data.train):
+            mistakes += _check_source(source, document, ("data", "train", i) if is_list else ("data", "train"))
+        for name, source in data.eval.items():
+            mistakes += _check_source(source, document, ("data", "eval", name) if name else ("data", "eval"))
+        mistakes += _check_data(data, document)
     if run is not None:
         mistakes += _check_output_dir(run.output_dir, document)
-        if schedule is not None and run.max_steps is not None and schedule.warmup_steps >= run.max_steps:
-            mistakes.append(
-                f"{document.place(('schedule', 'warmup_steps'))} is {schedule.warmup_steps}, but run.max_steps is"
-                f" {run.max_steps}: the peak learning rate would never be reached; write less than {run.max_steps}"
-            )
-        if run.eval_every_steps is not None and data is not None and data.eval is None:
+        if schedule is not None and run.max_steps is not None:
+            for mistake in schedule.misfits(run.max_steps):
+                key, _, said = mistake.partition(" ")
+                mistakes.append(f"{document.place(('schedule', key))} {said}")
+        if run.eval_every_steps is not None and data is not None and not data.eval and not data.holdout:
             mistakes.append(
                 f"{document.place(('run', 'eval_every_steps'))} is {run.eval_every_steps}, but there is no data.eval;"
                 " add it, or take this key out"
+            )
+    return mistakes
+
+
+def _check_data(data: DataSection, document: Document) -> list[str]:
+    mistakes = []
+    objective = part(document, "objective", ObjectiveSection)
+    batch = part(document, "batch", BatchSection)
+    run = part(document, "run", RunSection)
+    is_dpo = objective is not None and objective.name == "dpo"
+    if data.streaming and run is not None and run.num_epochs is not None:
+        mistakes.append(
+            f"{document.place(('run', 'num_epochs'))} is {run.num_epochs}, but the length of a stream is not known"
+            " before its end; write run.max_steps instead"
+        )
+    if data.streaming and is_dpo:
+        mistakes.append(
+            f"{document.place(('data', 'streaming'))} is true, but dpo computes the reference of all pairs before the"
+            " first step; take it out"
+        )
+    if batch is not None and batch.micro_batch_tokens is not None:
+        longest = data.max_length * (2 if is_dpo else 1)
+        if batch.micro_batch_tokens < longest:
+            what = "a pair of two samples of" if is_dpo else "one sample of"
+            mistakes.append(
+                f"{document.place(('batch', 'micro_batch_tokens'))} is {batch.micro_batch_tokens}, too few for {what}"
+                f" data.max_length {data.max_length}; write at least {longest}"
             )
     return mistakes
 
@@ -274,7 +470,7 @@ def _check_output_dir(name: str, document: Document) -> list[str]:
     return []
 
 
-def _check_source(source: Source, document: Document, where: tuple[str, str]) -> list[str]:
+def _check_source(source: Source, document: Document, where: tuple[str | int, ...]) -> list[str]:
     place, path = document.place(where), Path(source.path)
     if source.path == BUILTIN_SOURCE:
         if source.split not in ("train", "test"):
@@ -297,9 +493,20 @@ def _check_source(source: Source, document: Document, where: tuple[str, str]) ->
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe, every default written out, as YAML that `load_recipe` reads back to an equal value."""
     values = recipe.model_dump(mode="json", exclude_none=True)
-    foreign = {"adamw": ("momentum",), "sgd": ("betas", "eps")}[recipe.optim.name]
-    for key in foreign:
-        del values["optim"][key]
+    # Only keys that mean something: load_recipe refuses the others.
+    foreign = {
+        "optim": FOREIGN_TO_OPTIMIZER[recipe.optim.name],
+        "objective": FOREIGN_TO_OBJECTIVE[recipe.objective.name],
+    }
+    if recipe.objective.loss == "ipo":
+        foreign["objective"] = foreign["objective"] | {"label_smoothing"}
+    if not recipe.data.streaming:
+        foreign["data"] = {"shuffle_rows"}
+    for section, keys in foreign.items():
+        for key in keys:
+            values[section].pop(key, None)
+    if list(recipe.data.eval) == [""]:
+        values["data"]["eval"] = values["data"]["eval"][""]
     return dump_yaml(values)
 
 

@@ -70,7 +70,8 @@ class Curve:
 
     @property
     def weights(self) -> dict[str, np.ndarray]:
-        return load_file(self.folder / "export" / "model.safetensors")
+        (path,) = (self.folder / "export").glob("*.safetensors")
+        return load_file(path)
 
 
 @dataclass(frozen=True)

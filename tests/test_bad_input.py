@@ -222,12 +222,12 @@ RECIPE_MISTAKES = {
     ),
     "list for a source": (
         "train: python-stdlib",
-        "train: [a, b]",
-        r"14: data.train is ['a', 'b'] (a list); it must be a section of `key: value` lines",
+        "train: [python-stdlib, 3]",
+        "14: data.train.1 is 3 (an integer); it must be a section of `key: value` lines",
     ),
-    "empty section": (
+    "section without its first key": (
         "{path: python-stdlib, split: test}",
-        "{}",
+        "{split: test}",
         "15: data.eval.path: is missing; this key has no default",
     ),
     "too few betas": ("weight_decay: 0.1", "betas: [0.9]", "24: optim.betas has too few values"),
@@ -269,7 +269,7 @@ RECIPE_MISTAKES = {
     "warm-up as long as the run": (
         "warmup_steps: 10",
         "warmup_steps: 30",
-        "27: schedule.warmup_steps is 30, but run.max_steps is 30: ...; write less than 30",
+        "27: schedule.warmup_steps is 30, but the run has 30 steps: ...; write less than 30",
     ),
     "both lengths": (
         "max_steps: 30",

@@ -1,12 +1,13 @@
 """A trained model becomes a Hugging Face folder, whole or not at all. pytest tests/test_checkpoint.py"""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from cookbook.checkpoint import export_model
+from cookbook import checkpoint
 from cookbook.models import train_tokenizer
 
 TOKENIZER = train_tokenizer(["def f(x):\n    return x\n"] * 5, 300)
@@ -21,7 +22,8 @@ def model(**changes: object) -> LlamaForCausalLM:
 
 def export(trained: LlamaForCausalLM, folder: Path, like: Path, dtype: torch.dtype = torch.float32) -> None:
     parameters = [(name, parameter.detach().float()) for name, parameter in trained.named_parameters()]
-    export_model(parameters, trained.config, TOKENIZER, folder, like=like, dtype=dtype, is_main=True)
+    write = partial(checkpoint.write_model, config=trained.config, like=like)
+    checkpoint.export(parameters, write, TOKENIZER, folder, dtype=dtype, is_main=True)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -50,9 +52,7 @@ def test_an_empty_weight_is_refused_and_the_older_export_stays(tmp_path: Path):
     before = {path.name: path.read_bytes() for path in (tmp_path / "export").iterdir()}
     broken = [(name, parameter.detach()[:0]) for name, parameter in trained.named_parameters()]
     with pytest.raises(RuntimeError, match="came back empty"):
-        export_model(
-            broken, trained.config, TOKENIZER, tmp_path / "export", like=tmp_path, dtype=torch.float32, is_main=True
-        )
+        checkpoint.export(broken, lambda *_: None, TOKENIZER, tmp_path / "export", dtype=torch.float32, is_main=True)
     assert {path.name: path.read_bytes() for path in (tmp_path / "export").iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
@@ -60,13 +60,6 @@ def test_an_empty_weight_is_refused_and_the_older_export_stays(tmp_path: Path):
 def test_processes_that_do_not_write_still_gather(tmp_path: Path):
     gathered = []
     parameters = ((name, gathered.append(name)) for name in ("a", "b"))
-    export_model(
-        parameters,
-        model().config,
-        TOKENIZER,
-        tmp_path / "export",
-        like=tmp_path,
-        dtype=torch.float32,
-        is_main=False,
-    )
+    write = partial(checkpoint.write_model, config=model().config, like=tmp_path)
+    checkpoint.export(parameters, write, TOKENIZER, tmp_path / "export", dtype=torch.float32, is_main=False)
     assert gathered == ["a", "b"] and not list(tmp_path.iterdir())

@@ -1,13 +1,15 @@
-"""The loss inside the model is the one of the full logits. pytest tests/test_models.py"""
+"""The loss inside the model is the one of the full logits, in chunks or not. pytest tests/test_models.py"""
 
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, Gemma3Config, LlamaConfig, LlamaForCausalLM
 
 from cookbook.files import RecipeError
-from cookbook.models import IGNORE_INDEX, add_loss, load_config, load_tokenizer, resolve_model
+from cookbook.models import load_config, load_model, load_tokenizer, loss, resolve_model
+from cookbook.models.loss import IGNORE_INDEX, add_loss
 from cookbook.recipe import ModelSection, ScratchModel
 
 SIZES = {
@@ -37,53 +39,144 @@ def batch(lengths: list[int], labelled_from: int = 2) -> dict[str, torch.Tensor]
 
 
 def reference(model: LlamaForCausalLM, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Full logits of the unchanged model and a plain sum."""
+    """Full logits of the unchanged model; (L,) negative log-likelihoods."""
     logits = model(input_ids=inputs["input_ids"]).logits
-    return torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1).float(), inputs["targets"].flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-    )
+    nll = -logits.float().log_softmax(-1).gather(2, inputs["targets"].clamp(min=0)[..., None]).squeeze(2)
+    return nll[inputs["targets"] != IGNORE_INDEX]
 
 
+def lower_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 4 positions."""
+    monkeypatch.setattr(loss, "LOGITS_BUDGET", 4 * SIZES["vocab_size"])
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["at once", "chunked"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_loss_and_gradients_are_those_of_the_full_logits(tied: bool):
+def test_loss_and_gradients_are_those_of_the_full_logits(tied: bool, chunked: bool, monkeypatch: pytest.MonkeyPatch):
     plain, ours = tiny(tie_word_embeddings=tied), tiny(tie_word_embeddings=tied)
     add_loss(ours)
+    if chunked:
+        lower_the_budget(monkeypatch)
     inputs = batch([9, 5, 12])
     expected, found = reference(plain, inputs), ours(**inputs)
-    expected.backward()
-    found.backward()
-    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert found.shape == (6 + 2 + 9,) and found.dtype == torch.float32
+    assert torch.allclose(found, expected, rtol=1e-6)
+    weights = torch.linspace(-1, 2, len(found))  # an objective may weigh each position by itself
+    (expected * weights).sum().backward()
+    (found * weights).sum().backward()
     for (name, p), q in zip(plain.named_parameters(), ours.parameters(), strict=True):
         assert torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-7), name
+
+
+class Rows(TorchDispatchMode):
+    """The most rows that a newly made tensor of so many columns had."""
+
+    def __init__(self, num_columns: int) -> None:
+        super().__init__()
+        self.num_columns, self.most = num_columns, 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.shape[1:] == (self.num_columns,) and not operation.is_view:
+                self.most = max(self.most, tensor.shape[0])
+        return result
+
+
+@pytest.mark.parametrize(("chunk", "most"), [(64, 64), (None, 251)], ids=["chunked", "at once"])
+def test_chunks_never_hold_all_logits(chunk: int | None, most: int, monkeypatch: pytest.MonkeyPatch):
+    model = tiny()
+    add_loss(model)
+    if chunk:
+        monkeypatch.setattr(loss, "LOGITS_BUDGET", chunk * SIZES["vocab_size"])
+    with Rows(SIZES["vocab_size"]) as rows:
+        model(**batch([90, 50, 120])).sum().backward()
+    assert rows.most == most
+
+
+@pytest.mark.parametrize("labels", [0, 1, 17])
+def test_the_head_is_called_once_however_many_chunks(labels: int, monkeypatch: pytest.MonkeyPatch):
+    """An engine gathers a sharded head at each call, and ranks with other counts of labels have other counts of
+    chunks."""
+    lower_the_budget(monkeypatch)
+    model = tiny()
+    add_loss(model)
+    calls = []
+    model.lm_head.register_forward_hook(lambda *_: calls.append("forward"))
+    model.lm_head.register_full_backward_pre_hook(lambda *_: calls.append("backward"))
+    inputs = batch([9, 5, 12])
+    flat = inputs["targets"].view(-1)
+    flat[(flat != IGNORE_INDEX).nonzero()[labels:]] = IGNORE_INDEX
+    model(**inputs).sum().backward()
+    assert calls == ["forward", "backward"]
+
+
+def test_a_frozen_head_gets_no_gradient_and_no_work_for_one(monkeypatch: pytest.MonkeyPatch):
+    lower_the_budget(monkeypatch)
+
+    def most_rows_of_hidden_size(frozen: bool) -> int:
+        model = tiny(tie_word_embeddings=False)
+        model.model.embed_tokens.requires_grad_(False)
+        model.lm_head.requires_grad_(not frozen)
+        add_loss(model)
+        nll = model(**batch([9, 5, 12]))
+        with Rows(SIZES["hidden_size"]) as rows:
+            nll.sum().backward()
+        assert (model.lm_head.weight.grad is None) == frozen
+        assert model.model.layers[0].mlp.up_proj.weight.grad.any()
+        return rows.most
+
+    assert most_rows_of_hidden_size(frozen=False) == SIZES["vocab_size"]
+    assert most_rows_of_hidden_size(frozen=True) < SIZES["vocab_size"]
+
+
+@pytest.mark.parametrize("targets", ["head kept whole", "head with LoRA"])
+def test_a_head_that_peft_wrapped_gives_the_same_loss(targets: str, monkeypatch: pytest.MonkeyPatch):
+    from peft import LoraConfig, get_peft_model
+
+    lower_the_budget(monkeypatch)
+    plain, ours = tiny(tie_word_embeddings=False), tiny(tie_word_embeddings=False)
+    expected = reference(plain, batch([9, 5, 12]))
+    add_loss(ours)
+    options = {"modules_to_save": ["lm_head"]} if targets == "head kept whole" else {}
+    names = ["q_proj"] if options else ["q_proj", "lm_head"]
+    model = get_peft_model(ours, LoraConfig(target_modules=names, task_type="CAUSAL_LM", **options))
+    found = model(**batch([9, 5, 12]))
+    assert torch.allclose(found, expected, rtol=1e-6)  # new adapters add zero
+    found.sum().backward()
+    trained = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    assert any("lm_head" in name for name in trained) and any("q_proj" in name for name in trained)
+    assert all(p.grad is None for name, p in model.named_parameters() if "original_module" in name)
 
 
 def test_padding_is_never_seen():
     model = tiny()
     add_loss(model)
     together = batch([9, 5, 12])
-    alone = 0.0
-    for row, length in enumerate([9, 5, 12]):
-        alone += model(**{name: tensor[row : row + 1, :length] for name, tensor in together.items()}).item()
-    assert model(**together).item() == pytest.approx(alone, rel=1e-6)
+    alone = [
+        model(**{name: tensor[row : row + 1, :length] for name, tensor in together.items()})
+        for row, length in enumerate([9, 5, 12])
+    ]
+    assert torch.allclose(model(**together), torch.cat(alone), rtol=1e-6)
 
 
 def test_a_label_on_padding_would_be_noticed():
     model = tiny()
     add_loss(model)
     inputs = batch([9, 5, 12])
-    right = model(**inputs).item()
+    right = model(**inputs).sum().item()
     inputs["targets"][1, 8] = 3
-    assert abs(model(**inputs).item() - right) > 1.0
+    assert abs(model(**inputs).sum().item() - right) > 1.0
 
 
-def test_a_micro_batch_without_labels_is_a_zero_with_gradients():
+def test_a_micro_batch_without_labels_is_nothing_with_gradients_of_zero():
     model = tiny()
     add_loss(model)
     inputs = batch([4])
     inputs["targets"].fill_(IGNORE_INDEX)
-    loss = model(**inputs)
-    loss.backward()
-    assert loss.item() == 0.0
+    nll = model(**inputs)
+    nll.sum().backward()
+    assert nll.shape == (0,)
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
@@ -102,7 +195,7 @@ def test_a_new_model_is_built_once_and_only_its_seed_and_data_change_it(tmp_path
     assert build(1, "a") == first and (Path(first) / "model.safetensors").stat().st_mtime_ns == stamp
     assert weights(build(2, "a")) != weights(first)
     assert weights(build(1, "b")) == weights(first) and build(1, "b") != first
-    assert load_config(first, 64).vocab_size == SIZES["vocab_size"]
+    assert load_config(first, 64, packing=True).vocab_size == SIZES["vocab_size"]
     assert [path.name for path in tmp_path.iterdir() if path.name.count(".") and path.is_dir()] == []
 
 
@@ -118,18 +211,55 @@ def test_a_new_tokenizer_gives_text_back(tmp_path: Path):
 def test_logits_that_are_changed_after_the_head_are_refused(tmp_path: Path):
     LlamaConfig(**SIZES, final_logit_softcapping=30.0).save_pretrained(tmp_path)
     with pytest.raises(RecipeError, match="final_logit_softcapping"):
-        load_config(str(tmp_path), 64)
+        load_config(str(tmp_path), 64, packing=False)
 
 
 def test_a_folder_without_a_model_is_one_clear_line(tmp_path: Path):
     with pytest.raises(RecipeError, match="no model there"):
-        load_config(str(tmp_path), 64)
+        load_config(str(tmp_path), 64, packing=False)
 
 
 def test_more_tokens_than_positions_are_refused(tmp_path: Path):
     LlamaConfig(**SIZES, max_position_embeddings=32).save_pretrained(tmp_path)
     with pytest.raises(RecipeError, match=r"data\.max_length is 64, but the model has 32 positions"):
-        load_config(str(tmp_path), 64)
+        load_config(str(tmp_path), 64, packing=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (Gemma3Config(), "gemma3 holds more than a language model"),
+        (AutoConfig.for_model("t5"), "t5 is not a causal language model"),
+        (AutoConfig.for_model("bert"), "attention looks ahead"),
+        (AutoConfig.for_model("gemma3_text", use_bidirectional_attention=True), "attention looks ahead"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_no_causal_language_model_is_refused(config, reason: str, tmp_path: Path):
+    config.save_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match=reason):
+        load_config(str(tmp_path), 64, packing=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("dynamic", {}), ("longrope", {"short_factor": [1], "long_factor": [1]})]
+)
+def test_a_rotary_embedding_that_depends_on_the_longest_sample_is_refused(kind: str, options: dict, tmp_path: Path):
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32, **options}
+    LlamaConfig(**SIZES, head_dim=2, max_position_embeddings=128, rope_parameters=rope).save_pretrained(tmp_path)
+    load_config(str(tmp_path), 32, packing=False)
+    with pytest.raises(RecipeError, match=rf"above 32 tokens this model's rotary embedding \({kind}\).*at most 32"):
+        load_config(str(tmp_path), 33, packing=False)
+
+
+def test_frozen_weights_may_be_small_and_a_loss_is_float32_all_the_same(tmp_path: Path):
+    tiny().save_pretrained(tmp_path)
+    settings = ModelSection(name_or_path=str(tmp_path))
+    model = load_model(str(tmp_path), settings, packing=False, dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model(**batch([9, 5, 12])).dtype == torch.float32
+    model = load_model(str(tmp_path), settings, packing=False)
+    assert {p.dtype for p in model.parameters()} == {torch.float32} and model.training
 
 
 def test_a_model_that_is_no_folder_and_cannot_be_fetched_is_one_clear_line(

@@ -112,7 +112,7 @@ def test_data_parallel_processes_are_counted_apart_from_tensor_parallel_ones(boo
         ({"strategy": "single", "processes": 2}, ["runs one process, but 2 were asked for; use ddp"]),
         ({"processes": 2, "gpus": 1}, ["2 processes on this machine, which has 1 GPU; ask for at most 1"]),
         ({"processes": 4, "gpus": 2, "global_batch": 32}, ["4 processes on this machine, which has 2 GPUs"]),
-        ({"precision": "fp16"}, ["mixed_precision is fp16, which needs a GPU; use bf16 or 'no'"]),
+        ({"precision": "fp16"}, ["mixed_precision: fp16 without a GPU: the loss scaling"]),
         (
             {"processes": 3, "gpus": 2, "precision": "fp16"},
             ["3 processes on this machine, which has 2 GPUs", "= 24 sequences per forward"],

@@ -1,8 +1,12 @@
-"""From a source of rows to the batches of one process:
+"""From the sources of a recipe to the batches of one process:
 
-rows      read_rows:      file, folder, Hub or python-stdlib -> checked rows of one kind           no torch
-tokens    cached_tokens:  rows + tokenizer -> flat arrays of ids, labels and offsets, on disk      no torch
-batches   train_steps:    arrays + seed + position -> the micro-batches of each optimizer step
+sources   raw_rows:       file, folder, Hub or python-stdlib -> raw rows with their places
+rows      read_rows:      a source -> checked rows of one kind
+encode    encode:         rows + tokenizer -> token ids with labels
+tokens    cached_tokens:  rows + tokenizer -> flat arrays of ids, labels and offsets, on disk
+stream    Stream:         the same without an end, read while training
+sets      read_data, tokenize_data:  all of this for the sets of a recipe
+batches   train_steps:    tokens + seed + position -> the micro-batches of each optimizer step; alone in needing torch
 
 Which samples make up a step depends on the seed and on the number of samples consumed, never on the processes.
 """

@@ -3,7 +3,8 @@
 Which samples make up a step is a function of the seed and of the position in the data. How they are dealt to ranks and
 cut into micro-batches changes who waits for whom, and nothing else: the loss is a sum over the global token count.
 
-B samples, T tokens of the longest of them, N samples in all, R ranks.
+A sample is what the recipe counts: a sequence of tokens, or a pair of them (chosen, rejected), never split.
+B rows, T tokens, S sequences in a micro-batch, W samples in a step, N samples in all, R ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,10 +14,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cookbook.data.stream import Stream
 from cookbook.data.tokens import TokenSet
 from cookbook.files import RecipeError
 
 IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How samples are spread over ranks and cut into micro-batches; of the two limits, one is given."""
+
+    num_ranks: int
+    rank: int
+    pad_id: int
+    micro_batch_size: int | None = None
+    """Samples in a micro-batch."""
+    micro_batch_tokens: int | None = None
+    """Tokens in a micro-batch, padding included."""
+    packing: bool = False
+    """One row without padding, instead of a row for each sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +49,35 @@ class StepBatch:
     num_samples: int
     """Samples, all ranks together; fewer than global_batch_size at the end of an epoch."""
     epoch: float
-    """Epochs completed after this step."""
+    """Epochs completed after this step; of a stream, whose length is not known, whole ones."""
 
 
-def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
-    """The permutation of an epoch, int64 [N]."""
+def epoch_order(tokens: TokenSet, seed: int, epoch: int) -> np.ndarray:
+    """The samples of an epoch in their order, int64 [sum of epoch_sizes].
+
+    A source whose weight is not 1 goes through a fixed permutation of its samples, round and round: each epoch takes
+    up where the one before ended.
+    """
     # The legacy generator: numpy promises that its numbers never change, so a run can resume after an upgrade.
-    return np.random.RandomState([seed, epoch]).permutation(num_samples).astype(np.int64)
+    order = np.random.RandomState([seed, epoch]).permutation(sum(tokens.epoch_sizes)).astype(np.int64)
+    if not tokens.weights:
+        return order
+    shown, start = [], 0
+    for part, (size, count) in enumerate(zip(tokens.part_sizes, tokens.epoch_sizes, strict=True)):
+        picked = np.arange(count)
+        if count != size:
+            permutation = np.random.RandomState([seed, part, 1]).permutation(size)
+            picked = permutation[(epoch * count + picked) % size]
+        shown.append(start + picked)
+        start += size
+    return np.concatenate(shown)[order]
 
 
-def steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
-    """Optimizer steps that show every sample once; the last may be partial."""
-    return -(-num_samples // global_batch_size)
+def steps_per_epoch(train: TokenSet | Stream, global_batch_size: int) -> int | None:
+    """Optimizer steps of an epoch, the last of which may be partial; None for a stream, whose end is not known."""
+    if isinstance(train, Stream):
+        return None
+    return -(-sum(train.epoch_sizes) // global_batch_size)
 
 
 def deal(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
@@ -64,50 +98,132 @@ def deal(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
     return dealt
 
 
-def collate(tokens: TokenSet, samples: Sequence[int] | np.ndarray, pad_id: int) -> dict[str, Tensor]:
-    """The samples in rows, padded on the right; causal attention never sees what comes after, so there is no mask.
+def cut(lengths: np.ndarray, samples: Sequence[int], layout: Layout) -> list[list[int]]:
+    """The samples of one rank, in their order, by micro-batches; each is as full as its limit allows.
+
+    Args:
+        lengths: tokens of each sequence of each sample, int64 [W, group_size].
+        samples: rows of `lengths`.
+    """
+    if layout.micro_batch_size is not None:
+        size = layout.micro_batch_size
+        return [list(samples[i : i + size]) for i in range(0, len(samples), size)]
+    assert layout.micro_batch_tokens is not None
+    cuts: list[list[int]] = []
+    num_tokens = longest = 0
+    totals, maxima = (found.tolist() for found in (lengths[samples].sum(1), lengths[samples].max(1)))
+    for sample, total, maximum in zip(samples, totals, maxima, strict=True):
+        num_tokens, longest = num_tokens + total, max(longest, maximum)
+        num_rows = (len(cuts[-1]) + 1) * lengths.shape[1] if cuts else 0
+        if not cuts or (num_tokens if layout.packing else num_rows * longest) > layout.micro_batch_tokens:
+            cuts.append([])
+            num_tokens, longest = total, maximum
+        cuts[-1].append(sample)
+    return cuts
+
+
+def _cuts_of_rank(lengths: np.ndarray, dealt: Sequence[Sequence[int]], layout: Layout) -> list[list[int]]:
+    """Every rank works out the cuts of all, and so knows without communication how many forwards they all run."""
+    cuts = [cut(lengths, share, layout) for share in dealt]
+    num_forwards = max(map(len, cuts))
+    return cuts[layout.rank] + [[]] * (num_forwards - len(cuts[layout.rank]))
+
+
+def collate(
+    tokens: TokenSet, samples: Sequence[int] | np.ndarray, pad_id: int, *, packing: bool = False
+) -> dict[str, Tensor]:
+    """The samples as a micro-batch, without a mask: a padded row ends with its padding, which causal attention never
+    sees from before, and in a packed row `lengths` tell which tokens belong together.
 
     With no samples, a row of two pad tokens without targets: every rank must run the forward that others run.
 
     Returns:
-        `input_ids` (B, T) int64; `position_ids` (B, T) int64, counting from 0 in each row; `targets` (B, T) int64,
-        already shifted: the next token where that is a label, else -100.
+        `input_ids` (B, T) int64, a row for each sequence, padded on the right; packed (1, T), one after the other.
+        `position_ids` (B, T) int64, counting from 0 in each sequence, and on over the padding.
+        `targets` (B, T) int64, already shifted: the next token of the same sequence where that is a label, else -100.
+        `lengths` (S,) int64, packed only: tokens of each sequence, or of the two pad tokens.
+        `sequence_ids` (B, T) int64, pairs only: the sequence within the micro-batch; 2i is chosen, 2i + 1 rejected.
+        `reference_logps` (S,) float32, if the token set has them; (0,) with no samples.
     """
-    num_rows, length = (len(samples), int(tokens.lengths[samples].max())) if len(samples) else (1, 2)
-    input_ids = np.full((num_rows, length), pad_id, dtype=np.int64)
-    targets = np.full((num_rows, length), IGNORE_INDEX, dtype=np.int64)
-    for row, sample in enumerate(samples):
-        start, end = tokens.offsets[sample], tokens.offsets[sample + 1]
-        ids = tokens.ids[start:end]
-        input_ids[row, : len(ids)] = ids
-        targets[row, : len(ids) - 1] = np.where(tokens.is_label[start + 1 : end], ids[1:], IGNORE_INDEX)
-    return {
-        "input_ids": torch.from_numpy(input_ids),
-        "position_ids": torch.arange(length).repeat(num_rows, 1),
-        "targets": torch.from_numpy(targets),
-    }
+    sequences = _sequences(tokens, samples)
+    inputs, targets = [np.full(2, pad_id)], [np.full(2, IGNORE_INDEX)]
+    if len(sequences):
+        inputs, targets = [], []
+        for start, end in zip(tokens.offsets[sequences], tokens.offsets[sequences + 1], strict=True):
+            ids = tokens.ids[start:end]
+            inputs.append(ids)
+            shifted = np.where(tokens.is_label[start + 1 : end], ids[1:], IGNORE_INDEX)
+            targets.append(np.append(shifted, IGNORE_INDEX))
+    lengths = torch.tensor([len(ids) for ids in inputs])
+    batch = {"input_ids": _rows(inputs, pad_id, packing), "targets": _rows(targets, IGNORE_INDEX, packing)}
+    if packing:
+        batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths.tolist()])[None]
+        sequence_ids = torch.arange(len(lengths)).repeat_interleave(lengths)[None]
+        batch["lengths"] = lengths
+    else:
+        # Goes on over the padding: transformers takes a position that starts anew for another sequence.
+        num_rows, width = batch["input_ids"].shape
+        batch["position_ids"] = torch.arange(width).repeat(num_rows, 1)
+        sequence_ids = torch.arange(num_rows)[:, None].repeat(1, width)
+    if tokens.group_size > 1:
+        batch["sequence_ids"] = sequence_ids
+    if tokens.reference_logps is not None:
+        batch["reference_logps"] = torch.from_numpy(tokens.reference_logps[sequences].astype(np.float32))
+    return batch
+
+
+def _sequences(tokens: TokenSet, samples: Sequence[int] | np.ndarray) -> np.ndarray:
+    first = np.asarray(samples, dtype=np.int64)[:, None] * tokens.group_size
+    return (first + np.arange(tokens.group_size)).ravel()
+
+
+def _rows(parts: list[np.ndarray], filler: int, packing: bool) -> Tensor:
+    if packing:
+        return torch.from_numpy(np.concatenate(parts).astype(np.int64))[None]
+    rows = np.full((len(parts), max(map(len, parts))), filler, dtype=np.int64)
+    for row, part in zip(rows, parts, strict=True):
+        row[: len(part)] = part
+    return torch.from_numpy(rows)
 
 
 def train_steps(
-    tokens: TokenSet,
+    train: TokenSet | Stream,
+    layout: Layout,
     *,
     seed: int,
     global_batch_size: int,
-    micro_batch_size: int,
-    num_ranks: int,
-    rank: int,
-    pad_id: int,
     num_samples_consumed: int = 0,
 ) -> Iterator[StepBatch]:
-    """The steps of rank `rank`, epoch after epoch without end; each epoch shows every sample once.
+    """The steps of `layout.rank`, epoch after epoch without end.
+
+    A step of a token set ends with its epoch at the latest; the steps of a stream are all full.
 
     Args:
         num_samples_consumed: where to go on: samples of all steps so far, all ranks and epochs together.
 
     Raises:
-        RecipeError: a position that no step of this global_batch_size ends at. Raised by the first `next`.
+        RecipeError: a position that no step of this global_batch_size ends at, by the first `next`; and what
+            `Stream.windows` raises.
     """
-    num_samples = len(tokens)
+    position = dict(seed=seed, global_batch_size=global_batch_size, num_samples_consumed=num_samples_consumed)
+    windows = train.windows(**position) if isinstance(train, Stream) else _windows(train, **position)
+    for tokens, window, epoch in windows:
+        lengths = tokens.lengths.reshape(-1, tokens.group_size)[window]
+        dealt = deal(lengths.sum(1).tolist(), layout.num_ranks)
+        cuts = _cuts_of_rank(lengths, dealt, layout)
+        yield StepBatch(
+            micro_batches=[collate(tokens, window[mine], layout.pad_id, packing=layout.packing) for mine in cuts],
+            num_targets=int(tokens.num_targets[_sequences(tokens, window)].sum()),
+            num_tokens=int(lengths.sum()),
+            num_samples=len(window),
+            epoch=epoch,
+        )
+
+
+def _windows(
+    tokens: TokenSet, *, seed: int, global_batch_size: int, num_samples_consumed: int
+) -> Iterator[tuple[TokenSet, np.ndarray, float]]:
+    num_samples = sum(tokens.epoch_sizes)
     epoch, start = divmod(num_samples_consumed, num_samples)
     if start % global_batch_size:
         mistake = (
@@ -116,30 +232,29 @@ def train_steps(
         )
         raise RecipeError([mistake])
     while True:
-        order = epoch_order(num_samples, seed, epoch)
+        order = epoch_order(tokens, seed, epoch)
         for begin in range(start, num_samples, global_batch_size):
             window = order[begin : begin + global_batch_size]
-            dealt = deal(tokens.lengths[window].tolist(), num_ranks)
-            mine = window[np.array(dealt[rank], dtype=np.int64)]
-            num_forwards = -(-len(window) // (micro_batch_size * num_ranks))
-            cuts = (mine[i * micro_batch_size : (i + 1) * micro_batch_size] for i in range(num_forwards))
-            yield StepBatch(
-                micro_batches=[collate(tokens, cut, pad_id) for cut in cuts],
-                num_targets=int(tokens.num_targets[window].sum()),
-                num_tokens=int(tokens.lengths[window].sum()),
-                num_samples=len(window),
-                epoch=epoch + (begin + len(window)) / num_samples,
-            )
+            yield tokens, window, epoch + (begin + len(window)) / num_samples
         epoch, start = epoch + 1, 0
 
 
-def eval_batches(
-    tokens: TokenSet, *, micro_batch_size: int, num_ranks: int, rank: int, pad_id: int
-) -> Iterator[dict[str, Tensor]]:
+def eval_batches(tokens: TokenSet, layout: Layout) -> Iterator[dict[str, Tensor]]:
     """Every sample once over all ranks, with the same number of batches on each.
 
     The longest come first: what does not fit in memory shows at once.
     """
-    order = np.argsort(-tokens.lengths, kind="stable")
-    for begin in range(0, len(order), micro_batch_size * num_ranks):
-        yield collate(tokens, order[begin : begin + micro_batch_size * num_ranks][rank::num_ranks], pad_id)
+    return (batch for batch, _ in indexed_batches(tokens, layout))
+
+
+def indexed_batches(tokens: TokenSet, layout: Layout) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    """As `eval_batches`, each with the numbers of its sequences in the token set, (S,) int64 (none: no samples).
+
+    A sequence is on one rank only: results that each rank writes into zeros at these places add up to the whole.
+    """
+    lengths = tokens.lengths.reshape(-1, tokens.group_size)
+    order = np.argsort(-lengths.sum(1), kind="stable")
+    shares = [order[rank :: layout.num_ranks].tolist() for rank in range(layout.num_ranks)]
+    for mine in _cuts_of_rank(lengths, shares, layout):
+        batch = collate(tokens, mine, layout.pad_id, packing=layout.packing)
+        yield batch, torch.from_numpy(_sequences(tokens, mine))

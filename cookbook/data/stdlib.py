@@ -11,6 +11,7 @@ import inspect
 import sysconfig
 import warnings
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +43,30 @@ def load_stdlib(split: str) -> list[dict[str, Any]]:
     """
     if split not in ("train", "test"):
         raise RecipeError([f"python-stdlib: split is {split!r}; it has train and test"])
-    requests, answers, rows = set(), set(), []
+    rows = []
+    for request, answer in _pairs(Path(sysconfig.get_path("stdlib"))):
+        is_test = hashlib.sha256(answer.encode()).digest()[0] < TEST_BUCKETS_OF_256
+        if is_test == (split == "test"):
+            messages = [{"role": "user", "content": request}, {"role": "assistant", "content": answer}]
+            rows.append({"messages": messages})
+    return rows
+
+
+@lru_cache(maxsize=1)  # a run reads both splits, and parsing takes seconds
+def _pairs(root: Path) -> list[tuple[str, str]]:
+    requests, answers, pairs = set(), set(), []
     was_enabled = gc.isenabled()
     gc.disable()  # a syntax tree is a million objects and no cycles: collecting doubles the time
     try:
-        for request, answer in _functions(Path(sysconfig.get_path("stdlib"))):
-            if request in requests or answer in answers:
-                continue
-            requests.add(request)
-            answers.add(answer)
-            is_test = hashlib.sha256(answer.encode()).digest()[0] < TEST_BUCKETS_OF_256
-            if is_test == (split == "test"):
-                messages = [{"role": "user", "content": request}, {"role": "assistant", "content": answer}]
-                rows.append({"messages": messages})
+        for request, answer in _functions(root):
+            if request not in requests and answer not in answers:
+                requests.add(request)
+                answers.add(answer)
+                pairs.append((request, answer))
     finally:
         if was_enabled:
             gc.enable()
-    return rows
+    return pairs
 
 
 def _functions(root: Path) -> Iterator[tuple[str, str]]:

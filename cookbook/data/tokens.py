@@ -2,282 +2,248 @@
 
 import hashlib
 import json
-import re
+import multiprocessing
+import os
 import shutil
-from collections.abc import Iterator
+import signal
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cookbook.data.rows import BadRow, BadRows, Rows
+from cookbook.data.encode import CHAT_KINDS, encode
+from cookbook.data.rows import BadRows, OnBadRow, Rows
+from cookbook.data.sources import BadRow
 from cookbook.files import RecipeError
+from cookbook.machine import num_cores
+from cookbook.recipe import ObjectiveSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SHIPPED_TEMPLATE = "recipes/chat_templates/chatml.jinja"
-FORMAT_VERSION = 1  # of the cache files and of what `tokenize` makes of a row; a change makes old entries unused
-ROWS_PER_BATCH = 512
-
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-
-TrainOn = Literal["assistant", "all"]
-OnBadRow = Literal["error", "drop"]
+FORMAT_VERSION = 2  # of the cache files and of what `tokenize` makes of a row; a change makes old entries unused
+ROWS_PER_TASK = 2048
+MIN_ROWS_FOR_POOL = 20_000
+"""A chat of 100 tokens takes 0.3 ms of one core, and processes take 3 s to start (measured on 2 cores)."""
+MAX_PROCESSES = 16
+"""Each imports transformers, some 300 MB."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenSet:
-    """N samples, one after the other; sample i is `ids[offsets[i]:offsets[i + 1]]` and is never empty."""
+    """N samples of `group_size` sequences each, S = N * group_size in all, one after the other.
+
+    Sequence i is `ids[offsets[i]:offsets[i + 1]]` and is never empty. Of pair i (group_size 2), sequence 2i is chosen
+    and 2i + 1 rejected. `len` is the number of samples.
+    """
 
     ids: np.ndarray
     """int32"""
     is_label: np.ndarray
     """bool, aligned with `ids`: the token that the position before it learns to predict."""
     offsets: np.ndarray
-    """int64 [N + 1]"""
+    """int64 [S + 1]"""
+    group_size: int = 1
+    part_sizes: tuple[int, ...] = ()
+    """Samples of each source, in order."""
+    weights: tuple[float, ...] = ()
+    """How often an epoch shows each sample of each source; none: once."""
+    num_cut: int = 0
+    """Rows longer than max_length: cut there, or for cpt split."""
+    reference_logps: np.ndarray | None = None
+    """float64 [S]: log-probability of the labels of each sequence under the reference model."""
 
     def __len__(self) -> int:
-        return len(self.offsets) - 1
+        return (len(self.offsets) - 1) // self.group_size
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Tokens of each sample, int64 [N]."""
+        """Tokens of each sequence, int64 [S]."""
         return np.diff(self.offsets)
 
     @cached_property
     def num_targets(self) -> np.ndarray:
-        """Positions of each sample that carry loss, int64 [N]: labels, less a first token that nothing predicts."""
+        """Positions of each sequence that carry loss, int64 [S]: labels, less a first token that nothing predicts."""
         starts = self.offsets[:-1]
         return np.add.reduceat(self.is_label, starts, dtype=np.int64) - self.is_label[starts]
 
+    @property
+    def epoch_sizes(self) -> list[int]:
+        """Samples of each source that an epoch shows: its weight times its size, rounded, and at least one."""
+        sizes = self.part_sizes or (len(self),)
+        weights = self.weights or (1.0,) * len(sizes)
+        return [size and max(1, int(size * weight + 0.5)) for size, weight in zip(sizes, weights, strict=True)]
+
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the arrays."""
-        digest = hashlib.sha256()
+        """SHA-256 of the tokens, and of how they belong together."""
+        digest = hashlib.sha256(f"{self.group_size} {self.part_sizes} {self.num_cut} ".encode())
         for array in (self.ids, self.is_label, self.offsets):
             digest.update(f"{array.dtype} {array.shape} ".encode())
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
 
+Piece = tuple[np.ndarray, np.ndarray]
+"""Ids (int32) and labels (bool) of a sequence that fits into max_length."""
+
+
+def join(pieces: Iterable[Piece], **fields: Any) -> TokenSet:
+    """The sequences as a token set, with the other fields given."""
+    ids, labels = zip(*pieces, strict=True)
+    offsets = np.concatenate([[0], np.cumsum([len(sequence) for sequence in ids])]).astype(np.int64)
+    return TokenSet(ids=np.concatenate(ids), is_label=np.concatenate(labels), offsets=offsets, **fields)
+
+
 def tokenize(
-    rows: Rows,
+    parts: Sequence[Rows],
     tokenizer: "PreTrainedTokenizerBase",
     *,
     max_length: int,
-    train_on: TrainOn,
-    on_bad_row: OnBadRow,
-    place: str,
-) -> tuple[TokenSet, dict[str, int]]:
-    """The token set, and how many rows were dropped, by reason.
+    objective: ObjectiveSection,
+    bad_rows: BadRows,
+    num_processes: int | None = None,
+) -> TokenSet | None:
+    """The token set of all parts, in their order, or None if no row is left; rows without a target go to `bad_rows`.
 
-    Chats go through the tokenizer's chat template; with train_on "assistant" the labels are what its generation markers
-    enclose. Of a prompt with completion, the completion and an end-of-sequence token are labels, or every token with
-    train_on "all". A text, whatever train_on says, has only labels, and ends with an end-of-sequence token.
-    Samples are cut at the end to `max_length` tokens.
+    `encode` tells the labels. Sequences are cut at the end to `max_length` tokens, each answer of a preference for
+    itself. For cpt they are split instead, into pieces that overlap by one token: it is the last target of one piece
+    and the unlabelled first token of the next, so that each token but the first of all is a target once.
 
     Args:
-        place: how mistakes name the rows ("data.train"); the number after it counts the rows kept by `read_rows`.
+        num_processes: to encode with; default: the cores of the machine for many chats, whose templates are slow.
 
     Raises:
-        RecipeError: a tokenizer or template that cannot be trained with; with on_bad_row "error", all rows that have
-            nothing to train on.
+        RecipeError: a tokenizer or template that cannot be trained with.
     """
-    if not tokenizer.is_fast:
-        raise RecipeError([f"{place}: {type(tokenizer).__name__} has no tokenizer.json; a fast tokenizer is needed"])
-    encode = {"messages": _encode_chats, "completion": _encode_completions, "text": _encode_texts}[rows.kind]
-    ids: list[np.ndarray] = []
-    labels: list[np.ndarray] = []
-    bad_rows = BadRows()
-    for number, sample in enumerate(encode(rows.rows, tokenizer, train_on, place), start=1):
-        if not isinstance(sample, BadRow):
-            sample = sample[0][:max_length], sample[1][:max_length]
-            if not any(sample[1][1:]):
-                sample = BadRow("no trained token after truncation", f"cut to data.max_length {max_length}")
-        if isinstance(sample, BadRow):
-            bad_rows.add(f"{place}: row {number}", sample)
-            continue
-        ids.append(np.array(sample[0], dtype=np.int32))
-        labels.append(np.array(sample[1], dtype=bool))
-    bad_rows.stop_if(on_bad_row)
-    if not ids:
-        raise RecipeError([f"{place}: no row left to train on", *bad_rows.mistakes()])
-    offsets = np.concatenate([[0], np.cumsum([len(sample) for sample in ids])]).astype(np.int64)
-    tokens = TokenSet(ids=np.concatenate(ids), is_label=np.concatenate(labels), offsets=offsets)
-    return tokens, dict(bad_rows.num_by_reason)
+    pieces: list[Piece] = []
+    part_sizes, num_cut = [], 0
+    for rows in parts:
+        num_before = len(pieces)
+        for position, cut in enumerate(_cut_rows(rows, tokenizer, max_length, objective, num_processes)):
+            if isinstance(cut, BadRow):
+                bad_rows.add(rows.where(position), cut)
+                continue
+            pieces += cut[0]
+            num_cut += cut[1]
+        part_sizes.append(len(pieces) - num_before)
+    if not pieces:
+        return None
+    group_size = 2 if objective.name == "dpo" else 1
+    sizes = tuple(size // group_size for size in part_sizes)
+    return join(pieces, group_size=group_size, part_sizes=sizes, num_cut=num_cut)
 
 
-Sample = tuple[list[int], list[int]]  # ids; 1 for a label, 0 for none
+Cut = tuple[list[Piece], bool]
+"""What a row becomes, and whether it was too long."""
 
 
-def _encode_chats(
-    rows: list[dict[str, Any]], tokenizer: "PreTrainedTokenizerBase", train_on: TrainOn, place: str
-) -> Iterator[Sample | BadRow]:
-    needs_markers = train_on == "assistant"
-    _check_template(tokenizer, needs_markers, place)
-    special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special_ids.update(tokenizer.all_special_ids)
-    number = 0
-    for chats in _batches([row["messages"] for row in rows]):
-        for chat, sample in zip(chats, _apply_template(chats, tokenizer, needs_markers), strict=True):
-            number += 1
-            if needs_markers and not isinstance(sample, BadRow):
-                num_turns = sum(message["role"] == "assistant" for message in chat)
-                _check_turns(*sample, num_turns, tokenizer, special_ids, f"{place}: row {number}")
-            yield sample
-
-
-def _check_template(tokenizer: "PreTrainedTokenizerBase", needs_markers: bool, place: str) -> None:
-    hint = f"give one in data.chat_template, for example {SHIPPED_TEMPLATE}"
-    try:
-        template = tokenizer.get_chat_template()
-    except ValueError:
-        raise RecipeError([f"{place}: has chats, but the tokenizer has no chat template; {hint}"]) from None
-    if needs_markers and not _GENERATION.search(template):
-        mistake = (
-            f"{place}: the tokenizer's chat template does not mark the assistant's tokens"
-            f" ({{% generation %}} ... {{% endgeneration %}}), which objective.train_on: assistant needs; {hint},"
-            " or train on all tokens with objective.train_on: all"
-        )
-        raise RecipeError([mistake])
-
-
-def _apply_template(
-    chats: list[list[dict[str, str]]], tokenizer: "PreTrainedTokenizerBase", needs_markers: bool
-) -> list[Sample | BadRow]:
-    from jinja2 import TemplateError
-
-    try:
-        encoded = tokenizer.apply_chat_template(
-            chats, return_dict=True, return_assistant_tokens_mask=needs_markers, tokenizer_kwargs={"verbose": False}
-        )
-    except TemplateError as error:  # a template may refuse a chat, for a system message say; find out which
-        if len(chats) == 1:
-            return [BadRow("refused by the chat template", str(error))]
-        return [sample for chat in chats for sample in _apply_template([chat], tokenizer, needs_markers)]
-    all_ids = encoded["input_ids"]
-    masks = encoded["assistant_masks"] if needs_markers else [[1] * len(ids) for ids in all_ids]
-    return list(zip(all_ids, masks, strict=True))
-
-
-def _check_turns(
-    ids: list[int],
-    mask: list[int],
-    num_turns: int,
+def _cut_rows(
+    rows: Rows,
     tokenizer: "PreTrainedTokenizerBase",
-    special_ids: set[int],
-    where: str,
-) -> None:
-    """Raises RecipeError unless each turn's labels end with a special token (white space after it is fine).
-
-    apply_chat_template labels everything to the end when it finds no token for the last character of a turn: then
-    turns run together, and the count tells.
-    """
-    position, turns = 0, []
-    for is_label, run in groupby(mask):
-        end = position + sum(1 for _ in run)
-        if is_label:
-            turns.append(ids[position:end])
-        position = end
-    if len(turns) != num_turns:
-        mistake = (
-            f"{where}: the chat template marks {len(turns)} stretches of assistant tokens for {num_turns} assistant"
-            f" turns; enclose each turn of its own, as {SHIPPED_TEMPLATE} does, and give it in data.chat_template"
-        )
-        raise RecipeError([mistake])
-    for turn in turns:
-        while turn and turn[-1] not in special_ids and not tokenizer.decode(turn[-1:]).strip():
-            turn.pop()
-        if not turn or turn[-1] not in special_ids:
-            mistake = (
-                f"{where}: the trained part of an assistant turn ends with {tokenizer.decode(turn[-3:])!r} and no"
-                " special token, so the model would never learn to stop. In data.chat_template put the end-of-turn"
-                f" token before {{% endgeneration %}}, as {SHIPPED_TEMPLATE} does; the tokenizer must know it as a"
-                " special token"
-            )
-            raise RecipeError([mistake])
+    max_length: int,
+    objective: ObjectiveSection,
+    num_processes: int | None,
+) -> Iterator[Cut | BadRow]:
+    if num_processes is None:
+        is_worth_it = rows.kind in CHAT_KINDS and len(rows.rows) >= MIN_ROWS_FOR_POOL
+        num_processes = min(num_cores(), MAX_PROCESSES) if is_worth_it else 1
+    if num_processes == 1:
+        for encoded in encode(rows, tokenizer, objective.train_on):
+            yield encoded if isinstance(encoded, BadRow) else _cut(encoded, max_length, objective)
+        return
+    # Spawned, since a fork would copy the locks of the tokenizer's threads.
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(num_processes, _start_worker, (tokenizer, max_length, objective)) as pool:
+        for task in pool.imap(_work, _slices(rows)):
+            if isinstance(task, RecipeMistakes):
+                raise RecipeError(task.mistakes)
+            yield from task
 
 
-def _encode_completions(
-    rows: list[dict[str, Any]], tokenizer: "PreTrainedTokenizerBase", train_on: TrainOn, place: str
-) -> Iterator[Sample]:
-    start, end = _start_and_end(tokenizer, place)
-    prompt_label = int(train_on == "all")
-    for batch in _batches(rows):
-        # Apart, as they will be at inference: together, a token could span the border.
-        prompts = _encode_plain([row["prompt"] for row in batch], tokenizer)
-        completions = _encode_plain([row["completion"] for row in batch], tokenizer)
-        for prompt, completion in zip(prompts, completions, strict=True):
-            prompt, completion = _start_with(prompt, start), _end_with(completion, end)
-            yield prompt + completion, [prompt_label] * len(prompt) + [1] * len(completion)
+def _slices(rows: Rows) -> Iterator[Rows]:
+    for start in range(0, len(rows.rows), ROWS_PER_TASK):
+        taken = rows.rows[start : start + ROWS_PER_TASK]
+        numbers = rows.numbers or range(1, len(rows.rows) + 1)
+        yield Rows(kind=rows.kind, rows=taken, place=rows.place, numbers=numbers[start : start + ROWS_PER_TASK])
 
 
-def _encode_texts(
-    rows: list[dict[str, Any]], tokenizer: "PreTrainedTokenizerBase", train_on: TrainOn, place: str
-) -> Iterator[Sample]:
-    start, end = _start_and_end(tokenizer, place)
-    for batch in _batches(rows):
-        for ids in _encode_plain([row["text"] for row in batch], tokenizer):
-            ids = _end_with(_start_with(ids, start), end)
-            yield ids, [1] * len(ids)
+@dataclass(frozen=True)
+class RecipeMistakes:
+    """A RecipeError on its way between processes."""
+
+    mistakes: list[str]
 
 
-def _start_and_end(tokenizer: "PreTrainedTokenizerBase", place: str) -> tuple[int | None, int]:
-    """The begin-of-sequence id, if this tokenizer writes one, and the end-of-sequence id."""
-    if tokenizer.eos_token_id is None:
-        raise RecipeError([f"{place}: the tokenizer has no end-of-sequence token; the model would never learn to stop"])
-    bos = tokenizer.bos_token_id
-    writes_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
-    return bos if writes_bos else None, tokenizer.eos_token_id
+_worker: tuple["PreTrainedTokenizerBase", int, ObjectiveSection]
 
 
-def _start_with(ids: list[int], start: int | None) -> list[int]:
-    return ids if start is None or ids[:1] == [start] else [start, *ids]
+def _start_worker(*settings: Any) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores are taken by the other workers
+    # The pool ends its workers by this signal, which the program that they import anew may handle in its own way.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    global _worker
+    _worker = settings  # type: ignore[assignment]
 
 
-def _end_with(ids: list[int], end: int) -> list[int]:
-    return ids if ids[-1:] == [end] else [*ids, end]
+def _work(rows: Rows) -> list[Cut | BadRow] | RecipeMistakes:
+    try:
+        return list(_cut_rows(rows, *_worker, num_processes=1))
+    except RecipeError as error:
+        return RecipeMistakes(error.mistakes)
 
 
-def _encode_plain(texts: list[str], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
-    encoded = tokenizer(
-        texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
-    )
-    return encoded["input_ids"]
+def _cut(sequences: list[tuple[list[int], list[int]]], max_length: int, objective: ObjectiveSection) -> Cut | BadRow:
+    is_long = any(len(ids) > max_length for ids, _ in sequences)
+    if objective.name == "cpt":
+        ((ids, labels),) = sequences
+        starts = range(0, max(1, len(ids) - 1), max_length - 1)
+        pieces = [_piece(ids[start : start + max_length], labels[start : start + max_length]) for start in starts]
+        for _, is_label in pieces[1:]:
+            is_label[0] = False
+    else:
+        pieces = [_piece(ids[:max_length], labels[:max_length]) for ids, labels in sequences]
+    if not all(is_label[1:].any() for _, is_label in pieces):
+        return BadRow("no trained token after truncation", f"cut to data.max_length {max_length}")
+    if len(sequences) == 2 and np.array_equal(pieces[0][0], pieces[1][0]):
+        return BadRow("chosen and rejected are the same after truncation", f"cut to data.max_length {max_length}")
+    return pieces, is_long
 
 
-def _batches(rows: list[Any]) -> Iterator[list[Any]]:
-    for start in range(0, len(rows), ROWS_PER_BATCH):
-        yield rows[start : start + ROWS_PER_BATCH]
+def _piece(ids: list[int], labels: list[int]) -> Piece:
+    return np.array(ids, dtype=np.int32), np.array(labels, dtype=bool)
 
 
 def cached_tokens(
-    rows: Rows,
+    parts: Sequence[Rows],
     tokenizer: "PreTrainedTokenizerBase",
     *,
     cache: Path,
     max_length: int,
-    train_on: TrainOn,
+    objective: ObjectiveSection,
     on_bad_row: OnBadRow,
     place: str,
 ) -> tuple[TokenSet, dict[str, int]]:
-    """What `tokenize` returns, kept under `cache` and read from there as memory maps.
+    """The token set, and how many rows were dropped, by reason; kept under `cache` and read from there as memory maps.
 
     Any number of processes may call at once, before there is a process group: one of them works, the others wait for
     a file lock. An entry whose content does not match its own hash is made anew.
+
+    Raises:
+        RecipeError: as `tokenize`; with on_bad_row "error", all rows that have nothing to train on; no row left.
     """
     from filelock import FileLock
 
     made_from = {
         "format": FORMAT_VERSION,
-        "rows": rows.fingerprint,
+        "rows": [rows.fingerprint for rows in parts],
         "tokenizer": _tokenizer_fingerprint(tokenizer),
         "max_length": max_length,
-        "train_on": train_on,
+        "objective": objective.name,
+        "train_on": objective.train_on,
         "on_bad_row": on_bad_row,
     }
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
@@ -287,10 +253,13 @@ def cached_tokens(
         found = _load(folder, made_from)
         if found is not None:
             return found
-        tokens, num_dropped = tokenize(
-            rows, tokenizer, max_length=max_length, train_on=train_on, on_bad_row=on_bad_row, place=place
-        )
-        _save(folder, tokens, {"made_from": made_from, "num_dropped": num_dropped, "fingerprint": tokens.fingerprint})
+        bad_rows = BadRows()
+        tokens = tokenize(parts, tokenizer, max_length=max_length, objective=objective, bad_rows=bad_rows)
+        bad_rows.stop_if(on_bad_row)
+        if tokens is None:
+            raise RecipeError([f"{place}: no row left to train on", *bad_rows.mistakes()])
+        num_dropped = dict(bad_rows.num_by_reason)
+        _save(folder, tokens, {"made_from": made_from, "num_dropped": num_dropped})
         return _load(folder, made_from) or (tokens, num_dropped)
 
 
@@ -303,15 +272,19 @@ def _tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+ARRAYS = ("ids", "is_label", "offsets")
+META_FIELDS = ("group_size", "part_sizes", "num_cut")
+
+
 def _save(folder: Path, tokens: TokenSet, meta: dict[str, Any]) -> None:
     """Writes beside the folder and renames: the entry is whole or absent. The caller holds the lock."""
     unfinished = folder.with_suffix(".unfinished")
     for leftover in (unfinished, folder):
         shutil.rmtree(leftover, ignore_errors=True)
     unfinished.mkdir()
-    np.save(unfinished / "ids.npy", tokens.ids)
-    np.save(unfinished / "is_label.npy", tokens.is_label)
-    np.save(unfinished / "offsets.npy", tokens.offsets)
+    for name in ARRAYS:
+        np.save(unfinished / f"{name}.npy", getattr(tokens, name))
+    meta |= {name: getattr(tokens, name) for name in (*META_FIELDS, "fingerprint")}
     (unfinished / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
     unfinished.rename(folder)
 
@@ -320,8 +293,9 @@ def _load(folder: Path, made_from: dict[str, Any]) -> tuple[TokenSet, dict[str, 
     """The entry, or None if it is absent, torn, or not what its hash says."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        names = ("ids", "is_label", "offsets")
-        tokens = TokenSet(**{name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in names})
+        fields = {name: meta[name] for name in META_FIELDS} | {"part_sizes": tuple(meta["part_sizes"])}
+        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
+        tokens = TokenSet(**arrays, **fields)
         is_good = meta["made_from"] == made_from and meta["fingerprint"] == tokens.fingerprint
         return (tokens, meta["num_dropped"]) if is_good else None
     except (OSError, ValueError, KeyError, TypeError, EOFError):

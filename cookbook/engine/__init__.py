@@ -10,8 +10,9 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -30,13 +31,26 @@ from cookbook.launch import World
 from cookbook.plan import Plan
 from cookbook.strategy import Strategy
 
-__all__ = ["Batch", "Engine", "Objective", "build_ops"]
+__all__ = ["Batch", "Engine", "Objective", "Outcome", "build_ops"]
 
 PATIENCE = timedelta(days=1)
 """For the main process to write the model, which no collective could wait for."""
 
 Batch = dict[str, torch.Tensor]
-Objective = Callable[[torch.nn.Module, Batch], torch.Tensor]
+
+
+class Outcome(Protocol):
+    """Of one micro-batch: a loss sum with its graph, what it is a sum over, and sums of metrics over the same."""
+
+    @property
+    def loss_sum(self) -> torch.Tensor: ...
+    @property
+    def count(self) -> torch.Tensor: ...
+    @property
+    def metrics(self) -> dict[str, torch.Tensor]: ...
+
+
+Objective = Callable[[torch.nn.Module, Batch], Outcome]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +105,15 @@ class Engine:
         found = {what: value for what, _, value in find(self) if isinstance(value, str | int | float | bool)}
         return {"file": self.strategy.path, "kind": self.strategy.kind, "processes": self.plan.num_processes, **found}
 
+    @property
+    def frozen_dtype(self) -> torch.dtype:
+        """What weights that are not trained may be held in: nothing is lost where every forward rounds them to it.
+
+        FSDP1 flattens frozen and trained weights together, in one dtype.
+        """
+        low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision)
+        return torch.float32 if low is None or self.strategy.kind == "fsdp1" else low
+
     def load_options(self) -> dict[str, Any]:
         """What `from_pretrained` must be told. Tensor parallel cuts the model while it is read."""
         if self.strategy.kind != "tp":
@@ -106,7 +129,8 @@ class Engine:
             RuntimeError: another strategy is in force; lists every difference.
         """
         # Whole shapes: of the placeholders of ZeRO-3, and of the pieces of tensor parallel too.
-        self.num_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+        self.num_parameters = sum(_num_elements(parameter) for parameter in model.parameters())
+        self.num_trained = sum(_num_elements(p) for p in model.parameters() if p.requires_grad)
         if self.strategy.kind == "tp":
             # transformers has cut the model already; accelerate's own preparation would wrap it in DDP.
             self.model = model if self.device.type == "cpu" else model.to(self.device)
@@ -128,26 +152,32 @@ class Engine:
             lines = [f"  {what}: asked for {asked!r}, found {found!r}" for what, asked, found in wrong]
             raise RuntimeError("\n".join([f"{self.strategy.path} is not what runs:", *lines]))
 
-    def gradients(self, objective: Objective, micro_batches: list[Batch], num_targets: int) -> float:
-        """Runs every forward and backward of one optimizer step. Returns the loss: the token mean of the global batch.
+    def gradients(self, objective: Objective, micro_batches: list[Batch], count: int) -> dict[str, float]:
+        """Runs every forward and backward of one optimizer step.
 
         Every engine divides the gradient sum over the data-parallel processes by their number D, and we want
-        d(sum of all nll)/N. Hence each process runs backward on  nll x D / N,  N counting the targets of the whole
-        global batch. Accumulation adds up micro-batches and needs no factor: accelerate is told 1, and DeepSpeed
+        d(sum of all losses)/N. Hence each process runs backward on  loss sum x D / N,  N counting the whole global
+        batch. Accumulation adds up micro-batches and needs no factor: accelerate is told 1, and DeepSpeed
         `scale_wrt_gas=False`.
+
+        Args:
+            count: N, what the objective is a mean of (targets or pairs), over all processes.
+
+        Returns:
+            `loss` and the objective's metrics, each the mean over the global batch.
         """
-        scale = self.data_parallel.size / num_targets
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        scale = self.data_parallel.size / count
+        totals = _Totals(self.device)
         for i, batch in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
             with self._synchronise(last):
-                loss_sum = self._forward(objective, batch)
-                total += loss_sum.detach()
+                outcome = self._forward(objective, batch)
+                totals.add(outcome)
                 if self.strategy.kind == "zero":
-                    self.model.backward(loss_sum * scale, scale_wrt_gas=False)
+                    self.model.backward(outcome.loss_sum * scale, scale_wrt_gas=False)
                 else:
-                    self.accelerator.backward(loss_sum * scale)
-        return float(self.sum_over_data(total)) / num_targets
+                    self.accelerator.backward(outcome.loss_sum * scale)
+        return totals.means(self.sum_over_data, count)
 
     def step(self) -> float:
         """Clips, updates the weights and clears the gradients. Returns the gradient norm before clipping.
@@ -183,16 +213,46 @@ class Engine:
         return norm
 
     @torch.no_grad()
-    def evaluate(self, objective: Objective, batches: Iterable[Batch]) -> tuple[float, int]:
-        """Sum of losses and number of targets over all processes; the same number of batches on each of them."""
+    def evaluate(self, objective: Objective, batches: Iterable[Batch]) -> dict[str, float]:
+        """`loss` and the objective's metrics, each a mean over the whole set, and `num_tokens`, the targets in it.
+
+        Args:
+            batches: the same number on every process.
+        """
         self.model.eval()
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        totals = _Totals(self.device)
+        counts = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
-            totals[0] += self._forward(objective, batch)
-            totals[1] += (batch["targets"] != -100).sum()
+            outcome = self._forward(objective, batch)
+            totals.add(outcome)
+            counts[0] += outcome.count
+            counts[1] += (batch["targets"] != -100).sum()
         self.model.train()
-        loss_sum, num_targets = self.sum_over_data(totals).tolist()
-        return loss_sum, round(num_targets)
+        count, num_tokens = self.sum_over_data(counts).tolist()
+        return totals.means(self.sum_over_data, round(count)) | {"num_tokens": round(num_tokens)}
+
+    @torch.no_grad()
+    def collect(
+        self, function: Callable[[Any, Batch], torch.Tensor], batches: Iterable[tuple[Batch, torch.Tensor]], size: int
+    ) -> np.ndarray:
+        """What a function makes of each sample, from all processes on every one of them, float64 [size].
+
+        Args:
+            function: from the model and a batch to a value for each of its `sample_index`.
+            batches: with the numbers of their samples; each sample once over all data-parallel processes, and the same
+                number of batches on every process.
+        """
+        self.model.eval()
+        values = torch.zeros(size, dtype=torch.float64, device=self.device)
+        for batch, sample_index in batches:
+            found = self._forward(function, {**batch, "sample_index": sample_index})
+            values[sample_index.to(self.device)] = found.double()
+        self.model.train()
+        return self.sum_over_data(values).cpu().numpy()
+
+    def agree(self, value: bool) -> bool:
+        """Whether `value` is true on every process."""
+        return -self.max_over_processes(-float(value)) > 0
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
         """Sums over data-parallel processes; a tensor-parallel group computes one value together and counts once."""
@@ -209,7 +269,7 @@ class Engine:
         return float(tensor)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Every parameter whole: (name, float32 tensor on CPU), the tensor on the main process only.
+        """Every trained parameter whole: (name, float32 tensor on CPU), the tensor on the main process only.
 
         Tied parameters come once. Under mixed precision these are the float32 master weights.
         """
@@ -217,8 +277,9 @@ class Engine:
             yield from self._full_fsdp1_parameters()
             return
         for name, parameter in self.transformer().named_parameters():
-            full = _gather(self, parameter)
-            yield name, full.detach().to("cpu", torch.float32) if self.is_main else None
+            if parameter.requires_grad:
+                full = _gather(self, parameter)
+                yield name, full.detach().to("cpu", torch.float32) if self.is_main else None
 
     def _full_fsdp1_parameters(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """One FSDP unit at a time, so that no GPU holds the whole model."""
@@ -231,7 +292,7 @@ class Engine:
                 handle: Any = unit._handle
                 own = {id(parameter) for parameter in handle.flat_param._params} if handle else set()
                 for name, parameter in unit.named_parameters(prefix):
-                    if id(parameter) in own:
+                    if id(parameter) in own and parameter.requires_grad:
                         full = parameter.detach().to("cpu", torch.float32, copy=True) if self.is_main else None
                         yield name.replace("_fsdp_wrapped_module.", ""), full
 
@@ -278,11 +339,15 @@ class Engine:
         if parameters is not None and max(shares) >= 2**20 and not list(parameters.glob("**/*params/**/*.swp")):
             raise RuntimeError(f"{self.strategy.path} is not what runs: no parameter reached {parameters}")
 
-    def _forward(self, objective: Objective, batch: Batch) -> torch.Tensor:
-        batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+    def _forward(self, function: Callable[[Any, Batch], Any], batch: Batch) -> Any:
+        # The lengths of packed samples are read on the host.
+        batch = {
+            name: tensor if name == "lengths" else tensor.to(self.device, non_blocking=True)
+            for name, tensor in batch.items()
+        }
         # Only what accelerate has not prepared lacks its autocast.
         with self.accelerator.autocast() if self.strategy.kind == "tp" else contextlib.nullcontext():
-            return objective(self.model, batch)
+            return function(self.model, batch)
 
     def _synchronise(self, last: bool) -> contextlib.AbstractContextManager:
         """Communicates gradients when that is needed, and not before.
@@ -341,6 +406,31 @@ class Engine:
         return float((whole + shards).sqrt())
 
 
+class _Totals:
+    """Sums of loss and metrics over the micro-batches of this process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.sums: dict[str, torch.Tensor] = {}
+
+    def add(self, outcome: Outcome) -> None:
+        for name, value in {"loss": outcome.loss_sum.detach(), **outcome.metrics}.items():
+            self.sums[name] = self.sums.get(name, 0) + value.double()
+
+    def means(self, sum_over_data: Callable[[torch.Tensor], torch.Tensor], count: int) -> dict[str, float]:
+        """Collective."""
+        sums = sum_over_data(torch.stack(list(self.sums.values())))
+        return dict(zip(self.sums, (sums / count).tolist(), strict=True))
+
+
+def _num_elements(parameter: torch.nn.Parameter) -> int:
+    """Of the whole parameter, also where it is a placeholder (ZeRO-3) or holds two weights a byte (4 bits)."""
+    quantized = getattr(parameter, "quant_state", None)
+    if quantized is not None:
+        return math.prod(quantized.shape)
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -350,11 +440,7 @@ def _gather(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
     if isinstance(parameter, DTensor):
         return parameter.full_tensor()
     if engine.strategy.kind == "zero":
-        import deepspeed
         from deepspeed.utils import safe_get_full_fp32_param
 
-        if parameter.requires_grad:
-            return safe_get_full_fp32_param(parameter)
-        with deepspeed.zero.GatheredParameters([parameter], enabled=engine.strategy.zero_stage == 3):
-            return parameter.detach().clone()
+        return safe_get_full_fp32_param(parameter)
     return parameter

@@ -40,10 +40,11 @@ def find(engine: "Engine") -> Iterator[tuple[str, Any, Any]]:
     if strategy.kind == "fsdp2":
         yield from _fsdp2_findings(engine, trainable)
     if strategy.kind == "tp":
-        meshes = {parameter.device_mesh.size() for parameter in trainable if is_sharded(parameter)}
+        meshes = {parameter.device_mesh.size() for parameter in model.parameters() if is_sharded(parameter)}
         yield "tensor-parallel mesh", {strategy.tp_size}, meshes
-        # Norms stay whole; every matrix must be cut.
-        yield "whole matrices", 0, sum(not is_sharded(p) for p in trainable if p.ndim >= 2)
+        # Norms stay whole, and of an adapter's two small matrices one; every matrix of the model itself must be cut.
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        yield "whole matrices", 0, sum(not is_sharded(p) for p in frozen or trainable if p.ndim >= 2)
 
 
 def _deepspeed_findings(engine: "Engine") -> Iterator[tuple[str, Any, Any]]:

@@ -1,38 +1,58 @@
-"""Models and tokenizers: from the Hub, from a folder, or new ones; and the loss inside the model."""
+"""Models and tokenizers: from the Hub, from a folder, or new ones.
+
+A model comes with its loss inside (`loss`), and for packed rows with its own attention (`attention`); `speed` makes it
+faster or smaller without another result.
+"""
 
 import hashlib
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from filelock import FileLock
 from huggingface_hub import snapshot_download
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 
 from cookbook.files import RecipeError
+from cookbook.models.attention import PACKED, packing_problem
+from cookbook.models.loss import add_loss
+from cookbook.models.speed import compile_layers, kernel_notes, patch_kernels, save_activations
 from cookbook.recipe import ModelSection, ScratchModel
 
-IGNORE_INDEX = -100
+__all__ = [
+    "add_loss",
+    "fetch_model",
+    "kernel_notes",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "new_model",
+    "resolve_model",
+    "train_tokenizer",
+    "weights_digest",
+]
+
 SCRATCH_FORMAT = 2
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 """What a model is made of, less weights in formats that can carry code."""
-CHATML = Path(__file__).parent.parent / "recipes" / "chat_templates" / "chatml.jinja"
+CHATML = Path(__file__).parents[2] / "recipes" / "chat_templates" / "chatml.jinja"
 
-# Configuration keys of models that change the logits after the head: the loss below would not see it.
+# Configuration keys of models that change the logits after the head: our loss would not see it.
 LOGIT_TRANSFORMS = (
     "final_logit_softcapping",
     "logit_scale",
@@ -53,7 +73,7 @@ def resolve_model(model: ModelSection, *, seed: int, texts: Iterable[str], finge
     """
     if model.from_scratch is None:
         assert model.name_or_path is not None
-        return _fetch(model.name_or_path, model.revision)
+        return fetch_model(model.name_or_path, model.revision)
     sizes = model.from_scratch
     description = [SCRATCH_FORMAT, sizes.model_dump(mode="json"), seed, fingerprint, CHATML.read_text()]
     key = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:16]
@@ -73,7 +93,8 @@ def resolve_model(model: ModelSection, *, seed: int, texts: Iterable[str], finge
     return str(folder)
 
 
-def _fetch(name: str, revision: str | None) -> str:
+def fetch_model(name: str, revision: str | None) -> str:
+    """The folder of a model that is one, or of the Hub's model of that name."""
     if Path(name).is_dir():
         return name
     try:
@@ -127,68 +148,94 @@ def load_tokenizer(name: str, chat_template: str | None) -> PreTrainedTokenizerB
     return tokenizer
 
 
-def load_config(name: str, max_length: int) -> Any:
-    """The model's configuration, refused where our loss would be wrong.
+def load_config(name: str, max_length: int, packing: bool) -> PreTrainedConfig:
+    """The model's configuration, refused where loss or attention would be wrong.
 
     Raises:
-        RecipeError: no such model, one that transforms its logits after the head, or with too few positions.
+        RecipeError: no such model, or one that is not served, with the way out if there is one.
     """
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise RecipeError([f"model.name_or_path is {name!r}: no model there ({_first_line(error)})"]) from None
-    for key in LOGIT_TRANSFORMS:
-        if getattr(config, key, None) not in (None, 1, 1.0):
-            raise RecipeError(
-                [f"model.name_or_path is {name!r}: its {key} changes the logits after the head, not served yet"]
-            )
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or max_length
-    if max_length > positions:
-        raise RecipeError(
-            [f"data.max_length is {max_length}, but the model has {positions} positions; use at most those"]
-        )
+    problem = _not_served(config)
+    if problem is not None:
+        raise RecipeError([f"model.name_or_path is {name!r}: {problem}"])
+    mistakes = _check_positions(config, max_length)
+    if packing and (problem := packing_problem(config, max_length)):
+        mistakes.append(f"data.packing is true, but {name!r} cannot be packed: {problem}; write data.packing: false")
+    if mistakes:
+        raise RecipeError(mistakes)
     return config
 
 
-def load_model(name: str, *, gradient_checkpointing: bool, **options: Any) -> PreTrainedModel:
-    """The model in float32 with its loss inside (see `add_loss`).
+def _not_served(config: PreTrainedConfig) -> str | None:
+    if config.get_text_config() is not config:
+        return f"{config.model_type} holds more than a language model (images, sound); take a text-only model"
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
+        return f"{config.model_type} is not a causal language model"
+    # Without a mask, only causal attention does not see the padding.
+    is_encoder = getattr(config, "is_decoder", None) is False and config.model_type != "gpt_neox"  # false by oversight
+    both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    if is_encoder or both_ways or getattr(config, "is_causal", None) is False:
+        return "its attention looks ahead, so it cannot learn to predict the next token"
+    for key in LOGIT_TRANSFORMS:
+        if getattr(config, key, None) not in (None, 1, 1.0):
+            return f"its {key} changes the logits after the head, not served yet"
+    return None
 
-    Collective under ZeRO-3 and tensor parallel. Optimizers need float32 weights; what the forward computes in is the
-    engine's part.
+
+def _check_positions(config: PreTrainedConfig, max_length: int) -> list[str]:
+    positions = getattr(config, "max_position_embeddings", None) or max_length
+    if max_length > positions:
+        return [f"data.max_length is {max_length}, but the model has {positions} positions; use at most those"]
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind, original = rope.get("rope_type"), rope.get("original_max_position_embeddings") or positions
+    if kind in ("dynamic", "longrope") and max_length > original:
+        return [
+            f"data.max_length is {max_length}, but above {original} tokens this model's rotary embedding ({kind})"
+            f" depends on the longest sample of a micro-batch; use at most {original}"
+        ]
+    return []
+
+
+def load_model(
+    name: str, settings: ModelSection, *, packing: bool, dtype: torch.dtype = torch.float32, **options: Any
+) -> PreTrainedModel:
+    """The model with its loss inside (see `add_loss`), in training mode.
+
+    Collective under ZeRO-3 and tensor parallel. What the forward computes in is the engine's part.
 
     Args:
-        options: the engine's, for `from_pretrained`.
+        dtype: float32 where an optimizer updates the weights; a smaller one for weights that stay frozen.
+        options: the engine's and the adapters', for `from_pretrained`.
     """
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **options)
+    if packing:
+        options["attn_implementation"] = PACKED
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
     model.config.use_cache = False
-    if gradient_checkpointing:
-        # The name since transformers 5.23; the older one until 5.22.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+    if settings.liger_kernels:
+        patch_kernels(model)
+    if settings.gradient_checkpointing:
+        save_activations(model, selective=settings.gradient_checkpointing == "selective")
+    if settings.compile:
+        compile_layers(model)
     add_loss(model)
     model.train()
     return model
 
 
-def add_loss(model: PreTrainedModel) -> None:
-    """Makes `model(input_ids=, position_ids=, targets=)` return the sum of the negative log-likelihoods.
-
-    Only labelled positions go through the head, and its logits exist in float32 for those alone. A micro-batch without
-    labels still calls the head, on zero rows: the collectives of a sharded head must happen on every rank.
-    `position_ids` and `targets` (already shifted) are (B, T) int64; there is no attention mask, since causal attention
-    never sees the padding on the right.
-    """
-    head = model.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear) or model.base_model is model:
-        raise RecipeError([f"model {type(model).__name__}: not a backbone with a linear head, which is not served yet"])
-    model.forward = MethodType(_summed_loss, model)
-
-
-def _summed_loss(self: PreTrainedModel, *, targets: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
-    hidden = self.base_model(**inputs, use_cache=False).last_hidden_state
-    labelled = targets != IGNORE_INDEX
-    logits = self.get_output_embeddings()(hidden[labelled])
-    return F.cross_entropy(logits.float(), targets[labelled], reduction="sum")
+def weights_digest(folder: Path) -> str:
+    """SHA-256 over the names and digests of the safetensors files in a model folder."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        # In the Hub's cache the file is a link to a blob that is named by its own SHA-256.
+        content = path.resolve().name
+        if not re.fullmatch(r"[0-9a-f]{64}", content):
+            with path.open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+        digest.update(f"{path.name} {content}\n".encode())
+    return digest.hexdigest()
 
 
 def _first_line(error: Exception) -> str:

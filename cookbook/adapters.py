@@ -1,0 +1,153 @@
+"""Adapters through peft: a few new float32 weights beside frozen ones, saved as a peft folder, merged on request."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import save_file
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from cookbook.files import RecipeError
+from cookbook.recipe import AdapterSection
+
+ADAPTER = "default"
+BASE_RECORD = "base_model.json"
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model that an adapter belongs to."""
+
+    name_or_path: str
+    revision: str | None
+    sha256: str
+    """Over its weight files; see `models.weights_digest`."""
+
+
+def lora_config(settings: AdapterSection, base: Base | None = None) -> LoraConfig:
+    """peft's configuration of a recipe's adapter."""
+    return LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a float serves as well
+        lora_dropout=settings.dropout,
+        target_modules=settings.targets,
+        modules_to_save=settings.modules_to_save or None,
+        use_dora=settings.name == "dora",
+        use_rslora=settings.rslora,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base.name_or_path if base else None,
+        revision=base.revision if base else None,
+    )
+
+
+def check_names(config: PreTrainedConfig, settings: AdapterSection) -> None:
+    """Looks for the adapter's modules in a model without weights.
+
+    Raises:
+        RecipeError: every name that matches nothing, or nothing that can be adapted.
+    """
+    model = _empty_model(config)
+    leaves: dict[str, set[type]] = {}
+    for name, module in model.named_modules():
+        leaves.setdefault(name.rpartition(".")[2], set()).add(type(module))
+    linear = sorted(leaf for leaf, kinds in leaves.items() if kinds == {torch.nn.Linear})
+    head = _head_name(model)
+    mistakes = []
+    for target in settings.targets if isinstance(settings.targets, list) else []:
+        if target == head:
+            mistakes.append(
+                f"adapter.targets has {target!r}, the output head, which computes the loss as a whole; to train it,"
+                f" write adapter.modules_to_save: [{target}]"
+            )
+        elif target not in linear:
+            mistakes.append(
+                f"adapter.targets has {target!r}, which is no linear layer of {type(model).__name__}; it has"
+                f" {', '.join(leaf for leaf in linear if leaf != head)}"
+            )
+    for name in settings.modules_to_save:
+        if name not in leaves:
+            mistakes.append(
+                f"adapter.modules_to_save has {name!r}, which {type(model).__name__} does not have; it has"
+                f" {', '.join(sorted(leaf for leaf in leaves if leaf and not leaf.isdigit()))}"
+            )
+        elif config.tie_word_embeddings and name in (head, "embed_tokens"):
+            mistakes.append(
+                f"adapter.modules_to_save has {name!r}, but embedding and head of this model are one matrix: trained"
+                " apart they would no longer be. Take it out, or train all weights without an adapter"
+            )
+    if mistakes:
+        raise RecipeError(mistakes)
+
+
+def add_adapter(model: PreTrainedModel, settings: AdapterSection, *, seed: int) -> None:
+    """Freezes the model and puts new trainable weights beside its linear layers, in place.
+
+    The first weights are drawn from `seed` alone, so that they are the same however the model was loaded. They are
+    float32, as an optimizer needs, whatever the frozen ones are.
+    """
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(lora_config(settings), model, adapter_name=ADAPTER)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # bitsandbytes 0.50 repacks the weights in place in the first forward in eval mode on such a CPU
+            # (nn/modules.py, Linear4bit.forward). What ZeRO-3 and FSDP2 gather later is not repacked, and read wrongly.
+            module.support_avx512bf16_for_cpu = False
+
+
+def quantization_options(settings: AdapterSection | None, mixed_precision: str) -> dict[str, Any]:
+    """What `from_pretrained` must be told to hold the frozen weights in 4 bits: NF4 with double quantisation, Dettmers
+    et al. 2023 (arXiv 2305.14314)."""
+    if settings is None or settings.name != "qlora":
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    compute = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision, torch.float32)
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+    )
+    return {"quantization_config": config}
+
+
+def write_adapter(
+    weights: dict[str, torch.Tensor], folder: Path, *, config: PreTrainedConfig, settings: AdapterSection, base: Base
+) -> None:
+    """A peft folder: `adapter_model.safetensors`, `adapter_config.json`, and which base model it belongs to.
+
+    Args:
+        weights: the trained parameters, whole, by their names in the model.
+    """
+    # An empty twin, since peft names what it saves by looking at a model.
+    twin = _empty_model(config)
+    peft_config = lora_config(settings, base)
+    inject_adapter_in_model(peft_config, twin, adapter_name=ADAPTER)
+    named = get_peft_model_state_dict(twin, state_dict=weights, adapter_name=ADAPTER, save_embedding_layers=False)
+    if len(named) != len(weights):
+        raise RuntimeError(f"{len(weights)} tensors were trained, peft would save {len(named)}: nothing was written")
+    tensors = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in named.items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    peft_config.inference_mode = True
+    peft_config.save_pretrained(str(folder))
+    (folder / BASE_RECORD).write_text(json.dumps(asdict(base), indent=1) + "\n", encoding="utf-8")
+
+
+def _empty_model(config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+
+
+def _head_name(model: PreTrainedModel) -> str | None:
+    head = model.get_output_embeddings()
+    return next((name.rpartition(".")[2] for name, module in model.named_modules() if module is head), None)

@@ -1,0 +1,93 @@
+"""A training set that is read while it is trained on: block after block, pass after pass, in bounded memory."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cookbook.data.rows import BadRows, row_blocks
+from cookbook.data.tokens import Piece, TokenSet, join, tokenize
+from cookbook.files import RecipeError
+from cookbook.recipe import DataSection, ObjectiveSection
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """Samples in the order of the sources, permuted within blocks of `data.shuffle_rows` rows.
+
+    Every process reads and tokenises all of it: lengths decide who gets which sample.
+    """
+
+    data: DataSection
+    objective: ObjectiveSection
+    tokenizer: "PreTrainedTokenizerBase"
+    bad_rows: BadRows = field(default_factory=BadRows)
+    """Rows dropped so far, those of every pass."""
+
+    def windows(
+        self, *, seed: int, global_batch_size: int, num_samples_consumed: int
+    ) -> Iterator[tuple[TokenSet, np.ndarray, float]]:
+        """For each step, without end: its samples, their numbers in that token set, and the number of passes completed
+        before the one that the last of them belongs to.
+
+        To go on after `num_samples_consumed` samples, what comes before is read and tokenised again (one pass at
+        most), since only then it is known how many samples it gives.
+
+        Raises:
+            RecipeError: bad rows under on_bad_row "error", or a pass without a sample; in the midst of training.
+        """
+        samples = self._samples(seed, num_samples_consumed)
+        while True:
+            window = list(islice(samples, global_batch_size))
+            yield join(piece for _, piece in window), np.arange(len(window)), float(window[-1][0])
+
+    def _samples(self, seed: int, num_skipped: int) -> Iterator[tuple[int, Piece]]:
+        epoch = 0
+        while True:
+            num_samples = 0
+            for number, block in enumerate(_one_ahead(self._blocks())):
+                num_samples += len(block)
+                if num_skipped >= len(block):
+                    num_skipped -= len(block)
+                    continue
+                order = np.random.RandomState([seed, epoch, number]).permutation(len(block))
+                for i in order[num_skipped:]:
+                    start, end = block.offsets[i], block.offsets[i + 1]
+                    yield epoch, (block.ids[start:end], block.is_label[start:end])
+                num_skipped = 0
+            if not num_samples:
+                raise RecipeError(["data.train: no row left to train on", *self.bad_rows.mistakes()])
+            # Every pass has as many samples, so whole ones need not be read to be skipped.
+            num_passes, num_skipped = divmod(num_skipped, num_samples)
+            epoch += 1 + num_passes
+
+    def _blocks(self) -> Iterator[TokenSet]:
+        """One pass over the sources."""
+        data = self.data
+        for parts in row_blocks(data.train, data.shuffle_rows, data.on_bad_row, self.objective.name, self.bad_rows):
+            block = tokenize(
+                parts,
+                self.tokenizer,
+                max_length=data.max_length,
+                objective=self.objective,
+                bad_rows=self.bad_rows,
+                num_processes=1,
+            )
+            self.bad_rows.stop_if(data.on_bad_row)
+            if block is not None:
+                yield block
+
+
+def _one_ahead(blocks: Iterator[TokenSet]) -> Iterator[TokenSet]:
+    """The same blocks; while one is trained on, a thread makes the next."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        coming = thread.submit(next, blocks, None)
+        while (block := coming.result()) is not None:
+            coming = thread.submit(next, blocks, None)
+            yield block

@@ -1,0 +1,166 @@
+"""The library of recipes: their labels, what is known of their models and data without network, and its page."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cookbook.files import RecipeError
+from cookbook.recipe import Recipe, load_recipe
+
+RECIPES = Path("recipes")
+PAGE = RECIPES / "README.md"
+FACTS = RECIPES / "offline_facts.json"
+LABEL = ("What", "Run", "Needs", "Measured", "Settings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """The hardware in a label; None where it names none."""
+
+    num_gpus: int | None
+    gpu_gb: int | None
+
+
+def recipe_files() -> list[Path]:
+    """Every shipped recipe."""
+    return sorted(RECIPES.rglob("*.yaml"))
+
+
+def read_label(path: Path) -> dict[str, str]:
+    """The comment at the top of a recipe, by its words (`Needs`, `Run`, ...); text without a word is `What`."""
+    parts: dict[str, list[str]] = {"What": []}
+    word = "What"
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        if "yaml-language-server" in line:
+            continue
+        text = line.removeprefix("#").strip()
+        found = re.match(r"([A-Z][a-z]+):(?:\s+|$)", text)
+        if found and found.group(1) in LABEL:
+            word, text = found.group(1), text[found.end() :]
+        parts.setdefault(word, []).append(text)
+    return {word: " ".join(filter(None, texts)) for word, texts in parts.items()}
+
+
+def read_needs(label: dict[str, str]) -> Needs:
+    """`Needs: 8 GPUs of 80 GB, ...` as numbers."""
+    found = re.match(r"(\d+) GPUs? of (\d+) GB", label.get("Needs", ""))
+    if found is None:
+        return Needs(num_gpus=None, gpu_gb=None)
+    return Needs(num_gpus=int(found.group(1)), gpu_gb=int(found.group(2)))
+
+
+def known_model(name: str) -> dict[str, Any] | None:
+    """What offline_facts.json says of a model: `config`, `bos_token`, `eos_token`, `special_tokens`."""
+    return _facts()["models"].get(name)
+
+
+def known_kind(name: str) -> str | None:
+    """The kind of the rows of a Hub data set, in the words of `cookbook.data.rows.Kind`, or None."""
+    return _facts()["data"].get(name)
+
+
+def _facts() -> dict[str, Any]:
+    try:
+        return json.loads(FACTS.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecipeError([f"{FACTS}: cannot be read ({error})"]) from None
+
+
+def what_it_takes(path: Path) -> str:
+    """For a machine that cannot train this recipe: what it would take, and what to do instead."""
+    label, needs = read_label(path), read_needs(read_label(path))
+    lines = [f"{path} needs {label.get('Needs', 'hardware that its label does not name')}", "Instead, here:"]
+    lines.append(f"  make rehearse RECIPE={path}    the same strategy and kind of model, tiny, on this CPU")
+    lines += [f"  {_run_line(other)}    {what}" for other, what in _smaller(path, needs)]
+    return "\n".join(lines)
+
+
+def _smaller(path: Path, needs: Needs) -> list[tuple[Path, str]]:
+    """Up to three recipes of this objective for less hardware, of the same folder first; the quickstart at the end."""
+    objective, fitting = load_recipe(path).objective.name, []
+    for other in recipe_files():
+        other_needs = read_needs(read_label(other))
+        if None in (other_needs.num_gpus, other_needs.gpu_gb, needs.num_gpus, needs.gpu_gb):
+            continue
+        if _total_gb(other_needs) < _total_gb(needs) and load_recipe(other).objective.name == objective:
+            fitting.append((other.parent != path.parent, -_total_gb(other_needs), other))
+    chosen = [other for *_, other in sorted(fitting)[:3]]
+    return [(other, read_label(other)["Needs"].split(". ")[0]) for other in chosen] + [
+        (RECIPES / "quickstart.yaml", "no GPU needed")
+    ]
+
+
+def _total_gb(needs: Needs) -> int:
+    return (needs.num_gpus or 0) * (needs.gpu_gb or 0)
+
+
+def _run_line(path: Path) -> str:
+    return f"make train RECIPE={path}"
+
+
+COLUMNS = (
+    "Recipe",
+    "Model",
+    "Objective",
+    "Adapter",
+    "Strategy",
+    "Global batch",
+    "Learning rate",
+    "Needs",
+    "Measured",
+    "Run",
+)
+
+
+def library_page() -> str:
+    """recipes/README.md: a row for each recipe, from the recipe itself."""
+    rows = [_row(path, load_recipe(path)) for path in recipe_files()]
+    table = [COLUMNS, tuple("---" for _ in COLUMNS), *rows]
+    lines = [
+        "# The library",
+        "",
+        "Written from the recipes by `python -m cookbook library`; change those, not this page. Write `make rehearse`",
+        "instead of `make train` to try a row without a GPU first, with a tiny model of its kind.",
+        "",
+        '"Needs" is arithmetic until a row says what was measured: the label at the top of each recipe shows it, and',
+        "names the published source of every learning rate, batch and schedule.",
+        "",
+        *("| " + " | ".join(cells) + " |" for cells in table),
+        "",
+        f"{len(rows)} recipes. `recipes/offline_facts.json` holds what a rehearsal without network must know of their"
+        " models and data.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _row(path: Path, recipe: Recipe) -> tuple[str, ...]:
+    label = read_label(path)
+    name = path.relative_to(RECIPES)
+    return (
+        f"[{name}]({name})",
+        recipe.model.name_or_path or f"new {recipe.model.from_scratch.model_type}",  # type: ignore[union-attr]
+        recipe.objective.name,
+        f"{recipe.adapter.name}, rank {recipe.adapter.rank}" if recipe.adapter else "none: all weights",
+        Path(recipe.strategy).stem,
+        f"{recipe.batch.global_batch_size} {'pairs' if recipe.objective.name == 'dpo' else 'sequences'}",
+        _scientific(recipe.optim.learning_rate),
+        label.get("Needs", "").split(". ")[0].rstrip("."),
+        "not yet" if label.get("Measured", "not yet").startswith("not yet") else "yes, in its label",
+        f"`{_run_line(path)}`",
+    )
+
+
+def _scientific(number: float) -> str:
+    """2e-05 as one writes it in a recipe: 2e-5."""
+    digits, _, exponent = f"{number:e}".partition("e")
+    return f"{float(digits):g}e{int(exponent)}"
+
+
+def write_library_page() -> Path:
+    """Writes recipes/README.md; returns its path."""
+    PAGE.write_text(library_page(), encoding="utf-8")
+    return PAGE

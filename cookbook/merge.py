@@ -1,0 +1,66 @@
+"""Writes a trained adapter and its base model as one model, after making sure that it is the right base."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+from cookbook.adapters import BASE_RECORD, Base
+from cookbook.files import RecipeError
+from cookbook.models import fetch_model, weights_digest
+
+PROBE = 16
+"""Tokens of the input on which the merged model must answer as the adapter did."""
+
+
+def merge(run: Path, dtype: str | None) -> int:
+    """Writes `merged/` beside the run's `export/`, and reopens it. Returns the exit code.
+
+    Merging happens in float32 on the CPU; the result is stored in `dtype`, or in the base model's own. Of qlora, the
+    base is the unquantised model, as its authors do.
+
+    Raises:
+        RecipeError: no adapter there, or its base model is not the one that it was trained on.
+    """
+    folder, target = run / "export", run / "merged"
+    if not (folder / BASE_RECORD).is_file():
+        raise RecipeError([f"{folder}: no adapter there; name the run.output_dir of a finished run with an adapter"])
+    base = Base(**json.loads((folder / BASE_RECORD).read_text(encoding="utf-8")))
+    base_folder = Path(fetch_model(base.name_or_path, base.revision))
+    if weights_digest(base_folder) != base.sha256:
+        raise RecipeError(
+            [f"{base.name_or_path}: its weights are not those that {folder} was trained on (another SHA-256)"]
+        )
+    logging.disable_progress_bar()
+    own = AutoConfig.from_pretrained(base_folder).dtype or torch.float32
+    stored: torch.dtype = getattr(torch, dtype) if dtype else own
+    whole = AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.float32)
+    model = PeftModel.from_pretrained(whole, str(folder))
+    expected = _answer(model)
+    merged: PreTrainedModel = model.merge_and_unload(safe_merge=True)
+    build = run / ".merged"
+    shutil.rmtree(build, ignore_errors=True)
+    merged.to(stored).save_pretrained(build)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(build)
+    again = AutoModelForCausalLM.from_pretrained(build, dtype=torch.float32)
+    error = (_answer(again) - expected).abs().max().item() / expected.abs().max().item()
+    limit = {torch.float32: 1e-4, torch.float16: 1e-2}.get(stored, 5e-2)
+    if not error < limit:
+        raise RuntimeError(f"{build}: its logits are {error:.1e} from those of the adapter; {target} was not written")
+    shutil.rmtree(target, ignore_errors=True)
+    build.rename(target)
+    print(
+        f"{target}: {base.name_or_path} with the adapter in it, {str(stored).removeprefix('torch.')};"
+        f" reopened, its logits are within {error:.0e} of the adapter's"
+    )
+    return 0
+
+
+@torch.no_grad()
+def _answer(model: PreTrainedModel | PeftModel) -> torch.Tensor:
+    """Logits (1, PROBE, V) on the first tokens of the vocabulary."""
+    return model.eval()(input_ids=torch.arange(PROBE)[None]).logits.float()

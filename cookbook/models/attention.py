@@ -1,0 +1,145 @@
+"""Attention for packed rows: each sample attends to itself only. One implementation, registered with transformers."""
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, PreTrainedConfig
+
+PACKED = "cookbook_packed"
+"""For `attn_implementation`. transformers knows no mask of this name, so it builds none."""
+
+# A list, since no property tells: stablelm, nemotron and nanochat have an attention of their own and do not say so.
+PACKABLE = (
+    "ernie4_5",
+    "exaone4",
+    "gemma",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "gpt_neox",
+    "helium",
+    "llama",
+    "ministral",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+    "starcoder2",
+)
+"""Architectures that tests/test_packed_attention.py shows to keep samples apart."""
+
+VARLEN_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
+"""They differ by version: torch 2.10 has is_causal and no scale, 2.13 window_size; grouped heads came last."""
+
+
+class Segments(NamedTuple):
+    """Where the samples of a packed row begin and end; made once per forward."""
+
+    offsets: torch.Tensor
+    """(samples + 1,) int32, on the model's device."""
+    longest: int
+    """Tokens of the longest sample."""
+
+
+def segments(lengths: torch.Tensor, device: torch.device) -> Segments:
+    """From sample lengths, (samples,) int64. Lengths that lie on a GPU cost a synchronisation."""
+    offsets = F.pad(lengths.cumsum(0), (1, 0))
+    return Segments(offsets.to(device, torch.int32, non_blocking=True), int(lengths.max()))
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    *,
+    scaling: float | None = None,
+    segments: Segments | None = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each sample of one packed row; without `segments`, within each row.
+
+    Args:
+        query: (B, query heads, T, D); key and value have their own number of heads.
+
+    Returns:
+        (B, T, query heads, D), as transformers wants it.
+    """
+    assert attention_mask is None, "a mask reached the packed attention, which would ignore it"
+    if segments is None:
+        return _causal(query, key, value, scaling).transpose(1, 2), None
+    dtype = query.dtype
+    if query.is_cuda and torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")  # rotary embeddings in float32 have raised query and key
+    if query.is_cuda and dtype in (torch.bfloat16, torch.float16):
+        query, key, value = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))
+        return _varlen(query, key, value, segments, scaling).unsqueeze(0), None
+    return _one_by_one(query, key, value, segments, scaling), None
+
+
+def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+
+
+@torch.compiler.disable  # else a compiled layer would be compiled again for each new list of lengths
+def _one_by_one(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scaling: float | None
+) -> torch.Tensor:
+    lengths = segments.offsets.diff().tolist()
+    # Split, not sliced: each slice would make a zero gradient of the whole row in the backward pass.
+    parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+    return torch.cat([_causal(q, k, v, scaling).transpose(1, 2) for q, k, v in parts], dim=1)
+
+
+def _varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scaling: float | None
+) -> torch.Tensor:
+    """torch's own kernel for ragged samples, (T, heads, D) in and out. It has no CPU version and was never run by us:
+    only its call was checked, with tensors that have shapes and no data.
+    """
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in VARLEN_ARGUMENTS else {"is_causal": True}
+    if "enable_gqa" in VARLEN_ARGUMENTS:
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+    else:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    if "scale" in VARLEN_ARGUMENTS:
+        options["scale"] = scaling
+    elif scaling is not None:
+        query = query * (scaling * query.shape[-1] ** 0.5)  # the kernel divides by the root of the head size
+    offsets, longest = segments
+    result: Any = varlen_attn(query, key, value, offsets, offsets, longest, longest, **options)
+    return result
+
+
+AttentionInterface.register(PACKED, attend)
+
+
+def packing_problem(config: PreTrainedConfig, max_length: int) -> str | None:
+    """Why this model would not keep the samples of a packed row apart, or None."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if window is not None and window < max_length:
+        return f"its attention window is {window} tokens, less than data.max_length {max_length}"
+    foreign = sorted(kinds - {"full_attention", "sliding_attention"})
+    if foreign:
+        return f"it has layers of {', '.join(foreign)}"
+    if getattr(config, "attention_dropout", 0.0):
+        return f"its attention_dropout {config.attention_dropout} is not in the packed attention"
+    if config.model_type not in PACKABLE:
+        return f"{config.model_type} is not among the architectures that were shown to keep samples apart"
+    return None

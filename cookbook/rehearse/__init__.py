@@ -1,0 +1,240 @@
+"""A rehearsal: a recipe's own strategy, objective, adapter, data and kind of model, tiny, on this machine's CPU.
+
+It trains three steps in real processes, evaluates, exports, and opens the export with plain transformers and peft,
+whose own loss on the held-out rows must be the run's. What would go wrong in minutes on rented GPUs goes wrong here.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cookbook.files import RecipeError, dump_yaml, read_document
+from cookbook.library import read_label, read_needs
+from cookbook.machine import CPU_PROCESSES, num_cores
+from cookbook.plan import describe_batch, load_pair, make_plan
+from cookbook.recipe import Recipe, dump_recipe
+from cookbook.rehearse.reopen import recompute
+from cookbook.rehearse.standins import Notes, few_rows, write_jsonl, write_tiny_model
+from cookbook.strategy import Strategy, find_strategy
+
+NUM_STEPS = 3
+NUM_EVAL_ROWS = 4
+LEARNING_RATE = 1e-2
+"""Far above any recipe's, so that three steps move the loss by more than rounding does: then equal losses mean that the
+trained weights were saved, and not the first ones."""
+LIMIT_SECONDS = 600
+ROUNDING = {"no": 1e-3, "bf16": 3e-2}
+"""By mixed_precision, how far the recomputed loss may lie from the run's: other kernels, weights exported in bf16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    recipe: Recipe
+    strategy: Strategy
+    num_processes: int
+    folder: Path
+    notes: Notes = field(default_factory=Notes)
+
+
+def rehearse(recipe_path: Path, *, assignments: list[str], strategy: str | None, processes: int | None) -> int:
+    """Rehearses a recipe and prints what that covered. Returns the exit code: 0, 1 for a failure of the run, 2 for what
+    the user can fix in a file.
+
+    Raises:
+        RecipeError: mistakes that are known before anything starts.
+    """
+    started = time.perf_counter()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers imports, warns on stdout
+    recipe, found = load_pair(recipe_path, assignments, find_strategy(strategy) if strategy else None)
+    if processes is not None and processes < 1:
+        raise RecipeError([f"--processes is {processes}; it must be at least 1"])
+    count = processes or found.num_processes or CPU_PROCESSES
+    folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
+    rehearsal = Rehearsal(recipe=recipe, strategy=found, num_processes=count, folder=folder)
+    print(f"Rehearsing {recipe_path} under {found.path}, {count} process{'es' if count > 1 else ''} on the CPU ...")
+    try:
+        _plan_full_size(rehearsal, recipe_path)
+        small = _write_small_recipe(rehearsal, recipe_path)
+        log = folder / "log.txt"
+        code = _run(small, found, count, log)
+        if code:
+            print(f"\n{_what_went_wrong(log)}\n\nREHEARSAL of {recipe_path}: failed", file=sys.stderr)
+            return code
+        mistake = _check_export(rehearsal)
+        if mistake:
+            print(f"\n{mistake}\n\nREHEARSAL of {recipe_path}: failed", file=sys.stderr)
+            return 1
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(f"REHEARSAL of {recipe_path}: fine ({time.perf_counter() - started:.0f} s)")
+    for title, lines in (("covered", rehearsal.notes.covered), ("not covered", _not_covered(rehearsal))):
+        for i, line in enumerate(lines):
+            print(f"  {title if i == 0 else '':<13}{line}")
+    return 0
+
+
+def _not_covered(rehearsal: Rehearsal) -> list[str]:
+    return [
+        *rehearsal.notes.missing,
+        "GPU kernels, NCCL, memory and speed at full size, the recipe's own learning rate",
+    ]
+
+
+def _plan_full_size(rehearsal: Rehearsal, recipe_path: Path) -> None:
+    """The recipe's own batch on the GPUs that its label names.
+
+    Raises:
+        RecipeError: it has no plan there.
+    """
+    strategy = rehearsal.strategy
+    count = strategy.num_processes or read_needs(read_label(recipe_path)).num_gpus
+    if count is None:
+        rehearsal.notes.missing.append(
+            "the batch at full size: the label names no number of GPUs (Needs: 8 GPUs of 80 GB)"
+        )
+        return
+    plan = make_plan(rehearsal.recipe, strategy, num_processes=count, num_gpus=count, recipe_name=str(recipe_path))
+    where = f"{count} GPU{'s' if count > 1 else ''}"
+    rehearsal.notes.covered.append(f"its own batch on {where}: {describe_batch(rehearsal.recipe, plan)}")
+
+
+# The small recipe: the user's own, with a tiny model, few rows, few steps.
+
+
+def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
+    recipe, strategy, notes = rehearsal.recipe, rehearsal.strategy, rehearsal.notes
+    own = rehearsal.folder / "own.yaml"
+    own.write_text(dump_recipe(recipe), encoding="utf-8")
+    values = read_document(own).values
+    ranks = max(1, strategy.data_parallel_size(rehearsal.num_processes))
+    micro = min(recipe.batch.micro_batch_size or 2, 2)
+    values["batch"] = {"global_batch_size": ranks * micro * 2}
+    train, rows, are_own = few_rows(recipe, NUM_STEPS * ranks * micro * 2, rehearsal.folder, notes)
+    has_own_tokenizer = write_tiny_model(recipe, rows, rehearsal.folder / "model", notes)
+    length = min(recipe.data.max_length, 1024 if are_own else 128)
+    if are_own and not has_own_tokenizer:
+        length = 2048  # a tokenizer of few merges makes three times as many tokens of a row
+    if recipe.batch.micro_batch_tokens is None:
+        values["batch"]["micro_batch_size"] = micro
+    else:
+        values["batch"]["micro_batch_tokens"] = 2 * length
+    if recipe.model.from_scratch is None:
+        values["model"]["name_or_path"] = str(rehearsal.folder / "model")
+        values["model"].pop("revision", None)
+    eval_file = rehearsal.folder / "eval.jsonl"
+    held_out = rows.rows[:NUM_EVAL_ROWS]
+    if recipe.objective.name == "cpt":  # a text over max_length would become several samples
+        held_out = [{"text": row["text"][:100]} for row in held_out]
+    write_jsonl(eval_file, held_out)
+    sources = [source.model_dump(mode="json", exclude_none=True) for source in train]
+    values["data"] |= {"train": sources, "eval": {"path": str(eval_file)}, "holdout": 0.0, "max_length": length}
+    if recipe.data.holdout:
+        notes.missing.append("the share of rows that data.holdout takes")
+    values["optim"]["learning_rate"] = LEARNING_RATE
+    schedule = values["schedule"]
+    schedule["warmup_steps"] = min(schedule["warmup_steps"], 1)
+    if "decay_steps" in schedule:
+        schedule["decay_steps"] = 1
+    if recipe.mixed_precision == "fp16":
+        values["mixed_precision"] = "no"
+        notes.missing.append("mixed_precision fp16, which needs a GPU; rehearsed in float32")
+    run = values["run"]
+    run.pop("num_epochs", None)
+    run |= {"max_steps": NUM_STEPS, "output_dir": str(rehearsal.folder / "out")}
+    run["eval_every_steps"] = 2
+    small = rehearsal.folder / "recipe.yaml"
+    small.write_text(dump_yaml(values), encoding="utf-8")
+    # Once more for the small recipe: what its strategy cannot do on a CPU is told without starting processes.
+    checked, _ = load_pair(small, strategy_path=Path(strategy.path))
+    make_plan(checked, strategy, num_processes=rehearsal.num_processes, num_gpus=0, recipe_name=str(recipe_path))
+    return small
+
+
+# The run.
+
+
+def _run(small: Path, strategy: Strategy, num_processes: int, log: Path) -> int:
+    """Launches the small recipe with its output in `log`; 0, 1 or 2."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", strategy.path]
+    command += ["--num_processes", str(num_processes)]
+    if num_processes > 1 and strategy.main_process_port is None:
+        command += ["--main_process_port", "0"]
+    command += ["train.py", str(small)]
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": str(max(1, num_cores() // num_processes)),
+    }
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # ninja lies there
+    with log.open("w") as output:
+        run = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+        try:
+            code = run.wait(timeout=LIMIT_SECONDS)
+        except BaseException as error:
+            os.killpg(run.pid, signal.SIGKILL)  # the launcher alone would leave its workers training
+            run.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            output.write(f"\nstopped after {LIMIT_SECONDS} s\n")
+            return 1
+    if code == 0:
+        return 0
+    return 2 if re.search(r"exitcode\s*:\s*2\b", log.read_text(errors="replace")) else 1
+
+
+def _what_went_wrong(log: Path) -> str:
+    """The part of a run's output that tells why it ended: the last error before torchrun's own report."""
+    lines = log.read_text(errors="replace").splitlines()
+    for i, line in enumerate(lines):
+        if re.match(r"[EW]\d{4} .*torch/distributed/elastic", line):
+            lines = lines[:i]
+            break
+    while lines and not lines[-1].strip():
+        lines.pop()
+    tracebacks = [i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+    if tracebacks:
+        return "\n".join([lines[tracebacks[-1]], *lines[tracebacks[-1] + 1 :][-12:]])
+    blank = max((i for i, line in enumerate(lines) if not line.strip()), default=-1)
+    return "\n".join(lines[blank + 1 :][-20:]) or "the run ended without a word"
+
+
+# What the run left.
+
+
+def _check_export(rehearsal: Rehearsal) -> str | None:
+    """What is wrong with the export, or None."""
+    out = rehearsal.folder / "out"
+    record = json.loads((out / "run.json").read_text(encoding="utf-8"))
+    small = read_document(out / "recipe.yaml").values
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    evaluations = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    steps = [line for line in lines if "loss" in line]
+    before, after = evaluations[0], evaluations[-1]
+    count = record["strategy"]["processes"]
+    rehearsal.notes.covered.append(
+        f"{count} process{'es' if count > 1 else ''} under {rehearsal.strategy.path}, {len(steps)} steps of"
+        f" {small['batch']['global_batch_size']}, {len(evaluations)} evaluations"
+    )
+    loss = recompute(out / "export", small, rehearsal.folder / "eval.jsonl")
+    adapter = rehearsal.recipe.adapter
+    if adapter is not None:
+        rehearsal.notes.covered.append(f"adapter {adapter.name} of rank {adapter.rank} on {adapter.targets}")
+    opener = "peft" if adapter else "transformers"
+    distance, moved = abs(loss - after), abs(before - after)
+    if not distance <= min(ROUNDING[small["mixed_precision"]] * max(1.0, abs(after)), moved / 3):
+        return (
+            f"the export, opened by {opener}, has an evaluation loss of {loss:.4f}; the run had {before:.4f} before its"
+            f" first step and {after:.4f} at the end"
+        )
+    rehearsal.notes.covered.append(
+        f"export reopened by {opener} alone: evaluation loss {loss:.4f}, the run's {after:.4f} ({before:.4f} untrained)"
+    )
+    return None

@@ -1,0 +1,81 @@
+"""The export of a rehearsal, opened without any code of ours: plain transformers and peft, and their own loss."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from cookbook.data.encode import Sequence, encode
+from cookbook.data.rows import read_rows
+from cookbook.data.sources import BadRow
+from cookbook.recipe import Source
+
+
+def recompute(export: Path, small: dict[str, Any], eval_file: Path) -> float:
+    """The evaluation loss of the exported model by transformers' own loss function, with the export's tokenizer."""
+    import torch
+    from transformers import AutoTokenizer
+
+    objective = small["objective"]
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    model, reference = _reopen(export, small)
+    rows = read_rows(Source(path=str(eval_file)), "error", objective["name"], place="data.eval")
+    length, is_bf16 = small["data"]["max_length"], small["mixed_precision"] == "bf16"
+
+    def nll(network: Any, sequence: Sequence) -> tuple[float, int]:
+        """Sum over the labelled tokens, and how many they are."""
+        ids, is_label = (torch.tensor([part[:length]]) for part in sequence)
+        labels = torch.where(is_label.bool(), ids, -100)
+        count = int((labels[:, 1:] != -100).sum())
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=is_bf16):
+            return network(input_ids=ids, labels=labels).loss.item() * count, count
+
+    def preference_loss(pair: list[Sequence]) -> float:
+        ratios = []
+        for sequence in pair:
+            of_policy, count = nll(model, sequence)
+            ratio = nll(reference, sequence)[0] - of_policy
+            ratios.append(ratio / count if objective["loss"] == "ipo" else ratio)
+        margin = ratios[0] - ratios[1]
+        if objective["loss"] == "ipo":
+            return (margin - 1 / (2 * objective["beta"])) ** 2
+        right, wrong = (math.log1p(math.exp(-sign * objective["beta"] * margin)) for sign in (1, -1))
+        return (1 - objective["label_smoothing"]) * right + objective["label_smoothing"] * wrong
+
+    samples = [one for one in encode(rows, tokenizer, objective.get("train_on", "all")) if not isinstance(one, BadRow)]
+    if objective["name"] == "dpo":
+        return sum(map(preference_loss, samples)) / len(samples)
+    parts = [nll(model, sequence) for sample in samples for sequence in sample]
+    return sum(loss for loss, _ in parts) / sum(count for _, count in parts)
+
+
+def _reopen(export: Path, small: dict[str, Any]) -> tuple[Any, Any]:
+    """The exported model and the one before training, as anybody would load them.
+
+    Raises:
+        RuntimeError: a tensor of the adapter is empty.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    options: dict[str, Any] = {"dtype": torch.float32}
+    adapter = small.get("adapter")
+    if adapter is None:
+        first = small["model"].get("name_or_path")  # absent for a new model, which has no use for a reference
+        reference = AutoModelForCausalLM.from_pretrained(first, **options).eval() if first else None
+        return AutoModelForCausalLM.from_pretrained(export, **options).eval(), reference
+    from peft import PeftConfig, PeftModel
+    from safetensors.torch import load_file
+
+    empty = [name for name, tensor in load_file(export / "adapter_model.safetensors").items() if not tensor.numel()]
+    if empty:
+        raise RuntimeError(f"the exported adapter has empty tensors: {', '.join(empty[:5])}")
+    base = PeftConfig.from_pretrained(str(export)).base_model_name_or_path
+    if adapter["name"] == "qlora":
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16 if small["mixed_precision"] == "bf16" else torch.float32,
+        )
+    bases = [AutoModelForCausalLM.from_pretrained(base, **options).eval() for _ in range(2)]
+    return PeftModel.from_pretrained(bases[0], str(export)).eval(), bases[1]

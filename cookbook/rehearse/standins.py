@@ -1,0 +1,218 @@
+"""What stands in at a rehearsal: a few rows of the recipe's shape, and a tiny model of its kind with a tokenizer."""
+
+import json
+import math
+import random
+import socket
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from cookbook.data.rows import KINDS_OF, Kind, Rows, read_rows, texts
+from cookbook.data.sources import COLUMNS, BadRow, raw_rows
+from cookbook.files import RecipeError
+from cookbook.library import known_kind, known_model
+from cookbook.recipe import BUILTIN_SOURCE, Recipe, Source
+
+WORDS = "a model learns to write short answers from many rows of text and then stops at the end"
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What to tell the user in the end."""
+
+    covered: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+# Rows.
+
+
+def few_rows(recipe: Recipe, num_rows: int, folder: Path, notes: Notes) -> tuple[list[Source], Rows, bool]:
+    """Sources in the place of `data.train`, some of their rows, and whether these are the recipe's own.
+
+    Local sources stay as they are, with fewer rows; those of the Hub are read over the network, or made up without it.
+    """
+    sources, sample, made_up = [], None, []
+    for i, source in enumerate(recipe.data.train):
+        if _is_local(source):
+            small = source.model_copy(update={"max_rows": num_rows})
+        else:
+            path = folder / f"train-{i}.jsonl"
+            if hub_answers():
+                raw = (row for _, row in islice(raw_rows(source, streaming=True), num_rows))
+                rows = [{key: row[key] for key in COLUMNS if key in row} for row in raw if not isinstance(row, BadRow)]
+            else:
+                made_up.append(source.path)
+                rows = synthetic_rows(known_kind(source.path) or _kind_of(recipe), num_rows)
+            write_jsonl(path, rows)
+            small = Source(path=str(path), weight=source.weight)
+        sources.append(small)
+        if sample is None:
+            sample = read_rows(small, recipe.data.on_bad_row, recipe.objective.name)
+    assert sample is not None
+    described = f"rows of {sample.kind}" + (", packed" if recipe.data.packing else "")
+    notes.covered.append(f"objective {recipe.objective.name} on {described}")
+    if made_up:
+        notes.missing.append(f"rows of {', '.join(dict.fromkeys(made_up))}: made up, since the Hub was not reached")
+    if recipe.data.eval:
+        notes.missing.append("the rows of data.eval: training rows stood in")
+    return sources, sample, not made_up
+
+
+def _is_local(source: Source) -> bool:
+    return source.path == BUILTIN_SOURCE or Path(source.path).exists()
+
+
+def _kind_of(recipe: Recipe) -> Kind:
+    return "chat_preference" if recipe.objective.name == "dpo" else KINDS_OF[recipe.objective.name][0]
+
+
+def synthetic_rows(kind: str, count: int) -> list[dict[str, Any]]:
+    chance = random.Random(0)
+
+    def words() -> str:
+        return " ".join(chance.choice(WORDS.split()) for _ in range(chance.randint(2, 10)))
+
+    def chat(*roles: str) -> list[dict[str, str]]:
+        return [{"role": role, "content": words()} for role in roles]
+
+    def row() -> dict[str, Any]:
+        if kind == "messages":
+            return {"messages": chat("user", "assistant") * chance.randint(1, 2)}
+        if kind == "completion":
+            return {"prompt": words(), "completion": words()}
+        if kind == "text":
+            return {"text": words()}
+        if kind == "preference":
+            return {"prompt": words(), "chosen": words(), "rejected": words()}
+        prompt = chat("user")
+        return {"chosen": prompt + chat("assistant"), "rejected": prompt + chat("assistant")}
+
+    return [row() for _ in range(count)]
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+@cache
+def hub_answers() -> bool:
+    """Whether the Hub takes a connection within seconds."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    address = urlparse(constants.ENDPOINT)
+    try:
+        port = address.port or (443 if address.scheme == "https" else 80)
+        socket.create_connection((address.hostname or "", port), timeout=3).close()
+    except OSError:
+        return False
+    return True
+
+
+# The tiny model.
+
+
+def write_tiny_model(recipe: Recipe, rows: Rows, folder: Path, notes: Notes) -> bool:
+    """Writes a model of the recipe's kind with two layers and random weights. Returns whether its tokenizer is the one
+    that the recipe will have. A new model (from_scratch) is left to the run, which makes one from these few rows.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if recipe.model.from_scratch is not None:
+        notes.covered.append("a new model of the recipe's own sizes")
+        return False
+    config, tokenizer, origin = _describe_model(recipe, rows)
+    small = shrink(config, len(tokenizer))
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(small, name, getattr(tokenizer, name))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        model = AutoModelForCausalLM.from_config(small)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    heads, tied = (small.num_attention_heads, small.num_key_value_heads), small.tie_word_embeddings
+    notes.covered.append(
+        f"{small.model_type} with {small.num_hidden_layers} layers, {heads[0]} query and {heads[1]} key heads,"
+        f" {'tied' if tied else 'untied'} embeddings (after {origin})"
+    )
+    is_own = "offline_facts" not in origin
+    if not is_own:
+        notes.missing.append(f"the tokenizer of {recipe.model.name_or_path}: a small one stood in")
+    return is_own
+
+
+def _describe_model(recipe: Recipe, rows: Rows) -> tuple[Any, Any, str]:
+    """Configuration, tokenizer, and where they are from: a folder, the Hub or its cache, else offline_facts.json."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    name, revision = recipe.model.name_or_path, recipe.model.revision
+    assert name is not None
+    is_reachable = not Path(name).is_dir() and hub_answers()
+    try:
+        options = {"revision": revision, "local_files_only": not is_reachable}
+        config = AutoConfig.from_pretrained(name, **options)
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        return config, tokenizer, "its own configuration, with its own tokenizer"
+    except (OSError, ValueError) as error:
+        facts = known_model(name)
+        if facts is None:
+            reason = (str(error).strip().splitlines() or ["unknown"])[0][:200]
+            mistake = (
+                f"model.name_or_path is {name!r}: neither a folder, nor on the Hub or in its cache ({reason}), nor in"
+                " recipes/offline_facts.json, from which a rehearsal takes its structure. Connect, or add it there"
+            )
+            raise RecipeError([mistake]) from None
+    return AutoConfig.for_model(**facts["config"]), _stand_in_tokenizer(facts, rows), "offline_facts.json"
+
+
+def _stand_in_tokenizer(facts: dict[str, Any], rows: Rows) -> Any:
+    from cookbook.models import train_tokenizer
+
+    tokenizer = train_tokenizer(texts(rows), 1024)
+    tokenizer.add_tokens([*facts["special_tokens"]], special_tokens=True)
+    named = {"bos_token": facts["bos_token"], "eos_token": facts["eos_token"]}
+    tokenizer.add_special_tokens({key: token for key, token in named.items() if token})
+    return tokenizer
+
+
+def shrink(config: Any, vocab_size: int) -> Any:
+    """The same structure, small: what is shared, tied, biased or scaled stays as it is."""
+    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    kv_heads = kv_heads or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    wide = Fraction(config.hidden_size, heads * head_dim)  # not 1 for some: Qwen3 has more heads than width
+    small_kv_heads = min(kv_heads, 2)
+    small_heads = small_kv_heads * (heads // kv_heads)
+    hidden = int(small_heads * 16 * wide)
+    values = config.to_dict()
+    kinds = values.get("layer_types")
+    layers = max(2, len(set(kinds or ())))
+    if kinds:
+        values["layer_types"] = (list(dict.fromkeys(kinds)) * layers)[:layers]
+    if "max_window_layers" in values:
+        values["max_window_layers"] = layers
+    values |= {
+        "vocab_size": math.ceil(vocab_size / 64) * 64,
+        "hidden_size": hidden,
+        "intermediate_size": max(64, round(hidden * config.intermediate_size / config.hidden_size / 64) * 64),
+        "num_hidden_layers": layers,
+        "num_attention_heads": small_heads,
+        "num_key_value_heads": small_kv_heads,
+        "dtype": "bfloat16",
+    }
+    if "head_dim" in values:
+        values["head_dim"] = 16
+    for key in ("architectures", "_name_or_path", "transformers_version", "quantization_config"):
+        values.pop(key, None)
+    return type(config).from_dict(values)

@@ -1,0 +1,266 @@
+"""Protects the sets of a recipe: several sources, what is held out, and streams.
+
+python -m pytest -q tests/test_data_sets.py
+"""
+
+import itertools
+import json
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+from small_data import PAD, chat, make_tokenizer, write_lines
+
+from cookbook.data.batches import Layout, steps_per_epoch, train_steps
+from cookbook.data.sets import read_data, tokenize_data
+from cookbook.files import RecipeError
+from cookbook.recipe import DataSection, ObjectiveSection
+
+SFT = ObjectiveSection()
+
+
+def text_file(path, *texts):
+    return write_lines(path, *(json.dumps({"text": text}) for text in texts))
+
+
+def words(count, start=0):
+    """Texts that are all different."""
+    return [f"w{i}" for i in range(start, start + count)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+def prepare(data, tokenizer, cache, objective=SFT):
+    return tokenize_data(read_data(data, objective), tokenizer, data, objective, cache=cache)
+
+
+def decoded(tokens, tokenizer):
+    spans = itertools.pairwise(tokens.offsets)
+    return [tokenizer.decode(tokens.ids[a:b].tolist(), skip_special_tokens=True) for a, b in spans]
+
+
+# Sources together.
+
+
+def test_sources_of_several_kinds_stand_in_order_and_evaluation_sets_apart(tmp_path, tokenizer):
+    one = text_file(tmp_path / "one.jsonl", "a", "b")
+    two = write_lines(tmp_path / "two.jsonl", json.dumps(chat("q", "y")), json.dumps({"id": 1}))
+    data = DataSection(
+        train=[{"path": one, "weight": 2.0}, two], eval={"x": one, "y": two}, on_bad_row="drop", max_length=21
+    )
+    sets = prepare(data, tokenizer, tmp_path / "cache")
+    texts = decoded(sets.train, tokenizer)
+    assert texts[:2] == ["a", "b"] and texts[2].startswith("user\nq") and len(texts) == 3
+    assert (sets.train.part_sizes, sets.train.weights) == ((2, 1), (2.0, 1.0))
+    assert steps_per_epoch(sets.train, 1) == 5
+    assert {name: len(tokens) for name, tokens in sets.eval.items()} == {"x": 2, "y": 1}
+    assert sets.notes == [
+        "data.train: dropped 1 rows: missing keys",
+        "data.train: 1 of 3 samples reach data.max_length and are cut there",
+        # Twice the end of "a" and of "b", which nothing but a first token precedes; once the "y", cut before its end.
+        f"data.train: an epoch has 5 samples: {one} 4 samples (80 % of the trained tokens), "
+        f"{two} 1 samples (20 % of the trained tokens)",
+        "data.eval.y: dropped 1 rows: missing keys",
+        "data.eval.y: 1 of 1 samples reach data.max_length and are cut there",
+    ]
+
+
+def test_mistakes_of_all_sources_are_told_together_with_their_places(tmp_path, tokenizer):
+    bad = [text_file(tmp_path / f"{name}.jsonl", "a", "") for name in "xyz"]
+    with pytest.raises(RecipeError) as error:
+        read_data(DataSection(train=bad[:2], eval=bad[2]), SFT)
+    assert [line.split(": ")[0] for line in error.value.mistakes if "empty" in line] == [f"{path}:2" for path in bad]
+    rows = read_data(DataSection(train=bad, on_bad_row="drop"), SFT)
+    assert [part.where(0) for part in rows.train] == [f"data.train.{i} ({path}): row 1" for i, path in enumerate(bad)]
+
+
+def test_one_source_has_the_texts_and_the_place_it_always_had(tmp_path):
+    rows = read_data(DataSection(train=text_file(tmp_path / "x.jsonl", "a", "b")), SFT)
+    assert list(rows.texts()) == ["a", "b"] and rows.train[0].where(1) == "data.train: row 2"
+    other = read_data(DataSection(train=text_file(tmp_path / "y.jsonl", "a", "c")), SFT)
+    assert rows.fingerprint != other.fingerprint
+
+
+# Holdout.
+
+
+def held_out(*files, share=0.3):
+    rows = read_data(DataSection(train=list(files), holdout=share), SFT)
+    return {text for part in rows.eval["holdout"] for text in (row["text"] for row in part.rows)}, set(rows.texts())
+
+
+def test_equal_rows_fall_on_one_side_whatever_the_order_and_the_sources(tmp_path):
+    texts = words(200) * 2
+    one = text_file(tmp_path / "one.jsonl", *texts)
+    out, kept = held_out(one)
+    assert not out & kept and out | kept == set(texts)
+    assert 40 < len(out) < 80  # 60 expected; 6.5 is one standard deviation
+    backwards = text_file(tmp_path / "backwards.jsonl", *texts[::-1])
+    halves = [text_file(tmp_path / f"{i}.jsonl", *texts[i::2]) for i in (0, 1)]
+    assert held_out(backwards) == held_out(*halves) == (out, kept)
+    # A larger share only adds, and a row does not care for its neighbours.
+    assert out < held_out(one, share=0.5)[0]
+    assert held_out(text_file(tmp_path / "half.jsonl", *words(100)))[0] == out & set(words(100))
+
+
+def test_holdout_is_an_evaluation_set_and_never_trained_on(tmp_path, tokenizer):
+    path = text_file(tmp_path / "x.jsonl", *words(60))
+    data = DataSection(train=path, eval=path, holdout=0.25)
+    sets = prepare(data, tokenizer, tmp_path / "cache")
+    assert sorted(sets.eval) == ["", "holdout"]
+    train, out = (set(decoded(tokens, tokenizer)) for tokens in (sets.train, sets.eval["holdout"]))
+    assert not train & out and train | out == set(words(60)) == set(decoded(sets.eval[""], tokenizer))
+
+
+@pytest.mark.parametrize(("share", "taken"), [(1e-9, "none"), (1 - 1e-9, "all")])
+def test_holdout_that_leaves_a_side_empty_is_refused(tmp_path, share, taken):
+    path = text_file(tmp_path / "x.jsonl", *words(9))
+    with pytest.raises(RecipeError, match=f"data.holdout is {share}: it takes {taken} of the 9 rows of data.train"):
+        read_data(DataSection(train=path, holdout=share), SFT)
+
+
+def test_a_row_keeps_its_number_when_others_are_held_out(tmp_path, tokenizer):
+    rows = read_data(DataSection(train=text_file(tmp_path / "x.jsonl", *words(50)), holdout=0.5), SFT)
+    for part in (*rows.train, *rows.eval["holdout"]):
+        assert [part.where(i) for i in range(len(part.rows))] == [
+            f"data.train: row {int(row['text'][1:]) + 1}" for row in part.rows
+        ]
+
+
+# Streams.
+
+
+def stream_of(paths, tokenizer, objective=SFT, **settings):
+    settings = {"shuffle_rows": 4, "max_length": 8} | settings
+    data = DataSection(train=paths, streaming=True, **settings)
+    return prepare(data, tokenizer, None, objective).train
+
+
+def stream_steps(stream, count, *, consumed=0, size=3, **layout):
+    layout = Layout(**{"num_ranks": 1, "rank": 0, "pad_id": PAD, "micro_batch_size": 1} | layout)
+    steps = train_steps(stream, layout, seed=5, global_batch_size=size, num_samples_consumed=consumed)
+    return list(itertools.islice(steps, count))
+
+
+def shown(steps, tokenizer):
+    """The texts of each step, sorted."""
+    return [
+        sorted(
+            text for batch in step.micro_batches for text in tokenizer.batch_decode(batch["input_ids"], True) if text
+        )
+        for step in steps
+    ]
+
+
+def slow_stream(samples_of_block, num_samples, seed=5):
+    """The order that a stream must have: all blocks of an epoch listed, each permuted, epoch after epoch."""
+    order, epoch = [], 0
+    while len(order) < num_samples:
+        for block, samples in enumerate(samples_of_block):
+            for i in np.random.RandomState([seed, epoch, block]).permutation(len(samples)):
+                order.append(samples[i])
+        epoch += 1
+    return order[:num_samples]
+
+
+def test_stream_is_the_blocks_of_its_sources_permuted_one_pass_after_the_other(tmp_path, tokenizer):
+    paths = [text_file(tmp_path / "a.jsonl", *words(7)), text_file(tmp_path / "b.jsonl", *words(3, start=7))]
+    blocks = [words(10)[i : i + 4] for i in (0, 4, 8)]
+    stream = stream_of(paths, tokenizer)
+    steps = stream_steps(stream, 12)
+    order = slow_stream(blocks, 36)
+    assert shown(steps, tokenizer) == [sorted(order[i : i + 3]) for i in range(0, 36, 3)]
+    assert [step.num_samples for step in steps] == [3] * 12  # steps go over the ends of blocks and passes
+    assert [step.epoch for step in steps[:4]] == [0, 0, 0, 1] and steps[-1].epoch == 3
+    assert Counter(order[:10]) == Counter(order[10:20]) and order[:10] != order[10:20]
+    assert steps_per_epoch(stream, 3) is None
+
+
+@pytest.mark.parametrize("consumed", [1, 3, 4, 9, 10, 12, 25, 30, 47])
+def test_resumed_stream_goes_on_at_the_next_sample(tmp_path, tokenizer, consumed):
+    path = text_file(tmp_path / "a.jsonl", *words(10))
+    blocks = [words(10)[i : i + 4] for i in (0, 4, 8)]
+    steps = stream_steps(stream_of([path], tokenizer), 5, consumed=consumed)
+    order = slow_stream(blocks, consumed + 15)[consumed:]
+    assert shown(steps, tokenizer) == [sorted(order[i : i + 3]) for i in range(0, 15, 3)]
+
+
+def test_stream_shows_the_same_on_any_number_of_ranks(tmp_path, tokenizer):
+    path = text_file(tmp_path / "a.jsonl", *(word * (1 + i % 3) for i, word in enumerate(words(10))))
+    one = stream_steps(stream_of([path], tokenizer), 6)
+    for num_ranks in (2, 3):
+        ranks = [
+            stream_steps(stream_of([path], tokenizer), 6, num_ranks=num_ranks, rank=rank) for rank in range(num_ranks)
+        ]
+        for step, shares in zip(one, zip(*ranks, strict=True), strict=True):
+            together = sorted(text for share in shares for text in shown([share], tokenizer)[0])
+            assert [together] == shown([step], tokenizer)
+            assert {(share.num_targets, share.num_tokens, share.num_samples, share.epoch) for share in shares} == {
+                (step.num_targets, step.num_tokens, step.num_samples, step.epoch)
+            }
+
+
+def test_stream_of_long_texts_counts_their_pieces(tmp_path, tokenizer):
+    texts = ["abcdefghijklmnop", "x", "qrstuvwxyzabcdef"]
+    cpt = ObjectiveSection(name="cpt")
+    stream = stream_of([text_file(tmp_path / "a.jsonl", *texts)], tokenizer, cpt, shuffle_rows=2)
+    blocks = [["abcdefgh", "hijklmno", "op", "x"], ["qrstuvwx", "xyzabcde", "ef"]]
+    steps, order = stream_steps(stream, 6), slow_stream(blocks, 18)
+    assert shown(steps, tokenizer) == [sorted(order[i : i + 3]) for i in range(0, 18, 3)]
+
+
+def test_stream_holds_two_blocks_at_most(tmp_path, tokenizer, monkeypatch):
+    path = text_file(tmp_path / "a.jsonl", *words(400))
+    read, lock = [0], threading.Lock()
+    import cookbook.data.rows as rows
+
+    def counted(source, **options):
+        for item in raw_rows(source, **options):
+            with lock:
+                read[0] += 1
+            yield item
+
+    raw_rows = rows.raw_rows
+    monkeypatch.setattr(rows, "raw_rows", counted)
+    stream = stream_of([path], tokenizer)
+    assert read[0] == 4  # of the first block, which a tokenizer could be trained on
+    read[0] = 0
+    layout = Layout(num_ranks=1, rank=0, pad_id=PAD, micro_batch_size=1)
+    for i, _ in enumerate(itertools.islice(train_steps(stream, layout, seed=0, global_batch_size=1), 50), start=1):
+        assert read[0] <= i + 8
+
+
+def test_bad_row_of_a_stream_stops_it_with_its_place_or_is_dropped_and_counted(tmp_path, tokenizer):
+    path = text_file(tmp_path / "a.jsonl", *words(6), "", *words(3))
+    stream = stream_of([path], tokenizer, shuffle_rows=4)
+    with pytest.raises(RecipeError, match=r"a\.jsonl:7: empty text"):
+        stream_steps(stream, 3)
+    with pytest.raises(RecipeError, match=r"a\.jsonl:7: empty text"):
+        stream_of([path], tokenizer, shuffle_rows=20)
+    stream = stream_of([path], tokenizer, on_bad_row="drop")
+    assert sum(map(len, shown(stream_steps(stream, 3), tokenizer))) == 9
+    assert stream.bad_rows.num_by_reason == {"empty text": 1}
+
+
+def test_stream_of_which_nothing_is_left_ends_with_an_error(tmp_path, tokenizer):
+    rows = [json.dumps({"prompt": "p" * 20, "completion": "c"})]
+    stream = stream_of([write_lines(tmp_path / "a.jsonl", *rows)], tokenizer, on_bad_row="drop")
+    with pytest.raises(RecipeError, match="no row left to train on"):
+        stream_steps(stream, 1)
+
+
+def test_hub_stream_is_fetched_while_it_is_read(tmp_path, tokenizer, monkeypatch):
+    import datasets
+
+    def load(path, name, split, revision, streaming):
+        assert streaming
+        table = datasets.Dataset.from_list([{"text": word, "id": i} for i, word in enumerate(words(6))])
+        return table.to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    steps = stream_steps(stream_of(["some/data"], tokenizer), 2)
+    assert sorted(itertools.chain(*shown(steps, tokenizer))) == words(6)

@@ -1,0 +1,460 @@
+"""Protects which tokens carry loss, how long samples are cut or split, and the cache of what was tokenised.
+
+python -m pytest -q tests/test_data_tokens.py
+"""
+
+import itertools
+import json
+import multiprocessing.pool
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from small_data import CHATML, ROOT, chat, make_tokenizer, marked, rows_of, run_tokenize
+from tokenizers import processors
+
+from cookbook.data import tokens as tokens_module
+from cookbook.data.tokens import cached_tokens
+from cookbook.files import RecipeError
+from cookbook.recipe import ObjectiveSection
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+def test_chat_labels_are_the_answers_with_their_end_of_turn(tokenizer):
+    system = {"messages": [{"role": "system", "content": "s"}, *chat("hi", "ho", "a", "b c")["messages"]]}
+    tokens, num_dropped = run_tokenize(rows_of("messages", [chat("hi", "\u00e4\n"), system]), tokenizer)
+    assert marked(tokens, 0, tokenizer) == (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n[\u00e4\n<|im_end|>]\n"
+    )
+    assert marked(tokens, 1, tokenizer) == (
+        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n[ho<|im_end|>]\n"
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[b c<|im_end|>]\n"
+    )
+    # One token per byte: the umlaut's two, the line end and the end of turn; "ho" and "b c" with one each.
+    assert tokens.num_targets.tolist() == [4, 3 + 4]
+    assert num_dropped == {}
+    assert (tokens.ids.dtype, tokens.is_label.dtype, tokens.offsets.dtype) == (np.int32, np.bool_, np.int64)
+
+
+def test_shipped_template_writes_what_generation_is_prompted_with(tokenizer):
+    prompt = tokenizer.apply_chat_template(chat("hi")["messages"], tokenize=False, add_generation_prompt=True)
+    assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    whole = tokenizer.apply_chat_template(chat("hi", "ho")["messages"], tokenize=False)
+    assert whole == prompt + "ho<|im_end|>\n"
+
+
+# A small template with the markers in the right place (the control), and three with them in a wrong one.
+TURNS = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}ANSWER{% endif %}{% endfor %}"
+ANSWERS = {
+    "control": ("{% generation %}{{ m.content + eos_token }}{% endgeneration %}", None),
+    "line end after the end of turn": ("{% generation %}{{ m.content + eos_token + '\n' }}{% endgeneration %}", None),
+    "no markers": ("{{ m.content + eos_token }}", None),
+    "no markers, no end of turn": (
+        "{{ m.content }}",
+        "row 1: the trained part of an assistant turn ends with 'b' and no special token, so the model would never",
+    ),
+    "no markers, turn without words": (
+        "",
+        r"row 1: the chat template has no generation markers, and does not write message 2 .* objective.train_on: all",
+    ),
+    "no markers, earlier answers left out": (
+        "{% if loop.last %}{{ m.content + eos_token }}{% endif %}",
+        "row 1: the chat template has no generation markers, and does not write message 2 as it would be prompted",
+    ),
+    "end of turn outside": (
+        "{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}",
+        "row 1: the trained part of an assistant turn ends with 'b' and no special token, so the model would never",
+    ),
+    "first turn only": (
+        "{% if loop.first or loop.index == 2 %}"
+        "{% generation %}{{ m.content + eos_token }}{% endgeneration %}{% endif %}",
+        "row 1: the chat template marks 1 stretches of assistant tokens for 2 assistant turns",
+    ),
+}
+
+
+@pytest.mark.parametrize(("answer", "message"), ANSWERS.values(), ids=ANSWERS.keys())
+def test_template_that_cannot_teach_is_refused(answer, message):
+    rows, tokenizer = rows_of("messages", [chat("a", "b", "c", "d")]), make_tokenizer(TURNS.replace("ANSWER", answer))
+    if message is None:
+        assert run_tokenize(rows, tokenizer)[0].num_targets.tolist() in ([4], [6])
+        return
+    with pytest.raises(RecipeError, match=message):
+        run_tokenize(rows, tokenizer)
+
+
+def test_template_without_markers_serves_train_on_all():
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}"
+    tokenizer = make_tokenizer(template)
+    tokens, _ = run_tokenize(rows_of("messages", [chat("ab", "c")]), tokenizer, train_on="all")
+    assert marked(tokens, 0, tokenizer) == "[abc<|im_end|>]"
+
+
+def test_missing_template_names_the_shipped_one():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(RecipeError, match=r"recipes/chat_templates/chatml\.jinja"):
+        run_tokenize(rows_of("messages", [chat("a", "b")]), tokenizer)
+    assert CHATML.is_file()
+
+
+def test_chat_that_the_template_refuses_is_a_bad_row():
+    template = CHATML.read_text().replace(
+        "{%- for",
+        "{%- if messages[0].role == 'system' -%}{{ raise_exception('no system role') }}{%- endif -%}{%- for",
+        1,
+    )
+    system = {"messages": [{"role": "system", "content": "s"}, *chat("a", "b")["messages"]]}
+    rows = rows_of("messages", [chat("a", "b"), system, chat("c", "d")])
+    tokens, num_dropped = run_tokenize(rows, make_tokenizer(template), on_bad_row="drop")
+    assert len(tokens) == 2 and num_dropped == {"refused by the chat template": 1}
+    with pytest.raises(RecipeError, match=r"data\.train: row 2: refused by the chat template: no system role"):
+        run_tokenize(rows, make_tokenizer(template))
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "train_on", "bos", "expected"),
+    [
+        ("completion", {"prompt": "ab", "completion": "cd"}, "assistant", None, "ab[cd<|im_end|>]"),
+        ("completion", {"prompt": "ab", "completion": "cd<|im_end|>"}, "assistant", None, "ab[cd<|im_end|>]"),
+        ("completion", {"prompt": "ab", "completion": "cd"}, "all", None, "[abcd<|im_end|>]"),
+        ("completion", {"prompt": "ab", "completion": "cd"}, "assistant", "<s>", "<s>ab[cd<|im_end|>]"),
+        ("text", {"text": "ab"}, "assistant", None, "[ab<|im_end|>]"),
+        ("text", {"text": "ab"}, "all", "<s>", "[<s>ab<|im_end|>]"),
+    ],
+)
+def test_completion_and_text_labels(kind, row, train_on, bos, expected):
+    tokenizer = make_tokenizer(bos=bos)
+    tokens, _ = run_tokenize(rows_of(kind, [row]), tokenizer, train_on=train_on)
+    assert marked(tokens, 0, tokenizer) == expected
+    # A label at the first position has nothing before it that could predict it.
+    assert tokens.num_targets.tolist() == [int(tokens.is_label[1:].sum())]
+
+
+def test_samples_are_cut_at_the_end(tokenizer):
+    rows = rows_of("completion", [{"prompt": "abc", "completion": "defg"}, {"prompt": "abcdef", "completion": "g"}])
+    with pytest.raises(RecipeError, match=r"data\.train: row 2: no trained token after truncation: .*max_length 5"):
+        run_tokenize(rows, tokenizer, max_length=5)
+    tokens, num_dropped = run_tokenize(rows, tokenizer, max_length=5, on_bad_row="drop")
+    assert marked(tokens, 0, tokenizer) == "abc[de]" and len(tokens) == 1
+    assert num_dropped == {"no trained token after truncation": 1}
+    assert tokens.num_cut == 1
+    tokens, num_dropped = run_tokenize(rows, tokenizer, max_length=2, on_bad_row="drop")
+    assert tokens is None and num_dropped == {"no trained token after truncation": 2}
+    assert run_tokenize(rows, tokenizer, max_length=8)[0].num_cut == 0
+
+
+def test_a_label_at_the_first_position_alone_trains_nothing(tokenizer):
+    with pytest.raises(RecipeError, match="row 1: no trained token after truncation"):
+        run_tokenize(rows_of("text", [{"text": "ab"}]), tokenizer, max_length=1)
+
+
+# Templates without markers.
+
+LLAMA3 = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n\n' + m.content | trim + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + '[/INST]' }}"
+    "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+)
+MERGES = ["ab [/INST] ho", "    indented", "d e", "\n\n", "  x"] * 5
+ODD_CHATS = [
+    chat("hi", "ho"),
+    chat("a", "b", "c", "d e", "f", "    indented\n\ttab\n"),
+    chat("\u00e4\u00f6", "\u20ac <|im_start|> \U0001f600", "  ", "x"),
+    {"messages": [{"role": "system", "content": "s"}, *chat("q", "a\n\n", "last question")["messages"]]},
+]
+
+
+def without_markers(template):
+    return re.sub(r"\{%-? (end)?generation -?%\}", "", template)
+
+
+TEMPLATES = sorted(CHATML.parent.glob("*.jinja"))
+
+
+def test_shipped_templates_are_found():
+    assert CHATML in TEMPLATES and len(TEMPLATES) >= 3
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_prefix_rendering_agrees_with_the_markers_of_a_shipped_template(path):
+    template = path.read_text()
+    specials = sorted(set(re.findall(r"<\|\w+\|>", template)) - {"<|im_start|>", "<|im_end|>"})
+    plain = without_markers(template)
+    assert plain.count("generation ") < template.count("generation ")
+    rows = rows_of("messages", ODD_CHATS)
+    tokenizers = [make_tokenizer(one, bos="<s>", merges=MERGES, specials=specials) for one in (template, plain)]
+    one, other = (run_tokenize(rows, tokenizer)[0] for tokenizer in tokenizers)
+    assert_same_tokens(one, other)
+    assert 0 < one.num_targets.sum() < run_tokenize(rows, tokenizers[0], train_on="all")[0].num_targets.sum()
+
+
+@pytest.mark.parametrize("trims", [False, True])
+@pytest.mark.parametrize(
+    "template", [LLAMA3, MISTRAL, without_markers(CHATML.read_text())], ids=["llama", "mistral", "chatml"]
+)
+def test_prefix_rendering_labels_what_each_turn_adds(template, trims):
+    """Against each turn rendered for itself: its labels are what the model has to write there, to the end of turn."""
+    tokenizer = make_tokenizer(template, merges=MERGES)
+    if trims:  # offsets then leave out leading spaces, as those of Llama 3 do
+        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    rows = rows_of("messages", ODD_CHATS)
+    tokens, _ = run_tokenize(rows, tokenizer)
+    for i, row in enumerate(rows.rows):
+        ids = tokens.ids[tokens.offsets[i] : tokens.offsets[i + 1]].tolist()
+        is_label = tokens.is_label[tokens.offsets[i] : tokens.offsets[i + 1]]
+        assert ids == tokenizer.apply_chat_template(row["messages"], return_dict=True)["input_ids"]
+        stretches = [list(run) for key, run in itertools.groupby(range(len(ids)), key=lambda j: is_label[j]) if key]
+        answers = [j for j, message in enumerate(row["messages"]) if message["role"] == "assistant"]
+        for j, stretch in zip(answers, stretches, strict=True):
+            prompt = tokenizer.apply_chat_template(row["messages"][:j], tokenize=False, add_generation_prompt=True)
+            until = tokenizer.apply_chat_template(row["messages"][: j + 1], tokenize=False)
+            assert tokenizer.decode(ids[: stretch[-1] + 1]) == until.rstrip("\n")
+            # A token over the border is trained: the model has to write it.
+            context = tokenizer.decode(ids[: stretch[0]])
+            assert prompt.startswith(context) and len(prompt) - len(context) <= 1
+            assert ids[stretch[-1]] == tokenizer.eos_token_id
+
+
+def test_token_over_the_border_of_a_turn_is_trained():
+    """Control of the test above: there are such tokens."""
+    template = "{% for m in messages %}{{ m.content + (eos_token if m.role == 'assistant' else '') }}{% endfor %}"
+    tokenizer = make_tokenizer(template, merges=["x ab"] * 9)
+    tokens, _ = run_tokenize(rows_of("messages", [chat("x a", "b")]), tokenizer)
+    assert marked(tokens, 0, tokenizer) == "x[ ab<|im_end|>]"
+
+
+def test_template_that_rewrites_earlier_turns_is_refused_with_the_row():
+    thinking = LLAMA3.replace(
+        "m.content | trim", "('<think>' if loop.last and m.role == 'assistant' else '') + m.content"
+    )
+    rows = rows_of("messages", [chat("a", "b"), chat("a", "b", "c", "d")])
+    with pytest.raises(RecipeError, match=r"data\.train: row 2: .* does not write message 2 .*data\.chat_template"):
+        run_tokenize(rows, make_tokenizer(thinking))
+    assert run_tokenize(rows, make_tokenizer(thinking), train_on="all")[0].num_targets.all()
+
+
+# Preferences.
+
+
+def preference(prompt, chosen, rejected):
+    *shared, question = prompt
+    chats = [chat(*shared, question, answer)["messages"] for answer in (chosen, rejected)]
+    return {"prompt": chats[0][:-1], "chosen": chats[0][-1:], "rejected": chats[1][-1:]}
+
+
+@pytest.mark.parametrize("template", [None, without_markers(CHATML.read_text())], ids=["markers", "no markers"])
+def test_pair_labels_are_what_the_answers_do_not_share(template):
+    tokenizer = make_tokenizer(template)
+    rows = rows_of("chat_preference", [preference(["a", "b", "c"], "yes", "no"), preference(["q"], "1", "2")])
+    tokens, _ = run_tokenize(rows, tokenizer, name="dpo")
+    start = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n"
+    assert [marked(tokens, i, tokenizer) for i in (0, 1)] == [
+        f"{start}<|im_start|>assistant\n[{answer}<|im_end|>]\n" for answer in ("yes", "no")
+    ]
+    assert marked(tokens, 3, tokenizer).endswith("assistant\n[2<|im_end|>]\n")
+    assert (len(tokens), tokens.group_size, tokens.num_targets.tolist()) == (2, 2, [4, 3, 2, 2])
+
+
+def test_plain_pair_is_a_prompt_with_two_completions():
+    tokenizer = make_tokenizer(bos="<s>")
+    rows = rows_of("preference", [{"prompt": "ab", "chosen": "cd", "rejected": "e"}])
+    tokens, _ = run_tokenize(rows, tokenizer, name="dpo")
+    assert [marked(tokens, i, tokenizer) for i in (0, 1)] == ["<s>ab[cd<|im_end|>]", "<s>ab[e<|im_end|>]"]
+
+
+def test_pair_that_truncation_makes_useless_is_a_bad_row(tokenizer):
+    rows = [
+        {"prompt": "p", "chosen": "same one", "rejected": "same two"},
+        {"prompt": "p" * 9, "chosen": "a", "rejected": "b"},
+    ]
+    _, num_dropped = run_tokenize(rows_of("preference", rows), tokenizer, name="dpo", max_length=6, on_bad_row="drop")
+    assert num_dropped == {
+        "chosen and rejected are the same after truncation": 1,
+        "no trained token after truncation": 1,
+    }
+    assert len(run_tokenize(rows_of("preference", rows), tokenizer, name="dpo", max_length=20)[0]) == 2
+
+
+# Long texts.
+
+
+@pytest.mark.parametrize("num_characters", range(1, 25))
+def test_split_text_has_each_token_but_the_first_as_a_target_once(num_characters):
+    text = "abcdefghijklmnopqrstuvwxyz"[:num_characters]
+    tokenizer = make_tokenizer(bos="<s>")
+    tokens, _ = run_tokenize(rows_of("text", [{"text": text}]), tokenizer, name="cpt", max_length=8)
+    targets = [
+        int(token)
+        for start, end in itertools.pairwise(tokens.offsets)
+        for token, is_label in zip(tokens.ids[start + 1 : end], tokens.is_label[start + 1 : end], strict=True)
+        if is_label
+    ]
+    assert tokenizer.decode(targets) == f"{text}<|im_end|>"
+    assert tokens.num_targets.sum() == num_characters + 1
+    assert tokens.lengths.max() <= 8 and tokens.lengths.min() >= 2
+    assert tokens.num_cut == (num_characters + 2 > 8)
+
+
+def test_split_text_by_hand(tokenizer):
+    rows = rows_of("text", [{"text": "abcdefgh"}, {"text": "xy"}])
+    tokens, _ = run_tokenize(rows, tokenizer, name="cpt", max_length=4)
+    shown = [marked(tokens, i, tokenizer) for i in range(len(tokens))]
+    assert shown == ["[abcd]", "d[efg]", "g[h<|im_end|>]", "[xy<|im_end|>]"]
+    assert run_tokenize(rows, tokenizer, max_length=4)[0].lengths.tolist() == [4, 3]
+
+
+# The pool and the cache.
+
+
+def test_tokens_do_not_depend_on_the_number_of_processes(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokens_module, "ROWS_PER_TASK", 2)
+    rows = rows_of("messages", [*ODD_CHATS, chat("x" * 100, "ho")])
+    one, other = (
+        run_tokenize(rows, tokenizer, num_processes=count, max_length=60, on_bad_row="drop") for count in (1, 2)
+    )
+    assert_same_tokens(one[0], other[0])
+    assert one[1] == other[1] == {"no trained token after truncation": 1}
+
+
+def test_mistake_found_by_a_worker_names_the_row(monkeypatch):
+    threads = SimpleNamespace(Pool=multiprocessing.pool.ThreadPool)  # the same interface, and starts at once
+    monkeypatch.setattr(tokens_module.multiprocessing, "get_context", lambda method: threads)
+    monkeypatch.setattr(tokens_module, "_start_worker", lambda *settings: setattr(tokens_module, "_worker", settings))
+    monkeypatch.setattr(tokens_module, "ROWS_PER_TASK", 2)
+    forgetful = LLAMA3.replace("m.content | trim", "(m.content if loop.last or m.role == 'user' else '')")
+    rows = rows_of("messages", [chat("a", "b")] * 3 + [chat("a", "b", "c", "d")])
+    with pytest.raises(RecipeError, match="row 4: the chat template has no generation markers"):
+        run_tokenize(rows, make_tokenizer(forgetful), num_processes=2)
+
+
+def run_cached(cache, rows, tokenizer, **changes):
+    settings = {
+        "max_length": 50,
+        "on_bad_row": "drop",
+        "place": "data.train",
+        "objective": ObjectiveSection(),
+    } | changes
+    return cached_tokens([rows], tokenizer, cache=cache, **settings)
+
+
+def assert_same_tokens(one, other):
+    for name in ("ids", "is_label", "offsets"):
+        a, b = getattr(one, name), getattr(other, name)
+        assert a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+CACHE_ROWS = rows_of("messages", [chat("hi", "ho"), chat("x" * 100, "ho"), chat("a", "b")])
+
+
+def test_cache_hit_is_bit_equal_and_does_not_tokenise(tmp_path, tokenizer, monkeypatch):
+    made, num_dropped = run_tokenize(CACHE_ROWS, tokenizer, max_length=50, on_bad_row="drop")
+    first = run_cached(tmp_path, CACHE_ROWS, tokenizer)
+    monkeypatch.setattr("cookbook.data.tokens.tokenize", None)
+    second = run_cached(tmp_path, CACHE_ROWS, tokenizer)
+    for tokens, dropped in (first, second):
+        assert_same_tokens(tokens, made)
+        assert dropped == num_dropped == {"no trained token after truncation": 1}
+    assert isinstance(second[0].ids, np.memmap)
+    assert second[0].fingerprint == made.fingerprint
+
+
+def test_cached_pairs_stay_pairs(tmp_path, tokenizer):
+    rows = rows_of("chat_preference", [preference(["q"], "yes", "no"), preference(["q"], "1", "2" * 60)])
+    made, again = (run_cached(tmp_path, rows, tokenizer, objective=ObjectiveSection(name="dpo"))[0] for _ in range(2))
+    assert isinstance(again.ids, np.memmap)
+    assert (len(again), again.group_size, again.part_sizes, again.num_cut) == (2, 2, (2,), 1)
+    assert_same_tokens(made, again)
+
+
+def test_whatever_changes_the_tokens_changes_the_entry(tmp_path, tokenizer):
+    run_cached(tmp_path, CACHE_ROWS, tokenizer)
+    run_cached(tmp_path, CACHE_ROWS, tokenizer, max_length=49)
+    run_cached(tmp_path, CACHE_ROWS, tokenizer, objective=ObjectiveSection(train_on="all"))
+    run_cached(tmp_path, rows_of("messages", CACHE_ROWS.rows[:1]), tokenizer)
+    texts = rows_of("text", [{"text": "a" * 60}])
+    for objective in ("sft", "cpt"):
+        run_cached(tmp_path, texts, tokenizer, objective=ObjectiveSection(name=objective))
+    run_cached(tmp_path, CACHE_ROWS, make_tokenizer(CHATML.read_text() + " "))
+    run_cached(tmp_path, CACHE_ROWS, make_tokenizer(bos="<s>"))
+    assert len(list(tmp_path.glob("tokens-*/meta.json"))) == 8
+    tokenizer("a b", truncation=True, max_length=1)  # leaves its truncation in the backend
+    run_cached(tmp_path, CACHE_ROWS, tokenizer)
+    assert len(list(tmp_path.glob("tokens-*/meta.json"))) == 8
+
+
+def flip_byte(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def change_meta(folder, **values):
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | values))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda folder: flip_byte(folder / "ids.npy"),
+        lambda folder: flip_byte(folder / "is_label.npy"),
+        lambda folder: (folder / "offsets.npy").write_bytes(b""),
+        lambda folder: (folder / "ids.npy").write_bytes((folder / "ids.npy").read_bytes()[:-7]),
+        lambda folder: (folder / "ids.npy").unlink(),
+        lambda folder: (folder / "meta.json").write_text("[]"),
+        lambda folder: change_meta(folder, group_size=2),
+    ],
+    ids=["id", "label", "empty", "torn", "missing", "meta", "pairs"],
+)
+def test_corrupt_cache_entry_is_made_anew(tmp_path, tokenizer, spoil):
+    made, _ = run_tokenize(CACHE_ROWS, tokenizer, max_length=50, on_bad_row="drop")
+    run_cached(tmp_path, CACHE_ROWS, tokenizer)
+    (folder,) = (path.parent for path in tmp_path.glob("tokens-*/meta.json"))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    spoil(folder)
+    tokens, _ = run_cached(tmp_path, CACHE_ROWS, tokenizer)
+    assert_same_tokens(tokens, made)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+RACER = """
+import sys, time, pathlib
+sys.path.insert(0, {root!r} + "/tests")
+import test_data_tokens, cookbook.data.tokens as module
+folder, name = pathlib.Path({folder!r}), sys.argv[1]
+def slow(*args, **kwargs):
+    (folder / ("made-by-" + name)).touch()
+    time.sleep(1)
+    return tokenize(*args, **kwargs)
+tokenize, module.tokenize = module.tokenize, slow
+tokenizer = test_data_tokens.make_tokenizer()
+(folder / ("ready-" + name)).touch()
+while len(list(folder.glob("ready-*"))) < 2:
+    time.sleep(0.01)
+tokens, _ = test_data_tokens.run_cached(folder / "cache", test_data_tokens.CACHE_ROWS, tokenizer)
+print(tokens.fingerprint)
+"""
+
+
+def test_of_two_processes_one_tokenises_and_both_get_it(tmp_path, tokenizer):
+    code = RACER.format(root=str(ROOT), folder=str(tmp_path))
+    racers = [
+        subprocess.Popen([sys.executable, "-c", code, name], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for name in "ab"
+    ]
+    printed = [racer.communicate(timeout=120)[0].strip() for racer in racers]
+    assert [racer.returncode for racer in racers] == [0, 0]
+    made, _ = run_tokenize(CACHE_ROWS, tokenizer, max_length=50, on_bad_row="drop")
+    assert printed == [made.fingerprint] * 2
+    assert len(list(tmp_path.glob("ready-*"))) == 2 and len(list(tmp_path.glob("made-by-*"))) == 1

@@ -1,0 +1,217 @@
+"""In a packed row each sample attends to itself only. python -m pytest tests/test_packed_attention.py"""
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from cookbook.files import RecipeError
+from cookbook.models import attention, load_config, load_model
+from cookbook.models.attention import PACKABLE, PACKED, _varlen, attend, segments
+from cookbook.models.loss import add_loss
+from cookbook.models.speed import save_activations
+from cookbook.recipe import ModelSection
+
+LENGTHS = [7, 1, 12, 3, 9, 5, 2, 8]
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+MIXTURE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+# Windows at least as long as the samples: no sample can tell.
+WINDOWED = {"exaone4", "gemma3_text", "ministral", "mistral", "olmo3"}
+
+
+def tiny(model_type: str, attention: str) -> PreTrainedModel:
+    sizes: dict = dict(SIZES)
+    if model_type in ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"):
+        sizes |= MIXTURE
+    if model_type in WINDOWED:
+        sizes["sliding_window"] = max(LENGTHS)
+    config = AutoConfig.for_model(model_type, **sizes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.2, generator=generator)  # large enough for attention to matter
+    return model
+
+
+def samples() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 256, (length + 1,), generator=generator) for length in LENGTHS]
+
+
+def packed_row() -> dict[str, torch.Tensor]:
+    return {
+        "input_ids": torch.cat([sample[:-1] for sample in samples()])[None],
+        "position_ids": torch.cat([torch.arange(length) for length in LENGTHS])[None],
+        "targets": torch.cat([sample[1:] for sample in samples()])[None],
+        "lengths": torch.tensor(LENGTHS),
+    }
+
+
+def alone(model: PreTrainedModel) -> torch.Tensor:
+    """Each sample by itself through the unchanged model, and its full logits."""
+    nll = []
+    for sample in samples():
+        logits = model(input_ids=sample[None, :-1]).logits[0]
+        nll.append(torch.nn.functional.cross_entropy(logits, sample[1:], reduction="none"))
+    return torch.cat(nll)
+
+
+@pytest.mark.parametrize("model_type", PACKABLE)
+def test_each_sample_alone_gives_what_the_packed_row_gives(model_type: str):
+    expected = alone(tiny(model_type, "eager"))
+    ours = tiny(model_type, PACKED)
+    add_loss(ours)
+    row = packed_row()
+    assert (ours(**row) - expected).abs().max() < 2e-5
+    row["lengths"] = torch.tensor([sum(LENGTHS)])
+    assert (ours(**row) - expected).abs().max() > 0.1, "samples that see one another would not be noticed"
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+def test_the_gradients_are_those_of_the_samples_alone(checkpointing: bool):
+    plain, ours = tiny("qwen3", "sdpa"), tiny("qwen3", PACKED)
+    if checkpointing:
+        save_activations(ours, selective=False)
+    add_loss(ours.train())
+    alone(plain).sum().backward()
+    ours(**packed_row()).sum().backward()
+    for (name, p), q in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-4 * p.grad.abs().max().item()), name
+
+
+def test_a_packed_model_takes_padded_rows_too():
+    model, plain = tiny("llama", PACKED), tiny("llama", "eager")
+    add_loss(model)
+    width = max(LENGTHS)
+    ids, targets = torch.zeros(len(LENGTHS), width, dtype=torch.int64), torch.full((len(LENGTHS), width), -100)
+    for row, sample in enumerate(samples()):
+        ids[row, : len(sample) - 1], targets[row, : len(sample) - 1] = sample[:-1], sample[1:]
+    found = model(input_ids=ids, position_ids=torch.arange(width).expand(len(LENGTHS), -1), targets=targets)
+    assert (found - alone(plain)).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("version", ["2.10", "2.13"])
+def test_the_kernel_for_ragged_samples_is_called_right_under_each_signature(version, monkeypatch: pytest.MonkeyPatch):
+    """A slow stand-in for the kernel, which has no CPU version: what is checked is the call around it."""
+
+    def slow(query, key, value, offsets, scale):
+        out = []
+        for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+            part = [x[start:end].transpose(0, 1) for x in (query, key, value)]
+            out.append(torch.nn.functional.scaled_dot_product_attention(*part, is_causal=True, scale=scale))
+        return torch.cat(out, dim=1).transpose(0, 1)
+
+    def old(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+        assert is_causal and max_q == max_k == 12 and query.shape == key.shape
+        return slow(query, key, value, cu_seq_q, None)
+
+    def new(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+        assert window_size == (-1, 0) and enable_gqa and max_q == max_k == 12 and cu_seq_q.dtype == torch.int32
+        groups = query.shape[1] // key.shape[1]
+        return slow(query, *(x.repeat_interleave(groups, dim=1) for x in (key, value)), cu_seq_q, scale)
+
+    kernel = {"2.10": old, "2.13": new}[version]
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "VARLEN_ARGUMENTS", frozenset(inspect.signature(kernel).parameters))
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 4, 47, 8), torch.randn(1, 2, 47, 8), torch.randn(1, 2, 47, 8)
+    parts = segments(torch.tensor(LENGTHS), query.device)
+    expected, _ = attend(torch.nn.Module(), query, key, value, None, scaling=0.2, segments=parts)
+    found = _varlen(*(x[0].transpose(0, 1) for x in (query, key, value)), parts, 0.2)
+    assert torch.allclose(found[None], expected, atol=1e-6)
+
+
+def test_on_a_gpu_the_installed_kernel_takes_our_call():
+    """Fake tensors have shape, type and device, and no data: torch checks the call, and no GPU is needed."""
+    with FakeTensorMode(), torch.no_grad():
+        query = torch.empty(1, 4, 47, 16, device="cuda", dtype=torch.bfloat16)
+        key, value = (torch.empty(1, 2, 47, 16, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        parts = attention.Segments(torch.empty(len(LENGTHS) + 1, device="cuda", dtype=torch.int32), max(LENGTHS))
+        with Operations() as operations:
+            found, _ = attend(torch.nn.Module(), query, key, value, None, scaling=0.2, segments=parts)
+    assert found.shape == (1, 47, 4, 16) and found.dtype == torch.bfloat16 and found.is_cuda
+    assert "_varlen_attn" in operations.names
+
+
+class Operations(TorchDispatchMode):
+    """The names of what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.names.add(operation.overloadpacket.__name__)
+        return operation(*args, **(kwargs or {}))
+
+
+def test_a_packed_row_needs_a_model_that_was_loaded_for_it():
+    model = tiny("llama", "sdpa")
+    add_loss(model)
+    with pytest.raises(AssertionError, match="not loaded for packing"):
+        model(**packed_row())
+
+
+def test_lengths_that_are_not_those_of_the_row_are_noticed():
+    model = tiny("llama", PACKED)
+    add_loss(model)
+    with pytest.raises(AssertionError, match="not one row of"):
+        model(**packed_row() | {"lengths": torch.tensor([7, 1])})
+
+
+def test_a_mask_that_reaches_the_attention_is_noticed():
+    with pytest.raises(AssertionError, match="a mask reached the packed attention"):
+        tiny("llama", PACKED)(input_ids=torch.ones(1, 4, dtype=torch.int64), attention_mask=torch.ones(1, 1, 4, 4))
+
+
+def test_a_saved_model_does_not_name_our_attention(tmp_path: Path):
+    tiny("llama", "sdpa").save_pretrained(tmp_path / "in")
+    model = load_model(str(tmp_path / "in"), ModelSection(name_or_path="x"), packing=True)
+    assert model.config._attn_implementation == PACKED and model(**packed_row()).shape == (sum(LENGTHS),)
+    model.save_pretrained(tmp_path / "out")
+    written = (tmp_path / "out" / "config.json").read_text()
+    assert json.loads(written)["model_type"] == "llama" and "cookbook" not in written
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config._attn_implementation == "sdpa"
+
+
+NOT_PACKABLE = [
+    ("mistral", {"sliding_window": 32}, "window is 32 tokens, less than data.max_length 64"),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}, "window is 32"),
+    ("gemma3_text", {"sliding_window": 32}, "window is 32"),
+    ("qwen3_next", {}, "layers of linear_attention"),
+    ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of conv"),
+    ("llama", {"attention_dropout": 0.1}, "attention_dropout 0.1"),
+    ("gpt_oss", {"layer_types": ["full_attention"] * 2}, "gpt_oss is not among"),
+    ("mamba", {}, "layers of linear_attention"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "changes", "reason"), NOT_PACKABLE, ids=[row[0] for row in NOT_PACKABLE])
+def test_what_cannot_keep_samples_apart_is_refused_with_the_way_out(tmp_path, model_type, changes, reason):
+    AutoConfig.for_model(model_type, num_hidden_layers=2, **changes).save_pretrained(tmp_path)
+    load_config(str(tmp_path), 64, packing=False)
+    with pytest.raises(RecipeError, match=f"{reason}.*data.packing: false"):
+        load_config(str(tmp_path), 64, packing=True)
+
+
+def test_a_window_that_holds_a_whole_sample_is_no_obstacle(tmp_path: Path):
+    AutoConfig.for_model("mistral", num_hidden_layers=2, sliding_window=64).save_pretrained(tmp_path)
+    assert load_config(str(tmp_path), 64, packing=True).sliding_window == 64

@@ -1,0 +1,184 @@
+"""Protects rehearsals: every shipped recipe passes one for real, and a mistake makes one fail with its name.
+
+Several minutes, since each starts the processes of its strategy:
+python -m pytest -q tests/test_rehearse.py -m rehearsal
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, clean_environment
+
+from cookbook import library, rehearse
+from cookbook.files import RecipeError
+from cookbook.rehearse import _what_went_wrong, standins
+
+RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for name in set(rehearse.os.environ) - set(clean_environment()):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(standins, "hub_answers", lambda: False)
+
+
+def rehearsal_of(recipe: str, *assignments: str, strategy: str | None = None) -> int:
+    return rehearse.rehearse(Path(recipe), assignments=list(assignments), strategy=strategy, processes=None)
+
+
+def test_there_are_recipes_to_rehearse():
+    assert len(RECIPES) >= 20
+
+
+@pytest.mark.rehearsal
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_shipped_recipe_passes_its_rehearsal(recipe, capsys):
+    assert rehearsal_of(recipe) == 0, capsys.readouterr().err
+    said = capsys.readouterr().out
+    assert f"REHEARSAL of {recipe}: fine" in said
+    assert "evaluation loss" in said
+    assert "not covered" in said
+
+
+@pytest.mark.rehearsal
+def test_a_rehearsal_under_another_strategy_says_which(capsys):
+    assert rehearsal_of("recipes/qwen3_0_6b/sft_ddp.yaml", strategy="zero1") == 0
+    assert "2 processes under accelerate_configs/zero1.yaml" in capsys.readouterr().out
+
+
+@pytest.mark.rehearsal
+def test_an_adapter_target_that_matches_nothing_fails_the_rehearsal_by_its_name(capsys):
+    code = rehearsal_of("recipes/qwen3_0_6b/sft_lora_ddp.yaml", "adapter.targets=[q_porj]", strategy="single")
+    said = capsys.readouterr().err
+    assert code == 2, said
+    assert "q_porj" in said
+    assert "q_proj" in said, "does not say which there are"
+    assert "Traceback" not in said
+
+
+@pytest.mark.rehearsal
+def test_a_chat_template_that_marks_nothing_fails_the_rehearsal_by_its_name(tmp_path, capsys):
+    """The markers stand around nothing: no token would carry loss."""
+    text = (ROOT / "recipes/chat_templates/chatml.jinja").read_text()
+    turn = '{{- message["content"] + "<|im_end|>" -}}\n        {%- endgeneration -%}'
+    assert turn in text
+    template = tmp_path / "unmarked.jinja"
+    template.write_text(text.replace(turn, '{%- endgeneration -%}\n        {{- message["content"] + "<|im_end|>" -}}'))
+    code = rehearsal_of("recipes/qwen3_0_6b/sft_ddp.yaml", f"data.chat_template={template}", strategy="single")
+    said = capsys.readouterr().err
+    assert code == 2, said
+    assert "the chat template marks 0 stretches of assistant tokens" in said
+    assert "data.chat_template" in said
+
+
+@pytest.mark.rehearsal
+def test_an_export_with_the_untrained_weights_fails_the_rehearsal(monkeypatch, capsys):
+    run = rehearse._run
+
+    def run_and_forget(small, *arguments):
+        code = run(small, *arguments)
+        for path in (small.parent / "model").glob("*.safetensors"):
+            shutil.copy(path, small.parent / "out" / "export" / path.name)
+        return code
+
+    monkeypatch.setattr(rehearse, "_run", run_and_forget)
+    assert rehearsal_of("recipes/qwen3_0_6b/sft_ddp.yaml", strategy="single") == 1
+    assert "the export, opened by transformers, has an evaluation loss of" in capsys.readouterr().err
+
+
+def test_an_unknown_model_without_network_is_told_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(rehearse, "_run", lambda *_: pytest.fail("a run was started"))
+    with pytest.raises(RecipeError, match=r"someone/unheard-of.*offline_facts\.json"):
+        rehearsal_of("recipes/qwen3_0_6b/sft_ddp.yaml", "model={name_or_path: someone/unheard-of}")
+
+
+def test_a_batch_that_does_not_split_at_full_size_is_told_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(rehearse, "_run", lambda *_: pytest.fail("a run was started"))
+    with pytest.raises(RecipeError, match=r"batch\.global_batch_size is 100, but 4 processes x micro_batch_size 4"):
+        rehearsal_of("recipes/qwen25_7b/sft_zero3.yaml", "batch.global_batch_size=100")
+
+
+def test_rows_of_the_hub_are_read_when_it_answers(monkeypatch, tmp_path):
+    raw = [
+        {"messages": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": "x"}], "id": i}
+        for i in range(9)
+    ]
+    asked = []
+
+    def raw_rows(source, *, streaming):
+        asked.append((source.path, streaming))
+        return ((f"row {i}", row) for i, row in enumerate(raw))
+
+    monkeypatch.setattr(standins, "hub_answers", lambda: True)
+    monkeypatch.setattr(standins, "raw_rows", raw_rows)
+    recipe = rehearse.load_pair(Path("recipes/qwen3_0_6b/sft_ddp.yaml"))[0]
+    sources, rows, are_own = standins.few_rows(recipe, 5, tmp_path, standins.Notes())
+    assert asked == [("trl-lib/Capybara", True)]
+    assert are_own
+    assert [row["messages"][0]["content"] for row in rows.rows] == ["0", "1", "2", "3", "4"]
+    assert [Path(source.path).parent for source in sources] == [tmp_path]
+
+
+def test_a_model_in_a_folder_brings_its_own_configuration_and_tokenizer(tmp_path):
+    recipe = rehearse.load_pair(Path("recipes/llama31_8b/sft_zero3.yaml"))[0]
+    rows = standins.Rows(kind="messages", rows=standins.synthetic_rows("messages", 4))
+    assert not standins.write_tiny_model(recipe, rows, tmp_path / "first", standins.Notes())
+    model = recipe.model.model_copy(update={"name_or_path": str(tmp_path / "first"), "revision": None})
+    notes = standins.Notes()
+    assert standins.write_tiny_model(recipe.model_copy(update={"model": model}), rows, tmp_path / "second", notes)
+    assert "its own configuration, with its own tokenizer" in notes.covered[0]
+    tokenizers = [(tmp_path / name / "tokenizer.json").read_text() for name in ("first", "second")]
+    assert tokenizers[0] == tokenizers[1]
+
+
+@pytest.mark.parametrize("processes", [0, -1])
+def test_an_impossible_number_of_processes_is_told(processes):
+    with pytest.raises(RecipeError, match="must be at least 1"):
+        rehearse.rehearse(Path(RECIPES[0]), assignments=[], strategy=None, processes=processes)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "recipes/quickstart.yaml"])
+def test_the_tiny_model_keeps_the_structure_of_the_large_one(name):
+    from transformers import AutoConfig
+
+    facts = library.known_model(rehearse.load_pair(Path(name))[0].model.name_or_path)
+    assert facts is not None
+    large = AutoConfig.for_model(**facts["config"])
+    small = standins.shrink(large, 1000)
+    assert type(small) is type(large)
+    for key in ("tie_word_embeddings", "rope_parameters", "rms_norm_eps", "sliding_window", "attention_bias"):
+        assert getattr(small, key, None) == getattr(large, key, None), key
+    ratios = [c.num_attention_heads // c.num_key_value_heads for c in (small, large)]
+    assert ratios[0] == ratios[1]
+    widths = [
+        getattr(c, "head_dim", c.hidden_size // c.num_attention_heads) * c.num_attention_heads for c in (small, large)
+    ]
+    assert widths[0] / small.hidden_size == widths[1] / large.hidden_size
+    assert small.hidden_size % 2 == 0
+    assert small.vocab_size == 1024
+
+
+LOGS = {
+    "a mistake of the user": (
+        "note\n\ndata.train: row 1: bad\nMend it\n\nE1120 13:00:00.0 1 torch/distributed/elastic/api.py] failed\n"
+        "Traceback (most recent call last):\nChildFailedError",
+        "data.train: row 1: bad\nMend it",
+    ),
+    "a crash": (
+        "said before\nTraceback (most recent call last):\n  File x\nKeyError: 'a'\n\nW1120 13:00:00.0 1"
+        " torch/distributed/elastic/api.py] Sending\nlater",
+        "Traceback (most recent call last):\n  File x\nKeyError: 'a'",
+    ),
+    "silence": ("", "the run ended without a word"),
+}
+
+
+@pytest.mark.parametrize(("log", "told"), LOGS.values(), ids=LOGS)
+def test_what_went_wrong_is_told_without_the_launchers_own_report(tmp_path, log, told):
+    path = tmp_path / "log.txt"
+    path.write_text(log)
+    assert _what_went_wrong(path) == told
