@@ -1,6 +1,6 @@
 """Writes the README's equivalence table from the results of the equivalence tests (make matrix).
 
-CURVES=outputs/curves pytest tests/test_equivalence.py && python benchmarks/equivalence_table.py outputs/curves
+make matrix
 """
 
 import json
@@ -13,7 +13,17 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "equivalence.json"
 BEGIN, END = "<!-- equivalence:begin -->", "<!-- equivalence:end -->"
-PACKAGES = ("torch", "accelerate", "deepspeed", "transformers")
+COLUMNS = {
+    "sgd": "SGD",
+    "adamw": "AdamW",
+    "packed": "packed",
+    "lora": "LoRA",
+    "dora": "DoRA",
+    "qlora": "QLoRA",
+    "dpo": "DPO",
+    "muon": "Muon",
+}
+PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes")
 
 
 def collect(folder: Path) -> dict:
@@ -24,7 +34,7 @@ def collect(folder: Path) -> dict:
         entry = rows.setdefault(row["strategy"], {"processes": row["processes"]})
         entry[row["column"]] = {key: row[key] for key in ("loss", "norm", "weight")}
     return {
-        "command": "pytest tests/test_equivalence.py",
+        "command": "make matrix",
         "hardware": f"{os.cpu_count()} cores, {platform.machine()}, no GPU, gloo",
         "versions": {name: version(name) for name in PACKAGES},
         "strategies": rows,
@@ -34,11 +44,13 @@ def collect(folder: Path) -> dict:
 def render(results: dict) -> str:
     """The table in Markdown."""
     lines = [
-        "| strategy | processes | SGD: loss | SGD: norm | AdamW: loss | AdamW: norm |",
-        "|---|---|---|---|---|---|",
+        f"| strategy | processes | {' | '.join(COLUMNS.values())} |",
+        f"|---|---{'|---' * len(COLUMNS)}|",
     ]
     for name, row in sorted(results["strategies"].items()):
-        cells = [f"{row[column][key]:.0e}" for column in ("sgd", "adamw") for key in ("loss", "norm")]
+        cells = [
+            f"{row[column]['loss']:.0e}, {row[column]['norm']:.0e}" if column in row else "-" for column in COLUMNS
+        ]
         lines.append(f"| `{name}` | {row['processes']} | {' | '.join(cells)} |")
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     lines += ["", f"`{results['command']}` on {results['hardware']}; {versions}."]

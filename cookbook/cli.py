@@ -14,7 +14,7 @@ from statistics import mean, median
 from typing import Any
 
 from cookbook.combinations import page as combinations_page
-from cookbook.data.sets import read_data
+from cookbook.data.rows import read_rows
 from cookbook.files import RecipeError
 from cookbook.library import PAGE, library_page, read_label, read_needs, what_it_takes
 from cookbook.machine import num_cores, num_gpus
@@ -116,9 +116,10 @@ def launch_run(arguments: argparse.Namespace) -> int:
     command = launch_command(str(arguments.recipe), strategy, num_processes=count, assignments=arguments.assignments)
     if not gpus and not arguments.dry_run and read_needs(read_label(arguments.recipe)).num_gpus:
         raise RecipeError([what_it_takes(arguments.recipe), f"To run it here all the same: {show_command(command)}"])
-    if all(Path(source.path).exists() for source in (*recipe.data.train, *recipe.data.eval.values())):
-        # The processes read them again; told here, broken rows come without torchrun's own report behind them.
-        read_data(recipe.data, recipe.objective)
+    for source in () if recipe.data.streaming else (*recipe.data.train, *recipe.data.eval.values()):
+        if Path(source.path).exists():
+            # The processes read them again; told here, broken rows come without torchrun's own report behind them.
+            read_rows(source, recipe.data.on_bad_row, recipe.objective.name)
     command += ["--dry-run"] if arguments.dry_run else []
     print(show_command(command), flush=True)
     # The accelerate beside this Python, and the compilers' ninja, also when the virtual environment is not activated.

@@ -20,10 +20,10 @@ def mean_of_means() -> None:
         for i, batch in enumerate(micro_batches):
             targets = max(1, int((batch["targets"] != -100).sum()))
             with self._synchronise(i == len(micro_batches) - 1):
-                loss = self._forward(objective, batch) / targets / len(micro_batches)
+                loss = self._forward(objective, batch).loss_sum / targets / len(micro_batches)
                 self.accelerator.backward(loss)
             total += float(loss)
-        return total
+        return {"loss": total}
 
     Engine.gradients = gradients
 
@@ -65,16 +65,44 @@ def wrong_divisor() -> None:
     right = Engine.gradients
 
     def gradients(self, objective, micro_batches, num_targets):
-        return right(self, objective, micro_batches, num_targets * self.data_parallel.size) * self.data_parallel.size
+        means = right(self, objective, micro_batches, num_targets * self.data_parallel.size)
+        return {name: value * self.data_parallel.size for name, value in means.items()}
 
     Engine.gradients = gradients
 
 
 def around_the_wrapper() -> None:
     """The model inside the wrapper is called, so that DDP does not see the forward and synchronises nothing."""
-    from cookbook.objectives import OBJECTIVES
+    import cookbook.objectives as objectives
 
-    OBJECTIVES["sft"] = lambda model, batch: model.module(**batch)
+    objectives._nll = lambda model, batch: getattr(model, "module", model)(**batch)
+
+
+def samples_see_each_other() -> None:
+    """Packed rows without their borders: positions start anew, but attention runs over the whole row."""
+    import cookbook.objectives as objectives
+
+    right = objectives._nll
+    objectives._nll = lambda model, batch: right(
+        model, batch | {"lengths": batch["lengths"].sum(keepdim=True)} if "lengths" in batch else batch
+    )
+
+
+def four_bits_repacked() -> None:
+    """bitsandbytes may repack 4-bit weights in place while the model is evaluated."""
+    import bitsandbytes.nn.modules as modules
+
+    import cookbook.adapters as adapters
+
+    right = adapters.add_adapter
+
+    def add_adapter(model, *arguments, **options):
+        right(model, *arguments, **options)
+        for module in model.modules():
+            if isinstance(module, modules.Linear4bit):
+                module.support_avx512bf16_for_cpu = modules.has_avx512bf16()
+
+    adapters.add_adapter = add_adapter
 
 
 def silently_ddp() -> None:

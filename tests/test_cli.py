@@ -17,7 +17,18 @@ import pytest
 from cookbook.cli import main
 
 ROOT = Path(__file__).parent.parent
-VERBS = ["launch", "check", "summary", "sample", "schema"]
+VERBS = [
+    "launch",
+    "check",
+    "summary",
+    "sample",
+    "preview",
+    "rehearse",
+    "merge",
+    "library",
+    "combinations",
+    "schema",
+]
 WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
 # Runs the command in a process that cannot import torch.
@@ -52,7 +63,7 @@ def in_root(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_help_lists_every_command():
     answer = cookbook("--help")
     assert answer.returncode == 0
-    listed = re.findall(r"^    ([a-z]+)  ", answer.stdout, flags=re.MULTILINE)
+    listed = re.findall(r"^    ([a-z]+)(?:  |$)", answer.stdout, flags=re.MULTILINE)
     assert listed == VERBS
 
 
@@ -280,3 +291,17 @@ def test_launch_tells_broken_rows_before_any_process_starts(tmp_path: Path) -> N
     assert answer.returncode == 2
     assert f"{data}:2: empty text" in answer.stderr and "Traceback" not in answer.stderr
     assert "accelerate launch" not in answer.stdout
+
+
+def test_a_recipe_for_gpus_on_a_machine_without_says_what_it_takes_and_what_to_do() -> None:
+    done = cookbook_without_torch("launch", "recipes/qwen25_7b/sft_zero3.yaml")
+    assert done.returncode == 2 and not done.stdout
+    assert "needs 4 GPUs of 80 GB" in done.stderr
+    assert "make rehearse RECIPE=recipes/qwen25_7b/sft_zero3.yaml" in done.stderr
+    assert "accelerate launch --config_file accelerate_configs/zero3.yaml" in done.stderr
+
+
+def test_preview_shows_samples_of_the_quickstart() -> None:
+    done = cookbook("preview", "--samples", "1")
+    assert done.returncode == 0, done.stderr
+    assert "--- sample" in done.stdout and "\u27e6" in done.stdout and "steps per epoch" in done.stdout

@@ -173,6 +173,11 @@ LOGS = {
         " torch/distributed/elastic/api.py] Sending\nlater",
         "Traceback (most recent call last):\n  File x\nKeyError: 'a'",
     ),
+    "a mistake in a single process": (
+        "\nadapter.targets has 'x'\n\nTraceback (most recent call last):\n  File accelerate\n"
+        "subprocess.CalledProcessError: Command '['python']' returned non-zero exit status 2.\n",
+        "adapter.targets has 'x'",
+    ),
     "silence": ("", "the run ended without a word"),
 }
 

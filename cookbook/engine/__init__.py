@@ -329,7 +329,10 @@ class Engine:
         """
         self._swap_seen = True
         optimizer = self.swap_folders.get("offload_optimizer")
-        if optimizer is not None and not list(optimizer.glob(f"**/optimizer/rank{self.world.rank}/*.swp")):
+        # The state of an adapter may well be too small; what is there to be swapped then are the frozen weights.
+        has_state = all(parameter.requires_grad for parameter in self.model.parameters())
+        swapped = list(optimizer.glob(f"**/optimizer/rank{self.world.rank}/*.swp")) if optimizer else []
+        if optimizer is not None and has_state and not swapped:
             raise RuntimeError(
                 f"{self.strategy.path} is not what runs: no optimizer state reached {optimizer}. Tensors under 1 MiB"
                 " stay in memory, so a model this small has no use for NVMe: take zero3_offload"

@@ -187,12 +187,16 @@ def _run(small: Path, strategy: Strategy, num_processes: int, log: Path) -> int:
             return 1
     if code == 0:
         return 0
-    return 2 if re.search(r"exitcode\s*:\s*2\b", log.read_text(errors="replace")) else 1
+    # As torchrun reports it, and as accelerate does for a single process.
+    return 2 if re.search(r"exitcode\s*:\s*2\b|exit status 2\.", log.read_text(errors="replace")) else 1
 
 
 def _what_went_wrong(log: Path) -> str:
-    """The part of a run's output that tells why it ended: the last error before torchrun's own report."""
-    lines = log.read_text(errors="replace").splitlines()
+    """The part of a run's output that tells why it ended: the last error before the launcher's own report."""
+    lines = log.read_text(errors="replace").rstrip().splitlines()
+    if lines and lines[-1].startswith("subprocess.CalledProcessError"):  # accelerate's, for a single process
+        while not lines.pop().startswith("Traceback"):
+            pass
     for i, line in enumerate(lines):
         if re.match(r"[EW]\d{4} .*torch/distributed/elastic", line):
             lines = lines[:i]

@@ -1,0 +1,161 @@
+"""Adapters: names are checked without weights, first weights follow from the seed, merging proves itself."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from cookbook import adapters
+from cookbook.files import RecipeError
+from cookbook.merge import merge
+from cookbook.models import train_tokenizer, weights_digest
+from cookbook.recipe import AdapterSection
+from tests.conftest import ROOT
+
+SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def config(**changes: object) -> LlamaConfig:
+    return LlamaConfig(**{**SIZES, **HEADS, "tie_word_embeddings": False, **changes})
+
+
+def new_model(**changes: object) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config(**changes))
+
+
+def trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+MISTAKES = {
+    "a target that is nowhere": ({"targets": ["q_prj", "v_proj"]}, "targets has 'q_prj', which is no linear layer"),
+    "a target that is no matrix": ({"targets": ["input_layernorm"]}, "'input_layernorm', which is no linear layer"),
+    "the head as a target": ({"targets": ["lm_head"]}, "write adapter.modules_to_save: [lm_head]"),
+    "a module that is nowhere": ({"modules_to_save": ["head"]}, "modules_to_save has 'head'"),
+}
+
+
+@pytest.mark.parametrize(("settings", "expected"), MISTAKES.values(), ids=MISTAKES)
+def test_a_name_that_matches_nothing_is_refused(settings: dict, expected: str):
+    with pytest.raises(RecipeError) as caught:
+        adapters.check_names(config(), AdapterSection(name="lora", **settings))
+    (mistake,) = caught.value.mistakes
+    assert expected in mistake
+
+
+def test_all_wrong_names_are_told_together():
+    settings = AdapterSection(name="lora", targets=["a", "q_proj", "b"], modules_to_save=["c"])
+    with pytest.raises(RecipeError) as caught:
+        adapters.check_names(config(), settings)
+    assert len(caught.value.mistakes) == 3 and "q_proj, v_proj" not in caught.value.mistakes[2]
+
+
+def test_half_of_a_tied_matrix_cannot_be_trained_whole():
+    settings = AdapterSection(name="lora", modules_to_save=["lm_head"])
+    adapters.check_names(config(), settings)
+    with pytest.raises(RecipeError, match="one matrix"):
+        adapters.check_names(config(tie_word_embeddings=True), settings)
+
+
+@pytest.mark.parametrize(("name", "per_layer"), [("lora", 2), ("dora", 3)])
+def test_only_the_adapter_is_trained_in_float32_and_counts_are_right(name: str, per_layer: int):
+    model = new_model().to(torch.bfloat16)
+    adapters.add_adapter(model, AdapterSection(name=name, rank=4), seed=7)
+    found = trained(model)
+    assert len(found) == 7 * per_layer * SIZES["num_hidden_layers"], "q k v o gate up down in each layer, no head"
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    shapes = [(32, 32), (32, 16), (32, 16), (32, 32), (32, 48), (32, 48), (48, 32)]
+    expected = sum(4 * (fan_in + fan_out) + (fan_out if name == "dora" else 0) for fan_in, fan_out in shapes)
+    assert sum(tensor.numel() for tensor in found.values()) == expected * SIZES["num_hidden_layers"]
+
+
+def test_first_weights_follow_from_the_seed_alone_and_change_nothing_yet():
+    ids = torch.arange(12)[None]
+    model, other = new_model(), new_model()
+    before = model(input_ids=ids).logits
+    adapters.add_adapter(model, AdapterSection(name="lora"), seed=7)
+    torch.manual_seed(99)
+    adapters.add_adapter(other, AdapterSection(name="lora"), seed=7)
+    assert all(torch.equal(tensor, trained(other)[name]) for name, tensor in trained(model).items())
+    assert torch.equal(model(input_ids=ids).logits, before)
+    third = new_model()
+    adapters.add_adapter(third, AdapterSection(name="lora"), seed=8)
+    assert not all(torch.equal(tensor, trained(third)[name]) for name, tensor in trained(model).items())
+
+
+def test_rank_stabilised_scaling_divides_by_the_square_root():
+    for rslora, expected in ((False, 8 / 16), (True, 8 / 4)):
+        model = new_model()
+        adapters.add_adapter(model, AdapterSection(name="lora", rank=16, alpha=8.0, rslora=rslora), seed=0)
+        assert model.model.layers[0].self_attn.q_proj.scaling["default"] == expected
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A finished run with an adapter whose weights were moved, as training would."""
+    tokenizer = train_tokenizer(["def f(x):\n    return x\n"] * 5, 300)
+    base = tmp_path / "base"
+    new_model().save_pretrained(base)
+    settings = AdapterSection(name="dora", rank=4, modules_to_save=["lm_head"])
+    model = AutoModelForCausalLM.from_pretrained(base)
+    adapters.add_adapter(model, settings, seed=0)
+    chance = torch.Generator().manual_seed(1)
+    weights = {name: t + 0.05 * torch.randn(t.shape, generator=chance) for name, t in trained(model).items()}
+    folder = tmp_path / "run" / "export"
+    folder.mkdir(parents=True)
+    record = adapters.Base(str(base), None, weights_digest(base))
+    adapters.write_adapter(weights, folder, config=config(), settings=settings, base=record)
+    tokenizer.save_pretrained(folder)
+    return tmp_path / "run"
+
+
+def test_a_saved_adapter_gives_its_tensors_back(run: Path):
+    saved = load_file(run / "export" / "adapter_model.safetensors")
+    model = AutoPeftModelForCausalLM.from_pretrained(run / "export")
+    found = {name.replace(".default", "").replace(".modules_to_save", ""): p for name, p in model.named_parameters()}
+    assert len(saved) == 7 * 3 * 2 + 1
+    for name, tensor in saved.items():
+        assert torch.equal(found.get(name, found.get(f"{name}.weight")), tensor), name
+
+
+def test_the_merged_model_answers_as_base_and_adapter_do(run: Path, capsys):
+    assert merge(run, None) == 0
+    assert "reopened" in capsys.readouterr().out
+    ids = torch.randint(0, 300, (2, 20), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected = AutoPeftModelForCausalLM.from_pretrained(run / "export").eval()(input_ids=ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(run / "merged").eval()(input_ids=ids).logits
+        base = AutoModelForCausalLM.from_pretrained(run.parent / "base").eval()(input_ids=ids).logits
+    assert torch.allclose(merged, expected, atol=1e-4)
+    assert (base - expected).abs().max() > 0.1, "the adapter does something"
+
+
+def test_merging_into_another_base_is_refused_and_nothing_is_written(run: Path):
+    new_model(tie_word_embeddings=True).save_pretrained(run.parent / "base")
+    with pytest.raises(RecipeError, match="not those that"):
+        merge(run, None)
+    assert sorted(path.name for path in run.iterdir()) == ["export"]
+
+
+def test_merging_what_is_no_adapter_is_refused_with_exit_code_2(tmp_path: Path):
+    command = [sys.executable, "-m", "cookbook", "merge", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "no adapter there" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_record_of_the_base_is_a_digest_of_its_weights(run: Path):
+    record = json.loads((run / "export" / adapters.BASE_RECORD).read_text())
+    assert record["sha256"] == weights_digest(run.parent / "base")
+    path = run.parent / "base" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert record["sha256"] != weights_digest(run.parent / "base")

@@ -1,0 +1,75 @@
+"""Every row of the table of refused combinations is refused, and its page is the table's. No process starts."""
+
+from pathlib import Path
+
+import pytest
+
+from cookbook.cli import main
+from cookbook.combinations import COMBINATIONS, page
+from cookbook.files import RecipeError
+from cookbook.plan import load_pair, make_plan
+from tests.conftest import RECIPE, ROOT
+
+LORA, QLORA = "adapter={name: lora}", "adapter={name: qlora}"
+CLASHES = {
+    "mixed_precision: fp16 without a GPU": (["mixed_precision=fp16"], "ddp", 0),
+    "mixed_precision: fp16 with tensor parallel": (["mixed_precision=fp16"], "tp", 2),
+    "an adapter with tensor parallel": ([LORA], "tp", 0),
+    "adapter.name: qlora with FSDP1": ([QLORA], "fsdp1", 0),
+    "optim.name: muon with ZeRO": (["optim={name: muon, learning_rate: 1e-3}"], "zero2", 0),
+    "optim.name: muon with FSDP1": (["optim={name: muon, learning_rate: 1e-3}"], "fsdp1", 0),
+    "optim.name: adamw_8bit with optimizer state on NVMe": (
+        ["optim={name: adamw_8bit, learning_rate: 1e-3}"],
+        "zero3_nvme",
+        0,
+    ),
+    "model.gradient_checkpointing: selective with ZeRO-3": (["model.gradient_checkpointing=selective"], "zero3", 0),
+    "model.compile with tensor parallel": (["model.compile=true"], "tp", 0),
+}
+BESIDE = [
+    ([LORA], "fsdp1"),
+    ([QLORA], "fsdp2"),
+    ([QLORA], "zero3"),
+    (["optim={name: muon, learning_rate: 1e-3}"], "fsdp2"),
+    (["optim={name: adamw_8bit, learning_rate: 1e-3}"], "zero3_offload"),
+    (["model.gradient_checkpointing=selective"], "zero2"),
+    (["model.gradient_checkpointing=true"], "zero3"),
+    (["model.compile=true"], "zero3"),
+]
+
+
+def plan(assignments: list[str], strategy: str, num_gpus: int):
+    micro = ["batch.micro_batch_size=2"]
+    recipe, found = load_pair(Path(RECIPE), assignments + micro, Path(f"accelerate_configs/{strategy}.yaml"))
+    return make_plan(recipe, found, num_processes=2, num_gpus=num_gpus, recipe_name=RECIPE)
+
+
+def test_every_row_has_a_clash_here():
+    assert [row.what for row in COMBINATIONS] == list(CLASHES)
+
+
+@pytest.mark.parametrize("row", COMBINATIONS, ids=lambda row: row.what)
+def test_a_clash_is_refused_with_the_way_out(book, row):
+    with pytest.raises(RecipeError) as caught:
+        plan(*CLASHES[row.what])
+    (mistake,) = caught.value.mistakes
+    assert row.what in mistake and row.why in mistake and row.way_out in mistake
+
+
+@pytest.mark.parametrize(("assignments", "strategy"), BESIDE)
+def test_what_stands_beside_a_clash_is_fine(book, assignments: list[str], strategy: str):
+    assert plan(assignments, strategy, 0).num_processes == 2
+
+
+def test_check_refuses_it_with_exit_code_2(book, capsys):
+    book.edit(
+        RECIPE,
+        ("accelerate_configs/ddp.yaml", "accelerate_configs/tp.yaml"),
+        ("objective:", f"{LORA.replace('=', ': ')}\nobjective:"),
+    )
+    assert main(["check", RECIPE]) == 2
+    assert "an adapter with tensor parallel" in capsys.readouterr().err
+
+
+def test_the_page_is_that_of_the_table():
+    assert (ROOT / "docs/combinations.md").read_text() == page()
