@@ -165,6 +165,9 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
         f"{max_steps} steps of {recipe.batch.global_batch_size} sequences ({plan.gradient_accumulation_steps} forwards"
         f" per process), {steps_per_epoch or 'unknown'} steps an epoch"
     )
+    if recipe.adapter is not None:
+        share = f"{engine.num_trained:,} of {engine.num_parameters:,} parameters are trained"
+        log.say(f"adapter {recipe.adapter.name} of rank {recipe.adapter.rank}: {share}")
     flops = metrics.FlopCounter(
         config, num_parameters=engine.num_parameters, num_trained=engine.num_trained, device=engine.device
     )

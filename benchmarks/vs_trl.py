@@ -1,11 +1,12 @@
-"""Our training beside TRL's SFTTrainer and transformers' Trainer on this CPU, on the same samples: speed, start, memory.
+"""Our training beside TRL's SFTTrainer and transformers' Trainer, on this CPU and the same samples.
 
     pip install -r benchmarks/requirements-trl.txt
     python benchmarks/vs_trl.py [--quick]
 
 Writes benchmarks/results/vs_trl.json and the tables of docs/speed.md. Speed is measured in pairs: their trainer runs,
-and before or after each of its optimizer steps ours takes the samples that its collator just saw. So a loaded machine
-slows both, and the ratio stands. Start and memory are measured with one of them alone in a process. No GPU is used.
+and before or after each of its optimizer steps ours takes the samples that its collator just saw. A second is one of
+CPU time of the only thread: what the clock shows on an idle machine, whatever else runs on this one. Start and memory
+are measured with one of them alone in a process. No GPU is used.
 """
 
 import argparse
@@ -20,12 +21,15 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -46,18 +50,26 @@ GOALS = {"trl": 2.0, "trl_packing": 2.0, "trainer": 1.5}
 PRECISIONS = {"no": "fp32", "bf16": "bf16"}
 
 SEED, MICRO_BATCH_SIZE, LEARNING_RATE, MAX_LENGTH = 0, 8, 1e-4, 512
-PACKED_LENGTH = 1280
-"""Tokens of TRL's packed row, one a step: as many as eight samples have. With its default of 8 rows TRL is slower."""
-MIN_CHARACTERS = 200
-"""Of an answer. Without shorter ones padding wastes as little as in GSM8K's chats, so that we do not gain by the data."""
+PACKED_LENGTH = 768
+"""Tokens of TRL's packed row, one a step: as many as eight samples have. At its default, 8 rows of 1024, it is slower:
+on CPU it builds one mask over all of a batch."""
+CHARACTERS = (80, 400)
+"""Of an answer. Padding then wastes no more than with GSM8K's chats (65 % of a batch are tokens there)."""
+MAX_CELL_SECONDS = 360
+"""Of stepping in a paired run, which then ends early; the table tells the steps."""
 NUM_WARMUP_STEPS = 2
+
+
+Cell = dict[str, Any]
+"""One row to be: model, precision, baseline, strategy, processes, steps."""
+Run = Callable[[Path, Cell], dict[str, Any]]
 
 
 # Data, models and a recipe, in a folder of their own.
 
 
-def make_workplace(folder: Path) -> tuple[dict[str, Any], list[int]]:
-    """What all runs read. Returns what is to be said of the data, and the trained tokens of each chat in our order."""
+def make_workplace(folder: Path) -> dict[str, Any]:
+    """What all runs read. Returns what is to be said of the data."""
     import numpy as np
 
     from cookbook import models
@@ -68,7 +80,8 @@ def make_workplace(folder: Path) -> tuple[dict[str, Any], list[int]]:
 
     for name in ("cookbook", "train.py", "accelerate_configs", "ds_configs", "recipes"):
         (folder / name).symlink_to(ROOT / name)
-    chats = [row for row in load_stdlib("train") if len(row["messages"][-1]["content"]) >= MIN_CHARACTERS]
+    least, most = CHARACTERS
+    chats = [row for row in load_stdlib("train") if least <= len(row["messages"][-1]["content"]) <= most]
     write_lines(folder / "chats.jsonl", chats)
     tokenizer = models.train_tokenizer((message["content"] for row in chats for message in row["messages"]), 4096)
     for name, sizes in MODELS.items():
@@ -83,8 +96,8 @@ def make_workplace(folder: Path) -> tuple[dict[str, Any], list[int]]:
     order = epoch_order(tokens, SEED, 0)
     write_lines(folder / "chats_in_our_order.jsonl", [chats[i] for i in order])
     lengths = tokens.lengths[order[: len(order) // MICRO_BATCH_SIZE * MICRO_BATCH_SIZE]].reshape(-1, MICRO_BATCH_SIZE)
-    description = {
-        "source": f"python-stdlib, answers of at least {MIN_CHARACTERS} characters",
+    return {
+        "source": f"python-stdlib, answers of {least} to {most} characters",
         "chats": len(chats),
         "mean_tokens": round(float(tokens.lengths.mean()), 1),
         "median_tokens": float(np.median(tokens.lengths)),
@@ -92,14 +105,13 @@ def make_workplace(folder: Path) -> tuple[dict[str, Any], list[int]]:
         "label_share": round(float(tokens.num_targets.sum() / tokens.lengths.sum()), 3),
         "padding_efficiency": round(float(lengths.sum() / (lengths.max(1) * MICRO_BATCH_SIZE).sum()), 3),
     }
-    return description, tokens.num_targets[order].tolist()
 
 
 def write_lines(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def write_recipe(cell: dict[str, Any], folder: Path) -> None:
+def write_recipe(cell: Cell, folder: Path) -> None:
     """The recipe of a cell, bench.yaml in the folder of its run."""
     recipe = {
         "strategy": f"accelerate_configs/{cell['strategy']}.yaml",
@@ -121,7 +133,7 @@ def write_recipe(cell: dict[str, Any], folder: Path) -> None:
 # One process: theirs, through its public interface.
 
 
-def build_baseline(cell: dict[str, Any]) -> Any:
+def build_baseline(cell: Cell) -> Any:
     """The trainer that a cell compares with, on CPU, with the recipe's settings and no gradient checkpointing."""
     from datasets import Dataset, disable_progress_bars, load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
@@ -185,7 +197,7 @@ def build_baseline(cell: dict[str, Any]) -> Any:
 class Ours:
     """The step of train.py in a process where another trainer owns the loop."""
 
-    def __init__(self, cell: dict[str, Any]) -> None:
+    def __init__(self, cell: Cell) -> None:
         from cookbook import models
         from cookbook.data.sets import read_data, tokenize_data
         from cookbook.engine import Engine
@@ -228,19 +240,24 @@ class Ours:
     def step(self, samples: list[int]) -> dict[str, float]:
         from cookbook.data.batches import collate
 
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.process_time()
         batch = collate(self.tokens, samples, self.tokenizer.pad_token_id, packing=True)
         num_targets = int(self.tokens.num_targets[samples].sum())
         means = self.engine.gradients(self.objective.run, [batch], num_targets)
         self.engine.step()
-        seconds = time.perf_counter() - started
-        return {"seconds": seconds, "num_targets": num_targets, "num_samples": len(samples), "loss": means["loss"]}
+        return {
+            "seconds": time.process_time() - cpu,
+            "clock_seconds": time.perf_counter() - started,
+            "num_targets": num_targets,
+            "num_samples": len(samples),
+            "loss": means["loss"],
+        }
 
 
 # What a process of its own does.
 
 
-def run_pair(cell: dict[str, Any]) -> dict[str, Any]:
+def run_pair(cell: Cell) -> dict[str, Any]:
     """Their trainer, and ours before (even steps) or after (odd ones) each of its steps, on the same samples."""
     from transformers import TrainerCallback
 
@@ -260,43 +277,45 @@ def run_pair(cell: dict[str, Any]) -> dict[str, Any]:
         """Theirs is all time between two ends of their steps, less ours."""
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            self.mark = time.perf_counter()
+            self.began = time.monotonic()
+            self.mark()
+
+        def mark(self) -> None:
+            self.clock, self.cpu = time.perf_counter(), time.process_time()
 
         def run_ours(self) -> None:
-            started = time.perf_counter()
+            clock, cpu = time.perf_counter(), time.process_time()
             steps.append(ours.step(ours.samples(collated.popleft())))
-            self.mark += time.perf_counter() - started
+            self.clock += time.perf_counter() - clock
+            self.cpu += time.process_time() - cpu
 
         def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
             if state.global_step % 2 == 0:
                 self.run_ours()
 
-        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            seconds = time.perf_counter() - self.mark
+        def on_step_end(self, args: Any, state: Any, control: Any, **__: Any) -> None:
+            clock, cpu = time.perf_counter() - self.clock, time.process_time() - self.cpu
             if state.global_step % 2 == 0:  # counted up already
                 self.run_ours()
-            steps[-1]["their_seconds"] = seconds
-            self.mark = time.perf_counter()
+            steps[-1] |= {"their_seconds": cpu, "their_clock_seconds": clock}
+            control.should_training_stop |= time.monotonic() - self.began > MAX_CELL_SECONDS
+            self.mark()
 
     trainer.add_callback(Alternate())
     trainer.train()
+    assert not trainer.model.is_gradient_checkpointing
     their_loss = trainer.state.log_history[0]["loss"]
     if cell["precision"] == "no":
         assert abs(steps[0]["loss"] - their_loss) < 1e-4, f"the first losses differ: {steps[0]['loss']}, {their_loss}"
     return {
         "first_loss": steps[0]["loss"],
         "their_first_loss": their_loss,
-        # Our seconds, theirs, trained tokens, samples.
-        "measured": [
-            [round(step["seconds"], 4), round(step["their_seconds"], 4), step["num_targets"], step["num_samples"]]
-            for step in steps
-        ],
+        "measured": [{key: round(value, 4) for key, value in step.items()} for step in steps],
     }
 
 
-def run_theirs(cell: dict[str, Any]) -> dict[str, Any] | None:
+def run_theirs(cell: Cell) -> dict[str, Any] | None:
     """Their trainer alone, in one process or, started by accelerate, in each of several."""
-    import psutil
     from transformers import TrainerCallback
 
     if cell["strategy"].startswith("zero"):
@@ -305,7 +324,7 @@ def run_theirs(cell: dict[str, Any]) -> dict[str, Any] | None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled at first use; gloo serves
     trainer = build_baseline(cell)
     seconds: list[float] = []
-    first: list[float] = []
+    first: list[tuple[float, float]] = []
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -313,7 +332,7 @@ def run_theirs(cell: dict[str, Any]) -> dict[str, Any] | None:
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             seconds.append(time.perf_counter() - self.mark)
-            first.append(time.time() - psutil.Process().create_time())
+            first.append((time.time() - psutil.Process().create_time(), time.process_time()))
 
     trainer.add_callback(Clock())
     trainer.train()
@@ -324,7 +343,8 @@ def run_theirs(cell: dict[str, Any]) -> dict[str, Any] | None:
         "engine": type(trainer.model_wrapped).__name__,
         "seconds": seconds,
         "first_loss": trainer.state.log_history[0]["loss"],
-        "first_step_seconds": first[0],
+        "first_step_clock_seconds": first[0][0],
+        "first_step_seconds": first[0][1],
         "peak_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
 
@@ -344,7 +364,7 @@ def fresh(shared: Path) -> Path:
     return folder
 
 
-def start(folder: Path, cell: dict[str, Any], command: list[str]) -> subprocess.Popen:
+def start(folder: Path, cell: Cell, command: list[str]) -> subprocess.Popen:
     """Runs a Python command, by way of accelerate where the cell has several processes."""
     environment = {
         **os.environ,
@@ -370,14 +390,14 @@ def finish(folder: Path, process: subprocess.Popen) -> None:
         raise Failed(lines[-1].strip()[:300] if lines else f"exit code {process.returncode}")
 
 
-def worker(shared: Path, kind: str, cell: dict[str, Any]) -> dict[str, Any]:
+def run_worker(kind: str, shared: Path, cell: Cell) -> dict[str, Any]:
     """What `run_pair` or `run_theirs` returns from processes of their own."""
     folder = fresh(shared)
     finish(folder, start(folder, cell, [__file__, "--worker", kind, json.dumps(cell)]))
     return json.loads((folder / "result.json").read_text())
 
 
-def run_ours(shared: Path, cell: dict[str, Any]) -> dict[str, Any]:
+def run_ours(shared: Path, cell: Cell) -> dict[str, Any]:
     """train.py alone, in as many processes as the cell says. Its own metrics tell all but the start."""
     folder = fresh(shared)
     write_recipe(cell, folder)
@@ -386,60 +406,62 @@ def run_ours(shared: Path, cell: dict[str, Any]) -> dict[str, Any]:
     process = start(folder, cell, ["train.py", "bench.yaml"])
     while process.poll() is None and not (metrics.is_file() and metrics.stat().st_size):
         time.sleep(0.02)
-    first = time.time() - started
+    clock = time.time() - started
+    times = psutil.Process(process.pid).cpu_times() if process.poll() is None else None
     finish(folder, process)
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     return {
         "seconds": [line["step_seconds"] for line in lines],
         "first_loss": lines[0]["loss"],
-        "first_step_seconds": first,
+        "first_step_clock_seconds": clock,
+        "first_step_seconds": times and times.user + times.system,
         "peak_memory_gib": lines[-1]["peak_memory_gib"],
     }
 
 
-def attempt(what: str, cell: dict[str, Any], run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def attempt(run: Run, shared: Path, cell: Cell) -> dict[str, Any]:
     """The cell with its results, or with the reason why there are none."""
     started = time.monotonic()
     try:
-        found = run()
+        found = run(shared, cell)
     except Failed as error:
         found = {"failed": str(error)}
-    print(f"{what} {cell}: {found.get('failed', 'done')}, {time.monotonic() - started:.0f} s", file=sys.stderr)
-    return {**cell, **found}
+    row = {**cell, **found}
+    print(f"{time.monotonic() - started:.0f} s: {json.dumps(row)}", file=sys.stderr)
+    return row
 
 
-def measure(shared: Path, num_targets: list[int], *, num_steps: int, quick: bool) -> dict[str, list[dict]]:
-    """All rows. In a quick run the small model in fp32 only."""
+def run_alone(shared: Path, cell: Cell) -> dict[str, Any]:
+    """One side in processes of its own."""
+    return run_ours(shared, cell) if cell["baseline"] == "ours" else run_worker("theirs", shared, cell)
+
+
+def measure(shared: Path, *, quick: bool, num_jobs: int) -> dict[str, list[dict]]:
+    """All rows. One process needs one core, so `num_jobs` run at a time; those of several processes come last."""
     kinds = [(model, precision) for model in MODELS for precision in PRECISIONS]
     kinds = kinds[:1] if quick else kinds
-    one = {"strategy": "single", "processes": 1}
-    pairs = []
-    for model, precision in kinds:
-        for baseline in BASELINES:
-            cell = {"model": model, "precision": precision, "baseline": baseline, "steps": num_steps, **one}
-            pairs.append(attempt("pair", cell, partial(worker, shared, "pair", cell)))
-    alone = []
-    for model, precision in kinds:
-        for baseline in ["ours", *BASELINES]:
-            cell = {"model": model, "precision": precision, "baseline": baseline, "steps": 3, **one}
-            run = partial(run_ours, shared, cell) if baseline == "ours" else partial(worker, shared, "theirs", cell)
-            alone.append(attempt("alone", cell, run))
-    launched = []
-    for strategy in ("ddp", "zero2"):
-        for launch_round in range(1 if quick else 2):
-            for baseline in ("ours", "trl"):
-                cell = {"model": "5 M", "precision": "no", "baseline": baseline, "steps": num_steps // 2 + 1}
-                cell |= {"strategy": strategy, "processes": 2, "round": launch_round}
-                run = partial(run_ours, shared, cell) if baseline == "ours" else partial(worker, shared, "theirs", cell)
-                row = attempt("launched", cell, run)
-                size = MICRO_BATCH_SIZE * 2
-                row["num_targets"] = [sum(num_targets[i * size : (i + 1) * size]) for i in range(cell["steps"])]
-                launched.append(row)
-    return {"pairs": pairs, "alone": alone, "launched": launched}
+    num_steps = NUM_WARMUP_STEPS + (4 if quick else 14)
+
+    def cells(names: Iterable[str], num_steps: int) -> list[Cell]:
+        one = {"strategy": "single", "processes": 1, "steps": num_steps}
+        return [{"model": m, "precision": p, "baseline": name, **one} for m, p in kinds for name in names]
+
+    with ThreadPoolExecutor(num_jobs) as pool:
+        pairs = pool.map(partial(attempt, partial(run_worker, "pair"), shared), cells(BASELINES, num_steps))
+        alone = pool.map(partial(attempt, run_alone, shared), cells(["ours", *BASELINES], 2))
+    two = {"model": "5 M", "precision": "no", "processes": 2, "steps": NUM_WARMUP_STEPS + 7}
+    launched = [
+        attempt(run_alone, shared, {**two, "strategy": strategy, "round": number, "baseline": name})
+        for strategy in ("ddp", "zero2")
+        for number in range(1 if quick else 2)
+        for name in ("ours", "trl")
+    ]
+    return {"pairs": list(pairs), "alone": list(alone), "launched": launched}
 
 
 def environment() -> dict[str, Any]:
-    names = [line.partition(":")[2].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "command": shlex.join(["python", "benchmarks/vs_trl.py", *sys.argv[1:]]),
         "date": date.today().isoformat(),
@@ -463,72 +485,68 @@ def write_results(results: dict[str, Any]) -> None:
 # The tables.
 
 
-def paired(ours: list[float], theirs: list[float]) -> str:
-    """How many times as fast ours is: median of the ratios, their quartiles, and the ratio of the sums."""
+def compare(ours: list[float], theirs: list[float]) -> tuple[float, str]:
+    """How many times as fast ours is: the median ratio, and cells with its quartiles and with the ratio of the sums."""
     ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return f"**{middle:.2f}** [{low:.2f}..{high:.2f}] | {sum(theirs) / sum(ours):.2f}"
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return middle, f"**{middle:.2f}** [{low:.2f}..{high:.2f}] | {sum(theirs) / sum(ours):.2f}"
 
 
 def speed_table(rows: list[dict]) -> list[str]:
+    """Of the paired runs."""
     lines = [
-        "| model | precision | beside | ours, trained tokens/s | theirs | times as fast: median [quartiles] | by total time | goal |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | precision | beside | steps | ours | theirs | times as fast | of the sums | by the clock | goal |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        start = f"| {row['model']} | {PRECISIONS[row['precision']]} | {BASELINES[row['baseline']]} |"
+        head = f"| {row['model']} | {PRECISIONS[row['precision']]} | {BASELINES[row['baseline']]} |"
         if "failed" in row:
-            lines.append(f"{start} did not run: {row['failed']} | | | | |")
+            lines.append(f"{head} - | did not run: {row['failed']} | | | | | |")
             continue
         steps = row["measured"][NUM_WARMUP_STEPS:]
-        ours, theirs, targets = ([step[i] for step in steps] for i in range(3))
-        speeds = [statistics.median(n / s for n, s in zip(targets, side, strict=True)) for side in (ours, theirs)]
+        columns = {key: [step[key] for step in steps] for key in steps[0]}
+        speeds = [
+            statistics.median(n / s for n, s in zip(columns["num_targets"], columns[side], strict=True))
+            for side in ("seconds", "their_seconds")
+        ]
+        ratio, words = compare(columns["seconds"], columns["their_seconds"])
+        by_clock, _ = compare(columns["clock_seconds"], columns["their_clock_seconds"])
         goal = GOALS[row["baseline"]]
-        middle = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
-        verdict = f"{goal}: {'reached' if middle >= goal else 'missed'}"
-        lines.append(f"{start} {speeds[0]:,.0f} | {speeds[1]:,.0f} | {paired(ours, theirs)} | {verdict} |")
+        verdict = "reached" if ratio >= goal else "missed"
+        shown = " | ".join(f"{speed:,.0f}" for speed in speeds)
+        lines.append(f"{head} {len(steps)} | {shown} | {words} | {by_clock:.2f} | {goal}: {verdict} |")
     return lines
 
 
-def alone_table(rows: list[dict]) -> list[str]:
+def alone_table(rows: list[dict], key: str, form: str) -> list[str]:
+    """One quantity of the runs alone."""
     names = {"ours": "ours"} | BASELINES
-    heads = [f"{name}: {what}" for what in ("start to end of step 1, s", "peak memory, GiB") for name in names.values()]
-    lines = [f"| model | precision | {' | '.join(heads)} |", "|---|---" + "|---" * len(heads) + "|"]
+    lines = [f"| model | precision | {' | '.join(names.values())} |", "|---|---" + "|---" * len(names) + "|"]
     for model, precision in dict.fromkeys((row["model"], row["precision"]) for row in rows):
         found = {row["baseline"]: row for row in rows if (row["model"], row["precision"]) == (model, precision)}
-        cells = [
-            f"{found[name][key]:{form}}" if key in found[name] else "did not run"
-            for key, form in (("first_step_seconds", ".1f"), ("peak_memory_gib", ".2f"))
-            for name in names
-        ]
+        cells = [f"{found[name][key]:{form}}" if found[name].get(key) else "did not run" for name in names]
         lines.append(f"| {model} | {PRECISIONS[precision]} | {' | '.join(cells)} |")
     return lines
 
 
 def launched_table(rows: list[dict]) -> list[str]:
+    """Of two processes: a step of one launch with the same step of the next."""
     lines = [
-        "| two processes | ours, trained tokens/s | TRL | times as fast: median [quartiles] | by total time |",
-        "|---|---|---|---|---|",
+        "| strategy | steps | ours, s | TRL, s | times as fast | of the sums |",
+        "|---|---|---|---|---|---|",
     ]
     for strategy in dict.fromkeys(row["strategy"] for row in rows):
         mine = [row for row in rows if row["strategy"] == strategy]
         failed = [row["failed"] for row in mine if "failed" in row]
         if failed:
-            lines.append(f"| `{strategy}` | did not run: {failed[0]} | | | |")
+            lines.append(f"| `{strategy}` | - | did not run: {failed[0]} | | | |")
             continue
-        seconds, speeds = {}, {}
-        for name in ("ours", "trl"):
-            steps = [
-                pair
-                for row in mine
-                if row["baseline"] == name
-                for pair in list(zip(row["seconds"], row["num_targets"], strict=True))[NUM_WARMUP_STEPS:]
-            ]
-            seconds[name] = [s for s, _ in steps]
-            speeds[name] = statistics.median(n / s for s, n in steps)
-        lines.append(
-            f"| `{strategy}` | {speeds['ours']:,.0f} | {speeds['trl']:,.0f} | {paired(seconds['ours'], seconds['trl'])} |"
+        ours, theirs = (
+            [seconds for row in mine if row["baseline"] == name for seconds in row["seconds"][NUM_WARMUP_STEPS:]]
+            for name in ("ours", "trl")
         )
+        medians = " | ".join(f"{statistics.median(side):.2f}" for side in (ours, theirs))
+        lines.append(f"| `{strategy}` | {len(ours)} | {medians} | {compare(ours, theirs)[1]} |")
     return lines
 
 
@@ -536,17 +554,29 @@ def render(results: dict[str, Any]) -> str:
     """The part of docs/speed.md between the marks."""
     data, hardware = results["data"], results["hardware"]
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+    efficiency = f"{data['padding_efficiency']:.0%}"
     return "\n".join(
         [
-            f"`{results['command']}`, {results['date']}, {hardware['cores']} cores of {hardware['cpu']}, **no GPU**;"
-            f" {versions}.",
-            f"Data: {data['chats']:,} chats of {data['source']}; tokens a chat: mean {data['mean_tokens']}, median"
-            f" {data['median_tokens']:.0f}, at most {data['max_tokens']}; {data['label_share']:.0%} carry loss; padded to"
-            f" the longest of {MICRO_BATCH_SIZE}, {data['padding_efficiency']:.0%} of a batch are tokens.",
+            f"{results['date']}, {hardware['cores']} cores of {hardware['cpu']}, **no GPU**, load {results['load']} at"
+            f" the start; {results['minutes']:.0f} minutes. {versions}.",
+            "",
+            f"{data['chats']:,} chats from {data['source']}; tokens of a chat: mean {data['mean_tokens']}, median"
+            f" {data['median_tokens']:.0f}, at most {data['max_tokens']}; {data['label_share']:.0%} of them carry loss."
+            f" Of a batch of {MICRO_BATCH_SIZE} padded to its longest, {efficiency} are tokens.",
+            "",
+            "### One process: trained tokens a second of CPU time",
             "",
             *speed_table(results["pairs"]),
             "",
-            *alone_table(results["alone"]),
+            "### One process: CPU seconds from its start to the end of step 1",
+            "",
+            *alone_table(results["alone"], "first_step_seconds", ".1f"),
+            "",
+            "### One process: peak resident memory in two steps, GiB",
+            "",
+            *alone_table(results["alone"], "peak_memory_gib", ".2f"),
+            "",
+            "### Two processes: seconds a step by the clock, 5 M, fp32",
             "",
             *launched_table(results["launched"]),
         ]
@@ -561,7 +591,8 @@ def write_page(results: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Our training beside TRL's and transformers' on this CPU.")
-    parser.add_argument("--quick", action="store_true", help="the small model in fp32 and few steps; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="the small model in fp32, few steps; writes nothing")
+    parser.add_argument("--jobs", type=int, default=1, help="runs of one process at a time; at most one for each core")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -573,13 +604,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="vs_trl-") as base:
         shared = Path(base) / "shared"
         shared.mkdir()
-        data, num_targets = make_workplace(shared)
         started, load = time.monotonic(), os.getloadavg()[0]
-        rows = measure(
-            shared, num_targets, num_steps=NUM_WARMUP_STEPS + (4 if arguments.quick else 14), quick=arguments.quick
-        )
+        data = make_workplace(shared)
+        rows = measure(shared, quick=arguments.quick, num_jobs=arguments.jobs)
     minutes = (time.monotonic() - started) / 60
-    results = {**environment(), "minutes": round(minutes, 1), "load_at_start": round(load, 1), "data": data, **rows}
+    results = {**environment(), "minutes": round(minutes, 1), "load": round(load, 1), "data": data, **rows}
     if arguments.quick:
         print(render(results))
     else:

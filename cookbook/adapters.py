@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from cookbook.files import RecipeError
@@ -91,9 +93,8 @@ def add_adapter(model: PreTrainedModel, settings: AdapterSection, *, seed: int) 
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        inject_adapter_in_model(lora_config(settings), model, adapter_name=ADAPTER)
+    inject_adapter_in_model(lora_config(settings), model, adapter_name=ADAPTER)
+    _draw_first_weights(model, seed)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -102,6 +103,28 @@ def add_adapter(model: PreTrainedModel, settings: AdapterSection, *, seed: int) 
             # bitsandbytes 0.50 repacks the weights in place in the first forward in eval mode on such a CPU
             # (nn/modules.py, Linear4bit.forward). What ZeRO-3 and FSDP2 gather later is not repacked, and read wrongly.
             module.support_avx512bf16_for_cpu = False
+
+
+@torch.no_grad()
+def _draw_first_weights(model: PreTrainedModel, seed: int) -> None:
+    """Draws every A as peft does, uniform within 1 / sqrt(its inputs), but whole: peft's own draw would give each
+    process of a tensor-parallel group the same piece. B is zero, so that the adapter changes nothing yet.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for layer in model.modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        base: Any = layer.get_base_layer()
+        num_inputs: int = base.in_features
+        for a in layer.lora_A.values():
+            # Of a matrix that is cut along its inputs, peft 0.21.2 notes the size of a piece, and is then misled by it.
+            a.in_features = num_inputs
+            first = torch.empty(a.out_features, num_inputs)
+            first.uniform_(-(num_inputs**-0.5), num_inputs**-0.5, generator=generator)
+            weight: Any = a.weight
+            if isinstance(weight, DTensor):
+                first = distribute_tensor(first, weight.device_mesh, weight.placements, src_data_rank=None)
+            a.weight = torch.nn.Parameter(first.to(weight.device, weight.dtype))
 
 
 def quantization_options(settings: AdapterSection | None, mixed_precision: str) -> dict[str, Any]:

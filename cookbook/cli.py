@@ -197,9 +197,13 @@ def _summary(lines: list[dict[str, Any]], folder: Path) -> dict[str, str]:
         "loss": f"{first['loss']:.3f} at step {first['step']}, {mean(line['loss'] for line in tail):.3f} at the end"
         f" (mean of the last {len(tail)} steps)"
     }
-    if evaluations:
-        shown = [f"{line['eval_loss']:.3f} at step {line['step']}" for line in (evaluations[0], evaluations[-1])]
-        rows["held-out loss"] = ", ".join(dict.fromkeys(shown))
+    for name in dict.fromkeys(line.get("eval_set", "") for line in evaluations):
+        of_set = [line for line in evaluations if line.get("eval_set", "") == name]
+        shown = [f"{line['eval_loss']:.3f} at step {line['step']}" for line in (of_set[0], of_set[-1])]
+        rows[f"held-out loss{name and f' of {name}'}"] = ", ".join(dict.fromkeys(shown))
+    if "reward_accuracy" in last:
+        accuracy = mean(line["reward_accuracy"] for line in tail)
+        rows["reward accuracy"] = f"{accuracy:.2f} (mean of the last {len(tail)} steps)"
     rows["training"] = f"steps {first['step']} to {last['step']} in {seconds:.0f} s, {last['epoch']:.2f} epochs"
     rows["tokens/s"] = f"{median(line['tokens_per_second'] for line in steps):,.0f} (median step, all processes)"
     rows["peak memory"] = f"{max(line['peak_memory_gib'] for line in steps):.2f} GiB (largest process)"

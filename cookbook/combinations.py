@@ -37,12 +37,13 @@ COMBINATIONS: tuple[Combination, ...] = (
         way_out="mixed_precision: bf16",
     ),
     Combination(
-        what="an adapter with tensor parallel",
-        clashes=lambda recipe, strategy, num_gpus: recipe.adapter is not None and strategy.kind == "tp",
-        why="peft's layers get inputs of the wrong shape where transformers has cut the matrix (DoRA: cut and whole"
-        " tensors in one sum; qlora: bitsandbytes cannot cut its weights)",
-        seen="peft 0.21.2 with transformers 5.23",
-        way_out="accelerate_configs/fsdp2.yaml, which shards the frozen weights as well",
+        what="adapter.name: dora or qlora with tensor parallel",
+        clashes=lambda recipe, strategy, num_gpus: (
+            recipe.adapter is not None and recipe.adapter.name != "lora" and strategy.kind == "tp"
+        ),
+        why="dora adds cut and whole tensors, and bitsandbytes cannot cut its 4-bit weights",
+        seen="peft 0.21.2, bitsandbytes 0.50.2, transformers 5.23",
+        way_out="adapter.name: lora, or accelerate_configs/fsdp2.yaml, which shards the frozen weights as well",
     ),
     Combination(
         what="adapter.name: qlora with FSDP1",

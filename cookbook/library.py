@@ -158,9 +158,3 @@ def _scientific(number: float) -> str:
     """2e-05 as one writes it in a recipe: 2e-5."""
     digits, _, exponent = f"{number:e}".partition("e")
     return f"{float(digits):g}e{int(exponent)}"
-
-
-def write_library_page() -> Path:
-    """Writes recipes/README.md; returns its path."""
-    PAGE.write_text(library_page(), encoding="utf-8")
-    return PAGE

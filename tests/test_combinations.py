@@ -10,11 +10,11 @@ from cookbook.files import RecipeError
 from cookbook.plan import load_pair, make_plan
 from tests.conftest import RECIPE, ROOT
 
-LORA, QLORA = "adapter={name: lora}", "adapter={name: qlora}"
+LORA, DORA, QLORA = (f"adapter={{name: {name}}}" for name in ("lora", "dora", "qlora"))
 CLASHES = {
     "mixed_precision: fp16 without a GPU": (["mixed_precision=fp16"], "ddp", 0),
     "mixed_precision: fp16 with tensor parallel": (["mixed_precision=fp16"], "tp", 2),
-    "an adapter with tensor parallel": ([LORA], "tp", 0),
+    "adapter.name: dora or qlora with tensor parallel": ([DORA], "tp", 0),
     "adapter.name: qlora with FSDP1": ([QLORA], "fsdp1", 0),
     "optim.name: muon with ZeRO": (["optim={name: muon, learning_rate: 1e-3}"], "zero2", 0),
     "optim.name: muon with FSDP1": (["optim={name: muon, learning_rate: 1e-3}"], "fsdp1", 0),
@@ -28,6 +28,7 @@ CLASHES = {
 }
 BESIDE = [
     ([LORA], "fsdp1"),
+    ([LORA], "tp"),
     ([QLORA], "fsdp2"),
     ([QLORA], "zero3"),
     (["optim={name: muon, learning_rate: 1e-3}"], "fsdp2"),
@@ -65,10 +66,10 @@ def test_check_refuses_it_with_exit_code_2(book, capsys):
     book.edit(
         RECIPE,
         ("accelerate_configs/ddp.yaml", "accelerate_configs/tp.yaml"),
-        ("objective:", f"{LORA.replace('=', ': ')}\nobjective:"),
+        ("objective:", f"{DORA.replace('=', ': ')}\nobjective:"),
     )
     assert main(["check", RECIPE]) == 2
-    assert "an adapter with tensor parallel" in capsys.readouterr().err
+    assert "dora or qlora with tensor parallel" in capsys.readouterr().err
 
 
 def test_the_page_is_that_of_the_table():

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -21,14 +21,16 @@ from conftest import ROOT, clean_environment
 import cookbook
 from cookbook.recipe import Recipe, Section
 
-PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", "CONTRIBUTING.md", "recipes/README.md"]
+PAGES += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+RECIPES_OF_THE_LIBRARY = [path.relative_to(ROOT) for path in RECIPES if path.parent.name != "recipes"]
 TARGETS = re.findall(r"(?m)^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text())
 
 # What pages may name though it is not there: made by a run, or by the reader.
-MADE = ("outputs/", ".venv", ".cache", "nvme_swap", "recipes/mine.yaml", "run.output_dir/", "export/", "path/to/")
-WRITTEN_BY_A_RUN = {"recipe.yaml", "run.json", "metrics.jsonl"}
+MADE = ("outputs/", "run.output_dir/", "export/", "merged/", ".venv", ".cache", "nvme_swap", "recipes/mine", "path/to/")
+WRITTEN_BY_A_RUN = {"recipe.yaml", "run.json", "metrics.jsonl", "adapter_config.json", "base_model.json"}
 
 # `python -m cookbook launch` up to the moment where it would become accelerate: prints that line, having checked all.
 LAUNCH_ONLY = (
@@ -86,6 +88,10 @@ def attempt(line: str, folder: Path) -> list[list[str]]:
         case ["python", "-m", "pytest", *arguments]:
             for name in (word for word in arguments if "/" in word):
                 assert (ROOT / name).exists(), f"{name} is not there"
+        case ["python", script, *_] if script.startswith("benchmarks/"):
+            assert (ROOT / script).is_file(), f"{script} is not there"
+        case ["pip", "install", "-r", name]:
+            assert (ROOT / name).is_file(), f"{name} is not there"
         case ["cp", source, target]:
             shutil.copy(folder / source, folder / target)
         case ["source", ".venv/bin/activate"] | ["apt-get", "install", *_]:
@@ -112,11 +118,16 @@ def attempt_make(arguments: list[str], folder: Path) -> list[list[str]]:
 def attempt_cookbook(arguments: list[str], folder: Path) -> list[list[str]]:
     verb = arguments[0]
     if verb == "launch":
-        printed = run(folder, sys.executable, "-c", LAUNCH_ONLY, *arguments)
+        # Without --dry-run, a recipe whose label asks for GPUs would be refused here for want of them.
+        dry_run = [] if "--dry-run" in arguments else ["--dry-run"]
+        printed = run(folder, sys.executable, "-c", LAUNCH_ONLY, *arguments, *dry_run)
         return [shlex.split(printed.splitlines()[-1])]
     if verb in ("check", "--help"):
         run(folder, sys.executable, "-m", "cookbook", *arguments)
         return []
+    if verb in ("preview", "rehearse"):  # run for real by their own tests; the recipe must be a good one
+        for name in (word for word in arguments if word.endswith(".yaml")):
+            run(folder, sys.executable, "-m", "cookbook", "check", name)
     explained = run(folder, sys.executable, "-m", "cookbook", verb, "--help")
     for flag in (word for word in arguments if word.startswith("--")):
         assert flag in explained, f"{verb} has no {flag}"
@@ -199,13 +210,14 @@ def test_a_command_of_the_pages_exists_and_finds_nothing_wrong(trials, place, li
 
 
 def test_the_accelerate_lines_behind_the_commands_pass_a_dry_run(trials):
-    """Of lines that differ only in the strategy, three are run."""
+    """Of lines that differ only in the strategy, three are run; so they are of the library's, which are all alike."""
     chosen: dict[tuple[str, ...], dict[str, tuple[list[str], Path]]] = {}
-    for trial in trials.values():
+    for (place, _), trial in trials.items():
         for words in trial.accelerate_lines:
             at = words.index("--config_file") + 1
             assert (ROOT / words[at]).is_file(), words
-            same = chosen.setdefault(tuple(words[words.index("train.py") :]), {})
+            is_library = Path(place) in RECIPES_OF_THE_LIBRARY
+            same = chosen.setdefault(("library",) if is_library else tuple(words[words.index("train.py") :]), {})
             if len(same) < 3:
                 same.setdefault(words[at], (words, trial.folder))
     lines = [line for same in chosen.values() for line in same.values()]
@@ -380,33 +392,35 @@ def test_every_value_of_the_disk_settings_is_the_one_in_the_file():
 # Recipes: labels, and docs/recipes.md.
 
 
+def section_in(annotation: Any) -> type[Section] | None:
+    """The section that a key holds: alone, or None, or in a list, or by name."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next(filter(None, map(section_in, get_args(annotation))), None)
+
+
 def recipe_keys(model: type[Section] = Recipe, path: str = "") -> list[tuple[str, Any]]:
     """(key, default) of every key; ... for one that must be written. `data.eval` has the keys of `data.train`."""
     found = []
     for name, info in model.model_fields.items():
-        inner = [
-            kind
-            for kind in (info.annotation, *getattr(info.annotation, "__args__", ()))
-            if isinstance(kind, type) and issubclass(kind, Section)
-        ]
-        key = f"{path}{name}"
-        if not inner or path == "data." or name == "from_scratch":
+        inner, key = section_in(info.annotation), f"{path}{name}"
+        if inner is None or path == "data." or info.default is None:
             found.append((key, ... if info.is_required() else info.default))
-        if inner and key != "data.eval":
-            found += recipe_keys(inner[0], f"{key}.")
+        if inner is not None and key != "data.eval":
+            found += recipe_keys(inner, f"{key}.")
     return found
 
 
 def test_every_key_of_a_recipe_is_explained_with_its_default():
     rows = dict(re.findall(r"(?m)^\| `([\w.]+)` \| (\S[^|]*) \| \S", text_of("docs/recipes.md")))
     keys = recipe_keys()
-    assert len(keys) >= 40
+    assert len(keys) >= 60 and {"data.train.weight", "data.eval", "adapter", "adapter.rank"} <= dict(keys).keys()
     assert [key for key, _ in keys if key not in rows] == []
     for key, default in keys:
         cell = rows[key].strip("`")
         if default is ...:
             assert cell == "-", key
-        elif default is None:
+        elif default is None or default == {}:
             assert cell == "none", key
         elif isinstance(default, float):
             assert float(cell) == default, key
@@ -414,15 +428,36 @@ def test_every_key_of_a_recipe_is_explained_with_its_default():
             assert yaml.safe_load(cell) == (list(default) if isinstance(default, tuple) else default), key
 
 
+def test_every_piece_of_a_recipe_in_the_pages_is_a_good_one():
+    found = 0
+    for page in PAGES:
+        for block in fences(text_of(page), "yaml"):
+            for name, values in yaml.safe_load(block).items():
+                section = section_in(Recipe.model_fields[name].annotation)
+                assert section is not None, f"{page}: {name}"
+                section.model_validate(values)
+                found += 1
+    assert found >= 6
+
+
+def keys_of_dicts(source: str, where: str) -> set[str]:
+    """The text keys of the dicts in `source` that stand in calls of `where`, or are assigned to it."""
+    found = set()
+    for node in ast.walk(ast.parse(text_of(source))):
+        is_call = isinstance(node, ast.Call) and ast.unparse(node.func) == where
+        if is_call or (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == where):
+            inner = [one for one in ast.walk(node) if isinstance(one, ast.Dict)]
+            found |= {key.value for one in inner for key in one.keys if isinstance(key, ast.Constant)}
+    return found
+
+
 def test_every_key_of_the_metrics_is_explained():
-    dicts = [
-        node.args[0]
-        for node in ast.walk(ast.parse(text_of("train.py")))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "log.write"
-    ]
-    keys = {key.value for node in dicts for key in getattr(node, "keys", ()) if isinstance(key, ast.Constant)}
-    assert len(keys) >= 11
-    assert sorted(key for key in keys | {"mfu"} if f"`{key}`" not in text_of("docs/recipes.md")) == []
+    means = {"loss"} | keys_of_dicts("cookbook/objectives.py", "metrics")
+    assert len(means) >= 5
+    keys = keys_of_dicts("train.py", "log.write") | keys_of_dicts("train.py", "label") | means | {"mfu"}
+    keys |= {f"eval_{key}" for key in means | {"num_tokens"}}
+    assert len(keys) >= 20 and {"step", "grad_norm", "eval_set", "eval_reward_margin"} <= keys
+    assert sorted(key for key in keys if f"`{key}`" not in text_of("docs/recipes.md")) == []
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -435,4 +470,4 @@ def test_a_recipe_says_what_it_is_how_to_run_it_what_it_needs_and_on_what_it_was
 
 
 def test_there_are_recipes_to_read():
-    assert len(RECIPES) >= 1
+    assert len(RECIPES) >= 20

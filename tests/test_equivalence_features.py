@@ -28,7 +28,7 @@ EIGHT_BIT_LOSS, EIGHT_BIT_NORM = 5e-4, 1e-3
 
 COLUMNS = {
     "packed": (PACKED, DISTRIBUTED),
-    "lora": (LORA, [name for name in DISTRIBUTED if name != "tp"]),
+    "lora": (LORA, DISTRIBUTED),
     "dora": (DORA, [name for name in DISTRIBUTED if name != "tp"]),
     "qlora": (QLORA, [name for name in DISTRIBUTED if name not in ("tp", "fsdp1", "zero3_nvme")]),
     "dpo": (None, ["ddp", "fsdp2", "tp", "zero2", "zero3"]),
@@ -89,6 +89,14 @@ def test_the_curve_is_that_of_one_process(lab: Lab, column: str, strategy: str):
 def test_eight_bit_adamw_stays_in_a_band(lab: Lab, strategy: str):
     found = distance(lab.run(strategy, ADAMW_8BIT, processes=2), lab.run("single", ADAMW_8BIT))
     assert found.loss < EIGHT_BIT_LOSS and found.norm < EIGHT_BIT_NORM, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["single", "fsdp2", "zero3"])
+def test_an_adapter_on_frozen_bf16_weights_stays_in_a_band_around_float32(lab: Lab, strategy: str):
+    curve = lab.run(strategy, LORA | {"mixed_precision": "bf16"}, processes=1 if strategy == "single" else 2)
+    found = distance(curve, lab.run("single", LORA))
+    assert 1e-6 < found.loss < 5e-3 and found.norm < 2e-2, found
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Protects rehearsals: every shipped recipe passes one for real, and a mistake makes one fail with its name.
 
 Several minutes, since each starts the processes of its strategy:
-python -m pytest -q tests/test_rehearse.py -m rehearsal
+python -m pytest -q tests/test_rehearse.py -m slow
 """
 
 import shutil
@@ -34,7 +34,7 @@ def test_there_are_recipes_to_rehearse():
     assert len(RECIPES) >= 20
 
 
-@pytest.mark.rehearsal
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_shipped_recipe_passes_its_rehearsal(recipe, capsys):
     assert rehearsal_of(recipe) == 0, capsys.readouterr().err
@@ -44,13 +44,13 @@ def test_a_shipped_recipe_passes_its_rehearsal(recipe, capsys):
     assert "not covered" in said
 
 
-@pytest.mark.rehearsal
+@pytest.mark.slow
 def test_a_rehearsal_under_another_strategy_says_which(capsys):
     assert rehearsal_of("recipes/qwen3_0_6b/sft_ddp.yaml", strategy="zero1") == 0
     assert "2 processes under accelerate_configs/zero1.yaml" in capsys.readouterr().out
 
 
-@pytest.mark.rehearsal
+@pytest.mark.slow
 def test_an_adapter_target_that_matches_nothing_fails_the_rehearsal_by_its_name(capsys):
     code = rehearsal_of("recipes/qwen3_0_6b/sft_lora_ddp.yaml", "adapter.targets=[q_porj]", strategy="single")
     said = capsys.readouterr().err
@@ -60,7 +60,7 @@ def test_an_adapter_target_that_matches_nothing_fails_the_rehearsal_by_its_name(
     assert "Traceback" not in said
 
 
-@pytest.mark.rehearsal
+@pytest.mark.slow
 def test_a_chat_template_that_marks_nothing_fails_the_rehearsal_by_its_name(tmp_path, capsys):
     """The markers stand around nothing: no token would carry loss."""
     text = (ROOT / "recipes/chat_templates/chatml.jinja").read_text()
@@ -75,7 +75,7 @@ def test_a_chat_template_that_marks_nothing_fails_the_rehearsal_by_its_name(tmp_
     assert "data.chat_template" in said
 
 
-@pytest.mark.rehearsal
+@pytest.mark.slow
 def test_an_export_with_the_untrained_weights_fails_the_rehearsal(monkeypatch, capsys):
     run = rehearse._run
 
