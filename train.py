@@ -10,7 +10,6 @@ import argparse
 import os
 import sys
 import time
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -161,9 +160,8 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
     for note in notes:
         log.say(note)
     log.say(
-        f"{strategy.name}: {plan.num_processes} processes on {engine.device.type}, precision {recipe.mixed_precision}; "
-        f"{max_steps} steps of {recipe.batch.global_batch_size} sequences ({plan.gradient_accumulation_steps} forwards"
-        f" per process), {steps_per_epoch or 'unknown'} steps an epoch"
+        f"{strategy.name}: {plan.num_processes} processes on {engine.device.type}, precision {recipe.mixed_precision};"
+        f" {describe_batch(recipe, plan)}; {max_steps} steps, {steps_per_epoch or 'an unknown number'} an epoch"
     )
     if recipe.adapter is not None:
         share = f"{engine.num_trained:,} of {engine.num_parameters:,} parameters are trained"
@@ -205,14 +203,15 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
         if step + 1 == max_steps or (every and (step + 1) % every == 0):
             evaluate(step + 1)
 
-    if recipe.adapter is None:
-        dtype = config.dtype or torch.float32
-        write = partial(checkpoint.write_model, config=config, like=Path(name))
-    else:
-        dtype = torch.float32
+    def write(weights: dict[str, torch.Tensor], folder: Path) -> None:
+        if recipe.adapter is None:
+            checkpoint.write_model(weights, folder, config=config, like=Path(name))
+            return
         digest = models.weights_digest(Path(name))
         base = adapters.Base(recipe.model.name_or_path or name, recipe.model.revision, digest)
-        write = partial(adapters.write_adapter, config=config, settings=recipe.adapter, base=base)
+        adapters.write_adapter(weights, folder, config=config, settings=recipe.adapter, base=base)
+
+    dtype = torch.float32 if recipe.adapter else config.dtype or torch.float32
     export = output_dir / "export"
     checkpoint.export(engine.full_parameters(), write, tokenizer, export, dtype=dtype, is_main=engine.is_main)
     log.close()

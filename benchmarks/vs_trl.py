@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import resource
-import shlex
 import statistics
 import subprocess
 import sys
@@ -34,6 +33,7 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+SECTIONS = ("pairs", "profiles", "alone", "launched")
 RESULTS = ROOT / "benchmarks" / "results" / "vs_trl.json"
 PAGE = ROOT / "docs" / "speed.md"
 BEGIN, END = "<!-- vs_trl:begin -->", "<!-- vs_trl:end -->"
@@ -48,6 +48,9 @@ MODELS = {
 BASELINES = {"trl": "TRL", "trl_packing": "TRL, packing=True", "trainer": "Trainer"}
 GOALS = {"trl": 2.0, "trl_packing": 2.0, "trainer": 1.5}
 PRECISIONS = {"no": "fp32", "bf16": "bf16"}
+PARTS = ("head", "matrices", "attention", "optimizer", "rest")
+"""Of a step. `head`: logits and loss, with their gradients, and the embedding, which shares its weight. `matrices`: of
+the layers. `attention`: its kernel."""
 
 SEED, MICRO_BATCH_SIZE, LEARNING_RATE, MAX_LENGTH = 0, 8, 1e-4, 512
 PACKED_LENGTH = 768
@@ -76,6 +79,7 @@ def make_workplace(folder: Path) -> dict[str, Any]:
     from cookbook.data.batches import epoch_order
     from cookbook.data.sets import read_data, tokenize_data
     from cookbook.data.stdlib import load_stdlib
+    from cookbook.data.tokens import TokenSet
     from cookbook.recipe import DataSection, ObjectiveSection, ScratchModel
 
     for name in ("cookbook", "train.py", "accelerate_configs", "ds_configs", "recipes"):
@@ -85,14 +89,15 @@ def make_workplace(folder: Path) -> dict[str, Any]:
     write_lines(folder / "chats.jsonl", chats)
     tokenizer = models.train_tokenizer((message["content"] for row in chats for message in row["messages"]), 4096)
     for name, sizes in MODELS.items():
-        model = models.new_model(
-            ScratchModel(num_key_value_heads=sizes["num_attention_heads"] // 2, **sizes), tokenizer, SEED
-        )
-        model.save_pretrained(folder / name.replace(" ", ""))
-        tokenizer.save_pretrained(folder / name.replace(" ", ""))
-    data, objective = DataSection(train=str(folder / "chats.jsonl"), max_length=MAX_LENGTH), ObjectiveSection()
+        scratch = ScratchModel.model_validate(sizes | {"num_key_value_heads": sizes["num_attention_heads"] // 2})
+        target = folder / folder_of({"model": name})
+        models.new_model(scratch, tokenizer, SEED).save_pretrained(target)
+        tokenizer.save_pretrained(target)
+    data = DataSection.model_validate({"train": str(folder / "chats.jsonl"), "max_length": MAX_LENGTH})
+    objective = ObjectiveSection()
     rows = read_data(data, objective)
     tokens = tokenize_data(rows, tokenizer, data, objective, cache=folder / "cache").train
+    assert isinstance(tokens, TokenSet)
     order = epoch_order(tokens, SEED, 0)
     write_lines(folder / "chats_in_our_order.jsonl", [chats[i] for i in order])
     lengths = tokens.lengths[order[: len(order) // MICRO_BATCH_SIZE * MICRO_BATCH_SIZE]].reshape(-1, MICRO_BATCH_SIZE)
@@ -107,6 +112,11 @@ def make_workplace(folder: Path) -> dict[str, Any]:
     }
 
 
+def folder_of(cell: Cell) -> str:
+    """Of the model, in every run's folder."""
+    return cell["model"].replace(" ", "")
+
+
 def write_lines(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
@@ -117,7 +127,7 @@ def write_recipe(cell: Cell, folder: Path) -> None:
         "strategy": f"accelerate_configs/{cell['strategy']}.yaml",
         "mixed_precision": cell["precision"],
         "seed": SEED,
-        "model": {"name_or_path": cell["model"].replace(" ", "")},
+        "model": {"name_or_path": folder_of(cell)},
         "data": {"train": "chats.jsonl", "max_length": MAX_LENGTH, "packing": True},
         "batch": {
             "global_batch_size": MICRO_BATCH_SIZE * cell["processes"],
@@ -141,7 +151,7 @@ def build_baseline(cell: Cell) -> Any:
 
     disable_progress_bars()
     logging.disable_progress_bar()
-    folder = cell["model"].replace(" ", "")
+    folder = folder_of(cell)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     chats = load_dataset("json", data_files="chats_in_our_order.jsonl", split="train")
@@ -180,7 +190,7 @@ def build_baseline(cell: Cell) -> Any:
             train_dataset=tokens,
             data_collator=DataCollatorForSeq2Seq(tokenizer),
         )
-    from trl import SFTConfig, SFTTrainer
+    from trl import SFTConfig, SFTTrainer  # type: ignore[import-not-found]
 
     arguments = SFTConfig(
         **settings,
@@ -200,6 +210,7 @@ class Ours:
     def __init__(self, cell: Cell) -> None:
         from cookbook import models
         from cookbook.data.sets import read_data, tokenize_data
+        from cookbook.data.tokens import TokenSet
         from cookbook.engine import Engine
         from cookbook.launch import World
         from cookbook.objectives import build_objective
@@ -208,10 +219,12 @@ class Ours:
 
         write_recipe(cell, Path())
         recipe, strategy = load_pair(Path("bench.yaml"))
-        name = recipe.model.name_or_path
+        name = folder_of(cell)
         self.tokenizer = models.load_tokenizer(name, None)
         rows = read_data(recipe.data, recipe.objective)
-        self.tokens = tokenize_data(rows, self.tokenizer, recipe.data, recipe.objective, cache=Path(".cache")).train
+        tokens = tokenize_data(rows, self.tokenizer, recipe.data, recipe.objective, cache=Path(".cache")).train
+        assert isinstance(tokens, TokenSet)
+        self.tokens = tokens
         self.engine = Engine(
             strategy,
             make_plan(recipe, strategy, num_processes=1, num_gpus=0, recipe_name="bench.yaml"),
@@ -257,13 +270,9 @@ class Ours:
 # What a process of its own does.
 
 
-def run_pair(cell: Cell) -> dict[str, Any]:
-    """Their trainer, and ours before (even steps) or after (odd ones) each of its steps, on the same samples."""
-    from transformers import TrainerCallback
-
-    trainer = build_baseline(cell)
-    ours = Ours(cell)
-    collated: deque[list[dict]] = deque()  # the loader runs a batch ahead
+def watch_collator(trainer: Any) -> deque[list[dict]]:
+    """The examples of the coming steps, from when they are collated; the loader runs a batch ahead."""
+    collated: deque[list[dict]] = deque()
     collator = trainer.data_collator
 
     def watch(examples: list[dict]) -> Any:
@@ -271,6 +280,15 @@ def run_pair(cell: Cell) -> dict[str, Any]:
         return collator(examples)
 
     trainer.data_collator = watch
+    return collated
+
+
+def run_pair(cell: Cell) -> dict[str, Any]:
+    """Their trainer, and ours before (even steps) or after (odd ones) each of its steps, on the same samples."""
+    from transformers import TrainerCallback
+
+    trainer, ours = build_baseline(cell), Ours(cell)
+    collated = watch_collator(trainer)
     steps: list[dict[str, float]] = []
 
     class Alternate(TrainerCallback):
@@ -312,6 +330,52 @@ def run_pair(cell: Cell) -> dict[str, Any]:
         "their_first_loss": their_loss,
         "measured": [{key: round(value, 4) for key, value in step.items()} for step in steps],
     }
+
+
+def run_profile(cell: Cell) -> dict[str, Any]:
+    """Where the CPU seconds of the last step go, theirs and ours, by part; and its trained tokens."""
+    from torch.profiler import profile
+    from transformers import TrainerCallback
+
+    trainer, ours = build_baseline(cell), Ours(cell)
+    collated = watch_collator(trainer)
+    found: dict[str, Any] = {}
+
+    class Profile(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            self.samples = ours.samples(collated.popleft())
+            self.profiler = profile(record_shapes=True)
+            self.profiler.start()
+
+        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            self.profiler.stop()
+            with profile(record_shapes=True) as profiler:
+                step = ours.step(self.samples)
+            if state.global_step == cell["steps"]:
+                vocab_size = MODELS[cell["model"]]["vocab_size"]
+                found["ours"], found["theirs"] = (parts(p, vocab_size) for p in (profiler, self.profiler))
+                found["num_targets"] = step["num_targets"]
+
+    trainer.add_callback(Profile())
+    trainer.train()
+    return found
+
+
+def parts(profiler: Any, vocab_size: int) -> dict[str, float]:
+    """CPU seconds of the operations, by part of the model; the head is what has a dimension of the vocabulary."""
+    seconds = dict.fromkeys(PARTS, 0.0)
+    for event in profiler.key_averages(group_by_input_shape=True):
+        name = event.key.lower()
+        if "adam" in name:
+            part = "optimizer"
+        elif "attention" in name:
+            part = "attention"
+        elif any(vocab_size in shape for shape in event.input_shapes if isinstance(shape, list)):
+            part = "head"
+        else:
+            part = "matrices" if name in ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear") else "rest"
+        seconds[part] += event.self_cpu_time_total / 1e6
+    return {part: round(value, 4) for part, value in seconds.items()}
 
 
 def run_theirs(cell: Cell) -> dict[str, Any] | None:
@@ -436,35 +500,43 @@ def run_alone(shared: Path, cell: Cell) -> dict[str, Any]:
     return run_ours(shared, cell) if cell["baseline"] == "ours" else run_worker("theirs", shared, cell)
 
 
-def measure(shared: Path, *, quick: bool, num_jobs: int) -> dict[str, list[dict]]:
-    """All rows. One process needs one core, so `num_jobs` run at a time; those of several processes come last."""
+def measure(sections: Iterable[str], shared: Path, *, quick: bool, num_jobs: int) -> dict[str, list[dict]]:
+    """The rows of the sections; `num_jobs` runs at a time, where a run is one process and so needs one core."""
     kinds = [(model, precision) for model in MODELS for precision in PRECISIONS]
-    kinds = kinds[:1] if quick else kinds
-    num_steps = NUM_WARMUP_STEPS + (4 if quick else 14)
-
-    def cells(names: Iterable[str], num_steps: int) -> list[Cell]:
-        one = {"strategy": "single", "processes": 1, "steps": num_steps}
-        return [{"model": m, "precision": p, "baseline": name, **one} for m, p in kinds for name in names]
-
-    with ThreadPoolExecutor(num_jobs) as pool:
-        pairs = pool.map(partial(attempt, partial(run_worker, "pair"), shared), cells(BASELINES, num_steps))
-        alone = pool.map(partial(attempt, run_alone, shared), cells(["ours", *BASELINES], 2))
+    one = {"strategy": "single", "processes": 1}
     two = {"model": "5 M", "precision": "no", "processes": 2, "steps": NUM_WARMUP_STEPS + 7}
-    launched = [
-        attempt(run_alone, shared, {**two, "strategy": strategy, "round": number, "baseline": name})
-        for strategy in ("ddp", "zero2")
-        for number in range(1 if quick else 2)
-        for name in ("ours", "trl")
-    ]
-    return {"pairs": list(pairs), "alone": list(alone), "launched": launched}
+
+    def cells(names: Iterable[str], num_steps: int, precisions: Iterable[str] = PRECISIONS) -> list[Cell]:
+        chosen = [kind for kind in kinds[: 1 if quick else None] if kind[1] in precisions]
+        settings = {"steps": num_steps, **one}
+        return [{"model": m, "precision": p, "baseline": name, **settings} for m, p in chosen for name in names]
+
+    plans: dict[str, tuple[Run, list[Cell]]] = {
+        "pairs": (partial(run_worker, "pair"), cells(BASELINES, NUM_WARMUP_STEPS + (4 if quick else 14))),
+        "profiles": (partial(run_worker, "profile"), cells(BASELINES, 3, ["no"])),
+        "alone": (run_alone, cells(["ours", *BASELINES], 2)),
+        "launched": (
+            run_alone,
+            [
+                {**two, "strategy": strategy, "round": number, "baseline": name}
+                for strategy in ("ddp", "zero2")
+                for number in range(1 if quick else 2)
+                for name in ("ours", "trl")
+            ],
+        ),
+    }
+    rows = {}
+    for section in sections:
+        run, todo = plans[section]
+        with ThreadPoolExecutor(1 if section == "launched" else num_jobs) as pool:
+            rows[section] = list(pool.map(partial(attempt, run, shared), todo))
+    return rows
 
 
 def environment() -> dict[str, Any]:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
-        "command": shlex.join(["python", "benchmarks/vs_trl.py", *sys.argv[1:]]),
-        "date": date.today().isoformat(),
         "hardware": {"cpu": names[0], "cores": os.cpu_count(), "machine": platform.machine(), "gpu": None},
         "versions": {name: version(name) for name in PACKAGES},
     }
@@ -518,7 +590,7 @@ def speed_table(rows: list[dict]) -> list[str]:
     return lines
 
 
-def alone_table(rows: list[dict], key: str, form: str) -> list[str]:
+def alone_table(key: str, form: str, rows: list[dict]) -> list[str]:
     """One quantity of the runs alone."""
     names = {"ours": "ours"} | BASELINES
     lines = [f"| model | precision | {' | '.join(names.values())} |", "|---|---" + "|---" * len(names) + "|"]
@@ -550,37 +622,44 @@ def launched_table(rows: list[dict]) -> list[str]:
     return lines
 
 
+def profile_table(rows: list[dict]) -> list[str]:
+    """CPU milliseconds for 1,000 trained tokens, by part. Ours on the samples of TRL's step."""
+    lines = [f"| model | | {' | '.join(PARTS)} | sum |", "|---|---" + "|---" * (len(PARTS) + 1) + "|"]
+    for row in rows:
+        if "failed" in row:
+            lines.append(f"| {row['model']} | {BASELINES[row['baseline']]} | did not run: {row['failed']} |")
+            continue
+        sides = [("ours", row["ours"])] if row["baseline"] == "trl" else []
+        for name, seconds in [*sides, (BASELINES[row["baseline"]], row["theirs"])]:
+            values = [1e6 * value / row["num_targets"] for value in (*seconds.values(), sum(seconds.values()))]
+            lines.append(f"| {row['model']} | {name} | {' | '.join(f'{value:,.0f}' for value in values)} |")
+    return lines
+
+
 def render(results: dict[str, Any]) -> str:
     """The part of docs/speed.md between the marks."""
     data, hardware = results["data"], results["hardware"]
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
-    efficiency = f"{data['padding_efficiency']:.0%}"
-    return "\n".join(
-        [
-            f"{results['date']}, {hardware['cores']} cores of {hardware['cpu']}, **no GPU**, load {results['load']} at"
-            f" the start; {results['minutes']:.0f} minutes. {versions}.",
-            "",
-            f"{data['chats']:,} chats from {data['source']}; tokens of a chat: mean {data['mean_tokens']}, median"
-            f" {data['median_tokens']:.0f}, at most {data['max_tokens']}; {data['label_share']:.0%} of them carry loss."
-            f" Of a batch of {MICRO_BATCH_SIZE} padded to its longest, {efficiency} are tokens.",
-            "",
-            "### One process: trained tokens a second of CPU time",
-            "",
-            *speed_table(results["pairs"]),
-            "",
-            "### One process: CPU seconds from its start to the end of step 1",
-            "",
-            *alone_table(results["alone"], "first_step_seconds", ".1f"),
-            "",
-            "### One process: peak resident memory in two steps, GiB",
-            "",
-            *alone_table(results["alone"], "peak_memory_gib", ".2f"),
-            "",
-            "### Two processes: seconds a step by the clock, 5 M, fp32",
-            "",
-            *launched_table(results["launched"]),
-        ]
-    )
+    lines = [
+        f"{hardware['cores']} cores of {hardware['cpu']}, **no GPU**; {versions}.",
+        "",
+        f"{data['chats']:,} chats from {data['source']}. Tokens of a chat: mean {data['mean_tokens']:.0f}, median"
+        f" {data['median_tokens']:.0f}, at most {data['max_tokens']}; {data['label_share']:.0%} of them carry loss. Of"
+        f" a batch of {MICRO_BATCH_SIZE} padded to its longest, {data['padding_efficiency']:.0%} are tokens.",
+    ]
+    tables: list[tuple[str, str, Callable[[list[dict]], list[str]]]] = [
+        ("pairs", "One process: trained tokens a CPU second", speed_table),
+        ("profiles", "Where the time goes: CPU ms for 1,000 trained tokens, one step in fp32", profile_table),
+        ("alone", "CPU seconds from start to the end of step 1", partial(alone_table, "first_step_seconds", ".1f")),
+        ("alone", "Peak resident memory of two steps, GiB", partial(alone_table, "peak_memory_gib", ".2f")),
+        ("launched", "Two processes: seconds of a step by the clock, 5 M, fp32", launched_table),
+    ]
+    for section, title, table in tables:
+        if section in results:
+            when = results["measured"][section]
+            lines += ["", f"### {title}", "", *table(results[section])]
+            lines += ["", f"`{when['command']}`, {when['date']}, load of the machine {when['load']} at the start."]
+    return "\n".join(lines)
 
 
 def write_page(results: dict[str, Any]) -> None:
@@ -593,27 +672,43 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Our training beside TRL's and transformers' on this CPU.")
     parser.add_argument("--quick", action="store_true", help="the small model in fp32, few steps; writes nothing")
     parser.add_argument("--jobs", type=int, default=1, help="runs of one process at a time; at most one for each core")
+    parser.add_argument("--only", choices=SECTIONS, help="measure this section again and keep the others")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         kind, cell = arguments.worker
-        found = {"pair": run_pair, "theirs": run_theirs}[kind](json.loads(cell))
+        found = {"pair": run_pair, "profile": run_profile, "theirs": run_theirs}[kind](json.loads(cell))
         if found is not None:
             Path("result.json").write_text(json.dumps(found), encoding="utf-8")
         return
+    sections = [arguments.only] if arguments.only else SECTIONS
+    started = time.monotonic()
+    when = {
+        "command": " ".join(["python benchmarks/vs_trl.py", *sys.argv[1:]]),
+        "date": date.today().isoformat(),
+        "load": round(os.getloadavg()[0], 1),
+    }
     with tempfile.TemporaryDirectory(prefix="vs_trl-") as base:
         shared = Path(base) / "shared"
         shared.mkdir()
-        started, load = time.monotonic(), os.getloadavg()[0]
-        data = make_workplace(shared)
-        rows = measure(shared, quick=arguments.quick, num_jobs=arguments.jobs)
-    minutes = (time.monotonic() - started) / 60
-    results = {**environment(), "minutes": round(minutes, 1), "load": round(load, 1), "data": data, **rows}
+        results = {**environment(), "data": make_workplace(shared)}
+        rows = measure(sections, shared, quick=arguments.quick, num_jobs=arguments.jobs)
+    when["minutes"] = round((time.monotonic() - started) / 60, 1)
+    results |= {"measured": dict.fromkeys(sections, when), **rows}
+    if arguments.only and not arguments.quick:
+        results = merged(json.loads(RESULTS.read_text()), results)
     if arguments.quick:
         print(render(results))
     else:
         write_results(results)
         write_page(results)
+
+
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """`old` with the sections of `new`, which must be of the same versions, machine and data."""
+    for key in ("versions", "hardware", "data"):
+        assert old[key] == new[key], f"{key} is {new[key]}, and the other sections are of {old[key]}"
+    return {**old, **new, "measured": old["measured"] | new["measured"]}
 
 
 if __name__ == "__main__":

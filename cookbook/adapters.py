@@ -116,15 +116,16 @@ def _draw_first_weights(model: PreTrainedModel, seed: int) -> None:
             continue
         base: Any = layer.get_base_layer()
         num_inputs: int = base.in_features
-        for a in layer.lora_A.values():
+        matrices: list[Any] = list(layer.lora_A.values())
+        for a in matrices:
             # Of a matrix that is cut along its inputs, peft 0.21.2 notes the size of a piece, and is then misled by it.
             a.in_features = num_inputs
             first = torch.empty(a.out_features, num_inputs)
             first.uniform_(-(num_inputs**-0.5), num_inputs**-0.5, generator=generator)
-            weight: Any = a.weight
-            if isinstance(weight, DTensor):
-                first = distribute_tensor(first, weight.device_mesh, weight.placements, src_data_rank=None)
-            a.weight = torch.nn.Parameter(first.to(weight.device, weight.dtype))
+            old = a.weight
+            if isinstance(old, DTensor):
+                first = distribute_tensor(first, old.device_mesh, old.placements, src_data_rank=None)
+            a.weight = torch.nn.Parameter(first.to(old.device, old.dtype))
 
 
 def quantization_options(settings: AdapterSection | None, mixed_precision: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from filelock import FileLock
@@ -199,3 +200,21 @@ class Lab:
                 command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=900
             )
         (folder / "exit_code").write_text(str(done.returncode))
+
+    def held_out_loss(self, model: Any, tokenizer: Any) -> tuple[float, int]:
+        """The library's own loss, one sample at a time, on the rows that every run evaluates; and their targets."""
+        import torch
+
+        rows = [json.loads(line) for line in (self.folder / "chats.jsonl").read_text().splitlines()][:21]
+        loss_sum, count = 0.0, 0
+        for row in rows:
+            encoded = tokenizer.apply_chat_template(
+                row["messages"], return_assistant_tokens_mask=True, return_dict=True, max_length=96, truncation=True
+            )
+            ids = torch.tensor([encoded["input_ids"]])
+            labels = ids.masked_fill(torch.tensor([encoded["assistant_masks"]]) == 0, -100)
+            num_targets = int((labels[:, 1:] != -100).sum())
+            with torch.no_grad():
+                loss_sum += float(model(input_ids=ids, labels=labels).loss) * num_targets
+            count += num_targets
+        return loss_sum / count, count

@@ -1,7 +1,7 @@
 """A strategy changes speed and memory, never the curve: every shipped strategy against one process, step by step.
 
 Real processes through `accelerate launch`, real DDP, FSDP, DeepSpeed and tensor parallel, no GPU. Run alone:
-pytest tests/test_equivalence.py        (make matrix also writes the README's table from the results)
+pytest -m "slow or not slow" tests/test_equivalence.py      (make matrix also writes the README's table)
 """
 
 import json
@@ -95,12 +95,14 @@ def test_two_processes_without_clipping_end_in_bitwise_the_same_weights(lab: Lab
     assert [name for name in ours if not np.array_equal(ours[name], theirs[name])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "processes"), [("ddp", 1), ("ddp", 4), ("fsdp2", 1)])
 def test_the_number_of_processes_does_not_change_the_curve(lab: Lab, strategy: str, processes: int):
     found = distance(lab.run(strategy, SGD, processes=processes), lab.run("single", SGD))
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
 
 
+@pytest.mark.slow
 def test_zero3_gives_the_same_curve_when_every_parameter_is_released_after_use(lab: Lab):
     """The shipped file keeps parameters below 100,000 elements whole, and this model has no larger one."""
     released = lab.derive("zero3", stage3_param_persistence_threshold=0)
@@ -108,6 +110,7 @@ def test_zero3_gives_the_same_curve_when_every_parameter_is_released_after_use(l
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
 
 
+@pytest.mark.slow
 def test_tensor_parallel_accumulates_right_where_transformers_sums_gradients_of_whole_parameters(lab: Lab):
     """Qwen3's norms of queries and keys: summed again with each micro-batch, they were off by 9e-3."""
     settings = {"model.from_scratch.model_type": "qwen3"}
@@ -115,6 +118,7 @@ def test_tensor_parallel_accumulates_right_where_transformers_sums_gradients_of_
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size", ["8", "1"])
 def test_the_micro_batch_size_does_not_change_the_curve(lab: Lab, micro_batch_size: str):
     curve = lab.run("single", {"batch.micro_batch_size": micro_batch_size})
@@ -122,6 +126,7 @@ def test_the_micro_batch_size_does_not_change_the_curve(lab: Lab, micro_batch_si
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_gradient_checkpointing_does_not_change_the_curve(lab: Lab, strategy: str):
     curve = lab.run(strategy, {"model.gradient_checkpointing": "true"}, processes=2)
@@ -132,6 +137,7 @@ def test_gradient_checkpointing_does_not_change_the_curve(lab: Lab, strategy: st
 # Where bf16 rounds differs: autocast rounds the inputs of each matrix product (single, ddp, tp), FSDP and ZeRO round
 # the weights once and every operation after. 8 bits of mantissa are 4e-3 relative; over 20 steps the curves of this
 # model of three layers stay in a band of 5e-3 in loss and 2e-2 in norm.
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "fsdp2", "zero3"])
 def test_bf16_stays_in_a_band_around_the_float32_curve(lab: Lab, strategy: str):
     model = {"model.from_scratch.num_hidden_layers": "3"}
@@ -182,25 +188,13 @@ def test_a_strategy_that_falls_back_to_ddp_is_refused(lab: Lab, strategy: str):
 @pytest.mark.parametrize("strategy", ["single", "fsdp1", "fsdp2_offload", "hsdp", "tp", "zero2_offload", "zero3"])
 def test_the_saved_model_has_the_held_out_loss_of_the_run(lab: Lab, strategy: str):
     """Reopened by plain transformers, one sample at a time, with the library's own loss."""
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     processes = {"single": None, "hsdp": 4}.get(strategy, 2)
     curve = lab.run(strategy, {"batch.micro_batch_size": "2"} if strategy == "hsdp" else SGD, processes=processes)
     model = AutoModelForCausalLM.from_pretrained(curve.folder / "export").eval()
     tokenizer = AutoTokenizer.from_pretrained(curve.folder / "export")
-    rows = [json.loads(line) for line in (lab.folder / "chats.jsonl").read_text().splitlines()][:21]
-    loss_sum, count = 0.0, 0
-    for row in rows:
-        encoded = tokenizer.apply_chat_template(
-            row["messages"], return_assistant_tokens_mask=True, return_dict=True, max_length=96, truncation=True
-        )
-        ids = torch.tensor([encoded["input_ids"]])
-        labels = ids.masked_fill(torch.tensor([encoded["assistant_masks"]]) == 0, -100)
-        num_targets = int((labels[:, 1:] != -100).sum())
-        with torch.no_grad():
-            loss_sum += float(model(input_ids=ids, labels=labels).loss) * num_targets
-        count += num_targets
+    found_loss, count = lab.held_out_loss(model, tokenizer)
     _, expected, num_tokens = curve.evaluations[-1]
     assert count == num_tokens
-    assert loss_sum / count == pytest.approx(expected, abs=2e-6)
+    assert found_loss == pytest.approx(expected, abs=2e-6)
