@@ -196,7 +196,7 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
                 "step_seconds": seconds,
                 "tokens_per_second": batch.num_tokens / seconds,
                 "peak_memory_gib": engine.max_over_processes(metrics.peak_memory_gib(engine.device)),
-                **flops.mfu(batch.num_tokens, batch.num_samples, seconds, plan.num_processes),
+                **flops.mfu(batch.num_tokens, batch.num_sequences, seconds, plan.num_processes),
             }
         )
         every = recipe.run.eval_every_steps
@@ -205,11 +205,12 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
 
     def write(weights: dict[str, torch.Tensor], folder: Path) -> None:
         if recipe.adapter is None:
-            checkpoint.write_model(weights, folder, config=config, like=Path(name))
-            return
-        digest = models.weights_digest(Path(name))
-        base = adapters.Base(recipe.model.name_or_path or name, recipe.model.revision, digest)
-        adapters.write_adapter(weights, folder, config=config, settings=recipe.adapter, base=base)
+            checkpoint.write_model(weights, folder, config=config)
+        else:
+            revision = recipe.model.revision or models.revision_of(name)
+            base = adapters.Base(recipe.model.name_or_path or name, revision, models.weights_digest(Path(name)))
+            adapters.write_adapter(weights, folder, config=config, settings=recipe.adapter, base=base)
+        checkpoint.write_generation_config(folder, like=Path(name), end_of_turn=models.end_of_turn(tokenizer))
 
     dtype = torch.float32 if recipe.adapter else config.dtype or torch.float32
     export = output_dir / "export"

@@ -45,17 +45,20 @@ MODELS = {
         vocab_size=32000, hidden_size=512, intermediate_size=1408, num_hidden_layers=11, num_attention_heads=8
     ),
 }
-BASELINES = {"trl": "TRL", "trl_packing": "TRL, packing=True", "trainer": "Trainer"}
-GOALS = {"trl": 2.0, "trl_packing": 2.0, "trainer": 1.5}
+BASELINES = {"trl": "TRL", "trl_packing": "TRL, 1 packed row", "trainer": "Trainer"}
+EIGHT_ROWS = {"trl_8_packed_rows": "TRL, 8 packed rows"}
+"""With the small model only: a step has 4,096 tokens."""
+NAMES = {"ours": "ours"} | BASELINES | EIGHT_ROWS
+GOALS = {"trl": 2.0, "trl_packing": 2.0, "trl_8_packed_rows": 2.0, "trainer": 1.5}
 PRECISIONS = {"no": "fp32", "bf16": "bf16"}
 PARTS = ("head", "matrices", "attention", "optimizer", "rest")
 """Of a step. `head`: logits and loss, with their gradients, and the embedding, which shares its weight. `matrices`: of
 the layers. `attention`: its kernel."""
 
 SEED, MICRO_BATCH_SIZE, LEARNING_RATE, MAX_LENGTH = 0, 8, 1e-4, 512
-PACKED_LENGTH = 768
-"""Tokens of TRL's packed row, one a step: as many as eight samples have. At its default, 8 rows of 1024, it is slower:
-on CPU it builds one mask over all of a batch."""
+PACKED_ROWS = {"trl_packing": (1, 768), "trl_8_packed_rows": (8, 512)}
+"""Rows of a step and tokens of a row under TRL's packing: as many tokens as eight samples have, which is kind to it, or
+eight rows. On CPU it makes one mask over all of a batch, and its own defaults are 8 rows of 1024."""
 CHARACTERS = (80, 400)
 """Of an answer. Padding then wastes no more than with GSM8K's chats (65 % of a batch are tokens there)."""
 MAX_CELL_SECONDS = 360
@@ -155,10 +158,11 @@ def build_baseline(cell: Cell) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     chats = load_dataset("json", data_files="chats_in_our_order.jsonl", split="train")
-    is_packing = cell["baseline"] == "trl_packing"
+    is_packing = cell["baseline"] in PACKED_ROWS
+    num_rows, max_length = PACKED_ROWS.get(cell["baseline"], (MICRO_BATCH_SIZE, MAX_LENGTH))
     settings = dict(
         output_dir="outputs/theirs",
-        per_device_train_batch_size=1 if is_packing else MICRO_BATCH_SIZE,
+        per_device_train_batch_size=num_rows,
         max_steps=cell["steps"],
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
@@ -196,7 +200,7 @@ def build_baseline(cell: Cell) -> Any:
         **settings,
         assistant_only_loss=True,
         packing=is_packing,
-        max_length=PACKED_LENGTH if is_packing else MAX_LENGTH,
+        max_length=max_length,
     )
     return SFTTrainer(model=model, args=arguments, train_dataset=chats, processing_class=tokenizer)
 
@@ -333,7 +337,7 @@ def run_pair(cell: Cell) -> dict[str, Any]:
 
 
 def run_profile(cell: Cell) -> dict[str, Any]:
-    """Where the CPU seconds of the last step go, theirs and ours, by part; and its trained tokens."""
+    """Where the time of the last step goes, theirs and ours, by part, in seconds by the clock."""
     from torch.profiler import profile
     from transformers import TrainerCallback
 
@@ -362,7 +366,7 @@ def run_profile(cell: Cell) -> dict[str, Any]:
 
 
 def parts(profiler: Any, vocab_size: int) -> dict[str, float]:
-    """CPU seconds of the operations, by part of the model; the head is what has a dimension of the vocabulary."""
+    """Seconds of the operations, by part of the model; the head is what has a dimension of the vocabulary."""
     seconds = dict.fromkeys(PARTS, 0.0)
     for event in profiler.key_averages(group_by_input_shape=True):
         name = event.key.lower()
@@ -503,6 +507,7 @@ def run_alone(shared: Path, cell: Cell) -> dict[str, Any]:
 def measure(sections: Iterable[str], shared: Path, *, quick: bool, num_jobs: int) -> dict[str, list[dict]]:
     """The rows of the sections; `num_jobs` runs at a time, where a run is one process and so needs one core."""
     kinds = [(model, precision) for model in MODELS for precision in PRECISIONS]
+    num_steps = NUM_WARMUP_STEPS + (4 if quick else 14)
     one = {"strategy": "single", "processes": 1}
     two = {"model": "5 M", "precision": "no", "processes": 2, "steps": NUM_WARMUP_STEPS + 7}
 
@@ -512,7 +517,10 @@ def measure(sections: Iterable[str], shared: Path, *, quick: bool, num_jobs: int
         return [{"model": m, "precision": p, "baseline": name, **settings} for m, p in chosen for name in names]
 
     plans: dict[str, tuple[Run, list[Cell]]] = {
-        "pairs": (partial(run_worker, "pair"), cells(BASELINES, NUM_WARMUP_STEPS + (4 if quick else 14))),
+        "pairs": (
+            partial(run_worker, "pair"),
+            cells(BASELINES, num_steps) + [c for c in cells(EIGHT_ROWS, num_steps) if c["model"] == "5 M"],
+        ),
         "profiles": (partial(run_worker, "profile"), cells(BASELINES, 3, ["no"])),
         "alone": (run_alone, cells(["ours", *BASELINES], 2)),
         "launched": (
@@ -571,7 +579,7 @@ def speed_table(rows: list[dict]) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        head = f"| {row['model']} | {PRECISIONS[row['precision']]} | {BASELINES[row['baseline']]} |"
+        head = f"| {row['model']} | {PRECISIONS[row['precision']]} | {NAMES[row['baseline']]} |"
         if "failed" in row:
             lines.append(f"{head} - | did not run: {row['failed']} | | | | | |")
             continue
@@ -592,8 +600,11 @@ def speed_table(rows: list[dict]) -> list[str]:
 
 def alone_table(key: str, form: str, rows: list[dict]) -> list[str]:
     """One quantity of the runs alone."""
-    names = {"ours": "ours"} | BASELINES
-    lines = [f"| model | precision | {' | '.join(names.values())} |", "|---|---" + "|---" * len(names) + "|"]
+    names = ["ours", *BASELINES]
+    lines = [
+        f"| model | precision | {' | '.join(NAMES[name] for name in names)} |",
+        "|---|---" + "|---" * len(names) + "|",
+    ]
     for model, precision in dict.fromkeys((row["model"], row["precision"]) for row in rows):
         found = {row["baseline"]: row for row in rows if (row["model"], row["precision"]) == (model, precision)}
         cells = [f"{found[name][key]:{form}}" if found[name].get(key) else "did not run" for name in names]
@@ -623,16 +634,16 @@ def launched_table(rows: list[dict]) -> list[str]:
 
 
 def profile_table(rows: list[dict]) -> list[str]:
-    """CPU milliseconds for 1,000 trained tokens, by part. Ours on the samples of TRL's step."""
-    lines = [f"| model | | {' | '.join(PARTS)} | sum |", "|---|---" + "|---" * (len(PARTS) + 1) + "|"]
+    """Shares of the time of a step. Ours on the samples of TRL's step."""
+    lines = [f"| model | | {' | '.join(PARTS)} |", "|---|---" + "|---" * len(PARTS) + "|"]
     for row in rows:
         if "failed" in row:
-            lines.append(f"| {row['model']} | {BASELINES[row['baseline']]} | did not run: {row['failed']} |")
+            lines.append(f"| {row['model']} | {NAMES[row['baseline']]} | did not run: {row['failed']} |")
             continue
         sides = [("ours", row["ours"])] if row["baseline"] == "trl" else []
-        for name, seconds in [*sides, (BASELINES[row["baseline"]], row["theirs"])]:
-            values = [1e6 * value / row["num_targets"] for value in (*seconds.values(), sum(seconds.values()))]
-            lines.append(f"| {row['model']} | {name} | {' | '.join(f'{value:,.0f}' for value in values)} |")
+        for name, seconds in [*sides, (NAMES[row["baseline"]], row["theirs"])]:
+            shares = " | ".join(f"{value / sum(seconds.values()):.0%}" for value in seconds.values())
+            lines.append(f"| {row['model']} | {name} | {shares} |")
     return lines
 
 
@@ -649,7 +660,7 @@ def render(results: dict[str, Any]) -> str:
     ]
     tables: list[tuple[str, str, Callable[[list[dict]], list[str]]]] = [
         ("pairs", "One process: trained tokens a CPU second", speed_table),
-        ("profiles", "Where the time goes: CPU ms for 1,000 trained tokens, one step in fp32", profile_table),
+        ("profiles", "Where the time of a step goes, fp32", profile_table),
         ("alone", "CPU seconds from start to the end of step 1", partial(alone_table, "first_step_seconds", ".1f")),
         ("alone", "Peak resident memory of two steps, GiB", partial(alone_table, "peak_memory_gib", ".2f")),
         ("launched", "Two processes: seconds of a step by the clock, 5 M, fp32", launched_table),

@@ -11,12 +11,14 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import Embedding
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from cookbook.files import RecipeError
 from cookbook.recipe import AdapterSection
 
 ADAPTER = "default"
+ALL_LINEAR = "all-linear"
 BASE_RECORD = "base_model.json"
 
 
@@ -36,7 +38,7 @@ def lora_config(settings: AdapterSection, base: Base | None = None) -> LoraConfi
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a float serves as well
         lora_dropout=settings.dropout,
-        target_modules=settings.targets,
+        target_modules=ALL_LINEAR if settings.targets == [ALL_LINEAR] else settings.targets,
         modules_to_save=settings.modules_to_save or None,
         use_dora=settings.name == "dora",
         use_rslora=settings.rslora,
@@ -53,14 +55,18 @@ def check_names(config: PreTrainedConfig, settings: AdapterSection) -> None:
         RecipeError: every name that matches nothing, or nothing that can be adapted.
     """
     model = _empty_model(config)
-    leaves: dict[str, set[type]] = {}
+    leaves: dict[str, list[torch.nn.Module]] = {}
     for name, module in model.named_modules():
-        leaves.setdefault(name.rpartition(".")[2], set()).add(type(module))
-    linear = sorted(leaf for leaf, kinds in leaves.items() if kinds == {torch.nn.Linear})
-    head = _head_name(model)
+        leaves.setdefault(name.rpartition(".")[2], []).append(module)
+    head = model.get_output_embeddings()
+    linear = [leaf for leaf, found in leaves.items() if all(type(module) is torch.nn.Linear for module in found)]
+    # peft takes every module whose name ends so: of a layer's parts that would be more than was named.
+    whole = [
+        leaf for leaf, (first, *more) in leaves.items() if not more and (first is head or type(first) is Embedding)
+    ]
     mistakes = []
-    for target in settings.targets if isinstance(settings.targets, list) else []:
-        if target == head:
+    for target in settings.targets if settings.targets not in (ALL_LINEAR, [ALL_LINEAR]) else []:
+        if leaves.get(target) == [head]:
             mistakes.append(
                 f"adapter.targets has {target!r}, the output head, which computes the loss as a whole; to train it,"
                 f" write adapter.modules_to_save: [{target}]"
@@ -68,15 +74,15 @@ def check_names(config: PreTrainedConfig, settings: AdapterSection) -> None:
         elif target not in linear:
             mistakes.append(
                 f"adapter.targets has {target!r}, which is no linear layer of {type(model).__name__}; it has"
-                f" {', '.join(leaf for leaf in linear if leaf != head)}"
+                f" {', '.join(leaf for leaf in linear if leaves[leaf] != [head])}"
             )
     for name in settings.modules_to_save:
-        if name not in leaves:
+        if name not in whole:
             mistakes.append(
-                f"adapter.modules_to_save has {name!r}, which {type(model).__name__} does not have; it has"
-                f" {', '.join(sorted(leaf for leaf in leaves if leaf and not leaf.isdigit()))}"
+                f"adapter.modules_to_save has {name!r}; of {type(model).__name__} these can be trained whole:"
+                f" {', '.join(whole)}"
             )
-        elif config.tie_word_embeddings and name in (head, "embed_tokens"):
+        elif config.tie_word_embeddings:
             mistakes.append(
                 f"adapter.modules_to_save has {name!r}, but embedding and head of this model are one matrix: trained"
                 " apart they would no longer be. Take it out, or train all weights without an adapter"
@@ -100,8 +106,9 @@ def add_adapter(model: PreTrainedModel, settings: AdapterSection, *, seed: int) 
             parameter.data = parameter.data.float()
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            # bitsandbytes 0.50 repacks the weights in place in the first forward in eval mode on such a CPU
-            # (nn/modules.py, Linear4bit.forward). What ZeRO-3 and FSDP2 gather later is not repacked, and read wrongly.
+            # On such a CPU the first forward in eval mode would repack the weights in place, for kernels that have no
+            # backward: training after an evaluation would go without their gradients (bitsandbytes 0.50,
+            # nn/modules.py, Linear4bit.forward).
             module.support_avx512bf16_for_cpu = False
 
 
@@ -141,6 +148,8 @@ def quantization_options(settings: AdapterSection | None, mixed_precision: str) 
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=compute,
+        # Stored as bytes, the weights would be left out of FSDP2's sharding (accelerate/utils/fsdp_utils.py:797).
+        bnb_4bit_quant_storage=compute,
     )
     return {"quantization_config": config}
 
@@ -170,8 +179,3 @@ def write_adapter(
 def _empty_model(config: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
-
-
-def _head_name(model: PreTrainedModel) -> str | None:
-    head = model.get_output_embeddings()
-    return next((name.rpartition(".")[2] for name, module in model.named_modules() if module is head), None)

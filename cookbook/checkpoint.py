@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 
 def export(
@@ -48,16 +54,25 @@ def export(
         raise
 
 
-def write_model(weights: dict[str, torch.Tensor], folder: Path, *, config: PreTrainedConfig, like: Path) -> None:
-    """A whole model as `from_pretrained` reads it, all weights in one dtype.
-
-    Args:
-        like: the folder of the model that was trained; how to generate is taken over from it.
-    """
+def write_model(weights: dict[str, torch.Tensor], folder: Path, *, config: PreTrainedConfig) -> None:
+    """A whole model as `from_pretrained` reads it, all weights in one dtype."""
     dtype = next(iter(weights.values())).dtype
     # An empty twin writes the files: the trained model's own save_pretrained would gather again, on one process.
     with torch.device("meta"):
         twin = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](copy.deepcopy(config)).to(dtype)
     twin.save_pretrained(folder, state_dict=weights)
+
+
+def write_generation_config(folder: Path, *, like: Path, end_of_turn: int | None) -> None:
+    """How to generate, taken over from the model that was trained; it also stops at the end of a turn, which a base
+    model never learned to do, and its own configuration does not name.
+    """
+    config = GenerationConfig()
     if (like / "generation_config.json").is_file():
-        shutil.copyfile(like / "generation_config.json", folder / "generation_config.json")
+        config = GenerationConfig.from_pretrained(like)
+    elif (like / "config.json").is_file():
+        config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(like))
+    own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    ends = list(dict.fromkeys(token for token in (*own, end_of_turn) if token is not None))
+    config.eos_token_id = ends if len(ends) > 1 else ends[0] if ends else None
+    config.save_pretrained(folder)

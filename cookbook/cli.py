@@ -114,7 +114,7 @@ def launch_run(arguments: argparse.Namespace) -> int:
         raise RecipeError([f"--processes is {count}; it must be at least 1"])
     make_plan(recipe, strategy, num_processes=count, num_gpus=gpus, recipe_name=str(arguments.recipe))
     command = launch_command(str(arguments.recipe), strategy, num_processes=count, assignments=arguments.assignments)
-    if not gpus and not arguments.dry_run and read_needs(read_label(arguments.recipe)).num_gpus:
+    if not arguments.dry_run and gpus < (read_needs(read_label(arguments.recipe)).num_gpus or 0):
         raise RecipeError([what_it_takes(arguments.recipe), f"To run it here all the same: {show_command(command)}"])
     for source in () if recipe.data.streaming else (*recipe.data.train, *recipe.data.eval.values()):
         if Path(source.path).exists():
@@ -233,12 +233,17 @@ def sample_model(arguments: argparse.Namespace) -> int:
     if not num_gpus():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, imported by generate, warns on stdout
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to("cuda" if num_gpus() else "cpu").eval()
+    opener: Any = AutoModelForCausalLM
+    if (folder / "adapter_config.json").is_file():
+        from peft import AutoPeftModelForCausalLM as opener  # takes the base model's revision from the adapter
+    model = opener.from_pretrained(folder, dtype="auto").to("cuda" if num_gpus() else "cpu").eval()
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     if tokenizer.chat_template:
         chat = [{"role": "user", "content": arguments.prompt}]
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")

@@ -301,6 +301,7 @@ _EXPECTED = {
     "model_type": "a section of `key: value` lines",
     "tuple_type": "a list",
     "list_type": "a list",
+    "dict_type": "a section of `key: value` lines",
 }
 
 
@@ -322,13 +323,13 @@ def _word(document: Document, model: type[BaseModel], problem: Any, owned_elsewh
         return f"{place}: is missing; " + (f'write "auto": {owner}' if owner else "this key has no default")
     if kind == "value_error":
         said = str(context["error"])
-        return f"{place} {said}" if said.startswith("is ") else f"{place}: {said}"
+        return f"{place} {said}" if said.startswith(("is ", "has ")) else f"{place}: {said}"
     if value is None:
         return f"{place} is empty; write a value, or leave the key out for its default"
     if kind == "literal_error" and owner:
         return f'{place} is {show(value)}; write "auto": {owner}'
     if kind == "literal_error":
-        expected = context["expected"].replace("False", "false")
+        expected = context["expected"].replace("False", "false").replace("True", "true")
         choices = {word.strip("' ").lower(): word for word in re.split(r", | or ", expected)}
         if value is False and "no" in choices:
             return f"{place} is false (YAML reads a bare no so); write {choices['no']} in quotes"

@@ -72,10 +72,10 @@ def _facts() -> dict[str, Any]:
 
 def what_it_takes(path: Path) -> str:
     """For a machine that cannot train this recipe: what it would take, and what to do instead."""
-    label, needs = read_label(path), read_needs(read_label(path))
+    label = read_label(path)
     lines = [f"{path} needs {label.get('Needs', 'hardware that its label does not name')}", "Instead, here:"]
     lines.append(f"  make rehearse RECIPE={path}    the same strategy and kind of model, tiny, on this CPU")
-    lines += [f"  {_run_line(other)}    {what}" for other, what in _smaller(path, needs)]
+    lines += [f"  {_run_line(other)}    {what}" for other, what in _smaller(path, read_needs(label))]
     return "\n".join(lines)
 
 

@@ -21,7 +21,7 @@ def merge(run: Path, dtype: str | None) -> int:
     """Writes `merged/` beside the run's `export/`, and reopens it. Returns the exit code.
 
     Merging happens in float32 on the CPU; the result is stored in `dtype`, or in the base model's own. Of qlora, the
-    base is the unquantised model, as its authors do.
+    base is the unquantised model.
 
     Raises:
         RecipeError: no adapter there, or its base model is not the one that it was trained on.
@@ -46,6 +46,7 @@ def merge(run: Path, dtype: str | None) -> int:
     shutil.rmtree(build, ignore_errors=True)
     merged.to(stored).save_pretrained(build)
     AutoTokenizer.from_pretrained(folder).save_pretrained(build)
+    shutil.copyfile(folder / "generation_config.json", build / "generation_config.json")
     again = AutoModelForCausalLM.from_pretrained(build, dtype=torch.float32)
     error = (_answer(again) - expected).abs().max().item() / expected.abs().max().item()
     limit = {torch.float32: 1e-4, torch.float16: 1e-2}.get(stored, 5e-2)

@@ -64,11 +64,11 @@ class FlopCounter:
         """Training FLOPs of a step."""
         return num_tokens * (self.per_token + self.per_token_and_position * mean_length)
 
-    def mfu(self, num_tokens: int, num_samples: int, seconds: float, num_processes: int) -> dict[str, float]:
+    def mfu(self, num_tokens: int, num_sequences: int, seconds: float, num_processes: int) -> dict[str, float]:
         """`{"mfu": fraction of the peak}`, or nothing for an unknown device."""
         if self.peak is None:
             return {}
-        return {"mfu": self.count(num_tokens, num_tokens / num_samples) / seconds / (self.peak * num_processes)}
+        return {"mfu": self.count(num_tokens, num_tokens / num_sequences) / seconds / (self.peak * num_processes)}
 
 
 def run_name(output_dir: Path) -> str:

@@ -14,7 +14,6 @@ import numpy as np
 from cookbook.data.sets import RowSets, read_data, tokenize_data
 from cookbook.data.stream import Stream
 from cookbook.data.tokens import TokenSet
-from cookbook.files import RecipeError
 from cookbook.machine import num_gpus
 from cookbook.recipe import Recipe, load_recipe
 
@@ -44,9 +43,7 @@ def preview(recipe_path: Path, assignments: list[str], num_samples: int = 3, *, 
     from cookbook.data.batches import epoch_order, steps_per_epoch
 
     if isinstance(sets.train, Stream):
-        size = max(num_samples, recipe.data.shuffle_rows)
-        position = dict(seed=recipe.seed, global_batch_size=size, num_samples_consumed=0)
-        train, order, _ = next(sets.train.windows(**position))
+        train, order = sets.train.first_block(recipe.seed)
         name = f"data.train (the first {len(train):,} samples of the stream)"
     else:
         train, order, name = sets.train, epoch_order(sets.train, recipe.seed, 0), "data.train"
@@ -56,7 +53,7 @@ def preview(recipe_path: Path, assignments: list[str], num_samples: int = 3, *, 
             print(_headline(train, sequence))
             print(marked(train, sequence, tokenizer, marks), end="\n\n")
     print(f"FIGURES of {recipe_path}")
-    for line in [figures(name, train), *sets.notes, padding(train, order, recipe)]:
+    for line in [figures(name, train), *sets.notes, *sets.closing_notes(), padding(train, order, recipe)]:
         print(f"  {line}")
     for set_name, tokens in sets.eval.items():
         print(f"  {figures(f'evaluation {set_name}'.strip(), tokens)}")
@@ -76,19 +73,8 @@ def _tokenizer(recipe: Recipe, rows: RowSets, cache: Path) -> "PreTrainedTokeniz
         )
     else:
         assert model.name_or_path is not None
-        name = model.name_or_path if Path(model.name_or_path).is_dir() else _fetch(model.name_or_path, model.revision)
+        name = models.fetch_model(model.name_or_path, model.revision, TOKENIZER_FILES)
     return models.load_tokenizer(name, recipe.data.chat_template)
-
-
-def _fetch(name: str, revision: str | None) -> str:
-    """The folder with the tokenizer's files, and none of the weights."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        return snapshot_download(name, revision=revision, allow_patterns=TOKENIZER_FILES)
-    except (OSError, ValueError) as error:  # the Hub's errors are OSErrors, a malformed name is a ValueError
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise RecipeError([f"model.name_or_path is {name!r}: not a folder, and not fetched ({first_line})"]) from None
 
 
 def marked(tokens: TokenSet, sequence: int, tokenizer: "PreTrainedTokenizerBase", marks: tuple[str, str]) -> str:

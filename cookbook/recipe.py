@@ -4,6 +4,7 @@
 checks a recipe while it is typed.
 """
 
+import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,7 @@ from cookbook.files import (
 )
 
 BUILTIN_SOURCE = "python-stdlib"
+ALL_LINEAR = "all-linear"
 
 OWNED_ELSEWHERE = {
     "gradient_accumulation_steps": "it is derived: global_batch_size / (micro_batch_size x data-parallel processes)",
@@ -66,6 +68,13 @@ class ScratchModel(Section):
         return self
 
 
+def _no_number(value: Any) -> Any:
+    # Literal compares by ==, and would take 1 for true.
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        raise ValueError(f"is {value}; use false, true or 'selective'")
+    return value
+
+
 class ModelSection(Section):
     name_or_path: PathText | None = None
     """Hub name or local folder of a causal language model."""
@@ -73,7 +82,7 @@ class ModelSection(Section):
     """Commit, tag or branch on the Hub."""
     from_scratch: ScratchModel | None = None
     """Sizes of a new model, instead of name_or_path."""
-    gradient_checkpointing: bool | Literal["selective"] = False
+    gradient_checkpointing: Annotated[Literal[False, True, "selective"], BeforeValidator(_no_number)] = False
     """true recomputes each layer in the backward pass: less memory, about a third more compute. `selective` keeps the
     outputs of matrix products and attention, and recomputes only what is cheap between them."""
     compile: bool = False
@@ -117,12 +126,19 @@ SourceField = Annotated[Source, BeforeValidator(_source_from_text, json_schema_i
 
 
 def _sources_from_one(value: Any) -> Any:
+    if value == []:
+        raise ValueError("is empty; name at least one source")
     return value if isinstance(value, list) else [value]
 
 
 def _named_from_one(value: Any) -> Any:
-    is_one = isinstance(value, str) or (isinstance(value, dict) and Source.model_fields.keys() & value)
-    return {"": value} if is_one else {} if value is None else value
+    if isinstance(value, list):
+        raise ValueError("is a list; give every set a name, as in {one: path/to/one.jsonl, two: path/to/two.jsonl}")
+    keys = sorted(Source.model_fields.keys() & value) if isinstance(value, dict) else []
+    if keys and not difflib.get_close_matches("path", value):
+        are_keys = "is a key" if len(keys) == 1 else "are keys"
+        raise ValueError(f"path is missing; {', '.join(keys)} {are_keys} of a source, so no set can be called that")
+    return {"": value} if keys or isinstance(value, str) else {} if value is None else value
 
 
 class DataSection(Section):
@@ -205,6 +221,16 @@ class ObjectiveSection(Section):
         return self
 
 
+def _list_of_targets(value: Any) -> Any:
+    if isinstance(value, str) and value != ALL_LINEAR:
+        raise ValueError(f"is {value!r}; write {ALL_LINEAR}, or a list: [{value}]")
+    if value == []:
+        raise ValueError(f"is empty; write {ALL_LINEAR}, or name layers")
+    if isinstance(value, list) and len(value) > 1 and ALL_LINEAR in value:
+        raise ValueError(f"has {ALL_LINEAR} beside names; write {ALL_LINEAR} alone, or names only")
+    return [value] if isinstance(value, str) else value
+
+
 class AdapterSection(Section):
     """Trains a few new weights beside frozen ones (peft)."""
 
@@ -215,21 +241,15 @@ class AdapterSection(Section):
     """The update is scaled by alpha / rank, or alpha / sqrt(rank) with rslora."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """On the adapter's input. Above 0 the curve depends on the number of processes."""
-    targets: str | list[str] = "all-linear"
+    targets: Annotated[
+        list[str], BeforeValidator(_list_of_targets, json_schema_input_type=Literal["all-linear"] | list[str])
+    ] = [ALL_LINEAR]
     """Linear layers that get an adapter: all of them but the head, or the last parts of their names ([q_proj, v_proj]).
     A name that matches nothing is an error."""
     modules_to_save: list[str] = []
     """Modules that are trained whole and saved with the adapter, for example [embed_tokens, lm_head]."""
     rslora: bool = False
     """Rank-stabilised scaling, Kalajdzievski 2023 (arXiv 2312.03732)."""
-
-    @model_validator(mode="after")
-    def _named_targets(self):
-        if isinstance(self.targets, str) and self.targets != "all-linear":
-            raise ValueError(f"targets is {self.targets!r}; write all-linear, or a list: [{self.targets}]")
-        if self.targets == []:
-            raise ValueError("targets is empty; write all-linear, or name layers")
-        return self
 
 
 class BatchSection(Section):

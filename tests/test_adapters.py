@@ -11,7 +11,7 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from cookbook import adapters
+from cookbook import adapters, checkpoint
 from cookbook.files import RecipeError
 from cookbook.merge import merge
 from cookbook.models import train_tokenizer, weights_digest
@@ -39,6 +39,9 @@ MISTAKES = {
     "a target that is nowhere": ({"targets": ["q_prj", "v_proj"]}, "targets has 'q_prj', which is no linear layer"),
     "a target that is no matrix": ({"targets": ["input_layernorm"]}, "'input_layernorm', which is no linear layer"),
     "the head as a target": ({"targets": ["lm_head"]}, "write adapter.modules_to_save: [lm_head]"),
+    "a norm, whose name others end with": ({"modules_to_save": ["norm"]}, "modules_to_save has 'norm'; of Llama"),
+    "what has no weights": ({"modules_to_save": ["act_fn"]}, "can be trained whole: embed_tokens, lm_head"),
+    "a part of each layer": ({"modules_to_save": ["mlp"]}, "modules_to_save has 'mlp'"),
     "a module that is nowhere": ({"modules_to_save": ["head"]}, "modules_to_save has 'head'"),
 }
 
@@ -114,6 +117,7 @@ def run(tmp_path: Path) -> Path:
     record = adapters.Base(str(base), None, weights_digest(base))
     adapters.write_adapter(weights, folder, config=config(), settings=settings, base=record)
     tokenizer.save_pretrained(folder)
+    checkpoint.write_generation_config(folder, like=base, end_of_turn=2)
     return tmp_path / "run"
 
 

@@ -228,7 +228,7 @@ RECIPE_MISTAKES = {
     "section without its first key": (
         "{path: python-stdlib, split: test}",
         "{split: test}",
-        "15: data.eval.path: is missing; this key has no default",
+        "15: data.eval: path is missing; split is a key of a source, so no set can be called that",
     ),
     "too few betas": ("weight_decay: 0.1", "betas: [0.9]", "24: optim.betas has too few values"),
     "too many betas": (
@@ -369,6 +369,57 @@ RECIPE_MISTAKES = {
         r"13: not valid YAML: tags are not supported (...); write a plain value",
     ),
     "control character": ("seed: 42", 'seed: "\x07"', r"4: not valid YAML: character '\x07' is not allowed"),
+    "checkpointing of another kind": (
+        "  from_scratch:",
+        "  gradient_checkpointing: full\n  from_scratch:",
+        "6: model.gradient_checkpointing is 'full'; use false, true or 'selective'",
+    ),
+    "number for a choice with true": (
+        "  from_scratch:",
+        "  gradient_checkpointing: 1\n  from_scratch:",
+        "6: model.gradient_checkpointing is 1; use false, true or 'selective'",
+    ),
+    "one target as text": (
+        "batch:",
+        "adapter: {name: lora, targets: q_proj}\nbatch:",
+        "19: adapter.targets is 'q_proj'; write all-linear, or a list: [q_proj]",
+    ),
+    "number for a target": (
+        "batch:",
+        "adapter: {name: lora, targets: [1]}\nbatch:",
+        "19: adapter.targets.0 is 1 (an integer); it must be text",
+    ),
+    "number for the targets": (
+        "batch:",
+        "adapter: {name: lora, targets: 1}\nbatch:",
+        "19: adapter.targets is 1 (an integer); it must be a list",
+    ),
+    "no target": (
+        "batch:",
+        "adapter: {name: lora, targets: []}\nbatch:",
+        "19: adapter.targets is empty; write all-linear, or name layers",
+    ),
+    "all targets and one more": (
+        "batch:",
+        "adapter: {name: lora, targets: [q_proj, all-linear]}\nbatch:",
+        "19: adapter.targets has all-linear beside names; write all-linear alone, or names only",
+    ),
+    "no source": ("train: python-stdlib", "train: []", "14: data.train is empty; name at least one source"),
+    "evaluation sets without names": (
+        "{path: python-stdlib, split: test}",
+        "[a, b]",
+        "15: data.eval is a list; give every set a name, as in {...}",
+    ),
+    "number for evaluation sets": (
+        "{path: python-stdlib, split: test}",
+        "3",
+        "15: data.eval is 3 (an integer); it must be a section of `key: value` lines",
+    ),
+    "evaluation set called like a key": (
+        "{path: python-stdlib, split: test}",
+        "{name: x/y, code: z}",
+        "15: data.eval: path is missing; name is a key of a source, so no set can be called that",
+    ),
     "tab": ("  max_steps", "\tmax_steps", r"29: not valid YAML: ... (indent with spaces)"),
     "two documents": (
         "model:",

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from cookbook import checkpoint
-from cookbook.models import train_tokenizer
+from cookbook.models import end_of_turn, train_tokenizer
 
 TOKENIZER = train_tokenizer(["def f(x):\n    return x\n"] * 5, 300)
 
@@ -20,9 +20,19 @@ def model(**changes: object) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **changes}))
 
 
-def export(trained: LlamaForCausalLM, folder: Path, like: Path, dtype: torch.dtype = torch.float32) -> None:
+def export(
+    trained: LlamaForCausalLM,
+    folder: Path,
+    like: Path,
+    dtype: torch.dtype = torch.float32,
+    end_of_turn: int | None = None,
+) -> None:
     parameters = [(name, parameter.detach().float()) for name, parameter in trained.named_parameters()]
-    write = partial(checkpoint.write_model, config=trained.config, like=like)
+
+    def write(weights: dict[str, torch.Tensor], build: Path) -> None:
+        checkpoint.write_model(weights, build, config=trained.config)
+        checkpoint.write_generation_config(build, like=like, end_of_turn=end_of_turn)
+
     checkpoint.export(parameters, write, TOKENIZER, folder, dtype=dtype, is_main=True)
 
 
@@ -46,6 +56,24 @@ def test_how_to_generate_is_taken_over_from_the_model_that_was_trained(tmp_path:
     assert (found.eos_token_id, found.temperature) == ([1, 2], 0.5)
 
 
+@pytest.mark.parametrize(("own", "expected"), [(1, [1, 5]), ([1, 2], [1, 2, 5]), (5, 5)])
+def test_the_saved_model_also_stops_at_the_end_of_a_turn(
+    tmp_path: Path, own: int | list[int], expected: int | list[int]
+):
+    GenerationConfig(eos_token_id=own).save_pretrained(tmp_path)
+    export(model(), tmp_path / "export", tmp_path, end_of_turn=5)
+    assert GenerationConfig.from_pretrained(tmp_path / "export").eos_token_id == expected
+
+
+def test_the_end_of_a_turn_is_what_the_template_writes_there():
+    assert end_of_turn(TOKENIZER) == TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+    plain = train_tokenizer(["a"], 300)
+    plain.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    assert end_of_turn(plain) is None
+    plain.chat_template = None
+    assert end_of_turn(plain) is None
+
+
 def test_an_empty_weight_is_refused_and_the_older_export_stays(tmp_path: Path):
     trained = model()
     export(trained, tmp_path / "export", tmp_path)
@@ -60,6 +88,6 @@ def test_an_empty_weight_is_refused_and_the_older_export_stays(tmp_path: Path):
 def test_processes_that_do_not_write_still_gather(tmp_path: Path):
     gathered = []
     parameters = ((name, gathered.append(name)) for name in ("a", "b"))
-    write = partial(checkpoint.write_model, config=model().config, like=tmp_path)
+    write = partial(checkpoint.write_model, config=model().config)
     checkpoint.export(parameters, write, TOKENIZER, tmp_path / "export", dtype=torch.float32, is_main=False)
     assert gathered == ["a", "b"] and not list(tmp_path.iterdir())

@@ -243,7 +243,29 @@ def test_bad_row_of_a_stream_stops_it_with_its_place_or_is_dropped_and_counted(t
         stream_of([path], tokenizer, shuffle_rows=20)
     stream = stream_of([path], tokenizer, on_bad_row="drop")
     assert sum(map(len, shown(stream_steps(stream, 3), tokenizer))) == 9
-    assert stream.bad_rows.num_by_reason == {"empty text": 1}
+    assert stream.first_pass.num_dropped == {"empty text": 1}
+
+
+def test_what_a_stream_dropped_and_cut_is_told_once_however_many_passes_there_were(tmp_path, tokenizer):
+    path = text_file(tmp_path / "a.jsonl", *words(6), "w" * 20, "", *words(3), "")
+    data = DataSection(train=path, streaming=True, shuffle_rows=5, max_length=8, on_bad_row="drop")
+    cut = "data.train: 1 of 10 samples reach data.max_length and are cut there"
+    # Blocks of five: the first without a fault, the second with one dropped and one cut; the last row follows them.
+    expected = {1: [], 2: ["data.train: dropped 1 rows: empty text", cut]}
+    expected[4] = expected[12] = ["data.train: dropped 2 rows: empty text", cut]
+    for num_steps, notes in expected.items():
+        sets = prepare(data, tokenizer, tmp_path)
+        assert sets.closing_notes() == []
+        stream_steps(sets.train, num_steps)
+        assert sets.closing_notes() == notes
+
+
+def test_first_block_of_a_stream_is_what_training_begins_with(tmp_path, tokenizer):
+    stream = stream_of([text_file(tmp_path / "a.jsonl", *words(10))], tokenizer)
+    block, order = stream.first_block(seed=5)
+    steps = stream_steps(stream, 4, size=1)
+    begin = [decoded(block, tokenizer)[i] for i in order]
+    assert begin == slow_stream([words(10)[:4]], 4) == [text for (text,) in shown(steps, tokenizer)]
 
 
 def test_stream_of_which_nothing_is_left_ends_with_an_error(tmp_path, tokenizer):

@@ -35,9 +35,11 @@ def test_only_the_main_process_writes(tmp_path: Path):
 
 def test_flops_by_hand():
     config = LlamaConfig(num_hidden_layers=4, hidden_size=8, num_attention_heads=2, num_key_value_heads=2)
-    counter = FlopCounter(config, num_parameters=100, device=torch.device("cpu"))
+    counter = FlopCounter(config, num_parameters=100, num_trained=100, device=torch.device("cpu"))
     # 6 x 100 for the matrices, 12 x 4 x 8 x 8 / 2 for causal attention over 8 positions, for each of 5 tokens
     assert counter.count(5, 8.0) == 5 * (600 + 1536)
+    frozen = FlopCounter(config, num_parameters=100, num_trained=10, device=torch.device("cpu"))
+    assert frozen.count(5, 8.0) == 5 * (400 + 20 + 1536), "a frozen matrix has no gradient of its own"
     assert counter.mfu(5, 1, 1.0, 1) == {}, "the peak of a CPU is not known"
 
 

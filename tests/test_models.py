@@ -269,3 +269,12 @@ def test_a_model_that_is_no_folder_and_cannot_be_fetched_is_one_clear_line(
     model = ModelSection(name_or_path="nobody/no-such-model")
     with pytest.raises(RecipeError, match=r"nobody/no-such-model.*not a folder, and not fetched"):
         resolve_model(model, seed=0, texts=iter([]), fingerprint="", cache=tmp_path)
+
+
+def test_a_model_without_safetensors_is_refused(tmp_path: Path):
+    new_model(SIZES, TOKENIZER, 0).save_pretrained(tmp_path)
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    settings = ModelSection(name_or_path=str(tmp_path))
+    with pytest.raises(RecipeError, match="no weights in safetensors"):
+        resolve_model(settings, seed=0, texts=[], fingerprint="", cache=tmp_path / "cache")

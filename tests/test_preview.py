@@ -69,6 +69,15 @@ def test_stream_is_previewed_by_its_first_block(show):
     assert "(the first 2 samples of the stream)" in out and "steps per epoch: not known of a stream" in out
 
 
+def test_short_stream_is_counted_once(show):
+    texts = [{"text": letter * 4} for letter in "abcdef"]
+    rows = [*texts, {"text": ""}]
+    out = show(rows, "data.streaming=true", "data.on_bad_row=drop", "objective={name: cpt}", num_samples=50)
+    assert out.count("--- sample") == 6
+    assert "(the first 6 samples of the stream): 6 samples, 30 tokens" in out
+    assert "data.train: dropped 1 rows: empty text" in out
+
+
 @pytest.mark.parametrize(("no_color", "expected"), [(None, COLOUR[0]), ("", "⟦"), ("1", "⟦")])
 def test_colour_is_for_terminals_that_want_it(show, monkeypatch, no_color, expected):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)

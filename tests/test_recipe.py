@@ -27,6 +27,8 @@ OVERRIDES = {
     "mixture": ["data.train=[{path: python-stdlib, weight: 0.5}, {path: some/data, split: x}]", "data.holdout=0.1"],
     "stream": ["data.streaming=true", "data.shuffle_rows=100"],
     "adapter": ["adapter={name: dora, rank: 8, targets: [q_proj, v_proj], modules_to_save: [lm_head]}"],
+    "adapter on all linear layers": ["adapter={name: lora, targets: all-linear}"],
+    "checkpointing": ["model.gradient_checkpointing=selective"],
     "dpo": ["objective={name: dpo, loss: ipo, beta: 0.3}"],
     "cpt": ["objective={name: cpt}", "batch={global_batch_size: 8, micro_batch_tokens: 512}"],
     "muon": ["optim={name: muon, learning_rate: 1e-3}"],

@@ -118,6 +118,24 @@ def test_a_share_of_the_largest_matrix_fits_an_nvme_buffer():
     assert found >= 1
 
 
+def test_host_memory_of_a_recipe_on_disk_holds_gradients_buffers_and_the_export():
+    name = "recipes/llama33_70b/sft_zero3_nvme.yaml"
+    label = library.read_label(Path(name))["Needs"]
+    recipe = load_recipe(Path(name))
+    deepspeed = load_strategy(Path(recipe.strategy)).deepspeed
+    assert deepspeed is not None
+    zero = deepspeed["zero_optimization"]
+    optimizer, weights = zero["offload_optimizer"], zero["offload_param"]
+    buffers = optimizer["buffer_count"] * zero["sub_group_size"] * 4
+    buffers += weights["buffer_count"] * weights["buffer_size"] * 2
+    num_parameters = FACTS["models"][recipe.model.name_or_path]["num_parameters"]
+    needed = (num_parameters * 2 + 8 * buffers + num_parameters * 2) / 1e9
+    said = re.search(r"(\d+) GB of host memory", label)
+    assert said is not None
+    assert needed == pytest.approx(420, rel=0.02)
+    assert needed < 0.9 * float(said.group(1))
+
+
 def test_offline_facts_know_what_the_recipes_name_and_nothing_else():
     models, data = set(), set()
     for name in LIBRARY:

@@ -135,6 +135,52 @@ def test_a_model_in_a_folder_brings_its_own_configuration_and_tokenizer(tmp_path
     assert tokenizers[0] == tokenizers[1]
 
 
+LONG = {"prompt": "word " * 2000, "completion": "x"}
+SHORT = [{"prompt": f"p{i}", "completion": f"a{i}"} for i in range(6)]
+
+
+def test_rows_that_only_the_small_length_cuts_to_nothing_do_not_fail_a_rehearsal(tmp_path):
+    first = rehearse.load_pair(Path("recipes/qwen3_0_6b/sft_ddp.yaml"))[0]
+    standins.write_tiny_model(first, standins.Rows(kind="completion", rows=SHORT), tmp_path / "own", standins.Notes())
+    standins.write_jsonl(tmp_path / "rows.jsonl", [LONG, *SHORT])
+    recipe, strategy = rehearse.load_pair(
+        Path("recipes/qwen3_0_6b/sft_ddp.yaml"),
+        [f"data.train={tmp_path}/rows.jsonl", "data.max_length=4096", f"model={{name_or_path: {tmp_path}/own}}"],
+    )
+    rehearsal = rehearse.Rehearsal(recipe=recipe, strategy=strategy, num_processes=2, folder=tmp_path)
+    small = rehearse.load_pair(rehearse._write_small_recipe(rehearsal, Path("mine.yaml")))[0]
+    assert (small.data.max_length, small.data.on_bad_row) == (1024, "drop")
+    held_out = (tmp_path / "eval.jsonl").read_text()
+    assert "word" not in held_out and held_out.count("\n") == rehearse.NUM_EVAL_ROWS
+
+
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
+def test_the_recomputed_loss_leaves_out_what_the_length_cuts_to_nothing(tmp_path, objective):
+    recipe = rehearse.load_pair(Path("recipes/qwen3_0_6b/sft_ddp.yaml"))[0]
+    rows = [LONG, *SHORT]
+    if objective == "dpo":
+        rows = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "no"} for row in rows]
+    sample = standins.Rows(kind="completion", rows=SHORT)
+    standins.write_tiny_model(recipe, sample, tmp_path / "model", standins.Notes())
+    small = {
+        "objective": {
+            "name": objective,
+            "train_on": "assistant",
+            "loss": "sigmoid",
+            "beta": 0.1,
+            "label_smoothing": 0.0,
+        },
+        "data": {"max_length": 64},
+        "mixed_precision": "no",
+        "model": {"name_or_path": str(tmp_path / "model")},
+    }
+    losses = []
+    for name, kept in (("all.jsonl", rows), ("short.jsonl", rows[1:])):
+        standins.write_jsonl(tmp_path / name, kept)
+        losses.append(rehearse.recompute(tmp_path / "model", small, tmp_path / name))
+    assert losses[0] == losses[1] > 0
+
+
 @pytest.mark.parametrize("processes", [0, -1])
 def test_an_impossible_number_of_processes_is_told(processes):
     with pytest.raises(RecipeError, match="must be at least 1"):

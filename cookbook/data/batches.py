@@ -48,6 +48,8 @@ class StepBatch:
     """Tokens without padding, all ranks together."""
     num_samples: int
     """Samples, all ranks together; fewer than global_batch_size at the end of an epoch."""
+    num_sequences: int
+    """Of those samples: as many, or two for each pair."""
     epoch: float
     """Epochs completed after this step; of a stream, whose length is not known, whole ones."""
 
@@ -216,6 +218,7 @@ def train_steps(
             num_targets=int(tokens.num_targets[_sequences(tokens, window)].sum()),
             num_tokens=int(lengths.sum()),
             num_samples=len(window),
+            num_sequences=lengths.size,
             epoch=epoch,
         )
 

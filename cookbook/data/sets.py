@@ -55,6 +55,13 @@ class TokenSets:
     notes: list[str]
     """What a user should know of: rows dropped, samples cut, the shares of a mixture."""
 
+    def closing_notes(self) -> list[str]:
+        """What is known of a stream only when it was read: rows dropped and samples cut in the first pass."""
+        if not isinstance(self.train, Stream):
+            return []
+        found = self.train.first_pass
+        return _row_notes("data.train", found.num_dropped, found.num_cut, found.num_samples, self.train.objective.name)
+
 
 def read_data(data: DataSection, objective: ObjectiveSection) -> RowSets:
     """The rows of all sources, less those that data.holdout takes from the training set.
@@ -134,9 +141,7 @@ def tokenize_data(
             place=place,
         )
         counts = sum((Counter(part.num_dropped) for part in parts), Counter(dropped))
-        notes.extend(f"{place}: dropped {count} rows: {reason}" for reason, count in counts.items())
-        if tokens.num_cut:
-            notes.append(f"{place}: {_cut_note(tokens, objective.name)}")
+        notes.extend(_row_notes(place, counts, tokens.num_cut, len(tokens), objective.name))
         return tokens
 
     train: TokenSet | Stream
@@ -155,10 +160,13 @@ def tokenize_data(
     return TokenSets(train=train, eval=evals, notes=notes)
 
 
-def _cut_note(tokens: TokenSet, objective: str) -> str:
-    if objective == "cpt":
-        return f"{tokens.num_cut} texts are longer than data.max_length and become several samples"
-    return f"{tokens.num_cut} of {len(tokens)} samples reach data.max_length and are cut there"
+def _row_notes(place: str, num_dropped: Counter[str], num_cut: int, num_samples: int, objective: str) -> list[str]:
+    notes = [f"{place}: dropped {count} rows: {reason}" for reason, count in num_dropped.items()]
+    if num_cut and objective == "cpt":
+        notes.append(f"{place}: {num_cut} texts are longer than data.max_length and become several samples")
+    elif num_cut:
+        notes.append(f"{place}: {num_cut} of {num_samples} samples reach data.max_length and are cut there")
+    return notes
 
 
 def _shares_note(tokens: TokenSet, data: DataSection) -> str:

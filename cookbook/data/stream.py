@@ -1,10 +1,11 @@
 """A training set that is read while it is trained on: block after block, pass after pass, in bounded memory."""
 
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -17,6 +18,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+Block = TypeVar("Block")
+
+
+@dataclass
+class Pass:
+    """What was read of a pass, up to the block that is trained on."""
+
+    num_samples: int = 0
+    num_cut: int = 0
+    num_dropped: Counter[str] = field(default_factory=Counter)
+    """Bad rows by reason."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stream:
     """Samples in the order of the sources, permuted within blocks of `data.shuffle_rows` rows.
@@ -27,8 +41,21 @@ class Stream:
     data: DataSection
     objective: ObjectiveSection
     tokenizer: "PreTrainedTokenizerBase"
-    bad_rows: BadRows = field(default_factory=BadRows)
-    """Rows dropped so far, those of every pass."""
+    first_pass: Pass = field(default_factory=Pass)
+    """Later ones read the same rows again."""
+
+    def first_block(self, seed: int) -> tuple[TokenSet, np.ndarray]:
+        """The samples that training begins with, and their order.
+
+        Raises:
+            RecipeError: as `windows`.
+        """
+        bad_rows = BadRows()
+        block, num_dropped = next(self._blocks(bad_rows), (None, None))
+        if block is None or num_dropped is None:
+            raise RecipeError(["data.train: no row left to train on", *bad_rows.mistakes()])
+        self._count(block, num_dropped)
+        return block, _order(seed, 0, 0, len(block))
 
     def windows(
         self, *, seed: int, global_batch_size: int, num_samples_consumed: int
@@ -50,41 +77,53 @@ class Stream:
     def _samples(self, seed: int, num_skipped: int) -> Iterator[tuple[int, Piece]]:
         epoch = 0
         while True:
-            num_samples = 0
-            for number, block in enumerate(_one_ahead(self._blocks())):
+            num_samples, bad_rows = 0, BadRows()
+            for number, (block, num_dropped) in enumerate(_one_ahead(self._blocks(bad_rows))):
                 num_samples += len(block)
+                if epoch == 0:
+                    self._count(block, num_dropped)
                 if num_skipped >= len(block):
                     num_skipped -= len(block)
                     continue
-                order = np.random.RandomState([seed, epoch, number]).permutation(len(block))
-                for i in order[num_skipped:]:
+                for i in _order(seed, epoch, number, len(block))[num_skipped:]:
                     start, end = block.offsets[i], block.offsets[i + 1]
                     yield epoch, (block.ids[start:end], block.is_label[start:end])
                 num_skipped = 0
             if not num_samples:
-                raise RecipeError(["data.train: no row left to train on", *self.bad_rows.mistakes()])
+                raise RecipeError(["data.train: no row left to train on", *bad_rows.mistakes()])
+            if epoch == 0:
+                self.first_pass.num_dropped = bad_rows.num_by_reason  # with those after the last block
             # Every pass has as many samples, so whole ones need not be read to be skipped.
             num_passes, num_skipped = divmod(num_skipped, num_samples)
             epoch += 1 + num_passes
 
-    def _blocks(self) -> Iterator[TokenSet]:
-        """One pass over the sources."""
+    def _count(self, block: TokenSet, num_dropped: Counter[str]) -> None:
+        self.first_pass.num_samples += len(block)
+        self.first_pass.num_cut += block.num_cut
+        self.first_pass.num_dropped = num_dropped
+
+    def _blocks(self, bad_rows: BadRows) -> Iterator[tuple[TokenSet, Counter[str]]]:
+        """One pass over the sources: each block, and the rows dropped up to its end."""
         data = self.data
-        for parts in row_blocks(data.train, data.shuffle_rows, data.on_bad_row, self.objective.name, self.bad_rows):
+        for parts in row_blocks(data.train, data.shuffle_rows, data.on_bad_row, self.objective.name, bad_rows):
             block = tokenize(
                 parts,
                 self.tokenizer,
                 max_length=data.max_length,
                 objective=self.objective,
-                bad_rows=self.bad_rows,
+                bad_rows=bad_rows,
                 num_processes=1,
             )
-            self.bad_rows.stop_if(data.on_bad_row)
+            bad_rows.stop_if(data.on_bad_row)
             if block is not None:
-                yield block
+                yield block, bad_rows.num_by_reason.copy()
 
 
-def _one_ahead(blocks: Iterator[TokenSet]) -> Iterator[TokenSet]:
+def _order(seed: int, epoch: int, number: int, size: int) -> np.ndarray:
+    return np.random.RandomState([seed, epoch, number]).permutation(size)
+
+
+def _one_ahead(blocks: Iterator[Block]) -> Iterator[Block]:
     """The same blocks; while one is trained on, a thread makes the next."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         coming = thread.submit(next, blocks, None)

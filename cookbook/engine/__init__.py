@@ -107,7 +107,7 @@ class Engine:
 
     @property
     def frozen_dtype(self) -> torch.dtype:
-        """What weights that are not trained may be held in: nothing is lost where every forward rounds them to it.
+        """What weights that are not trained are held in: the forward multiplies in it, and no optimizer needs more.
 
         FSDP1 flattens frozen and trained weights together, in one dtype.
         """

@@ -100,7 +100,7 @@ def _fsdp2_findings(engine: "Engine", trainable: list[torch.nn.Parameter]) -> It
     if FSDPModule not in type(model).__mro__:
         yield "wrapper", "FSDPModule", type(model).__name__
         return
-    yield "whole parameters", 0, sum(not is_sharded(parameter) for parameter in trainable)
+    yield "whole parameters", 0, sum(not is_sharded(parameter) for parameter in model.parameters())
     shards = strategy.dp_shard_size if strategy.dp_replicate_size > 1 else engine.plan.num_processes
     mesh = (strategy.dp_replicate_size, shards) if strategy.dp_replicate_size > 1 else (shards,)
     yield "mesh", {mesh}, {tuple(p.device_mesh.shape) for p in trainable if isinstance(p, DTensor)}

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 from huggingface_hub import snapshot_download
+from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -36,6 +37,7 @@ from cookbook.recipe import ModelSection, ScratchModel
 
 __all__ = [
     "add_loss",
+    "end_of_turn",
     "fetch_model",
     "kernel_notes",
     "load_config",
@@ -43,6 +45,7 @@ __all__ = [
     "load_tokenizer",
     "new_model",
     "resolve_model",
+    "revision_of",
     "train_tokenizer",
     "weights_digest",
 ]
@@ -73,32 +76,36 @@ def resolve_model(model: ModelSection, *, seed: int, texts: Iterable[str], finge
     """
     if model.from_scratch is None:
         assert model.name_or_path is not None
-        return fetch_model(model.name_or_path, model.revision)
+        folder = fetch_model(model.name_or_path, model.revision)
+        if not any(Path(folder).glob("*.safetensors")):
+            place = f"model.name_or_path is {model.name_or_path!r}"
+            raise RecipeError([f"{place}: it has no weights in safetensors, and no other format is read"])
+        return folder
     sizes = model.from_scratch
     description = [SCRATCH_FORMAT, sizes.model_dump(mode="json"), seed, fingerprint, CHATML.read_text()]
     key = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:16]
-    folder = cache / f"model-{key}"
+    built = cache / f"model-{key}"
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / f"model-{key}.lock"):
-        if not folder.is_dir():
+        if not built.is_dir():
             build = Path(tempfile.mkdtemp(prefix=f"model-{key}.", dir=cache))
             try:
                 tokenizer = train_tokenizer(texts, sizes.vocab_size)
                 tokenizer.save_pretrained(build)
                 new_model(sizes, tokenizer, seed).save_pretrained(build)
-                build.rename(folder)
+                build.rename(built)
             except BaseException:
                 shutil.rmtree(build, ignore_errors=True)
                 raise
-    return str(folder)
+    return str(built)
 
 
-def fetch_model(name: str, revision: str | None) -> str:
+def fetch_model(name: str, revision: str | None, patterns: list[str] = HUB_FILES) -> str:
     """The folder of a model that is one, or of the Hub's model of that name."""
     if Path(name).is_dir():
         return name
     try:
-        return snapshot_download(name, revision=revision, allow_patterns=HUB_FILES)
+        return snapshot_download(name, revision=revision, allow_patterns=patterns)
     except (OSError, ValueError) as error:  # the Hub's errors are OSErrors, a malformed name is a ValueError
         raise RecipeError(
             [f"model.name_or_path is {name!r}: not a folder, and not fetched ({_first_line(error)})"]
@@ -225,11 +232,30 @@ def load_model(
     return model
 
 
+def revision_of(folder: str) -> str | None:
+    """The commit of a folder in the Hub's cache."""
+    found = re.search(r"/snapshots/([0-9a-f]{40})/?$", folder)
+    return found.group(1) if found else None
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token with which the chat template ends an assistant's turn, if there is a template and a token."""
+    if not tokenizer.chat_template:
+        return None
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    try:
+        ids = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
+    except TemplateError:  # it wants another kind of chat
+        return None
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return next((i for i in reversed(ids) if i in special), None)
+
+
 def weights_digest(folder: Path) -> str:
-    """SHA-256 over the names and digests of the safetensors files in a model folder."""
+    """SHA-256 over the names and digests of a model folder's configuration and safetensors files."""
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        # In the Hub's cache the file is a link to a blob that is named by its own SHA-256.
+    for path in sorted((*folder.glob("*.safetensors"), folder / "config.json")):
+        # In the Hub's cache large files are links to blobs that are named by their own SHA-256.
         content = path.resolve().name
         if not re.fullmatch(r"[0-9a-f]{64}", content):
             with path.open("rb") as file:

@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cookbook.data.rows import row_bytes
 from cookbook.files import RecipeError, dump_yaml, read_document
 from cookbook.library import read_label, read_needs
 from cookbook.machine import CPU_PROCESSES, num_cores
@@ -130,12 +131,15 @@ def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
         values["model"]["name_or_path"] = str(rehearsal.folder / "model")
         values["model"].pop("revision", None)
     eval_file = rehearsal.folder / "eval.jsonl"
-    held_out = rows.rows[:NUM_EVAL_ROWS]
+    # The shortest, which are the last to lose all their trained tokens to the smaller max_length.
+    held_out = sorted(rows.rows, key=lambda row: len(row_bytes(row)))[:NUM_EVAL_ROWS]
     if recipe.objective.name == "cpt":  # a text over max_length would become several samples
         held_out = [{"text": row["text"][:100]} for row in held_out]
     write_jsonl(eval_file, held_out)
     sources = [source.model_dump(mode="json", exclude_none=True) for source in train]
     values["data"] |= {"train": sources, "eval": {"path": str(eval_file)}, "holdout": 0.0, "max_length": length}
+    if length < recipe.data.max_length:
+        values["data"]["on_bad_row"] = "drop"  # rows that are bad by themselves were told by `few_rows`
     if recipe.data.holdout:
         notes.missing.append("the share of rows that data.holdout takes")
     values["optim"]["learning_rate"] = LEARNING_RATE
@@ -230,7 +234,7 @@ def _check_export(rehearsal: Rehearsal) -> str | None:
     loss = recompute(out / "export", small, rehearsal.folder / "eval.jsonl")
     adapter = rehearsal.recipe.adapter
     if adapter is not None:
-        rehearsal.notes.covered.append(f"adapter {adapter.name} of rank {adapter.rank} on {adapter.targets}")
+        rehearsal.notes.covered.append(f"adapter {adapter.name} of rank {adapter.rank} on {', '.join(adapter.targets)}")
     opener = "peft" if adapter else "transformers"
     distance, moved = abs(loss - after), abs(before - after)
     if not distance <= min(ROUNDING[small["mixed_precision"]] * max(1.0, abs(after)), moved / 3):

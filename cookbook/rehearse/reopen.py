@@ -41,11 +41,19 @@ def recompute(export: Path, small: dict[str, Any], eval_file: Path) -> float:
         right, wrong = (math.log1p(math.exp(-sign * objective["beta"] * margin)) for sign in (1, -1))
         return (1 - objective["label_smoothing"]) * right + objective["label_smoothing"] * wrong
 
-    samples = [one for one in encode(rows, tokenizer, objective.get("train_on", "all")) if not isinstance(one, BadRow)]
+    encoded = encode(rows, tokenizer, objective.get("train_on", "all"))
+    samples = [one for one in encoded if not isinstance(one, BadRow) and _is_trained(one, length)]
     if objective["name"] == "dpo":
         return sum(map(preference_loss, samples)) / len(samples)
     parts = [nll(model, sequence) for sample in samples for sequence in sample]
     return sum(loss for loss, _ in parts) / sum(count for _, count in parts)
+
+
+def _is_trained(sample: list[Sequence], length: int) -> bool:
+    """Whether the run keeps a sample that is cut to this length; transformers' mean over no label would be nan."""
+    if not all(any(is_label[1:length]) for _, is_label in sample):
+        return False
+    return len(sample) == 1 or sample[0][0][:length] != sample[1][0][:length]
 
 
 def _reopen(export: Path, small: dict[str, Any]) -> tuple[Any, Any]:

@@ -52,8 +52,8 @@ def few_rows(recipe: Recipe, num_rows: int, folder: Path, notes: Notes) -> tuple
             write_jsonl(path, rows)
             small = Source(path=str(path), weight=source.weight)
         sources.append(small)
-        if sample is None:
-            sample = read_rows(small, recipe.data.on_bad_row, recipe.objective.name)
+        found = read_rows(small, recipe.data.on_bad_row, recipe.objective.name)
+        sample = sample or found
     assert sample is not None
     described = f"rows of {sample.kind}" + (", packed" if recipe.data.packing else "")
     notes.covered.append(f"objective {recipe.objective.name} on {described}")
