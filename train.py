@@ -203,6 +203,9 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
         if step + 1 == max_steps or (every and (step + 1) % every == 0):
             evaluate(step + 1)
 
+    for note in data.closing_notes():
+        log.say(note)
+
     def write(weights: dict[str, torch.Tensor], folder: Path) -> None:
         if recipe.adapter is None:
             checkpoint.write_model(weights, folder, config=config)

@@ -15,10 +15,9 @@ from torch.nn import Embedding
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from cookbook.files import RecipeError
-from cookbook.recipe import AdapterSection
+from cookbook.recipe import ALL_LINEAR, AdapterSection
 
 ADAPTER = "default"
-ALL_LINEAR = "all-linear"
 BASE_RECORD = "base_model.json"
 
 
@@ -65,7 +64,7 @@ def check_names(config: PreTrainedConfig, settings: AdapterSection) -> None:
         leaf for leaf, (first, *more) in leaves.items() if not more and (first is head or type(first) is Embedding)
     ]
     mistakes = []
-    for target in settings.targets if settings.targets not in (ALL_LINEAR, [ALL_LINEAR]) else []:
+    for target in settings.targets if settings.targets != [ALL_LINEAR] else []:
         if leaves.get(target) == [head]:
             mistakes.append(
                 f"adapter.targets has {target!r}, the output head, which computes the loss as a whole; to train it,"

@@ -247,7 +247,7 @@ class AdapterSection(Section):
     """Linear layers that get an adapter: all of them but the head, or the last parts of their names ([q_proj, v_proj]).
     A name that matches nothing is an error."""
     modules_to_save: list[str] = []
-    """Modules that are trained whole and saved with the adapter, for example [embed_tokens, lm_head]."""
+    """Of embedding and head, what is trained whole and saved with the adapter: [embed_tokens, lm_head]."""
     rslora: bool = False
     """Rank-stabilised scaling, Kalajdzievski 2023 (arXiv 2312.03732)."""
 

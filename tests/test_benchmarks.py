@@ -66,10 +66,13 @@ def test_a_ratio_is_the_median_of_pairs_and_not_of_sides():
     assert shown == "**3.00** [2.50..3.50] | 2.75"
 
 
-@pytest.mark.parametrize(("theirs", "verdict"), [([2.0, 2.1, 2.2], "2.0: reached"), ([1.0, 1.9, 2.2], "2.0: missed")])
-def test_a_row_says_whether_its_goal_is_reached(theirs, verdict):
-    row = cells(vs_trl.speed_table([pair([1.0, 1.0, 1.0], theirs)])[-1])
-    assert row[:5] == ["5 M", "fp32", "TRL", "3", "600"]
+@pytest.mark.parametrize(
+    ("num_steps", "seconds", "verdict"),
+    [(14, 2.1, "2.0: reached"), (14, 1.9, "2.0: missed"), (3, 2.1, "2.0: reached in few steps")],
+)
+def test_a_row_says_whether_its_goal_is_reached(num_steps, seconds, verdict):
+    row = cells(vs_trl.speed_table([pair([1.0] * num_steps, [seconds] * num_steps)])[-1])
+    assert row[:5] == ["5 M", "fp32", "TRL", str(num_steps), "600"]
     assert row[-1] == verdict
 
 

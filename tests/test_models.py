@@ -272,7 +272,7 @@ def test_a_model_that_is_no_folder_and_cannot_be_fetched_is_one_clear_line(
 
 
 def test_a_model_without_safetensors_is_refused(tmp_path: Path):
-    new_model(SIZES, TOKENIZER, 0).save_pretrained(tmp_path)
+    tiny().save_pretrained(tmp_path)
     torch.save({}, tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
     settings = ModelSection(name_or_path=str(tmp_path))

@@ -4,6 +4,7 @@ python -m pytest -q tests/test_preview.py
 """
 
 import json
+from pathlib import PurePath
 
 import pytest
 from conftest import RECIPE
@@ -94,6 +95,19 @@ def test_new_model_has_the_tokenizer_that_the_run_would_train(book, capsys):
     out = capsys.readouterr().out
     assert "⟦answer" in out and "evaluation holdout: " in out
     assert len(list((book.root / "cache").glob("model-*/tokenizer.json"))) == 1
+
+
+def test_a_tokenizer_of_the_hub_is_fetched_without_the_weights(show, book, monkeypatch):
+    asked = []
+
+    def fetch(name, *, revision, allow_patterns):
+        names = ("model.safetensors", "tokenizer.json")
+        asked.append((name, revision, [file for file in names if any(map(PurePath(file).match, allow_patterns))]))
+        return str(book.root / "model")
+
+    monkeypatch.setattr("cookbook.models.snapshot_download", fetch)
+    assert "a⟦b<|im_end|>⟧" in show([{"text": "ab"}], "model={name_or_path: some/model, revision: x}")
+    assert asked == [("some/model", "x", ["tokenizer.json"])]
 
 
 def test_bad_rows_are_told_as_a_run_would(show):
