@@ -1,6 +1,6 @@
 """Our training beside TRL's SFTTrainer and transformers' Trainer, on this CPU and the same samples.
 
-    pip install -r benchmarks/requirements-trl.txt
+    pip install --no-deps -r benchmarks/requirements-trl.txt
     python benchmarks/vs_trl.py [--quick]
 
 Writes benchmarks/results/vs_trl.json and the tables of docs/speed.md. Speed is measured in pairs: their trainer runs,
@@ -607,7 +607,7 @@ def alone_table(key: str, form: str, rows: list[dict]) -> list[str]:
     ]
     for model, precision in dict.fromkeys((row["model"], row["precision"]) for row in rows):
         found = {row["baseline"]: row for row in rows if (row["model"], row["precision"]) == (model, precision)}
-        cells = [f"{found[name][key]:{form}}" if found[name].get(key) else "did not run" for name in names]
+        cells = [f"{found[name][key]:{form}}" if found[name].get(key) else "no result" for name in names]
         lines.append(f"| {model} | {PRECISIONS[precision]} | {' | '.join(cells)} |")
     return lines
 

@@ -55,6 +55,15 @@ COMBINATIONS: tuple[Combination, ...] = (
         way_out="accelerate_configs/fsdp2.yaml or ddp.yaml",
     ),
     Combination(
+        what="adapter.name: qlora with weights on NVMe",
+        clashes=lambda recipe, strategy, num_gpus: (
+            recipe.adapter is not None and recipe.adapter.name == "qlora" and strategy.offload_param == "nvme"
+        ),
+        why="DeepSpeed left the weights in host memory, where the file says NVMe",
+        seen="deepspeed 0.19.8, bitsandbytes 0.50.2",
+        way_out="accelerate_configs/zero3_offload.yaml",
+    ),
+    Combination(
         what="optim.name: muon with ZeRO",
         clashes=lambda recipe, strategy, num_gpus: recipe.optim.name == "muon" and strategy.kind == "zero",
         why="muon orthogonalises whole matrices, and ZeRO gives the optimizer flat pieces without their shape",

@@ -16,6 +16,7 @@ CLASHES = {
     "mixed_precision: fp16 with tensor parallel": (["mixed_precision=fp16"], "tp", 2),
     "adapter.name: dora or qlora with tensor parallel": ([DORA], "tp", 0),
     "adapter.name: qlora with FSDP1": ([QLORA], "fsdp1", 0),
+    "adapter.name: qlora with weights on NVMe": ([QLORA], "zero3_nvme", 0),
     "optim.name: muon with ZeRO": (["optim={name: muon, learning_rate: 1e-3}"], "zero2", 0),
     "optim.name: muon with FSDP1": (["optim={name: muon, learning_rate: 1e-3}"], "fsdp1", 0),
     "optim.name: adamw_8bit with optimizer state on NVMe": (
@@ -30,7 +31,8 @@ BESIDE = [
     ([LORA], "fsdp1"),
     ([LORA], "tp"),
     ([QLORA], "fsdp2"),
-    ([QLORA], "zero3"),
+    ([QLORA], "zero3_offload"),
+    ([LORA], "zero3_nvme"),
     (["optim={name: muon, learning_rate: 1e-3}"], "fsdp2"),
     (["optim={name: adamw_8bit, learning_rate: 1e-3}"], "zero3_offload"),
     (["model.gradient_checkpointing=selective"], "zero2"),
