@@ -16,7 +16,7 @@ from cookbook.data.rows import BadRows, Rows, place_of, read_rows, row_blocks, r
 from cookbook.data.stream import Stream
 from cookbook.data.tokens import TokenSet, cached_tokens
 from cookbook.files import RecipeError
-from cookbook.recipe import DataSection, ObjectiveSection, Source
+from cookbook.recipe import BUILTIN_SOURCE, DataSection, ObjectiveSection, Source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,6 +72,8 @@ def read_data(data: DataSection, objective: ObjectiveSection) -> RowSets:
     mistakes: list[str] = []
 
     def read(source: Source, place: str) -> list[Rows]:
+        if mistakes and source.path == BUILTIN_SOURCE:
+            return []  # seconds of work, in which there is no mistake to be found
         try:
             return [read_rows(source, data.on_bad_row, objective.name, place=place)]
         except RecipeError as error:
