@@ -84,11 +84,11 @@ def preference_loss(settings: ObjectiveSection, model: torch.nn.Module, batch: B
         "reward_accuracy": (chosen > rejected).float().sum(),
     }
     # A micro-batch without pairs still has its backward: every process must take part in the collectives.
-    return Outcome(losses.sum() + 0.0 * nll.sum(), torch.tensor(len(losses), device=nll.device), metrics)
+    return Outcome(losses.sum().float() + 0.0 * nll.sum(), torch.tensor(len(losses), device=nll.device), metrics)
 
 
 def sequence_logps(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Log-probability of the labelled tokens of each sequence of `sample_index`, float32 (num_sequences,)."""
+    """Log-probability of the labelled tokens of each sequence of `sample_index`, float64 (num_sequences,)."""
     return _sum_by_sequence(-_nll(model, batch), batch, len(batch["sample_index"]))[0]
 
 
@@ -97,7 +97,10 @@ def _nll(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def _sum_by_sequence(values: torch.Tensor, batch: Batch, num_sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of `values` over the labelled positions of each sequence, and how many those are."""
+    """Sums of `values` over the labelled positions of each sequence, and how many those are.
+
+    In float64: a loss of preferences depends on small differences of these sums, which may be hundreds.
+    """
     owner = batch["sequence_ids"][batch["targets"] != IGNORE_INDEX]
-    zeros = torch.zeros(num_sequences, dtype=values.dtype, device=values.device)
-    return zeros.index_add(0, owner, values), zeros.index_add(0, owner, torch.ones_like(values))
+    zeros = torch.zeros(num_sequences, dtype=torch.float64, device=values.device)
+    return zeros.index_add(0, owner, values.double()), zeros.index_add(0, owner, torch.ones_like(values).double())

@@ -311,7 +311,7 @@ def test_pair_micro_batch_by_hand(packing):
     assert batch["input_ids"].tolist() == expected
     assert batch["sequence_ids"].tolist() == numbers
     assert batch["reference_logps"].tolist() == [-5.0, -6.0, -1.0, -2.0]
-    assert batch["reference_logps"].dtype == torch.float32 and batch["sequence_ids"].dtype == torch.int64
+    assert batch["reference_logps"].dtype == torch.float64 and batch["sequence_ids"].dtype == torch.int64
     empty = collate(tokens, [], PAD, packing=packing)
     assert empty["reference_logps"].shape == (0,) and empty["sequence_ids"].tolist() == [[0, 0]]
     assert "reference_logps" not in collate(pair_set([(2, 3)]), [0], PAD, packing=packing)

@@ -145,7 +145,7 @@ def collate(
         `targets` (B, T) int64, already shifted: the next token of the same sequence where that is a label, else -100.
         `lengths` (S,) int64, packed only: tokens of each sequence, or of the two pad tokens.
         `sequence_ids` (B, T) int64, pairs only: the sequence within the micro-batch; 2i is chosen, 2i + 1 rejected.
-        `reference_logps` (S,) float32, if the token set has them; (0,) with no samples.
+        `reference_logps` (S,) float64, if the token set has them; (0,) with no samples.
     """
     sequences = _sequences(tokens, samples)
     inputs, targets = [np.full(2, pad_id)], [np.full(2, IGNORE_INDEX)]
@@ -170,7 +170,7 @@ def collate(
     if tokens.group_size > 1:
         batch["sequence_ids"] = sequence_ids
     if tokens.reference_logps is not None:
-        batch["reference_logps"] = torch.from_numpy(tokens.reference_logps[sequences].astype(np.float32))
+        batch["reference_logps"] = torch.from_numpy(tokens.reference_logps[sequences])
     return batch
 
 
