@@ -93,13 +93,12 @@ def test_eight_bit_adamw_stays_in_a_band(lab: Lab, strategy: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [LORA, QLORA], ids=["lora", "qlora"])
-@pytest.mark.parametrize("strategy", ["single", "fsdp2", "zero3"])
-def test_an_adapter_on_frozen_bf16_weights_stays_in_a_band_around_float32(
-    lab: Lab, strategy: str, settings: dict[str, str]
-):
-    curve = lab.run(strategy, settings | {"mixed_precision": "bf16"}, processes=1 if strategy == "single" else 2)
-    found = distance(curve, lab.run("single", settings))
-    assert 1e-6 < found.loss < 5e-3 and found.norm < 2e-2, found
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_in_bf16_an_adapter_stays_in_a_band_around_one_process(lab: Lab, strategy: str, settings: dict[str, str]):
+    """Of the same precision: in bf16 the frozen weights are rounded first, and 4 bits of those are another base."""
+    settings = settings | {"mixed_precision": "bf16"}
+    found = distance(lab.run(strategy, settings, processes=2), lab.run("single", settings))
+    assert found.loss < 5e-3 and found.norm < 2e-2, found
 
 
 @pytest.mark.slow
