@@ -53,7 +53,8 @@ def render(results: dict) -> str:
         ]
         lines.append(f"| `{name}` | {row['processes']} | {' | '.join(cells)} |")
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
-    lines += ["", f"`{results['command']}` on {results['hardware']}; {versions}."]
+    note = f" ({results['note']})" if "note" in results else ""
+    lines += ["", f"`{results['command']}`{note} on {results['hardware']}; {versions}."]
     return "\n".join(lines)
 
 
