@@ -4,24 +4,17 @@ python -m pytest -q tests/test_preview.py
 """
 
 import json
+import re
 from pathlib import PurePath
 
 import pytest
-from conftest import RECIPE
+from conftest import RECIPE, RECIPE_TEXT
 from small_data import chat, make_tokenizer
 
 from cookbook.files import RecipeError
 from cookbook.preview import COLOUR, preview
 
-SCRATCH = """\
-  from_scratch:
-    vocab_size: 2048
-    hidden_size: 128
-    intermediate_size: 352
-    num_hidden_layers: 4
-    num_attention_heads: 4
-    num_key_value_heads: 2
-"""
+SCRATCH = re.search(r"  from_scratch:\n(    .*\n)+", RECIPE_TEXT).group()
 
 
 @pytest.fixture
