@@ -7,13 +7,15 @@ A recipe says what to train, a strategy how to spread the work; this file knows 
 """
 
 import argparse
+import math
 import os
 import sys
 import time
-from itertools import islice
+import uuid
 from pathlib import Path
+from typing import Any
 
-from cookbook import launch, machine
+from cookbook import faults, launch, lock, machine, signals, status
 from cookbook.data.sets import read_data, tokenize_data
 from cookbook.files import RecipeError
 from cookbook.plan import Plan, describe_batch, load_pair, make_plan
@@ -24,6 +26,7 @@ CACHE = Path(".cache")
 
 
 def main() -> int:
+    signals.install()  # before torch and its seconds
     parser = argparse.ArgumentParser(prog="train.py", description="Train a recipe under a strategy.")
     parser.add_argument("recipe", nargs="?", default="recipes/quickstart.yaml")
     parser.add_argument("--set", dest="assignments", action="append", default=[], metavar="section.key=value")
@@ -35,7 +38,7 @@ def main() -> int:
             if world.rank == 0:
                 print(f"{arguments.recipe}: fine under {strategy.path}; {describe_batch(recipe, plan)}")
             return 0
-        train(recipe, strategy, plan, world, notes)
+        return train(recipe, strategy, plan, world, notes)
     except RecipeError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(60)  # torchrun ends all at the first that exits: let the first process of a machine tell it
@@ -67,7 +70,15 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
     return recipe, strategy, plan, world, [note] if note else []
 
 
-def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, notes: list[str]) -> None:
+def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, notes: list[str]) -> int:
+    output_dir = Path(recipe.run.output_dir)
+    is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    failed_after: list[int] = []
+    if world.rank == 0:
+        lock.hold(output_dir)
+        if is_restarted or recipe.run.resume == "auto":
+            failed_after = status.past_failures(output_dir)
+
     # Rows come first: a broken file is told before seconds go into imports, and no process group waits for it.
     rows = read_data(recipe.data, recipe.objective)
 
@@ -79,12 +90,15 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
     from accelerate.utils import set_seed
     from transformers.utils import logging as transformers_logging
 
-    from cookbook import adapters, checkpoint, metrics, models
+    from cookbook import adapters, metrics, models
+    from cookbook.checkpoint import export, resume
+    from cookbook.checkpoint.saver import Saver
     from cookbook.data import batches
     from cookbook.data.reference import with_reference
     from cookbook.engine import Engine, build_ops
     from cookbook.objectives import build_objective, sequence_logps
     from cookbook.optim import build_optimizer, learning_rate, peak_learning_rate, set_learning_rate
+    from cookbook.watch import Watch
 
     transformers_logging.disable_progress_bar()
 
@@ -107,7 +121,6 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
         raise RecipeError([f"schedule.{mistake}" for mistake in misfits])
 
     # Start the strategy. One seed on all processes until the weights stand, since sharding takes a piece from each.
-    output_dir = Path(recipe.run.output_dir)
     set_seed(recipe.seed)
     engine = Engine(
         strategy,
@@ -117,6 +130,20 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
         micro_batch_size=recipe.batch.micro_batch_size or 1,
         max_grad_norm=recipe.optim.max_grad_norm,
         run_name=metrics.run_name(output_dir),
+    )
+    made_from = {
+        "data": data.fingerprint,
+        "model": engine.tell_all(models.weights_digest(Path(name)) if engine.is_main else ""),
+    }
+    checkpoint = resume.choose(
+        recipe,
+        output_dir / "checkpoints",
+        made_from,
+        is_restarted=is_restarted,
+        rank=world.rank,
+        num_ranks=world.num_processes,
+        agree=engine.agree,
+        say=notes.append,
     )
     model = models.load_model(
         name,
@@ -129,8 +156,6 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
     if recipe.adapter is not None:
         adapters.add_adapter(model, recipe.adapter, seed=recipe.seed)
     engine.prepare(model, build_optimizer(model, recipe.optim, recipe.mixed_precision))
-    set_seed(recipe.seed + engine.data_parallel.rank)
-
     # From here on everything counts optimizer steps over a fixed global batch.
     objective = build_objective(recipe.objective)
     layout = batches.Layout(
@@ -142,21 +167,35 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
         packing=recipe.data.packing,
     )
     if objective.needs_reference:
-        made_from = [models.weights_digest(Path(name)), recipe.mixed_precision, strategy.name, str(recipe.adapter)]
         data = with_reference(
             data,
-            made_from,
+            [made_from["model"], recipe.mixed_precision, strategy.name, str(recipe.adapter)],
             cache=CACHE,
             agree=engine.agree,
             compute=lambda tokens: engine.collect(
                 sequence_logps, batches.indexed_batches(tokens, layout), len(tokens.lengths)
             ),
         )
-    steps = batches.train_steps(data.train, layout, seed=recipe.seed, global_batch_size=recipe.batch.global_batch_size)
+    # After the reference, which is of the model before training.
+    state: dict[str, Any] = {"step": 0, "num_samples": 0, "num_skipped": 0, "is_evaluated": False}
+    if checkpoint is not None:
+        state = resume.load(checkpoint, engine.parameter_shapes(), engine.restore)
+    steps = batches.train_steps(
+        data.train,
+        layout,
+        seed=recipe.seed,
+        global_batch_size=recipe.batch.global_batch_size,
+        num_samples_consumed=state["num_samples"],
+    )
 
-    log = metrics.RunLog(output_dir, is_main=engine.is_main, max_steps=max_steps)
+    signals.hold()  # from here on there is something to save
+    goes_on = checkpoint is not None and checkpoint.path.resolve().parent == (output_dir / "checkpoints").resolve()
+    log = metrics.RunLog(
+        output_dir, is_main=engine.is_main, max_steps=max_steps, resumed_step=state["step"] if goes_on else None
+    )
     log.write_text("recipe.yaml", dump_recipe(recipe))
-    log.write_record("run.json", metrics.environment_record(engine.device) | {"strategy": engine.describe()})
+    record = metrics.environment_record(engine.device) | {"strategy": engine.describe()}
+    log.write_record("run.json", record)
     for note in notes:
         log.say(note)
     log.say(
@@ -171,20 +210,101 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
     )
     peak = peak_learning_rate(recipe.optim, recipe.schedule, recipe.batch.global_batch_size)
 
-    def evaluate(step: int) -> None:
-        for set_name, tokens in data.eval.items():
-            found = engine.evaluate(objective.run, batches.eval_batches(tokens, layout))
-            label = {"eval_set": set_name} if set_name else {}
-            log.write({"step": step, **label, **{f"eval_{key}": value for key, value in found.items()}})
+    attempt = engine.tell_all(uuid.uuid4().hex[:8])
+    run_status = status.Status(output_dir, is_main=engine.is_main, step=state["step"], failed_after=failed_after)
+    watch = Watch(output_dir, world.rank, plan.num_processes, recipe.run.hang_timeout_minutes * 60, attempt=attempt)
+    engine.beat = watch.beat
+    saver = Saver(
+        output_dir / "checkpoints",
+        rank=world.rank,
+        num_ranks=plan.num_processes,
+        attempt=attempt,
+        keep_last=recipe.run.keep_last,
+        keep_best=recipe.run.keep_best,
+        in_background=recipe.run.save_in_background,
+        say=log.say,
+        beat=lambda: watch.beat("save", engine.current_step),
+    )
+    if checkpoint is not None:
+        saver.start_from(checkpoint)
+        log.say(f"goes on from {checkpoint.path}")
 
-    evaluate(0)
-    for step, batch in enumerate(islice(steps, max_steps)):
+    def stop_vote() -> int:
+        return signals.REASONS.index(signals.requested())
+
+    def stop_reason() -> str | None:
+        return signals.REASONS[int(engine.maxima(stop_vote())[0])]
+
+    def evaluate() -> str | None:
+        """Returns why it broke off."""
+        if state["is_evaluated"]:
+            return None
+        for set_name, tokens in data.eval.items():
+            found = engine.evaluate(objective.run, batches.eval_batches(tokens, layout), stop_reason)
+            if isinstance(found, str):
+                return found
+            label = {"eval_set": set_name} if set_name else {}
+            log.write({"step": state["step"], **label, **{f"eval_{key}": value for key, value in found.items()}})
+            state.setdefault("eval_loss", found["loss"])
+        state["is_evaluated"] = True
+        return None
+
+    def save() -> None:
+        if state["step"] in (0, saver.last_step):
+            return
+        run_status.running(state["step"])
+        words = {"recipe": recipe.model_dump(mode="json", exclude_none=True), "made_from": made_from, "run": record}
+        tensors = {"parameters": engine.parameter_shapes(), "counts": engine.counts()}
+        saver.save(state["step"], engine.pieces(), {**state, **tensors, **words}, best_by=state.get("eval_loss"))
+
+    def stop(reason: str) -> int:
+        save()
+        saver.wait()
+        is_saved = engine.agree(saver.failed is None)
+        code = signals.EXIT_CODE if is_saved else 1
+        log.say(f"stopped after step {state['step']} ({reason}); {'saved' if is_saved else 'NOT saved'}")
+        run_status.end("stopped" if is_saved else "failed", exit_code=code, reason=reason)
+        log.close()
+        watch.close()
+        engine.close()
+        return code
+
+    run, first_step = recipe.run, state["step"]
+    reason, is_time_to_save = stop_reason(), 0.0
+    while True:
+        step = state["step"]
+        is_last = step == max_steps
+        if step == 0 or is_last or is_due(step, run.eval_every_steps):
+            reason = reason or evaluate()
+        if is_last or is_time_to_save or is_due(step, run.save_every_steps) or (step == 1 and run.save_first_step):
+            save()
+        if run.stop_after_steps and step - first_step >= run.stop_after_steps and not is_last:
+            reason = reason or "run.stop_after_steps"
+        if reason is not None:
+            return stop(reason)
+        if is_last:
+            break
+        faults.at("data.next", step + 1)
+        batch = next(steps)
         started = time.perf_counter()
         lr = learning_rate(step, max_steps, peak, recipe.schedule)
         set_learning_rate(engine.optimizer, lr)
+        engine.begin_step(step + 1, recipe.seed)
         means = engine.gradients(objective.run, batch.micro_batches, getattr(batch, objective.unit))
         grad_norm = engine.step()
         seconds = time.perf_counter() - started
+        memory, vote, is_time_to_save = engine.maxima(
+            metrics.peak_memory_gib(engine.device), stop_vote(), saver.is_time(run.save_every_minutes)
+        )
+        reason = signals.REASONS[int(vote)]
+        # Under fp16 that is how the loss scale finds its place.
+        is_skipped = not math.isfinite(grad_norm) and recipe.mixed_precision != "fp16"
+        state = {
+            "step": step + 1,
+            "num_samples": state["num_samples"] + batch.num_samples,
+            "num_skipped": state["num_skipped"] + is_skipped,
+            "is_evaluated": False,
+        }
         log.write(
             {
                 "step": step + 1,
@@ -195,32 +315,45 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
                 "num_tokens": batch.num_tokens,
                 "step_seconds": seconds,
                 "tokens_per_second": batch.num_tokens / seconds,
-                "peak_memory_gib": engine.max_over_processes(metrics.peak_memory_gib(engine.device)),
+                "peak_memory_gib": memory,
                 **flops.mfu(batch.num_tokens, batch.num_sequences, seconds, plan.num_processes),
             }
         )
-        every = recipe.run.eval_every_steps
-        if step + 1 == max_steps or (every and (step + 1) % every == 0):
-            evaluate(step + 1)
-
+        if is_skipped:
+            log.say(f"step {step + 1} was left out, the weights are as before: its loss or gradient is not finite")
+            bad = engine.nonfinite_micro_batches()
+            metrics.record_nonfinite(output_dir, step + 1, world.rank, batch, bad, tokenizer.decode)
+            if state["num_skipped"] > run.skip_nonfinite_steps:
+                raise FloatingPointError(f"step {step + 1}: run.skip_nonfinite_steps is {run.skip_nonfinite_steps}")
+    saver.wait()
     for note in data.closing_notes():
         log.say(note)
 
     def write(weights: dict[str, torch.Tensor], folder: Path) -> None:
         if recipe.adapter is None:
-            checkpoint.write_model(weights, folder, config=config)
+            export.write_model(weights, folder, config=config)
         else:
             revision = recipe.model.revision or models.revision_of(name)
             base = adapters.Base(recipe.model.name_or_path or name, revision, models.weights_digest(Path(name)))
             adapters.write_adapter(weights, folder, config=config, settings=recipe.adapter, base=base)
-        checkpoint.write_generation_config(folder, like=Path(name), end_of_turn=models.end_of_turn(tokenizer))
+        export.write_generation_config(folder, like=Path(name), end_of_turn=models.end_of_turn(tokenizer))
 
-    dtype = torch.float32 if recipe.adapter else config.dtype or torch.float32
-    export = output_dir / "export"
-    checkpoint.export(engine.full_parameters(), write, tokenizer, export, dtype=dtype, is_main=engine.is_main)
+    watch.close()
+    if engine.is_main:
+        if saver.newest is None or saver.newest.step != max_steps:
+            raise OSError(f"the last step could not be saved, so there is nothing to export: {saver.failed}")
+        dtype = torch.float32 if recipe.adapter else config.dtype or torch.float32
+        export.export(saver.newest, write, tokenizer, output_dir / "export", dtype=dtype)
+    run_status.end("finished", exit_code=0)
     log.close()
     engine.close()
+    return 0
+
+
+def is_due(step: int, every: int | None) -> bool:
+    """Whether something that happens every so many steps happens after this one."""
+    return every is not None and step > 0 and step % every == 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status.note_exit(main()))

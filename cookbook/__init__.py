@@ -1,9 +1,9 @@
 """Parts of the recipe book. Imports point downwards only:
 
-compose   cli  preview  rehearse  merge                                                    (and train.py)
+compose   cli  preview  rehearse  merge  publish                                           (and train.py)
 parts     engine  data  models  adapters  objectives  optim  checkpoint  metrics      do not import one another
-plan      plan  launch  combinations  library                                              no torch
-words     recipe  strategy  machine  files                                                 no torch
+plan      plan  launch  combinations  library  child                                       no torch
+words     recipe  strategy  machine  files  signals  status  lock  watch  faults           no torch
 """
 
 import logging

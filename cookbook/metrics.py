@@ -3,12 +3,14 @@
 import hashlib
 import itertools
 import json
+import math
 import os
 import platform
 import re
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -85,17 +87,45 @@ def set_aside(folder: Path) -> Path | None:
     return folder.rename(folder.with_name(f"{folder.name}.{number}"))
 
 
+def _cut_lines(path: Path, last_step: int) -> None:
+    """Takes out the lines of steps after `last_step`, and what a crash left of a line."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []:
+        try:
+            kept += [line] if line.endswith("\n") and json.loads(line)["step"] <= last_step else []
+        except ValueError:
+            continue
+    build = path.with_suffix(".tmp")
+    build.write_text("".join(kept), encoding="utf-8")
+    build.replace(path)
+
+
 class RunLog:
     """Writes under the output folder from the main process; silent on the others."""
 
-    def __init__(self, folder: Path, *, is_main: bool, max_steps: int) -> None:
+    def __init__(self, folder: Path, *, is_main: bool, max_steps: int, resumed_step: int | None = None) -> None:
+        """Sets an earlier run aside, or goes on with it.
+
+        Args:
+            resumed_step: of the checkpoint in `folder` that this run goes on from; later lines are taken out.
+        """
         self.folder, self.is_main = folder, is_main
         if not is_main:
             return
-        earlier = set_aside(folder)
+        earlier = set_aside(folder) if resumed_step is None else None
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
-        self._bar = tqdm(total=max_steps, unit="step", dynamic_ncols=True, mininterval=1.0, file=sys.stderr)
+        path = folder / "metrics.jsonl"
+        if resumed_step is not None:
+            _cut_lines(path, resumed_step)
+        self._file = path.open("w" if resumed_step is None else "a", encoding="utf-8")
+        self._bar = tqdm(
+            total=max_steps,
+            initial=resumed_step or 0,
+            unit="step",
+            dynamic_ncols=True,
+            mininterval=1.0,
+            file=sys.stderr,
+        )
         if earlier is not None:
             self.say(f"{folder} held an earlier run, which now lies in {earlier}")
 
@@ -103,7 +133,9 @@ class RunLog:
         """Appends one line to metrics.jsonl, at full precision, and moves the bar on for a training line."""
         if not self.is_main:
             return
-        self._file.write(json.dumps(line) + "\n")
+        # JSON knows no nan.
+        finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in line.items()}
+        self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
         if "loss" in line:
             text = f"loss {line['loss']:.3f}, {line['tokens_per_second']:.0f} tokens/s"
@@ -133,6 +165,29 @@ class RunLog:
         if self.is_main:
             self._bar.close()
             self._file.close()
+
+
+def record_nonfinite(
+    folder: Path,
+    step: int,
+    rank: int,
+    batch: Any,
+    bad: list[int],
+    decode: Callable[[list[int]], str],
+) -> None:
+    """Names the samples of this process's micro-batches whose loss was not finite, for people and in a file.
+
+    Args:
+        batch: a `cookbook.data.batches.StepBatch`.
+        bad: numbers of those micro-batches.
+        decode: from token ids to text.
+    """
+    for i in bad:
+        text = decode(batch.micro_batches[i]["input_ids"].flatten().tolist())
+        record = {"step": step, "process": rank, "samples": batch.sample_numbers[i], "text": text}
+        path = folder / f"nonfinite-step-{step}-process-{rank}-{i}.json"
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        print(f"step {step}: the loss of samples {batch.sample_numbers[i]} is not finite; see {path}", file=sys.stderr)
 
 
 def environment_record(device: torch.device) -> dict[str, Any]:

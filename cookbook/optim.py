@@ -177,6 +177,27 @@ def _adamw_8bit(
             super().step()
             self._exchange(shards, params)
 
+        def moments(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+            """First and second moment of this process's part in float32; none before the first step."""
+            state = self.state[parameter] if parameter in self.state else {}
+            return {kind: _decode_8bit(state, key) for kind, key in MOMENTS_8BIT.items() if key in state}
+
+        @torch.no_grad()
+        def set_moments(self, parameter: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
+            """What `moments` gave; where the parts are cut as they were, to the last bit."""
+            shard = _shard(parameter)
+            group, place = next(
+                (group, i)
+                for group, found in enumerate(self.param_groups)
+                for i, other in enumerate(found["params"])
+                if other is parameter
+            )
+            self.init_state(self.param_groups[group], shard, group, place)
+            if shard is not parameter:
+                self.state[parameter] = self.state.pop(shard)
+            for kind, value in values.items():
+                _encode_8bit(self.state[parameter], MOMENTS_8BIT[kind], value)
+
         def _exchange(self, old: list[list[torch.Tensor]], new: list[list[torch.Tensor]]) -> None:
             for group, before, after in zip(self.param_groups, old, new, strict=True):
                 group["params"] = after
@@ -185,6 +206,41 @@ def _adamw_8bit(
                         self.state[b] = self.state.pop(a)
 
     return ShardedAdamW8bit(groups, lr=lr, betas=betas, eps=eps)
+
+
+MOMENTS_8BIT = {"exp_avg": "state1", "exp_avg_sq": "state2"}
+BLOCK_8BIT = 256
+
+
+def _decode_8bit(state: dict[str, Any], key: str) -> torch.Tensor:
+    """In float32, such that encoding gives the same codes and scales again.
+
+    A code of -1 is missing, so a block whose largest element is negative would come back smaller, with another scale:
+    the element that is largest is given the scale itself.
+    """
+    codes, number = state[key], key[-1]
+    if codes.dtype != torch.uint8:
+        return codes.clone()
+    scales = state[f"absmax{number}"]
+    values = state[f"qmap{number}"][codes.flatten().long()]
+    rest = -len(values) % BLOCK_8BIT
+    blocks = torch.nn.functional.pad(values, (0, rest)).view(-1, BLOCK_8BIT)
+    place = blocks.abs().argmax(1, keepdim=True)
+    largest = blocks.gather(1, place)
+    blocks = (blocks * scales[:, None]).scatter(1, place, largest.sign() * scales[:, None])
+    return blocks.flatten()[: len(values)].view(codes.shape)
+
+
+def _encode_8bit(state: dict[str, Any], key: str, values: torch.Tensor) -> None:
+    from bitsandbytes.functional import quantize_blockwise
+
+    number = key[-1]
+    if state[key].dtype != torch.uint8:
+        state[key].copy_(values)
+        return
+    codes, quantized = quantize_blockwise(values, code=state[f"qmap{number}"], blocksize=BLOCK_8BIT)
+    state[key].copy_(codes)
+    state[f"absmax{number}"].copy_(quantized.absmax)
 
 
 def _shard(parameter: torch.Tensor) -> torch.Tensor:

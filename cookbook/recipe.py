@@ -5,8 +5,9 @@ checks a recipe while it is typed.
 """
 
 import difflib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -365,6 +366,27 @@ class RunSection(Section):
     """Without it, data.eval is evaluated before the first step and at the end only."""
     output_dir: PathText
     """Everything that a run writes lies under this folder."""
+    save_every_steps: int | None = Field(default=None, gt=0)
+    """A checkpoint each so many steps. Without any such key there is one, at the end."""
+    save_every_minutes: float | None = Field(default=None, gt=0)
+    save_first_step: bool = False
+    """A checkpoint after step 1, to learn early that saving works."""
+    save_in_background: bool = False
+    """Steps wait for a copy of the state to host memory only, not for the disk. Costs that memory."""
+    keep_last: int = Field(default=2, ge=2)
+    """Checkpoints that stay; the newest may be the one that a crash damages."""
+    keep_best: int = Field(default=0, ge=0)
+    """Beside the last, so many with the smallest evaluation loss: of the first set, if there are several."""
+    resume: str = Field(default="never", min_length=1)
+    """never: begin anew, and set an earlier run aside | auto: go on from the newest whole checkpoint | a path."""
+    allow_changes: list[str] = []
+    """Keys whose values may differ from those that the checkpoint was made with, such as optim.learning_rate."""
+    stop_after_steps: int | None = Field(default=None, gt=0)
+    """Stop after so many steps of this start, with a checkpoint and exit code 75; the schedule is not shortened."""
+    skip_nonfinite_steps: int = Field(default=0, ge=0)
+    """Steps that may be left out because a loss or gradient is not finite; one more ends the run."""
+    hang_timeout_minutes: float = Field(default=30.0, gt=0)
+    """A run without progress for so long ends, and names the process at fault. More than the longest forward takes."""
 
     @model_validator(mode="after")
     def _one_length(self):
@@ -446,6 +468,7 @@ def _check_across_keys(document: Document) -> list[str]:
             for mistake in schedule.misfits(run.max_steps):
                 key, _, said = mistake.partition(" ")
                 mistakes.append(f"{document.place(('schedule', key))} {said}")
+        mistakes += _check_saving(run, data, document)
         if run.eval_every_steps is not None and data is not None and not data.eval and not data.holdout:
             mistakes.append(
                 f"{document.place(('run', 'eval_every_steps'))} is {run.eval_every_steps}, but there is no data.eval;"
@@ -488,6 +511,36 @@ def _check_output_dir(name: str, document: Document) -> list[str]:
                 return []
             return [f"{document.place(('run', 'output_dir'))} is {name!r}, but {path} is a file; name a folder"]
     return []
+
+
+def _check_saving(run: RunSection, data: DataSection | None, document: Document) -> list[str]:
+    mistakes = []
+    if run.keep_best:
+        place = document.place(("run", "keep_best"))
+        if data is not None and not data.eval and not data.holdout:
+            mistakes.append(f"{place} is {run.keep_best}, but there is no data.eval to tell the best by")
+        elif not run.save_every_steps or not run.eval_every_steps or run.save_every_steps % run.eval_every_steps:
+            mistakes.append(
+                f"{place} is {run.keep_best}, but save_every_steps is {run.save_every_steps} and eval_every_steps"
+                f" {run.eval_every_steps}: only what is evaluated when it is saved can be the best; make"
+                " save_every_steps a multiple of eval_every_steps"
+            )
+    known = {*_leaves(Recipe)}
+    for key in run.allow_changes:
+        if not any(leaf == key or leaf.startswith(key + ".") for leaf in known):
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            mistakes.append(f"{document.place(('run', 'allow_changes'))} names {key!r}, which no recipe has{hint}")
+    return mistakes
+
+
+def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        sections = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+        inner = next((kind for kind in sections if issubclass(kind, BaseModel)), None)
+        yield prefix + name
+        if inner is not None:
+            yield from _leaves(inner, f"{prefix}{name}.")
 
 
 def _check_source(source: Source, document: Document, where: tuple[str | int, ...]) -> list[str]:

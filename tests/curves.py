@@ -121,6 +121,11 @@ def write_chats(path: Path, num_rows: int = 101) -> None:
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
+def environment(**extra: str) -> dict[str, str]:
+    """With the compilers' ninja on PATH."""
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", **extra}
+
+
 class Lab:
     """Runs recipes in a shared folder; a run with the same arguments happens once, whatever test asks for it."""
 
@@ -186,20 +191,27 @@ class Lab:
         self, folder: Path, strategy: str, settings: dict[str, str], processes: int | None, sabotage: str | None
     ) -> None:
         folder.mkdir()
-        command = [sys.executable, "-m", "accelerate.commands.launch"]
-        path = strategy if strategy.endswith(".yaml") else f"accelerate_configs/{strategy}.yaml"
-        command += ["--config_file", path, "--main_process_port", "0"]
-        command += ["--num_processes", str(processes)] if processes else []
-        command += ["tests/sabotage.py", sabotage] if sabotage else ["train.py"]
-        command += [str(self.folder / "recipe.yaml")]
-        for name, value in {**settings, "run.output_dir": str(folder)}.items():
-            command += ["--set", f"{name}={value}"]
-        environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        command = self.command(strategy, {**settings, "run.output_dir": str(folder)}, processes, sabotage)
         with (folder / "output.txt").open("w") as output:
             done = subprocess.run(
-                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=900
+                command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT, timeout=900
             )
         (folder / "exit_code").write_text(str(done.returncode))
+
+    def command(
+        self, strategy: str, settings: dict[str, str], processes: int | None = None, sabotage: str | None = None
+    ) -> list[str]:
+        """The line that trains the small recipe under a strategy."""
+        command = [sys.executable]
+        if strategy != "single":
+            path = strategy if strategy.endswith(".yaml") else f"accelerate_configs/{strategy}.yaml"
+            command += ["-m", "accelerate.commands.launch", "--config_file", path, "--main_process_port", "0"]
+            command += ["--num_processes", str(processes)] if processes else []
+        command += ["tests/sabotage.py", sabotage] if sabotage else ["train.py"]
+        command += [str(self.folder / "recipe.yaml")]
+        for name, value in settings.items():
+            command += ["--set", f"{name}={value}"]
+        return command
 
     def held_out_loss(self, model: Any, tokenizer: Any) -> tuple[float, int]:
         """The library's own loss, one sample at a time, on the rows that every run evaluates; and their targets."""

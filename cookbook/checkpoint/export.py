@@ -1,12 +1,15 @@
-"""What a run leaves behind as a Hugging Face folder, written the same under every strategy."""
+"""A checkpoint's weights as Hugging Face files, whatever strategy wrote them: no process group, a part in memory."""
 
+import contextlib
 import copy
+import math
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -15,52 +18,87 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from cookbook.checkpoint.folder import Checkpoint
+from cookbook.checkpoint.tensors import Reader, Tensor, room_for, write_tensors
+
+SHARD_SIZE = "5GB"
+"""Of a weight file at most: the Hub takes far larger ones, and a broken transfer starts its file anew."""
+
+
+@contextlib.contextmanager
+def building(folder: Path) -> Iterator[Path]:
+    """An empty folder that takes the place of `folder` at the end. After an error there is no trace of it, and what lay
+    there before is untouched.
+    """
+    build, old = (folder.with_name(f".{folder.name}.{what}.{os.getpid()}") for what in ("build", "old"))
+    shutil.rmtree(build, ignore_errors=True)
+    build.mkdir(parents=True)
+    try:
+        yield build
+        if folder.exists():
+            folder.rename(old)
+        build.rename(folder)
+    except BaseException:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        shutil.rmtree(build, ignore_errors=True)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
 
 def export(
-    parameters: Iterable[tuple[str, torch.Tensor | None]],
+    checkpoint: Checkpoint,
     write: Callable[[dict[str, torch.Tensor], Path], None],
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     *,
     dtype: torch.dtype,
-    is_main: bool,
 ) -> None:
-    """Writes weights and tokenizer into `folder`, whole or not at all.
+    """To be removed as soon as train.py calls `publish.export`."""
+    with building(folder) as build:
+        with joined_weights(checkpoint, build, dtype) as weights:
+            write(weights, build)
+        tokenizer.save_pretrained(build)
 
-    Collective: every process must call, since `parameters` (names and whole tensors, on the main process only) gathers
-    them one by one. The main process holds them all in `dtype` in host memory.
+
+@contextlib.contextmanager
+def joined_weights(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
+    """The trained parameters, whole, by name, in a file that is mapped into memory: the machine need not hold them.
 
     Args:
-        write: puts the weights into a folder: `write_model`, or the adapter's.
+        folder: with room for them until the end.
+
+    Raises:
+        BrokenCheckpoint: elements are missing.
     """
-    weights = {}
-    for name, tensor in parameters:
-        if tensor is not None:
-            if tensor.numel() == 0:
-                raise RuntimeError(f"{name} came back empty: nothing was written")
-            weights[name] = tensor.to(dtype)
-    if not is_main:
-        return
-    build = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(build, ignore_errors=True)
-    build.mkdir(parents=True)
+    path = folder / "whole.tmp"
     try:
-        write(weights, build)
-        tokenizer.save_pretrained(build)
-        shutil.rmtree(folder, ignore_errors=True)
-        build.rename(folder)
-    except BaseException:
-        shutil.rmtree(build, ignore_errors=True)
-        raise
+        yield join_weights(checkpoint, path, dtype)
+    finally:
+        path.unlink(missing_ok=True)
 
 
-def write_model(weights: dict[str, torch.Tensor], folder: Path, *, config: PreTrainedConfig) -> None:
+def join_weights(checkpoint: Checkpoint, path: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """As `joined_weights`; the file stays."""
+    reader = Reader(checkpoint.pieces)
+    shapes: dict[str, list[int]] = checkpoint.state()["parameters"]
+    tensors = (
+        Tensor(name, shape, dtype, reader.parts(name, "weight", math.prod(shape), dtype))
+        for name, shape in shapes.items()
+    )
+    write_tensors(path, tensors, room=room_for(shapes))
+    return load_file(path)
+
+
+def write_model(
+    weights: dict[str, torch.Tensor], folder: Path, *, config: PreTrainedConfig, shard_size: str = SHARD_SIZE
+) -> None:
     """A whole model as `from_pretrained` reads it, all weights in one dtype."""
     dtype = next(iter(weights.values())).dtype
     # An empty twin writes the files: the trained model's own save_pretrained would gather again, on one process.
     with torch.device("meta"):
         twin = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](copy.deepcopy(config)).to(dtype)
-    twin.save_pretrained(folder, state_dict=weights)
+    twin.save_pretrained(folder, state_dict=weights, max_shard_size=shard_size)
 
 
 def write_generation_config(folder: Path, *, like: Path, end_of_turn: int | None) -> None:

@@ -42,6 +42,8 @@ class StepBatch:
 
     micro_batches: list[dict[str, Tensor]]
     """As `collate` makes them; the same number on every rank."""
+    sample_numbers: list[list[int]]
+    """For each of them, which samples of the set it holds (of a stream: of the step)."""
     num_targets: int
     """Positions that carry loss, all ranks together."""
     num_tokens: int
@@ -215,6 +217,7 @@ def train_steps(
         cuts = _cuts_of_rank(lengths, dealt, layout)
         yield StepBatch(
             micro_batches=[collate(tokens, window[mine], layout.pad_id, packing=layout.packing) for mine in cuts],
+            sample_numbers=[window[mine].tolist() for mine in cuts],
             num_targets=int(tokens.num_targets[_sequences(tokens, window)].sum()),
             num_tokens=int(lengths.sum()),
             num_samples=len(window),

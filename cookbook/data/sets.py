@@ -55,6 +55,15 @@ class TokenSets:
     notes: list[str]
     """What a user should know of: rows dropped, samples cut, the shares of a mixture."""
 
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of what is trained on; of a stream, which nobody has read to its end, of where it comes from."""
+        if isinstance(self.train, Stream):
+            text = self.train.data.model_dump_json(exclude={"eval"})
+        else:
+            text = f"{self.train.fingerprint} {self.train.weights}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
     def closing_notes(self) -> list[str]:
         """What is known of a stream only when it was read: rows dropped and samples cut in the first pass."""
         if not isinstance(self.train, Stream):

@@ -6,9 +6,11 @@ import multiprocessing
 import os
 import shutil
 import signal
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,13 +157,10 @@ def _cut_rows(
         for encoded in encode(rows, tokenizer, objective.train_on):
             yield encoded if isinstance(encoded, BadRow) else _cut(encoded, max_length, objective)
         return
-    # Spawned, since a fork would copy the locks of the tokenizer's threads.
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(num_processes, _start_worker, (tokenizer, max_length, objective)) as pool:
-        for task in pool.imap(_work, _slices(rows)):
-            if isinstance(task, RecipeMistakes):
-                raise RecipeError(task.mistakes)
-            yield from task
+    for task in _spread(_slices(rows), num_processes, (tokenizer, max_length, objective)):
+        if isinstance(task, RecipeMistakes):
+            raise RecipeError(task.mistakes)
+        yield from task
 
 
 def _slices(rows: Rows) -> Iterator[Rows]:
@@ -178,20 +177,74 @@ class RecipeMistakes:
     mistakes: list[str]
 
 
-_worker: tuple["PreTrainedTokenizerBase", int, ObjectiveSection]
+Settings = tuple["PreTrainedTokenizerBase", int, ObjectiveSection]
+Task = list[Cut | BadRow] | RecipeMistakes
 
 
-def _start_worker(*settings: Any) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores are taken by the other workers
-    # The pool ends its workers by this signal, which the program that they import anew may handle in its own way.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    global _worker
-    _worker = settings  # type: ignore[assignment]
+def _spread(slices: Iterator[Rows], num_processes: int, settings: Settings) -> Iterator[Task]:
+    """What the processes make of each slice, in order.
 
-
-def _work(rows: Rows) -> list[Cut | BadRow] | RecipeMistakes:
+    Each has a pipe of its own and shares no lock. With multiprocessing.Pool the parent waits without end once a worker
+    is killed, for its task or for the lock that it held: after a SIGTERM to the whole group every other time.
+    """
+    context = multiprocessing.get_context("spawn")  # a fork would copy the locks of the tokenizer's threads
+    workers: list[tuple[Any, Connection]] = []
+    busy: deque[tuple[Any, Connection]] = deque()
     try:
-        return list(_cut_rows(rows, *_worker, num_processes=1))
+        # Masked signals stay so in a new process: what a terminal or a scheduler sends to a whole group is for this one
+        # to answer. SIGTERM ends a worker.
+        earlier = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR1})
+        try:
+            for _ in range(num_processes):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(theirs, settings), daemon=True)
+                process.start()
+                theirs.close()
+                workers.append((process, ours))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
+        for (process, connection), rows in zip(workers, slices, strict=False):
+            connection.send(rows)
+            busy.append((process, connection))
+        while busy:
+            process, connection = busy.popleft()
+            task = connection.recv()
+            if (following := next(slices, None)) is not None:
+                connection.send(following)
+                busy.append((process, connection))
+            yield task
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        process.join()
+        raise RuntimeError(
+            f"a tokenizing process ended with {process.exitcode}; -9 may be for want of memory"
+        ) from None
+    finally:
+        for process, connection in workers:
+            process.terminate()
+            connection.close()
+        for process, _ in workers:
+            process.join()
+
+
+def _serve(connection: Connection, settings: Settings) -> None:
+    """The life of a worker: slices in, what becomes of them out, until its parent is gone."""
+    _start_worker()
+    try:
+        while True:
+            connection.send(_work(connection.recv(), settings))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+
+
+def _start_worker() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores are taken by the other workers
+    # The parent ends its workers by this signal, which the program that they import anew may handle in its own way.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _work(rows: Rows, settings: Settings) -> Task:
+    try:
+        return list(_cut_rows(rows, *settings, num_processes=1))
     except RecipeError as error:
         return RecipeMistakes(error.mistakes)
 

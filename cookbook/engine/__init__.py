@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from cookbook import faults
+from cookbook.engine import state
 from cookbook.engine.findings import find, is_sharded
 from cookbook.engine.start import (
     TIMEOUT,
@@ -35,6 +37,9 @@ __all__ = ["Batch", "Engine", "Objective", "Outcome", "build_ops"]
 
 PATIENCE = timedelta(days=1)
 """For the main process to write the model, which no collective could wait for."""
+
+EVALUATION_BATCHES = 8
+"""Between two questions whether to stop: an evaluation may take longer than a scheduler waits."""
 
 Batch = dict[str, torch.Tensor]
 
@@ -90,6 +95,11 @@ class Engine:
         self._swap_seen = not self.swap_folders
         self.accelerator = start_accelerator(strategy, plan, mixed_precision, self.deepspeed_config)
         self.device: torch.device = self.accelerator.device
+        self.current_step = 0
+        self._losses: list[torch.Tensor] = []
+        self._told = 0
+        self.beat: Callable[[str, int], None] = lambda doing, step: None
+        """Told what begins, of which step; for who watches over this process."""
         self.data_parallel = DataParallel(size=plan.data_parallel_size, rank=world.rank // strategy.tp_size)
         # Any: DDP, FSDP and DeepSpeed each wrap the model in a class of their own.
         self.model: Any
@@ -131,6 +141,11 @@ class Engine:
         # Whole shapes: of the placeholders of ZeRO-3, and of the pieces of tensor parallel too.
         self.num_parameters = sum(_num_elements(parameter) for parameter in model.parameters())
         self.num_trained = sum(_num_elements(p) for p in model.parameters() if p.requires_grad)
+        self._shapes = {
+            name: tuple(getattr(parameter, "ds_shape", parameter.shape))
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
         if self.strategy.kind == "tp":
             # transformers has cut the model already; accelerate's own preparation would wrap it in DDP.
             self.model = model if self.device.type == "cpu" else model.to(self.device)
@@ -168,61 +183,87 @@ class Engine:
         """
         scale = self.data_parallel.size / count
         totals = _Totals(self.device)
+        self._losses = []
         for i, batch in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
+            self.beat(f"micro-batch {i + 1} of {len(micro_batches)}", self.current_step)
+            faults.at("step.forward", self.current_step)
             with self._synchronise(last):
                 outcome = self._forward(objective, batch)
                 totals.add(outcome)
+                loss = outcome.loss_sum * scale
+                if faults.at("step.loss", self.current_step):
+                    loss = loss * math.nan
+                self._losses.append(loss.detach())
                 if self.strategy.kind == "zero":
-                    self.model.backward(outcome.loss_sum * scale, scale_wrt_gas=False)
+                    self.model.backward(loss, scale_wrt_gas=False)
                 else:
-                    self.accelerator.backward(outcome.loss_sum * scale)
+                    self.accelerator.backward(loss)
         return totals.means(self.sum_over_data, count)
+
+    def nonfinite_micro_batches(self) -> list[int]:
+        """Which of this process's micro-batches in the last step had a loss that is not finite."""
+        return [i for i, loss in enumerate(self._losses) if not torch.isfinite(loss)]
+
+    def begin_step(self, number: int, seed: int) -> None:
+        """Draws dropout anew, from the step and the data-parallel process alone: nothing to save, nothing to resume."""
+        self.current_step = number
+        sequence = np.random.SeedSequence([seed, number, self.data_parallel.rank])
+        torch.manual_seed(int(sequence.generate_state(1)[0]))
 
     def step(self) -> float:
         """Clips, updates the weights and clears the gradients. Returns the gradient norm before clipping.
 
-        Raises:
-            FloatingPointError: the norm is not finite, on every process alike; not under fp16, where the loss scale
-                falls and the step is left out. Before the weights are touched, except under ZeRO, which leaves most
-                such steps out by itself.
+        A norm that is not finite means, under every strategy, that the weights were left as they are: on all processes
+        alike, since the norm is that of all.
         """
+        self.beat("update", self.current_step)
+        faults.at("step.update", self.current_step)
         if self.strategy.kind == "zero":
-            self.model.step()
+            self.model.step()  # looks at the norm itself, and leaves the step out
+            if self.model.optimizer.overflow:
+                return math.nan
             if not self._swap_seen:
                 self._assert_swapped()
-            return self._checked(float(self.model.get_global_grad_norm()))
+            return float(self.model.get_global_grad_norm())
         if self.accelerator.scaler is not None:
             self.accelerator.unscale_gradients()
-        norm = self._checked(self._gradient_norm())
+        norm = self._gradient_norm()
+        if not math.isfinite(norm) and self.accelerator.scaler is None:
+            self.optimizer.zero_grad()
+            return norm
         if self.max_grad_norm and norm > self.max_grad_norm:
             # The same epsilon as torch.nn.utils.clip_grad_norm_ and DeepSpeed's unscale_and_clip_grads.
             factor = self.max_grad_norm / (norm + 1e-6)
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     _local(parameter.grad).mul_(factor)
-        self.optimizer.step()
+        self.optimizer.step()  # under fp16 the scaler leaves out what is not finite, and lowers its scale
         self.optimizer.zero_grad()
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # the update is only queued, and the caller measures time
         return norm
 
-    def _checked(self, norm: float) -> float:
-        if not math.isfinite(norm) and self.mixed_precision != "fp16":
-            raise FloatingPointError(f"the gradient norm is {norm}: a loss or gradient of this step is not finite")
-        return norm
-
     @torch.no_grad()
-    def evaluate(self, objective: Objective, batches: Iterable[Batch]) -> dict[str, float]:
+    def evaluate(
+        self, objective: Objective, batches: Iterable[Batch], stop_reason: Callable[[], str | None] = lambda: None
+    ) -> dict[str, float] | str:
         """`loss` and the objective's metrics, each a mean over the whole set, and `num_tokens`, the targets in it.
 
         Args:
             batches: the same number on every process.
+            stop_reason: asked on every process now and then, may be collective; what it says ends the evaluation, and
+                is returned.
         """
         self.model.eval()
         totals = _Totals(self.device)
         counts = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for batch in batches:
+        for i, batch in enumerate(batches):
+            self.beat(f"evaluation batch {i + 1}", self.current_step)
+            faults.at("eval.batch", self.current_step)
+            if i % EVALUATION_BATCHES == 0 and (reason := stop_reason()):
+                self.model.train()
+                return reason
             outcome = self._forward(objective, batch)
             totals.add(outcome)
             counts[0] += outcome.count
@@ -244,7 +285,8 @@ class Engine:
         """
         self.model.eval()
         values = torch.zeros(size, dtype=torch.float64, device=self.device)
-        for batch, sample_index in batches:
+        for i, (batch, sample_index) in enumerate(batches):
+            self.beat(f"reference batch {i + 1}", self.current_step)
             found = self._forward(function, {**batch, "sample_index": sample_index})
             values[sample_index.to(self.device)] = found.double()
         self.model.train()
@@ -252,7 +294,7 @@ class Engine:
 
     def agree(self, value: bool) -> bool:
         """Whether `value` is true on every process."""
-        return -self.max_over_processes(-float(value)) > 0
+        return -self.maxima(-float(value))[0] > 0
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
         """Sums over data-parallel processes; a tensor-parallel group computes one value together and counts once."""
@@ -260,41 +302,66 @@ class Engine:
             dist.all_reduce(values)
         return values
 
-    def max_over_processes(self, value: float) -> float:
-        """The largest of the processes' values."""
+    def maxima(self, *values: float) -> list[float]:
+        """Of each value, the largest over the processes."""
         if not dist.is_initialized():
-            return value
-        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+            return [float(value) for value in values]
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return float(tensor)
+        return tensor.tolist()
 
-    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Every trained parameter whole: (name, float32 tensor on CPU), the tensor on the main process only.
+    def tell_all(self, text: str) -> str:
+        """The main process's text, on every process."""
+        if not dist.is_initialized():
+            return text
+        store = dist.distributed_c10d._get_default_store()
+        self._told += 1
+        key = f"cookbook/told/{self._told}"
+        if self.is_main:
+            store.set(key, text)
+        return store.get(key).decode()
 
-        Tied parameters come once. Under mixed precision these are the float32 master weights.
+    def parameter_shapes(self) -> dict[str, list[int]]:
+        """Of every trained parameter, whole, by its name in the transformers model; tied ones come once."""
+        return {name: list(shape) for name, shape in self._shapes.items()}
+
+    def pieces(self) -> Iterator[state.Piece]:
+        """The part of weights and optimizer state that this process writes; those of all processes make the whole.
+
+        Each must be used before the next is asked for.
         """
-        if self.strategy.kind == "fsdp1":
-            yield from self._full_fsdp1_parameters()
-            return
-        for name, parameter in self.transformer().named_parameters():
-            if parameter.requires_grad:
-                full = _gather(self, parameter)
-                yield name, full.detach().to("cpu", torch.float32) if self.is_main else None
+        return (share for piece in state.pieces(self) if (share := piece.share()).data.numel())
 
-    def _full_fsdp1_parameters(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """One FSDP unit at a time, so that no GPU holds the whole model."""
-        from torch.distributed.fsdp import FullyShardedDataParallel
+    def restore(
+        self, fill: Callable[[Iterable[state.Piece]], None], kinds: state.KindsOf, counts: dict[str, Any]
+    ) -> None:
+        """Takes up a state: weights, optimizer state, and what `counts` gave when it was saved.
 
-        for prefix, unit in self.model.named_modules():
-            if not isinstance(unit, FullyShardedDataParallel):
-                continue
-            with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
-                handle: Any = unit._handle
-                own = {id(parameter) for parameter in handle.flat_param._params} if handle else set()
-                for name, parameter in unit.named_parameters(prefix):
-                    if id(parameter) in own and parameter.requires_grad:
-                        full = parameter.detach().to("cpu", torch.float32, copy=True) if self.is_main else None
-                        yield name.replace("_fsdp_wrapped_module.", ""), full
+        Args:
+            fill: writes into pieces of this process's memory, each before it asks for the next.
+            kinds: see `state.KindsOf`.
+        """
+        fill(state.pieces(self, create=kinds))
+        state.finish_restore(self, counts["updates"])
+        if counts["loss_scaler"] is not None:
+            self._set_loss_scaler(counts["loss_scaler"])
+
+    def counts(self) -> dict[str, Any]:
+        """What the optimizer counts: its updates, and under fp16 the state of the loss scale."""
+        return {"updates": state.updates_made(self), "loss_scaler": self._loss_scaler()}
+
+    def _loss_scaler(self) -> dict[str, Any] | None:
+        if self.mixed_precision != "fp16":
+            return None
+        if self.strategy.kind == "zero":
+            return {name: value for name, value in vars(self.model.optimizer.loss_scaler).items() if _is_number(value)}
+        return self.accelerator.scaler.state_dict()
+
+    def _set_loss_scaler(self, values: dict[str, Any]) -> None:
+        if self.strategy.kind == "zero":
+            vars(self.model.optimizer.loss_scaler).update(values)
+        else:
+            self.accelerator.scaler.load_state_dict(values)
 
     def transformer(self) -> Any:
         """The transformers model inside the wrapper."""
@@ -438,12 +505,5 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _gather(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The whole parameter. Collective."""
-    if isinstance(parameter, DTensor):
-        return parameter.full_tensor()
-    if engine.strategy.kind == "zero":
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        return safe_get_full_fp32_param(parameter)
-    return parameter
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)

@@ -1,0 +1,270 @@
+"""Our checkpoints beside accelerate's `save_state`, under the same strategy, in the same processes, one after the other.
+
+    python benchmarks/checkpoints.py [--strategies ddp fsdp2 zero2 ...] [--processes 2]
+
+Writes benchmarks/results/checkpoints.json and the table of docs/checkpoints.md. Trains a Llama of 80 M parameters (320 MB
+in float32, 960 MB with AdamW's moments) for one step on CPU, then saves and loads it in turn, three times each. Seconds
+are from a barrier to the end of the last process. Ours flushes every file to the disk (fsync) and takes a digest of it;
+accelerate does neither, so "with fsync" flushes its files as well. Memory is what the processes' resident sets grow by
+while they save, summed.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+RESULTS = ROOT / "benchmarks" / "results" / "checkpoints.json"
+PAGE = ROOT / "docs" / "checkpoints.md"
+BEGIN, END = "<!-- checkpoints:begin -->", "<!-- checkpoints:end -->"
+STRATEGIES = ("single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload")
+PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "safetensors")
+ROUNDS = 3
+MODEL = dict(
+    vocab_size=16384,
+    hidden_size=768,
+    intermediate_size=2048,
+    num_hidden_layers=9,
+    num_attention_heads=12,
+    num_key_value_heads=12,
+    tie_word_embeddings=True,
+)
+
+
+# In each process of a launch.
+
+
+def work(arguments: list[str]) -> None:
+    """Runs train.py, and measures in the place where it would leave."""
+    import train
+    from cookbook.engine import Engine
+
+    result = Path(os.environ["CHECKPOINT_BENCHMARK"])
+    leave = Engine.close
+
+    def measure_and_leave(engine: Engine) -> None:
+        found = measure(engine, result.parent)
+        if engine.is_main:
+            result.write_text(json.dumps(found))
+        leave(engine)
+
+    Engine.close = measure_and_leave  # type: ignore[method-assign]
+    sys.argv = ["train.py", *arguments]
+    sys.exit(train.main())
+
+
+def measure(engine: Any, folder: Path) -> dict[str, Any]:
+    """Seconds, bytes and memory of each way, by round. Collective."""
+    from cookbook.checkpoint import folder as folders
+    from cookbook.checkpoint import resume
+    from cookbook.checkpoint.saver import Saver
+
+    shapes = engine.parameter_shapes()
+    state = {"parameters": shapes, "counts": engine.counts()}
+    options: dict[str, Any] = dict(
+        rank=engine.world.rank, num_ranks=engine.world.num_processes, keep_last=2, keep_best=0
+    )
+    found: dict[str, list[Any]] = {}
+
+    def note(what: str, do: Callable[[], None], target: Path | None = None, sync: bool = False) -> None:
+        seconds, memory = timed(engine, do)
+        if sync and target is not None:
+            seconds += timed(engine, lambda: flush(target, engine))[0]
+        found.setdefault(what, []).append({"seconds": seconds, "memory": memory, "bytes": target and size_of(target)})
+
+    for i in range(ROUNDS):
+        ours, background, theirs = (folder / f"{name}-{i}" for name in ("ours", "background", "theirs"))
+        saver = Saver(ours, attempt="a", in_background=False, say=print, **options)
+        note("ours", lambda saver=saver: saver.save(1, engine.pieces(), state), ours)
+        later = Saver(background, attempt="b", in_background=True, say=print, **options)
+        note("ours, in the background", lambda later=later: later.save(1, engine.pieces(), state), None)
+        later.wait()
+        engine.maxima(0)
+        note("accelerate", lambda theirs=theirs: engine.accelerator.save_state(str(theirs)), theirs)
+        found.setdefault("accelerate, with fsync", []).append(
+            {
+                "seconds": found["accelerate"][-1]["seconds"]
+                + timed(engine, lambda theirs=theirs: flush(theirs, engine))[0],
+                "memory": None,
+                "bytes": None,
+            }
+        )
+        checkpoint = folders.open_checkpoint(ours / folders.folder_name(1))
+        ranks = {"rank": engine.world.rank, "num_ranks": engine.world.num_processes}
+
+        def load(checkpoint: Any = checkpoint, ranks: Any = ranks) -> None:
+            folders.verify(checkpoint, **ranks)
+            engine.maxima(0)
+            resume.load(checkpoint, shapes, engine.restore)
+
+        note("ours, load", load)
+        try:
+            note("accelerate, load", lambda theirs=theirs: engine.accelerator.load_state(str(theirs)))
+        except Exception as error:  # noqa: BLE001 - what it raises is the result
+            found["accelerate, load"] = [{"failed": str(error)[:200]}]
+        engine.maxima(0)
+        if engine.is_main:
+            for path in (ours, background, theirs):
+                shutil.rmtree(path)
+        engine.maxima(0)
+    return found
+
+
+def timed(engine: Any, do: Callable[[], None]) -> tuple[float, float]:
+    """Seconds until the last process is done, and the sum of what their resident sets grew by at most."""
+    process = psutil.Process()
+    engine.maxima(0)
+    before = peak = process.memory_info().rss
+    done = threading.Event()
+
+    def look() -> None:
+        nonlocal peak
+        while not done.wait(0.002):
+            peak = max(peak, process.memory_info().rss)
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    started = time.perf_counter()
+    do()
+    seconds = engine.maxima(time.perf_counter() - started)[0]
+    done.set()
+    looker.join()
+    import torch
+
+    grown = torch.tensor(float(peak - before), dtype=torch.float64)
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(grown)
+    return seconds, float(grown)
+
+
+def flush(folder: Path, engine: Any) -> None:
+    """Every file to the disk; the main process does it for all."""
+    if engine.is_main:
+        for path in folder.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+# In the program that launches them.
+
+
+def run(strategy: str, processes: int, base: Path) -> dict[str, Any]:
+    folder = base / strategy
+    folder.mkdir()
+    recipe = {
+        "strategy": f"accelerate_configs/{strategy}.yaml",
+        "mixed_precision": "no",
+        "model": {"from_scratch": MODEL},
+        "data": {"train": "python-stdlib", "max_length": 64},
+        "batch": {"global_batch_size": 2, "micro_batch_size": 1},
+        "optim": {"learning_rate": 1e-4},
+        "run": {"max_steps": 1, "output_dir": str(folder / "run")},
+    }
+    (folder / "bench.yaml").write_text(json.dumps(recipe))
+    count = 1 if strategy == "single" else processes
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", recipe["strategy"]]
+    command += ["--main_process_port", "0", *(["--num_processes", str(count)] if count > 1 else [])]
+    command += [__file__, "--work", str(folder / "bench.yaml")]
+    environment = {**os.environ, "CHECKPOINT_BENCHMARK": str(folder / "result.json")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{strategy}: {(done.stdout + done.stderr)[-3000:]}")
+    found = json.loads((folder / "result.json").read_text())
+    shutil.rmtree(folder)
+    return {"processes": count, "rounds": found}
+
+
+def median(rounds: list[dict[str, Any]], key: str) -> float | None:
+    values = [entry[key] for entry in rounds if entry.get(key) is not None]
+    return statistics.median(values) if values else None
+
+
+def render(results: dict[str, Any]) -> str:
+    machine = results["hardware"]
+    packages = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+    lines = [
+        f"{machine['cores']} cores of {machine['processor']}, no GPU; {packages}; {results['date']}.",
+        "",
+        "| strategy | processes | save, s | steps wait, in the background | accelerate | with fsync | load, s |"
+        " accelerate | size, MB | accelerate | memory, MB | accelerate |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in results["strategies"].items():
+        rounds = row["rounds"]
+
+        def cell(what: str, key: str, form: str, rounds: Any = rounds) -> str:
+            value = median(rounds[what], key)
+            return "fails" if value is None else form.format(value / (1e6 if key != "seconds" else 1))
+
+        cells = [
+            cell("ours", "seconds", "{:.2f}"),
+            cell("ours, in the background", "seconds", "{:.2f}"),
+            cell("accelerate", "seconds", "{:.2f}"),
+            cell("accelerate, with fsync", "seconds", "{:.2f}"),
+            cell("ours, load", "seconds", "{:.2f}"),
+            cell("accelerate, load", "seconds", "{:.2f}"),
+            cell("ours", "bytes", "{:.0f}"),
+            cell("accelerate", "bytes", "{:.0f}"),
+            cell("ours", "memory", "{:.0f}"),
+            cell("accelerate", "memory", "{:.0f}"),
+        ]
+        lines.append(f"| `{name}` | {row['processes']} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"`{results['command']}`; medians of {ROUNDS}."])
+
+
+def processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Our checkpoints beside accelerate's.")
+    parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--work", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.work is not None:
+        work(arguments.work)
+    results: dict[str, Any] = {
+        "command": " ".join(["python benchmarks/checkpoints.py", *sys.argv[1:]]),
+        "date": date.today().isoformat(),
+        "versions": {name: version(name) for name in PACKAGES},
+        "hardware": {"cores": os.cpu_count(), "processor": processor()},
+        "strategies": {},
+    }
+    with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=ROOT / "outputs") as base:
+        for strategy in arguments.strategies:
+            results["strategies"][strategy] = run(strategy, arguments.processes, Path(base))
+            print(strategy, json.dumps(results["strategies"][strategy]), flush=True)
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    text = PAGE.read_text()
+    head, tail = text.split(BEGIN)[0], text.split(END)[1]
+    PAGE.write_text(f"{head}{BEGIN}\n{render(results)}\n{END}{tail}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""How a checkpoint comes to be and goes: whole or absent at every moment, whatever dies. No torch.
+
+    checkpoints/
+        LATEST                      the name of the newest
+        step-00000100/
+            manifest.json           every file with its size and digest; written last
+            state.json              all that is not a tensor
+            pieces-00000-of-00004.safetensors ...
+        .saving-00000200-<attempt>/ not yet one
+
+Processes meet in the folder alone: each writes its file, then a receipt; the main process waits for all receipts,
+writes the manifest, flushes it to the disk and renames the folder.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from cookbook import faults
+
+FORMAT = 1
+MANIFEST, STATE, LATEST = "manifest.json", "state.json", "LATEST"
+SAVING, TRASH = ".saving-", ".trash-"
+
+
+class BrokenCheckpoint(Exception):
+    """A checkpoint that is not whole; says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder whose manifest was read and fits its files' sizes; `verify` reads them."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return self.manifest["step"]
+
+    @property
+    def pieces(self) -> list[Path]:
+        """The files of tensors."""
+        return [self.path / name for name in self.manifest["files"] if name.endswith(".safetensors")]
+
+    def state(self) -> dict[str, Any]:
+        """All that is not a tensor."""
+        return json.loads((self.path / STATE).read_text(encoding="utf-8"))
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def pieces_name(rank: int, num_ranks: int) -> str:
+    return f"pieces-{rank:05d}-of-{num_ranks:05d}.safetensors"
+
+
+def write_file(path: Path, text: str) -> None:
+    """Writes a small file that is there whole or not at all, and flushes it to the disk."""
+    build = path.with_name(f".{path.name}.{os.getpid()}")
+    with build.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(build, path)
+
+
+def flush_folder(path: Path) -> None:
+    """Flushes the names in a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# One process's part of a save.
+
+
+def write_receipt(build: Path, rank: int, record: dict[str, Any]) -> None:
+    """Tells the main process that this process has written its file, or why it could not: {"error": ...}."""
+    write_file(build / f"receipt-{rank:05d}.json", json.dumps(record))
+
+
+def read_receipts(
+    build: Path, num_ranks: int, *, beat: Callable[[], None], patience: float
+) -> dict[str, dict[str, Any]]:
+    """Waits for the receipts of all processes: what they say, by file name.
+
+    Args:
+        beat: called while waiting, so that whoever watches this process does not take it for dead.
+        patience: seconds.
+
+    Raises:
+        OSError: one of them could not write, or gave no receipt in time.
+    """
+    deadline = time.monotonic() + patience
+    files: dict[str, dict[str, Any]] = {}
+    errors = []
+    for rank in range(num_ranks):
+        path = build / f"receipt-{rank:05d}.json"
+        while not path.exists():
+            if not build.is_dir():
+                raise OSError(f"{build} is gone")
+            if time.monotonic() > deadline:
+                raise OSError(f"process {rank} did not finish its part in {patience:.0f} s")
+            beat()
+            time.sleep(0.005)
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if "error" in record:
+            errors.append(f"process {rank}: {record['error']}")
+        files |= record
+    if errors:  # now that nobody writes into the folder any more
+        raise OSError("; ".join(errors))
+    return files
+
+
+def commit(build: Path, root: Path, manifest: dict[str, Any]) -> Checkpoint:
+    """Makes a checkpoint of a folder in which all files lie. On the main process.
+
+    Args:
+        manifest: with `step` and `files`.
+    """
+    step = manifest["step"]
+    for path in build.glob("receipt-*.json"):
+        path.unlink()
+    faults.at("save.before_manifest", step)
+    write_file(build / MANIFEST, sealed({"format": FORMAT, **manifest}))
+    flush_folder(build)
+    faults.at("save.before_rename", step)
+    final = root / folder_name(step)
+    if final.exists():  # broken, else nobody would have saved this step again
+        _discard(final)
+    os.rename(build, final)
+    flush_folder(root)
+    faults.at("save.before_latest", step)
+    write_file(root / LATEST, final.name + "\n")
+    flush_folder(root)
+    faults.at("save.after_latest", step)
+    return Checkpoint(final, manifest)
+
+
+def sealed(manifest: dict[str, Any]) -> str:
+    """The manifest with its own digest."""
+    return json.dumps({**manifest, "seal": _seal(manifest)}, indent=1) + "\n"
+
+
+def _seal(manifest: dict[str, Any]) -> str:
+    text = json.dumps({key: value for key, value in manifest.items() if key != "seal"}, sort_keys=True)
+    return xxhash.xxh3_128(text.encode()).hexdigest()
+
+
+def digest_file(path: Path) -> str:
+    """XXH3 with 128 bits: against flipped bits, not against forgery. Of safetensors the data comes before the header,
+    in the order in which they are written.
+    """
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        header = 8 + int.from_bytes(file.read(8), "little") if path.suffix == ".safetensors" else 0
+        header = min(header, path.stat().st_size)  # of a damaged file it may be any number
+        file.seek(header)
+        while block := file.read(2**24):
+            digest.update(block)
+        file.seek(0)
+        digest.update(file.read(header))
+    return digest.hexdigest()
+
+
+def verify(checkpoint: Checkpoint, *, rank: int = 0, num_ranks: int = 1) -> None:
+    """Reads the files that fall to this process and compares their digests.
+
+    Raises:
+        BrokenCheckpoint: one differs.
+    """
+    for name in sorted(checkpoint.manifest["files"])[rank::num_ranks]:
+        if digest_file(checkpoint.path / name) != checkpoint.manifest["files"][name]["digest"]:
+            raise BrokenCheckpoint(f"{name} does not have the digest that it was written with")
+
+
+# Reading.
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint, as far as its manifest, its list of files and their sizes tell.
+
+    Raises:
+        BrokenCheckpoint: it is none, or not whole, or of another format.
+    """
+    try:
+        text = (path / MANIFEST).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise BrokenCheckpoint(f"no {MANIFEST} in it" if path.is_dir() else "no such folder") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BrokenCheckpoint(f"{MANIFEST}: {error}") from None
+    try:
+        manifest = json.loads(text)
+        version, seal, files = manifest["format"], manifest["seal"], manifest["files"]
+        sizes = {str(name): int(record["bytes"]) for name, record in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise BrokenCheckpoint(f"{MANIFEST} is damaged") from None
+    if version != FORMAT:
+        raise BrokenCheckpoint(f"its format is {version!r}, and this program reads {FORMAT}")
+    if seal != _seal(manifest):
+        raise BrokenCheckpoint(f"{MANIFEST} is damaged: it does not have the digest that it names")
+    for name, size in sizes.items():
+        if Path(name).name != name:
+            raise BrokenCheckpoint(f"{MANIFEST} names {name!r}, which is not a file of this folder")
+        file = path / name
+        if file.is_symlink() or not file.is_file():
+            raise BrokenCheckpoint(f"{name} is missing")
+        if file.stat().st_size != size:
+            raise BrokenCheckpoint(f"{name} has {file.stat().st_size} bytes, and {size} were written")
+    return Checkpoint(path, manifest)
+
+
+def list_folders(root: Path) -> list[Path]:
+    """Folders that are named like a checkpoint, whole or not, the newest first."""
+    if not root.is_dir():
+        return []
+    names = [path for path in root.iterdir() if path.name.startswith("step-") and not path.is_symlink()]
+    return sorted((path for path in names if path.is_dir()), reverse=True)
+
+
+def whole_checkpoints(root: Path) -> list[Checkpoint]:
+    """Those whose manifest and sizes are right, the newest first."""
+    found = []
+    for path in list_folders(root):
+        with contextlib.suppress(BrokenCheckpoint):
+            found.append(open_checkpoint(path))
+    return found
+
+
+# Going.
+
+
+def sweep(root: Path) -> None:
+    """Removes what saves and removals that were cut short have left. On the main process, before any save."""
+    if not root.is_dir():
+        return
+    for path in root.iterdir():
+        if path.name.startswith((SAVING, TRASH)) and not path.is_symlink() and path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _discard(path: Path) -> None:
+    """Removes a checkpoint so that it is never there in half."""
+    trash = path.with_name(f"{TRASH}{path.name}-{os.getpid()}")
+    os.rename(path, trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def prune(root: Path, *, keep_last: int, keep_best: int, keep: set[str]) -> None:
+    """Removes whole checkpoints but the last, the best and those named. On the main process.
+
+    Args:
+        keep_best: by the smallest `best_by` of the manifest, among those that have one.
+        keep: names of folders.
+    """
+    whole = whole_checkpoints(root)
+    rated = [checkpoint for checkpoint in whole if checkpoint.manifest.get("best_by") is not None]
+    rated.sort(key=lambda checkpoint: (checkpoint.manifest["best_by"], -checkpoint.step))
+    kept = keep | {checkpoint.path.name for checkpoint in (*whole[:keep_last], *rated[:keep_best])}
+    for checkpoint in whole:
+        if checkpoint.path.name not in kept:
+            _discard(checkpoint.path)

@@ -1,0 +1,145 @@
+"""Saves: every process writes what it holds, and the main process makes a checkpoint of it."""
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from cookbook import faults
+from cookbook.checkpoint import folder
+from cookbook.checkpoint.tensors import Piece, StagedPiece, room_for, write_pieces
+
+PATIENCE = 1800.0
+"""Seconds that the main process waits for the others' files."""
+
+
+class Saver:
+    """Writes the checkpoints of a run. Every process has one, and calls the same methods at the same steps."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        rank: int,
+        num_ranks: int,
+        attempt: str,
+        keep_last: int,
+        keep_best: int,
+        in_background: bool,
+        say: Callable[[str], None],
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        """On the main process, `root` is swept of unfinished saves.
+
+        Args:
+            root: a folder that all processes see.
+            attempt: the same on all processes, another at each start: no save of an earlier one is taken for this.
+            keep_last: at least 2.
+            in_background: a step waits for a copy of the state to host memory only, not for the disk.
+            say: tells people; of the main process.
+            beat: called while waiting, so that whoever watches this process does not take it for dead.
+        """
+        self.root, self.rank, self.num_ranks, self.attempt = root, rank, num_ranks, attempt
+        self.keep_last, self.keep_best, self.in_background = keep_last, keep_best, in_background
+        self.say, self.beat = say, beat
+        self.last_step: int | None = None
+        """Of the last save that was begun, or of the checkpoint resumed from."""
+        self.keep: set[str] = set()
+        """Names of folders that stay: the one resumed from."""
+        self.newest: folder.Checkpoint | None = None
+        """On the main process: what was saved last, or resumed from."""
+        self.failed: str | None = None
+        """On the main process: why the last save came to nothing."""
+        self._saved_at = time.monotonic()
+        self._thread: threading.Thread | None = None
+        if rank == 0:
+            folder.sweep(root)
+
+    def start_from(self, checkpoint: folder.Checkpoint) -> None:
+        """This one stays, and its step needs no save of its own."""
+        if checkpoint.path.resolve().parent == self.root.resolve():
+            self.last_step = checkpoint.step
+            self.keep.add(checkpoint.path.name)
+        self.newest = checkpoint
+
+    def is_time(self, every_minutes: float | None) -> bool:
+        """Whether the last save, or the start, is so long ago."""
+        return every_minutes is not None and time.monotonic() - self._saved_at >= every_minutes * 60
+
+    def save(self, step: int, pieces: Iterable[Piece], state: dict[str, Any], *, best_by: float | None = None) -> None:
+        """Saves the state after `step`. A save that fails is told and leaves nothing behind; the run may go on.
+
+        Args:
+            pieces: what this process is to write.
+            state: all that is not a tensor, with `parameters`, shapes by name; the main process's counts.
+            best_by: see `folder.prune`.
+        """
+        self.wait()
+        self.last_step, self._saved_at = step, time.monotonic()
+        if not self.in_background:
+            self._save(step, pieces, state, best_by)
+            return
+        staged = [StagedPiece.copy_of(piece) for piece in pieces]
+        self._thread = threading.Thread(target=self._save, args=(step, staged, state, best_by), name="save")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until what was begun is done."""
+        while self._thread is not None:
+            self._thread.join(timeout=1.0)
+            self.beat()
+            if not self._thread.is_alive():
+                self._thread = None
+
+    def _save(self, step: int, pieces: Iterable[Piece], state: dict[str, Any], best_by: float | None) -> None:
+        started = time.monotonic()
+        build = self.root / f"{folder.SAVING}{step:08d}-{self.attempt}"
+        receipt = self._write_part(step, build, pieces, state)
+        if self.rank != 0:
+            return
+        try:
+            files = folder.read_receipts(build, self.num_ranks, beat=self.beat, patience=PATIENCE)
+            manifest = {
+                "step": step,
+                "attempt": self.attempt,
+                "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "best_by": best_by,
+                "files": files,
+            }
+            self.newest = folder.commit(build, self.root, manifest)
+            self.failed = None
+            folder.prune(self.root, keep_last=self.keep_last, keep_best=self.keep_best, keep=self.keep)
+        except OSError as error:
+            shutil.rmtree(build, ignore_errors=True)
+            self.failed = str(receipt.get("error", error))
+            last = f"; the last checkpoint is {self.newest.path}" if self.newest else ""
+            self.say(f"step {step} could not be saved: {self.failed}{last}")
+            return
+        size = sum(record["bytes"] for record in files.values()) / 2**30
+        self.say(f"step {step}: saved {size:.2f} GiB in {time.monotonic() - started:.1f} s")
+
+    def _write_part(self, step: int, build: Path, pieces: Iterable[Piece], state: dict[str, Any]) -> dict[str, Any]:
+        """Writes this process's files and its receipt; returns the receipt."""
+        path = build / folder.pieces_name(self.rank, self.num_ranks)
+        try:
+            faults.at("save.begin", step)
+            build.mkdir(parents=True, exist_ok=True)
+            record = write_pieces(path, pieces, room=room_for(state["parameters"]), step=step)
+            receipt: dict[str, Any] = {path.name: record._asdict()}
+            faults.at("save.after_file", step)
+            if self.rank == 0:
+                file = build / folder.STATE
+                folder.write_file(file, json.dumps(state, indent=1) + "\n")
+                receipt[file.name] = {"bytes": file.stat().st_size, "digest": folder.digest_file(file)}
+        except OSError as error:
+            path.unlink(missing_ok=True)  # makes room for the receipt, if it was the room that lacked
+            receipt = {"error": str(error)}
+        try:
+            folder.write_receipt(build, self.rank, receipt)
+        except OSError as error:
+            receipt.setdefault("error", str(error))
+        faults.at("save.after_receipt", step)
+        return receipt

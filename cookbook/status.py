@@ -1,0 +1,173 @@
+"""`status.json` in the output folder: how the run stands, or how it ended. Schedulers and the next start read it.
+
+torchrun ends with 1 and srun with 143 whatever code a worker ended with, so a program that wants to know whether to
+start the run again cannot tell by the exit code.
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from cookbook.files import RecipeError
+
+FILE = "status.json"
+MAX_FAILURES = 3
+"""In a row after the same step; a fourth start would fail there again."""
+STOPPED = 75
+"""The exit code of a run that goes on when it is started again: EX_TEMPFAIL of sysexits.h."""
+EXIT_FILE = "COOKBOOK_EXIT_FILE"
+"""Names the file in which `note_exit` leaves a code for `python -m cookbook launch`."""
+
+
+def read(folder: Path) -> dict[str, Any] | None:
+    """What the folder's last run wrote: `state` (running, stopped, finished, failed), `step`, `exit_code`, `reason`,
+    `checkpoint`, `pid`, `host`, `started`, `failed_after`. None if there is nothing that can be read.
+
+    "running" is also what a run says that died without a word: who holds the folder's lock knows which.
+    """
+    try:
+        record = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("state"), str) else None
+
+
+def past_failures(folder: Path) -> list[int]:
+    """The last completed step of each start that failed, as far as they lie in a row; empty after progress.
+
+    To be called under the folder's lock, before anything in it changes: then an earlier "running" is a dead one.
+
+    Raises:
+        RecipeError: the last `MAX_FAILURES` are the same. A report.
+    """
+    record = read(folder)
+    if record is None or record["state"] == "finished":
+        return []
+    failures = [step for step in record.get("failed_after") or [] if isinstance(step, int)]
+    last = last_step(folder / "metrics.jsonl")
+    if failures and last > failures[-1]:
+        failures = []
+    if record["state"] == "stopped":
+        return failures
+    failures.append(last)
+    latest = failures[-MAX_FAILURES:]
+    if len(latest) == MAX_FAILURES and len(set(latest)) == 1:
+        raise RecipeError([_report(folder, record, last)])
+    return failures
+
+
+def last_step(metrics: Path) -> int:
+    """The last training step in a metrics.jsonl, 0 without one; a line that was cut off is none."""
+    step = 0
+    try:
+        lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return step
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and "loss" in record and isinstance(record.get("step"), int):
+            step = record["step"]
+    return step
+
+
+def _report(folder: Path, record: dict[str, Any], step: int) -> str:
+    reason = f"\n  The last one said: {record['reason']}" if record.get("reason") else ""
+    hang = folder / "hang" / "report.txt"
+    stuck = f"\n  Where it hung: {hang}" if hang.is_file() else ""
+    return (
+        f"{folder}: the run failed {MAX_FAILURES} times after step {step}, so step {step + 1} will fail again.{reason}"
+        f"\n  Its steps: {folder / 'metrics.jsonl'}. Its errors: the output of those starts.{stuck}"
+        f"\n  If it ran out of memory: a smaller batch.micro_batch_size or data.max_length gives the same curve or"
+        f"\n  nearly so. If its loss was not finite: a lower optim.learning_rate. If it ended without a word: the"
+        f"\n  kernel's log (dmesg) tells whether memory ran out. The samples of a step depend on seed and data alone."
+        f"\n  To try once more all the same: rm {folder / FILE}"
+    )
+
+
+class Status:
+    """Keeps `status.json` up to date from the main process; silent on the others."""
+
+    def __init__(self, folder: Path, *, is_main: bool, step: int = 0, failed_after: list[int] | None = None) -> None:
+        """The run is running.
+
+        Args:
+            step: done by earlier starts.
+            failed_after: of `past_failures`.
+        """
+        self.folder, self.is_main = folder, is_main
+        self.record: dict[str, Any] = {
+            "state": "running",
+            "step": step,
+            "exit_code": None,
+            "reason": None,
+            "checkpoint": None,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "started": time.time(),
+            "failed_after": failed_after or [],
+        }
+        self._write()
+
+    def running(self, step: int, *, checkpoint: str | None = None) -> None:
+        """So far; a checkpoint stays named until there is a newer one."""
+        self.record |= {"step": step, "checkpoint": checkpoint or self.record["checkpoint"]}
+        self._write()
+
+    def end(
+        self,
+        state: str,
+        *,
+        exit_code: int,
+        step: int | None = None,
+        reason: str | None = None,
+        checkpoint: str | None = None,
+    ) -> None:
+        """The run is "stopped" (to be started again), "finished" or "failed"."""
+        assert state in ("stopped", "finished", "failed"), state
+        self.record |= {"state": state, "exit_code": exit_code, "reason": reason}
+        self.record |= {"step": self.record["step"] if step is None else step}
+        self.record |= {"checkpoint": checkpoint or self.record["checkpoint"]}
+        self._write()
+
+    def _write(self) -> None:
+        """Whole or not at all. A full disk does not end a run for this, nor hides what ends it."""
+        if not self.is_main:
+            return
+        path = self.folder / FILE
+        build = path.with_name(f".{FILE}.{os.getpid()}")
+        try:
+            with build.open("w", encoding="utf-8") as file:
+                file.write(json.dumps(self.record, indent=2) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(build, path)
+        except OSError as error:
+            build.unlink(missing_ok=True)
+            print(f"{path} could not be written: {error}", file=sys.stderr)
+
+
+def note_exit(code: int) -> int:
+    """Leaves this process's exit code to `python -m cookbook launch`, if that started it: torchrun would tell 1 for any.
+    The first process to end has the word.
+
+    Returns:
+        What to exit with: 0 for a stop that `launch` knows of, after which torchrun would print a report of failure.
+    """
+    path = os.environ.get(EXIT_FILE)
+    if not path or not code:
+        return code
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(str(code))
+    except FileExistsError:
+        pass
+    except OSError:
+        return code
+    return 0 if code == STOPPED else code

@@ -1,0 +1,255 @@
+"""Files of runs, and how a checkpoint comes to be whole: one process, no model."""
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cookbook.checkpoint import folder
+from cookbook.checkpoint.folder import BrokenCheckpoint
+from cookbook.checkpoint.saver import Saver
+from cookbook.checkpoint.tensors import Reader, StagedPiece, room_for, write_pieces
+
+
+def flat_pieces(name: str, whole: torch.Tensor, kind: str, borders: list[int]) -> list[StagedPiece]:
+    """The flattened tensor cut at `borders`, as ZeRO and FSDP cut."""
+    flat = whole.reshape(-1)
+    edges = [0, *borders, len(flat)]
+    return [StagedPiece(name, kind, low, 0, flat[None, low:high]) for low, high in itertools.pairwise(edges)]
+
+
+def column_pieces(name: str, whole: torch.Tensor, kind: str, num_ranks: int) -> list[StagedPiece]:
+    """A matrix cut by columns, as tensor parallelism cuts."""
+    parts = torch.tensor_split(whole, num_ranks, dim=1)
+    starts = [0, *itertools.accumulate(part.shape[1] for part in parts)][:-1]
+    return [
+        StagedPiece(name, kind, start, whole.shape[1], part.contiguous())
+        for start, part in zip(starts, parts, strict=True)
+    ]
+
+
+def cut(how: str, name: str, whole: torch.Tensor, kind: str) -> list[StagedPiece]:
+    if how == "columns":
+        return column_pieces(name, whole, kind, 3)
+    count = whole.numel()
+    borders = {"whole": [], "halves": [count // 2], "anywhere": sorted(random.Random(1).sample(range(1, count), 5))}
+    return flat_pieces(name, whole, kind, borders[how])
+
+
+WAYS = ("whole", "halves", "anywhere", "columns")
+
+
+@pytest.mark.parametrize("chunk", [2**24, 7])
+@pytest.mark.parametrize(("written", "wanted"), list(itertools.product(WAYS, WAYS)))
+def test_any_cut_is_read_back_as_any_other(tmp_path: Path, monkeypatch, written: str, wanted: str, chunk: int):
+    monkeypatch.setattr("cookbook.checkpoint.tensors.CHUNK", chunk)
+    whole = torch.randn(11, 10)
+    paths = []
+    for i, piece in enumerate(cut(written, "a.weight", whole, "weight")):
+        paths.append(tmp_path / f"{i}.safetensors")
+        write_pieces(paths[-1], [piece], room=room_for(["a.weight"]), step=1)
+    reader = Reader(paths)
+    assert reader.num_elements("a.weight", "weight") == 110
+    for piece in cut(wanted, "a.weight", whole, "weight"):
+        into = StagedPiece(piece.name, piece.kind, piece.start, piece.stride, torch.full(piece.data.shape, torch.nan))
+        reader.read_into(into)
+        assert torch.equal(into.data, piece.data)
+
+
+def test_what_is_missing_is_told(tmp_path: Path):
+    whole = torch.randn(4, 6)
+    first = column_pieces("a", whole, "weight", 2)[0]
+    write_pieces(tmp_path / "0.safetensors", [first], room=room_for(["a"]), step=1)
+    with pytest.raises(BrokenCheckpoint, match="a: 12 of 24 elements of weight"):
+        Reader([tmp_path / "0.safetensors"]).read_into(StagedPiece("a", "weight", 0, 0, torch.zeros(1, 24)))
+
+
+def test_the_files_are_plain_safetensors(tmp_path: Path):
+    whole = torch.randn(6, 4)
+    pieces = [*flat_pieces("a", whole, "weight", []), *column_pieces("b", whole, "exp_avg", 2)]
+    record = write_pieces(tmp_path / "x.safetensors", pieces, room=room_for(["a", "b"]), step=1)
+    found = load_file(tmp_path / "x.safetensors")
+    assert found.keys() == {"a|weight|0", "b|exp_avg|0/4", "b|exp_avg|2/4"}
+    assert torch.equal(found["a|weight|0"], whole.flatten())
+    assert torch.equal(found["b|exp_avg|2/4"], whole[:, 2:])
+    assert record.bytes == (tmp_path / "x.safetensors").stat().st_size
+    assert record.digest == folder.digest_file(tmp_path / "x.safetensors")
+
+
+def saver(root: Path, **changes) -> Saver:
+    options = dict(rank=0, num_ranks=1, attempt="a", keep_last=2, keep_best=0, in_background=False, say=print)
+    return Saver(root, **(options | changes))
+
+
+STATE = {"parameters": {"a": [4, 6]}}
+
+
+def save(target: Saver, step: int, **options) -> None:
+    torch.manual_seed(step)
+    target.save(step, flat_pieces("a", torch.randn(4, 6), "weight", [5]), STATE, **options)
+    target.wait()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save(saver(tmp_path), 3)
+    return tmp_path / "step-00000003"
+
+
+def test_a_save_leaves_a_whole_checkpoint_and_nothing_else(saved: Path):
+    root = saved.parent
+    assert {path.name for path in root.iterdir()} == {"LATEST", "step-00000003"}
+    assert {path.name for path in saved.iterdir()} == {
+        "manifest.json",
+        "state.json",
+        "pieces-00000-of-00001.safetensors",
+    }
+    assert (root / "LATEST").read_text() == "step-00000003\n"
+    checkpoint = folder.open_checkpoint(saved)
+    folder.verify(checkpoint)
+    assert (checkpoint.step, checkpoint.state()) == (3, STATE)
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def pieces(saved: Path) -> Path:
+    return saved / "pieces-00000-of-00001.safetensors"
+
+
+DAMAGES = {
+    "a bit of the tensors": (lambda saved: flip(pieces(saved), -1), "does not have the digest"),
+    "a bit of a header": (lambda saved: flip(pieces(saved), 30), "does not have the digest"),
+    "a bit of the header's length": (lambda saved: flip(pieces(saved), 6), "does not have the digest"),
+    "a bit of the state": (lambda saved: flip(saved / "state.json", 5), "does not have the digest"),
+    "a bit of the manifest": (
+        lambda saved: flip(saved / "manifest.json", 25),
+        "manifest.json is damaged|its format is",
+    ),
+    "the end of the tensors": (lambda saved: pieces(saved).write_bytes(pieces(saved).read_bytes()[:-1]), "bytes, and"),
+    "all of the tensors": (lambda saved: pieces(saved).unlink(), "is missing"),
+    "all of the state": (lambda saved: (saved / "state.json").unlink(), "state.json is missing"),
+    "the manifest": (lambda saved: (saved / "manifest.json").unlink(), "no manifest.json in it"),
+    "half of the manifest": (lambda saved: (saved / "manifest.json").write_text("{"), "manifest.json is damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_every_damage_is_seen(saved: Path, damage: str):
+    do, reason = DAMAGES[damage]
+    folder.verify(folder.open_checkpoint(saved))
+    do(saved)
+    with pytest.raises(BrokenCheckpoint, match=reason):
+        folder.verify(folder.open_checkpoint(saved))
+
+
+@pytest.mark.parametrize("at", range(20))
+def test_no_bit_of_the_manifest_matters_unseen(saved: Path, at: int):
+    manifest = saved / "manifest.json"
+    flip(manifest, random.Random(at).randrange(manifest.stat().st_size))
+    with pytest.raises(BrokenCheckpoint):
+        folder.open_checkpoint(saved)
+
+
+def test_another_format_is_named(saved: Path):
+    manifest = json.loads((saved / "manifest.json").read_text())
+    (saved / "manifest.json").write_text(folder.sealed({**manifest, "format": 99}))
+    with pytest.raises(BrokenCheckpoint, match="its format is 99, and this program reads 1"):
+        folder.open_checkpoint(saved)
+
+
+@pytest.mark.parametrize("name", ["../../outside.safetensors", "/etc/hostname"])
+def test_a_manifest_cannot_name_files_outside(saved: Path, name: str):
+    manifest = json.loads((saved / "manifest.json").read_text())
+    files = {**manifest["files"], name: {"bytes": 1, "digest": ""}}
+    (saved / "manifest.json").write_text(folder.sealed({**manifest, "files": files}))
+    with pytest.raises(BrokenCheckpoint, match="not a file of this folder"):
+        folder.open_checkpoint(saved)
+
+
+def names(root: Path) -> list[int]:
+    return sorted(checkpoint.step for checkpoint in folder.whole_checkpoints(root))
+
+
+def test_the_last_and_the_best_stay(tmp_path: Path):
+    target = saver(tmp_path, keep_best=1)
+    for step, loss in ((1, 5.0), (2, 3.0), (3, 4.0), (4, 4.5), (5, None)):
+        save(target, step, best_by=loss)
+    assert names(tmp_path) == [2, 4, 5]
+
+
+def test_the_one_resumed_from_stays(tmp_path: Path):
+    save(saver(tmp_path), 1)
+    again = saver(tmp_path, attempt="b")
+    again.start_from(folder.open_checkpoint(tmp_path / "step-00000001"))
+    for step in (2, 3, 4):
+        save(again, step)
+    assert names(tmp_path) == [1, 3, 4]
+
+
+def test_broken_ones_do_not_count_as_kept_and_are_not_removed(tmp_path: Path):
+    target = saver(tmp_path)
+    for step in (1, 2, 3):
+        save(target, step)
+    (tmp_path / "step-00000003" / "manifest.json").unlink()
+    save(target, 4)
+    assert names(tmp_path) == [2, 4]
+    assert (tmp_path / "step-00000003").is_dir()
+
+
+def test_removal_follows_no_link(tmp_path: Path):
+    outside = tmp_path / "outside"
+    save(saver(outside), 1)
+    root = tmp_path / "root"
+    target = saver(root)
+    root.mkdir()
+    (root / "step-00000001").symlink_to(outside / "step-00000001")
+    (root / ".saving-00000009-x").symlink_to(outside)
+    for step in (2, 3, 4, 5):
+        save(target, step)
+    saver(root)
+    assert names(outside) == [1]
+    assert names(root) == [4, 5]
+
+
+def test_unfinished_saves_are_swept_at_the_next_start(tmp_path: Path):
+    (tmp_path / ".saving-00000001-dead").mkdir()
+    (tmp_path / ".trash-step-00000001-7").mkdir()
+    (tmp_path / "notes of the user").mkdir()
+    saver(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes of the user"]
+
+
+@pytest.mark.parametrize("point", ["save.begin", "save.in_file", "save.after_file", "save.before_manifest"])
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_full_disk_costs_one_checkpoint_and_no_more(
+    tmp_path: Path, monkeypatch, capsys, point: str, in_background: bool
+):
+    target = saver(tmp_path, in_background=in_background)
+    save(target, 1)
+    monkeypatch.setenv("COOKBOOK_FAULTS", json.dumps([{"at": point, "step": 2, "do": "ENOSPC"}]))
+    save(target, 2)
+    assert "step 2 could not be saved" in (said := capsys.readouterr().out)
+    assert "No space left on device" in said
+    assert "the last checkpoint is" in said
+    assert {path.name for path in tmp_path.iterdir()} == {"LATEST", "step-00000001"}
+    save(target, 3)
+    assert names(tmp_path) == [1, 3]
+
+
+def test_in_the_background_the_state_of_the_call_is_saved(tmp_path: Path):
+    target = saver(tmp_path, in_background=True)
+    tensor = torch.ones(4, 6)
+    target.save(1, flat_pieces("a", tensor, "weight", []), STATE)
+    tensor.zero_()
+    target.wait()
+    into = StagedPiece("a", "weight", 0, 0, torch.zeros(1, 24))
+    Reader(folder.open_checkpoint(tmp_path / "step-00000001").pieces).read_into(into)
+    assert torch.equal(into.data, torch.ones(1, 24))

@@ -1,0 +1,253 @@
+"""Accidents in real runs: whatever happens, the run ends soon and says why, and the next start gives the same curve.
+
+pytest tests/test_faults.py              one of each kind
+pytest tests/test_faults.py -m slow      SIGKILL of one and of all processes at every point of a save, every engine
+make soak                                random kills, random strategies
+"""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from curves import ADAMW, ROOT, Curve, Lab, environment
+
+from cookbook.checkpoint import folder
+
+STOPPED = 75
+STEPS = {"run.max_steps": "6", "run.save_every_steps": "2", "schedule.warmup_steps": "2"}
+SMALL = ADAMW | STEPS
+EVERY_PROCESS = ["save.begin", "save.in_file", "save.after_file", "save.after_receipt"]
+MAIN_PROCESS = ["save.before_manifest", "save.before_rename", "save.before_latest", "save.after_latest"]
+
+
+def start(
+    lab: Lab,
+    output: Path,
+    strategy: str,
+    settings: dict[str, str],
+    *,
+    processes: int | None = 2,
+    faults: list[dict] | None = None,
+    restarts: int = 0,
+    timeout: float = 300,
+) -> subprocess.CompletedProcess:
+    """One launch, in which the launcher may start the processes anew."""
+    command = lab.command(strategy, {**settings, "run.output_dir": str(output)}, processes)
+    if restarts:
+        command[3:3] = ["--max_restarts", str(restarts), "--monitor_interval", "0.1"]
+    extra = {"COOKBOOK_FAULTS": json.dumps(faults)} if faults else {}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(**extra), capture_output=True, text=True, errors="replace", timeout=timeout
+    )
+    done.stdout += done.stderr
+    return done
+
+
+def assert_same_run(output: Path, reference: Curve) -> None:
+    """The same numbers in every line and the same weights, to the last bit."""
+    curve = Curve(output)
+    for ours, theirs in zip(curve.lines, reference.lines, strict=True):
+        timings = {"step_seconds", "tokens_per_second", "peak_memory_gib"}
+        assert {k: v for k, v in ours.items() if k not in timings} == {
+            k: v for k, v in theirs.items() if k not in timings
+        }
+    weights, expected = curve.weights, reference.weights
+    assert weights.keys() == expected.keys()
+    assert [name for name in weights if not np.array_equal(weights[name], expected[name])] == []
+    for path in folder.list_folders(output / "checkpoints"):
+        folder.verify(folder.open_checkpoint(path))
+
+
+def status(output: Path) -> dict:
+    return json.loads((output / "status.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return Lab(tmp_path_factory.mktemp("faults"))
+
+
+def kill_and_restart(lab: Lab, output: Path, strategy: str, point: str, rank: int | str) -> None:
+    """SIGKILL in the save after step 4; the launcher starts the run again, and it ends as if nothing had been."""
+    fault = {"rank": rank, "at": point, "step": 4, "do": "SIGKILL"}
+    done = start(lab, output, strategy, SMALL, faults=[fault], restarts=1)
+    assert done.returncode == 0, done.stdout[-4000:]
+    # From step 4 only where everything was written before the kill.
+    assert "goes on from" in done.stdout
+    reached = "step-00000004" in done.stdout.split("goes on from")[1].split("\n")[0]
+    assert reached == (point in ("save.before_latest", "save.after_latest")), done.stdout[-3000:]
+    assert not list((output / "checkpoints").glob(".saving-*"))
+    assert_same_run(output, lab.run(strategy, SMALL, processes=2))
+
+
+def test_a_killed_process_in_a_save_costs_nothing_but_time(lab: Lab, tmp_path: Path):
+    kill_and_restart(lab, tmp_path / "out", "ddp", "save.after_file", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize(
+    ("point", "rank"),
+    [(point, rank) for point in EVERY_PROCESS for rank in (0, 1, "all")] + [(point, 0) for point in MAIN_PROCESS],
+)
+def test_a_kill_at_any_point_of_a_save_costs_nothing_but_time(
+    lab: Lab, tmp_path: Path, strategy: str, point: str, rank: int | str
+):
+    kill_and_restart(lab, tmp_path / "out", strategy, point, rank)
+
+
+def test_a_dead_process_ends_the_run_in_seconds(lab: Lab, tmp_path: Path):
+    fault = {"rank": 1, "at": "step.forward", "step": 3, "do": "SIGKILL"}
+    started = time.monotonic()
+    done = start(lab, tmp_path / "out", "fsdp2", SMALL, faults=[fault])
+    assert done.returncode not in (0, 2, STOPPED)
+    assert time.monotonic() - started < 60
+    assert status(tmp_path / "out")["state"] == "running"
+    assert [path.name for path in folder.list_folders(tmp_path / "out/checkpoints")] == ["step-00000002"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "point"),
+    [
+        ("ddp", "step.forward"),
+        pytest.param("zero3", "step.update", marks=pytest.mark.slow),
+        pytest.param("fsdp2", "eval.batch", marks=pytest.mark.slow),
+        pytest.param("zero2", "save.in_file", marks=pytest.mark.slow),
+        pytest.param("tp", "data.next", marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_to_one_process_stops_all_with_a_checkpoint(lab: Lab, tmp_path: Path, strategy: str, point: str):
+    output = tmp_path / "out"
+    settings = SMALL | {"run.resume": "auto", "run.eval_every_steps": "2"}
+    fault = {"rank": 1, "at": point, "step": 2, "do": "SIGTERM"}
+    done = start(lab, output, strategy, settings, faults=[fault])
+    assert done.returncode not in (0, 2), done.stdout[-3000:]
+    found = status(output)
+    assert (found["state"], found["exit_code"]) == ("stopped", STOPPED), done.stdout[-3000:]
+    assert found["step"] in (2, 3)
+    done = start(lab, output, strategy, settings)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert status(output)["state"] == "finished"
+    assert_same_run(output, lab.run(strategy, settings, processes=2))
+
+
+def test_a_single_process_gives_75_and_leaves_no_orphan(lab: Lab, tmp_path: Path):
+    """`accelerate launch` of one process hands no signal on: the run sees that its launcher is gone."""
+    output = tmp_path / "out"
+    settings = {**SMALL, "run.max_steps": "100000", "run.output_dir": str(output)}
+    command = lab.command("accelerate_configs/single.yaml", settings)
+    with (tmp_path / "said").open("w") as said:
+        launcher = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=said, stderr=said)
+    wait_for(lambda: "step 2: saved" in (tmp_path / "said").read_text())
+    pid = status(output)["pid"]
+    launcher.send_signal(signal.SIGTERM)
+    launcher.wait(timeout=30)
+    wait_for(lambda: not is_alive(pid))
+    found = status(output)
+    assert (found["state"], found["exit_code"], found["reason"]) == ("stopped", STOPPED, "parent gone")
+    newest = folder.open_checkpoint(folder.list_folders(output / "checkpoints")[0])
+    assert newest.step == found["step"]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z" if Path("/proc").is_dir() else True
+
+
+def wait_for(condition, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.1)
+
+
+NAN_STRATEGIES = ["single", "ddp", "zero3"]
+MORE_NAN_STRATEGIES = ["fsdp1", "fsdp2", "zero1", "zero2", "zero2_offload", "tp"]
+
+
+@pytest.mark.parametrize(
+    "strategy", NAN_STRATEGIES + [pytest.param(name, marks=pytest.mark.slow) for name in MORE_NAN_STRATEGIES]
+)
+@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_a_loss_that_is_not_finite_leaves_the_step_out_under_every_strategy(
+    lab: Lab, tmp_path: Path, strategy: str, precision: str
+):
+    """One micro-batch of one process: all leave the step out, and go on from the weights before it."""
+    output = tmp_path / "out"
+    settings = SMALL | {"run.skip_nonfinite_steps": "1", "mixed_precision": precision}
+    processes = None if strategy == "single" else 2
+    fault = {"rank": 0 if strategy == "single" else 1, "at": "step.loss", "step": 3, "do": "nan"}
+    done = start(lab, output, strategy, settings, faults=[fault], processes=processes)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "step 3 was left out" in done.stdout
+    (named,) = output.glob("nonfinite-step-3-*.json")
+    record = json.loads(named.read_text())
+    assert record["samples"] and record["text"]
+    curve, reference = Curve(output), lab.run(strategy, settings, processes=processes)
+    assert [line["grad_norm"] is None for line in curve.steps] == [False, False, True, False, False, False]
+    for i in range(2):
+        assert curve.steps[i]["loss"] == reference.steps[i]["loss"]
+    assert all(np.isfinite(tensor).all() for tensor in curve.weights.values())
+    # Left out: step 4 begins where step 3 did, and not where the reference's ended.
+    assert curve.steps[3]["loss"] != reference.steps[3]["loss"]
+    assert abs(curve.steps[3]["loss"] - reference.steps[3]["loss"]) < 0.5
+
+
+def test_one_more_than_allowed_ends_the_run_with_weights_untouched(lab: Lab, tmp_path: Path):
+    output = tmp_path / "out"
+    fault = {"rank": 1, "at": "step.loss", "step": 3, "do": "nan"}
+    done = start(lab, output, "fsdp2", SMALL, faults=[fault])
+    assert done.returncode not in (0, 2, STOPPED)
+    assert "run.skip_nonfinite_steps is 0" in done.stdout
+    assert list(output.glob("nonfinite-step-3-process-1-*.json"))
+    assert not (output / "export").exists()
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(lab: Lab, tmp_path: Path):
+    output = tmp_path / "out"
+    fault = {"rank": 1, "at": "save.in_file", "step": 4, "do": "ENOSPC"}
+    done = start(lab, output, "zero2", SMALL, faults=[fault])
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "step 4 could not be saved: process 1: [Errno 28] No space left on device" in done.stdout
+    assert [path.name for path in folder.list_folders(output / "checkpoints")] == ["step-00000006", "step-00000002"]
+    assert_same_run(output, lab.run("zero2", SMALL, processes=2))
+
+
+def test_a_last_step_that_cannot_be_saved_is_an_error(lab: Lab, tmp_path: Path):
+    output = tmp_path / "out"
+    fault = {"rank": 0, "at": "save.begin", "step": 6, "do": "EROFS"}
+    done = start(lab, output, "ddp", SMALL, faults=[fault])
+    assert done.returncode not in (0, 2, STOPPED)
+    assert "Read-only file system" in done.stdout
+    assert [path.name for path in folder.list_folders(output / "checkpoints")] == ["step-00000004", "step-00000002"]
+
+
+def test_a_stopped_process_is_named_before_the_deadline(lab: Lab, tmp_path: Path):
+    output = tmp_path / "out"
+    fault = {"rank": 1, "at": "step.forward", "step": 3, "do": "SIGSTOP"}
+    started = time.monotonic()
+    done = start(lab, output, "ddp", SMALL | {"run.hang_timeout_minutes": "0.2"}, faults=[fault])
+    assert done.returncode != 0
+    assert time.monotonic() - started < 90
+    report = (output / "hang" / "report.txt").read_text()
+    assert "rank 1" in report and "step 3" in report and "never entered" in report, report
+
+
+def test_the_same_step_failing_three_times_stops_with_a_report(lab: Lab, tmp_path: Path):
+    output = tmp_path / "out"
+    fault = {"rank": 0, "at": "step.forward", "step": 4, "do": "SIGKILL"}
+    settings = SMALL | {"run.resume": "auto"}
+    for _ in range(3):
+        done = start(lab, output, "single", settings, faults=[fault], processes=None)
+        assert done.returncode not in (0, 2)
+    done = start(lab, output, "single", settings, faults=[fault], processes=None)
+    assert done.returncode == 2, done.stdout[-2000:]
+    assert "failed 3 times after step 3" in done.stdout
