@@ -11,7 +11,7 @@ PROCESSES_FLAG = $(if $(PROCESSES),--processes $(PROCESSES))
 SET_FLAGS = $(foreach assignment,$(SET),--set '$(assignment)')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart train finetune-7b preview rehearse merge check schema library combinations test test-long matrix lint clean
+.PHONY: help setup quickstart train finetune-7b preview rehearse merge export checkpoint check schema library combinations test test-long soak matrix lint lock audit clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 14
@@ -41,6 +41,14 @@ merge: $(if $(RUN),$(STAMP))  ## RUN=outputs/...: a trained adapter and its base
 	@$(if $(RUN),,echo 'make merge: write RUN=..., the run.output_dir of a recipe with an adapter' >&2; exit 2)
 	@$(COOKBOOK) merge $(RUN)
 
+export: $(if $(RUN),$(STAMP))  ## RUN=outputs/... [STEP=100]: a checkpoint as a Hugging Face folder, reopened and described
+	@$(if $(RUN),,echo 'make export: write RUN=..., the run.output_dir of a recipe' >&2; exit 2)
+	@$(COOKBOOK) export $(RUN) $(if $(STEP),--step $(STEP))
+
+checkpoint: $(if $(RUN),$(STAMP))  ## RUN=outputs/...: its checkpoints, whole or broken, and how to go on from them
+	@$(if $(RUN),,echo 'make checkpoint: write RUN=..., the run.output_dir of a recipe' >&2; exit 2)
+	@$(COOKBOOK) checkpoint $(RUN)
+
 check: $(STAMP)  ## every recipe and strategy file, or RECIPE=... [STRATEGY=...]; takes a moment
 	@$(COOKBOOK) check $(RECIPE) $(STRATEGY_FLAG)
 
@@ -59,6 +67,9 @@ test: $(DEV_STAMP)  ## the test suite; no GPU and no network needed
 test-long: $(DEV_STAMP)  ## what takes longer: adapters, packing, dpo and optimizers under every strategy, every rehearsal
 	@.venv/bin/python -m pytest -q -n 2 -m slow tests
 
+soak: $(DEV_STAMP)  ## [KILLS=30]: kill runs at random moments under random strategies; the end must be the uninterrupted run
+	@.venv/bin/python tests/soak.py --kills $(or $(KILLS),30)
+
 matrix: $(DEV_STAMP)  ## run the equivalence tests and write their table into the README
 	@rm -rf outputs/curves
 	@CURVES=outputs/curves .venv/bin/python -m pytest -q -n 2 tests/test_equivalence.py tests/test_equivalence_features.py \
@@ -69,6 +80,23 @@ lint: $(DEV_STAMP)  ## style, format and types
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
+
+TOOLS := .cache/tools
+
+lock: $(TOOLS)/.installed  ## write requirements.lock from requirements.txt: versions and digests of all that pip installs
+	@head -2 requirements.lock > $(TOOLS)/lock
+	@$(TOOLS)/bin/uv pip compile requirements.txt --quiet --no-config --default-index https://pypi.org/simple \
+	  --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-annotate --no-header \
+	  -o $(TOOLS)/body
+	@cat $(TOOLS)/lock $(TOOLS)/body > requirements.lock
+
+audit: $(TOOLS)/.installed  ## look the lock up in PyPI's list of known vulnerabilities; needs the network
+	@$(TOOLS)/bin/pip-audit --strict --disable-pip --require-hashes -r requirements.lock
+
+$(TOOLS)/.installed:
+	@$(PYTHON) -m venv $(TOOLS)
+	@$(TOOLS)/bin/pip install --quiet --disable-pip-version-check uv==0.13.8 pip-audit==2.10.1
+	@touch $@
 
 clean:  ## remove caches and .venv; outputs/ stays
 	rm -rf .venv .cache .pytest_cache .ruff_cache .mypy_cache nvme_swap

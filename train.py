@@ -38,7 +38,11 @@ def main() -> int:
             if world.rank == 0:
                 print(f"{arguments.recipe}: fine under {strategy.path}; {describe_batch(recipe, plan)}")
             return 0
-        return train(recipe, strategy, plan, world, notes)
+        try:
+            return train(recipe, strategy, plan, world, notes)
+        except Exception as error:
+            status.fail(Path(recipe.run.output_dir), error)
+            raise
     except RecipeError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(60)  # torchrun ends all at the first that exits: let the first process of a machine tell it
@@ -90,8 +94,8 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
     from accelerate.utils import set_seed
     from transformers.utils import logging as transformers_logging
 
-    from cookbook import adapters, metrics, models
-    from cookbook.checkpoint import export, resume
+    from cookbook import adapters, metrics, models, publish
+    from cookbook.checkpoint import resume
     from cookbook.checkpoint.saver import Saver
     from cookbook.data import batches
     from cookbook.data.reference import with_reference
@@ -194,7 +198,13 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
         output_dir, is_main=engine.is_main, max_steps=max_steps, resumed_step=state["step"] if goes_on else None
     )
     log.write_text("recipe.yaml", dump_recipe(recipe))
-    record = metrics.environment_record(engine.device) | {"strategy": engine.describe()}
+    if engine.is_main:
+        publish.write_frame(
+            output_dir, name, recipe.model, config=config, tokenizer=tokenizer, digest=made_from["model"]
+        )
+    resumed_from = None if checkpoint is None else str(checkpoint.path)
+    record = metrics.environment_record(engine.device)
+    record |= {"strategy": engine.describe(), "resumed_from": resumed_from}
     log.write_record("run.json", record)
     for note in notes:
         log.say(note)
@@ -224,6 +234,7 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
         in_background=recipe.run.save_in_background,
         say=log.say,
         beat=lambda: watch.beat("save", engine.current_step),
+        is_hurried=lambda: signals.requested() is not None,
     )
     if checkpoint is not None:
         saver.start_from(checkpoint)
@@ -252,10 +263,10 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
     def save() -> None:
         if state["step"] in (0, saver.last_step):
             return
-        run_status.running(state["step"])
         words = {"recipe": recipe.model_dump(mode="json", exclude_none=True), "made_from": made_from, "run": record}
         tensors = {"parameters": engine.parameter_shapes(), "counts": engine.counts()}
         saver.save(state["step"], engine.pieces(), {**state, **tensors, **words}, best_by=state.get("eval_loss"))
+        run_status.running(state["step"], checkpoint=saver.newest_path)
 
     def stop(reason: str) -> int:
         save()
@@ -263,7 +274,8 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
         is_saved = engine.agree(saver.failed is None)
         code = signals.EXIT_CODE if is_saved else 1
         log.say(f"stopped after step {state['step']} ({reason}); {'saved' if is_saved else 'NOT saved'}")
-        run_status.end("stopped" if is_saved else "failed", exit_code=code, reason=reason)
+        state_word = "stopped" if is_saved else "failed"
+        run_status.end(state_word, exit_code=code, reason=reason, checkpoint=saver.newest_path)
         log.close()
         watch.close()
         engine.close()
@@ -329,21 +341,11 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
     for note in data.closing_notes():
         log.say(note)
 
-    def write(weights: dict[str, torch.Tensor], folder: Path) -> None:
-        if recipe.adapter is None:
-            export.write_model(weights, folder, config=config)
-        else:
-            revision = recipe.model.revision or models.revision_of(name)
-            base = adapters.Base(recipe.model.name_or_path or name, revision, models.weights_digest(Path(name)))
-            adapters.write_adapter(weights, folder, config=config, settings=recipe.adapter, base=base)
-        export.write_generation_config(folder, like=Path(name), end_of_turn=models.end_of_turn(tokenizer))
-
     watch.close()
     if engine.is_main:
         if saver.newest is None or saver.newest.step != max_steps:
             raise OSError(f"the last step could not be saved, so there is nothing to export: {saver.failed}")
-        dtype = torch.float32 if recipe.adapter else config.dtype or torch.float32
-        export.export(saver.newest, write, tokenizer, output_dir / "export", dtype=dtype)
+        publish.export(output_dir, saver.newest, reopened=False, say=log.say)
     run_status.end("finished", exit_code=0)
     log.close()
     engine.close()

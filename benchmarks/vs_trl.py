@@ -155,8 +155,8 @@ def build_baseline(cell: Cell) -> Any:
     disable_progress_bars()
     logging.disable_progress_bar()
     folder = folder_of(cell)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, use_safetensors=True)
     chats = load_dataset("json", data_files="chats_in_our_order.jsonl", split="train")
     is_packing = cell["baseline"] in PACKED_ROWS
     num_rows, max_length = PACKED_ROWS.get(cell["baseline"], (MICRO_BATCH_SIZE, MAX_LENGTH))

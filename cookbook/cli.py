@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from cookbook.checkpoint.listing import in_words, is_run, list_checkpoints
+from cookbook.child import run_child
 from cookbook.combinations import page as combinations_page
 from cookbook.data.rows import read_rows
 from cookbook.files import RecipeError
@@ -83,6 +85,23 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("folder", type=Path, help="the run.output_dir of a recipe with an adapter")
     merge.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the base model's")
 
+    export = verbs.add_parser("export", help="write a checkpoint as a Hugging Face folder, reopened and described")
+    export.set_defaults(command=export_run)
+    export.add_argument("folder", type=Path, metavar="RUN", help="the run.output_dir of a recipe")
+    export.add_argument("--step", type=int, metavar="N", help="default: the newest checkpoint")
+    export.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16", "as-is"), default="as-is", help="default: the base model's"
+    )
+    export.add_argument("--merged", action="store_true", help="adapter and base model as one model")
+    export.add_argument("--out", type=Path, metavar="FOLDER", help="default: RUN/export, or RUN/merged")
+    export.add_argument("--push", metavar="OWNER/NAME", help="then upload it to the Hub, with the token in HF_TOKEN")
+    export.add_argument("--public", action="store_true", help="a new repository on the Hub can be read by everybody")
+
+    checkpoint = verbs.add_parser("checkpoint", help="list checkpoints: whole or broken, and how to go on from them")
+    checkpoint.set_defaults(command=show_checkpoints)
+    checkpoint.add_argument("path", type=Path, metavar="PATH", help="a run, its checkpoints/, or one checkpoint")
+    checkpoint.add_argument("--json", action="store_true", help="everything that is known, for programs")
+
     library = verbs.add_parser("library", help=f"write {PAGE} from the recipes")
     library.set_defaults(command=write_library)
 
@@ -105,7 +124,7 @@ def _add_strategy(parser: argparse.ArgumentParser) -> None:
 
 
 def launch_run(arguments: argparse.Namespace) -> int:
-    """Becomes the `accelerate launch` of the recipe, so that its signals and exit code need no forwarding."""
+    """Runs the `accelerate launch` of the recipe: see `cookbook.child`."""
     override = find_strategy(arguments.strategy) if arguments.strategy else None
     recipe, strategy = load_pair(arguments.recipe, arguments.assignments, override)
     gpus = num_gpus()
@@ -131,7 +150,7 @@ def launch_run(arguments: argparse.Namespace) -> int:
     program = shutil.which(command[0], path=environment["PATH"])
     if program is None:
         raise RecipeError([f"accelerate is not installed beside {sys.executable}; run make setup"])
-    os.execve(program, command, environment)
+    return run_child([program, *command[1:]], environment, Path(recipe.run.output_dir))
 
 
 def check_files(arguments: argparse.Namespace) -> int:
@@ -237,11 +256,12 @@ def sample_model(arguments: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     opener: Any = AutoModelForCausalLM
     if (folder / "adapter_config.json").is_file():
         from peft import AutoPeftModelForCausalLM as opener  # takes the base model's revision from the adapter
-    model = opener.from_pretrained(folder, dtype="auto").to("cuda" if num_gpus() else "cpu").eval()
+    model = opener.from_pretrained(folder, dtype="auto", trust_remote_code=False, use_safetensors=True)
+    model = model.to("cuda" if num_gpus() else "cpu").eval()
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     if tokenizer.chat_template:
@@ -290,6 +310,44 @@ def merge_run(arguments: argparse.Namespace) -> int:
     from cookbook.merge import merge
 
     return merge(arguments.folder, arguments.dtype)
+
+
+def export_run(arguments: argparse.Namespace) -> int:
+    """Writes a checkpoint as a Hugging Face folder. Returns 1 if what was written is not what the checkpoint holds."""
+    if arguments.public and not arguments.push:
+        raise RecipeError(["--public would be ignored without --push; take it out"])
+    if not is_run(arguments.folder):  # told before seconds go into imports
+        raise RecipeError([f"{arguments.folder}: not a run's folder; name its run.output_dir, as outputs/quickstart"])
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers imports, warns on stdout
+    from transformers.utils import logging
+
+    from cookbook import publish
+    from cookbook.publish.push import check_push, push
+
+    logging.disable_progress_bar()
+    if arguments.push:
+        check_push(arguments.push)
+    checkpoint = publish.find_checkpoint(arguments.folder, arguments.step)
+    try:
+        folder = publish.export(
+            arguments.folder, checkpoint, target=arguments.out, dtype=arguments.dtype, merged=arguments.merged
+        )
+    except publish.BrokenExport as error:
+        print(error, file=sys.stderr)
+        return 1
+    if arguments.push:
+        print(f"pushed: {push(folder, arguments.push, public=arguments.public)}")
+    return 0
+
+
+def show_checkpoints(arguments: argparse.Namespace) -> int:
+    """Lists checkpoints, every digest compared. Returns 1 if one of them is broken."""
+    found = list_checkpoints(arguments.path)
+    if arguments.json:
+        print(json.dumps(found, indent=1))
+    else:
+        print(in_words(found))
+    return 1 if any(one["broken"] for one in found) else 0
 
 
 def write_library(arguments: argparse.Namespace) -> int:

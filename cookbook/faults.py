@@ -15,7 +15,7 @@ VARIABLE = "COOKBOOK_FAULTS"
 
 
 def at(point: str, step: int) -> bool:
-    """Called at each named point. Carries out what the plan has for it, once in the life of a process.
+    """Called at each named point of a step. Carries out what the plan has for it.
 
     `do` is a signal's name, sent to this process; "ENOSPC", "EROFS" or another error name, raised as an OSError;
     "hang", which sleeps; or "nan", for which True is returned. `rank` "all" means every process, `restart` counts the

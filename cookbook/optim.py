@@ -179,7 +179,7 @@ def _adamw_8bit(
 
         def moments(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
             """First and second moment of this process's part in float32; none before the first step."""
-            state = self.state[parameter] if parameter in self.state else {}
+            state = self.state.get(parameter, {})
             return {kind: _decode_8bit(state, key) for kind, key in MOMENTS_8BIT.items() if key in state}
 
         @torch.no_grad()

@@ -365,7 +365,7 @@ class RunSection(Section):
     eval_every_steps: int | None = Field(default=None, gt=0)
     """Without it, data.eval is evaluated before the first step and at the end only."""
     output_dir: PathText
-    """Everything that a run writes lies under this folder."""
+    """Everything that a run writes lies under this folder; beside it, `.NAME.lock` keeps a second run out."""
     save_every_steps: int | None = Field(default=None, gt=0)
     """A checkpoint each so many steps. Without any such key there is one, at the end."""
     save_every_minutes: float | None = Field(default=None, gt=0)
@@ -506,6 +506,8 @@ def _check_data(data: DataSection, document: Document) -> list[str]:
 
 def _check_output_dir(name: str, document: Document) -> list[str]:
     for path in (Path(name), *Path(name).parents):
+        if path.is_symlink() and not path.exists():
+            return [f"{document.place(('run', 'output_dir'))} is {name!r}, but {path} is a link to nothing"]
         if path.exists():
             if path.is_dir():
                 return []

@@ -4,9 +4,12 @@
 without handlers dies on the spot.
 """
 
+import contextlib
 import os
 import signal
+import sys
 from types import FrameType
+from typing import Any, TextIO, cast
 
 EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: nothing is wrong; start it again."""
@@ -22,13 +25,33 @@ _is_ending = False
 
 
 def install() -> None:
-    """Handles SIGTERM, SIGINT and SIGUSR1 from now on. On the main thread, and in the run's own processes only: those
-    that it spawns import its program anew.
+    """Handles SIGTERM, SIGINT and SIGUSR1 from now on, and outlives who reads the output. On the main thread, and in
+    the run's own processes only: those that it spawns import its program anew.
     """
     global _parent
     _parent = os.getppid()
     for number in HANDLED:
         signal.signal(number, _handle)
+    sys.stdout, sys.stderr = cast(TextIO, _Lasting(sys.stdout)), cast(TextIO, _Lasting(sys.stderr))
+
+
+class _Lasting:
+    """A stream whose reader may go: Ctrl-C in `make train | tee log` ends tee too, and the run still has to save."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def hold() -> None:

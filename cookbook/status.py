@@ -12,13 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from cookbook import signals
 from cookbook.files import RecipeError
 
 FILE = "status.json"
 MAX_FAILURES = 3
 """In a row after the same step; a fourth start would fail there again."""
-STOPPED = 75
-"""The exit code of a run that goes on when it is started again: EX_TEMPFAIL of sysexits.h."""
 EXIT_FILE = "COOKBOOK_EXIT_FILE"
 """Names the file in which `note_exit` leaves a code for `python -m cookbook launch`."""
 
@@ -137,28 +136,39 @@ class Status:
         self._write()
 
     def _write(self) -> None:
-        """Whole or not at all. A full disk does not end a run for this, nor hides what ends it."""
-        if not self.is_main:
-            return
-        path = self.folder / FILE
-        build = path.with_name(f".{FILE}.{os.getpid()}")
-        try:
-            with build.open("w", encoding="utf-8") as file:
-                file.write(json.dumps(self.record, indent=2) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(build, path)
-        except OSError as error:
-            build.unlink(missing_ok=True)
-            print(f"{path} could not be written: {error}", file=sys.stderr)
+        if self.is_main:
+            _write(self.folder, self.record)
+
+
+def _write(folder: Path, record: dict[str, Any]) -> None:
+    """Whole or not at all. A full disk does not end a run for this, nor hides what ends it."""
+    path = folder / FILE
+    build = path.with_name(f".{FILE}.{os.getpid()}")
+    try:
+        with build.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(record, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(build, path)
+    except OSError as error:
+        build.unlink(missing_ok=True)
+        print(f"{path} could not be written: {error}", file=sys.stderr)
+
+
+def fail(folder: Path, error: Exception) -> None:
+    """Notes what ended a run, in the file that this process keeps; does nothing before there is one."""
+    record = read(folder)
+    if record is not None and record["state"] == "running" and record["pid"] == os.getpid():
+        reason = f"{type(error).__name__}: {error}"
+        _write(folder, record | {"state": "failed", "exit_code": 1, "reason": reason})
 
 
 def note_exit(code: int) -> int:
-    """Leaves this process's exit code to `python -m cookbook launch`, if that started it: torchrun would tell 1 for any.
-    The first process to end has the word.
+    """Leaves this process's exit code to `python -m cookbook launch`, if that started it; the first process to end has
+    the word.
 
     Returns:
-        What to exit with: 0 for a stop that `launch` knows of, after which torchrun would print a report of failure.
+        What to exit with: 0 for a stop that `launch` knows of, since torchrun would print that the run FAILED.
     """
     path = os.environ.get(EXIT_FILE)
     if not path or not code:
@@ -170,4 +180,4 @@ def note_exit(code: int) -> int:
         pass
     except OSError:
         return code
-    return 0 if code == STOPPED else code
+    return 0 if code == signals.EXIT_CODE else code

@@ -201,7 +201,7 @@ class Lab:
     def command(
         self, strategy: str, settings: dict[str, str], processes: int | None = None, sabotage: str | None = None
     ) -> list[str]:
-        """The line that trains the small recipe under a strategy."""
+        """The line that trains the small recipe under a strategy; `sabotage` as for `run`."""
         command = [sys.executable]
         if strategy != "single":
             path = strategy if strategy.endswith(".yaml") else f"accelerate_configs/{strategy}.yaml"

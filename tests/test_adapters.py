@@ -1,6 +1,10 @@
-"""Adapters: names are checked without weights, first weights follow from the seed, merging proves itself."""
+"""Adapters: names are checked without weights, first weights follow from the seed, merging proves itself, and a fresh
+process computes from a saved one what the run computed at its end.
+"""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,15 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from cookbook import adapters, checkpoint
+from cookbook import adapters
+from cookbook.checkpoint import export as checkpoint
 from cookbook.files import RecipeError
 from cookbook.merge import merge
 from cookbook.models import train_tokenizer, weights_digest
 from cookbook.recipe import AdapterSection
 from tests.conftest import ROOT
+from tests.curves import Lab, environment
 
 SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -163,3 +169,74 @@ def test_the_record_of_the_base_is_a_digest_of_its_weights(run: Path):
     content[-1] ^= 1
     path.write_bytes(content)
     assert record["sha256"] != weights_digest(run.parent / "base")
+
+
+# No code of ours: what anybody would write.
+REOPEN = """
+import json, sys
+import torch
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file, save_file
+
+folder, file = sys.argv[1:]
+saved, found = load_file(folder + "/adapter_model.safetensors"), load_file(file)
+model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+own = {name.replace(".default", ""): p for name, p in model.named_parameters() if "lora_" in name}
+own = {name.removesuffix(".weight") if "magnitude" in name else name: p for name, p in own.items()}
+with torch.no_grad():
+    error = (model(input_ids=found["input_ids"]).logits - found["logits"]).abs().max()
+    with model.disable_adapter():
+        moved = (model(input_ids=found["input_ids"]).logits - found["logits"]).abs().max()
+print(json.dumps({
+    "same names": sorted(own) == sorted(saved),
+    "empty": [name for name, tensor in saved.items() if not tensor.numel()],
+    "differ": [name for name in saved if not torch.equal(own[name], saved[name])],
+    "error": float(error),
+    "moved": float(moved),
+    "tensors": len(saved),
+}))
+"""
+
+
+def reopened(folder: Path, logits: Path) -> dict:
+    """What a fresh process finds, in the folder from which the run named its base model."""
+    command = [sys.executable, "-c", REOPEN, str(folder), str(logits)]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+PAIRS = [
+    ("zero3", "lora"),
+    ("fsdp2", "dora"),
+    pytest.param("zero3", "dora", marks=pytest.mark.slow),
+    pytest.param("fsdp2", "lora", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("strategy", "name"), PAIRS)
+def test_a_fresh_process_computes_what_the_run_did(tmp_path: Path, strategy: str, name: str):
+    lab, output, logits = Lab(tmp_path / "lab"), tmp_path / "out", tmp_path / "logits.safetensors"
+    settings = {"adapter.name": name, "adapter.rank": "4", "run.max_steps": "5", "schedule.warmup_steps": "0"}
+    command = lab.command(strategy, settings | {"run.output_dir": str(output)}, 2)
+    at = command.index("train.py")
+    command[at : at + 1] = ["tests/logits.py", str(logits)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = reopened(output / "export", logits)
+    error, moved = found["error"], found["moved"]
+    print(f"{strategy} {name}: logits within {error:.1e} of the run's; without the adapter {moved:.1e} off")
+    assert json.loads((output / "run.json").read_text())["strategy"]["processes"] == 2
+    assert found["tensors"] == 7 * 2 * (3 if name == "dora" else 2)
+    assert found["same names"] and not found["empty"] and not found["differ"]
+    assert error < 1e-5
+    assert moved > 1e-2, "the adapter does something"
+    # A tensor that is not what was trained is seen.
+    shutil.copytree(output / "export", tmp_path / "changed")
+    path = tmp_path / "changed" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    key = next(key for key in tensors if "lora_B" in key)
+    save_file({**tensors, key: tensors[key] * 1.1}, path, metadata={"format": "pt"})
+    assert reopened(tmp_path / "changed", logits)["error"] > 1e-5

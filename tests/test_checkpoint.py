@@ -1,13 +1,19 @@
-"""A trained model becomes a Hugging Face folder, whole or not at all. pytest tests/test_checkpoint.py"""
+"""Weights of a checkpoint become files that transformers reads, whole or not at all. pytest tests/test_checkpoint.py
 
-from functools import partial
+What `python -m cookbook export` makes of them: tests/test_export.py. The format: tests/test_checkpoint_format.py.
+"""
+
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from cookbook import checkpoint
+from cookbook.checkpoint import folder
+from cookbook.checkpoint.export import building, joined_weights, write_generation_config, write_model
+from cookbook.checkpoint.folder import BrokenCheckpoint, Checkpoint
+from cookbook.checkpoint.saver import Saver
+from cookbook.checkpoint.tensors import StagedPiece
 from cookbook.models import end_of_turn, train_tokenizer
 
 TOKENIZER = train_tokenizer(["def f(x):\n    return x\n"] * 5, 300)
@@ -20,28 +26,32 @@ def model(**changes: object) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **changes}))
 
 
-def export(
-    trained: LlamaForCausalLM,
-    folder: Path,
-    like: Path,
-    dtype: torch.dtype = torch.float32,
-    end_of_turn: int | None = None,
-) -> None:
-    parameters = [(name, parameter.detach().float()) for name, parameter in trained.named_parameters()]
-
-    def write(weights: dict[str, torch.Tensor], build: Path) -> None:
-        checkpoint.write_model(weights, build, config=trained.config)
-        checkpoint.write_generation_config(build, like=like, end_of_turn=end_of_turn)
-
-    checkpoint.export(parameters, write, TOKENIZER, folder, dtype=dtype, is_main=True)
+def save(trained: LlamaForCausalLM, root: Path, *, without: str | None = None) -> Checkpoint:
+    """As one process saves it; optimizer state lies beside the weights."""
+    tensors = {name: parameter.detach() for name, parameter in trained.named_parameters()}
+    state = {"parameters": {name: list(tensor.shape) for name, tensor in tensors.items()}}
+    pieces = [
+        StagedPiece(name, kind, 0, 0, tensor.reshape(1, -1) if kind == "weight" else torch.ones(1, tensor.numel()))
+        for name, tensor in tensors.items()
+        for kind in ("weight", "exp_avg")
+        if name != without
+    ]
+    saver = Saver(
+        root, rank=0, num_ranks=1, attempt="a", keep_last=2, keep_best=0, in_background=False, say=lambda _: None
+    )
+    saver.save(1, pieces, state)
+    return folder.open_checkpoint(root / folder.folder_name(1))
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_folder_gives_the_weights_back_in_the_dtype_asked_for(tmp_path: Path, tied: bool, dtype: torch.dtype):
     trained = model(tie_word_embeddings=tied)
-    export(trained, tmp_path / "export", tmp_path, dtype)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="auto")
+    target = tmp_path / "export"
+    with building(target) as build, joined_weights(save(trained, tmp_path / "saved"), build, dtype) as weights:
+        write_model(weights, build, config=trained.config)
+    assert {path.name for path in target.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
+    again = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
     assert again.dtype == dtype and again.config.dtype == dtype
     expected = dict(trained.to(dtype).named_parameters())
     found = dict(again.named_parameters())
@@ -49,9 +59,31 @@ def test_the_folder_gives_the_weights_back_in_the_dtype_asked_for(tmp_path: Path
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_missing_elements_are_told_and_the_older_folder_stays(tmp_path: Path):
+    target = tmp_path / "export"
+    target.mkdir()
+    (target / "older").touch()
+    broken = save(model(), tmp_path / "saved", without="model.norm.weight")
+    with (
+        pytest.raises(BrokenCheckpoint, match=r"model.norm.weight: 0 of 16 elements"),
+        building(target) as build,
+        joined_weights(broken, build, torch.float32),
+    ):
+        pass
+    assert [path.name for path in target.iterdir()] == ["older"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "saved"]
+
+
+def test_a_folder_takes_the_place_of_an_older_one_as_a_whole(tmp_path: Path):
+    for word in ("older", "newer"):
+        with building(tmp_path / "export") as build:
+            (build / word).touch()
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["export", "export/newer"]
+
+
 def test_how_to_generate_is_taken_over_from_the_model_that_was_trained(tmp_path: Path):
     GenerationConfig(eos_token_id=[1, 2], temperature=0.5, do_sample=True).save_pretrained(tmp_path)
-    export(model(), tmp_path / "export", tmp_path)
+    write_generation_config(tmp_path / "export", like=tmp_path, end_of_turn=None)
     found = GenerationConfig.from_pretrained(tmp_path / "export")
     assert (found.eos_token_id, found.temperature) == ([1, 2], 0.5)
 
@@ -61,7 +93,7 @@ def test_the_saved_model_also_stops_at_the_end_of_a_turn(
     tmp_path: Path, own: int | list[int], expected: int | list[int]
 ):
     GenerationConfig(eos_token_id=own).save_pretrained(tmp_path)
-    export(model(), tmp_path / "export", tmp_path, end_of_turn=5)
+    write_generation_config(tmp_path / "export", like=tmp_path, end_of_turn=5)
     assert GenerationConfig.from_pretrained(tmp_path / "export").eos_token_id == expected
 
 
@@ -72,22 +104,3 @@ def test_the_end_of_a_turn_is_what_the_template_writes_there():
     assert end_of_turn(plain) is None
     plain.chat_template = None
     assert end_of_turn(plain) is None
-
-
-def test_an_empty_weight_is_refused_and_the_older_export_stays(tmp_path: Path):
-    trained = model()
-    export(trained, tmp_path / "export", tmp_path)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "export").iterdir()}
-    broken = [(name, parameter.detach()[:0]) for name, parameter in trained.named_parameters()]
-    with pytest.raises(RuntimeError, match="came back empty"):
-        checkpoint.export(broken, lambda *_: None, TOKENIZER, tmp_path / "export", dtype=torch.float32, is_main=True)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "export").iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["export"]
-
-
-def test_processes_that_do_not_write_still_gather(tmp_path: Path):
-    gathered = []
-    parameters = ((name, gathered.append(name)) for name in ("a", "b"))
-    write = partial(checkpoint.write_model, config=model().config)
-    checkpoint.export(parameters, write, TOKENIZER, tmp_path / "export", dtype=torch.float32, is_main=False)
-    assert gathered == ["a", "b"] and not list(tmp_path.iterdir())

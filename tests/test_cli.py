@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from cookbook import cli
 from cookbook.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -25,6 +26,8 @@ VERBS = [
     "preview",
     "rehearse",
     "merge",
+    "export",
+    "checkpoint",
     "library",
     "combinations",
     "schema",
@@ -127,7 +130,7 @@ def test_check_tells_how_the_batch_splits(in_root, capsys):
 @pytest.mark.parametrize("num_processes", [1, 2, 4, 8])
 def test_quickstart_splits_without_editing(num_processes, in_root, monkeypatch):
     launched = []
-    monkeypatch.setattr(os, "execve", lambda program, command, environment: launched.append(command))
+    monkeypatch.setattr(cli, "run_child", lambda command, environment, output_dir: launched.append(command))
     strategy = "ddp" if num_processes > 1 else "single"
     main(["launch", "--processes", str(num_processes), "--strategy", strategy])
     assert launched[0][4:6] == ["--num_processes", str(num_processes)]
@@ -209,7 +212,7 @@ def test_launch_takes_the_accelerate_beside_its_python_and_forwards_its_exit_cod
 
 def test_launch_gives_each_cpu_process_its_share_of_the_cores(in_root, monkeypatch):
     launched = []
-    monkeypatch.setattr(os, "execve", lambda program, command, environment: launched.append(environment))
+    monkeypatch.setattr(cli, "run_child", lambda command, environment, output_dir: launched.append(environment))
     monkeypatch.setattr("cookbook.cli.num_cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     main(["launch", "--processes", "2"])

@@ -5,10 +5,12 @@ python -m pytest -q tests/test_data_tokens.py
 
 import itertools
 import json
-import multiprocessing.pool
+import multiprocessing.connection
+import os
 import re
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -328,9 +330,17 @@ def test_tokens_do_not_depend_on_the_number_of_processes(tokenizer, monkeypatch)
 
 
 def test_mistake_found_by_a_worker_names_the_row(monkeypatch):
-    threads = SimpleNamespace(Pool=multiprocessing.pool.ThreadPool)  # the same interface, and starts at once
-    monkeypatch.setattr(tokens_module.multiprocessing, "get_context", lambda method: threads)
-    monkeypatch.setattr(tokens_module, "_start_worker", lambda *settings: setattr(tokens_module, "_worker", settings))
+    class Process(threading.Thread):  # the same interface, and starts at once
+        def __init__(self, target, args, daemon):
+            connection = multiprocessing.connection.Connection(os.dup(args[0].fileno()))
+            super().__init__(target=target, args=(connection, *args[1:]), daemon=daemon)
+
+        def terminate(self):
+            pass
+
+    context = SimpleNamespace(Process=Process, Pipe=multiprocessing.Pipe)
+    monkeypatch.setattr(tokens_module.multiprocessing, "get_context", lambda method: context)
+    monkeypatch.setattr(tokens_module, "_start_worker", lambda: None)
     monkeypatch.setattr(tokens_module, "ROWS_PER_TASK", 2)
     forgetful = LLAMA3.replace("m.content | trim", "(m.content if loop.last or m.role == 'user' else '')")
     rows = rows_of("messages", [chat("a", "b")] * 3 + [chat("a", "b", "c", "d")])

@@ -32,10 +32,8 @@ TARGETS = re.findall(r"(?m)^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text()
 MADE = ("outputs/", "run.output_dir/", "export/", "merged/", ".venv", ".cache", "nvme_swap", "recipes/mine", "path/to/")
 WRITTEN_BY_A_RUN = {"recipe.yaml", "run.json", "metrics.jsonl", "adapter_config.json", "base_model.json"}
 
-# `python -m cookbook launch` up to the moment where it would become accelerate: prints that line, having checked all.
-LAUNCH_ONLY = (
-    "import os, sys; os.execve = lambda *_: sys.exit(0); from cookbook.cli import main; sys.exit(main(sys.argv[1:]))"
-)
+# `python -m cookbook launch` up to the moment where it would start accelerate: prints that line, having checked all.
+LAUNCH_ONLY = "import sys; from cookbook import cli; cli.run_child = lambda *_: 0; sys.exit(cli.main(sys.argv[1:]))"
 
 
 def text_of(page: str) -> str:

@@ -5,7 +5,7 @@ import copy
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -15,7 +15,6 @@ from transformers import (
     AutoConfig,
     GenerationConfig,
     PreTrainedConfig,
-    PreTrainedTokenizerBase,
 )
 
 from cookbook.checkpoint.folder import Checkpoint
@@ -44,21 +43,6 @@ def building(folder: Path) -> Iterator[Path]:
         shutil.rmtree(build, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)
-
-
-def export(
-    checkpoint: Checkpoint,
-    write: Callable[[dict[str, torch.Tensor], Path], None],
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    *,
-    dtype: torch.dtype,
-) -> None:
-    """To be removed as soon as train.py calls `publish.export`."""
-    with building(folder) as build:
-        with joined_weights(checkpoint, build, dtype) as weights:
-            write(weights, build)
-        tokenizer.save_pretrained(build)
 
 
 @contextlib.contextmanager
@@ -109,7 +93,7 @@ def write_generation_config(folder: Path, *, like: Path, end_of_turn: int | None
     if (like / "generation_config.json").is_file():
         config = GenerationConfig.from_pretrained(like)
     elif (like / "config.json").is_file():
-        config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(like))
+        config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(like, trust_remote_code=False))
     own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     ends = list(dict.fromkeys(token for token in (*own, end_of_turn) if token is not None))
     config.eos_token_id = ends if len(ends) > 1 else ends[0] if ends else None

@@ -29,6 +29,8 @@ from cookbook import faults
 FORMAT = 1
 MANIFEST, STATE, LATEST = "manifest.json", "state.json", "LATEST"
 SAVING, TRASH = ".saving-", ".trash-"
+PATIENCE, HURRIED_PATIENCE = 1800.0, 5.0
+"""Seconds without progress after which a process is given up in a save."""
 
 
 class BrokenCheckpoint(Exception):
@@ -92,29 +94,34 @@ def write_receipt(build: Path, rank: int, record: dict[str, Any]) -> None:
 
 
 def read_receipts(
-    build: Path, num_ranks: int, *, beat: Callable[[], None], patience: float
+    build: Path, num_ranks: int, *, beat: Callable[[], None], is_hurried: Callable[[], bool]
 ) -> dict[str, dict[str, Any]]:
-    """Waits for the receipts of all processes: what they say, by file name.
+    """Waits for the receipts of all processes, as long as their files grow: what they say, by file name.
 
     Args:
         beat: called while waiting, so that whoever watches this process does not take it for dead.
-        patience: seconds.
+        is_hurried: whether this process was asked to stop. Then perhaps because another is dead, which will write no
+            receipt.
 
     Raises:
-        OSError: one of them could not write, or gave no receipt in time.
+        OSError: one of them could not write, or stopped writing.
     """
-    deadline = time.monotonic() + patience
     files: dict[str, dict[str, Any]] = {}
     errors = []
+    size, grown_at = -1, time.monotonic()
     for rank in range(num_ranks):
         path = build / f"receipt-{rank:05d}.json"
         while not path.exists():
             if not build.is_dir():
                 raise OSError(f"{build} is gone")
-            if time.monotonic() > deadline:
-                raise OSError(f"process {rank} did not finish its part in {patience:.0f} s")
+            now_size = _size(build)
+            if now_size != size:
+                size, grown_at = now_size, time.monotonic()
+            silent = time.monotonic() - grown_at
+            if silent > (HURRIED_PATIENCE if is_hurried() else PATIENCE):
+                raise OSError(f"process {rank} has written nothing for {silent:.0f} s, and did not finish its part")
             beat()
-            time.sleep(0.005)
+            time.sleep(0.01)
         record = json.loads(path.read_text(encoding="utf-8"))
         if "error" in record:
             errors.append(f"process {rank}: {record['error']}")
@@ -122,6 +129,12 @@ def read_receipts(
     if errors:  # now that nobody writes into the folder any more
         raise OSError("; ".join(errors))
     return files
+
+
+def _size(build: Path) -> int:
+    with contextlib.suppress(OSError), os.scandir(build) as entries:
+        return sum(entry.stat().st_size for entry in entries)
+    return 0
 
 
 def commit(build: Path, root: Path, manifest: dict[str, Any]) -> Checkpoint:

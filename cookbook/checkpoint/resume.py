@@ -3,20 +3,22 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cookbook.checkpoint import folder
 from cookbook.checkpoint.folder import BrokenCheckpoint, Checkpoint
-from cookbook.checkpoint.tensors import Piece, Reader
 from cookbook.files import RecipeError
 from cookbook.recipe import Recipe
+
+if TYPE_CHECKING:
+    from cookbook.checkpoint.tensors import Piece
 
 # Keys, or beginnings of keys, by what a change of them means for a run that goes on. The rest may not change.
 FREE = (
     "strategy",
     "run.",
-    "batch.micro_batch",
-    "data.eval",
+    "batch.micro_batch_",
+    "data.eval.",
     "data.packing",
     "model.gradient_checkpointing",
     "model.compile",
@@ -153,13 +155,15 @@ def load(checkpoint: Checkpoint, trained: Mapping[str, list[int]], restore: Call
         there, here = (found.get(differ[0], "absent") for found in (shapes, trained))
         mistake = f"{differ[0]} is {there} there and {here} here ({len(differ)} parameters differ)"
         raise RecipeError([f"run.resume: {checkpoint.path} is of another model: {mistake}"])
+    from cookbook.checkpoint.tensors import Reader  # torch: `python -m cookbook checkpoint` does without
+
     reader = Reader(checkpoint.pieces)
     for name, shape in shapes.items():
         for kind in reader.kinds(name) or ["weight"]:
             if reader.num_elements(name, kind) != math.prod(shape):
                 raise BrokenCheckpoint(f"{checkpoint.path}: {name} lacks elements of {kind}")
 
-    def fill(pieces: Iterable[Piece]) -> None:
+    def fill(pieces: "Iterable[Piece]") -> None:
         for piece in pieces:
             reader.read_into(piece)
 

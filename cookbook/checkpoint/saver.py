@@ -12,9 +12,6 @@ from cookbook import faults
 from cookbook.checkpoint import folder
 from cookbook.checkpoint.tensors import Piece, StagedPiece, room_for, write_pieces
 
-PATIENCE = 1800.0
-"""Seconds that the main process waits for the others' files."""
-
 
 class Saver:
     """Writes the checkpoints of a run. Every process has one, and calls the same methods at the same steps."""
@@ -31,6 +28,7 @@ class Saver:
         in_background: bool,
         say: Callable[[str], None],
         beat: Callable[[], None] = lambda: None,
+        is_hurried: Callable[[], bool] = lambda: False,
     ) -> None:
         """On the main process, `root` is swept of unfinished saves.
 
@@ -41,10 +39,11 @@ class Saver:
             in_background: a step waits for a copy of the state to host memory only, not for the disk.
             say: tells people; of the main process.
             beat: called while waiting, so that whoever watches this process does not take it for dead.
+            is_hurried: see `folder.read_receipts`.
         """
         self.root, self.rank, self.num_ranks, self.attempt = root, rank, num_ranks, attempt
         self.keep_last, self.keep_best, self.in_background = keep_last, keep_best, in_background
-        self.say, self.beat = say, beat
+        self.say, self.beat, self.is_hurried = say, beat, is_hurried
         self.last_step: int | None = None
         """Of the last save that was begun, or of the checkpoint resumed from."""
         self.keep: set[str] = set()
@@ -57,6 +56,11 @@ class Saver:
         self._thread: threading.Thread | None = None
         if rank == 0:
             folder.sweep(root)
+
+    @property
+    def newest_path(self) -> str | None:
+        """On the main process: the folder of `newest`."""
+        return None if self.newest is None else str(self.newest.path)
 
     def start_from(self, checkpoint: folder.Checkpoint) -> None:
         """This one stays, and its step needs no save of its own."""
@@ -101,7 +105,7 @@ class Saver:
         if self.rank != 0:
             return
         try:
-            files = folder.read_receipts(build, self.num_ranks, beat=self.beat, patience=PATIENCE)
+            files = folder.read_receipts(build, self.num_ranks, beat=self.beat, is_hurried=self.is_hurried)
             manifest = {
                 "step": step,
                 "attempt": self.attempt,

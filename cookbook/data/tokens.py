@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,6 +192,7 @@ def _spread(slices: Iterator[Rows], num_processes: int, settings: Settings) -> I
     workers: list[tuple[Any, Connection]] = []
     busy: deque[tuple[Any, Connection]] = deque()
     try:
+        resource_tracker.ensure_running()  # at the first start otherwise, and it unblocks SIGINT
         # Masked signals stay so in a new process: what a terminal or a scheduler sends to a whole group is for this one
         # to answer. SIGTERM ends a worker.
         earlier = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR1})

@@ -192,7 +192,7 @@ class Engine:
                 outcome = self._forward(objective, batch)
                 totals.add(outcome)
                 loss = outcome.loss_sum * scale
-                if faults.at("step.loss", self.current_step):
+                if i == 0 and faults.at("step.loss", self.current_step):
                     loss = loss * math.nan
                 self._losses.append(loss.detach())
                 if self.strategy.kind == "zero":

@@ -1,6 +1,7 @@
 """Starts a strategy's Accelerator, on GPU and on CPU, with every value filled in and nothing left to guess."""
 
 import copy
+import importlib
 import os
 import sys
 import warnings
@@ -89,6 +90,7 @@ def start_accelerator(strategy: Strategy, plan: Plan, mixed_precision: str, deep
     from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
     from accelerate.utils import DistributedType, ParallelismConfig
 
+    _separate_restarts()
     on_cpu = not torch.cuda.is_available()
     if on_cpu and plan.num_gpus:
         raise RecipeError([f"this machine has {plan.num_gpus} GPUs that this torch ({torch.__version__}) cannot use"])
@@ -127,6 +129,22 @@ def start_accelerator(strategy: Strategy, plan: Plan, mixed_precision: str, deep
     if strategy.fsdp is not None:  # now that the process has its device, which the plugin asks for
         options["fsdp_plugin"] = _fsdp_plugin(strategy, mixed_precision, on_cpu)
     return Accelerator(cpu=on_cpu, **options)
+
+
+def _separate_restarts() -> None:
+    """Gives processes that a launcher started again keys of their own in its store.
+
+    torch takes it that each restart has a new store (distributed/rendezvous.py, _create_c10d_store). Under the static
+    rendezvous, which is accelerate's default, it is the first one, with the addresses of the dead.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0":
+        return
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # the package has a function so named
+    create = rendezvous._create_c10d_store
+    rendezvous._create_c10d_store = lambda *args, **options: dist.PrefixStore(
+        f"restart-{restarts}", create(*args, **options)
+    )
 
 
 def _deepspeed_plugin(config: dict[str, Any] | None) -> Any:

@@ -207,7 +207,7 @@ def _placement(engine: "Engine", parameter: torch.Tensor) -> tuple[int, int, int
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh, shape = parameter.device_mesh, parameter.shape
-    local, offset = compute_local_shape_and_global_offset(shape, mesh, parameter.placements)
+    _, offset = compute_local_shape_and_global_offset(shape, mesh, parameter.placements)
     cut = {placement.dim for placement in parameter.placements if isinstance(placement, Shard)}
     assert len(cut) <= 1, f"a parameter cut along several dimensions: {parameter.placements}"
     copies, copy = 1, 0

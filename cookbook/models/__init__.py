@@ -77,7 +77,7 @@ def resolve_model(model: ModelSection, *, seed: int, texts: Iterable[str], finge
     if model.from_scratch is None:
         assert model.name_or_path is not None
         folder = fetch_model(model.name_or_path, model.revision)
-        if not any(Path(folder).glob("*.safetensors")):
+        if not _has_safetensors(Path(folder)):
             place = f"model.name_or_path is {model.name_or_path!r}"
             raise RecipeError([f"{place}: it has no weights in safetensors, and no other format is read"])
         return folder
@@ -98,6 +98,18 @@ def resolve_model(model: ModelSection, *, seed: int, texts: Iterable[str], finge
                 shutil.rmtree(build, ignore_errors=True)
                 raise
     return str(built)
+
+
+def _has_safetensors(folder: Path) -> bool:
+    """Whether the weights that transformers would read are safetensors: one file, or an index of nothing else."""
+    if (folder / "model.safetensors").is_file():
+        return True
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        names = set(index["weight_map"].values())
+        return bool(names) and all(re.fullmatch(r"[\w.-]+\.safetensors", name) for name in names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def fetch_model(name: str, revision: str | None, patterns: list[str] = HUB_FILES) -> str:
@@ -145,7 +157,7 @@ def new_model(sizes: ScratchModel, tokenizer: PreTrainedTokenizerBase, seed: int
 def load_tokenizer(name: str, chat_template: str | None) -> PreTrainedTokenizerBase:
     """The tokenizer of a model; `chat_template` is a Jinja file that replaces the tokenizer's own."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise RecipeError([f"model.name_or_path is {name!r}: no tokenizer there ({_first_line(error)})"]) from None
     if chat_template is not None:
@@ -162,7 +174,7 @@ def load_config(name: str, max_length: int, packing: bool) -> PreTrainedConfig:
         RecipeError: no such model, or one that is not served, with the way out if there is one.
     """
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise RecipeError([f"model.name_or_path is {name!r}: no model there ({_first_line(error)})"]) from None
     problem = _not_served(config)
@@ -219,7 +231,9 @@ def load_model(
     """
     if packing:
         options["attn_implementation"] = PACKED
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+    model = AutoModelForCausalLM.from_pretrained(
+        name, dtype=dtype, trust_remote_code=False, use_safetensors=True, **options
+    )
     model.config.use_cache = False
     if settings.liger_kernels:
         patch_kernels(model)

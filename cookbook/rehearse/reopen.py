@@ -16,7 +16,7 @@ def recompute(export: Path, small: dict[str, Any], eval_file: Path) -> float:
     from transformers import AutoTokenizer
 
     objective = small["objective"]
-    tokenizer = AutoTokenizer.from_pretrained(export)
+    tokenizer = AutoTokenizer.from_pretrained(export, trust_remote_code=False)
     model, reference = _reopen(export, small)
     rows = read_rows(Source(path=str(eval_file)), "error", objective["name"], place="data.eval")
     length, is_bf16 = small["data"]["max_length"], small["mixed_precision"] == "bf16"
@@ -69,8 +69,14 @@ def _reopen(export: Path, small: dict[str, Any]) -> tuple[Any, Any]:
     adapter = small.get("adapter")
     if adapter is None:
         first = small["model"].get("name_or_path")  # absent for a new model, which has no use for a reference
-        reference = AutoModelForCausalLM.from_pretrained(first, **options).eval() if first else None
-        return AutoModelForCausalLM.from_pretrained(export, **options).eval(), reference
+        reference = (
+            AutoModelForCausalLM.from_pretrained(first, trust_remote_code=False, use_safetensors=True, **options).eval()
+            if first
+            else None
+        )
+        return AutoModelForCausalLM.from_pretrained(
+            export, trust_remote_code=False, use_safetensors=True, **options
+        ).eval(), reference
     from peft import PeftConfig, PeftModel
     from safetensors.torch import load_file
 
@@ -85,5 +91,8 @@ def _reopen(export: Path, small: dict[str, Any]) -> tuple[Any, Any]:
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16 if small["mixed_precision"] == "bf16" else torch.float32,
         )
-    bases = [AutoModelForCausalLM.from_pretrained(base, **options).eval() for _ in range(2)]
+    bases = [
+        AutoModelForCausalLM.from_pretrained(base, trust_remote_code=False, use_safetensors=True, **options).eval()
+        for _ in range(2)
+    ]
     return PeftModel.from_pretrained(bases[0], str(export)).eval(), bases[1]

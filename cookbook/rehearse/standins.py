@@ -161,8 +161,8 @@ def _describe_model(recipe: Recipe, rows: Rows) -> tuple[Any, Any, str]:
     is_reachable = not Path(name).is_dir() and hub_answers()
     try:
         options = {"revision": revision, "local_files_only": not is_reachable}
-        config = AutoConfig.from_pretrained(name, **options)
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
         return config, tokenizer, "its own configuration, with its own tokenizer"
     except (OSError, ValueError) as error:
         facts = known_model(name)

@@ -1,0 +1,51 @@
+"""An export goes to the Hub: said before it is done, private unless asked otherwise, the token from the environment."""
+
+import os
+from pathlib import Path
+
+from cookbook.files import RecipeError
+
+TOKEN = "HF_TOKEN"
+
+
+def check_push(repository: str) -> None:
+    """Raises what can be known before an export is written."""
+    parts = repository.split("/")
+    if len(parts) != 2 or not all(parts):
+        raise RecipeError([f"--push is {repository!r}; write OWNER/NAME"])
+    if not os.environ.get(TOKEN):
+        raise RecipeError([f"--push: no {TOKEN} in the environment; set it to a token that may write to {repository}"])
+
+
+def push(folder: Path, repository: str, *, public: bool) -> str:
+    """Uploads a folder in one commit, after saying what. Returns the address of the commit.
+
+    Raises:
+        RecipeError: the repository can be read by everybody, and that was not asked for; or the Hub refuses.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError, RepositoryNotFoundError  # httpx's, under either of its names
+
+    api = HfApi(token=os.environ[TOKEN])
+    try:
+        try:
+            is_private: bool | None = api.repo_info(repository).private
+        except RepositoryNotFoundError:
+            is_private = None
+        if is_private is False and not public:
+            raise RecipeError(
+                [f"--push: {repository} is public; say --public if that is meant, or name another. Nothing was pushed"]
+            )
+        kind = "a new repository" if is_private is None else "a repository that is there"
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        print(f"pushing to {repository}, {kind}, {'public' if public and not is_private else 'private'}:")
+        for path in files:
+            print(f"  {path.stat().st_size:>14,} bytes  {path.relative_to(folder)}")
+        if is_private is None:
+            api.create_repo(repository, private=not public)
+        commit = api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export")
+    except (HTTPError, OSError, ValueError) as error:
+        if isinstance(error, RecipeError):
+            raise
+        raise RecipeError([f"--push: the Hub refused {repository} ({str(error).strip().splitlines()[0]})"]) from None
+    return commit.commit_url

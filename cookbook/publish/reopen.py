@@ -1,0 +1,272 @@
+"""Opens an export with plain transformers and peft, and compares it with the checkpoint. A process of its own:
+
+    python -m cookbook.publish.reopen EXPORT MODEL CHECKPOINT DTYPE
+
+Ends with 1 and a last line that says what is wrong, or prints what was compared as JSON. Tensors are compared in parts,
+from files that are mapped into memory. Models are opened one after the other, and only where the machine has the room.
+"""
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers.utils import logging
+
+from cookbook.checkpoint.folder import open_checkpoint
+from cookbook.checkpoint.tensors import CHUNK, Reader
+
+LIMIT_GIB = 4.0
+"""Of weights in float32: above it, opening the model twice takes longer than a check should."""
+TOLERANCE = 1e-5
+"""Of logits, by the largest: both models compute in float32 with the same weights."""
+
+
+class Wrong(Exception):
+    """What is wrong with the export."""
+
+
+class Expected:
+    """What the checkpoint holds, in the dtype that was exported."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype) -> None:
+        opened = open_checkpoint(checkpoint)
+        self.reader, self.state, self.dtype = Reader(opened.pieces), opened.state(), dtype
+        self.shapes: dict[str, list[int]] = self.state["parameters"]
+
+    def parts(self, name: str) -> Iterator[torch.Tensor]:
+        """The elements of a parameter, in order."""
+        return self.reader.parts(name, "weight", math.prod(self.shapes[name]), self.dtype)
+
+    def compare(self, name: str, tensor: torch.Tensor, key: str) -> None:
+        """Raises what `tensor` differs in; without holding more than a part."""
+        if list(tensor.shape) != self.shapes[name]:
+            raise Wrong(f"{key} has the shape {list(tensor.shape)}, and {self.shapes[name]} was trained")
+        if tensor.is_meta:  # of a base that was not opened; its file was compared
+            return
+        for part, expected in zip(tensor.detach().reshape(-1).split(CHUNK), self.parts(name), strict=True):
+            if not torch.equal(part.float(), expected.float()):
+                raise Wrong(f"{key} is not what the checkpoint holds")
+
+    @torch.no_grad()
+    def fill(self, model: torch.nn.Module) -> None:
+        """Writes the checkpoint into the trained parameters of a model."""
+        parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        if parameters.keys() != self.shapes.keys():
+            raise Wrong(
+                f"the model has other parameters than the checkpoint: {sorted(parameters ^ self.shapes.keys())}"
+            )
+        for name, parameter in parameters.items():
+            at = 0
+            for part in self.parts(name):
+                parameter.view(-1)[at : at + len(part)] = part.float()
+                at += len(part)
+
+
+def reopen(export: Path, frame: Path, checkpoint: Path, dtype: torch.dtype) -> dict[str, str]:
+    """What was compared, in words.
+
+    Raises:
+        Wrong: the export is not what was trained.
+    """
+    expected = Expected(checkpoint, dtype)
+    settings = expected.state["recipe"].get("adapter")
+    config = AutoConfig.from_pretrained(frame, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(export, trust_remote_code=False)
+    if tokenizer.get_vocab() != AutoTokenizer.from_pretrained(frame, trust_remote_code=False).get_vocab():
+        raise Wrong("the tokenizer has another vocabulary")
+    GenerationConfig.from_pretrained(export)
+    too_large = _too_large(config)
+    check = _check_model if settings is None else _check_adapter
+    tensors, logits = check(export, config, expected, too_large, settings, frame)
+    return {"tensors": tensors, "logits": logits}
+
+
+def _check_model(
+    export: Path, config: PreTrainedConfig, expected: Expected, too_large: str | None, _: Any, frame: Path
+) -> tuple[str, str]:
+    same = {name: name for name in expected.shapes}
+    names = _check_files(export, expected, same, strict=False)
+    where = {"device_map": "meta"} if too_large else {}
+    model, info = AutoModelForCausalLM.from_pretrained(
+        export,
+        dtype=torch.float32,
+        output_loading_info=True,
+        **where,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+    )
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if info.get(what):
+            raise Wrong(f"transformers finds {what.replace('_', ' ')}: {', '.join(map(str, sorted(info[what])[:5]))}")
+    if too_large and len(names) < len(same):
+        count = f"{len(names)} of {len(same)} tensors equal to the checkpoint's; the others have other names in files"
+        return count, f"logits not compared: {too_large}"
+    count = f"{len(same)} tensors equal to the checkpoint's"
+    if too_large:
+        return count, f"logits not compared: {too_large}"
+    _compare_all(dict(model.named_parameters()), same, expected)
+    answer = _answer(model, config)
+    del model
+    reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    expected.fill(reference)
+    return count, _compare_logits(answer, _answer(reference, config))
+
+
+def _check_adapter(
+    export: Path,
+    config: PreTrainedConfig,
+    expected: Expected,
+    too_large: str | None,
+    settings: dict[str, Any],
+    frame: Path,
+) -> tuple[str, str]:
+    from peft import PeftModel  # imported for adapters only: this process is another start of seconds
+
+    from cookbook import adapters
+    from cookbook.recipe import AdapterSection
+
+    names = {_peft_name(name): name for name in expected.shapes}
+    found = _check_files(
+        export, expected, {f"base_model.model.{key}": name for key, name in names.items()}, strict=True
+    )
+    base, problem = (None, too_large) if too_large else _base_folder(frame)
+    whole = _open_base(base, config)
+    model = PeftModel.from_pretrained(whole, str(export), low_cpu_mem_usage=base is None)
+    opened = {
+        _peft_name(name.removeprefix("base_model.model.")): parameter
+        for name, parameter in model.named_parameters()
+        if "lora_" in name or ".modules_to_save." in name
+    }
+    _compare_all(opened, names, expected)
+    count = f"{len(found)} tensors equal to the checkpoint's"
+    if base is None:
+        return count, f"logits not compared: {problem}"
+    answer = _answer(model, config)
+    del model, whole, opened
+    reference = _open_base(base, config)
+    adapters.add_adapter(reference, AdapterSection.model_validate(settings), seed=0)
+    expected.fill(reference)
+    return count, _compare_logits(answer, _answer(reference, config))
+
+
+def _peft_name(name: str) -> str:
+    """What peft calls a tensor in its file, of the name in a model (peft/utils/save_and_load.py)."""
+    name = name.replace(".default", "").replace(".modules_to_save", "")
+    return name.removesuffix(".weight") if "lora_magnitude_vector" in name else name
+
+
+def _base_folder(frame: Path) -> tuple[Path | None, str]:
+    """The base model where it lies on this machine, or why that is not known."""
+    from huggingface_hub import snapshot_download
+
+    from cookbook.adapters import BASE_RECORD
+    from cookbook.models import HUB_FILES
+
+    base = json.loads((frame / BASE_RECORD).read_text(encoding="utf-8"))
+    path = Path(base["name_or_path"])
+    if not path.is_dir():
+        try:
+            path = Path(
+                snapshot_download(str(path), revision=base["revision"], allow_patterns=HUB_FILES, local_files_only=True)
+            )
+        except (OSError, ValueError):
+            return None, f"the base model {base['name_or_path']} is not on this machine"
+    return path, ""
+
+
+def _open_base(folder: Path | None, config: PreTrainedConfig) -> Any:
+    if folder is None:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
+    )
+
+
+def _check_files(export: Path, expected: Expected, names: dict[str, str], *, strict: bool) -> list[str]:
+    """Compares every tensor in the files; returns the keys that are the checkpoint's.
+
+    Args:
+        names: of the checkpoint, by the keys expected in the files.
+        strict: no other keys may be there. transformers stores some models under other names than they have in memory.
+    """
+    keys = []
+    for path in sorted(export.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a mapping
+                tensor = file.get_tensor(key)  # mapped
+                if not tensor.numel():
+                    raise Wrong(f"{key} is empty")
+                if not all(part.isfinite().all() for part in tensor.reshape(-1).split(CHUNK)):
+                    raise Wrong(f"{key} has values that are not finite")
+                if key in names:
+                    if tensor.dtype != expected.dtype:
+                        raise Wrong(f"{key} is {tensor.dtype}, and {expected.dtype} was asked for")
+                    expected.compare(names[key], tensor, key)
+                keys.append(key)
+    if not keys:
+        raise Wrong("there are no weights in it")
+    ours = [key for key in keys if key in names]
+    if strict and (len(ours) < len(keys) or len(ours) < len(names)):
+        raise Wrong(f"its tensors are not those that were trained: {sorted(set(keys) ^ names.keys())[:5]}")
+    return ours
+
+
+def _compare_all(opened: dict[str, torch.nn.Parameter], names: dict[str, str], expected: Expected) -> None:
+    """What was opened, against the checkpoint."""
+    if opened.keys() != names.keys():
+        raise Wrong(f"opened, it has other parameters than were trained: {sorted(opened.keys() ^ names.keys())[:5]}")
+    for key, parameter in opened.items():
+        expected.compare(names[key], parameter, key)
+
+
+def _too_large(config: PreTrainedConfig) -> str | None:
+    """Why the model is not opened on this machine, or None."""
+    with torch.device("meta"):
+        size = 4 * sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters()) / 2**30
+    room = float("inf")
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        room = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) / 2**20
+    if size > LIMIT_GIB:
+        return f"{size:.1f} GiB of weights in float32 are more than {LIMIT_GIB:g}"
+    return f"{size:.1f} GiB of weights, and {room:.1f} GiB of memory are free" if 2 * size > room else None
+
+
+@torch.no_grad()
+def _answer(model: Any, config: PreTrainedConfig) -> torch.Tensor:
+    """Logits (2, 16, V) of tokens drawn from a seed."""
+    ids = torch.randint(config.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
+    return model.eval()(input_ids=ids).logits.float()
+
+
+def _compare_logits(answer: torch.Tensor, reference: torch.Tensor) -> str:
+    error = (answer - reference).abs().max().item() / max(1.0, reference.abs().max().item())
+    if not error <= TOLERANCE:
+        raise Wrong(f"its logits are {error:.1e} from those of the checkpoint")
+    return f"logits equal to those of the checkpoint within {error:.0e}"
+
+
+def main() -> int:
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    export, frame, checkpoint, dtype = sys.argv[1:]
+    try:
+        found = reopen(Path(export), Path(frame), Path(checkpoint), getattr(torch, dtype))
+    except Wrong as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

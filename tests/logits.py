@@ -1,0 +1,50 @@
+"""Runs train.py, and at its end writes what the trained model makes of one batch, under its engine.
+
+Usage: logits.py FILE [arguments of train.py]
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import train
+
+SHAPE = (2, 24)
+
+
+def write_logits_at_the_end(path: Path) -> None:
+    """(2, 24, V), from a forward in which every process takes part; plain logits, before any loss."""
+    import torch
+    from safetensors.torch import save_file
+
+    from cookbook.engine import Engine
+    from cookbook.models import loss
+
+    right_close, right_nll = Engine.close, loss._nll
+
+    def close(self: Engine) -> None:
+        seen = []
+
+        def nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            seen.append(logits.detach().float().cpu())
+            return right_nll(logits, targets)
+
+        loss._nll = nll
+        ids = torch.randint(0, 300, SHAPE, generator=torch.Generator().manual_seed(3))
+        positions = torch.arange(SHAPE[1]).expand(SHAPE).contiguous()
+        self.model.eval()
+        with torch.no_grad():  # every position has a target, so every position's hidden state meets the head
+            batch = {"input_ids": ids, "position_ids": positions, "targets": ids}
+            self._forward(lambda model, batch: model(**batch), batch)
+        if self.is_main:
+            (logits,) = seen
+            save_file({"input_ids": ids, "logits": logits.reshape(*SHAPE, -1)}, path)
+        right_close(self)
+
+    Engine.close = close
+
+
+if __name__ == "__main__":
+    write_logits_at_the_end(Path(sys.argv.pop(1)))
+    sys.exit(train.main())

@@ -1,0 +1,635 @@
+"""A checkpoint becomes a Hugging Face folder that is what was trained, or nothing. No process group, no network.
+
+python -m pytest -q tests/test_export.py
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from curves import RECIPE, ROOT
+from peft import AutoPeftModelForCausalLM
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from cookbook import adapters, publish
+from cookbook.checkpoint import folder
+from cookbook.checkpoint.listing import recipe_of
+from cookbook.checkpoint.saver import Saver
+from cookbook.checkpoint.tensors import StagedPiece
+from cookbook.cli import main
+from cookbook.files import RecipeError
+from cookbook.models import train_tokenizer, weights_digest
+from cookbook.publish import reopen
+from cookbook.recipe import ModelSection, Recipe
+
+SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+IDS = torch.arange(40).reshape(2, 20)
+
+
+def new_model(**changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **HEADS, **changes}))
+
+
+class Run:
+    """A run's folder as train.py leaves it, without the training: weights are moved by chance."""
+
+    def __init__(self, root: Path, adapter: dict[str, Any] | None = None, **config: Any) -> None:
+        self.folder, self.base = root / "run", root / "base"
+        self.tokenizer = train_tokenizer(["def f(x):\n    return x\n"] * 5, 300)
+        new_model(**config).save_pretrained(self.base)
+        self.tokenizer.save_pretrained(self.base)
+        values = yaml.safe_load(RECIPE.replace("DATA", "rows.jsonl").replace("OUTPUT", str(self.folder)))
+        values["model"] = {"name_or_path": str(self.base)}
+        values["data"] |= {"train": [{"path": "some-org/some-set"}], "eval": {"": {"path": "rows.jsonl"}}}
+        values["optim"]["learning_rate"] = 0.1
+        values |= {"adapter": adapter} if adapter else {}
+        self.recipe = Recipe.model_validate(values)
+        self.model = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
+        if self.recipe.adapter:
+            adapters.add_adapter(self.model, self.recipe.adapter, seed=0)
+        publish.write_frame(
+            self.folder,
+            str(self.base),
+            ModelSection(name_or_path=str(self.base)),
+            config=self.model.config,
+            tokenizer=self.tokenizer,
+            digest=weights_digest(self.base),
+        )
+        (self.folder / "run.json").write_text("{}")
+
+    @property
+    def trained(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def move(self, seed: int) -> None:
+        chance = torch.Generator().manual_seed(seed)
+        for tensor in self.trained.values():
+            tensor += 0.05 * torch.randn(tensor.shape, generator=chance)
+
+    def save(self, step: int, *, loss: float | None = None, num_ranks: int = 2, resumed: str | None = None) -> Path:
+        """A checkpoint as two processes write it, each a half of every tensor."""
+        self.move(step)
+        root = self.folder / "checkpoints"
+        options: dict[str, Any] = {"attempt": "a", "keep_last": 99, "keep_best": 0, "in_background": False}
+        savers = [Saver(root, rank=rank, num_ranks=num_ranks, say=print, **options) for rank in range(num_ranks)]
+        state = {
+            "step": step,
+            "num_samples": 16 * step,
+            "num_skipped": 0,
+            "is_evaluated": True,
+            **({"eval_loss": loss} if loss is not None else {}),
+            "parameters": {name: list(tensor.shape) for name, tensor in self.trained.items()},
+            "counts": {},
+            "recipe": self.recipe.model_dump(mode="json", exclude_none=True),
+            "made_from": {"data": "d" * 16, "model": weights_digest(self.base)},
+            "run": {
+                "versions": {"torch": "2.13.0", "deepspeed": None},
+                "strategy": {"file": "accelerate_configs/zero3.yaml", "kind": "zero", "processes": num_ranks},
+                "resumed_from": resumed,
+            },
+        }
+        for rank, saver in reversed(list(enumerate(savers))):  # the first waits for the others
+            pieces = []
+            for name, tensor in self.trained.items():
+                low, high = (tensor.numel() * i // num_ranks for i in (rank, rank + 1))
+                for kind in ("weight", "momentum_buffer"):
+                    pieces.append(StagedPiece(name, kind, low, 0, tensor.reshape(-1)[None, low:high]))
+            saver.save(step, pieces, state, best_by=loss)
+            saver.wait()
+        return root / folder.folder_name(step)
+
+    def logits(self) -> torch.Tensor:
+        with torch.no_grad():
+            return self.model.eval()(input_ids=IDS).logits
+
+
+ADAPTERS = {
+    "lora": {"name": "lora", "rank": 4},
+    "dora": {"name": "dora", "rank": 4, "modules_to_save": ["lm_head"]},
+    "qlora": {"name": "qlora", "rank": 4, "rslora": True},
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    made = Run(tmp_path, tie_word_embeddings=True)
+    made.save(3)
+    return made
+
+
+@pytest.fixture
+def lora(tmp_path: Path) -> Run:
+    made = Run(tmp_path, ADAPTERS["dora"], tie_word_embeddings=False)
+    made.save(3)
+    return made
+
+
+@pytest.fixture
+def here(monkeypatch) -> None:
+    """Reopens in this process: starting another takes seconds, which a few tests are enough to spend."""
+
+    def opened(export: Path, frame: Path, checkpoint: Path, dtype: torch.dtype) -> dict[str, str]:
+        try:
+            return reopen.reopen(export, frame, checkpoint, dtype)
+        except reopen.Wrong as error:
+            raise publish.BrokenExport(f"was removed: {error}") from None
+
+    monkeypatch.setattr(publish, "_reopen", opened)
+
+
+def export(made: Run, *arguments: str) -> int:
+    return main(["export", str(made.folder), *arguments])
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("word", "dtype"), [("as-is", torch.float32), ("bf16", torch.bfloat16)])
+def test_transformers_opens_what_was_trained(tmp_path: Path, capsys, here, tied: bool, word: str, dtype: torch.dtype):
+    made = Run(tmp_path, tie_word_embeddings=tied)
+    made.save(3)
+    assert export(made, "--dtype", word) == 0
+    said = capsys.readouterr().out
+    assert f"reopened in a fresh process: {len(made.trained)} tensors equal to the checkpoint's; logits equal" in said
+    again = AutoModelForCausalLM.from_pretrained(made.folder / "export", dtype="auto")
+    assert again.dtype == dtype
+    for name, parameter in again.named_parameters():
+        assert torch.equal(parameter, made.trained[name].to(dtype)), name
+    (path,) = (made.folder / "export").glob("*.safetensors")
+    with safe_open(path, "pt") as file:
+        assert ("lm_head.weight" in file.keys()) != tied, "a tied matrix is there once"  # noqa: SIM118
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_peft_opens_an_adapter(tmp_path: Path, capsys, monkeypatch, here, name: str):
+    made = Run(tmp_path, ADAPTERS[name], tie_word_embeddings=False)
+    made.save(3)
+    monkeypatch.chdir(tmp_path)
+    assert export(made) == 0
+    assert "logits equal to those of the checkpoint" in capsys.readouterr().out
+    with torch.no_grad():
+        again = AutoPeftModelForCausalLM.from_pretrained(made.folder / "export").eval()(input_ids=IDS).logits
+    assert torch.allclose(again, made.logits(), atol=1e-5)
+    assert (made.folder / "export" / adapters.BASE_RECORD).is_file()
+
+
+def test_adapter_and_base_become_one(lora: Run, capsys, here):
+    assert export(lora, "--merged") == 0
+    assert "reopened as one model" in capsys.readouterr().out
+    with torch.no_grad():
+        again = AutoModelForCausalLM.from_pretrained(lora.folder / "merged").eval()(input_ids=IDS).logits
+    assert torch.allclose(again, lora.logits(), atol=1e-4)
+    names = {path.name for path in (lora.folder / "merged").iterdir()}
+    assert {"model.safetensors", "README.md", "export.json", "generation_config.json"} <= names
+    assert "adapter.tmp" not in names
+
+
+def test_an_export_needs_the_run_alone(run: Run, tmp_path: Path):
+    """No base model, no cache, no Hub."""
+    shutil.rmtree(run.base)
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "empty"), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "cookbook", "export", str(run.folder)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    again = AutoTokenizer.from_pretrained(run.folder / "export")
+    chat = [{"role": "user", "content": "hi"}]
+    assert again.apply_chat_template(chat, tokenize=False) == run.tokenizer.apply_chat_template(chat, tokenize=False)
+
+
+def test_the_step_asked_for_is_exported(run: Run, here):
+    first = {name: tensor.clone() for name, tensor in run.trained.items()}
+    run.save(7)
+    assert export(run, "--step", "3", "--out", str(run.folder / "early")) == 0
+    assert export(run) == 0
+    early, late = (load_file(run.folder / name / "model.safetensors") for name in ("early", "export"))
+    assert all(torch.equal(early[name], first[name]) for name in first)
+    assert all(torch.equal(late[name], tensor) for name, tensor in run.trained.items())
+    assert json.loads((run.folder / "export" / "export.json").read_text())["step"] == 7
+
+
+def test_large_models_are_written_in_parts_with_an_index(run: Run, monkeypatch, here):
+    monkeypatch.setattr(publish.write_model, "__kwdefaults__", {"shard_size": "20KB"})
+    assert export(run) == 0
+    index = json.loads((run.folder / "export" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    assert index["weight_map"].keys() == run.trained.keys()
+
+
+def test_the_card_tells_what_the_model_is(run: Run, here):
+    lines = [
+        {"step": 2, "loss": 5.0},
+        {"step": 3, "loss": 4.25},
+        {"step": 3, "eval_loss": 4.5},
+        {"step": 4, "loss": 1.0},
+        {"step": 4, "eval_loss": 1.0},
+    ]
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 5, "lo')
+    assert export(run) == 0
+    _, front, body = (run.folder / "export" / "README.md").read_text().split("---\n", 2)
+    found = yaml.safe_load(front)
+    assert found["library_name"] == "transformers" and found["datasets"] == ["some-org/some-set"]
+    assert found["tags"] == ["sft"] and "base_model" not in found, "a local folder means nothing on the Hub"
+    assert "training loss | 4.2500 at step 3" in body and "evaluation loss | 4.5000 at step 3" in body
+    assert "`zero3`, 2 processes" in body and "torch 2.13.0" in body and "deepspeed" not in body
+    assert "`some-org/some-set`, split train, no revision pinned" in body
+    written = body.split("```yaml\n")[1].split("```")[0]
+    assert yaml.safe_load(written)["seed"] == 7
+
+
+# What is broken is removed.
+
+
+def sabotage(tensors: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tensor]:
+    name = next(reversed(tensors))
+    changed = {key: tensor.clone() for key, tensor in tensors.items()}
+    if how == "a changed value":
+        changed[name].view(-1)[-1] += 1e-3
+    elif how == "a value that is not finite":
+        changed[name].view(-1)[-1] = torch.nan
+    elif how == "an empty tensor":
+        changed[name] = changed[name][:0]
+    elif how == "a missing tensor":
+        del changed[name]
+    elif how == "a tensor too many":
+        changed["more"] = torch.zeros(2)
+    return changed
+
+
+BROKEN = {
+    "a changed value": "is not what the checkpoint holds",
+    "a value that is not finite": "not finite",
+    "an empty tensor": "is empty",
+    "a missing tensor": "missing keys|not those that were trained|other parameters",
+    "a tensor too many": "unexpected keys|not those that were trained",
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+@pytest.mark.parametrize("kind", ["all weights", "adapter"])
+def test_a_broken_export_is_removed_and_the_older_one_stays(
+    tmp_path: Path, capsys, monkeypatch, here, kind: str, how: str
+):
+    made = Run(tmp_path, ADAPTERS["lora"] if kind == "adapter" else None, tie_word_embeddings=False)
+    made.save(3)
+    assert export(made) == 0
+    before = {path.name: path.read_bytes() for path in (made.folder / "export").iterdir()}
+    there = sorted(path.name for path in made.folder.iterdir())
+    right = publish._reopen
+
+    def broken(part: Path, *rest: Any) -> dict[str, str]:
+        (path,) = part.glob("*.safetensors")
+        save_file(sabotage(load_file(path), how), path, metadata={"format": "pt"})
+        return right(part, *rest)
+
+    monkeypatch.setattr(publish, "_reopen", broken)
+    made.save(4)
+    capsys.readouterr()
+    assert export(made) == 1
+    said = capsys.readouterr().err
+    assert "was removed" in said and len(said.splitlines()) == 1
+    assert any(words in said for words in BROKEN[how].split("|")), said
+    assert {path.name: path.read_bytes() for path in (made.folder / "export").iterdir()} == before
+    assert sorted(path.name for path in made.folder.iterdir()) == there
+
+
+@pytest.mark.parametrize("kind", ["all weights", "adapter"])
+@pytest.mark.parametrize("how", [None, "a changed value", "a missing tensor", "a tensor too many"])
+def test_what_is_too_large_to_be_opened_is_compared_in_parts(
+    tmp_path: Path, capsys, monkeypatch, here, kind: str, how: str | None
+):
+    monkeypatch.setattr(reopen, "LIMIT_GIB", 0.0)
+    made = Run(tmp_path, ADAPTERS["dora"] if kind == "adapter" else None, tie_word_embeddings=False)
+    made.save(3)
+    right = publish._reopen
+
+    def opened(part: Path, *rest: Any) -> dict[str, str]:
+        (path,) = part.glob("*.safetensors")
+        save_file(sabotage(load_file(path), how or ""), path, metadata={"format": "pt"})
+        return right(part, *rest)
+
+    monkeypatch.setattr(publish, "_reopen", opened)
+    assert export(made) == (0 if how is None else 1)
+    said = capsys.readouterr().out
+    if how is None:
+        assert f"{len(made.trained)} tensors equal" in said and "logits not compared: 0.0 GiB of weights" in said
+
+
+def test_an_adapter_whose_base_is_gone_is_compared_all_the_same(lora: Run, capsys, here):
+    shutil.rmtree(lora.base)
+    assert export(lora) == 0
+    assert "is not on this machine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["all weights", "adapter"])
+def test_a_fresh_process_says_yes_and_no(tmp_path: Path, capsys, monkeypatch, kind: str):
+    """The same through the front door: another process opens it, and what it says ends the command."""
+    made = Run(tmp_path, ADAPTERS["lora"] if kind == "adapter" else None, tie_word_embeddings=False)
+    made.save(3)
+    assert export(made) == 0
+    assert "tensors equal to the checkpoint's; logits equal" in capsys.readouterr().out
+    right = publish._reopen
+
+    def broken(part: Path, *rest: Any) -> dict[str, str]:
+        (path,) = part.glob("*.safetensors")
+        save_file(sabotage(load_file(path), "a changed value"), path, metadata={"format": "pt"})
+        return right(part, *rest)
+
+    monkeypatch.setattr(publish, "_reopen", broken)
+    assert export(made, "--out", str(tmp_path / "other")) == 1
+    said = capsys.readouterr().err
+    assert "was removed: reopened," in said and "is not what the checkpoint holds" in said
+    assert not (tmp_path / "other").exists()
+
+
+# Bad input: one message, exit code 2, nothing touched.
+
+
+def damage(made: Run) -> None:
+    (path, *_) = (made.folder / "checkpoints" / "step-00000003").glob("pieces*")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def another_format(made: Run) -> None:
+    path = made.folder / "checkpoints" / "step-00000003" / "manifest.json"
+    path.write_text(folder.sealed({**json.loads(path.read_text()), "format": 99}))
+
+
+def something_else_there(made: Run) -> None:
+    (made.folder / "export").mkdir()
+    (made.folder / "export" / "thesis.txt").write_text("years of work")
+
+
+def another_frame(made: Run) -> None:
+    path = made.folder / "model" / adapters.BASE_RECORD
+    path.write_text(json.dumps({**json.loads(path.read_text()), "sha256": "0" * 64}))
+
+
+BAD: dict[str, tuple[Callable[[Run], Any], list[str], str]] = {
+    "no run": (lambda made: shutil.rmtree(made.folder), [], "not a run's folder"),
+    "no checkpoint": (lambda made: shutil.rmtree(made.folder / "checkpoints"), [], "no checkpoint in it"),
+    "a step that is not there": (
+        lambda made: made.save(12),
+        ["--step", "5"],
+        "no checkpoint after step 5; there are those of step 3, 12",
+    ),
+    "a broken checkpoint": (damage, [], "does not have the digest that it was written with; there is no other"),
+    "another format": (another_format, [], "its format is 99, and this program reads 1"),
+    "a folder that is not ours": (something_else_there, [], "is no export of ours"),
+    "no model/": (lambda made: shutil.rmtree(made.folder / "model"), [], "model: not there"),
+    "model/ of another": (another_frame, [], "is of another model than the checkpoint was made with"),
+    "nothing to merge": (lambda made: None, ["--merged"], "there is no adapter to merge"),
+    "public without push": (lambda made: None, ["--public"], "would be ignored without --push"),
+    "push without a token": (lambda made: None, ["--push", "me/mine"], "no HF_TOKEN in the environment"),
+    "push to nowhere": (lambda made: None, ["--push", "mine"], "write OWNER/NAME"),
+}
+
+
+def everything(path: Path) -> dict[str, bytes]:
+    return {str(one.relative_to(path)): one.read_bytes() for one in path.rglob("*") if one.is_file()}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_told_and_nothing_is_touched(run: Run, capsys, monkeypatch, case: str):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    spoil, arguments, expected = BAD[case]
+    spoil(run)
+    before = everything(run.folder.parent)
+    assert export(run, *arguments) == 2
+    said = capsys.readouterr().err
+    assert expected in said and len(said.splitlines()) == 1
+    assert everything(run.folder.parent) == before
+
+
+def test_a_disk_without_room_is_told_first(run: Run, capsys, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert export(run) == 2
+    assert "GiB are free, and the export needs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "muon", "sgd"])
+def test_the_recipe_of_every_optimizer_is_read_back(name: str):
+    values = yaml.safe_load(RECIPE.replace("DATA", "rows.jsonl").replace("OUTPUT", "out"))
+    recipe = Recipe.model_validate(values | {"optim": {"name": name, "learning_rate": 1.0, "weight_decay": 0.25}})
+    assert recipe_of(recipe.model_dump(mode="json", exclude_none=True)) == recipe
+
+
+# Memory.
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_model(tmp_path: Path):
+    """Private pages, as /proc tells them; those of mapped files are the disk's, and go when others need the room."""
+    script = """
+import json, sys, threading, time, re
+from pathlib import Path
+from cookbook import publish
+publish._reopen = lambda *_: {"tensors": "", "logits": ""}
+peak = [0]
+def private():
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return sum(int(kb) for kb in re.findall(r"^(?:Private_Dirty|Anonymous): +(\\d+)", text, re.M)[-1:]) / 1024
+stop = threading.Event()
+def watch():
+    while not stop.is_set():
+        peak[0] = max(peak[0], private()); time.sleep(0.005)
+run = Path(sys.argv[1])
+checkpoint = publish.find_checkpoint(run, None)
+before = private()
+thread = threading.Thread(target=watch); thread.start()
+publish.export(run, checkpoint, say=lambda _: None)
+stop.set(); thread.join()
+print(json.dumps(peak[0] - before))
+"""
+    grown = []
+    for hidden in (64, 1024):
+        made = Run(tmp_path / str(hidden), hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=4)
+        made.save(1, num_ranks=2)
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(made.folder)], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        grown.append(float(done.stdout.splitlines()[-1]))
+        size = sum(tensor.nbytes for tensor in made.trained.values()) / 2**20
+    print(f"export of {size:.0f} MiB: {grown[1]:.0f} MiB of private memory, of a tiny model {grown[0]:.0f}")
+    assert size > 200 and grown[1] - grown[0] < 2 * 64 + 20, "two buffers of CHUNK elements"
+
+
+# Pushing, to a stand-in.
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the Hub as a commit of small files needs."""
+
+    private: bool | None = None
+    seen: list[tuple[str, str, Any]]
+
+    def answer(self, status: int, body: Any, **headers: str) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(status)
+        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(text)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(text)
+
+    def do_GET(self) -> None:
+        type(self).seen.append(("GET", self.path, self.headers.get("Authorization")))
+        if self.private is None:
+            self.answer(404, {"error": "not found"}, **{"X-Error-Code": "RepoNotFound"})
+        else:
+            self.answer(200, {"id": "me/mine", "private": self.private, "siblings": [], "tags": [], "downloads": 0})
+
+    def do_POST(self) -> None:
+        text = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        body = [json.loads(line) for line in text.splitlines() if line]
+        type(self).seen.append(("POST", self.path, body))
+        if self.path.endswith("/api/repos/create"):
+            type(self).private = body[0].get("private", body[0].get("visibility") == "private")
+            self.answer(200, {"url": f"http://{self.headers['Host']}/me/mine", "id": "1", "name": "me/mine"})
+        elif "/preupload/" in self.path:
+            files = [{"path": one["path"], "uploadMode": "regular", "shouldIgnore": False} for one in body[0]["files"]]
+            self.answer(200, {"files": files})
+        elif "/commit/" in self.path:
+            self.answer(
+                200,
+                {
+                    "success": True,
+                    "commitOid": "0" * 40,
+                    "commitUrl": f"http://{self.headers['Host']}/me/mine/commit/0",
+                },
+            )
+        else:
+            self.answer(200, {"errors": [], "warnings": []})
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[tuple[str, type[Hub]]]:
+    handler = type("FreshHub", (Hub,), {"seen": [], "private": None})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", handler
+    server.shutdown()
+
+
+def pushed(made: Run, address: str, *arguments: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "HF_ENDPOINT": address, "HF_TOKEN": "hf_secretsecret", "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("HF_HUB_OFFLINE", None)
+    command = [sys.executable, "-m", "cookbook", "export", str(made.folder), "--push", "me/mine", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_a_push_says_what_goes_and_is_private(run: Run, hub):
+    address, handler = hub
+    done = pushed(run, address)
+    assert done.returncode == 0, done.stderr
+    assert "pushing to me/mine, a new repository, private:" in done.stdout and "model.safetensors" in done.stdout
+    assert "hf_secretsecret" not in done.stdout + done.stderr
+    assert handler.private is True
+    (commit,) = [body for method, path, body in handler.seen if "/commit/" in path]
+    sent = {line["value"]["path"] for line in commit if line["key"] == "file"}
+    assert sent == {path.name for path in (run.folder / "export").iterdir()}
+
+
+def test_nothing_is_pushed_to_a_public_repository_unasked(run: Run, hub):
+    address, handler = hub
+    handler.private = False
+    done = pushed(run, address)
+    assert done.returncode == 2 and "me/mine is public; say --public" in done.stderr
+    assert not [path for method, path, _ in handler.seen if method == "POST"]
+
+
+# Listing.
+
+
+def test_the_list_tells_what_is_whole_and_how_to_go_on(run: Run, capsys):
+    run.save(5, loss=4.5)
+    run.save(7, loss=4.75, resumed=str(run.folder / "checkpoints" / "step-00000003"))
+    assert main(["checkpoint", str(run.folder)]) == 0
+    said = capsys.readouterr().out
+    lines = {line.split()[0]: line for line in said.splitlines() if line.startswith("  step-")}
+    assert "[newest]" in lines["step-00000007"] and "evaluation loss 4.7500" in lines["step-00000007"]
+    assert "[best]" in lines["step-00000005"] and "zero3, 2 processes" in lines["step-00000005"]
+    assert "[resumed from]" in lines["step-00000003"]
+    assert "all weights; optimizer sgd (momentum_buffer)" in said
+    assert "fsdp2" in said and "optim.learning_rate" in said
+
+
+def test_programs_get_json(lora: Run, capsys):
+    assert main(["checkpoint", str(lora.folder / "checkpoints"), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["processes"], found["adapter"]) == (3, 2, "dora of rank 4")
+    assert "tp" not in found["strategies"] and "zero3" in found["strategies"], "what is refused is left out"
+    keys = found["keys"]
+    assert "optim.learning_rate" in keys["with_consent"] and "optim.name" in keys["fixed"]
+    assert "adapter.rank" in keys["fixed"] and "strategy" in keys["free"] and "data.max_length" in keys["by_content"]
+
+
+def test_a_broken_checkpoint_is_named_and_the_exit_code_tells(run: Run, capsys):
+    run.save(5)
+    damage(run)
+    assert main(["checkpoint", str(run.folder)]) == 1
+    said = capsys.readouterr().out
+    assert "step-00000003  BROKEN: pieces-0000" in said and "step-00000005  whole" in said
+    assert main(["checkpoint", str(run.folder / "checkpoints" / "step-00000005")]) == 0
+    assert main(["checkpoint", str(run.folder / "checkpoints" / "step-00000003")]) == 1
+
+
+def test_missing_elements_are_seen_although_every_digest_is_right(run: Run, capsys):
+    path = run.folder / "checkpoints" / "step-00000003" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["files"]["pieces-00001-of-00002.safetensors"]
+    path.write_text(folder.sealed(manifest))
+    assert main(["checkpoint", str(run.folder)]) == 1
+    assert "elements of" in capsys.readouterr().out
+
+
+NO_CHECKPOINT = {
+    "nothing": (lambda made: made.folder / "nowhere", "no such folder"),
+    "another folder": (lambda made: made.base, "neither a run, nor its checkpoints/, nor one checkpoint"),
+    "another format": (
+        lambda made: (another_format(made), made.folder / "checkpoints" / "step-00000003")[1],
+        "its format is 99",
+    ),
+    "a run without any": (
+        lambda made: (shutil.rmtree(made.folder / "checkpoints"), made.folder)[1],
+        "no checkpoint in it",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NO_CHECKPOINT)
+def test_what_is_no_checkpoint_is_told(run: Run, capsys, case: str):
+    spoil, expected = NO_CHECKPOINT[case]
+    assert main(["checkpoint", str(spoil(run))]) == 2
+    said = capsys.readouterr().err
+    assert expected in said and len(said.splitlines()) == 1
+
+
+def test_checkpoints_are_listed_without_torch(run: Run):
+    code = "import sys; sys.modules['torch'] = None; from cookbook.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "checkpoint", str(run.folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_it_started_from_must_be_named(run: Run):
+    (run.folder / "model" / adapters.BASE_RECORD).write_text("[]")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        publish.export(run.folder, folder.open_checkpoint(run.folder / "checkpoints" / "step-00000003"))

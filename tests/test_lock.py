@@ -1,0 +1,110 @@
+"""One run per output folder, also when the first is killed, stopped or renames the folder.
+
+python -m pytest -q tests/test_lock.py
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, clean_environment
+
+from cookbook import lock
+from cookbook.files import RecipeError
+
+OWNER = """
+import sys
+from pathlib import Path
+from cookbook import lock
+lock.hold(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def own(request):
+    """Starts a process that holds a folder."""
+
+    def start(folder: Path) -> subprocess.Popen[str]:
+        owner = subprocess.Popen(
+            [sys.executable, "-c", OWNER, str(folder)],
+            env=clean_environment(PYTHONPATH=str(ROOT)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        request.addfinalizer(lambda: (owner.kill(), owner.communicate()))
+        assert owner.stdout.readline() == "held\n"
+        return owner
+
+    yield start
+    lock.release()
+
+
+def test_a_second_run_is_refused_names_the_first_and_touches_nothing(tmp_path, own):
+    folder = tmp_path / "run"
+    owner = own(folder)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(RecipeError, match=f"run is in use by process {owner.pid} on .*, which started at 2"):
+        lock.hold(folder)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert not folder.exists()
+
+
+def test_another_folder_is_free(tmp_path, own):
+    own(tmp_path / "run")
+    lock.hold(tmp_path / "run2")
+
+
+def test_the_lock_of_a_killed_run_is_free_and_that_of_a_stopped_one_is_not(tmp_path, own):
+    owner = own(tmp_path / "run")
+    owner.send_signal(signal.SIGSTOP)
+    with pytest.raises(RecipeError):
+        lock.hold(tmp_path / "run")
+    owner.kill()
+    owner.wait()
+    lock.hold(tmp_path / "run")
+    assert str(os.getpid()) in (tmp_path / ".run.lock").read_text()
+
+
+def test_a_folder_that_its_run_renamed_stays_locked(tmp_path, own):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    own(folder)
+    folder.rename(tmp_path / "run.1")
+    folder.mkdir()
+    with pytest.raises(RecipeError):
+        lock.hold(folder)
+
+
+def test_a_folder_is_the_same_by_whatever_name(tmp_path, own, monkeypatch):
+    (tmp_path / "link").symlink_to(tmp_path)
+    own(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    for name in ("run", "../" + tmp_path.name + "/run", "link/run"):
+        with pytest.raises(RecipeError):
+            lock.hold(Path(name))
+
+
+def test_a_lock_that_does_not_say_whose_it_is_still_holds(tmp_path, own):
+    own(tmp_path / "run")
+    (tmp_path / ".run.lock").write_text("")
+    with pytest.raises(RecipeError, match="run is in use; wait"):
+        lock.hold(tmp_path / "run")
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecipeError, match=r"run.output_dir .*file/run: cannot write to .*file \("):
+        lock.hold(tmp_path / "file" / "run")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(RecipeError, match=r"cannot write to .*Permission denied"):
+        lock.hold(tmp_path / "run")

@@ -1,0 +1,221 @@
+"""A signal ends a run at once while there is nothing to lose, and at a step's end afterwards; no process is left over.
+
+python -m pytest -q tests/test_signals.py
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import ROOT, clean_environment
+
+RUN = """
+import sys, time
+from pathlib import Path
+from cookbook import signals
+
+phase, folder = sys.argv[1], Path(sys.argv[2])
+if phase != "without handlers":
+    signals.install()
+if phase == "swallowed":
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    except BaseException:
+        print("swallowed", flush=True)
+    signals.hold()
+    print("trains on")
+elif phase in ("preparing", "without handlers"):
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    finally:
+        print("ending", flush=True)
+        time.sleep(0.5)
+        (folder / "released").touch()
+else:
+    signals.hold()
+    if phase == "training, plain streams":
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    print("ready", flush=True)
+    asks = signals.requested if phase.startswith("training") else lambda: signals._received
+    for step in range(1000):
+        time.sleep(0.02)
+        (folder / "steps").write_text(str(step))
+        if reason := asks():
+            print(f"stops for {reason}", flush=True)
+            time.sleep(0.5)
+            print("saved", flush=True)
+            (folder / "saved").touch()
+            sys.exit(signals.EXIT_CODE)
+"""
+
+# As train.py makes its tokens: workers under a program that has handlers. `work` takes a while, as tokenizing does.
+TOKENIZE = """
+import multiprocessing, os, signal, sys, time
+from cookbook import signals
+if __name__ == "__main__":
+    signals.install()
+from cookbook.data import tokens
+
+def work(rows, settings=None):
+    time.sleep(0.05)
+    if rows == 5 and sys.argv[2:] == ["killed"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [rows]
+
+tokens._work = work
+if __name__ == "__main__":
+    if sys.argv[1] == "a pool":
+        with multiprocessing.get_context("spawn").Pool(2) as pool:
+            for task in pool.imap(work, range(60)):
+                print(*task, flush=True)
+    else:
+        for task in tokens._spread(iter(range(60)), 2, (None, 1, None)):
+            print(*task, flush=True)
+"""
+
+
+def start(tmp_path: Path, program: str, *arguments: str, **options) -> subprocess.Popen[str]:
+    (tmp_path / "program.py").write_text(program)
+    command = [sys.executable, str(tmp_path / "program.py"), *arguments]
+    environment = clean_environment(PYTHONPATH=str(ROOT))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, start_new_session=True, **pipes, **options)
+
+
+def started(tmp_path: Path, phase: str) -> subprocess.Popen[str]:
+    run = start(tmp_path, RUN, phase, str(tmp_path))
+    assert run.stdout.readline() == "ready\n"
+    return run
+
+
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_before_training_a_signal_ends_the_run_at_once_and_a_second_one_does_not_disturb_that(tmp_path, number):
+    run = started(tmp_path, "preparing")
+    run.send_signal(number)
+    assert run.stdout.readline() == "ending\n"
+    for again in SIGNALS:
+        run.send_signal(again)
+    _, errors = run.communicate(timeout=10)
+    assert (run.returncode, errors) == (75, "")
+    assert (tmp_path / "released").exists()
+
+
+def test_without_handlers_nothing_would_be_released(tmp_path):
+    run = started(tmp_path, "without handlers")
+    run.send_signal(signal.SIGTERM)
+    run.communicate(timeout=10)
+    assert run.returncode == -signal.SIGTERM
+    assert not (tmp_path / "released").exists()
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_in_training_a_signal_waits_for_the_step_and_more_of_them_for_the_save(tmp_path, number):
+    run = started(tmp_path, "training")
+    run.send_signal(number)
+    assert run.stdout.readline() == f"stops for {number.name}\n"
+    for again in SIGNALS * 3:
+        run.send_signal(again)
+    printed, errors = run.communicate(timeout=10)
+    assert (run.returncode, printed, errors) == (75, "saved\n", "")
+
+
+def stop_without_reader(tmp_path: Path, phase: str) -> int:
+    run = started(tmp_path, phase)
+    run.stdout.close()
+    run.send_signal(signal.SIGTERM)
+    run.stderr.close()
+    return run.wait(timeout=10)
+
+
+def test_a_run_saves_also_when_the_reader_of_its_output_is_gone(tmp_path):
+    stop_without_reader(tmp_path, "training")
+    assert (tmp_path / "saved").exists()
+
+
+def test_a_print_to_nobody_would_end_it(tmp_path):
+    stop_without_reader(tmp_path, "training, plain streams")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_signal_whose_exit_was_swallowed_ends_the_run_when_training_would_begin(tmp_path):
+    run = started(tmp_path, "swallowed")
+    run.send_signal(signal.SIGTERM)
+    printed, _ = run.communicate(timeout=10)
+    assert (run.returncode, printed) == (75, "swallowed\n")
+
+
+def orphan(tmp_path: Path, phase: str) -> psutil.Process:
+    """A run in training whose launcher was killed."""
+    (tmp_path / "run.py").write_text(RUN)
+    launcher = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])"
+    parent = start(tmp_path, launcher, str(tmp_path / "run.py"), phase, str(tmp_path))
+    assert parent.stdout.readline() == "ready\n"
+    (run,) = psutil.Process(parent.pid).children()
+    while not (tmp_path / "steps").exists():
+        time.sleep(0.01)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    parent.stderr.close()
+    return run
+
+
+def test_a_run_whose_launcher_was_killed_stops(tmp_path):
+    run = orphan(tmp_path, "training")
+    gone, _ = psutil.wait_procs([run], timeout=5)
+    assert gone
+
+
+def test_a_run_that_does_not_look_for_its_launcher_lives_on(tmp_path):
+    run = orphan(tmp_path, "asking for signals only")
+    gone, _ = psutil.wait_procs([run], timeout=5)
+    run.kill()
+    assert not gone
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_a_signal_to_the_whole_group_ends_a_run_that_tokenizes_without_noise(tmp_path, number):
+    run = start(tmp_path, TOKENIZE, "ours")
+    assert run.stdout.readline() == "0\n"
+    workers = psutil.Process(run.pid).children()
+    os.killpg(run.pid, number)
+    _, errors = run.communicate(timeout=10)
+    assert (run.returncode, errors) == (75, "")
+    _, alive = psutil.wait_procs(workers, timeout=5)
+    assert not alive
+
+
+def test_a_run_that_loses_a_tokenizing_process_says_so(tmp_path):
+    run = start(tmp_path, TOKENIZE, "ours", "killed")
+    _, errors = run.communicate(timeout=20)
+    assert run.returncode == 1
+    assert "a tokenizing process ended with -9" in errors
+
+
+def test_a_pool_would_wait_for_it_without_end(tmp_path):
+    run = start(tmp_path, TOKENIZE, "a pool", "killed")
+    assert run.stdout.readline() == "0\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        run.wait(timeout=5)  # sixty tasks take two seconds
+    os.killpg(run.pid, signal.SIGKILL)
+    run.communicate()
+
+
+def test_workers_go_with_a_run_that_is_killed(tmp_path):
+    run = start(tmp_path, TOKENIZE, "ours")
+    assert run.stdout.readline() == "0\n"
+    workers = psutil.Process(run.pid).children()
+    run.kill()
+    run.communicate(timeout=10)
+    _, alive = psutil.wait_procs(workers, timeout=5)
+    assert not alive

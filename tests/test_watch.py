@@ -1,0 +1,219 @@
+"""A run that hangs ends in time, and its report names the process at fault.
+
+python -m pytest -q tests/test_watch.py
+"""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, clean_environment
+
+from cookbook.watch import Watch, report
+
+TIMEOUT_SECONDS = 3.0
+
+DEADLINE_SECONDS = 3 * TIMEOUT_SECONDS
+
+# A training loop over gloo, whose ranks share one import of torch: something happens to one of them in the third step.
+RUN = """
+import ctypes, json, os, signal, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from cookbook.watch import Watch
+
+folder, size, fault, timeout, deadline = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], *map(float, sys.argv[4:])
+
+def run(rank):
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
+    pair = dist.new_group([0, 1])
+    watch = Watch(folder, rank, size, timeout, attempt="a") if timeout else None
+    for step in range(1, 6):
+        if watch:
+            watch.beat("a micro-batch", step)
+        train(rank, step, pair)
+        time.sleep(0.1)
+    if watch and fault == "pause":
+        watch.pause()
+        time.sleep(2 * timeout)
+    if watch:
+        watch.close()
+    dist.barrier()
+
+def train(rank, step, pair):
+    if (fault, rank, step) in (("load", 1, 3), ("group", 0, 3)):
+        time.sleep(3600)
+    if fault in ("stop", "lock") and (rank, step) == (1, 3):
+        time.sleep(1.5)  # the beat file is written now and then
+        os.kill(os.getpid(), signal.SIGSTOP) if fault == "stop" else ctypes.PyDLL(None).sleep(3600)
+    if rank < 2:
+        dist.all_reduce(torch.ones(1), group=pair)
+    dist.all_reduce(torch.ones(1))
+
+ranks = []
+for rank in range(size):
+    ranks.append(os.fork())
+    if ranks[-1] == 0:
+        run(rank)
+        os._exit(0)
+codes, end = {}, time.monotonic() + deadline
+while time.monotonic() < end and len(codes) < size:
+    for pid in ranks:
+        if pid not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+            codes[pid] = os.waitstatus_to_exitcode(ended[1])
+    time.sleep(0.05)
+for pid in ranks:
+    if pid not in codes:
+        os.kill(pid, signal.SIGKILL)
+(folder / "ended.json").write_text(json.dumps([ranks, [codes.get(pid) for pid in ranks]]))
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    pids: list[int]
+    codes: list[int | None]
+    """None: not in time."""
+    said: str
+    report: str
+
+
+def run(folder: Path, fault: str, *, size: int = 2, timeout: float = TIMEOUT_SECONDS) -> Ended:
+    program = folder / "run.py"
+    program.write_text(RUN)
+    command = [sys.executable, str(program), str(folder), str(size), fault, str(timeout), str(DEADLINE_SECONDS)]
+    environment = clean_environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    pids, codes = json.loads((folder / "ended.json").read_text())
+    report = folder / "hang" / "report.txt"
+    return Ended(pids, codes, done.stderr, report.read_text() if report.exists() else "")
+
+
+def test_a_rank_that_does_not_come_is_named_with_its_line_and_the_collective(tmp_path):
+    ended = run(tmp_path, "load", size=3)
+    assert ended.codes == [1, 1, 1]
+    assert ended.report in ended.said
+    lines = ended.report.splitlines()
+    assert lines[0] == "HANG: no progress for 3 s; the run ends."
+    # Two steps went well.
+    assert lines[1].startswith(f"rank 1 (process {ended.pids[1]} on ")
+    assert " never entered gloo:all_reduce number 3, in which rank 2 waits; " in lines[1]
+    assert " nor gloo:all_reduce number 3 of group 1, in which rank 0 waits. " in lines[1]
+    assert lines[1].endswith("Its last sign: a micro-batch of step 3.")
+    assert "in train: time.sleep(3600)" in lines[2]  # where it is
+    assert lines[-2].startswith("rank 0 waits at ") and lines[-2].endswith("dist.all_reduce(torch.ones(1), group=pair)")
+    assert lines[-1].startswith("rank 2 waits at ") and lines[-1].endswith("dist.all_reduce(torch.ones(1))")
+    assert json.loads((tmp_path / "hang/rank_1.json").read_text())["silent_seconds"] >= TIMEOUT_SECONDS
+
+
+@pytest.mark.parametrize("fault", ["stop", "lock"])
+def test_a_rank_that_cannot_write_is_named_by_the_others_with_its_last_step(tmp_path, fault):
+    ended = run(tmp_path, fault)
+    assert ended.codes == [1, -9]  # no launcher here would end a stopped process
+    _, accused, why, other = ended.report.splitlines()
+    assert accused.startswith(f"rank 1 (process {ended.pids[1]} on ")
+    assert accused.endswith(
+        "never entered gloo:all_reduce number 3 of group 1, in which rank 0 waits."
+        " Its last sign: a micro-batch of step 3."
+    )
+    assert "It wrote nothing: it is stopped or dead, or in C code" in why
+    assert other.startswith("rank 0 waits at")
+
+
+def test_the_fault_is_not_laid_on_a_rank_that_waits_in_another_group(tmp_path):
+    # Rank 0 sleeps; rank 1 waits for it in a pair, and so does not come to the collective of all, where rank 2 waits.
+    ended = run(tmp_path, "group", size=3)
+    assert ended.codes == [1, 1, 1]
+    (accused,) = [line for line in ended.report.splitlines() if "never entered" in line]
+    assert accused.startswith("rank 0 ")
+
+
+def test_without_a_watch_nobody_would_end(tmp_path):
+    assert run(tmp_path, "stop", timeout=0).codes == [None, None]
+
+
+def test_a_healthy_run_and_a_pause_are_left_alone(tmp_path):
+    ended = run(tmp_path, "pause", timeout=1.5)
+    assert ended.codes == [0, 0], ended.said
+    assert not list(tmp_path.glob("hang/rank_*")) and not ended.report
+
+
+def test_a_main_thread_that_goes_on_in_the_last_moment_is_let_be(tmp_path, capfd):
+    ends: list[int] = []
+    watch = Watch(tmp_path, 0, 2, 1.0, end=ends.append)
+    watch.beat("a slow step", 1)
+    time.sleep(1.15)  # past the timeout, and within the time that it waits for the other rank's file
+    watch.beat("the next", 2)
+    time.sleep(0.6)
+    watch.close()
+    assert ends == []
+    assert "rank 0: a slow step of step 1 took more than 1 s" in capfd.readouterr().err
+    assert not (tmp_path / "hang/rank_0.json").exists()
+
+
+def test_files_of_an_earlier_start_are_passed_over_and_its_report_is_kept(tmp_path):
+    ends: list[int] = []
+    hang = tmp_path / "hang"
+    hang.mkdir()
+    (hang / "rank_1.json").write_text(json.dumps({"attempt": "before", "rank": 1}))
+    (hang / "report.txt").write_text("what happened before")
+    watch = Watch(tmp_path, 0, 2, 0.5, attempt="now", end=lambda code: (ends.append(code), watch._closed.set()))
+    watch.beat("a step", 4)
+    time.sleep(1.5)
+    assert ends == [1]
+    assert "rank 1 is silent. It never gave a sign." in (hang / "report.txt").read_text()
+    assert (hang / "earlier_report.txt").read_text() == "what happened before"
+
+
+def test_a_folder_that_is_gone_does_not_keep_the_watch_from_ending_the_run(tmp_path, capfd):
+    ends: list[int] = []
+    (tmp_path / "hang").write_text("no folder")
+    watch = Watch(tmp_path, 0, 1, 0.5, end=lambda code: (ends.append(code), watch._closed.set()))
+    watch.beat("a step", 4)
+    time.sleep(1.5)
+    assert ends == [1]
+    assert "HANG: no progress for 0.5 s" in capfd.readouterr().err
+
+
+def test_beats_cost_next_to_nothing_and_close_ends_the_thread(tmp_path):
+    watch = Watch(tmp_path, 0, 1, 60.0)
+    begun = time.perf_counter()
+    for step in range(100_000):
+        watch.beat("a step", step)
+    assert (time.perf_counter() - begun) / 100_000 < 20e-6
+    watch.close()
+    assert "cookbook-watch" not in [thread.name for thread in threading.enumerate()]
+
+
+def rank_record(rank: int, number: int, at: str = "a.py:1") -> dict:
+    world = {"number": number, "op": "nccl:all_reduce", "entered_ns": 10 + number, "ranks": [0, 1, 2, 3]}
+    return {
+        "rank": rank,
+        "pid": 100 + rank,
+        "host": "n1",
+        "doing": "a step",
+        "step": 5,
+        "collectives": {"0": world},
+        "waits_at": at,
+        "stacks": {},
+    }
+
+
+def test_when_all_are_in_the_same_collective_nobody_is_accused():
+    text = report({rank: rank_record(rank, 7) for rank in range(4)}, {}, num_ranks=4, timeout_seconds=9)
+    assert "No rank stands out" in text and "ranks 0, 1, 2, 3 wait at a.py:1" in text
+    assert "never entered" not in text
+
+
+def test_several_late_ranks_are_all_named_and_a_dead_one_too():
+    stuck = {0: rank_record(0, 7), 1: rank_record(1, 6, "b.py:2"), 2: rank_record(2, 7)}
+    text = report(stuck, {}, num_ranks=4, timeout_seconds=9)
+    accused = [line.split()[1] for line in text.splitlines() if "never entered" in line]
+    assert accused == ["1", "3"]
+    assert "rank 3 never entered nccl:all_reduce number 7, in which ranks 0, 2 wait. It never gave a sign." in text
