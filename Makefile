@@ -85,7 +85,7 @@ TOOLS := .cache/tools
 
 lock: $(TOOLS)/.installed  ## write requirements.lock from requirements.txt: versions and digests of all that pip installs
 	@head -2 requirements.lock > $(TOOLS)/lock
-	@$(TOOLS)/bin/uv pip compile requirements.txt --quiet --no-config --default-index https://pypi.org/simple \
+	@$(TOOLS)/bin/uv pip compile requirements.txt --quiet \
 	  --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-annotate --no-header \
 	  -o $(TOOLS)/body
 	@cat $(TOOLS)/lock $(TOOLS)/body > requirements.lock

@@ -255,11 +255,17 @@ def whole_checkpoints(root: Path) -> list[Checkpoint]:
 # Going.
 
 
-def sweep(root: Path) -> None:
-    """Removes what saves and removals that were cut short have left. On the main process, before any save."""
+def sweep(root: Path, attempt: str) -> None:
+    """Removes what saves and removals that were cut short have left. On the main process.
+
+    Args:
+        attempt: of this start, whose saves stay: another process may have begun one.
+    """
     if not root.is_dir():
         return
     for path in root.iterdir():
+        if path.name.endswith(f"-{attempt}"):
+            continue
         if path.name.startswith((SAVING, TRASH)) and not path.is_symlink() and path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
 

@@ -55,7 +55,7 @@ class Saver:
         self._saved_at = time.monotonic()
         self._thread: threading.Thread | None = None
         if rank == 0:
-            folder.sweep(root)
+            folder.sweep(root, attempt)
 
     @property
     def newest_path(self) -> str | None:

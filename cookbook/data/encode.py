@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any, Literal
 
+import jinja2
 import numpy as np
 
 from cookbook.data.rows import Chat, Kind, Rows
@@ -187,16 +188,18 @@ def _encode_batch(
         yield ids, labels
 
 
+TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, OverflowError)
+"""What a template may raise: the last two for an `include` and a `range` that the sandbox does not let through."""
+
+
 def _apply_template(
     chats: list[Chat], tokenizer: "PreTrainedTokenizerBase", *, with_mask: bool
 ) -> list[Sequence | BadRow]:
-    from jinja2 import TemplateError
-
     try:
         encoded = tokenizer.apply_chat_template(
             chats, return_dict=True, return_assistant_tokens_mask=with_mask, tokenizer_kwargs={"verbose": False}
         )
-    except TemplateError as error:  # a template may refuse a chat, for a system message say; find out which
+    except TEMPLATE_ERRORS as error:  # a template may refuse a chat, for a system message say; find out which
         if len(chats) == 1:
             return [BadRow("refused by the chat template", str(error))]
         return [sequence for chat in chats for sequence in _apply_template([chat], tokenizer, with_mask=with_mask)]
@@ -220,13 +223,11 @@ def _turns_by_prefix(
 ) -> list[tuple[list[int], list[Turn]] | BadRow]:
     """Ids and turns under a template that does not mark them: a turn is what its message adds to the rendered text,
     after what the model would be prompted with. Its tokens are those of the whole text, tokenised once."""
-    from jinja2 import TemplateError
-
     rendered: list[tuple[str, list[Turn]] | BadRow] = []
     for chat, i, _ in chats:
         try:
             rendered.append(_render_turns(chat, tokenizer, rows.where(i)))
-        except TemplateError as error:
+        except TEMPLATE_ERRORS as error:
             rendered.append(BadRow("refused by the chat template", str(error)))
     texts = [one[0] for one in rendered if not isinstance(one, BadRow)]
     encoded = _encoded(texts, tokenizer, return_offsets_mapping=True) if texts else {}
