@@ -342,6 +342,7 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
         log.say(note)
 
     watch.close()
+    signals.let_go(engine.is_main)
     if engine.is_main:
         if saver.newest is None or saver.newest.step != max_steps:
             raise OSError(f"the last step could not be saved, so there is nothing to export: {saver.failed}")

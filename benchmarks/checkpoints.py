@@ -5,8 +5,8 @@
 Writes benchmarks/results/checkpoints.json and the table of docs/checkpoints.md. Trains a Llama of 76 M parameters (306
 MB in float32, 917 MB with AdamW's moments) for one step on CPU, then saves and loads it in turn, three times each.
 Seconds are from a barrier to the end of the last process. Ours flushes every file to the disk (fsync) and takes a
-digest of it; accelerate does neither, so "with fsync" flushes its files as well. Memory is what the resident sets of all
-processes grow by while they save.
+digest of it; accelerate does neither, so "with fsync" flushes its files as well. Memory is what the resident sets of
+all processes grow by while they save.
 """
 
 import argparse

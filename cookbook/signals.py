@@ -66,6 +66,17 @@ def hold() -> None:
         raise SystemExit(EXIT_CODE)
 
 
+def let_go(is_main: bool) -> None:
+    """Everything is saved: from now on a signal ends this process again. The others of the main process only wait for
+    it, where Python has no say, so they take the kernel's way.
+    """
+    global _is_holding
+    _is_holding = False
+    if not is_main:
+        for number in HANDLED:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def requested() -> str | None:
     """Why this process should stop: the first signal's name, or that its launcher is gone; None to go on.
 

@@ -42,7 +42,7 @@ def model_card(
         "precision": {"no": "float32"}.get(recipe.mixed_precision, recipe.mixed_precision),
         **_metrics(run / "metrics.jsonl", state["step"]),
         "versions": ", ".join(f"{name} {number}" for name, number in versions.items() if number),
-        "checked": f"{checked['tensors']}; {checked['logits']}",
+        "checked": f"{checked['tensors']}; {checked['logits']}" if checked else "not yet: make export does",
     }
     table = "\n".join(f"| {what} | {said} |" for what, said in rows.items())
     data = "\n".join(_data_lines(recipe))
