@@ -21,7 +21,7 @@ from conftest import ROOT, clean_environment
 import cookbook
 from cookbook.recipe import Recipe, Section
 
-PAGES = ["README.md", "CONTRIBUTING.md", "recipes/README.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "recipes/README.md"]
 PAGES += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -29,8 +29,22 @@ RECIPES_OF_THE_LIBRARY = [path.relative_to(ROOT) for path in RECIPES if path.par
 TARGETS = re.findall(r"(?m)^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text())
 
 # What pages may name though it is not there: made by a run, or by the reader.
-MADE = ("outputs/", "run.output_dir/", "export/", "merged/", ".venv", ".cache", "nvme_swap", "recipes/mine", "path/to/")
-WRITTEN_BY_A_RUN = {"recipe.yaml", "run.json", "metrics.jsonl", "adapter_config.json", "base_model.json"}
+MADE = (
+    "outputs/",
+    "run.output_dir/",
+    "export/",
+    "merged/",
+    ".venv",
+    ".cache",
+    "nvme_swap",
+    "recipes/mine",
+    "path/to/",
+    "checkpoints/",
+    "hang/",
+    "step-",
+)
+WRITTEN_BY_A_RUN = {"recipe.yaml", "run.json", "metrics.jsonl", "status.json", "adapter_config.json", "base_model.json"}
+WRITTEN_BY_A_RUN |= {"manifest.json", "state.json", "export.json"}
 
 # `python -m cookbook launch` up to the moment where it would start accelerate: prints that line, having checked all.
 LAUNCH_ONLY = "import sys; from cookbook import cli; cli.run_child = lambda *_: 0; sys.exit(cli.main(sys.argv[1:]))"
@@ -88,7 +102,7 @@ def attempt(line: str, folder: Path) -> list[list[str]]:
                 assert (ROOT / name).exists(), f"{name} is not there"
         case ["python", script, *_] if script.startswith("benchmarks/"):
             assert (ROOT / script).is_file(), f"{script} is not there"
-        case ["pip", "install", "-r", name]:
+        case ["pip", "install", "-r", name] | ["pip", "install", "--require-hashes", "-r", name]:
             assert (ROOT / name).is_file(), f"{name} is not there"
         case ["cp", source, target]:
             shutil.copy(folder / source, folder / target)
