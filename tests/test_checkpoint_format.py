@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import pickle
 import random
 from pathlib import Path
 
@@ -253,3 +254,37 @@ def test_in_the_background_the_state_of_the_call_is_saved(tmp_path: Path):
     into = StagedPiece("a", "weight", 0, 0, torch.zeros(1, 24))
     Reader(folder.open_checkpoint(tmp_path / "step-00000001").pieces).read_into(into)
     assert torch.equal(into.data, torch.ones(1, 24))
+
+
+class Payload:
+    """Unpickling it makes a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return (Path.touch, (self.marker,))
+
+
+@pytest.mark.parametrize("name", ["pieces-00000-of-00001.safetensors", "state.json", "manifest.json", "optimizer.bin"])
+def test_a_checkpoint_runs_no_code(saved: Path, tmp_path: Path, name: str):
+    """A pickle in the place of each file, its digest in the manifest, as somebody could do who can write there."""
+    marker = tmp_path / "marker"
+    payload = pickle.dumps(Payload(marker))
+    pickle.loads(payload)
+    assert marker.exists()  # the payload works
+    marker.unlink()
+    (saved / name).write_bytes(payload)
+    if name != "manifest.json":
+        manifest = json.loads((saved / "manifest.json").read_text())
+        record = {"bytes": len(payload), "digest": folder.digest_file(saved / name)}
+        manifest["files"] = {**manifest["files"], name: record}
+        (saved / "manifest.json").write_text(folder.sealed(manifest))
+    try:
+        checkpoint = folder.open_checkpoint(saved)
+        folder.verify(checkpoint)
+        Reader(checkpoint.pieces)
+        checkpoint.state()
+    except BrokenCheckpoint:
+        assert name != "optimizer.bin"
+    assert not marker.exists()

@@ -54,8 +54,15 @@ class Checkpoint:
         return [self.path / name for name in self.manifest["files"] if name.endswith(".safetensors")]
 
     def state(self) -> dict[str, Any]:
-        """All that is not a tensor."""
-        return json.loads((self.path / STATE).read_text(encoding="utf-8"))
+        """All that is not a tensor.
+
+        Raises:
+            BrokenCheckpoint: it cannot be read.
+        """
+        try:
+            return json.loads((self.path / STATE).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise BrokenCheckpoint(f"{STATE}: {error}") from None
 
 
 def folder_name(step: int) -> str:
