@@ -223,8 +223,7 @@ def _decode_8bit(state: dict[str, Any], key: str) -> torch.Tensor:
         return codes.clone()
     scales = state[f"absmax{number}"]
     values = state[f"qmap{number}"][codes.flatten().long()]
-    rest = -len(values) % BLOCK_8BIT
-    blocks = torch.nn.functional.pad(values, (0, rest)).view(-1, BLOCK_8BIT)
+    blocks = _blocks_8bit(values)
     place = blocks.abs().argmax(1, keepdim=True)
     largest = blocks.gather(1, place)
     blocks = (blocks * scales[:, None]).scatter(1, place, largest.sign() * scales[:, None])
@@ -232,15 +231,22 @@ def _decode_8bit(state: dict[str, Any], key: str) -> torch.Tensor:
 
 
 def _encode_8bit(state: dict[str, Any], key: str, values: torch.Tensor) -> None:
-    from bitsandbytes.functional import quantize_blockwise
-
+    """To the nearest code; bitsandbytes' own function takes a neighbour for small ones on CPU."""
     number = key[-1]
     if state[key].dtype != torch.uint8:
         state[key].copy_(values)
         return
-    codes, quantized = quantize_blockwise(values, code=state[f"qmap{number}"], blocksize=BLOCK_8BIT)
-    state[key].copy_(codes)
-    state[f"absmax{number}"].copy_(quantized.absmax)
+    blocks = _blocks_8bit(values.flatten())
+    scales = blocks.abs().amax(1)
+    codes = state[f"qmap{number}"]  # in ascending order
+    middles = (codes[1:] + codes[:-1]) / 2
+    nearest = torch.bucketize(blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None], middles)
+    state[key].copy_(nearest.flatten()[: values.numel()].view(values.shape))
+    state[f"absmax{number}"].copy_(scales)
+
+
+def _blocks_8bit(values: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(values, (0, -len(values) % BLOCK_8BIT)).view(-1, BLOCK_8BIT)
 
 
 def _shard(parameter: torch.Tensor) -> torch.Tensor:

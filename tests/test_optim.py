@@ -279,3 +279,21 @@ def test_adamw_in_8_bits_stays_close_to_adamw_on_a_quarter_of_its_memory():
     assert losses[0] < 4.0 and losses[1] == pytest.approx(losses[0], abs=2e-3)
     assert losses[0] != losses[1], "nothing was rounded"
     assert 0.25 < sizes[1] / sizes[0] < 0.27
+
+
+def test_moments_in_8_bits_are_read_and_written_to_the_bit():
+    torch.manual_seed(0)
+    models = [torch.nn.Linear(77, 100, bias=False) for _ in range(2)]
+    given, other = (model.weight for model in models)
+    settings = OptimSection(name="adamw_8bit", learning_rate=1e-3)
+    optimizers: list = [build_optimizer(model, settings, "no") for model in models]
+    for _ in range(4):
+        given.grad = torch.randn_like(given) * 10 ** torch.randn(100, 1)
+        given.grad[3:9] = 0.0
+        optimizers[0].step()
+    optimizers[1].set_moments(other, optimizers[0].moments(given))
+    states = optimizers[0].state[given], optimizers[1].state[other]
+    for key in ("state1", "absmax1", "state2", "absmax2"):
+        assert torch.equal(states[0][key], states[1][key]), key
+    assert states[0]["state1"].dtype == torch.uint8
+    assert len(states[0]["state1"].unique()) > 100
