@@ -1,14 +1,14 @@
-"""Adapters through peft: a few new float32 weights beside frozen ones, saved as a peft folder, merged on request."""
+"""Adapters through peft: a few new float32 weights beside frozen ones, saved as a peft folder, merged on request.
+
+peft is imported where it is used: it takes two seconds, and bitsandbytes with it, which a run without an adapter saves.
+"""
 
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
-from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Embedding
@@ -16,6 +16,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 
 from cookbook.files import RecipeError
 from cookbook.recipe import ALL_LINEAR, AdapterSection
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 ADAPTER = "default"
 BASE_RECORD = "base_model.json"
@@ -31,8 +34,10 @@ class Base:
     """Over its weight files; see `models.weights_digest`."""
 
 
-def lora_config(settings: AdapterSection, base: Base | None = None) -> LoraConfig:
+def lora_config(settings: AdapterSection, base: Base | None = None) -> "LoraConfig":
     """peft's configuration of a recipe's adapter."""
+    from peft import LoraConfig
+
     return LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a float serves as well
@@ -96,6 +101,8 @@ def add_adapter(model: PreTrainedModel, settings: AdapterSection, *, seed: int) 
     The first weights are drawn from `seed` alone, so that they are the same however the model was loaded. They are
     float32, as an optimizer needs, whatever the frozen ones are.
     """
+    from peft import inject_adapter_in_model
+
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     inject_adapter_in_model(lora_config(settings), model, adapter_name=ADAPTER)
@@ -116,6 +123,8 @@ def _draw_first_weights(model: PreTrainedModel, seed: int) -> None:
     """Draws every A as peft does, uniform within 1 / sqrt(its inputs), but whole: peft's own draw would give each
     process of a tensor-parallel group the same piece. B is zero, so that the adapter changes nothing yet.
     """
+    from peft.tuners.lora import LoraLayer
+
     generator = torch.Generator().manual_seed(seed)
     for layer in model.modules():
         if not isinstance(layer, LoraLayer):
@@ -161,6 +170,9 @@ def write_adapter(
     Args:
         weights: the trained parameters, whole, by their names in the model.
     """
+    from peft import inject_adapter_in_model
+    from peft.utils import get_peft_model_state_dict
+
     # An empty twin, since peft names what it saves by looking at a model.
     twin = _empty_model(config)
     peft_config = lora_config(settings, base)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
@@ -50,6 +49,8 @@ def write_merged(folder: Path, build: Path, dtype: torch.dtype | None) -> str:
         RecipeError: its base model is not the one that it was trained on.
         RuntimeError: the logits are not those of the adapter.
     """
+    from peft import PeftModel
+
     base = _base_of(folder)
     base_folder = Path(fetch_model(base.name_or_path, base.revision))
     if weights_digest(base_folder) != base.sha256:
@@ -81,6 +82,6 @@ def _base_of(folder: Path) -> Base:
 
 
 @torch.no_grad()
-def _answer(model: PreTrainedModel | PeftModel) -> torch.Tensor:
+def _answer(model: Any) -> torch.Tensor:
     """Logits (1, PROBE, V) on the first tokens of the vocabulary."""
     return model.eval()(input_ids=torch.arange(PROBE)[None]).logits.float()
