@@ -93,9 +93,9 @@ def test_a_killed_process_in_a_save_costs_nothing_but_time(lab: Lab, tmp_path: P
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "point", "rank"),
-    [("ddp", point, rank) for point in EVERY_PROCESS for rank in (0, 1, "all")]
+    [("ddp", point, rank) for point in EVERY_PROCESS for rank in (1, "all")]
     + [("ddp", point, 0) for point in MAIN_PROCESS]
-    + [(strategy, "save.in_file", 1) for strategy in ("fsdp2", "zero2", "zero3", "tp")],
+    + [(strategy, "save.in_file", 1) for strategy in ("fsdp2", "zero3", "tp")],
 )
 def test_a_kill_at_any_point_of_a_save_costs_nothing_but_time(
     lab: Lab, tmp_path: Path, strategy: str, point: str, rank: int | str
@@ -119,8 +119,7 @@ def test_a_dead_process_ends_the_run_in_seconds(lab: Lab, tmp_path: Path):
         ("ddp", "step.forward"),
         pytest.param("zero3", "step.update", marks=pytest.mark.slow),
         pytest.param("fsdp2", "eval.batch", marks=pytest.mark.slow),
-        pytest.param("zero2", "save.in_file", marks=pytest.mark.slow),
-        pytest.param("tp", "data.next", marks=pytest.mark.slow),
+        pytest.param("tp", "save.in_file", marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_to_one_process_stops_all_with_a_checkpoint(lab: Lab, tmp_path: Path, strategy: str, point: str):
@@ -179,7 +178,7 @@ MORE_NAN_STRATEGIES = ["fsdp1", "fsdp2", "zero2", "tp"]
     ("strategy", "precision"),
     [(name, "'no'") for name in NAN_STRATEGIES]
     + [pytest.param(name, "'no'", marks=pytest.mark.slow) for name in MORE_NAN_STRATEGIES]
-    + [pytest.param(name, "bf16", marks=pytest.mark.slow) for name in ("zero1", "zero2_offload", "zero3", "fsdp2")],
+    + [pytest.param(name, "bf16", marks=pytest.mark.slow) for name in ("zero1", "zero2_offload", "zero3")],
 )
 def test_a_loss_that_is_not_finite_leaves_the_step_out_under_every_strategy(
     lab: Lab, tmp_path: Path, strategy: str, precision: str
