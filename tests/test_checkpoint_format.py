@@ -4,6 +4,7 @@ import itertools
 import json
 import pickle
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -288,3 +289,19 @@ def test_a_checkpoint_runs_no_code(saved: Path, tmp_path: Path, name: str):
     except BrokenCheckpoint:
         assert name != "optimizer.bin"
     assert not marker.exists()
+
+
+def test_a_folder_that_was_removed_under_the_run_is_made_again(tmp_path: Path):
+    target = saver(tmp_path / "checkpoints")
+    save(target, 1)
+    shutil.rmtree(tmp_path / "checkpoints")
+    save(target, 2)
+    assert names(tmp_path / "checkpoints") == [2]
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, capsys):
+    target = saver(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints").write_text("a file")
+    save(target, 1)
+    assert "step 1 could not be saved: " in (said := capsys.readouterr().out) and "checkpoints" in said
+    assert target.failed is not None

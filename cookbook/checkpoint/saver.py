@@ -1,5 +1,6 @@
 """Saves: every process writes what it holds, and the main process makes a checkpoint of it."""
 
+import contextlib
 import json
 import shutil
 import threading
@@ -139,7 +140,8 @@ class Saver:
                 folder.write_file(file, json.dumps(state, indent=1) + "\n")
                 receipt[file.name] = {"bytes": file.stat().st_size, "digest": folder.digest_file(file)}
         except OSError as error:
-            path.unlink(missing_ok=True)  # makes room for the receipt, if it was the room that lacked
+            with contextlib.suppress(OSError):
+                path.unlink()  # makes room for the receipt, if it was the room that lacked
             receipt = {"error": str(error)}
         try:
             folder.write_receipt(build, self.rank, receipt)
