@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import uuid
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +77,11 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
 
 def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, notes: list[str]) -> int:
     output_dir = Path(recipe.run.output_dir)
-    is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    is_restarted = False
     failed_after: list[int] = []
     if world.rank == 0:
         lock.hold(output_dir)
+        is_restarted = status.is_restart(output_dir)
         if is_restarted or recipe.run.resume == "auto":
             failed_after = status.past_failures(output_dir)
 
@@ -134,6 +136,8 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
         micro_batch_size=recipe.batch.micro_batch_size or 1,
         max_grad_norm=recipe.optim.max_grad_norm,
         run_name=metrics.run_name(output_dir),
+        # Data and downloads are done; under ZeRO-3 the first process may still read weights for minutes.
+        timeout=timedelta(minutes=max(30.0, recipe.run.hang_timeout_minutes) + 10),
     )
     made_from = {
         "data": data.fingerprint,
@@ -143,10 +147,11 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
         recipe,
         output_dir / "checkpoints",
         made_from,
-        is_restarted=is_restarted,
+        is_restarted=engine.tell_all(str(is_restarted)) == "True",
         rank=world.rank,
         num_ranks=world.num_processes,
         agree=engine.agree,
+        tell_all=engine.tell_all,
         say=notes.append,
     )
     model = models.load_model(
@@ -346,6 +351,8 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
     if engine.is_main:
         if saver.newest is None or saver.newest.step != max_steps:
             raise OSError(f"the last step could not be saved, so there is nothing to export: {saver.failed}")
+        # Everything is saved: whatever ends it from here on, another start exports.
+        run_status.end("stopped", exit_code=signals.EXIT_CODE, reason="export", checkpoint=saver.newest_path)
         publish.export(output_dir, saver.newest, reopened=False, say=log.say)
     run_status.end("finished", exit_code=0)
     log.close()

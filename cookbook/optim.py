@@ -218,11 +218,12 @@ def _decode_8bit(state: dict[str, Any], key: str) -> torch.Tensor:
     A code of -1 is missing, so a block whose largest element is negative would come back smaller, with another scale:
     the element that is largest is given the scale itself.
     """
-    codes, number = state[key], key[-1]
+    # On the host: where 8 bits had to do, there is no room for 32.
+    codes, number = state[key].to("cpu", copy=True), key[-1]
     if codes.dtype != torch.uint8:
-        return codes.clone()
-    scales = state[f"absmax{number}"]
-    values = state[f"qmap{number}"][codes.flatten().long()]
+        return codes
+    scales = state[f"absmax{number}"].cpu()
+    values = state[f"qmap{number}"].cpu()[codes.flatten().int()]
     blocks = _blocks_8bit(values)
     place = blocks.abs().argmax(1, keepdim=True)
     largest = blocks.gather(1, place)
@@ -238,7 +239,7 @@ def _encode_8bit(state: dict[str, Any], key: str, values: torch.Tensor) -> None:
         return
     blocks = _blocks_8bit(values.flatten())
     scales = blocks.abs().amax(1)
-    codes = state[f"qmap{number}"]  # in ascending order
+    codes = state[f"qmap{number}"].to(values.device)  # in ascending order
     middles = (codes[1:] + codes[:-1]) / 2
     nearest = torch.bucketize(blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None], middles)
     state[key].copy_(nearest.flatten()[: values.numel()].view(values.shape))

@@ -29,7 +29,9 @@ def install() -> None:
     the run's own processes only: those that it spawns import its program anew.
     """
     global _parent
-    _parent = os.getppid()
+    # A login shell may go, and nohup means that the run does not.
+    is_launched = "WORLD_SIZE" in os.environ or any(name.startswith("ACCELERATE_") for name in os.environ)
+    _parent = os.getppid() if is_launched else None
     for number in HANDLED:
         signal.signal(number, _handle)
     sys.stdout, sys.stderr = cast(TextIO, _Lasting(sys.stdout)), cast(TextIO, _Lasting(sys.stderr))

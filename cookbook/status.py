@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from cookbook import signals
 from cookbook.files import RecipeError
 
@@ -33,6 +35,17 @@ def read(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) and isinstance(record.get("state"), str) else None
+
+
+def is_restart(folder: Path) -> bool:
+    """Whether the launcher of this process has started the folder's run before, and so starts it again.
+
+    A start that died before it came to write here does not count: what lies here may be another run.
+    """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return False
+    record = read(folder)
+    return record is not None and record.get("started", 0) >= psutil.Process(os.getppid()).create_time()
 
 
 def past_failures(folder: Path) -> list[int]:
@@ -168,8 +181,11 @@ def note_exit(code: int) -> int:
     the word.
 
     Returns:
-        What to exit with: 0 for a stop that `launch` knows of, since torchrun would print that the run FAILED.
+        What to exit with: 0 for a stop that `launch` knows of, since torchrun would print that the run FAILED, and for
+        one under --max_restarts, since it would start the run again.
     """
+    if code == signals.EXIT_CODE and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        return 0
     path = os.environ.get(EXIT_FILE)
     if not path or not code:
         return code

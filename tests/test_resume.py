@@ -113,7 +113,8 @@ ALL_LEGS = [
     "single",
 ]
 EXACT = ADAMW | {"optim.eps": "1e-4", "batch.global_batch_size": "24", "batch.micro_batch_size": "2"}
-"""AdamW without clipping, an untied head, and sizes that three processes do not divide."""
+EXACT |= {"run.eval_every_steps": "1"}
+"""AdamW without clipping, an untied head, sizes that three processes do not divide; an evaluation before each save."""
 
 
 def test_six_legs_under_six_strategies_are_one_run(lab: Lab, tmp_path: Path):

@@ -29,7 +29,7 @@ from cookbook import faults
 FORMAT = 1
 MANIFEST, STATE, LATEST = "manifest.json", "state.json", "LATEST"
 SAVING, TRASH = ".saving-", ".trash-"
-PATIENCE, HURRIED_PATIENCE = 1800.0, 5.0
+PATIENCE, HURRIED_PATIENCE = 1800.0, 15.0
 """Seconds without progress after which a process is given up in a save."""
 
 
@@ -275,6 +275,15 @@ def sweep(root: Path, attempt: str) -> None:
             continue
         if path.name.startswith((SAVING, TRASH)) and not path.is_symlink() and path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
+
+
+def leave_later(root: Path, checkpoint: Checkpoint, attempt: str) -> list[Path]:
+    """Renames what was saved after a checkpoint from which a run goes on, so that nobody takes it for the newest."""
+    left = []
+    for path in list_folders(root):
+        if path.name > checkpoint.path.name:
+            left.append(path.rename(path.with_name(f"left-{path.name}-{attempt}")))
+    return left
 
 
 def _discard(path: Path) -> None:

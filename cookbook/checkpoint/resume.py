@@ -1,5 +1,6 @@
 """Which checkpoint a run takes up, whether it may, and how what it holds comes back."""
 
+import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -42,6 +43,7 @@ def choose(
     rank: int,
     num_ranks: int,
     agree: Callable[[bool], bool],
+    tell_all: Callable[[str], str],
     say: Callable[[str], None],
 ) -> Checkpoint | None:
     """The checkpoint that this run goes on from; None if it begins at its beginning. Collective.
@@ -51,12 +53,14 @@ def choose(
         made_from: digests of "data" and "model".
         is_restarted: by the launcher, after a failure: then it goes on, whatever `run.resume` says.
         agree: whether all processes say yes.
+        tell_all: the main process's text, on every process.
         say: tells people what was passed over, and which changes were asked for.
 
     Raises:
         RecipeError: there are checkpoints and none is whole; the recipe has changed in what it may not.
     """
-    own = folder.list_folders(root) if is_restarted or recipe.run.resume == "auto" else []
+    names = [path.name for path in folder.list_folders(root)] if is_restarted or recipe.run.resume == "auto" else []
+    own = [root / name for name in json.loads(tell_all(json.dumps(names)))]  # a process may see another folder
     named = [] if recipe.run.resume in ("never", "auto") else [Path(recipe.run.resume)]
     reasons = []
     for path in (*own, *named):

@@ -52,7 +52,7 @@ class Saver:
         self.newest: folder.Checkpoint | None = None
         """On the main process: what was saved last, or resumed from."""
         self.failed: str | None = None
-        """On the main process: why the last save came to nothing."""
+        """Why the last save came to nothing, as far as this process knows."""
         self._saved_at = time.monotonic()
         self._thread: threading.Thread | None = None
         if rank == 0:
@@ -68,6 +68,9 @@ class Saver:
         if checkpoint.path.resolve().parent == self.root.resolve():
             self.last_step = checkpoint.step
             self.keep.add(checkpoint.path.name)
+            if self.rank == 0:
+                for left in folder.leave_later(self.root, checkpoint, self.attempt):
+                    self.say(f"{left.name} is of steps that this start makes anew; it is kept under this name")
         self.newest = checkpoint
 
     def is_time(self, every_minutes: float | None) -> bool:
@@ -84,6 +87,7 @@ class Saver:
         """
         self.wait()
         self.last_step, self._saved_at = step, time.monotonic()
+        self.failed = f"the save of step {step} did not end"
         if not self.in_background:
             self._save(step, pieces, state, best_by)
             return
@@ -104,6 +108,7 @@ class Saver:
         build = self.root / f"{folder.SAVING}{step:08d}-{self.attempt}"
         receipt = self._write_part(step, build, pieces, state)
         if self.rank != 0:
+            self.failed = receipt.get("error")
             return
         try:
             files = folder.read_receipts(build, self.num_ranks, beat=self.beat, is_hurried=self.is_hurried)
@@ -115,14 +120,17 @@ class Saver:
                 "files": files,
             }
             self.newest = folder.commit(build, self.root, manifest)
-            self.failed = None
-            folder.prune(self.root, keep_last=self.keep_last, keep_best=self.keep_best, keep=self.keep)
-        except OSError as error:
+        except Exception as error:
             shutil.rmtree(build, ignore_errors=True)
             self.failed = str(receipt.get("error", error))
             last = f"; the last checkpoint is {self.newest.path}" if self.newest else ""
             self.say(f"step {step} could not be saved: {self.failed}{last}")
             return
+        self.failed = None
+        try:
+            folder.prune(self.root, keep_last=self.keep_last, keep_best=self.keep_best, keep=self.keep)
+        except OSError as error:
+            self.say(f"step {step} is saved, but an older checkpoint could not be removed: {error}")
         size = sum(record["bytes"] for record in files.values()) / 2**30
         self.say(f"step {step}: saved {size:.2f} GiB in {time.monotonic() - started:.1f} s")
 
@@ -139,7 +147,7 @@ class Saver:
                 file = build / folder.STATE
                 folder.write_file(file, json.dumps(state, indent=1) + "\n")
                 receipt[file.name] = {"bytes": file.stat().st_size, "digest": folder.digest_file(file)}
-        except OSError as error:
+        except Exception as error:  # of any kind: the others must learn of it
             with contextlib.suppress(OSError):
                 path.unlink()  # makes room for the receipt, if it was the room that lacked
             receipt = {"error": str(error)}

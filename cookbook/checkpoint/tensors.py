@@ -21,6 +21,9 @@ from cookbook.checkpoint.folder import BrokenCheckpoint
 CHUNK = 2**24
 """Elements that are held in memory at a time, beside what is written or read."""
 
+FLUSH = 2**28
+"""Bytes after which a file is flushed to the disk while it is written."""
+
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -108,7 +111,7 @@ def write_tensors(path: Path, tensors: Iterable[Tensor], *, room: int) -> FileRe
     """
     header: dict[str, Any] = {}
     digest = xxhash.xxh3_128()
-    offset = 0
+    offset = flushed = 0
     with path.open("wb") as file:
         file.seek(room)
         for key, shape, dtype, parts in tensors:
@@ -118,6 +121,10 @@ def write_tensors(path: Path, tensors: Iterable[Tensor], *, room: int) -> FileRe
                 digest.update(view)
                 file.write(view)
                 offset += len(view)
+                if offset - flushed >= FLUSH:  # who waits sees that it grows, and the end is short
+                    file.flush()
+                    os.fdatasync(file.fileno())
+                    flushed = offset
             header[key] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [begin, offset]}
         text = json.dumps(header, separators=(",", ":")).encode()
         if len(text) + 8 > room:

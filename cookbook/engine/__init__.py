@@ -22,7 +22,6 @@ from cookbook import faults
 from cookbook.engine import state
 from cookbook.engine.findings import find, is_sharded
 from cookbook.engine.start import (
-    TIMEOUT,
     build_ops,
     deepspeed_config,
     separate_swap,
@@ -79,11 +78,13 @@ class Engine:
         micro_batch_size: int,
         max_grad_norm: float,
         run_name: str,
+        timeout: timedelta,
     ) -> None:
         """Starts the process group.
 
         Args:
             run_name: tells apart the swap files of runs on one machine.
+            timeout: of a collective; longer than whoever watches over the run waits, so that it can still report.
 
         Raises:
             RecipeError: more processes than GPUs.
@@ -93,7 +94,8 @@ class Engine:
         self.deepspeed_config = deepspeed_config(strategy, plan, mixed_precision, micro_batch_size, max_grad_norm)
         self.swap_folders = separate_swap(self.deepspeed_config, run_name)
         self._swap_seen = not self.swap_folders
-        self.accelerator = start_accelerator(strategy, plan, mixed_precision, self.deepspeed_config)
+        self.timeout = timeout
+        self.accelerator = start_accelerator(strategy, plan, mixed_precision, self.deepspeed_config, timeout)
         self.device: torch.device = self.accelerator.device
         self.current_step = 0
         self._losses: list[torch.Tensor] = []
@@ -262,13 +264,13 @@ class Engine:
             self.beat(f"evaluation batch {i + 1}", self.current_step)
             faults.at("eval.batch", self.current_step)
             if i % EVALUATION_BATCHES == 0 and (reason := stop_reason()):
-                self.model.train()
+                self._end_evaluation()
                 return reason
             outcome = self._forward(objective, batch)
             totals.add(outcome)
             counts[0] += outcome.count
             counts[1] += (batch["targets"] != -100).sum()
-        self.model.train()
+        self._end_evaluation()
         count, num_tokens = self.sum_over_data(counts).tolist()
         return totals.means(self.sum_over_data, round(count)) | {"num_tokens": round(num_tokens)}
 
@@ -289,8 +291,28 @@ class Engine:
             self.beat(f"reference batch {i + 1}", self.current_step)
             found = self._forward(function, {**batch, "sample_index": sample_index})
             values[sample_index.to(self.device)] = found.double()
-        self.model.train()
+        self._end_evaluation()
         return self.sum_over_data(values).cpu().numpy()
+
+    def _end_evaluation(self) -> None:
+        """Back to training. FSDP keeps what it has gathered for a backward that does not come; but state is read and
+        written in shards, and the next forward must see what was written.
+        """
+        self.model.train()
+        if self.strategy.kind == "fsdp2":
+            from torch.distributed.fsdp import FSDPModule
+
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        if self.strategy.kind == "fsdp1":
+            from torch.distributed.fsdp import FullyShardedDataParallel
+            from torch.distributed.fsdp._runtime_utils import _reshard
+
+            for unit in FullyShardedDataParallel.fsdp_modules(self.model):
+                handle: Any = unit._handle
+                if handle is not None and handle.uses_sharded_strategy:
+                    _reshard(unit, handle, True)
 
     def agree(self, value: bool) -> bool:
         """Whether `value` is true on every process."""
@@ -343,25 +365,32 @@ class Engine:
         """
         fill(state.pieces(self, create=kinds))
         state.finish_restore(self, counts["updates"])
-        if counts["loss_scaler"] is not None:
+        if counts["loss_scaler"] is not None and self.mixed_precision == "fp16":
             self._set_loss_scaler(counts["loss_scaler"])
 
     def counts(self) -> dict[str, Any]:
-        """What the optimizer counts: its updates, and under fp16 the state of the loss scale."""
-        return {"updates": state.updates_made(self), "loss_scaler": self._loss_scaler()}
+        """What the optimizer counts: its updates, and under fp16 the state of the loss scale. Collective."""
+        mine = state.updates_made(self)  # None on a process that has no share of what is trained
+        updates = int(self.maxima(-1 if mine is None else mine)[0])
+        return {"updates": None if updates < 0 else updates, "loss_scaler": self._loss_scaler()}
 
     def _loss_scaler(self) -> dict[str, Any] | None:
         if self.mixed_precision != "fp16":
             return None
         if self.strategy.kind == "zero":
-            return {name: value for name, value in vars(self.model.optimizer.loss_scaler).items() if _is_number(value)}
+            scaler = self.model.optimizer.loss_scaler
+            return {"scale": float(scaler.cur_scale)} | {k: v for k, v in vars(scaler).items() if _is_number(v)}
         return self.accelerator.scaler.state_dict()
 
     def _set_loss_scaler(self, values: dict[str, Any]) -> None:
+        """The scale under any strategy; when it changes next, only under the kind that counted."""
+        scaler = self.model.optimizer.loss_scaler if self.strategy.kind == "zero" else self.accelerator.scaler
+        known = vars(scaler) if self.strategy.kind == "zero" else scaler.state_dict()
+        kept = {name: value for name, value in values.items() if name in known}
         if self.strategy.kind == "zero":
-            vars(self.model.optimizer.loss_scaler).update(values)
+            known.update(kept | {"cur_scale": values["scale"]})
         else:
-            self.accelerator.scaler.load_state_dict(values)
+            scaler.load_state_dict(known | kept)
 
     def transformer(self) -> Any:
         """The transformers model inside the wrapper."""
@@ -377,7 +406,7 @@ class Engine:
             return
         self._meet("done", PATIENCE)  # the main process may still be writing the model
         dist.barrier()
-        self._meet("left", TIMEOUT)
+        self._meet("left", self.timeout)
         dist.destroy_process_group()
         if self.world.local_rank == 0:
             for folder in self.swap_folders.values():

@@ -17,10 +17,6 @@ from cookbook.files import RecipeError
 from cookbook.plan import Plan
 from cookbook.strategy import Strategy
 
-TIMEOUT = timedelta(minutes=30)
-"""Of a collective. Data and downloads come before the process group; what may take minutes inside it is that the first
-process reads the weights under ZeRO-3 while the others wait."""
-
 
 def build_ops(strategy: Strategy, cache: Path) -> None:
     """Compiles what a strategy needs, once per machine, before a process group could time out over it.
@@ -81,7 +77,9 @@ def separate_swap(config: dict[str, Any] | None, run_name: str) -> dict[str, Pat
     return folders
 
 
-def start_accelerator(strategy: Strategy, plan: Plan, mixed_precision: str, deepspeed: dict[str, Any] | None) -> Any:
+def start_accelerator(
+    strategy: Strategy, plan: Plan, mixed_precision: str, deepspeed: dict[str, Any] | None, timeout: timedelta
+) -> Any:
     """The Accelerator of a strategy.
 
     On CPU each family needs its own way in, or accelerate trains plain DDP without a word: accelerate 1.15,
@@ -108,7 +106,7 @@ def start_accelerator(strategy: Strategy, plan: Plan, mixed_precision: str, deep
     if strategy.kind == "zero":
         options["deepspeed_plugin"] = _deepspeed_plugin(deepspeed)
         options["gradient_accumulation_steps"] = plan.gradient_accumulation_steps
-        PartialState(timeout=TIMEOUT, **({"backend": "gloo"} if on_cpu else {}))
+        PartialState(timeout=timeout, **({"backend": "gloo"} if on_cpu else {}))
         return Accelerator(**options)
     if strategy.fsdp is not None:
         _tell_environment(strategy)
@@ -120,12 +118,12 @@ def start_accelerator(strategy: Strategy, plan: Plan, mixed_precision: str, deep
             dp_replicate_size=strategy.dp_replicate_size, dp_shard_size=strategy.dp_shard_size
         )
     if on_cpu:
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+        dist.init_process_group("gloo", timeout=timeout)
         PartialState(cpu=True)
         if strategy.kind != "ddp":
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     else:
-        PartialState(timeout=TIMEOUT)
+        PartialState(timeout=timeout)
     if strategy.fsdp is not None:  # now that the process has its device, which the plugin asks for
         options["fsdp_plugin"] = _fsdp_plugin(strategy, mixed_precision, on_cpu)
     return Accelerator(cpu=on_cpu, **options)

@@ -166,7 +166,7 @@ class _Moments:
             if known is parameter:
                 return copies
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        copies = {kind: torch.zeros_like(local) for kind in kinds} | self.optimizer.moments(parameter)
+        copies = {kind: torch.zeros_like(local, device="cpu") for kind in kinds} | self.optimizer.moments(parameter)
         self._copies.append((parameter, copies))
         return copies
 
