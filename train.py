@@ -77,6 +77,9 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
 
 def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, notes: list[str]) -> int:
     output_dir = Path(recipe.run.output_dir)
+    # Rows come first: a broken file is told before seconds go into imports, and no process group waits for it.
+    rows = read_data(recipe.data, recipe.objective)
+
     is_restarted = False
     failed_after: list[int] = []
     if world.rank == 0:
@@ -84,9 +87,6 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
         is_restarted = status.is_restart(output_dir)
         if is_restarted or recipe.run.resume == "auto":
             failed_after = status.past_failures(output_dir)
-
-    # Rows come first: a broken file is told before seconds go into imports, and no process group waits for it.
-    rows = read_data(recipe.data, recipe.objective)
 
     import torch
 

@@ -42,6 +42,7 @@ MADE = (
     "checkpoints/",
     "hang/",
     "step-",
+    "model/",
 )
 WRITTEN_BY_A_RUN = {"recipe.yaml", "run.json", "metrics.jsonl", "status.json", "adapter_config.json", "base_model.json"}
 WRITTEN_BY_A_RUN |= {"manifest.json", "state.json", "export.json"}

@@ -118,7 +118,7 @@ EXACT |= {"run.eval_every_steps": "1"}
 
 
 def test_six_legs_under_six_strategies_are_one_run(lab: Lab, tmp_path: Path):
-    curve = chain(lab, tmp_path, QUICK_LEGS, EXACT, num_steps=4)
+    curve = chain(lab, tmp_path, QUICK_LEGS, EXACT, num_steps=3)
     found = distance(curve, lab.run("single", EXACT))
     assert found.loss < 1e-5 and found.norm < 1e-4 and found.weight < 1e-5, found
 
