@@ -196,6 +196,36 @@ def test_the_one_resumed_from_stays(tmp_path: Path):
     assert names(tmp_path) == [1, 3, 4]
 
 
+def test_what_came_after_the_one_resumed_from_is_nobodys_newest(tmp_path: Path, capsys):
+    target = saver(tmp_path)
+    for step in (2, 4, 6):
+        save(target, step)
+    again = saver(tmp_path, attempt="b")
+    again.start_from(folder.open_checkpoint(tmp_path / "step-00000004"))
+    assert "step-00000006" in capsys.readouterr().out
+    assert names(tmp_path) == [4]
+    save(again, 5)
+    save(again, 6)
+    assert names(tmp_path) == [4, 5, 6]
+    folder.verify(folder.open_checkpoint(tmp_path / "left-step-00000006-b"))
+
+
+def test_a_save_that_dies_of_anything_is_not_taken_for_one(tmp_path: Path, capsys):
+    def broken():
+        raise KeyError("what is this")
+        yield
+
+    target = saver(tmp_path, in_background=True)
+    target.save(1, [], {"parameters": {}})
+    target.wait()
+    assert target.failed is None
+    target.in_background = False
+    target.save(2, broken(), STATE)
+    assert "what is this" in target.failed
+    assert "step 2 could not be saved" in capsys.readouterr().out
+    assert names(tmp_path) == [1]
+
+
 def test_broken_ones_do_not_count_as_kept_and_are_not_removed(tmp_path: Path):
     target = saver(tmp_path)
     for step in (1, 2, 3):

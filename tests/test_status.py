@@ -140,3 +140,15 @@ def test_the_first_process_to_end_leaves_its_code(tmp_path, monkeypatch):
     assert (tmp_path / "exit").read_text() == "2"
     monkeypatch.delenv(status.EXIT_FILE)
     assert [status.note_exit(code) for code in (2, 75)] == [2, 75]
+
+
+def test_a_restart_is_one_of_the_run_that_this_launcher_began(tmp_path, monkeypatch):
+    Status(tmp_path, is_main=True)
+    assert not status.is_restart(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert status.is_restart(tmp_path)
+    record = json.loads((tmp_path / "status.json").read_text())
+    (tmp_path / "status.json").write_text(json.dumps(record | {"started": 1.0}))  # of last week
+    assert not status.is_restart(tmp_path)
+    (tmp_path / "status.json").unlink()
+    assert not status.is_restart(tmp_path)
