@@ -11,7 +11,7 @@ PROCESSES_FLAG = $(if $(PROCESSES),--processes $(PROCESSES))
 SET_FLAGS = $(foreach assignment,$(SET),--set '$(assignment)')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart train finetune-7b preview rehearse merge export checkpoint check schema library combinations test test-long soak matrix lint lock audit clean
+.PHONY: help setup quickstart train finetune-7b preview rehearse merge export checkpoint check schema library combinations test test-long test-all soak matrix lint lock audit clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 14
@@ -64,8 +64,11 @@ combinations: $(STAMP)  ## write docs/combinations.md, what is refused and why
 test: $(DEV_STAMP)  ## the test suite; no GPU and no network needed
 	@.venv/bin/python -m pytest -q -n 2 tests
 
-test-long: $(DEV_STAMP)  ## what takes longer: adapters, packing, dpo and optimizers under every strategy, every rehearsal
-	@.venv/bin/python -m pytest -q -n 2 -m slow tests
+test-long: $(DEV_STAMP)  ## what takes longer: adapters, packing, dpo and optimizers, resuming, accidents, every rehearsal
+	@.venv/bin/python -m pytest -q -n 2 -m "slow and not thorough" tests
+
+test-all: $(DEV_STAMP)  ## both, and what is much like the longer ones: every column under every strategy, every accident
+	@.venv/bin/python -m pytest -q -n 2 -m "slow or not slow" tests
 
 soak: $(DEV_STAMP)  ## [KILLS=30]: kill runs at random moments under random strategies; the end must be the uninterrupted run
 	@.venv/bin/python tests/soak.py --kills $(or $(KILLS),30)

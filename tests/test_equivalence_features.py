@@ -34,7 +34,13 @@ COLUMNS = {
     "dpo": (None, ["ddp", "fsdp2", "tp", "zero2", "zero3"]),
     "muon": (MUON, ["ddp", "fsdp2", "fsdp2_offload", "hsdp", "tp"]),
 }
-CASES = [(column, strategy) for column, (_, strategies) in COLUMNS.items() for strategy in strategies]
+ALIKE = {"fsdp2_grad_op", "fsdp2_offload", "hsdp", "zero1", "zero2_offload", "zero3_offload", "zero3_nvme"}
+"""Strategies that do with a feature what another does: run by make test-all."""
+CASES = [
+    pytest.param(column, strategy, marks=[pytest.mark.thorough] if strategy in ALIKE else [], id=f"{column}-{strategy}")
+    for column, (_, strategies) in COLUMNS.items()
+    for strategy in strategies
+]
 
 
 def write_pairs(path: Path, num_rows: int = 53) -> None:
@@ -72,7 +78,7 @@ def settings_of(lab: Lab, column: str, strategy: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("column", "strategy"), CASES, ids=["-".join(case) for case in CASES])
+@pytest.mark.parametrize(("column", "strategy"), CASES)
 def test_the_curve_is_that_of_one_process(lab: Lab, column: str, strategy: str):
     settings = settings_of(lab, column, strategy)
     processes, micro = (4, {"batch.micro_batch_size": "2"}) if strategy == "hsdp" else (2, {})

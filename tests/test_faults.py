@@ -1,8 +1,8 @@
 """Accidents in real runs: whatever happens, the run ends soon and says why, and the next start gives the same curve.
 
-pytest tests/test_faults.py              one of each kind
-pytest tests/test_faults.py -m slow      SIGKILL of one and of all processes at every point of a save, every engine
-make soak                                random kills, random strategies
+pytest tests/test_faults.py                         one of each kind
+pytest tests/test_faults.py -m "slow or not slow"   SIGKILL at every point of a save, every engine (make test-all)
+make soak                                           random kills, random strategies
 """
 
 import json
@@ -90,12 +90,16 @@ def test_a_killed_process_in_a_save_costs_nothing_but_time(lab: Lab, tmp_path: P
     kill_and_restart(lab, tmp_path / "out", "ddp", "save.after_file", 1)
 
 
-@pytest.mark.slow
+THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
+KILLS = [("ddp", point, rank) for point in EVERY_PROCESS for rank in (1, "all")]
+KILLS += [("ddp", point, 0) for point in MAIN_PROCESS]
+KILLS += [(strategy, "save.in_file", 1) for strategy in ("fsdp2", "zero3", "tp")]
+FIRST = [("ddp", "save.after_receipt", "all"), ("ddp", "save.before_rename", 0), ("zero3", "save.in_file", 1)]
+
+
 @pytest.mark.parametrize(
     ("strategy", "point", "rank"),
-    [("ddp", point, rank) for point in EVERY_PROCESS for rank in (1, "all")]
-    + [("ddp", point, 0) for point in MAIN_PROCESS]
-    + [(strategy, "save.in_file", 1) for strategy in ("fsdp2", "zero3", "tp")],
+    [pytest.param(*case, marks=[pytest.mark.slow] if case in FIRST else THOROUGH) for case in KILLS],
 )
 def test_a_kill_at_any_point_of_a_save_costs_nothing_but_time(
     lab: Lab, tmp_path: Path, strategy: str, point: str, rank: int | str
@@ -118,8 +122,8 @@ def test_a_dead_process_ends_the_run_in_seconds(lab: Lab, tmp_path: Path):
     [
         ("ddp", "step.forward"),
         pytest.param("zero3", "step.update", marks=pytest.mark.slow),
-        pytest.param("fsdp2", "eval.batch", marks=pytest.mark.slow),
-        pytest.param("tp", "save.in_file", marks=pytest.mark.slow),
+        pytest.param("fsdp2", "eval.batch", marks=[pytest.mark.slow, pytest.mark.thorough]),
+        pytest.param("tp", "save.in_file", marks=[pytest.mark.slow, pytest.mark.thorough]),
     ],
 )
 def test_a_signal_to_one_process_stops_all_with_a_checkpoint(lab: Lab, tmp_path: Path, strategy: str, point: str):
@@ -171,14 +175,15 @@ def wait_for(condition, seconds: float = 60) -> None:
 
 
 NAN_STRATEGIES = ["single", "ddp", "zero3"]
-MORE_NAN_STRATEGIES = ["fsdp1", "fsdp2", "zero2", "tp"]
+MORE_NAN_STRATEGIES = ["fsdp1", "zero2", "tp"]
 
 
 @pytest.mark.parametrize(
     ("strategy", "precision"),
     [(name, "'no'") for name in NAN_STRATEGIES]
-    + [pytest.param(name, "'no'", marks=pytest.mark.slow) for name in MORE_NAN_STRATEGIES]
-    + [pytest.param(name, "bf16", marks=pytest.mark.slow) for name in ("zero1", "zero2_offload", "zero3")],
+    + [pytest.param("zero1", "bf16", marks=pytest.mark.slow), pytest.param("fsdp2", "'no'", marks=pytest.mark.slow)]
+    + [pytest.param(name, "'no'", marks=THOROUGH) for name in MORE_NAN_STRATEGIES]
+    + [pytest.param(name, "bf16", marks=THOROUGH) for name in ("zero2_offload", "zero3")],
 )
 def test_a_loss_that_is_not_finite_leaves_the_step_out_under_every_strategy(
     lab: Lab, tmp_path: Path, strategy: str, precision: str

@@ -142,8 +142,13 @@ CHAINS: dict[str, tuple[list[str], dict[str, str]]] = {
 }
 
 
+THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("adamw", "lora", "qlora") else THOROUGH) for name in CHAINS]
+)
 def test_a_chain_of_strategies_is_one_run(lab: Lab, tmp_path: Path, name: str):
     legs, settings = CHAINS[name]
     if "global_batch_size" not in str(settings):
@@ -174,7 +179,7 @@ def test_moments_in_8_bits_come_back_to_the_bit_where_they_are_cut_alike(lab: La
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero3", "tp"])
+@pytest.mark.parametrize("strategy", ["zero3", *(pytest.param(name, marks=THOROUGH) for name in ("fsdp2", "tp"))])
 def test_dropout_is_drawn_as_in_the_uninterrupted_run(lab: Lab, tmp_path: Path, strategy: str):
     """Dropout, packing and one process count: the resumed run is the other one, to the last bit."""
     settings = ADAMW | {"adapter.name": "lora", "adapter.dropout": "0.2", **SGD_STEPS}
