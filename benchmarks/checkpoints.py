@@ -34,7 +34,8 @@ sys.path.insert(0, str(ROOT))
 RESULTS = ROOT / "benchmarks" / "results" / "checkpoints.json"
 PAGE = ROOT / "docs" / "checkpoints.md"
 BEGIN, END = "<!-- checkpoints:begin -->", "<!-- checkpoints:end -->"
-STRATEGIES = ("single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload")
+STRATEGIES = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload")
+"""Not fsdp1, under which accelerate's own save ends in a segmentation fault on CPU, nor tp, where it raises."""
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "safetensors")
 ROUNDS = 3
 MODEL = dict(
@@ -177,7 +178,7 @@ def run(strategy: str, processes: int, base: Path) -> dict[str, Any]:
         "strategy": f"accelerate_configs/{strategy}.yaml",
         "mixed_precision": "no",
         "model": {"from_scratch": MODEL},
-        "data": {"train": "python-stdlib", "max_length": 64},
+        "data": {"train": "python-stdlib", "max_length": 256},
         "batch": {"global_batch_size": 2, "micro_batch_size": 1},
         "optim": {"learning_rate": 1e-4},
         "run": {"max_steps": 1, "output_dir": str(folder / "run")},
@@ -190,7 +191,7 @@ def run(strategy: str, processes: int, base: Path) -> dict[str, Any]:
     environment = {**os.environ, "CHECKPOINT_BENCHMARK": str(folder / "result.json")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{strategy}: {(done.stdout + done.stderr)[-3000:]}")
+        raise RuntimeError(f"{strategy}: {(done.stdout + done.stderr)[-6000:]}")
     found = json.loads((folder / "result.json").read_text())
     shutil.rmtree(folder)
     return {"processes": count, "rounds": found}
