@@ -20,6 +20,9 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 from curves import ADAMW, ROOT, Curve, Lab, distance, environment
 
 from cookbook.checkpoint import folder
