@@ -32,10 +32,10 @@ WAYS = ["one process", "all processes", "launcher and all", "SIGTERM to one", "S
 SETTINGS = ADAMW | {
     "optim.eps": "1e-4",
     "batch.global_batch_size": "24",
-    "batch.micro_batch_size": "2",
-    "run.save_every_steps": "2",
-    "run.eval_every_steps": "6",
-    "run.max_steps": "60",
+    "batch.micro_batch_size": "4",
+    "run.save_every_steps": "5",
+    "run.eval_every_steps": "50",
+    "run.max_steps": "500",
     "run.keep_last": "3",
     "run.resume": "auto",
 }
@@ -107,7 +107,7 @@ def main() -> int:
         launcher = psutil.Process(run.pid)
         if way is not None:
             # From the first line that tells of training on; some kills come before, in start-up or loading.
-            wait = time.monotonic() + chance.uniform(4, 25)
+            wait = time.monotonic() + chance.uniform(4, 14)
             while time.monotonic() < wait and run.poll() is None:
                 time.sleep(0.02)
             hurt(launcher, way, chance)
