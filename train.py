@@ -255,13 +255,16 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
         """Returns why it broke off."""
         if state["is_evaluated"]:
             return None
+        lines = []  # written together: an evaluation that breaks off is made again from its beginning
         for set_name, tokens in data.eval.items():
             found = engine.evaluate(objective.run, batches.eval_batches(tokens, layout), stop_reason)
             if isinstance(found, str):
                 return found
             label = {"eval_set": set_name} if set_name else {}
-            log.write({"step": state["step"], **label, **{f"eval_{key}": value for key, value in found.items()}})
-            state.setdefault("eval_loss", found["loss"])
+            lines.append({"step": state["step"], **label, **{f"eval_{key}": value for key, value in found.items()}})
+        for line in lines:
+            log.write(line)
+            state.setdefault("eval_loss", line["eval_loss"])
         state["is_evaluated"] = True
         return None
 
