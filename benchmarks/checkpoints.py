@@ -35,7 +35,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "checkpoints.json"
 PAGE = ROOT / "docs" / "checkpoints.md"
 BEGIN, END = "<!-- checkpoints:begin -->", "<!-- checkpoints:end -->"
 STRATEGIES = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload")
-"""Not fsdp1, under which accelerate's own save ends in a segmentation fault on CPU, nor tp, where it raises."""
+"""Not fsdp1, under which accelerate's own save ends in a segmentation fault on CPU."""
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "safetensors")
 ROUNDS = 3
 MODEL = dict(
