@@ -70,7 +70,7 @@ def launch(tmp_path, request):
         words = [str(tmp_path / "launcher.py"), str(tmp_path / "worker.py"), str(tmp_path / "out"), how]
         parent = subprocess.Popen(
             [sys.executable, "-c", PARENT, *words],
-            env=clean_environment(PYTHONPATH=str(ROOT)),
+            env=clean_environment(PYTHONPATH=str(ROOT), WORLD_SIZE="1"),  # as a launcher gives it to its workers
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

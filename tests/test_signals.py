@@ -84,7 +84,7 @@ if __name__ == "__main__":
 def start(tmp_path: Path, program: str, *arguments: str, **options) -> subprocess.Popen[str]:
     (tmp_path / "program.py").write_text(program)
     command = [sys.executable, str(tmp_path / "program.py"), *arguments]
-    environment = clean_environment(PYTHONPATH=str(ROOT))
+    environment = clean_environment(PYTHONPATH=str(ROOT), WORLD_SIZE="1")  # as a launcher does
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env=environment, start_new_session=True, **pipes, **options)
 
