@@ -11,7 +11,7 @@ PROCESSES_FLAG = $(if $(PROCESSES),--processes $(PROCESSES))
 SET_FLAGS = $(foreach assignment,$(SET),--set '$(assignment)')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart train finetune-7b preview rehearse merge export checkpoint check schema library combinations test test-long test-all soak matrix lint lock audit clean
+.PHONY: help setup quickstart train finetune-7b preview plan rehearse merge export checkpoint check doctor explain schema library combinations test test-long test-all soak matrix lint lock audit clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 14
@@ -29,6 +29,9 @@ train: $(if $(RECIPE),$(STAMP))  ## RECIPE=recipes/mine.yaml [STRATEGY=fsdp2] [P
 
 finetune-7b: $(STAMP)  ## full fine-tuning of Qwen2.5-7B with ZeRO-3, or what that would take on a machine that cannot
 	@$(COOKBOOK) launch recipes/qwen25_7b/sft_zero3.yaml $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)
+
+plan: $(STAMP)  ## [RECIPE=...] [GPUS=8xH100] [SAMPLES=10000] [PRICE=2.5]: will it fit, how fast, under which strategy
+	@$(COOKBOOK) plan $(RECIPE) $(if $(GPUS),--gpus $(GPUS)) $(STRATEGY_FLAG) $(if $(SAMPLES),--samples $(SAMPLES)) $(if $(PRICE),--price $(PRICE)) $(SET_FLAGS)
 
 rehearse: $(if $(RECIPE),$(STAMP))  ## RECIPE=... [STRATEGY=...] [PROCESSES=2]: run it tiny on this CPU, save and reload
 	@$(if $(RECIPE),,echo 'make rehearse: write RECIPE=..., for example: make rehearse RECIPE=recipes/qwen25_7b/sft_zero3.yaml' >&2; exit 2)
@@ -51,6 +54,12 @@ checkpoint: $(if $(RUN),$(STAMP))  ## RUN=outputs/...: its checkpoints, whole or
 
 check: $(STAMP)  ## every recipe and strategy file, or RECIPE=... [STRATEGY=...]; takes a moment
 	@$(COOKBOOK) check $(RECIPE) $(STRATEGY_FLAG)
+
+explain: $(STAMP)  ## [RECIPE=...] [STRATEGY=...] [WITH=...]: what will run and whence each value; WITH=zero2: what differs
+	@$(COOKBOOK) explain $(or $(RECIPE),recipes/quickstart.yaml) $(WITH) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)
+
+doctor: $(STAMP)  ## [RECIPE=...] [STRATEGY=...]: is this machine ready; fails on what is in a run's way, not on warnings
+	@$(COOKBOOK) doctor $(RECIPE) $(STRATEGY_FLAG) || test $$? -eq 1
 
 schema: $(STAMP)  ## write recipes/schema.json, by which an editor completes and checks recipes
 	@$(COOKBOOK) schema

@@ -18,6 +18,7 @@ from typing import Any
 
 from cookbook import faults, launch, lock, machine, signals, status
 from cookbook.data.sets import read_data, tokenize_data
+from cookbook.ds_config import run_name
 from cookbook.files import RecipeError
 from cookbook.plan import Plan, describe_batch, load_pair, make_plan
 from cookbook.recipe import Recipe, dump_recipe
@@ -103,7 +104,8 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
     from cookbook.data.reference import with_reference
     from cookbook.engine import Engine, build_ops
     from cookbook.objectives import build_objective, sequence_logps
-    from cookbook.optim import build_optimizer, learning_rate, peak_learning_rate, set_learning_rate
+    from cookbook.optim import build_optimizer, set_learning_rate
+    from cookbook.schedule import learning_rate, peak_learning_rate
     from cookbook.watch import Watch
 
     transformers_logging.disable_progress_bar()
@@ -135,7 +137,7 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
         mixed_precision=recipe.mixed_precision,
         micro_batch_size=recipe.batch.micro_batch_size or 1,
         max_grad_norm=recipe.optim.max_grad_norm,
-        run_name=metrics.run_name(output_dir),
+        run_name=run_name(output_dir),
         # Data and downloads are done; under ZeRO-3 the first process may still read weights for minutes.
         timeout=timedelta(minutes=max(30.0, recipe.run.hang_timeout_minutes) + 10),
     )
@@ -210,6 +212,12 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
     resumed_from = None if checkpoint is None else str(checkpoint.path)
     record = metrics.environment_record(engine.device)
     record |= {"strategy": engine.describe(), "resumed_from": resumed_from}
+    expected = None
+    if engine.device.type == "cuda" and engine.is_main:  # the memory of a CPU process is more than its tensors
+        from cookbook import forecast
+
+        expected = forecast.of_run(config, recipe, strategy, plan)
+        record["forecast"] = {"allocated": expected.allocated, "reserved": expected.reserved, "moment": expected.moment}
     log.write_record("run.json", record)
     for note in notes:
         log.say(note)
@@ -348,6 +356,12 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
     saver.wait()
     for note in data.closing_notes():
         log.say(note)
+    allocated, reserved = engine.maxima(
+        metrics.peak_memory_gib(engine.device), metrics.peak_reserved_gib(engine.device)
+    )
+    if expected is not None:
+        log.say(expected.compared(allocated, reserved))
+        log.write_record("run.json", record | {"peak_memory_gib": {"allocated": allocated, "reserved": reserved}})
 
     watch.close()
     signals.let_go(engine.is_main)

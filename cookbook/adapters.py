@@ -107,10 +107,13 @@ def add_adapter(model: PreTrainedModel, settings: AdapterSection, *, seed: int) 
         parameter.requires_grad_(False)
     inject_adapter_in_model(lora_config(settings), model, adapter_name=ADAPTER)
     _draw_first_weights(model, seed)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
     for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(parameter, DTensor) and parameter.requires_grad:
+                # Other data would leave the piece of this process as it is.
+                setattr(module, name, torch.nn.Parameter(parameter.detach().float()))
+            elif parameter.requires_grad:
+                parameter.data = parameter.data.float()
         if hasattr(module, "support_avx512bf16_for_cpu"):
             # On such a CPU the first forward in eval mode would repack the weights in place, for kernels that have no
             # backward: training after an evaluation would go without their gradients (bitsandbytes 0.50,

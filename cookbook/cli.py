@@ -7,8 +7,14 @@ works without torch, so that a mistake in a file is told in a moment; only `samp
 import argparse
 import json
 import os
+import re
 import shutil
+import signal
 import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from io import TextIOWrapper
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -17,12 +23,24 @@ from cookbook.checkpoint.listing import in_words, is_run, list_checkpoints
 from cookbook.child import run_child
 from cookbook.combinations import page as combinations_page
 from cookbook.data.rows import read_rows
-from cookbook.files import RecipeError
+from cookbook.explain import as_dict, compare, explain
+from cookbook.explain import in_words as words_of
+from cookbook.explain.chart import can_draw
+from cookbook.files import KeyPath, RecipeError, read_document, validate
+from cookbook.hardware import Machines, parse_machines, this_machine
 from cookbook.library import PAGE, library_page, read_label, read_needs, what_it_takes
 from cookbook.machine import num_cores, num_gpus
-from cookbook.plan import default_num_processes, describe_batch, launch_command, load_pair, make_plan, show_command
-from cookbook.recipe import recipe_schema
-from cookbook.strategy import find_strategy, load_strategy
+from cookbook.plan import (
+    Plan,
+    default_num_processes,
+    describe_batch,
+    launch_command,
+    load_pair,
+    make_plan,
+    show_command,
+)
+from cookbook.recipe import OWNED_ELSEWHERE, Recipe, recipe_schema
+from cookbook.strategy import Strategy, find_strategy, load_strategy
 
 QUICKSTART = Path("recipes/quickstart.yaml")
 SCHEMA = Path("recipes/schema.json")
@@ -38,6 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
     except RecipeError as error:
         print(error, file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read has seen enough, as in `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes at exit
+        return 141
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,6 +78,19 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("recipes", nargs="*", type=Path, metavar="RECIPE")
     _add_strategy(check)
 
+    explain = verbs.add_parser("explain", help="what a recipe will run, and whence each value; or how two differ")
+    explain.set_defaults(command=explain_run)
+    explain.add_argument("first", nargs="?", default=str(QUICKSTART), metavar="RECIPE", help="default: %(default)s")
+    explain.add_argument(
+        "second", nargs="?", metavar="OTHER", help="compare with: a recipe, or a strategy's name or file"
+    )
+    _add_strategy(explain)
+    explain.add_argument(
+        "--processes", type=int, metavar="N", help="default: one per GPU, here or of the recipe's label"
+    )
+    _add_assignments(explain)
+    explain.add_argument("--json", action="store_true", help="everything that is known, for programs")
+
     summary = verbs.add_parser("summary", help="what a run did: losses, speed, memory, where the model lies")
     summary.set_defaults(command=summarize)
     summary.add_argument("folder", type=Path, help="the run.output_dir of a recipe")
@@ -72,6 +106,23 @@ def _parser() -> argparse.ArgumentParser:
     preview.add_argument("recipe", nargs="?", type=Path, default=QUICKSTART, help="default: %(default)s")
     preview.add_argument("--samples", type=int, default=3, metavar="N", help="default: %(default)s")
     _add_assignments(preview)
+
+    plan = verbs.add_parser("plan", help="forecast memory, speed and price under every strategy, and rank them")
+    plan.set_defaults(command=plan_recipe)
+    plan.add_argument("recipe", nargs="?", type=Path, default=QUICKSTART, help="default: %(default)s")
+    plan.add_argument(
+        "--gpus", metavar="8xH100", help="or 8x80GB, 2x8xH100, cpu; default: this machine's, or the recipe's Needs line"
+    )
+    plan.add_argument("--strategy", action="append", metavar="NAME|PATH", help="only this one; may be repeated")
+    plan.add_argument("--host-gib", type=float, metavar="N", help="memory of each machine, for what is offloaded")
+    plan.add_argument("--nvme-gib", type=float, metavar="N", help="free on the disk for offloading, of each machine")
+    plan.add_argument(
+        "--fabric", type=float, metavar="GBITS", help="of the network card of each GPU; default: 100 to 400"
+    )
+    plan.add_argument("--samples", type=int, metavar="N", help="rows of data.train, for how long the run takes")
+    plan.add_argument("--price", type=float, metavar="N", help="of a GPU for an hour, in any currency")
+    plan.add_argument("--json", action="store_true", help="everything, in bytes and seconds")
+    _add_assignments(plan)
 
     rehearse = verbs.add_parser("rehearse", help="run a recipe with a tiny model of its kind on CPU")
     rehearse.set_defaults(command=rehearse_recipe)
@@ -101,6 +152,13 @@ def _parser() -> argparse.ArgumentParser:
     checkpoint.set_defaults(command=show_checkpoints)
     checkpoint.add_argument("path", type=Path, metavar="PATH", help="a run, its checkpoints/, or one checkpoint")
     checkpoint.add_argument("--json", action="store_true", help="everything that is known, for programs")
+
+    doctor = verbs.add_parser("doctor", help="is this machine ready: 0 yes, 1 with warnings, 2 no")
+    doctor.set_defaults(command=examine_machine)
+    doctor.add_argument("recipe", nargs="?", type=Path, help="what to get ready for; default: the machine alone")
+    _add_strategy(doctor)
+    doctor.add_argument("--json", action="store_true", help="the findings, for programs")
+    doctor.add_argument("--deadline", type=float, default=60.0, metavar="SECONDS", help="default: %(default)g")
 
     library = verbs.add_parser("library", help=f"write {PAGE} from the recipes")
     library.set_defaults(command=write_library)
@@ -179,10 +237,69 @@ def check_files(arguments: argparse.Namespace) -> int:
 
 
 def _check_recipe(path: Path, override: Path | None) -> str:
-    recipe, strategy = load_pair(path, strategy_path=override)
-    count = default_num_processes(strategy, num_gpus())
-    plan = make_plan(recipe, strategy, num_processes=count, num_gpus=count, recipe_name=str(path))
-    return f"{path}: fine under {strategy.path}; {describe_batch(recipe, plan)}"
+    try:
+        recipe, strategy = load_pair(path, strategy_path=override)
+    except RecipeError as error:
+        raise RecipeError([*error.mistakes, *_clashes_behind(path, override)]) from None
+    return f"{path}: fine under {strategy.path}; {describe_batch(recipe, _plan_of_label(path, recipe, strategy))}"
+
+
+def _plan_of_label(path: Path, recipe: Recipe, strategy: Strategy) -> Plan:
+    """The plan for as many processes as the recipe's label names, whatever this machine has."""
+    needed = strategy.num_processes or read_needs(read_label(path)).num_gpus
+    count = needed or default_num_processes(strategy, num_gpus())
+    try:
+        return make_plan(recipe, strategy, num_processes=count, num_gpus=count, recipe_name=str(path))
+    except RecipeError as error:
+        lines = read_document(path).lines
+        raise RecipeError([_with_line(mistake, path, lines) for mistake in error.mistakes]) from None
+
+
+def _clashes_behind(path: Path, override: Path | None) -> list[str]:
+    """What would clash if every misspelt key of the recipe had its nearest name; nothing if more than that is wrong."""
+    try:
+        recipe, _ = validate(read_document(path), Recipe, OWNED_ELSEWHERE)
+        if recipe is not None and (override or Path(recipe.strategy)).is_file():
+            _plan_of_label(path, recipe, load_strategy(override or Path(recipe.strategy)))
+    except RecipeError as error:
+        return error.mistakes
+    return []
+
+
+def _with_line(mistake: str, path: Path, lines: Mapping[KeyPath, int]) -> str:
+    """`file: section.key ...` -> `file:12: section.key ...`, where the file has that key."""
+    named = re.match(rf"{re.escape(str(path))}(?: under \S+)?: (\w+(?:\.\w+)*)", mistake)
+    line = lines.get(tuple(named[1].split("."))) if named else None
+    return mistake if line is None else f"{path}:{line}{mistake[len(str(path)) :]}"
+
+
+def explain_run(arguments: argparse.Namespace) -> int:
+    """Prints what will run, or what differs between two."""
+    override = find_strategy(arguments.strategy) if arguments.strategy else None
+    plain = not can_draw(sys.stdout.encoding)
+    if plain and isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may have letters that this terminal has not
+    if arguments.second is not None:
+        found = compare.compare(
+            arguments.first,
+            arguments.second,
+            override=override,
+            assignments=arguments.assignments,
+            processes=arguments.processes,
+        )
+        print(json.dumps(compare.as_dict(found), indent=1) if arguments.json else compare.in_words(found))
+        return 0
+    if compare.is_strategy(arguments.first):
+        find_strategy(arguments.first)
+        raise RecipeError([f"{arguments.first}: a strategy; write a recipe before it, or another strategy after it"])
+    explanation = explain(
+        Path(arguments.first),
+        strategy_path=override,
+        assignments=arguments.assignments,
+        processes=arguments.processes,
+    )
+    print(json.dumps(as_dict(explanation), indent=1) if arguments.json else words_of(explanation, plain=plain))
+    return 0
 
 
 def summarize(arguments: argparse.Namespace) -> int:
@@ -292,6 +409,46 @@ def preview_data(arguments: argparse.Namespace) -> int:
     return preview(arguments.recipe, arguments.assignments, arguments.samples)
 
 
+def plan_recipe(arguments: argparse.Namespace) -> int:
+    """Forecasts a recipe under every shipped strategy. Returns 1 if nothing fits."""
+    mistakes = []
+    for name in ("samples", "price"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < 1e15:
+            mistakes.append(f"--{name} is {value}; write a number above 0")
+    if mistakes:
+        raise RecipeError(mistakes)
+    names = arguments.strategy
+    paths = [find_strategy(name) for name in names] if names else sorted(Path("accelerate_configs").glob("*.yaml"))
+    recipe, _ = load_pair(arguments.recipe, arguments.assignments, paths[0] if names else None)
+    options = {"fabric_gbits": arguments.fabric, "host_gib": arguments.host_gib, "nvme_gib": arguments.nvme_gib}
+    machines = _machines_for(arguments.recipe, arguments.gpus, options)
+    strategies = [load_strategy(path) for path in paths]
+
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns on stdout
+    from cookbook.forecast import forecast_all
+    from cookbook.forecast.show import as_record, in_words
+
+    outlook = forecast_all(recipe, strategies, machines, str(arguments.recipe))
+    known = {"num_samples": arguments.samples, "price": arguments.price}
+    if arguments.json:
+        print(json.dumps(as_record(outlook, str(arguments.recipe), **known), indent=1))
+    else:
+        print(in_words(outlook, str(arguments.recipe), **known))
+    return 0 if outlook.forecasts[0].verdict in ("fits", "tight") else 1
+
+
+def _machines_for(recipe: Path, text: str | None, options: dict[str, float | None]) -> Machines:
+    """What was asked for, else what is here, else what the recipe's label needs."""
+    if text is None:
+        here = this_machine()
+        needs = read_needs(read_label(recipe))
+        if here.num_gpus or needs.num_gpus is None or needs.gpu_gb is None:
+            return replace(here, host_gib=options["host_gib"] or here.host_gib, nvme_gib=options["nvme_gib"])
+        text = f"{needs.num_gpus}x{needs.gpu_gb}GB"
+    return parse_machines(text, **options)
+
+
 def rehearse_recipe(arguments: argparse.Namespace) -> int:
     """Runs the recipe with everything that is its own but the size."""
     from cookbook.rehearse import rehearse
@@ -348,6 +505,24 @@ def show_checkpoints(arguments: argparse.Namespace) -> int:
     else:
         print(in_words(found))
     return 1 if any(one["broken"] for one in found) else 0
+
+
+def examine_machine(arguments: argparse.Namespace) -> int:
+    """Looks at what a run would need. Returns 0 if all is well, 1 with warnings, 2 if something is in the way."""
+    from cookbook.doctor import examine, report
+
+    start = time.monotonic()
+    override = find_strategy(arguments.strategy) if arguments.strategy else None
+    recipe, strategy = None, None
+    if arguments.recipe is not None:
+        recipe, strategy = load_pair(arguments.recipe, strategy_path=override)
+    elif override is not None:
+        strategy = load_strategy(override)
+    try:
+        findings = examine(recipe, strategy, arguments.recipe, arguments.deadline)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return report(findings, time.monotonic() - start, as_json=arguments.json)
 
 
 def write_library(arguments: argparse.Namespace) -> int:

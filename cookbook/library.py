@@ -2,9 +2,12 @@
 
 import json
 import re
+import socket
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 from cookbook.files import RecipeError
 from cookbook.recipe import Recipe, load_recipe
@@ -61,6 +64,22 @@ def known_model(name: str) -> dict[str, Any] | None:
 def known_kind(name: str) -> str | None:
     """The kind of the rows of a Hub data set, in the words of `cookbook.data.rows.Kind`, or None."""
     return _facts()["data"].get(name)
+
+
+@cache
+def hub_answers() -> bool:
+    """Whether the Hub takes a connection within seconds."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    address = urlparse(constants.ENDPOINT)
+    try:
+        port = address.port or (443 if address.scheme == "https" else 80)
+        socket.create_connection((address.hostname or "", port), timeout=3).close()
+    except OSError:
+        return False
+    return True
 
 
 def _facts() -> dict[str, Any]:

@@ -1,12 +1,10 @@
 """What a run writes down about itself: metrics.jsonl, run.json, recipe.yaml, and a progress bar for people."""
 
-import hashlib
 import itertools
 import json
 import math
 import os
 import platform
-import re
 import resource
 import subprocess
 import sys
@@ -18,19 +16,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-GIB = 2**30
-PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "peft", "tokenizers", "numpy")
+from cookbook.hardware import GIB, attention_flops, matrix_flops, peak_flops
 
-# Dense bf16 peak in FLOP/s, from NVIDIA's data sheets (without sparsity), by words of the name, most exact first.
-PEAK_FLOPS = (
-    ("B200", 2250e12),
-    ("H200", 989e12),
-    ("H100 PCIe", 756e12),
-    ("H100", 989e12),
-    ("A100", 312e12),
-    ("L40S", 362e12),
-    ("RTX 4090", 165e12),
-)
+PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "peft", "tokenizers", "numpy")
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -43,24 +31,25 @@ def peak_memory_gib(device: torch.device) -> float:
 
 def device_peak_flops(device: torch.device) -> float | None:
     """Dense bf16 FLOP/s of a known GPU."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for words, peak in PEAK_FLOPS if re.search(rf"\b{words}\b", name)), None)
+    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_reserved_gib(device: torch.device) -> float:
+    """Largest memory that torch has taken from the GPU so far, fragments and all; 0 on a CPU."""
+    return torch.cuda.max_memory_reserved(device) / GIB if device.type == "cuda" else 0.0
 
 
 class FlopCounter:
     """Model FLOPs utilisation, where the peak of the device is known.
 
-    6 N a token for the matrices and 12 L H T for attention, halved since causal attention sees half of the positions;
-    recomputation is not counted (Chowdhery et al. 2022, PaLM, appendix B). Frozen weights have no gradient: 4 N.
+    Recomputation is not counted; the rules are those of `cookbook.hardware`.
     """
 
     def __init__(self, config: Any, *, num_parameters: int, num_trained: int, device: torch.device) -> None:
         self.peak = device_peak_flops(device)
-        self.per_token = 4 * num_parameters + 2 * num_trained
+        self.per_token = matrix_flops(num_parameters, num_trained)
         text = config.get_text_config()
-        self.per_token_and_position = 6 * text.num_hidden_layers * text.hidden_size
+        self.per_token_and_position = attention_flops(text.num_hidden_layers, text.hidden_size, 1)
 
     def count(self, num_tokens: int, mean_length: float) -> float:
         """Training FLOPs of a step."""
@@ -71,12 +60,6 @@ class FlopCounter:
         if self.peak is None:
             return {}
         return {"mfu": self.count(num_tokens, num_tokens / num_sequences) / seconds / (self.peak * num_processes)}
-
-
-def run_name(output_dir: Path) -> str:
-    """The name of a run's output folder, and a digest of its whole path."""
-    digest = hashlib.sha256(str(output_dir.resolve()).encode()).hexdigest()[:8]
-    return f"{output_dir.name}-{digest}"
 
 
 def set_aside(folder: Path) -> Path | None:

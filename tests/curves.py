@@ -194,7 +194,7 @@ class Lab:
         command = self.command(strategy, {**settings, "run.output_dir": str(folder)}, processes, sabotage)
         with (folder / "output.txt").open("w") as output:
             done = subprocess.run(
-                command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT, timeout=900
+                command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT, timeout=1500
             )
         (folder / "exit_code").write_text(str(done.returncode))
 

@@ -30,10 +30,10 @@ def mean_of_means() -> None:
 
 def schedule_per_process() -> None:
     """The schedule advances once per process, as a scheduler does that was given to `accelerator.prepare`."""
-    import cookbook.optim as optim
+    import cookbook.schedule as schedule
 
-    right = optim.learning_rate
-    optim.learning_rate = lambda step, max_steps, *rest: right(min(2 * step, max_steps), max_steps, *rest)
+    right = schedule.learning_rate
+    schedule.learning_rate = lambda step, max_steps, *rest: right(min(2 * step, max_steps), max_steps, *rest)
 
 
 def clip_not_handed_over() -> None:

@@ -135,10 +135,10 @@ def attempt_cookbook(arguments: list[str], folder: Path) -> list[list[str]]:
         dry_run = [] if "--dry-run" in arguments else ["--dry-run"]
         printed = run(folder, sys.executable, "-c", LAUNCH_ONLY, *arguments, *dry_run)
         return [shlex.split(printed.splitlines()[-1])]
-    if verb in ("check", "--help"):
+    if verb in ("check", "explain", "--help"):
         run(folder, sys.executable, "-m", "cookbook", *arguments)
         return []
-    if verb in ("preview", "rehearse"):  # run for real by their own tests; the recipe must be a good one
+    if verb in ("preview", "plan", "rehearse"):  # run for real by their own tests; the recipe must be a good one
         for name in (word for word in arguments if word.endswith(".yaml")):
             run(folder, sys.executable, "-m", "cookbook", "check", name)
     explained = run(folder, sys.executable, "-m", "cookbook", verb, "--help")

@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from cookbook.ds_config import run_name
 from cookbook.metrics import (
     FlopCounter,
     RunLog,
     device_peak_flops,
     environment_record,
     peak_memory_gib,
-    run_name,
 )
 
 

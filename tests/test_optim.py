@@ -16,13 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cookbook.optim import (
     build_optimizer,
-    learning_rate,
     orthogonalise,
     parameter_groups,
-    peak_learning_rate,
     set_learning_rate,
 )
 from cookbook.recipe import OptimSection, ScheduleSection
+from cookbook.schedule import learning_rate, peak_learning_rate
 
 OPTIM = OptimSection(learning_rate=0.8)
 SQRT = math.sqrt

@@ -19,15 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cookbook import faults
+from cookbook.ds_config import deepspeed_config, separate_swap
 from cookbook.engine import state
 from cookbook.engine.findings import find, is_sharded
-from cookbook.engine.start import (
-    build_ops,
-    deepspeed_config,
-    separate_swap,
-    start_accelerator,
-    wrap_fsdp1_on_cpu,
-)
+from cookbook.engine.start import build_ops, start_accelerator, wrap_fsdp1_on_cpu
 from cookbook.launch import World
 from cookbook.plan import Plan
 from cookbook.strategy import Strategy

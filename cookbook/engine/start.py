@@ -1,6 +1,5 @@
 """Starts a strategy's Accelerator, on GPU and on CPU, with every value filled in and nothing left to guess."""
 
-import copy
 import importlib
 import os
 import sys
@@ -44,37 +43,6 @@ def build_ops(strategy: Strategy, cache: Path) -> None:
         for stale in folder.glob("**/lock"):
             stale.unlink()
         AsyncIOBuilder().load(verbose=False)
-
-
-def deepspeed_config(
-    strategy: Strategy, plan: Plan, mixed_precision: str, micro_batch_size: int, max_grad_norm: float
-) -> dict[str, Any] | None:
-    """The JSON with every "auto" replaced by the recipe's value, so that nothing is left for a library to guess."""
-    if strategy.deepspeed is None:
-        return None
-    accumulation = plan.gradient_accumulation_steps
-    return {
-        **copy.deepcopy(strategy.deepspeed),
-        "bf16": {"enabled": mixed_precision == "bf16"},
-        "fp16": {"enabled": mixed_precision == "fp16"},
-        "train_micro_batch_size_per_gpu": micro_batch_size,
-        "gradient_accumulation_steps": accumulation,
-        "train_batch_size": micro_batch_size * accumulation * plan.data_parallel_size,
-        "gradient_clipping": max_grad_norm,
-        "zero_allow_untested_optimizer": True,  # torch's AdamW and SGD; DeepSpeed knows its own only
-        "steps_per_print": 2**31,
-    }
-
-
-def separate_swap(config: dict[str, Any] | None, run_name: str) -> dict[str, Path]:
-    """Gives each run a swap folder of its own: DeepSpeed names files by rank, so two runs would share them."""
-    folders = {}
-    for key in ("offload_optimizer", "offload_param"):
-        block = config["zero_optimization"].get(key, {}) if config else {}
-        if block.get("device") == "nvme":
-            folders[key] = Path(block["nvme_path"]).expanduser() / run_name
-            block["nvme_path"] = str(folders[key])
-    return folders
 
 
 def start_accelerator(

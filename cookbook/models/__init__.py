@@ -33,6 +33,7 @@ from cookbook.files import RecipeError
 from cookbook.models.attention import PACKED, packing_problem
 from cookbook.models.loss import add_loss
 from cookbook.models.speed import compile_layers, kernel_notes, patch_kernels, save_activations
+from cookbook.models.structure import scratch_config
 from cookbook.recipe import ModelSection, ScratchModel
 
 __all__ = [
@@ -142,13 +143,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 def new_model(sizes: ScratchModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
     """A model of the given sizes with weights from `seed`."""
-    config = AutoConfig.for_model(
-        **sizes.model_dump(),
-        head_dim=sizes.hidden_size // sizes.num_attention_heads,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
+    config = scratch_config(sizes, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config)

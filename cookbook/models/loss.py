@@ -36,7 +36,8 @@ class LossHead(torch.nn.Linear):
         return torch.cat([checkpoint(self._chunk, *part, use_reentrant=False) for part in parts])
 
     def _chunk(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return _nll(super().forward(hidden), targets)
+        # A head that an adapter trains is float32, also where no autocast brings hidden states to that.
+        return _nll(super().forward(hidden.to(self.weight.dtype)), targets)
 
 
 def _nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -80,8 +81,12 @@ def _forward(
     backbone = self.base_model
     hidden = backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False, **options).last_hidden_state
     labelled = targets != IGNORE_INDEX
-    hidden, targets = hidden[labelled], targets[labelled]
-    head = self.get_output_embeddings()
+    return nll_of_targets(self, hidden[labelled], targets[labelled])
+
+
+def nll_of_targets(model: PreTrainedModel, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The negative log-likelihoods, (L,) float32, of targets, (L,), after hidden states, (L, hidden size)."""
+    head = model.get_output_embeddings()
     # peft's ModulesToSaveWrapper hands arguments on; its LoRA layer would add logits to the loss.
     if isinstance(getattr(head, "original_module", head), LossHead):
         return head(hidden, targets)

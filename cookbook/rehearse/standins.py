@@ -3,19 +3,16 @@
 import json
 import math
 import random
-import socket
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
 from cookbook.data.rows import KINDS_OF, Kind, Rows, read_rows, texts
 from cookbook.data.sources import COLUMNS, BadRow, raw_rows
 from cookbook.files import RecipeError
-from cookbook.library import known_kind, known_model
+from cookbook.library import hub_answers, known_kind, known_model
 from cookbook.recipe import BUILTIN_SOURCE, Recipe, Source
 
 WORDS = "a model learns to write short answers from many rows of text and then stops at the end"
@@ -100,22 +97,6 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-@cache
-def hub_answers() -> bool:
-    """Whether the Hub takes a connection within seconds."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    address = urlparse(constants.ENDPOINT)
-    try:
-        port = address.port or (443 if address.scheme == "https" else 80)
-        socket.create_connection((address.hostname or "", port), timeout=3).close()
-    except OSError:
-        return False
-    return True
-
-
 # The tiny model.
 
 
@@ -153,27 +134,26 @@ def write_tiny_model(recipe: Recipe, rows: Rows, folder: Path, notes: Notes) -> 
 
 
 def _describe_model(recipe: Recipe, rows: Rows) -> tuple[Any, Any, str]:
-    """Configuration, tokenizer, and where they are from: a folder, the Hub or its cache, else offline_facts.json."""
-    from transformers import AutoConfig, AutoTokenizer
+    """Configuration, tokenizer, and where they are from."""
+    from transformers import AutoTokenizer
 
+    from cookbook.models.structure import RECORD, find_config
+
+    config, origin = find_config(recipe.model)
     name, revision = recipe.model.name_or_path, recipe.model.revision
     assert name is not None
-    is_reachable = not Path(name).is_dir() and hub_answers()
+    facts = known_model(name)
     try:
-        options = {"revision": revision, "local_files_only": not is_reachable}
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
-        return config, tokenizer, "its own configuration, with its own tokenizer"
+        is_reachable = not Path(name).is_dir() and hub_answers()
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=False, revision=revision, local_files_only=not is_reachable
+        )
     except (OSError, ValueError) as error:
-        facts = known_model(name)
         if facts is None:
             reason = (str(error).strip().splitlines() or ["unknown"])[0][:200]
-            mistake = (
-                f"model.name_or_path is {name!r}: neither a folder, nor on the Hub or in its cache ({reason}), nor in"
-                " recipes/offline_facts.json, from which a rehearsal takes its structure. Connect, or add it there"
-            )
-            raise RecipeError([mistake]) from None
-    return AutoConfig.for_model(**facts["config"]), _stand_in_tokenizer(facts, rows), "offline_facts.json"
+            raise RecipeError([f"model.name_or_path is {name!r}: no tokenizer there ({reason})"]) from None
+        return config, _stand_in_tokenizer(facts, rows), RECORD.rpartition("/")[2]
+    return config, tokenizer, f"{origin}, with its own tokenizer"
 
 
 def _stand_in_tokenizer(facts: dict[str, Any], rows: Rows) -> Any:

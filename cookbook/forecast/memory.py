@@ -1,0 +1,174 @@
+"""What one process needs on its GPU: the states of its strategy, and what a micro-batch holds beside them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cookbook.forecast.skeleton import Skeleton
+from cookbook.forecast.states import States, Unit
+from cookbook.forecast.trace import Pass, Stretch
+
+GIB = 2**30
+
+CONTEXT = round(0.9 * GIB)
+"""CUDA's own memory in a process, outside torch's allocator: 0.47 to 0.92 GiB by GPU and driver (ml-engineering,
+debug/pytorch.md, read 2026-08)."""
+
+RESERVED_WHOLE = (1.01, 1.09)
+"""Reserved over allocated memory where every process has whole weights: nanotron's published runs, 60,780 to 60,096 MiB
+and 14,332 to 13,153."""
+RESERVED_SHARDED = (1.07, 1.24)
+"""The same where weights are gathered and freed: nanotron 9,170 to 8,570 MiB, answer.ai's FSDP-QLoRA 10.24 to 8.28 GiB
+and 10.22 to 9.16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on the GPU of the process that needs most, at the moment when it needs most."""
+
+    moment: str
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    """Weights of other processes that visit, gradient buckets, buffers of the engine."""
+    activations: int
+    """What the backward needs of the forward, copies of weights in low precision, and temporaries."""
+    logits: int
+    """Of head and loss alone."""
+    is_sharded: bool
+
+    @property
+    def allocated(self) -> int:
+        """As torch.cuda.max_memory_allocated counts."""
+        return self.parameters + self.gradients + self.optimizer + self.gathered + self.activations + self.logits
+
+    @property
+    def reserved(self) -> tuple[int, int]:
+        """As torch.cuda.max_memory_reserved counts, from the least to the most that was published for such runs."""
+        low, high = RESERVED_SHARDED if self.is_sharded else RESERVED_WHOLE
+        return round(self.allocated * low), round(self.allocated * high)
+
+    @property
+    def needed(self) -> tuple[int, int]:
+        """Of the GPU: reserved, and CUDA's own."""
+        low, high = self.reserved
+        return low + CONTEXT, high + CONTEXT
+
+    def compared(self, allocated_gib: float, reserved_gib: float) -> str:
+        """A run's peaks beside these."""
+        low, high = (size / GIB for size in self.reserved)
+        difference = allocated_gib * GIB / self.allocated - 1
+        return (
+            f"peak GPU memory: {allocated_gib:.2f} GiB allocated, {difference:+.1%} against the forecast of"
+            f" {self.allocated / GIB:.2f}; {reserved_gib:.2f} GiB reserved, forecast {low:.1f} to {high:.1f}"
+        )
+
+
+def peak(skeleton: Skeleton, states: States, work: Pass, *, accumulates: bool, is_sharded: bool) -> Memory:
+    """The largest moment of a step, once the optimizer has its states.
+
+    Args:
+        work: one micro-batch.
+        accumulates: whether a step has several, so that gradients of earlier ones lie there during a forward.
+    """
+    gpu = states.gpu
+    done = _done_fractions(skeleton)
+
+    def gradients(stretch: Stretch) -> int:
+        if accumulates:
+            return states.gradients_between
+        return max(states.gradients_at_first, round(gpu.gradients * done(stretch)))
+
+    moments = [_at(states, stretch, gradients(stretch), is_sharded) for stretch in work.stretches]
+    update = Memory(
+        moment="the update",
+        parameters=gpu.weights,
+        gradients=gpu.gradients,
+        optimizer=gpu.masters + gpu.moments,
+        gathered=gpu.buffers,
+        activations=0,
+        logits=0,
+        is_sharded=is_sharded,
+    )
+    return max([*moments, update], key=lambda one: one.allocated)
+
+
+def _at(states: States, stretch: Stretch, gradients: int, is_sharded: bool) -> Memory:
+    gpu = states.gpu
+    is_head = stretch.name in ("head", "head backward")
+    where = {
+        "embed": "the embedding",
+        "forward": f"the forward of layer {stretch.layer}",
+        "head": "the loss",
+        "head backward": "the backward of the loss",
+        "backward": f"the backward of layer {stretch.layer}",
+        "end": "the embedding's backward",
+    }
+    return Memory(
+        moment=where[stretch.name],
+        parameters=gpu.weights,
+        gradients=gradients,
+        optimizer=gpu.masters + gpu.moments,
+        gathered=gpu.buffers + _visiting(states, stretch),
+        activations=stretch.held if is_head else stretch.peak,
+        logits=stretch.peak - stretch.held if is_head else 0,
+        is_sharded=is_sharded,
+    )
+
+
+def _visiting(states: States, stretch: Stretch) -> int:
+    """Bytes of weights that are gathered, and of the buffer through which gradients pass, in a stretch.
+
+    Each unit is gathered for its own forward and backward, while the next one is on its way. The gradients of a unit
+    are reduced after its backward, one unit at a time; those of the one with the embedding come last.
+    """
+    if not states.units:
+        return states.gathered
+    layers = [unit for unit in states.units if unit.layer is not None]
+    ends = [unit for unit in states.units if unit.layer is None]
+    first = [unit for unit in ends if "embedding" in unit.parts]
+    last = [unit for unit in ends if unit not in first]
+    begun = {"embed": first, "forward": first}.get(stretch.name, ends)
+    near: list[Unit] = []
+    reduced: list[Unit] = []
+    if stretch.name == "embed":
+        near = [*first, *layers[:1]]
+    elif stretch.name == "end":
+        near, reduced = first, [*first, *layers[:1]]
+    elif stretch.layer is not None:
+        i = stretch.layer
+        begun = begun + (layers[: i + 1] if stretch.name == "forward" else layers)
+        if stretch.name == "forward":
+            near = layers[i : i + 2]
+        else:
+            near = layers[max(0, i - 1) : i + 1]
+            reduced = layers[i : i + 2] if i + 1 < len(layers) else [layers[i], *last]
+    else:
+        begun = begun + layers
+    stay = [unit for unit in begun if unit.stays]
+    weights = sum(unit.weights for unit in stay) + sum(unit.weights for unit in near if not unit.stays)
+    return weights + max((unit.gradients for unit in reduced), default=0)
+
+
+def _done_fractions(skeleton: Skeleton) -> Callable[[Stretch], float]:
+    """From a stretch to the share of gradients that exist at its end, in a first micro-batch.
+
+    The embedding's comes last, while it is made, and is in the trace.
+    """
+    trained = [weight for weight in skeleton.weights if weight.is_trained]
+    whole = sum(weight.num_elements for weight in trained) or 1
+    of_layer = [0] * skeleton.num_layers
+    for weight in trained:
+        if weight.layer is not None:
+            of_layer[weight.layer] += weight.num_elements
+    outside = sum(weight.num_elements for weight in trained if weight.part not in ("layer", "embedding"))
+
+    def done(stretch: Stretch) -> float:
+        if stretch.name == "end":
+            return (outside + sum(of_layer)) / whole
+        if stretch.name == "backward":
+            assert stretch.layer is not None
+            return (outside + sum(of_layer[stretch.layer :])) / whole
+        return 0.0
+
+    return done

@@ -1,0 +1,236 @@
+"""A forecast for people: a row and a bar for each strategy; and for programs: JSON."""
+
+from typing import Any
+
+from cookbook.forecast import Forecast, Outlook, tokens_of_step
+from cookbook.forecast.memory import GIB
+from cookbook.hardware import Machines
+from cookbook.plan import describe_batch
+
+PARTS = (
+    ("W", "parameters", "weights"),
+    ("G", "gradients", "gradients"),
+    ("O", "optimizer", "optimizer"),
+    ("B", "gathered", "gathered weights and buffers"),
+    ("A", "activations", "activations"),
+    ("L", "logits", "logits"),
+)
+BAR = 40
+HEADER = ("strategy", "GPUs", "verdict", "GiB a GPU", "micro-batch", "length", "step", "limit", "host GiB", "disk GiB")
+
+
+def in_words(outlook: Outlook, recipe_name: str, *, num_samples: int | None, price: float | None) -> str:
+    """The whole answer.
+
+    Args:
+        num_samples: rows of the training data, for the length of the run.
+        price: of a GPU for an hour.
+    """
+    machines = outlook.machines
+    best = outlook.forecasts[0]
+    lines = [
+        f"PLAN of {recipe_name} on {_describe(machines)}",
+        f"  model      {outlook.model}, {outlook.num_parameters / 1e9:.3g} B parameters"
+        f" ({outlook.num_trained / 1e9:.3g} B trained); structure from {outlook.origin}",
+        f"  a step     {_step(outlook, best)}",
+        "",
+        *_table(outlook),
+        "",
+        *_bars(outlook),
+    ]
+    blocked = [one for one in outlook.forecasts if one.verdict == "cannot run"]
+    if blocked:
+        lines += ["", "  cannot run:"]
+        lines += [f"    {one.strategy.name}: {_short(one.why[0])}" for one in blocked]
+    if best.memory is not None:
+        lines += ["", *_best(outlook, best, num_samples=num_samples, price=price)]
+    return "\n".join(lines)
+
+
+def _describe(machines: Machines) -> str:
+    if machines.usable_gib is None:
+        return "CPU: no verdict, since host memory is shared with everything else"
+    return f"{machines.text}, of which a run can have {machines.usable_gib:.0f} GiB each"
+
+
+def _step(outlook: Outlook, best: Forecast) -> str:
+    recipe = outlook.recipe
+    batch = describe_batch(recipe, best.plan) if best.plan else f"{recipe.batch.global_batch_size} sequences"
+    saved = {True: "recomputed", "selective": "recomputed but for products", False: "kept"}
+    kept = saved[recipe.model.gradient_checkpointing]
+    return f"{batch}; at most {tokens_of_step(recipe):,} tokens; activations {kept}"
+
+
+def _table(outlook: Outlook) -> list[str]:
+    rows = [HEADER]
+    for one in outlook.forecasts:
+        if one.memory is None:
+            continue
+        low, high = one.memory.needed
+        rows.append(
+            (
+                one.strategy.name,
+                str(one.num_processes),
+                one.verdict,
+                f"{_gib(low)} to {_gib(high)}",
+                _count(one.largest_micro_batch),
+                _count(one.longest),
+                _range(one.time.low, one.time.high, " s") if one.time else "-",
+                one.time.bottleneck if one.time else "-",
+                _gib(one.host) if one.host else "-",
+                _gib(one.disk) if one.disk else "-",
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def _bars(outlook: Outlook) -> list[str]:
+    shown = [one for one in outlook.forecasts if one.memory is not None]
+    usable = outlook.machines.usable_gib
+    whole = usable * GIB if usable is not None else max(one.memory.needed[1] for one in shown if one.memory)
+    width = max(len(one.strategy.name) for one in shown)
+    end = f"{_gib(round(whole))} GiB"
+    lines = [f"  {'':{width}}  0{end:>{BAR}}"]
+    for one in shown:
+        assert one.memory is not None
+        lines.append(f"  {one.strategy.name:{width}} |{_bar(one, whole)}")
+    legend = "  ".join(f"{letter} {words}" for letter, _, words in PARTS)
+    return [*lines, f"  {legend}  - CUDA and fragments, at most"]
+
+
+def _bar(one: Forecast, whole: float) -> str:
+    """Cells of 1/BAR of a GPU."""
+    assert one.memory is not None
+    text, filled = "", 0.0
+    for letter, name, _ in PARTS:
+        filled += getattr(one.memory, name)
+        text += letter * (round(filled / whole * BAR) - len(text))
+    text += "-" * (round(one.memory.needed[1] / whole * BAR) - len(text))
+    return f"{text[:BAR]:{BAR}}|{'' if one.verdict == 'fits' else f' {one.verdict}'}"
+
+
+def _best(outlook: Outlook, best: Forecast, *, num_samples: int | None, price: float | None) -> list[str]:
+    memory, recipe, machines = best.memory, outlook.recipe, outlook.machines
+    assert memory is not None
+    if best.verdict not in ("fits", "tight"):
+        said = (
+            outlook.next_rung
+            or "no smaller micro-batch, checkpointing or adapter makes it fit: take more or larger GPUs"
+        )
+        return [f"  Nothing fits. Nearest is {best.strategy.name}: {best.why[0]}.", f"  Next: {said}."]
+    head = f"  {best.strategy.name}: {_reason(outlook, best)}"
+    parts = ", ".join(f"{words} {_gib(getattr(memory, name))}" for _, name, words in PARTS if getattr(memory, name))
+    low, high = memory.reserved
+    lines = [
+        head,
+        f"    peak       at {memory.moment}: {parts} = {_gib(memory.allocated)} GiB allocated,"
+        f" {_gib(low)} to {_gib(high)} reserved",
+        f"    disk       {_gib(best.checkpoint)} GiB a checkpoint",
+    ]
+    if best.is_bound:
+        lines.append("    activations are a bound by formula: this model's code could not be traced")
+    if best.time is None:
+        lines.append(f"    time       {outlook.no_time}")
+        return lines
+    per_gpu = best.time.tokens_per_second(tokens_of_step(recipe), best.num_processes)
+    lines.append(f"    speed      {_range(*per_gpu, ' tokens/s a GPU')}, limited by {best.time.bottleneck}")
+    steps = _num_steps(outlook, num_samples)
+    if steps is None:
+        lines.append("    length     not known: run.num_epochs of data that was not read; give its rows with SAMPLES=")
+        return lines
+    hours = best.time.hours(steps)
+    lines.append(
+        f"    length     {steps:,} steps, {_range(*hours, ' hours')} at full length; shorter samples take less"
+    )
+    if price is not None:
+        cost = best.time.price(steps, per_gpu_hour=price, num_gpus=machines.num_gpus)
+        lines.append(f"    price      {_range(*cost, '')} at {price:g} a GPU and hour")
+    return lines
+
+
+def _reason(outlook: Outlook, best: Forecast) -> str:
+    fitting = [one for one in outlook.forecasts if one.verdict == "fits"]
+    if best.verdict == "tight":
+        return "may fit: " + best.why[0]
+    if len(fitting) == 1:
+        return "the one that fits"
+    if best.time is not None:
+        return f"the fastest of {len(fitting)} that fit"
+    return f"the simplest of {len(fitting)} that fit"
+
+
+def _num_steps(outlook: Outlook, num_samples: int | None) -> int | None:
+    recipe = outlook.recipe
+    if recipe.run.max_steps is not None:
+        return recipe.run.max_steps
+    if num_samples is None:
+        return None
+    return recipe.run.total_steps(-(-num_samples // recipe.batch.global_batch_size))
+
+
+def _short(mistake: str) -> str:
+    return mistake.split(": ", 1)[-1] if ": " in mistake else mistake
+
+
+def _gib(num_bytes: float) -> str:
+    """Two digits: more a forecast can't back."""
+    value = num_bytes / GIB
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 0.1 else "<0.1"
+
+
+def _range(low: float, high: float, unit: str) -> str:
+    def two_digits(value: float) -> str:
+        return f"{float(f'{value:.2g}'):,.10g}"
+
+    return f"{two_digits(low)} to {two_digits(high)}{unit}"
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def as_record(outlook: Outlook, recipe_name: str, *, num_samples: int | None, price: float | None) -> dict[str, Any]:
+    """Everything, in bytes and seconds."""
+    steps = _num_steps(outlook, num_samples)
+    found = []
+    for one in outlook.forecasts:
+        memory, time = one.memory, one.time
+        record: dict[str, Any] = {
+            "strategy": one.strategy.path,
+            "verdict": one.verdict,
+            "why": one.why,
+            "num_processes": one.num_processes,
+        }
+        if memory is not None:
+            record |= {
+                "memory": {name: getattr(memory, name) for _, name, _ in PARTS}
+                | {"moment": memory.moment, "allocated": memory.allocated, "reserved": memory.reserved}
+                | {"needed": memory.needed, "is_bound": one.is_bound},
+                "host": one.host,
+                "disk": one.disk,
+                "checkpoint": one.checkpoint,
+                "largest_micro_batch": one.largest_micro_batch,
+                "longest": one.longest,
+            }
+        if time is not None:
+            record["step_seconds"] = [time.low, time.high]
+            record["bottleneck"] = time.bottleneck
+            record["parts"] = {part.name: [part.low, part.high] for part in time.parts}
+            if steps is not None:
+                record["hours"] = time.hours(steps)
+                if price is not None:
+                    record["price"] = time.price(steps, per_gpu_hour=price, num_gpus=outlook.machines.num_gpus)
+        found.append(record)
+    machines = outlook.machines
+    return {
+        "recipe": recipe_name,
+        "machines": {"text": machines.text, "gpus": machines.num_gpus, "usable_gib": machines.usable_gib},
+        "model": {"type": outlook.model, "parameters": outlook.num_parameters, "trained": outlook.num_trained}
+        | {"structure_from": outlook.origin},
+        "steps": steps,
+        "forecasts": found,
+        "next_rung": outlook.next_rung,
+    }

@@ -1,0 +1,143 @@
+"""What a model is made of, without its weights: the real model's code, and the recipe's adapter, on the meta device."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from cookbook.adapters import ADAPTER, lora_config
+from cookbook.recipe import Recipe
+
+Part = Literal["embedding", "layer", "norm", "head", "rest"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """A parameter of the model or of its adapter."""
+
+    name: str
+    """In the transformers model; an adapter's as peft names them."""
+    shape: tuple[int, ...]
+    """Of the whole."""
+    layer: int | None
+    """Index of the decoder layer it lies in, the unit that FSDP wraps; None outside of them."""
+    part: Part
+    """Where it lies; `norm` is the last one, before the head. An embedding that is also the head counts as one."""
+    is_trained: bool
+    is_quantized: bool
+    """Held in 4 bits (QLoRA)."""
+    cut: int | None
+    """The dimension along which transformers' tensor parallel cuts it; None: each process holds the whole."""
+    is_orthogonal: bool
+    """A matrix that Muon orthogonalises (see `optim.split_for_muon`), if that is the recipe's optimizer."""
+
+    @property
+    def num_elements(self) -> int:
+        """Of the whole."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skeleton:
+    """A model with the recipe's adapter."""
+
+    weights: tuple[Weight, ...]
+    """Tied ones once, in the model's order."""
+    num_layers: int
+    is_tied: bool
+    """Embedding and head are one matrix."""
+    buffers: tuple[int, ...]
+    """Numbers of elements of what is float32 and no weight, such as the frequencies of rotary embeddings."""
+
+
+def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
+    """The skeleton of a recipe's model. No weights are read; a model of 70 billion parameters takes about a second."""
+    with torch.device("meta"):
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    quantized = _quantized(model) if recipe.adapter is not None and recipe.adapter.name == "qlora" else set()
+    buffers = tuple(buffer.numel() for buffer in model.buffers())
+    cuts = _cuts(model)
+    if recipe.adapter is not None:
+        from peft import inject_adapter_in_model
+
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        with torch.device("meta"):
+            inject_adapter_in_model(lora_config(recipe.adapter), model, adapter_name=ADAPTER)
+    layers = _layers(model)
+    parts = _parts(model)
+    outside = {id(p) for module in _ends(model) if module is not None for p in module.parameters()}
+    weights = []
+    for name, parameter in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        layer = next((number for prefix, number in layers if name.startswith(prefix)), None)
+        weights.append(
+            Weight(
+                name=name,
+                shape=tuple(parameter.shape),
+                layer=layer,
+                part="layer" if layer is not None else parts.get(id(parameter), "rest"),
+                is_trained=parameter.requires_grad,
+                is_quantized=id(parameter) in quantized,
+                cut=_cut(owner, cuts, parameter.ndim),
+                is_orthogonal=parameter.ndim == 2 and id(parameter) not in outside,
+            )
+        )
+    first, last = _ends(model)
+    is_tied = last is not None and first is not None and last.weight is first.weight
+    return Skeleton(weights=tuple(weights), num_layers=len(layers), is_tied=is_tied, buffers=buffers)
+
+
+def _layers(model: PreTrainedModel) -> list[tuple[str, int]]:
+    """Beginnings of the names of each layer's weights, with the layer's number."""
+    units: Any = model._no_split_modules or []
+    names = [name for name, module in model.named_modules() if type(module).__name__ in units]
+    return [(f"{name}.", i) for i, name in enumerate(names)]
+
+
+def _ends(model: PreTrainedModel) -> tuple[Any, Any]:
+    return model.get_input_embeddings(), model.get_output_embeddings()
+
+
+def _parts(model: PreTrainedModel) -> dict[int, Part]:
+    """By the parameter's id; what is not in it is `rest` or lies in a layer."""
+    first, last = _ends(model)
+    found: dict[int, Part] = {}
+    # The last norm is the last direct child of the base model that is one (accelerate 1.15, fsdp_utils.py,
+    # _find_final_norm).
+    norms = [module for module in model.base_model.children() if "Norm" in type(module).__name__]
+    of_parts: list[tuple[Part, Any]] = [("norm", norms[-1] if norms else None), ("head", last), ("embedding", first)]
+    for part, module in of_parts:
+        if module is not None:
+            found |= {id(parameter): part for parameter in module.parameters()}
+    return found
+
+
+def _quantized(model: PreTrainedModel) -> set[int]:
+    """Ids of the weights that bitsandbytes holds in 4 bits: of all linear layers but the head."""
+    head = model.get_output_embeddings()
+    linear = (module for module in model.modules() if type(module) is torch.nn.Linear and module is not head)
+    return {id(module.weight) for module in linear}
+
+
+def _cuts(model: PreTrainedModel) -> list[tuple[re.Pattern[str], str]]:
+    """The tensor-parallel plan of the model's class: patterns of module names, and how they are cut."""
+    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
+    return [(re.compile(re.escape(name).replace(r"\*", r"\d+")), how) for name, how in plan.items()]
+
+
+def _cut(module: str, cuts: list[tuple[re.Pattern[str], str]], num_dimensions: int) -> int | None:
+    """Where a weight of a module is cut. Of an adapter's two matrices, the one on the side where its layer is."""
+    base, _, rest = module.partition(".lora_")
+    base = base.removesuffix(".base_layer")
+    how = next((how for pattern, how in cuts if pattern.fullmatch(base)), "")
+    if how.startswith("colwise") and rest[:1] in ("", "B"):
+        return 0
+    if how == "embedding_rowwise":
+        return 0
+    if how.startswith("rowwise") and rest[:1] in ("", "A") and num_dimensions > 1:
+        return 1
+    return None

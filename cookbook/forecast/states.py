@@ -1,0 +1,571 @@
+"""What each process holds of weights, gradients and optimizer state, in bytes: arithmetic on the engines' own rules.
+
+Every rule names the lines that it follows; `tests/test_forecast_states.py` holds it against the engines, to the byte.
+No torch.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from cookbook.recipe import OptimSection, Recipe
+from cookbook.strategy import Strategy
+
+if TYPE_CHECKING:
+    from cookbook.forecast.skeleton import Skeleton, Weight
+
+FLOAT32 = 4
+STEP = 4
+"""Of the float32 tensor in which torch's fused AdamW counts the updates of each tensor."""
+MIN_SWAP = 2**20
+"""DeepSpeed leaves what is smaller in memory (runtime/swap_tensor/utils.py, MIN_AIO_BYTES)."""
+SWAP_ALIGNMENT = 1024
+"""DeepSpeed's files and their buffers are multiples of so many bytes for each thread (AIO_ALIGNED_BYTES)."""
+ALIGNMENT_FSDP1 = 16
+"""Bytes: where a parameter begins in FSDP1's flat one (torch/distributed/fsdp/_flat_param.py, _get_aligned_numel)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes of one process in one place, between the last backward of a step and its update."""
+
+    weights: int = 0
+    """What forwards read, frozen ones included: whole, or this process's share. Weights gathered for good count too."""
+    masters: int = 0
+    """Float32 copies that the optimizer updates, where they are apart from the weights."""
+    gradients: int = 0
+    moments: int = 0
+    """The optimizer's state."""
+    buffers: int = 0
+    """What the engine allocates for good, and what the model keeps beside its weights."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.masters + self.gradients + self.moments + self.buffers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """Weights that are gathered, and whose gradients are reduced, together."""
+
+    layer: int | None
+    """The decoder layer that it is."""
+    parts: tuple[str, ...]
+    """See `Weight.part`."""
+    weights: int
+    """Bytes of the whole, as forward and backward read it."""
+    gradients: int
+    """Bytes of its whole gradients, in the buffer that is reduced."""
+    stays: bool
+    """From its first use to the end of the backward; else it is let go after the forward and gathered again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class States:
+    """What one process holds, and what forward and backward need beyond that."""
+
+    gpu: Held
+    host: Held = field(default_factory=Held)
+    """Pinned host memory."""
+    disk: Held = field(default_factory=Held)
+    """NVMe."""
+    gradients_at_first: int
+    """Gradients on the GPU while the first micro-batch of a step runs."""
+    gradients_between: int
+    """Gradients on the GPU between two micro-batches of a step; the same as at the end but for ZeRO-1."""
+    units: tuple[Unit, ...] = ()
+    """In the order of the forward, where weights are gathered by units (FSDP)."""
+    gathered_weights: int = 0
+    """Weights on the GPU that are gathered for a while, at most."""
+    gradient_buckets: int = 0
+    """Buffers on the GPU through which gradients pass, at most."""
+
+    @property
+    def gathered(self) -> int:
+        """What a forward or backward holds on the GPU beyond `gpu`, at most."""
+        return self.gathered_weights + self.gradient_buckets
+
+
+def states(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_processes: int, rank: int = 0) -> States:
+    """The states of one process of a run that has made an update; before it there are no moments."""
+    match strategy.kind:
+        case "single" | "ddp":
+            return _whole(skeleton, recipe, strategy, num_processes)
+        case "tp":
+            return _tensor_parallel(skeleton, recipe, strategy, rank)
+        case "fsdp2":
+            return _fsdp2(skeleton, recipe, strategy, num_processes, rank)
+        case "fsdp1":
+            return _fsdp1(skeleton, recipe, strategy, num_processes, rank)
+        case "zero":
+            stage3 = strategy.zero_stage == 3
+            return (_zero3 if stage3 else _zero12)(skeleton, recipe, strategy, num_processes, rank)
+
+
+def low_bytes(mixed_precision: str) -> int:
+    """Of one number in what forwards compute in; fp16 is sized as bf16."""
+    return FLOAT32 if mixed_precision == "no" else 2
+
+
+def _whole(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_processes: int) -> States:
+    """Weights that are trained are float32, and autocast multiplies in less; frozen ones are what it multiplies in."""
+    trained = [weight.num_elements for weight in skeleton.weights if weight.is_trained]
+    gradients = FLOAT32 * sum(trained)
+    # DDP's buckets are the gradients (gradient_as_bucket_view), and stay when these are cleared.
+    is_wrapped = strategy.kind == "ddp" and num_processes > 1
+    return States(
+        gpu=Held(
+            weights=_resident(skeleton.weights, recipe) + _constants(skeleton),
+            gradients=gradients,
+            moments=_moments(recipe.optim, _tensors(skeleton, lambda weight: weight.num_elements)),
+            buffers=_buffers(skeleton),
+        ),
+        gradients_at_first=gradients if is_wrapped else 0,
+        gradients_between=gradients,
+    )
+
+
+def _tensor_parallel(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, rank: int) -> States:
+    def local(weight: "Weight") -> int:
+        if weight.cut is None:
+            return weight.num_elements
+        return (
+            weight.num_elements // weight.shape[weight.cut] * _chunk(weight.shape[weight.cut], strategy.tp_size, rank)
+        )
+
+    def gradient(weight: "Weight") -> int:
+        # The gradient of a cut embedding stays whole (see `Engine._gradient_norm`).
+        return weight.num_elements if weight.part == "embedding" else local(weight)
+
+    gradients = FLOAT32 * sum(gradient(weight) for weight in skeleton.weights if weight.is_trained)
+    return States(
+        gpu=Held(
+            weights=sum(_size(weight, recipe) * local(weight) for weight in skeleton.weights),
+            gradients=gradients,
+            moments=_moments(recipe.optim, _tensors(skeleton, local)),
+            buffers=_buffers(skeleton),
+        ),
+        gradients_at_first=0,
+        gradients_between=gradients,
+    )
+
+
+def _fsdp2(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_processes: int, rank: int) -> States:
+    """Each parameter is cut along its first dimension; torch pads every share to the first one's size
+    (fsdp/_fully_shard/_fsdp_param.py, _init_sharded_param), and gradients with it. What a GPU copies to the host may
+    lack that padding.
+    """
+    assert strategy.fsdp is not None
+    shards = strategy.dp_shard_size if strategy.dp_replicate_size > 1 else num_processes
+
+    def padded(weight: "Weight") -> int:
+        rows, *others = _stored(weight, recipe)
+        return math.prod(others) * math.ceil(rows / shards)
+
+    def local(weight: "Weight") -> int:
+        return weight.num_elements // weight.shape[0] * _chunk(weight.shape[0], shards, rank % shards)
+
+    gradients = FLOAT32 * sum(padded(weight) for weight in skeleton.weights if weight.is_trained)
+    weights = sum(_size(weight, recipe) * padded(weight) for weight in skeleton.weights)
+    state = Held(weights=weights, gradients=gradients, moments=_moments(recipe.optim, _tensors(skeleton, local)))
+    low = low_bytes(recipe.mixed_precision)
+    units = tuple(
+        Unit(
+            layer=layer,
+            parts=parts,
+            weights=shards * sum(padded(weight) * low for weight in found),
+            gradients=shards * FLOAT32 * sum(padded(weight) for weight in found if weight.is_trained),
+            stays=stays or not strategy.fsdp.fsdp_reshard_after_forward,
+        )
+        for layer, parts, stays, found in _units_fsdp2(skeleton)
+    )
+    # A unit lies in the buffer that was gathered and in its own memory; the next one is gathered meanwhile. Before a
+    # unit's gradients are put into their buffer the last reduction is waited for (_fsdp_param_group.py).
+    moving = sorted((unit.weights for unit in units if not unit.stays), reverse=True)
+    kept = sum(unit.weights for unit in units if unit.stays)
+    largest = max(unit.weights for unit in units)
+    gathered = kept + max(largest, sum(moving[:2]))
+    buckets = max(unit.gradients for unit in units)
+    buffers = Held(weights=_constants(skeleton), buffers=_buffers(skeleton))
+    if strategy.fsdp.fsdp_offload_params:
+        return States(
+            gpu=buffers,
+            host=state,
+            gradients_at_first=0,
+            gradients_between=0,
+            units=units,
+            gathered_weights=gathered,
+            gradient_buckets=buckets,
+        )
+    return States(
+        gpu=replace(state, weights=weights + buffers.weights, buffers=buffers.buffers),
+        gradients_at_first=0,
+        gradients_between=gradients,
+        units=units,
+        gathered_weights=gathered,
+        gradient_buckets=buckets,
+    )
+
+
+def _units_fsdp2(skeleton: "Skeleton") -> Iterator[tuple[int | None, tuple[str, ...], bool, list["Weight"]]]:
+    """Layer, parts, whether it stays gathered, and weights of each unit (accelerate 1.15, fsdp2_prepare_model)."""
+    of_part = {part: [w for w in skeleton.weights if w.part == part] for part in ("embedding", "norm", "head", "rest")}
+    tail = ("embedding", "norm", "head") if skeleton.is_tied else ("norm", "head")
+    if not skeleton.is_tied:
+        yield None, ("embedding",), False, of_part["embedding"]
+    if of_part["rest"]:
+        yield None, ("rest",), True, of_part["rest"]
+    for layer in range(skeleton.num_layers):
+        yield layer, ("layer",), False, [weight for weight in skeleton.weights if weight.layer == layer]
+    yield None, tail, True, [weight for part in tail for weight in of_part[part]]
+
+
+def _fsdp1(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_processes: int, rank: int) -> States:
+    """Each layer is one flat parameter in float32, and what is left is another; each process has an equal share.
+
+    A parameter begins at a multiple of 16 bytes of the dtype that is computed in, and the whole is a multiple of the
+    processes (_flat_param.py, _init_flat_param_and_metadata). Where one weight of a unit is trained, the gradient is
+    that of the flat parameter.
+    """
+    assert strategy.fsdp is not None
+    low = low_bytes(recipe.mixed_precision)
+    weights, gradients, local, units = 0, 0, [], []
+    for layer in (None, *range(skeleton.num_layers)):
+        found = [weight for weight in skeleton.weights if weight.layer == layer]
+        starts, length = _flat_fsdp1(found, ALIGNMENT_FSDP1 // low, num_processes)
+        share = length // num_processes
+        is_trained = any(weight.is_trained for weight in found)
+        weights += FLOAT32 * share
+        gradients += FLOAT32 * share * is_trained
+        local += [
+            (_overlap(start, weight.num_elements, rank * share, share), weight)
+            for start, weight in zip(starts, found, strict=True)
+        ]
+        stays = layer is None or strategy.fsdp.fsdp_sharding_strategy != "FULL_SHARD"
+        parts = tuple(dict.fromkeys(weight.part for weight in found))
+        units.append(
+            Unit(layer=layer, parts=parts, weights=low * length, gradients=FLOAT32 * length * is_trained, stays=stays)
+        )
+    tensors = [(numel, weight.is_orthogonal) for numel, weight in local if weight.is_trained and numel]
+    moving = sorted((unit.weights for unit in units if not unit.stays), reverse=True)
+    kept = sum(unit.weights for unit in units if unit.stays)
+    # With one process nothing is sharded, and what is computed in is a copy only where it is of another dtype.
+    is_copied = num_processes > 1 or low != FLOAT32
+    return States(
+        gpu=Held(
+            weights=weights,
+            gradients=gradients,
+            moments=_moments(recipe.optim, tensors),
+            buffers=_buffers(skeleton),
+        ),
+        gradients_at_first=0,
+        gradients_between=gradients,
+        units=tuple(units) if is_copied else (),
+        gathered_weights=kept + sum(moving[:2]) if is_copied else 0,
+        gradient_buckets=max(unit.gradients for unit in units) if num_processes > 1 else 0,
+    )
+
+
+def _flat_fsdp1(weights: list["Weight"], alignment: int, num_processes: int) -> tuple[list[int], int]:
+    """Where each weight begins in the flat one, and the length of that, in numbers."""
+    starts, length = [], 0
+    for weight in weights:
+        length = _round_up(length, alignment)
+        starts.append(length)
+        length += weight.num_elements
+    return starts, _round_up(length, num_processes)
+
+
+def _groups(skeleton: "Skeleton") -> list[list["Weight"]]:
+    """Trained weights by optimizer group: matrices, with weight decay, then the rest (see `optim.parameter_groups`)."""
+    trained = [weight for weight in skeleton.weights if weight.is_trained]
+    groups = ([weight for weight in trained if (len(weight.shape) >= 2) == is_matrix] for is_matrix in (True, False))
+    return [group for group in groups if group]
+
+
+def _zero12(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_processes: int, rank: int) -> States:
+    """Trained weights of a group lie in one flat tensor, whole on each process and padded to a multiple of twice the
+    processes; of that each has an equal part of masters and moments (stage_1_and_2.py, __init__).
+
+    Gradients stay those of every weight that a part touches, whole (get_flat_partition), in the weights' dtype.
+    """
+    zero = _zero_block(strategy)
+    low = low_bytes(recipe.mixed_precision)
+    groups = [[weight.num_elements for weight in group] for group in _groups(skeleton)]
+    flats = [_round_up(sum(sizes), 2 * num_processes) for sizes in groups]
+    parts = [flat // num_processes for flat in flats]
+    touched, padding = 0, 0
+    for sizes, part in zip(groups, parts, strict=True):
+        start, own = 0, rank * part
+        for size in sizes:
+            touched += size if _overlap(start, size, own, part) else 0
+            start += size
+        padding += part - max(0, min(start - own, part))
+    trained = sum(map(sum, groups))
+    largest = max(map(max, groups))
+    frozen = [weight for weight in skeleton.weights if not weight.is_trained]
+    masters = FLOAT32 * sum(parts)
+    moments = _moments(recipe.optim, [(part, False) for part in parts])
+    weights = low * sum(flats) + _resident(frozen, recipe) + _constants(skeleton)
+    buffers = _buffers(skeleton)
+    num_buckets = 2 if zero.get("overlap_comm") else 1
+    buckets = num_buckets * low * zero.get("reduce_bucket_size", 5 * 10**8)
+    accumulates = recipe.batch.micro_batch_size is None or _accumulation(recipe, strategy, num_processes) > 1
+    if strategy.offload_optimizer == "cpu":
+        # Between micro-batches each gradient that a part touches waits whole; at the end it is added to float32.
+        waiting = low * touched if accumulates else 0
+        return States(
+            gpu=Held(weights=weights, buffers=buffers + low * largest),
+            host=Held(
+                masters=masters,
+                gradients=masters + waiting,
+                moments=moments,
+                buffers=low * sum(parts) + low * largest,
+            ),
+            gradients_at_first=0,
+            gradients_between=0,
+            gradient_buckets=buckets,
+        )
+    return States(
+        gpu=Held(
+            weights=weights,
+            masters=masters,
+            gradients=low * (touched + padding),
+            moments=moments,
+            buffers=buffers,
+        ),
+        gradients_at_first=0,
+        gradients_between=low * (touched if strategy.zero_stage == 2 else trained),
+        gradient_buckets=buckets,
+    )
+
+
+def _zero3(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_processes: int, rank: int) -> States:
+    """Each process has an equal part of every parameter, the last one padded (partition_parameters.py,
+    _padding_size); masters always lie apart (stage3.py, _create_fp32_partitions, compares a device with its name).
+    Small parameters stay gathered beside their parts.
+    """
+    zero = _zero_block(strategy)
+    low = low_bytes(recipe.mixed_precision)
+
+    def numel(weight: "Weight") -> int:
+        return math.prod(_stored(weight, recipe))
+
+    def part(weight: "Weight") -> int:
+        return math.ceil(numel(weight) / num_processes)
+
+    def size(weight: "Weight") -> int:
+        # An adapter's weights are made in float32, and left so where the model was cut while it was read. That of 4
+        # bits is cut later, and converted.
+        is_adapter = recipe.adapter is not None and recipe.adapter.name != "qlora"
+        return FLOAT32 if weight.is_trained and is_adapter else low
+
+    threshold = zero.get("stage3_param_persistence_threshold", 10**5)
+    persistent = [weight for weight in skeleton.weights if numel(weight) <= threshold]
+    others = [weight for weight in skeleton.weights if numel(weight) > threshold]
+    # One process reads its parts where they lie, unless that is the host.
+    is_gathered = num_processes > 1 or strategy.offload_param is not None
+    gathered = sum(size(weight) * part(weight) * num_processes for weight in persistent) * is_gathered
+    gathered += _constants(skeleton)
+    parts = sum(size(weight) * part(weight) for weight in skeleton.weights)
+    subgroups = list(_subgroups(skeleton, part, zero.get("sub_group_size", 10**9)))
+    subgroup_parts = [[part(weight) for weight in subgroup] for subgroup in subgroups]
+    trained = sum(map(sum, subgroup_parts))
+    gradients = low * trained
+    bucket = low * zero.get("reduce_bucket_size", 5 * 10**8)
+    live = max(zero.get("stage3_max_live_parameters", 10**9), zero.get("stage3_max_reuse_distance", 10**9))
+    moving = [numel(weight) for weight in others] if is_gathered else []
+    visiting: dict[str, Any] = {
+        "gathered_weights": low * min(sum(moving), live + max(moving, default=0)),
+        "gradient_buckets": min(
+            bucket, low * sum(weight.num_elements for weight in skeleton.weights if weight.is_trained)
+        ),
+    }
+    gpu = Held(weights=gathered, buffers=bucket + _buffers(skeleton))
+    state = Held(
+        masters=FLOAT32 * trained,
+        gradients=gradients,
+        moments=_moments(recipe.optim, [(sum(found), False) for found in subgroup_parts]),
+    )
+    if strategy.offload_optimizer is None:
+        gpu = replace(state, weights=gathered + parts, buffers=gpu.buffers)
+        return States(gpu=gpu, gradients_at_first=gradients, gradients_between=gradients, **visiting)
+    visiting |= {"gradients_at_first": 0, "gradients_between": 0}
+    # Beside the buffer that accumulates, each float32 part has a gradient of its own.
+    host, disk = replace(state, gradients=gradients + FLOAT32 * trained), Held()
+    if strategy.offload_optimizer == "nvme":
+        host, disk = _optimizer_on_disk(recipe, strategy, subgroup_parts)
+        host = replace(host, gradients=host.gradients + gradients)
+    if strategy.offload_param is None:
+        gpu = replace(gpu, weights=gathered + parts)
+    elif strategy.offload_param == "cpu":
+        host = replace(host, weights=parts)
+    else:
+        # The swapper's buffers; one for a sub-group's new weights, as if each were whole; and placeholders: a number
+        # for each group, and one of 2 bytes (partitioned_param_swapper.py, reserve_partitioned_swap_space).
+        alignment = _thread_alignment(strategy) // low
+        swapped = [weight for weight in skeleton.weights if low * part(weight) >= _swap_limit(strategy)]
+        kept = [weight for weight in skeleton.weights if low * part(weight) < _swap_limit(strategy)]
+        block = zero["offload_param"]
+        buffer = block.get("buffer_count", 5) * _round_up(block.get("buffer_size", 10**8), alignment)
+        largest = max(subgroups, key=lambda subgroup: sum(map(part, subgroup)))
+        reserved = sum(_round_up(numel(weight), alignment) for weight in largest)
+        host = replace(
+            host,
+            weights=sum(size(weight) * part(weight) for weight in kept),
+            buffers=host.buffers + low * (buffer + reserved) + sum(size(group[0]) for group in _groups(skeleton)) + 2,
+        )
+        disk = replace(disk, weights=low * sum(_round_up(part(weight), alignment) for weight in swapped))
+    return States(gpu=gpu, host=host, disk=disk, **visiting)
+
+
+def _optimizer_on_disk(recipe: Recipe, strategy: Strategy, subgroups: list[list[int]]) -> tuple[Held, Held]:
+    """Host and disk. A sub-group is swapped as a whole, with its gradients one by one: of each the part that fills
+    whole blocks. What is left over is a view of it, which keeps all of it in memory (runtime/swap_tensor/
+    optimizer_utils.py, _adjust_for_misaligned_lengths); where gradients are accumulated in float32, of that buffer.
+
+    Args:
+        subgroups: of each, the elements of its weights' parts.
+    """
+    optim, is_copied = recipe.optim, low_bytes(recipe.mixed_precision) < FLOAT32
+    per_block, limit = _thread_alignment(strategy) // FLOAT32, _swap_limit(strategy)
+    # AdamW's count stays in memory.
+    num_moments, count = (2, STEP) if optim.name == "adamw" else (0 if optim.momentum == 0 else 1, 0)
+    host, disk = Held(), Held()
+    for subgroup in subgroups:
+        numel = sum(subgroup)
+        if FLOAT32 * numel < limit:
+            host = replace(
+                host,
+                masters=host.masters + FLOAT32 * numel,
+                gradients=host.gradients + FLOAT32 * numel,
+                moments=host.moments + _moments(optim, [(numel, False)]),
+            )
+            continue
+        swapped = [part for part in subgroup if FLOAT32 * part >= limit]
+        kept = [part for part in subgroup if FLOAT32 * part < limit or part % per_block]
+        file = FLOAT32 * _round_up(numel, per_block)
+        host = replace(host, gradients=host.gradients + FLOAT32 * sum(kept) * is_copied, moments=host.moments + count)
+        disk = replace(
+            disk,
+            masters=disk.masters + file,
+            gradients=disk.gradients + FLOAT32 * sum(part // per_block * per_block for part in swapped),
+            moments=disk.moments + num_moments * file,
+        )
+    largest = _round_up(max(sum(subgroup) for subgroup in subgroups), per_block)
+    num_buffers = _zero_block(strategy)["offload_optimizer"].get("buffer_count", 4)
+    return replace(host, buffers=FLOAT32 * num_buffers * largest), disk
+
+
+def _subgroups(skeleton: "Skeleton", part: Callable[["Weight"], int], limit: int) -> Iterator[list["Weight"]]:
+    """Trained weights that are updated at once: so many that their parts reach the limit (stage3.py,
+    _create_fp16_sub_groups).
+    """
+    for group in _groups(skeleton):
+        found: list[Weight] = []
+        numel = 0
+        for weight in group:
+            found.append(weight)
+            numel += part(weight)
+            if numel >= limit:
+                yield found
+                found, numel = [], 0
+        if found:
+            yield found
+
+
+def _thread_alignment(strategy: Strategy) -> int:
+    """Bytes of which swapped tensors are multiples."""
+    assert strategy.deepspeed is not None
+    return SWAP_ALIGNMENT * strategy.deepspeed.get("aio", {}).get("intra_op_parallelism", 1)
+
+
+def _swap_limit(strategy: Strategy) -> int:
+    assert strategy.deepspeed is not None
+    return max(MIN_SWAP, strategy.deepspeed.get("aio", {}).get("block_size", MIN_SWAP))
+
+
+def _zero_block(strategy: Strategy) -> dict[str, Any]:
+    assert strategy.deepspeed is not None
+    return strategy.deepspeed["zero_optimization"]
+
+
+def _accumulation(recipe: Recipe, strategy: Strategy, num_processes: int) -> int:
+    per_forward = (recipe.batch.micro_batch_size or 1) * strategy.data_parallel_size(num_processes)
+    return math.ceil(recipe.batch.global_batch_size / per_forward)
+
+
+def _moments(optim: OptimSection, tensors: Iterable[tuple[int, bool]]) -> int:
+    """Of tensors given by their elements and whether Muon would orthogonalise them.
+
+    8 bits: a byte for each of both moments and a scale for each block of 256, from 4,096 elements on; the two tables of
+    values are one for all (bitsandbytes 0.50, optim/optimizer.py, Optimizer2State.init_state).
+    """
+    match optim.name:
+        case "adamw":
+            return sum(2 * FLOAT32 * numel + STEP for numel, _ in tensors)
+        case "sgd":
+            return 0 if optim.momentum == 0 else sum(FLOAT32 * numel for numel, _ in tensors)
+        case "muon":
+            return sum(
+                FLOAT32 * numel if is_orthogonal else 2 * FLOAT32 * numel + STEP for numel, is_orthogonal in tensors
+            )
+        case "adamw_8bit":
+            sizes = [numel for numel, _ in tensors]
+            small = sum(2 * FLOAT32 * numel for numel in sizes if numel < 4096)
+            large = sum(2 * (numel + FLOAT32 * math.ceil(numel / 256)) for numel in sizes if numel >= 4096)
+            return small + large + (2 * 256 * FLOAT32 if large else 0)
+
+
+def _resident(weights: Iterable["Weight"], recipe: Recipe) -> int:
+    """Bytes of whole weights."""
+    return sum(_size(weight, recipe) * math.prod(_stored(weight, recipe)) for weight in weights)
+
+
+def _tensors(skeleton: "Skeleton", numel: Callable[["Weight"], int]) -> list[tuple[int, bool]]:
+    return [(numel(weight), weight.is_orthogonal) for weight in skeleton.weights if weight.is_trained]
+
+
+def _size(weight: "Weight", recipe: Recipe) -> int:
+    """Bytes of one stored number of a weight, but for ZeRO's."""
+    return FLOAT32 if weight.is_trained else low_bytes(recipe.mixed_precision)
+
+
+def _stored(weight: "Weight", recipe: Recipe) -> tuple[int, ...]:
+    """The shape in which a weight lies in memory: two of 4 bits share a byte, and bytes are stored as numbers of the
+    dtype that is computed in, in one column (see `adapters.quantization_options`).
+    """
+    if not weight.is_quantized:
+        return weight.shape
+    return (weight.num_elements // (2 * low_bytes(recipe.mixed_precision)), 1)
+
+
+def _constants(skeleton: "Skeleton") -> int:
+    """Beside 4-bit weights, whole on each process: a scale in 8 bits for each block of 64, for each 256 of those a
+    float32 scale, a float32 offset, and two tables of values (bitsandbytes 0.50, functional.py, quantize_4bit).
+    """
+    total = 0
+    for weight in skeleton.weights:
+        if weight.is_quantized:
+            blocks = math.ceil(weight.num_elements / 64)
+            total += blocks + FLOAT32 * (math.ceil(blocks / 256) + 1 + 16 + 256)
+    return total
+
+
+def _buffers(skeleton: "Skeleton") -> int:
+    return FLOAT32 * sum(skeleton.buffers)
+
+
+def _chunk(length: int, num_chunks: int, index: int) -> int:
+    """Of `torch.chunk`: the size of a chunk; the last ones may be shorter, or empty."""
+    size = math.ceil(length / num_chunks)
+    return max(0, min(size, length - index * size))
+
+
+def _overlap(start: int, length: int, other: int, other_length: int) -> int:
+    return max(0, min(start + length, other + other_length) - max(start, other))
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,412 @@
+"""What a forward and backward hold in memory, found by running the real model on tensors without data.
+
+torch's fake tensors have shapes and types and are computed with as any others, so the model's own code, the recipe's
+adapter and checkpointing, and our loss say what is kept and for how long. A ledger sees every tensor come and go. It
+runs on any CPU in seconds, and reads no weights.
+"""
+
+import copy
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from cookbook.adapters import ADAPTER, lora_config
+from cookbook.models.loss import LOGITS_BUDGET, add_loss, nll_of_targets
+from cookbook.models.speed import save_activations
+from cookbook.recipe import Recipe
+
+TRACED = "cookbook_traced"
+PATIENCE = 20.0
+"""Seconds; a model that runs token by token takes minutes."""
+PROBE_LAYERS = 4
+ROUNDING = 512
+"""CUDA's allocator gives out multiples of so many bytes (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Untraceable(Exception):
+    """The model's code needs what a tensor without data cannot say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """A part of one forward and backward."""
+
+    name: str
+    """embed, forward, head, head backward, backward, end."""
+    layer: int | None
+    """Of forward and backward: which decoder layer."""
+    held: int
+    """Bytes of activations at its beginning; weights and gradients are not in it."""
+    peak: int
+    """The most during it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """A micro-batch: its forward and backward, in order."""
+
+    stretches: tuple[Stretch, ...]
+
+    def towards(self, other: "Pass", times: float) -> "Pass":
+        """This, and so many times what the other has more; it may be below 0."""
+
+        def between(mine: int, theirs: int) -> int:
+            return max(0, round(mine + times * (theirs - mine)))
+
+        stretches = (
+            replace(one, held=between(one.held, more.held), peak=between(one.peak, more.peak))
+            for one, more in zip(self.stretches, other.stretches, strict=True)
+        )
+        return Pass(stretches=tuple(stretches))
+
+
+def trace(
+    config: PreTrainedConfig,
+    recipe: Recipe,
+    *,
+    rows: int,
+    length: int,
+    num_targets: int,
+    autocast: bool,
+    tp_size: int,
+    change: Callable[[PreTrainedModel], None] | None = None,
+) -> Pass:
+    """One micro-batch through the model.
+
+    Args:
+        rows: sequences, each of `length` tokens; under packing one row of all tokens.
+        num_targets: labelled positions of all rows.
+        autocast: weights stay float32 and operations cast them, as under single and DDP; else the weights are in the
+            recipe's precision, as under ZeRO and FSDP.
+        tp_size: of a tensor-parallel group, whose processes each have a share of heads and inner features.
+        change: makes of the empty model what another program would run (benchmarks/plan_accuracy.py).
+
+    Raises:
+        Untraceable: a bound by formula is all that can be had.
+    """
+    num_layers = config.num_hidden_layers
+    probed = min(num_layers, PROBE_LAYERS) if _is_uniform(config) else num_layers
+    low = DTYPES[recipe.mixed_precision]
+    config = _share_of(_with_layers(config, probed), tp_size)
+    for attention in (TRACED, "sdpa", "eager"):  # not every model lets one choose
+        try:
+            model = _empty_model(config, recipe, torch.float32 if autocast else low, low, attention)
+            if change is not None:
+                change(model)
+            cast = low if autocast and low != torch.float32 else None
+            stretches = _run(model, rows, length, num_targets, cast)
+            break
+        except Exception as error:  # whatever a model's code does with data that is not there
+            if attention == "eager" or isinstance(error, TimeoutError):
+                said = (str(error).splitlines() or [""])[0][:200]
+                raise Untraceable(f"{config.model_type}: {type(error).__name__}: {said}") from error
+        finally:
+            gc.collect()
+    return Pass(stretches=tuple(_lengthen(stretches, probed, num_layers)))
+
+
+LAYER_BYTES = 96
+"""Per token and hidden unit, that a layer keeps in 16 bits: the most of the models that ml-engineering measured
+(gemma-2b; Llama-3.1-8B has 56; training/performance, read 2026-08)."""
+
+
+def bound(config: PreTrainedConfig, recipe: Recipe, *, tokens: int, tp_size: int) -> Pass:
+    """What a model that cannot be traced needs at most, by formula: every layer keeps `LAYER_BYTES`, or its input alone
+    under checkpointing, and the loss has its logits in 16 bits, in float32, their softmax and gradient."""
+    text = config.get_text_config()
+    size = DTYPES[recipe.mixed_precision].itemsize
+    layer = LAYER_BYTES * size // 2 * tokens * text.hidden_size // tp_size
+    kept = size * tokens * text.hidden_size if recipe.model.gradient_checkpointing is True else layer
+    layers = text.num_hidden_layers
+    head = (size + 12) * min(tokens * text.vocab_size, LOGITS_BUDGET)
+    stretches = (
+        Stretch(name="head", layer=None, held=layers * kept, peak=layers * kept + head),
+        Stretch(name="backward", layer=layers - 1, held=layers * kept, peak=layers * kept + layer),
+        Stretch(name="backward", layer=0, held=kept, peak=kept + layer),
+    )
+    return Pass(stretches=stretches)
+
+
+def _is_uniform(config: PreTrainedConfig) -> bool:
+    """Whether every layer is like the others, so that a few tell of all."""
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    sparse = any(
+        getattr(config, key, 0) for key in ("first_k_dense_replace", "mlp_only_layers", "interleave_moe_layer_step")
+    )
+    return not kinds and not sparse and getattr(config, "decoder_sparse_step", 1) in (None, 1)
+
+
+def _with_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
+    config = copy.deepcopy(config)
+    if vars(config).get("layer_types"):
+        config.layer_types = config.layer_types[:num_layers]
+    config.num_hidden_layers = num_layers
+    config.use_cache = False
+    return config
+
+
+def _share_of(config: PreTrainedConfig, tp_size: int) -> PreTrainedConfig:
+    """One process of a tensor-parallel group sees its share of heads and inner features, and whole hidden states."""
+    if tp_size == 1:
+        return config
+    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(config, key, None):
+            setattr(config, key, max(1, getattr(config, key) // tp_size))
+    return config
+
+
+def _empty_model(
+    config: PreTrainedConfig, recipe: Recipe, trained: torch.dtype, frozen: torch.dtype, attention: str
+) -> PreTrainedModel:
+    """The model as `train.py` makes it, on tensors without data."""
+    adapter = recipe.adapter
+    with torch.device("meta"):
+        dtype = trained if adapter is None else frozen
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(
+            config, dtype=dtype, attn_implementation=attention
+        )
+        if adapter is not None:
+            from peft import inject_adapter_in_model
+
+            for parameter in model.parameters():
+                parameter.requires_grad_(False)
+            inject_adapter_in_model(lora_config(adapter), model, adapter_name=ADAPTER)
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(trained)
+    model.config.use_cache = False
+    if recipe.model.gradient_checkpointing:
+        save_activations(model, selective=recipe.model.gradient_checkpointing == "selective")
+    add_loss(model)
+    return model.train()
+
+
+def _flash_makes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The memory of a flash attention kernel: its output, and the logarithms of the sums."""
+    batch, heads, length, _ = query.shape
+    out = query.new_empty(batch, length, heads, value.shape[-1])
+    return out, query.new_empty(batch, heads, length, dtype=torch.float32)
+
+
+def _flash_keeps(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _flash_backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Accumulates the gradient of the queries in float32, and of grouped keys and values one for each query head
+    (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd)."""
+    query, key, value, _, sums = ctx.saved_tensors
+    in_float32, sums_of_products = torch.empty_like(query, dtype=torch.float32), torch.empty_like(sums)
+    found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    if key.shape[1] != query.shape[1]:
+        of_each = torch.empty_like(query), value.new_empty(*query.shape[:3], value.shape[-1])
+        del of_each
+    del in_float32, sums_of_products
+    return found
+
+
+# An operation of its own, by whose name selective checkpointing knows that its results are kept.
+_flash = torch.library.custom_op("cookbook::traced_flash_attention", _flash_makes, mutates_args=())
+_flash.register_fake(_flash_makes)
+_flash.register_autograd(_flash_backward, setup_context=_flash_keeps)
+
+
+def _traced_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """As `cookbook.models.attention.attend`, without the computation."""
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+    return _flash(query.to(dtype), key.to(dtype), value.to(dtype))[0], None
+
+
+AttentionInterface.register(TRACED, _traced_attention)
+
+
+class _Ledger(TorchDispatchMode):
+    """Adds up the bytes of all tensors that operations make, until they are gone."""
+
+    def __init__(self, known: Iterator[torch.Tensor]) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.stretches: list[Stretch] = []
+        self._deadline = time.monotonic() + PATIENCE
+        self._open: tuple[str, int | None, int] | None = None
+        self._known = weakref.WeakSet[Any]()
+        for tensor in known:
+            self._known.add(tensor.untyped_storage())
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for value in tree_iter(result):
+            if isinstance(value, torch.Tensor):
+                self._see(value.untyped_storage())
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._known:
+            return
+        size = -(-storage.nbytes() // ROUNDING) * ROUNDING
+        self._known.add(storage)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._forget, size)
+
+    def _forget(self, size: int) -> None:
+        self.live -= size
+
+    def begin(self, name: str, layer: int | None = None) -> None:
+        """Ends one stretch and begins another."""
+        if time.monotonic() > self._deadline:
+            raise TimeoutError(f"not traced within {PATIENCE:.0f} seconds")
+        if self._open is not None:
+            before, of_layer, held = self._open
+            self.stretches.append(Stretch(name=before, layer=of_layer, held=held, peak=self.peak))
+        self._open = name, layer, self.live
+        self.peak = self.live
+
+
+class _Mark(torch.autograd.Function):
+    """Passes a tensor on, and tells when its forward and its backward come by."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, begin: Any, forward: tuple, backward: tuple) -> torch.Tensor:
+        ctx.begin, ctx.backward_of = begin, backward
+        begin(*forward)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        ctx.begin(*ctx.backward_of)
+        return gradients[0], None, None, None
+
+
+class _Marked(torch.nn.Module):
+    """A decoder layer between two marks."""
+
+    def __init__(self, layer: torch.nn.Module, number: int, ledger: _Ledger, is_last: bool) -> None:
+        super().__init__()
+        self.layer, self._number, self._ledger, self._is_last = layer, number, ledger, is_last
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        i, begin = self._number, self._ledger.begin
+        hidden = _Mark.apply(hidden, begin, ("forward", i), ("backward", i - 1) if i else ("end",))
+        result = self.layer(hidden, *args, **kwargs)
+        if not self._is_last:
+            return result
+        mark = ("head",), ("backward", i)
+        if isinstance(result, tuple):
+            return _Mark.apply(result[0], begin, *mark), *result[1:]
+        return _Mark.apply(result, begin, *mark)
+
+
+def _run(
+    model: PreTrainedModel, rows: int, length: int, num_targets: int, autocast: torch.dtype | None
+) -> list[Stretch]:
+    fake = FakeTensorMode()
+    _fake_in_place(model, fake)
+    ledger = _Ledger(tensor for tensor in (*model.parameters(), *model.buffers()))
+    _mark_layers(model, ledger)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            # Gradients are counted by the strategy; here only what it takes to make them.
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+    with fake:
+        ids = torch.zeros(rows, length, dtype=torch.long)
+        positions = torch.zeros(rows, length, dtype=torch.long)
+        targets = torch.zeros(num_targets, dtype=torch.long)
+        with ledger:
+            ledger.begin("embed")
+            with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+                backbone = model.base_model
+                hidden = backbone(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+                chosen = hidden.flatten(0, 1).index_select(0, torch.zeros_like(targets))
+                loss = nll_of_targets(model, chosen, targets).sum()
+            del hidden, chosen
+            ledger.begin("head backward")
+            loss.backward()
+            del loss
+            ledger.begin("done")
+    return ledger.stretches
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _fake_in_place(model: torch.nn.Module, mode: FakeTensorMode) -> None:
+    """Puts fake CPU tensors for those without a device, tied ones tied; `.to()` cannot (it swaps the tensors)."""
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for owner in (module._parameters, module._buffers):
+            for name, tensor in owner.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    new: Any = FakeTensor(mode, tensor.detach().to("meta"), torch.device("cpu"))
+                    if isinstance(tensor, torch.nn.Parameter):
+                        new = torch.nn.Parameter(new, requires_grad=tensor.requires_grad)
+                    made[id(tensor)] = tensor, new  # the old one too, so that its number stays its own
+                owner[name] = made[id(tensor)][1]
+
+
+def _mark_layers(model: PreTrainedModel, ledger: _Ledger) -> None:
+    found = [
+        (owner, name, module)
+        for owner in model.modules()
+        for name, module in owner._modules.items()
+        if isinstance(module, GradientCheckpointingLayer)
+    ]
+    if not found:
+        raise Untraceable(f"{type(model).__name__} has no layers that it could checkpoint")
+    for i, (owner, name, layer) in enumerate(found):
+        owner._modules[name] = _Marked(layer, i, ledger, is_last=i == len(found) - 1)
+
+
+def _lengthen(stretches: list[Stretch], probed: int, num_layers: int) -> Iterator[Stretch]:
+    """The same for more layers: one in the middle stands for those that were not run."""
+    more = num_layers - probed
+    if not more:
+        yield from stretches
+        return
+    middle = probed // 2
+    forward = {one.layer: one for one in stretches if one.name == "forward"}
+    kept = forward[middle + 1].held - forward[middle].held
+    backward = {one.layer: one for one in stretches if one.name == "backward"}
+    waiting = backward[middle + 1].held - backward[middle].held  # autocast's copies are gone by then
+    for one in stretches:
+        if one.layer is None:
+            shift = {"head": more * kept, "head backward": more * waiting}.get(one.name, 0)
+            yield Stretch(name=one.name, layer=None, held=one.held + shift, peak=one.peak + shift)
+            continue
+        repeats = range(more + 1) if one.layer == middle else [0 if one.layer < middle else more]
+        each = kept if one.name == "forward" else waiting
+        for shift in repeats if one.name == "forward" else reversed(repeats):
+            yield Stretch(
+                name=one.name,
+                layer=one.layer + shift,
+                held=one.held + shift * each,
+                peak=one.peak + shift * each,
+            )

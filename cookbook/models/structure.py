@@ -1,0 +1,51 @@
+"""What a model is like, from wherever that can be had: the recipe itself, a folder, the Hub's cache, our own record."""
+
+from pathlib import Path
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from cookbook.files import RecipeError
+from cookbook.library import hub_answers, known_model
+from cookbook.recipe import ModelSection, ScratchModel
+
+OWN = "its own configuration"
+RECORD = "recipes/offline_facts.json"
+
+
+def find_config(model: ModelSection) -> tuple[PreTrainedConfig, str]:
+    """The configuration of a recipe's model, and where it is from: `OWN`, or `RECORD` if the Hub was not reached.
+
+    Raises:
+        RecipeError: there is none of that name anywhere.
+    """
+    if model.from_scratch is not None:
+        return scratch_config(model.from_scratch), OWN
+    name = model.name_or_path
+    assert name is not None
+    is_reachable = not Path(name).is_dir() and hub_answers()
+    try:
+        config = AutoConfig.from_pretrained(
+            name, trust_remote_code=False, revision=model.revision, local_files_only=not is_reachable
+        )
+        return config, OWN
+    except (OSError, ValueError) as error:
+        facts = known_model(name)
+        if facts is None:
+            reason = (str(error).strip().splitlines() or ["unknown"])[0][:200]
+            mistake = (
+                f"model.name_or_path is {name!r}: neither a folder, nor on the Hub or in its cache ({reason}), nor in"
+                f" {RECORD}. Connect, or add its structure there"
+            )
+            raise RecipeError([mistake]) from None
+    return AutoConfig.for_model(**facts["config"]), RECORD
+
+
+def scratch_config(sizes: ScratchModel, **tokens: int | None) -> PreTrainedConfig:
+    """The configuration of a new model.
+
+    Args:
+        tokens: `pad_token_id` and its like, of the tokenizer.
+    """
+    return AutoConfig.for_model(
+        **sizes.model_dump(), head_dim=sizes.hidden_size // sizes.num_attention_heads, bos_token_id=None, **tokens
+    )

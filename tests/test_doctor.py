@@ -1,0 +1,904 @@
+"""Protects the doctor: what it says of a machine is true, it ends in time whatever hangs, and it leaves nothing behind.
+
+python -m pytest -q tests/test_doctor.py
+"""
+
+import http.server
+import json
+import os
+import pty
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from conftest import ROOT, clean_environment
+
+from cookbook import doctor
+from cookbook.doctor import collective, environment, finding, gpus, host, hub, nvme, probe, software
+from cookbook.doctor.sizes import Sizes, num_parameters, sizes
+from cookbook.library import Needs
+from cookbook.plan import load_pair
+from cookbook.strategy import load_strategy
+
+CANARY = "hf_canaryThatMustNeverBeSeen"
+RECIPE_7B = Path("recipes/qwen25_7b/sft_zero3.yaml")
+
+# What nvidia-smi prints, in its formats. The values are made up, within what such machines have.
+
+
+def h100_row(index, used=5):
+    return f"{index}, GPU-{index}aaa, NVIDIA H100 80GB HBM3, 570.124.06, 81559, {used}, 5, 16, 16\n"
+
+
+H100_TOPOLOGY = (
+    "\t\x1b[4m"
+    + "".join(f"GPU{column}\t" for column in range(8))
+    + "NIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
+    + "".join(
+        f"GPU{row}\t"
+        + "\t".join(" X " if row == column else "NV18" for column in range(8))
+        + f"\tPXB\tSYS\t{'0-51' if row < 4 else '52-103'}\t{row // 4}\t\tN/A\n"
+        for row in range(8)
+    )
+    + "NIC0\tPXB\tPXB\tSYS\tSYS\tSYS\tSYS\tSYS\tSYS\t X \tSYS\n\nLegend:\n\n  X    = Self\n"
+    "  NV#  = Connection traversing a bonded set of # NVLinks\n"
+)
+H100 = {
+    "gpus": "".join(h100_row(index) for index in range(8)),
+    "processes": "",
+    "topology": H100_TOPOLOGY,
+    "peers": " \t"
+    + "\t".join(f"GPU{i}" for i in range(8))
+    + "\n"
+    + "".join(f" GPU{i}\t" + "\t".join("X" if i == j else "OK" for j in range(8)) + "\n" for i in range(8))
+    + "\nLegend:\n\n  X    = Self\n  OK   = Status Ok\n",
+    "nvlink": "".join(
+        f"GPU {i}: NVIDIA H100 80GB HBM3 (UUID: GPU-{i}aaa)\n"
+        + "".join(f"\t Link {link}: 26.562 GB/s\n" for link in range(18))
+        for i in range(8)
+    ),
+}
+TWO_4090 = {
+    "gpus": "0, GPU-0bbb, NVIDIA GeForce RTX 4090, 560.35.03, 24564, 18, 4, 16, 16\n"
+    "1, GPU-1bbb, NVIDIA GeForce RTX 4090, 560.35.03, 24564, 9120, 4, 8, 16\n",
+    "processes": "GPU-1bbb, 4242, /opt/conda/bin/python3.11, 9096\n",
+    "topology": "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\n"
+    "GPU0\t X \tPHB\t0-31\t0\t\tN/A\nGPU1\tPHB\t X \t0-31\t0\t\tN/A\n\nLegend:\n\n"
+    "  PHB  = Connection traversing PCIe as well as a PCIe Host Bridge (typically the CPU)\n",
+    "peers": " \tGPU0\tGPU1\t\n GPU0\tX\tCNS\t\n GPU1\tCNS\tX\t\n\nLegend:\n\n  CNS  = Chipset not supported\n",
+    "nvlink": "",
+}
+
+
+def link_of(said):
+    return gpus.find_link(
+        gpus.parse_gpus(said["gpus"]), gpus.parse_matrix(said["topology"]), gpus.parse_nvlink(said["nvlink"])
+    )
+
+
+def statuses(findings):
+    return [(one.status, one.says) for one in findings]
+
+
+def worst(findings):
+    return finding.worst(list(findings))
+
+
+def test_eight_h100_are_read_as_such():
+    found = gpus.parse_gpus(H100["gpus"])
+    assert [gpu.index for gpu in found] == list(range(8)) and found[0].total_bytes == 81559 * 2**20
+    matrix = gpus.parse_matrix(H100_TOPOLOGY)
+    assert len(matrix) == 8 * 7 and set(matrix.values()) == {"NV18"}  # no column of a network card among them
+    link = link_of(H100)
+    assert link.kind == "NVLink (18 links)" and link.gb == pytest.approx(18 * 26.562)
+    said = [*gpus.check_gpus(H100), *gpus.check_links(H100)]
+    assert worst(said) == "ok" and said[0].says == "8 x NVIDIA H100 80GB HBM3, 80 GiB, driver 570.124.06"
+
+
+def test_two_4090_without_peer_access_a_narrow_slot_and_company_are_read_as_such():
+    link = link_of(TWO_4090)
+    # 16 GT/s x 128/130 / 8 bits = 1.969 GB/s for a lane; the slower card has 8.
+    assert link.kind == "PCIe through the CPU" and link.gb == pytest.approx(8 * 16 * 128 / 130 / 8, rel=1e-3)
+    said = [*gpus.check_gpus(TWO_4090), *gpus.check_links(TWO_4090)]
+    (busy,) = [one for one in said if "in use" in one.says]
+    assert busy.status == "warning" and "python3.11 (4242)" in busy.says and busy.says.startswith("GPU 1: 8.9 GiB")
+    assert busy.remedy == "end it, or export CUDA_VISIBLE_DEVICES=0"
+    (lanes,) = [one for one in said if "lanes" in one.says]
+    assert lanes.says == "GPU 1 has 8 of 16 PCIe lanes" and lanes.status == "warning"
+    assert any("no peer access between GPU 0 and 1 (CNS)" in one.says for one in said)
+
+
+def test_only_the_gpus_that_a_run_will_see_count():
+    found = gpus.parse_gpus(H100["gpus"])
+    assert [gpu.index for gpu in gpus.visible_gpus(found, "6, 2,9,1")] == [6, 2]  # CUDA stops at the first unknown
+    assert [gpu.index for gpu in gpus.visible_gpus(found, "GPU-3a")] == [3]
+    assert gpus.visible_gpus(found, "") == [] and gpus.visible_gpus(found, None) == found
+    broken = gpus.parse_matrix(H100_TOPOLOGY.replace("NV18", "SYS", 1))  # between 0 and 1
+    assert gpus.find_link(found[:2], broken, {}).kind == "PCIe through two CPUs"
+    assert gpus.find_link(found[2:4], broken, {}).kind == "NVLink (18 links)"
+
+
+def test_missing_nvlinks_lack_of_peers_and_unlike_gpus_are_told():
+    broken = {**H100, "topology": H100_TOPOLOGY.replace("NV18", "SYS", 1)}
+    assert link_of(broken).kind == "PCIe through two CPUs"
+    no_peers = {**H100, "peers": H100["peers"].replace("OK", "NS", 1)}
+    assert ("warning", "no peer access between GPU 0 and 1 (NS), in spite of NVLink") in statuses(
+        gpus.check_links(no_peers)
+    )
+    mixed = {"gpus": h100_row(0) + TWO_4090["gpus"].splitlines()[0].replace("0,", "1,", 1)}
+    assert any("unlike GPUs" in says for _, says in statuses(gpus.check_gpus(mixed)))
+
+
+def test_the_label_of_a_recipe_is_held_against_the_gpus():
+    found = gpus.parse_gpus(H100["gpus"])
+    needs = Needs(num_gpus=8, gpu_gb=80)
+    assert list(gpus.check_needs(needs, found, 8, "r.yaml")) == []
+    (few,) = gpus.check_needs(needs, found[:2], 2, "r.yaml")
+    assert few.status == "failure" and few.says == "r.yaml needs 8 GPUs of 80 GB; a run would see 2"
+    (small,) = gpus.check_needs(Needs(num_gpus=2, gpu_gb=80), gpus.parse_gpus(TWO_4090["gpus"]), 2, "r.yaml")
+    assert small.status == "warning" and "the smallest here has 24 GiB" in small.says
+    assert list(gpus.check_needs(Needs(num_gpus=None, gpu_gb=None), [], 0, "r.yaml")) == []
+
+
+def test_where_the_driver_tells_no_rate_the_data_sheet_does():
+    assert link_of({**H100, "nvlink": ""}).gb == 450.0
+
+
+def test_one_gpu_has_no_link_and_unknown_cells_are_no_mistake():
+    row = "0, GPU-0, NVIDIA L4, 550.54.15, 23034, 1, [N/A], [N/A], [N/A]\n"
+    one = {
+        "gpus": row,
+        "topology": "\tGPU0\tCPU Affinity\nGPU0\t X \t0-7\n",
+        "nvlink": "",
+        "peers": "\tGPU0\nGPU0\tX\n",
+    }
+    assert link_of(one) is None and list(gpus.check_links(one)) == []
+    assert worst(gpus.check_gpus(one)) == "ok" and gpus.parse_gpus(row)[0].pcie_gb is None
+
+
+def test_no_gpu_is_fine_and_a_broken_driver_is_not():
+    assert statuses(gpus.check_gpus({"absent": "0"})) == [("ok", "no GPU: runs use the CPU")]
+    assert worst(gpus.check_gpus({"broken": "Failed to initialize NVML: Driver/library version mismatch"})) == "failure"
+    assert worst(gpus.check_gpus({"absent": "2"})) == "warning"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "status"),
+    [(None, "570.1", "failure"), ("13.0", "570.1", "failure"), ("13.0", "580.65", "ok"), ("12.8", "525.60", "ok")],
+)
+def test_torch_is_held_against_gpus_and_driver(monkeypatch, cuda, driver, status):
+    monkeypatch.setattr(software, "torch_cuda", lambda: cuda)
+    found = list(software.check_torch_build(8, driver))
+    assert worst(found) == status
+    if cuda is None:
+        assert "built for CPU only, and 8 GPUs are here" in found[0].says and "torch==" in found[0].remedy
+        assert worst(software.check_torch_build(0, None)) == "ok"
+
+
+def test_the_cuda_of_torch_is_read_without_importing_it():
+    assert software.torch_cuda() == torch.version.cuda
+
+
+# Versions.
+
+
+def test_versions_are_held_against_the_pins(tmp_path, monkeypatch):
+    pins = tmp_path / "requirements.txt"
+    pins.write_text("# exact\ntorch==2.13.0\ntransformers==5.23.0\npydantic==2.14.3\nnot-there==1.0\n")
+    here = {"torch": "2.5.1+cu121", "transformers": "5.22.0", "pydantic": "2.14.3"}
+
+    def version(name):
+        if name not in here:
+            raise software.metadata.PackageNotFoundError(name)
+        return here[name]
+
+    monkeypatch.setattr(software.metadata, "version", version)
+    found = list(software.check_versions(pins))
+    assert [(one.status, one.remedy) for one in found] == [
+        ("failure", "pip install torch==2.13.0"),
+        ("warning", "pip install transformers==5.23.0"),
+        ("failure", "pip install not-there==1.0"),
+    ]
+    assert "CVE-2025-32434" in found[0].says and "not-there is not installed" in found[2].says
+    here |= {"torch": "2.13.0+cu130", "transformers": "5.23.0", "not-there": "1.0"}
+    assert statuses(software.check_versions(pins)) == [("ok", "all 4 packages are those of requirements.txt")]
+
+
+def test_the_pins_of_the_project_are_all_read():
+    text = (ROOT / "requirements.txt").read_text()
+    pins = software.read_pins(text)
+    assert len(pins) == sum(not line.startswith("#") for line in text.splitlines()) and pins["torch"]
+    assert {package for package, *_ in software.KNOWN_BAD} <= set(pins)
+    assert not any(software._is_before(pins[package], first) for package, first, _ in software.KNOWN_BAD)
+
+
+# The host.
+
+
+def test_limits_of_control_groups_are_the_tightest_of_all_above(tmp_path):
+    inner = tmp_path / "pod/run"
+    inner.mkdir(parents=True)
+    (inner / "memory.max").write_text("max\n")
+    (inner / "cpu.max").write_text("max 100000\n")
+    assert host.read_limits("0::/pod/run\n", tmp_path) == host.Limits(memory_bytes=None, cores=None)
+    (tmp_path / "pod/memory.max").write_text(f"{8 << 30}\n")
+    (inner / "cpu.max").write_text("150000 100000\n")
+    assert host.read_limits("0::/pod/run\n", tmp_path) == host.Limits(memory_bytes=8 << 30, cores=1.5)
+
+
+def test_limits_of_the_first_version_are_read_also_where_the_name_is_the_hosts(tmp_path):
+    for name, value in (
+        ("memory/memory.limit_in_bytes", 4 << 30),
+        ("cpu/cpu.cfs_quota_us", 200000),
+        ("cpu/cpu.cfs_period_us", 100000),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{value}\n")
+    groups = "4:memory:/docker/abc\n2:cpu,cpuacct:/docker/abc\n"
+    assert host.read_limits(groups, tmp_path) == host.Limits(memory_bytes=4 << 30, cores=2.0)
+    (tmp_path / "memory/memory.limit_in_bytes").write_text("9223372036854771712\n")
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("-1\n")
+    assert host.read_limits(groups, tmp_path) == host.Limits(memory_bytes=None, cores=None)
+
+
+NO_LIMITS = host.Limits(memory_bytes=None, cores=None)
+
+
+def test_threads_are_held_against_cores(monkeypatch):
+    monkeypatch.setattr(host, "num_cores", lambda: 16)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert worst(host.check_cpu(8, NO_LIMITS, False)) == "ok"
+    (quota,) = host.check_cpu(8, replace(NO_LIMITS, cores=8.0), False)
+    assert quota.status == "warning" and quota.remedy == "export OMP_NUM_THREADS=1"
+    for text, offloads, status in (
+        ("2", True, "ok"),
+        ("4", True, "warning"),
+        ("1", True, "warning"),
+        ("1", False, "ok"),
+    ):
+        monkeypatch.setenv("OMP_NUM_THREADS", text)
+        assert worst(host.check_cpu(8, NO_LIMITS, offloads)) == status, (text, offloads)
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    assert worst(host.check_cpu(8, NO_LIMITS, False)) == "failure"
+
+
+def test_memory_is_held_against_what_is_offloaded():
+    needs = Sizes(host=1 << 50, host_why="x")
+    assert worst(host.check_memory(NO_LIMITS, needs)) == "failure"
+    assert worst(host.check_memory(NO_LIMITS, Sizes(host=1, host_why="x"))) == "ok"
+    tight = replace(NO_LIMITS, memory_bytes=1 << 20)
+    assert worst(host.check_memory(tight, Sizes(host=2 << 20, host_why="x"))) == "failure"
+
+
+def test_sizes_are_those_by_hand(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    recipe, strategy = load_pair(RECIPE_7B, strategy_path=Path("accelerate_configs/zero3_nvme.yaml"))
+    count = 7_615_616_512  # of Qwen2.5-7B, as its safetensors index has it
+    assert num_parameters(recipe) == count
+    found = sizes(recipe, strategy)
+    assert (found.host, found.nvme, found.disk) == (0, 18 * count, 14 * count)
+    on_host = sizes(recipe, load_strategy(Path("accelerate_configs/zero2_offload.yaml")))
+    assert (on_host.host, on_host.nvme) == (16 * count, 0)
+    assert sizes(recipe, load_strategy(Path("accelerate_configs/ddp.yaml"))).host == 0
+
+
+def test_a_low_limit_of_open_files_is_told():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        (found,) = host.check_files()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found.status == "warning" and found.remedy.startswith("ulimit -n ")
+    assert worst(host.check_files()) == "ok"
+
+
+# Variables.
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "status", "remedy"),
+    [
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "7", "failure", "unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
+        ("FSDP_OFFLOAD_PARAMS", "true", "failure", "unset FSDP_OFFLOAD_PARAMS"),
+        ("RANK", "0", "failure", "unset RANK"),
+        ("CUDA_LAUNCH_BLOCKING", "1", "warning", "unset CUDA_LAUNCH_BLOCKING"),
+        ("CUDA_LAUNCH_BLOCKING", "0", "ok", ""),
+        ("GLOO_SOCKET_IFNAME", "eth77", "failure", "unset GLOO_SOCKET_IFNAME, or name one of those"),
+        ("NCCL_SOCKET_IFNAME", "lo", "ok", ""),
+        ("NCCL_SOCKET_IFNAME", "^docker", "ok", ""),
+        ("ACCELERATE_LOG_LEVEL", "info", "ok", ""),
+    ],
+)
+def test_variables_that_would_change_or_slow_a_run_are_told(monkeypatch, name, value, status, remedy):
+    for other in list(os.environ):
+        if other.startswith(("ACCELERATE_", "FSDP_", "NCCL_", "GLOO_", "CUDA_")) or other in environment.TORCHRUN:
+            monkeypatch.delenv(other)
+    assert worst(environment.check_variables(None, "bf16")) == "ok"
+    monkeypatch.setenv(name, value)
+    (found,) = environment.check_variables(None, "bf16")
+    assert (found.status, found.remedy) == (status, remedy)
+
+
+def test_hidden_gpus_are_told():
+    assert list(environment.hidden_gpus(None, 8)) == []
+    assert list(environment.hidden_gpus("0,1", 2)) == []
+    assert worst(environment.hidden_gpus("0,1", 8)) == "warning"
+    assert worst(environment.hidden_gpus("0,9", 8)) == "failure"
+
+
+# Compiled operations.
+
+
+def test_a_lock_left_by_a_dead_build_is_told_unless_a_run_is_building(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert list(software.check_locks()) == []
+    lock = tmp_path / "async_io/lock"
+    lock.parent.mkdir()
+    lock.touch()
+    (found,) = software.check_locks()
+    assert found.status == "warning" and found.remedy == f"rm {lock}"
+    with software.FileLock(tmp_path / "cookbook.lock"):
+        holder = [sys.executable, "-c", "from cookbook.doctor.software import check_locks; print(*check_locks())"]
+        done = subprocess.run(holder, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "status='ok'" in done.stdout and "another run is building" in done.stdout
+    assert lock.exists()
+
+
+def test_a_missing_compiler_or_header_fails_only_where_something_must_be_built(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert not software._compiles("c++", "no_such_header.h", "return 0;", [], tmp_path)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    found = list(software.check_build(True, tmp_path))
+    assert found[0].status == "failure" and found[0].remedy == "apt-get install g++"
+    assert worst(software.check_build(False, tmp_path)) == "ok"
+    assert list(tmp_path.iterdir()) == []
+
+
+# The disk.
+
+
+def strategy_on(folder):
+    nvme_strategy = load_strategy(ROOT / "accelerate_configs/zero3_nvme.yaml")
+    zero = json.loads(json.dumps(nvme_strategy.deepspeed))
+    for key in ("offload_optimizer", "offload_param"):
+        zero["zero_optimization"][key]["nvme_path"] = str(folder)
+    return replace(nvme_strategy, deepspeed=zero)
+
+
+@pytest.fixture
+def small_file(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(nvme, "FILE_BYTES", 32 << 20)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "none"))
+
+
+def test_a_disk_is_measured_and_left_as_it_was(tmp_path, small_file):
+    folder = tmp_path / "swap/of/mine"
+    strategy = strategy_on(folder)
+    assert nvme.nvme_folders(strategy) == [folder]
+    found = list(nvme.check_nvme(folder, strategy, None))
+    rates = [one for one in found if one.says.startswith("writes ")]
+    if not rates:
+        assert "O_DIRECT" in found[-1].says
+        pytest.skip("no direct access in the temporary folder")
+    assert "reads" in rates[0].says and "32 MiB" in rates[0].says and "block_size" in found[-1].says
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_and_one_too_small_are_failures(tmp_path, small_file):
+    (found,) = nvme.check_nvme(Path("/proc/swap"), strategy_on("/proc/swap"), None)
+    assert found.status == "failure" and "nvme_path in ds_configs/zero3_nvme.json" in found.remedy
+    needs = Sizes(nvme=1 << 60, nvme_why="x")
+    assert worst(nvme.check_nvme(tmp_path, strategy_on(tmp_path), needs)) == "failure"
+
+
+def test_a_disk_that_fills_up_is_a_failure_and_nothing_stays_there(tmp_path, small_file):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    folder = tmp_path / "swap"
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20 << 20, hard))  # as a quota would end it
+        found = list(nvme.check_nvme(folder, strategy_on(folder), None))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert found[-1].status == "failure"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bytes_that_come_back_changed_are_found(tmp_path):
+    path = tmp_path / "file"
+    pattern = os.urandom(4096) * 256
+    path.write_bytes(pattern)
+    with path.open("rb") as file:
+        assert nvme._read(file.fileno(), len(pattern), 1 << 18, pattern)[1]
+    path.write_bytes(pattern[:-1] + bytes([pattern[-1] ^ 1]))
+    with path.open("rb") as file:
+        assert not nvme._read(file.fileno(), len(pattern), 1 << 18, pattern)[1]
+
+
+def test_the_file_system_is_that_of_the_deepest_mount():
+    mounts = (
+        "22 1 8:1 / / rw shared:1 - ext4 /dev/sda1 rw\n"
+        "30 22 0:40 / /proc rw - proc proc rw\n"
+        "40 22 0:50 / /mnt/my\\040disk rw - nfs4 server:/x rw\n"
+    )
+    assert nvme.filesystem(Path("/mnt/my disk/swap"), mounts) == "nfs4"
+    assert nvme.filesystem(Path("/mnt/other"), mounts) == "ext4"
+
+
+def test_another_aio_block_is_advised_only_if_it_is_clearly_faster():
+    rates = {(1 << 20, 8): 2.0e9, (4 << 20, 8): 2.4e9}
+    (same,) = nvme.suggest(rates, (1 << 20, 8), "z.json", knows_depth=True)
+    assert same.status == "ok"
+    rates[4 << 20, 8] = 5.0e9
+    (better,) = nvme.suggest(rates, (1 << 20, 8), "z.json", knows_depth=True)
+    assert better.status == "warning"
+    assert better.remedy == 'z.json: "aio": {"block_size": 4194304, "queue_depth": 8, ...}'
+
+
+# The Hub.
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """A Hub with one gated model, one that is moved elsewhere, and one revision."""
+
+    def do_HEAD(self):
+        self.server.seen.append((self.path, self.headers.get("Authorization")))
+        status, code = 200, None
+        if "gated" in self.path:
+            status, code = 403, "GatedRepo"
+        elif "secret" in self.path:
+            status, code = 401, "RepoNotFound"
+        elif "public" in self.path and self.headers.get("Authorization"):
+            status = 401  # what the Hub says to a token that has expired, whatever is asked
+        elif "moved" in self.path:
+            status = 302
+        elif "rev9" in self.path:
+            status, code = 404, "RevisionNotFound"
+        self.send_response(status)
+        if code:
+            self.send_header("X-Error-Code", code)
+        if status == 302:
+            self.send_header("Location", f"http://127.0.0.1:{self.server.elsewhere}/model")
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def servers(monkeypatch):
+    started = []
+    for _ in range(2):
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
+        server.seen, server.elsewhere = [], None
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        started.append(server)
+    started[0].elsewhere = started[1].server_port
+    monkeypatch.setattr(
+        "huggingface_hub.constants.ENDPOINT", f"http://user:{CANARY}@127.0.0.1:{started[0].server_port}"
+    )
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", CANARY)
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    yield started
+    for server in started:
+        server.shutdown()
+
+
+def model(name, revision=None):
+    return hub.Wanted(key="model.name_or_path", name=name, revision=revision, is_model=True)
+
+
+def test_gated_private_and_missing_models_are_told_apart_and_the_token_never(servers, monkeypatch):
+    port = servers[0].server_port
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
+    things = [model("a/gated"), model("a/secret"), model("a/open", "rev9"), model("a/open"), model("a/public")]
+    found = list(hub.check_hub(things))
+    assert [one.status for one in found] == ["failure", "failure", "failure", "ok", "failure"]
+    assert "the token that is set is refused" in found[4].says
+    assert "gated" in found[0].says and "accept its licence" in found[0].remedy and "HF_TOKEN" in found[0].remedy
+    assert "private or does not exist" in found[1].says and "no revision rev9" in found[2].says
+    assert all("a token is set" in one.says for one in (found[0], found[1], found[3]))
+    assert f"Bearer {CANARY}" in [sent for _, sent in servers[0].seen], "the token was not even used"
+    assert CANARY not in json.dumps([asdict(one) for one in found])
+
+
+def test_the_token_does_not_follow_a_redirection(servers, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{servers[0].server_port}")
+    (found,) = hub.check_hub([model("a/moved")])
+    assert found.status == "ok" and servers[1].seen == []
+
+
+def test_a_password_in_the_address_of_the_hub_is_not_told(servers):
+    found = list(hub.check_hub([model("a/gated")]))
+    assert CANARY not in json.dumps([asdict(one) for one in found])
+
+
+def test_a_token_is_not_sent_in_the_clear(servers, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://hub.example")
+    (found,) = hub.check_hub([])
+    assert found.status == "failure" and "https" in found.says
+
+
+def test_without_network_what_is_in_the_cache_is_enough(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--a--small"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs/main").write_text("c0ffee")
+    snapshot = folder / "snapshots/c0ffee"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    assert worst(hub.check_hub([model("a/small")])) == "failure"  # no weights yet
+    (snapshot / "model.safetensors.index.json").write_text('{"weight_map": {"a": "one.safetensors"}}')
+    assert worst(hub.check_hub([model("a/small")])) == "failure"
+    (snapshot / "one.safetensors").touch()
+    assert statuses(hub.check_hub([model("a/small")])) == [("ok", "a/small is in the local cache")]
+
+
+def test_a_hub_that_never_answers_matters_only_if_something_must_be_fetched(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "TIMEOUT_SECONDS", 0.2)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with http.server.HTTPServer(("127.0.0.1", 0), Server) as deaf:  # listens, and nobody serves
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{deaf.server_port}")
+        assert worst(hub.check_hub([])) == "ok"
+        (found,) = hub.check_hub([model("nobody/has-this")])
+    assert found.status == "failure" and "nobody/has-this must be fetched" in found.says
+
+
+# Processes that hang, break or leave something.
+
+
+def is_alive(process):
+    """Not for a process that has ended, though nobody has asked for its code."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def pid_is_alive(pid):
+    try:
+        return is_alive(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return False
+
+
+def descendants():
+    return [one for one in psutil.Process().children(recursive=True) if is_alive(one)]
+
+
+def run_probe(produce, seconds):
+    started = time.monotonic()
+    one = probe.start("x", produce, seconds)
+    probe.finish([one], started + 20)
+    return one, time.monotonic() - started
+
+
+def test_a_check_that_hangs_is_ended_with_its_children_and_what_it_said_is_kept():
+    def hang():
+        child = subprocess.Popen(["sleep", "1000"])
+        yield {"first": child.pid}
+        child.wait()
+
+    one, seconds = run_probe(hang, 1.0)
+    assert one.ended == "out of time" and seconds < 3
+    (said,) = one.said
+    limit = time.monotonic() + 5
+    while pid_is_alive(said["first"]) and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert not pid_is_alive(said["first"])
+    (found,) = doctor._trouble(one)
+    assert found.status == "failure" and "hangs" in found.says
+
+
+def test_a_check_that_breaks_or_dies_is_a_line_of_the_report():
+    def raises():
+        yield {"first": 1}
+        raise ValueError("odd")
+
+    def dies():
+        yield {"first": 1}
+        os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory runs out
+
+    assert run_probe(raises, 5)[0].trouble == "ValueError: odd"
+    one, _ = run_probe(dies, 5)
+    assert one.trouble == "its process died of SIGKILL" and one.said == [{"first": 1}]
+    assert worst(doctor._trouble(one)) == "warning"
+    fine, _ = run_probe(lambda: iter([{"all": 2}]), 5)
+    assert fine.said == [{"all": 2}] and doctor._trouble(fine) == []
+
+
+def test_what_a_check_said_in_time_counts_however_late_it_is_read():
+    one = probe.start("x", lambda: [{"said": "in time"}], 0.5)
+    time.sleep(0.8)
+    probe.finish([one], time.monotonic() + 5)
+    assert one.said == [{"said": "in time"}] and one.ended == "by itself"
+
+
+# Collectives.
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests():
+    # 1 GB over 8 processes in 10 ms: each link carries 2 x 7/8 GB for all-reduce, 7/8 GB for all-gather.
+    assert collective.bus_bandwidth("all_reduce", 10**9, 0.01, 8) == pytest.approx(175.0)
+    assert collective.bus_bandwidth("all_gather", 10**9, 0.01, 8) == pytest.approx(87.5)
+
+
+def even(count=8, seconds=0.002):
+    one = {"work": 0.01, "all_reduce": seconds, "all_gather": seconds / 2, "right": True, "bytes": 2**28}
+    return [dict(one) for _ in range(count)]
+
+
+def test_bandwidth_is_held_against_the_link():
+    link = gpus.Link(kind="NVLink (18 links)", gb=478.0)
+    # 2 x 7/8 x 268 MB / 2 ms = 235 GB/s, just under half of 478; in 1.5 ms 313.
+    assert worst(collective.judge(even(seconds=0.002), "nccl", link)) == "warning"
+    assert worst(collective.judge(even(seconds=0.0015), "nccl", link)) == "ok"
+    assert worst(collective.judge(even(seconds=0.002), "nccl", gpus.Link(kind="PCIe through the CPU", gb=31.5))) == "ok"
+    assert worst(collective.judge(even(seconds=2.0), "gloo", None)) == "ok"
+
+
+def test_a_slow_rank_and_a_wrong_sum_are_named():
+    assert [one.status for one in collective.judge(even(), "gloo", None)] == ["ok"]
+    slow = even()
+    slow[5]["work"] = 0.05
+    said = list(collective.judge(slow, "nccl", None))
+    assert said[-1].status == "warning" and said[-1].says.startswith("rank 5 is slow: 50.0 ms")
+    wrong = even()
+    wrong[3]["right"] = False
+    assert ("failure", "wrong sums over nccl on rank 3") in statuses(collective.judge(wrong, "nccl", None))
+
+
+def test_the_one_who_keeps_the_others_waiting_is_named():
+    late, there = ["import of torch", "joining the others", "work 0"], ["import of torch", "joining the others"]
+    name = collective.name_the_silent
+    assert "rank 1 is silent" in name([late, there], [], ["sleeping", "running"]).says
+    assert "rank 0 is silent" in name([late, there], [], ["stopped", "running"]).says
+    assert "rank 0 is silent" in name([late, late], [0], ["sleeping", "sleeping"]).says
+    assert "all 2 ranks wait for each other" in name([late, late], [], ["sleeping", "sleeping"]).says
+
+
+def in_thread(folder, seconds=60.0):
+    """check_collective of two real processes beside this thread: (thread, findings)."""
+    found = []
+
+    def run():
+        found.extend(collective.check_collective(2, "gloo", None, folder, seconds))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, found
+
+
+def process_of(rank, root=None):
+    """The process of a rank, once it has joined the others."""
+    limit = time.monotonic() + 60
+    while time.monotonic() < limit:
+        for one in (root or psutil.Process()).children(recursive=True):
+            try:
+                words = one.cmdline()
+            except psutil.Error:  # has just ended
+                continue
+            if "cookbook.doctor.rank" in words:
+                at = words.index("cookbook.doctor.rank")
+                stage = Path(words[at + 1]) / f"stage-{rank}"
+                if words[at + 2] == str(rank) and stage.exists() and "joining" in stage.read_text():
+                    return one
+        time.sleep(0.01)
+    raise AssertionError(f"rank {rank} never joined")
+
+
+def test_a_stopped_rank_is_named_and_no_process_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(collective, "SILENT_SECONDS", 2.0)
+    thread, found = in_thread(tmp_path)
+    process_of(1).send_signal(signal.SIGSTOP)
+    thread.join(30)
+    assert not thread.is_alive()
+    (one,) = found
+    assert one.status == "failure" and one.says.startswith("rank 1 is silent") and "(stopped)" in one.says, one
+    assert "rank 0" not in one.says
+    assert not [one for one in descendants() if "cookbook.doctor.rank" in one.cmdline()]
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_is_named_with_its_code(tmp_path):
+    thread, found = in_thread(tmp_path)
+    process_of(0).kill()
+    thread.join(30)
+    assert not thread.is_alive() and found[0].says.startswith(("rank 0 ended with code -9", "rank 1 ended")), found
+
+
+@pytest.mark.slow
+def test_a_rank_that_gets_a_tenth_of_its_time_is_named_as_slow(tmp_path, monkeypatch):
+    thread, found = in_thread(tmp_path)
+    victim = process_of(1)
+    while thread.is_alive():
+        try:
+            victim.send_signal(signal.SIGSTOP)
+            time.sleep(0.09)
+            victim.send_signal(signal.SIGCONT)
+        except psutil.Error:
+            break
+        time.sleep(0.01)
+    thread.join(30)
+    assert any(one.status == "warning" and one.says.startswith("rank 1 is slow") for one in found), found
+
+
+# The front door.
+
+
+def doctor_command(*arguments):
+    return [sys.executable, "-m", "cookbook", "doctor", *arguments]
+
+
+def front_door(tmp_path, **extra):
+    """An environment in which nothing of this machine's owner is found, and what is left behind is seen."""
+    (tmp_path / "tmp").mkdir(exist_ok=True)
+    settings = {"TMPDIR": str(tmp_path / "tmp"), "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    kept = clean_environment(**settings, **extra)
+    return {name: value for name, value in kept.items() if name not in ("HF_TOKEN", "HF_HUB_CACHE", "OMP_NUM_THREADS")}
+
+
+def fake_nvidia_smi(tmp_path, script):
+    """A folder with such a program, to stand first in PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+def test_this_machine_is_examined_as_a_user_would(tmp_path):
+    done = subprocess.run(
+        doctor_command("--json"), cwd=ROOT, env=front_door(tmp_path), capture_output=True, text=True, timeout=90
+    )
+    told = json.loads(done.stdout)
+    findings = told["findings"]
+    assert done.returncode == max({"ok": 0, "warning": 1, "failure": 2}[one["status"]] for one in findings)
+    assert told["ready"] == (done.returncode < 2) and done.stderr == ""
+    checks = {one["check"] for one in findings}
+    assert {
+        "Python",
+        "versions",
+        "environment",
+        "GPUs",
+        "CPU",
+        "memory",
+        "shm",
+        "files",
+        "build",
+        "collective",
+    } <= checks
+    assert all(bool(one["remedy"]) == (one["status"] != "ok") for one in findings)
+    (measured,) = [one["says"] for one in findings if "GB/s" in one["says"] and one["check"] == "collective"]
+    assert "all_reduce" in measured and "all_gather" in measured
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_gpus_that_this_torch_cannot_use_are_a_failure_with_its_remedy(tmp_path):
+    if torch.version.cuda:
+        pytest.skip("torch is built for CUDA here")
+    for name, text in H100.items():
+        (tmp_path / name).write_text(text)
+    script = (
+        f'case "$*" in *query-gpu*) f=gpus;; *compute-apps*) f=processes;; *-p2p*) f=peers;; *topo*) f=topology;;'
+        f" *nvlink*) f=nvlink;; esac; cat {tmp_path}/$f"
+    )
+    path = fake_nvidia_smi(tmp_path, script)
+    environment_ = front_door(tmp_path, PATH=path, CUDA_VISIBLE_DEVICES="0,1")
+    done = subprocess.run(doctor_command(), cwd=ROOT, env=environment_, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "8 x NVIDIA H100 80GB HBM3" in done.stdout and "NVLink (18 links), 478 GB/s" in done.stdout
+    assert "built for CPU only, and 8 GPUs are here" in done.stdout
+    assert "-> pip install --force-reinstall" in done.stdout and "leaves 2 of 8 GPUs" in done.stdout
+
+
+def test_a_driver_that_never_answers_is_named_before_the_deadline_and_nothing_stays(tmp_path):
+    path = fake_nvidia_smi(tmp_path, f"echo $$ > {tmp_path}/pid; exec sleep 1000")
+    start = time.monotonic()
+    done = subprocess.run(
+        doctor_command("--deadline", "6"),
+        cwd=ROOT,
+        env=front_door(tmp_path, PATH=path),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert time.monotonic() - start < 6 + 4  # the interpreter's own start is not in the deadline
+    assert done.returncode in (1, 2) and "GPUs" in done.stdout, done.stdout + done.stderr
+    line = next(line for line in done.stdout.splitlines() if " GPUs " in line)
+    assert "not finished before the deadline" in line or "no answer" in line
+    assert not pid_is_alive(int((tmp_path / "pid").read_text()))
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named_at_the_front_door_before_the_deadline(tmp_path):
+    start = time.monotonic()
+    running = subprocess.Popen(
+        doctor_command("--deadline", "40"), cwd=ROOT, env=front_door(tmp_path), stdout=subprocess.PIPE, text=True
+    )
+    process_of(0, psutil.Process(running.pid)).send_signal(signal.SIGSTOP)
+    children = psutil.Process(running.pid).children(recursive=True)
+    said, _ = running.communicate(timeout=60)
+    assert time.monotonic() - start < 44 and running.returncode == 2
+    assert "rank 0 is silent" in said and "(stopped)" in said
+    assert not any(map(is_alive, children))
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_doctor_that_is_ended_takes_its_processes_along(tmp_path, number):
+    running = subprocess.Popen(
+        doctor_command(), cwd=ROOT, env=front_door(tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    process_of(1, psutil.Process(running.pid))
+    children = psutil.Process(running.pid).children(recursive=True)
+    assert len(children) >= 3
+    running.send_signal(number)
+    assert running.wait(20) != 0
+    limit = time.monotonic() + 10
+    while any(map(is_alive, children)) and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert not any(map(is_alive, children))
+    assert number == signal.SIGKILL or list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--deadline", "1"], "--deadline is 1; write at least 5 seconds"),
+        (["--deadline", "nan"], "--deadline is nan"),
+        (["recipes/none.yaml"], "recipes/none.yaml"),
+        (["--strategy", "zero9"], "zero9"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_told_in_a_moment(arguments, said):
+    done = subprocess.run(
+        doctor_command(*arguments), cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr and done.stdout == ""
+
+
+SOME = [finding.ok("Python", "3.11.7"), finding.warning("CPU", "too many " * 30, "export OMP_NUM_THREADS=1")]
+
+
+def test_lines_are_aligned_and_remedies_can_be_copied():
+    text = doctor.in_words(SOME, 1.23, colour=False, width=80)
+    lines = text.splitlines()
+    assert lines[0] == "ok       Python  3.11.7" and lines[1].startswith("warning  CPU     too many")
+    assert lines[-2] == " " * 17 + "-> export OMP_NUM_THREADS=1" and lines[-1] == "ready: 1 warning (1.2 s)"
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(("extra", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_colours_are_for_terminals_alone(extra, coloured):
+    code = (
+        "from cookbook.doctor import report; from cookbook.doctor.finding import ok;"
+        "report([ok('Python', 'x')], 1.0, as_json=False)"
+    )
+    command = [sys.executable, "-c", code]
+    settings = {name: value for name, value in clean_environment(**extra).items() if name != "NO_COLOR" or extra}
+    piped = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, check=True).stdout
+    assert "\x1b" not in piped
+    ours, theirs = pty.openpty()
+    subprocess.run(command, cwd=ROOT, env=settings, stdout=theirs, check=True)
+    os.close(theirs)
+    assert (b"\x1b[32mok" in os.read(ours, 4096)) == coloured
+    os.close(ours)

@@ -1,0 +1,681 @@
+"""Protects `explain` and `check`: quantities by hand, places that are right, what differs, and no torch for any of it.
+
+python -m pytest -q tests/test_explain.py
+"""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import RECIPE, ROOT, clean_environment
+
+from cookbook.cli import main
+from cookbook.explain import compare, costs, explain, in_words
+from cookbook.explain.chart import HEIGHT, WIDTH, can_draw, draw
+from cookbook.files import RecipeError
+from cookbook.recipe import Recipe, _leaves
+from cookbook.strategy import load_strategy
+
+RECIPES = sorted(path.relative_to(ROOT) for path in (ROOT / "recipes").rglob("*.yaml"))
+STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
+HEAVY = ("torch", "transformers", "accelerate", "deepspeed", "numpy", "datasets", "tokenizers")
+ZERO3 = Path("recipes/qwen25_7b/sft_zero3.yaml")
+
+
+@pytest.fixture
+def in_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def strategy(name):
+    return Path(f"accelerate_configs/{name}.yaml")
+
+
+# Quantities.
+
+
+# recipe, what is asked -> processes, accumulation, tokens a step; worked out by hand from the files
+BY_HAND = {
+    "needs 4 GPUs": (ZERO3, {}, 4, "8 = 128 / (4 x 4)", "at most 262,144 = 128 x 2,048"),
+    "16 asked for": (ZERO3, {"processes": 16}, 16, "2 = 128 / (4 x 16)", "at most 262,144 = 128 x 2,048"),
+    "pairs": ("recipes/llama31_8b/dpo_lora_ddp.yaml", {}, 4, "4 = 32 / (2 x 4)", "at most 65,536 = 32 x 2 x 1,024"),
+    "one GPU": ("recipes/llama31_8b/sft_qlora_single.yaml", {}, 1, "16 = 16 / (1 x 1)", "at most 32,768 = 16 x 2,048"),
+    "no GPU": ("recipes/quickstart.yaml", {}, 2, "4 = 16 / (2 x 2)", "at most 2,048 = 16 x 128"),
+    "mesh of 4": (
+        "recipes/quickstart.yaml",
+        {"strategy_path": strategy("hsdp")},
+        4,
+        "2 = 16 / (2 x 4)",
+        "at most 2,048",
+    ),
+    "tensor parallel": ("recipes/quickstart.yaml", {"strategy_path": strategy("tp")}, 2, "8 = 16 / (2 x 1)", "at most"),
+    "token limit": ("recipes/smollm2_135m/sft_single.yaml", {}, 1, "at most 128 = 128 / 1", "at most 262,144"),
+}
+
+
+@pytest.mark.parametrize("case", BY_HAND)
+def test_quantities_are_those_worked_out_by_hand(case, in_root, monkeypatch):
+    monkeypatch.setattr("cookbook.plan.num_cores", lambda: 8)
+    recipe, asked, processes, accumulation, tokens = BY_HAND[case]
+    batch = explain(Path(recipe), **asked).sections["BATCH"]
+    assert batch["processes"].value == processes
+    assert batch["accumulation"].text.startswith(accumulation)
+    assert batch["tokens a step"].text.startswith(tokens)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=str)
+def test_every_shipped_recipe_is_explained(path, in_root):
+    found = explain(path)
+    page, plain = in_words(found), in_words(found, plain=True)
+    for title in ("WHAT", "BATCH", "LENGTH", "OPTIMIZER", "PRECISION", "BYTES", "LAUNCH"):
+        assert re.search(rf"(?m)^{title}", page)
+    assert plain.isascii() and len(plain.splitlines()) == len(page.splitlines())
+    assert ("DEEPSPEED" in page) == (found.strategy.kind == "zero")
+    assert page.endswith(f"train.py {path}")
+
+
+def test_there_are_recipes_to_explain():
+    assert len(RECIPES) >= 20 and len(STRATEGIES) >= 14
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_recipe_is_explained_under_every_strategy(name, in_root):
+    found = explain(Path("recipes/quickstart.yaml"), strategy_path=strategy(name))
+    assert found.strategy.name == name and found.files["yaml"].sources == ("command line",)
+    launched = f"--config_file accelerate_configs/{name}.yaml --num_processes {found.plan.num_processes}"
+    assert launched in in_words(found)
+
+
+# Places.
+
+
+# quantity -> words of which the line of each place must have one
+WORDS = {
+    "step": ["global_batch_size"],
+    "accumulation": ["global_batch_size", "micro_batch_size", "num_processes"],
+    "tokens a step": ["global_batch_size", "max_length"],
+    "peak rate": ["learning_rate"],
+    "warm-up": ["warmup_steps"],
+    "schedule": ["name:"],
+    "processes": ["num_processes", "Needs:"],
+    "steps": ["max_steps", "num_epochs", "global_batch_size"],
+    "written to": ["output_dir"],
+    "evaluation": ["eval_every_steps"],
+    "sample": ["max_length", "packing"],
+    "compute": ["mixed_precision"],
+}
+
+
+def misplaced(found, shift=0):
+    """How many places were looked up, and those whose line is about something else."""
+    quantities = {name: one for section in found.sections.values() for name, one in section.items()}
+    looked, wrong = 0, []
+    for name, words in WORDS.items():
+        for place in quantities[name].sources:
+            if match := re.fullmatch(r"(.+):(\d+)", place):
+                line = Path(match[1]).read_text().splitlines()[int(match[2]) - 1 + shift]
+                looked += 1
+                wrong += [] if any(word in line for word in words) else [(name, place, line)]
+    return looked, wrong
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=str)
+def test_every_place_is_the_line_of_the_value(path, in_root):
+    looked, wrong = misplaced(explain(path))
+    assert looked >= 12
+    assert wrong == []
+
+
+def test_a_wrong_place_would_be_found(in_root):
+    looked, wrong = misplaced(explain(ZERO3), shift=-1)
+    assert len(wrong) > looked / 2
+
+
+def test_a_default_and_the_command_line_are_told_apart_from_the_file(in_root):
+    assignments = ["batch.micro_batch_size=2", "run={num_epochs: 3, output_dir: outputs/x}"]
+    found = explain(ZERO3, assignments=assignments).sections
+    assert found["BATCH"]["forward"].sources == ("command line",)
+    assert found["LENGTH"]["epochs"].sources == ("command line",)
+    assert found["LENGTH"]["evaluation"].sources == ("default",)
+    assert found["OPTIMIZER"]["clipping"].sources == ("default",)
+    assert found["BATCH"]["step"].sources == (f"{ZERO3}:28",)
+    assert found["BATCH"]["accumulation"].text == "16 = 128 / (2 x 4)"
+
+
+def test_a_section_that_only_the_command_line_has_comes_from_there(in_root):
+    found = explain(ZERO3, assignments=["adapter.name=lora", "adapter.rank=8"]).sections
+    assert found["WHAT"]["trained"].text == "lora of rank 8, alpha 32, on all-linear"
+    assert found["WHAT"]["trained"].sources == ("command line", "default")
+
+
+# Length.
+
+
+def rows(book, count, name="rows.jsonl"):
+    book.write(name, "\n".join([json.dumps({"text": "x"})] * count) + "\n\n \n")
+
+
+def length(*assignments, path=RECIPE):
+    found = explain(Path(path), assignments=list(assignments))
+    return found.num_steps, found.sections["LENGTH"]["steps"].text
+
+
+THREE_EPOCHS = ("run.max_steps=null", "run.num_epochs=3", "batch.global_batch_size=4", "batch.micro_batch_size=2")
+
+
+@pytest.mark.parametrize(
+    ("train", "steps"),
+    [
+        ("data.train=rows.jsonl", 9),  # 3 x 10 / 4, rounded up
+        ("data.train={path: rows.jsonl, max_rows: 8}", 6),
+        ("data.train=[rows.jsonl, {path: rows.jsonl, weight: 0.25}]", 12),  # 10 + 3 (2.5 rounded) of them
+        ("data.train={path: rows.jsonl, weight: 2}", 15),
+    ],
+    ids=["ten rows", "first eight", "a quarter", "twice"],
+)
+def test_rows_of_a_local_file_are_counted(book, train, steps):
+    rows(book, 10)
+    found, text = length(train, *THREE_EPOCHS, "schedule.warmup_steps=0")
+    assert found == steps and text.startswith(f"at most {steps} = 3 x (")
+
+
+@pytest.mark.parametrize(
+    "unknown", [["objective={name: cpt}"], ["data.holdout=0.2"], ["data.train=python-stdlib"]], ids=str
+)
+def test_what_depends_on_the_tokens_is_not_made_up(book, unknown):
+    rows(book, 10)
+    found, text = length("data.train=rows.jsonl", *THREE_EPOCHS, *unknown)
+    assert found is None and "counted when the data is tokenised" in text
+
+
+def test_a_warm_up_longer_than_the_rows_allow_is_told_now(book):
+    rows(book, 10)
+    with pytest.raises(RecipeError, match="warmup_steps is 10, but the run has 9 steps"):
+        length("data.train=rows.jsonl", *THREE_EPOCHS)
+
+
+def test_steps_that_are_written_need_no_data(book):
+    assert length() == (30, "30")
+
+
+# The curve.
+
+
+def test_the_curve_is_that_of_the_run(in_root):
+    """Linear from 1.0 over 10 steps after 2 of warm-up: 1/2, 2/2, then 8/8 to 1/8 of the peak."""
+    settings = ["schedule={name: linear, warmup_steps: 2}", "run.max_steps=10", "optim.learning_rate=0.8"]
+    settings.append("run.eval_every_steps=5")
+    found = explain(Path("recipes/quickstart.yaml"), assignments=settings)
+    assert found.rates == pytest.approx([0.4, 0.8] + [0.1 * n for n in (8, 7, 6, 5, 4, 3, 2, 1)])
+
+
+def test_of_an_unknown_length_the_chart_says_for_how_many_steps_it_is(in_root):
+    found = explain(ZERO3)
+    assert found.num_steps is None
+    assert "drawn for 1,600 steps" in found.sections["OPTIMIZER"]["schedule"].text
+    assert max(found.rates) == pytest.approx(2e-5, rel=0.02)
+    assert "100 %" in in_words(found)
+
+
+def test_a_scaled_learning_rate_is_shown_with_its_arithmetic(in_root):
+    scaled = ["schedule.scale_lr=sqrt", "schedule.base_batch_size=4", "optim.learning_rate=1e-3"]
+    found = explain(Path("recipes/quickstart.yaml"), assignments=scaled)
+    assert found.sections["OPTIMIZER"]["peak rate"].text == "2e-3 = 1e-3 x sqrt(16 / 4)"
+    assert max(found.rates) == pytest.approx(2e-3)
+
+
+def dots(lines):
+    """Of each character column of a plain chart, the rows that have a dot, from the top."""
+    body = [line.split("|", 1)[1].ljust(WIDTH) for line in lines[:HEIGHT]]
+    return [{row for row in range(HEIGHT) if body[row][column] == "*"} for column in range(WIDTH)]
+
+
+def test_a_chart_has_the_shape_of_its_values():
+    rising = [i / 99 for i in range(100)]
+    found = dots(draw(rising, bottom="0", top="1", ticks=["a", "b"], plain=True))
+    assert all(found), "every column has a dot"
+    assert HEIGHT - 1 in found[0] and 0 in found[-1]
+    tops = [min(column) for column in found]
+    assert tops == sorted(tops, reverse=True)
+    assert dots(draw(rising[::-1], bottom="0", top="1", ticks=["a"], plain=True)) != found
+
+
+def test_a_chart_in_braille_has_the_same_shape():
+    values = [0.0, 1.0] + [1.0] * 40
+    for line in draw(values, bottom="0", top="1", ticks=["a"])[:HEIGHT]:
+        assert all(0x2800 < ord(letter) <= 0x28FF for letter in line.split("┤")[1] if letter != " ")
+    assert len(draw(values, bottom="0", top="1", ticks=["a"])) == HEIGHT + 2
+
+
+def test_a_curve_that_is_zero_everywhere_can_be_drawn():
+    assert draw([0.0], bottom="0", top="0", ticks=["a"], plain=True)
+
+
+@pytest.mark.parametrize(("encoding", "answer"), [("utf-8", True), ("ascii", False), (None, False), ("odd", False)])
+def test_a_terminal_without_braille_is_known(encoding, answer):
+    assert can_draw(encoding) == answer
+
+
+def cookbook(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "cookbook", *arguments],
+        cwd=ROOT,
+        env={**clean_environment(CUDA_VISIBLE_DEVICES=""), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_terminal_without_braille_gets_letters():
+    done = cookbook("explain", str(ZERO3), PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and done.stdout.isascii() and "*" in done.stdout
+
+
+# DeepSpeed.
+
+
+def test_the_engine_has_no_other_way_to_make_the_configuration():
+    """What a run hands over is compared in the last test here."""
+    text = (ROOT / "cookbook/engine/__init__.py").read_text()
+    assert "from cookbook.ds_config import deepspeed_config, separate_swap" in text
+    assert "self.deepspeed_config = deepspeed_config(" in text
+    assert text.count("self.deepspeed_config =") == 1
+
+
+def test_the_differences_from_the_json_are_all_shown(in_root):
+    found = explain(ZERO3, processes=8)
+    assert found.deepspeed_changes == {
+        "bf16.enabled": ("auto", True),
+        "fp16.enabled": ("auto", False),
+        "train_batch_size": ("auto", 128),
+        "train_micro_batch_size_per_gpu": ("auto", 4),
+        "gradient_accumulation_steps": ("auto", 4),
+        "gradient_clipping": ("auto", 1.0),
+        "zero_allow_untested_optimizer": (None, True),
+        "steps_per_print": (None, 2**31),
+    }
+    assert "auto" not in json.dumps(found.deepspeed)
+
+
+def test_a_swap_folder_is_that_of_the_run(in_root):
+    found = explain(Path("recipes/llama33_70b/sft_zero3_nvme.yaml"))
+    before, after = found.deepspeed_changes["zero_optimization.offload_param.nvme_path"]
+    assert before == "nvme_swap" and re.fullmatch(r"nvme_swap/llama33_70b-sft_zero3_nvme-[0-9a-f]{8}", after)
+
+
+# Costs, per trained parameter.
+
+
+def setting(name, processes=8, **options):
+    options.setdefault("accumulation", 1)
+    return costs.Setting(strategy=load_strategy(strategy(name)), num_processes=processes, **options)
+
+
+# Bytes on the GPU and on the host or disk with 8 processes (hsdp: 2 x 2, tp: 2), under bf16 and AdamW.
+# Rajbhandari et al. 2020 (arXiv 1910.02054), figure 1, for ZeRO: 2 + 2 + 12 cut at each stage; float32 elsewhere.
+STATES = {
+    "single": (1, 16, 0, 0),
+    "ddp": (8, 16, 0, 0),
+    "zero1": (8, 2 + 2 + 12 / 8, 0, 0),
+    "zero2": (8, 2 + (2 + 12) / 8, 0, 0),
+    "zero3": (8, 16 / 8, 0, 0),
+    "fsdp1": (8, 16 / 8, 0, 0),
+    "fsdp2": (8, 16 / 8, 0, 0),
+    "fsdp2_grad_op": (8, 16 / 8 + 2, 0, 0),
+    "fsdp2_offload": (8, 0, 16 / 8, 0),
+    "hsdp": (4, 16 / 2, 0, 0),
+    "tp": (2, 16 / 2, 0, 0),
+    "zero2_offload": (8, 2, (12 + 4) / 8, 0),
+    "zero3_offload": (8, 0, (14 + 6) / 8, 0),
+    "zero3_nvme": (8, 0, 2 / 8, (14 + 4) / 8),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_states_are_those_of_the_paper(name, in_root):
+    processes, *expected = STATES[name]
+    found = costs.shares(setting(name, processes))
+    assert [costs.total(found, where) for where in costs.PLACES] == pytest.approx(expected)
+
+
+def test_the_example_of_the_page_on_strategies(in_root):
+    """7e9 parameters on 8 GPUs under zero2."""
+    assert costs.total(costs.shares(setting("zero2")), "GPU") * 7e9 / 1e9 == pytest.approx(26.25)
+    assert "26.25 GB" in (ROOT / "docs/strategies.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"mixed_precision": "no"}, {"ddp": 16, "zero2": 4 + 4 / 8 + 12 / 8}),
+        ({"optimizer": "sgd"}, {"ddp": 12, "zero3": 12 / 8}),
+        ({"optimizer": "sgd", "momentum": 0.0}, {"ddp": 8, "zero3": 8 / 8}),
+        ({"optimizer": "adamw_8bit"}, {"ddp": 10, "zero3": 10 / 8}),
+    ],
+    ids=str,
+)
+def test_states_follow_precision_and_optimizer(options, expected, in_root):
+    for name, num_bytes in expected.items():
+        assert costs.total(costs.shares(setting(name, **options)), "GPU") == pytest.approx(num_bytes)
+
+
+# Numbers sent, in units of the parameters: section 7 of the paper, and A micro-batches where gradients are sharded.
+VOLUMES = {
+    "ddp": lambda a: {4: 2},
+    "zero1": lambda a: {2: 2},
+    "zero2": lambda a: {2: a + 1},
+    "zero3": lambda a: {2: 3 * a},
+    "fsdp2": lambda a: {2: 2 * a, 4: a},
+    "fsdp2_grad_op": lambda a: {2: a, 4: a},
+}
+
+
+@pytest.mark.parametrize(("name", "accumulation"), list(itertools.product(VOLUMES, (1, 4))))
+def test_traffic_is_that_of_the_paper(name, accumulation, in_root):
+    """Keys: bytes of a number. An all-reduce of float32 is 8 bytes, sent as two of 4."""
+    expected = sum(size * count for size, count in VOLUMES[name](accumulation).items())
+    assert costs.total_traffic(setting(name, accumulation=accumulation)) == expected
+
+
+def test_alone_nothing_is_sent(in_root):
+    assert costs.total_traffic(setting("zero3", 1)) == 0
+    assert costs.traffic_in_words(setting("zero3", 1)) == "none: one process"
+
+
+def test_a_frozen_parameter_is_cut_where_the_strategy_cuts_weights(in_root):
+    words = {name: costs.states_in_words(setting(name, adapter="lora"), "GPU") for name in ("ddp", "zero2", "zero3")}
+    assert words["ddp"].endswith("of a frozen one 2") and words["zero2"].endswith("of a frozen one 2")
+    assert words["zero3"].endswith("of a frozen one 2/8")
+    assert costs.states_in_words(setting("fsdp1", adapter="lora"), "GPU").endswith("of a frozen one 4/8")
+
+
+def test_float32_reductions_that_a_json_asks_for_are_counted(book):
+    book.edit(
+        "ds_configs/zero3.json", ('"zero_optimization"', '"communication_data_type": "fp32",\n  "zero_optimization"')
+    )
+    assert costs.precision(setting("zero3"))["reductions"] == "float32"
+    assert costs.total_traffic(setting("zero3")) == 2 * 2 + 4
+
+
+# What differs.
+
+
+def difference(first, second, **options):
+    options = {"override": None, "assignments": [], "processes": None} | options
+    return compare.compare(str(first), str(second), **options)
+
+
+def test_another_strategy_leaves_the_curve_alone_and_says_what_it_costs(in_root):
+    found = difference(ZERO3, "zero2")
+    assert found.same_curve
+    page = compare.in_words(found)
+    assert re.search(r"zero_optimization.stage +3 -> 2 +A json:13 -> B json:13", page)
+    assert "= 4\n" in page and "= 5.5\n" in page
+    assert "the same, but for rounding" in page
+
+
+def test_every_pair_of_strategies_can_be_compared(in_root):
+    for first, second in itertools.combinations(STRATEGIES, 2):
+        found = difference(first, second)
+        assert found.same_curve and found.differences, (first, second)
+
+
+KEYS = {
+    "batch.micro_batch_size=1": "speed",
+    "data.packing=false": "speed",
+    "model.gradient_checkpointing=false": "speed",
+    "model.compile=true": "rounding",
+    "run.save_every_steps=50": "run",
+    "data.eval=python-stdlib": "run",
+    "optim.learning_rate=1e-5": "curve",
+    "batch.global_batch_size=64": "curve",
+    "data.max_length=1024": "curve",
+    "seed=7": "curve",
+    "mixed_precision='no'": "curve",
+    "adapter={name: lora}": "curve",
+}
+
+
+@pytest.mark.parametrize("assignment", KEYS)
+def test_a_key_that_changes_the_curve_is_told_from_one_that_does_not(assignment, in_root):
+    one, other = explain(ZERO3), explain(ZERO3, assignments=[assignment])
+    found = compare.compare_runs(one, other)
+    assert {one.effect for one in found.differences} == {KEYS[assignment]}
+    assert found.same_curve == (KEYS[assignment] != "curve")
+
+
+def test_the_lists_of_keys_name_keys_of_a_recipe():
+    known = set(_leaves(Recipe))
+    listed = {*compare.NEVER_THE_CURVE, *compare.ONLY_ROUNDING, *compare.ONLY_THE_RUN}
+    assert listed - known == set()
+    assert {"data.pakcing"} - known == {"data.pakcing"}
+    assert compare.effect_of("optim.betas") == compare.effect_of("a.key.of.tomorrow") == "curve"
+
+
+def test_what_is_said_never_to_change_the_curve_is_in_the_equivalence_tests():
+    text = "".join(path.read_text() for path in (ROOT / "tests").glob("test_equivalence*.py"))
+    for key in compare.NEVER_THE_CURVE:
+        assert re.search(rf'\b{key.rpartition(".")[2]}"?: ', text), key
+
+
+def test_dropout_makes_the_curve_depend_on_the_processes(in_root):
+    found = difference("recipes/llama31_8b/sft_qlora_single.yaml", "fsdp2", processes=4)
+    assert not found.same_curve and "adapter.dropout" in compare.in_words(found)
+    assert [one.num_processes for one in found.settings] == [1, 4]
+
+
+def test_the_same_twice_is_the_same(in_root):
+    assert compare.in_words(difference(ZERO3, ZERO3)).endswith("Nothing differs.")
+
+
+def test_a_recipe_may_stand_beside_another_of_another_kind(in_root):
+    found = difference("recipes/quickstart.yaml", "recipes/qwen3_0_6b/sft_lora_ddp.yaml")
+    keys = {one.key for one in found.differences}
+    assert {"model.from_scratch", "data.train", "adapter"} <= keys
+    assert not found.same_curve
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["zero3"], "zero3: a strategy; write a recipe before it, or another strategy after it"),
+        (["nope"], "strategy 'nope': no file accelerate_configs/nope.yaml; known here: ddp, ..."),
+        (["recipes/nope.yaml"], "recipes/nope.yaml: no such file (looked in ...)"),
+        (["zero2", "recipes/small.yaml"], "explain zero2 recipes/small.yaml: write the recipe first"),
+        (["zero2", "zero9"], "strategy 'zero9': no file accelerate_configs/zero9.yaml; did you mean ...?"),
+        (["zero2", "zero3", "--set", "seed=1"], "--set and --strategy go with a recipe; two strategies have none"),
+        ([RECIPE, "--processes", "0"], "--processes is 0; it must be at least 1"),
+        ([RECIPE, "--processes", "3"], "recipes/small.yaml: batch.global_batch_size is 16, but 3 processes x ..."),
+        ([RECIPE, "--set", "seed=-1"], "--set seed is -1; it must be greater than or equal to 0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_explained_is_told_in_a_line(book, capsys, arguments, message):
+    assert main(["explain", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(re.escape(message).replace(re.escape("..."), ".*"), line), line
+
+
+def test_a_reader_who_has_seen_enough_gets_no_traceback():
+    command = f"{sys.executable} -m cookbook check | head -1"
+    done = subprocess.run(command, shell=True, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
+    assert done.stderr == "" and len(done.stdout.splitlines()) == 1
+
+
+# Check.
+
+
+def checked(capsys, *arguments):
+    code = main(["check", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out.splitlines(), captured.err.splitlines()
+
+
+def test_check_lists_all_mistakes_of_all_files_in_one_run(book, capsys):
+    book.edit(RECIPE, ("ddp.yaml", "zero3.yaml"), ("learning_rate", "learnig_rate"), ("max_steps: 30", "max_steps: x"))
+    book.edit("accelerate_configs/zero3.yaml", ("num_processes: auto", "num_processes: -2\nmixed_precision: bf16"))
+    book.edit(
+        "ds_configs/zero3.json",
+        ('"stage": 3', '"stage": 4'),
+        ('"overlap_comm"', '"overlap_com"'),
+        ('"gradient_clipping": "auto"', '"gradient_clipping": 0.5'),
+    )
+    book.edit("accelerate_configs/hsdp.yaml", ("num_processes: 4", "num_processes: 6"))
+    code, _, mistakes = checked(capsys)
+    assert code == 2
+    starts = [
+        "recipes/small.yaml:23: optim.learnig_rate: unknown key; did you mean learning_rate?",
+        "recipes/small.yaml:29: run.max_steps is 'x' (text); it must be an integer",
+        "accelerate_configs/zero3.yaml:2: num_processes is -2; use auto",
+        "accelerate_configs/zero3.yaml:3: mixed_precision: does not belong here",
+        "ds_configs/zero3.json:11: gradient_clipping is 0.5; write",
+        "ds_configs/zero3.json:13: zero_optimization.stage is 4; use 1, 2 or 3",
+        "ds_configs/zero3.json:14: zero_optimization.overlap_com: unknown key",
+        "accelerate_configs/hsdp.yaml:2: num_processes is 6, but the mesh",
+    ]
+    for start in starts:
+        assert sum(line.startswith(start) for line in mistakes) == 1, (start, mistakes)
+    assert len(mistakes) == len(starts)
+
+
+def test_check_names_the_lines_of_a_clash_and_of_an_impossible_split(book, capsys):
+    book.edit(RECIPE, ("ddp.yaml", "zero2.yaml"), ("  learning_rate", "  name: muon\n  learning_rate"))
+    book.edit(RECIPE, ("global_batch_size: 16", "global_batch_size: 17"))
+    code, _, mistakes = checked(capsys, RECIPE)
+    assert code == 2
+    assert [line.split(": ")[0] for line in mistakes] == [
+        "recipes/small.yaml:23 under accelerate_configs/zero2.yaml",
+        "recipes/small.yaml:20",
+    ]
+    assert "muon with ZeRO" in mistakes[0] and "global_batch_size is 17" in mistakes[1]
+
+
+def test_a_misspelt_key_does_not_hide_a_clash(book, capsys):
+    book.edit(RECIPE, ("weight_decay", "wieght_decay"), ("global_batch_size: 16", "global_batch_size: 17"))
+    _, _, mistakes = checked(capsys, RECIPE)
+    assert len(mistakes) == 2
+    assert "wieght_decay" in mistakes[0] and mistakes[1].startswith("recipes/small.yaml:20: batch.global_batch_size")
+
+
+@pytest.mark.parametrize(("needs", "code"), [("2 GPUs of 24 GB.", 0), ("3 GPUs of 24 GB.", 2), ("1 GPU of 24 GB.", 0)])
+def test_check_splits_the_batch_over_the_gpus_that_the_label_names(book, capsys, monkeypatch, needs, code):
+    monkeypatch.setattr("cookbook.cli.num_gpus", lambda: 1 / 0)  # not this machine's
+    text = Path(RECIPE).read_text()
+    book.write(RECIPE, f"# Needs: {needs}\n{text}")
+    found, lines, mistakes = checked(capsys, RECIPE)
+    assert found == code, mistakes
+    if code == 0:
+        count = int(needs[0])
+        assert f"{count} data-parallel process" in lines[0] and lines[0].endswith(f"accumulation {2 // count}")
+
+
+# No torch.
+
+
+NO_TORCH = f"""
+import sys
+from cookbook.cli import main
+code = main(sys.argv[1:])
+print(*[name for name in {HEAVY} if name in sys.modules], file=sys.stderr)
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["check"], ["explain", str(ZERO3)], ["explain", str(ZERO3), "--json"], ["explain", str(ZERO3), "fsdp2"]],
+    ids=" ".join,
+)
+def test_nothing_heavy_is_imported(arguments):
+    environment = clean_environment(CUDA_VISIBLE_DEVICES="")
+    done = subprocess.run(
+        [sys.executable, "-c", NO_TORCH, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr.strip()) == (0, "")
+
+
+def test_something_heavy_would_be_seen():
+    done = subprocess.run(
+        [sys.executable, "-c", f"import numpy\n{NO_TORCH}", "explain", str(ZERO3)],
+        cwd=ROOT,
+        env=clean_environment(CUDA_VISIBLE_DEVICES=""),
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr.strip() == "numpy"
+
+
+def test_json_says_the_same_for_programs(in_root, capsys):
+    assert main(["explain", str(ZERO3), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    accumulation = found["quantities"]["batch"]["accumulation"]
+    assert accumulation["value"] == 8
+    assert accumulation["from"] == [f"{ZERO3}:28", f"{ZERO3}:29", "accelerate_configs/zero3.yaml:5"]
+    assert found["deepspeed"]["train_batch_size"] == 128 and found["learning_rate"]["num_steps"] is None
+    assert main(["explain", "zero2", "zero3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["same_curve"] is True
+
+
+# Against a run.
+
+
+PROBE = """
+import json, sys
+sys.path.insert(0, {root!r})
+import train
+from cookbook import engine
+
+def step(self, right=engine.Engine.step):
+    named = [p for p in self.model.parameters() if p.requires_grad]
+    found = {{"weights": {{str(p.dtype) for p in named}}}}
+    if self.strategy.kind == "zero":
+        inner = self.model.optimizer
+        flat = getattr(inner, "fp32_partitioned_groups_flat", None) or inner.single_partition_of_fp32_groups
+        found["master copy"] = {{str(p.dtype) for p in flat}}
+        found["reductions"] = {{str(self.model.communication_data_type)}}
+        found["gradients"] = {{str(self.model.get_data_types()[1])}}
+    else:
+        found["gradients"] = {{str(p.grad.dtype) for p in named if p.grad is not None}}
+    if self.is_main:
+        print("CONFIG", json.dumps(self.deepspeed_config), flush=True)
+        print("PROBE", json.dumps({{key: sorted(value) for key, value in found.items()}}), flush=True)
+    return right(self)
+
+engine.Engine.step = step
+sys.exit(train.main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero2", "zero3"])
+def test_precision_and_configuration_are_those_of_a_run(book, name):
+    book.write("probe.py", PROBE.format(root=str(book.root)))
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(strategy(name))]
+    settings = ["mixed_precision=bf16", "run.max_steps=1", "schedule.warmup_steps=0"]
+    done = subprocess.run(
+        [*accelerate, "--num_processes", "2", "--main_process_port", "0", "probe.py", RECIPE]
+        + [word for one in settings for word in ("--set", one)],
+        cwd=book.root,
+        env=clean_environment(CUDA_VISIBLE_DEVICES="", PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}"),
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    probed = re.search(r"PROBE (.*)", done.stdout)
+    assert probed, done.stdout + done.stderr
+    run = explain(Path(RECIPE), strategy_path=strategy(name), assignments=settings, processes=2)
+    handed_over = re.search(r"CONFIG (.*)", done.stdout)
+    assert handed_over and json.loads(handed_over[1]) == run.deepspeed
+    said = costs.precision(run.setting)
+    for what, dtypes in json.loads(probed[1]).items():
+        assert dtypes == [f"torch.{said[what].split(',')[0]}"], (what, dtypes, said)

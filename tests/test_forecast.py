@@ -1,0 +1,241 @@
+"""A forecast holds what it says: its parts make the whole, its verdict follows, and what it proposes fits.
+
+python -m pytest -q tests/test_forecast.py
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, clean_environment
+
+from cookbook.cli import main
+from cookbook.forecast import Forecast, Outlook, _next_rung, forecast_all, micro_batch_of, of_run
+from cookbook.forecast.memory import CONTEXT, GIB, Memory, peak
+from cookbook.forecast.show import _bar, in_words
+from cookbook.forecast.skeleton import Skeleton, Weight
+from cookbook.forecast.states import Held, States
+from cookbook.forecast.trace import Pass, Stretch
+from cookbook.hardware import parse_machines
+from cookbook.library import read_label, read_needs
+from cookbook.models.structure import find_config
+from cookbook.plan import make_plan
+from cookbook.recipe import Recipe, load_recipe
+from cookbook.strategy import load_strategy
+
+LLAMA = "recipes/llama31_8b/sft_zero3.yaml"
+RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def outlook(recipe: Recipe, gpus: str, *names: str) -> Outlook:
+    strategies = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in names]
+    return forecast_all(recipe, strategies, parse_machines(gpus), "recipe")
+
+
+def only(recipe: Recipe, gpus: str, name: str) -> Forecast:
+    (found,) = outlook(recipe, gpus, name).forecasts
+    return found
+
+
+# By hand: two layers of 100 weights and 50 outside, 4 bytes each.
+
+WEIGHT = {"part": "layer", "is_trained": True, "is_quantized": False, "cut": None, "is_orthogonal": False}
+BY_HAND = Skeleton(
+    weights=(
+        Weight(name="embedding", shape=(5, 10), layer=None, **{**WEIGHT, "part": "embedding"}),
+        Weight(name="a", shape=(10, 10), layer=0, **WEIGHT),
+        Weight(name="b", shape=(10, 10), layer=1, **WEIGHT),
+    ),
+    num_layers=2,
+    is_tied=True,
+    buffers=(),
+)
+STATES = States(gpu=Held(weights=1000, gradients=1000, moments=2000), gradients_at_first=0, gradients_between=1000)
+WORK = Pass(
+    stretches=(
+        Stretch(name="forward", layer=0, held=0, peak=50),
+        Stretch(name="head", layer=None, held=300, peak=800),
+        Stretch(name="backward", layer=1, held=300, peak=500),
+        Stretch(name="backward", layer=0, held=150, peak=350),
+    ),
+)
+
+
+def test_the_peak_is_the_largest_moment():
+    first = peak(BY_HAND, STATES, WORK, accumulates=False, is_sharded=False)
+    # At the loss there is no gradient yet: 3000 + 800. In layer 0's backward all but the embedding's: 3000 + 800 + 350.
+    assert (first.allocated, first.moment) == (4150, "the backward of layer 0")
+    later = peak(BY_HAND, STATES, WORK, accumulates=True, is_sharded=False)
+    assert (later.allocated, later.moment, later.logits) == (1000 + 1000 + 2000 + 800, "the loss", 500)
+
+
+def test_gradients_come_with_the_layers():
+    short = Pass(stretches=(replace(WORK.stretches[2], peak=900),))
+    found = peak(BY_HAND, STATES, short, accumulates=False, is_sharded=False)
+    # After layer 1: 100 of 250 weights have gradients, 400 bytes; the update has all of them, and nothing else.
+    assert (found.allocated, found.gradients) == (3000 + 400 + 900, 400)
+
+
+def test_what_the_gpu_needs_is_more_than_what_torch_allocates():
+    found = peak(BY_HAND, STATES, WORK, accumulates=True, is_sharded=True)
+    low, high = found.needed
+    assert found.allocated + CONTEXT < low < high
+    assert "+25.0% against the forecast" in found.compared(found.allocated * 1.25 / GIB, 1.0)
+
+
+# On real models.
+
+
+@pytest.fixture(scope="module")
+def llama() -> Recipe:
+    return load_recipe(ROOT / LLAMA)
+
+
+def test_sharding_divides_states_and_nothing_else(llama, monkeypatch):
+    found = {one.strategy.name: one for one in outlook(llama, "8xH100", "ddp", "zero3", "fsdp2").forecasts}
+    numel = 8_030_261_248
+    ddp, zero3, fsdp2 = (found[name].memory for name in ("ddp", "zero3", "fsdp2"))
+    assert ddp.parameters == ddp.gradients == 4 * numel
+    assert ddp.optimizer == pytest.approx(8 * numel, rel=1e-6)
+    assert fsdp2.parameters == pytest.approx(4 * numel / 8, rel=1e-3)
+    assert zero3.parameters + zero3.optimizer == pytest.approx((2 + 12) * numel / 8, rel=1e-2)
+    assert zero3.activations < ddp.activations - 1.5 * numel  # autocast keeps copies of the weights
+    assert [found[name].verdict for name in ("ddp", "zero3", "fsdp2")] == ["does not fit", "fits", "fits"]
+    assert found["zero3"].checkpoint == 12 * numel
+
+
+def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(llama):
+    def with_micro_batch(size: int) -> Recipe:
+        batch = llama.batch.model_copy(update={"micro_batch_size": size, "global_batch_size": size * 8 * 2})
+        return llama.model_copy(update={"batch": batch})
+
+    largest = only(llama, "8x40GB", "zero3").largest_micro_batch
+    assert largest > micro_batch_of(llama)
+    assert only(with_micro_batch(largest), "8x40GB", "zero3").verdict == "fits"
+    assert only(with_micro_batch(round(largest * 1.15) + 1), "8x40GB", "zero3").verdict != "fits"
+
+
+def test_the_longest_sequence_fits_at_micro_batch_1(llama):
+    longest = only(llama, "8x40GB", "zero3").longest
+    batch = llama.batch.model_copy(update={"micro_batch_size": 1})
+    data = llama.data.model_copy(update={"max_length": longest})
+    assert only(llama.model_copy(update={"batch": batch, "data": data}), "8x40GB", "zero3").verdict == "fits"
+
+
+def test_the_best_is_what_fits_and_is_fastest(llama):
+    found = outlook(llama, "8xH100", "ddp", "zero3_nvme", "zero3", "zero3_offload").forecasts
+    assert [one.strategy.name for one in found] == ["zero3", "zero3_offload", "zero3_nvme", "ddp"]
+    assert "the fastest of 3 that fit" in in_words(
+        outlook(llama, "8xH100", "zero3", "zero3_offload", "zero3_nvme"), "recipe", num_samples=None, price=None
+    )
+
+
+def test_where_nothing_fits_the_next_rung_is_named_and_true(llama):
+    small = llama.model_copy(update={"model": llama.model.model_copy(update={"gradient_checkpointing": False})})
+    machines = parse_machines("8x24GB")
+    strategies = [load_strategy(Path("accelerate_configs/zero3.yaml"))]
+    assert outlook(small, "8x24GB", "zero3").forecasts[0].verdict == "does not fit"
+    said = _next_rung(find_config(small.model)[0], small, strategies, machines, "recipe")
+    assert said is not None and said.startswith("with ")
+    if "adapter" not in said:
+        fixed = small.model.model_copy(update={"gradient_checkpointing": True})
+        batch = small.batch.model_copy(update={"micro_batch_size": 1})
+        assert only(small.model_copy(update={"model": fixed, "batch": batch}), "8x24GB", "zero3").verdict == "fits"
+
+
+def test_a_run_forecasts_as_the_plan_does(llama):
+    strategy = load_strategy(Path("accelerate_configs/zero3.yaml"))
+    plan = make_plan(llama, strategy, num_processes=8, num_gpus=8, recipe_name="recipe")
+    assert of_run(find_config(llama.model)[0], llama, strategy, plan) == only(llama, "8xH100", "zero3").memory
+
+
+def test_what_cannot_run_says_why(llama):
+    found = only(llama, "2xH100", "hsdp")
+    assert found.verdict == "cannot run" and "4 processes" in found.why[0]
+
+
+def test_a_bar_is_as_long_as_its_memory():
+    sizes = {"parameters": 10, "gradients": 10, "optimizer": 0, "gathered": 0, "activations": 20, "logits": 0}
+    memory = Memory(moment="", is_sharded=False, **{name: size * GIB for name, size in sizes.items()})
+    one = Forecast(strategy=load_strategy(Path("accelerate_configs/ddp.yaml")), verdict="fits", why=[], memory=memory)
+    text = _bar(one, 80 * GIB)
+    assert [text.count(letter) for letter in "WGOBAL"] == [5, 5, 0, 0, 10, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_fits_the_hardware_of_its_label(name):
+    recipe = load_recipe(ROOT / name)
+    needs = read_needs(read_label(Path(name)))
+    if needs.num_gpus is None or needs.gpu_gb is None:
+        assert name == "recipes/quickstart.yaml"
+        return
+    (found,) = forecast_all(
+        recipe, [load_strategy(Path(recipe.strategy))], parse_machines(f"{needs.num_gpus}x{needs.gpu_gb}GB"), name
+    ).forecasts
+    assert found.verdict in ("fits", "tight"), found.why
+
+
+# The command.
+
+
+def cookbook(*words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "cookbook", "plan", *words]
+    environment = clean_environment(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_json_has_what_the_table_is_made_of():
+    done = cookbook(LLAMA, "--gpus", "8xH100", "--strategy", "zero3", "--samples", "1000", "--price", "2", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    (one,) = found["forecasts"]
+    memory = one["memory"]
+    parts = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits")
+    assert sum(memory[part] for part in parts) == memory["allocated"]
+    assert found["steps"] == 2 * 8  # two epochs of 1,000 samples, 128 a step
+    hours = [seconds * 16 / 3600 for seconds in one["step_seconds"]]
+    assert one["hours"] == pytest.approx(hours)
+    assert one["price"] == pytest.approx([value * 2 * 8 for value in hours])
+
+
+def test_the_answer_for_people(capsys):
+    assert main(["plan", LLAMA, "--strategy", "zero3", "--strategy", "ddp"]) == 0
+    printed = capsys.readouterr().out
+    assert "on 8x80GB" in printed  # of the label, since this machine has no GPU
+    assert "zero3: the one that fits" in printed
+    assert "does not fit" in printed and "|WWW" in printed
+    assert "names the memory" in printed or "tells the memory and not the speed" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpus", "8xH1000"], "no GPU H1000 in the table"),
+        (["--gpus", "0xH100"], "0 GPUs"),
+        (["--gpus", "8x80TB"], "8x80GB"),
+        (["--samples", "0", "--price", "-1"], "--price is -1"),
+        (["--strategy", "zero4"], "did you mean"),
+        (["--set", "model.name_or_path=nobody/nothing", "--set", "model.revision=null"], "nobody/nothing"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_bad_input_is_told(words, said, capsys):
+    assert main(["plan", LLAMA, *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_does_not_fit_ends_with_1(capsys):
+    assert main(["plan", LLAMA, "--gpus", "1x24GB", "--strategy", "single"]) == 1
+    printed = capsys.readouterr().out
+    assert "Nothing fits. Nearest is single" in printed

@@ -1,0 +1,326 @@
+"""The forecast of weights, gradients, optimizer state and buffers is what the engines hold, to the byte.
+
+Real runs through `accelerate launch` are stopped before their third update (`tests/held_bytes.py`), on a model whose
+sizes divide by nothing. Run alone: pytest -m "slow or not slow" tests/test_forecast_states.py
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, LlamaConfig
+
+from cookbook.forecast.skeleton import Skeleton, Weight, skeleton
+from cookbook.forecast.states import States, states
+from cookbook.recipe import Recipe, load_recipe
+from cookbook.strategy import load_strategy
+from tests.curves import ROOT, environment, write_chats
+
+RECIPE = """\
+strategy: accelerate_configs/single.yaml
+mixed_precision: 'no'
+seed: 7
+model:
+  from_scratch: {vocab_size: 515, hidden_size: 52, intermediate_size: 93, num_hidden_layers: 3,
+                 num_attention_heads: 2, num_key_value_heads: 1, tie_word_embeddings: false}
+data: {train: DATA, max_length: 96}
+batch: {global_batch_size: 24, micro_batch_size: 2}
+optim: {name: adamw, learning_rate: 3e-3}
+schedule: {name: cosine}
+run: {max_steps: 5, output_dir: OUTPUT}
+"""
+
+STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
+FULL: tuple[str, ...] = ()
+LORA = ("adapter={name: lora, rank: 5}",)
+QLORA = ("adapter={name: qlora, rank: 5}",)
+BF16 = ("mixed_precision=bf16",)
+# transformers cuts heads and columns into equal parts only; rows of the vocabulary also into unequal ones.
+EVEN = ("model.from_scratch.num_key_value_heads=2", "model.from_scratch.intermediate_size=94")
+# DeepSpeed swaps from 1 MiB on: two matrices of each layer, embedding and head reach that in four parts.
+LARGE = (
+    "model.from_scratch={vocab_size: 12203, hidden_size: 128, intermediate_size: 16411, num_hidden_layers: 1,"
+    " num_attention_heads: 2, num_key_value_heads: 1, tie_word_embeddings: false}",
+)
+# bitsandbytes takes rows of multiples of 64.
+BLOCKS = (
+    "model.from_scratch={vocab_size: 515, hidden_size: 128, intermediate_size: 320, num_hidden_layers: 3,"
+    " num_attention_heads: 4, num_key_value_heads: 2, tie_word_embeddings: false}",
+)
+SIZES = {"tp": EVEN, "zero3_nvme": LARGE}
+
+# The largest tensor that a run holds and no category counts: a micro-batch's tokens, 2 x 96 in int64.
+TOKENS = 2 * 96 * 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    strategy: str
+    processes: int
+    settings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        names = {FULL: "full", LORA: "lora", QLORA: "qlora"}
+        words = [names.get((setting,), setting) for setting in self.settings if setting not in (*EVEN, *LARGE, *BLOCKS)]
+        return "-".join([self.strategy, str(self.processes), *words])
+
+
+def run(strategy: str, processes: int, *settings: str) -> Run:
+    sizes = BLOCKS if QLORA[0] in settings else SIZES.get(strategy, ())
+    return Run(strategy=strategy, processes=processes, settings=(*sizes, *settings))
+
+
+def counts(strategy: str) -> list[int]:
+    return {"single": [1], "tp": [2], "hsdp": [4]}.get(strategy, [1, 2, 3, 4])
+
+
+QUICK = [
+    run("zero3", 2, *LORA, *BF16),
+    run("zero2_offload", 3),
+    run("zero1", 2, *BF16),
+    run("fsdp2", 3, *LORA, *BF16),
+    run("fsdp1", 3),
+    run("ddp", 2, *LORA),
+    run("tp", 2),
+]
+SLOW = [
+    *(run(name, 2, *BF16) for name in STRATEGIES if 2 in counts(name)),
+    run("single", 1, *LORA, *BF16),
+    run("hsdp", 4, *LORA, *BF16),
+    run("tp", 2, *LORA),
+]
+FEATURES = [
+    run("single", 1, *QLORA),
+    run("fsdp2", 2, *QLORA, *BF16),
+    run("zero2", 2, *QLORA, *BF16),
+    run("zero3_offload", 2, *QLORA, *BF16),
+    run("single", 1, "optim.name=adamw_8bit"),
+    run("fsdp2", 3, "optim.name=adamw_8bit"),
+    run("zero2", 3, "optim.name=adamw_8bit"),
+    run("fsdp2", 3, "optim.name=muon"),
+    run("zero2", 3, "optim.name=sgd"),
+    run("fsdp2", 2, "optim.name=sgd", "optim.momentum=0"),
+    run("zero2_offload", 3, "batch.global_batch_size=6"),  # one micro-batch a step: nothing waits on the host
+    run("fsdp1", 2, "model.from_scratch.tie_word_embeddings=true"),
+    run("fsdp2", 2, "model.from_scratch.tie_word_embeddings=true"),
+    run("zero3", 2, *LORA, *BF16, "adapter.modules_to_save=[lm_head]"),
+    run("fsdp2", 2, *LORA, *BF16, "adapter.modules_to_save=[lm_head]"),
+    run("fsdp2", 2, *BF16, "adapter={name: dora, rank: 5}"),
+]
+ALL = [
+    run(name, processes, *adapter, *precision)
+    for name in STRATEGIES
+    for processes in counts(name)
+    for adapter in (FULL, LORA)
+    for precision in (FULL, BF16)
+]
+REST = [case for case in ALL if case not in {*QUICK, *SLOW}]
+CASES = [
+    *(pytest.param(case, id=str(case)) for case in QUICK),
+    *(pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in SLOW + FEATURES if case not in QUICK),
+    *(pytest.param(case, id=str(case), marks=[pytest.mark.slow, pytest.mark.thorough]) for case in REST),
+]
+
+
+class Scale:
+    """Runs recipes until their third update; what was measured once is not measured again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.recipe = folder / "recipe.yaml"
+        write_chats(folder / "chats.jsonl")
+        text = RECIPE.replace("DATA", str(folder / "chats.jsonl")).replace("OUTPUT", str(folder / "out"))
+        self.recipe.write_text(text)
+        self.held = cache(self._held)
+
+    def read(self, case: Run) -> Recipe:
+        return load_recipe(self.recipe, list(case.settings))
+
+    def skeleton(self, case: Run) -> Skeleton:
+        recipe = self.read(case)
+        sizes = recipe.model.from_scratch
+        assert sizes is not None
+        head_dim = sizes.hidden_size // sizes.num_attention_heads
+        return skeleton(AutoConfig.for_model(**sizes.model_dump(), head_dim=head_dim), recipe)
+
+    def predicted(self, case: Run, rank: int) -> States:
+        strategy = load_strategy(ROOT / "accelerate_configs" / f"{case.strategy}.yaml")
+        return states(self.skeleton(case), self.read(case), strategy, case.processes, rank)
+
+    def _held(self, case: Run) -> list[dict[str, Any]]:
+        """What each process holds."""
+        folder = self.folder / str(len(list(self.folder.iterdir())))
+        folder.mkdir()
+        command = [sys.executable]
+        if case.strategy != "single":
+            command += ["-m", "accelerate.commands.launch", "--main_process_port", "0"]
+            command += ["--config_file", f"accelerate_configs/{case.strategy}.yaml"]
+            command += ["--num_processes", str(case.processes)]
+        command += ["tests/held_bytes.py", str(folder), str(self.recipe), "--set", f"run.output_dir={folder / 'out'}"]
+        for setting in case.settings:
+            command += ["--set", setting]
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment(), capture_output=True, text=True, errors="replace", timeout=900
+        )
+        held = [json.loads(path.read_text()) for path in sorted(folder.glob("held-*.json"))]
+        assert len(held) == case.processes, f"{case} did not run:\n{(done.stdout + done.stderr)[-4000:]}"
+        return held
+
+
+@pytest.fixture(scope="module")
+def scale(tmp_path_factory: pytest.TempPathFactory, monkeypatch_module: pytest.MonkeyPatch) -> Scale:
+    monkeypatch_module.chdir(ROOT)  # a strategy names its JSON from here
+    return Scale(tmp_path_factory.mktemp("states"))
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_module() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+def places(predicted: States) -> dict[str, dict[str, int]]:
+    return {place: asdict(getattr(predicted, place)) for place in ("gpu", "host", "disk")}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_process_holds_the_predicted_bytes(scale: Scale, case: Run):
+    for rank, held in enumerate(scale.held(case)):
+        predicted = scale.predicted(case, rank)
+        assert {place: held[place] for place in ("gpu", "host", "disk")} == places(predicted), f"process {rank}"
+        before = [predicted.gradients_at_first, predicted.gradients_between]
+        if case.strategy == "ddp" and case.processes > 1:
+            assert held["gradients_before"] == [0, before[1]] and held["gradients_stay"], f"process {rank}"
+        else:
+            assert held["gradients_before"] == before[: len(held["gradients_before"])], f"process {rank}"
+        # Nothing was overlooked: what no category counts is what the data loader made.
+        size, dtype, _ = held["largest_others"][0]
+        assert size <= TOKENS and dtype == "torch.int64", held["largest_others"]
+
+
+def test_every_strategy_file_is_measured_with_each_count_of_processes():
+    assert len(STRATEGIES) >= 14
+    measured = {(case.values[0].strategy, case.values[0].processes) for case in CASES}
+    assert measured == {(name, processes) for name in STRATEGIES for processes in counts(name)}
+    assert len(CASES) >= 180
+
+
+@pytest.mark.parametrize(
+    ("case", "other"),
+    [
+        (run("zero3", 2, *LORA, *BF16), run("zero2", 2, *LORA, *BF16)),
+        (run("zero3", 2, *LORA, *BF16), run("zero3", 3, *LORA, *BF16)),
+        (run("zero3", 2, *LORA, *BF16), run("zero3", 2, *LORA)),
+        (run("zero2_offload", 3), run("zero2", 3)),
+        (run("zero1", 2, *BF16), run("zero2", 2, *BF16)),
+        (run("fsdp2", 3, *LORA, *BF16), run("fsdp2_offload", 3, *LORA, *BF16)),
+        (run("fsdp1", 3), run("fsdp2", 3)),
+        (run("ddp", 2, *LORA), run("ddp", 2)),
+    ],
+    ids=str,
+)
+def test_a_forecast_for_another_run_is_not_what_is_held(scale: Scale, case: Run, other: Run):
+    held = scale.held(case)[0]
+    predicted = scale.predicted(other, 0)
+    before = [predicted.gradients_at_first, predicted.gradients_between]
+    assert (places(predicted), before) != ({p: held[p] for p in ("gpu", "host", "disk")}, held["gradients_before"])
+
+
+@pytest.fixture
+def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+# Rajbhandari et al. 2020 (arXiv 1910.02054), table 1: GB of 1e9 for each process, by billions of parameters and
+# processes. Data parallel, then ZeRO-1, -2 and -3. Their 2 + 2 + 12 bytes are those of our bf16 under ZeRO with AdamW;
+# without ZeRO ours are 4 + 4 + 8.
+ZERO_TABLE_1 = [
+    (7.5, 4, (120, 52.5, 41.3, 30)),
+    (7.5, 16, (120, 35.6, 21.6, 7.5)),
+    (7.5, 64, (120, 31.4, 16.6, 1.88)),
+    (7.5, 256, (120, 30.4, 15.4, 0.47)),
+    (7.5, 1024, (120, 30.1, 15.1, 0.12)),
+    (128, 64, (2048, 536, 284, 32)),
+    (128, 1024, (2048, 513, 257, 2)),
+    (1000, 64, (16000, 4187, 2218, 250)),
+    (1000, 1024, (16000, 4011, 2013, 15.6)),
+]
+
+
+@pytest.mark.usefixtures("from_the_root")
+@pytest.mark.parametrize(("billions", "processes", "published"), ZERO_TABLE_1)
+def test_the_zero_papers_table_of_memory(tmp_path: Path, billions: float, processes: int, published: tuple):
+    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("DATA", "python-stdlib").replace("OUTPUT", "out"))
+    recipe = load_recipe(tmp_path / "recipe.yaml", list(BF16))
+    # So many that those on the border between two parts, which ZeRO-2 keeps whole, weigh nothing.
+    model = of_weights(num_weights=10_000, size=round(billions * 1e5))
+    for name, expected in zip(("ddp", "zero1", "zero2", "zero3"), published, strict=True):
+        found = states(model, recipe, load_strategy(Path(f"accelerate_configs/{name}.yaml")), processes)
+        # The paper counts ZeRO-1's gradients whole, as they are until the last micro-batch; and no buffers.
+        gradients = max(found.gpu.gradients, found.gradients_between)
+        total = found.gpu.weights + found.gpu.masters + gradients + found.gpu.moments
+        assert total / 1e9 == pytest.approx(expected, rel=4e-3, abs=0.005), name
+
+
+def of_weights(*, num_weights: int, size: int) -> Skeleton:
+    weights = tuple(
+        Weight(
+            name=f"layers.{i}.weight",
+            shape=(1, size),
+            layer=i,
+            part="layer",
+            is_trained=True,
+            is_quantized=False,
+            cut=None,
+            is_orthogonal=True,
+        )
+        for i in range(num_weights)
+    )
+    return Skeleton(weights=weights, num_layers=num_weights, is_tied=False, buffers=())
+
+
+LLAMA3_8B = dict(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+)
+
+
+def test_a_skeleton_has_the_published_number_of_parameters(tmp_path: Path):
+    """8,030,261,248 of Llama-3-8B (its safetensors index on the Hub); and an adapter of rank 16 on every linear layer
+    but the head: 16 x (inputs + outputs) of each.
+    """
+    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("DATA", "python-stdlib").replace("OUTPUT", "out"))
+    config = LlamaConfig(**LLAMA3_8B, tie_word_embeddings=False)
+    full = skeleton(config, load_recipe(tmp_path / "recipe.yaml"))
+    assert sum(elements(weight) for weight in full.weights) == 8_030_261_248
+    assert all(weight.is_trained and not weight.is_quantized for weight in full.weights)
+    assert full.num_layers == 32 and sum(weight.layer == 31 for weight in full.weights) == 9
+    qlora = skeleton(config, load_recipe(tmp_path / "recipe.yaml", ["adapter={name: qlora, rank: 16}"]))
+    trained = [weight for weight in qlora.weights if weight.is_trained]
+    sides = [4096 + 4096, 4096 + 1024, 4096 + 1024, 4096 + 4096, *3 * [4096 + 14336]]
+    assert sum(elements(weight) for weight in trained) == 32 * 16 * sum(sides) == 41_943_040
+    assert sum(weight.is_quantized for weight in qlora.weights) == 32 * 7
+
+
+def test_tied_weights_come_once(tmp_path: Path):
+    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("DATA", "python-stdlib").replace("OUTPUT", "out"))
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    tied = skeleton(LlamaConfig(**LLAMA3_8B, tie_word_embeddings=True), recipe)
+    assert sum(elements(weight) for weight in tied.weights) == 8_030_261_248 - 128256 * 4096
+    assert tied.is_tied and [weight.part for weight in tied.weights if weight.layer is None] == ["embedding", "norm"]
+
+
+def elements(weight: Weight) -> int:
+    product = 1
+    for size in weight.shape:
+        product *= size
+    return product

@@ -1,0 +1,174 @@
+"""What the trace on tensors without data says is what a real forward and backward allocate on the CPU.
+
+python -m pytest -q tests/test_forecast_trace.py
+"""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from peft import inject_adapter_in_model
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from cookbook.adapters import lora_config
+from cookbook.forecast import trace as tracing
+from cookbook.forecast.trace import Pass, Untraceable, bound, trace
+from cookbook.models.loss import add_loss
+from cookbook.models.speed import save_activations
+from cookbook.recipe import Recipe
+
+ROWS, LENGTH, VOCAB = 3, 256, 1500
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 192,
+    "intermediate_size": 500,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 7,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 512,
+}
+
+
+def config_of(**sizes: Any) -> PreTrainedConfig:
+    return AutoConfig.for_model(**{**LLAMA, **sizes})
+
+
+def recipe(checkpointing: Any = False, adapter: Any = None, precision: str = "no") -> Recipe:
+    values: dict[str, Any] = {
+        "strategy": "accelerate_configs/single.yaml",
+        "mixed_precision": precision,
+        "model": {"name_or_path": "x/y", "gradient_checkpointing": checkpointing},
+        "data": {"train": "python-stdlib", "max_length": LENGTH},
+        "batch": {"global_batch_size": ROWS, "micro_batch_size": ROWS},
+        "optim": {"learning_rate": 1e-4},
+        "run": {"max_steps": 1, "output_dir": "out"},
+    }
+    return Recipe(**values, **({"adapter": adapter} if adapter else {}))
+
+
+def traced(settings: Recipe, config: PreTrainedConfig, *, autocast: bool = True) -> Pass:
+    found = {"rows": ROWS, "length": LENGTH, "num_targets": ROWS * LENGTH}
+    return trace(config, settings, **found, autocast=autocast, tp_size=1)
+
+
+def allocated(settings: Recipe, config: PreTrainedConfig, tmp_path) -> tuple[int, int]:
+    """Bytes that torch's CPU allocator has given out in a real pass: when the head begins, and at most.
+
+    Gradients are dropped as they come, and counted by neither side.
+    """
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model.config.use_cache = False
+    if settings.adapter is not None:
+        inject_adapter_in_model(lora_config(settings.adapter), model, adapter_name="default")
+    if settings.model.gradient_checkpointing:
+        save_activations(model, selective=settings.model.gradient_checkpointing == "selective")
+    add_loss(model)
+    model.train()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    layers = model.base_model.layers
+    layers[-1].register_forward_hook(_note_head)
+    ids = torch.randint(0, VOCAB, (ROWS, LENGTH))
+    positions = torch.arange(LENGTH).expand(ROWS, -1)
+    low = torch.bfloat16 if settings.mixed_precision == "bf16" else None
+
+    def one_pass() -> None:
+        with torch.autocast("cpu", dtype=low, enabled=low is not None):
+            loss = model(input_ids=ids, position_ids=positions, targets=ids).sum()
+        loss.backward()
+
+    one_pass()  # what is made once, as by oneDNN
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        one_pass()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    begins = next(event["ts"] for event in events if event["name"] == "head begins")
+    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]")
+    live = at_head = most = 0
+    for time, size in changes:
+        live += size
+        most = max(most, live)
+        at_head = live if time <= begins else at_head
+    return at_head, most
+
+
+def _note_head(*arguments: Any) -> None:
+    with record_function("head begins"):
+        pass
+
+
+CASES = {
+    "kept": recipe(),
+    "recomputed": recipe(checkpointing=True),
+    "selective": recipe(checkpointing="selective"),
+    "autocast": recipe(precision="bf16"),
+    "lora": recipe(adapter={"name": "lora", "rank": 8}),
+    "lora, recomputed": recipe(checkpointing=True, adapter={"name": "lora", "rank": 8}),
+}
+
+
+@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
+def test_the_trace_counts_what_a_real_pass_allocates(settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(tracing, "ROUNDING", 1)  # that of CUDA's allocator
+    found = traced(settings, config_of())
+    at_head, most = allocated(settings, config_of(), tmp_path)
+    head = next(one for one in found.stretches if one.name == "head")
+    assert head.held == pytest.approx(at_head, rel=0.01)
+    assert max(one.peak for one in found.stretches) == pytest.approx(most, rel=0.01)
+
+
+def test_a_trace_that_took_other_settings_would_be_seen(tmp_path):
+    at_head, _ = allocated(recipe(), config_of(), tmp_path)
+    found = traced(recipe(checkpointing=True), config_of())
+    assert next(one for one in found.stretches if one.name == "head").held < 0.5 * at_head
+
+
+@pytest.mark.parametrize("settings", [recipe(), recipe(checkpointing=True, precision="bf16")], ids=["kept", "bf16"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt_neox"])
+def test_a_few_layers_tell_of_all(settings, model_type, monkeypatch):
+    config = config_of(model_type=model_type)
+    of_few = traced(settings, config)
+    monkeypatch.setattr(tracing, "PROBE_LAYERS", 7)
+    assert of_few == traced(settings, config)
+
+
+def test_layers_of_several_kinds_are_all_run(monkeypatch):
+    config = config_of(model_type="qwen2_moe", num_experts=4, moe_intermediate_size=64, decoder_sparse_step=2)
+    runs = []
+    monkeypatch.setattr(tracing, "_with_layers", lambda given, count: runs.append(count) or given)
+    traced(recipe(precision="bf16"), config, autocast=False)
+    assert runs == [7]
+
+
+def test_activations_grow_with_tokens_and_with_layers():
+    def held(**sizes: Any) -> int:
+        return next(one for one in traced(recipe(), config_of(**sizes)).stretches if one.name == "head").held
+
+    seven, eight, nine = (held(num_hidden_layers=count) for count in (7, 8, 9))
+    assert seven < eight
+    assert nine - eight == eight - seven
+
+
+def test_autocast_keeps_copies_of_float32_weights():
+    settings = recipe(checkpointing=True, precision="bf16")
+    found = [traced(settings, config_of(), autocast=autocast) for autocast in (True, False)]
+    copied, cast = (next(one for one in work.stretches if one.name == "head").held for work in found)
+    inner = 7 * (192 * 32 * (6 + 2 + 2 + 6) + 3 * 192 * 500)  # of the layers; that of the head comes later
+    hidden = ROWS * LENGTH * 192 * 2  # hidden states are float32 under autocast, once for each layer and the last
+    assert copied - cast == pytest.approx(2 * inner + 8 * hidden, rel=0.02)
+
+
+def test_a_model_that_needs_its_data_is_bounded_by_formula(monkeypatch):
+    config = config_of()
+    monkeypatch.setattr(tracing, "PATIENCE", 0.0)
+    with pytest.raises(Untraceable, match="llama: TimeoutError"):
+        traced(recipe(), config)
+    monkeypatch.undo()
+    exact = traced(recipe(precision="bf16"), config, autocast=False)
+    above = bound(config, recipe(precision="bf16"), tokens=ROWS * LENGTH, tp_size=1)
+    assert max(one.peak for one in above.stretches) > max(one.peak for one in exact.stretches)

@@ -1,0 +1,220 @@
+"""Protects the table of GPUs, what a person may write for machines, and what is read of the driver.
+
+python -m pytest -q tests/test_hardware.py
+"""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cookbook import hardware, machine
+from cookbook.files import RecipeError
+from cookbook.hardware import GPUS, find_gpu, from_driver, parse_machines, peak_flops, read_nvidia_smi, this_machine
+
+# What drivers call them -> the row, or None for one that the table does not have.
+DRIVER_NAMES = {
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H100 PCIe": "H100-PCIe",
+    "NVIDIA H100 NVL": "H100-NVL",
+    "NVIDIA H200": "H200",
+    "NVIDIA H200 NVL": "H200-NVL",
+    "NVIDIA H20": None,
+    "NVIDIA GH200 480GB": "GH200",
+    "NVIDIA B200": "B200",
+    "NVIDIA GB200": None,
+    "NVIDIA A100-SXM4-80GB": "A100-80GB",
+    "NVIDIA A100-SXM4-40GB": "A100-40GB",
+    "NVIDIA A100 80GB PCIe": "A100-PCIe-80GB",
+    "NVIDIA A100-PCIE-40GB": "A100-PCIe-40GB",
+    "NVIDIA A100-SXM-64GB": None,
+    "NVIDIA A100X": None,
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb": None,
+    "NVIDIA RTX A1000": None,
+    "NVIDIA A10": "A10",
+    "NVIDIA A10G": "A10G",
+    "NVIDIA L4": "L4",
+    "NVIDIA L40": None,
+    "NVIDIA L40S": "L40S",
+    "NVIDIA RTX A6000": "A6000",
+    "NVIDIA RTX 6000 Ada Generation": None,
+    "NVIDIA GeForce RTX 3090": "RTX3090",
+    "NVIDIA GeForce RTX 3090 Ti": None,
+    "NVIDIA GeForce RTX 4090": "RTX4090",
+    "NVIDIA GeForce RTX 4090 D": None,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+    "NVIDIA GeForce RTX 5090": "RTX5090",
+    "Tesla T4": "T4",
+    "Tesla V100-SXM2-32GB": "V100-32GB",
+    "Tesla V100-PCIE-32GB": "V100-PCIe-32GB",
+    "Tesla V100-SXM2-16GB": None,
+}
+
+
+@pytest.mark.parametrize("name", DRIVER_NAMES)
+def test_what_a_driver_calls_a_gpu_is_recognised(name):
+    found = find_gpu(name)
+    assert (found and found.name) == DRIVER_NAMES[name]
+
+
+def test_every_row_has_a_name_of_a_driver_and_its_own_name():
+    assert {name for name in DRIVER_NAMES.values() if name} == {gpu.name for gpu in GPUS}
+    assert [find_gpu(gpu.name).name for gpu in GPUS] == [gpu.name for gpu in GPUS]
+    assert len(GPUS) >= 20
+
+
+def test_peaks_follow_from_clock_and_units():
+    """Tensor cores x FLOPs of a clock x boost clock, from the architecture white papers."""
+    by_hand = {
+        "V100-32GB": 640 * 128 * 1530e6,
+        "A100-80GB": 432 * 512 * 1410e6,
+        "H100": 528 * 1024 * 1830e6,
+        "RTX3090": 328 * 128 * 1695e6,
+        "RTX4090": 512 * 128 * 2520e6,
+        "RTX5090": 680 * 128 * 2407e6,
+        "A6000": 336 * 256 * 1800e6,
+    }
+    for name, expected in by_hand.items():
+        assert find_gpu(name).half_flops == pytest.approx(expected, rel=0.01), name
+
+
+def test_reported_memory_is_what_was_sold_or_a_sixteenth_less():
+    for gpu in GPUS:
+        assert 0.93 < gpu.memory_gib / gpu.sold_gb < 1.03, gpu.name
+        assert gpu.usable_gib < gpu.memory_gib
+
+
+def test_torch_gets_no_more_than_we_say():
+    """GiB in torch's out-of-memory messages, from public issues; ours is less, by half a GiB at most."""
+    capacities = {"T4": 14.75, "V100-32GB": 31.75, "A100-40GB": 39.50, "A100-80GB": 79.25}
+    capacities |= {"RTX4090": 23.64, "RTX5090": 31.37, "L40S": 44.40}
+    for name, capacity in capacities.items():
+        assert 0 <= capacity - find_gpu(name).usable_gib <= 0.5, name
+
+
+def test_pcie_rates_follow_from_the_lanes():
+    for generation, transfers in {3: 8e9, 4: 16e9, 5: 32e9}.items():
+        assert hardware.PCIE_X16[generation] == pytest.approx(transfers * 16 * 128 / 130 / 8, rel=1e-3)
+
+
+def test_the_peak_of_a_gpu_without_bf16_is_none():
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("Tesla V100-SXM2-32GB") is None and peak_flops("NVIDIA RTX A1000") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "num_machines", "gpus_each", "gpu", "usable"),
+    [
+        ("8xH100", 1, 8, "H100", 78.9),
+        ("2x8xH100", 2, 8, "H100", 78.9),
+        ("H200", 1, 1, "H200", 139.6),
+        ("4xA100-40GB", 1, 4, "A100-40GB", 39.2),
+        ("8xa100", 1, 8, "A100-80GB", 79.2),
+        ("2 x RTX 4090", 1, 2, "RTX4090", 23.2),
+        ("1x4090", 1, 1, "RTX4090", 23.2),
+        ("8x80GB", 1, 8, None, 78.9),
+        ("1x24GB", 1, 1, None, 21.7),
+        ("24gb", 1, 1, None, 21.7),
+        ("2x8x64GB", 2, 8, None, 59.2),
+        ("cpu", 1, 0, None, None),
+    ],
+)
+def test_machines_are_read(text, num_machines, gpus_each, gpu, usable):
+    found = parse_machines(text)
+    assert (found.num_machines, found.gpus_each) == (num_machines, gpus_each)
+    assert (found.gpu and found.gpu.name) == gpu
+    assert found.usable_gib == (usable and pytest.approx(usable, abs=0.06))
+    assert found.num_gpus == num_machines * gpus_each
+
+
+def test_a_size_alone_has_no_speed_and_says_so():
+    assert parse_machines("8xH100").no_speed is None
+    assert "8xH100" in parse_machines("8x80GB").no_speed
+    assert "1xRTX4090" in parse_machines("1x24GB").no_speed
+    assert parse_machines("cpu").no_speed
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("8xH10O", "did you mean H100?"),
+        ("8xB300", "did you mean B200?"),
+        ("A100-64GB", "did you mean A100-"),
+        ("8xpotato", "known here: "),
+        ("0xH100", "0 GPUs to a machine"),
+        ("0x8xH100", "0 machines"),
+        ("8x80TB", "write its GB"),
+        ("8x8000GB", "no GPU has 8000 GB"),
+        ("8x0GB", "no GPU has 0 GB"),
+        ("-1", "not understood"),
+        ("", "not understood"),
+        ("8", "write its GB"),
+        ("64xH100", "8x8xH100"),
+        (f"{'9' * 40}xH100", "write 1 to 16"),
+        ("5000x8xH100", "write 1 to 1024"),
+        ("8xH100; rm -rf /", "not understood"),
+    ],
+)
+def test_what_no_machine_has_is_refused(text, says):
+    with pytest.raises(RecipeError) as caught:
+        parse_machines(text)
+    (mistake,) = caught.value.mistakes
+    assert mistake.startswith(f"GPUS={text}") and says in mistake
+
+
+def test_the_fabric_is_as_given_or_a_range():
+    assert parse_machines("2x8xH100").fabric_gbits == (100, 400)
+    assert parse_machines("2x8xH100", fabric_gbits=200).fabric_gbits == (200, 200)
+    with pytest.raises(RecipeError, match="fabric_gbits is -1"):
+        parse_machines("2x8xH100", fabric_gbits=-1)
+
+
+# As `nvidia-smi --query-gpu=name,memory.total --format=csv,noheader,nounits` prints
+SMI = "NVIDIA H100 80GB HBM3, 81559\nNVIDIA H100 80GB HBM3, 81559\n"
+
+
+def test_the_drivers_list_is_read():
+    assert read_nvidia_smi(SMI.splitlines()) == [("NVIDIA H100 80GB HBM3", 81559)] * 2
+    assert read_nvidia_smi(["NVIDIA L4, 23034 MiB", "NVIDIA A100, [N/A]", "No devices were found", ""]) == [
+        ("NVIDIA L4", 23034)
+    ]
+
+
+def test_the_machine_is_what_its_driver_tells():
+    found = from_driver(read_nvidia_smi(SMI.splitlines()), host_gib=2000)
+    assert (found.text, found.gpus_each, found.gpu.name, found.host_gib) == ("2xH100", 2, "H100", 2000)
+    assert found.usable_gib == pytest.approx(81559 / 1024 - 0.75)
+    assert from_driver([]).text == "cpu"
+
+
+def test_of_different_gpus_the_smallest_counts_and_no_speed_is_told():
+    found = from_driver([("NVIDIA H100 80GB HBM3", 81559), ("NVIDIA L4", 23034)])
+    assert found.gpu is None and found.usable_gib < 22 and found.no_speed
+
+
+def pretend(monkeypatch, printed, count):
+    """A machine whose driver prints this; the driver itself is what is missing here."""
+    monkeypatch.setattr(hardware, "num_gpus", lambda: count)
+    answer = subprocess.CompletedProcess([], 0, stdout=printed, stderr="")
+    monkeypatch.setattr(hardware.subprocess, "run", lambda *arguments, **options: answer)
+
+
+def test_hidden_gpus_do_not_count(monkeypatch):
+    printed = "NVIDIA L4, 23034\nNVIDIA H100 80GB HBM3, 81559\nNVIDIA L4, 23034\n"
+    pretend(monkeypatch, printed, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert this_machine().text == "1xH100"
+
+
+def test_a_driver_that_does_not_tell_is_an_error(monkeypatch):
+    pretend(monkeypatch, "", 8)
+    with pytest.raises(RecipeError, match="write GPUS=8xH100"):
+        this_machine()
+
+
+def test_this_machine_has_memory():
+    if machine.num_gpus() == 0:
+        assert this_machine().gpus_each == 0
+    total = re.search(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    assert this_machine().host_gib == pytest.approx(int(total[1]) / 2**20, rel=0.01)
