@@ -86,6 +86,12 @@ def test_gradients_come_with_the_layers():
     assert (found.allocated, found.gradients) == (3000 + 400 + 900, 400)
 
 
+def test_an_update_that_copies_its_gradients_can_be_the_peak():
+    copying = replace(STATES, update=1500)
+    found = peak(BY_HAND, copying, WORK, accumulates=True, is_sharded=False)
+    assert (found.allocated, found.moment) == (1000 + 1000 + 2000 + 1500, "the update")
+
+
 def test_what_the_gpu_needs_is_more_than_what_torch_allocates():
     found = peak(BY_HAND, STATES, WORK, accumulates=True, is_sharded=True)
     low, high = found.needed

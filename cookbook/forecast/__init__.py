@@ -174,7 +174,7 @@ def forecast(workshop: _Workshop, strategy: Strategy, machines: Machines, recipe
     host, disk = held.host.total * local, held.disk.total * local
     verdict, why = _verdict(memory, host, disk, machines)
     largest = longest = None
-    if machines.usable_gib is not None:
+    if machines.usable_gib is not None and held.gpu.total < machines.usable_gib * GIB:
         largest = _largest(workshop, strategy, held, plan, machines.usable_gib * GIB)
     if largest is not None:
         tokens = int(largest * recipe.data.max_length)

@@ -83,7 +83,7 @@ def peak(skeleton: Skeleton, states: States, work: Pass, *, accumulates: bool, i
     update = Memory(
         moment="the update",
         parameters=gpu.weights,
-        gradients=gpu.gradients,
+        gradients=gpu.gradients + states.update,
         optimizer=gpu.masters + gpu.moments,
         gathered=gpu.buffers,
         activations=0,

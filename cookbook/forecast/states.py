@@ -80,6 +80,8 @@ class States:
     """Weights on the GPU that are gathered for a while, at most."""
     gradient_buckets: int = 0
     """Buffers on the GPU through which gradients pass, at most."""
+    update: int = 0
+    """What the update takes on the GPU for a while, beyond `gpu`."""
 
     @property
     def gathered(self) -> int:
@@ -338,7 +340,14 @@ def _zero12(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_proces
         gradients_at_first=0,
         gradients_between=low * (touched if strategy.zero_stage == 2 else trained),
         gradient_buckets=buckets,
+        update=_flat_gradients(max(parts), low),
     )
+
+
+def _flat_gradients(numel: int, low: int) -> int:
+    """DeepSpeed joins the gradients of a group, then copies them to float32 (stage_1_and_2.py, step; stage3.py,
+    _prepare_fp32_grad_for_sub_group)."""
+    return numel * (low if low == FLOAT32 else low + FLOAT32)
 
 
 def _zero3(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_processes: int, rank: int) -> States:
@@ -390,7 +399,8 @@ def _zero3(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
     )
     if strategy.offload_optimizer is None:
         gpu = replace(state, weights=gathered + parts, buffers=gpu.buffers)
-        return States(gpu=gpu, gradients_at_first=gradients, gradients_between=gradients, **visiting)
+        update = _flat_gradients(max(map(sum, subgroup_parts)), low)
+        return States(gpu=gpu, gradients_at_first=gradients, gradients_between=gradients, update=update, **visiting)
     visiting |= {"gradients_at_first": 0, "gradients_between": 0}
     # Beside the buffer that accumulates, each float32 part has a gradient of its own.
     host, disk = replace(state, gradients=gradients + FLOAT32 * trained), Held()
