@@ -17,8 +17,8 @@ RESERVED_WHOLE = (1.01, 1.09)
 """Reserved over allocated memory where every process has whole weights: nanotron's published runs, 60,780 to 60,096 MiB
 and 14,332 to 13,153."""
 RESERVED_SHARDED = (1.07, 1.24)
-"""The same where weights are gathered and freed: nanotron 9,170 to 8,570 MiB, answer.ai's FSDP-QLoRA 10.24 to 8.28 GiB
-and 10.22 to 9.16."""
+"""The same where weights are gathered and freed: nanotron 9,170 to 8,570 MiB, answer.ai's FSDP with LoRA 10.24 to 8.28
+GiB and 10.22 to 9.16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,9 @@ def peak(skeleton: Skeleton, states: States, work: Pass, *, accumulates: bool, i
             return states.gradients_between
         return max(states.gradients_at_first, round(gpu.gradients * done(stretch)))
 
-    moments = [_at(states, stretch, gradients(stretch), is_sharded) for stretch in work.stretches]
+    # A weight in 4 bits is multiplied by in 16, one at a time.
+    unpacked = max((2 * weight.num_elements for weight in skeleton.weights if weight.is_quantized), default=0)
+    moments = [_at(states, stretch, gradients(stretch), unpacked, is_sharded) for stretch in work.stretches]
     update = Memory(
         moment="the update",
         parameters=gpu.weights,
@@ -93,7 +95,7 @@ def peak(skeleton: Skeleton, states: States, work: Pass, *, accumulates: bool, i
     return max([*moments, update], key=lambda one: one.allocated)
 
 
-def _at(states: States, stretch: Stretch, gradients: int, is_sharded: bool) -> Memory:
+def _at(states: States, stretch: Stretch, gradients: int, unpacked: int, is_sharded: bool) -> Memory:
     gpu = states.gpu
     is_head = stretch.name in ("head", "head backward")
     where = {
@@ -109,7 +111,7 @@ def _at(states: States, stretch: Stretch, gradients: int, is_sharded: bool) -> M
         parameters=gpu.weights,
         gradients=gradients,
         optimizer=gpu.masters + gpu.moments,
-        gathered=gpu.buffers + _visiting(states, stretch),
+        gathered=gpu.buffers + _visiting(states, stretch) + unpacked,
         activations=stretch.held if is_head else stretch.peak,
         logits=stretch.peak - stretch.held if is_head else 0,
         is_sharded=is_sharded,

@@ -1,0 +1,108 @@
+"""Protects the plan's accuracy: the page shows the recorded figures, these hold the bands, and are made anew.
+
+python -m pytest -q tests/test_plan_accuracy.py
+"""
+
+import copy
+import json
+from dataclasses import replace
+from xml.dom import minidom
+
+import pytest
+
+from benchmarks import plan_accuracy
+from benchmarks.plan_accuracy import BANDS, EXPLAINED, GIB
+
+
+@pytest.fixture(scope="module")
+def results():
+    return json.loads(plan_accuracy.RESULTS.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def facts():
+    return {row["id"]: row for row in plan_accuracy.read_facts()}
+
+
+def of_group(results, group):
+    return [row for row in results["compared"] if row["group"] == group]
+
+
+def test_the_page_and_the_plot_show_the_results(results):
+    assert plan_accuracy.PAGE.read_text(encoding="utf-8") == plan_accuracy.render(results)
+    assert plan_accuracy.PLOT.read_text(encoding="utf-8") == plan_accuracy.plot(results)
+
+
+def test_the_plot_has_a_point_for_each_row(results):
+    drawing = minidom.parseString(plan_accuracy.plot(results))
+    assert len(drawing.getElementsByTagName("title")) == len(results["compared"])
+
+
+def test_every_published_row_is_compared_or_left_out_for_a_reason(results, facts):
+    told = len(results["compared"]) + len(results["failed"]) + sum(results["left_out"].values())
+    assert told == len(facts) > 250
+    assert len(results["compared"]) > 40 and len(results["failed"]) > 10
+
+
+@pytest.mark.parametrize("group", BANDS)
+def test_what_lies_outside_its_band_is_explained(results, group):
+    rows = of_group(results, group)
+    outside = {row["id"] for row in rows if abs(row["error"]) > BANDS[group]}
+    assert len(rows) > 10 and len(outside) <= 1
+    assert outside <= EXPLAINED.keys()
+
+
+def test_explanations_are_of_rows_outside_their_band(results):
+    assert EXPLAINED.keys() == {
+        row["id"] for row in results["compared"] if abs(row["error"]) > BANDS.get(row["group"], 9)
+    }
+
+
+def test_errors_follow_from_what_was_published(results, facts):
+    for row in results["compared"]:
+        fact = facts[row["id"]]
+        gib = float(fact["reported_GiB_or_GB"]) * {"G": 10**9 if "1e9" in fact["unit"] else GIB}[fact["unit"][0]] / GIB
+        assert row["published"] == pytest.approx(gib, abs=0.006)
+        assert row["error"] == pytest.approx(row["forecast"] / gib - 1, abs=0.002)
+
+
+def test_no_failed_run_is_said_to_fit(results):
+    for row in results["failed"]:
+        assert row["verdict"] != "fits" and row["high"] > row["gpu"]
+
+
+@pytest.mark.parametrize("group", BANDS)
+def test_a_forecast_that_forgets_activations_misses(results, group):
+    forgetful = [
+        row | {"error": row["forecast"] * (1 - row["activations"] / needed) / row["published"] - 1}
+        for row in of_group(results, group)
+        if (needed := row["states"] + row["gathered"] + row["activations"])
+    ]
+    assert plan_accuracy.within(forgetful, BANDS[group]) < len(forgetful) / 2
+
+
+@pytest.mark.parametrize("row", ["m125", "m092", "m024", "m144"])
+def test_a_row_forecast_anew_gives_what_is_recorded(results, facts, row):
+    setup = plan_accuracy.setup_of(facts[row])
+    anew = plan_accuracy.compare(facts[row], setup)
+    recorded = next(one for one in results["compared"] if one["id"] == row)
+    assert anew.forecast == pytest.approx(recorded["forecast"], rel=0.01)
+    if row == "m125":  # a forecast of another run would show
+        other = plan_accuracy.compare(facts[row], replace(setup, rows=2))
+        assert other.forecast > 1.2 * recorded["forecast"]
+
+
+def test_a_failed_run_forecast_anew_still_fails(facts):
+    failed = plan_accuracy.call(facts["m148"], plan_accuracy.setup_of(facts["m148"]))
+    assert failed.verdict == "does not fit"
+    roomy = replace(plan_accuracy.setup_of(facts["m148"]), gpu_gib=80.0)
+    assert plan_accuracy.call(facts["m148"], roomy).verdict == "fits"
+
+
+def test_a_miss_shows_on_the_page(results):
+    changed = copy.deepcopy(results)
+    row = next(row for row in changed["compared"] if row["id"] == "m125")
+    row["error"] = 0.3
+    page = plan_accuracy.render(changed)
+    assert "- **m125** (+30.0%): not explained yet." in page
+    assert page != plan_accuracy.render(results)
