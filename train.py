@@ -216,8 +216,15 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
     if engine.device.type == "cuda" and engine.is_main:  # the memory of a CPU process is more than its tensors
         from cookbook import forecast
 
-        expected = forecast.of_run(config, recipe, strategy, plan)
-        record["forecast"] = {"allocated": expected.allocated, "reserved": expected.reserved, "moment": expected.moment}
+        try:
+            expected = forecast.of_run(config, recipe, strategy, plan)
+            record["forecast"] = {
+                "allocated": expected.allocated,
+                "reserved": expected.reserved,
+                "moment": expected.moment,
+            }
+        except Exception as error:  # whatever it is, the run can do without
+            notes.append(f"no forecast of memory: {error}")
     log.write_record("run.json", record)
     for note in notes:
         log.say(note)

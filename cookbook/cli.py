@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
 from statistics import mean, median
@@ -27,7 +26,7 @@ from cookbook.explain import as_dict, compare, explain
 from cookbook.explain import in_words as words_of
 from cookbook.explain.chart import can_draw
 from cookbook.files import KeyPath, RecipeError, read_document, validate
-from cookbook.hardware import Machines, parse_machines, this_machine
+from cookbook.hardware import Machines, parse_machines, this_machine, with_room
 from cookbook.library import PAGE, library_page, read_label, read_needs, what_it_takes
 from cookbook.machine import num_cores, num_gpus
 from cookbook.plan import (
@@ -429,13 +428,14 @@ def plan_recipe(arguments: argparse.Namespace) -> int:
     from cookbook.forecast import forecast_all
     from cookbook.forecast.show import as_record, in_words
 
-    outlook = forecast_all(recipe, strategies, machines, str(arguments.recipe))
+    others = [load_strategy(path) for path in sorted(Path("accelerate_configs").glob("*.yaml"))] if names else []
+    outlook = forecast_all(recipe, strategies, machines, str(arguments.recipe), others)
     known = {"num_samples": arguments.samples, "price": arguments.price}
     if arguments.json:
         print(json.dumps(as_record(outlook, str(arguments.recipe), **known), indent=1))
     else:
         print(in_words(outlook, str(arguments.recipe), **known))
-    return 0 if outlook.forecasts[0].verdict in ("fits", "tight") else 1
+    return 0 if outlook.forecasts[0].verdict in ("fits", "tight", "not judged") else 1
 
 
 def _machines_for(recipe: Path, text: str | None, options: dict[str, float | None]) -> Machines:
@@ -444,7 +444,7 @@ def _machines_for(recipe: Path, text: str | None, options: dict[str, float | Non
         here = this_machine()
         needs = read_needs(read_label(recipe))
         if here.num_gpus or needs.num_gpus is None or needs.gpu_gb is None:
-            return replace(here, host_gib=options["host_gib"] or here.host_gib, nvme_gib=options["nvme_gib"])
+            return with_room(here, **options)
         text = f"{needs.num_gpus}x{needs.gpu_gb}GB"
     return parse_machines(text, **options)
 

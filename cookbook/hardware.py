@@ -192,6 +192,34 @@ def _usable(sold_gb: float) -> float:
     return min(same) if same else sold_gb * 15 / 16 - DRIVER_RESERVE_GIB
 
 
+def with_room(
+    machines: Machines,
+    *,
+    fabric_gbits: float | None = None,
+    host_gib: float | None = None,
+    nvme_gib: float | None = None,
+) -> Machines:
+    """The machines with what is known of their network, memory and disk.
+
+    Raises:
+        RecipeError: a number that nothing has.
+    """
+    given = {"fabric_gbits": fabric_gbits, "host_gib": host_gib, "nvme_gib": nvme_gib}
+    mistakes = [
+        f"{what} is {value:g}; write a number above 0"
+        for what, value in given.items()
+        if value is not None and not 0 < value < 1e6
+    ]
+    if mistakes:
+        raise RecipeError(mistakes)
+    return replace(
+        machines,
+        fabric_gbits=(fabric_gbits, fabric_gbits) if fabric_gbits is not None else machines.fabric_gbits,
+        host_gib=host_gib if host_gib is not None else machines.host_gib,
+        nvme_gib=nvme_gib if nvme_gib is not None else machines.nvme_gib,
+    )
+
+
 def parse_machines(
     text: str,
     *,
@@ -204,16 +232,12 @@ def parse_machines(
     Raises:
         RecipeError: no such GPU, with the nearest name, or a count or size that no machine has.
     """
-    given: dict[str, float | None] = {"fabric_gbits": fabric_gbits, "host_gib": host_gib, "nvme_gib": nvme_gib}
-    for what, value in given.items():
-        if value is not None and not 0 < value < 1e6:
-            raise RecipeError([f"{what} is {value:g}; write a number above 0"])
     plain = re.sub(r"\s+", "", text).replace("*", "x").replace("×", "x")  # noqa: RUF001
     shape = re.fullmatch(r"(?i)(?:(\d+)x)?(?:(\d+)x)?([a-z0-9][\w.\-]*)", plain)
     if shape is None:
         raise RecipeError([f"GPUS={text}: not understood; write 8x80GB, 8xH100, 2x8xH100 or cpu"])
     first, second, kind = shape.groups()
-    machines = Machines(text=plain, host_gib=host_gib, nvme_gib=nvme_gib)
+    machines = with_room(Machines(text=plain), fabric_gbits=fabric_gbits, host_gib=host_gib, nvme_gib=nvme_gib)
     if kind.lower() == "cpu" and second is None:
         return replace(machines, text="cpu", num_machines=_count(text, first or "1", "machines", MAX_MACHINES))
     num_machines = 1 if second is None else _count(text, first, "machines", MAX_MACHINES)
@@ -225,7 +249,6 @@ def parse_machines(
         gpus_each=gpus_each,
         gpu=gpu,
         usable_gib=usable_gib,
-        fabric_gbits=(fabric_gbits, fabric_gbits) if fabric_gbits else Machines.fabric_gbits,
     )
 
 

@@ -4,6 +4,7 @@ python -m pytest -q tests/test_forecast.py
 """
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, clean_environment
+from curves import Lab, environment
 
 from cookbook.cli import main
-from cookbook.forecast import Forecast, Outlook, _next_rung, forecast_all, micro_batch_of, of_run
+from cookbook.forecast import Forecast, Outlook, forecast_all, micro_batch_of, of_run
 from cookbook.forecast.memory import CONTEXT, GIB, Memory, peak
 from cookbook.forecast.show import _bar, in_words
 from cookbook.forecast.skeleton import Skeleton, Weight
@@ -147,22 +149,59 @@ def test_the_best_is_what_fits_and_is_fastest(llama):
 
 
 def test_where_nothing_fits_the_next_rung_is_named_and_true(llama):
-    small = llama.model_copy(update={"model": llama.model.model_copy(update={"gradient_checkpointing": False})})
-    machines = parse_machines("8x24GB")
-    strategies = [load_strategy(Path("accelerate_configs/zero3.yaml"))]
-    assert outlook(small, "8x24GB", "zero3").forecasts[0].verdict == "does not fit"
-    said = _next_rung(find_config(small.model)[0], small, strategies, machines, "recipe")
-    assert said is not None and said.startswith("with ")
-    if "adapter" not in said:
-        fixed = small.model.model_copy(update={"gradient_checkpointing": True})
-        batch = small.batch.model_copy(update={"micro_batch_size": 1})
-        assert only(small.model_copy(update={"model": fixed, "batch": batch}), "8x24GB", "zero3").verdict == "fits"
+    kept = llama.model_copy(update={"model": llama.model.model_copy(update={"gradient_checkpointing": False})})
+    found = outlook(kept, "8x40GB", "zero3")
+    assert found.forecasts[0].verdict == "does not fit"
+    assert found.next_rung == "with model.gradient_checkpointing: true, zero3 fits"
+    assert only(llama, "8x40GB", "zero3").verdict == "fits"
+    batch = kept.batch.model_copy(update={"micro_batch_size": 1})  # the rung below
+    assert only(kept.model_copy(update={"batch": batch}), "8x40GB", "zero3").verdict != "fits"
+
+
+def test_another_strategy_comes_before_another_recipe(llama):
+    ddp, zero3 = (load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("ddp", "zero3"))
+    assert (
+        forecast_all(llama, [ddp], parse_machines("8xH100"), "recipe", [ddp, zero3]).next_rung == "strategy zero3 fits"
+    )
+
+
+def test_the_nearest_is_what_lacks_least(llama):
+    strategies = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("zero3_offload", "fsdp2_offload")]
+    found = forecast_all(llama, strategies, parse_machines("8xH100", host_gib=100), "recipe")
+    needed = {one.strategy.name: one.host for one in found.forecasts}
+    assert found.forecasts[0].strategy.name == min(needed, key=needed.__getitem__)
+    assert "host memory in a machine that has 100" in found.forecasts[0].why[0]
+
+
+def test_a_cpu_is_not_judged(llama):
+    found = outlook(llama, "cpu", "ddp")
+    assert (found.forecasts[0].verdict, found.forecasts[0].num_processes) == ("not judged", 2)
+    printed = in_words(found, "recipe", num_samples=None, price=None)
+    assert "nothing is judged" in printed and "CUDA's" not in printed
+
+
+@pytest.mark.parametrize("gpus", ["8xH100", "1x24GB", "cpu", "2x8xH100", "3xH100"])
+def test_the_answer_fits_a_terminal(llama, gpus):
+    found = outlook(llama, gpus, "single", "ddp", "zero3", "hsdp", "tp", "zero3_nvme")
+    printed = in_words(found, "recipes/llama31_8b/sft_zero3.yaml", num_samples=1000, price=2.0)
+    wide = [line for line in printed.splitlines() if len(line) > 120 and "cannot run" not in line]
+    assert [line for line in wide if "batch.global_batch_size" not in line] == []
 
 
 def test_a_run_forecasts_as_the_plan_does(llama):
     strategy = load_strategy(Path("accelerate_configs/zero3.yaml"))
     plan = make_plan(llama, strategy, num_processes=8, num_gpus=8, recipe_name="recipe")
     assert of_run(find_config(llama.model)[0], llama, strategy, plan) == only(llama, "8xH100", "zero3").memory
+
+
+@pytest.mark.parametrize("name", ["zero3", "fsdp2"])
+def test_a_forecast_within_a_run_waits_for_no_other_process(name, tmp_path):
+    lab = Lab(tmp_path)
+    command = lab.command(name, {"run.max_steps": "6", "run.output_dir": str(tmp_path / "out")}, processes=2)
+    command[command.index("train.py")] = "tests/forecast_within.py"
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"forecast \d+", done.stderr)
 
 
 def test_what_cannot_run_says_why(llama):
@@ -224,6 +263,12 @@ def test_the_answer_for_people(capsys):
     assert "names the memory" in printed or "tells the memory and not the speed" in printed
 
 
+def test_where_all_cannot_run_they_say_why(capsys):
+    assert main(["plan", LLAMA, "--gpus", "3xH100", "--strategy", "ddp", "--strategy", "zero3"]) == 1
+    printed = capsys.readouterr().out
+    assert "ddp, zero3 cannot run:" in printed and "micro_batch_size" in printed
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -232,6 +277,7 @@ def test_the_answer_for_people(capsys):
         (["--gpus", "8x80TB"], "8x80GB"),
         (["--samples", "0", "--price", "-1"], "--price is -1"),
         (["--strategy", "zero4"], "did you mean"),
+        (["--host-gib", "-5"], "host_gib is -5"),
         (["--set", "model.name_or_path=nobody/nothing", "--set", "model.revision=null"], "nobody/nothing"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

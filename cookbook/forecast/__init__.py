@@ -1,9 +1,10 @@
 """Before a run: will it fit, how fast will it be, which strategy to take. Numbers from the model's own code traced
 without data (`trace`), from what each engine holds (`states`), and from data sheets (`speed`)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import Any, Literal, cast
 
 from transformers import PreTrainedConfig
 
@@ -17,14 +18,16 @@ from cookbook.forecast.states import states as states_of
 from cookbook.forecast.trace import Pass, Untraceable, bound
 from cookbook.forecast.trace import trace as trace_pass
 from cookbook.hardware import Machines
+from cookbook.models.loss import LOGITS_BUDGET
 from cookbook.models.structure import find_config
-from cookbook.plan import Plan, make_plan
-from cookbook.recipe import Recipe
+from cookbook.plan import Plan, default_num_processes, make_plan
+from cookbook.recipe import AdapterSection, Recipe
 from cookbook.strategy import Strategy
 
 __all__ = ["Forecast", "Outlook", "forecast", "forecast_all", "of_run"]
 
-Verdict = Literal["fits", "tight", "does not fit", "cannot run"]
+Verdict = Literal["fits", "tight", "not judged", "does not fit", "cannot run"]
+"""A CPU's memory is shared with everything else, so nothing is judged there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,8 @@ class Forecast:
     verdict: Verdict
     why: list[str]
     """Why it cannot run, or is not sure to fit."""
+    shortage: float = 0.0
+    """What is needed over what is there, of the resource that is shortest."""
     num_processes: int = 0
     plan: Plan | None = None
     memory: Memory | None = None
@@ -72,8 +77,13 @@ class Outlook:
     num_trained: int
 
 
-def forecast_all(recipe: Recipe, strategies: list[Strategy], machines: Machines, recipe_name: str) -> Outlook:
+def forecast_all(
+    recipe: Recipe, strategies: list[Strategy], machines: Machines, recipe_name: str, others: Sequence[Strategy] = ()
+) -> Outlook:
     """Every strategy, ranked: what fits, then by time, then by how little there is to go wrong.
+
+    Args:
+        others: strategies to propose where none of `strategies` fits.
 
     Raises:
         RecipeError: there is no structure of the model to be had.
@@ -82,8 +92,9 @@ def forecast_all(recipe: Recipe, strategies: list[Strategy], machines: Machines,
     workshop = _Workshop(config, recipe)
     found = [forecast(workshop, strategy, machines, recipe_name) for strategy in strategies]
     ranked = sorted(found, key=_rank)
-    fits = any(one.verdict in ("fits", "tight") for one in ranked)
-    rung = None if fits else _next_rung(config, recipe, strategies, machines, recipe_name)
+    rung = None
+    if ranked[0].verdict == "does not fit":
+        rung = _next_rung(workshop, strategies, others, machines, recipe_name)
     return Outlook(
         recipe=recipe,
         machines=machines,
@@ -134,10 +145,17 @@ class _Workshop:
 
 
 def of_run(config: PreTrainedConfig, recipe: Recipe, strategy: Strategy, plan: Plan) -> Memory:
-    """What the run that begins should take of the GPU of each process."""
+    """What the run that begins should take of the GPU of each process. Not collective.
+
+    Raises:
+        Untraceable: there is but a bound.
+    """
     workshop = _Workshop(config, recipe)
     held = states_of(workshop.skeleton, recipe, strategy, plan.num_processes)
-    return _memory(workshop, strategy, held, plan, workshop.work(strategy, micro_batch_of(recipe)))
+    work = workshop.work(strategy, micro_batch_of(recipe))
+    if workshop.untraceable is not None:
+        raise Untraceable(workshop.untraceable)
+    return _memory(workshop, strategy, held, plan, work)
 
 
 def micro_batch_of(recipe: Recipe) -> int:
@@ -154,10 +172,11 @@ def forecast(workshop: _Workshop, strategy: Strategy, machines: Machines, recipe
     """One strategy."""
     recipe, found = workshop.recipe, workshop.skeleton
     each = max(1, machines.gpus_each)
-    count = strategy.num_processes or machines.num_gpus or 1
+    count = default_num_processes(strategy, machines.num_gpus)
     try:
         if machines.num_gpus and count > machines.num_gpus:
-            raise RecipeError([f"{strategy.path}: writes {count} processes, and there are {machines.num_gpus} GPUs"])
+            there = f"{machines.num_gpus} GPU{'s' if machines.num_gpus > 1 else ''}"
+            raise RecipeError([f"{strategy.path}: writes {count} processes, for {there}"])
         asked = replace(strategy, num_machines=-(-count // each))
         plan = make_plan(
             recipe,
@@ -172,7 +191,7 @@ def forecast(workshop: _Workshop, strategy: Strategy, machines: Machines, recipe
     memory = _memory(workshop, strategy, held, plan, workshop.work(strategy, micro_batch_of(recipe)))
     local = min(count, each)
     host, disk = held.host.total * local, held.disk.total * local
-    verdict, why = _verdict(memory, host, disk, machines)
+    verdict, why, shortage = _verdict(memory, host, disk, machines)
     largest = longest = None
     if machines.usable_gib is not None and held.gpu.total < machines.usable_gib * GIB:
         largest = _largest(workshop, strategy, held, plan, machines.usable_gib * GIB)
@@ -184,6 +203,7 @@ def forecast(workshop: _Workshop, strategy: Strategy, machines: Machines, recipe
         strategy=strategy,
         verdict=verdict,
         why=why,
+        shortage=shortage,
         num_processes=count,
         plan=plan,
         memory=memory,
@@ -260,9 +280,12 @@ LARGEST = 2**20
 def _largest(workshop: _Workshop, strategy: Strategy, held: States, plan: Plan, usable: float) -> float | None:
     """Samples of max_length in a forward that surely fit; a fraction tells of shorter samples.
 
-    Every stretch of a forward and backward grows with the tokens: two traces tell of any number of them.
+    Every stretch of a forward and backward grows with the tokens, so two traces tell of any number of them: both of
+    sizes whose logits come in chunks, from where on they do not grow.
     """
-    small = micro_batch_of(workshop.recipe)
+    recipe = workshop.recipe
+    in_chunks = LOGITS_BUDGET // (workshop.sizes.vocab * recipe.data.max_length) + 1
+    small = max(micro_batch_of(recipe), in_chunks)
     one, two = (workshop.work(strategy, size) for size in (small, 2 * small))
 
     def fits(size: float) -> bool:
@@ -278,23 +301,26 @@ def _largest(workshop: _Workshop, strategy: Strategy, held: States, plan: Plan, 
     return low or None
 
 
-def _verdict(memory: Memory, host: int, disk: int, machines: Machines) -> tuple[Verdict, list[str]]:
-    why = []
-    verdict: Verdict = "fits"
-    if machines.usable_gib is not None:
-        low, high = memory.needed
-        usable = machines.usable_gib * GIB
-        if low > usable:
+def _verdict(memory: Memory, host: int, disk: int, machines: Machines) -> tuple[Verdict, list[str], float]:
+    """Verdict, why, and the largest of what is needed over what is there."""
+    if machines.usable_gib is None:
+        return "not judged", [], 0.0
+    why, verdict = [], cast(Verdict, "fits")
+    low, high = memory.needed
+    usable = machines.usable_gib * GIB
+    if low > usable:
+        verdict = "does not fit"
+        why.append(f"needs {low / GIB:.0f} GiB or more of a GPU that has {usable / GIB:.0f}")
+    elif high > usable:
+        verdict = "tight"
+        why.append(f"between {low / GIB:.0f} and {high / GIB:.0f} GiB of {usable / GIB:.0f}")
+    shortage = low / usable
+    for what, needed, there in (("host memory", host, machines.host_gib), ("NVMe", disk, machines.nvme_gib)):
+        if there is not None and needed > there * GIB:
             verdict = "does not fit"
-            why.append(f"needs {low / GIB:.0f} GiB or more of a GPU that has {usable / GIB:.0f}")
-        elif high > usable:
-            verdict = "tight"
-            why.append(f"between {low / GIB:.0f} and {high / GIB:.0f} GiB of {usable / GIB:.0f}")
-    for what, bytes_needed, there in (("host memory", host, machines.host_gib), ("NVMe", disk, machines.nvme_gib)):
-        if there is not None and bytes_needed > there * GIB:
-            verdict = "does not fit"
-            why.append(f"needs {bytes_needed / GIB:.0f} GiB of {what}, and there are {there:.0f}")
-    return verdict, why
+            why.append(f"needs {needed / GIB:,.0f} GiB of {what} in a machine that has {there:,.0f}")
+            shortage = max(shortage, needed / GIB / there)
+    return verdict, why, shortage
 
 
 def checkpoint_bytes(found: Skeleton, recipe: Recipe) -> int:
@@ -312,46 +338,51 @@ SIMPLICITY = ("single", "ddp", "fsdp2", "zero", "fsdp1", "tp")
 
 
 def _rank(one: Forecast) -> tuple:
-    order = {"fits": 0, "tight": 1, "does not fit": 2, "cannot run": 3}[one.verdict]
+    order = {"fits": 0, "not judged": 0, "tight": 1, "does not fit": 2, "cannot run": 3}[one.verdict]
     strategy = one.strategy
     offload = sum(kind is not None for kind in (strategy.offload_optimizer, strategy.offload_param))
     offload += 2 * (strategy.offload_param == "nvme") + bool(strategy.fsdp and strategy.fsdp.fsdp_offload_params)
     seconds = one.time.low + one.time.high if one.time else 0.0
-    needed = one.memory.needed[1] if one.memory else 0
     if order == 2:  # the nearest first
-        return order, needed, 0, 0, strategy.name
+        return order, one.shortage, 0, 0, strategy.name
     return order, round(seconds, 3), offload, SIMPLICITY.index(strategy.kind), strategy.zero_stage, strategy.name
 
 
 def _next_rung(
-    config: PreTrainedConfig, recipe: Recipe, strategies: list[Strategy], machines: Machines, recipe_name: str
+    workshop: _Workshop,
+    strategies: Sequence[Strategy],
+    others: Sequence[Strategy],
+    machines: Machines,
+    recipe_name: str,
 ) -> str | None:
-    """The first change with which something fits: a smaller micro-batch, recomputed activations, both, an adapter."""
-    from cookbook.recipe import AdapterSection
+    """The first change with which something fits: another strategy, a smaller micro-batch, recomputed activations,
+    both, an adapter."""
+    recipe = workshop.recipe
 
-    def changed(**sections: object) -> Recipe:
-        return recipe.model_copy(update=sections)
+    def best_of(shop: _Workshop, candidates: Sequence[Strategy]) -> Forecast | None:
+        found = (forecast(shop, strategy, machines, recipe_name) for strategy in candidates)
+        return min((one for one in found if one.verdict == "fits"), key=_rank, default=None)
 
+    known = {strategy.path for strategy in strategies}
+    best = best_of(workshop, [strategy for strategy in others if strategy.path not in known])
+    if best is not None:
+        return f"strategy {best.strategy.name} fits"
     small = recipe.batch.model_copy(update={"micro_batch_size": 1, "micro_batch_tokens": None})
     saved = recipe.model.model_copy(update={"gradient_checkpointing": True})
-    ladder = []
+    ladder: list[tuple[str, dict[str, Any]]] = []
     if micro_batch_of(recipe) > 1:
-        ladder.append(("batch.micro_batch_size: 1", changed(batch=small)))
+        ladder.append(("batch.micro_batch_size: 1", {"batch": small}))
     if recipe.model.gradient_checkpointing is not True:
-        ladder.append(("model.gradient_checkpointing: true", changed(model=saved)))
-        ladder.append(
-            ("batch.micro_batch_size: 1 and model.gradient_checkpointing: true", changed(batch=small, model=saved))
-        )
+        both = {"batch": small, "model": saved}
+        ladder.append(("model.gradient_checkpointing: true", {"model": saved}))
+        ladder.append(("batch.micro_batch_size: 1 and model.gradient_checkpointing: true", both))
     if recipe.adapter is None:
         for name in ("lora", "qlora"):
-            less = changed(adapter=AdapterSection(name=name), batch=small, model=saved)
+            less = {"adapter": AdapterSection(name=name), "batch": small, "model": saved}
             ladder.append((f"adapter: {{name: {name}}}, micro_batch_size: 1 and gradient_checkpointing: true", less))
-    for words, other in ladder:
-        workshop = _Workshop(config, other)
-        fitting = [
-            one for one in (forecast(workshop, s, machines, recipe_name) for s in strategies) if one.verdict == "fits"
-        ]
-        if fitting:
-            best = min(fitting, key=_rank)
+    for words, changes in ladder:
+        shop = _Workshop(workshop.config, recipe.model_copy(update=changes))
+        best = best_of(shop, [*strategies, *(strategy for strategy in others if strategy.path not in known)])
+        if best is not None:
             return f"with {words}, {best.strategy.name} fits"
     return None

@@ -34,7 +34,7 @@ class Memory:
     activations: int
     """What the backward needs of the forward, copies of weights in low precision, and temporaries."""
     logits: int
-    """Of head and loss alone."""
+    """Of head and loss alone: logits, their softmax and gradient, and that of the head's weight."""
     is_sharded: bool
 
     @property

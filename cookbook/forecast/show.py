@@ -11,9 +11,9 @@ PARTS = (
     ("W", "parameters", "weights"),
     ("G", "gradients", "gradients"),
     ("O", "optimizer", "optimizer"),
-    ("B", "gathered", "gathered weights and buffers"),
+    ("B", "gathered", "gathered and buffers"),
     ("A", "activations", "activations"),
-    ("L", "logits", "logits"),
+    ("L", "logits", "head and loss"),
 )
 BAR = 40
 HEADER = ("strategy", "GPUs", "verdict", "GiB a GPU", "micro-batch", "length", "step", "limit", "host GiB", "disk GiB")
@@ -30,35 +30,58 @@ def in_words(outlook: Outlook, recipe_name: str, *, num_samples: int | None, pri
     best = outlook.forecasts[0]
     lines = [
         f"PLAN of {recipe_name} on {_describe(machines)}",
-        f"  model      {outlook.model}, {outlook.num_parameters / 1e9:.3g} B parameters"
-        f" ({outlook.num_trained / 1e9:.3g} B trained); structure from {outlook.origin}",
+        f"  model      {outlook.model}, {_parameters(outlook.num_parameters)} parameters"
+        f" ({_parameters(outlook.num_trained)} trained); structure from {outlook.origin}",
         f"  a step     {_step(outlook, best)}",
-        "",
-        *_table(outlook),
-        "",
-        *_bars(outlook),
+        f"             at most {tokens_of_step(outlook.recipe):,} tokens; activations {_kept(outlook)}",
     ]
-    blocked = [one for one in outlook.forecasts if one.verdict == "cannot run"]
-    if blocked:
-        lines += ["", "  cannot run:"]
-        lines += [f"    {one.strategy.name}: {_short(one.why[0])}" for one in blocked]
+    if best.memory is not None:
+        lines += ["", *_table(outlook), "", *_bars(outlook), *_idle(outlook)]
+    lines += _cannot_run(outlook)
     if best.memory is not None:
         lines += ["", *_best(outlook, best, num_samples=num_samples, price=price)]
     return "\n".join(lines)
 
 
+def _parameters(count: int) -> str:
+    return f"{count / 1e9:.3g} B" if count >= 1e8 else f"{count / 1e6:.3g} M"
+
+
+def _idle(outlook: Outlook) -> list[str]:
+    """A mesh has the size that its file writes."""
+    whole = outlook.machines.num_gpus
+    few = [one for one in outlook.forecasts if one.memory is not None and 1 < one.num_processes < whole]
+    return [
+        f"  {one.strategy.name} has {one.num_processes} processes, as its file writes: {whole - one.num_processes} of"
+        f" {whole} GPUs would have nothing to do"
+        for one in few
+    ]
+
+
+def _cannot_run(outlook: Outlook) -> list[str]:
+    names: dict[str, list[str]] = {}
+    for one in outlook.forecasts:
+        if one.verdict == "cannot run":
+            names.setdefault(_short(one.why[0]), []).append(one.strategy.name)
+    lines = [line for why, of in names.items() for line in (f"  {', '.join(of)} cannot run:", f"    {why}")]
+    return ["", *lines] if lines else []
+
+
 def _describe(machines: Machines) -> str:
     if machines.usable_gib is None:
-        return "CPU: no verdict, since host memory is shared with everything else"
+        return "the CPU"
     return f"{machines.text}, of which a run can have {machines.usable_gib:.0f} GiB each"
 
 
 def _step(outlook: Outlook, best: Forecast) -> str:
-    recipe = outlook.recipe
-    batch = describe_batch(recipe, best.plan) if best.plan else f"{recipe.batch.global_batch_size} sequences"
+    if best.plan is None:
+        return f"{outlook.recipe.batch.global_batch_size} sequences"
+    return describe_batch(outlook.recipe, best.plan)
+
+
+def _kept(outlook: Outlook) -> str:
     saved = {True: "recomputed", "selective": "recomputed but for products", False: "kept"}
-    kept = saved[recipe.model.gradient_checkpointing]
-    return f"{batch}; at most {tokens_of_step(recipe):,} tokens; activations {kept}"
+    return saved[outlook.recipe.model.gradient_checkpointing]
 
 
 def _table(outlook: Outlook) -> list[str]:
@@ -66,14 +89,14 @@ def _table(outlook: Outlook) -> list[str]:
     for one in outlook.forecasts:
         if one.memory is None:
             continue
-        low, high = one.memory.needed
+        low, high = one.memory.needed if outlook.machines.gpus_each else (one.memory.allocated,) * 2
         rows.append(
             (
                 one.strategy.name,
                 str(one.num_processes),
                 one.verdict,
-                f"{_gib(low)} to {_gib(high)}",
-                _count(one.largest_micro_batch),
+                f"{_gib(low)} to {_gib(high)}" if high > low else _gib(low),
+                "<1" if one.largest_micro_batch == 0 else _count(one.largest_micro_batch),
                 _count(one.longest),
                 _range(one.time.low, one.time.high, " s") if one.time else "-",
                 one.time.bottleneck if one.time else "-",
@@ -97,8 +120,8 @@ def _bars(outlook: Outlook) -> list[str]:
     for one in shown:
         assert one.memory is not None
         lines.append(f"  {one.strategy.name:{width}} |{_bar(one, whole)}")
-    legend = "  ".join(f"{letter} {words}" for letter, _, words in PARTS)
-    return [*lines, f"  {legend}  - CUDA and fragments, at most"]
+    legend = [f"{letter} {words}" for letter, _, words in PARTS]
+    return [*lines, f"  {'  '.join(legend[:4])}", f"  {'  '.join(legend[4:])}  - CUDA and fragments, at most"]
 
 
 def _bar(one: Forecast, whole: float) -> str:
@@ -108,6 +131,8 @@ def _bar(one: Forecast, whole: float) -> str:
     for letter, name, _ in PARTS:
         filled += getattr(one.memory, name)
         text += letter * (round(filled / whole * BAR) - len(text))
+    if one.verdict == "not judged":
+        return text[:BAR]
     text += "-" * (round(one.memory.needed[1] / whole * BAR) - len(text))
     return f"{text[:BAR]:{BAR}}|{'' if one.verdict == 'fits' else f' {one.verdict}'}"
 
@@ -115,36 +140,32 @@ def _bar(one: Forecast, whole: float) -> str:
 def _best(outlook: Outlook, best: Forecast, *, num_samples: int | None, price: float | None) -> list[str]:
     memory, recipe, machines = best.memory, outlook.recipe, outlook.machines
     assert memory is not None
-    if best.verdict not in ("fits", "tight"):
-        said = (
-            outlook.next_rung
-            or "no smaller micro-batch, checkpointing or adapter makes it fit: take more or larger GPUs"
-        )
-        return [f"  Nothing fits. Nearest is {best.strategy.name}: {best.why[0]}.", f"  Next: {said}."]
-    head = f"  {best.strategy.name}: {_reason(outlook, best)}"
-    parts = ", ".join(f"{words} {_gib(getattr(memory, name))}" for _, name, words in PARTS if getattr(memory, name))
+    if best.verdict == "does not fit":
+        said = outlook.next_rung or "no other strategy, smaller micro-batch, checkpointing or adapter helps: take more"
+        return [f"  Nothing fits. Nearest is {best.strategy.name}: {'; '.join(best.why)}.", f"  Next: {said}."]
+    parts = [f"{words} {_gib(getattr(memory, name))}" for _, name, words in PARTS if getattr(memory, name) >= GIB // 10]
     low, high = memory.reserved
+    reserved = f", {_gib(low)} to {_gib(high)} reserved" if machines.gpus_each else ""
     lines = [
-        head,
-        f"    peak       at {memory.moment}: {parts} = {_gib(memory.allocated)} GiB allocated,"
-        f" {_gib(low)} to {_gib(high)} reserved",
+        f"  {best.strategy.name}: {_reason(outlook, best)}",
+        f"    peak       {_gib(memory.allocated)} GiB allocated{reserved}, at {memory.moment}",
+        f"               {', '.join(parts) or 'nothing of 0.1 GiB or more'}",
         f"    disk       {_gib(best.checkpoint)} GiB a checkpoint",
     ]
     if best.is_bound:
         lines.append("    activations are a bound by formula: this model's code could not be traced")
+    steps = _num_steps(outlook, num_samples)
+    length = f"{steps:,} steps" if steps else "not known: run.num_epochs of data that was not read; give SAMPLES="
     if best.time is None:
-        lines.append(f"    time       {outlook.no_time}")
-        return lines
+        lines += [f"    time       {outlook.no_time}", f"    length     {length}"]
+        return lines + (["    price      not known without a time"] if price is not None else [])
     per_gpu = best.time.tokens_per_second(tokens_of_step(recipe), best.num_processes)
     lines.append(f"    speed      {_range(*per_gpu, ' tokens/s a GPU')}, limited by {best.time.bottleneck}")
-    steps = _num_steps(outlook, num_samples)
     if steps is None:
-        lines.append("    length     not known: run.num_epochs of data that was not read; give its rows with SAMPLES=")
-        return lines
+        lines.append(f"    length     {length}")
+        return lines + (["    price      not known without a length"] if price is not None else [])
     hours = best.time.hours(steps)
-    lines.append(
-        f"    length     {steps:,} steps, {_range(*hours, ' hours')} at full length; shorter samples take less"
-    )
+    lines.append(f"    length     {length}, {_range(*hours, ' hours')} at full length; shorter samples take less")
     if price is not None:
         cost = best.time.price(steps, per_gpu_hour=price, num_gpus=machines.num_gpus)
         lines.append(f"    price      {_range(*cost, '')} at {price:g} a GPU and hour")
@@ -153,6 +174,10 @@ def _best(outlook: Outlook, best: Forecast, *, num_samples: int | None, price: f
 
 def _reason(outlook: Outlook, best: Forecast) -> str:
     fitting = [one for one in outlook.forecasts if one.verdict == "fits"]
+    if best.verdict == "not judged":
+        return "what it allocates; a CPU's memory is shared, so nothing is judged"
+    if len(outlook.forecasts) == 1 and best.verdict == "fits":
+        return "fits"
     if best.verdict == "tight":
         return "may fit: " + best.why[0]
     if len(fitting) == 1:
@@ -204,6 +229,8 @@ def as_record(outlook: Outlook, recipe_name: str, *, num_samples: int | None, pr
             "why": one.why,
             "num_processes": one.num_processes,
         }
+        if one.plan is not None:
+            record["gradient_accumulation_steps"] = one.plan.gradient_accumulation_steps
         if memory is not None:
             record |= {
                 "memory": {name: getattr(memory, name) for _, name, _ in PARTS}
@@ -233,4 +260,5 @@ def as_record(outlook: Outlook, recipe_name: str, *, num_samples: int | None, pr
         "steps": steps,
         "forecasts": found,
         "next_rung": outlook.next_rung,
+        "no_time": outlook.no_time,
     }

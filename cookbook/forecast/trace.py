@@ -172,11 +172,16 @@ def _empty_model(
 ) -> PreTrainedModel:
     """The model as `train.py` makes it, on tensors without data."""
     adapter = recipe.adapter
+    config = copy.deepcopy(config)
+    config._attn_implementation = attention
+    default = torch.get_default_dtype()
     with torch.device("meta"):
-        dtype = trained if adapter is None else frozen
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(
-            config, dtype=dtype, attn_implementation=attention
-        )
+        try:
+            torch.set_default_dtype(trained if adapter is None else frozen)
+            # Not by from_config: in a run under ZeRO-3 that would be a collective.
+            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+        finally:
+            torch.set_default_dtype(default)
         if adapter is not None:
             from peft import inject_adapter_in_model
 
