@@ -147,7 +147,7 @@ def _zero_shares(setting: Setting) -> list[Share]:
     if strategy.offload_optimizer is None:
         found.append(Share(where="GPU", what="gradients", num_bytes=gradient, num_shards=cut if stage > 1 else 1))
     else:
-        if stage == 3:
+        if stage == 3 or setting.accumulation > 1:
             found.append(Share(where="host", what="gradients as they come", num_bytes=low, num_shards=cut))
         found.append(Share(where=optimizer, what="gradients", num_bytes=4, num_shards=cut))
     found.append(Share(where=optimizer, what=setting.moments, num_bytes=4 + setting.moment_bytes, num_shards=cut))
