@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, clean_environment
 from curves import Lab, environment
+from transformers import AutoConfig
 
 from cookbook.cli import main
 from cookbook.explain.costs import setting_of, shares, total
@@ -302,6 +303,14 @@ def test_where_all_cannot_run_they_say_why(capsys):
 def test_bad_input_is_told(words, said, capsys):
     assert main(["plan", LLAMA, *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model_type", ["t5", "gemma2", "clip"])
+def test_a_model_that_no_run_would_take_is_refused(model_type, tmp_path, capsys):
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    words = ["--set", f"model.name_or_path={tmp_path}", "--set", "model.revision=null"]
+    assert main(["plan", LLAMA, *words]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
 
 
 def test_what_does_not_fit_ends_with_1(capsys):

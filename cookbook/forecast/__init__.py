@@ -19,7 +19,7 @@ from cookbook.forecast.trace import Pass, Untraceable, bound
 from cookbook.forecast.trace import trace as trace_pass
 from cookbook.hardware import Machines
 from cookbook.models.loss import LOGITS_BUDGET
-from cookbook.models.structure import find_config
+from cookbook.models.structure import find_config, not_served
 from cookbook.plan import Plan, default_num_processes, make_plan
 from cookbook.recipe import AdapterSection, Recipe
 from cookbook.strategy import Strategy
@@ -86,9 +86,11 @@ def forecast_all(
         others: strategies to propose where none of `strategies` fits.
 
     Raises:
-        RecipeError: there is no structure of the model to be had.
+        RecipeError: there is no structure of the model to be had, or no run would take it.
     """
     config, origin = find_config(recipe.model)
+    if problem := not_served(config):
+        raise RecipeError([f"model.name_or_path is {recipe.model.name_or_path!r}: {problem}"])
     workshop = _Workshop(config, recipe)
     found = [forecast(workshop, strategy, machines, recipe_name) for strategy in strategies]
     ranked = sorted(found, key=_rank)
@@ -287,6 +289,8 @@ def _largest(workshop: _Workshop, strategy: Strategy, held: States, plan: Plan, 
     in_chunks = LOGITS_BUDGET // (workshop.sizes.vocab * recipe.data.max_length) + 1
     small = max(micro_batch_of(recipe), in_chunks)
     one, two = (workshop.work(strategy, size) for size in (small, 2 * small))
+    if len(one.stretches) != len(two.stretches):  # one was traced and the other took too long
+        return None
 
     def fits(size: float) -> bool:
         work = one.towards(two, size / small - 1)

@@ -19,7 +19,6 @@ from huggingface_hub import snapshot_download
 from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -33,7 +32,7 @@ from cookbook.files import RecipeError
 from cookbook.models.attention import PACKED, packing_problem
 from cookbook.models.loss import add_loss
 from cookbook.models.speed import compile_layers, kernel_notes, patch_kernels, save_activations
-from cookbook.models.structure import scratch_config
+from cookbook.models.structure import not_served, scratch_config
 from cookbook.recipe import ModelSection, ScratchModel
 
 __all__ = [
@@ -55,16 +54,6 @@ SCRATCH_FORMAT = 2
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 """What a model is made of, less weights in formats that can carry code."""
 CHATML = Path(__file__).parents[2] / "recipes" / "chat_templates" / "chatml.jinja"
-
-# Configuration keys of models that change the logits after the head: our loss would not see it.
-LOGIT_TRANSFORMS = (
-    "final_logit_softcapping",
-    "logit_scale",
-    "logits_scaling",
-    "lm_head_multiplier",
-    "logits_soft_cap",
-    "output_logit_soft_cap",
-)
 
 
 def resolve_model(model: ModelSection, *, seed: int, texts: Iterable[str], fingerprint: str, cache: Path) -> str:
@@ -172,7 +161,7 @@ def load_config(name: str, max_length: int, packing: bool) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise RecipeError([f"model.name_or_path is {name!r}: no model there ({_first_line(error)})"]) from None
-    problem = _not_served(config)
+    problem = not_served(config)
     if problem is not None:
         raise RecipeError([f"model.name_or_path is {name!r}: {problem}"])
     mistakes = _check_positions(config, max_length)
@@ -181,22 +170,6 @@ def load_config(name: str, max_length: int, packing: bool) -> PreTrainedConfig:
     if mistakes:
         raise RecipeError(mistakes)
     return config
-
-
-def _not_served(config: PreTrainedConfig) -> str | None:
-    if config.get_text_config() is not config:
-        return f"{config.model_type} holds more than a language model (images, sound); take a text-only model"
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
-        return f"{config.model_type} is not a causal language model"
-    # Without a mask, only causal attention does not see the padding.
-    is_encoder = getattr(config, "is_decoder", None) is False and config.model_type != "gpt_neox"  # false by oversight
-    both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
-    if is_encoder or both_ways or getattr(config, "is_causal", None) is False:
-        return "its attention looks ahead, so it cannot learn to predict the next token"
-    for key in LOGIT_TRANSFORMS:
-        if getattr(config, key, None) not in (None, 1, 1.0):
-            return f"its {key} changes the logits after the head, not served yet"
-    return None
 
 
 def _check_positions(config: PreTrainedConfig, max_length: int) -> list[str]:
