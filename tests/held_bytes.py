@@ -75,8 +75,22 @@ def count_plain(engine: Any, count: Count) -> None:
         count.add(place, "weights", flat)
     count.add("gpu", "weights", quantization(engine.model))
     count.add(place, "gradients", (p.grad for p in parameters if p.grad is not None))
+    if strategy.kind == "fsdp2":
+        count.add(place, "gradients", waiting_for_replicas(engine.model))
     count.add(place, "moments", state_tensors(engine.optimizer.optimizer))
     count.add("gpu", "buffers", engine.model.buffers())
+
+
+def waiting_for_replicas(model: Any) -> Iterator[Any]:
+    """Until the last micro-batch HSDP keeps its sums beside the parameters (torch 2.13, FSDPParamGroup)."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            sums = (group._partial_reduce_output for group in groups if group is not None)
+            yield from (tensor for tensor in sums if tensor is not None)
 
 
 def count_zero12(engine: Any, count: Count) -> None:
