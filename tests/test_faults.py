@@ -81,7 +81,7 @@ def kill_and_restart(lab: Lab, output: Path, strategy: str, point: str, rank: in
     # From step 4 only where everything was written before the kill.
     assert "goes on from" in done.stdout
     reached = "step-00000004" in done.stdout.split("goes on from")[1].split("\n")[0]
-    # After its receipt the part of a process is there: whether the main one ends the save before it is killed is chance.
+    # After its receipt a process's part is there: whether the main one ends the save before it is killed is chance.
     if (point, rank) != ("save.after_receipt", 1):
         assert reached == (point in ("save.before_latest", "save.after_latest")), done.stdout[-3000:]
     assert not list((output / "checkpoints").glob(".saving-*"))

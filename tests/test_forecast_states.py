@@ -95,10 +95,7 @@ SLOW = [
     run("tp", 2, *LORA),
 ]
 FEATURES = [
-    run("single", 1, *QLORA),
     run("fsdp2", 2, *QLORA, *BF16),
-    run("zero2", 2, *QLORA, *BF16),
-    run("zero3_offload", 2, *QLORA, *BF16),
     run("single", 1, "optim.name=adamw_8bit"),
     run("fsdp2", 3, "optim.name=adamw_8bit"),
     run("zero2", 3, "optim.name=adamw_8bit"),
@@ -120,6 +117,7 @@ ALL = [
     for precision in (FULL, BF16)
 ]
 REST = [case for case in ALL if case not in {*QUICK, *SLOW}]
+REST += [run("single", 1, *QLORA), run("zero2", 2, *QLORA, *BF16), run("zero3_offload", 2, *QLORA, *BF16)]
 CASES = [
     *(pytest.param(case, id=str(case)) for case in QUICK),
     *(pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in SLOW + FEATURES if case not in QUICK),
