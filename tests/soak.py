@@ -38,7 +38,7 @@ SETTINGS = ADAMW | {
     "batch.micro_batch_size": "4",
     "run.save_every_steps": "5",
     "run.eval_every_steps": "50",
-    "run.max_steps": "1000",
+    "run.max_steps": "1500",
     "run.keep_last": "3",
     "run.resume": "auto",
 }
