@@ -467,7 +467,7 @@ def keys_of_dicts(source: str, where: str) -> set[str]:
 def test_every_key_of_the_metrics_is_explained():
     means = {"loss"} | keys_of_dicts("cookbook/objectives.py", "metrics")
     assert len(means) >= 5
-    keys = keys_of_dicts("train.py", "log.write") | keys_of_dicts("train.py", "label") | means | {"mfu"}
+    keys = keys_of_dicts("train.py", "books.log.write") | keys_of_dicts("train.py", "label") | means | {"mfu"}
     keys |= {f"eval_{key}" for key in means | {"num_tokens"}}
     assert len(keys) >= 20 and {"step", "grad_norm", "eval_set", "eval_reward_margin"} <= keys
     assert sorted(key for key in keys if f"`{key}`" not in text_of("docs/recipes.md")) == []

@@ -429,7 +429,7 @@ def _deepspeed(
     recipe: Recipe, strategy: Strategy, plan: Plan
 ) -> tuple[dict[str, Any] | None, dict[str, tuple[Any, Any]]]:
     """The configuration, and in what it is not the file."""
-    micro = recipe.batch.micro_batch_size or 1  # as train.py hands it to the engine
+    micro = recipe.batch.micro_batch_size or 1  # as cookbook/stages.py hands it to the engine
     config = deepspeed_config(strategy, plan, recipe.mixed_precision, micro, recipe.optim.max_grad_norm)
     if config is None or strategy.deepspeed is None:
         return None, {}

@@ -1,0 +1,361 @@
+"""The stages of a run before its first step, in the order in which `train.py` goes through them.
+
+Imports torch and what is built on it, which takes seconds: files and rows are looked at before.
+"""
+
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import set_seed
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from cookbook import adapters, metrics, models, publish, signals
+from cookbook.checkpoint import resume
+from cookbook.checkpoint.folder import Checkpoint
+from cookbook.checkpoint.saver import Saver
+from cookbook.data import batches
+from cookbook.data.reference import with_reference
+from cookbook.data.sets import RowSets, TokenSets, tokenize_data
+from cookbook.ds_config import run_name
+from cookbook.engine import Batch, Engine
+from cookbook.launch import World
+from cookbook.objectives import Objective, build_objective, sequence_logps
+from cookbook.optim import build_optimizer
+from cookbook.plan import Plan, describe_batch
+from cookbook.recipe import Recipe, dump_recipe
+from cookbook.status import Status
+from cookbook.strategy import Strategy
+from cookbook.watch import Watch
+
+if TYPE_CHECKING:
+    from cookbook.forecast.memory import Memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Material:
+    """What is trained, and on what; nothing of it is on a device yet."""
+
+    folder: str
+    """Of the model."""
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    data: TokenSets
+    steps_per_epoch: int | None
+    """None for a stream."""
+    max_steps: int
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """How far a run is. All that changes in the loop, and `state.json` of a checkpoint begins with it."""
+
+    step: int = 0
+    num_samples: int = 0
+    num_skipped: int = 0
+    """Steps left out because loss or gradient was not finite."""
+    is_evaluated: bool = False
+    """After this step."""
+    eval_loss: float | None = None
+    """Of the first evaluation set, after this step."""
+
+    def advance(self, num_samples: int, *, is_skipped: bool) -> None:
+        """One step on."""
+        self.step += 1
+        self.num_samples += num_samples
+        self.num_skipped += is_skipped
+        self.is_evaluated, self.eval_loss = False, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What the loop trains with."""
+
+    recipe: Recipe
+    material: Material
+    """Its data with the reference, if the objective needs one."""
+    made_from: dict[str, str]
+    """Digests of "data" and "model"."""
+    engine: Engine
+    """Holds model and optimizer."""
+    objective: Objective
+    checkpoint: Checkpoint | None
+    """That it goes on from."""
+    progress: Progress
+    steps: Iterator[batches.StepBatch]
+    """From there on, without end."""
+    eval_sets: dict[str, Callable[[], Iterable[Batch]]]
+    """By name; each call goes through a set once."""
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.recipe.run.output_dir)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Books:
+    """Who writes down what the run does, and who watches over it."""
+
+    log: metrics.RunLog
+    record: dict[str, Any]
+    """run.json."""
+    expected: "Memory | None"
+    """Forecast of a GPU's memory; None on a CPU, and on other processes than the main one."""
+    flops: metrics.FlopCounter
+    status: Status
+    watch: Watch
+    saver: Saver
+
+
+def load_material(recipe: Recipe, rows: RowSets, *, cache: Path, notes: list[str]) -> Material:
+    """Model folder, configuration, tokenizer and tokens: made or fetched once per machine, under file locks.
+
+    Args:
+        notes: gets what a user should know of.
+
+    Raises:
+        RecipeError: a model that cannot be had or trained, or data that has nothing to train on.
+    """
+    transformers_logging.disable_progress_bar()
+    folder = models.resolve_model(
+        recipe.model, seed=recipe.seed, texts=rows.texts(), fingerprint=rows.fingerprint, cache=cache
+    )
+    config = models.load_config(folder, recipe.data.max_length, recipe.data.packing)
+    notes += models.kernel_notes(recipe.model, config)
+    if recipe.adapter is not None:
+        adapters.check_names(config, recipe.adapter)
+    tokenizer = models.load_tokenizer(folder, recipe.data.chat_template)
+    data = tokenize_data(rows, tokenizer, recipe.data, recipe.objective, cache=cache)
+    notes += data.notes
+    steps_per_epoch = batches.steps_per_epoch(data.train, recipe.batch.global_batch_size)
+    return Material(
+        folder=folder,
+        config=config,
+        tokenizer=tokenizer,
+        data=data,
+        steps_per_epoch=steps_per_epoch,
+        max_steps=recipe.run.total_steps(steps_per_epoch),
+    )
+
+
+def start_engine(recipe: Recipe, strategy: Strategy, plan: Plan, world: World) -> Engine:
+    """The strategy, with its process group; what follows is collective."""
+    # One seed on all processes until the weights stand, since sharding takes a piece from each.
+    set_seed(recipe.seed)
+    return Engine(
+        strategy,
+        plan,
+        world,
+        mixed_precision=recipe.mixed_precision,
+        micro_batch_size=recipe.batch.micro_batch_size or 1,
+        max_grad_norm=recipe.optim.max_grad_norm,
+        run_name=run_name(Path(recipe.run.output_dir)),
+        # Data and downloads are done; under ZeRO-3 the first process may still read weights for minutes.
+        timeout=timedelta(minutes=max(30.0, recipe.run.hang_timeout_minutes) + 10),
+    )
+
+
+def take_digests(material: Material, engine: Engine) -> dict[str, str]:
+    """What the run is made from: "data" and "model"."""
+    weights = models.weights_digest(Path(material.folder)) if engine.is_main else ""
+    return {"data": material.data.fingerprint, "model": engine.tell_all(weights)}
+
+
+def choose_checkpoint(
+    recipe: Recipe, made_from: dict[str, str], engine: Engine, *, is_restarted: bool, notes: list[str]
+) -> Checkpoint | None:
+    """What the run goes on from, see `resume.choose`.
+
+    Args:
+        is_restarted: by the launcher, as the main process knows.
+    """
+    return resume.choose(
+        recipe,
+        Path(recipe.run.output_dir) / "checkpoints",
+        made_from,
+        is_restarted=engine.tell_all(str(is_restarted)) == "True",
+        rank=engine.world.rank,
+        num_ranks=engine.world.num_processes,
+        agree=engine.agree,
+        tell_all=engine.tell_all,
+        say=notes.append,
+    )
+
+
+def prepare_model(recipe: Recipe, material: Material, engine: Engine) -> None:
+    """Model, adapter and optimizer, in the engine's hands from now on."""
+    model = models.load_model(
+        material.folder,
+        recipe.model,
+        packing=recipe.data.packing,
+        dtype=engine.frozen_dtype if recipe.adapter else torch.float32,
+        **engine.load_options(),
+        **adapters.quantization_options(recipe.adapter, recipe.mixed_precision),
+    )
+    if recipe.adapter is not None:
+        adapters.add_adapter(model, recipe.adapter, seed=recipe.seed)
+    engine.prepare(model, build_optimizer(model, recipe.optim, recipe.mixed_precision))
+
+
+def make_run(
+    recipe: Recipe,
+    material: Material,
+    made_from: dict[str, str],
+    engine: Engine,
+    checkpoint: Checkpoint | None,
+    *,
+    cache: Path,
+) -> Run:
+    """Objective, batches and the checkpoint's state. From here on everything counts optimizer steps over a fixed global
+    batch.
+    """
+    objective = build_objective(recipe.objective)
+    layout = batches.Layout(
+        num_ranks=engine.data_parallel.size,
+        rank=engine.data_parallel.rank,
+        pad_id=material.tokenizer.pad_token_id,
+        micro_batch_size=recipe.batch.micro_batch_size,
+        micro_batch_tokens=recipe.batch.micro_batch_tokens,
+        packing=recipe.data.packing,
+    )
+    data = material.data
+    if objective.needs_reference:
+        data = with_reference(
+            data,
+            [made_from["model"], recipe.mixed_precision, engine.strategy.name, str(recipe.adapter)],
+            cache=cache,
+            agree=engine.agree,
+            compute=lambda tokens: engine.collect(
+                sequence_logps, batches.indexed_batches(tokens, layout), len(tokens.lengths)
+            ),
+        )
+    # After the reference, which is of the model before training.
+    progress = Progress()
+    if checkpoint is not None:
+        state = resume.load(checkpoint, engine.parameter_shapes(), engine.restore)
+        progress = Progress(**{field.name: state[field.name] for field in fields(Progress) if field.name in state})
+    return Run(
+        recipe=recipe,
+        material=replace(material, data=data),
+        made_from=made_from,
+        engine=engine,
+        objective=objective,
+        checkpoint=checkpoint,
+        progress=progress,
+        steps=batches.train_steps(
+            data.train,
+            layout,
+            seed=recipe.seed,
+            global_batch_size=recipe.batch.global_batch_size,
+            num_samples_consumed=progress.num_samples,
+        ),
+        eval_sets={name: partial(batches.eval_batches, tokens, layout) for name, tokens in data.eval.items()},
+    )
+
+
+def open_books(run: Run, failed_after: list[int], notes: list[str]) -> Books:
+    """Sets an earlier run aside or goes on with its log, writes what is known before the first step, and starts the
+    watch.
+
+    Args:
+        failed_after: of `status.past_failures`.
+        notes: what people should know of, said now.
+    """
+    engine, material, checkpoint = run.engine, run.material, run.checkpoint
+    log = _open_log(run)
+    log.write_text("recipe.yaml", dump_recipe(run.recipe))
+    if engine.is_main:
+        publish.write_frame(
+            run.output_dir,
+            material.folder,
+            run.recipe.model,
+            config=material.config,
+            tokenizer=material.tokenizer,
+            digest=run.made_from["model"],
+        )
+    record = metrics.environment_record(engine.device)
+    record |= {"strategy": engine.describe(), "resumed_from": None if checkpoint is None else str(checkpoint.path)}
+    expected = _forecast(run, notes)
+    if expected is not None:
+        record["forecast"] = {
+            "allocated": expected.allocated,
+            "reserved": expected.reserved,
+            "moment": expected.moment,
+        }
+    log.write_record("run.json", record)
+    for line in (*notes, *_describe(run)):
+        log.say(line)
+    flops = metrics.FlopCounter(
+        material.config,
+        num_parameters=engine.num_parameters,
+        num_trained=engine.num_trained,
+        device=engine.device,
+    )
+    attempt = engine.tell_all(uuid.uuid4().hex[:8])
+    status = Status(run.output_dir, is_main=engine.is_main, step=run.progress.step, failed_after=failed_after)
+    timeout_seconds = run.recipe.run.hang_timeout_minutes * 60
+    watch = Watch(run.output_dir, engine.world.rank, engine.plan.num_processes, timeout_seconds, attempt=attempt)
+    engine.beat = watch.beat
+    saver = _start_saver(run, log, watch, attempt)
+    return Books(log=log, record=record, expected=expected, flops=flops, status=status, watch=watch, saver=saver)
+
+
+def _open_log(run: Run) -> metrics.RunLog:
+    own = (run.output_dir / "checkpoints").resolve()
+    goes_on = run.checkpoint is not None and run.checkpoint.path.resolve().parent == own
+    return metrics.RunLog(
+        run.output_dir,
+        is_main=run.engine.is_main,
+        max_steps=run.material.max_steps,
+        resumed_step=run.progress.step if goes_on else None,
+    )
+
+
+def _forecast(run: Run, notes: list[str]) -> "Memory | None":
+    if run.engine.device.type != "cuda" or not run.engine.is_main:
+        return None  # the memory of a CPU process is more than its tensors
+    from cookbook import forecast
+
+    try:
+        return forecast.of_run(run.material.config, run.recipe, run.engine.strategy, run.engine.plan)
+    except Exception as error:  # whatever it is, the run can do without
+        notes.append(f"no forecast of memory: {error}")
+        return None
+
+
+def _describe(run: Run) -> list[str]:
+    recipe, material, engine = run.recipe, run.material, run.engine
+    where = f"{engine.plan.num_processes} processes on {engine.device.type}, precision {recipe.mixed_precision}"
+    epoch = f"{material.steps_per_epoch or 'an unknown number'} an epoch"
+    batch = describe_batch(recipe, engine.plan)
+    lines = [f"{engine.strategy.name}: {where}; {batch}; {material.max_steps} steps, {epoch}"]
+    if recipe.adapter is not None:
+        share = f"{engine.num_trained:,} of {engine.num_parameters:,} parameters are trained"
+        lines.append(f"adapter {recipe.adapter.name} of rank {recipe.adapter.rank}: {share}")
+    return lines
+
+
+def _start_saver(run: Run, log: metrics.RunLog, watch: Watch, attempt: str) -> Saver:
+    settings, engine = run.recipe.run, run.engine
+    saver = Saver(
+        run.output_dir / "checkpoints",
+        rank=engine.world.rank,
+        num_ranks=engine.plan.num_processes,
+        attempt=attempt,
+        keep_last=settings.keep_last,
+        keep_best=settings.keep_best,
+        in_background=settings.save_in_background,
+        say=log.say,
+        beat=lambda: watch.beat("save", engine.current_step),
+        is_hurried=lambda: signals.requested() is not None,
+    )
+    if run.checkpoint is not None:
+        saver.start_from(run.checkpoint)
+        log.say(f"goes on from {run.checkpoint.path}")
+    return saver
