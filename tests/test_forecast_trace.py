@@ -16,7 +16,7 @@ from cookbook.adapters import lora_config
 from cookbook.forecast import trace as tracing
 from cookbook.forecast.trace import Pass, Untraceable, bound, trace
 from cookbook.models.loss import add_loss
-from cookbook.models.speed import save_activations
+from cookbook.models.speed import compile_layers, save_activations
 from cookbook.recipe import Recipe
 
 ROWS, LENGTH, VOCAB = 3, 256, 1500
@@ -36,11 +36,11 @@ def config_of(**sizes: Any) -> PreTrainedConfig:
     return AutoConfig.for_model(**{**LLAMA, **sizes})
 
 
-def recipe(checkpointing: Any = False, adapter: Any = None, precision: str = "no") -> Recipe:
+def recipe(checkpointing: Any = False, adapter: Any = None, precision: str = "no", compiled: bool = False) -> Recipe:
     values: dict[str, Any] = {
         "strategy": "accelerate_configs/single.yaml",
         "mixed_precision": precision,
-        "model": {"name_or_path": "x/y", "gradient_checkpointing": checkpointing},
+        "model": {"name_or_path": "x/y", "gradient_checkpointing": checkpointing, "compile": compiled},
         "data": {"train": "python-stdlib", "max_length": LENGTH},
         "batch": {"global_batch_size": ROWS, "micro_batch_size": ROWS},
         "optim": {"learning_rate": 1e-4},
@@ -66,6 +66,8 @@ def allocated(settings: Recipe, config: PreTrainedConfig, tmp_path) -> tuple[int
         inject_adapter_in_model(lora_config(settings.adapter), model, adapter_name="default")
     if settings.model.gradient_checkpointing:
         save_activations(model, selective=settings.model.gradient_checkpointing == "selective")
+    if settings.model.compile:
+        compile_layers(model)
     add_loss(model)
     model.train()
     for parameter in model.parameters():
@@ -110,16 +112,49 @@ CASES = {
     "lora": recipe(adapter={"name": "lora", "rank": 8}),
     "lora, recomputed": recipe(checkpointing=True, adapter={"name": "lora", "rank": 8}),
 }
+COMPILED = {
+    "kept": recipe(compiled=True),
+    "recomputed": recipe(compiled=True, checkpointing=True),
+    "selective": recipe(compiled=True, checkpointing="selective"),
+    "autocast": recipe(compiled=True, precision="bf16"),
+    "lora": recipe(compiled=True, adapter={"name": "lora", "rank": 8}),
+}
 
 
 @pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
 def test_the_trace_counts_what_a_real_pass_allocates(settings, tmp_path, monkeypatch):
+    hold_against_a_real_pass(settings, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(COMPILED[name], id=name) for name in ("autocast", "lora")]
+    + [
+        pytest.param(COMPILED[name], id=name, marks=pytest.mark.thorough)
+        for name in ("kept", "recomputed", "selective")
+    ],
+)
+def test_the_trace_counts_what_compiled_layers_allocate(settings, tmp_path, monkeypatch):
+    hold_against_a_real_pass(settings, tmp_path, monkeypatch)
+
+
+def hold_against_a_real_pass(settings: Recipe, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(tracing, "ROUNDING", 1)  # that of CUDA's allocator
     found = traced(settings, config_of())
     at_head, most = allocated(settings, config_of(), tmp_path)
     head = next(one for one in found.stretches if one.name == "head")
     assert head.held == pytest.approx(at_head, rel=0.01)
     assert max(one.peak for one in found.stretches) == pytest.approx(most, rel=0.01)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
+def test_compiled_layers_hold_less(checkpointing):
+    plain, compiled = (traced(recipe(checkpointing, compiled=one), config_of()).stretches for one in (False, True))
+    assert [one.name for one in compiled] == [one.name for one in plain]
+    assert max(one.peak for one in compiled) <= max(one.peak for one in plain)
+    if checkpointing is not True:  # there only a layer's input is kept
+        assert max(one.held for one in compiled) < 0.95 * max(one.held for one in plain)
 
 
 def test_a_trace_that_took_other_settings_would_be_seen(tmp_path):

@@ -11,7 +11,9 @@ from xml.dom import minidom
 import pytest
 
 from benchmarks import plan_accuracy
-from benchmarks.plan_accuracy import BANDS, EXPLAINED, GIB
+from benchmarks.plan_accuracy_page import BANDS, EXPLAINED, within
+from benchmarks.published_rows import read_facts, setup_of
+from cookbook.forecast.memory import GIB
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +23,7 @@ def results():
 
 @pytest.fixture(scope="module")
 def facts():
-    return {row["id"]: row for row in plan_accuracy.read_facts()}
+    return {row["id"]: row for row in read_facts()}
 
 
 def of_group(results, group):
@@ -53,9 +55,7 @@ def test_what_lies_outside_its_band_is_explained(results, group):
 
 
 def test_explanations_are_of_rows_outside_their_band(results):
-    assert EXPLAINED.keys() == {
-        row["id"] for row in results["compared"] if abs(row["error"]) > BANDS.get(row["group"], 9)
-    }
+    assert EXPLAINED.keys() == {row["id"] for row in results["compared"] if abs(row["error"]) > BANDS[row["group"]]}
 
 
 def test_errors_follow_from_what_was_published(results, facts):
@@ -66,9 +66,11 @@ def test_errors_follow_from_what_was_published(results, facts):
         assert row["error"] == pytest.approx(row["forecast"] / gib - 1, abs=0.002)
 
 
-def test_no_failed_run_is_said_to_fit(results):
+def test_failed_runs_are_expected_to_fail_and_the_others_are_not(results):
     for row in results["failed"]:
-        assert row["verdict"] != "fits" and row["high"] > row["gpu"]
+        assert row["verdict"] != "fits" and row["middle"] > row["gpu"]
+    ran = [row["verdict"] for row in results["compared"] if row["verdict"]]
+    assert len(ran) > 40 and "does not fit" not in ran
 
 
 @pytest.mark.parametrize("group", BANDS)
@@ -78,12 +80,12 @@ def test_a_forecast_that_forgets_activations_misses(results, group):
         for row in of_group(results, group)
         if (needed := row["states"] + row["gathered"] + row["activations"])
     ]
-    assert plan_accuracy.within(forgetful, BANDS[group]) < len(forgetful) / 2
+    assert within(forgetful, BANDS[group]) < len(forgetful) / 2
 
 
-@pytest.mark.parametrize("row", ["m125", "m092", "m024", "m144"])
+@pytest.mark.parametrize("row", ["m125", "m092", "m024", "m144", "m005"])
 def test_a_row_forecast_anew_gives_what_is_recorded(results, facts, row):
-    setup = plan_accuracy.setup_of(facts[row])
+    setup = setup_of(facts[row])
     anew = plan_accuracy.compare(facts[row], setup)
     recorded = next(one for one in results["compared"] if one["id"] == row)
     assert anew.forecast == pytest.approx(recorded["forecast"], rel=0.01)
@@ -93,9 +95,9 @@ def test_a_row_forecast_anew_gives_what_is_recorded(results, facts, row):
 
 
 def test_a_failed_run_forecast_anew_still_fails(facts):
-    failed = plan_accuracy.call(facts["m148"], plan_accuracy.setup_of(facts["m148"]))
+    failed = plan_accuracy.call(facts["m148"], setup_of(facts["m148"]))
     assert failed.verdict == "does not fit"
-    roomy = replace(plan_accuracy.setup_of(facts["m148"]), gpu_gib=80.0)
+    roomy = replace(setup_of(facts["m148"]), gpu_gib=80.0)
     assert plan_accuracy.call(facts["m148"], roomy).verdict == "fits"
 
 

@@ -10,8 +10,10 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -24,6 +26,9 @@ from cookbook.adapters import ADAPTER, lora_config
 from cookbook.models.loss import LOGITS_BUDGET, add_loss, nll_of_targets
 from cookbook.models.speed import save_activations
 from cookbook.recipe import Recipe
+
+if TYPE_CHECKING:
+    from cookbook.forecast.compiled import Kept
 
 TRACED = "cookbook_traced"
 PATIENCE = 20.0
@@ -81,6 +86,7 @@ def trace(
     autocast: bool,
     tp_size: int,
     change: Callable[[PreTrainedModel], None] | None = None,
+    kept: "Kept | None" = None,
 ) -> Pass:
     """One micro-batch through the model.
 
@@ -91,6 +97,7 @@ def trace(
             recipe's precision, as under ZeRO and FSDP.
         tp_size: of a tensor-parallel group, whose processes each have a share of heads and inner features.
         change: makes of the empty model what another program would run (benchmarks/plan_accuracy.py).
+        kept: likewise, what its checkpointing keeps of a compiled layer.
 
     Raises:
         Untraceable: a bound by formula is all that can be had.
@@ -98,6 +105,11 @@ def trace(
     num_layers = config.num_hidden_layers
     probed = min(num_layers, PROBE_LAYERS) if _is_uniform(config) else num_layers
     low = DTYPES[recipe.mixed_precision]
+    compiling = None
+    if recipe.model.compile:
+        from cookbook.forecast.compiled import compile_layers, kept_by  # inductor, which other runs need not import
+
+        compiling = partial(compile_layers, kept=kept or kept_by(recipe.model.gradient_checkpointing))
     config = _share_of(_with_layers(config, probed), tp_size)
     for attention in (TRACED, "sdpa", "eager"):  # not every model lets one choose
         try:
@@ -105,7 +117,7 @@ def trace(
             if change is not None:
                 change(model)
             cast = low if autocast and low != torch.float32 else None
-            stretches = _run(model, rows, length, num_targets, cast)
+            stretches = _run(model, rows, length, num_targets, cast, compiling)
             break
         except Exception as error:  # whatever a model's code does with data that is not there
             if attention == "eager" or isinstance(error, TimeoutError):
@@ -209,22 +221,35 @@ def _flash_keeps(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.save_for_backward(*inputs, *output)
 
 
-def _flash_backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Accumulates the gradient of the queries in float32, and of grouped keys and values one for each query head
+def _flash_makes_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    sums: torch.Tensor,
+) -> list[torch.Tensor]:
+    """Gradients of the three, then what the kernel needs meanwhile: it accumulates the gradient of the queries in
+    float32, and of grouped keys and values one for each query head
     (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd)."""
-    query, key, value, _, sums = ctx.saved_tensors
-    in_float32, sums_of_products = torch.empty_like(query, dtype=torch.float32), torch.empty_like(sums)
-    found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    found = [torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)]
+    found += [torch.empty_like(query, dtype=torch.float32), torch.empty_like(sums)]
     if key.shape[1] != query.shape[1]:
-        of_each = torch.empty_like(query), value.new_empty(*query.shape[:3], value.shape[-1])
-        del of_each
-    del in_float32, sums_of_products
+        found += [torch.empty_like(query), value.new_empty(*query.shape[:3], value.shape[-1])]
     return found
+
+
+def _flash_backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(_flash_gradients(gradient, *ctx.saved_tensors)[:3])
 
 
 # An operation of its own, by whose name selective checkpointing knows that its results are kept.
 _flash = torch.library.custom_op("cookbook::traced_flash_attention", _flash_makes, mutates_args=())
 _flash.register_fake(_flash_makes)
+_flash_gradients = torch.library.custom_op(
+    "cookbook::traced_flash_attention_backward", _flash_makes_backward, mutates_args=()
+)
+_flash_gradients.register_fake(_flash_makes_backward)
 _flash.register_autograd(_flash_backward, setup_context=_flash_keeps)
 
 
@@ -253,6 +278,7 @@ class _Ledger(TorchDispatchMode):
         self.stretches: list[Stretch] = []
         self._deadline = time.monotonic() + PATIENCE
         self._open: tuple[str, int | None, int] | None = None
+        self._counts = True
         self._known = weakref.WeakSet[Any]()
         for tensor in known:
             self._known.add(tensor.untyped_storage())
@@ -264,17 +290,31 @@ class _Ledger(TorchDispatchMode):
                 self._see(value.untyped_storage())
         return result
 
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Within it, tensors come unseen."""
+        self._counts, before = False, self._counts
+        try:
+            yield
+        finally:
+            self._counts = before
+
     def _see(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._known:
+        if storage in self._known or not self._counts:
             return
         size = -(-storage.nbytes() // ROUNDING) * ROUNDING
         self._known.add(storage)
         self.live += size
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._forget, size)
+        weakref.finalize(storage, self._gone, size)
 
-    def _forget(self, size: int) -> None:
+    def _gone(self, size: int) -> None:
         self.live -= size
+
+    def forget(self) -> None:
+        """Begins anew."""
+        self.stretches.clear()
+        self._open = None
 
     def begin(self, name: str, layer: int | None = None) -> None:
         """Ends one stretch and begins another."""
@@ -328,21 +368,29 @@ class _Marked(torch.nn.Module):
 
 
 def _run(
-    model: PreTrainedModel, rows: int, length: int, num_targets: int, autocast: torch.dtype | None
+    model: PreTrainedModel,
+    rows: int,
+    length: int,
+    num_targets: int,
+    autocast: torch.dtype | None,
+    compiling: Callable[..., None] | None,
 ) -> list[Stretch]:
     fake = FakeTensorMode()
     _fake_in_place(model, fake)
     ledger = _Ledger(tensor for tensor in (*model.parameters(), *model.buffers()))
+    if compiling is not None:
+        compiling(model, uncounted=ledger.uncounted)
     _mark_layers(model, ledger)
     for parameter in model.parameters():
         if parameter.requires_grad:
             # Gradients are counted by the strategy; here only what it takes to make them.
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
-    with fake:
+
+    def micro_batch(counted: AbstractContextManager) -> None:
         ids = torch.zeros(rows, length, dtype=torch.long)
         positions = torch.zeros(rows, length, dtype=torch.long)
         targets = torch.zeros(num_targets, dtype=torch.long)
-        with ledger:
+        with counted:
             ledger.begin("embed")
             with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
                 backbone = model.base_model
@@ -354,6 +402,12 @@ def _run(
             loss.backward()
             del loss
             ledger.begin("done")
+
+    with fake:
+        if compiling is not None:
+            micro_batch(nullcontext())
+            ledger.forget()
+        micro_batch(ledger)
     return ledger.stretches
 
 

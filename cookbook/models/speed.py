@@ -25,12 +25,14 @@ def save_activations(model: PreTrainedModel, *, selective: bool) -> None:
     enable(options)
 
 
-def _policy(context: object, operation: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    name = operation._opname
+def is_saved(operation: str) -> bool:
+    """Whether selective checkpointing keeps the result of an operation, by its name in ATen."""
     # Every attention kernel has the word in its name: _scaled_dot_product_flash_attention, _varlen_attn, ...
-    if name in PRODUCTS or "attention" in name or "attn" in name:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+    return operation in PRODUCTS or "attention" in operation or "attn" in operation
+
+
+def _policy(context: object, operation: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_saved(operation._opname) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def compile_layers(model: PreTrainedModel) -> None:

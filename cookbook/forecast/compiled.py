@@ -1,0 +1,152 @@
+"""Decoder layers as torch.compile runs them, for a trace.
+
+AOTAutograd and its min-cut partitioner, which inductor uses too, say what a layer keeps for the backward. Of the
+operations that inductor fuses only those results count that a product, an attention kernel or the caller reads.
+"""
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch.func import functional_call
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from cookbook.models.speed import is_saved
+
+Uncounted = Callable[[], AbstractContextManager]
+Kept = Callable[[list[str]], list[bool]]
+"""From the operations of a layer in their order, by their names in ATen, to whether checkpointing keeps each result."""
+
+
+def kept_by(checkpointing: bool | str) -> Kept | None:
+    """For `model.gradient_checkpointing` of a recipe."""
+    if checkpointing == "selective":
+        return lambda names: [is_saved(name) for name in names]
+    return (lambda names: [False] * len(names)) if checkpointing else None
+
+
+def compile_layers(model: PreTrainedModel, *, kept: Kept | None, uncounted: Uncounted) -> None:
+    """Gives each decoder layer a forward as `cookbook.models.speed.compile_layers` does, without a compiler.
+
+    Layers of one shape share what the first call found; that call makes tensors that no run makes. The checkpointing
+    of a layer is part of what is compiled (transformers 5.23, modeling_layers.py), so the partitioner does it.
+
+    Args:
+        kept: None without checkpointing.
+        uncounted: while what it returns is entered, tensors that come are not counted.
+    """
+    found: dict[tuple, Callable[..., Any]] = {}
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.gradient_checkpointing = False
+            layer.forward = _Forward(layer, found, kept, uncounted)  # type: ignore[assignment]
+
+
+class _Forward:
+    """Of one layer."""
+
+    def __init__(
+        self,
+        layer: torch.nn.Module,
+        found: dict[tuple, Callable[..., Any]],
+        kept: Kept | None,
+        uncounted: Uncounted,
+    ) -> None:
+        self._layer, self._plain, self._found = layer, layer.forward, found
+        self._kept, self._uncounted = kept, uncounted
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = {**dict(self._layer.named_parameters()), **dict(self._layer.named_buffers())}
+        leaves, spec = tree_flatten((args, kwargs))
+        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        key = tuple((tensor.shape, tensor.requires_grad) for tensor in (*tensors.values(), *inputs))
+        if key not in self._found:
+            rest = [... if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            self._found[key] = aot_function(
+                partial(self._call_plain, rest, spec),
+                fw_compiler=self._runner,
+                bw_compiler=self._runner,
+                partition_fn=partial(_partition, self._kept),
+                decompositions=select_decomp_table(),
+            )
+        return self._found[key](tensors, inputs)
+
+    def _call_plain(self, rest: list[Any], spec: Any, tensors: dict[str, torch.Tensor], inputs: Any) -> Any:
+        given = iter(inputs)
+        args, kwargs = tree_unflatten([next(given) if leaf is ... else leaf for leaf in rest], spec)
+        self._layer.forward = self._plain
+        try:
+            return functional_call(self._layer, tensors, args, kwargs)
+        finally:
+            self._layer.forward = self  # type: ignore[assignment]
+
+    def _runner(self, gm: GraphModule, example_inputs: Any) -> Callable[[list[Any]], Any]:
+        written = set(_written(gm))
+
+        def run(arguments: list[Any]) -> Any:
+            return _Fused(gm, written, self._uncounted).boxed_run(arguments)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+
+def _partition(kept: Kept | None, joint: GraphModule, *args: Any, **kwargs: Any) -> tuple:
+    """Forward and backward; under checkpointing the operations are marked as dynamo marks them."""
+    if kept is not None:
+        _mark(joint, kept)
+    return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+
+def _mark(joint: GraphModule, kept: Kept) -> None:
+    forward = [
+        node
+        for node in joint.graph.nodes
+        if node.op == "call_function" and node.meta.get("partitioner_tag") != "is_backward"
+    ]
+    made = [node for node in forward if node.target is not operator.getitem]
+    keeps = dict(zip(made, kept([getattr(node.target, "_opname", "") for node in made]), strict=True))
+    for node in forward:
+        keep = keeps[node if node in keeps else node.args[0]]
+        if keep and isinstance(node.meta.get("val"), tuple | list):
+            continue  # it has no size; each of its results has
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+        node.meta["ac_graph_id"] = 0
+
+
+def _written(graph: GraphModule) -> Iterator[Node]:
+    """The results that a kernel writes to memory."""
+    kinds = get_default_op_list()
+
+    def is_view(node: Node) -> bool:
+        return node.target is operator.getitem or kinds.is_view(node)
+
+    def is_read(node: Node) -> bool:
+        return any(
+            is_read(user) if is_view(user) else user.op == "output" or not kinds.is_fusible(user) for user in node.users
+        )
+
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and not is_view(node) and (not kinds.is_fusible(node) or is_read(node)):
+            yield node
+
+
+class _Fused(Interpreter):
+    """Runs a graph, operation by operation."""
+
+    def __init__(self, graph: GraphModule, written: set[Node], uncounted: Uncounted) -> None:
+        super().__init__(graph)
+        self._written, self._uncounted = written, uncounted
+
+    def run_node(self, node: Node) -> Any:
+        with nullcontext() if node in self._written else self._uncounted():
+            return super().run_node(node)
