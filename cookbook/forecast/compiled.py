@@ -79,7 +79,8 @@ class _Forward:
                 partition_fn=partial(_partition, self._kept),
                 decompositions=select_decomp_table(),
             )
-        return self._found[key](tensors, inputs)
+        result = self._found[key](tensors, inputs)
+        return tuple(result) if isinstance(result, list) else result
 
     def _call_plain(self, rest: list[Any], spec: Any, tensors: dict[str, torch.Tensor], inputs: Any) -> Any:
         given = iter(inputs)

@@ -6,7 +6,7 @@ runs on any CPU in seconds, and reads no weights.
 """
 
 import copy
-import gc
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 TRACED = "cookbook_traced"
 PATIENCE = 20.0
 """Seconds; a model that runs token by token takes minutes."""
-PROBE_LAYERS = 4
+PROBE_LAYERS = 3
 ROUNDING = 512
 """CUDA's allocator gives out multiples of so many bytes (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -111,7 +111,9 @@ def trace(
 
         compiling = partial(compile_layers, kept=kept or kept_by(recipe.model.gradient_checkpointing))
     config = _share_of(_with_layers(config, probed), tp_size)
-    for attention in (TRACED, "sdpa", "eager"):  # not every model lets one choose
+    # Not every model lets one choose. A compiled layer that only the others can trace would be cut in pieces.
+    ways = (TRACED, "sdpa", "eager") if compiling is None else (TRACED,)
+    for attention in ways:
         try:
             model = _empty_model(config, recipe, torch.float32 if autocast else low, low, attention)
             if change is not None:
@@ -120,11 +122,9 @@ def trace(
             stretches = _run(model, rows, length, num_targets, cast, compiling)
             break
         except Exception as error:  # whatever a model's code does with data that is not there
-            if attention == "eager" or isinstance(error, TimeoutError):
+            if attention == ways[-1] or isinstance(error, TimeoutError):
                 said = (str(error).splitlines() or [""])[0][:200]
                 raise Untraceable(f"{config.model_type}: {type(error).__name__}: {said}") from error
-        finally:
-            gc.collect()
     return Pass(stretches=tuple(_lengthen(stretches, probed, num_layers)))
 
 
@@ -403,12 +403,24 @@ def _run(
             del loss
             ledger.begin("done")
 
-    with fake:
+    with fake, _quietly():
         if compiling is not None:
             micro_batch(nullcontext())
             ledger.forget()
         micro_batch(ledger)
     return ledger.stretches
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """torch prints the traceback of what no tensor without data can do; we say it in a line."""
+    log = logging.getLogger(FakeTensor.__module__)
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:

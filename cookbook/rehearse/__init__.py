@@ -172,11 +172,8 @@ def _run(small: Path, strategy: Strategy, num_processes: int, log: Path) -> int:
     if num_processes > 1 and strategy.main_process_port is None:
         command += ["--main_process_port", "0"]
     command += ["train.py", str(small)]
-    environment = {
-        **os.environ,
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": str(max(1, num_cores() // num_processes)),
-    }
+    threads = {"OMP_NUM_THREADS": str(max(1, num_cores() // num_processes))}  # unless the user has said how many
+    environment = {**threads, **os.environ, "CUDA_VISIBLE_DEVICES": ""}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # ninja lies there
     with log.open("w") as output:
         run = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
