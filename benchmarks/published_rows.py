@@ -147,6 +147,15 @@ SIZES: dict[str, dict[str, Any]] = {
         num_attention_heads=64,
         num_key_value_heads=8,
     ),
+    "Yi-34B": LLAMA_2
+    | dict(
+        vocab_size=64000,
+        hidden_size=7168,
+        intermediate_size=20480,
+        num_hidden_layers=60,
+        num_attention_heads=56,
+        num_key_value_heads=8,
+    ),
     "phi-1.5": dict(
         model_type="phi",
         vocab_size=51200,

@@ -50,7 +50,7 @@ def test_every_published_row_is_compared_or_left_out_for_a_reason(results, facts
 def test_what_lies_outside_its_band_is_explained(results, group):
     rows = of_group(results, group)
     outside = {row["id"] for row in rows if abs(row["error"]) > BANDS[group]}
-    assert len(rows) > 10 and len(outside) <= 1
+    assert len(rows) > 10 and len(outside) <= 2
     assert outside <= EXPLAINED.keys()
 
 
