@@ -71,20 +71,20 @@ combinations: $(STAMP)  ## write docs/combinations.md, what is refused and why
 	@$(COOKBOOK) combinations
 
 test: $(DEV_STAMP)  ## the test suite; no GPU and no network needed
-	@.venv/bin/python -m pytest -q -n 2 tests
+	@.venv/bin/python -m pytest -q -n 2 --dist worksteal tests
 
 test-long: $(DEV_STAMP)  ## what takes longer: adapters, packing, dpo and optimizers, resuming, accidents, every rehearsal
-	@.venv/bin/python -m pytest -q -n 2 -m "slow and not thorough" tests
+	@.venv/bin/python -m pytest -q -n 2 --dist worksteal -m "slow and not thorough" tests
 
 test-all: $(DEV_STAMP)  ## both, and what is much like the longer ones: every column under every strategy, every accident
-	@.venv/bin/python -m pytest -q -n 2 -m "slow or not slow" tests
+	@.venv/bin/python -m pytest -q -n 2 --dist worksteal -m "slow or not slow" tests
 
 soak: $(DEV_STAMP)  ## [KILLS=30]: kill runs at random moments under random strategies; the end must be the uninterrupted run
 	@.venv/bin/python tests/soak.py --kills $(or $(KILLS),30)
 
 matrix: $(DEV_STAMP)  ## run the equivalence tests and write their table into the README
 	@rm -rf outputs/curves
-	@CURVES=outputs/curves .venv/bin/python -m pytest -q -n 2 tests/test_equivalence.py tests/test_equivalence_features.py \
+	@CURVES=outputs/curves .venv/bin/python -m pytest -q -n 2 --dist worksteal tests/test_equivalence.py tests/test_equivalence_features.py \
 	  -m "slow or not slow" -k "not readme"
 	@.venv/bin/python benchmarks/equivalence_table.py outputs/curves
 

@@ -9,7 +9,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+# Two workers and their runs share the cores: threads that wait for one another spin, and a run of one process, which
+# accelerate gives all cores, took three times its CPU time. Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
+from curves import Lab
 
 # A shell without job control starts background commands with these ignored, and every child would inherit that.
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
@@ -63,6 +68,40 @@ def clean_environment(**extra: str) -> dict[str, str]:
         if not name.startswith(LAUNCHER_VARIABLES) and name not in TORCHRUN_VARIABLES
     }
     return {**kept, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": "", **extra}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts processes comes first, and longest first, in both halves of the list: xdist gives each of two workers
+    one, and at the end only moments are left to steal.
+    """
+    items.sort(key=expected_length, reverse=True)
+    num_long = sum(expected_length(item) > 0 for item in items)
+    long, short = items[:num_long], items[num_long:]
+    cut = len(items) // 2 - (num_long + 1) // 2
+    if cut > 0:  # short ones stay together by module, as their fixtures are made once per worker
+        items[:] = [*long[::2], *short[:cut], *long[1::2], *short[cut:]]
+    else:
+        items[:] = [*long[::2], *long[1::2], *short]
+
+
+def expected_length(item: pytest.Item) -> int:
+    """2 for chains of runs and for what waits for DeepSpeed's compiler, 1 for what starts a run, 0 for the rest."""
+    starts = {"lab", "scale"} & set(getattr(item, "fixturenames", ())) or item.get_closest_marker("slow")
+    chains = ("test_six_legs", "test_a_chain", "test_moments")
+    return 0 if not starts else 2 if "[zero3_nvme" in item.name or item.name.startswith(chains) else 1
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all workers of this session."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def lab(shared_folder: Path) -> Lab:
+    """Where a run with the same arguments happens once, whatever test of whatever worker asks for it."""
+    return Lab(Path(os.environ.get("CURVES", shared_folder / "curves")).resolve())
 
 
 @dataclass

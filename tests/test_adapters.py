@@ -178,34 +178,36 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
 
-folder, file = sys.argv[1:]
-saved, found = load_file(folder + "/adapter_model.safetensors"), load_file(file)
-model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-own = {name.replace(".default", ""): p for name, p in model.named_parameters() if "lora_" in name}
-own = {name.removesuffix(".weight") if "magnitude" in name else name: p for name, p in own.items()}
-with torch.no_grad():
-    error = (model(input_ids=found["input_ids"]).logits - found["logits"]).abs().max()
-    with model.disable_adapter():
-        moved = (model(input_ids=found["input_ids"]).logits - found["logits"]).abs().max()
-print(json.dumps({
-    "same names": sorted(own) == sorted(saved),
-    "empty": [name for name, tensor in saved.items() if not tensor.numel()],
-    "differ": [name for name in saved if not torch.equal(own[name], saved[name])],
-    "error": float(error),
-    "moved": float(moved),
-    "tensors": len(saved),
-}))
+file, *folders = sys.argv[1:]
+found = load_file(file)
+for folder in folders:
+    saved = load_file(folder + "/adapter_model.safetensors")
+    model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    own = {name.replace(".default", ""): p for name, p in model.named_parameters() if "lora_" in name}
+    own = {name.removesuffix(".weight") if "magnitude" in name else name: p for name, p in own.items()}
+    with torch.no_grad():
+        error = (model(input_ids=found["input_ids"]).logits - found["logits"]).abs().max()
+        with model.disable_adapter():
+            moved = (model(input_ids=found["input_ids"]).logits - found["logits"]).abs().max()
+    print(json.dumps({
+        "same names": sorted(own) == sorted(saved),
+        "empty": [name for name, tensor in saved.items() if not tensor.numel()],
+        "differ": [name for name in saved if not torch.equal(own[name], saved[name])],
+        "error": float(error),
+        "moved": float(moved),
+        "tensors": len(saved),
+    }))
 """
 
 
-def reopened(folder: Path, logits: Path) -> dict:
+def reopened(logits: Path, *folders: Path) -> list[dict]:
     """What a fresh process finds, in the folder from which the run named its base model."""
-    command = [sys.executable, "-c", REOPEN, str(folder), str(logits)]
+    command = [sys.executable, "-c", REOPEN, str(logits), *map(str, folders)]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines()[-len(folders) :]]
 
 
 PAIRS = [
@@ -225,7 +227,13 @@ def test_a_fresh_process_computes_what_the_run_did(tmp_path: Path, strategy: str
     command[at : at + 1] = ["tests/logits.py", str(logits)]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
-    found = reopened(output / "export", logits)
+    # A tensor that is not what was trained must be seen.
+    shutil.copytree(output / "export", tmp_path / "changed")
+    path = tmp_path / "changed" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    key = next(key for key in tensors if "lora_B" in key)
+    save_file({**tensors, key: tensors[key] * 1.1}, path, metadata={"format": "pt"})
+    found, changed = reopened(logits, output / "export", tmp_path / "changed")
     error, moved = found["error"], found["moved"]
     print(f"{strategy} {name}: logits within {error:.1e} of the run's; without the adapter {moved:.1e} off")
     assert json.loads((output / "run.json").read_text())["strategy"]["processes"] == 2
@@ -233,10 +241,4 @@ def test_a_fresh_process_computes_what_the_run_did(tmp_path: Path, strategy: str
     assert found["same names"] and not found["empty"] and not found["differ"]
     assert error < 1e-5
     assert moved > 1e-2, "the adapter does something"
-    # A tensor that is not what was trained is seen.
-    shutil.copytree(output / "export", tmp_path / "changed")
-    path = tmp_path / "changed" / "adapter_model.safetensors"
-    tensors = load_file(path)
-    key = next(key for key in tensors if "lora_B" in key)
-    save_file({**tensors, key: tensors[key] * 1.1}, path, metadata={"format": "pt"})
-    assert reopened(tmp_path / "changed", logits)["error"] > 1e-5
+    assert changed["error"] > 1e-5

@@ -5,9 +5,7 @@ pytest -m "slow or not slow" tests/test_equivalence.py      (make matrix also wr
 """
 
 import json
-import os
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,14 +26,6 @@ NVME_MODEL = {"model.from_scratch.vocab_size": "8192"}
 # them: its weights differ in the last bits from the first steps on (2e-7 after 20 steps of SGD), with or without its
 # own linear function; the other place where it enters the graph is the hooks around each module's backward.
 BITWISE = ["ddp", "fsdp2", "zero1", "zero2"]
-
-
-@pytest.fixture(scope="session")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    if "CURVES" in os.environ:
-        return Lab(Path(os.environ["CURVES"]).resolve())
-    base = tmp_path_factory.getbasetemp()
-    return Lab((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "curves")
 
 
 def settings_for(strategy: str, settings: dict[str, str]) -> dict[str, str]:

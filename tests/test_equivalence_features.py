@@ -10,11 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_equivalence import DISTRIBUTED, SGD_LOSS, SGD_NORM, lab, record_matrix, settings_for
+from test_equivalence import DISTRIBUTED, SGD_LOSS, SGD_NORM, record_matrix, settings_for
 
 from tests.curves import ROOT, SGD, WORDS, Lab, distance
-
-__all__ = ["lab"]
 
 LORA = {"adapter.name": "lora", "adapter.rank": "4", "adapter.alpha": "8", "optim.learning_rate": "0.3"}
 DORA = LORA | {"adapter.name": "dora"}

@@ -8,11 +8,12 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from transformers import AutoConfig, LlamaConfig
 
 from cookbook.forecast.skeleton import Skeleton, Weight, skeleton
@@ -126,15 +127,17 @@ CASES = [
 
 
 class Scale:
-    """Runs recipes until their third update; what was measured once is not measured again."""
+    """Runs recipes until their third update; what was measured once, by whatever worker, is not measured again."""
 
     def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.recipe = folder / "recipe.yaml"
-        write_chats(folder / "chats.jsonl")
-        text = RECIPE.replace("DATA", str(folder / "chats.jsonl")).replace("OUTPUT", str(folder / "out"))
-        self.recipe.write_text(text)
-        self.held = cache(self._held)
+        with FileLock(folder / "recipe.lock"):
+            if not self.recipe.exists():
+                write_chats(folder / "chats.jsonl")
+                text = RECIPE.replace("DATA", str(folder / "chats.jsonl")).replace("OUTPUT", str(folder / "out"))
+                self.recipe.write_text(text)
 
     def read(self, case: Run) -> Recipe:
         return load_recipe(self.recipe, list(case.settings))
@@ -150,9 +153,17 @@ class Scale:
         strategy = load_strategy(ROOT / "accelerate_configs" / f"{case.strategy}.yaml")
         return states(self.skeleton(case), self.read(case), strategy, case.processes, rank)
 
-    def _held(self, case: Run) -> list[dict[str, Any]]:
+    def held(self, case: Run) -> list[dict[str, Any]]:
         """What each process holds."""
-        folder = self.folder / str(len(list(self.folder.iterdir())))
+        folder = self.folder / f"{case.strategy}-{sha256(repr(case).encode()).hexdigest()[:10]}"
+        with FileLock(f"{folder}.lock"):
+            said = self._run(case, folder) if not folder.exists() else "(by another test)"
+        held = [json.loads(path.read_text()) for path in sorted(folder.glob("held-*.json"))]
+        assert len(held) == case.processes, f"{case} did not run:\n{said[-4000:]}"
+        return held
+
+    def _run(self, case: Run, folder: Path) -> str:
+        """Returns what was printed."""
         folder.mkdir()
         command = [sys.executable]
         if case.strategy != "single":
@@ -165,15 +176,13 @@ class Scale:
         done = subprocess.run(
             command, cwd=ROOT, env=environment(), capture_output=True, text=True, errors="replace", timeout=900
         )
-        held = [json.loads(path.read_text()) for path in sorted(folder.glob("held-*.json"))]
-        assert len(held) == case.processes, f"{case} did not run:\n{(done.stdout + done.stderr)[-4000:]}"
-        return held
+        return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
-def scale(tmp_path_factory: pytest.TempPathFactory, monkeypatch_module: pytest.MonkeyPatch) -> Scale:
+def scale(shared_folder: Path, monkeypatch_module: pytest.MonkeyPatch) -> Scale:
     monkeypatch_module.chdir(ROOT)  # a strategy names its JSON from here
-    return Scale(tmp_path_factory.mktemp("states"))
+    return Scale(shared_folder / "states")
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from curves import ADAMW, ROOT, Curve, Lab, distance, environment
+from filelock import FileLock
 
 from cookbook.checkpoint import folder
 from cookbook.checkpoint.tensors import Reader
@@ -88,11 +89,6 @@ def tensors_of(path: Path) -> dict[tuple[str, str], torch.Tensor]:
         for name in reader.names()
         for kind in reader.kinds(name)
     }
-
-
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    return Lab(tmp_path_factory.mktemp("resume"))
 
 
 QUICK_LEGS = ["zero3:3", "fsdp2:2", "single", "zero1:2", "tp:2", "ddp:3"]
@@ -172,7 +168,7 @@ def test_a_chain_in_bf16(lab: Lab, tmp_path: Path):
 def test_moments_in_8_bits_come_back_to_the_bit_where_they_are_cut_alike(lab: Lab, tmp_path: Path):
     settings = EXACT | {"optim.name": "adamw_8bit"}
     for i, where in enumerate(("fsdp2:2", "zero2:2")):
-        chain(lab, tmp_path / str(i), [where, where], settings, num_steps=3)
+        chain(lab, tmp_path / str(i), [where, where], settings | SGD_STEPS, num_steps=3)
     curve = chain(lab, tmp_path / "across", ["fsdp2:2", "ddp:3", "zero3:2"], settings, num_steps=3, is_exact=False)
     found = distance(curve, lab.run("single", settings))
     assert found.loss < 5e-3, found
@@ -205,11 +201,21 @@ def test_an_interrupted_run_is_the_uninterrupted_one_to_the_last_bit(lab: Lab, t
     assert [name for name in ours if not np.array_equal(ours[name], theirs[name])] == []
 
 
+@pytest.fixture(scope="module")
+def stopped(lab: Lab) -> Path:
+    """A run that was stopped after two of its steps, each saved; tests do not change it."""
+    output = lab.folder / "stopped"
+    with FileLock(f"{output}.lock"):
+        if not output.exists():
+            leg(lab, output, "single", SGD_STEPS | {"run.save_every_steps": "1"}, num_steps=2)
+    return output
+
+
 @pytest.fixture
-def broken_newest(lab: Lab, tmp_path: Path) -> Path:
+def broken_newest(stopped: Path, tmp_path: Path) -> Path:
     """A run with two checkpoints, a bit of the newer one flipped."""
     output = tmp_path / "run"
-    leg(lab, output, "single", SGD_STEPS | {"run.save_every_steps": "1"}, num_steps=2)
+    shutil.copytree(stopped, output)
     newest = folder.list_folders(output / "checkpoints")[0]
     (pieces,) = newest.glob("*.safetensors")
     content = bytearray(pieces.read_bytes())
@@ -246,14 +252,6 @@ CHANGES = {
     "steps": ({"run.max_steps": "5"}, r"run.allow_changes: \[run.max_steps\]"),
     "adapter": ({"adapter.name": "lora"}, "adapter.name was None .* and is 'lora'"),
 }
-
-
-@pytest.fixture(scope="module")
-def stopped(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was stopped after two of its steps; tests do not change it."""
-    output = tmp_path_factory.mktemp("stopped") / "run"
-    leg(lab, output, "single", SGD_STEPS, num_steps=2)
-    return output
 
 
 @pytest.mark.parametrize("change", CHANGES)
