@@ -15,8 +15,8 @@ TITLES = {
 COLORS = {"whole": "#1f77b4", "sharded": "#2ca02c"}
 EXPLAINED = {
     "m321": "what was allocated is not published. Of the same program's other runs with LoRA on 16-bit weights (m502,"
-    " m504, m505: 1, 4, 6 sequences) 1.08, 1.16 and 1.26 times the forecast's allocated memory was reserved, and of this"
-    " one, of 10, 1.39; the band ends at 1.24. Where it was published (m503, m314) the forecast of what is allocated is"
+    " m504, m505: 1, 4, 6 sequences) 1.08, 1.16 and 1.26 times the forecast's allocated memory was reserved, and of"
+    " this one, of 10, 1.39; the band ends at 1.24. Where it was published (m503, m314) the forecast of what is allocated is"
     " within 4 %. So its allocator kept more than others did.",
     "m501": "3.72 GiB were reserved before the first step, says its page, for 1.9 GiB of weights: what loading left"
     " counts in so small a run.",
@@ -107,8 +107,8 @@ def _summary(results: dict[str, Any]) -> list[str]:
         "",
         "Habits of a program are what nobody would tell a planner: that a variable keeps the logits during the"
         " backward, that values lie in one tensor with queries and keys. They were looked for in the programs' code"
-        " when a first forecast had missed, and so the earlier rows are no blind test of them; without them the forecast"
-        " is that of the fifth column.",
+        " when a first forecast had missed, and so the earlier rows are no blind test of them; without them the"
+        " forecast is that of the fifth column.",
     ]
 
 
