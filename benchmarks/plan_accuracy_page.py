@@ -16,8 +16,8 @@ COLORS = {"whole": "#1f77b4", "sharded": "#2ca02c"}
 EXPLAINED = {
     "m321": "what was allocated is not published. Of the same program's other runs with LoRA on 16-bit weights (m502,"
     " m504, m505: 1, 4, 6 sequences) 1.08, 1.16 and 1.26 times the forecast's allocated memory was reserved, and of"
-    " this one, of 10, 1.39; the band ends at 1.24. Where it was published (m503, m314) the forecast of what is allocated is"
-    " within 4 %. So its allocator kept more than others did.",
+    " this one, of 10, 1.39; the band ends at 1.24. Where it was published (m503, m314) the forecast of what is"
+    " allocated is within 4 %. So its allocator kept more than others did.",
     "m501": "3.72 GiB were reserved before the first step, says its page, for 1.9 GiB of weights: what loading left"
     " counts in so small a run.",
 }
