@@ -366,11 +366,13 @@ def test_states_follow_precision_and_optimizer(options, expected, in_root):
         assert costs.total(costs.shares(setting(name, **options)), "GPU") == pytest.approx(num_bytes)
 
 
-# Numbers sent, in units of the parameters: section 7 of the paper, and A micro-batches where gradients are sharded.
+# Numbers sent, in units of the parameters: section 7 of the paper, and A micro-batches where gradients are sharded. Of
+# ZeRO-1 and -2 the paper has one less for each reduction: DeepSpeed makes all-reduces of them, as
+# tests/test_forecast_speed.py counts in a run.
 VOLUMES = {
     "ddp": lambda a: {4: 2},
-    "zero1": lambda a: {2: 2},
-    "zero2": lambda a: {2: a + 1},
+    "zero1": lambda a: {2: 2 + 1},
+    "zero2": lambda a: {2: 2 * a + 1},
     "zero3": lambda a: {2: 3 * a},
     "fsdp2": lambda a: {2: 2 * a, 4: a},
     "fsdp2_grad_op": lambda a: {2: a, 4: a},

@@ -211,9 +211,11 @@ def movements(setting: Setting) -> list[Movement]:
         return [Movement(what="all-reduces of the gradients", times=1, num_bytes=8)]
     num_bytes = 4 if precision(setting)["reductions"] == "float32" else low
     if strategy.kind == "zero" and strategy.zero_stage < 3:
+        # Section 7 has a reduction to the owner; DeepSpeed 0.19.8 reduces to all, and each keeps its part
+        # (runtime/zero/stage_1_and_2.py, allreduce_and_scatter).
         reductions = times if strategy.zero_stage == 2 else 1
         return [
-            Movement(what="reductions of the gradients", times=reductions, num_bytes=num_bytes),
+            Movement(what="all-reduces of the gradients", times=reductions, num_bytes=2 * num_bytes),
             Movement(what="gathers of the updated weights", times=1, num_bytes=low),
         ]
     gathers = times if _keeps_gathered(strategy) else 2 * times
