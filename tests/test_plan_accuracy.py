@@ -35,6 +35,12 @@ def test_the_page_and_the_plot_show_the_results(results):
     assert plan_accuracy.PLOT.read_text(encoding="utf-8") == plan_accuracy.plot(results)
 
 
+def test_the_readme_says_how_many_are_near(results):
+    near = within(results["compared"], 0.15)
+    said = f"within 15 % in {near} of {len(results['compared'])} published runs"
+    assert said in " ".join((plan_accuracy.ROOT / "README.md").read_text(encoding="utf-8").split())
+
+
 def test_the_plot_has_a_point_for_each_row(results):
     drawing = minidom.parseString(plan_accuracy.plot(results))
     assert len(drawing.getElementsByTagName("title")) == len(results["compared"])
