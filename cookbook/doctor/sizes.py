@@ -1,16 +1,14 @@
-"""What a strategy keeps on host and disk: upper bounds by formula, of states alone, without buffers."""
+"""What a strategy keeps on host and disk: by formula, of states alone, without buffers. `make plan` counts all."""
 
 from dataclasses import dataclass
 
+from cookbook.explain.costs import setting_of, shares
 from cookbook.library import known_model
 from cookbook.recipe import Recipe
 from cookbook.strategy import Strategy
 
-OPTIMIZER_BYTES = 16
-"""A parameter's weight, two moments and gradient in fp32. Rajbhandari et al. 2020 (arXiv 1910.02054), section 3.1,
-count 12 for the first three."""
 CHECKPOINT_BYTES = 12
-"""The first three of them."""
+"""A parameter's weight and two moments in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,22 +37,20 @@ def sizes(recipe: Recipe, strategy: Strategy) -> Sizes | None:
     billions = f"{count / 1e9:.2f} billion parameters"
     per_machine = count / strategy.num_machines
     weights = 4 if recipe.mixed_precision == "no" else 2
-    places = {"host": 0, "nvme": 0}
-    whole = strategy.fsdp is not None and strategy.fsdp.fsdp_offload_params
-    for device, each in (
-        ("cpu" if whole else strategy.offload_optimizer, OPTIMIZER_BYTES),
-        (strategy.offload_param, weights),
-    ):
-        if device is not None:
-            places["host" if device == "cpu" else "nvme"] += each
+    # Of all processes together, with gradients that add up over micro-batches.
+    copies = strategy.dp_replicate_size
+    states = shares(setting_of(recipe, strategy, num_processes=copies, accumulation=2))
+    places = {
+        where: round(copies * sum(one.num_bytes for one in states if one.where == where)) for where in ("host", "disk")
+    }
     run = recipe.run
     saves_often = run.save_every_steps is not None or run.save_every_minutes is not None
     kept = run.keep_last + run.keep_best + 1 if saves_often else 1  # the next one is written before the oldest goes
     return Sizes(
         host=round(per_machine * places["host"]),
         host_why=f"{billions} x {places['host']} bytes",
-        nvme=round(per_machine * places["nvme"]),
-        nvme_why=f"{billions} x {places['nvme']} bytes",
+        nvme=round(per_machine * places["disk"]),
+        nvme_why=f"{billions} x {places['disk']} bytes",
         disk=round(count * (kept * CHECKPOINT_BYTES + weights)),
         disk_why=f"{kept} x {CHECKPOINT_BYTES} + {weights} bytes x {billions}",
     )
