@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -190,6 +191,7 @@ class Lab:
     def _run(
         self, folder: Path, strategy: str, settings: dict[str, str], processes: int | None, sabotage: str | None
     ) -> None:
+        shutil.rmtree(folder, ignore_errors=True)  # of a run whose asker was ended
         folder.mkdir()
         command = self.command(strategy, {**settings, "run.output_dir": str(folder)}, processes, sabotage)
         with (folder / "output.txt").open("w") as output:

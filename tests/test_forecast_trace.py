@@ -36,12 +36,18 @@ def config_of(**sizes: Any) -> PreTrainedConfig:
     return AutoConfig.for_model(**{**LLAMA, **sizes})
 
 
-def recipe(checkpointing: Any = False, adapter: Any = None, precision: str = "no", compiled: bool = False) -> Recipe:
+def recipe(
+    checkpointing: Any = False,
+    adapter: Any = None,
+    precision: str = "no",
+    compiled: bool = False,
+    packing: bool = False,
+) -> Recipe:
     values: dict[str, Any] = {
         "strategy": "accelerate_configs/single.yaml",
         "mixed_precision": precision,
         "model": {"name_or_path": "x/y", "gradient_checkpointing": checkpointing, "compile": compiled},
-        "data": {"train": "python-stdlib", "max_length": LENGTH},
+        "data": {"train": "python-stdlib", "max_length": LENGTH, "packing": packing},
         "batch": {"global_batch_size": ROWS, "micro_batch_size": ROWS},
         "optim": {"learning_rate": 1e-4},
         "run": {"max_steps": 1, "output_dir": "out"},
@@ -161,6 +167,24 @@ def test_a_trace_that_took_other_settings_would_be_seen(tmp_path):
     at_head, _ = allocated(recipe(), config_of(), tmp_path)
     found = traced(recipe(checkpointing=True), config_of())
     assert next(one for one in found.stretches if one.name == "head").held < 0.5 * at_head
+
+
+def test_layers_that_cannot_be_compiled_are_counted_as_they_are():
+    dropout = {"name": "lora", "rank": 8, "dropout": 0.1}  # its state of random numbers stops the partitioner
+    plain, compiled = (traced(recipe(True, dropout, compiled=one), config_of()) for one in (False, True))
+    assert compiled == plain
+    plain, cut = (traced(recipe("selective", compiled=one, packing=True), config_of()) for one in (False, True))
+    assert cut == plain
+
+
+def test_a_bound_counts_the_dropout_of_an_adapter():
+    """By hand: six inputs of 192 and one of 500, in float32 with a byte of mask."""
+    bounds = [
+        bound(config_of(), recipe(adapter={"name": "lora", "rank": 8, "dropout": rate}), tokens=100, tp_size=1)
+        for rate in (0.0, 0.1)
+    ]
+    without, with_it = (next(one.held for one in work.stretches if one.name == "head") for work in bounds)
+    assert with_it - without == 7 * 100 * (6 * 192 + 500) * 5
 
 
 @pytest.mark.parametrize("settings", [recipe(), recipe(checkpointing=True, precision="bf16")], ids=["kept", "bf16"])

@@ -36,8 +36,10 @@ def test_the_page_and_the_plot_show_the_results(results):
 
 
 def test_the_readme_says_how_many_are_near(results):
-    near = within(results["compared"], 0.15)
-    said = f"within 15 % in {near} of {len(results['compared'])} published runs"
+    rows = results["compared"]
+    near = within(rows, 0.15)
+    unaided = within([row | {"error": row["error_without_habits"]} for row in rows], 0.15)
+    said = f"within 15 % in {near} of {len(rows)} published runs, {unaided} unaided"
     assert said in " ".join((plan_accuracy.ROOT / "README.md").read_text(encoding="utf-8").split())
 
 
@@ -52,12 +54,11 @@ def test_every_published_row_is_compared_or_left_out_for_a_reason(results, facts
     assert len(results["compared"]) > 40 and len(results["failed"]) > 10
 
 
-@pytest.mark.parametrize("group", BANDS)
-def test_what_lies_outside_its_band_is_explained(results, group):
-    rows = of_group(results, group)
-    outside = {row["id"] for row in rows if abs(row["error"]) > BANDS[group]}
-    assert len(rows) > 10 and len(outside) <= 2
-    assert outside <= EXPLAINED.keys()
+def test_what_lies_outside_its_band_is_known_and_explained(results):
+    for group, known in {"whole": set(), "sharded": {"m321", "m501"}}.items():
+        rows = of_group(results, group)
+        outside = {row["id"] for row in rows if abs(row["error"]) > BANDS[group]}
+        assert len(rows) > 10 and outside == known <= EXPLAINED.keys()
 
 
 def test_explanations_are_of_rows_outside_their_band(results):

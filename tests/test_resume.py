@@ -203,11 +203,14 @@ def test_an_interrupted_run_is_the_uninterrupted_one_to_the_last_bit(lab: Lab, t
 
 @pytest.fixture(scope="module")
 def stopped(lab: Lab) -> Path:
-    """A run that was stopped after two of its steps, each saved; tests do not change it."""
+    """A run that was stopped after two of its steps, each saved, of which tests take a copy."""
     output = lab.folder / "stopped"
     with FileLock(f"{output}.lock"):
         if not output.exists():
-            leg(lab, output, "single", SGD_STEPS | {"run.save_every_steps": "1"}, num_steps=2)
+            unfinished = Path(f"{output}-unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            leg(lab, unfinished, "single", SGD_STEPS | {"run.save_every_steps": "1"}, num_steps=2)
+            unfinished.rename(output)
     return output
 
 
@@ -255,14 +258,16 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_recipe_is_refused_or_needs_consent(lab: Lab, stopped: Path, change: str):
+def test_a_changed_recipe_is_refused_or_needs_consent(lab: Lab, stopped: Path, tmp_path: Path, change: str):
     settings, message = CHANGES[change]
-    before = {path: path.stat().st_mtime_ns for path in stopped.rglob("*") if path.is_file()}
-    done = launch(lab, stopped, "single", {**SGD_STEPS, "run.resume": "auto", **settings})
+    output = tmp_path / "run"
+    shutil.copytree(stopped, output)
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
+    done = launch(lab, output, "single", {**SGD_STEPS, "run.resume": "auto", **settings})
     said = done.stdout + done.stderr
     assert done.returncode == 2 and "Traceback" not in said, said[-3000:]
     assert re.search(message, said), said
-    assert {path: path.stat().st_mtime_ns for path in stopped.rglob("*") if path.is_file()} == before
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()} == before
 
 
 def test_consent_lets_the_learning_rate_change_and_says_so(lab: Lab, stopped: Path, tmp_path: Path):

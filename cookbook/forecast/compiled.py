@@ -69,7 +69,8 @@ class _Forward:
         tensors = {**dict(self._layer.named_parameters()), **dict(self._layer.named_buffers())}
         leaves, spec = tree_flatten((args, kwargs))
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        key = tuple((tensor.shape, tensor.requires_grad) for tensor in (*tensors.values(), *inputs))
+        kinds = ((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in (*tensors.values(), *inputs))
+        key = (str(spec), *kinds)
         if key not in self._found:
             rest = [... if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             self._found[key] = aot_function(

@@ -105,15 +105,15 @@ def trace(
     num_layers = config.num_hidden_layers
     probed = min(num_layers, PROBE_LAYERS) if _is_uniform(config) else num_layers
     low = DTYPES[recipe.mixed_precision]
-    compiling = None
-    if recipe.model.compile:
+    config = _share_of(_with_layers(config, probed), tp_size)
+    # Not every model lets one choose its attention. A layer that cannot be compiled runs as it is.
+    ways: list[tuple[str, Callable[..., None] | None]] = [(TRACED, None), ("sdpa", None), ("eager", None)]
+    if _is_compiled(recipe):
         from cookbook.forecast.compiled import compile_layers, kept_by  # inductor, which other runs need not import
 
-        compiling = partial(compile_layers, kept=kept or kept_by(recipe.model.gradient_checkpointing))
-    config = _share_of(_with_layers(config, probed), tp_size)
-    # Not every model lets one choose. A compiled layer that only the others can trace would be cut in pieces.
-    ways = (TRACED, "sdpa", "eager") if compiling is None else (TRACED,)
-    for attention in ways:
+        kept = kept or kept_by(recipe.model.gradient_checkpointing)
+        ways.insert(0, (TRACED, partial(compile_layers, kept=kept)))
+    for attention, compiling in ways:
         try:
             model = _empty_model(config, recipe, torch.float32 if autocast else low, low, attention)
             if change is not None:
@@ -122,10 +122,17 @@ def trace(
             stretches = _run(model, rows, length, num_targets, cast, compiling)
             break
         except Exception as error:  # whatever a model's code does with data that is not there
-            if attention == ways[-1] or isinstance(error, TimeoutError):
+            is_slow = isinstance(error, TimeoutError) and compiling is None
+            if attention == ways[-1][0] or is_slow:
                 said = (str(error).splitlines() or [""])[0][:200]
                 raise Untraceable(f"{config.model_type}: {type(error).__name__}: {said}") from error
     return Pass(stretches=tuple(_lengthen(stretches, probed, num_layers)))
+
+
+def _is_compiled(recipe: Recipe) -> bool:
+    """Packed attention in float32 cuts a layer in two, and checkpointing cannot hold a cut (models/speed.py)."""
+    is_cut = recipe.data.packing and recipe.mixed_precision == "no"
+    return recipe.model.compile and not (is_cut and recipe.model.gradient_checkpointing)
 
 
 LAYER_BYTES = 96
@@ -139,6 +146,10 @@ def bound(config: PreTrainedConfig, recipe: Recipe, *, tokens: int, tp_size: int
     text = config.get_text_config()
     size = DTYPES[recipe.mixed_precision].itemsize
     layer = LAYER_BYTES * size // 2 * tokens * text.hidden_size // tp_size
+    if recipe.adapter is not None and recipe.adapter.dropout:
+        # Of the input of each linear layer, of which a gated one has seven: what is left of it, and which part that is.
+        inputs = 6 * text.hidden_size + (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+        layer += (size + 1) * tokens * inputs // tp_size
     kept = size * tokens * text.hidden_size if recipe.model.gradient_checkpointing is True else layer
     layers = text.num_hidden_layers
     head = (size + 12) * min(tokens * text.vocab_size, LOGITS_BUDGET)
@@ -315,6 +326,7 @@ class _Ledger(TorchDispatchMode):
         """Begins anew."""
         self.stretches.clear()
         self._open = None
+        self._deadline = time.monotonic() + PATIENCE
 
     def begin(self, name: str, layer: int | None = None) -> None:
         """Ends one stretch and begins another."""
