@@ -405,7 +405,8 @@ def _zero3(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
     # Beside the buffer that accumulates, each float32 part has a gradient of its own.
     host, disk = replace(state, gradients=gradients + FLOAT32 * trained), Held()
     if strategy.offload_optimizer == "nvme":
-        host, disk = _optimizer_on_disk(recipe, strategy, subgroup_parts)
+        filled = [[min(part(w), max(0, numel(w) - rank * part(w))) for w in subgroup] for subgroup in subgroups]
+        host, disk = _optimizer_on_disk(recipe, strategy, subgroup_parts, filled)
         host = replace(host, gradients=host.gradients + gradients)
     if strategy.offload_param is None:
         gpu = replace(gpu, weights=gathered + parts)
@@ -430,20 +431,23 @@ def _zero3(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
     return States(gpu=gpu, host=host, disk=disk, **visiting)
 
 
-def _optimizer_on_disk(recipe: Recipe, strategy: Strategy, subgroups: list[list[int]]) -> tuple[Held, Held]:
+def _optimizer_on_disk(
+    recipe: Recipe, strategy: Strategy, subgroups: list[list[int]], filled: list[list[int]]
+) -> tuple[Held, Held]:
     """Host and disk. A sub-group is swapped as a whole, with its gradients one by one: of each the part that fills
     whole blocks. What is left over is a view of it, which keeps all of it in memory (runtime/swap_tensor/
     optimizer_utils.py, _adjust_for_misaligned_lengths); where gradients are accumulated in float32, of that buffer.
 
     Args:
         subgroups: of each, the elements of its weights' parts.
+        filled: the same without padding; gradients have none.
     """
     optim, is_copied = recipe.optim, low_bytes(recipe.mixed_precision) < FLOAT32
     per_block, limit = _thread_alignment(strategy) // FLOAT32, _swap_limit(strategy)
     # AdamW's count stays in memory.
     num_moments, count = (2, STEP) if optim.name == "adamw" else (0 if optim.momentum == 0 else 1, 0)
     host, disk = Held(), Held()
-    for subgroup in subgroups:
+    for subgroup, gradients in zip(subgroups, filled, strict=True):
         numel = sum(subgroup)
         if FLOAT32 * numel < limit:
             host = replace(
@@ -453,8 +457,8 @@ def _optimizer_on_disk(recipe: Recipe, strategy: Strategy, subgroups: list[list[
                 moments=host.moments + _moments(optim, [(numel, False)]),
             )
             continue
-        swapped = [part for part in subgroup if FLOAT32 * part >= limit]
-        kept = [part for part in subgroup if FLOAT32 * part < limit or part % per_block]
+        swapped = [part for part in gradients if FLOAT32 * part >= limit]
+        kept = [part for part in gradients if FLOAT32 * part < limit or part % per_block]
         file = FLOAT32 * _round_up(numel, per_block)
         host = replace(host, gradients=host.gradients + FLOAT32 * sum(kept) * is_copied, moments=host.moments + count)
         disk = replace(
