@@ -70,6 +70,7 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return {**kept, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": "", **extra}
 
 
+@pytest.hookimpl(trylast=True)  # of what -m and -k leave
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What starts processes comes first, and longest first, in both halves of the list: xdist gives each of two workers
     one, and at the end only moments are left to steal.
