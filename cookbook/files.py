@@ -17,6 +17,8 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 
 MAX_FILE_BYTES = 50_000
 """Many times any settings file, and still parsed in a moment."""
+MAX_BRACKETS = 50
+"""Open at once; yaml's time grows with their square."""
 
 Model = TypeVar("Model", bound=BaseModel)
 KeyPath = tuple[str | int, ...]
@@ -103,6 +105,11 @@ class _StrictLoader(yaml.SafeLoader):
                 problem=f"tags are not supported ({event.tag}); write a plain value", problem_mark=event.start_mark
             )
         return super().compose_node(parent, index)
+
+    def fetch_flow_collection_start(self, token):
+        if self.flow_level == MAX_BRACKETS:
+            raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=self.get_mark())
+        super().fetch_flow_collection_start(token)
 
 
 class _Dumper(yaml.SafeDumper):

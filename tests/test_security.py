@@ -564,7 +564,7 @@ def test_a_hostile_settings_file_is_refused_in_a_moment(book: Book, file: str, t
     started = time.process_time()
     with pytest.raises(RecipeError, match=reason):
         load_pair(Path(RECIPE), [])
-    assert time.process_time() - started < 10  # an alias bomb, or a scan that grows with the square, takes minutes
+    assert time.process_time() - started < 2
     assert not (book.root / "marker").exists()
 
 
