@@ -108,7 +108,7 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
     made_from = stages.take_digests(material, engine)
     checkpoint = stages.choose_checkpoint(recipe, made_from, engine, is_restarted=is_restarted, notes=notes)
     stages.prepare_model(recipe, material, engine)
-    run = stages.make_run(recipe, material, made_from, engine, checkpoint, cache=CACHE)  # run.material has a reference
+    run = stages.make_run(recipe, material, made_from, engine, checkpoint, cache=CACHE)
 
     signals.hold()  # from here on there is something to save
     books = stages.open_books(run, failed_after, notes)
@@ -148,7 +148,7 @@ def loop(run: "Run", books: "Books") -> str | None:
         if reason is not None or is_last:
             return reason
         faults.at("data.next", step + 1)
-        reason, is_time_to_save = train_step(run, books, next(run.steps))  # agreed on in the step's own collective
+        reason, is_time_to_save = train_step(run, books, next(run.steps))
 
 
 def train_step(run: "Run", books: "Books", batch: "StepBatch") -> tuple[str | None, bool]:

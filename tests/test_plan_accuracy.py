@@ -39,7 +39,7 @@ def test_the_readme_says_how_many_are_near(results):
     rows = results["compared"]
     near = within(rows, 0.15)
     unaided = within([row | {"error": row["error_without_habits"]} for row in rows], 0.15)
-    said = f"within 15 % in {near} of {len(rows)} published runs, {unaided} unaided"
+    said = f"within 15 % in {near} of {len(rows)} published runs, {unaided} without a look at their code"
     assert said in " ".join((plan_accuracy.ROOT / "README.md").read_text(encoding="utf-8").split())
 
 
