@@ -80,11 +80,15 @@ class Watch:
             if rank == 0 and (self.folder / "report.txt").exists():
                 os.replace(self.folder / "report.txt", self.folder / "earlier_report.txt")
         self._thread = threading.Thread(target=self._run, name="cookbook-watch", daemon=True)
-        self._thread.start()
 
     def beat(self, what: str, step: int) -> None:
-        """The main thread begins `what` of `step`. Costs an assignment."""
+        """The main thread begins `what` of `step`. Costs an assignment, but for the first one, which writes a file: a
+        process that stops before its thread ever ran has given a sign.
+        """
         self._beat = (what, step)
+        if self._thread.ident is None:
+            self._write_beat(self._beat)
+            self._thread.start()
 
     def pause(self) -> None:
         """No watching until the next beat: what comes may take its time."""
@@ -93,7 +97,8 @@ class Watch:
     def close(self) -> None:
         """Ends the watching."""
         self._closed.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         seen, silent, written, written_at = None, 0.0, None, -BEAT_FILE_SECONDS
@@ -108,7 +113,7 @@ class Watch:
             if beat is None:
                 continue
             if beat is not written and now - written_at >= min(BEAT_FILE_SECONDS, self.timeout_seconds / 4):
-                self._write(f"beat_{self.rank}.json", self._identity | {"doing": beat[0], "step": beat[1]})
+                self._write_beat(beat)
                 written, written_at = beat, now
             if silent >= self.timeout_seconds:
                 self._give_up(beat, silent)
@@ -158,6 +163,9 @@ class Watch:
             with contextlib.suppress(psutil.Error, OSError):
                 if psutil.Process(beat["pid"]).create_time() == beat["process_started"]:
                     os.kill(beat["pid"], signal.SIGKILL)
+
+    def _write_beat(self, beat: tuple[str, int]) -> None:
+        self._write(f"beat_{self.rank}.json", self._identity | {"doing": beat[0], "step": beat[1]})
 
     def _write(self, name: str, content: str | Record) -> None:
         with contextlib.suppress(OSError):  # what is wrong with the folder is not for this thread to tell

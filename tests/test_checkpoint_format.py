@@ -5,12 +5,14 @@ import json
 import pickle
 import random
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from cookbook import faults
 from cookbook.checkpoint import folder
 from cookbook.checkpoint.folder import BrokenCheckpoint
 from cookbook.checkpoint.saver import Saver
@@ -224,6 +226,23 @@ def test_a_save_that_dies_of_anything_is_not_taken_for_one(tmp_path: Path, capsy
     assert "what is this" in target.failed
     assert "step 2 could not be saved" in capsys.readouterr().out
     assert names(tmp_path) == [1]
+
+
+def test_a_main_process_that_fails_first_waits_for_the_part_of_the_others_and_not_for_its_own(
+    tmp_path: Path, capsys, monkeypatch
+):
+    monkeypatch.setattr(folder, "PATIENCE", 1e9)
+    first, second = (saver(tmp_path, rank=rank, num_ranks=2, in_background=True) for rank in range(2))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv(faults.VARIABLE, json.dumps([{"rank": 0, "at": "save.begin", "do": "EROFS"}]))
+    first.save(1, [], {"parameters": {}})
+    time.sleep(0.2)  # it has failed, and nothing lies in the folder yet
+    monkeypatch.delenv(faults.VARIABLE)
+    second.save(1, [], {"parameters": {}})
+    first.wait()
+    second.wait()
+    assert "step 1 could not be saved: [Errno 30] Read-only file system" in capsys.readouterr().out
+    assert first.failed is not None and second.failed is None and list(tmp_path.iterdir()) == []
 
 
 def test_broken_ones_do_not_count_as_kept_and_are_not_removed(tmp_path: Path):

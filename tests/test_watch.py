@@ -157,6 +157,13 @@ def test_a_main_thread_that_goes_on_in_the_last_moment_is_let_be(tmp_path, capfd
     assert not (tmp_path / "hang/rank_0.json").exists()
 
 
+def test_the_first_beat_is_on_disk_before_the_thread_runs(tmp_path):
+    watch = Watch(tmp_path, 0, 2, 600.0)
+    watch.beat("a step", 4)
+    assert json.loads((tmp_path / "hang/beat_0.json").read_text())["step"] == 4
+    watch.close()
+
+
 def test_files_of_an_earlier_start_are_passed_over_and_its_report_is_kept(tmp_path):
     ends: list[int] = []
     hang = tmp_path / "hang"

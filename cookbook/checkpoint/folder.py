@@ -101,11 +101,12 @@ def write_receipt(build: Path, rank: int, record: dict[str, Any]) -> None:
 
 
 def read_receipts(
-    build: Path, num_ranks: int, *, beat: Callable[[], None], is_hurried: Callable[[], bool]
+    build: Path, own: dict[str, Any], num_ranks: int, *, beat: Callable[[], None], is_hurried: Callable[[], bool]
 ) -> dict[str, dict[str, Any]]:
-    """Waits for the receipts of all processes, as long as their files grow: what they say, by file name.
+    """Waits for the receipts of the other processes, as long as their files grow: what all say, by file name.
 
     Args:
+        own: the main process's receipt, which needs no file: a disk that refuses its part may refuse that too.
         beat: called while waiting, so that whoever watches this process does not take it for dead.
         is_hurried: whether this process was asked to stop. Then perhaps because another is dead, which will write no
             receipt.
@@ -114,22 +115,23 @@ def read_receipts(
         OSError: one of them could not write, or stopped writing.
     """
     files: dict[str, dict[str, Any]] = {}
-    errors = []
+    errors: list[str] = []
     size, grown_at = -1, time.monotonic()
     for rank in range(num_ranks):
         path = build / f"receipt-{rank:05d}.json"
-        while not path.exists():
-            if not build.is_dir():
+        while rank > 0 and not path.exists():
+            if not errors and not build.is_dir():
                 raise OSError(f"{build} is gone")
             now_size = _size(build)
             if now_size != size:
                 size, grown_at = now_size, time.monotonic()
             silent = time.monotonic() - grown_at
-            if silent > (HURRIED_PATIENCE if is_hurried() else PATIENCE):
-                raise OSError(f"process {rank} has written nothing for {silent:.0f} s, and did not finish its part")
+            if silent > (HURRIED_PATIENCE if errors or is_hurried() else PATIENCE):
+                errors.append(f"process {rank} has written nothing for {silent:.0f} s, and did not finish its part")
+                raise OSError("; ".join(errors))
             beat()
             time.sleep(0.01)
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8")) if rank else own
         if "error" in record:
             errors.append(f"process {rank}: {record['error']}")
         files |= record

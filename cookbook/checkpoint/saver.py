@@ -111,7 +111,7 @@ class Saver:
             self.failed = receipt.get("error")
             return
         try:
-            files = folder.read_receipts(build, self.num_ranks, beat=self.beat, is_hurried=self.is_hurried)
+            files = folder.read_receipts(build, receipt, self.num_ranks, beat=self.beat, is_hurried=self.is_hurried)
             manifest = {
                 "step": step,
                 "attempt": self.attempt,
@@ -152,7 +152,9 @@ class Saver:
                 path.unlink()  # makes room for the receipt, if it was the room that lacked
             receipt = {"error": str(error)}
         try:
-            folder.write_receipt(build, self.rank, receipt)
+            if self.rank != 0:
+                build.mkdir(parents=True, exist_ok=True)
+                folder.write_receipt(build, self.rank, receipt)
         except OSError as error:
             receipt.setdefault("error", str(error))
         faults.at("save.after_receipt", step)
