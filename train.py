@@ -270,7 +270,7 @@ def finish(run: "Run", books: "Books") -> int:
         if saver.newest is None or saver.newest.step != run.material.max_steps:
             raise OSError(f"the last step could not be saved, so there is nothing to export: {saver.failed}")
         # Everything is saved: whatever ends it from here on, another start exports.
-        books.status.end("stopped", exit_code=signals.EXIT_CODE, reason="export", checkpoint=saver.newest_path)
+        books.status.end("stopped", exit_code=signals.EXIT_CODE, reason=status.EXPORTING, checkpoint=saver.newest_path)
         publish.export(run.output_dir, saver.newest, reopened=False, say=log.say)
     books.status.end("finished", exit_code=0)
     log.close()

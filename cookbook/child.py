@@ -6,6 +6,7 @@ kills its workers 30 s after one, saved or not, and dies of SIGUSR1 itself. And 
 
 import contextlib
 import ctypes
+import os
 import signal
 import subprocess
 import sys
@@ -79,12 +80,14 @@ class _Child:
                 signal.signal(number, handler)
 
     def _look(self) -> list[psutil.Process]:
-        """The workers: children of the launcher."""
+        """The workers: children of the launcher that run Python; accelerate runs nvidia-smi before them."""
         assert self._launcher is not None
-        try:
-            workers = psutil.Process(self._launcher.pid).children()
-        except psutil.Error:
-            return []
+        workers = []
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self._launcher.pid).children():
+                with contextlib.suppress(psutil.Error):
+                    if child.exe() == psutil.Process().exe():
+                        workers.append(child)
         self._workers |= {worker.pid: worker for worker in workers}
         return workers
 
@@ -118,4 +121,11 @@ def _die_with_parent() -> Callable[[], None]:
         prctl = ctypes.CDLL(None).prctl
     except (OSError, AttributeError):
         return lambda: None
-    return lambda: prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    parent = os.getpid()
+
+    def ask() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it went before it was asked
+            os._exit(1)
+
+    return ask

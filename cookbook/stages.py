@@ -352,6 +352,7 @@ def _start_saver(run: Run, log: metrics.RunLog, watch: Watch, attempt: str) -> S
         keep_best=settings.keep_best,
         in_background=settings.save_in_background,
         say=log.say,
+        patience_seconds=watch.timeout_seconds / 2,  # a save that is given up must not pass for a hang
         beat=lambda: watch.beat("save", engine.current_step),
         is_hurried=lambda: signals.requested() is not None,
     )

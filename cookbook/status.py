@@ -18,6 +18,8 @@ from cookbook import signals
 from cookbook.files import RecipeError
 
 FILE = "status.json"
+EXPORTING = "export"
+"""The reason of a run that is "stopped" while it exports: only that is left to do, if it is killed."""
 MAX_FAILURES = 3
 """In a row after the same step; a fourth start would fail there again."""
 EXIT_FILE = "COOKBOOK_EXIT_FILE"
@@ -94,7 +96,7 @@ def _report(folder: Path, record: dict[str, Any], step: int) -> str:
     hang = folder / "hang" / "report.txt"
     stuck = f"\n  Where it hung: {hang}" if hang.is_file() else ""
     return (
-        f"{folder}: the run failed {MAX_FAILURES} times after step {step}, so step {step + 1} will fail again.{reason}"
+        f"{folder}: the run failed {MAX_FAILURES} times after step {step}, so what comes next will fail again.{reason}"
         f"\n  Its steps: {folder / 'metrics.jsonl'}. Its errors: the output of those starts.{stuck}"
         f"\n  If it ran out of memory: a smaller batch.micro_batch_size or data.max_length gives the same curve or"
         f"\n  nearly so. If its loss was not finite: a lower optim.learning_rate. If it ended without a word: the"
@@ -169,9 +171,13 @@ def _write(folder: Path, record: dict[str, Any]) -> None:
 
 
 def fail(folder: Path, error: Exception) -> None:
-    """Notes what ended a run, in the file that this process keeps; does nothing before there is one."""
+    """Notes what ended a run, in the file that this process keeps; does nothing before there is one. A run that saved
+    and stopped has not failed, whatever its end meets; one whose export fails has, and would fail again.
+    """
     record = read(folder)
-    if record is not None and record["state"] == "running" and record["pid"] == os.getpid():
+    if record is None or record["pid"] != os.getpid():
+        return
+    if record["state"] == "running" or (record["state"] == "stopped" and record["reason"] == EXPORTING):
         reason = f"{type(error).__name__}: {error}"
         _write(folder, record | {"state": "failed", "exit_code": 1, "reason": reason})
 

@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 
 GRACE_SECONDS = 5.0
-"""That the first to give up waits for the others' files, at most; no longer than a quarter of the timeout."""
+"""For the others' files, beyond the moment at which they are due; no longer than a quarter of the timeout."""
 BEAT_FILE_SECONDS = 3.0
 MAX_NAMED = 8
 """Ranks of one kind that the report shows one by one."""
@@ -120,8 +120,8 @@ class Watch:
                 before, silent = time.monotonic(), 0.0
 
     def _give_up(self, beat: tuple[str, int], silent: float) -> None:
-        """Writes where this process stands, waits for the others, reports if that falls to this one, and ends it; or
-        returns, if the main thread goes on meanwhile.
+        """Writes where this process stands, waits for those that still can, reports if that falls to this one, and ends
+        it; or returns, if the main thread goes on meanwhile.
         """
         record = self._identity | {
             "doing": beat[0],
@@ -132,8 +132,10 @@ class Watch:
             "stacks": _stacks(self._main),
         }
         self._write(f"rank_{self.rank}.json", record)
-        deadline = time.monotonic() + self._grace_seconds
-        while time.monotonic() < deadline and len(self._read("rank")) < self.num_ranks:
+        written = time.monotonic()
+        while self._beat is beat and not self._closed.is_set():
+            if time.monotonic() - written >= self._patience():
+                break
             time.sleep(self._poll_seconds / 2)
         if self._beat is not beat or self._closed.is_set():  # slow, not stuck
             with contextlib.suppress(OSError):
@@ -148,12 +150,31 @@ class Watch:
                 _say(f"\n{text}\nAll that is known: {self.folder}\n")
                 self._write("report.txt", text + "\n")
             else:
-                while time.monotonic() < deadline + self._grace_seconds and not (self.folder / "report.txt").exists():
+                deadline = time.monotonic() + 2 * self._grace_seconds
+                while time.monotonic() < deadline and not (self.folder / "report.txt").exists():
                     time.sleep(self._poll_seconds / 2)
         except Exception:  # a report that fails must not keep the run from ending
             _say(traceback.format_exc())
         self._end_silent(stuck, beats)
         self._end(1)
+
+    def _patience(self) -> float:
+        """Seconds after this process's file until the others' must be there, if they can write at all.
+
+        A rank that came to the collective later falls silent later: it has the timeout from its last sign on. The ages
+        are differences of file times, so clocks of several machines do not matter.
+        """
+        missing = self._read("beat").keys() - self._read("rank").keys()
+        if not missing and len(self._read("rank")) == self.num_ranks:
+            return 0.0
+        due = [0.0]
+        with contextlib.suppress(OSError):
+            own = (self.folder / f"rank_{self.rank}.json").stat().st_mtime
+            unwritten = min(BEAT_FILE_SECONDS, self.timeout_seconds / 4)  # beats after the one in the file
+            for rank in missing:
+                sign = (self.folder / f"beat_{rank}.json").stat().st_mtime
+                due.append(sign - own + unwritten + self.timeout_seconds + 2 * self._poll_seconds)
+        return max(due) + self._grace_seconds
 
     def _end_silent(self, stuck: dict[int, Record], beats: dict[int, Record]) -> None:
         """A stopped process ends by SIGKILL alone, and a launcher would first ask it in vain for half a minute."""

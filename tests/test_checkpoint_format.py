@@ -1,10 +1,13 @@
 """Files of runs, and how a checkpoint comes to be whole: one process, no model."""
 
+import errno
 import itertools
 import json
+import os
 import pickle
 import random
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from safetensors.torch import load_file
 
 from cookbook import faults
 from cookbook.checkpoint import folder
+from cookbook.checkpoint import saver as saver_module
 from cookbook.checkpoint.folder import BrokenCheckpoint
 from cookbook.checkpoint.saver import Saver
 from cookbook.checkpoint.tensors import Reader, StagedPiece, room_for, write_pieces
@@ -231,18 +235,76 @@ def test_a_save_that_dies_of_anything_is_not_taken_for_one(tmp_path: Path, capsy
 def test_a_main_process_that_fails_first_waits_for_the_part_of_the_others_and_not_for_its_own(
     tmp_path: Path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(folder, "PATIENCE", 1e9)
+    has_failed = threading.Event()
+
+    def refuse_first(point: str, step: int) -> None:
+        if point == "save.begin" and not has_failed.is_set():
+            has_failed.set()
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(faults, "at", refuse_first)
     first, second = (saver(tmp_path, rank=rank, num_ranks=2, in_background=True) for rank in range(2))
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv(faults.VARIABLE, json.dumps([{"rank": 0, "at": "save.begin", "do": "EROFS"}]))
     first.save(1, [], {"parameters": {}})
-    time.sleep(0.2)  # it has failed, and nothing lies in the folder yet
-    monkeypatch.delenv(faults.VARIABLE)
+    assert has_failed.wait(10) and list(tmp_path.iterdir()) == []
     second.save(1, [], {"parameters": {}})
     first.wait()
     second.wait()
     assert "step 1 could not be saved: [Errno 30] Read-only file system" in capsys.readouterr().out
     assert first.failed is not None and second.failed is None and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_process_that_cannot_even_say_that_it_failed_ends_the_run(tmp_path: Path, monkeypatch, in_background: bool):
+    monkeypatch.setattr(saver_module, "RECEIPT_SECONDS", 0.3)
+    target = saver(tmp_path / "checkpoints", rank=1, num_ranks=2, in_background=in_background)
+    (tmp_path / "checkpoints").write_text("a file")
+    with pytest.raises(OSError, match=r"the save of step 1: .*checkpoints"):
+        save(target, 1)
+
+
+def test_a_receipt_waits_for_room_on_a_full_disk(tmp_path: Path, capsys):
+    first, second = (saver(tmp_path / "checkpoints", rank=rank, num_ranks=2, in_background=True) for rank in range(2))
+    (tmp_path / "checkpoints").write_text("a file")
+    second.save(1, [], {"parameters": {}})
+    time.sleep(0.3)
+    (tmp_path / "checkpoints").unlink()
+    first.save(1, [], {"parameters": {}})
+    first.wait()
+    second.wait()
+    assert "step 1 could not be saved: process 1: " in capsys.readouterr().out
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_part_that_came_too_late_is_removed_with_the_next_save(tmp_path: Path):
+    target = saver(tmp_path)
+    for name in (".saving-00000001-a", ".saving-00000003-a"):
+        (tmp_path / name).mkdir()
+    save(target, 2)
+    assert {path.name for path in tmp_path.iterdir()} == {"LATEST", "step-00000002", ".saving-00000003-a"}
+
+
+def test_a_save_in_the_background_gives_no_sign_for_a_main_thread_that_hangs(tmp_path: Path):
+    beats: list[str] = []
+    target = saver(
+        tmp_path,
+        num_ranks=2,
+        in_background=True,
+        patience_seconds=0.5,
+        beat=lambda: beats.append(threading.current_thread().name),
+    )
+    target.save(1, [], {"parameters": {}})  # the other never comes
+    time.sleep(1.0)
+    assert beats == []
+    target.wait()
+    assert set(beats) == {"MainThread"} and "process 1 has written nothing" in target.failed
+
+
+def test_a_save_that_latest_does_not_name_is_one(tmp_path: Path, capsys):
+    target = saver(tmp_path)
+    (tmp_path / "LATEST").mkdir()
+    save(target, 1)
+    assert "step 1 is saved, but LATEST does not name it" in capsys.readouterr().out
+    assert target.failed is None and target.newest.step == 1 and names(tmp_path) == [1]
 
 
 def test_broken_ones_do_not_count_as_kept_and_are_not_removed(tmp_path: Path):

@@ -18,6 +18,10 @@ from conftest import ROOT, clean_environment
 # What `accelerate launch` does with one process: it waits, forwards nothing, and ends with 1 for whatever came.
 LAUNCHER = """
 import subprocess, sys
+if sys.argv[-1] == "looks for GPUs":
+    looks = subprocess.Popen(["sleep", "10"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    print("launcher", flush=True)
+    looks.wait()
 sys.exit(1 if subprocess.run([sys.executable, *sys.argv[1:]]).returncode else 0)
 """
 
@@ -109,6 +113,14 @@ def test_a_signal_reaches_the_run_which_saves_and_ends_with_75(launch, tmp_path,
     _, errors = parent.communicate(timeout=20)
     assert (parent.returncode, state(tmp_path)) == (75, "stopped")
     assert errors.splitlines() == [f"{number.name}: the run will save and stop after this step; Ctrl-\\ ends it now"]
+
+
+def test_a_signal_while_accelerate_runs_another_program_ends_the_launcher(launch):
+    parent = launch("looks for GPUs")
+    assert parent.stdout.readline() == "launcher\n"
+    parent.send_signal(signal.SIGTERM)
+    parent.communicate(timeout=8)
+    assert parent.returncode == 75
 
 
 def test_ctrl_c_to_the_whole_group_is_handled_once_and_without_a_traceback(launch, tmp_path):

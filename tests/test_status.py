@@ -88,11 +88,19 @@ def test_the_fourth_start_after_three_failures_at_a_step_is_refused(tmp_path, st
     with pytest.raises(RecipeError) as refused:
         past_failures(folder)
     said = str(refused.value)
-    assert "failed 3 times after step 7, so step 8 will fail again" in said
+    assert "failed 3 times after step 7, so what comes next will fail again" in said
     assert f"rm {folder}/status.json" in said and str(folder / "metrics.jsonl") in said
     assert ("the loss is nan" in said) == (state == "failed")
     (folder / "status.json").unlink()
     assert past_failures(folder) == []
+
+
+@pytest.mark.parametrize(("reason", "expected"), [("export", "failed"), ("SIGTERM", "stopped")])
+def test_an_error_in_the_export_is_a_failure_and_one_after_a_stop_is_none(tmp_path, reason, expected):
+    Status(tmp_path, is_main=True).end("stopped", exit_code=75, reason=reason)
+    status.fail(tmp_path, OSError("no room"))
+    assert read(tmp_path)["state"] == expected
+    assert ("no room" in read(tmp_path)["reason"]) == (expected == "failed")
 
 
 def test_progress_starts_the_count_anew(tmp_path):

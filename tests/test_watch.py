@@ -36,6 +36,10 @@ def run(rank):
     for step in range(1, 6):
         if watch:
             watch.beat("a micro-batch", step)
+        if (fault, rank, step) == ("late", 0, 3):
+            for _ in range(20):  # accumulates, while rank 1 hangs
+                watch.beat("a micro-batch", step)
+                time.sleep(0.1)
         train(rank, step, pair)
         time.sleep(0.1)
     if watch and fault == "pause":
@@ -46,7 +50,7 @@ def run(rank):
     dist.barrier()
 
 def train(rank, step, pair):
-    if (fault, rank, step) in (("load", 1, 3), ("group", 0, 3)):
+    if (fault, rank, step) in (("load", 1, 3), ("group", 0, 3), ("late", 1, 3)):
         time.sleep(3600)
     if fault in ("stop", "lock") and (rank, step) == (1, 3):
         time.sleep(1.5)  # the beat file is written now and then
@@ -134,6 +138,13 @@ def test_the_fault_is_not_laid_on_a_rank_that_waits_in_another_group(tmp_path):
     assert accused.startswith("rank 0 ")
 
 
+def test_the_fault_is_not_laid_on_a_rank_that_came_late_to_wait(tmp_path):
+    ended = run(tmp_path, "late")
+    assert ended.codes == [1, 1]
+    (accused,) = [line for line in ended.report.splitlines() if "never entered" in line]
+    assert accused.startswith("rank 1 ") and "rank 0 waits" in accused
+
+
 def test_without_a_watch_nobody_would_end(tmp_path):
     assert run(tmp_path, "stop", timeout=0).codes == [None, None]
 
@@ -147,10 +158,14 @@ def test_a_healthy_run_and_a_pause_are_left_alone(tmp_path):
 def test_a_main_thread_that_goes_on_in_the_last_moment_is_let_be(tmp_path, capfd):
     ends: list[int] = []
     watch = Watch(tmp_path, 0, 2, 1.0, end=ends.append)
+    watch._grace_seconds = 10.0
     watch.beat("a slow step", 1)
-    time.sleep(1.15)  # past the timeout, and within the time that it waits for the other rank's file
+    file = tmp_path / "hang/rank_0.json"
+    while not file.exists():  # past the timeout, it waits for the other rank's
+        time.sleep(0.01)
     watch.beat("the next", 2)
-    time.sleep(0.6)
+    while file.exists():
+        time.sleep(0.01)
     watch.close()
     assert ends == []
     assert "rank 0: a slow step of step 1 took more than 1 s" in capfd.readouterr().err

@@ -29,8 +29,8 @@ from cookbook import faults
 FORMAT = 1
 MANIFEST, STATE, LATEST = "manifest.json", "state.json", "LATEST"
 SAVING, TRASH = ".saving-", ".trash-"
-PATIENCE, HURRIED_PATIENCE = 1800.0, 15.0
-"""Seconds without progress after which a process is given up in a save."""
+HURRIED_PATIENCE = 15.0
+"""Seconds without progress after which a process is given up, if the save is lost anyway or the run is to end."""
 
 
 class BrokenCheckpoint(Exception):
@@ -101,13 +101,20 @@ def write_receipt(build: Path, rank: int, record: dict[str, Any]) -> None:
 
 
 def read_receipts(
-    build: Path, own: dict[str, Any], num_ranks: int, *, beat: Callable[[], None], is_hurried: Callable[[], bool]
+    build: Path,
+    own: dict[str, Any],
+    num_ranks: int,
+    *,
+    patience_seconds: float,
+    beat: Callable[[], None],
+    is_hurried: Callable[[], bool],
 ) -> dict[str, dict[str, Any]]:
     """Waits for the receipts of the other processes, as long as their files grow: what all say, by file name.
 
     Args:
         own: the main process's receipt, which needs no file: a disk that refuses its part may refuse that too.
-        beat: called while waiting, so that whoever watches this process does not take it for dead.
+        patience_seconds: without progress, after which a process is given up.
+        beat: called when files have grown, so that whoever watches this process does not take it for dead.
         is_hurried: whether this process was asked to stop. Then perhaps because another is dead, which will write no
             receipt.
 
@@ -122,14 +129,14 @@ def read_receipts(
         while rank > 0 and not path.exists():
             if not errors and not build.is_dir():
                 raise OSError(f"{build} is gone")
-            now_size = _size(build)
+            now_size = size_of(build)
             if now_size != size:
                 size, grown_at = now_size, time.monotonic()
+                beat()
             silent = time.monotonic() - grown_at
-            if silent > (HURRIED_PATIENCE if errors or is_hurried() else PATIENCE):
+            if silent > (min(HURRIED_PATIENCE, patience_seconds) if errors or is_hurried() else patience_seconds):
                 errors.append(f"process {rank} has written nothing for {silent:.0f} s, and did not finish its part")
                 raise OSError("; ".join(errors))
-            beat()
             time.sleep(0.01)
         record = json.loads(path.read_text(encoding="utf-8")) if rank else own
         if "error" in record:
@@ -140,14 +147,15 @@ def read_receipts(
     return files
 
 
-def _size(build: Path) -> int:
+def size_of(build: Path) -> int:
+    """Bytes of the files in a folder; 0 if it is not there."""
     with contextlib.suppress(OSError), os.scandir(build) as entries:
         return sum(entry.stat().st_size for entry in entries)
     return 0
 
 
 def commit(build: Path, root: Path, manifest: dict[str, Any]) -> Checkpoint:
-    """Makes a checkpoint of a folder in which all files lie. On the main process.
+    """Makes a checkpoint of a folder in which all files lie; its name is not in LATEST yet. On the main process.
 
     Args:
         manifest: with `step` and `files`.
@@ -164,11 +172,15 @@ def commit(build: Path, root: Path, manifest: dict[str, Any]) -> Checkpoint:
         _discard(final)
     os.rename(build, final)
     flush_folder(root)
-    faults.at("save.before_latest", step)
-    write_file(root / LATEST, final.name + "\n")
-    flush_folder(root)
-    faults.at("save.after_latest", step)
     return Checkpoint(final, manifest)
+
+
+def name_latest(root: Path, checkpoint: Checkpoint) -> None:
+    """On the main process."""
+    faults.at("save.before_latest", checkpoint.step)
+    write_file(root / LATEST, checkpoint.path.name + "\n")
+    flush_folder(root)
+    faults.at("save.after_latest", checkpoint.step)
 
 
 def sealed(manifest: dict[str, Any]) -> str:
@@ -276,6 +288,15 @@ def sweep(root: Path, attempt: str) -> None:
         if path.name.endswith(f"-{attempt}"):
             continue
         if path.name.startswith((SAVING, TRASH)) and not path.is_symlink() and path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def sweep_before(build: Path, attempt: str) -> None:
+    """Removes parts of this start's earlier saves, which came after these had been given up. On the main process, when
+    all have done their part of this save: then nobody is at an earlier one.
+    """
+    for path in build.parent.glob(f"{SAVING}*-{attempt}"):
+        if path.name < build.name:
             shutil.rmtree(path, ignore_errors=True)
 
 

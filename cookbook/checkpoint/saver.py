@@ -13,6 +13,9 @@ from cookbook import faults
 from cookbook.checkpoint import folder
 from cookbook.checkpoint.tensors import Piece, StagedPiece, room_for, write_pieces
 
+RECEIPT_SECONDS = 10.0
+"""For which a process tries to tell that it could not save. Less than the main process waits for it."""
+
 
 class Saver:
     """Writes the checkpoints of a run. Every process has one, and calls the same methods at the same steps."""
@@ -28,6 +31,7 @@ class Saver:
         keep_best: int,
         in_background: bool,
         say: Callable[[str], None],
+        patience_seconds: float = 1800.0,
         beat: Callable[[], None] = lambda: None,
         is_hurried: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -39,12 +43,14 @@ class Saver:
             keep_last: at least 2.
             in_background: a step waits for a copy of the state to host memory only, not for the disk.
             say: tells people; of the main process.
-            beat: called while waiting, so that whoever watches this process does not take it for dead.
+            patience_seconds: see `folder.read_receipts`.
+            beat: called on the main thread while a save goes on, so that whoever watches this process does not take it
+                for dead.
             is_hurried: see `folder.read_receipts`.
         """
         self.root, self.rank, self.num_ranks, self.attempt = root, rank, num_ranks, attempt
         self.keep_last, self.keep_best, self.in_background = keep_last, keep_best, in_background
-        self.say, self.beat, self.is_hurried = say, beat, is_hurried
+        self.say, self.beat, self.is_hurried, self.patience_seconds = say, beat, is_hurried, patience_seconds
         self.last_step: int | None = None
         """Of the last save that was begun, or of the checkpoint resumed from."""
         self.keep: set[str] = set()
@@ -55,6 +61,9 @@ class Saver:
         """Why the last save came to nothing, as far as this process knows."""
         self._saved_at = time.monotonic()
         self._thread: threading.Thread | None = None
+        self._build = root
+        """Where the last save's files grow."""
+        self._broken: OSError | None = None
         if rank == 0:
             folder.sweep(root, attempt)
 
@@ -80,6 +89,9 @@ class Saver:
     def save(self, step: int, pieces: Iterable[Piece], state: dict[str, Any], *, best_by: float | None = None) -> None:
         """Saves the state after `step`. A save that fails is told and leaves nothing behind; the run may go on.
 
+        Raises:
+            OSError: this process can't even tell the main one that it failed. Here or in the next `wait`.
+
         Args:
             pieces: what this process is to write.
             state: all that is not a tensor, with `parameters`, shapes by name; the main process's counts.
@@ -88,30 +100,52 @@ class Saver:
         self.wait()
         self.last_step, self._saved_at = step, time.monotonic()
         self.failed = f"the save of step {step} did not end"
+        self._build = self.root / f"{folder.SAVING}{step:08d}-{self.attempt}"
         if not self.in_background:
             self._save(step, pieces, state, best_by)
+            self._raise_if_broken()
             return
         staged = [StagedPiece.copy_of(piece) for piece in pieces]
         self._thread = threading.Thread(target=self._save, args=(step, staged, state, best_by), name="save")
         self._thread.start()
 
     def wait(self) -> None:
-        """Until what was begun is done."""
+        """Until what was begun is done.
+
+        Raises:
+            OSError: see `save`.
+        """
+        size = -1
         while self._thread is not None:
             self._thread.join(timeout=1.0)
-            self.beat()
             if not self._thread.is_alive():
                 self._thread = None
+            now_size = folder.size_of(self._build)
+            if now_size != size or self._thread is None:
+                size = now_size
+                self.beat()
+        self._raise_if_broken()
+
+    def _raise_if_broken(self) -> None:
+        if self._broken is not None:
+            raise self._broken
 
     def _save(self, step: int, pieces: Iterable[Piece], state: dict[str, Any], best_by: float | None) -> None:
-        started = time.monotonic()
-        build = self.root / f"{folder.SAVING}{step:08d}-{self.attempt}"
+        started, build = time.monotonic(), self._build
         receipt = self._write_part(step, build, pieces, state)
         if self.rank != 0:
             self.failed = receipt.get("error")
             return
         try:
-            files = folder.read_receipts(build, receipt, self.num_ranks, beat=self.beat, is_hurried=self.is_hurried)
+            files = folder.read_receipts(
+                build,
+                receipt,
+                self.num_ranks,
+                patience_seconds=self.patience_seconds,
+                # A thread must not give signs of life for a main thread that hangs.
+                beat=self.beat if not self.in_background else lambda: None,
+                is_hurried=self.is_hurried,
+            )
             manifest = {
                 "step": step,
                 "attempt": self.attempt,
@@ -128,6 +162,11 @@ class Saver:
             return
         self.failed = None
         try:
+            folder.name_latest(self.root, self.newest)
+        except OSError as error:
+            self.say(f"step {step} is saved, but {folder.LATEST} does not name it: {error}")
+        try:
+            folder.sweep_before(build, self.attempt)
             folder.prune(self.root, keep_last=self.keep_last, keep_best=self.keep_best, keep=self.keep)
         except OSError as error:
             self.say(f"step {step} is saved, but an older checkpoint could not be removed: {error}")
@@ -151,11 +190,22 @@ class Saver:
             with contextlib.suppress(OSError):
                 path.unlink()  # makes room for the receipt, if it was the room that lacked
             receipt = {"error": str(error)}
-        try:
-            if self.rank != 0:
-                build.mkdir(parents=True, exist_ok=True)
-                folder.write_receipt(build, self.rank, receipt)
-        except OSError as error:
-            receipt.setdefault("error", str(error))
+        if self.rank != 0:
+            self._hand_in(step, build, receipt)
         faults.at("save.after_receipt", step)
         return receipt
+
+    def _hand_in(self, step: int, build: Path, receipt: dict[str, Any]) -> None:
+        """Leaves the receipt, for which a full disk may have room in a while: others that fail make some."""
+        begun = time.monotonic()
+        while True:
+            try:
+                build.mkdir(parents=True, exist_ok=True)
+                folder.write_receipt(build, self.rank, receipt)
+                return
+            except OSError as error:
+                receipt.setdefault("error", str(error))
+                if time.monotonic() - begun >= RECEIPT_SECONDS:
+                    self._broken = OSError(f"the save of step {step}: {receipt['error']}")
+                    return
+            time.sleep(0.1)

@@ -21,7 +21,7 @@ from cookbook.checkpoint.folder import BrokenCheckpoint
 CHUNK = 2**24
 """Elements that are held in memory at a time, beside what is written or read."""
 
-FLUSH = 2**28
+FLUSH = 2**26
 """Bytes after which a file is flushed to the disk while it is written."""
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

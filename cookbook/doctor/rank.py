@@ -38,6 +38,7 @@ def main(folder: Path, rank: int, count: int, backend: str) -> None:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     # Not before: the imports and the driver's start keep every other thread waiting for seconds.
+    (folder / f"alive-{rank}").touch()  # the first sign does not depend on when a thread comes to run
     threading.Thread(target=_beat, args=(folder / f"alive-{rank}",), daemon=True).start()
     enter("joining the others")
     store = dist.FileStore(str(folder / "store"), count)

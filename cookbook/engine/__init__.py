@@ -399,7 +399,8 @@ class Engine:
         """
         if not dist.is_initialized():
             return
-        self._meet("done", PATIENCE)  # the main process may still be writing the model
+        # The main process may still be writing the model; it comes last and need not wait long.
+        self._meet("done", self.timeout if self.is_main else PATIENCE)
         dist.barrier()
         self._meet("left", self.timeout)
         dist.destroy_process_group()

@@ -6,6 +6,7 @@ state can be written where it lies, without communication, and read by any other
 masters that the optimizer updates.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
@@ -282,34 +283,53 @@ def _zero3_pieces(engine: "Engine", create: KindsOf | None) -> Iterator[Piece]:
     moments = _Moments(_base_optimizer(engine))
     names = {id(parameter): name for name, parameter in trained_parameters(engine)}
     zero._set_fp32_optimizer_param_groups()  # else an optimizer that looks for its parameters finds none
-    for i, group in enumerate(zero.fp16_groups):
-        swapped = zero._swappable_optimizer_subgroup(i)
-        if swapped:
-            zero._optimizer_states_and_gradient_swap_in(i)
-        flat = zero.fp32_partitioned_groups_flat[i]
-        for parameter in group:
-            name = names[id(parameter)]
-            state = moments.of(flat, create and create(name))
-            index, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
-            assert index == i
-            part = parameter.ds_tensor.ds_numel
-            start = engine.world.rank * part
-            length = min(part, parameter.ds_numel - start)
-            if length <= 0:
-                continue
-            for kind, tensor in {WEIGHT: flat.detach(), **state}.items():
-                yield Piece(
-                    name=name,
-                    kind=kind,
-                    shape=tuple(parameter.ds_shape),
-                    start=start,
-                    stride=0,
-                    data=tensor.narrow(0, offset, length).view(1, -1),
+    try:
+        for i, group in enumerate(zero.fp16_groups):
+            with _swapped_in(zero, i, changed=create is not None):
+                yield from _zero3_group(
+                    engine, i, [(names[id(parameter)], parameter) for parameter in group], moments, create
                 )
-        moments.keep(create)
-        if swapped:
-            if create is None:
-                zero._release_swap_buffers(i)
-            else:
-                zero._optimizer_states_and_gradient_swap_out(i)
-    zero._clear_fp32_optimizer_param_groups()
+                moments.keep(create)
+    finally:  # a save that breaks off is no end of the run
+        zero._clear_fp32_optimizer_param_groups()
+
+
+@contextlib.contextmanager
+def _swapped_in(zero: Any, i: int, *, changed: bool) -> Iterator[None]:
+    """A sub-group's states in memory, if they lie on NVMe, whose few buffers are given back in any case."""
+    if not zero._swappable_optimizer_subgroup(i):
+        yield
+        return
+    zero._optimizer_states_and_gradient_swap_in(i)
+    try:
+        yield
+    finally:
+        if changed:
+            zero._optimizer_states_and_gradient_swap_out(i)
+        else:
+            zero._release_swap_buffers(i)
+
+
+def _zero3_group(
+    engine: "Engine", i: int, group: list[tuple[str, torch.nn.Parameter]], moments: "_Moments", create: KindsOf | None
+) -> Iterator[Piece]:
+    zero = engine.model.optimizer
+    flat = zero.fp32_partitioned_groups_flat[i]
+    for name, parameter in group:
+        state = moments.of(flat, create and create(name))
+        index, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
+        assert index == i
+        part = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]
+        start = engine.world.rank * part
+        length = min(part, parameter.ds_numel - start)  # type: ignore[attr-defined]
+        if length <= 0:
+            continue
+        for kind, tensor in {WEIGHT: flat.detach(), **state}.items():
+            yield Piece(
+                name=name,
+                kind=kind,
+                shape=tuple(parameter.ds_shape),  # type: ignore[attr-defined]
+                start=start,
+                stride=0,
+                data=tensor.narrow(0, offset, length).view(1, -1),
+            )
