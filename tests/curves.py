@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
+import pytest
 from filelock import FileLock
 from safetensors.numpy import load_file
 
@@ -44,6 +46,30 @@ ADAMW = {
     "model.from_scratch.tie_word_embeddings": "false",
     "batch.micro_batch_size": "8",
 }
+
+
+def run_to_end(command: list[str], *, timeout: float, **extra: str) -> subprocess.CompletedProcess:
+    """A launch with its output, of which nothing is left when it takes too long: workers outlive their launcher, and
+    hold its output open.
+    """
+    running = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(**extra),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    try:
+        out, err = running.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        launcher = psutil.Process(running.pid)
+        for process in (*launcher.children(recursive=True), launcher):
+            process.kill()
+        out, err = running.communicate()
+        pytest.fail(f"not within {timeout:.0f} s:\n{out[-3000:]}\n{err[-3000:]}")
+    return subprocess.CompletedProcess(command, running.returncode, out, err)
 
 
 @dataclass(frozen=True)

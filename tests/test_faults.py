@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from curves import ADAMW, ROOT, Curve, Lab, environment
+from curves import ADAMW, ROOT, Curve, Lab, environment, run_to_end
 
 from cookbook.checkpoint import folder
 
@@ -42,9 +42,7 @@ def start(
     if restarts:
         command[3:3] = ["--max_restarts", str(restarts), "--monitor_interval", "0.1"]
     extra = {"COOKBOOK_FAULTS": json.dumps(faults)} if faults else {}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(**extra), capture_output=True, text=True, errors="replace", timeout=timeout
-    )
+    done = run_to_end(command, timeout=timeout, **extra)
     done.stdout += done.stderr
     return done
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from curves import ADAMW, ROOT, Curve, Lab, distance, environment
+from curves import ADAMW, ROOT, Curve, Lab, distance, run_to_end
 from filelock import FileLock
 
 from cookbook.checkpoint import folder
@@ -34,9 +34,7 @@ def launch(
     """One start of a run in a folder of its own."""
     command = lab.command(strategy, {**settings, "run.output_dir": str(output)}, processes)
     command[command.index("train.py")] = program
-    return subprocess.run(
-        command, cwd=ROOT, env=environment(**extra), capture_output=True, text=True, errors="replace", timeout=900
-    )
+    return run_to_end(command, timeout=900, **extra)
 
 
 def leg(lab: Lab, output: Path, where: str, settings: dict[str, str], *, num_steps: int | None, **extra) -> str:
