@@ -175,9 +175,9 @@ def fail(folder: Path, error: Exception) -> None:
     and stopped has not failed, whatever its end meets; one whose export fails has, and would fail again.
     """
     record = read(folder)
-    if record is None or record["pid"] != os.getpid():
+    if record is None or record.get("pid") != os.getpid():
         return
-    if record["state"] == "running" or (record["state"] == "stopped" and record["reason"] == EXPORTING):
+    if record["state"] == "running" or (record["state"] == "stopped" and record.get("reason") == EXPORTING):
         reason = f"{type(error).__name__}: {error}"
         _write(folder, record | {"state": "failed", "exit_code": 1, "reason": reason})
 

@@ -1,5 +1,6 @@
 """Runs train.py as users do, and measures how far two learning curves lie apart. Shared by the equivalence tests."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -64,10 +65,12 @@ def run_to_end(command: list[str], *, timeout: float, **extra: str) -> subproces
     try:
         out, err = running.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        launcher = psutil.Process(running.pid)
-        for process in (*launcher.children(recursive=True), launcher):
-            process.kill()
-        out, err = running.communicate()
+        output = next((word for word in command if word.startswith("run.output_dir=")), None)
+        for process in psutil.process_iter():  # its workers may have lost their launcher
+            with contextlib.suppress(psutil.Error):
+                if process.pid == running.pid or (output and output in process.cmdline()):
+                    process.kill()
+        out, err = running.communicate(timeout=60)
         pytest.fail(f"not within {timeout:.0f} s:\n{out[-3000:]}\n{err[-3000:]}")
     return subprocess.CompletedProcess(command, running.returncode, out, err)
 

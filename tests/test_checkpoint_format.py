@@ -262,7 +262,21 @@ def test_a_process_that_cannot_even_say_that_it_failed_ends_the_run(tmp_path: Pa
         save(target, 1)
 
 
-def test_a_receipt_waits_for_room_on_a_full_disk(tmp_path: Path, capsys):
+def test_on_a_disk_without_room_for_a_receipt_an_empty_one_tells(tmp_path: Path, capsys, monkeypatch):
+    def no_room(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(folder, "write_file", no_room)
+    first, second = (saver(tmp_path, rank=rank, num_ranks=2, in_background=True) for rank in range(2))
+    for each in (second, first):
+        each.save(1, [], {"parameters": {}})
+    for each in (second, first):
+        each.wait()
+    assert "step 1 could not be saved: " in capsys.readouterr().out
+    assert "No space left" in first.failed and "No space left" in second.failed and list(tmp_path.iterdir()) == []
+
+
+def test_a_receipt_waits_for_a_folder_that_can_be_made(tmp_path: Path, capsys):
     first, second = (saver(tmp_path / "checkpoints", rank=rank, num_ranks=2, in_background=True) for rank in range(2))
     (tmp_path / "checkpoints").write_text("a file")
     second.save(1, [], {"parameters": {}})

@@ -155,17 +155,22 @@ def test_a_healthy_run_and_a_pause_are_left_alone(tmp_path):
     assert not list(tmp_path.glob("hang/rank_*")) and not ended.report
 
 
+def wait_for(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.01)
+
+
 def test_a_main_thread_that_goes_on_in_the_last_moment_is_let_be(tmp_path, capfd):
     ends: list[int] = []
     watch = Watch(tmp_path, 0, 2, 1.0, end=ends.append)
     watch._grace_seconds = 10.0
     watch.beat("a slow step", 1)
     file = tmp_path / "hang/rank_0.json"
-    while not file.exists():  # past the timeout, it waits for the other rank's
-        time.sleep(0.01)
+    wait_for(file.exists)  # past the timeout, it waits for the other rank's
     watch.beat("the next", 2)
-    while file.exists():
-        time.sleep(0.01)
+    wait_for(lambda: not file.exists())
     watch.close()
     assert ends == []
     assert "rank 0: a slow step of step 1 took more than 1 s" in capfd.readouterr().err

@@ -8,8 +8,8 @@
             pieces-00000-of-00004.safetensors ...
         .saving-00000200-<attempt>/ not yet one
 
-Processes meet in the folder alone: each writes its file, then a receipt; the main process waits for all receipts,
-writes the manifest, flushes it to the disk and renames the folder.
+Processes meet in the folder alone: each writes its file, then a receipt; the main process, which leaves none,
+waits for them, writes the manifest, flushes it to the disk and renames the folder.
 """
 
 import contextlib
@@ -29,6 +29,8 @@ from cookbook import faults
 FORMAT = 1
 MANIFEST, STATE, LATEST = "manifest.json", "state.json", "LATEST"
 SAVING, TRASH = ".saving-", ".trash-"
+NO_ROOM = '{"error": "it had no room even to say why"}'
+"""What an empty receipt means."""
 HURRIED_PATIENCE = 15.0
 """Seconds without progress after which a process is given up, if the save is lost anyway or the run is to end."""
 
@@ -100,6 +102,11 @@ def write_receipt(build: Path, rank: int, record: dict[str, Any]) -> None:
     write_file(build / f"receipt-{rank:05d}.json", json.dumps(record))
 
 
+def leave_empty_receipt(build: Path, rank: int) -> None:
+    """Says that this process failed, without a block on the disk."""
+    (build / f"receipt-{rank:05d}.json").touch()
+
+
 def read_receipts(
     build: Path,
     own: dict[str, Any],
@@ -138,7 +145,8 @@ def read_receipts(
                 errors.append(f"process {rank} has written nothing for {silent:.0f} s, and did not finish its part")
                 raise OSError("; ".join(errors))
             time.sleep(0.01)
-        record = json.loads(path.read_text(encoding="utf-8")) if rank else own
+        text = path.read_text(encoding="utf-8") if rank else ""
+        record = own if rank == 0 else json.loads(text or NO_ROOM)
         if "error" in record:
             errors.append(f"process {rank}: {record['error']}")
         files |= record

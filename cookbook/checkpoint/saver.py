@@ -196,7 +196,7 @@ class Saver:
         return receipt
 
     def _hand_in(self, step: int, build: Path, receipt: dict[str, Any]) -> None:
-        """Leaves the receipt, for which a full disk may have room in a while: others that fail make some."""
+        """Leaves the receipt: an empty one where there is no room for a word."""
         begun = time.monotonic()
         while True:
             try:
@@ -205,6 +205,9 @@ class Saver:
                 return
             except OSError as error:
                 receipt.setdefault("error", str(error))
+                with contextlib.suppress(OSError):
+                    folder.leave_empty_receipt(build, self.rank)
+                    return
                 if time.monotonic() - begun >= RECEIPT_SECONDS:
                     self._broken = OSError(f"the save of step {step}: {receipt['error']}")
                     return

@@ -79,7 +79,8 @@ class Engine:
 
         Args:
             run_name: tells apart the swap files of runs on one machine.
-            timeout: of a collective; longer than whoever watches over the run waits, so that it can still report.
+            timeout: of a collective; longer than the watch's, so that it can report. Where a rank gives signs
+                for ever and never comes, the collective ends the run.
 
         Raises:
             RecipeError: more processes than GPUs.
