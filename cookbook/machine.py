@@ -1,6 +1,8 @@
 """What this machine has. No torch: the answer must come in a moment."""
 
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -35,3 +37,17 @@ def num_gpus() -> int:
             raise RecipeError([f"nvidia-smi -L does not answer ({error}); mend the driver, or hide the GPUs"]) from None
         count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
     return count if visible is None else min(count, len([part for part in visible.split(",") if part.strip()]))
+
+
+def torch_cuda() -> str | None:
+    """The CUDA version that torch was built with, None for a CPU build. Read, not imported: that would take seconds.
+
+    Raises:
+        ImportError: torch is not installed.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise ImportError("torch is not installed")
+    text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    found = re.search(r"(?m)^cuda\b[^=]*= *'([\d.]+)'", text)
+    return found.group(1) if found else None

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from curves import Lab
+
+from tests.gpu_runs import GpuLab
 
 # A shell without job control starts background commands with these ignored, and every child would inherit that.
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
@@ -103,6 +106,14 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lab(shared_folder: Path) -> Lab:
     """Where a run with the same arguments happens once, whatever test of whatever worker asks for it."""
     return Lab(Path(os.environ.get("CURVES", shared_folder / "curves")).resolve())
+
+
+@pytest.fixture(scope="session")
+def gpu_lab(shared_folder: Path) -> Iterator[GpuLab]:
+    """As `lab`, on simulated GPUs."""
+    lab = GpuLab(shared_folder / "gpus")
+    yield lab
+    lab.close()
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """Versions against those that the project was tested with, and what compiles DeepSpeed's reads and writes."""
 
-import importlib.util
 import os
 import platform
 import re
@@ -16,6 +15,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from cookbook.doctor.finding import Finding, failure, ok, warning
+from cookbook.machine import torch_cuda
 
 REQUIREMENTS = Path("requirements.txt")
 EXTENSIONS = Path(".cache/torch_extensions")
@@ -85,20 +85,6 @@ def check_versions(requirements: Path = REQUIREMENTS) -> Iterator[Finding]:
 
 def _is_before(version: str, first: str) -> bool:
     return version_numbers(version) < version_numbers(first)
-
-
-def torch_cuda() -> str | None:
-    """The CUDA version that torch was built with, None for a CPU build. Read, not imported: that would take seconds.
-
-    Raises:
-        ImportError: torch is not installed.
-    """
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        raise ImportError("torch is not installed")
-    text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
-    found = re.search(r"(?m)^cuda\b[^=]*= *'([\d.]+)'", text)
-    return found.group(1) if found else None
 
 
 def check_torch_build(num_gpus: int, driver: str | None) -> Iterator[Finding]:

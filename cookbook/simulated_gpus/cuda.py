@@ -1,0 +1,352 @@
+"""What torch.cuda, NCCL and bitsandbytes say on simulated GPUs. `install` runs right after `import torch`."""
+
+import atexit
+import collections
+import contextlib
+import ctypes
+import datetime
+import importlib.util
+import json
+import os
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+NAME = "Simulated GPU"
+"""Of no known GPU: nothing can take its peak, or print an MFU."""
+LIBRARY = Path(os.environ["SIMULATED_GPUS_LIBRARY"])
+OURS = ("/cookbook/", "/train.py")
+"""A wait is charged to the innermost line of a file with one of these in its path."""
+
+_kept_alive: list[Any] = []
+_waits: collections.Counter = collections.Counter()
+
+
+def load_library() -> ctypes.CDLL:
+    """Before torch: its symbols must come first."""
+    library = ctypes.CDLL(str(LIBRARY / "libsimulated_gpus.so"), ctypes.RTLD_GLOBAL)
+    for name in ("allocated", "peak", "capacity"):
+        getattr(library, f"simulated_{name}").restype = ctypes.c_long
+    library.simulated_ops.restype = ctypes.c_char_p
+    library.simulated_waited.argtypes = [ctypes.c_char_p]
+    return library
+
+
+def install(torch: Any, library: ctypes.CDLL) -> None:
+    """Makes this torch believe in the library's device."""
+    devices = Devices(torch, library)
+    for name, value in {**devices.answers(), **_memory_answers(devices), **_stream_answers(devices)}.items():
+        setattr(torch.cuda, name, value)
+        if hasattr(torch.cuda.memory, name):
+            setattr(torch.cuda.memory, name, value)
+    for name, value in devices.low_level_answers().items():
+        setattr(torch._C, name, value)
+    torch.cuda.streams.Stream, torch.cuda.streams.Event = torch.cuda.Stream, torch.cuda.Event
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = torch.cuda.nvtx.mark = lambda *unused, **options: 0
+    torch.version.cuda = "13.0"
+    torch.backends.cuda.is_built = lambda: True
+    torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+    _resize_storages(torch)
+    replace_nccl(torch, LIBRARY)
+    _count_waits(library)
+    if folder := os.environ.get("SIMULATED_GPUS_REPORT"):
+        atexit.register(lambda: write_report(torch, library, Path(folder)) if "LOCAL_RANK" in os.environ else None)
+
+
+class Devices:
+    """Which there are, and which is current."""
+
+    def __init__(self, torch: Any, library: ctypes.CDLL) -> None:
+        self.torch, self.library = torch, library
+        self.count = _visible(int(os.environ["SIMULATED_GPUS"]), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        os.environ["SIMULATED_GPUS"] = str(self.count)  # the library asks too, when it is first used
+        self.properties = types.SimpleNamespace(
+            name=NAME,
+            major=9,
+            minor=0,
+            multi_processor_count=132,
+            total_memory=library.simulated_capacity(),
+            warp_size=32,
+            is_integrated=False,
+            gcnArchName="",
+            uuid="simulated",
+            pci_bus_id=0,
+            L2_cache_size=50 << 20,
+            regs_per_multiprocessor=65536,
+            max_threads_per_multi_processor=2048,
+            shared_memory_per_block=49152,
+            shared_memory_per_block_optin=232448,
+            shared_memory_per_multiprocessor=233472,
+        )
+
+    def index(self, device: Any = None) -> int:
+        if device is None or (isinstance(device, int) and device < 0):
+            return self.library.simulated_get_device()
+        if isinstance(device, int):
+            return device
+        found = self.torch.device(device).index
+        return self.library.simulated_get_device() if found is None else found
+
+    def set_device(self, device: Any) -> None:
+        index = self.index(device)
+        if index >= self.count:
+            raise RuntimeError(f"CUDA error: invalid device ordinal: {index} of {self.count} (simulated)")
+        self.library.simulated_set_device(index)
+
+    def exchange(self, index: int) -> int:
+        """Makes a device current, unless it is negative; returns the one before."""
+        before = self.library.simulated_get_device()
+        if index >= 0:
+            self.set_device(index)
+        return before
+
+    def synchronize(self, device: Any = None) -> None:
+        self.library.simulated_waited(b"torch.cuda.synchronize")
+
+    def answers(self) -> dict[str, Any]:
+        """Of torch.cuda."""
+        return {
+            "_initialized": True,
+            "_lazy_init": lambda: None,
+            "_lazy_call": lambda call, **options: call(),
+            "_is_compiled": lambda: True,
+            "_is_in_bad_fork": lambda: False,
+            "_check_cubins": lambda: None,
+            "_device_count_nvml": lambda: self.count,
+            "_get_device": lambda index: self.torch.device("cuda", self.index(index)),
+            "_exchange_device": self.exchange,
+            "_maybe_exchange_device": lambda index: self.exchange(index),
+            "init": lambda: None,
+            "is_available": lambda: self.count > 0,
+            "is_initialized": lambda: True,
+            "device_count": lambda: self.count,
+            "current_device": lambda: self.index(),
+            "set_device": self.set_device,
+            "get_device_name": lambda device=None: NAME,
+            "get_device_capability": lambda device=None: (self.properties.major, self.properties.minor),
+            "get_device_properties": lambda device=None: self.properties,
+            "get_arch_list": lambda: ["sm_80", "sm_90"],
+            "is_bf16_supported": lambda including_emulation=True: True,
+            "is_tf32_supported": lambda: True,
+            "can_device_access_peer": lambda one, other: True,
+            "is_current_stream_capturing": lambda: False,
+            "default_generators": (self.torch.default_generator,) * self.count,
+            "synchronize": self.synchronize,
+        }
+
+    def low_level_answers(self) -> dict[str, Any]:
+        """Of torch._C; dynamo wants a function of its own for each name."""
+        return {
+            "_cuda_getDeviceCount": lambda: self.count,
+            "_cuda_isCurrentStreamCapturing": lambda: False,
+            "_cuda_getDevice": lambda: self.index(),
+            "_cuda_setDevice": lambda index: self.set_device(index),
+            "_cuda_exchangeDevice": lambda index: self.exchange(index),
+            "_cuda_maybeExchangeDevice": lambda index: self.exchange(index),
+            "_cuda_isInBadFork": False,
+            "_cuda_getCurrentRawStream": lambda index=0: 0,
+        }
+
+
+def _visible(count: int, text: str | None) -> int:
+    """As CUDA reads CUDA_VISIBLE_DEVICES: up to the first that is not there."""
+    if text is None:
+        return count
+    seen: list[str] = []
+    for word in map(str.strip, text.split(",")):
+        if not word.isdecimal() or int(word) >= count or word in seen:
+            break
+        seen.append(word)
+    return len(seen)
+
+
+def _memory_answers(devices: Devices) -> dict[str, Any]:
+    """Allocated bytes are counted; reserved ones, which depend on fragments, are not known and given as these."""
+    library = devices.library
+
+    def allocated(device: Any = None) -> int:
+        return library.simulated_allocated(devices.index(device))
+
+    def peak(device: Any = None) -> int:
+        return library.simulated_peak(devices.index(device))
+
+    def reset(device: Any = None) -> None:
+        library.simulated_reset_peak(devices.index(device))
+
+    def stats(device: Any = None) -> dict[str, int]:
+        found: dict[str, int] = collections.defaultdict(int)
+        for kind in ("allocated", "active", "reserved", "requested"):
+            found[f"{kind}_bytes.all.current"], found[f"{kind}_bytes.all.peak"] = allocated(device), peak(device)
+        return found
+
+    def free_and_total(device: Any = None) -> tuple[int, int]:
+        return library.simulated_capacity() - allocated(device), library.simulated_capacity()
+
+    return {
+        "memory_stats": stats,
+        "memory_allocated": allocated,
+        "max_memory_allocated": peak,
+        "memory_reserved": peak,
+        "max_memory_reserved": peak,
+        "reset_peak_memory_stats": reset,
+        "reset_max_memory_allocated": reset,
+        "empty_cache": lambda: None,
+        "ipc_collect": lambda: None,
+        "mem_get_info": free_and_total,
+    }
+
+
+def _stream_answers(devices: Devices) -> dict[str, Any]:
+    torch, waited = devices.torch, devices.library.simulated_waited
+
+    class Stream(torch.Stream):  # type: ignore[name-defined]
+        def __new__(cls, device: Any = None, priority: int = 0, **options: Any) -> Any:
+            if options:
+                return super().__new__(cls, **options)
+            return super().__new__(cls, device=torch.device("cuda", devices.index(device)), priority=priority)
+
+        @property
+        def cuda_stream(self) -> int:
+            return self.stream_id
+
+        def synchronize(self) -> None:
+            waited(b"Stream.synchronize")
+
+    class Event(torch.Event):  # type: ignore[name-defined]
+        def __new__(cls, enable_timing: bool = False, **unused: Any) -> Any:
+            made = super().__new__(cls, device=torch.device("cuda", devices.index()), enable_timing=True)
+            made.has_timing = enable_timing
+            return made
+
+        def synchronize(self) -> None:
+            waited(b"Event.synchronize")
+
+        def elapsed_time(self, other: Any) -> float:
+            if not (self.has_timing and other.has_timing):
+                raise RuntimeError("CUDA error: invalid resource handle: an event without timing (simulated)")
+            return super().elapsed_time(other)
+
+    class StreamContext:
+        def __init__(self, stream: Any) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            self._context = _on_stream(torch, self.stream)
+            self._context.__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            self._context.__exit__(*error)
+
+    def current(device: Any = None) -> Any:
+        stream = torch._C._accelerator_getStream(devices.index(device))
+        return Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+
+    def set_stream(stream: Any) -> None:
+        if stream is not None:
+            torch._C._accelerator_setStream(stream)
+
+    return {
+        "Stream": Stream,
+        "Event": Event,
+        "stream": StreamContext,
+        "StreamContext": StreamContext,
+        "current_stream": current,
+        "default_stream": lambda device=None: Stream(stream_id=0, device_index=devices.index(device), device_type=1),
+        "set_stream": set_stream,
+    }
+
+
+@contextlib.contextmanager
+def _on_stream(torch: Any, stream: Any) -> Iterator[None]:
+    if stream is None:
+        yield
+        return
+    before = torch._C._accelerator_getStream(stream.device_index)
+    torch._C._accelerator_setStream(stream)
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setStream(before)
+
+
+def _resize_storages(torch: Any) -> None:
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(self: Any, size: int) -> Any:
+        if self.device.type != "cuda":
+            return resize(self, size)
+        whole = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
+        torch.ops.simulated_gpus.resize_storage(whole, int(size))
+        return self
+
+    torch.UntypedStorage.resize_ = resize_
+
+
+def replace_nccl(torch: Any, folder: Path) -> None:
+    """Puts our process group in the place of NCCL's. On a real GPU, that lets several processes share it."""
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    spec = importlib.util.spec_from_file_location("simulated_nccl", next(folder.glob("simulated_nccl*.so")))
+    assert spec is not None and spec.loader is not None
+    simulated_nccl: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(simulated_nccl)
+    sys.modules["simulated_nccl"] = simulated_nccl
+
+    class ProcessGroupNCCL(simulated_nccl.ProcessGroupNCCL):
+        Options = simulated_nccl.ProcessGroupNCCL.Options
+
+        def __init__(self, store: Any, rank: int, size: int, options: Any = None) -> None:
+            options = options or self.Options()
+            timeout = getattr(options, "_timeout", None) or datetime.timedelta(minutes=30)
+            store = c10d.PrefixStore("simulated_nccl", store)
+            self._gloo = c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
+            super().__init__(store, self._gloo, rank, size, options)
+            _kept_alive.append(self)
+
+        def perform_nocolor_split(self, device: Any) -> None:
+            pass
+
+    for module in (c10d, dist):
+        setattr(module, "ProcessGroupNCCL", ProcessGroupNCCL)  # noqa: B010
+    c10d._NCCL_AVAILABLE = True
+    c10d.is_nccl_available = dist.is_nccl_available = lambda: True
+    torch.cuda.nccl.version = lambda: (2, 28, 3)
+    torch.cuda.nccl.is_available = lambda tensors: True
+
+
+def _count_waits(library: ctypes.CDLL) -> None:
+    @ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+    def on_wait(why: bytes) -> None:
+        frame, innermost = sys._getframe().f_back, None
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if name != __file__:
+                innermost = innermost or f"{name.rpartition('site-packages/')[2]}:{frame.f_lineno}"
+                if any(part in name for part in OURS):
+                    where = "train.py" if name.endswith("/train.py") else name.rpartition("/cookbook/")[2]
+                    _waits[why.decode(), f"{where}:{frame.f_lineno}", innermost] += 1
+                    return
+            frame = frame.f_back
+        _waits[why.decode(), None, innermost or "a thread of autograd"] += 1
+
+    _kept_alive.append(on_wait)
+    library.simulated_on_wait(on_wait)
+
+
+def write_report(torch: Any, library: ctypes.CDLL, folder: Path) -> None:
+    """rank_<n>.json: what the device of this process has seen so far."""
+    collectives = sys.modules["simulated_nccl"].counts().items()
+    ops = dict(line.rsplit("\t", 1) for line in library.simulated_ops().decode().splitlines())
+    record = {
+        "device": torch.cuda.current_device(),
+        "peak_bytes": [library.simulated_peak(i) for i in range(torch.cuda.device_count())],
+        "collectives": {name: {"calls": calls, "bytes": size} for name, (calls, size) in collectives},
+        "attention": {name: int(times) for name, times in ops.items() if " attention " in name},
+        "waits": [{"why": why, "ours": ours, "at": at, "times": n} for (why, ours, at), n in _waits.most_common()],
+        "operations": {name: int(times) for name, times in sorted(ops.items()) if " attention " not in name},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"rank_{os.environ.get('RANK', '0')}.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -1,0 +1,64 @@
+"""On PYTHONPATH with SIMULATED_GPUS set: `import torch` finds that many simulated GPUs, in every Python that starts."""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class _Loader(importlib.abc.Loader):
+    """The module's own loader, with something before and after."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self.inner.create_module(spec)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class _Torch(_Loader):
+    def exec_module(self, module: ModuleType) -> None:
+        spec = importlib.util.spec_from_file_location("simulated_cuda", Path(__file__).parents[1] / "cuda.py")
+        assert spec is not None and spec.loader is not None
+        cuda: Any = importlib.util.module_from_spec(spec)
+        sys.modules["simulated_cuda"] = cuda
+        spec.loader.exec_module(cuda)
+        cuda.library = cuda.load_library()
+        self.inner.exec_module(module)
+        cuda.install(module, cuda.library)
+
+
+class _Bitsandbytes(_Loader):
+    """Its CUDA kernels are not to be had, so it loads those for the CPU, on which the simulated device falls back."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        import torch
+
+        is_available, torch.cuda.is_available = torch.cuda.is_available, lambda: False
+        try:
+            self.inner.exec_module(module)
+        finally:
+            torch.cuda.is_available = is_available
+
+
+LOADERS = {"torch": _Torch, "bitsandbytes": _Bitsandbytes}
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        loader = LOADERS.get(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if loader else None
+        if loader and spec is not None:
+            spec.loader = loader(spec.loader)
+        return spec
+
+
+if os.environ.get("SIMULATED_GPUS", "0") != "0":
+    sys.meta_path.insert(0, _Finder())

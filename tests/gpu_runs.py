@@ -1,0 +1,271 @@
+"""Runs recipes on simulated GPUs, or on the CPU beside them, from warm parents. Shared by the tests test_gpu_*."""
+
+import hashlib
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+from filelock import FileLock
+
+from cookbook import simulated_gpus
+from tests.curves import ROOT, WORDS, Curve, environment
+
+NUM_GPUS = 4
+LIMIT_SECONDS = 240.0
+TINY = (
+    "{vocab_size: 512, hidden_size: 128, intermediate_size: 256, num_hidden_layers: 2,"
+    " num_attention_heads: 8, num_key_value_heads: 4}"
+)
+WIDE = (
+    "{vocab_size: 512, hidden_size: 512, intermediate_size: 1536, num_hidden_layers: 6,"
+    " num_attention_heads: 8, num_key_value_heads: 8}"
+)
+RECIPE = """\
+strategy: accelerate_configs/ddp.yaml
+mixed_precision: bf16
+seed: 42
+model:
+  from_scratch: {model}
+data: {data}
+objective: {objective}
+batch: {batch}
+optim: {{learning_rate: 1e-3, weight_decay: 0.1}}
+run: {{max_steps: {steps}{evaluations}, output_dir: OUTPUT}}
+"""
+RECIPES = {
+    # Every part of a run in seconds: rows of uneven length, two micro-batches, evaluations.
+    "sft": dict(
+        model=TINY,
+        data="{train: CHATS, eval: HELD_OUT, max_length: 64}",
+        objective="{train_on: assistant}",
+        batch="{global_batch_size: 8, micro_batch_size: 2}",
+        steps=3,
+        evaluations=", eval_every_steps: 3",
+    ),
+    "dpo": dict(
+        model=TINY,
+        data="{train: PAIRS, max_length: 96}",
+        objective="{name: dpo}",
+        batch="{global_batch_size: 4, micro_batch_size: 1}",
+        steps=3,
+        evaluations="",
+    ),
+    # All rows at full length, as the forecast has them, and memory that is mostly the model's.
+    "memory": dict(
+        model=WIDE,
+        data="{train: TEXTS, max_length: 256}",
+        objective="{name: cpt}",
+        batch="{global_batch_size: 16, micro_batch_size: 4}",
+        steps=2,
+        evaluations="",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class GpuRun:
+    """One run, ended well or not."""
+
+    folder: Path
+    codes: list[int]
+    """Exit codes, by rank."""
+
+    @property
+    def output(self) -> Path:
+        """The run's own folder."""
+        return self.folder / "run"
+
+    @property
+    def curve(self) -> Curve:
+        return Curve(self.output)
+
+    @property
+    def steps(self) -> list[dict]:
+        return self.curve.steps
+
+    @property
+    def evaluations(self) -> list[tuple[int, float, int]]:
+        return self.curve.evaluations
+
+    @property
+    def record(self) -> dict:
+        return self.curve.record
+
+    @property
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self.steps]
+
+    @property
+    def norms(self) -> list[float]:
+        return [line["grad_norm"] for line in self.steps]
+
+    def log(self, rank: int = 0) -> str:
+        """What a process printed."""
+        return (self.folder / f"log_{rank}").read_text(errors="replace")
+
+    def report(self, rank: int = 0) -> dict[str, Any]:
+        """What the simulated GPU of a process has seen."""
+        return json.loads((self.folder / f"rank_{rank}.json").read_text())
+
+
+@dataclass
+class _Server:
+    """A warm parent."""
+
+    variables: dict[str, str]
+    process: "subprocess.Popen[str] | None" = field(default=None)
+
+    def ask(self, job: dict) -> dict:
+        if self.process is None:
+            threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+            self.process = subprocess.Popen(
+                [sys.executable, str(ROOT / "tests/gpu_server.py")],
+                cwd=ROOT,
+                env=environment(**threads) | self.variables,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        to, back = _pipes(self.process)
+        to.write(json.dumps(job) + "\n")
+        to.flush()
+        answer = back.readline()
+        assert answer, "the parent of the runs has ended"
+        return json.loads(answer)
+
+    def close(self) -> None:
+        if self.process is not None:
+            _pipes(self.process)[0].close()
+            self.process.wait(60)
+
+
+def _pipes(process: "subprocess.Popen[str]") -> tuple[IO[str], IO[str]]:
+    assert process.stdin is not None and process.stdout is not None
+    return process.stdin, process.stdout
+
+
+class GpuLab:
+    """Where a run with the same arguments happens once, whatever test of whatever worker asks for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "data.lock"):
+            if not (folder / "chats.jsonl").exists():
+                _write_data(folder)
+        self._servers = {"cpu": _Server({"CUDA_VISIBLE_DEVICES": ""})}
+
+    def run(
+        self,
+        strategy: str,
+        settings: dict[str, str] | None = None,
+        *,
+        processes: int | None = None,
+        recipe: str = "sft",
+        on: str = "gpu",
+        memory: int | None = None,
+        sabotage: str | None = None,
+        after: GpuRun | None = None,
+        ends: tuple[int, ...] | None = (0,),
+    ) -> GpuRun:
+        """A run of a shipped strategy.
+
+        Args:
+            settings: as for `--set`.
+            processes: 2 unless given; 1 under `single`, 4 under `hsdp`.
+            recipe: of RECIPES.
+            on: gpu or cpu.
+            memory: bytes of each GPU.
+            sabotage: a deliberate mistake from tests/gpu_sabotage.py.
+            after: an earlier run, whose folder this one goes on with.
+            ends: exit codes that every process must end with; None to let the caller look.
+
+        Raises:
+            AssertionError: it ended with another code; carries the end of its output.
+        """
+        processes = processes or {"single": 1, "hsdp": 4}.get(strategy, 2)
+        given = [strategy, settings or {}, processes, recipe, on, memory, sabotage, str(after and after.folder)]
+        key = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:10]
+        folder = self.folder / f"{strategy}-{recipe}-{on}-{key}"
+        with FileLock(f"{folder}.lock"):
+            if not (folder / "codes.json").exists():
+                self._run(folder, strategy, settings or {}, processes, recipe, on, memory, sabotage, after)
+        found = GpuRun(folder, json.loads((folder / "codes.json").read_text()))
+        if ends is not None and not set(found.codes) <= set(ends):
+            bad = next(rank for rank, code in enumerate(found.codes) if code not in ends)
+            pytest.fail(f"{strategy} {settings}: codes {found.codes}\n{found.log(bad)[-4000:]}")
+        return found
+
+    def _run(
+        self,
+        folder: Path,
+        strategy: str,
+        settings: dict[str, str],
+        processes: int,
+        recipe: str,
+        on: str,
+        memory: int | None,
+        sabotage: str | None,
+        after: GpuRun | None,
+    ) -> None:
+        shutil.rmtree(folder, ignore_errors=True)  # of a run whose asker was ended
+        folder.mkdir()
+        if after is not None:
+            shutil.copytree(after.output, folder / "run")
+        text = RECIPE.format(**RECIPES[recipe])
+        for name in ("chats", "held_out", "pairs", "texts"):
+            text = text.replace(name.upper(), str(self.folder / f"{name}.jsonl"))
+        (folder / "recipe.yaml").write_text(text.replace("OUTPUT", str(folder / "run")))
+        arguments = [str(folder / "recipe.yaml")]
+        for name, value in {"strategy": f"accelerate_configs/{strategy}.yaml", **settings}.items():
+            arguments += ["--set", f"{name}={value}"]
+        job = {"folder": str(folder), "processes": processes, "arguments": arguments, "limit": LIMIT_SECONDS}
+        answer = self._server(on, memory).ask({**job, "sabotage": sabotage})
+        (folder / "seconds.json").write_text(json.dumps(answer["seconds"]))
+        (folder / "codes.json").write_text(json.dumps(answer["codes"]))
+
+    def _server(self, on: str, memory: int | None) -> _Server:
+        name = on if memory is None else f"{on}-{memory}"
+        if name not in self._servers:
+            self._servers[name] = _Server(simulated_gpus.environment(NUM_GPUS, memory=memory))
+        return self._servers[name]
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            server.close()
+
+
+def _write_data(folder: Path) -> None:
+    chance = random.Random(0)
+
+    def words(low: int, high: int) -> str:
+        return " ".join(chance.choice(WORDS) for _ in range(chance.randint(low, high)))
+
+    def turn(role: str, low: int, high: int) -> dict[str, str]:
+        return {"role": role, "content": words(low, high)}
+
+    def chats(count: int) -> Iterator[dict]:
+        for _ in range(count):
+            turns = [(turn("user", 1, 8), turn("assistant", 1, 24)) for _ in range(chance.randint(1, 2))]
+            yield {"messages": [message for pair in turns for message in pair]}
+
+    def pairs(count: int) -> Iterator[dict]:
+        for _ in range(count):
+            prompt = [turn("user", 1, 8)]
+            yield {"chosen": [*prompt, turn("assistant", 1, 12)], "rejected": [*prompt, turn("assistant", 1, 12)]}
+
+    rows = {
+        "held_out": chats(6),
+        "pairs": pairs(24),
+        "texts": ({"text": words(400, 400)} for _ in range(32)),
+        "chats": chats(64),
+    }
+    for name, found in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
