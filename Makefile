@@ -5,9 +5,11 @@ COOKBOOK := .venv/bin/python -m cookbook
 STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
 
-# RECIPE=... STRATEGY=... PROCESSES=... SET="a.b=c d.e=f" on the command line, as flags of `python -m cookbook`.
+# RECIPE=... STRATEGY=... PROCESSES=... SIMULATE_GPUS=2 SET="a.b=c d.e=f" on the command line, as flags of `python -m cookbook`.
 STRATEGY_FLAG = $(if $(STRATEGY),--strategy $(STRATEGY))
 PROCESSES_FLAG = $(if $(PROCESSES),--processes $(PROCESSES))
+SIMULATE_FLAG = $(if $(SIMULATE_GPUS),--simulate-gpus $(SIMULATE_GPUS))
+ON_FLAG = $(if $(ON),--on $(ON))
 SET_FLAGS = $(foreach assignment,$(SET),--set '$(assignment)')
 
 .DEFAULT_GOAL := help
@@ -19,13 +21,13 @@ help:  ## this list
 setup: $(STAMP)  ## a virtual environment in .venv (PYTHON=python3.12 to choose; 3.11 or newer)
 
 quickstart: $(STAMP)  ## train a small model on this machine, with or without GPUs, and let it write some code
-	@$(COOKBOOK) launch recipes/quickstart.yaml $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)
+	@$(COOKBOOK) launch recipes/quickstart.yaml $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SIMULATE_FLAG) $(SET_FLAGS)
 	@$(COOKBOOK) summary outputs/quickstart
 	@$(COOKBOOK) sample outputs/quickstart
 
-train: $(if $(RECIPE),$(STAMP))  ## RECIPE=recipes/mine.yaml [STRATEGY=fsdp2] [PROCESSES=2] [SET="optim.learning_rate=1e-5 seed=7"]
+train: $(if $(RECIPE),$(STAMP))  ## RECIPE=recipes/mine.yaml [STRATEGY=fsdp2] [PROCESSES=2] [SIMULATE_GPUS=2] [SET="optim.learning_rate=1e-5 seed=7"]
 	@$(if $(RECIPE),,echo 'make train: write RECIPE=..., for example: make train RECIPE=recipes/quickstart.yaml' >&2; exit 2)
-	@$(COOKBOOK) launch $(RECIPE) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)
+	@$(COOKBOOK) launch $(RECIPE) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SIMULATE_FLAG) $(SET_FLAGS)
 
 finetune-7b: $(STAMP)  ## full fine-tuning of Qwen2.5-7B with ZeRO-3, or what that would take on a machine that cannot
 	@$(COOKBOOK) launch recipes/qwen25_7b/sft_zero3.yaml $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)
@@ -33,9 +35,9 @@ finetune-7b: $(STAMP)  ## full fine-tuning of Qwen2.5-7B with ZeRO-3, or what th
 plan: $(STAMP)  ## [RECIPE=...] [GPUS=8xH100] [SAMPLES=10000] [PRICE=2.5]: will it fit, how fast, under which strategy
 	@$(COOKBOOK) plan $(RECIPE) $(if $(GPUS),--gpus $(GPUS)) $(STRATEGY_FLAG) $(if $(SAMPLES),--samples $(SAMPLES)) $(if $(PRICE),--price $(PRICE)) $(SET_FLAGS)
 
-rehearse: $(if $(RECIPE),$(STAMP))  ## RECIPE=... [STRATEGY=...] [PROCESSES=2]: run it tiny on this CPU, save and reload
+rehearse: $(if $(RECIPE),$(STAMP))  ## RECIPE=... [STRATEGY=...] [PROCESSES=2] [ON=cpu]: run it tiny on simulated GPUs, save and reload
 	@$(if $(RECIPE),,echo 'make rehearse: write RECIPE=..., for example: make rehearse RECIPE=recipes/qwen25_7b/sft_zero3.yaml' >&2; exit 2)
-	@$(COOKBOOK) rehearse $(RECIPE) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)
+	@$(COOKBOOK) rehearse $(RECIPE) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(ON_FLAG) $(SET_FLAGS)
 
 preview: $(STAMP)  ## [RECIPE=...]: samples as the model will see them, and how long they are
 	@$(COOKBOOK) preview $(RECIPE) $(SET_FLAGS)

@@ -261,7 +261,7 @@ def finish(run: "Run", books: "Books") -> int:
     )
     if books.expected is not None:
         log.say(books.expected.compared(allocated, reserved))
-        peaks = {"allocated": allocated, "reserved": reserved}
+        peaks = {"allocated": allocated, "reserved": reserved or None}
         log.write_record("run.json", books.record | {"peak_memory_gib": peaks})
 
     books.watch.close()

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from cookbook import simulated_gpus
 from cookbook.checkpoint.listing import in_words, is_run, list_checkpoints
 from cookbook.child import run_child
 from cookbook.combinations import page as combinations_page
@@ -71,6 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument("--processes", type=int, metavar="N", help="default: one per GPU, or two without a GPU")
     _add_assignments(launch)
     launch.add_argument("--dry-run", action="store_true", help="start the processes, check everything, train nothing")
+    launch.add_argument(
+        "--simulate-gpus", type=int, metavar="N", help="on a machine without GPUs: real numbers by the GPU's code paths"
+    )
 
     check = verbs.add_parser("check", help="check recipes with their strategies; without a recipe, all that are here")
     check.set_defaults(command=check_files)
@@ -123,10 +127,13 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="everything, in bytes and seconds")
     _add_assignments(plan)
 
-    rehearse = verbs.add_parser("rehearse", help="run a recipe with a tiny model of its kind on CPU")
+    rehearse = verbs.add_parser("rehearse", help="run a recipe with a tiny model of its kind on simulated GPUs")
     rehearse.set_defaults(command=rehearse_recipe)
     rehearse.add_argument("recipe", type=Path)
     _add_strategy(rehearse)
+    rehearse.add_argument(
+        "--on", choices=("gpus", "cpu"), help="default: GPUs, simulated where there are none, if that can be done here"
+    )
     rehearse.add_argument("--processes", type=int, metavar="N", help="default: two, or what the strategy's mesh needs")
     _add_assignments(rehearse)
 
@@ -182,6 +189,9 @@ def _add_strategy(parser: argparse.ArgumentParser) -> None:
 
 def launch_run(arguments: argparse.Namespace) -> int:
     """Runs the `accelerate launch` of the recipe: see `cookbook.child`."""
+    if arguments.simulate_gpus is not None:
+        os.environ |= simulated_gpus.environment(arguments.simulate_gpus)
+        print(f"{arguments.simulate_gpus} simulated GPUs: no time or speed of this run is a measurement", flush=True)
     override = find_strategy(arguments.strategy) if arguments.strategy else None
     recipe, strategy = load_pair(arguments.recipe, arguments.assignments, override)
     gpus = num_gpus()
@@ -190,7 +200,8 @@ def launch_run(arguments: argparse.Namespace) -> int:
         raise RecipeError([f"--processes is {count}; it must be at least 1"])
     make_plan(recipe, strategy, num_processes=count, num_gpus=gpus, recipe_name=str(arguments.recipe))
     command = launch_command(str(arguments.recipe), strategy, num_processes=count, assignments=arguments.assignments)
-    if not arguments.dry_run and gpus < (read_needs(read_label(arguments.recipe)).num_gpus or 0):
+    is_free = arguments.dry_run or arguments.simulate_gpus is not None
+    if not is_free and gpus < (read_needs(read_label(arguments.recipe)).num_gpus or 0):
         raise RecipeError([what_it_takes(arguments.recipe), f"To run it here all the same: {show_command(command)}"])
     for source in () if recipe.data.streaming else (*recipe.data.train, *recipe.data.eval.values()):
         if Path(source.path).exists():
@@ -327,7 +338,7 @@ def _summary(lines: list[dict[str, Any]], folder: Path) -> dict[str, str]:
     evaluations = [line for line in lines if "eval_loss" in line]
     first, last = steps[0], steps[-1]
     tail = steps[-10:]
-    seconds = sum(line["step_seconds"] for line in steps)
+    is_measured = "step_seconds" in first  # on simulated GPUs there is nothing to measure
     rows = {
         "loss": f"{first['loss']:.3f} at step {first['step']}, {mean(line['loss'] for line in tail):.3f} at the end"
         f" (mean of the last {len(tail)} steps)"
@@ -339,8 +350,10 @@ def _summary(lines: list[dict[str, Any]], folder: Path) -> dict[str, str]:
     if "reward_accuracy" in last:
         accuracy = mean(line["reward_accuracy"] for line in tail)
         rows["reward accuracy"] = f"{accuracy:.2f} (mean of the last {len(tail)} steps)"
-    rows["training"] = f"steps {first['step']} to {last['step']} in {seconds:.0f} s, {last['epoch']:.2f} epochs"
-    rows["tokens/s"] = f"{median(line['tokens_per_second'] for line in steps):,.0f} (median step, all processes)"
+    time_taken = f" in {sum(line['step_seconds'] for line in steps):.0f} s" if is_measured else ""
+    rows["training"] = f"steps {first['step']} to {last['step']}{time_taken}, {last['epoch']:.2f} epochs"
+    if is_measured:
+        rows["tokens/s"] = f"{median(line['tokens_per_second'] for line in steps):,.0f} (median step, all processes)"
     rows["peak memory"] = f"{max(line['peak_memory_gib'] for line in steps):.2f} GiB (largest process)"
     rows |= _where(folder)
     export = folder / "export"
@@ -458,6 +471,7 @@ def rehearse_recipe(arguments: argparse.Namespace) -> int:
         assignments=arguments.assignments,
         strategy=arguments.strategy,
         processes=arguments.processes,
+        on=arguments.on,
     )
 
 

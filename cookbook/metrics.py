@@ -16,8 +16,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from cookbook import simulated_gpus
 from cookbook.hardware import GIB, attention_flops, matrix_flops, peak_flops
 
+SPEEDS = ("step_seconds", "tokens_per_second", "mfu")
+"""What a run on simulated GPUs does not write down, lest it be taken for a measurement."""
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "peft", "tokenizers", "numpy")
 
 
@@ -35,8 +38,11 @@ def device_peak_flops(device: torch.device) -> float | None:
 
 
 def peak_reserved_gib(device: torch.device) -> float:
-    """Largest memory that torch has taken from the GPU so far, fragments and all; 0 on a CPU."""
-    return torch.cuda.max_memory_reserved(device) / GIB if device.type == "cuda" else 0.0
+    """Largest memory that torch has taken from the GPU so far, fragments and all; 0 where that is not known: on a CPU,
+    and on simulated GPUs.
+    """
+    is_known = device.type == "cuda" and not simulated_gpus.is_active()
+    return torch.cuda.max_memory_reserved(device) / GIB if is_known else 0.0
 
 
 class FlopCounter:
@@ -116,13 +122,15 @@ class RunLog:
         """Appends one line to metrics.jsonl, at full precision, and moves the bar on for a training line."""
         if not self.is_main:
             return
+        if simulated_gpus.is_active():
+            line = {key: value for key, value in line.items() if key not in SPEEDS}
         # JSON knows no nan.
         finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in line.items()}
         self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
         if "loss" in line:
-            text = f"loss {line['loss']:.3f}, {line['tokens_per_second']:.0f} tokens/s"
-            self._bar.set_postfix_str(text, refresh=False)
+            speed = f", {line['tokens_per_second']:.0f} tokens/s" if "tokens_per_second" in line else ", simulated GPUs"
+            self._bar.set_postfix_str(f"loss {line['loss']:.3f}{speed}", refresh=False)
             self._bar.update()
         else:
             name = f"{line['eval_set']}: " if "eval_set" in line else ""
@@ -178,7 +186,7 @@ def environment_record(device: torch.device) -> dict[str, Any]:
     hardware = {"machine": platform.machine(), "cores": os.cpu_count(), "device": device.type}
     if device.type == "cuda":
         name, count = torch.cuda.get_device_name(device), torch.cuda.device_count()
-        hardware |= {"gpu": name, "gpus": count, "cuda": torch.version.cuda}
+        hardware |= {"gpu": name, "gpus": count, "cuda": torch.version.cuda, "simulated": simulated_gpus.is_active()}
     versions = {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
     return {"command": sys.argv, "versions": versions, "commit": _commit(), "hardware": hardware}
 

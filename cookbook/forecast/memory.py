@@ -55,12 +55,13 @@ class Memory:
         return low + CONTEXT, high + CONTEXT
 
     def compared(self, allocated_gib: float, reserved_gib: float) -> str:
-        """A run's peaks beside these."""
+        """A run's peaks beside these; 0 reserved is not known."""
         low, high = (size / GIB for size in self.reserved)
         difference = allocated_gib * GIB / self.allocated - 1
+        reserved = f"; {reserved_gib:.2f} GiB reserved, forecast {low:.1f} to {high:.1f}" if reserved_gib else ""
         return (
             f"peak GPU memory: {allocated_gib:.2f} GiB allocated, {difference:+.1%} against the forecast of"
-            f" {self.allocated / GIB:.2f}; {reserved_gib:.2f} GiB reserved, forecast {low:.1f} to {high:.1f}"
+            f" {self.allocated / GIB:.2f}{reserved}"
         )
 
 

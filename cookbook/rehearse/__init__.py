@@ -1,7 +1,8 @@
-"""A rehearsal: a recipe's own strategy, objective, adapter, data and kind of model, tiny, on this machine's CPU.
+"""A rehearsal: a recipe's own strategy, objective, adapter, precision, data and kind of model, tiny, on this machine.
 
-It trains three steps in real processes, evaluates, exports, and opens the export with plain transformers and peft,
-whose own loss on the held-out rows must be the run's. What would go wrong in minutes on rented GPUs goes wrong here.
+It trains three steps in real processes on simulated GPUs, evaluates, exports, and opens the export with plain
+transformers and peft, whose own loss on the held-out rows must be the run's. What would go wrong in minutes on rented
+GPUs goes wrong here.
 """
 
 import json
@@ -15,11 +16,13 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
+from cookbook import simulated_gpus
 from cookbook.data.rows import row_bytes
 from cookbook.files import RecipeError, dump_yaml, read_document
 from cookbook.library import read_label, read_needs
-from cookbook.machine import CPU_PROCESSES, num_cores
+from cookbook.machine import CPU_PROCESSES, num_cores, num_gpus, torch_cuda
 from cookbook.plan import describe_batch, load_pair, make_plan
 from cookbook.recipe import Recipe, dump_recipe
 from cookbook.rehearse.reopen import recompute
@@ -32,8 +35,11 @@ LEARNING_RATE = 1e-2
 """Far above any recipe's, so that three steps move the loss by more than rounding does: then equal losses mean that the
 trained weights were saved, and not the first ones."""
 LIMIT_SECONDS = 600
-ROUNDING = {"no": 1e-3, "bf16": 3e-2}
+ROUNDING = {"no": 1e-3, "bf16": 3e-2, "fp16": 3e-2}
 """By mixed_precision, how far the recomputed loss may lie from the run's: other kernels, weights exported in bf16."""
+
+
+Place = Literal["simulated GPUs", "GPUs", "CPU"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +47,19 @@ class Rehearsal:
     recipe: Recipe
     strategy: Strategy
     num_processes: int
+    place: Place
     folder: Path
     notes: Notes = field(default_factory=Notes)
 
 
-def rehearse(recipe_path: Path, *, assignments: list[str], strategy: str | None, processes: int | None) -> int:
+def rehearse(
+    recipe_path: Path, *, assignments: list[str], strategy: str | None, processes: int | None, on: str | None = None
+) -> int:
     """Rehearses a recipe and prints what that covered. Returns the exit code: 0, 1 for a failure of the run, 2 for what
     the user can fix in a file.
+
+    Args:
+        on: gpus or cpu; None takes GPUs if there is a way.
 
     Raises:
         RecipeError: mistakes that are known before anything starts.
@@ -57,15 +69,19 @@ def rehearse(recipe_path: Path, *, assignments: list[str], strategy: str | None,
     recipe, found = load_pair(recipe_path, assignments, find_strategy(strategy) if strategy else None)
     if processes is not None and processes < 1:
         raise RecipeError([f"--processes is {processes}; it must be at least 1"])
-    count = processes or found.num_processes or CPU_PROCESSES
+    place, why = _choose_place(on)
+    here = num_gpus() if place == "GPUs" else CPU_PROCESSES
+    count = processes or found.num_processes or min(here, CPU_PROCESSES)
     folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
-    rehearsal = Rehearsal(recipe=recipe, strategy=found, num_processes=count, folder=folder)
-    print(f"Rehearsing {recipe_path} under {found.path}, {count} process{'es' if count > 1 else ''} on the CPU ...")
+    rehearsal = Rehearsal(recipe=recipe, strategy=found, num_processes=count, place=place, folder=folder)
+    if why:
+        print(why)
+    print(f"Rehearsing {recipe_path} under {found.path}, {count} process{'es' if count > 1 else ''} on {place} ...")
     try:
         _plan_full_size(rehearsal, recipe_path)
         small = _write_small_recipe(rehearsal, recipe_path)
         log = folder / "log.txt"
-        code = _run(small, found, count, log)
+        code = _run(rehearsal, small, log)
         if code:
             print(f"\n{_what_went_wrong(log)}\n\nREHEARSAL of {recipe_path}: failed", file=sys.stderr)
             return code
@@ -82,11 +98,31 @@ def rehearse(recipe_path: Path, *, assignments: list[str], strategy: str | None,
     return 0
 
 
+def _choose_place(on: str | None) -> tuple[Place, str | None]:
+    """Where to rehearse, and why not on GPUs where nobody asked for the CPU.
+
+    Raises:
+        RecipeError: GPUs were asked for, and there is no way.
+    """
+    if on == "cpu":
+        return "CPU", None
+    if torch_cuda() is not None and num_gpus():
+        return "GPUs", None
+    why = simulated_gpus.problem()
+    if why is None:
+        return "simulated GPUs", None
+    if on == "gpus":
+        raise RecipeError([f"--on gpus: there are none, and they cannot be simulated: {why}"])
+    return "CPU", f"GPUs cannot be simulated here: {why}. Rehearsing on the CPU instead."
+
+
 def _not_covered(rehearsal: Rehearsal) -> list[str]:
-    return [
-        *rehearsal.notes.missing,
-        "GPU kernels, NCCL, memory and speed at full size, the recipe's own learning rate",
-    ]
+    beyond = {
+        "CPU": "the GPU's code paths, NCCL",
+        "simulated GPUs": "errors inside real kernels and NCCL",
+        "GPUs": "more GPUs than are here",
+    }[rehearsal.place]
+    return [*rehearsal.notes.missing, f"{beyond}, memory and speed at full size, the recipe's own learning rate"]
 
 
 def _plan_full_size(rehearsal: Rehearsal, recipe_path: Path) -> None:
@@ -147,7 +183,7 @@ def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
     schedule["warmup_steps"] = min(schedule["warmup_steps"], 1)
     if "decay_steps" in schedule:
         schedule["decay_steps"] = 1
-    if recipe.mixed_precision == "fp16":
+    if recipe.mixed_precision == "fp16" and rehearsal.place == "CPU":
         values["mixed_precision"] = "no"
         notes.missing.append("mixed_precision fp16, which needs a GPU; rehearsed in float32")
     run = values["run"]
@@ -156,25 +192,34 @@ def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
     run["eval_every_steps"] = 2
     small = rehearsal.folder / "recipe.yaml"
     small.write_text(dump_yaml(values), encoding="utf-8")
-    # Once more for the small recipe: what its strategy cannot do on a CPU is told without starting processes.
+    # Once more for the small recipe: what its strategy cannot do there is told without starting processes.
     checked, _ = load_pair(small, strategy_path=Path(strategy.path))
-    make_plan(checked, strategy, num_processes=rehearsal.num_processes, num_gpus=0, recipe_name=str(recipe_path))
+    count = rehearsal.num_processes
+    gpus = 0 if rehearsal.place == "CPU" else count
+    make_plan(checked, strategy, num_processes=count, num_gpus=gpus, recipe_name=str(recipe_path))
     return small
 
 
 # The run.
 
 
-def _run(small: Path, strategy: Strategy, num_processes: int, log: Path) -> int:
+def _run(rehearsal: Rehearsal, small: Path, log: Path) -> int:
     """Launches the small recipe with its output in `log`; 0, 1 or 2."""
+    strategy, num_processes = rehearsal.strategy, rehearsal.num_processes
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", strategy.path]
     command += ["--num_processes", str(num_processes)]
     if num_processes > 1 and strategy.main_process_port is None:
         command += ["--main_process_port", "0"]
     command += ["train.py", str(small)]
     threads = {"OMP_NUM_THREADS": str(max(1, num_cores() // num_processes))}  # unless the user has said how many
-    environment = {**threads, **os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # ninja lies there
+    environment = {**threads, **os.environ}
+    if rehearsal.place == "CPU":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    else:
+        environment.pop("DS_ACCELERATOR")  # of this process alone
+    if rehearsal.place == "simulated GPUs":
+        environment |= simulated_gpus.environment(num_processes, report=rehearsal.folder)
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"  # ninja lies there
     with log.open("w") as output:
         run = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
         try:
@@ -214,6 +259,14 @@ def _what_went_wrong(log: Path) -> str:
 # What the run left.
 
 
+def _what_the_gpu_saw(folder: Path, precision: str) -> str:
+    """Of the first simulated GPU."""
+    report = json.loads((folder / "rank_0.json").read_text(encoding="utf-8"))
+    calls = sum(one["calls"] for one in report["collectives"].values())
+    attention = sorted({name.rpartition(" ")[0] for name in report["attention"]}) or ["attention by plain products"]
+    return f"the GPU's own paths in {precision}: {', '.join(attention)}, {calls} collectives in NCCL's place"
+
+
 def _check_export(rehearsal: Rehearsal) -> str | None:
     """What is wrong with the export, or None."""
     out = rehearsal.folder / "out"
@@ -228,6 +281,8 @@ def _check_export(rehearsal: Rehearsal) -> str | None:
         f"{count} process{'es' if count > 1 else ''} under {rehearsal.strategy.path}, {len(steps)} steps of"
         f" {small['batch']['global_batch_size']}, {len(evaluations)} evaluations"
     )
+    if rehearsal.place == "simulated GPUs":
+        rehearsal.notes.covered.append(_what_the_gpu_saw(rehearsal.folder, small["mixed_precision"]))
     loss = recompute(out / "export", small, rehearsal.folder / "eval.jsonl")
     adapter = rehearsal.recipe.adapter
     if adapter is not None:

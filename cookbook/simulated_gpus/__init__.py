@@ -27,6 +27,8 @@ SOURCES = ("device.cpp", "attention.cpp", "nccl.cpp")
 COUNT = "SIMULATED_GPUS"
 """The variable that says how many there are."""
 BUILD_SECONDS = 900
+MOST = 64
+"""As many as device.cpp counts memory for."""
 
 
 def is_active() -> bool:
@@ -55,6 +57,8 @@ def environment(count: int, *, memory: int | None = None, report: Path | None = 
     Raises:
         RecipeError: see `problem`; or the compiler failed.
     """
+    if not 1 <= count <= MOST:
+        raise RecipeError([f"{count} simulated GPUs; write a number from 1 to {MOST}"])
     if why := problem():
         raise RecipeError([f"GPUs cannot be simulated here: {why}"])
     library = build()
