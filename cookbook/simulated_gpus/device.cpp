@@ -503,6 +503,16 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("record_stream", [](at::Tensor&, c10::Stream) {});
 }
 
+// bitsandbytes has kernels for the CPU, and others of Python for every device that has none: those would leave their
+// temporaries in the device's memory, where CUDA's kernels have none.
+TORCH_LIBRARY_IMPL(bitsandbytes, CUDA, m) {
+  for (const char* name : {"quantize_4bit", "dequantize_4bit", "dequantize_4bit.out", "quantize_blockwise",
+                           "dequantize_blockwise", "dequantize_blockwise.out", "gemv_4bit", "gemv_4bit.out",
+                           "gemm_4bit", "optimizer_update_8bit_blockwise", "optimizer_update_32bit"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
+}
+
 // Python's UntypedStorage.resize_ knows only devices that torch was built with.
 TORCH_LIBRARY(simulated_gpus, m) { m.def("resize_storage(Tensor tensor, int bytes) -> Tensor"); }
 TORCH_LIBRARY_IMPL(simulated_gpus, CUDA, m) { m.impl("resize_storage", &resize_storage); }

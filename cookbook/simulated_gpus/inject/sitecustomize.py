@@ -36,16 +36,19 @@ class _Torch(_Loader):
 
 
 class _Bitsandbytes(_Loader):
-    """Its CUDA kernels are not to be had, so it loads those for the CPU, on which the simulated device falls back."""
+    """Its CUDA kernels are not to be had, so it loads those for the CPU, on which the simulated device falls back. What
+    it would compile, for a minute, stays as it is.
+    """
 
     def exec_module(self, module: ModuleType) -> None:
         import torch
 
         is_available, torch.cuda.is_available = torch.cuda.is_available, lambda: False
+        compiles, torch.compile = torch.compile, lambda function=None, **options: function or (lambda inner: inner)
         try:
             self.inner.exec_module(module)
         finally:
-            torch.cuda.is_available = is_available
+            torch.cuda.is_available, torch.compile = is_available, compiles
 
 
 LOADERS = {"torch": _Torch, "bitsandbytes": _Bitsandbytes}
