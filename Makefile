@@ -13,7 +13,7 @@ ON_FLAG = $(if $(ON),--on $(ON))
 SET_FLAGS = $(foreach assignment,$(SET),--set '$(assignment)')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart train finetune-7b preview plan rehearse merge export checkpoint check doctor explain schema library combinations test test-long test-all soak matrix lint lock audit clean
+.PHONY: help setup quickstart train finetune-7b preview plan rehearse merge export checkpoint check doctor explain schema library combinations test test-long test-all soak matrix simulated-gpus test-gpu lint lock audit clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 14
@@ -89,6 +89,16 @@ matrix: $(DEV_STAMP)  ## run the equivalence tests and write their table into th
 	@CURVES=outputs/curves .venv/bin/python -m pytest -q -n 2 --dist worksteal tests/test_equivalence.py tests/test_equivalence_features.py \
 	  -m "slow or not slow" -k "not readme"
 	@.venv/bin/python benchmarks/equivalence_table.py outputs/curves
+
+simulated-gpus: $(DEV_STAMP)  ## run every GPU test on simulated GPUs, and write down what real ones are compared with
+	@rm -rf outputs/simulated_gpus
+	@GPU_RUNS=outputs/simulated_gpus .venv/bin/python -m pytest -q -n 2 --dist worksteal -m "slow or not slow" tests/test_gpu_*.py
+	@.venv/bin/python benchmarks/gpu_runs.py outputs/simulated_gpus
+
+test-gpu: $(DEV_STAMP)  ## the same tests on the GPUs of this machine, and how far the simulated ones were from them
+	@rm -rf outputs/real_gpus
+	@REAL_GPUS=1 GPU_RUNS=outputs/real_gpus .venv/bin/python -m pytest -q -m "slow or not slow" tests/test_gpu_*.py; \
+	  .venv/bin/python benchmarks/gpu_runs.py outputs/real_gpus --compare
 
 lint: $(DEV_STAMP)  ## style, format and types
 	@.venv/bin/ruff check .

@@ -111,7 +111,7 @@ def lab(shared_folder: Path) -> Lab:
 @pytest.fixture(scope="session")
 def gpu_lab(shared_folder: Path) -> Iterator[GpuLab]:
     """As `lab`, on simulated GPUs."""
-    lab = GpuLab(shared_folder / "gpus")
+    lab = GpuLab(Path(os.environ.get("GPU_RUNS", shared_folder / "gpus")).resolve())
     yield lab
     lab.close()
 

@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+import os
 import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +17,12 @@ import pytest
 from filelock import FileLock
 
 from cookbook import simulated_gpus
+from cookbook.machine import num_gpus
 from tests.curves import ROOT, WORDS, Curve, environment
 
 NUM_GPUS = 4
+REAL = "REAL_GPUS" in os.environ
+"""Set by `make test-gpu`: the same runs on the GPUs of this machine."""
 LIMIT_SECONDS = 240.0
 TINY = (
     "{vocab_size: 512, hidden_size: 128, intermediate_size: 256, num_hidden_layers: 2,"
@@ -151,6 +156,37 @@ def _pipes(process: "subprocess.Popen[str]") -> tuple[IO[str], IO[str]]:
     return process.stdin, process.stdout
 
 
+@dataclass
+class _RealGpus:
+    """Fresh processes on the GPUs of this machine, which several share where there are fewer."""
+
+    memory: int | None
+
+    def ask(self, job: dict) -> dict:
+        import torch.distributed as dist
+
+        if self.memory is not None:
+            pytest.skip("the memory of a real GPU is what it is")
+        count, there = job["processes"], num_gpus()
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        job["shared"] = count > there
+        command, started = [sys.executable, str(ROOT / "tests/gpu_server.py"), json.dumps(job)], time.monotonic()
+        running = [
+            subprocess.Popen(
+                [*command, str(rank), str(store.port)],
+                cwd=ROOT,
+                env=environment(HF_HUB_OFFLINE="1", **({"CUDA_VISIBLE_DEVICES": "0"} if job["shared"] else {})),
+            )
+            for rank in range(count)
+        ]
+        for process in running:
+            try:
+                process.wait(max(1.0, started + job["limit"] - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+        return {"codes": [process.wait() for process in running], "seconds": round(time.monotonic() - started, 2)}
+
+
 class GpuLab:
     """Where a run with the same arguments happens once, whatever test of whatever worker asks for it."""
 
@@ -172,6 +208,7 @@ class GpuLab:
         on: str = "gpu",
         memory: int | None = None,
         sabotage: str | None = None,
+        shared: bool = False,
         after: GpuRun | None = None,
         ends: tuple[int, ...] | None = (0,),
     ) -> GpuRun:
@@ -184,6 +221,7 @@ class GpuLab:
             on: gpu or cpu.
             memory: bytes of each GPU.
             sabotage: a deliberate mistake from tests/gpu_sabotage.py.
+            shared: all processes on one GPU, with gloo in NCCL's place.
             after: an earlier run, whose folder this one goes on with.
             ends: exit codes that every process must end with; None to let the caller look.
 
@@ -191,47 +229,40 @@ class GpuLab:
             AssertionError: it ended with another code; carries the end of its output.
         """
         processes = processes or {"single": 1, "hsdp": 4}.get(strategy, 2)
-        given = [strategy, settings or {}, processes, recipe, on, memory, sabotage, str(after and after.folder)]
-        key = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:10]
+        case = {"strategy": strategy, "settings": settings or {}, "processes": processes, "recipe": recipe, "on": on}
+        case |= {"memory": memory, "sabotage": sabotage, "shared": shared, "after": after and after.folder.name}
+        key = hashlib.sha256(json.dumps(case, sort_keys=True).encode()).hexdigest()[:10]
         folder = self.folder / f"{strategy}-{recipe}-{on}-{key}"
         with FileLock(f"{folder}.lock"):
             if not (folder / "codes.json").exists():
-                self._run(folder, strategy, settings or {}, processes, recipe, on, memory, sabotage, after)
+                self._run(folder, case, after)
         found = GpuRun(folder, json.loads((folder / "codes.json").read_text()))
         if ends is not None and not set(found.codes) <= set(ends):
             bad = next(rank for rank, code in enumerate(found.codes) if code not in ends)
             pytest.fail(f"{strategy} {settings}: codes {found.codes}\n{found.log(bad)[-4000:]}")
         return found
 
-    def _run(
-        self,
-        folder: Path,
-        strategy: str,
-        settings: dict[str, str],
-        processes: int,
-        recipe: str,
-        on: str,
-        memory: int | None,
-        sabotage: str | None,
-        after: GpuRun | None,
-    ) -> None:
+    def _run(self, folder: Path, case: dict[str, Any], after: GpuRun | None) -> None:
         shutil.rmtree(folder, ignore_errors=True)  # of a run whose asker was ended
         folder.mkdir()
         if after is not None:
             shutil.copytree(after.output, folder / "run")
-        text = RECIPE.format(**RECIPES[recipe])
+        text = RECIPE.format(**RECIPES[case["recipe"]])
         for name in ("chats", "held_out", "pairs", "texts"):
             text = text.replace(name.upper(), str(self.folder / f"{name}.jsonl"))
         (folder / "recipe.yaml").write_text(text.replace("OUTPUT", str(folder / "run")))
         arguments = [str(folder / "recipe.yaml")]
-        for name, value in {"strategy": f"accelerate_configs/{strategy}.yaml", **settings}.items():
+        for name, value in {"strategy": f"accelerate_configs/{case['strategy']}.yaml", **case["settings"]}.items():
             arguments += ["--set", f"{name}={value}"]
-        job = {"folder": str(folder), "processes": processes, "arguments": arguments, "limit": LIMIT_SECONDS}
-        answer = self._server(on, memory).ask({**job, "sabotage": sabotage})
-        (folder / "seconds.json").write_text(json.dumps(answer["seconds"]))
+        job = {name: case[name] for name in ("processes", "sabotage", "shared")}
+        job |= {"folder": str(folder), "arguments": arguments, "limit": LIMIT_SECONDS}
+        answer = self._runner(case["on"], case["memory"]).ask(job)
+        (folder / "case.json").write_text(json.dumps(case | {"seconds": answer["seconds"]}))
         (folder / "codes.json").write_text(json.dumps(answer["codes"]))
 
-    def _server(self, on: str, memory: int | None) -> _Server:
+    def _runner(self, on: str, memory: int | None) -> "_Server | _RealGpus":
+        if REAL and on == "gpu":
+            return _RealGpus(memory)
         name = on if memory is None else f"{on}-{memory}"
         if name not in self._servers:
             self._servers[name] = _Server(simulated_gpus.environment(NUM_GPUS, memory=memory))

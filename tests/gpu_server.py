@@ -1,12 +1,12 @@
 """Runs train.py many times from one warm parent: each run forks its processes, which saves their imports.
 
-    python tests/gpu_server.py    reads a JSON object a line: {"folder", "processes", "arguments", "sabotage", "limit"}
-                                  and answers with one: {"codes": [..], "seconds": ..}
+    python tests/gpu_server.py    reads a JSON object a line: {"folder", "processes", "arguments", "sabotage", "shared",
+                                  "limit"}, and answers with one: {"codes": [..], "seconds": ..}
+    python tests/gpu_server.py JOB RANK PORT    is one process of a run, on a real GPU
 
 It is started with the variables of `cookbook.simulated_gpus.environment`, or without them for runs on the CPU.
 """
 
-import contextlib
 import importlib
 import json
 import os
@@ -17,6 +17,8 @@ import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from cookbook import simulated_gpus
+
 LIBRARIES = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
@@ -49,12 +51,22 @@ def warm_up() -> None:
         importlib.import_module(name)
 
 
+def share_a_gpu(rank: int) -> None:
+    """Each process takes itself for a machine of one GPU, which is the same one, so NCCL would refuse."""
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank), SHARED_GPU="1")
+    if not simulated_gpus.is_active():
+        os.environ["SIMULATED_GPUS_LIBRARY"] = str(simulated_gpus.build())
+        importlib.import_module("cookbook.simulated_gpus.cuda").replace_nccl(importlib.import_module("torch"))
+
+
 def run_rank(job: dict, rank: int, port: int) -> None:
     """One process of a run; never returns."""
     count, folder = job["processes"], Path(job["folder"])
     if count > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    if job.get("shared"):
+        share_a_gpu(rank)
     log = os.open(folder / f"log_{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -72,13 +84,21 @@ def run_rank(job: dict, rank: int, port: int) -> None:
         code = int(error.code or 0)
     except BaseException:
         traceback.print_exc()
-    with contextlib.suppress(KeyError):  # on the CPU there is nothing to report
-        cuda = sys.modules["simulated_cuda"]
-        os.environ["RANK"] = str(rank)
-        cuda.write_report(sys.modules["torch"], cuda.library, folder)
+    report(rank, folder)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def report(rank: int, folder: Path) -> None:
+    """rank_<n>.json: of simulated GPUs all that they count, of real ones the peak."""
+    torch, cuda = sys.modules["torch"], sys.modules.get("simulated_cuda")
+    os.environ["RANK"] = str(rank)
+    if cuda is not None:
+        cuda.write_report(torch, cuda.library, folder)
+    elif torch.cuda.is_initialized():
+        record = {"device": 0, "peak_bytes": [torch.cuda.max_memory_allocated()], "waits": [], "attention": {}}
+        (folder / f"rank_{rank}.json").write_text(json.dumps(record))
 
 
 def run(job: dict) -> dict:
@@ -109,6 +129,8 @@ def run(job: dict) -> dict:
 
 
 def main() -> None:
+    if len(sys.argv) == 4:  # a real GPU does not survive a fork
+        run_rank(json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
     warm_up()

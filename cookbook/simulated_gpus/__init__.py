@@ -23,7 +23,7 @@ from cookbook.machine import torch_cuda
 
 HERE = Path(__file__).parent
 CACHE = HERE.parents[1] / ".cache" / "simulated_gpus"
-SOURCES = ("device.cpp", "attention.cpp", "nccl.cpp")
+DEVICE, NCCL = ("device.cpp", "attention.cpp"), ("nccl.cpp",)
 COUNT = "SIMULATED_GPUS"
 """The variable that says how many there are."""
 BUILD_SECONDS = 900
@@ -78,12 +78,13 @@ def environment(count: int, *, memory: int | None = None, report: Path | None = 
 
 
 def build() -> Path:
-    """The folder of the libraries for the installed torch, built if they are not there: about a minute of one core.
+    """The folder of the libraries for the installed torch, built if they are not there: about a minute of one core. Of
+    a torch that has CUDA, the process group alone.
 
     Raises:
         RecipeError: the compiler failed.
     """
-    sources = [HERE / name for name in (*SOURCES, "device.h")]
+    sources = [HERE / name for name in (*DEVICE, *NCCL, "device.h")]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
     name = f"torch-{metadata.version('torch')}-python-{sysconfig.get_python_version()}-{digest}"
     folder = CACHE / name
@@ -105,16 +106,18 @@ def _compile(folder: Path) -> None:
     assert compiler is not None
     flags = ["-std=c++20", "-O0", "-fPIC", f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
     flags += [f"-I{sysconfig.get_path('include')}", "-DUSE_C10D_GLOO", "-DTORCH_EXTENSION_NAME=simulated_nccl"]
-    objects = [str(folder / f"{name}.o") for name in SOURCES]
+    names = NCCL if torch_cuda() else (*DEVICE, *NCCL)
+    objects = {name: str(folder / f"{name}.o") for name in names}
     print("building the simulated GPUs, once for this torch ...", file=sys.stderr, flush=True)
-    _run([[compiler, *flags, "-c", str(HERE / n), "-o", o] for n, o in zip(SOURCES, objects, strict=True)])
+    _run([[compiler, *flags, "-c", str(HERE / name), "-o", made] for name, made in objects.items()])
     linking = [compiler, "-shared", f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib"]
     module = folder / f"simulated_nccl{sysconfig.get_config_var('EXT_SUFFIX')}"
-    device = [*linking, *objects[:2], "-o", str(folder / "libsimulated_gpus.so"), "-ltorch_cpu", "-lc10"]
-    nccl = [*linking, objects[2], "-o", str(module), "-ltorch_cpu", "-ltorch_python", "-ltorch", "-lc10"]
-    _run([device, nccl])
-    for path in objects:
-        Path(path).unlink()
+    _run([[*linking, objects[NCCL[0]], "-o", str(module), "-ltorch_cpu", "-ltorch_python", "-ltorch", "-lc10"]])
+    if DEVICE[0] in objects:
+        device = [objects[name] for name in DEVICE]
+        _run([[*linking, *device, "-o", str(folder / "libsimulated_gpus.so"), "-ltorch_cpu", "-lc10"]])
+    for made in objects.values():
+        Path(made).unlink()
 
 
 def _run(commands: list[list[str]]) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 NAME = "Simulated GPU"
 """Of no known GPU: nothing can take its peak, or print an MFU."""
-LIBRARY = Path(os.environ["SIMULATED_GPUS_LIBRARY"])
 OURS = ("/cookbook/", "/train.py")
 """A wait is charged to the innermost line of a file with one of these in its path."""
 
@@ -26,7 +25,7 @@ _waits: collections.Counter = collections.Counter()
 
 def load_library() -> ctypes.CDLL:
     """Before torch: its symbols must come first."""
-    library = ctypes.CDLL(str(LIBRARY / "libsimulated_gpus.so"), ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(_folder() / "libsimulated_gpus.so"), ctypes.RTLD_GLOBAL)
     for name in ("allocated", "peak", "capacity"):
         getattr(library, f"simulated_{name}").restype = ctypes.c_long
     library.simulated_ops.restype = ctypes.c_char_p
@@ -49,7 +48,7 @@ def install(torch: Any, library: ctypes.CDLL) -> None:
     torch.backends.cuda.is_built = lambda: True
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     _resize_storages(torch)
-    replace_nccl(torch, LIBRARY)
+    replace_nccl(torch)
     _count_waits(library)
     if folder := os.environ.get("SIMULATED_GPUS_REPORT"):
         atexit.register(lambda: write_report(torch, library, Path(folder)) if "LOCAL_RANK" in os.environ else None)
@@ -284,12 +283,16 @@ def _resize_storages(torch: Any) -> None:
     torch.UntypedStorage.resize_ = resize_
 
 
-def replace_nccl(torch: Any, folder: Path) -> None:
-    """Puts our process group in the place of NCCL's. On a real GPU, that lets several processes share it."""
+def _folder() -> Path:
+    return Path(os.environ["SIMULATED_GPUS_LIBRARY"])
+
+
+def replace_nccl(torch: Any) -> None:
+    """Puts our process group in the place of NCCL's. On a real GPU, with SHARED_GPU set, several processes share it."""
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
 
-    spec = importlib.util.spec_from_file_location("simulated_nccl", next(folder.glob("simulated_nccl*.so")))
+    spec = importlib.util.spec_from_file_location("simulated_nccl", next(_folder().glob("simulated_nccl*.so")))
     assert spec is not None and spec.loader is not None
     simulated_nccl: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(simulated_nccl)

@@ -1,6 +1,6 @@
 // NCCL without a GPU: a process group that refuses what NCCL refuses and lets gloo move the bytes. A collective is done
-// when its call returns. On the simulated device gloo works on the bytes where they lie; on a real GPU, which several
-// processes may share here and under NCCL may not, on copies.
+// when its call returns. On simulated GPUs gloo works on the bytes where they lie; with SHARED_GPU set, on copies, so that
+// several processes can share a real GPU, which NCCL refuses.
 
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -22,8 +22,8 @@ using Tensors = std::vector<at::Tensor>;
 std::mutex counts_lock;
 std::map<std::string, std::pair<int64_t, int64_t>> counts;  // by collective: calls, bytes
 
-bool is_simulated() {
-  static const bool answer = std::getenv("SIMULATED_GPUS") != nullptr;
+bool is_shared() {
+  static const bool answer = std::getenv("SHARED_GPU") != nullptr;
   return answer;
 }
 
@@ -203,10 +203,10 @@ class SimulatedNCCL : public c10d::Backend {
       TORCH_CHECK(tensor.scalar_type() != at::kShort && tensor.scalar_type() != at::kUInt16,
                   "Unsupported data type for NCCL process group");
       meet(tensor.device().index());
-      on_host.push_back(is_simulated() ? at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(),
-                                                       tensor.strides(), [tensor](void*) {},
-                                                       tensor.options().device(at::kCPU), at::Device(at::kCPU))
-                                       : tensor.cpu());
+      on_host.push_back(is_shared() ? tensor.cpu()
+                                    : at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(),
+                                                    tensor.strides(), [tensor](void*) {},
+                                                    tensor.options().device(at::kCPU), at::Device(at::kCPU)));
       bytes += tensor.nbytes();
     }
     if (!name.empty()) {
@@ -218,7 +218,7 @@ class SimulatedNCCL : public c10d::Backend {
   }
 
   c10::intrusive_ptr<Work> end(c10d::OpType type, const Tensors& tensors, const Tensors& on_host) {
-    if (!is_simulated()) {
+    if (is_shared()) {
       for (size_t i = 0; i < tensors.size(); i++) tensors[i].copy_(on_host[i]);
     }
     return done(type, tensors);
@@ -226,7 +226,7 @@ class SimulatedNCCL : public c10d::Backend {
 
   // NCCL refuses two processes on one GPU when they first meet. A machine is a launcher's GROUP_RANK.
   void meet(int device) {
-    if (has_met_ || !is_simulated()) return;
+    if (has_met_ || is_shared()) return;
     has_met_ = true;
     const char* machine = std::getenv("GROUP_RANK");
     auto mine = std::string(machine ? machine : "0") + "/" + std::to_string(device);

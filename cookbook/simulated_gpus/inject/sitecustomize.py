@@ -1,10 +1,12 @@
 """On PYTHONPATH with SIMULATED_GPUS set: `import torch` finds that many simulated GPUs, in every Python that starts."""
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,17 +43,40 @@ class _Bitsandbytes(_Loader):
     """
 
     def exec_module(self, module: ModuleType) -> None:
-        import torch
-
-        is_available, torch.cuda.is_available = torch.cuda.is_available, lambda: False
-        compiles, torch.compile = torch.compile, lambda function=None, **options: function or (lambda inner: inner)
-        try:
-            self.inner.exec_module(module)
-        finally:
-            torch.cuda.is_available, torch.compile = is_available, compiles
+        with _without_cuda() as torch:
+            compiles, torch.compile = torch.compile, lambda function=None, **options: function or (lambda inner: inner)
+            try:
+                self.inner.exec_module(module)
+            finally:
+                torch.compile = compiles
 
 
-LOADERS = {"torch": _Torch, "bitsandbytes": _Bitsandbytes}
+class _Builder(_Loader):
+    """DeepSpeed compiles its operations as on a CPU: there is no toolkit, and their tensors lie in host memory."""
+
+    def exec_module(self, module: Any) -> None:
+        self.inner.exec_module(module)
+        load = module.OpBuilder.jit_load
+
+        def jit_load(builder: Any, verbose: bool = True) -> Any:
+            with _without_cuda():
+                return load(builder, verbose)
+
+        module.OpBuilder.jit_load = jit_load
+
+
+@contextlib.contextmanager
+def _without_cuda() -> Iterator[Any]:
+    import torch
+
+    is_available, torch.cuda.is_available = torch.cuda.is_available, lambda: False
+    try:
+        yield torch
+    finally:
+        torch.cuda.is_available = is_available
+
+
+LOADERS = {"torch": _Torch, "bitsandbytes": _Bitsandbytes, "deepspeed.ops.op_builder.builder": _Builder}
 
 
 class _Finder(importlib.abc.MetaPathFinder):

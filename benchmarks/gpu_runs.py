@@ -1,0 +1,80 @@
+"""Writes down what the tests on simulated GPUs ran, or compares with it what they ran on real ones.
+
+make simulated-gpus                       writes benchmarks/results/simulated_gpus.json
+make test-gpu                             prints a line for each run on real GPUs
+"""
+
+import argparse
+import json
+import platform
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results" / "simulated_gpus.json"
+COMMAND = "make simulated-gpus"
+PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes")
+
+
+def read_runs(folder: Path) -> dict[str, dict[str, Any]]:
+    """By the name of its folder, which is made from all that the run was given: what a finished run did."""
+    found = {}
+    for path in sorted(folder.glob("*/case.json")):
+        case = json.loads(path.read_text())
+        metrics = path.parent / "run" / "metrics.jsonl"
+        if set(json.loads((path.parent / "codes.json").read_text())) != {0} or case["on"] != "gpu":
+            continue
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+        reports = [json.loads(one.read_text()) for one in path.parent.glob("rank_*.json")]
+        record = json.loads((path.parent / "run" / "run.json").read_text())
+        found[path.parent.name] = {
+            **{key: case[key] for key in ("strategy", "settings", "processes", "recipe")},
+            "losses": [line["loss"] for line in lines if "loss" in line],
+            "norms": [line["grad_norm"] for line in lines if "loss" in line],
+            "peak_bytes": max(max(one["peak_bytes"]) for one in reports),
+            "forecast_bytes": record.get("forecast", {}).get("allocated"),
+            "gpu": record["hardware"].get("gpu"),
+        }
+    return found
+
+
+def compare(real: dict[str, dict[str, Any]], simulated: dict[str, dict[str, Any]]) -> list[str]:
+    """A line for each run that both have."""
+    rows = [f"{'run':64} {'loss':>8} {'norm':>8} {'peak, MB':>10} {'simulated':>10} {'forecast':>10}"]
+    for name, run in real.items():
+        other = simulated.get(name)
+        if other is None:
+            continue
+        loss = max(abs(a - b) for a, b in zip(run["losses"], other["losses"], strict=True))
+        norms = [abs(a / b - 1) for a, b in zip(run["norms"], other["norms"], strict=True) if a and b]
+        settings = " ".join(f"{key}={value}" for key, value in run["settings"].items())
+        peak, forecast = run["peak_bytes"], run["forecast_bytes"]
+        rows.append(
+            f"{run['strategy'] + ' ' + settings:64.64} {loss:8.1e} {max(norms, default=0.0):8.1e} {peak / 1e6:10.1f}"
+            f" {other['peak_bytes'] / peak - 1:+10.1%}" + (f" {forecast / peak - 1:+10.1%}" if forecast else "")
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--compare", action="store_true")
+    arguments = parser.parse_args()
+    runs = read_runs(arguments.folder)
+    if not runs:
+        sys.exit(f"{arguments.folder}: no finished run there")
+    if arguments.compare:
+        print("\n".join(compare(runs, json.loads(RESULTS.read_text())["runs"])))
+        return
+    machine = f"{platform.machine()}, CPU only"
+    versions = {name: version(name) for name in PACKAGES}
+    RESULTS.write_text(
+        json.dumps({"command": COMMAND, "machine": machine, "versions": versions, "runs": runs}, indent=1) + "\n"
+    )
+    print(f"{RESULTS}: {len(runs)} runs")
+
+
+if __name__ == "__main__":
+    main()

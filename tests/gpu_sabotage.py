@@ -1,0 +1,63 @@
+"""Mistakes that no run on the CPU shows, put into a run on simulated GPUs, which must refuse each."""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cookbook.engine import Engine
+from cookbook.models import attention
+
+
+def host_tensor_in_a_collective(rank: int) -> None:
+    def maxima(self: Engine, *values: float) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor.tolist()
+
+    Engine.maxima = maxima
+
+
+def strided_tensor_in_a_collective(rank: int) -> None:
+    def maxima(self: Engine, *values: float) -> list[float]:
+        tensor = torch.tensor([values, values], device=self.device).T[:, 0].expand(3, -1).T
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor[:, 0].tolist()
+
+    Engine.maxima = maxima
+
+
+def host_tensor_beside_the_loss(rank: int) -> None:
+    plain = Engine._forward
+
+    def forward(self: Engine, function: Any, batch: Any) -> Any:
+        outcome = plain(self, function, batch)
+        return type(outcome)(outcome.loss_sum * torch.ones(1), outcome.count)
+
+    Engine._forward = forward
+
+
+def two_processes_on_one_gpu(rank: int) -> None:
+    os.environ["LOCAL_RANK"] = "0"
+
+
+def _with_varlen(change: Any) -> None:
+    plain = attention._varlen
+
+    def varlen(query: Any, key: Any, value: Any, segments: Any, scaling: Any) -> Any:
+        return plain(*change(query, key, value, segments), scaling)
+
+    attention._varlen = varlen
+
+
+def offsets_of_64_bits(rank: int) -> None:
+    _with_varlen(lambda q, k, v, segments: (q, k, v, segments._replace(offsets=segments.offsets.long())))
+
+
+def offsets_that_end_too_soon(rank: int) -> None:
+    _with_varlen(lambda q, k, v, segments: (q, k, v, segments._replace(offsets=segments.offsets[:-1])))
+
+
+def float32_into_flash_attention(rank: int) -> None:
+    _with_varlen(lambda q, k, v, segments: (q.float(), k.float(), v.float(), segments))

@@ -1,0 +1,101 @@
+"""Protects the promise on GPUs: every strategy has the curve of one process, in each precision, padded and packed.
+
+On simulated GPUs, whose numbers are real; `make test-gpu` runs the same on real ones. Bands are stated below.
+
+python -m pytest -q -m "slow or not slow" tests/test_gpu_matrix.py
+"""
+
+import pytest
+
+from tests.gpu_runs import GpuLab, GpuRun
+from tests.test_equivalence import ADAMW_LOSS, ADAMW_NORM, DISTRIBUTED, NVME_MODEL, STRATEGIES
+
+PRECISIONS = ("'no'", "bf16", "fp16")
+PACKED = {"data.packing": "true"}
+
+# Loss (absolute) and gradient norm (relative) over three steps of AdamW. Float32 as on the CPU. In 16 bits, autocast
+# rounds the inputs of each product (single, ddp, tp), FSDP and ZeRO round the weights once and every operation after,
+# and ZeRO reduces gradients in 16 bits.
+BANDS = {"'no'": (ADAMW_LOSS, ADAMW_NORM), "bf16": (5e-3, 5e-3), "fp16": (1e-3, 1e-3)}
+
+
+def assert_same_curve(run: GpuRun, reference: GpuRun, band: tuple[float, float]) -> None:
+    assert len(run.losses) == len(reference.losses) == 3
+    loss = max(abs(a - b) for a, b in zip(run.losses, reference.losses, strict=True))
+    norm = max(abs(a / b - 1) for a, b in zip(run.norms, reference.norms, strict=True))
+    held_out = max(abs(a[1] - b[1]) for a, b in zip(run.evaluations, reference.evaluations, strict=True))
+    print(f"{run.folder.name}: loss {loss:.1e}, norm {norm:.1e}, held-out loss {held_out:.1e}")
+    assert loss < band[0] and held_out < band[0] and norm < band[1], (loss, norm, held_out)
+
+
+def settings_for(strategy: str, precision: str, packing: bool) -> dict[str, str]:
+    # DeepSpeed keeps tensors under 1 MiB in memory.
+    return {"mixed_precision": precision} | (PACKED if packing else {}) | (NVME_MODEL if "nvme" in strategy else {})
+
+
+def cases() -> list:
+    """Each strategy packed in bf16 for `make test`; padded in float32 and fp16 for `make test-long`; the rest."""
+    found = []
+    for strategy in DISTRIBUTED:
+        for precision in PRECISIONS:
+            for packing in (False, True):
+                quick = precision == "bf16" and packing and "nvme" not in strategy
+                chosen = precision == ("'no'" if packing else "fp16") or (precision == "bf16" and "nvme" in strategy)
+                marks = [] if quick else [pytest.mark.slow] if chosen else [pytest.mark.slow, pytest.mark.thorough]
+                name = f"{strategy}-{precision.strip(chr(39))}-{'packed' if packing else 'padded'}"
+                found.append(pytest.param(strategy, precision, packing, marks=marks, id=name))
+    return found
+
+
+@pytest.mark.parametrize(("strategy", "precision", "packing"), cases())
+def test_every_strategy_has_the_curve_of_one_gpu(gpu_lab: GpuLab, strategy: str, precision: str, packing: bool):
+    settings = settings_for(strategy, precision, packing)
+    run = gpu_lab.run(strategy, settings)
+    assert run.record["hardware"]["device"] == "cuda"
+    assert run.record["strategy"]["precision"] == precision.strip("'")
+    assert_same_curve(run, gpu_lab.run("single", settings), BANDS[precision])
+
+
+def test_every_strategy_file_is_in_the_matrix():
+    assert {case.values[0] for case in cases()} == set(STRATEGIES) - {"single"} and len(cases()) >= 13 * 6
+
+
+@pytest.mark.parametrize("precision", ["'no'", "bf16"])
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_one_gpu_has_the_curve_of_the_cpu(gpu_lab: GpuLab, precision: str, packing: bool):
+    settings = settings_for("single", precision, packing)
+    assert_same_curve(gpu_lab.run("single", settings), gpu_lab.run("single", settings, on="cpu"), BANDS[precision])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_packed_rows_have_the_curve_of_padded_ones(gpu_lab: GpuLab, precision: str):
+    padded, packed = (gpu_lab.run("single", settings_for("single", precision, packing)) for packing in (False, True))
+    assert_same_curve(packed, padded, BANDS[precision])
+    kernel = "memory-efficient attention forward" if precision == "'no'" else "flash attention forward"
+    assert padded.report()["attention"].get(kernel, 0) >= 2 * 2 * 3, "another kernel ran than was meant"
+
+
+def test_another_learning_rate_leaves_the_bands(gpu_lab: GpuLab):
+    """The negative control: half of what these runs are told."""
+    reference = gpu_lab.run("single", settings_for("single", "bf16", True))
+    wrong = gpu_lab.run("single", settings_for("single", "bf16", True) | {"optim.learning_rate": "5e-4"})
+    with pytest.raises(AssertionError):
+        assert_same_curve(wrong, reference, BANDS["bf16"])
+
+
+REFUSALS = {
+    "host_tensor_in_a_collective": "Tensors must be CUDA and dense",
+    "strided_tensor_in_a_collective": "Tensors must be contiguous",
+    "host_tensor_beside_the_loss": "Expected all tensors to be on the same device",
+    "two_processes_on_one_gpu": "Duplicate GPU detected",
+    "offsets_of_64_bits": "cu_seqlens must have dtype int32",
+    "offsets_that_end_too_soon": "the offsets do not end at the last token",
+    "float32_into_flash_attention": "FlashAttention only support fp16 and bf16",
+}
+
+
+@pytest.mark.parametrize("mistake", REFUSALS)
+def test_a_mistake_that_the_cpu_lets_pass_is_refused(gpu_lab: GpuLab, mistake: str):
+    run = gpu_lab.run("ddp", PACKED, sabotage=mistake, ends=None)
+    assert run.codes != [0, 0]
+    assert any(REFUSALS[mistake] in run.log(rank) for rank in range(2)), run.log(0)[-2000:]
