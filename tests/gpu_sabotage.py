@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cookbook.engine import Engine
+from cookbook.engine import Engine, state
 from cookbook.models import attention
 
 
@@ -61,3 +61,14 @@ def offsets_that_end_too_soon(rank: int) -> None:
 
 def float32_into_flash_attention(rank: int) -> None:
     _with_varlen(lambda q, k, v, segments: (q.float(), k.float(), v.float(), segments))
+
+
+def moments_of_zero(rank: int) -> None:
+    plain = state.finish_restore
+
+    def finish(engine: Engine, num_updates: int | None) -> None:
+        plain(engine, num_updates)
+        for moments in engine.optimizer.optimizer.state.values():
+            moments["exp_avg"].zero_()
+
+    state.finish_restore = finish

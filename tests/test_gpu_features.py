@@ -1,0 +1,101 @@
+"""Protects what recipes add to a strategy, and state that crosses devices and strategies, on simulated GPUs.
+
+python -m pytest -q -m "slow or not slow" tests/test_gpu_features.py
+"""
+
+import pytest
+
+from tests.gpu_runs import GpuLab
+from tests.test_gpu_matrix import BANDS, PACKED, assert_same_curve
+
+LORA = {"adapter.name": "lora", "adapter.rank": "4"}
+
+# By name: recipe, settings, the strategies of make test-long, and those that only make test-all adds.
+FEATURES = {
+    "lora": ("sft", LORA | PACKED, ["ddp", "fsdp1", "fsdp2", "zero3", "tp"], ["fsdp2_offload", "hsdp", "zero2"]),
+    "dora": ("sft", LORA | {"adapter.name": "dora"}, ["fsdp2"], ["zero3"]),
+    "qlora": ("sft", LORA | {"adapter.name": "qlora"}, ["fsdp2", "zero3"], ["ddp", "zero2"]),
+    "adamw_8bit": ("sft", {"optim.name": "adamw_8bit"}, ["fsdp2"], ["ddp", "fsdp2_offload"]),
+    "muon": ("sft", {"optim.name": "muon"}, ["fsdp2_offload", "tp"], ["ddp", "fsdp2", "hsdp"]),
+    "checkpointing": ("sft", PACKED | {"model.gradient_checkpointing": "true"}, ["fsdp2", "zero3"], ["ddp"]),
+    "selective": ("sft", PACKED | {"model.gradient_checkpointing": "selective"}, ["ddp"], ["fsdp2"]),
+    "micro_batch_tokens": (
+        "sft",
+        PACKED | {"batch.micro_batch_tokens": "128", "batch.micro_batch_size": "null"},
+        ["ddp"],
+        ["zero3"],
+    ),
+    "background": (
+        "sft",
+        PACKED | {"run.save_in_background": "true", "run.save_every_steps": "1"},
+        ["fsdp2"],
+        ["zero3"],
+    ),
+    "dpo": ("dpo", PACKED, ["ddp", "zero3"], ["tp"]),
+    "dpo-padded": ("dpo", {}, ["fsdp2"], []),
+}
+
+
+def feature_cases() -> list:
+    found = []
+    for name, (recipe, settings, long, thorough) in FEATURES.items():
+        for strategy in (*long, *thorough):
+            marks = [pytest.mark.slow] + ([pytest.mark.thorough] if strategy in thorough else [])
+            found.append(pytest.param(recipe, settings, strategy, marks=marks, id=f"{name}-{strategy}"))
+    return found
+
+
+@pytest.mark.parametrize(("recipe", "settings", "strategy"), feature_cases())
+def test_what_a_recipe_adds_has_the_curve_of_one_gpu(gpu_lab: GpuLab, recipe: str, settings: dict, strategy: str):
+    run = gpu_lab.run(strategy, settings, recipe=recipe)
+    assert_same_curve(run, gpu_lab.run("single", settings, recipe=recipe), BANDS["bf16"])
+
+
+@pytest.mark.slow
+def test_selective_checkpointing_does_not_compute_attention_again(gpu_lab: GpuLab):
+    calls = {}
+    for kind in ("false", "selective", "true"):
+        run = gpu_lab.run("ddp", PACKED | {"model.gradient_checkpointing": kind})
+        calls[kind] = run.report()["attention"]["flash attention forward"]
+    assert calls["selective"] == calls["false"] < calls["true"]
+
+
+CHAINS = {
+    "cpu to gpu": (("zero3", "cpu", "'no'"), ("fsdp2", "gpu", "'no'")),
+    "gpu to cpu": (("tp", "gpu", "'no'"), ("zero2", "cpu", "'no'")),
+    "offload to offload": (("fsdp2_offload", "gpu", "bf16"), ("zero3_offload", "gpu", "bf16")),
+    "fp16, its loss scale": (("zero2", "gpu", "fp16"), ("fsdp2", "gpu", "fp16")),
+    "fp16, and back": (("fsdp2", "gpu", "fp16"), ("zero2", "gpu", "fp16")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chain", CHAINS)
+def test_state_crosses_devices_and_strategies(gpu_lab: GpuLab, chain: str):
+    (first, on_first, precision), (second, on_second, _) = CHAINS[chain]
+    settings = {"mixed_precision": precision, "run.resume": "auto"}
+    stopped = gpu_lab.run(first, settings | {"run.stop_after_steps": "1"}, on=on_first, ends=(75,))
+    assert len(stopped.steps) == 1
+    resumed = gpu_lab.run(second, settings, on=on_second, after=stopped)
+    reference = gpu_lab.run("single", {"mixed_precision": precision})
+    assert resumed.record["resumed_from"]
+    assert_same_curve(resumed, reference, BANDS[precision])
+
+
+@pytest.mark.slow
+def test_a_resume_that_forgets_the_moments_leaves_the_bands(gpu_lab: GpuLab):
+    """The negative control: the same chain with a state of no moments."""
+    settings = {"mixed_precision": "'no'", "run.resume": "auto"}
+    stopped = gpu_lab.run("fsdp2", settings | {"run.stop_after_steps": "1"}, ends=(75,))
+    resumed = gpu_lab.run("fsdp2", settings, after=stopped, sabotage="moments_of_zero")
+    with pytest.raises(AssertionError):
+        assert_same_curve(resumed, gpu_lab.run("single", {"mixed_precision": "'no'"}), BANDS["'no'"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_processes_that_share_a_gpu_have_the_same_curve(gpu_lab: GpuLab, strategy: str):
+    """As `make test-gpu` runs them where there is one card: each a machine of its own, gloo in NCCL's place."""
+    run = gpu_lab.run(strategy, PACKED, shared=True)
+    assert [run.report(rank)["device"] for rank in range(2)] == [0, 0]
+    assert_same_curve(run, gpu_lab.run(strategy, PACKED), (1e-9, 1e-9))

@@ -1,0 +1,209 @@
+"""Protects the simulation of GPUs itself: what it counts and refuses, by hand; and the commands that use it.
+
+python -m pytest -q -m "slow or not slow" tests/test_simulated_gpus.py
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, clean_environment
+
+from cookbook import simulated_gpus
+from cookbook.files import RecipeError
+
+SMALL = ["run.max_steps=3", "run.eval_every_steps=3", "schedule.warmup_steps=1", "batch.global_batch_size=8"]
+
+
+def run(*command: str, cwd: Path = ROOT, **extra: str) -> subprocess.CompletedProcess:
+    """With two simulated GPUs of 1 MiB."""
+    variables = simulated_gpus.environment(2, memory=1 << 20) | extra
+    return subprocess.run(
+        command, cwd=cwd, env=clean_environment() | variables, capture_output=True, text=True, timeout=300
+    )
+
+
+def evaluate(code: str, **extra: str) -> list:
+    """The values that a program tells with `tell(...)`, on the simulated GPUs."""
+    program = f"import json, sys, torch\ntold = []\ntell = told.append\n{code}\nprint('TOLD' + json.dumps(told))"
+    done = run(sys.executable, "-c", program, **extra)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.split("TOLD")[1])
+
+
+def test_memory_is_counted_in_blocks_of_512_bytes_and_has_an_end():
+    code = """
+from torch import cuda
+a = torch.zeros(129, device="cuda")                        # 516 bytes: two blocks
+tell(cuda.memory_allocated())
+b = a[:3]                                                  # a view: nothing
+c = a.half() + 1                                           # 258 bytes twice, of which one stays
+tell(cuda.memory_allocated())
+tell(cuda.max_memory_allocated())
+a.untyped_storage().resize_(0)
+tell(cuda.memory_allocated())
+d = torch.ones(8, device="cuda:1")
+tell(cuda.memory_allocated(1))
+try:
+    torch.empty(1 << 20, device="cuda")
+except torch.OutOfMemoryError as error:
+    tell(str(error)[:18])
+tell(cuda.memory_allocated())
+del c
+tell(cuda.memory_allocated())
+"""
+    assert evaluate(code) == [1024, 1536, 2048, 512, 512, "CUDA out of memory", 512, 0]
+
+
+def test_what_cuda_refuses_is_refused():
+    code = """
+def refusal(call):
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)[:60]
+cuda = torch.ones(4, 4, device="cuda")
+tell(refusal(lambda: cuda + torch.ones(4, 4)))
+tell(refusal(lambda: cuda + torch.ones(4, 4, device="cuda:1")))
+tell(refusal(lambda: cuda + torch.tensor(1.0)))
+tell(refusal(lambda: cuda.long() @ cuda.long()))
+tell(refusal(lambda: torch.ones(1, device="cuda:2")))
+tell(refusal(lambda: cuda.numpy() if False else torch.cuda.set_device(2)))
+step = [torch.zeros((), device="cuda")]
+tell(refusal(lambda: torch._fused_adamw_([cuda], [cuda], [cuda], [cuda], [], [torch.zeros(())], lr=1.0, beta1=0.9,
+     beta2=0.9, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False)))
+"""
+    host, other, scalar, integers, missing, beyond, fused = evaluate(code)
+    assert host.startswith("Expected all tensors to be on the same device") and other.startswith(host[:40])
+    assert scalar is None, "a number of the host is no tensor of the host"
+    assert "not implemented" in integers
+    assert "invalid device ordinal" in missing and "invalid device ordinal" in beyond
+    assert "a tensor of the host" in fused
+
+
+def test_waits_are_counted_where_the_host_would_wait_and_nowhere_else():
+    code = """
+import simulated_cuda
+def waits(call):
+    before = sum(simulated_cuda._waits.values())
+    call()
+    return sum(simulated_cuda._waits.values()) - before
+x = torch.ones(4, device="cuda")
+pinned, pageable = torch.ones(4).pin_memory(), torch.ones(4)
+index = torch.tensor([1, 2], device="cuda")
+for call in (
+    lambda: x.sum().item(), lambda: x.nonzero(), lambda: x[x > 0], lambda: x.cpu(), lambda: pageable.to("cuda"),
+    lambda: torch.cuda.synchronize(), lambda: bool(x.any()), lambda: pinned.to("cuda"),
+    lambda: x + 1, lambda: x[index], lambda: x.index_select(0, index), lambda: pinned.to("cuda", non_blocking=True),
+    lambda: torch.where(x > 0, x, 0), lambda: x.to("cuda:1"), lambda: x.record_stream(torch.cuda.current_stream()),
+):
+    tell(waits(call))
+"""
+    assert evaluate(code) == [1] * 8 + [0] * 7
+
+
+def test_attention_takes_the_kernel_that_cuda_would_and_has_its_numbers():
+    code = """
+import torch.nn.functional as F, simulated_cuda
+library = simulated_cuda.library
+def attend(dtype, heads, groups, mask=None, device="cuda"):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, h, 40, 16, dtype=dtype, device="cpu") for h in (heads, groups, groups))
+    leaves = [x.to(device).requires_grad_() for x in (query, key, value)]
+    mask = None if mask is None else mask.to(device)
+    out = F.scaled_dot_product_attention(*leaves, attn_mask=mask, is_causal=mask is None, enable_gqa=heads != groups)
+    out.float().square().sum().backward()
+    return [out.detach().float().cpu(), *(x.grad.float().cpu() for x in leaves)]
+def kernels():
+    return {line.split("\\t")[0] for line in library.simulated_ops().decode().splitlines() if "attention" in line}
+mask = torch.ones(40, 40, dtype=torch.bool).tril()
+for arguments in ((torch.bfloat16, 4, 2), (torch.float32, 4, 4), (torch.float32, 4, 4, mask), (torch.float32, 4, 2)):
+    before = kernels()
+    ours, theirs = attend(*arguments), attend(*arguments, device="cpu")
+    tell(max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, theirs)))
+    tell(sorted(name.rpartition(" ")[0] for name in kernels() - before if name.endswith("forward")))
+"""
+    differences, kernels = (evaluate(code)[i::2] for i in (0, 1))
+    assert kernels == [["flash attention"], ["memory-efficient attention"], [], []]
+    assert differences[0] < 2e-2 and max(differences[1:]) < 1e-5
+
+
+@pytest.mark.parametrize(("visible", "count"), [("0,1", 2), ("1", 1), ("0,5,1", 1), ("", 0), ("-1", 0)])
+def test_visible_devices_are_read_as_cuda_reads_them(visible: str, count: int):
+    assert evaluate("tell(torch.cuda.device_count())", CUDA_VISIBLE_DEVICES=visible) == [count]
+
+
+def test_launchers_see_as_many_gpus():
+    listed = run("nvidia-smi", "-L").stdout
+    assert re.findall(r"(?m)^GPU (\d): Simulated GPU", listed) == ["0", "1"]
+    asked = run("nvidia-smi", "--query-gpu=count,name", "--format=csv,noheader").stdout
+    assert asked.splitlines()[0] == "2, Simulated GPU"
+
+
+def test_without_a_compiler_it_says_so(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    assert "no C++ compiler" in str(simulated_gpus.problem())
+    with pytest.raises(RecipeError, match="no C\\+\\+ compiler"):
+        simulated_gpus.environment(2)
+
+
+@pytest.mark.parametrize("count", ["0", "65", "-1"])
+def test_a_count_that_cannot_be_is_refused(count: str):
+    done = subprocess.run(
+        [sys.executable, "-m", "cookbook", "launch", "--simulate-gpus", count],
+        cwd=ROOT,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and f"{count} simulated GPUs; write a number from 1 to 64" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_launched_run_says_that_it_was_simulated_and_measures_nothing(tmp_path: Path):
+    """The whole way of a user: accelerate's launcher, DeepSpeed, then summary and sample on its export."""
+    settings = [word for one in [*SMALL, f"run.output_dir={tmp_path / 'run'}"] for word in ("--set", one)]
+    command = [sys.executable, "-m", "cookbook", "launch", "recipes/quickstart.yaml", "--strategy", "zero3"]
+    done = subprocess.run(
+        [*command, "--simulate-gpus", "2", *settings],
+        cwd=ROOT,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 simulated GPUs" in done.stdout
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert record["hardware"]["simulated"] is True and record["hardware"]["gpu"] == "Simulated GPU"
+    assert record["strategy"]["processes"] == 2
+    assert record["peak_memory_gib"]["allocated"] > 0 and record["peak_memory_gib"]["reserved"] is None
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    told = {key for line in lines for key in line}
+    assert "peak_memory_gib" in told and not {"tokens_per_second", "step_seconds", "mfu"} & told
+    variables = simulated_gpus.environment(1)
+    for verb, wanted in (("summary", "Simulated GPU"), ("sample", "SAMPLE from")):
+        shown = subprocess.run(
+            [sys.executable, "-m", "cookbook", verb, str(tmp_path / "run")],
+            cwd=ROOT,
+            env=clean_environment() | variables,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert shown.returncode == 0 and wanted in shown.stdout, shown.stderr[-2000:]
+
+
+def test_the_page_shows_the_files_that_there_are():
+    page = (ROOT / "docs/simulated_gpus.md").read_text()
+    picture = page.split("```")[1]
+    named = set(re.findall(r"\b[\w/]+\.(?:cpp|py)\b", picture)) - {"train.py"}
+    folder = ROOT / "cookbook/simulated_gpus"
+    there = {path.name for path in folder.rglob("*") if path.suffix in (".cpp", ".py") and path.name != "__init__.py"}
+    assert {Path(name).name for name in named} == there
+    assert os.access(folder / "bin/nvidia-smi", os.X_OK)
