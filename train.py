@@ -167,21 +167,20 @@ def train_step(run: "Run", books: "Books", batch: "StepBatch") -> tuple[str | No
     lr = schedule.learning_rate(progress.step, run.material.max_steps, peak, recipe.schedule)
     set_learning_rate(engine.optimizer, lr)
     engine.begin_step(progress.step + 1, recipe.seed)
-    means = engine.gradients(run.objective.run, batch.micro_batches, getattr(batch, run.objective.unit))
-    grad_norm = engine.step()
-    seconds = time.perf_counter() - started
-    memory, vote, is_time_to_save = engine.maxima(
-        metrics.peak_memory_gib(engine.device), stop_vote(), books.saver.is_time(recipe.run.save_every_minutes)
-    )
+    shares = engine.gradients(run.objective.run, batch.micro_batches, getattr(batch, run.objective.unit))
+    asked = metrics.peak_memory_gib(engine.device), stop_vote(), books.saver.is_time(recipe.run.save_every_minutes)
+    result = engine.step(shares, *asked)
+    memory, vote, is_time_to_save = result.maxima
+    seconds = time.perf_counter() - started  # a GPU may still be at the update, whose time is then the next step's
     # Under fp16 that is how the loss scale finds its place.
-    is_skipped = not math.isfinite(grad_norm) and recipe.mixed_precision != "fp16"
+    is_skipped = not math.isfinite(result.grad_norm) and recipe.mixed_precision != "fp16"
     progress.advance(batch.num_samples, is_skipped=is_skipped)
     books.log.write(
         {
             "step": progress.step,
             "epoch": batch.epoch,
-            **means,
-            "grad_norm": grad_norm,
+            **result.means,
+            "grad_norm": result.grad_norm,
             "learning_rate": lr,
             "num_tokens": batch.num_tokens,
             "step_seconds": seconds,

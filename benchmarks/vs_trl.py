@@ -260,14 +260,13 @@ class Ours:
         started, cpu = time.perf_counter(), time.process_time()
         batch = collate(self.tokens, samples, self.tokenizer.pad_token_id, packing=True)
         num_targets = int(self.tokens.num_targets[samples].sum())
-        means = self.engine.gradients(self.objective.run, [batch], num_targets)
-        self.engine.step()
+        result = self.engine.step(self.engine.gradients(self.objective.run, [batch], num_targets))
         return {
             "seconds": time.process_time() - cpu,
             "clock_seconds": time.perf_counter() - started,
             "num_targets": num_targets,
             "num_samples": len(samples),
-            "loss": means["loss"],
+            "loss": result.means["loss"],
         }
 
 

@@ -1,24 +1,24 @@
 """Objectives: each takes the model and one micro-batch and returns a loss *sum*; the loop divides it.
 
-All go through `model(...)`, which returns the negative log-likelihood at each labelled position, float32 (L,), in the
-order of `targets`: an engine's hooks sit on that call, and a backbone that is called around it is silently wrong under
+All go through `model(...)`, which returns the negative log-likelihood of each of `targets`, float32 (L,), in their
+order: an engine's hooks sit on that call, and a backbone that is called around it is silently wrong under
 DDP (its gradients are not synchronised).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
 from cookbook.recipe import ObjectiveSection
 
-IGNORE_INDEX = -100
-INPUTS = ("input_ids", "position_ids", "targets", "lengths")
+INPUTS = ("input_ids", "targets", "target_positions", "position_ids", "lengths", "offsets")
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]
+"""As `cookbook.data.batches.collate` makes it, its tensors on the device."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Outcome:
 
     loss_sum: torch.Tensor
     """Float32 scalar with its graph."""
-    count: torch.Tensor
-    """What the loss is a mean of: labelled positions, or pairs."""
+    count: int
+    """What the loss is a mean of: targets, or pairs."""
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     """Sums over the same count, without graph."""
 
@@ -50,8 +50,8 @@ def build_objective(settings: ObjectiveSection) -> Objective:
 
 
 def token_loss(model: torch.nn.Module, batch: Batch) -> Outcome:
-    """The negative log-likelihood of every labelled position: supervised fine-tuning and continued pre-training."""
-    return Outcome(_nll(model, batch).sum(), (batch["targets"] != IGNORE_INDEX).sum())
+    """The negative log-likelihood of every target: supervised fine-tuning and continued pre-training."""
+    return Outcome(_nll(model, batch).sum(), len(batch["targets"]))
 
 
 def preference_loss(settings: ObjectiveSection, model: torch.nn.Module, batch: Batch) -> Outcome:
@@ -84,11 +84,11 @@ def preference_loss(settings: ObjectiveSection, model: torch.nn.Module, batch: B
         "reward_accuracy": (chosen > rejected).float().sum(),
     }
     # A micro-batch without pairs still has its backward: every process must take part in the collectives.
-    return Outcome(losses.sum().float() + 0.0 * nll.sum(), torch.tensor(len(losses), device=nll.device), metrics)
+    return Outcome(losses.sum().float() + 0.0 * nll.sum(), len(losses), metrics)
 
 
 def sequence_logps(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Log-probability of the labelled tokens of each sequence of `sample_index`, float64 (num_sequences,)."""
+    """Log-probability of the targets of each sequence of `sample_index`, float64 (num_sequences,)."""
     return _sum_by_sequence(-_nll(model, batch), batch, len(batch["sample_index"]))[0]
 
 
@@ -97,10 +97,10 @@ def _nll(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def _sum_by_sequence(values: torch.Tensor, batch: Batch, num_sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of `values` over the labelled positions of each sequence, and how many those are.
+    """Sums of `values` over the targets of each sequence, and how many those are.
 
     In float64: a loss of preferences depends on small differences of these sums, which may be hundreds.
     """
-    owner = batch["sequence_ids"][batch["targets"] != IGNORE_INDEX]
+    owner = batch["target_sequences"]
     zeros = torch.zeros(num_sequences, dtype=torch.float64, device=values.device)
     return zeros.index_add(0, owner, values.double()), zeros.index_add(0, owner, torch.ones_like(values).double())

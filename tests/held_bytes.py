@@ -212,7 +212,7 @@ def stop_at_third_update(folder: Path) -> None:
     gradients: list[int] = []
     memory: list[list[int]] = []
 
-    def watched_gradients(engine: Any, *arguments: Any) -> dict[str, float]:
+    def watched_gradients(engine: Any, *arguments: Any) -> Any:
         beat = engine.beat
 
         def watched_beat(doing: str, step: int) -> None:
@@ -221,14 +221,14 @@ def stop_at_third_update(folder: Path) -> None:
             beat(doing, step)
 
         engine.beat = watched_beat
-        means = right_gradients(engine, *arguments)
+        shares = right_gradients(engine, *arguments)
         engine.beat = beat
-        return means
+        return shares
 
-    def watched_step(engine: Any) -> float:
+    def watched_step(engine: Any, *arguments: Any) -> Any:
         memory.append(gradient_memory(engine))
         if engine.current_step < 3:
-            return right_step(engine)
+            return right_step(engine, *arguments)
         found = held(engine) | {"gradients_before": gradients, "gradients_stay": memory[1] == memory[2]}
         (folder / f"held-{engine.world.rank}.json").write_text(json.dumps(found))
         engine.close()

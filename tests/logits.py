@@ -32,10 +32,9 @@ def write_logits_at_the_end(path: Path) -> None:
 
         loss._nll = nll
         ids = torch.randint(0, 300, SHAPE, generator=torch.Generator().manual_seed(3))
-        positions = torch.arange(SHAPE[1]).expand(SHAPE).contiguous()
         self.model.eval()
         with torch.no_grad():  # every position has a target, so every position's hidden state meets the head
-            batch = {"input_ids": ids, "position_ids": positions, "targets": ids}
+            batch = {"input_ids": ids, "targets": ids.flatten(), "target_positions": torch.arange(ids.numel())}
             self._forward(lambda model, batch: model(**batch), batch)
         if self.is_main:
             (logits,) = seen

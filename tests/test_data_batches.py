@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from small_data import PAD, token_set
+from target_grid import to_grid
 
 from cookbook.data.batches import (
     Layout,
@@ -33,8 +34,7 @@ def samples_in(tokens, micro_batches):
 
 
 def targets_in(micro_batches):
-    flat = torch.cat([batch["targets"].flatten() for batch in micro_batches])
-    return sorted(flat[flat != -100].tolist())
+    return sorted(torch.cat([batch["targets"] for batch in micro_batches]).tolist())
 
 
 def test_collate_shifts_the_targets_inside_each_sample():
@@ -42,10 +42,10 @@ def test_collate_shifts_the_targets_inside_each_sample():
     tokens = token_set([3, 2], is_label=[0, 1, 0, 1, 1])
     batch = collate(tokens, [1, 0], pad_id=9)
     assert batch["input_ids"].tolist() == [[4, 5, 9], [1, 2, 3]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2], [0, 1, 2]]
-    assert batch["targets"].tolist() == [[5, -100, -100], [2, -100, -100]]
+    assert batch["targets"].tolist() == [5, 2]
+    assert batch["target_positions"].tolist() == [0, 3]
     assert tokens.num_targets.tolist() == [1, 1]
-    assert sorted(batch) == ["input_ids", "position_ids", "targets"]
+    assert sorted(batch) == ["input_ids", "target_positions", "targets"]
     assert all(tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in batch.values())
 
 
@@ -53,8 +53,8 @@ def test_no_samples_make_a_row_without_targets():
     batch = collate(token_set([3]), [], pad_id=9)
     assert {key: tensor.tolist() for key, tensor in batch.items()} == {
         "input_ids": [[9, 9]],
-        "position_ids": [[0, 1]],
-        "targets": [[-100, -100]],
+        "targets": [],
+        "target_positions": [],
     }
 
 
@@ -161,7 +161,11 @@ def test_resumed_steps_are_those_of_the_uninterrupted_run(consumed, done):
     for one, other in zip(whole[done:], rest, strict=True):
         assert one.epoch == other.epoch
         for a, b in zip(one.micro_batches, other.micro_batches, strict=True):
-            assert all(torch.equal(a[key], b[key]) for key in a)
+            assert all(same(a[key], b[key]) for key in a)
+
+
+def same(a, b):
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 def test_resuming_where_no_step_ends_is_refused():
@@ -193,33 +197,44 @@ def test_evaluation_shows_every_sample_once_longest_first(num_ranks, micro_batch
 
 def unpacked(batch):
     """The sequences of a packed micro-batch as (ids, positions, targets), read off its lengths alone."""
-    names = ("input_ids", "position_ids", "targets")
-    assert all(batch[name].shape == (1, batch["lengths"].sum()) for name in names)
-    split = zip(*(batch[name][0].split(batch["lengths"].tolist()) for name in names), strict=True)
+    rows = (batch["input_ids"], batch["position_ids"], to_grid(batch))
+    assert all(row.shape == (1, sum(batch["lengths"])) for row in rows)
+    split = zip(*(row[0].split(list(batch["lengths"])) for row in rows), strict=True)
     return [tuple(part.tolist() for part in parts) for parts in split]
 
 
 def test_packed_samples_by_hand():
     tokens = token_set([3, 2], is_label=[0, 1, 0, 1, 1])
     batch = collate(tokens, [1, 0], pad_id=9, packing=True)
-    assert {name: value.tolist() for name, value in batch.items()} == {
+    assert plain(batch) == {
         "input_ids": [[4, 5, 1, 2, 3]],
         "position_ids": [[0, 1, 0, 1, 2]],
         # Not 1 after 5: no sample is the target of another.
-        "targets": [[5, -100, 2, -100, -100]],
-        "lengths": [2, 3],
+        "targets": [5, 2],
+        "target_positions": [0, 2],
+        "lengths": (2, 3),
+        "offsets": [0, 2, 5],
     }
-    assert all(tensor.dtype == torch.int64 for tensor in batch.values())
+    # What torch's kernel for ragged samples wants.
+    assert batch["offsets"].dtype == torch.int32
+    assert all(tensor.dtype == torch.int64 for name, tensor in batch.items() if name not in ("lengths", "offsets"))
+    # A tensor would be moved to the device by what wraps the model, and asking for it there costs a wait.
+    assert [type(length) for length in batch["lengths"]] == [int, int]
 
 
 def test_packed_micro_batch_without_samples():
-    batch = collate(token_set([3]), [], pad_id=9, packing=True)
-    assert {name: value.tolist() for name, value in batch.items()} == {
+    assert plain(collate(token_set([3]), [], pad_id=9, packing=True)) == {
         "input_ids": [[9, 9]],
         "position_ids": [[0, 1]],
-        "targets": [[-100, -100]],
-        "lengths": [2],
+        "targets": [],
+        "target_positions": [],
+        "lengths": (2,),
+        "offsets": [0, 2],
     }
+
+
+def plain(batch):
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
 LIMITS = [
@@ -273,9 +288,9 @@ def test_the_number_of_forwards_is_that_of_the_rank_with_most():
     tokens = token_set([12, 9, 4, 2])
     layouts = [Layout(num_ranks=2, rank=rank, pad_id=PAD, micro_batch_tokens=13, packing=True) for rank in (0, 1)]
     steps = [next(train_steps(tokens, layout, seed=0, global_batch_size=4)) for layout in layouts]
-    assert [[batch["lengths"].tolist() for batch in step.micro_batches] for step in steps] == [
-        [[12], [2]],
-        [[9, 4], [2]],
+    assert [[batch["lengths"] for batch in step.micro_batches] for step in steps] == [
+        [(12,), (2,)],
+        [(9, 4), (2,)],
     ]
     assert [targets_in(step.micro_batches[1:]) for step in steps] == [[27], []]
 
@@ -294,9 +309,9 @@ PAIRS = [(3, 5), (2, 9), (4, 4), (7, 2), (6, 6), (2, 3), (8, 5)]
 
 
 def sequences_in(batch):
-    """(sequence id, its ids without padding), by the sequence ids alone."""
-    ids, numbers = batch["input_ids"].flatten(), batch["sequence_ids"].flatten()
-    return [(int(n), [i for i in ids[numbers == n].tolist() if i != PAD]) for n in numbers.unique()]
+    """(sequence, its targets), by `target_sequences` alone."""
+    numbers = batch["target_sequences"]
+    return [(int(n), batch["targets"][numbers == n].tolist()) for n in numbers.unique()]
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
@@ -304,16 +319,15 @@ def test_pair_micro_batch_by_hand(packing):
     tokens = pair_set([(2, 3), (2, 2), (2, 2)], reference=True)
     batch = collate(tokens, [2, 0], PAD, packing=packing)
     expected = [[10, 11, 0], [12, 13, 0], [1, 2, 0], [3, 4, 5]]
-    numbers = [[0] * 3, [1] * 3, [2] * 3, [3] * 3]
     if packing:
         expected = [[10, 11, 12, 13, 1, 2, 3, 4, 5]]
-        numbers = [[0, 0, 1, 1, 2, 2, 3, 3, 3]]
     assert batch["input_ids"].tolist() == expected
-    assert batch["sequence_ids"].tolist() == numbers
+    assert batch["targets"].tolist() == [11, 13, 2, 4, 5]
+    assert batch["target_sequences"].tolist() == [0, 1, 2, 3, 3]
     assert batch["reference_logps"].tolist() == [-5.0, -6.0, -1.0, -2.0]
-    assert batch["reference_logps"].dtype == torch.float64 and batch["sequence_ids"].dtype == torch.int64
+    assert batch["reference_logps"].dtype == torch.float64 and batch["target_sequences"].dtype == torch.int64
     empty = collate(tokens, [], PAD, packing=packing)
-    assert empty["reference_logps"].shape == (0,) and empty["sequence_ids"].tolist() == [[0, 0]]
+    assert empty["reference_logps"].shape == empty["target_sequences"].shape == (0,)
     assert "reference_logps" not in collate(pair_set([(2, 3)]), [0], PAD, packing=packing)
 
 
@@ -333,9 +347,9 @@ def test_pairs_stay_together_and_each_is_shown_once_an_epoch(num_ranks, limit, p
         for batch in batches:
             if not len(batch["reference_logps"]):
                 continue
-            numbers, ids = zip(*sequences_in(batch), strict=True)
+            numbers, targets = zip(*sequences_in(batch), strict=True)
             assert numbers == tuple(range(len(batch["reference_logps"])))
-            firsts = [tokens.offsets[:-1].tolist().index(one[0] - 1) for one in ids]
+            firsts = [tokens.offsets[:-1].tolist().index(one[0] - 2) for one in targets]
             for chosen, rejected in zip(firsts[::2], firsts[1::2], strict=True):
                 assert rejected == chosen + 1 and chosen % 2 == 0
             assert [-first - 1.0 for first in firsts] == batch["reference_logps"].tolist()
@@ -349,7 +363,7 @@ def test_pairs_stay_together_and_each_is_shown_once_an_epoch(num_ranks, limit, p
 @pytest.mark.parametrize("limit", [{"micro_batch_size": 2}, {"micro_batch_tokens": 18}], ids=["pairs", "tokens"])
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_results_by_sequence_add_up_over_ranks(num_ranks, limit, packing):
-    """What a rank would do for reference log-probabilities, with the sum of a sequence's ids as its result."""
+    """What a rank would do for reference log-probabilities, with the sum of a sequence's targets as its result."""
     tokens = pair_set(PAIRS)
     whole, counts = np.zeros(14), set()
     for rank in range(num_ranks):
@@ -359,10 +373,10 @@ def test_results_by_sequence_add_up_over_ranks(num_ranks, limit, packing):
         for batch, index in found:
             if len(index):
                 sums = torch.zeros(len(index), dtype=torch.int64)
-                sums.index_add_(0, batch["sequence_ids"].flatten(), batch["input_ids"].flatten())
+                sums.index_add_(0, batch["target_sequences"], batch["targets"])
                 whole[index.numpy()] += sums.numpy()
     assert len(counts) == 1
-    assert whole.tolist() == [tokens.ids[a:b].sum() for a, b in itertools.pairwise(tokens.offsets)]
+    assert whole.tolist() == [tokens.ids[a + 1 : b].sum() for a, b in itertools.pairwise(tokens.offsets)]
 
 
 # Mixtures.

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import inject_adapter_in_model
+from target_grid import from_grid
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
@@ -87,7 +88,7 @@ def allocated(settings: Recipe, config: PreTrainedConfig, tmp_path) -> tuple[int
 
     def one_pass() -> None:
         with torch.autocast("cpu", dtype=low, enabled=low is not None):
-            loss = model(input_ids=ids, position_ids=positions, targets=ids).sum()
+            loss = model(input_ids=ids, position_ids=positions, **from_grid(ids)).sum()
         loss.backward()
 
     one_pass()  # what is made once, as by oneDNN

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from target_grid import IGNORE_INDEX, from_grid
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, Gemma3Config, LlamaConfig, LlamaForCausalLM
 
 from cookbook.files import RecipeError
 from cookbook.models import load_config, load_model, load_tokenizer, loss, resolve_model
-from cookbook.models.loss import IGNORE_INDEX, add_loss
+from cookbook.models.loss import add_loss
 from cookbook.recipe import ModelSection, ScratchModel
 
 SIZES = {
@@ -27,22 +28,28 @@ def tiny(seed: int = 0, **changes: object) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes})).to(torch.float64)
 
 
-def batch(lengths: list[int], labelled_from: int = 2) -> dict[str, torch.Tensor]:
-    """Right-padded random samples; positions from `labelled_from` on are labels."""
+def padded(lengths: list[int], labelled_from: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded random samples and the grid of their targets; positions from `labelled_from` on are labels."""
     generator = torch.Generator().manual_seed(1)
     width = max(lengths)
     ids = torch.randint(0, 384, (len(lengths), width), generator=generator)
     targets = torch.full_like(ids, IGNORE_INDEX)
     for row, length in enumerate(lengths):
         targets[row, labelled_from : length - 1] = ids[row, labelled_from + 1 : length]
-    return {"input_ids": ids, "position_ids": torch.arange(width).expand(len(lengths), -1), "targets": targets}
+    return ids, targets
 
 
-def reference(model: LlamaForCausalLM, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+def batch(lengths: list[int]) -> dict[str, torch.Tensor]:
+    ids, targets = padded(lengths)
+    return {"input_ids": ids, **from_grid(targets)}
+
+
+def reference(model: LlamaForCausalLM, lengths: list[int]) -> torch.Tensor:
     """Full logits of the unchanged model; (L,) negative log-likelihoods."""
-    logits = model(input_ids=inputs["input_ids"]).logits
-    nll = -logits.float().log_softmax(-1).gather(2, inputs["targets"].clamp(min=0)[..., None]).squeeze(2)
-    return nll[inputs["targets"] != IGNORE_INDEX]
+    ids, targets = padded(lengths)
+    logits = model(input_ids=ids).logits
+    nll = -logits.float().log_softmax(-1).gather(2, targets.clamp(min=0)[..., None]).squeeze(2)
+    return nll[targets != IGNORE_INDEX]
 
 
 def lower_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,8 +64,7 @@ def test_loss_and_gradients_are_those_of_the_full_logits(tied: bool, chunked: bo
     add_loss(ours)
     if chunked:
         lower_the_budget(monkeypatch)
-    inputs = batch([9, 5, 12])
-    expected, found = reference(plain, inputs), ours(**inputs)
+    expected, found = reference(plain, [9, 5, 12]), ours(**batch([9, 5, 12]))
     assert found.shape == (6 + 2 + 9,) and found.dtype == torch.float32
     assert torch.allclose(found, expected, rtol=1e-6)
     weights = torch.linspace(-1, 2, len(found))  # an objective may weigh each position by itself
@@ -105,9 +111,8 @@ def test_the_head_is_called_once_however_many_chunks(labels: int, monkeypatch: p
     model.lm_head.register_forward_hook(lambda *_: calls.append("forward"))
     model.lm_head.register_full_backward_pre_hook(lambda *_: calls.append("backward"))
     inputs = batch([9, 5, 12])
-    flat = inputs["targets"].view(-1)
-    flat[(flat != IGNORE_INDEX).nonzero()[labels:]] = IGNORE_INDEX
-    model(**inputs).sum().backward()
+    first = {name: inputs[name][:labels] for name in ("targets", "target_positions")}
+    model(**inputs | first).sum().backward()
     assert calls == ["forward", "backward"]
 
 
@@ -136,7 +141,7 @@ def test_a_head_that_peft_wrapped_gives_the_same_loss(targets: str, monkeypatch:
 
     lower_the_budget(monkeypatch)
     plain, ours = tiny(tie_word_embeddings=False), tiny(tie_word_embeddings=False)
-    expected = reference(plain, batch([9, 5, 12]))
+    expected = reference(plain, [9, 5, 12])
     add_loss(ours)
     options = {"modules_to_save": ["lm_head"]} if targets == "head kept whole" else {}
     names = ["q_proj"] if options else ["q_proj", "lm_head"]
@@ -152,29 +157,28 @@ def test_a_head_that_peft_wrapped_gives_the_same_loss(targets: str, monkeypatch:
 def test_padding_is_never_seen():
     model = tiny()
     add_loss(model)
-    together = batch([9, 5, 12])
+    ids, targets = padded([9, 5, 12])
     alone = [
-        model(**{name: tensor[row : row + 1, :length] for name, tensor in together.items()})
+        model(input_ids=ids[row : row + 1, :length], **from_grid(targets[row : row + 1, :length]))
         for row, length in enumerate([9, 5, 12])
     ]
-    assert torch.allclose(model(**together), torch.cat(alone), rtol=1e-6)
+    assert torch.allclose(model(input_ids=ids, **from_grid(targets)), torch.cat(alone), rtol=1e-6)
 
 
 def test_a_label_on_padding_would_be_noticed():
     model = tiny()
     add_loss(model)
-    inputs = batch([9, 5, 12])
-    right = model(**inputs).sum().item()
-    inputs["targets"][1, 8] = 3
-    assert abs(model(**inputs).sum().item() - right) > 1.0
+    ids, targets = padded([9, 5, 12])
+    right = model(input_ids=ids, **from_grid(targets)).sum().item()
+    targets[1, 8] = 3
+    assert abs(model(input_ids=ids, **from_grid(targets)).sum().item() - right) > 1.0
 
 
 def test_a_micro_batch_without_labels_is_nothing_with_gradients_of_zero():
     model = tiny()
     add_loss(model)
-    inputs = batch([4])
-    inputs["targets"].fill_(IGNORE_INDEX)
-    nll = model(**inputs)
+    ids, targets = padded([4])
+    nll = model(input_ids=ids, **from_grid(targets.fill_(IGNORE_INDEX)))
     nll.sum().backward()
     assert nll.shape == (0,)
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())

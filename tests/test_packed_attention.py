@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from target_grid import from_grid, packed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from cookbook.files import RecipeError
 from cookbook.models import attention, load_config, load_model
-from cookbook.models.attention import PACKABLE, PACKED, _varlen, attend, segments
+from cookbook.models.attention import PACKABLE, PACKED, Lengths, Segments, _varlen, attend
 from cookbook.models.loss import add_loss
 from cookbook.models.speed import save_activations
 from cookbook.recipe import ModelSection
@@ -60,9 +61,13 @@ def packed_row() -> dict[str, torch.Tensor]:
     return {
         "input_ids": torch.cat([sample[:-1] for sample in samples()])[None],
         "position_ids": torch.cat([torch.arange(length) for length in LENGTHS])[None],
-        "targets": torch.cat([sample[1:] for sample in samples()])[None],
-        "lengths": torch.tensor(LENGTHS),
+        **from_grid(torch.cat([sample[1:] for sample in samples()])[None]),
+        **packed(LENGTHS),
     }
+
+
+def segments() -> Segments:
+    return Segments(packed(LENGTHS)["offsets"], max(LENGTHS), Lengths(tuple(LENGTHS)))
 
 
 def alone(model: PreTrainedModel) -> torch.Tensor:
@@ -81,7 +86,7 @@ def test_each_sample_alone_gives_what_the_packed_row_gives(model_type: str):
     add_loss(ours)
     row = packed_row()
     assert (ours(**row) - expected).abs().max() < 2e-5
-    row["lengths"] = torch.tensor([sum(LENGTHS)])
+    row |= packed([sum(LENGTHS)])
     assert (ours(**row) - expected).abs().max() > 0.1, "samples that see one another would not be noticed"
 
 
@@ -97,14 +102,15 @@ def test_the_gradients_are_those_of_the_samples_alone(checkpointing: bool):
         assert torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-4 * p.grad.abs().max().item()), name
 
 
-def test_a_packed_model_takes_padded_rows_too():
-    model, plain = tiny("llama", PACKED), tiny("llama", "eager")
+@pytest.mark.parametrize("model_type", PACKABLE)
+def test_padded_rows_through_the_same_attention_give_what_each_sample_alone_gives(model_type: str):
+    model, plain = tiny(model_type, PACKED), tiny(model_type, "eager")
     add_loss(model)
     width = max(LENGTHS)
     ids, targets = torch.zeros(len(LENGTHS), width, dtype=torch.int64), torch.full((len(LENGTHS), width), -100)
     for row, sample in enumerate(samples()):
         ids[row, : len(sample) - 1], targets[row, : len(sample) - 1] = sample[:-1], sample[1:]
-    found = model(input_ids=ids, position_ids=torch.arange(width).expand(len(LENGTHS), -1), targets=targets)
+    found = model(input_ids=ids, **from_grid(targets))
     assert (found - alone(plain)).abs().max() < 2e-5
 
 
@@ -133,7 +139,7 @@ def test_the_kernel_for_ragged_samples_is_called_right_under_each_signature(vers
     monkeypatch.setattr(attention, "VARLEN_ARGUMENTS", frozenset(inspect.signature(kernel).parameters))
     torch.manual_seed(0)
     query, key, value = torch.randn(1, 4, 47, 8), torch.randn(1, 2, 47, 8), torch.randn(1, 2, 47, 8)
-    parts = segments(torch.tensor(LENGTHS), query.device)
+    parts = segments()
     expected, _ = attend(torch.nn.Module(), query, key, value, None, scaling=0.2, segments=parts)
     found = _varlen(*(x[0].transpose(0, 1) for x in (query, key, value)), parts, 0.2)
     assert torch.allclose(found[None], expected, atol=1e-6)
@@ -144,7 +150,7 @@ def test_on_a_gpu_the_installed_kernel_takes_our_call():
     with FakeTensorMode(), torch.no_grad():
         query = torch.empty(1, 4, 47, 16, device="cuda", dtype=torch.bfloat16)
         key, value = (torch.empty(1, 2, 47, 16, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        parts = attention.Segments(torch.empty(len(LENGTHS) + 1, device="cuda", dtype=torch.int32), max(LENGTHS))
+        parts = segments()._replace(offsets=torch.empty(len(LENGTHS) + 1, device="cuda", dtype=torch.int32))
         with Operations() as operations:
             found, _ = attend(torch.nn.Module(), query, key, value, None, scaling=0.2, segments=parts)
     assert found.shape == (1, 47, 4, 16) and found.dtype == torch.bfloat16 and found.is_cuda
@@ -174,7 +180,7 @@ def test_lengths_that_are_not_those_of_the_row_are_noticed():
     model = tiny("llama", PACKED)
     add_loss(model)
     with pytest.raises(AssertionError, match="not one row of"):
-        model(**packed_row() | {"lengths": torch.tensor([7, 1])})
+        model(**packed_row() | packed([7, 1]))
 
 
 def test_a_mask_that_reaches_the_attention_is_noticed():

@@ -4,11 +4,12 @@ Which samples make up a step is a function of the seed and of the position in th
 cut into micro-batches changes who waits for whom, and nothing else: the loss is a sum over the global token count.
 
 A sample is what the recipe counts: a sequence of tokens, or a pair of them (chosen, rejected), never split.
-B rows, T tokens, S sequences in a micro-batch, W samples in a step, N samples in all, R ranks.
+B rows, T tokens, S sequences, L targets in a micro-batch, W samples in a step, N samples in all, R ranks.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ class Layout:
 class StepBatch:
     """One rank's share of an optimizer step, and what every rank knows of the whole without communication."""
 
-    micro_batches: list[dict[str, Tensor]]
+    micro_batches: list[dict[str, Any]]
     """As `collate` makes them; the same number on every rank."""
     sample_numbers: list[list[int]]
     """For each of them, which samples of the set it holds (of a stream: of the step)."""
@@ -135,18 +136,22 @@ def _cuts_of_rank(lengths: np.ndarray, dealt: Sequence[Sequence[int]], layout: L
 
 def collate(
     tokens: TokenSet, samples: Sequence[int] | np.ndarray, pad_id: int, *, packing: bool = False
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """The samples as a micro-batch, without a mask: a padded row ends with its padding, which causal attention never
     sees from before, and in a packed row `lengths` tell which tokens belong together.
 
-    With no samples, a row of two pad tokens without targets: every rank must run the forward that others run.
+    Whatever the host must know of it is a shape or an integer here, so that nobody asks a device for it. With no
+    samples, a row of two pad tokens without targets: every rank must run the forward that others run.
 
     Returns:
         `input_ids` (B, T) int64, a row for each sequence, padded on the right; packed (1, T), one after the other.
-        `position_ids` (B, T) int64, counting from 0 in each sequence, and on over the padding.
-        `targets` (B, T) int64, already shifted: the next token of the same sequence where that is a label, else -100.
-        `lengths` (S,) int64, packed only: tokens of each sequence, or of the two pad tokens.
-        `sequence_ids` (B, T) int64, pairs only: the sequence within the micro-batch; 2i is chosen, 2i + 1 rejected.
+        `targets` (L,) int64, row by row: the next tokens of the same sequence that are labels.
+        `target_positions` (L,) int64: where in the flattened rows each is predicted.
+        `position_ids` (1, T) int64, packed only: counting from 0 in each sequence.
+        `lengths` S integers, packed only: tokens of each sequence, or of the two pad tokens.
+        `offsets` (S + 1,) int32, packed only: where each begins, and the end of the last.
+        `target_sequences` (L,) int64, pairs only: the sequence within the micro-batch that each target belongs to; 2i
+        is chosen, 2i + 1 rejected.
         `reference_logps` (S,) float64, if the token set has them; (0,) with no samples.
     """
     sequences = _sequences(tokens, samples)
@@ -158,22 +163,21 @@ def collate(
             inputs.append(ids)
             shifted = np.where(tokens.is_label[start + 1 : end], ids[1:], IGNORE_INDEX)
             targets.append(np.append(shifted, IGNORE_INDEX))
-    lengths = torch.tensor([len(ids) for ids in inputs])
-    batch = {"input_ids": _rows(inputs, pad_id, packing), "targets": _rows(targets, IGNORE_INDEX, packing)}
+    input_ids, next_ids = _rows(inputs, pad_id, packing), _rows(targets, IGNORE_INDEX, packing).ravel()
+    positions = np.flatnonzero(next_ids != IGNORE_INDEX)
+    arrays = {"input_ids": input_ids, "targets": next_ids[positions], "target_positions": positions}
+    owners = positions // input_ids.shape[1]
     if packing:
-        batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths.tolist()])[None]
-        sequence_ids = torch.arange(len(lengths)).repeat_interleave(lengths)[None]
-        batch["lengths"] = lengths
-    else:
-        # Goes on over the padding: transformers takes a position that starts anew for another sequence.
-        num_rows, width = batch["input_ids"].shape
-        batch["position_ids"] = torch.arange(width).repeat(num_rows, 1)
-        sequence_ids = torch.arange(num_rows)[:, None].repeat(1, width)
+        arrays["position_ids"] = np.concatenate([np.arange(len(ids)) for ids in inputs])[None]
+        arrays["offsets"] = np.cumsum([0, *map(len, inputs)], dtype=np.int32)
+        owners = np.searchsorted(arrays["offsets"][1:], positions, side="right")
     if tokens.group_size > 1:
-        batch["sequence_ids"] = sequence_ids
+        arrays["target_sequences"] = owners
     if tokens.reference_logps is not None:
-        batch["reference_logps"] = torch.from_numpy(tokens.reference_logps[sequences])
-    return batch
+        arrays["reference_logps"] = tokens.reference_logps[sequences]
+    batch: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    # Integers: what wraps a model moves every tensor among its arguments to the device.
+    return batch | ({"lengths": tuple(map(len, inputs))} if packing else {})
 
 
 def _sequences(tokens: TokenSet, samples: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -181,13 +185,13 @@ def _sequences(tokens: TokenSet, samples: Sequence[int] | np.ndarray) -> np.ndar
     return (first + np.arange(tokens.group_size)).ravel()
 
 
-def _rows(parts: list[np.ndarray], filler: int, packing: bool) -> Tensor:
+def _rows(parts: list[np.ndarray], filler: int, packing: bool) -> np.ndarray:
     if packing:
-        return torch.from_numpy(np.concatenate(parts).astype(np.int64))[None]
+        return np.concatenate(parts).astype(np.int64)[None]
     rows = np.full((len(parts), max(map(len, parts))), filler, dtype=np.int64)
     for row, part in zip(rows, parts, strict=True):
         row[: len(part)] = part
-    return torch.from_numpy(rows)
+    return rows
 
 
 def train_steps(
@@ -245,7 +249,7 @@ def _windows(
         epoch, start = epoch + 1, 0
 
 
-def eval_batches(tokens: TokenSet, layout: Layout) -> Iterator[dict[str, Tensor]]:
+def eval_batches(tokens: TokenSet, layout: Layout) -> Iterator[dict[str, Any]]:
     """Every sample once over all ranks, with the same number of batches on each.
 
     The longest come first: what does not fit in memory shows at once.
@@ -253,7 +257,7 @@ def eval_batches(tokens: TokenSet, layout: Layout) -> Iterator[dict[str, Tensor]
     return (batch for batch, _ in indexed_batches(tokens, layout))
 
 
-def indexed_batches(tokens: TokenSet, layout: Layout) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+def indexed_batches(tokens: TokenSet, layout: Layout) -> Iterator[tuple[dict[str, Any], Tensor]]:
     """As `eval_batches`, each with the numbers of its sequences in the token set, (S,) int64 (none: no samples).
 
     A sequence is on one rank only: results that each rank writes into zeros at these places add up to the whole.

@@ -22,12 +22,13 @@ from cookbook import faults
 from cookbook.ds_config import deepspeed_config, separate_swap
 from cookbook.engine import state
 from cookbook.engine.findings import find, is_sharded
+from cookbook.engine.norm import clip, square_sums
 from cookbook.engine.start import build_ops, start_accelerator, wrap_fsdp1_on_cpu
 from cookbook.launch import World
 from cookbook.plan import Plan
 from cookbook.strategy import Strategy
 
-__all__ = ["Batch", "Engine", "Objective", "Outcome", "build_ops"]
+__all__ = ["Batch", "Engine", "Objective", "Outcome", "StepResult", "build_ops"]
 
 PATIENCE = timedelta(days=1)
 """For the main process to write the model, which no collective could wait for."""
@@ -35,7 +36,8 @@ PATIENCE = timedelta(days=1)
 EVALUATION_BATCHES = 8
 """Between two questions whether to stop: an evaluation may take longer than a scheduler waits."""
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]
+"""Tensors by name, which go to the device, and what stays on the host."""
 
 
 class Outcome(Protocol):
@@ -44,12 +46,24 @@ class Outcome(Protocol):
     @property
     def loss_sum(self) -> torch.Tensor: ...
     @property
-    def count(self) -> torch.Tensor: ...
+    def count(self) -> int: ...
     @property
     def metrics(self) -> dict[str, torch.Tensor]: ...
 
 
 Objective = Callable[[torch.nn.Module, Batch], Outcome]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """Of an optimizer step, the same on every process."""
+
+    means: dict[str, float]
+    """`loss` and the objective's metrics, each the mean over the global batch."""
+    grad_norm: float
+    """Before clipping. One that is not finite means that the weights were left as they were."""
+    maxima: list[float]
+    """Of what `Engine.step` was given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +179,7 @@ class Engine:
             lines = [f"  {what}: asked for {asked!r}, found {found!r}" for what, asked, found in wrong]
             raise RuntimeError("\n".join([f"{self.strategy.path} is not what runs:", *lines]))
 
-    def gradients(self, objective: Objective, micro_batches: list[Batch], count: int) -> dict[str, float]:
+    def gradients(self, objective: Objective, micro_batches: list[Batch], count: int) -> dict[str, torch.Tensor]:
         """Runs every forward and backward of one optimizer step.
 
         Every engine divides the gradient sum over the data-parallel processes by their number D, and we want
@@ -177,10 +191,11 @@ class Engine:
             count: N, what the objective is a mean of (targets or pairs), over all processes.
 
         Returns:
-            `loss` and the objective's metrics, each the mean over the global batch.
+            Of `loss` and each metric of the objective, what this process adds to the mean over the global batch, on the
+            device: for `step`, which asks for all at once.
         """
         scale = self.data_parallel.size / count
-        totals = _Totals(self.device)
+        totals = _Totals()
         self._losses = []
         for i, batch in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
@@ -197,7 +212,7 @@ class Engine:
                     self.model.backward(loss, scale_wrt_gas=False)
                 else:
                     self.accelerator.backward(loss)
-        return totals.means(self.sum_over_data, count)
+        return {name: total / count for name, total in totals.sums.items()}
 
     def nonfinite_micro_batches(self) -> list[int]:
         """Which of this process's micro-batches in the last step had a loss that is not finite."""
@@ -209,38 +224,49 @@ class Engine:
         sequence = np.random.SeedSequence([seed, number, self.data_parallel.rank])
         torch.manual_seed(int(sequence.generate_state(1)[0]))
 
-    def step(self) -> float:
-        """Clips, updates the weights and clears the gradients. Returns the gradient norm before clipping.
+    def step(self, shares: dict[str, torch.Tensor], *values: float) -> StepResult:
+        """Clips, updates the weights and clears the gradients, unless their norm is not finite: then, under every
+        strategy, the weights stay as they are. On all processes alike, since the norm is that of all.
 
-        A norm that is not finite means, under every strategy, that the weights were left as they are: on all processes
-        alike, since the norm is that of all.
+        Waits for the device once, for all that the host must know, and on a GPU leaves the update queued: its time
+        shows in what waits next.
+
+        Args:
+            shares: what `gradients` gave.
+            values: of which the largest over the processes is wanted.
         """
         self.beat("update", self.current_step)
         faults.at("step.update", self.current_step)
         if self.strategy.kind == "zero":
-            self.model.step()  # looks at the norm itself, and leaves the step out
-            if self.model.optimizer.overflow:
-                return math.nan
-            if not self._swap_seen:
+            # Looks at the norm itself, and leaves the step out.
+            self.model.step()
+            norm = math.nan if self.model.optimizer.overflow else self.model.get_global_grad_norm()
+            if not self._swap_seen and not self.model.optimizer.overflow:
                 self._assert_swapped()
-            return float(self.model.get_global_grad_norm())
+            return self._result(shares, self._exchange(*shares.values(), norm, *values))
         if self.accelerator.scaler is not None:
             self.accelerator.unscale_gradients()
-        norm = self._gradient_norm()
-        if not math.isfinite(norm) and self.accelerator.scaler is None:
-            self.optimizer.zero_grad()
-            return norm
-        if self.max_grad_norm and norm > self.max_grad_norm:
-            # The same epsilon as torch.nn.utils.clip_grad_norm_ and DeepSpeed's unscale_and_clip_grads.
-            factor = self.max_grad_norm / (norm + 1e-6)
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    _local(parameter.grad).mul_(factor)
-        self.optimizer.step()  # under fp16 the scaler leaves out what is not finite, and lowers its scale
-        self.optimizer.zero_grad()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()  # the update is only queued, and the caller measures time
-        return norm
+        whole, parts = square_sums(self.model.parameters(), self._is_cut, self._on_device)
+        rows = self._exchange(*shares.values(), whole, *values, parts)
+        rows[:, len(shares)] = np.sqrt(rows[:, len(shares)].max() + rows[:, -1].sum() / self.strategy.dp_replicate_size)
+        result = self._result(shares, rows[:, :-1])
+        # Under fp16 the scaler leaves out what is not finite, and lowers its scale.
+        if math.isfinite(result.grad_norm) or self.accelerator.scaler is not None:
+            if self.max_grad_norm:
+                clip(self.model.parameters(), result.grad_norm, self.max_grad_norm)
+            self.optimizer.step()
+        self._clear_gradients()
+        return result
+
+    def _result(self, shares: dict[str, torch.Tensor], rows: np.ndarray) -> StepResult:
+        """From columns of shares, the gradient norm and values."""
+        means = self._over_data(rows[:, : len(shares)])
+        norm, *maxima = rows[:, len(shares) :].max(0).tolist()
+        return StepResult(means=dict(zip(shares, means, strict=True)), grad_norm=norm, maxima=maxima)
+
+    def _clear_gradients(self) -> None:
+        # DDP's are views of its buckets. Set to None, those of all micro-batches but the last would lie beside them.
+        self.optimizer.zero_grad(set_to_none=not isinstance(self.model, DistributedDataParallel))
 
     @torch.no_grad()
     def evaluate(
@@ -254,8 +280,8 @@ class Engine:
                 is returned.
         """
         self.model.eval()
-        totals = _Totals(self.device)
-        counts = torch.zeros(2, dtype=torch.float64, device=self.device)
+        totals = _Totals()
+        count = num_tokens = 0.0
         for i, batch in enumerate(batches):
             self.beat(f"evaluation batch {i + 1}", self.current_step)
             faults.at("eval.batch", self.current_step)
@@ -264,11 +290,12 @@ class Engine:
                 return reason
             outcome = self._forward(objective, batch)
             totals.add(outcome)
-            counts[0] += outcome.count
-            counts[1] += (batch["targets"] != -100).sum()
+            count += outcome.count
+            num_tokens += len(batch["targets"])
         self._end_evaluation()
-        count, num_tokens = self.sum_over_data(counts).tolist()
-        return totals.means(self.sum_over_data, round(count)) | {"num_tokens": round(num_tokens)}
+        *sums, count, num_tokens = self._over_data(self._exchange(*totals.sums.values(), count, num_tokens))
+        means = {name: total / count for name, total in zip(totals.sums, sums, strict=True)}
+        return means | {"num_tokens": round(num_tokens)}
 
     @torch.no_grad()
     def collect(
@@ -285,8 +312,9 @@ class Engine:
         values = torch.zeros(size, dtype=torch.float64, device=self.device)
         for i, (batch, sample_index) in enumerate(batches):
             self.beat(f"reference batch {i + 1}", self.current_step)
+            sample_index = self._on_device(sample_index)
             found = self._forward(function, {**batch, "sample_index": sample_index})
-            values[sample_index.to(self.device)] = found.double()
+            values[sample_index] = found.double()
         self._end_evaluation()
         return self.sum_over_data(values).cpu().numpy()
 
@@ -322,11 +350,24 @@ class Engine:
 
     def maxima(self, *values: float) -> list[float]:
         """Of each value, the largest over the processes."""
+        return self._exchange(*values).max(0).tolist() if dist.is_initialized() else [float(value) for value in values]
+
+    def _exchange(self, *values: torch.Tensor | float) -> np.ndarray:
+        """These values, of every process: float64 [processes, values]. Waits for the device, once."""
+        numbers = [0.0 if isinstance(value, torch.Tensor) else value for value in values]
+        mine = self._on_device(torch.tensor(numbers, dtype=torch.float64))
+        for i, value in enumerate(values):
+            if isinstance(value, torch.Tensor):
+                mine[i] = value
         if not dist.is_initialized():
-            return [float(value) for value in values]
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return tensor.tolist()
+            return mine.cpu().numpy()[None]
+        rows = mine.new_empty(self.world.num_processes * len(values))
+        dist.all_gather_into_tensor(rows, mine)
+        return rows.view(-1, len(values)).cpu().numpy()
+
+    def _over_data(self, rows: np.ndarray) -> list[float]:
+        """Sums of what `_exchange` gave, as `sum_over_data`."""
+        return rows[:: self.strategy.tp_size].sum(0).tolist()
 
     def tell_all(self, text: str) -> str:
         """The main process's text, on every process."""
@@ -436,14 +477,18 @@ class Engine:
             raise RuntimeError(f"{self.strategy.path} is not what runs: no parameter reached {parameters}")
 
     def _forward(self, function: Callable[[Any, Batch], Any], batch: Batch) -> Any:
-        # The lengths of packed samples are read on the host.
         batch = {
-            name: tensor if name == "lengths" else tensor.to(self.device, non_blocking=True)
-            for name, tensor in batch.items()
+            name: self._on_device(value) if isinstance(value, torch.Tensor) else value for name, value in batch.items()
         }
         # Only what accelerate has not prepared lacks its autocast.
         with self.accelerator.autocast() if self.strategy.kind == "tp" else contextlib.nullcontext():
             return function(self.model, batch)
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Without waiting: from memory that is not pinned, a copy is done before the host goes on."""
+        if self.device.type == "cuda" and not tensor.is_cuda:
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
 
     def _synchronise(self, last: bool) -> contextlib.AbstractContextManager:
         """Communicates gradients when that is needed, and not before.
@@ -477,46 +522,19 @@ class Engine:
         for parameter, gradient in earlier:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
-    def _gradient_norm(self) -> float:
-        """The norm over all parameters, in float64.
-
-        torch's float32 norm on CPU is off by 5e-5 for a tensor of a million elements; DeepSpeed's is float64.
-        """
-        whole = torch.zeros((), dtype=torch.float64, device=self.device)
-        shards = torch.zeros((), dtype=torch.float64, device=self.device)
-        for parameter in self.model.parameters():
-            if parameter.grad is None:
-                continue
-            # The gradient's own placement: tensor parallel leaves that of a cut embedding whole on each process.
-            gradient = parameter.grad
-            if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
-                gradient = gradient.redistribute(placements=parameter.placements)
-            square = torch.linalg.vector_norm(_local(gradient), dtype=torch.float64).square().to(self.device)
-            if is_sharded(gradient) or self.strategy.kind == "fsdp1":
-                shards += square
-            else:
-                whole += square
-        if dist.is_initialized() and self.world.num_processes > 1:
-            dist.all_reduce(shards)
-            shards /= self.strategy.dp_replicate_size
-        return float((whole + shards).sqrt())
+    def _is_cut(self, gradient: torch.Tensor) -> bool:
+        return is_sharded(gradient) or self.strategy.kind == "fsdp1"
 
 
 class _Totals:
-    """Sums of loss and metrics over the micro-batches of this process."""
+    """Sums of loss and metrics over the micro-batches of this process, float64 on the device."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self) -> None:
         self.sums: dict[str, torch.Tensor] = {}
 
     def add(self, outcome: Outcome) -> None:
         for name, value in {"loss": outcome.loss_sum.detach(), **outcome.metrics}.items():
             self.sums[name] = self.sums.get(name, 0) + value.double()
-
-    def means(self, sum_over_data: Callable[[torch.Tensor], torch.Tensor], count: int) -> dict[str, float]:
-        """Collective."""
-        sums = sum_over_data(torch.stack(list(self.sums.values())))
-        return dict(zip(self.sums, (sums / count).tolist(), strict=True))
 
 
 def _num_elements(parameter: torch.nn.Parameter) -> int:
@@ -525,10 +543,6 @@ def _num_elements(parameter: torch.nn.Parameter) -> int:
     if quantized is not None:
         return math.prod(quantized.shape)
     return getattr(parameter, "ds_numel", parameter.numel())
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _is_number(value: Any) -> bool:

@@ -203,6 +203,10 @@ def load_model(
         name, dtype=dtype, trust_remote_code=False, use_safetensors=True, **options
     )
     model.config.use_cache = False
+    if model.config._attn_implementation == "sdpa" and packing_problem(model.config) is None:
+        # The same attention for padded rows. transformers would ask the device whether each position follows the one
+        # before (masking_utils.py, find_packed_sequence_indices), and in float32 use a kernel with scores of T x T.
+        model.set_attn_implementation(PACKED)
     if settings.liger_kernels:
         patch_kernels(model)
     if settings.gradient_checkpointing:

@@ -1,4 +1,4 @@
-"""Attention for packed rows: each sample attends to itself only. One implementation, registered with transformers."""
+"""Attention that keeps the samples of a packed row apart, and serves padded rows too; registered with transformers."""
 
 import inspect
 from typing import Any, NamedTuple
@@ -45,19 +45,24 @@ VARLEN_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
 """They differ by version: torch 2.10 has is_causal and no scale, 2.13 window_size; grouped heads came last."""
 
 
+class Lengths:
+    """Tokens of each sample, on the host: asking the device would wait for it.
+
+    An object, since a compiled layer would be compiled again for each new tuple among its arguments.
+    """
+
+    def __init__(self, values: tuple[int, ...]) -> None:
+        self.values = values
+
+
 class Segments(NamedTuple):
-    """Where the samples of a packed row begin and end; made once per forward."""
+    """Where the samples of a packed row begin and end."""
 
     offsets: torch.Tensor
     """(samples + 1,) int32, on the model's device."""
     longest: int
     """Tokens of the longest sample."""
-
-
-def segments(lengths: torch.Tensor, device: torch.device) -> Segments:
-    """From sample lengths, (samples,) int64. Lengths that lie on a GPU cost a synchronisation."""
-    offsets = F.pad(lengths.cumsum(0), (1, 0))
-    return Segments(offsets.to(device, torch.int32, non_blocking=True), int(lengths.max()))
+    lengths: Lengths
 
 
 def attend(
@@ -82,16 +87,26 @@ def attend(
     assert attention_mask is None, "a mask reached the packed attention, which would ignore it"
     if segments is None:
         return _causal(query, key, value, scaling).transpose(1, 2), None
-    dtype = query.dtype
-    if query.is_cuda and torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")  # rotary embeddings in float32 have raised query and key
+    dtype = _computed_in(query)
     if query.is_cuda and dtype in (torch.bfloat16, torch.float16):
         query, key, value = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))
         return _varlen(query, key, value, segments, scaling).unsqueeze(0), None
     return _one_by_one(query, key, value, segments, scaling), None
 
 
+def _computed_in(query: torch.Tensor) -> torch.dtype:
+    """By a kernel: autocast lowers what rotary embeddings in float32 have raised."""
+    if query.is_cuda and torch.is_autocast_enabled("cuda"):
+        return torch.get_autocast_dtype("cuda")
+    return query.dtype
+
+
 def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and query.is_cuda and _computed_in(query) == torch.float32:
+        # On CUDA only the flash and the math kernel know groups (torch/nn/functional.py, enable_gqa), and flash knows
+        # no float32. The math kernel holds scores of T x T; with a key for each query head another serves.
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
 
@@ -100,7 +115,7 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling
 def _one_by_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scaling: float | None
 ) -> torch.Tensor:
-    lengths = segments.offsets.diff().tolist()
+    lengths = list(segments.lengths.values)
     # Split, not sliced: each slice would make a zero gradient of the whole row in the backward pass.
     parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
     return torch.cat([_causal(q, k, v, scaling).transpose(1, 2) for q, k, v in parts], dim=1)
@@ -121,7 +136,7 @@ def _varlen(
         options["scale"] = scaling
     elif scaling is not None:
         query = query * (scaling * query.shape[-1] ** 0.5)  # the kernel divides by the root of the head size
-    offsets, longest = segments
+    offsets, longest, _ = segments
     result: Any = varlen_attn(query, key, value, offsets, offsets, longest, longest, **options)
     return result
 
@@ -129,8 +144,13 @@ def _varlen(
 AttentionInterface.register(PACKED, attend)
 
 
-def packing_problem(config: PreTrainedConfig, max_length: int) -> str | None:
-    """Why this model would not keep the samples of a packed row apart, or None."""
+def packing_problem(config: PreTrainedConfig, max_length: int | None = None) -> str | None:
+    """Why this model would not keep the samples of a packed row apart, or None.
+
+    Args:
+        max_length: tokens of a sample at most; as many as the model has positions, if not given.
+    """
+    max_length = max_length or getattr(config, "max_position_embeddings", None) or 2**62
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if window is not None and window < max_length:

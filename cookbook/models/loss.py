@@ -9,9 +9,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from cookbook.files import RecipeError
-from cookbook.models.attention import PACKED, segments
+from cookbook.models.attention import PACKED, Lengths, Segments
 
-IGNORE_INDEX = -100
 LOGITS_BUDGET = 2**27
 """Logits of one matrix product: 0.5 GiB in float32. Where they fit, one product is the fastest."""
 
@@ -45,13 +44,13 @@ def _nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def add_loss(model: PreTrainedModel) -> None:
-    """Makes `model(input_ids=, position_ids=, targets=, lengths=None)` return the negative log-likelihoods.
+    """Makes `model(...)` return the negative log-likelihoods of the targets, (L,) float32, in their order.
 
-    They come for each labelled position, (L,) float32, in the order of `targets` row by row. A micro-batch without
-    labels calls the head too, on zero rows: the collectives of a sharded head must happen on every rank.
-    `position_ids` and `targets` (already shifted) are (B, T) int64; there is no attention mask, since causal attention
-    never sees the padding on the right. With `lengths`, (samples,) int64 and best on the CPU, the one row is that many
-    samples end to end, and each attends to itself only; the model must have been loaded for packing.
+    Its arguments are `input_ids`, `targets` and `target_positions` of `cookbook.data.batches.collate`, and for a packed
+    row `position_ids`, `lengths` and `offsets`; then each sample attends to itself only, and the model must have been
+    loaded for packing. There is no attention mask, since causal attention never sees the padding on the right. A
+    micro-batch without targets calls the head too, on zero rows: the collectives of a sharded head must happen on every
+    rank.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or model.base_model is model:
@@ -66,22 +65,25 @@ def _forward(
     self: PreTrainedModel,
     *,
     input_ids: torch.Tensor,
-    position_ids: torch.Tensor,
     targets: torch.Tensor,
-    lengths: torch.Tensor | None = None,
+    target_positions: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    lengths: tuple[int, ...] | None = None,
+    offsets: torch.Tensor | None = None,
     **unset: None,
 ) -> torch.Tensor:
     # peft hands on every argument that a transformers model could have.
     assert all(value is None for value in unset.values()), f"not known to our loss: {sorted(unset)}"
     options = {}
     if lengths is not None:
+        assert offsets is not None
         assert self.config._attn_implementation == PACKED, "a packed row, and a model that was not loaded for packing"
-        assert input_ids.shape == (1, int(lengths.sum())), f"{tuple(input_ids.shape)} is not one row of {lengths}"
-        options["segments"] = segments(lengths, input_ids.device)
+        assert input_ids.shape == (1, sum(lengths)), f"{tuple(input_ids.shape)} is not one row of {lengths}"
+        options["segments"] = Segments(offsets, max(lengths), Lengths(lengths))
     backbone = self.base_model
     hidden = backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False, **options).last_hidden_state
-    labelled = targets != IGNORE_INDEX
-    return nll_of_targets(self, hidden[labelled], targets[labelled])
+    # By index: a mask would make the host wait to learn how many they are, here and in the backward pass.
+    return nll_of_targets(self, hidden.flatten(0, 1).index_select(0, target_positions), targets)
 
 
 def nll_of_targets(model: PreTrainedModel, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
