@@ -112,7 +112,8 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
 
     signals.hold()  # from here on there is something to save
     books = stages.open_books(run, failed_after, notes)
-    reason = loop(run, books)
+    with run.steps:
+        reason = loop(run, books)
     return finish(run, books) if reason is None else stop(run, books, reason)
 
 

@@ -4,10 +4,11 @@ Imports torch and what is built on it, which takes seconds: files and rows are l
 """
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from cookbook.checkpoint import resume
 from cookbook.checkpoint.folder import Checkpoint
 from cookbook.checkpoint.saver import Saver
 from cookbook.data import batches
+from cookbook.data.ahead import Ahead
 from cookbook.data.reference import with_reference
 from cookbook.data.sets import RowSets, TokenSets, tokenize_data
 from cookbook.ds_config import run_name
@@ -88,8 +90,8 @@ class Run:
     checkpoint: Checkpoint | None
     """That it goes on from."""
     progress: Progress
-    steps: Iterator[batches.StepBatch]
-    """From there on, without end."""
+    steps: Ahead[batches.StepBatch]
+    """From there on, to the last."""
     eval_sets: dict[str, Callable[[], Iterable[Batch]]]
     """By name; each call goes through a set once."""
 
@@ -240,6 +242,13 @@ def make_run(
     if checkpoint is not None:
         state = resume.load(checkpoint, engine.parameter_shapes(), engine.restore)
         progress = Progress(**{field.name: state[field.name] for field in fields(Progress) if field.name in state})
+    steps = batches.train_steps(
+        data.train,
+        layout,
+        seed=recipe.seed,
+        global_batch_size=recipe.batch.global_batch_size,
+        num_samples_consumed=progress.num_samples,
+    )
     return Run(
         recipe=recipe,
         material=replace(material, data=data),
@@ -248,13 +257,7 @@ def make_run(
         objective=objective,
         checkpoint=checkpoint,
         progress=progress,
-        steps=batches.train_steps(
-            data.train,
-            layout,
-            seed=recipe.seed,
-            global_batch_size=recipe.batch.global_batch_size,
-            num_samples_consumed=progress.num_samples,
-        ),
+        steps=Ahead(islice(steps, material.max_steps - progress.step)),
         eval_sets={name: partial(batches.eval_batches, tokens, layout) for name, tokens in data.eval.items()},
     )
 

@@ -54,7 +54,7 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class StagedPiece:
-    """A copy in host memory."""
+    """A copy in host memory: pinned if it comes from a GPU, which torch then keeps for the next save."""
 
     name: str
     kind: str
@@ -64,7 +64,8 @@ class StagedPiece:
 
     @classmethod
     def copy_of(cls, piece: Piece) -> "StagedPiece":
-        data = piece.data.detach().to("cpu", copy=True)
+        source = piece.data.detach()
+        data = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda).copy_(source)
         return cls(piece.name, piece.kind, piece.start, piece.stride, data)
 
 

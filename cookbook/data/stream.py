@@ -2,13 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cookbook.data.ahead import Ahead
 from cookbook.data.rows import BadRows, row_blocks
 from cookbook.data.tokens import Piece, TokenSet, join, tokenize
 from cookbook.files import RecipeError
@@ -16,9 +16,6 @@ from cookbook.recipe import DataSection, ObjectiveSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-Block = TypeVar("Block")
 
 
 @dataclass
@@ -78,17 +75,18 @@ class Stream:
         epoch = 0
         while True:
             num_samples, bad_rows = 0, BadRows()
-            for number, (block, num_dropped) in enumerate(_one_ahead(self._blocks(bad_rows))):
-                num_samples += len(block)
-                if epoch == 0:
-                    self._count(block, num_dropped)
-                if num_skipped >= len(block):
-                    num_skipped -= len(block)
-                    continue
-                for i in _order(seed, epoch, number, len(block))[num_skipped:]:
-                    start, end = block.offsets[i], block.offsets[i + 1]
-                    yield epoch, (block.ids[start:end], block.is_label[start:end])
-                num_skipped = 0
+            with Ahead(self._blocks(bad_rows)) as blocks:
+                for number, (block, num_dropped) in enumerate(blocks):
+                    num_samples += len(block)
+                    if epoch == 0:
+                        self._count(block, num_dropped)
+                    if num_skipped >= len(block):
+                        num_skipped -= len(block)
+                        continue
+                    for i in _order(seed, epoch, number, len(block))[num_skipped:]:
+                        start, end = block.offsets[i], block.offsets[i + 1]
+                        yield epoch, (block.ids[start:end], block.is_label[start:end])
+                    num_skipped = 0
             if not num_samples:
                 raise RecipeError(["data.train: no row left to train on", *bad_rows.mistakes()])
             if epoch == 0:
@@ -121,12 +119,3 @@ class Stream:
 
 def _order(seed: int, epoch: int, number: int, size: int) -> np.ndarray:
     return np.random.RandomState([seed, epoch, number]).permutation(size)
-
-
-def _one_ahead(blocks: Iterator[Block]) -> Iterator[Block]:
-    """The same blocks; while one is trained on, a thread makes the next."""
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        coming = thread.submit(next, blocks, None)
-        while (block := coming.result()) is not None:
-            coming = thread.submit(next, blocks, None)
-            yield block
