@@ -1,0 +1,66 @@
+"""Protects the GPU from idling: how often the host waits for it in a step, counted on simulated GPUs.
+
+A run of four steps less one of two with the same settings leaves what two steps cost.
+
+python -m pytest -q tests/test_gpu_waits.py
+"""
+
+from collections import Counter
+
+import pytest
+
+from tests.gpu_runs import GpuLab
+
+PACKED = {"data.packing": "true"}
+MORE = {"batch.micro_batch_size": "1"}
+"""Four micro-batches a step on each of two processes, instead of two."""
+
+
+def waits_of_two_steps(lab: GpuLab, strategy: str, settings: dict[str, str], recipe: str = "sft") -> Counter[str]:
+    """Why and where, by the innermost file and line, of the first process."""
+    once = {"run.eval_every_steps": "100"} if recipe == "sft" else {}
+    counted = []
+    for steps in ("4", "2"):
+        run = lab.run(strategy, settings | once | {"run.max_steps": steps}, recipe=recipe)
+        counted.append(Counter[str]())
+        for wait in run.report()["waits"]:
+            counted[-1][f"{wait['why']} at {wait['at']}"] += wait["times"]
+    assert sum(counted[1].values()) > 0, "nothing was counted"
+    return counted[0] - counted[1]
+
+
+def ours(waits: Counter[str]) -> int:
+    return sum(times for place, times in waits.items() if "cookbook/" in place or "train.py" in place)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "recipe"),
+    [
+        ("single", {}, "sft"),
+        ("single", MORE, "sft"),
+        ("ddp", PACKED, "sft"),
+        ("ddp", PACKED, "dpo"),
+        ("ddp", PACKED | {"mixed_precision": "'no'"}, "sft"),
+        ("fsdp2", {"mixed_precision": "fp16"}, "sft"),
+    ],
+    ids=["padded", "more micro-batches", "packed", "preferences", "float32", "float16"],
+)
+def test_a_step_waits_once_however_many_micro_batches_it_has(gpu_lab: GpuLab, strategy, settings, recipe):
+    waits = waits_of_two_steps(gpu_lab, strategy, settings, recipe)
+    assert sum(waits.values()) == 2 and ours(waits) == 2, waits
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2_offload", "zero3"])
+def test_where_a_library_waits_we_add_one_wait_a_step(gpu_lab: GpuLab, strategy: str):
+    """And the counter sees theirs: FSDP2 copies gradients to the host, DeepSpeed asks for norm and overflow."""
+    waits = waits_of_two_steps(gpu_lab, strategy, PACKED)
+    assert ours(waits) == 2 and sum(waits.values()) > 4, waits
+
+
+def test_ddp_holds_the_gradients_once_while_it_accumulates(gpu_lab: GpuLab):
+    """Twice would be 4 bytes a parameter more, a sixth of the peak of this run."""
+    peaks = {}
+    for strategy in ("single", "ddp"):
+        run = gpu_lab.run(strategy, PACKED, recipe="memory")
+        peaks[strategy] = run.report()["peak_bytes"][0]
+    assert len(run.steps) == 2 and peaks["ddp"] == pytest.approx(peaks["single"], rel=0.01), peaks
