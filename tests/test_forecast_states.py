@@ -206,10 +206,9 @@ def test_each_process_holds_the_predicted_bytes(scale: Scale, case: Run):
         predicted = scale.predicted(case, rank)
         assert {place: held[place] for place in ("gpu", "host", "disk")} == places(predicted), f"process {rank}"
         before = [predicted.gradients_at_first, predicted.gradients_between]
-        if case.strategy == "ddp" and case.processes > 1:
-            assert held["gradients_before"] == [0, before[1]] and held["gradients_stay"], f"process {rank}"
-        else:
-            assert held["gradients_before"] == before[: len(held["gradients_before"])], f"process {rank}"
+        assert held["gradients_before"] == before[: len(held["gradients_before"])], f"process {rank}"
+        # DDP's buckets, whose views they are: beside them nothing is held.
+        assert held["gradients_stay"] or case.strategy != "ddp" or case.processes == 1, f"process {rank}"
         # Nothing was overlooked: what no category counts is what the data loader made.
         size, dtype, _ = held["largest_others"][0]
         assert size <= TOKENS and dtype == "torch.int64", held["largest_others"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from target_grid import from_grid, packed
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -155,6 +156,37 @@ def test_on_a_gpu_the_installed_kernel_takes_our_call():
             found, _ = attend(torch.nn.Module(), query, key, value, None, scaling=0.2, segments=parts)
     assert found.shape == (1, 47, 4, 16) and found.dtype == torch.bfloat16 and found.is_cuda
     assert "_varlen_attn" in operations.names
+
+
+class Attentions(TorchFunctionMode):
+    """Heads of key and value in each call of torch's attention, and whether it must group the query's itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[int, int, bool]] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            self.calls.append((args[1].shape[1], args[2].shape[1], kwargs["enable_gqa"]))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "expected"),
+    [
+        ("cuda", torch.float32, (4, 4, False)),
+        ("cuda", torch.bfloat16, (2, 2, True)),
+        ("cpu", torch.float32, (2, 2, True)),
+    ],
+)
+def test_in_float32_on_a_gpu_each_query_head_gets_a_key(device: str, dtype: torch.dtype, expected: tuple):
+    """Else only the kernel is left that holds scores of T x T: flash knows no float32, the others know no groups."""
+    with FakeTensorMode(), torch.no_grad():
+        query = torch.empty(1, 4, 47, 16, device=device, dtype=dtype)
+        key, value = (torch.empty(1, 2, 47, 16, device=device, dtype=dtype) for _ in range(2))
+        with Attentions() as attentions:
+            found, _ = attend(torch.nn.Module(), query, key, value, None, scaling=0.2)
+    assert attentions.calls == [expected] and found.shape == (1, 47, 4, 16)
 
 
 class Operations(TorchDispatchMode):
