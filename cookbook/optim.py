@@ -76,7 +76,8 @@ class Muon(torch.optim.Optimizer):
     One learning rate and weight decay serve both, because Muon's update is scaled to the size of AdamW's (Liu et al.
     2025, arXiv 2502.16982, equation 4). The same numbers as torch.optim.Muon with adjust_lr_fn="match_rms_adamw", which
     always orthogonalises in bfloat16: that turns the last bits of a gradient, in which strategies differ, into 2e-4 in
-    loss. And of a matrix that is cut each process gathers the whole and keeps its own part of the result.
+    loss. And of a matrix that is cut each process gathers the whole and keeps its own part of the result; one that is
+    offloaded comes to the GPU for that.
     """
 
     def __init__(
@@ -125,7 +126,8 @@ class Muon(torch.optim.Optimizer):
                 state["momentum_buffer"] = torch.zeros_like(parameter)
             average = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
             nesterov = parameter.grad.lerp(average, group["momentum"])
-            update = _like(parameter, orthogonalise(_whole(nesterov), self.dtype))
+            whole = orthogonalise(_whole(nesterov.to(_mesh_device(parameter))), self.dtype)
+            update = _like(parameter, whole).to(parameter.device)
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             parameter.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
 
@@ -144,6 +146,11 @@ def orthogonalise(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if is_tall else x
+
+
+def _mesh_device(parameter: torch.Tensor) -> torch.device | str:
+    """Where a matrix is gathered and multiplied: under fsdp2_offload the GPU, while the parameter lies on the host."""
+    return parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
