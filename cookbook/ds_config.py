@@ -8,6 +8,10 @@ from typing import Any
 from cookbook.plan import Plan
 from cookbook.strategy import Strategy
 
+LOSS_SCALE = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
+"""Of fp16, as torch's GradScaler has it: DeepSpeed's own hysteresis of 2 keeps the scale at the first overflow, and so
+leaves out one step more."""
+
 
 def deepspeed_config(
     strategy: Strategy, plan: Plan, mixed_precision: str, micro_batch_size: int, max_grad_norm: float
@@ -19,7 +23,7 @@ def deepspeed_config(
     return {
         **copy.deepcopy(strategy.deepspeed),
         "bf16": {"enabled": mixed_precision == "bf16"},
-        "fp16": {"enabled": mixed_precision == "fp16"},
+        "fp16": {"enabled": mixed_precision == "fp16", **LOSS_SCALE},
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation,
         "train_batch_size": micro_batch_size * accumulation * plan.data_parallel_size,

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
+from cookbook.ds_config import LOSS_SCALE
 from cookbook.files import RecipeError
 from cookbook.strategy import find_strategy, known_strategies, load_strategy
 
@@ -137,3 +138,15 @@ def test_an_unknown_strategy_is_answered_with_the_nearest_name(book):
     with pytest.raises(RecipeError) as caught:
         find_strategy("zerro3")
     assert "did you mean zero3?" in str(caught.value)
+
+
+def test_the_loss_scale_of_fp16_begins_and_moves_alike_under_every_strategy():
+    """DeepSpeed has its own, with other defaults: the steps that fp16 leaves out would depend on the strategy."""
+    import torch
+    from deepspeed.runtime.precision_config import get_float16_config
+
+    scaler = torch.amp.GradScaler("cpu")
+    deepspeed = get_float16_config({"fp16": {"enabled": True, **LOSS_SCALE}})
+    assert 2**deepspeed.initial_scale_power == scaler.get_scale()
+    assert deepspeed.loss_scale_window == scaler.get_growth_interval()
+    assert (deepspeed.hysteresis, scaler.get_backoff_factor()) == (1, 0.5)
