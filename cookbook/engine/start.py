@@ -94,7 +94,10 @@ def start_accelerator(
         PartialState(timeout=timeout)
     if strategy.fsdp is not None:  # now that the process has its device, which the plugin asks for
         options["fsdp_plugin"] = _fsdp_plugin(strategy, mixed_precision, on_cpu)
-    return Accelerator(cpu=on_cpu, **options)
+    accelerator = Accelerator(cpu=on_cpu, **options)
+    if strategy.kind == "fsdp1" and mixed_precision == "fp16":
+        accelerator.scaler = _fsdp1_scaler()
+    return accelerator
 
 
 def _separate_restarts() -> None:
@@ -167,6 +170,25 @@ def _fsdp_plugin(strategy: Strategy, mixed_precision: str, on_cpu: bool) -> Any:
         mixed_precision_policy=policy2,
         **shared,
     )
+
+
+def _fsdp1_scaler() -> Any:
+    """FSDP1's loss scaler, which tells every process of an overflow, in the form that fused AdamW takes.
+
+    torch 2.13's (distributed/fsdp/sharded_grad_scaler.py:254) gives `found_inf` the shape (1,), and fused AdamW
+    subtracts it from counts of shape () (optim/adam.py:897), which fails. And it sums it over the processes, while the
+    fused kernel skips an update for 1 alone: with 2 it would write the overflow into the weights.
+    """
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    class ScalarFoundInf(ShardedGradScaler):
+        def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+            super().unscale_(optimizer)
+            found_inf = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            for device, value in found_inf.items():
+                found_inf[device] = value.reshape(()).clamp(max=1)
+
+    return ScalarFoundInf()
 
 
 def wrap_fsdp1_on_cpu(accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
