@@ -67,6 +67,7 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
     num_gpus = machine.num_gpus()
     world = launch.trim_world(world, strategy, launcher, num_gpus)
     mistakes += launch.check_count(world, launcher)
+    mistakes += launch.check_builds(strategy, num_gpus)
     try:
         plan = make_plan(
             recipe, strategy, num_processes=world.num_processes, num_gpus=num_gpus, recipe_name=recipe_name
@@ -96,10 +97,10 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
     from cookbook import stages
     from cookbook.engine import build_ops
 
-    # Model folder, tokenizer, tokens and compiled operations: once per machine, under file locks.
+    # Compiled operations, model folder, tokenizer and tokens: once per machine, under file locks.
+    build_ops(strategy, CACHE)
     material = stages.load_material(recipe, rows, cache=CACHE, notes=notes)
     del rows
-    build_ops(strategy, CACHE)
     if misfits := recipe.schedule.misfits(material.max_steps):
         raise RecipeError([f"schedule.{mistake}" for mistake in misfits])
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from cookbook.files import RecipeError
-from cookbook.machine import CPU_PROCESSES
+from cookbook.machine import CPU_PROCESSES, toolkit_problem, torch_cuda
 from cookbook.strategy import Strategy
 
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
@@ -154,6 +154,17 @@ def trim_world(world: World, strategy: Strategy, launcher: Launcher, num_gpus: i
         raise SystemExit(0)
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(CPU_PROCESSES)
     return read_world()
+
+
+def check_builds(strategy: Strategy, num_gpus: int) -> list[str]:
+    """What keeps the strategy's operations from being compiled; told here, as they come after downloads and imports."""
+    if not num_gpus or "nvme" not in (strategy.offload_optimizer, strategy.offload_param):
+        return []
+    try:
+        problem = toolkit_problem(torch_cuda())
+    except ImportError:
+        return []
+    return [f"{strategy.path}: offload to NVMe compiles code: {problem[0]}; {problem[1]}"] if problem else []
 
 
 def check_count(world: World, launcher: Launcher) -> list[str]:

@@ -21,7 +21,7 @@ import pytest
 import torch
 from conftest import ROOT, clean_environment
 
-from cookbook import doctor
+from cookbook import doctor, launch, machine
 from cookbook.doctor import collective, environment, finding, gpus, host, hub, nvme, probe, software
 from cookbook.doctor.sizes import Sizes, num_parameters, sizes
 from cookbook.library import Needs
@@ -184,7 +184,7 @@ def test_torch_is_held_against_gpus_and_driver(monkeypatch, cuda, driver, status
 
 
 def test_the_cuda_of_torch_is_read_without_importing_it():
-    assert software.torch_cuda() == torch.version.cuda
+    assert machine.torch_cuda() == torch.version.cuda
 
 
 # Versions.
@@ -358,10 +358,59 @@ def test_a_missing_compiler_or_header_fails_only_where_something_must_be_built(t
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert not software._compiles("c++", "no_such_header.h", "return 0;", [], tmp_path)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    found = list(software.check_build(True, tmp_path))
+    found = list(software.check_build(True, False, tmp_path))
     assert found[0].status == "failure" and found[0].remedy == "apt-get install g++"
-    assert worst(software.check_build(False, tmp_path)) == "ok"
+    assert worst(software.check_build(False, False, tmp_path)) == "ok"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def toolkit(tmp_path, monkeypatch):
+    """A CUDA toolkit of version 12.8, as far as anyone looks."""
+    home = tmp_path / "cuda"
+    (home / "bin").mkdir(parents=True)
+    (home / "include").mkdir()
+    (home / "include/cuda_runtime.h").touch()
+    (home / "bin/nvcc").write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.8, V12.8.93'\n")
+    (home / "bin/nvcc").chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    return home
+
+
+def test_operations_for_nvme_want_the_cuda_toolkit_of_torch_s_version(toolkit, tmp_path, monkeypatch):
+    assert machine.toolkit_problem("12.6") is None, "DeepSpeed takes any 12 for another"
+    assert machine.toolkit_problem(None) is None, "torch for CPU has nothing to do with CUDA"
+    problem, remedy = machine.toolkit_problem("13.0")
+    assert "is version 12, and torch is built for CUDA 13.0" in problem and "cuda-toolkit=13.0" in remedy
+    (toolkit / "include/cuda_runtime.h").unlink()
+    assert "no headers" in machine.toolkit_problem("12.8")[0]
+    (toolkit / "bin/nvcc").unlink()
+    assert "no bin/nvcc that runs" in machine.toolkit_problem("12.8")[0]
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
+    assert "nowhere" in machine.toolkit_problem("12.8")[0]
+
+
+def test_what_cannot_be_built_without_the_toolkit_fails_in_doctor_and_before_a_run(toolkit, tmp_path, monkeypatch):
+    """An 8B model would be downloaded before the compiler says so."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    nvme, plain = (load_strategy(ROOT / f"accelerate_configs/{name}.yaml") for name in ("zero3_nvme", "zero3"))
+    for module in (software, launch):
+        monkeypatch.setattr(module, "torch_cuda", lambda: "12.8")
+
+    def of_toolkit(needs_nvme, on_gpus):
+        return [one for one in software.check_build(needs_nvme, on_gpus, tmp_path) if "CUDA" in one.says]
+
+    assert of_toolkit(True, True) == launch.check_builds(nvme, 8) == []
+    (toolkit / "bin/nvcc").unlink()
+    (found,) = of_toolkit(True, True)
+    assert found.status == "failure" and "CUDA_HOME" in found.remedy
+    assert not any("can be built" in one.says for one in software.check_build(True, True, tmp_path))
+    (found,) = of_toolkit(False, True)
+    assert found.status == "ok"
+    assert of_toolkit(True, False) == [], "on a CPU nothing of CUDA is built"
+    (mistake,) = launch.check_builds(nvme, 8)
+    assert mistake.startswith(f"{nvme.path}: ") and "CUDA_HOME" in mistake
+    assert launch.check_builds(nvme, 0) == launch.check_builds(plain, 8) == []
 
 
 # The disk.

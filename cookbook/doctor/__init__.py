@@ -39,10 +39,10 @@ from cookbook.doctor.host import check_cpu, check_disk, check_files, check_memor
 from cookbook.doctor.hub import check_hub_for
 from cookbook.doctor.nvme import check_nvme, nvme_folders
 from cookbook.doctor.sizes import sizes
-from cookbook.doctor.software import check_build, check_python, check_torch_build, check_versions, torch_cuda
+from cookbook.doctor.software import check_build, check_python, check_torch_build, check_versions
 from cookbook.files import RecipeError
 from cookbook.library import read_label, read_needs
-from cookbook.machine import CPU_PROCESSES
+from cookbook.machine import CPU_PROCESSES, torch_cuda
 from cookbook.recipe import Recipe
 from cookbook.strategy import Strategy
 
@@ -125,7 +125,6 @@ def _examine(visit: _Visit, recipe: Recipe | None, strategy: Strategy | None, pa
         visit.begin("versions", as_said(check_versions)),
         visit.begin("environment", as_said(check_variables, strategy, precision)),
     ]
-    build = visit.begin("build", as_said(check_build, bool(folders), visit.folder))
     probe.finish([asking], visit.until)
     said: dict[str, str] = {name: text for piece in asking.said for name, text in piece.items()}
     gpus = parse_gpus(said.get("gpus", ""))
@@ -133,6 +132,7 @@ def _examine(visit: _Visit, recipe: Recipe | None, strategy: Strategy | None, pa
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     run_gpus = visible_gpus(gpus, visible)
     used = len(run_gpus) if gpus else _num_used(present, visible)
+    build = visit.begin("build", as_said(check_build, bool(folders), bool(used), visit.folder))
     visit.tell(*first)
     visit.findings += _trouble(asking)
     if not asking.trouble and said:

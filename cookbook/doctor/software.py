@@ -15,7 +15,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from cookbook.doctor.finding import Finding, failure, ok, warning
-from cookbook.machine import torch_cuda
+from cookbook.machine import toolkit_problem, torch_cuda
 
 REQUIREMENTS = Path("requirements.txt")
 EXTENSIONS = Path(".cache/torch_extensions")
@@ -109,13 +109,15 @@ def check_torch_build(num_gpus: int, driver: str | None) -> Iterator[Finding]:
     yield ok("torch", f"{version} for CUDA {cuda}" + (f", driver {driver}" if driver else ""))
 
 
-def check_build(needs_nvme: bool, folder: Path) -> Iterator[Finding]:
-    """Compiler, ninja and headers, by compiling a few lines; a failure only for a strategy that builds something.
+def check_build(needs_nvme: bool, on_gpus: bool, folder: Path) -> Iterator[Finding]:
+    """Compiler, ninja and headers, by compiling a few lines, and with GPUs the CUDA toolkit; a failure only for a
+    strategy that builds something.
 
     Args:
         folder: a temporary one.
     """
     missing = []
+    toolkit = _toolkit_problem() if on_gpus else None
     compiler = os.environ.get("CXX") or "c++"
     if shutil.which(compiler) is None:
         missing.append((f"C++ compiler ({compiler})", "apt-get install g++"))
@@ -136,11 +138,22 @@ def check_build(needs_nvme: bool, folder: Path) -> Iterator[Finding]:
             yield ok("build", f"no {what}, which only offload to NVMe would need ({remedy})")
     if not missing:
         yield ok("build", f"{compiler}, ninja, libaio and Python.h")
-    if needs_nvme and built is not None:
+    if toolkit is not None and needs_nvme:  # also where they are built: torch would look whether they still are right
+        yield failure("build", f"{toolkit[0]}: DeepSpeed's NVMe reads and writes cannot be built", toolkit[1])
+    elif toolkit is not None:
+        yield ok("build", f"{toolkit[0]}; only offload to NVMe would need it ({toolkit[1]})")
+    elif needs_nvme and built is not None:
         yield ok("build", f"DeepSpeed's NVMe operations are built: {built}")
     elif needs_nvme and not missing:
         yield ok("build", "DeepSpeed's NVMe operations can be built; the first run does, which takes minutes")
     yield from check_locks()
+
+
+def _toolkit_problem() -> tuple[str, str] | None:
+    try:
+        return toolkit_problem(torch_cuda())
+    except ImportError:
+        return None  # told by the versions
 
 
 def _compiles(compiler: str, header: str, call: str, flags: list[str], folder: Path) -> bool:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from filelock import FileLock
 
 from cookbook.files import RecipeError
+from cookbook.machine import toolkit_problem
 from cookbook.plan import Plan
 from cookbook.strategy import Strategy
 
@@ -25,10 +26,12 @@ def build_ops(strategy: Strategy, cache: Path) -> None:
     only be a dead one.
 
     Raises:
-        RecipeError: the headers of libaio are missing.
+        RecipeError: the headers of libaio are missing, or the CUDA toolkit where there is a GPU.
     """
     if "nvme" not in (strategy.offload_optimizer, strategy.offload_param):
         return
+    if torch.cuda.is_available() and (problem := toolkit_problem(torch.version.cuda)):
+        raise RecipeError([f"{strategy.path}: offload to NVMe compiles code: {problem[0]}; {problem[1]}"])
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     # ninja stands beside the interpreter, which is not on PATH where the environment was not activated.
