@@ -206,10 +206,10 @@ class Watch:
 
 
 def entered_collectives() -> dict[str, Record]:
-    """Of each process group of this process, by its name: `ranks`, and `number`, `op` and `entered_ns` of the last
-    collective that it entered. Empty where torch does not tell.
+    """Of each process group of this process and each of its backends, by both names: `ranks`, and `number`, `op` and
+    `entered_ns` of the last collective that it entered. Empty where torch does not tell.
 
-    From torch's flight recorder, whose names are private (torch 2.13). Of its entries the numbers hold; under gloo the
+    With offload to the host one group has NCCL and gloo, and each counts for itself. From torch's flight recorder, whose names are private (torch 2.13). Of its entries the numbers hold; under gloo the
     states stay "scheduled" for ever.
     """
     torch = sys.modules.get("torch")
@@ -225,12 +225,11 @@ def entered_collectives() -> dict[str, Record]:
         members = {world.pg_names[group]: sorted(ranks) for group, ranks in world.pg_group_ranks.items()}
     found: dict[str, Record] = {}
     for entry in entries:
-        group, number = entry["process_group"][0], entry["collective_seq_id"]
-        if not entry.get("is_p2p") and number >= found.get(group, {"number": 0})["number"]:
-            op, at = entry["profiling_name"], entry["time_created_ns"]
-            found[group] = {"number": number, "op": op, "entered_ns": at, "ranks": members.get(group)}
-    for group, ranks in members.items():  # those in which this process has entered nothing yet
-        found.setdefault(group, {"number": 0, "op": None, "entered_ns": 0, "ranks": ranks})
+        group, number, op = entry["process_group"][0], entry["collective_seq_id"], entry["profiling_name"]
+        counted = f"{group} {op.partition(':')[0]}"
+        if not entry.get("is_p2p") and number >= found.get(counted, {"number": 0})["number"]:
+            at = entry["time_created_ns"]
+            found[counted] = {"number": number, "op": op, "entered_ns": at, "ranks": members.get(group)}
     return found
 
 
@@ -239,6 +238,7 @@ class Collective:
     """One that some of its ranks entered and others did not."""
 
     group: str
+    """Its name, without the backend."""
     number: int
     op: str
     inside: list[int]
@@ -262,7 +262,7 @@ def find_unequal(stuck: dict[int, Record], num_ranks: int) -> list[Collective]:
             missing = sorted([*missing, *(rank for rank in members if rank not in stuck)])
         if number and missing:
             waiting = [rank for rank in inside if last[rank] == group] or inside
-            found.append(Collective(group, number, known[inside[0]]["op"], waiting, missing))
+            found.append(Collective(group.split()[0], number, known[inside[0]]["op"], waiting, missing))
     return found
 
 

@@ -227,7 +227,7 @@ def rank_record(rank: int, number: int, at: str = "a.py:1") -> dict:
         "host": "n1",
         "doing": "a step",
         "step": 5,
-        "collectives": {"0": world},
+        "collectives": {"0 nccl": world},
         "waits_at": at,
         "stacks": {},
     }
@@ -245,3 +245,40 @@ def test_several_late_ranks_are_all_named_and_a_dead_one_too():
     accused = [line.split()[1] for line in text.splitlines() if "never entered" in line]
     assert accused == ["1", "3"]
     assert "rank 3 never entered nccl:all_reduce number 7, in which ranks 0, 2 wait. It never gave a sign." in text
+
+
+def test_a_rank_missing_from_gloo_is_named_though_it_has_entered_more_over_nccl():
+    """fsdp2_offload: one group, two backends. Two GPUs have done 40 collectives over NCCL, and one of the processes
+    never came to the third over gloo.
+    """
+    stuck = {rank: rank_record(rank, 40, f"{rank}.py:1") for rank in range(2)}
+    for rank, number in ((0, 3), (1, 2)):
+        host = {"number": number, "op": "gloo:all_reduce", "entered_ns": 100 + number, "ranks": [0, 1]}
+        stuck[rank]["collectives"]["0 gloo"] = host
+    text = report(stuck, {}, num_ranks=2, timeout_seconds=9)
+    assert "rank 1 (process 101 on n1) never entered gloo:all_reduce number 3, in which rank 0 waits." in text
+
+
+TWO_BACKENDS = """
+import json, sys, torch, torch.distributed as dist
+from cookbook.watch import entered_collectives
+
+dist.init_process_group("cpu:gloo,cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+recorded = [("nccl:all_reduce", 40), ("gloo:all_reduce", 3), ("nccl:broadcast", 41)]
+entries = [
+    {"process_group": ["0", "default_pg"], "collective_seq_id": number, "profiling_name": op, "time_created_ns": i}
+    for i, (op, number) in enumerate(recorded)
+]
+torch._C._distributed_c10d._dump_fr_trace_json = lambda: json.dumps({"entries": entries})
+print(json.dumps(entered_collectives()))
+"""
+
+
+def test_each_backend_of_a_group_counts_for_itself():
+    """In the form in which torch's flight recorder tells them; NCCL itself needs GPUs."""
+    done = subprocess.run([sys.executable, "-c", TWO_BACKENDS], cwd=ROOT, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert {name: (state["number"], state["op"]) for name, state in found.items()} == {
+        "0 nccl": (41, "nccl:broadcast"),
+        "0 gloo": (3, "gloo:all_reduce"),
+    }
