@@ -437,22 +437,28 @@ class Engine:
         """Leaves together. A process that exits while another still reads its last message breaks a run that was right.
 
         A barrier is not enough: with gloo its own last message is lost when the sender's sockets close too soon. So
-        each process says in the store that it is past the barrier, and waits for the others to say so.
+        each process says in the store that it is past the barrier, and waits for the others to say so. The store may
+        lie in the main process, where no launcher holds it (srun, ranks in the environment): that one leaves last.
         """
         if not dist.is_initialized():
             return
+        store = dist.distributed_c10d._get_default_store()
         # The main process may still be writing the model; it comes last and need not wait long.
-        self._meet("done", self.timeout if self.is_main else PATIENCE)
-        dist.barrier()
-        self._meet("left", self.timeout)
+        self._meet(store, "done", self.timeout if self.is_main else PATIENCE)
+        # Without the device, NCCL's barrier guesses it and says so.
+        dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+        self._meet(store, "left", self.timeout)
         dist.destroy_process_group()
+        if self.is_main:
+            self._meet(store, "gone", self.timeout)
+        else:
+            store.set(f"cookbook/gone/{self.world.rank}", "1")
         if self.world.local_rank == 0:
             for folder in self.swap_folders.values():
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _meet(self, place: str, patience: timedelta) -> None:
+    def _meet(self, store: dist.Store, place: str, patience: timedelta) -> None:
         """Waits for every process without a collective."""
-        store = dist.distributed_c10d._get_default_store()
         store.set(f"cookbook/{place}/{self.world.rank}", "1")
         store.wait([f"cookbook/{place}/{rank}" for rank in range(self.world.num_processes)], patience)
 
