@@ -67,7 +67,7 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
     num_gpus = machine.num_gpus()
     world = launch.trim_world(world, strategy, launcher, num_gpus)
     mistakes += launch.check_count(world, launcher)
-    mistakes += launch.check_builds(strategy, num_gpus)
+    mistakes += launch.check_machine(strategy, num_gpus, deterministic=recipe.run.deterministic)
     try:
         plan = make_plan(
             recipe, strategy, num_processes=world.num_processes, num_gpus=num_gpus, recipe_name=recipe_name

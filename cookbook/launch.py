@@ -15,6 +15,11 @@ from cookbook.files import RecipeError
 from cookbook.machine import CPU_PROCESSES, toolkit_problem, torch_cuda
 from cookbook.strategy import Strategy
 
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+CUBLAS_DETERMINISTIC = (":4096:8", ":16:8")
+"""Workspaces with which cuBLAS gives the same bits each time (NVIDIA's cuBLAS documentation, results reproducibility).
+The first costs about 24 MiB of the GPU and is faster."""
+
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 
 # Set by `accelerate launch` or by people, without a say in what is computed.
@@ -156,15 +161,22 @@ def trim_world(world: World, strategy: Strategy, launcher: Launcher, num_gpus: i
     return read_world()
 
 
-def check_builds(strategy: Strategy, num_gpus: int) -> list[str]:
-    """What keeps the strategy's operations from being compiled; told here, as they come after downloads and imports."""
+def check_machine(strategy: Strategy, num_gpus: int, *, deterministic: bool) -> list[str]:
+    """What is missing here for the run's kernels; told early, as they come after downloads and imports."""
+    mistakes = []
+    given = os.environ.get(CUBLAS_VARIABLE)
+    if deterministic and given not in (None, *CUBLAS_DETERMINISTIC):
+        allowed = " or ".join(CUBLAS_DETERMINISTIC)
+        mistakes.append(f"run.deterministic and {CUBLAS_VARIABLE}={given}: cuBLAS is deterministic with {allowed}")
     if not num_gpus or "nvme" not in (strategy.offload_optimizer, strategy.offload_param):
-        return []
+        return mistakes
     try:
         problem = toolkit_problem(torch_cuda())
     except ImportError:
-        return []
-    return [f"{strategy.path}: offload to NVMe compiles code: {problem[0]}; {problem[1]}"] if problem else []
+        return mistakes
+    if problem:
+        mistakes.append(f"{strategy.path}: offload to NVMe compiles code: {problem[0]}; {problem[1]}")
+    return mistakes
 
 
 def check_count(world: World, launcher: Launcher) -> list[str]:

@@ -26,7 +26,8 @@ from cookbook.data.ahead import Ahead
 from cookbook.data.reference import with_reference
 from cookbook.data.sets import RowSets, TokenSets, tokenize_data
 from cookbook.ds_config import run_name
-from cookbook.engine import Batch, Engine
+from cookbook.engine import Batch, Engine, make_deterministic
+from cookbook.files import RecipeError
 from cookbook.launch import World
 from cookbook.objectives import Objective, build_objective, sequence_logps
 from cookbook.optim import build_optimizer
@@ -130,6 +131,8 @@ def load_material(recipe: Recipe, rows: RowSets, *, cache: Path, notes: list[str
     )
     config = models.load_config(folder, recipe.data.max_length, recipe.data.packing)
     notes += models.kernel_notes(recipe.model, config)
+    if recipe.run.deterministic and torch.cuda.is_available():
+        _check_deterministic(config)
     if recipe.adapter is not None:
         adapters.check_names(config, recipe.adapter)
     tokenizer = models.load_tokenizer(folder, recipe.data.chat_template)
@@ -146,8 +149,17 @@ def load_material(recipe: Recipe, rows: RowSets, *, cache: Path, notes: list[str
     )
 
 
+def _check_deterministic(config: PreTrainedConfig) -> None:
+    text = config.get_text_config()
+    if getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None):
+        why = "torch counts the tokens of experts with torch.histc, which has no deterministic kernel on a GPU"
+        raise RecipeError([f"run.deterministic is true, and {config.model_type} has experts: {why}; set it to false"])
+
+
 def start_engine(recipe: Recipe, strategy: Strategy, plan: Plan, world: World) -> Engine:
     """The strategy, with its process group; what follows is collective."""
+    if recipe.run.deterministic:
+        make_deterministic()
     # One seed on all processes until the weights stand, since sharding takes a piece from each.
     set_seed(recipe.seed)
     return Engine(
@@ -283,6 +295,7 @@ def open_books(run: Run, failed_after: list[int], notes: list[str]) -> Books:
             digest=run.made_from["model"],
         )
     record = metrics.environment_record(engine.device)
+    record["deterministic"] = torch.are_deterministic_algorithms_enabled()
     record |= {"strategy": engine.describe(), "resumed_from": None if checkpoint is None else str(checkpoint.path)}
     expected = _forecast(run, notes)
     if expected is not None:

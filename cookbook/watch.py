@@ -209,8 +209,8 @@ def entered_collectives() -> dict[str, Record]:
     """Of each process group of this process and each of its backends, by both names: `ranks`, and `number`, `op` and
     `entered_ns` of the last collective that it entered. Empty where torch does not tell.
 
-    With offload to the host one group has NCCL and gloo, and each counts for itself. From torch's flight recorder, whose
-    names are private (torch 2.13). Of its entries the numbers hold; under gloo the states stay "scheduled" for ever.
+    With offload to the host one group has NCCL and gloo, and each counts for itself. From torch's flight recorder,
+    whose names are private (torch 2.13). Of its entries the numbers hold; under gloo the states stay "scheduled".
     """
     torch = sys.modules.get("torch")
     if torch is None:

@@ -23,12 +23,12 @@ from cookbook.ds_config import deepspeed_config, separate_swap
 from cookbook.engine import state
 from cookbook.engine.findings import find, is_sharded
 from cookbook.engine.norm import clip, square_sums
-from cookbook.engine.start import build_ops, start_accelerator, wrap_fsdp1_on_cpu
+from cookbook.engine.start import build_ops, make_deterministic, start_accelerator, wrap_fsdp1_on_cpu
 from cookbook.launch import World
 from cookbook.plan import Plan
 from cookbook.strategy import Strategy
 
-__all__ = ["Batch", "Engine", "Objective", "Outcome", "StepResult", "build_ops"]
+__all__ = ["Batch", "Engine", "Objective", "Outcome", "StepResult", "build_ops", "make_deterministic"]
 
 PATIENCE = timedelta(days=1)
 """For the main process to write the model, which no collective could wait for."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from filelock import FileLock
 
 from cookbook.files import RecipeError
+from cookbook.launch import CUBLAS_DETERMINISTIC, CUBLAS_VARIABLE
 from cookbook.machine import toolkit_problem
 from cookbook.plan import Plan
 from cookbook.strategy import Strategy
@@ -46,6 +47,18 @@ def build_ops(strategy: Strategy, cache: Path) -> None:
         for stale in folder.glob("**/lock"):
             stale.unlink()
         AsyncIOBuilder().load(verbose=False)
+
+
+def make_deterministic() -> None:
+    """Lets torch run only what gives the same bits each time. Before CUDA starts: cuBLAS reads its variable then.
+
+    Flash attention's backward and accumulating writes (index_add, the embedding's backward) add in any order
+    otherwise. torch would also fill memory that it hands out with NaN, which is for finding mistakes and costs a pass.
+    """
+    os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_DETERMINISTIC[0])
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
 
 def start_accelerator(
