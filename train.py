@@ -20,6 +20,8 @@ from cookbook.data.sets import read_data
 from cookbook.files import RecipeError
 from cookbook.plan import Plan, describe_batch, load_pair, make_plan
 from cookbook.recipe import Recipe
+from cookbook.shortage import end as end_of_shortage
+from cookbook.shortage import is_shortage
 from cookbook.strategy import Strategy, load_strategy
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ def main() -> int:
         try:
             return train(recipe, strategy, plan, world, notes)
         except Exception as error:
+            if is_shortage(error):
+                return end_of_shortage(error, recipe, strategy, plan, arguments.recipe)
             status.fail(Path(recipe.run.output_dir), error)
             raise
     except RecipeError as error:

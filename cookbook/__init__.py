@@ -1,6 +1,6 @@
 """Parts of the recipe book. Imports point downwards only:
 
-compose   cli  preview  rehearse  merge  publish  doctor  forecast  stages                 (and train.py)
+compose   cli  preview  rehearse  merge  publish  doctor  forecast  stages  shortage       (and train.py)
 parts     engine  data  models  adapters  objectives  optim  checkpoint  metrics      do not import one another
 plan      plan  launch  combinations  library  child  explain  schedule  ds_config  simulated_gpus   no torch
 words     recipe  strategy  machine  hardware  files  signals  status  lock  watch  faults no torch

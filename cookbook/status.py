@@ -170,16 +170,28 @@ def _write(folder: Path, record: dict[str, Any]) -> None:
         print(f"{path} could not be written: {error}", file=sys.stderr)
 
 
-def fail(folder: Path, error: Exception) -> None:
+def fail(folder: Path, error: BaseException, *, is_of_all: bool = False) -> None:
     """Notes what ended a run, in the file that this process keeps; does nothing before there is one. A run that saved
     and stopped has not failed, whatever its end meets; one whose export fails has, and would fail again.
+
+    Args:
+        is_of_all: also in the file that another process of this run keeps, which waits for this one and is killed.
     """
     record = read(folder)
-    if record is None or record.get("pid") != os.getpid():
+    if record is None:
+        return
+    if record.get("pid") != os.getpid():
+        if is_of_all and record["state"] == "running" and record["started"] >= process_started():
+            _write(folder, record | {"state": "failed", "exit_code": 1, "reason": f"{type(error).__name__}: {error}"})
         return
     if record["state"] == "running" or (record["state"] == "stopped" and record.get("reason") == EXPORTING):
         reason = f"{type(error).__name__}: {error}"
         _write(folder, record | {"state": "failed", "exit_code": 1, "reason": reason})
+
+
+def process_started() -> float:
+    """When this process began: an older file is of an earlier run."""
+    return psutil.Process().create_time()
 
 
 def note_exit(code: int) -> int:

@@ -24,7 +24,7 @@ from cookbook.plan import Plan, default_num_processes, make_plan
 from cookbook.recipe import AdapterSection, Recipe
 from cookbook.strategy import Strategy
 
-__all__ = ["Forecast", "Outlook", "forecast", "forecast_all", "of_run"]
+__all__ = ["Forecast", "Outlook", "forecast", "forecast_all", "of_run", "rung_below"]
 
 Verdict = Literal["fits", "tight", "not judged", "does not fit", "cannot run"]
 """A CPU's memory is shared with everything else, so nothing is judged there."""
@@ -108,6 +108,24 @@ def forecast_all(
         num_parameters=workshop.sizes.num_parameters,
         num_trained=workshop.sizes.num_trained,
     )
+
+
+def rung_below(
+    recipe: Recipe, strategy: Strategy, machines: Machines, recipe_name: str, others: Sequence[Strategy]
+) -> str | None:
+    """The first change with which a run fits that has run out of GPU memory, whatever was forecast for it.
+
+    The GPU had less than the run needs, and so counts as having less than is forecast for the run.
+
+    Args:
+        others: strategies to propose.
+    """
+    workshop = _Workshop(find_config(recipe.model)[0], recipe)
+    memory = forecast(workshop, strategy, machines, recipe_name).memory
+    if memory is not None:
+        needed = memory.needed[0] / GIB
+        machines = replace(machines, usable_gib=min(needed, machines.usable_gib or needed))
+    return _next_rung(workshop, [strategy], others, machines, recipe_name)
 
 
 class _Workshop:

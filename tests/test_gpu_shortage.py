@@ -1,0 +1,49 @@
+"""Protects the end of a run that ran out of memory: a sentence and what to change, status.json, and no traceback.
+
+python -m pytest -q tests/test_gpu_shortage.py
+"""
+
+import json
+
+import pytest
+
+from cookbook import shortage
+
+# As torch 2.13's allocator writes it (c10/cuda/CUDACachingAllocator.cpp), shortened.
+FULL = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.02 GiB is free."
+    " Process 7 has 78.08 GiB memory in use. Of the allocated memory {} GiB is allocated by PyTorch, and {} GiB is"
+    " reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("The size of tensor a (3) must match"), False),
+        (OSError("out of memory"), False),
+    ],
+)
+def test_a_shortage_of_memory_is_known_by_its_words(error, is_one):
+    assert shortage.is_shortage(error) is is_one
+
+
+def test_fragments_are_worth_a_word_where_they_are_a_large_share():
+    assert shortage.fragments_gib(FULL.format("60.00", "17.00")) == 17
+    assert shortage.fragments_gib(FULL.format("76.00", "1.00")) == 0
+    assert shortage.first_sentence(FULL) == "CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+def test_a_run_that_does_not_fit_ends_with_one_sentence(gpu_lab):
+    run = gpu_lab.run("ddp", recipe="memory", memory=450_000_000, ends=None)
+    assert 1 in run.codes and not {0, 2} & set(run.codes)
+    told = "".join(run.log(rank) for rank in range(2))
+    assert "Traceback" not in told
+    assert told.count("CUDA out of memory") == 1, "the first tells for all"
+    assert "\n  Next: " in told
+    found = json.loads((run.output / "status.json").read_text())
+    assert (found["state"], found["exit_code"]) == ("failed", 1)
+    assert "CUDA out of memory" in found["reason"]
