@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from cookbook.cli import main
 from cookbook.explain.costs import setting_of, shares, total
-from cookbook.forecast import Forecast, Outlook, forecast_all, micro_batch_of, of_run
+from cookbook.forecast import Forecast, Outlook, forecast_all, micro_batch_of, of_run, rung_below
 from cookbook.forecast.memory import CONTEXT, GIB, Memory, peak
 from cookbook.forecast.show import _bar, in_words
 from cookbook.forecast.skeleton import Skeleton, Weight, skeleton
@@ -181,6 +181,17 @@ def test_another_strategy_comes_before_another_recipe(llama):
     assert (
         forecast_all(llama, [ddp], parse_machines("8xH100"), "recipe", [ddp, zero3]).next_rung == "strategy zero3 fits"
     )
+
+
+def test_below_a_run_that_ran_out_comes_only_what_needs_less(llama):
+    """Though it was forecast to fit: the GPU had less than it should, or the forecast was wrong."""
+    zero3, ddp = (load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("zero3", "ddp"))
+    machines = parse_machines("8xH100")
+    assert only(llama, "8xH100", "zero3").verdict == "fits"
+    rung = rung_below(llama, zero3, machines, "recipe", [ddp, zero3])
+    assert rung == "with batch.micro_batch_size: 1, zero3 fits"
+    small = llama.model_copy(update={"batch": llama.batch.model_copy(update={"micro_batch_size": 1})})
+    assert only(small, "8xH100", "zero3").memory.needed[1] <= only(llama, "8xH100", "zero3").memory.needed[0]
 
 
 def test_the_nearest_is_what_lacks_least(llama):

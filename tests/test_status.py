@@ -6,6 +6,7 @@ python -m pytest -q tests/test_status.py
 import json
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,18 @@ def test_an_error_in_the_export_is_a_failure_and_one_after_a_stop_is_none(tmp_pa
     status.fail(tmp_path, OSError("no room"))
     assert read(tmp_path)["state"] == expected
     assert ("no room" in read(tmp_path)["reason"]) == (expected == "failed")
+
+
+@pytest.mark.parametrize(("age", "expected"), [(-1, "failed"), (3600, "running")])
+def test_a_rank_that_fails_for_all_writes_into_this_run_s_status_and_into_no_earlier_one(tmp_path, age, expected):
+    """The main process waits in a collective for the rank that failed, and is killed there."""
+    Status(tmp_path, is_main=True)
+    of_another = read(tmp_path) | {"pid": os.getppid(), "started": time.time() - age}
+    (tmp_path / "status.json").write_text(json.dumps(of_another))
+    status.fail(tmp_path, MemoryError("no room"))
+    assert read(tmp_path)["state"] == "running"
+    status.fail(tmp_path, MemoryError("no room"), is_of_all=True)
+    assert read(tmp_path)["state"] == expected
 
 
 def test_progress_starts_the_count_anew(tmp_path):

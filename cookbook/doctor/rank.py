@@ -45,6 +45,8 @@ def main(folder: Path, rank: int, count: int, backend: str) -> None:
     # Whoever started this ends it long before.
     dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timedelta(minutes=10))
 
+    device_ids = [rank] if backend == "nccl" else None  # else NCCL's barrier guesses it and says so
+
     def wait() -> None:
         if backend == "nccl":
             torch.cuda.synchronize()
@@ -61,7 +63,7 @@ def main(folder: Path, rank: int, count: int, backend: str) -> None:
         for name in ("all_reduce", "all_gather"):
             whole.fill_(rank + 1)
             enter(f"barrier before {name} {repeat}")
-            dist.barrier()
+            dist.barrier(device_ids=device_ids)
             enter(f"{name} {repeat}")
             if name == "all_reduce":
                 _time(times[name], lambda: dist.all_reduce(whole), wait)
@@ -75,7 +77,7 @@ def main(folder: Path, rank: int, count: int, backend: str) -> None:
     report.write_text(json.dumps({**best, "right": right, "bytes": numel * 4}))
     report.rename(folder / f"times-{rank}")
     enter("end")
-    dist.barrier()
+    dist.barrier(device_ids=device_ids)
     dist.destroy_process_group()
 
 
