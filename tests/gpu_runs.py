@@ -210,6 +210,7 @@ class GpuLab:
         sabotage: str | None = None,
         shared: bool = False,
         after: GpuRun | None = None,
+        variables: dict[str, str] | None = None,
         ends: tuple[int, ...] | None = (0,),
     ) -> GpuRun:
         """A run of a shipped strategy.
@@ -223,6 +224,7 @@ class GpuLab:
             sabotage: a deliberate mistake from tests/gpu_sabotage.py.
             shared: all processes on one GPU, with gloo in NCCL's place.
             after: an earlier run, whose folder this one goes on with.
+            variables: of the environment of its processes.
             ends: exit codes that every process must end with; None to let the caller look.
 
         Raises:
@@ -230,7 +232,8 @@ class GpuLab:
         """
         processes = processes or {"single": 1, "hsdp": 4}.get(strategy, 2)
         case = {"strategy": strategy, "settings": settings or {}, "processes": processes, "recipe": recipe, "on": on}
-        case |= {"memory": memory, "sabotage": sabotage, "shared": shared, "after": after and after.folder.name}
+        case |= {"memory": memory, "sabotage": sabotage, "shared": shared, "variables": variables or {}}
+        case["after"] = after and after.folder.name
         key = hashlib.sha256(json.dumps(case, sort_keys=True).encode()).hexdigest()[:10]
         folder = self.folder / f"{strategy}-{recipe}-{on}-{key}"
         with FileLock(f"{folder}.lock"):
@@ -254,7 +257,7 @@ class GpuLab:
         arguments = [str(folder / "recipe.yaml")]
         for name, value in {"strategy": f"accelerate_configs/{case['strategy']}.yaml", **case["settings"]}.items():
             arguments += ["--set", f"{name}={value}"]
-        job = {name: case[name] for name in ("processes", "sabotage", "shared")}
+        job = {name: case[name] for name in ("processes", "sabotage", "shared", "variables")}
         job |= {"folder": str(folder), "arguments": arguments, "limit": LIMIT_SECONDS}
         answer = self._runner(case["on"], case["memory"]).ask(job)
         (folder / "case.json").write_text(json.dumps(case | {"seconds": answer["seconds"]}))

@@ -1,7 +1,7 @@
 """Runs train.py many times from one warm parent: each run forks its processes, which saves their imports.
 
     python tests/gpu_server.py    reads a JSON object a line: {"folder", "processes", "arguments", "sabotage", "shared",
-                                  "limit"}, and answers with one: {"codes": [..], "seconds": ..}
+                                  "variables", "limit"}, and answers with one: {"codes": [..], "seconds": ..}
     python tests/gpu_server.py JOB RANK PORT    is one process of a run, on a real GPU
 
 It is started with the variables of `cookbook.simulated_gpus.environment`, or without them for runs on the CPU.
@@ -62,6 +62,7 @@ def share_a_gpu(rank: int) -> None:
 def run_rank(job: dict, rank: int, port: int) -> None:
     """One process of a run; never returns."""
     count, folder = job["processes"], Path(job["folder"])
+    os.environ.update(job.get("variables", {}))
     if count > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
