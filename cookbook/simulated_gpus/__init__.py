@@ -21,7 +21,7 @@ from filelock import FileLock
 from cookbook.files import RecipeError
 from cookbook.machine import torch_cuda
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 CACHE = HERE.parents[1] / ".cache" / "simulated_gpus"
 DEVICE, NCCL = ("device.cpp", "attention.cpp"), ("nccl.cpp",)
 COUNT = "SIMULATED_GPUS"
