@@ -186,13 +186,14 @@ def test_another_strategy_comes_before_another_recipe(llama):
 def test_below_a_run_that_ran_out_comes_only_what_needs_less(llama):
     """Whatever was forecast for it: the GPU, here of 180 GB, had less than it should, or the forecast was wrong."""
     kept = llama.model_copy(update={"model": llama.model.model_copy(update={"gradient_checkpointing": False})})
-    zero3 = load_strategy(Path("accelerate_configs/zero3.yaml"))
+    zero2, zero3 = (load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("zero2", "zero3"))
+    assert only(kept, "8x180GB", "zero2").verdict == "fits", "but it needs more"
     failed = only(kept, "8x180GB", "zero3")
     assert failed.verdict == "fits", "else plan would say the same"
-    rung = rung_below(kept, zero3, parse_machines("8x180GB"), "recipe", [zero3])
-    assert rung == "with batch.micro_batch_size: 1, zero3 fits"
+    rung = rung_below(kept, zero3, parse_machines("8x180GB"), "recipe", [zero2, zero3])
+    assert rung == "with batch.micro_batch_size: 1, zero2 fits", "and not zero2 alone"
     batch = kept.batch.model_copy(update={"micro_batch_size": 1})
-    small = only(kept.model_copy(update={"batch": batch}), "8x180GB", "zero3")
+    small = only(kept.model_copy(update={"batch": batch}), "8x180GB", "zero2")
     assert small.memory.needed[1] <= failed.memory.needed[0]
 
 
