@@ -90,7 +90,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def expected_length(item: pytest.Item) -> int:
     """2 for chains of runs and for what waits for DeepSpeed's compiler, 1 for what starts a run, 0 for the rest."""
-    starts = {"lab", "scale"} & set(getattr(item, "fixturenames", ())) or item.get_closest_marker("slow")
+    starts = {"lab", "gpu_lab", "scale"} & set(getattr(item, "fixturenames", ())) or item.get_closest_marker("slow")
     chains = ("test_six_legs", "test_a_chain", "test_moments")
     return 0 if not starts else 2 if "[zero3_nvme" in item.name or item.name.startswith(chains) else 1
 
@@ -103,9 +103,11 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def lab(shared_folder: Path) -> Lab:
+def lab(shared_folder: Path) -> Iterator[Lab]:
     """Where a run with the same arguments happens once, whatever test of whatever worker asks for it."""
-    return Lab(Path(os.environ.get("CURVES", shared_folder / "curves")).resolve())
+    lab = Lab(Path(os.environ.get("CURVES", shared_folder / "curves")).resolve())
+    yield lab
+    lab.close()
 
 
 @pytest.fixture(scope="session")

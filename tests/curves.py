@@ -18,6 +18,8 @@ import pytest
 from filelock import FileLock
 from safetensors.numpy import load_file
 
+from tests.warm_parent import WarmParent
+
 ROOT = Path(__file__).parent.parent
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "engineers", "count", "every", "token"]
 
@@ -162,6 +164,7 @@ class Lab:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
+        self._parent = WarmParent({"CUDA_VISIBLE_DEVICES": ""})
         data = folder / "chats.jsonl"
         with FileLock(folder / "chats.lock"):
             if not data.exists():
@@ -176,17 +179,19 @@ class Lab:
         *,
         processes: int | None = None,
         sabotage: str | None = None,
+        launched: bool = False,
     ) -> Curve:
         """The curve of a finished run.
 
         Args:
             strategy: the name of a shipped file, or a path.
             sabotage: a deliberate mistake from tests/sabotage.py.
+            launched: by accelerate, as users do; else its processes are forked from a warm parent.
 
         Raises:
             AssertionError: the run failed; carries the end of its output.
         """
-        result, output = self.attempt(strategy, settings, processes=processes, sabotage=sabotage)
+        result, output = self.attempt(strategy, settings, processes=processes, sabotage=sabotage, launched=launched)
         assert (result / "exit_code").read_text() == "0", f"{strategy} failed:\n{output[-4000:]}"
         return Curve(result)
 
@@ -208,26 +213,46 @@ class Lab:
         *,
         processes: int | None = None,
         sabotage: str | None = None,
+        launched: bool = False,
     ) -> tuple[Path, str]:
         """The folder of a run, successful or not, and what it printed."""
-        key = json.dumps([strategy, settings or {}, processes, sabotage], sort_keys=True)
+        key = json.dumps([strategy, settings or {}, processes, sabotage, launched], sort_keys=True)
         folder = self.folder / f"{Path(strategy).stem}-{hashlib.sha256(key.encode()).hexdigest()[:10]}"
         with FileLock(f"{folder}.lock"):
             if not (folder / "exit_code").exists():
-                self._run(folder, strategy, settings or {}, processes, sabotage)
+                start = self._launch if launched else self._fork
+                shutil.rmtree(folder, ignore_errors=True)  # of a run whose asker was ended
+                folder.mkdir()
+                start(folder, strategy, {**(settings or {}), "run.output_dir": str(folder)}, processes, sabotage)
             return folder, (folder / "output.txt").read_text(errors="replace")
 
-    def _run(
+    def _launch(
         self, folder: Path, strategy: str, settings: dict[str, str], processes: int | None, sabotage: str | None
     ) -> None:
-        shutil.rmtree(folder, ignore_errors=True)  # of a run whose asker was ended
-        folder.mkdir()
-        command = self.command(strategy, {**settings, "run.output_dir": str(folder)}, processes, sabotage)
+        command = self.command(strategy, settings, processes, sabotage)
         with (folder / "output.txt").open("w") as output:
             done = subprocess.run(
                 command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT, timeout=1500
             )
         (folder / "exit_code").write_text(str(done.returncode))
+
+    def _fork(
+        self, folder: Path, strategy: str, settings: dict[str, str], processes: int | None, sabotage: str | None
+    ) -> None:
+        path = strategy if strategy.endswith(".yaml") else f"accelerate_configs/{strategy}.yaml"
+        arguments = [str(self.folder / "recipe.yaml")]
+        for name, value in {"strategy": path, **settings}.items():
+            arguments += ["--set", f"{name}={value}"]
+        logs = folder / "logs"
+        logs.mkdir()
+        job = {"folder": str(logs), "arguments": arguments, "processes": processes or 1, "limit": 900.0}
+        codes = self._parent.ask({**job, "sabotage": sabotage and f"tests.sabotage:{sabotage}"})["codes"]
+        (folder / "output.txt").write_text("".join(path.read_text(errors="replace") for path in logs.glob("log_*")))
+        (folder / "exit_code").write_text(str(next((code for code in codes if code), 0)))
+
+    def close(self) -> None:
+        """Ends the warm parent."""
+        self._parent.close()
 
     def command(
         self, strategy: str, settings: dict[str, str], processes: int | None = None, sabotage: str | None = None

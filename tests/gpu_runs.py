@@ -9,9 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -19,6 +19,7 @@ from filelock import FileLock
 from cookbook import simulated_gpus
 from cookbook.machine import num_gpus
 from tests.curves import ROOT, WORDS, Curve, environment
+from tests.warm_parent import WarmParent
 
 NUM_GPUS = 4
 REAL = "REAL_GPUS" in os.environ
@@ -121,42 +122,6 @@ class GpuRun:
 
 
 @dataclass
-class _Server:
-    """A warm parent."""
-
-    variables: dict[str, str]
-    process: "subprocess.Popen[str] | None" = field(default=None)
-
-    def ask(self, job: dict) -> dict:
-        if self.process is None:
-            threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-            self.process = subprocess.Popen(
-                [sys.executable, str(ROOT / "tests/gpu_server.py")],
-                cwd=ROOT,
-                env=environment(**threads) | self.variables,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        to, back = _pipes(self.process)
-        to.write(json.dumps(job) + "\n")
-        to.flush()
-        answer = back.readline()
-        assert answer, "the parent of the runs has ended"
-        return json.loads(answer)
-
-    def close(self) -> None:
-        if self.process is not None:
-            _pipes(self.process)[0].close()
-            self.process.wait(60)
-
-
-def _pipes(process: "subprocess.Popen[str]") -> tuple[IO[str], IO[str]]:
-    assert process.stdin is not None and process.stdout is not None
-    return process.stdin, process.stdout
-
-
-@dataclass
 class _RealGpus:
     """Fresh processes on the GPUs of this machine, which several share where there are fewer."""
 
@@ -170,7 +135,7 @@ class _RealGpus:
         count, there = job["processes"], num_gpus()
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         job["shared"] = count > there
-        command, started = [sys.executable, str(ROOT / "tests/gpu_server.py"), json.dumps(job)], time.monotonic()
+        command, started = [sys.executable, str(ROOT / "tests/warm_parent.py"), json.dumps(job)], time.monotonic()
         running = [
             subprocess.Popen(
                 [*command, str(rank), str(store.port)],
@@ -196,7 +161,7 @@ class GpuLab:
         with FileLock(folder / "data.lock"):
             if not (folder / "chats.jsonl").exists():
                 _write_data(folder)
-        self._servers = {"cpu": _Server({"CUDA_VISIBLE_DEVICES": ""})}
+        self._parents = {"cpu": WarmParent({"CUDA_VISIBLE_DEVICES": ""})}
 
     def run(
         self,
@@ -259,21 +224,22 @@ class GpuLab:
             arguments += ["--set", f"{name}={value}"]
         job = {name: case[name] for name in ("processes", "sabotage", "shared", "variables")}
         job |= {"folder": str(folder), "arguments": arguments, "limit": LIMIT_SECONDS}
+        job["sabotage"] = case["sabotage"] and f"tests.gpu_sabotage:{case['sabotage']}"
         answer = self._runner(case["on"], case["memory"]).ask(job)
         (folder / "case.json").write_text(json.dumps(case | {"seconds": answer["seconds"]}))
         (folder / "codes.json").write_text(json.dumps(answer["codes"]))
 
-    def _runner(self, on: str, memory: int | None) -> "_Server | _RealGpus":
+    def _runner(self, on: str, memory: int | None) -> "WarmParent | _RealGpus":
         if REAL and on == "gpu":
             return _RealGpus(memory)
         name = on if memory is None else f"{on}-{memory}"
-        if name not in self._servers:
-            self._servers[name] = _Server(simulated_gpus.environment(NUM_GPUS, memory=memory))
-        return self._servers[name]
+        if name not in self._parents:
+            self._parents[name] = WarmParent(simulated_gpus.environment(NUM_GPUS, memory=memory))
+        return self._parents[name]
 
     def close(self) -> None:
-        for server in self._servers.values():
-            server.close()
+        for parent in self._parents.values():
+            parent.close()
 
 
 def _write_data(folder: Path) -> None:

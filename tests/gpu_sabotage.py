@@ -10,7 +10,7 @@ from cookbook.engine import Engine, state
 from cookbook.models import attention
 
 
-def host_tensor_in_a_collective(rank: int) -> None:
+def host_tensor_in_a_collective() -> None:
     def maxima(self: Engine, *values: float) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
@@ -19,7 +19,7 @@ def host_tensor_in_a_collective(rank: int) -> None:
     Engine.maxima = maxima
 
 
-def strided_tensor_in_a_collective(rank: int) -> None:
+def strided_tensor_in_a_collective() -> None:
     def maxima(self: Engine, *values: float) -> list[float]:
         tensor = torch.tensor([values, values], device=self.device).T[:, 0].expand(3, -1).T
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
@@ -28,7 +28,7 @@ def strided_tensor_in_a_collective(rank: int) -> None:
     Engine.maxima = maxima
 
 
-def host_tensor_beside_the_loss(rank: int) -> None:
+def host_tensor_beside_the_loss() -> None:
     plain = Engine._forward
 
     def forward(self: Engine, function: Any, batch: Any) -> Any:
@@ -38,7 +38,7 @@ def host_tensor_beside_the_loss(rank: int) -> None:
     Engine._forward = forward
 
 
-def two_processes_on_one_gpu(rank: int) -> None:
+def two_processes_on_one_gpu() -> None:
     os.environ["LOCAL_RANK"] = "0"
 
 
@@ -51,19 +51,19 @@ def _with_varlen(change: Any) -> None:
     attention._varlen = varlen
 
 
-def offsets_of_64_bits(rank: int) -> None:
+def offsets_of_64_bits() -> None:
     _with_varlen(lambda q, k, v, segments: (q, k, v, segments._replace(offsets=segments.offsets.long())))
 
 
-def offsets_that_end_too_soon(rank: int) -> None:
+def offsets_that_end_too_soon() -> None:
     _with_varlen(lambda q, k, v, segments: (q, k, v, segments._replace(offsets=segments.offsets[:-1])))
 
 
-def float32_into_flash_attention(rank: int) -> None:
+def float32_into_flash_attention() -> None:
     _with_varlen(lambda q, k, v, segments: (q.float(), k.float(), v.float(), segments))
 
 
-def moments_of_zero(rank: int) -> None:
+def moments_of_zero() -> None:
     plain = state.finish_restore
 
     def finish(engine: Engine, num_updates: int | None) -> None:

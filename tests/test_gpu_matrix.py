@@ -12,6 +12,8 @@ from tests.test_equivalence import ADAMW_LOSS, ADAMW_NORM, DISTRIBUTED, NVME_MOD
 
 PRECISIONS = ("'no'", "bf16", "fp16")
 PACKED = {"data.packing": "true"}
+REFUSED = {("tp", "fp16")}
+"""By cookbook/combinations.py."""
 
 # Loss (absolute) and gradient norm (relative) over three steps of AdamW. Float32 as on the CPU. In 16 bits, autocast
 # rounds the inputs of each product (single, ddp, tp), FSDP and ZeRO round the weights once and every operation after,
@@ -37,7 +39,7 @@ def cases() -> list:
     """Each strategy packed in bf16 for `make test`; padded in float32 and fp16 for `make test-long`; the rest."""
     found = []
     for strategy in DISTRIBUTED:
-        for precision in PRECISIONS:
+        for precision in (one for one in PRECISIONS if (strategy, one) not in REFUSED):
             for packing in (False, True):
                 quick = precision == "bf16" and packing and "nvme" not in strategy
                 chosen = precision == ("'no'" if packing else "fp16") or (precision == "bf16" and "nvme" in strategy)
@@ -57,7 +59,7 @@ def test_every_strategy_has_the_curve_of_one_gpu(gpu_lab: GpuLab, strategy: str,
 
 
 def test_every_strategy_file_is_in_the_matrix():
-    assert {case.values[0] for case in cases()} == set(STRATEGIES) - {"single"} and len(cases()) >= 13 * 6
+    assert {case.values[0] for case in cases()} == set(STRATEGIES) - {"single"} and len(cases()) >= 13 * 6 - 2
 
 
 @pytest.mark.parametrize("precision", ["'no'", "bf16"])

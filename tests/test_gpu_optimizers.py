@@ -1,6 +1,6 @@
 """Protects the update on GPUs: fp16's loss scale under every engine, Muon with offload, and deterministic kernels.
 
-python -m pytest -q tests/test_gpu_optimizers.py
+python -m pytest -q -m "slow or not slow" tests/test_gpu_optimizers.py
 """
 
 import json
@@ -9,6 +9,7 @@ import pytest
 
 NAN_ON_ONE_RANK = {"COOKBOOK_FAULTS": json.dumps([{"rank": 1, "at": "step.loss", "step": 2, "do": "nan"}])}
 FP16 = {"mixed_precision": "fp16"}
+SELDOM = [pytest.mark.slow, pytest.mark.thorough]
 
 
 def counts(run):
@@ -23,10 +24,10 @@ def counts(run):
         ("ddp", "zero3"),
         ("fsdp1", "zero2"),
         ("fsdp2", "ddp"),
-        ("fsdp2_offload", "fsdp1"),
-        ("hsdp", "zero1"),
-        ("zero1", "fsdp2"),
-        ("zero2", "fsdp2_offload"),
+        pytest.param("fsdp2_offload", "fsdp1", marks=SELDOM),
+        pytest.param("hsdp", "zero1", marks=SELDOM),
+        pytest.param("zero1", "fsdp2", marks=SELDOM),
+        pytest.param("zero2", "fsdp2_offload", marks=SELDOM),
         ("zero3", "single"),
     ],
 )

@@ -1,16 +1,18 @@
 """Runs train.py many times from one warm parent: each run forks its processes, which saves their imports.
 
-    python tests/gpu_server.py    reads a JSON object a line: {"folder", "processes", "arguments", "sabotage", "shared",
-                                  "variables", "limit"}, and answers with one: {"codes": [..], "seconds": ..}
-    python tests/gpu_server.py JOB RANK PORT    is one process of a run, on a real GPU
+    python tests/warm_parent.py    reads a JSON object a line: {"folder", "processes", "arguments", "sabotage",
+                                   "shared", "variables", "limit"}, and answers with one: {"codes": [..], "seconds": ..}
+    python tests/warm_parent.py JOB RANK PORT    is one process of a run, on a real GPU
 
 It is started with the variables of `cookbook.simulated_gpus.environment`, or without them for runs on the CPU.
+`WarmParent` is its other side.
 """
 
 import importlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -77,9 +79,8 @@ def run_rank(job: dict, rank: int, port: int) -> None:
         import train
 
         if job.get("sabotage"):
-            from tests import gpu_sabotage
-
-            getattr(gpu_sabotage, job["sabotage"])(rank)
+            module, name = job["sabotage"].split(":")
+            getattr(importlib.import_module(module), name)()
         code = train.main()
     except SystemExit as error:
         code = int(error.code or 0)
@@ -100,6 +101,41 @@ def report(rank: int, folder: Path) -> None:
     elif torch.cuda.is_initialized():
         record = {"device": 0, "peak_bytes": [torch.cuda.max_memory_allocated()], "waits": [], "attention": {}}
         (folder / f"rank_{rank}.json").write_text(json.dumps(record))
+
+
+class WarmParent:
+    """Starts it when it is first asked."""
+
+    def __init__(self, variables: dict[str, str]) -> None:
+        """Args: variables of its environment, beside this process's."""
+        self.variables = variables
+        self._process: subprocess.Popen[str] | None = None
+
+    def ask(self, job: dict) -> dict:
+        """A run, to its end."""
+        if self._process is None:
+            threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+            # The compilers' ninja stands beside the interpreter.
+            path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+            self._process = subprocess.Popen(
+                [sys.executable, __file__],
+                cwd=Path(__file__).parents[1],
+                env={**os.environ, "PATH": path, **threads, **self.variables},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, "the parent of the runs has ended"
+        return json.loads(answer)
+
+    def close(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            self._process.wait(60)
 
 
 def run(job: dict) -> dict:
