@@ -19,11 +19,11 @@ from cookbook.files import RecipeError
 SMALL = ["run.max_steps=3", "run.eval_every_steps=3", "schedule.warmup_steps=1", "batch.global_batch_size=8"]
 
 
-def run(*command: str, cwd: Path = ROOT, **extra: str) -> subprocess.CompletedProcess:
-    """With two simulated GPUs of 1 MiB."""
-    variables = simulated_gpus.environment(2, memory=1 << 20) | extra
+def run(*command: str, memory: int = 1 << 20, **extra: str) -> subprocess.CompletedProcess:
+    """With two simulated GPUs, of 1 MiB unless given."""
+    variables = simulated_gpus.environment(2, memory=memory) | extra
     return subprocess.run(
-        command, cwd=cwd, env=clean_environment() | variables, capture_output=True, text=True, timeout=300
+        command, cwd=ROOT, env=clean_environment() | variables, capture_output=True, text=True, timeout=300
     )
 
 
@@ -197,6 +197,15 @@ def test_a_launched_run_says_that_it_was_simulated_and_measures_nothing(tmp_path
             timeout=300,
         )
         assert shown.returncode == 0 and wanted in shown.stdout, shown.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_doctor_looks_at_simulated_gpus_as_at_others():
+    shown = run(sys.executable, "-m", "cookbook", "doctor", "--json", memory=80 << 30)
+    findings = json.loads(shown.stdout)["findings"]
+    told = [(one["check"], one["status"], one["says"]) for one in findings]
+    assert ("torch", "ok", "computes on 2 GPUs") in told
+    assert ("collective", "ok", "2 processes over simulated nccl: the sums are right") in told
 
 
 def test_the_page_shows_the_files_that_there_are():

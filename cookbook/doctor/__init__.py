@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cookbook import simulated_gpus
 from cookbook.doctor import probe
 from cookbook.doctor.collective import check_collective
 from cookbook.doctor.environment import check_variables, hidden_gpus
@@ -205,7 +206,7 @@ def _num_used(present: int, visible: str | None) -> int:
 
 def _torch_has_cuda() -> bool:
     try:
-        return torch_cuda() is not None
+        return simulated_gpus.is_active() or torch_cuda() is not None
     except ImportError:
         return False
 

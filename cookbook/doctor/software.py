@@ -14,6 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from cookbook import simulated_gpus
 from cookbook.doctor.finding import Finding, failure, ok, warning
 from cookbook.machine import toolkit_problem, torch_cuda
 
@@ -95,6 +96,9 @@ def check_torch_build(num_gpus: int, driver: str | None) -> Iterator[Finding]:
         return  # told by the versions
     if not num_gpus:
         yield ok("torch", f"{version}, {f'for CUDA {cuda}' if cuda else 'for CPU'}")
+        return
+    if simulated_gpus.is_active():
+        yield ok("torch", f"{version}, on simulated GPUs")
         return
     if cuda is None:
         gpus = f"{num_gpus} GPU{'s are' if num_gpus > 1 else ' is'} here"
