@@ -93,7 +93,7 @@ def what_it_takes(path: Path) -> str:
     """For a machine that cannot train this recipe: what it would take, and what to do instead."""
     label = read_label(path)
     lines = [f"{path} needs {label.get('Needs', 'hardware that its label does not name')}", "Instead, here:"]
-    lines.append(f"  make rehearse RECIPE={path}    the same strategy and kind of model, tiny, on this CPU")
+    lines.append(f"  make rehearse RECIPE={path}    the same strategy and kind of model, tiny, on simulated GPUs")
     lines += [f"  {_run_line(other)}    {what}" for other, what in _smaller(path, read_needs(label))]
     return "\n".join(lines)
 

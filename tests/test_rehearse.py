@@ -26,8 +26,8 @@ def _in_the_repository(monkeypatch):
     monkeypatch.setattr(standins, "hub_answers", lambda: False)
 
 
-def rehearsal_of(recipe: str, *assignments: str, strategy: str | None = None) -> int:
-    return rehearse.rehearse(Path(recipe), assignments=list(assignments), strategy=strategy, processes=None)
+def rehearsal_of(recipe: str, *assignments: str, strategy: str | None = None, on: str | None = None) -> int:
+    return rehearse.rehearse(Path(recipe), assignments=list(assignments), strategy=strategy, processes=None, on=on)
 
 
 def test_there_are_recipes_to_rehearse():
@@ -41,6 +41,7 @@ def test_a_shipped_recipe_passes_its_rehearsal(recipe, capsys):
     said = capsys.readouterr().out
     assert f"REHEARSAL of {recipe}: fine" in said
     assert "evaluation loss" in said
+    assert "on simulated GPUs ..." in said and "the GPU's own paths in " in said
     assert "not covered" in said
 
 
@@ -48,6 +49,29 @@ def test_a_shipped_recipe_passes_its_rehearsal(recipe, capsys):
 def test_a_rehearsal_under_another_strategy_says_which(capsys):
     assert rehearsal_of("recipes/qwen3_0_6b/sft_ddp.yaml", strategy="zero1") == 0
     assert "2 processes under accelerate_configs/zero1.yaml" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("on", "told"), [("gpus", "the GPU's own paths in fp16"), ("cpu", "rehearsed in float32")])
+def test_a_rehearsal_in_fp16_is_one_in_fp16_where_there_are_gpus(on, told, capsys):
+    assert rehearsal_of("recipes/qwen3_0_6b/sft_ddp.yaml", "mixed_precision=fp16", strategy="fsdp2", on=on) == 0
+    assert told in capsys.readouterr().out
+
+
+def test_without_a_compiler_a_rehearsal_says_so_and_takes_the_cpu(monkeypatch):
+    assert rehearse._choose_place(None) == ("simulated GPUs", None)
+    assert rehearse._choose_place("cpu") == ("CPU", None)
+    monkeypatch.setattr(rehearse.simulated_gpus, "problem", lambda: "there is no C++ compiler")
+    place, why = rehearse._choose_place(None)
+    assert place == "CPU" and "there is no C++ compiler" in why
+    with pytest.raises(RecipeError, match=r"--on gpus: .*no C\+\+ compiler"):
+        rehearse._choose_place("gpus")
+
+
+def test_real_gpus_come_before_simulated_ones(monkeypatch):
+    monkeypatch.setattr(rehearse, "torch_cuda", lambda: "13.0")
+    monkeypatch.setattr(rehearse, "num_gpus", lambda: 2)
+    assert rehearse._choose_place(None) == rehearse._choose_place("gpus") == ("GPUs", None)
 
 
 @pytest.mark.slow
@@ -79,8 +103,8 @@ def test_a_chat_template_that_marks_nothing_fails_the_rehearsal_by_its_name(tmp_
 def test_an_export_with_the_untrained_weights_fails_the_rehearsal(monkeypatch, capsys):
     run = rehearse._run
 
-    def run_and_forget(small, *arguments):
-        code = run(small, *arguments)
+    def run_and_forget(rehearsal, small, log):
+        code = run(rehearsal, small, log)
         for path in (small.parent / "model").glob("*.safetensors"):
             shutil.copy(path, small.parent / "out" / "export" / path.name)
         return code
