@@ -20,13 +20,13 @@ def waits_of_two_steps(lab: GpuLab, strategy: str, settings: dict[str, str], rec
     """Why and where, by the innermost file and line, of the first process."""
     once = {"run.eval_every_steps": "100"} if recipe == "sft" else {}
     counted = []
-    for steps in ("4", "2"):
+    for steps in ("2", "4"):  # what the first makes for both (a reference, say) is in the cache for the second
         run = lab.run(strategy, settings | once | {"run.max_steps": steps}, recipe=recipe)
         counted.append(Counter[str]())
         for wait in run.report()["waits"]:
             counted[-1][f"{wait['why']} at {wait['at']}"] += wait["times"]
-    assert sum(counted[1].values()) > 0, "nothing was counted"
-    return counted[0] - counted[1]
+    assert sum(counted[0].values()) > 0, "nothing was counted"
+    return counted[1] - counted[0]
 
 
 def ours(waits: Counter[str]) -> int:
@@ -61,6 +61,6 @@ def test_ddp_holds_the_gradients_once_while_it_accumulates(gpu_lab: GpuLab):
     """Twice would be 4 bytes a parameter more, a sixth of the peak of this run."""
     peaks = {}
     for strategy in ("single", "ddp"):
-        run = gpu_lab.run(strategy, PACKED, recipe="memory")
+        run = gpu_lab.run(strategy, PACKED | {"run.max_steps": "4"}, recipe="memory")
         peaks[strategy] = run.report()["peak_bytes"][0]
-    assert len(run.steps) == 2 and peaks["ddp"] == pytest.approx(peaks["single"], rel=0.01), peaks
+    assert len(run.steps) == 4 and peaks["ddp"] == pytest.approx(peaks["single"], rel=0.01), peaks
