@@ -204,13 +204,14 @@ def choose_checkpoint(
 
 def prepare_model(recipe: Recipe, material: Material, engine: Engine) -> None:
     """Model, adapter and optimizer, in the engine's hands from now on."""
+    quantization = adapters.quantization_options(recipe.adapter, recipe.mixed_precision)
     model = models.load_model(
         material.folder,
         recipe.model,
         packing=recipe.data.packing,
         dtype=engine.frozen_dtype if recipe.adapter else torch.float32,
-        **engine.load_options(),
-        **adapters.quantization_options(recipe.adapter, recipe.mixed_precision),
+        **engine.load_options(is_quantized=bool(quantization)),
+        **quantization,
     )
     if recipe.adapter is not None:
         adapters.add_adapter(model, recipe.adapter, seed=recipe.seed)

@@ -136,13 +136,28 @@ class Engine:
         low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision)
         return torch.float32 if low is None or self.strategy.kind == "fsdp1" else low
 
-    def load_options(self) -> dict[str, Any]:
-        """What `from_pretrained` must be told. Tensor parallel cuts the model while it is read."""
-        if self.strategy.kind != "tp":
-            return {}
-        from transformers.distributed import DistributedConfig
+    def load_options(self, *, is_quantized: bool) -> dict[str, Any]:
+        """What `from_pretrained` must be told, so that no process has the whole model in host memory without need.
 
-        return {"distributed_config": DistributedConfig(tp_size=self.strategy.tp_size)}
+        Tensor parallel cuts the model while it is read, and puts each piece on its GPU. Weights that stay whole on a
+        GPU are read straight to it. Of FSDP the first process of a machine reads, and the first of all sends each its
+        share; the others must be told to leave the files alone, which transformers 5.23 reads everywhere
+        (modeling_utils.py, _load_pretrained_model). ZeRO-3 cuts each weight as it is made.
+
+        Args:
+            is_quantized: to 4 bits. No such weight is sent (accelerate 1.15, fsdp_utils.py, fsdp2_prepare_model), so
+                each process of FSDP reads and quantises all.
+        """
+        if self.strategy.kind == "tp":
+            from transformers.distributed import DistributedConfig
+
+            return {"distributed_config": DistributedConfig(tp_size=self.strategy.tp_size)}
+        stays_whole = self.strategy.kind in ("single", "ddp") or self.strategy.zero_stage in (1, 2)
+        if stays_whole and self.device.type == "cuda":
+            return {"device_map": {"": self.device}}
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        receives = plugin is not None and plugin.cpu_ram_efficient_loading and self.world.local_rank != 0
+        return {"device_map": {"": "meta"}} if receives and not is_quantized else {}
 
     def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Wraps model and optimizer, then asserts that what runs is what was asked for.

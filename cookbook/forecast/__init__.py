@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 from transformers import PreTrainedConfig
 
 from cookbook.files import RecipeError
+from cookbook.forecast.loading import loading as loading_of
 from cookbook.forecast.memory import GIB, Memory, peak
 from cookbook.forecast.skeleton import Skeleton, Weight
 from cookbook.forecast.skeleton import skeleton as skeleton_of
@@ -46,7 +47,8 @@ class Forecast:
     is_bound: bool = False
     """The model could not be traced: activations are a bound by formula."""
     host: int = 0
-    """Bytes of a machine's memory for what is offloaded, all its processes."""
+    """Bytes of a machine's memory, all its processes: for what is offloaded, or for loading if that is more; 0 where no
+    GPU is, since a CPU's memory is shared with everything else."""
     disk: int = 0
     """Bytes of a machine's NVMe disk."""
     checkpoint: int = 0
@@ -210,8 +212,10 @@ def forecast(workshop: _Workshop, strategy: Strategy, machines: Machines, recipe
     held = states_of(found, recipe, strategy, count)
     memory = _memory(workshop, strategy, held, plan, workshop.work(strategy, micro_batch_of(recipe)))
     local = min(count, each)
-    host, disk = held.host.total * local, held.disk.total * local
-    verdict, why, shortage = _verdict(memory, host, disk, machines)
+    offloaded, disk = held.host.total * local, held.disk.total * local
+    start = loading_of(found, recipe, strategy, held, local).host if machines.gpus_each else 0
+    host = max(offloaded, start)
+    verdict, why, shortage = _verdict(memory, host, disk, machines, is_start=start > offloaded)
     largest = longest = None
     if machines.usable_gib is not None and held.gpu.total < machines.usable_gib * GIB:
         largest = _largest(workshop, strategy, held, plan, machines.usable_gib * GIB)
@@ -291,7 +295,8 @@ def _sizes(config: PreTrainedConfig, found: Skeleton) -> Sizes:
 def _memory(workshop: _Workshop, strategy: Strategy, held: States, plan: Plan, work: Pass) -> Memory:
     is_sharded = plan.num_processes > 1 and (strategy.kind in ("fsdp1", "fsdp2") or strategy.zero_stage == 3)
     accumulates = plan.gradient_accumulation_steps > 1
-    return peak(workshop.skeleton, held, work, accumulates=accumulates, is_sharded=is_sharded)
+    start = loading_of(workshop.skeleton, workshop.recipe, strategy, held, local=1)
+    return peak(workshop.skeleton, held, work, accumulates=accumulates, is_sharded=is_sharded, loading=start.gpu)
 
 
 LARGEST = 2**20
@@ -323,8 +328,14 @@ def _largest(workshop: _Workshop, strategy: Strategy, held: States, plan: Plan, 
     return low or None
 
 
-def _verdict(memory: Memory, host: int, disk: int, machines: Machines) -> tuple[Verdict, list[str], float]:
-    """Verdict, why, and the largest of what is needed over what is there."""
+def _verdict(
+    memory: Memory, host: int, disk: int, machines: Machines, *, is_start: bool
+) -> tuple[Verdict, list[str], float]:
+    """Verdict, why, and the largest of what is needed over what is there.
+
+    Args:
+        is_start: whether the host memory is for loading.
+    """
     if machines.usable_gib is None:
         return "not judged", [], 0.0
     why, verdict = [], cast(Verdict, "fits")
@@ -337,7 +348,8 @@ def _verdict(memory: Memory, host: int, disk: int, machines: Machines) -> tuple[
         verdict = "tight"
         why.append(f"between {low / GIB:.0f} and {high / GIB:.0f} GiB of {usable / GIB:.0f}")
     shortage = low / usable
-    for what, needed, there in (("host memory", host, machines.host_gib), ("NVMe", disk, machines.nvme_gib)):
+    of_host = "host memory to read the weights" if is_start else "host memory"
+    for what, needed, there in ((of_host, host, machines.host_gib), ("NVMe", disk, machines.nvme_gib)):
         if there is not None and needed > there * GIB:
             verdict = "does not fit"
             why.append(f"needs {needed / GIB:,.0f} GiB of {what} in a machine that has {there:,.0f}")

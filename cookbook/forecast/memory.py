@@ -65,12 +65,15 @@ class Memory:
         )
 
 
-def peak(skeleton: Skeleton, states: States, work: Pass, *, accumulates: bool, is_sharded: bool) -> Memory:
-    """The largest moment of a step, once the optimizer has its states.
+def peak(
+    skeleton: Skeleton, states: States, work: Pass, *, accumulates: bool, is_sharded: bool, loading: int = 0
+) -> Memory:
+    """The largest moment of a step, once the optimizer has its states, or of the start.
 
     Args:
         work: one micro-batch.
         accumulates: whether a step has several, so that gradients of earlier ones lie there during a forward.
+        loading: bytes that the start takes, before weights are cut.
     """
     gpu = states.gpu
     done = _done_fractions(skeleton)
@@ -93,7 +96,17 @@ def peak(skeleton: Skeleton, states: States, work: Pass, *, accumulates: bool, i
         logits=0,
         is_sharded=is_sharded,
     )
-    return max([*moments, update], key=lambda one: one.allocated)
+    start = Memory(
+        moment="the start",
+        parameters=loading,
+        gradients=0,
+        optimizer=0,
+        gathered=0,
+        activations=0,
+        logits=0,
+        is_sharded=is_sharded,
+    )
+    return max([*moments, update, start], key=lambda one: one.allocated)
 
 
 def _at(states: States, stretch: Stretch, gradients: int, unpacked: int, is_sharded: bool) -> Memory:

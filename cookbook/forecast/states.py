@@ -118,7 +118,7 @@ def _whole(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
     is_wrapped = strategy.kind == "ddp" and num_processes > 1
     return States(
         gpu=Held(
-            weights=_resident(skeleton.weights, recipe) + _constants(skeleton),
+            weights=resident(skeleton.weights, recipe) + constants(skeleton),
             gradients=gradients,
             moments=_moments(recipe.optim, _tensors(skeleton, lambda weight: weight.num_elements)),
             buffers=_buffers(skeleton),
@@ -189,7 +189,7 @@ def _fsdp2(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
     largest = max(unit.weights for unit in units)
     gathered = kept + max(largest, sum(moving[:2]))
     buckets = max(unit.gradients for unit in units)
-    buffers = Held(weights=_constants(skeleton), buffers=_buffers(skeleton))
+    buffers = Held(weights=constants(skeleton), buffers=_buffers(skeleton))
     if strategy.fsdp.fsdp_offload_params:
         return States(
             gpu=buffers,
@@ -309,7 +309,7 @@ def _zero12(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_proces
     frozen = [weight for weight in skeleton.weights if not weight.is_trained]
     masters = FLOAT32 * sum(parts)
     moments = _moments(recipe.optim, [(part, False) for part in parts])
-    weights = low * sum(flats) + _resident(frozen, recipe) + _constants(skeleton)
+    weights = low * sum(flats) + resident(frozen, recipe) + constants(skeleton)
     buffers = _buffers(skeleton)
     num_buckets = 2 if zero.get("overlap_comm") else 1
     buckets = num_buckets * low * zero.get("reduce_bucket_size", 5 * 10**8)
@@ -376,7 +376,7 @@ def _zero3(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
     # One process reads its parts where they lie, unless that is the host.
     is_gathered = num_processes > 1 or strategy.offload_param is not None
     gathered = sum(size(weight) * part(weight) * num_processes for weight in persistent) * is_gathered
-    gathered += _constants(skeleton)
+    gathered += constants(skeleton)
     parts = sum(size(weight) * part(weight) for weight in skeleton.weights)
     subgroups = list(_subgroups(skeleton, part, zero.get("sub_group_size", 10**9)))
     subgroup_parts = [[part(weight) for weight in subgroup] for subgroup in subgroups]
@@ -532,7 +532,7 @@ def _moments(optim: OptimSection, tensors: Iterable[tuple[int, bool]]) -> int:
             return small + large + (2 * 256 * FLOAT32 if large else 0)
 
 
-def _resident(weights: Iterable["Weight"], recipe: Recipe) -> int:
+def resident(weights: Iterable["Weight"], recipe: Recipe) -> int:
     """Bytes of whole weights."""
     return sum(_size(weight, recipe) * math.prod(_stored(weight, recipe)) for weight in weights)
 
@@ -555,7 +555,7 @@ def _stored(weight: "Weight", recipe: Recipe) -> tuple[int, ...]:
     return (weight.num_elements // (2 * low_bytes(recipe.mixed_precision)), 1)
 
 
-def _constants(skeleton: "Skeleton") -> int:
+def constants(skeleton: "Skeleton") -> int:
     """Beside 4-bit weights, whole on each process: a scale in 8 bits for each block of 64, for each 256 of those a
     float32 scale, a float32 offset, and two tables of values (bitsandbytes 0.50, functional.py, quantize_4bit).
     """

@@ -202,6 +202,7 @@ def load_model(
     model = AutoModelForCausalLM.from_pretrained(
         name, dtype=dtype, trust_remote_code=False, use_safetensors=True, **options
     )
+    _give_memory(model)
     model.config.use_cache = False
     if model.config._attn_implementation == "sdpa" and packing_problem(model.config) is None:
         # The same attention for padded rows. transformers would ask the device whether each position follows the one
@@ -216,6 +217,18 @@ def load_model(
     add_loss(model)
     model.train()
     return model
+
+
+def _give_memory(model: PreTrainedModel) -> None:
+    """To weights without data, whose values another process sends. None is taken until they are written; but accelerate
+    tells parameters apart by their addresses (accelerator.py, _prepare_fsdp2).
+    """
+    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                empty = torch.empty_like(parameter, device="cpu")
+                setattr(module, name, made.setdefault(parameter, torch.nn.Parameter(empty, parameter.requires_grad)))
 
 
 def revision_of(folder: str) -> str | None:
