@@ -10,11 +10,13 @@ import pytest
 import torch
 from peft import inject_adapter_in_model
 from target_grid import from_grid
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from cookbook.adapters import lora_config
 from cookbook.forecast import trace as tracing
+from cookbook.forecast.four_bits import _Product
 from cookbook.forecast.trace import Pass, Untraceable, bound, trace
 from cookbook.models.loss import add_loss
 from cookbook.models.speed import compile_layers, save_activations
@@ -232,3 +234,35 @@ def test_a_model_that_needs_its_data_is_bounded_by_formula(monkeypatch):
     exact = traced(recipe(precision="bf16"), config, autocast=False)
     above = bound(config, recipe(precision="bf16"), tokens=ROWS * LENGTH, tp_size=1)
     assert max(one.peak for one in above.stretches) > max(one.peak for one in exact.stretches)
+
+
+def test_a_product_in_4_bits_has_the_weight_and_its_scales_for_a_moment():
+    """By hand: of 3 x 256 tokens in bf16, 192 to 512 features and back. A float32 scale for each 64 weights, twice in
+    the forward (bitsandbytes 0.50.2, backends/cuda/ops.py, _dequant_linear_fallback) and once in the backward."""
+    tokens, weights = ROWS * LENGTH, 192 * 512
+    scales = weights // 64 * 4
+    with FakeTensorMode():
+        weight = torch.empty(512, 192, dtype=torch.bfloat16)
+        hidden = torch.empty(tokens, 192, dtype=torch.bfloat16, requires_grad=True)
+        with tracing._Ledger(iter([weight, hidden])) as ledger:
+            result = _Product.apply(hidden, weight, None)
+            assert ledger.peak == 2 * scales + 2 * weights + 2 * tokens * 512
+            assert ledger.live == 2 * tokens * 512  # nothing else waits for the backward
+            gradient = torch.empty_like(result)
+            before = ledger.live
+            ledger.peak = 0
+            result.backward(gradient)
+            assert ledger.peak == before + scales + 2 * weights + 2 * tokens * 192
+
+
+@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "16 bits"])
+def test_under_autocast_4_bit_layers_make_no_float32_copies(autocast):
+    """peft casts the input of a LoRA layer to the adapter's float32, but not beside 4 bits under autocast (0.21.2,
+    lora/bnb.py and lora/layer.py); without autocast the adapter is in 16 bits, and there is nothing to cast."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+
+    def most(name: str) -> int:
+        settings = recipe(adapter={"name": name, "rank": 8}, precision="bf16")
+        return max(one.held for one in traced(settings, config_of(**sizes), autocast=autocast).stretches)
+
+    assert (most("qlora") < most("lora")) is autocast

@@ -83,9 +83,7 @@ def peak(
             return states.gradients_between
         return max(states.gradients_at_first, round(gpu.gradients * done(stretch)))
 
-    # A weight in 4 bits is multiplied by in 16, one at a time.
-    unpacked = max((2 * weight.num_elements for weight in skeleton.weights if weight.is_quantized), default=0)
-    moments = [_at(states, stretch, gradients(stretch), unpacked, is_sharded) for stretch in work.stretches]
+    moments = [_at(states, stretch, gradients(stretch), is_sharded) for stretch in work.stretches]
     update = Memory(
         moment="the update",
         parameters=gpu.weights,
@@ -109,7 +107,7 @@ def peak(
     return max([*moments, update, start], key=lambda one: one.allocated)
 
 
-def _at(states: States, stretch: Stretch, gradients: int, unpacked: int, is_sharded: bool) -> Memory:
+def _at(states: States, stretch: Stretch, gradients: int, is_sharded: bool) -> Memory:
     gpu = states.gpu
     is_head = stretch.name in ("head", "head backward")
     where = {
@@ -125,7 +123,7 @@ def _at(states: States, stretch: Stretch, gradients: int, unpacked: int, is_shar
         parameters=gpu.weights,
         gradients=gradients,
         optimizer=gpu.masters + gpu.moments,
-        gathered=gpu.buffers + _visiting(states, stretch) + unpacked,
+        gathered=gpu.buffers + _visiting(states, stretch),
         activations=stretch.held if is_head else stretch.peak,
         logits=stretch.peak - stretch.held if is_head else 0,
         is_sharded=is_sharded,

@@ -23,6 +23,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTra
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cookbook.adapters import ADAPTER, lora_config
+from cookbook.forecast.four_bits import multiply_in_4_bits
 from cookbook.models.loss import LOGITS_BUDGET, add_loss, nll_of_targets
 from cookbook.models.speed import save_activations
 from cookbook.recipe import Recipe
@@ -214,6 +215,8 @@ def _empty_model(
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(trained)
+            if adapter.name == "qlora":
+                multiply_in_4_bits(model)
     model.config.use_cache = False
     if recipe.model.gradient_checkpointing:
         save_activations(model, selective=recipe.model.gradient_checkpointing == "selective")
@@ -415,12 +418,24 @@ def _run(
             del loss
             ledger.begin("done")
 
-    with fake, _quietly():
+    with fake, _quietly(), _seen_as_cuda(autocast):
         if compiling is not None:
             micro_batch(nullcontext())
             ledger.forget()
         micro_batch(ledger)
     return ledger.stretches
+
+
+@contextmanager
+def _seen_as_cuda(autocast: torch.dtype | None) -> Iterator[None]:
+    """peft asks `torch.is_autocast_enabled()`, which means CUDA's (0.21.2, lora/bnb.py). In the backward too, where
+    layers are computed again under the forward's autocast."""
+    before = torch.is_autocast_enabled("cuda")
+    torch.set_autocast_enabled("cuda", autocast is not None)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", before)
 
 
 @contextmanager

@@ -1,0 +1,59 @@
+"""What bitsandbytes and peft allocate on a GPU around a product with a weight of 4 bits, on tensors without data."""
+
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+BLOCK = 64
+"""Weights to a scale (bitsandbytes 0.50.2, nn/modules.py, Params4bit)."""
+
+
+class _Product(torch.autograd.Function):
+    """bitsandbytes 0.50.2, autograd/_functions.py, MatMul4Bit, under CUDA: nothing is kept for the backward but the
+    weight, and both ways that is made whole again."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.weight = weight
+        # backends/cuda/ops.py, _dequant_linear_fallback, as for more than 1,536 rows; a fused kernel may do without.
+        scales = _scales(weight)
+        shifted = scales + 0.0
+        result = F.linear(hidden, torch.empty_like(weight, dtype=hidden.dtype), bias)
+        del scales, shifted  # until here
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (gradient,) = gradients
+        scales = _scales(ctx.weight)  # functional.py, dequantize_4bit: shifted in place
+        result = torch.matmul(gradient, torch.empty_like(ctx.weight, dtype=gradient.dtype))
+        del scales
+        return result, None, None
+
+
+def _scales(weight: torch.Tensor) -> torch.Tensor:
+    """A float32 scale for each block, made of one in 8 bits."""
+    return weight.new_empty(-(-weight.numel() // BLOCK), dtype=torch.float32)
+
+
+def _product(self: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    """nn/modules.py, Linear4bit.forward; the weight's dtype is the one that is computed in."""
+    dtype = self.weight.dtype
+    bias = None if self.bias is None else self.bias.to(dtype)
+    return _Product.apply(hidden.to(dtype), self.weight, bias).to(hidden.dtype)  # type: ignore[no-untyped-call]
+
+
+def multiply_in_4_bits(model: PreTrainedModel) -> None:
+    """Lets frozen linear layers, but for the head, allocate as they do in 4 bits, and peft's around them likewise."""
+    from peft.tuners.lora import Linear
+    from peft.tuners.lora.bnb import Linear4bit
+
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.forward = MethodType(Linear4bit.forward, module)  # type: ignore[method-assign]
+        elif type(module) is torch.nn.Linear and module is not head and not module.weight.requires_grad:
+            module.forward = MethodType(_product, module)  # type: ignore[method-assign]
