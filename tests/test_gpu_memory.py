@@ -1,0 +1,45 @@
+"""What a run allocates at most on simulated GPUs is what the plan forecast of it. Rows are packed and of full length.
+
+python -m pytest -q tests/test_gpu_memory.py
+"""
+
+from typing import Any
+
+import pytest
+from gpu_runs import GpuLab, GpuRun
+
+WITHIN = 0.02
+CELLS = [
+    ("single", "", "false"),
+    ("single", "lora", "true"),
+    ("single", "lora", "selective"),
+    ("single", "qlora", "false"),
+    ("zero2", "", "false"),
+]
+
+
+def run_cell(gpu_lab: GpuLab, strategy: str, adapter: str, checkpointing: str) -> GpuRun:
+    settings = {"data.packing": "true", "model.gradient_checkpointing": checkpointing}
+    if adapter:
+        settings["adapter"] = f"{{name: {adapter}, rank: 8}}"
+    return gpu_lab.run(strategy, settings, recipe="memory")
+
+
+def error_of(run: GpuRun) -> float:
+    """Of the GPU that has most, relative to the forecast in run.json, which is of what the run itself was."""
+    peaks = [max(run.report(rank)["peak_bytes"]) for rank in range(len(run.codes))]
+    forecast: dict[str, Any] = run.record["forecast"]
+    return max(peaks) / forecast["allocated"] - 1
+
+
+@pytest.mark.parametrize(("strategy", "adapter", "checkpointing"), CELLS)
+def test_a_run_takes_what_was_forecast(gpu_lab: GpuLab, strategy: str, adapter: str, checkpointing: str):
+    assert abs(error_of(run_cell(gpu_lab, strategy, adapter, checkpointing))) < WITHIN
+
+
+def test_a_forecast_of_another_run_would_be_off(gpu_lab: GpuLab):
+    """Recomputed activations instead of kept ones."""
+    kept = run_cell(gpu_lab, "single", "", "false")
+    settings = {"data.packing": "true", "model.gradient_checkpointing": "true"}
+    other = gpu_lab.run("single", settings, recipe="memory").record["forecast"]["allocated"]
+    assert max(kept.report()["peak_bytes"]) / other - 1 > 5 * WITHIN
