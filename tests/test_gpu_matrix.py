@@ -25,7 +25,8 @@ def assert_same_curve(run: GpuRun, reference: GpuRun, band: tuple[float, float])
     assert len(run.losses) == len(reference.losses) == 3
     loss = max(abs(a - b) for a, b in zip(run.losses, reference.losses, strict=True))
     norm = max(abs(a / b - 1) for a, b in zip(run.norms, reference.norms, strict=True))
-    held_out = max(abs(a[1] - b[1]) for a, b in zip(run.evaluations, reference.evaluations, strict=True))
+    pairs = zip(run.evaluations, reference.evaluations, strict=True)
+    held_out = max((abs(a[1] - b[1]) for a, b in pairs), default=0.0)
     print(f"{run.folder.name}: loss {loss:.1e}, norm {norm:.1e}, held-out loss {held_out:.1e}")
     assert loss < band[0] and held_out < band[0] and norm < band[1], (loss, norm, held_out)
 
@@ -86,7 +87,7 @@ def test_another_learning_rate_leaves_the_bands(gpu_lab: GpuLab):
 
 
 REFUSALS = {
-    "host_tensor_in_a_collective": "Tensors must be CUDA and dense",
+    "host_tensor_in_a_collective": "No backend type associated with device type cpu",
     "strided_tensor_in_a_collective": "Tensors must be contiguous",
     "host_tensor_beside_the_loss": "Expected all tensors to be on the same device",
     "two_processes_on_one_gpu": "Duplicate GPU detected",

@@ -503,6 +503,14 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("record_stream", [](at::Tensor&, c10::Stream) {});
 }
 
+// Operations that CUDA has a kernel for, and every other device a composite of others with their temporaries.
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  for (const char* name : {"silu_backward", "mish_backward", "native_layer_norm", "native_group_norm", "addr", "addr.out",
+                           "any.dims", "any.dims_out", "all.dims", "all.dims_out"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
+}
+
 // bitsandbytes has kernels for the CPU, and others of Python for every device that has none: those would leave their
 // temporaries in the device's memory, where CUDA's kernels have none.
 TORCH_LIBRARY_IMPL(bitsandbytes, CUDA, m) {
