@@ -90,14 +90,14 @@ matrix: $(DEV_STAMP)  ## run the equivalence tests and write their table into th
 	  -m "slow or not slow" -k "not readme"
 	@.venv/bin/python benchmarks/equivalence_table.py outputs/curves
 
-simulated-gpus: $(DEV_STAMP)  ## run every GPU test on simulated GPUs, and write down what real ones are compared with
+simulated-gpus: $(DEV_STAMP)  ## run the GPU tests on simulated GPUs, and write down what real ones are compared with
 	@rm -rf outputs/simulated_gpus
-	@GPU_RUNS=outputs/simulated_gpus .venv/bin/python -m pytest -q -n 2 --dist worksteal -m "slow or not slow" tests/test_gpu_*.py
+	@GPU_RUNS=outputs/simulated_gpus .venv/bin/python -m pytest -q -n 2 --dist worksteal -m "not thorough" tests/test_gpu_*.py
 	@.venv/bin/python benchmarks/gpu_runs.py outputs/simulated_gpus
 
 test-gpu: $(DEV_STAMP)  ## the same tests on the GPUs of this machine, and how far the simulated ones were from them
 	@rm -rf outputs/real_gpus
-	@REAL_GPUS=1 GPU_RUNS=outputs/real_gpus .venv/bin/python -m pytest -q -m "slow or not slow" tests/test_gpu_*.py; \
+	@REAL_GPUS=1 GPU_RUNS=outputs/real_gpus .venv/bin/python -m pytest -q -m "not thorough" tests/test_gpu_*.py; \
 	  .venv/bin/python benchmarks/gpu_runs.py outputs/real_gpus --compare
 
 lint: $(DEV_STAMP)  ## style, format and types

@@ -66,8 +66,8 @@ RECIPES = {
     # All rows at full length, as the forecast has them, and memory that is mostly the model's.
     "memory": dict(
         model=WIDE,
-        data="{train: TEXTS, max_length: 256}",
-        objective="{name: cpt}",
+        data="{train: LONG, max_length: 256}",
+        objective="{train_on: all}",
         batch="{global_batch_size: 16, micro_batch_size: 4}",
         steps=2,
         evaluations="",
@@ -216,7 +216,7 @@ class GpuLab:
         if after is not None:
             shutil.copytree(after.output, folder / "run")
         text = RECIPE.format(**RECIPES[case["recipe"]])
-        for name in ("chats", "held_out", "pairs", "texts"):
+        for name in ("chats", "held_out", "pairs", "long"):
             text = text.replace(name.upper(), str(self.folder / f"{name}.jsonl"))
         (folder / "recipe.yaml").write_text(text.replace("OUTPUT", str(folder / "run")))
         arguments = [str(folder / "recipe.yaml")]
@@ -264,7 +264,7 @@ def _write_data(folder: Path) -> None:
     rows = {
         "held_out": chats(6),
         "pairs": pairs(24),
-        "texts": ({"text": words(400, 400)} for _ in range(32)),
+        "long": ({"messages": [turn("user", 8, 8), turn("assistant", 400, 400)]} for _ in range(32)),
         "chats": chats(64),
     }
     for name, found in rows.items():

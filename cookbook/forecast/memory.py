@@ -1,7 +1,8 @@
 """What one process needs on its GPU: the states of its strategy, and what a micro-batch holds beside them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from cookbook.forecast.skeleton import Skeleton
 from cookbook.forecast.states import States, Unit
@@ -84,6 +85,12 @@ def peak(
         return max(states.gradients_at_first, round(gpu.gradients * done(stretch)))
 
     moments = [_at(states, stretch, gradients(stretch), is_sharded) for stretch in work.stretches]
+    if states.units:
+        moments += [
+            _reducing(states, stretch, following, gradients(stretch), is_sharded)
+            for stretch, following in pairwise(work.stretches)
+            if stretch.name == "backward"
+        ]
     update = Memory(
         moment="the update",
         parameters=gpu.weights,
@@ -130,38 +137,61 @@ def _at(states: States, stretch: Stretch, gradients: int, is_sharded: bool) -> M
     )
 
 
+def _reducing(states: States, stretch: Stretch, following: Stretch, gradients: int, is_sharded: bool) -> Memory:
+    """The end of a layer's backward: its activations are gone, and its gradients go into the buffer."""
+    layers = [unit for unit in states.units if unit.layer is not None]
+    assert stretch.layer is not None
+    unit = layers[stretch.layer]
+    during = _at(states, stretch, gradients, is_sharded)
+    return replace(
+        during,
+        moment=f"the reduction of layer {stretch.layer}'s gradients",
+        gathered=during.gathered - _reduced(states, stretch) + unit.gradients + unit.gradients_made,
+        activations=following.held,
+    )
+
+
+def _reduced(states: States, stretch: Stretch) -> int:
+    """Bytes of the buffer that is being reduced in a stretch: of the layer whose backward came before."""
+    layers = [unit for unit in states.units if unit.layer is not None]
+    ends = [unit for unit in states.units if unit.layer is None]
+    first = [unit for unit in ends if "embedding" in unit.parts]
+    if stretch.name == "end":
+        units = [*first, *layers[:1]]
+    elif stretch.name == "backward":
+        assert stretch.layer is not None
+        units = layers[stretch.layer + 1 : stretch.layer + 2] or [unit for unit in ends if unit not in first]
+    else:
+        units = []
+    return max((unit.gradients for unit in units), default=0)
+
+
 def _visiting(states: States, stretch: Stretch) -> int:
     """Bytes of weights that are gathered, and of the buffer through which gradients pass, in a stretch.
 
     Each unit is gathered for its own forward and backward, while the next one is on its way. The gradients of a unit
-    are reduced after its backward, one unit at a time; those of the one with the embedding come last.
+    are reduced during the backward of the unit before it; those of the one with the embedding come last.
     """
     if not states.units:
         return states.gathered
     layers = [unit for unit in states.units if unit.layer is not None]
     ends = [unit for unit in states.units if unit.layer is None]
     first = [unit for unit in ends if "embedding" in unit.parts]
-    last = [unit for unit in ends if unit not in first]
     begun = {"embed": first, "forward": first}.get(stretch.name, ends)
     near: list[Unit] = []
-    reduced: list[Unit] = []
     if stretch.name == "embed":
         near = [*first, *layers[:1]]
     elif stretch.name == "end":
-        near, reduced = first, [*first, *layers[:1]]
+        near = first
     elif stretch.layer is not None:
         i = stretch.layer
         begun = begun + (layers[: i + 1] if stretch.name == "forward" else layers)
-        if stretch.name == "forward":
-            near = layers[i : i + 2]
-        else:
-            near = layers[max(0, i - 1) : i + 1]
-            reduced = layers[i : i + 2] if i + 1 < len(layers) else [layers[i], *last]
+        near = layers[i : i + 2] if stretch.name == "forward" else layers[max(0, i - 1) : i + 1]
     else:
         begun = begun + layers
     stay = [unit for unit in begun if unit.stays]
     weights = sum(unit.weights for unit in stay) + sum(unit.weights for unit in near if not unit.stays)
-    return weights + max((unit.gradients for unit in reduced), default=0)
+    return weights + _reduced(states, stretch)
 
 
 def _done_fractions(skeleton: Skeleton) -> Callable[[Stretch], float]:

@@ -57,6 +57,8 @@ class Unit:
     """Bytes of the whole, as forward and backward read it."""
     gradients: int
     """Bytes of its whole gradients, in the buffer that is reduced."""
+    gradients_made: int
+    """Bytes of the same as the backward makes them, until they are in the buffer."""
     stays: bool
     """From its first use to the end of the backward; else it is let go after the forward and gathered again."""
 
@@ -81,7 +83,7 @@ class States:
     gradient_buckets: int = 0
     """Buffers on the GPU through which gradients pass, at most."""
     update: int = 0
-    """What the update takes on the GPU for a while, beyond `gpu`."""
+    """What the update, or what follows it, takes on the GPU for a while, beyond `gpu`."""
 
     @property
     def gathered(self) -> int:
@@ -125,6 +127,8 @@ def _whole(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
         ),
         gradients_at_first=gradients if is_wrapped else 0,
         gradients_between=gradients,
+        # After the first step DDP makes its buckets again, while the gradients are still views of the first ones.
+        update=gradients if is_wrapped else 0,
     )
 
 
@@ -178,6 +182,7 @@ def _fsdp2(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
             parts=parts,
             weights=shards * sum(padded(weight) * low for weight in found),
             gradients=shards * FLOAT32 * sum(padded(weight) for weight in found if weight.is_trained),
+            gradients_made=low * sum(weight.num_elements for weight in found if weight.is_trained),
             stays=stays or not strategy.fsdp.fsdp_reshard_after_forward,
         )
         for layer, parts, stays, found in _units_fsdp2(skeleton)
@@ -247,7 +252,14 @@ def _fsdp1(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
         stays = layer is None or strategy.fsdp.fsdp_sharding_strategy != "FULL_SHARD"
         parts = tuple(dict.fromkeys(weight.part for weight in found))
         units.append(
-            Unit(layer=layer, parts=parts, weights=low * length, gradients=FLOAT32 * length * is_trained, stays=stays)
+            Unit(
+                layer=layer,
+                parts=parts,
+                weights=low * length,
+                gradients=FLOAT32 * length * is_trained,
+                gradients_made=low * length * is_trained,
+                stays=stays,
+            )
         )
     tensors = [(numel, weight.is_orthogonal) for numel, weight in local if weight.is_trained and numel]
     moving = sorted((unit.weights for unit in units if not unit.stays), reverse=True)
