@@ -57,7 +57,7 @@ checkpoint: $(if $(RUN),$(STAMP))  ## RUN=outputs/...: its checkpoints, whole or
 check: $(STAMP)  ## every recipe and strategy file, or RECIPE=... [STRATEGY=...]; takes a moment
 	@$(COOKBOOK) check $(RECIPE) $(STRATEGY_FLAG)
 
-explain: $(STAMP)  ## [RECIPE=...] [STRATEGY=...] [WITH=...]: what will run and whence each value; WITH=zero2: what differs
+explain: $(STAMP)  ## [RECIPE=...] [STRATEGY=...] [WITH=...]: what will run, and where each value is from; WITH=zero2: what differs
 	@$(COOKBOOK) explain $(or $(RECIPE),recipes/quickstart.yaml) $(WITH) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)
 
 doctor: $(STAMP)  ## [RECIPE=...] [STRATEGY=...]: is this machine ready; fails on what is in a run's way, not on warnings
@@ -97,8 +97,8 @@ simulated-gpus: $(DEV_STAMP)  ## run the GPU tests on simulated GPUs, and write 
 
 test-gpu: $(DEV_STAMP)  ## the same tests on the GPUs of this machine, and how far the simulated ones were from them
 	@rm -rf outputs/real_gpus
-	@REAL_GPUS=1 GPU_RUNS=outputs/real_gpus .venv/bin/python -m pytest -q -m "not thorough" tests/test_gpu_*.py; \
-	  .venv/bin/python benchmarks/gpu_runs.py outputs/real_gpus --compare
+	@REAL_GPUS=1 GPU_RUNS=outputs/real_gpus .venv/bin/python -m pytest -q -m "not thorough" tests/test_gpu_*.py; code=$$?; \
+	  .venv/bin/python benchmarks/gpu_runs.py outputs/real_gpus --compare && exit $$code
 
 lint: $(DEV_STAMP)  ## style, format and types
 	@.venv/bin/ruff check .

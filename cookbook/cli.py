@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("recipes", nargs="*", type=Path, metavar="RECIPE")
     _add_strategy(check)
 
-    explain = verbs.add_parser("explain", help="what a recipe will run, and whence each value; or how two differ")
+    explain = verbs.add_parser("explain", help="what a recipe will run, and where each value is from; how two differ")
     explain.set_defaults(command=explain_run)
     explain.add_argument("first", nargs="?", default=str(QUICKSTART), metavar="RECIPE", help="default: %(default)s")
     explain.add_argument(

@@ -34,7 +34,7 @@ def num_gpus() -> int:
         try:
             listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=60)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise RecipeError([f"nvidia-smi -L does not answer ({error}); mend the driver, or hide the GPUs"]) from None
+            raise RecipeError([f"nvidia-smi -L does not answer ({error}); fix the driver, or hide the GPUs"]) from None
         count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
     return count if visible is None else min(count, len([part for part in visible.split(",") if part.strip()]))
 

@@ -20,7 +20,7 @@ from cookbook import simulated_gpus
 from cookbook.hardware import GIB, attention_flops, matrix_flops, peak_flops
 
 SPEEDS = ("step_seconds", "tokens_per_second", "mfu")
-"""What a run on simulated GPUs does not write down, lest it be taken for a measurement."""
+"""What a run on simulated GPUs does not write down: it would look like a measurement."""
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "peft", "tokenizers", "numpy")
 
 
@@ -113,6 +113,7 @@ class RunLog:
             unit="step",
             dynamic_ncols=True,
             mininterval=1.0,
+            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}" if simulated_gpus.is_active() else None,
             file=sys.stderr,
         )
         if earlier is not None:

@@ -255,6 +255,12 @@ def make_run(
     if checkpoint is not None:
         state = resume.load(checkpoint, engine.parameter_shapes(), engine.restore)
         progress = Progress(**{field.name: state[field.name] for field in fields(Progress) if field.name in state})
+    if progress.step > material.max_steps:
+        raise RecipeError(
+            [
+                f"run.max_steps is {material.max_steps}, and the checkpoint is of step {progress.step}; write that or more"
+            ]
+        )
     steps = batches.train_steps(
         data.train,
         layout,

@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from curves import Lab
 
-from tests.gpu_runs import GpuLab
+from tests.gpu_runs import REAL, GpuLab
 
 # A shell without job control starts background commands with these ignored, and every child would inherit that.
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
@@ -59,7 +59,14 @@ run:
   output_dir: outputs/small
 """
 
-LAUNCHER_VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "CUDA_VISIBLE_DEVICES")
+LAUNCHER_VARIABLES = (
+    "ACCELERATE_",
+    "FSDP_",
+    "PARALLELISM_CONFIG_",
+    "MEGATRON_LM_",
+    "CUDA_VISIBLE_DEVICES",
+    "DS_ACCELERATOR",
+)
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
@@ -78,6 +85,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What starts processes comes first, and longest first, in both halves of the list: xdist gives each of two workers
     one, and at the end only moments are left to steal.
     """
+    if REAL:
+        for item in items:
+            if item.get_closest_marker("simulated"):
+                item.add_marker(pytest.mark.skip(reason="real GPUs do not count what this reads"))
     items.sort(key=expected_length, reverse=True)
     num_long = sum(expected_length(item) > 0 for item in items)
     long, short = items[:num_long], items[num_long:]

@@ -52,6 +52,7 @@ def test_what_a_recipe_adds_has_the_curve_of_one_gpu(gpu_lab: GpuLab, recipe: st
 
 
 @pytest.mark.slow
+@pytest.mark.simulated
 def test_selective_checkpointing_does_not_compute_attention_again(gpu_lab: GpuLab):
     calls = {}
     for kind in ("false", "selective", "true"):
@@ -88,11 +89,13 @@ def test_a_resume_that_forgets_the_moments_leaves_the_bands(gpu_lab: GpuLab):
     settings = {"mixed_precision": "'no'", "run.resume": "auto"}
     stopped = gpu_lab.run("fsdp2", settings | {"run.stop_after_steps": "1"}, ends=(75,))
     resumed = gpu_lab.run("fsdp2", settings, after=stopped, sabotage="moments_of_zero")
+    assert len(resumed.losses) == 3
     with pytest.raises(AssertionError):
         assert_same_curve(resumed, gpu_lab.run("single", {"mixed_precision": "'no'"}), BANDS["'no'"])
 
 
 @pytest.mark.slow
+@pytest.mark.simulated
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_processes_that_share_a_gpu_have_the_same_curve(gpu_lab: GpuLab, strategy: str):
     """As `make test-gpu` runs them where there is one card: each a machine of its own, gloo in NCCL's place."""

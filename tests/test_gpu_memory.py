@@ -6,7 +6,8 @@ python -m pytest -q tests/test_gpu_memory.py
 from typing import Any
 
 import pytest
-from gpu_runs import GpuLab, GpuRun
+
+from tests.gpu_runs import GpuLab, GpuRun
 
 WITHIN = 0.02
 CELLS = [

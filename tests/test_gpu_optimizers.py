@@ -52,6 +52,7 @@ def test_fp16_under_fsdp1_is_that_of_fsdp2(gpu_lab):
     assert one.norms == pytest.approx(two.norms, rel=1e-6)
 
 
+@pytest.mark.simulated
 def test_muon_with_offload_multiplies_on_the_gpu_and_gives_the_same_numbers(gpu_lab):
     """On the host a step of an 8B model would take minutes."""
     muon = {"optim.name": "muon"}

@@ -11,6 +11,8 @@ import pytest
 
 from tests.gpu_runs import GpuLab
 
+pytestmark = pytest.mark.simulated
+
 PACKED = {"data.packing": "true"}
 MORE = {"batch.micro_batch_size": "1"}
 """Four micro-batches a step on each of two processes, instead of two."""

@@ -140,7 +140,7 @@ def test_an_unknown_strategy_is_answered_with_the_nearest_name(book):
     assert "did you mean zero3?" in str(caught.value)
 
 
-def test_the_loss_scale_of_fp16_begins_and_moves_alike_under_every_strategy():
+def test_the_loss_scale_of_fp16_starts_halves_and_waits_alike_under_every_strategy():
     """DeepSpeed has its own, with other defaults: the steps that fp16 leaves out would depend on the strategy."""
     import torch
     from deepspeed.runtime.precision_config import get_float16_config

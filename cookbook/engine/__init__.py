@@ -234,7 +234,7 @@ class Engine:
         return [i for i, loss in enumerate(self._losses) if not torch.isfinite(loss)]
 
     def begin_step(self, number: int, seed: int) -> None:
-        """Draws dropout anew, from the step and the data-parallel process alone: nothing to save, nothing to resume."""
+        """Seeds dropout, from the step and the data-parallel process alone: nothing to save, nothing to resume."""
         self.current_step = number
         sequence = np.random.SeedSequence([seed, number, self.data_parallel.rank])
         torch.manual_seed(int(sequence.generate_state(1)[0]))
@@ -463,11 +463,13 @@ class Engine:
         # Without the device, NCCL's barrier guesses it and says so.
         dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
         self._meet(store, "left", self.timeout)
-        dist.destroy_process_group()
+        try:
+            dist.destroy_process_group()
+        finally:
+            if not self.is_main:
+                store.set(f"cookbook/gone/{self.world.rank}", "1")
         if self.is_main:
             self._meet(store, "gone", self.timeout)
-        else:
-            store.set(f"cookbook/gone/{self.world.rank}", "1")
         if self.world.local_rank == 0:
             for folder in self.swap_folders.values():
                 shutil.rmtree(folder, ignore_errors=True)

@@ -124,8 +124,8 @@ def _one_by_one(
 def _varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scaling: float | None
 ) -> torch.Tensor:
-    """torch's own kernel for ragged samples, (T, heads, D) in and out. It has no CPU version and was never run by us:
-    only its call was checked, with tensors that have shapes and no data.
+    """torch's own kernel for ragged samples, (T, heads, D) in and out. It has no CPU version; simulated GPUs check its
+    call and compute its numbers, and the kernel itself has not been run by us.
     """
     options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in VARLEN_ARGUMENTS else {"is_causal": True}
     if "enable_gqa" in VARLEN_ARGUMENTS:

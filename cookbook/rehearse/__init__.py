@@ -195,7 +195,7 @@ def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
     # Once more for the small recipe: what its strategy cannot do there is told without starting processes.
     checked, _ = load_pair(small, strategy_path=Path(strategy.path))
     count = rehearsal.num_processes
-    gpus = 0 if rehearsal.place == "CPU" else count
+    gpus = {"CPU": 0, "GPUs": num_gpus(), "simulated GPUs": count}[rehearsal.place]
     make_plan(checked, strategy, num_processes=count, num_gpus=gpus, recipe_name=str(recipe_path))
     return small
 

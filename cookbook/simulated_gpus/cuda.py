@@ -51,7 +51,7 @@ def install(torch: Any, library: ctypes.CDLL) -> None:
     replace_nccl(torch)
     _count_waits(library)
     if folder := os.environ.get("SIMULATED_GPUS_REPORT"):
-        atexit.register(lambda: write_report(torch, library, Path(folder)) if "LOCAL_RANK" in os.environ else None)
+        atexit.register(lambda: _report_of_rank(torch, library, Path(folder)))
 
 
 class Devices:
@@ -337,6 +337,12 @@ def _count_waits(library: ctypes.CDLL) -> None:
 
     _kept_alive.append(on_wait)
     library.simulated_on_wait(on_wait)
+
+
+def _report_of_rank(torch: Any, library: ctypes.CDLL, folder: Path) -> None:
+    """The launcher, which sees the same devices, has nothing to say."""
+    if Path(sys.argv[0]).name == "train.py":
+        write_report(torch, library, folder)
 
 
 def write_report(torch: Any, library: ctypes.CDLL, folder: Path) -> None:
