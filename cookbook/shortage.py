@@ -54,7 +54,7 @@ def end(error: BaseException, recipe: Recipe, strategy: Strategy, plan: Plan, re
     if is_of_gpu(error):
         lines.append(f"Next: {next_rung(recipe, strategy, plan, recipe_name)}.")
     else:
-        lines.append(f"What is offloaded takes the host's memory: python -m cookbook plan {recipe_name}")
+        lines.append(f"python -m cookbook plan {recipe_name} shows what each strategy takes of the host's memory.")
     print("\n" + "\n  ".join(lines) + "\n", file=sys.stderr, flush=True)
     return 1
 

@@ -256,11 +256,7 @@ def make_run(
         state = resume.load(checkpoint, engine.parameter_shapes(), engine.restore)
         progress = Progress(**{field.name: state[field.name] for field in fields(Progress) if field.name in state})
     if progress.step > material.max_steps:
-        raise RecipeError(
-            [
-                f"run.max_steps is {material.max_steps}, and the checkpoint is of step {progress.step}; write that or more"
-            ]
-        )
+        raise RecipeError([f"the run has {material.max_steps} steps, and its checkpoint is of step {progress.step}"])
     steps = batches.train_steps(
         data.train,
         layout,

@@ -14,7 +14,6 @@ from filelock import FileLock
 
 from cookbook.files import RecipeError
 from cookbook.launch import CUBLAS_DETERMINISTIC, CUBLAS_VARIABLE
-from cookbook.machine import toolkit_problem
 from cookbook.plan import Plan
 from cookbook.strategy import Strategy
 
@@ -27,12 +26,10 @@ def build_ops(strategy: Strategy, cache: Path) -> None:
     only be a dead one.
 
     Raises:
-        RecipeError: the headers of libaio are missing, or the CUDA toolkit where there is a GPU.
+        RecipeError: the headers of libaio are missing. What a GPU needs besides, `launch.check_machine` has seen to.
     """
     if "nvme" not in (strategy.offload_optimizer, strategy.offload_param):
         return
-    if torch.cuda.is_available() and (problem := toolkit_problem(torch.version.cuda)):
-        raise RecipeError([f"{strategy.path}: offload to NVMe compiles code: {problem[0]}; {problem[1]}"])
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     # ninja stands beside the interpreter, which is not on PATH where the environment was not activated.
