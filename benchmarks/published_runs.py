@@ -218,6 +218,7 @@ def _with_one_root(held: States, reshards: bool) -> States:
         parts=("embedding", "norm", "head"),
         weights=sum(unit.weights for unit in ends),
         gradients=sum(unit.gradients for unit in ends),
+        gradients_made=sum(unit.gradients_made for unit in ends),
         stays=True,
     )
     inside = sum(layers[-2:]) if reshards else sum(layers)

@@ -23,7 +23,7 @@ def deepspeed_config(
     return {
         **copy.deepcopy(strategy.deepspeed),
         "bf16": {"enabled": mixed_precision == "bf16"},
-        "fp16": {"enabled": mixed_precision == "fp16", **LOSS_SCALE},
+        "fp16": {"enabled": True, **LOSS_SCALE} if mixed_precision == "fp16" else {"enabled": False},
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation,
         "train_batch_size": micro_batch_size * accumulation * plan.data_parallel_size,

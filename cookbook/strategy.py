@@ -204,6 +204,11 @@ class Strategy:
     def name(self) -> str:
         return Path(self.path).stem
 
+    @property
+    def offloads_to_nvme(self) -> bool:
+        """Whether anything of it lies on a disk while it trains."""
+        return "nvme" in (self.offload_optimizer, self.offload_param)
+
     def data_parallel_size(self, num_processes: int) -> int:
         """Processes that see different samples. A tensor-parallel group shares its samples."""
         return num_processes // self.tp_size

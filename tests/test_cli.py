@@ -99,10 +99,9 @@ def test_every_make_target_is_phony():
 
 def test_make_train_hands_its_variables_on():
     answer = run("make", "-n", "train", "RECIPE=a.yaml", "STRATEGY=fsdp2", "PROCESSES=4", "SET=seed=7 optim.name=sgd")
-    assert (
-        "-m cookbook launch a.yaml --strategy fsdp2 --processes 4 --set 'seed=7' --set 'optim.name=sgd'"
-        in answer.stdout
-    )
+    told = " ".join(answer.stdout.split())
+    assert "-m cookbook launch a.yaml --strategy fsdp2 --processes 4 --set 'seed=7' --set 'optim.name=sgd'" in told
+    assert "--simulate-gpus 2" in run("make", "-n", "train", "RECIPE=a.yaml", "SIMULATE_GPUS=2").stdout
 
 
 def test_make_train_without_a_recipe_says_what_to_write():

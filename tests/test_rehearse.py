@@ -13,6 +13,7 @@ from conftest import ROOT, clean_environment
 from cookbook import library, rehearse
 from cookbook.files import RecipeError
 from cookbook.rehearse import _what_went_wrong, standins
+from cookbook.strategy import load_strategy
 
 RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
 
@@ -41,7 +42,7 @@ def test_a_shipped_recipe_passes_its_rehearsal(recipe, capsys):
     said = capsys.readouterr().out
     assert f"REHEARSAL of {recipe}: fine" in said
     assert "evaluation loss" in said
-    assert "on simulated GPUs ..." in said and "the GPU's own paths in " in said
+    assert "nvme" in recipe or ("on simulated GPUs ..." in said and "the GPU's own paths in " in said)
     assert "not covered" in said
 
 
@@ -59,19 +60,22 @@ def test_a_rehearsal_in_fp16_is_one_in_fp16_where_there_are_gpus(on, told, capsy
 
 
 def test_without_a_compiler_a_rehearsal_says_so_and_takes_the_cpu(monkeypatch):
-    assert rehearse._choose_place(None) == ("simulated GPUs", None)
-    assert rehearse._choose_place("cpu") == ("CPU", None)
-    monkeypatch.setattr(rehearse.simulated_gpus, "problem", lambda: "there is no C++ compiler")
-    place, why = rehearse._choose_place(None)
+    ddp, nvme = (load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("ddp", "zero3_nvme"))
+    assert rehearse._choose_place(None, ddp) == ("simulated GPUs", None)
+    assert rehearse._choose_place("cpu", ddp) == ("CPU", None)
+    assert rehearse._choose_place(None, nvme)[0] == "CPU"
+    monkeypatch.setattr(rehearse.simulated_gpus, "problem", lambda strategy: "there is no C++ compiler")
+    place, why = rehearse._choose_place(None, ddp)
     assert place == "CPU" and "there is no C++ compiler" in why
     with pytest.raises(RecipeError, match=r"--on gpus: .*no C\+\+ compiler"):
-        rehearse._choose_place("gpus")
+        rehearse._choose_place("gpus", ddp)
 
 
 def test_real_gpus_come_before_simulated_ones(monkeypatch):
     monkeypatch.setattr(rehearse, "torch_cuda", lambda: "13.0")
     monkeypatch.setattr(rehearse, "num_gpus", lambda: 2)
-    assert rehearse._choose_place(None) == rehearse._choose_place("gpus") == ("GPUs", None)
+    ddp = load_strategy(Path("accelerate_configs/ddp.yaml"))
+    assert rehearse._choose_place(None, ddp) == rehearse._choose_place("gpus", ddp) == ("GPUs", None)
 
 
 @pytest.mark.slow
@@ -171,7 +175,7 @@ def test_rows_that_only_the_small_length_cuts_to_nothing_do_not_fail_a_rehearsal
         Path("recipes/qwen3_0_6b/sft_ddp.yaml"),
         [f"data.train={tmp_path}/rows.jsonl", "data.max_length=4096", f"model={{name_or_path: {tmp_path}/own}}"],
     )
-    rehearsal = rehearse.Rehearsal(recipe=recipe, strategy=strategy, num_processes=2, folder=tmp_path)
+    rehearsal = rehearse.Rehearsal(recipe=recipe, strategy=strategy, num_processes=2, place="CPU", folder=tmp_path)
     small = rehearse.load_pair(rehearse._write_small_recipe(rehearsal, Path("mine.yaml")))[0]
     assert (small.data.max_length, small.data.on_bad_row) == (1024, "drop")
     held_out = (tmp_path / "eval.jsonl").read_text()

@@ -236,7 +236,7 @@ sys.path.insert(0, {root!r})
 from cookbook.engine import Engine
 
 
-def step(self):
+def step(self, *unused):
     raise RuntimeError("a crash on order")
 
 
