@@ -216,6 +216,8 @@ class Lab:
         launched: bool = False,
     ) -> tuple[Path, str]:
         """The folder of a run, successful or not, and what it printed."""
+        # bitsandbytes compiles what it has no CPU kernel for, and torch's compiler does not survive a fork.
+        launched = launched or not {"qlora", "adamw_8bit"}.isdisjoint((settings or {}).values())
         key = json.dumps([strategy, settings or {}, processes, sabotage, launched], sort_keys=True)
         folder = self.folder / f"{Path(strategy).stem}-{hashlib.sha256(key.encode()).hexdigest()[:10]}"
         with FileLock(f"{folder}.lock"):
