@@ -165,7 +165,9 @@ def _compiles(compiler: str, header: str, call: str, flags: list[str], folder: P
         source = Path(place) / "try.cpp"
         source.write_text(f"#include <{header}>\nint main() {{ {call} }}\n")
         command = [compiler, str(source), "-o", str(Path(place) / "try"), *flags]
-        return subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL).returncode == 0
+        # Ended at the deadline, a compiler leaves its own temporary files: in a folder that goes.
+        variables = {**os.environ, "TMPDIR": place}
+        return subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, env=variables).returncode == 0
 
 
 def _ninja() -> str | None:
