@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,7 @@ class Lab:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self._parent = WarmParent({"CUDA_VISIBLE_DEVICES": ""})
+        self.parent = WarmParent({"CUDA_VISIBLE_DEVICES": ""})
         data = folder / "chats.jsonl"
         with FileLock(folder / "chats.lock"):
             if not data.exists():
@@ -216,8 +217,6 @@ class Lab:
         launched: bool = False,
     ) -> tuple[Path, str]:
         """The folder of a run, successful or not, and what it printed."""
-        # bitsandbytes compiles what it has no CPU kernel for, and torch's compiler does not survive a fork.
-        launched = launched or not {"qlora", "adamw_8bit"}.isdisjoint((settings or {}).values())
         key = json.dumps([strategy, settings or {}, processes, sabotage, launched], sort_keys=True)
         folder = self.folder / f"{Path(strategy).stem}-{hashlib.sha256(key.encode()).hexdigest()[:10]}"
         with FileLock(f"{folder}.lock"):
@@ -231,30 +230,53 @@ class Lab:
     def _launch(
         self, folder: Path, strategy: str, settings: dict[str, str], processes: int | None, sabotage: str | None
     ) -> None:
-        command = self.command(strategy, settings, processes, sabotage)
-        with (folder / "output.txt").open("w") as output:
-            done = subprocess.run(
-                command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT, timeout=1500
-            )
+        done = run_to_end(self.command(strategy, settings, processes, sabotage), timeout=900)
+        (folder / "output.txt").write_text(done.stdout + done.stderr)
         (folder / "exit_code").write_text(str(done.returncode))
 
     def _fork(
         self, folder: Path, strategy: str, settings: dict[str, str], processes: int | None, sabotage: str | None
     ) -> None:
+        program = ("tests/sabotage.py", sabotage) if sabotage else ("train.py",)
+        done = self.start(strategy, settings, processes, program=program)
+        (folder / "output.txt").write_text(done.stdout)
+        (folder / "exit_code").write_text(str(done.returncode))
+
+    def start(
+        self,
+        strategy: str,
+        settings: dict[str, str],
+        processes: int | None = None,
+        *,
+        program: tuple[str, ...] = ("train.py",),
+        limit: float = 600.0,
+        **options: Any,
+    ) -> subprocess.CompletedProcess:
+        """One start of a run, its processes forked from a warm parent, which ends them as torchrun does.
+
+        Args:
+            program: and its own arguments, before those of train.py.
+            limit: seconds, after which all are killed.
+            options: of `WarmParent.run`.
+
+        Returns:
+            its first exit code that is not 0; what its processes printed, one after the other.
+        """
         path = strategy if strategy.endswith(".yaml") else f"accelerate_configs/{strategy}.yaml"
-        arguments = [str(self.folder / "recipe.yaml")]
+        words = [*program, str(self.folder / "recipe.yaml")]
         for name, value in {"strategy": path, **settings}.items():
-            arguments += ["--set", f"{name}={value}"]
-        logs = folder / "logs"
-        logs.mkdir()
-        job = {"folder": str(logs), "arguments": arguments, "processes": processes or 1, "limit": 900.0}
-        codes = self._parent.ask({**job, "sabotage": sabotage and f"tests.sabotage:{sabotage}"})["codes"]
-        (folder / "output.txt").write_text("".join(path.read_text(errors="replace") for path in logs.glob("log_*")))
-        (folder / "exit_code").write_text(str(next((code for code in codes if code), 0)))
+            words += ["--set", f"{name}={value}"]
+        # bitsandbytes compiles what it has no CPU kernel for.
+        options["eager"] = not {"qlora", "adamw_8bit"}.isdisjoint(settings.values())
+        with tempfile.TemporaryDirectory(dir=self.folder, prefix="logs-") as logs:
+            count = processes or {"single": 1, "hsdp": 4}.get(strategy, 2)
+            codes = self.parent.run(Path(logs), words, processes=count, limit=limit, **options)["codes"]
+            printed = [path.read_text(errors="replace") for path in sorted(Path(logs).glob("log_*"))]
+        return subprocess.CompletedProcess(words, next((code for code in codes if code), 0), "".join(printed), "")
 
     def close(self) -> None:
         """Ends the warm parent."""
-        self._parent.close()
+        self.parent.close()
 
     def command(
         self, strategy: str, settings: dict[str, str], processes: int | None = None, sabotage: str | None = None

@@ -30,7 +30,7 @@ TINY = (
     " num_attention_heads: 8, num_key_value_heads: 4}"
 )
 WIDE = (
-    "{vocab_size: 512, hidden_size: 512, intermediate_size: 1536, num_hidden_layers: 6,"
+    "{vocab_size: 512, hidden_size: 512, intermediate_size: 1536, num_hidden_layers: 4,"
     " num_attention_heads: 8, num_key_value_heads: 8}"
 )
 RECIPE = """\
@@ -66,9 +66,9 @@ RECIPES = {
     # All rows at full length, as the forecast has them, and memory that is mostly the model's.
     "memory": dict(
         model=WIDE,
-        data="{train: LONG, max_length: 256}",
+        data="{train: LONG, max_length: 192}",
         objective="{train_on: all}",
-        batch="{global_batch_size: 16, micro_batch_size: 4}",
+        batch="{global_batch_size: 8, micro_batch_size: 2}",
         steps=2,
         evaluations="",
     ),
@@ -219,11 +219,11 @@ class GpuLab:
         for name in ("chats", "held_out", "pairs", "long"):
             text = text.replace(name.upper(), str(self.folder / f"{name}.jsonl"))
         (folder / "recipe.yaml").write_text(text.replace("OUTPUT", str(folder / "run")))
-        arguments = [str(folder / "recipe.yaml")]
+        words = ["train.py", str(folder / "recipe.yaml")]
         for name, value in {"strategy": f"accelerate_configs/{case['strategy']}.yaml", **case["settings"]}.items():
-            arguments += ["--set", f"{name}={value}"]
+            words += ["--set", f"{name}={value}"]
         job = {name: case[name] for name in ("processes", "sabotage", "shared", "variables")}
-        job |= {"folder": str(folder), "arguments": arguments, "limit": LIMIT_SECONDS}
+        job |= {"folder": str(folder), "words": words, "limit": LIMIT_SECONDS}
         job["sabotage"] = case["sabotage"] and f"tests.gpu_sabotage:{case['sabotage']}"
         answer = self._runner(case["on"], case["memory"]).ask(job)
         (folder / "case.json").write_text(json.dumps(case | {"seconds": answer["seconds"]}))

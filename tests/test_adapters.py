@@ -22,7 +22,7 @@ from cookbook.merge import merge
 from cookbook.models import train_tokenizer, weights_digest
 from cookbook.recipe import AdapterSection
 from tests.conftest import ROOT
-from tests.curves import Lab, environment
+from tests.curves import Lab
 
 SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -219,14 +219,12 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("strategy", "name"), PAIRS)
-def test_a_fresh_process_computes_what_the_run_did(tmp_path: Path, strategy: str, name: str):
-    lab, output, logits = Lab(tmp_path / "lab"), tmp_path / "out", tmp_path / "logits.safetensors"
+def test_a_fresh_process_computes_what_the_run_did(lab: Lab, tmp_path: Path, strategy: str, name: str):
+    output, logits = tmp_path / "out", tmp_path / "logits.safetensors"
     settings = {"adapter.name": name, "adapter.rank": "4", "run.max_steps": "5", "schedule.warmup_steps": "0"}
-    command = lab.command(strategy, settings | {"run.output_dir": str(output)}, 2)
-    at = command.index("train.py")
-    command[at : at + 1] = ["tests/logits.py", str(logits)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
+    settings["run.output_dir"] = str(output)
+    done = lab.start(strategy, settings, 2, program=("tests/logits.py", str(logits)))
+    assert done.returncode == 0, done.stdout[-4000:]
     # A tensor that is not what was trained must be seen.
     shutil.copytree(output / "export", tmp_path / "changed")
     path = tmp_path / "changed" / "adapter_model.safetensors"

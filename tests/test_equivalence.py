@@ -88,7 +88,7 @@ def test_two_processes_without_clipping_end_in_bitwise_the_same_weights(lab: Lab
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "processes"), [("ddp", 1), ("ddp", 4), ("fsdp2", 1)])
 def test_the_number_of_processes_does_not_change_the_curve(lab: Lab, strategy: str, processes: int):
-    found = distance(lab.run(strategy, SGD, processes=processes, launched=True), lab.run("single", SGD))
+    found = distance(lab.run(strategy, SGD, processes=processes), lab.run("single", SGD))
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
 
 
@@ -182,7 +182,7 @@ def test_the_saved_model_has_the_held_out_loss_of_the_run(lab: Lab, strategy: st
 
     processes = {"single": None, "hsdp": 4}.get(strategy, 2)
     settings = {"batch.micro_batch_size": "2"} if strategy == "hsdp" else SGD
-    curve = lab.run(strategy, settings, processes=processes, launched=strategy != "single")
+    curve = lab.run(strategy, settings, processes=processes, launched=strategy != "single")  # the run of the matrix
     model = AutoModelForCausalLM.from_pretrained(curve.folder / "export").eval()
     tokenizer = AutoTokenizer.from_pretrained(curve.folder / "export")
     found_loss, count = lab.held_out_loss(model, tokenizer)

@@ -35,14 +35,17 @@ def start(
     processes: int | None = 2,
     faults: list[dict] | None = None,
     restarts: int = 0,
-    timeout: float = 300,
+    launched: bool = False,
 ) -> subprocess.CompletedProcess:
-    """One launch, in which the launcher may start the processes anew."""
-    command = lab.command(strategy, {**settings, "run.output_dir": str(output)}, processes)
+    """One start, in which the processes may be started again; `launched` by accelerate, else forked."""
+    settings = {**settings, "run.output_dir": str(output)}
+    extra = {"COOKBOOK_FAULTS": json.dumps(faults)} if faults else {}
+    if not launched:
+        return lab.start(strategy, settings, processes, limit=300, restarts=restarts, variables=extra)
+    command = lab.command(strategy, settings, processes)
     if restarts:
         command[3:3] = ["--max_restarts", str(restarts), "--monitor_interval", "0.1"]
-    extra = {"COOKBOOK_FAULTS": json.dumps(faults)} if faults else {}
-    done = run_to_end(command, timeout=timeout, **extra)
+    done = run_to_end(command, timeout=300, **extra)
     done.stdout += done.stderr
     return done
 
@@ -66,10 +69,12 @@ def status(output: Path) -> dict:
     return json.loads((output / "status.json").read_text())
 
 
-def kill_and_restart(lab: Lab, output: Path, strategy: str, point: str, rank: int | str) -> None:
+def kill_and_restart(
+    lab: Lab, output: Path, strategy: str, point: str, rank: int | str, *, launched: bool = False
+) -> None:
     """SIGKILL in the save after step 4; the launcher starts the run again, and it ends as if nothing had been."""
     fault = {"rank": rank, "at": point, "step": 4, "do": "SIGKILL"}
-    done = start(lab, output, strategy, SMALL, faults=[fault], restarts=1)
+    done = start(lab, output, strategy, SMALL, faults=[fault], restarts=1, launched=launched)
     assert done.returncode == 0, done.stdout[-4000:]
     # From step 4 only where everything was written before the kill.
     assert "goes on from" in done.stdout
@@ -82,7 +87,7 @@ def kill_and_restart(lab: Lab, output: Path, strategy: str, point: str, rank: in
 
 
 def test_a_killed_process_in_a_save_costs_nothing_but_time(lab: Lab, tmp_path: Path):
-    kill_and_restart(lab, tmp_path / "out", "ddp", "save.after_file", 1)
+    kill_and_restart(lab, tmp_path / "out", "ddp", "save.after_file", "all", launched=True)
 
 
 THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
@@ -105,7 +110,7 @@ def test_a_kill_at_any_point_of_a_save_costs_nothing_but_time(
 def test_a_dead_process_ends_the_run_in_seconds(lab: Lab, tmp_path: Path):
     fault = {"rank": 1, "at": "step.forward", "step": 3, "do": "SIGKILL"}
     started = time.monotonic()
-    done = start(lab, tmp_path / "out", "fsdp2", SMALL, faults=[fault])
+    done = start(lab, tmp_path / "out", "fsdp2", SMALL, faults=[fault], launched=True)
     assert done.returncode not in (0, 2, STOPPED)
     assert time.monotonic() - started < 60
     assert status(tmp_path / "out")["state"] == "failed"

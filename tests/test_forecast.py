@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, clean_environment
-from curves import Lab, environment
 from transformers import AutoConfig
 
 from cookbook.cli import main
@@ -229,13 +228,11 @@ def test_a_run_forecasts_as_the_plan_does(llama):
 
 
 @pytest.mark.parametrize("name", ["zero3", "fsdp2"])
-def test_a_forecast_within_a_run_waits_for_no_other_process(name, tmp_path):
-    lab = Lab(tmp_path)
-    command = lab.command(name, {"run.max_steps": "6", "run.output_dir": str(tmp_path / "out")}, processes=2)
-    command[command.index("train.py")] = "tests/forecast_within.py"
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"forecast \d+", done.stderr)
+def test_a_forecast_within_a_run_waits_for_no_other_process(lab, name, tmp_path):
+    settings = {"run.max_steps": "6", "run.output_dir": str(tmp_path / "out")}
+    done = lab.start(name, settings, 2, program=("tests/forecast_within.py",))
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert re.search(r"forecast \d+", done.stdout)
 
 
 def test_what_cannot_run_says_why(llama):

@@ -1,13 +1,11 @@
 """The forecast of weights, gradients, optimizer state and buffers is what the engines hold, to the byte.
 
-Real runs through `accelerate launch` are stopped before their third update (`tests/held_bytes.py`), on a model whose
+Real runs are stopped before their third update (`tests/held_bytes.py`), on a model whose
 sizes divide by nothing. Run alone: pytest -m "slow or not slow" tests/test_forecast_states.py
 """
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -21,7 +19,8 @@ from cookbook.forecast.skeleton import Skeleton, Weight, skeleton
 from cookbook.forecast.states import States, states
 from cookbook.recipe import Recipe, load_recipe
 from cookbook.strategy import load_strategy
-from tests.curves import ROOT, environment, write_chats
+from tests.curves import ROOT, Lab, write_chats
+from tests.warm_parent import WarmParent
 
 RECIPE = """\
 strategy: accelerate_configs/single.yaml
@@ -130,9 +129,10 @@ CASES = [
 class Scale:
     """Runs recipes until their third update; what was measured once, by whatever worker, is not measured again."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, parent: WarmParent) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        self.parent = parent
         self.recipe = folder / "recipe.yaml"
         with FileLock(folder / "recipe.lock"):
             if not self.recipe.exists():
@@ -170,24 +170,21 @@ class Scale:
     def _run(self, case: Run, folder: Path) -> str:
         """Returns what was printed."""
         folder.mkdir()
-        command = [sys.executable]
-        if case.strategy != "single":
-            command += ["-m", "accelerate.commands.launch", "--main_process_port", "0"]
-            command += ["--config_file", f"accelerate_configs/{case.strategy}.yaml"]
-            command += ["--num_processes", str(case.processes)]
-        command += ["tests/held_bytes.py", str(folder), str(self.recipe), "--set", f"run.output_dir={folder / 'out'}"]
-        for setting in case.settings:
-            command += ["--set", setting]
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment(), capture_output=True, text=True, errors="replace", timeout=900
-        )
-        return done.stdout + done.stderr
+        words = ["tests/held_bytes.py", str(folder), str(self.recipe)]
+        for setting in (
+            *case.settings,
+            f"run.output_dir={folder / 'out'}",
+            f"strategy=accelerate_configs/{case.strategy}.yaml",
+        ):
+            words += ["--set", setting]
+        self.parent.run(folder, words, processes=case.processes, limit=900, eager=True)
+        return "".join(path.read_text(errors="replace") for path in folder.glob("log_*"))
 
 
 @pytest.fixture(scope="module")
-def scale(shared_folder: Path, monkeypatch_module: pytest.MonkeyPatch) -> Scale:
+def scale(lab: Lab, shared_folder: Path, monkeypatch_module: pytest.MonkeyPatch) -> Scale:
     monkeypatch_module.chdir(ROOT)  # a strategy names its JSON from here
-    return Scale(shared_folder / "states")
+    return Scale(shared_folder / "states", lab.parent)
 
 
 @pytest.fixture(scope="module")

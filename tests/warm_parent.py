@@ -1,7 +1,7 @@
 """Runs train.py many times from one warm parent: each run forks its processes, which saves their imports.
 
-    python tests/warm_parent.py    reads a JSON object a line: {"folder", "processes", "arguments", "sabotage",
-                                   "shared", "variables", "limit"}, and answers with one: {"codes": [..], "seconds": ..}
+    python tests/warm_parent.py    reads a JSON object a line, a job of `WarmParent.run`, and answers each with its
+                                   exit codes by rank and its seconds
     python tests/warm_parent.py JOB RANK PORT    is one process of a run, on a real GPU
 
 It is started with the variables of `cookbook.simulated_gpus.environment`, or without them for runs on the CPU.
@@ -11,16 +11,19 @@ It is started with the variables of `cookbook.simulated_gpus.environment`, or wi
 import importlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from cookbook import simulated_gpus
 
+ROOT = Path(__file__).parents[1]
 LIBRARIES = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
@@ -29,6 +32,7 @@ LIBRARIES = (
     "accelerate",
     "datasets",
     "deepspeed",
+    "setuptools",  # DeepSpeed compiles a line with it at each start
     "peft",
 )
 OURS = (
@@ -41,68 +45,9 @@ OURS = (
     "cookbook.checkpoint.saver",
     "cookbook.checkpoint.tensors",
 )
-GRACE_SECONDS = 20.0
-"""For the other processes to end by themselves, once one has failed."""
-
-
-def warm_up() -> None:
-    """Imports what runs import, without starting a thread that a fork would lose."""
-    torch = importlib.import_module("torch")
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    for name in (*LIBRARIES, *OURS):
-        importlib.import_module(name)
-
-
-def share_a_gpu(rank: int) -> None:
-    """Each process takes itself for a machine of one GPU, which is the same one, so NCCL would refuse."""
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank), SHARED_GPU="1")
-    if not simulated_gpus.is_active():
-        os.environ["SIMULATED_GPUS_LIBRARY"] = str(simulated_gpus.build())
-        importlib.import_module("cookbook.simulated_gpus.cuda").replace_nccl(importlib.import_module("torch"))
-
-
-def run_rank(job: dict, rank: int, port: int) -> None:
-    """One process of a run; never returns."""
-    count, folder = job["processes"], Path(job["folder"])
-    os.environ.update(job.get("variables", {}))
-    if count > 1:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
-    if job.get("shared"):
-        share_a_gpu(rank)
-    log = os.open(folder / f"log_{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    sys.argv = ["train.py", *job["arguments"]]
-    code = 1
-    try:
-        import train
-
-        if job.get("sabotage"):
-            module, name = job["sabotage"].split(":")
-            getattr(importlib.import_module(module), name)()
-        code = train.main()
-    except SystemExit as error:
-        code = int(error.code or 0)
-    except BaseException:
-        traceback.print_exc()
-    report(rank, folder)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def report(rank: int, folder: Path) -> None:
-    """rank_<n>.json: of simulated GPUs all that they count, of real ones the peak."""
-    torch, cuda = sys.modules.get("torch"), sys.modules.get("simulated_cuda")
-    if torch is None:  # it ended before
-        return
-    os.environ["RANK"] = str(rank)
-    if cuda is not None:
-        cuda.write_report(torch, cuda.library, folder)
-    elif torch.cuda.is_initialized():
-        record = {"device": 0, "peak_bytes": [torch.cuda.max_memory_allocated()], "waits": [], "attention": {}}
-        (folder / f"rank_{rank}.json").write_text(json.dumps(record))
+GRACE_SECONDS = 10.0
+"""For processes to end by themselves after SIGTERM; torchrun gives 30."""
+ANSWER = "ended.json"
 
 
 class WarmParent:
@@ -113,8 +58,25 @@ class WarmParent:
         self.variables = variables
         self._process: subprocess.Popen[str] | None = None
 
+    def run(self, folder: Path, words: list[str], *, processes: int = 1, limit: float, **options: Any) -> dict:
+        """A run as torchrun starts it, to its end: where one process fails the others are ended, and started again as
+        often as is asked for.
+
+        Args:
+            folder: where each process's output goes, log_<rank>, and what simulated GPUs report, rank_<rank>.json.
+            words: a program that calls `train.main`, and its arguments.
+            limit: seconds, after which all are killed.
+            options: `variables` of the environment of its processes; `restarts`; `sabotage`, "module:function" to be
+                called first; `shared`, all on one GPU; `eager`, nothing compiled by torch, whose compiler does not
+                survive a fork.
+
+        Returns:
+            codes: exit codes by rank; seconds.
+        """
+        return self.ask({"folder": str(folder), "words": words, "processes": processes, "limit": limit, **options})
+
     def ask(self, job: dict) -> dict:
-        """A run, to its end."""
+        """Hands a job over, and waits for its answer."""
         if self._process is None:
             threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
             # The compilers' ninja stands beside the interpreter.
@@ -122,7 +84,7 @@ class WarmParent:
             path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
             self._process = subprocess.Popen(
                 [sys.executable, __file__],
-                cwd=Path(__file__).parents[1],
+                cwd=ROOT,
                 env={**kept, "PATH": path, **threads, **self.variables},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -141,31 +103,131 @@ class WarmParent:
             self._process.wait(60)
 
 
-def run(job: dict) -> dict:
-    """Forks the processes of a run and waits for all."""
+def warm_up() -> None:
+    """Imports what runs import, without starting a thread that a fork would lose."""
+    torch = importlib.import_module("torch")
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    for name in (*LIBRARIES, *OURS):
+        importlib.import_module(name)
+
+
+def in_a_process_of_its_own(job: dict) -> dict:
+    """The run's launcher, so that two runs have two parents."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            answer = launch(job)
+            (Path(job["folder"]) / ANSWER).write_text(json.dumps(answer))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(code)
+    os.waitpid(pid, 0)
+    return json.loads((Path(job["folder"]) / ANSWER).read_text())
+
+
+def launch(job: dict) -> dict:
+    """Forks the processes of a run, again where they failed and restarts are left, and waits for all."""
+    started = time.monotonic()
+    deadline, restarts = started + job["limit"], job.get("restarts", 0)
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(restarts)
+    codes: list[int] = []
+    for restart in range(restarts + 1):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restart)
+        codes = fork_ranks(job, deadline)
+        if not any(codes):
+            break
+    return {"codes": codes, "seconds": round(time.monotonic() - started, 2)}
+
+
+def fork_ranks(job: dict, deadline: float) -> list[int]:
+    """Each process once. Returns their exit codes."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a launcher's agent holds it so
-    started, codes = time.monotonic(), {}
-    pids = []
+    pids, codes = [], {}
     for rank in range(job["processes"]):
         pid = os.fork()
         if pid == 0:
             run_rank(job, rank, store.port)
         pids.append(pid)
-    deadline = started + job["limit"]
+    are_ended = False
     while len(codes) < len(pids):
         for pid in set(pids) - set(codes):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 codes[pid] = os.waitstatus_to_exitcode(status)
-                if codes[pid] not in (0, 75):
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if any(codes.values()) and not are_ended:
+            are_ended, deadline = True, min(deadline, time.monotonic() + GRACE_SECONDS)
+            for pid in set(pids) - set(codes):
+                os.kill(pid, signal.SIGTERM)
         if time.monotonic() > deadline:
             for pid in set(pids) - set(codes):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
-    return {"codes": [codes[pid] for pid in pids], "seconds": round(time.monotonic() - started, 2)}
+    return [codes[pid] for pid in pids]
+
+
+def run_rank(job: dict, rank: int, port: int) -> None:
+    """One process of a run; never returns."""
+    count, folder = job["processes"], Path(job["folder"])
+    os.environ.update(job.get("variables") or {})
+    if count > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    if job.get("shared"):
+        share_a_gpu(rank)
+    log = os.open(folder / f"log_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    code = 1
+    try:
+        code = run_program(job)
+    except SystemExit as error:
+        code = int(error.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    report(rank, folder)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run_program(job: dict) -> int:
+    import train
+
+    if job.get("eager"):
+        importlib.import_module("torch._dynamo").config.disable = True
+    if job.get("sabotage"):
+        module, name = job["sabotage"].split(":")
+        getattr(importlib.import_module(module), name)()
+    sys.argv = job["words"]
+    if sys.argv[0] == "train.py":
+        return train.main()
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    return 0
+
+
+def share_a_gpu(rank: int) -> None:
+    """Each process takes itself for a machine of one GPU, which is the same one, so NCCL would refuse."""
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank), SHARED_GPU="1")
+    if not simulated_gpus.is_active():
+        os.environ["SIMULATED_GPUS_LIBRARY"] = str(simulated_gpus.build())
+        importlib.import_module("cookbook.simulated_gpus.cuda").replace_nccl(importlib.import_module("torch"))
+
+
+def report(rank: int, folder: Path) -> None:
+    """rank_<n>.json: of simulated GPUs all that they count, of real ones the peak."""
+    torch, cuda = sys.modules.get("torch"), sys.modules.get("simulated_cuda")
+    if torch is None:  # it ended before
+        return
+    os.environ["RANK"] = str(rank)
+    if cuda is not None:
+        cuda.write_report(torch, cuda.library, folder)
+    elif torch.cuda.is_initialized():
+        record = {"device": 0, "peak_bytes": [torch.cuda.max_memory_allocated()], "waits": [], "attention": {}}
+        (folder / f"rank_{rank}.json").write_text(json.dumps(record))
 
 
 def main() -> None:
@@ -175,7 +237,7 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     warm_up()
     for line in sys.stdin:
-        answers.write(json.dumps(run(json.loads(line))) + "\n")
+        answers.write(json.dumps(in_a_process_of_its_own(json.loads(line))) + "\n")
 
 
 if __name__ == "__main__":
