@@ -110,7 +110,7 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
 
     # From here on the processes go together, and each call is one of all of them.
     engine = stages.start_engine(recipe, strategy, plan, world)
-    made_from = stages.take_digests(material, engine)
+    made_from = stages.take_digests(material, engine, cache=CACHE)
     checkpoint = stages.choose_checkpoint(recipe, made_from, engine, is_restarted=is_restarted, notes=notes)
     stages.prepare_model(recipe, material, engine)
     run = stages.make_run(recipe, material, made_from, engine, checkpoint, cache=CACHE)
@@ -198,8 +198,11 @@ def train_step(run: "Run", books: "Books", batch: "StepBatch") -> tuple[str | No
     if is_skipped:
         step, limit = progress.step, recipe.run.skip_nonfinite_steps
         books.log.say(f"step {step} was left out, the weights are as before: its loss or gradient is not finite")
-        bad = engine.nonfinite_micro_batches()
-        metrics.record_nonfinite(run.output_dir, step, engine.world.rank, batch, bad, run.material.tokenizer.decode)
+        bad, what = engine.nonfinite_micro_batches(), "loss"
+        if engine.agree(not bad):  # no loss on any process: any sample of the step may be the one
+            bad, what = list(range(len(batch.micro_batches))), "gradient"
+        decode = run.material.tokenizer.decode
+        metrics.record_nonfinite(run.output_dir, step, engine.world.rank, batch, bad, decode, what=what)
         if progress.num_skipped > limit:
             raise FloatingPointError(f"step {step}: run.skip_nonfinite_steps is {limit}")
     return signals.REASONS[int(vote)], bool(is_time_to_save)
@@ -255,7 +258,7 @@ def stop(run: "Run", books: "Books", reason: str) -> int:
 
 def finish(run: "Run", books: "Books") -> int:
     """Ends a run after its last step: exports what was saved. Returns the exit code."""
-    from cookbook import metrics, publish
+    from cookbook import metrics, publish, stages
 
     engine, log, saver = run.engine, books.log, books.saver
     saver.wait()
@@ -276,6 +279,8 @@ def finish(run: "Run", books: "Books") -> int:
             raise OSError(f"the last step could not be saved, so there is nothing to export: {saver.failed}")
         # Everything is saved: whatever ends it from here on, another start exports.
         books.status.end("stopped", exit_code=signals.EXIT_CODE, reason=status.EXPORTING, checkpoint=saver.newest_path)
+        if not publish.has_frame(run.output_dir):
+            stages.write_frame(run)
         publish.export(run.output_dir, saver.newest, reopened=False, say=log.say)
     books.status.end("finished", exit_code=0)
     log.close()

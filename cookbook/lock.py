@@ -1,5 +1,6 @@
 """One run per output folder: two would mix their lines and overwrite each other's checkpoints."""
 
+import contextlib
 import json
 import os
 import socket
@@ -40,7 +41,8 @@ def hold(folder: Path) -> None:
         raise RecipeError([f"run.output_dir {folder}: cannot write to {folder.parent} ({error.strerror})"]) from None
     _held.append(lock)
     record = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
-    path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    with contextlib.suppress(OSError):  # a full disk; it has the lock all the same
+        path.write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
 def release() -> None:

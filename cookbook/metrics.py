@@ -1,5 +1,6 @@
 """What a run writes down about itself: metrics.jsonl, run.json, recipe.yaml, and a progress bar for people."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -76,17 +77,73 @@ def set_aside(folder: Path) -> Path | None:
     return folder.rename(folder.with_name(f"{folder.name}.{number}"))
 
 
-def _cut_lines(path: Path, last_step: int) -> None:
-    """Takes out the lines of steps after `last_step`, and what a crash left of a line."""
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []:
-        try:
-            kept += [line] if line.endswith("\n") and json.loads(line)["step"] <= last_step else []
-        except ValueError:
-            continue
+def _cut_lines(path: Path, last_step: int) -> str | None:
+    """Takes out the lines of steps after `last_step`, and what cannot be read. Returns a word on what a person should
+    know: a line that a crash cut short is none, but others are kept beside it.
+    """
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    steps = [_step_of(line) for line in lines]
+    kept = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= last_step]
+    num_damaged = sum(step is None for step in steps[:-1])
+    note = None
+    if num_damaged:
+        damaged = path.with_name("metrics.damaged.jsonl")
+        path.replace(damaged)
+        note = f"{path}: {num_damaged} lines cannot be read, and were taken out; as it was it lies in {damaged}"
     build = path.with_suffix(".tmp")
-    build.write_text("".join(kept), encoding="utf-8")
+    build.write_bytes(b"".join(kept))
     build.replace(path)
+    return note
+
+
+def _step_of(line: bytes) -> float | None:
+    try:
+        step = json.loads(line)["step"] if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return step if isinstance(step, int | float) else None
+
+
+class _Lines:
+    """Appends to a file, and keeps what a full disk refuses until it takes it."""
+
+    def __init__(self, path: Path, mode: str, say: Callable[[str], None]) -> None:
+        """Args: `mode` of `open`, w or a; `say` tells a person what is not written, once, and when it is."""
+        self.path, self.say = path, say
+        self._waiting, self._is_stuck = b"", False
+        self._file = path.open(f"{mode}b", buffering=0)
+
+    def append(self, text: str) -> None:
+        self._waiting += text.encode()
+        self.flush()
+
+    def flush(self) -> None:
+        """Tries to write what waits."""
+        try:
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                self._open_again()
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            if not self._is_stuck:
+                self.say(f"{self.path} could not be written: {error}; the run goes on, and tries again with each line")
+            self._is_stuck = True
+        else:
+            if self._is_stuck:
+                self.say(f"{self.path} is written again, with all that waited")
+            self._is_stuck = False
+
+    def _open_again(self) -> None:
+        self._file.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("ab", buffering=0)
+        self.say(f"{self.path} was removed under the run; it goes on in a new one")
+
+    def close(self) -> None:
+        self.flush()
+        if self._waiting:
+            self.say(f"{self.path}: the last {self._waiting.count(bytes([10]))} lines are lost")
+        self._file.close()
 
 
 class RunLog:
@@ -104,9 +161,8 @@ class RunLog:
         earlier = set_aside(folder) if resumed_step is None else None
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
-        if resumed_step is not None:
-            _cut_lines(path, resumed_step)
-        self._file = path.open("w" if resumed_step is None else "a", encoding="utf-8")
+        damage = _cut_lines(path, resumed_step) if resumed_step is not None else None
+        self._texts: dict[str, str] = {}
         self._bar = tqdm(
             total=max_steps,
             initial=resumed_step or 0,
@@ -116,6 +172,9 @@ class RunLog:
             bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}" if simulated_gpus.is_active() else None,
             file=sys.stderr,
         )
+        self._lines = _Lines(path, "w" if resumed_step is None else "a", self.say)
+        if damage is not None:
+            self.say(damage)
         if earlier is not None:
             self.say(f"{folder} held an earlier run, which now lies in {earlier}")
 
@@ -127,8 +186,8 @@ class RunLog:
             line = {key: value for key, value in line.items() if key not in SPEEDS}
         # JSON knows no nan.
         finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in line.items()}
-        self._file.write(json.dumps(finite) + "\n")
-        self._file.flush()
+        self._lines.append(json.dumps(finite) + "\n")
+        self._write_texts()
         if "loss" in line:
             speed = f", {line['tokens_per_second']:.0f} tokens/s" if "tokens_per_second" in line else ", simulated GPUs"
             self._bar.set_postfix_str(f"loss {line['loss']:.3f}{speed}", refresh=False)
@@ -144,9 +203,23 @@ class RunLog:
             tqdm.write(text, file=sys.stderr)
 
     def write_text(self, name: str, text: str) -> None:
-        """A text file in the output folder."""
+        """A text file in the output folder, there whole or not at all; now, or when the disk has room."""
         if self.is_main:
-            (self.folder / name).write_text(text, encoding="utf-8")
+            self._texts[name] = text
+            self._write_texts(is_first=True)
+
+    def _write_texts(self, *, is_first: bool = False) -> None:
+        for name, text in list(self._texts.items()):
+            build = self.folder / f".{name}.tmp"
+            try:
+                build.write_text(text, encoding="utf-8")
+                build.replace(self.folder / name)
+                del self._texts[name]
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    build.unlink(missing_ok=True)
+                if is_first:
+                    self.say(f"{self.folder / name} could not be written: {error}; the run goes on, and tries again")
 
     def write_record(self, name: str, record: dict[str, Any]) -> None:
         """A JSON file in the output folder."""
@@ -155,8 +228,9 @@ class RunLog:
     def close(self) -> None:
         """Ends the bar and the file."""
         if self.is_main:
+            self._lines.close()
+            self._write_texts(is_first=True)
             self._bar.close()
-            self._file.close()
 
 
 def record_nonfinite(
@@ -166,20 +240,28 @@ def record_nonfinite(
     batch: Any,
     bad: list[int],
     decode: Callable[[list[int]], str],
+    *,
+    what: str,
 ) -> None:
-    """Names the samples of this process's micro-batches whose loss was not finite, for people and in a file.
+    """Names the samples of this process's micro-batches whose loss was not finite, for people and in a file; or of all,
+    where every loss was and the gradient of their sum was not.
 
     Args:
         batch: a `cookbook.data.batches.StepBatch`.
         bad: numbers of those micro-batches.
         decode: from token ids to text.
+        what: loss or gradient.
     """
     for i in bad:
         text = decode(batch.micro_batches[i]["input_ids"].flatten().tolist())
-        record = {"step": step, "process": rank, "samples": batch.sample_numbers[i], "text": text}
+        record = {"step": step, "process": rank, "not_finite": what, "samples": batch.sample_numbers[i], "text": text}
         path = folder / f"nonfinite-step-{step}-process-{rank}-{i}.json"
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        print(f"step {step}: the loss of samples {batch.sample_numbers[i]} is not finite; see {path}", file=sys.stderr)
+        told = f"step {step}: the {what} of samples {batch.sample_numbers[i]} is not finite"
+        try:
+            path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            print(f"{told}; see {path}", file=sys.stderr)
+        except OSError as error:
+            print(f"{told}; {path} could not be written: {error}", file=sys.stderr)
 
 
 def environment_record(device: torch.device) -> dict[str, Any]:

@@ -167,7 +167,7 @@ class DataSection(Section):
     streaming: bool = False
     """Read data.train while training, for sets larger than memory or disk; needs run.max_steps. Rows are shuffled
     within blocks of shuffle_rows."""
-    shuffle_rows: int = Field(default=10_000, gt=0)
+    shuffle_rows: int = Field(default=10_000, gt=0, le=10**9)
     """streaming only."""
     chat_template: PathText | None = None
     """A Jinja file; without it, the tokenizer's own template."""
@@ -368,7 +368,7 @@ class RunSection(Section):
     """Everything that a run writes lies under this folder; beside it, `.NAME.lock` keeps a second run out."""
     save_every_steps: int | None = Field(default=None, gt=0)
     """A checkpoint each so many steps. Without any such key there is one, at the end."""
-    save_every_minutes: float | None = Field(default=None, gt=0)
+    save_every_minutes: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     save_first_step: bool = False
     """A checkpoint after step 1, to learn early that saving works."""
     save_in_background: bool = False
@@ -385,7 +385,7 @@ class RunSection(Section):
     """Stop after so many steps of this start, with a checkpoint and exit code 75; the schedule is not shortened."""
     skip_nonfinite_steps: int = Field(default=0, ge=0)
     """Steps that may be left out because a loss or gradient is not finite; one more ends the run."""
-    hang_timeout_minutes: float = Field(default=30.0, gt=0)
+    hang_timeout_minutes: float = Field(default=30.0, gt=0, le=10_080)
     """A run without progress for so long ends, and names the process at fault. More than the longest forward takes."""
     deterministic: bool = False
     """Only kernels that give the same bits each time on the same GPUs, and an error for what has none. Slower; a CPU
@@ -508,6 +508,10 @@ def _check_data(data: DataSection, document: Document) -> list[str]:
 
 
 def _check_output_dir(name: str, document: Document) -> list[str]:
+    here, folder = Path.cwd(), Path(name).resolve()
+    if folder == here or folder in here.parents:
+        what = "the folder that you are in" if folder == here else "a folder above the one that you are in"
+        return [f"{document.place(('run', 'output_dir'))} is {name!r}, {what}; name one of its own, as outputs/mine"]
     for path in (Path(name), *Path(name).parents):
         if path.is_symlink() and not path.exists():
             return [f"{document.place(('run', 'output_dir'))} is {name!r}, but {path} is a link to nothing"]

@@ -40,7 +40,7 @@ def end(error: BaseException, recipe: Recipe, strategy: Strategy, plan: Plan, re
     time.sleep(STAGGER_SECONDS * local_rank)
     before = status.read(folder)
     status.fail(folder, error, is_of_all=True)
-    is_of_this_run = before is not None and before["started"] >= status.process_started()
+    is_of_this_run = before is not None and status.is_of_this_launch(before)
     if before is not None and is_of_this_run and before["state"] == "failed":
         time.sleep(TELLING_SECONDS)  # torchrun ends all at the first that exits, and another one is telling
         return 1

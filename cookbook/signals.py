@@ -38,18 +38,20 @@ def install() -> None:
 
 
 class _Lasting:
-    """A stream whose reader may go: Ctrl-C in `make train | tee log` ends tee too, and the run still has to save."""
+    """A stream whose reader may go, and whose disk may be full: Ctrl-C in `make train | tee log` ends tee too, a closed
+    terminal answers EIO, and the run still has to save.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:

@@ -175,10 +175,12 @@ def start_engine(recipe: Recipe, strategy: Strategy, plan: Plan, world: World) -
     )
 
 
-def take_digests(material: Material, engine: Engine) -> dict[str, str]:
+def take_digests(material: Material, engine: Engine, *, cache: Path) -> dict[str, str]:
     """What the run is made from: "data" and "model"."""
-    weights = models.weights_digest(Path(material.folder)) if engine.is_main else ""
-    return {"data": material.data.fingerprint, "model": engine.tell_all(weights)}
+    data = weights = ""
+    if engine.is_main:  # large files may have to be read
+        data, weights = material.data.fingerprint(cache), models.weights_digest(Path(material.folder), cache=cache)
+    return {"data": engine.tell_all(data), "model": engine.tell_all(weights)}
 
 
 def choose_checkpoint(
@@ -289,14 +291,10 @@ def open_books(run: Run, failed_after: list[int], notes: list[str]) -> Books:
     log = _open_log(run)
     log.write_text("recipe.yaml", dump_recipe(run.recipe))
     if engine.is_main:
-        publish.write_frame(
-            run.output_dir,
-            material.folder,
-            run.recipe.model,
-            config=material.config,
-            tokenizer=material.tokenizer,
-            digest=run.made_from["model"],
-        )
+        try:
+            write_frame(run)
+        except Exception as error:  # tokenizers raises no OSError for a full disk
+            log.say(f"{run.output_dir / publish.FRAME} could not be written: {error}; the run's end tries again")
     record = metrics.environment_record(engine.device)
     record["deterministic"] = torch.are_deterministic_algorithms_enabled()
     record |= {"strategy": engine.describe(), "resumed_from": None if checkpoint is None else str(checkpoint.path)}
@@ -323,6 +321,18 @@ def open_books(run: Run, failed_after: list[int], notes: list[str]) -> Books:
     engine.beat = watch.beat
     saver = _start_saver(run, log, watch, attempt)
     return Books(log=log, record=record, expected=expected, flops=flops, status=status, watch=watch, saver=saver)
+
+
+def write_frame(run: Run) -> None:
+    """What an export needs beside a checkpoint, see `publish.write_frame`. On the main process."""
+    publish.write_frame(
+        run.output_dir,
+        run.material.folder,
+        run.recipe.model,
+        config=run.material.config,
+        tokenizer=run.material.tokenizer,
+        digest=run.made_from["model"],
+    )
 
 
 def _open_log(run: Run) -> metrics.RunLog:

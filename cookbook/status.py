@@ -28,15 +28,30 @@ EXIT_FILE = "COOKBOOK_EXIT_FILE"
 
 def read(folder: Path) -> dict[str, Any] | None:
     """What the folder's last run wrote: `state` (running, stopped, finished, failed), `step`, `exit_code`, `reason`,
-    `checkpoint`, `pid`, `host`, `started`, `failed_after`. None if there is nothing that can be read.
+    `checkpoint`, `pid`, `host`, `started`, `launch`, `failed_after`. None if there is nothing that can be read.
 
     "running" is also what a run says that died without a word: who holds the folder's lock knows which.
     """
     try:
         record = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and isinstance(record.get("state"), str) else None
+
+
+def launch_id() -> str:
+    """The same for what one launcher starts, and starts again, and for nothing else. No clock enters it, which may be
+    set between two starts: a process is known by its number and the ticks from boot to its start.
+    """
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if run_id != "none":  # its user's, across machines
+        return run_id
+    parent, boot = os.getppid(), Path("/proc/sys/kernel/random/boot_id")
+    try:
+        ticks = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+        return f"{boot.read_text().strip()}:{parent}:{ticks}"
+    except (OSError, IndexError):  # not Linux
+        return f"{socket.gethostname()}:{parent}:{psutil.Process(parent).create_time()}"
 
 
 def is_restart(folder: Path) -> bool:
@@ -47,7 +62,7 @@ def is_restart(folder: Path) -> bool:
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return False
     record = read(folder)
-    return record is not None and record.get("started", 0) >= psutil.Process(os.getppid()).create_time()
+    return record is not None and record.get("launch") == launch_id()
 
 
 def past_failures(folder: Path) -> list[int]:
@@ -84,7 +99,7 @@ def last_step(metrics: Path) -> int:
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict) and "loss" in record and isinstance(record.get("step"), int):
             step = record["step"]
@@ -125,6 +140,7 @@ class Status:
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "started": time.time(),
+            "launch": launch_id(),
             "failed_after": failed_after or [],
         }
         self._write()
@@ -181,7 +197,7 @@ def fail(folder: Path, error: BaseException, *, is_of_all: bool = False) -> None
     if record is None:
         return
     if record.get("pid") != os.getpid():
-        if is_of_all and record["state"] == "running" and record["started"] >= process_started():
+        if is_of_all and record["state"] == "running" and is_of_this_launch(record):
             _write(folder, record | {"state": "failed", "exit_code": 1, "reason": f"{type(error).__name__}: {error}"})
         return
     if record["state"] == "running" or (record["state"] == "stopped" and record.get("reason") == EXPORTING):
@@ -189,9 +205,11 @@ def fail(folder: Path, error: BaseException, *, is_of_all: bool = False) -> None
         _write(folder, record | {"state": "failed", "exit_code": 1, "reason": reason})
 
 
-def process_started() -> float:
-    """When this process began: an older file is of an earlier run."""
-    return psutil.Process().create_time()
+def is_of_this_launch(record: dict[str, Any]) -> bool:
+    """Whether what `read` gave was written by a process that this one's launcher started, on whatever machine."""
+    if record.get("host") == socket.gethostname():
+        return record.get("launch") == launch_id()
+    return record.get("started", 0) >= psutil.Process().create_time()
 
 
 def note_exit(code: int) -> int:

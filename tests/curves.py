@@ -187,7 +187,7 @@ class Lab:
         Args:
             strategy: the name of a shipped file, or a path.
             sabotage: a deliberate mistake from tests/sabotage.py.
-            launched: by accelerate, as users do; else its processes are forked from a warm parent.
+            launched: by accelerate; see `start`.
 
         Raises:
             AssertionError: the run failed; carries the end of its output.
@@ -221,26 +221,14 @@ class Lab:
         folder = self.folder / f"{Path(strategy).stem}-{hashlib.sha256(key.encode()).hexdigest()[:10]}"
         with FileLock(f"{folder}.lock"):
             if not (folder / "exit_code").exists():
-                start = self._launch if launched else self._fork
                 shutil.rmtree(folder, ignore_errors=True)  # of a run whose asker was ended
                 folder.mkdir()
-                start(folder, strategy, {**(settings or {}), "run.output_dir": str(folder)}, processes, sabotage)
+                program = ("tests/sabotage.py", sabotage) if sabotage else ("train.py",)
+                asked = {**(settings or {}), "run.output_dir": str(folder)}
+                done = self.start(strategy, asked, processes, program=program, launched=launched)
+                (folder / "output.txt").write_text(done.stdout)
+                (folder / "exit_code").write_text(str(done.returncode))
             return folder, (folder / "output.txt").read_text(errors="replace")
-
-    def _launch(
-        self, folder: Path, strategy: str, settings: dict[str, str], processes: int | None, sabotage: str | None
-    ) -> None:
-        done = run_to_end(self.command(strategy, settings, processes, sabotage), timeout=900)
-        (folder / "output.txt").write_text(done.stdout + done.stderr)
-        (folder / "exit_code").write_text(str(done.returncode))
-
-    def _fork(
-        self, folder: Path, strategy: str, settings: dict[str, str], processes: int | None, sabotage: str | None
-    ) -> None:
-        program = ("tests/sabotage.py", sabotage) if sabotage else ("train.py",)
-        done = self.start(strategy, settings, processes, program=program)
-        (folder / "output.txt").write_text(done.stdout)
-        (folder / "exit_code").write_text(str(done.returncode))
 
     def start(
         self,
@@ -249,6 +237,7 @@ class Lab:
         processes: int | None = None,
         *,
         program: tuple[str, ...] = ("train.py",),
+        launched: bool = False,
         limit: float = 600.0,
         **options: Any,
     ) -> subprocess.CompletedProcess:
@@ -256,6 +245,7 @@ class Lab:
 
         Args:
             program: and its own arguments, before those of train.py.
+            launched: by accelerate, which reads the strategy's file itself.
             limit: seconds, after which all are killed.
             options: of `WarmParent.run`.
 
@@ -264,8 +254,11 @@ class Lab:
         """
         path = strategy if strategy.endswith(".yaml") else f"accelerate_configs/{strategy}.yaml"
         words = [*program, str(self.folder / "recipe.yaml")]
-        for name, value in {"strategy": path, **settings}.items():
+        for name, value in (settings if launched else {"strategy": path, **settings}).items():
             words += ["--set", f"{name}={value}"]
+        if launched:
+            options["accelerate"] = ["--config_file", path, "--main_process_port", "0"]
+            options["accelerate"] += ["--num_processes", str(processes)] if processes else []
         # bitsandbytes compiles what it has no CPU kernel for.
         options["eager"] = not {"qlora", "adamw_8bit"}.isdisjoint(settings.values())
         with tempfile.TemporaryDirectory(dir=self.folder, prefix="logs-") as logs:

@@ -28,6 +28,24 @@ def mean_of_means() -> None:
     Engine.gradients = gradients
 
 
+def gradient_not_finite_in_step_3() -> None:
+    """Of one parameter on one process; every loss is a number."""
+    from cookbook.engine import Engine
+
+    right = Engine.gradients
+
+    def gradients(self, *arguments):
+        parameter = next(iter(self.model.parameters()))
+        is_one = self.current_step == 3 and self.world.rank == 1
+        hook = parameter.register_hook(lambda gradient: gradient * float("nan")) if is_one else None
+        found = right(self, *arguments)
+        if hook is not None:
+            hook.remove()
+        return found
+
+    Engine.gradients = gradients
+
+
 def schedule_per_process() -> None:
     """The schedule advances once per process, as a scheduler does that was given to `accelerator.prepare`."""
     import cookbook.schedule as schedule

@@ -166,6 +166,38 @@ def test_no_bit_of_the_manifest_matters_unseen(saved: Path, at: int):
         folder.open_checkpoint(saved)
 
 
+CRAFTED = {
+    "an endless number": lambda text: text.replace('"bytes": ', '"bytes": 1e999, "was": ', 1),
+    "brackets": lambda text: "[" * 100_000,
+    "no object": lambda text: "[1, 2]",
+    "no step": lambda text: text.replace('"step"', '"stop"'),
+}
+
+
+@pytest.mark.parametrize("how", CRAFTED)
+def test_a_crafted_manifest_is_damaged_and_no_more(saved: Path, how: str):
+    manifest = saved / "manifest.json"
+    manifest.write_text(CRAFTED[how](manifest.read_text()))
+    with pytest.raises(BrokenCheckpoint, match="damaged"):
+        folder.open_checkpoint(saved)
+
+
+@pytest.mark.parametrize("what", ["pipe", "link", "folder"])
+def test_a_manifest_that_is_no_plain_file_is_not_read(saved: Path, what: str):
+    """Nobody would ever write into the pipe."""
+    manifest = saved / "manifest.json"
+    kept = manifest.rename(saved.parent / "kept.json")
+    {"pipe": lambda: os.mkfifo(manifest), "link": lambda: manifest.symlink_to(kept), "folder": manifest.mkdir}[what]()
+    with pytest.raises(BrokenCheckpoint, match="no plain file"):
+        folder.open_checkpoint(saved)
+
+
+def test_a_state_that_is_nested_without_end_is_broken(saved: Path):
+    (saved / "state.json").write_text("[" * 100_000)
+    with pytest.raises(BrokenCheckpoint, match=r"state\.json"):
+        folder.Checkpoint(saved, {}).state()
+
+
 def test_another_format_is_named(saved: Path):
     manifest = json.loads((saved / "manifest.json").read_text())
     (saved / "manifest.json").write_text(folder.sealed({**manifest, "format": 99}))
@@ -191,6 +223,54 @@ def test_the_last_and_the_best_stay(tmp_path: Path):
     for step, loss in ((1, 5.0), (2, 3.0), (3, 4.0), (4, 4.5), (5, None)):
         save(target, step, best_by=loss)
     assert names(tmp_path) == [2, 4, 5]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_an_evaluation_that_is_not_a_number_neither_wins_nor_loses_the_best(tmp_path: Path, seed: int):
+    losses = [3.48, 6.84, 8.19, float("nan"), float("inf")]
+    random.Random(seed).shuffle(losses)
+    target = saver(tmp_path, keep_best=1)
+    for step, loss in enumerate(losses, start=1):
+        save(target, step, best_by=loss)
+    assert names(tmp_path) == sorted({losses.index(3.48) + 1, 4, 5})
+
+
+def test_newest_is_what_the_manifest_says(tmp_path: Path):
+    target = saver(tmp_path)
+    for step in (4, 5):
+        save(target, step)
+    shutil.copytree(tmp_path / "step-00000004", tmp_path / "step-old")  # a person's backup
+    shutil.copytree(tmp_path / "step-00000004", tmp_path / "step-00000007")
+    (tmp_path / "LATEST").write_text("step-00000004\n")
+    assert [path.name for path in folder.list_folders(tmp_path)] == [f"step-0000000{step}" for step in (7, 5, 4)]
+    assert names(tmp_path) == [4, 5]
+    with pytest.raises(BrokenCheckpoint, match=r"named step-00000007, and manifest\.json says step 4"):
+        folder.open_checkpoint(tmp_path / "step-00000007")
+    assert [path.name for path in folder.foreign_folders(tmp_path)] == ["step-old"]
+    save(target, 6)
+    assert folder.open_checkpoint(tmp_path / "step-old").step == 4, "people's own is never removed"
+
+
+def test_a_checkpoint_that_was_moved_to_another_disk_counts_and_its_link_alone_is_removed(tmp_path: Path):
+    root, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    target = saver(root)
+    for step in (4, 5):
+        save(target, step)
+    (root / "step-00000005").rename(elsewhere)
+    (root / "step-00000005").symlink_to(elsewhere)
+    assert names(root) == [4, 5]
+    for step in (6, 7):
+        save(target, step)
+    assert names(root) == [6, 7] and not (root / "step-00000005").is_symlink()
+    assert folder.open_checkpoint(elsewhere).step == 5
+
+
+def test_a_whole_checkpoint_in_the_place_of_a_new_one_keeps_its_bytes(tmp_path: Path):
+    save(saver(tmp_path), 4)
+    was = (tmp_path / "step-00000004" / "manifest.json").read_bytes()
+    save(saver(tmp_path, attempt="b"), 4)
+    (left,) = tmp_path.glob("left-*")
+    assert (left / "manifest.json").read_bytes() == was and names(tmp_path) == [4]
 
 
 def test_the_one_resumed_from_stays(tmp_path: Path):

@@ -60,11 +60,15 @@ def test_all_processes_compute_if_one_of_them_has_no_file(tmp_path: Path, model:
     assert reference(tmp_path, model, agree=lambda value: False).tolist() == [-2, -3, -4, -5] and model.calls == 2
 
 
-@pytest.mark.parametrize("damage", [b"", b"\x93NUMPY torn"])
-def test_a_damaged_file_is_computed_anew(tmp_path: Path, model: Model, damage: bytes):
+@pytest.mark.parametrize("bit", [None, *range(0, 64 * 4, 5)])
+def test_a_damaged_file_is_computed_again(tmp_path: Path, model: Model, bit: int | None):
+    """A flipped bit of any of the four numbers, the smallest of their digits among them."""
     reference(tmp_path, model)
-    (path,) = tmp_path.glob("reference-*.npy")
-    path.write_bytes(damage)
+    (path,) = tmp_path.glob("reference-*.safetensors")
+    content = bytearray(path.read_bytes())
+    if bit is not None:
+        content[-32 + bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content if bit is not None else b"torn")
     reference(tmp_path, model)
     reference(tmp_path, model)
     assert model.calls == 2

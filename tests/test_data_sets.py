@@ -7,14 +7,18 @@ import itertools
 import json
 import threading
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from small_data import PAD, chat, make_tokenizer, write_lines
 
 from cookbook.data.batches import Layout, steps_per_epoch, train_steps
-from cookbook.data.sets import read_data, tokenize_data
+from cookbook.data.sets import TokenSets, read_data, tokenize_data
+from cookbook.data.stream import Stream
 from cookbook.files import RecipeError
+from cookbook.models import train_tokenizer
 from cookbook.recipe import DataSection, ObjectiveSection
 
 SFT = ObjectiveSection()
@@ -286,3 +290,29 @@ def test_hub_stream_is_fetched_while_it_is_read(tmp_path, tokenizer, monkeypatch
     monkeypatch.setattr(datasets, "load_dataset", load)
     steps = stream_steps(stream_of(["some/data"], tokenizer), 2)
     assert sorted(itertools.chain(*shown(steps, tokenizer))) == words(6)
+
+
+def test_a_stream_is_known_by_what_it_is_read_from_and_with(tmp_path: Path):
+    """Edited, shuffled or other rows are other data, as another tokenizer is; a file that was moved is the same."""
+    rows = [{"prompt": f"what is {i}", "completion": f"it is {i}"} for i in range(50)]
+
+    def write(name: str, chosen: list[dict]) -> Path:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in chosen))
+        return path
+
+    def fingerprint(path: Path, tokenizer: Any, **settings: Any) -> str:
+        data = DataSection(train=str(path), streaming=True, shuffle_rows=5, max_length=8, **settings)
+        stream = Stream(data=data, objective=ObjectiveSection(), tokenizer=tokenizer)
+        return TokenSets(train=stream, eval={}, notes=[]).fingerprint(tmp_path / "cache")
+
+    words = train_tokenizer(["what is it"], 300)
+    first = fingerprint(write("rows.jsonl", rows), words)
+    assert fingerprint(write("moved.jsonl", rows), words) == first
+    assert fingerprint(write("rows.jsonl", rows[::-1]), words) != first
+    assert fingerprint(write("rows.jsonl", [*rows[:-1], {"prompt": "a", "completion": "b"}]), words) != first
+    path = write("rows.jsonl", rows)
+    assert fingerprint(path, words) == first
+    assert fingerprint(path, train_tokenizer(["completely different words"], 300)) != first
+    words.chat_template = words.chat_template + " "
+    assert fingerprint(path, words) != first

@@ -4,12 +4,16 @@ Commands run in a copy of the files with --dry-run, so that nothing is trained. 
 """
 
 import ast
+import io
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -17,8 +21,10 @@ from typing import Any, get_args
 import pytest
 import yaml
 from conftest import ROOT, clean_environment
+from curves import Lab
 
 import cookbook
+from cookbook import cli
 from cookbook.recipe import Recipe, Section
 
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "recipes/README.md"]
@@ -46,9 +52,6 @@ MADE = (
 )
 WRITTEN_BY_A_RUN = {"recipe.yaml", "run.json", "metrics.jsonl", "status.json", "adapter_config.json", "base_model.json"}
 WRITTEN_BY_A_RUN |= {"manifest.json", "state.json", "export.json"}
-
-# `python -m cookbook launch` up to the moment where it would start accelerate: prints that line, having checked all.
-LAUNCH_ONLY = "import sys; from cookbook import cli; cli.run_child = lambda *_: 0; sys.exit(cli.main(sys.argv[1:]))"
 
 
 def text_of(page: str) -> str:
@@ -83,6 +86,26 @@ def run(folder: Path, *command: str) -> str:
     )
     assert done.returncode == 0, f"{shlex.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
     return done.stdout
+
+
+def run_cookbook(folder: Path, *arguments: str) -> str:
+    """`python -m cookbook` in this process. `launch` goes as far as to the moment where it would start accelerate: it
+    prints that line, having checked all.
+    """
+    printed, errors = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed), redirect_stderr(errors):
+        patch.chdir(folder)
+        patch.setattr(cli, "run_child", lambda *_: 0)
+        for name in set(os.environ) - set(clean_environment()):
+            patch.delenv(name)
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        try:
+            code = cli.main(list(arguments))
+        except SystemExit as error:
+            code = int(error.code or 0)
+    said = printed.getvalue() + errors.getvalue()
+    assert code == 0, f"cookbook {shlex.join(arguments)} ended with {code}:\n{said}"
+    return printed.getvalue()
 
 
 def attempt(line: str, folder: Path) -> list[list[str]]:
@@ -133,25 +156,28 @@ def attempt_cookbook(arguments: list[str], folder: Path) -> list[list[str]]:
     if verb == "launch":
         # Without --dry-run, a recipe whose label asks for GPUs would be refused here for want of them.
         dry_run = [] if "--dry-run" in arguments else ["--dry-run"]
-        printed = run(folder, sys.executable, "-c", LAUNCH_ONLY, *arguments, *dry_run)
+        printed = run_cookbook(folder, *arguments, *dry_run)
         return [shlex.split(printed.splitlines()[-1])]
     if verb in ("check", "explain", "--help"):
-        run(folder, sys.executable, "-m", "cookbook", *arguments)
+        run_cookbook(folder, *arguments)
         return []
     if verb in ("preview", "plan", "rehearse"):  # run for real by their own tests; the recipe must be a good one
         for name in (word for word in arguments if word.endswith(".yaml")):
-            run(folder, sys.executable, "-m", "cookbook", "check", name)
-    explained = run(folder, sys.executable, "-m", "cookbook", verb, "--help")
+            run_cookbook(folder, "check", name)
+    explained = run_cookbook(folder, verb, "--help")
     for flag in (word for word in arguments if word.startswith("--")):
         assert flag in explained, f"{verb} has no {flag}"
     return []
 
 
-def launch(words: list[str], folder: Path) -> None:
+def launch(words: list[str], folder: Path, lab: Lab) -> None:
     """Runs an accelerate line with --dry-run."""
     if "--dry-run" not in words:
         words = [*words, "--dry-run"]
-    printed = run(folder, sys.executable, "-m", "accelerate.commands.launch", *words[2:])
+    at = words.index("train.py")
+    logs = Path(tempfile.mkdtemp(dir=lab.folder))
+    lab.parent.run(logs, words[at:], accelerate=words[2:at], cwd=str(folder), limit=120)
+    printed = "".join(path.read_text() for path in logs.iterdir())
     assert ": fine under accelerate_configs/" in printed, printed
 
 
@@ -222,7 +248,7 @@ def test_a_command_of_the_pages_exists_and_finds_nothing_wrong(trials, place, li
     assert trials[place, line].mistake is None, trials[place, line].mistake
 
 
-def test_the_accelerate_lines_behind_the_commands_pass_a_dry_run(trials):
+def test_the_accelerate_lines_behind_the_commands_pass_a_dry_run(trials, lab):
     """Of lines that differ only in the strategy, three are run; so they are of the library's, which are all alike."""
     chosen: dict[tuple[str, ...], dict[str, tuple[list[str], Path]]] = {}
     for (place, _), trial in trials.items():
@@ -236,7 +262,7 @@ def test_the_accelerate_lines_behind_the_commands_pass_a_dry_run(trials):
     lines = [line for same in chosen.values() for line in same.values()]
     assert len(lines) >= 5
     for words, folder in lines:
-        launch(words, folder)
+        launch(words, folder, lab)
 
 
 WRONG = [
@@ -260,10 +286,10 @@ def test_a_made_up_command_would_be_caught(tmp_path, line):
         attempt(line, workplace(tmp_path / "w"))
 
 
-def test_a_made_up_accelerate_line_would_be_caught(tmp_path):
+def test_a_made_up_accelerate_line_would_be_caught(tmp_path, lab):
     line = "accelerate launch --config_file accelerate_configs/zero3.yaml train.py --set seed=-1"
     with pytest.raises(AssertionError, match="seed"):
-        launch(shlex.split(line), workplace(tmp_path / "w"))
+        launch(shlex.split(line), workplace(tmp_path / "w"), lab)
 
 
 # Links and paths.

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cookbook import adapters, publish
+from cookbook.checkpoint import export as building
 from cookbook.checkpoint import folder
 from cookbook.checkpoint.listing import recipe_of
 from cookbook.checkpoint.saver import Saver
@@ -208,6 +209,49 @@ def test_an_export_needs_the_run_alone(run: Run, tmp_path: Path):
     again = AutoTokenizer.from_pretrained(run.folder / "export")
     chat = [{"role": "user", "content": "hi"}]
     assert again.apply_chat_template(chat, tokenize=False) == run.tokenizer.apply_chat_template(chat, tokenize=False)
+
+
+BUILD = """
+import os, signal, sys
+from pathlib import Path
+from cookbook.checkpoint import export
+
+folder, moment = Path(sys.argv[1]), sys.argv[2]
+def die(*_, **options): os.kill(os.getpid(), signal.SIGKILL)
+if moment == "between the renames":
+    export._exchange = lambda *_: False
+    rename = Path.rename
+    Path.rename = lambda path, target: die() if path.name.startswith(".export.build") else rename(path, target)
+if moment == "after the exchange":
+    export.shutil.rmtree = die
+with export.building(folder) as build:
+    (build / "new").touch()
+    if moment == "while it writes":
+        die()
+"""
+
+
+@pytest.mark.parametrize("moment", ["while it writes", "between the renames", "after the exchange"])
+def test_a_killed_export_leaves_an_older_one_and_nothing_that_stays(tmp_path: Path, moment: str):
+    target = tmp_path / "export"
+    target.mkdir()
+    (target / "older").touch()
+    killed = subprocess.run([sys.executable, "-c", BUILD, str(target), moment], cwd=ROOT)
+    assert killed.returncode == -9
+    if moment != "between the renames":  # where two names cannot be exchanged, a moment is left
+        assert [path.name for path in target.iterdir()] == ["new" if moment == "after the exchange" else "older"]
+    building.sweep_builds(target)
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+    assert [path.name for path in target.iterdir()] == ["new" if moment == "after the exchange" else "older"]
+
+
+def test_an_export_that_is_being_written_is_not_swept(tmp_path: Path):
+    target = tmp_path / "export"
+    with building.building(target) as build:
+        (build / "new").touch()
+        building.sweep_builds(target)
+        assert (build / "new").exists()
+    assert [path.name for path in target.iterdir()] == ["new"]
 
 
 def test_the_step_asked_for_is_exported(run: Run, here):

@@ -232,6 +232,37 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(lab: Lab, tmp_path: Path
     assert_same_run(output, lab.run(strategy, settings, processes=2))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "first", "last", "kept"), [("ddp", 3, 6, [2, 6]), ("single", 0, 4, [4, 6])], ids=["later", "at once"]
+)
+def test_a_disk_that_takes_nothing_for_a_while_costs_nothing_but_the_saves_of_that_time(
+    lab: Lab, tmp_path: Path, strategy: str, first: int, last: int, kept: list[int]
+):
+    """No file at all grows, the log of its output included; every line of the metrics is there in the end."""
+    output, processes = tmp_path / "out", 1 if strategy == "single" else 2
+    program = ("tests/full_disk.py", str(first), str(last))
+    done = lab.start(strategy, SMALL | {"run.output_dir": str(output)}, processes, program=program)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "metrics.jsonl is written again, with all that waited" in done.stdout
+    assert status(output)["state"] == "finished"
+    assert sorted(one.step for one in folder.whole_checkpoints(output / "checkpoints")) == kept
+    assert {"recipe.yaml", "run.json", "model", "export"} <= {path.name for path in output.iterdir()}
+    assert_same_run(output, lab.run(strategy, SMALL, processes=processes))
+
+
+def test_the_samples_of_a_gradient_that_is_not_finite_are_named(lab: Lab, tmp_path: Path):
+    """Every loss is finite, so any sample of the step may be the one."""
+    output = tmp_path / "out"
+    settings = SMALL | {"run.skip_nonfinite_steps": "1", "run.output_dir": str(output)}
+    done = lab.start("ddp", settings, 2, program=("tests/sabotage.py", "gradient_not_finite_in_step_3"))
+    assert done.returncode == 0 and "step 3 was left out" in done.stdout, done.stdout[-3000:]
+    records = [json.loads(path.read_text()) for path in output.glob("nonfinite-step-3-*.json")]
+    assert {record["process"] for record in records} == {0, 1}
+    assert {record["not_finite"] for record in records} == {"gradient"}
+    named = [sample for record in records for sample in record["samples"]]
+    assert len(set(named)) == len(named) == 16
+
+
 def test_a_last_step_that_cannot_be_saved_is_an_error(lab: Lab, tmp_path: Path):
     output = tmp_path / "out"
     fault = {"rank": 0, "at": "save.begin", "step": 6, "do": "EROFS"}

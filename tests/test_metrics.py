@@ -1,6 +1,7 @@
 """What a run writes about itself. pytest tests/test_metrics.py"""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,26 @@ def test_a_folder_without_a_run_is_used_as_it_is(tmp_path: Path):
 def test_the_peak_belongs_to_the_device(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert device_peak_flops(torch.device("cuda")) == peak
+
+
+def test_what_cannot_be_read_of_the_metrics_is_taken_out_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The log is decoration: whatever is in it, the run goes on."""
+    good = [json.dumps({"step": step, "loss": 1.0}).encode() + b"\n" for step in (1, 2, 3)]
+    bad = [b'{"st\xe9p": 1}\n', b"null\n", b'{"loss": 1}\n', b"[" * 100_000 + b"\n", b'{"step": "2"}\n']
+    content = b"".join([good[0], *bad, *good[1:], b'{"step": 4, "lo'])
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    log = RunLog(tmp_path, is_main=True, max_steps=5, resumed_step=2)
+    log.close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == good[0] + good[1]
+    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == content
+    assert "5 lines cannot be read" in capsys.readouterr().err
+
+
+def test_metrics_whose_folder_is_removed_go_on_in_a_new_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    log = RunLog(tmp_path / "run", is_main=True, max_steps=5)
+    log.write({"step": 1, "eval_loss": 1.0, "eval_num_tokens": 1})
+    shutil.rmtree(tmp_path / "run")
+    log.write({"step": 2, "eval_loss": 1.0, "eval_num_tokens": 1})
+    log.close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()] == [2]
+    assert "was removed under the run" in capsys.readouterr().err

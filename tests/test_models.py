@@ -9,7 +9,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, Gemma3Config, LlamaConfig, LlamaForCausalLM
 
 from cookbook.files import RecipeError
-from cookbook.models import load_config, load_model, load_tokenizer, loss, resolve_model
+from cookbook.models import (
+    load_config,
+    load_model,
+    load_tokenizer,
+    loss,
+    new_model,
+    resolve_model,
+    train_tokenizer,
+    weights_digest,
+)
 from cookbook.models.loss import add_loss
 from cookbook.recipe import ModelSection, ScratchModel
 
@@ -282,3 +291,37 @@ def test_a_model_without_safetensors_is_refused(tmp_path: Path):
     settings = ModelSection(name_or_path=str(tmp_path))
     with pytest.raises(RecipeError, match="no weights in safetensors"):
         resolve_model(settings, seed=0, texts=[], fingerprint="", cache=tmp_path / "cache")
+
+
+def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path):
+    """transformers would load it unasked, and freeze all else."""
+    tokenizer = train_tokenizer(["a b c"], 300)
+    sizes = ScratchModel(
+        vocab_size=300,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    new_model(sizes, tokenizer, 0).save_pretrained(tmp_path)
+    section = ModelSection(name_or_path=str(tmp_path))
+    assert resolve_model(section, seed=0, texts=[], fingerprint="", cache=tmp_path) == str(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(RecipeError, match=r"adapter_config\.json lies beside the weights"):
+        resolve_model(section, seed=0, texts=[], fingerprint="", cache=tmp_path)
+
+
+def test_a_blob_of_the_hub_s_cache_is_read_and_not_believed_by_its_name(tmp_path: Path):
+    """And what was read once is read again when it has changed."""
+    blob = tmp_path / "blobs" / ("a" * 64)
+    folder = tmp_path / "snapshots" / "b"
+    for path in (blob.parent, folder):
+        path.mkdir(parents=True)
+    blob.write_bytes(b"weights")
+    (folder / "model.safetensors").symlink_to(blob)
+    (folder / "config.json").write_text("{}")
+    first = weights_digest(folder, cache=tmp_path / "cache")
+    assert weights_digest(folder, cache=tmp_path / "cache") == weights_digest(folder) == first
+    blob.write_bytes(b"weightz")
+    assert weights_digest(folder, cache=tmp_path / "cache") == weights_digest(folder) != first

@@ -337,6 +337,10 @@ def test_a_secret_that_is_told_would_be_found(tmp_path: Path):
         ("x" * 300, "too long"),
         ("train.py/outputs", "is a file"),
         ("recipes/small.yaml", "is a file"),
+        (".", "the folder that you are in"),
+        ("./recipes/..", "the folder that you are in"),
+        ("..", "a folder above"),
+        ("/", "a folder above"),
     ],
 )
 def test_an_output_folder_with_an_odd_name_is_refused_before_anything_is_written(book: Book, name: str, reason: str):

@@ -31,7 +31,7 @@ def fail(folder: Path, *, after: int, state: str = "running") -> list[int]:
 def test_a_run_says_how_it_stands_and_how_it_ended(tmp_path):
     run = Status(tmp_path, is_main=True, step=2)
     first = read(tmp_path)
-    assert first.pop("started") > 1e9 and first.pop("host")
+    assert first.pop("started") > 1e9 and first.pop("host") and first.pop("launch") == status.launch_id()
     assert first == {
         "state": "running",
         "step": 2,
@@ -104,11 +104,20 @@ def test_an_error_in_the_export_is_a_failure_and_one_after_a_stop_is_none(tmp_pa
     assert ("no room" in read(tmp_path)["reason"]) == (expected == "failed")
 
 
-@pytest.mark.parametrize(("age", "expected"), [(-1, "failed"), (3600, "running")])
-def test_a_rank_that_fails_for_all_writes_into_this_run_s_status_and_into_no_earlier_one(tmp_path, age, expected):
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, "failed"),
+        ({"launch": "another"}, "running"),
+        ({"host": "elsewhere", "launch": "theirs", "started": time.time() + 1}, "failed"),
+        ({"host": "elsewhere", "launch": "theirs", "started": 1.0}, "running"),
+    ],
+    ids=["this launch", "another launch", "another machine's part", "another machine's earlier run"],
+)
+def test_a_rank_that_fails_for_all_writes_into_this_run_s_status_and_into_no_earlier_one(tmp_path, change, expected):
     """The main process waits in a collective for the rank that failed, and is killed there."""
     Status(tmp_path, is_main=True)
-    of_another = read(tmp_path) | {"pid": os.getppid(), "started": time.time() - age}
+    of_another = read(tmp_path) | {"pid": os.getppid()} | change
     (tmp_path / "status.json").write_text(json.dumps(of_another))
     status.fail(tmp_path, MemoryError("no room"))
     assert read(tmp_path)["state"] == "running"
@@ -169,7 +178,15 @@ def test_a_restart_is_one_of_the_run_that_this_launcher_began(tmp_path, monkeypa
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert status.is_restart(tmp_path)
     record = json.loads((tmp_path / "status.json").read_text())
-    (tmp_path / "status.json").write_text(json.dumps(record | {"started": 1.0}))  # of last week
+    (tmp_path / "status.json").write_text(json.dumps(record | {"started": record["started"] - 3600}))
+    assert status.is_restart(tmp_path), "a clock that was set between the two starts changes nothing"
+    (tmp_path / "status.json").write_text(json.dumps(record | {"launch": "another"}))
     assert not status.is_restart(tmp_path)
     (tmp_path / "status.json").unlink()
     assert not status.is_restart(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "null", '{"state": 3}', "\x00" * 50])
+def test_a_damaged_status_is_none(tmp_path, content):
+    (tmp_path / "status.json").write_text(content)
+    assert read(tmp_path) is None and past_failures(tmp_path) == []

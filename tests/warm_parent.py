@@ -8,6 +8,7 @@ It is started with the variables of `cookbook.simulated_gpus.environment`, or wi
 `WarmParent` is its other side.
 """
 
+import ctypes
 import importlib
 import json
 import os
@@ -48,6 +49,8 @@ OURS = (
 GRACE_SECONDS = 10.0
 """For processes to end by themselves after SIGTERM; torchrun gives 30."""
 ANSWER = "ended.json"
+ROOM_FOR_WORDS = 4000
+"""Letters of a command line that a process can put in the place of its own, see `show_command_line`."""
 
 
 class WarmParent:
@@ -66,9 +69,10 @@ class WarmParent:
             folder: where each process's output goes, log_<rank>, and what simulated GPUs report, rank_<rank>.json.
             words: a program that calls `train.main`, and its arguments.
             limit: seconds, after which all are killed.
-            options: `variables` of the environment of its processes; `restarts`; `sabotage`, "module:function" to be
+            options: `variables` of the environment of its processes; `restarts`; `accelerate`, the flags of an
+                `accelerate launch`, which then starts them in torchrun's place; `sabotage`, "module:function" to be
                 called first; `shared`, all on one GPU; `eager`, nothing compiled by torch, whose compiler does not
-                survive a fork.
+                survive a fork; `cwd`.
 
         Returns:
             codes: exit codes by rank; seconds.
@@ -83,7 +87,7 @@ class WarmParent:
             kept = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}  # other tests set it
             path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
             self._process = subprocess.Popen(
-                [sys.executable, __file__],
+                [sys.executable, __file__, "-" * ROOM_FOR_WORDS],
                 cwd=ROOT,
                 env={**kept, "PATH": path, **threads, **self.variables},
                 stdin=subprocess.PIPE,
@@ -130,6 +134,9 @@ def in_a_process_of_its_own(job: dict) -> dict:
 def launch(job: dict) -> dict:
     """Forks the processes of a run, again where they failed and restarts are left, and waits for all."""
     started = time.monotonic()
+    os.chdir(job.get("cwd") or ROOT)
+    if job.get("accelerate") is not None:
+        return {"codes": [accelerate_launch(job)], "seconds": round(time.monotonic() - started, 2)}
     deadline, restarts = started + job["limit"], job.get("restarts", 0)
     os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(restarts)
     codes: list[int] = []
@@ -139,6 +146,76 @@ def launch(job: dict) -> dict:
         if not any(codes):
             break
     return {"codes": codes, "seconds": round(time.monotonic() - started, 2)}
+
+
+def accelerate_launch(job: dict) -> int:
+    """`accelerate launch`, its agent and its environment, but that it forks the processes which it would start.
+
+    Returns:
+        Its exit code.
+    """
+    from accelerate.commands import launch as command
+    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+    def popen(handler: Any, words: tuple[str, ...], env: dict[str, str]) -> Forked:
+        return Forked({**job, "words": list(words[words.index("-u") + 1 :])}, env)
+
+    SubprocessHandler._popen = popen  # type: ignore[assignment, method-assign]
+    write_to(Path(job["folder"]) / "log_launcher")
+    sys.argv = ["accelerate-launch", *job["accelerate"], *job["words"]]
+    show_command_line(sys.argv)
+    signal.alarm(int(job["limit"]))
+    try:
+        command.main()
+    except SystemExit as error:
+        return int(error.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def show_command_line(words: list[str]) -> None:
+    """Other processes see this command from now on, as train.py does when it looks for its launcher (Linux)."""
+    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])  # proc(5): arg_start
+    text = "\0".join(words).encode() + b"\0"
+    assert len(text) <= end - start, "ROOM_FOR_WORDS is too small"
+    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+class Forked:
+    """What torchrun's agent needs of a `subprocess.Popen`."""
+
+    def __init__(self, job: dict, env: dict[str, str]) -> None:
+        self.args, self.returncode = job["words"], None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM):  # not the agent's
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.environ.clear()
+            os.environ.update(env)
+            end_as_rank({**job, "processes": 1}, int(env["LOCAL_RANK"]))
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if done else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = time.monotonic() + (timeout or 1e9)
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            time.sleep(0.01)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
 
 def fork_ranks(job: dict, deadline: float) -> list[int]:
@@ -170,17 +247,21 @@ def fork_ranks(job: dict, deadline: float) -> list[int]:
 
 
 def run_rank(job: dict, rank: int, port: int) -> None:
-    """One process of a run; never returns."""
-    count, folder = job["processes"], Path(job["folder"])
-    os.environ.update(job.get("variables") or {})
+    """One process of a run that torchrun would have started; never returns."""
+    count = job["processes"]
     if count > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     if job.get("shared"):
         share_a_gpu(rank)
-    log = os.open(folder / f"log_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    end_as_rank(job, rank)
+
+
+def end_as_rank(job: dict, rank: int) -> None:
+    """Runs the program, and ends with its exit code."""
+    folder = Path(job["folder"])
+    os.environ.update(job.get("variables") or {})
+    write_to(folder / f"log_{rank}")
     code = 1
     try:
         code = run_program(job)
@@ -192,6 +273,13 @@ def run_rank(job: dict, rank: int, port: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def write_to(path: Path) -> None:
+    """What this process prints goes there."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
 
 
 def run_program(job: dict) -> int:

@@ -2,6 +2,9 @@
 
 import contextlib
 import copy
+import ctypes
+import errno
+import fcntl
 import math
 import os
 import shutil
@@ -20,6 +23,7 @@ from transformers import (
 from cookbook.checkpoint.folder import Checkpoint
 from cookbook.checkpoint.tensors import Reader, Tensor, room_for, write_tensors
 
+BUILD, OLD = "build", "old"
 SHARD_SIZE = "5GB"
 """Of a weight file at most: the Hub takes far larger ones, and a broken transfer starts its file anew."""
 
@@ -27,22 +31,78 @@ SHARD_SIZE = "5GB"
 @contextlib.contextmanager
 def building(folder: Path) -> Iterator[Path]:
     """An empty folder that takes the place of `folder` at the end. After an error there is no trace of it, and what lay
-    there before is untouched.
+    there before is untouched; after a kill another start sweeps, see `sweep_builds`.
     """
-    build, old = (folder.with_name(f".{folder.name}.{what}.{os.getpid()}") for what in ("build", "old"))
-    shutil.rmtree(build, ignore_errors=True)
+    sweep_builds(folder)
+    build = _beside(folder, BUILD)
     build.mkdir(parents=True)
-    try:
-        yield build
-        if folder.exists():
-            folder.rename(old)
+    with _held(build):
+        try:
+            yield build
+            _take_place(build, folder)
+        except BaseException:
+            shutil.rmtree(build, ignore_errors=True)
+            raise
+
+
+def _beside(folder: Path, what: str) -> Path:
+    return folder.with_name(f".{folder.name}.{what}.{os.getpid()}")
+
+
+def _take_place(build: Path, folder: Path) -> None:
+    """Removes what lay in the place; at no moment is it empty, where the file system can exchange two names."""
+    if not folder.exists():
         build.rename(folder)
-    except BaseException:
-        if old.exists() and not folder.exists():
+        return
+    if _exchange(build, folder):
+        old = build
+    else:
+        old = folder.rename(_beside(folder, OLD))
+        try:
+            build.rename(folder)
+        except OSError:
             old.rename(folder)
-        shutil.rmtree(build, ignore_errors=True)
-        raise
+            raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def sweep_builds(folder: Path) -> None:
+    """Removes what killed processes have left of building `folder`, and brings back what one of them had moved away."""
+    for what in (OLD, BUILD):
+        for left in sorted(folder.parent.glob(f".{folder.name}.{what}.*")):
+            with contextlib.suppress(OSError), _held(left):
+                if what == OLD and not folder.exists():
+                    left.rename(folder)
+                else:
+                    shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """The kernel's lock of a folder, which a dead process does not have.
+
+    Raises:
+        BlockingIOError: another process has it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):  # a file system without locks
+                raise
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Gives two folders each other's name at once, where kernel and file system can (Linux, renameat2(2))."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ waits for them, writes the manifest, flushes it to the disk and renames the fold
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import time
@@ -62,9 +63,12 @@ class Checkpoint:
             BrokenCheckpoint: it cannot be read.
         """
         try:
-            return json.loads((self.path / STATE).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            state = json.loads((self.path / STATE).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
             raise BrokenCheckpoint(f"{STATE}: {error}") from None
+        if not isinstance(state, dict):
+            raise BrokenCheckpoint(f"{STATE} is damaged")
+        return state
 
 
 def folder_name(step: int) -> str:
@@ -166,7 +170,7 @@ def commit(build: Path, root: Path, manifest: dict[str, Any]) -> Checkpoint:
     """Makes a checkpoint of a folder in which all files lie; its name is not in LATEST yet. On the main process.
 
     Args:
-        manifest: with `step` and `files`.
+        manifest: with `step`, `attempt` and `files`.
     """
     step = manifest["step"]
     for path in build.glob("receipt-*.json"):
@@ -176,11 +180,25 @@ def commit(build: Path, root: Path, manifest: dict[str, Any]) -> Checkpoint:
     flush_folder(build)
     faults.at("save.before_rename", step)
     final = root / folder_name(step)
-    if final.exists():  # broken, else nobody would have saved this step again
-        _discard(final)
+    if final.exists() or final.is_symlink():
+        _make_way(final, manifest["attempt"])
     os.rename(build, final)
     flush_folder(root)
     return Checkpoint(final, manifest)
+
+
+def _make_way(path: Path, attempt: str) -> None:
+    """What is broken goes; what is whole, of a run that went another way, keeps its bytes under another name."""
+    try:
+        open_checkpoint(path)
+    except (BrokenCheckpoint, OSError):
+        _discard(path)
+    else:
+        path.rename(_left(path, attempt))
+
+
+def _left(path: Path, attempt: str) -> Path:
+    return path.with_name(f"left-{path.name}-{attempt}")
 
 
 def name_latest(root: Path, checkpoint: Checkpoint) -> None:
@@ -237,22 +255,29 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
         BrokenCheckpoint: it is none, or not whole, or of another format.
     """
+    manifest = path / MANIFEST
+    if not path.is_dir():
+        raise BrokenCheckpoint("no such folder")
+    if not manifest.is_file() or manifest.is_symlink():  # of a pipe nobody would ever have read the end
+        there = manifest.exists() or manifest.is_symlink()
+        raise BrokenCheckpoint(f"{MANIFEST} is no plain file" if there else f"no {MANIFEST} in it")
     try:
-        text = (path / MANIFEST).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise BrokenCheckpoint(f"no {MANIFEST} in it" if path.is_dir() else "no such folder") from None
+        text = manifest.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BrokenCheckpoint(f"{MANIFEST}: {error}") from None
     try:
-        manifest = json.loads(text)
-        version, seal, files = manifest["format"], manifest["seal"], manifest["files"]
+        found = json.loads(text)
+        version, seal, step, files = found["format"], found["seal"], found["step"], found["files"]
         sizes = {str(name): int(record["bytes"]) for name, record in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
+        is_sealed = seal == _seal(found)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise BrokenCheckpoint(f"{MANIFEST} is damaged") from None
     if version != FORMAT:
         raise BrokenCheckpoint(f"its format is {version!r}, and this program reads {FORMAT}")
-    if seal != _seal(manifest):
+    if not is_sealed:
         raise BrokenCheckpoint(f"{MANIFEST} is damaged: it does not have the digest that it names")
+    if step_of(path) not in (None, step):
+        raise BrokenCheckpoint(f"it is named {path.name}, and {MANIFEST} says step {step}")
     for name, size in sizes.items():
         if Path(name).name != name:
             raise BrokenCheckpoint(f"{MANIFEST} names {name!r}, which is not a file of this folder")
@@ -261,15 +286,36 @@ def open_checkpoint(path: Path) -> Checkpoint:
             raise BrokenCheckpoint(f"{name} is missing")
         if file.stat().st_size != size:
             raise BrokenCheckpoint(f"{name} has {file.stat().st_size} bytes, and {size} were written")
-    return Checkpoint(path, manifest)
+    return Checkpoint(path, found)
 
 
 def list_folders(root: Path) -> list[Path]:
-    """Folders that are named like a checkpoint, whole or not, the newest first."""
-    if not root.is_dir():
-        return []
-    names = [path for path in root.iterdir() if path.name.startswith("step-") and not path.is_symlink()]
-    return sorted((path for path in names if path.is_dir()), reverse=True)
+    """Folders that are named as `folder_name` names them, whole or not, the newest first. A link to one elsewhere is
+    one; other names are people's own, see `foreign_folders`.
+    """
+    steps = {path: step_of(path) for path in _folders(root)}
+    return sorted((path for path in steps if steps[path] is not None), key=lambda path: steps[path] or 0, reverse=True)
+
+
+def foreign_folders(root: Path) -> list[Path]:
+    """Folders that look like a checkpoint and are named otherwise: copies and backups of people. Nobody resumes from
+    them unasked, and nobody removes them.
+    """
+    return sorted(
+        path
+        for path in _folders(root)
+        if not path.name.startswith((".", "left-")) and step_of(path) is None and (path / MANIFEST).is_file()
+    )
+
+
+def _folders(root: Path) -> list[Path]:
+    return [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a folder's name says, or None for a name that `folder_name` does not give."""
+    number = path.name.removeprefix("step-")
+    return int(number) if number.isascii() and number.isdecimal() and path.name == folder_name(int(number)) else None
 
 
 def whole_checkpoints(root: Path) -> list[Checkpoint]:
@@ -312,29 +358,43 @@ def leave_later(root: Path, checkpoint: Checkpoint, attempt: str) -> list[Path]:
     """Renames what was saved after a checkpoint from which a run goes on, so that nobody takes it for the newest."""
     left = []
     for path in list_folders(root):
-        if path.name > checkpoint.path.name:
-            left.append(path.rename(path.with_name(f"left-{path.name}-{attempt}")))
+        if (step_of(path) or 0) > checkpoint.step:
+            left.append(path.rename(_left(path, attempt)))
     return left
 
 
 def _discard(path: Path) -> None:
-    """Removes a checkpoint so that it is never there in half."""
+    """Removes a checkpoint so that it is never there in half. Of a link to one, the link."""
+    if path.is_symlink():
+        path.unlink()
+        return
     trash = path.with_name(f"{TRASH}{path.name}-{os.getpid()}")
     os.rename(path, trash)
     shutil.rmtree(trash, ignore_errors=True)
+
+
+def best_first(whole: list[Checkpoint]) -> list[Checkpoint]:
+    """Those that were evaluated, by the smallest `best_by` of the manifest, of equals the later first. A loss that is
+    not finite is no evaluation.
+    """
+    rated = [(rating, -one.step, one) for one in whole if (rating := _rating(one)) is not None]
+    return [one for *_, one in sorted(rated, key=lambda item: item[:2])]
+
+
+def _rating(checkpoint: Checkpoint) -> float | None:
+    found = checkpoint.manifest.get("best_by")
+    return found if isinstance(found, int | float) and math.isfinite(found) else None
 
 
 def prune(root: Path, *, keep_last: int, keep_best: int, keep: set[str]) -> None:
     """Removes whole checkpoints but the last, the best and those named. On the main process.
 
     Args:
-        keep_best: by the smallest `best_by` of the manifest, among those that have one.
+        keep_best: how many of `best_first`.
         keep: names of folders.
     """
     whole = whole_checkpoints(root)
-    rated = [checkpoint for checkpoint in whole if checkpoint.manifest.get("best_by") is not None]
-    rated.sort(key=lambda checkpoint: (checkpoint.manifest["best_by"], -checkpoint.step))
-    kept = keep | {checkpoint.path.name for checkpoint in (*whole[:keep_last], *rated[:keep_best])}
+    kept = keep | {checkpoint.path.name for checkpoint in (*whole[:keep_last], *best_first(whole)[:keep_best])}
     for checkpoint in whole:
         if checkpoint.path.name not in kept:
             _discard(checkpoint.path)

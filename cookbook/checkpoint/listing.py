@@ -182,8 +182,7 @@ def list_checkpoints(path: Path) -> list[dict[str, Any]]:
     found = [describe(one) for one in find_folders(path)]
     root = Path(found[0]["path"]).parent
     whole = folder.whole_checkpoints(root)
-    rated = [one for one in whole if one.manifest.get("best_by") is not None]
-    best = min(rated, key=lambda one: (one.manifest["best_by"], -one.step), default=None)
+    best = next(iter(folder.best_first(whole)), None)
     sources = {Path(name).name for name in _resumed_from(root, found)}
     for one in found:
         name = Path(one["path"]).name

@@ -61,6 +61,9 @@ def choose(
     """
     names = [path.name for path in folder.list_folders(root)] if is_restarted or recipe.run.resume == "auto" else []
     own = [root / name for name in json.loads(tell_all(json.dumps(names)))]  # a process may see another folder
+    if own and rank == 0:
+        for path in folder.foreign_folders(root):
+            say(f"{path} has a name that no save gives, so it is left alone; run.resume: {path} would take it")
     named = [] if recipe.run.resume in ("never", "auto") else [Path(recipe.run.resume)]
     reasons = []
     for path in (*own, *named):

@@ -55,11 +55,10 @@ class TokenSets:
     notes: list[str]
     """What a user should know of: rows dropped, samples cut, the shares of a mixture."""
 
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of what is trained on; of a stream, which nobody has read to its end, of where it comes from."""
+    def fingerprint(self, cache: Path) -> str:
+        """SHA-256 of what is trained on; of a stream, of what it is read from and with. `cache` as for `sha256_of`."""
         if isinstance(self.train, Stream):
-            text = self.train.data.model_dump_json(exclude={"eval"})
+            text = self.train.fingerprint(cache)
         else:
             text = f"{self.train.fingerprint} {self.train.weights}"
         return hashlib.sha256(text.encode()).hexdigest()

@@ -10,6 +10,8 @@ from cookbook.files import RecipeError
 from cookbook.recipe import BUILTIN_SOURCE, Source
 
 MAX_ROW_BYTES = 1_000_000
+PARQUET_ROWS = 64
+"""Held at a time: a kilobyte of a file may say a thousand rows of a megabyte."""
 SHAPES = "`messages`, `prompt` and `completion`, `text`, or `chosen` and `rejected`"
 COLUMNS = ("messages", "prompt", "completion", "text", "chosen", "rejected")
 SUFFIXES = (".jsonl", ".parquet")
@@ -33,14 +35,25 @@ def raw_rows(source: Source, *, streaming: bool = False) -> Iterator[tuple[str, 
     Args:
         streaming: fetch a Hub dataset while it is read; local files are always read as they are needed.
     """
-    path = Path(source.path)
     if source.path == BUILTIN_SOURCE:
         yield from _number(BUILTIN_SOURCE, _stdlib_rows(source.split))
-    elif path.suffix in SUFFIXES or path.is_dir():
-        for file in _files_of_split(path, source.split) if path.is_dir() else [path]:
+    elif files := local_files(source):
+        for file in files:
             yield from _jsonl_rows(file) if file.suffix == ".jsonl" else _parquet_rows(file)
     else:
         yield from _number(source.path, _hub_rows(source, streaming))
+
+
+def local_files(source: Source) -> list[Path]:
+    """The files on this machine that are read for it, in their order; none of the Hub's or python-stdlib.
+
+    Raises:
+        RecipeError: a folder without a file of the split.
+    """
+    path = Path(source.path)
+    if path.is_dir():
+        return _files_of_split(path, source.split)
+    return [path] if path.suffix in SUFFIXES else []
 
 
 def _number(name: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
@@ -129,7 +142,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = _known_columns(str(path), file.schema_arrow.names)
-            batches = file.iter_batches(batch_size=1000, columns=columns)
+            batches = file.iter_batches(batch_size=PARQUET_ROWS, columns=columns)
             yield from _number(str(path), (row for batch in batches for row in _arrow_rows(batch)))
     except (pyarrow.ArrowException, OSError) as error:
         raise RecipeError([f"{path}: not a readable parquet file: {_first_line(error)}"]) from None

@@ -1,16 +1,21 @@
 """A training set that is read while it is trained on: block after block, pass after pass, in bounded memory."""
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cookbook.data.ahead import Ahead
 from cookbook.data.rows import BadRows, row_blocks
-from cookbook.data.tokens import Piece, TokenSet, join, tokenize
+from cookbook.data.sources import local_files
+from cookbook.data.tokens import Piece, TokenSet, join, tokenize, tokenizer_fingerprint
+from cookbook.digests import sha256_of
 from cookbook.files import RecipeError
 from cookbook.recipe import DataSection, ObjectiveSection
 
@@ -40,6 +45,23 @@ class Stream:
     tokenizer: "PreTrainedTokenizerBase"
     first_pass: Pass = field(default_factory=Pass)
     """Later ones read the same rows again."""
+
+    def fingerprint(self, cache: Path) -> str:
+        """SHA-256 of sources, files and tokenizer. Local files are read to their end, once; of the Hub's sets, which
+        are fetched as they are read, the name and the revision stand for what they hold.
+
+        Args:
+            cache: as for `sha256_of`.
+        """
+        files = [path for source in self.data.train for path in local_files(source)]
+        digests = sha256_of(files, cache=cache)
+        words = self.data.model_dump_json(exclude={"eval", "train", "chat_template"})
+        sources = []
+        for source in self.data.train:
+            content = [digests[path] for path in local_files(source)]
+            sources.append([content, source.model_dump(mode="json", exclude={"path"} if content else None)])
+        text = json.dumps([words, sources, tokenizer_fingerprint(self.tokenizer)])
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def first_block(self, seed: int) -> tuple[TokenSet, np.ndarray]:
         """The samples that training begins with, and their order.

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -295,7 +296,7 @@ def cached_tokens(
     made_from = {
         "format": FORMAT_VERSION,
         "rows": [rows.fingerprint for rows in parts],
-        "tokenizer": _tokenizer_fingerprint(tokenizer),
+        "tokenizer": tokenizer_fingerprint(tokenizer),
         "max_length": max_length,
         "objective": objective.name,
         "train_on": objective.train_on,
@@ -314,11 +315,16 @@ def cached_tokens(
         if tokens is None:
             raise RecipeError([f"{place}: no row left to train on", *bad_rows.mistakes()])
         num_dropped = dict(bad_rows.num_by_reason)
-        _save(folder, tokens, {"made_from": made_from, "num_dropped": num_dropped})
+        try:
+            _save(folder, tokens, {"made_from": made_from, "num_dropped": num_dropped})
+        except OSError as error:
+            shutil.rmtree(folder.with_suffix(".unfinished"), ignore_errors=True)
+            print(f"{folder} could not be written: {error}; these tokens stay in memory", file=sys.stderr)
         return _load(folder, made_from) or (tokens, num_dropped)
 
 
-def _tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
+def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """SHA-256 of what decides which tokens a text becomes, chat template included."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     for state in ("truncation", "padding"):  # left behind by the last call; every call sets them anew
         backend.pop(state, None)
@@ -353,5 +359,5 @@ def _load(folder: Path, made_from: dict[str, Any]) -> tuple[TokenSet, dict[str, 
         tokens = TokenSet(**arrays, **fields)
         is_good = meta["made_from"] == made_from and meta["fingerprint"] == tokens.fingerprint
         return (tokens, meta["num_dropped"]) if is_good else None
-    except (OSError, ValueError, KeyError, TypeError, EOFError):
+    except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError):
         return None

@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from cookbook.digests import sha256_of
 from cookbook.files import RecipeError
 from cookbook.models.attention import PACKED, packing_problem
 from cookbook.models.loss import add_loss
@@ -53,6 +54,8 @@ __all__ = [
 SCRATCH_FORMAT = 2
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 """What a model is made of, less weights in formats that can carry code."""
+ADAPTER = "adapter_config.json"
+"""By which transformers finds an adapter in a model's folder."""
 CHATML = Path(__file__).parents[2] / "recipes" / "chat_templates" / "chatml.jinja"
 
 
@@ -66,10 +69,12 @@ def resolve_model(model: ModelSection, *, seed: int, texts: Iterable[str], finge
     """
     if model.from_scratch is None:
         assert model.name_or_path is not None
-        folder = fetch_model(model.name_or_path, model.revision)
+        folder, place = fetch_model(model.name_or_path, model.revision), f"model.name_or_path is {model.name_or_path!r}"
         if not _has_safetensors(Path(folder)):
-            place = f"model.name_or_path is {model.name_or_path!r}"
             raise RecipeError([f"{place}: it has no weights in safetensors, and no other format is read"])
+        if (Path(folder) / ADAPTER).exists():
+            why = f"{ADAPTER} lies beside the weights, and transformers would load that adapter unasked"
+            raise RecipeError([f"{place}: {why}; move its files to another folder, or merge it into the weights"])
         return folder
     sizes = model.from_scratch
     description = [SCRATCH_FORMAT, sizes.model_dump(mode="json"), seed, fingerprint, CHATML.read_text()]
@@ -250,17 +255,16 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return next((i for i in reversed(ids) if i in special), None)
 
 
-def weights_digest(folder: Path) -> str:
-    """SHA-256 over the names and digests of a model folder's configuration and safetensors files."""
-    digest = hashlib.sha256()
-    for path in sorted((*folder.glob("*.safetensors"), folder / "config.json")):
-        # In the Hub's cache large files are links to blobs that are named by their own SHA-256.
-        content = path.resolve().name
-        if not re.fullmatch(r"[0-9a-f]{64}", content):
-            with path.open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
-        digest.update(f"{path.name} {content}\n".encode())
-    return digest.hexdigest()
+def weights_digest(folder: Path, *, cache: Path | None = None) -> str:
+    """SHA-256 over the names and digests of a model folder's configuration and safetensors files.
+
+    Args:
+        cache: see `sha256_of`.
+    """
+    paths = sorted((*folder.glob("*.safetensors"), folder / "config.json"))
+    digests = sha256_of(paths, cache=cache)
+    lines = "".join(f"{path.name} {digests[path]}\n" for path in paths)
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def _first_line(error: Exception) -> str:

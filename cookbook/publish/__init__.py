@@ -63,6 +63,11 @@ def write_frame(
         (build / BASE_RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
+def has_frame(run: Path) -> bool:
+    """Whether `write_frame` came to its end in a run's folder."""
+    return (run / FRAME / BASE_RECORD).is_file()
+
+
 def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
     """The checkpoint after `step`, or the newest, whole.
 
