@@ -176,7 +176,8 @@ def _parse_yaml(name: str, text: str) -> Document:
         if isinstance(node, yaml.SequenceNode):
             return [build(child, (*path, i)) for i, child in enumerate(node.value)]
         try:
-            return loader.construct_object(node)
+            value = loader.construct_object(node)
+            return _whole(node.value, value) if isinstance(value, float) else value
         except ValueError:  # the digits that Python will read have a limit
             mistakes.append(
                 f"{name}:{line}: {'.'.join(map(str, path))} is a number of {len(node.value)} characters; write less"
@@ -222,11 +223,16 @@ def _parse_yaml(name: str, text: str) -> Document:
     return document
 
 
+def _whole(text: str, value: float) -> float:
+    """An integer, if it was written as one with an exponent: DeepSpeed's documentation writes 2e8 for a size."""
+    return int(value) if "e" in text.lower() and abs(value) < 2**53 and value.is_integer() else value
+
+
 def _parse_json(name: str, text: str) -> Document:
     if not text.strip():
         return Document(name, None)
     try:
-        values = json.loads(text)
+        values = json.loads(text, parse_float=lambda number: _whole(number, float(number)))
     except json.JSONDecodeError as error:
         raise RecipeError([f"{name}:{error.lineno}: not valid JSON: {error.msg}"]) from None
     except RecursionError:

@@ -13,7 +13,7 @@ import psutil
 
 from cookbook.files import RecipeError
 from cookbook.machine import CPU_PROCESSES, toolkit_problem, torch_cuda
-from cookbook.strategy import Strategy
+from cookbook.strategy import OWNED_BY_THE_RECIPE, Strategy
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_DETERMINISTIC = (":4096:8", ":16:8")
@@ -39,6 +39,34 @@ HARMLESS = {
 }
 
 
+# Flags of `accelerate launch` that say where and how processes start. What the others say, the files own.
+STARTING_FLAGS = {
+    "config_file",
+    "debug",
+    "enable_cpu_affinity",
+    "gpu_ids",
+    "log_dir",
+    "m",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "max_restarts",
+    "module",
+    "monitor_interval",
+    "num_cpu_threads_per_process",
+    "num_machines",
+    "num_processes",
+    "q",
+    "quiet",
+    "rdzv_backend",
+    "rdzv_conf",
+    "role",
+    "same_network",
+    "t",
+    "tee",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
     """Who started this process, read from the command line of its ancestors."""
@@ -47,6 +75,8 @@ class Launcher:
     config_file: str | None = None
     num_processes: int | None = None
     """Of the command line; None if it does not say."""
+    flags: tuple[tuple[str, str], ...] = ()
+    """Others of the command line that say what is computed, with their values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,18 +115,22 @@ def find_launcher() -> Launcher:
 
 
 def _read_flags(words: list[str]) -> Launcher:
-    config_file, num_processes = None, None
+    given: dict[str, str] = {}
     for i, word in enumerate(words):
         flag, equals, value = word.partition("=")
-        name = flag.lstrip("-").replace("-", "_")
-        if name == "config_file":
-            config_file = value if equals else "".join(words[i + 1 : i + 2])
-        elif name == "num_processes":
-            count = value if equals else "".join(words[i + 1 : i + 2])
-            num_processes = int(count) if count.isdigit() else None
-        elif word.endswith(".py"):
+        if word.endswith(".py") and not word.startswith("-"):
             break
-    return Launcher(is_accelerate=True, config_file=config_file, num_processes=num_processes)
+        if word.startswith("-"):
+            following = "".join(words[i + 1 : i + 2])
+            is_value = not following.startswith("-") and not following.endswith(".py")
+            given[flag.lstrip("-").replace("-", "_")] = value if equals else following if is_value else ""
+    count = given.get("num_processes", "")
+    return Launcher(
+        is_accelerate=True,
+        config_file=given.get("config_file"),
+        num_processes=int(count) if count.isdigit() else None,
+        flags=tuple((flag, value) for flag, value in given.items() if flag and flag not in STARTING_FLAGS),
+    )
 
 
 def strategy_in_force(launcher: Launcher, world: World, recipe_strategy: str) -> tuple[Path, str | None]:
@@ -194,7 +228,7 @@ def check_environment(strategy: Strategy, launcher: Launcher, mixed_precision: s
         if not name.startswith(PREFIXES) or name in HARMLESS:
             continue
         if name == "ACCELERATE_MIXED_PRECISION" and launcher.is_accelerate:
-            if value not in ("no", mixed_precision):
+            if value not in ("no", mixed_precision):  # "no" is also what it sets where nobody wrote anything
                 mistakes.append(f"--mixed_precision {value}: the recipe says {mixed_precision}; change it there")
         elif name not in expected:
             origin = "environment or a flag of accelerate launch" if launcher.is_accelerate else "environment"
@@ -204,6 +238,29 @@ def check_environment(strategy: Strategy, launcher: Launcher, mixed_precision: s
                 f"{name}={value} (environment or a flag of accelerate launch), but {strategy.path} means"
                 f" {expected[name].lower()}; change the file instead"
             )
+    compared = " ".join([*expected, *mistakes])
+    return mistakes + _check_flags(launcher, mixed_precision, compared)
+
+
+def _check_flags(launcher: Launcher, mixed_precision: str, compared: str) -> list[str]:
+    """Flags that became no variable, or one that says its default: accelerate would drop them without a word.
+
+    Args:
+        compared: names of variables and flags on which there is an answer.
+    """
+    mistakes = []
+    for flag, value in launcher.flags:
+        if (
+            flag.upper() in compared
+            or f"--{flag} " in compared
+            or (flag, value) == ("mixed_precision", mixed_precision)
+        ):
+            continue
+        if flag == "mixed_precision":
+            mistakes.append(f"--{flag} {value}: the recipe says {mixed_precision}; change it there")
+        else:
+            owner = OWNED_BY_THE_RECIPE.get(flag, "the strategy file owns it")
+            mistakes.append(f"--{flag}{' ' * bool(value)}{value} (accelerate launch): {owner}; take the flag out")
     return mistakes
 
 

@@ -267,6 +267,18 @@ class Lab:
             printed = [path.read_text(errors="replace") for path in sorted(Path(logs).glob("log_*"))]
         return subprocess.CompletedProcess(words, next((code for code in codes if code), 0), "".join(printed), "")
 
+    @property
+    def small_data(self) -> list[str]:
+        """For `--set`: rows that are read in no time."""
+        chats = self.folder / "chats.jsonl"
+        return [f"data.train={chats}", f"data.eval={{path: {chats}, max_rows: 8}}"]
+
+    def accelerate(self, flags: list[str], words: list[str], cwd: Path, **options: Any) -> str:
+        """What `accelerate launch`, its flags, a program and its arguments print in a folder; see `start`."""
+        with tempfile.TemporaryDirectory(dir=self.folder, prefix="logs-") as logs:
+            self.parent.run(Path(logs), words, accelerate=flags, cwd=str(cwd), limit=600, **options)
+            return "".join(path.read_text(errors="replace") for path in sorted(Path(logs).glob("log_*")))
+
     def close(self) -> None:
         """Ends the warm parent."""
         self.parent.close()

@@ -196,8 +196,8 @@ RECIPE_MISTAKES = {
     "number for text": ("outputs/small", "7", r"30: run.output_dir is 7 (an integer); it must be text"),
     "fraction for a count": (
         "max_steps: 30",
-        "max_steps: 1e3",
-        r"29: run.max_steps is 1000.0 (a number); it must be an integer",
+        "max_steps: 2.5",
+        r"29: run.max_steps is 2.5 (a number); it must be an integer",
     ),
     "no octal": ("seed: 42", "seed: 010", r"4: seed is '010' (text); it must be an integer"),
     "no sexagesimal": ("seed: 42", "seed: 1:30", r"4: seed is '1:30' (text); it must be an integer"),

@@ -12,7 +12,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,9 +174,7 @@ def launch(words: list[str], folder: Path, lab: Lab) -> None:
     if "--dry-run" not in words:
         words = [*words, "--dry-run"]
     at = words.index("train.py")
-    logs = Path(tempfile.mkdtemp(dir=lab.folder))
-    lab.parent.run(logs, words[at:], accelerate=words[2:at], cwd=str(folder), limit=120)
-    printed = "".join(path.read_text() for path in logs.iterdir())
+    printed = lab.accelerate(words[2:at], words[at:], folder)
     assert ": fine under accelerate_configs/" in printed, printed
 
 

@@ -5,7 +5,6 @@ python -m pytest -q tests/test_explain.py
 
 import itertools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -637,7 +636,9 @@ sys.path.insert(0, {root!r})
 import train
 from cookbook import engine
 
-def step(self, right=engine.Engine.step):
+right = engine.Engine.step
+
+def step(self, *arguments):
     named = [p for p in self.model.parameters() if p.requires_grad]
     found = {{"weights": {{str(p.dtype) for p in named}}}}
     if self.strategy.kind == "zero":
@@ -651,7 +652,7 @@ def step(self, right=engine.Engine.step):
     if self.is_main:
         print("CONFIG", json.dumps(self.deepspeed_config), flush=True)
         print("PROBE", json.dumps({{key: sorted(value) for key, value in found.items()}}), flush=True)
-    return right(self)
+    return right(self, *arguments)
 
 engine.Engine.step = step
 sys.exit(train.main())
@@ -660,23 +661,16 @@ sys.exit(train.main())
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero2", "zero3"])
-def test_precision_and_configuration_are_those_of_a_run(book, name):
+def test_precision_and_configuration_are_those_of_a_run(book, lab, name):
     book.write("probe.py", PROBE.format(root=str(book.root)))
-    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(strategy(name))]
-    settings = ["mixed_precision=bf16", "run.max_steps=1", "schedule.warmup_steps=0"]
-    done = subprocess.run(
-        [*accelerate, "--num_processes", "2", "--main_process_port", "0", "probe.py", RECIPE]
-        + [word for one in settings for word in ("--set", one)],
-        cwd=book.root,
-        env=clean_environment(CUDA_VISIBLE_DEVICES="", PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}"),
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    probed = re.search(r"PROBE (.*)", done.stdout)
-    assert probed, done.stdout + done.stderr
+    settings = ["mixed_precision=bf16", "run.max_steps=1", "schedule.warmup_steps=0", *lab.small_data]
+    flags = ["--config_file", str(strategy(name)), "--num_processes", "2", "--main_process_port", "0"]
+    words = ["probe.py", RECIPE, *(word for one in settings for word in ("--set", one))]
+    printed = lab.accelerate(flags, words, book.root)
+    probed = re.search(r"PROBE (.*)", printed)
+    assert probed, printed
     run = explain(Path(RECIPE), strategy_path=strategy(name), assignments=settings, processes=2)
-    handed_over = re.search(r"CONFIG (.*)", done.stdout)
+    handed_over = re.search(r"CONFIG (.*)", printed)
     assert handed_over and json.loads(handed_over[1]) == run.deepspeed
     said = costs.precision(run.setting)
     for what, dtypes in json.loads(probed[1]).items():

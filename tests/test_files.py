@@ -24,11 +24,12 @@ SHIPPED = sorted(
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("2e-5", 2e-5), ("2E-5", 2e-5), ("2.0e-5", 2e-5), ("1.", 1.0), (".5", 0.5), ("-1e3", -1e3), ("1_000", 1000),
+        ("2e-5", 2e-5), ("2E-5", 2e-5), ("2.0e-5", 2e-5), ("1.", 1.0), (".5", 0.5), ("1_000", 1000),
+        ("-1e3", -1000), ("2e8", 200_000_000), ("5E7", 50_000_000), ("2.5e-1", 0.25), ("2.0", 2.0), ("1e300", 1e300),
         ("0", 0), ("-7", -7), ("010", "010"), ("0x10", "0x10"), ("1:30", "1:30"), ("2020-01-01", "2020-01-01"),
         ("true", True), ("no", False), ("'no'", "no"),
         ("~", None), ("", None), ("a b", "a b"), ("=", "="), ("1e", "1e"),
-        ("e5", "e5"), (".", "."), ("[1, {a: b}]", [1, {"a": "b"}]), ("12e5", 12e5), ("'12e5'", "12e5"),
+        ("e5", "e5"), (".", "."), ("[1, {a: b}]", [1, {"a": "b"}]), ("12e5", 1_200_000), ("'12e5'", "12e5"),
     ],
 )  # fmt: skip
 def test_a_yaml_value_is_what_it_looks_like(tmp_path, text, value):
@@ -36,6 +37,18 @@ def test_a_yaml_value_is_what_it_looks_like(tmp_path, text, value):
     path.write_text(f"key: {text}\n")
     read = read_document(path).values["key"]
     assert (type(read), read) == (type(value), value)
+
+
+def test_a_json_size_may_be_written_as_deepspeed_s_documentation_does(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text('{"bucket": 2e8, "share": 1.5e-1, "time": 2.0, "huge": 1e300}')
+    values = read_document(path).values
+    assert [(type(value), value) for value in values.values()] == [
+        (int, 200_000_000),
+        (float, 0.15),
+        (float, 2.0),
+        (float, 1e300),
+    ]
 
 
 def test_written_yaml_reads_back_to_equal_values(tmp_path):

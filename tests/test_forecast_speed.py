@@ -5,13 +5,11 @@ python -m pytest -q tests/test_forecast_speed.py      (and -m slow: the messages
 """
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from conftest import RECIPE, clean_environment
+from conftest import RECIPE
 
 from cookbook.forecast import speed
 from cookbook.forecast.speed import (
@@ -283,7 +281,7 @@ runpy.run_path("train.py", run_name="__main__")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in BYTES if name not in ("ddp", "fsdp1")])
-def test_a_real_step_sends_what_the_formula_says(book, name):
+def test_a_real_step_sends_what_the_formula_says(book, lab, name):
     """Two processes, two micro-batches, bf16. DDP and FSDP1 send from C++ and other modules, where none can listen."""
     book.write("count.py", COUNTER)
     # Else most of a model so small would stay whole on each process.
@@ -296,15 +294,12 @@ def test_a_real_step_sends_what_the_formula_says(book, name):
         "run.max_steps": 3,
         "model.from_scratch.tie_word_embeddings": "false",
     }
-    command = ["accelerate.commands.launch", "--config_file", changes["strategy"], "--num_processes", "2"]
-    command += ["--main_process_port", "0", "count.py", RECIPE]
-    command += [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
-    environment = clean_environment(CUDA_VISIBLE_DEVICES="") | {"PYTHONPATH": str(book.root)}
-    done = subprocess.run(
-        [sys.executable, "-m", *command], cwd=book.root, env=environment, capture_output=True, text=True, timeout=600
-    )
-    lines = [line.partition("COUNTED ")[2] for line in done.stdout.splitlines() if "COUNTED " in line]
-    assert lines, done.stderr[:2000]
+    flags = ["--config_file", str(changes["strategy"]), "--num_processes", "2", "--main_process_port", "0"]
+    settings = [f"{key}={value}" for key, value in changes.items()] + lab.small_data
+    words = ["count.py", RECIPE, *(word for setting in settings for word in ("--set", setting))]
+    printed = lab.accelerate(flags, words, book.root)
+    lines = [line.partition("COUNTED ")[2] for line in printed.splitlines() if "COUNTED " in line]
+    assert lines, printed[-2000:]
     counted, num_parameters, num_trained = lines[0].rsplit(" ", 2)
     sizes = replace(SMALL, num_parameters=int(num_parameters), num_trained=int(num_trained), vocab=2048, hidden=128)
     expected = dict.fromkeys(BYTES[name], 0.0)

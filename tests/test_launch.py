@@ -120,6 +120,30 @@ def test_a_flag_that_contradicts_the_files_is_refused_and_named(book, monkeypatc
     assert len(mistakes) == (2 if name == "hsdp" else 1)  # a context-parallel size brings its method along
 
 
+DROPPED = {
+    "precision no": (["--mixed_precision", "no"], "--mixed_precision no: the recipe says bf16; change it there"),
+    "accumulation": (["--gradient_accumulation_steps=3"], "derived from the recipe's batch section; take the flag out"),
+    "clipping": (["--gradient_clipping", "5"], "the recipe owns it (optim.max_grad_norm); take the flag out"),
+    "stage": (["--zero-stage", "2"], "write zero_optimization.stage in the JSON; take the flag out"),
+    "compiler": (["--dynamo_mode", "max-autotune"], "the strategy file owns it; take the flag out"),
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_a_flag_that_accelerate_drops_under_ddp_is_refused(book, monkeypatch, launched, name):
+    """It leaves no trace in the variables."""
+    flags, expected = DROPPED[name]
+    for variable, value in launched["ddp"].items():
+        monkeypatch.setenv(variable, value)
+    words = launch_arguments("ddp", *flags)
+    launcher = launch._read_flags([*words, "--mixed_precision", "of train.py"])
+    strategy = load_strategy(Path("accelerate_configs/ddp.yaml"))
+    (mistake,) = check_environment(strategy, launcher, "bf16")
+    assert expected in mistake
+    without = launch._read_flags([*launch_arguments("ddp", "--max_restarts", "2", "--mixed_precision", "bf16")])
+    assert check_environment(strategy, without, "bf16") == []
+
+
 @pytest.mark.parametrize("other", ["zero3", "fsdp1"])
 def test_variables_of_another_strategy_are_refused(book, monkeypatch, launched, other):
     assert check_under(monkeypatch, launched[other], "fsdp2") != []

@@ -1,6 +1,7 @@
 """On PYTHONPATH with SIMULATED_GPUS set: `import torch` finds that many simulated GPUs, in every Python that starts."""
 
 import contextlib
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -52,15 +53,19 @@ class _Bitsandbytes(_Loader):
 
 
 class _Builder(_Loader):
-    """DeepSpeed compiles its operations as on a CPU: there is no toolkit, and their tensors lie in host memory."""
+    """DeepSpeed compiles its operations as on a CPU, with the CPU's own builders where it has two: there is no toolkit,
+    their tensors lie in host memory, and what a run on the CPU has compiled serves here too.
+    """
 
     def exec_module(self, module: Any) -> None:
         self.inner.exec_module(module)
         load = module.OpBuilder.jit_load
 
         def jit_load(builder: Any, verbose: bool = True) -> Any:
+            of_the_cpu = importlib.import_module("deepspeed.ops.op_builder.cpu")
+            twin = getattr(of_the_cpu, type(builder).__name__, None)
             with _without_cuda():
-                return load(builder, verbose)
+                return load(twin() if twin is not None else builder, verbose)
 
         module.OpBuilder.jit_load = jit_load
 
