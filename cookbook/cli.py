@@ -194,8 +194,6 @@ def launch_run(arguments: argparse.Namespace) -> int:
         print(f"{arguments.simulate_gpus} simulated GPUs: no time or speed of this run is a measurement", flush=True)
     override = find_strategy(arguments.strategy) if arguments.strategy else None
     recipe, strategy = load_pair(arguments.recipe, arguments.assignments, override)
-    if arguments.simulate_gpus is not None and (why := simulated_gpus.problem(strategy)):
-        raise RecipeError([f"{strategy.path}: GPUs cannot be simulated here: {why}"])
     gpus = num_gpus()
     count = arguments.processes if arguments.processes is not None else default_num_processes(strategy, gpus)
     if count < 1:

@@ -13,7 +13,6 @@ from conftest import ROOT, clean_environment
 from cookbook import library, rehearse
 from cookbook.files import RecipeError
 from cookbook.rehearse import _what_went_wrong, standins
-from cookbook.strategy import load_strategy
 
 RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
 
@@ -42,7 +41,7 @@ def test_a_shipped_recipe_passes_its_rehearsal(recipe, capsys):
     said = capsys.readouterr().out
     assert f"REHEARSAL of {recipe}: fine" in said
     assert "evaluation loss" in said
-    assert "nvme" in recipe or ("on simulated GPUs ..." in said and "the GPU's own paths in " in said)
+    assert "on simulated GPUs ..." in said and "the GPU's own paths in " in said
     assert "not covered" in said
 
 
@@ -60,22 +59,19 @@ def test_a_rehearsal_in_fp16_is_one_in_fp16_where_there_are_gpus(on, told, capsy
 
 
 def test_without_a_compiler_a_rehearsal_says_so_and_takes_the_cpu(monkeypatch):
-    ddp, nvme = (load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("ddp", "zero3_nvme"))
-    assert rehearse._choose_place(None, ddp) == ("simulated GPUs", None)
-    assert rehearse._choose_place("cpu", ddp) == ("CPU", None)
-    assert rehearse._choose_place(None, nvme)[0] == "CPU"
-    monkeypatch.setattr(rehearse.simulated_gpus, "problem", lambda strategy: "there is no C++ compiler")
-    place, why = rehearse._choose_place(None, ddp)
+    assert rehearse._choose_place(None) == ("simulated GPUs", None)
+    assert rehearse._choose_place("cpu") == ("CPU", None)
+    monkeypatch.setattr(rehearse.simulated_gpus, "problem", lambda: "there is no C++ compiler")
+    place, why = rehearse._choose_place(None)
     assert place == "CPU" and "there is no C++ compiler" in why
     with pytest.raises(RecipeError, match=r"--on gpus: .*no C\+\+ compiler"):
-        rehearse._choose_place("gpus", ddp)
+        rehearse._choose_place("gpus")
 
 
 def test_real_gpus_come_before_simulated_ones(monkeypatch):
     monkeypatch.setattr(rehearse, "torch_cuda", lambda: "13.0")
     monkeypatch.setattr(rehearse, "num_gpus", lambda: 2)
-    ddp = load_strategy(Path("accelerate_configs/ddp.yaml"))
-    assert rehearse._choose_place(None, ddp) == rehearse._choose_place("gpus", ddp) == ("GPUs", None)
+    assert rehearse._choose_place(None) == rehearse._choose_place("gpus") == ("GPUs", None)
 
 
 @pytest.mark.slow

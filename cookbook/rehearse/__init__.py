@@ -69,7 +69,7 @@ def rehearse(
     recipe, found = load_pair(recipe_path, assignments, find_strategy(strategy) if strategy else None)
     if processes is not None and processes < 1:
         raise RecipeError([f"--processes is {processes}; it must be at least 1"])
-    place, why = _choose_place(on, found)
+    place, why = _choose_place(on)
     here = num_gpus() if place == "GPUs" else CPU_PROCESSES
     count = processes or found.num_processes or min(here, CPU_PROCESSES)
     folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
@@ -98,7 +98,7 @@ def rehearse(
     return 0
 
 
-def _choose_place(on: str | None, strategy: Strategy) -> tuple[Place, str | None]:
+def _choose_place(on: str | None) -> tuple[Place, str | None]:
     """Where to rehearse, and why not on GPUs where nobody asked for the CPU.
 
     Raises:
@@ -108,7 +108,7 @@ def _choose_place(on: str | None, strategy: Strategy) -> tuple[Place, str | None
         return "CPU", None
     if torch_cuda() is not None and num_gpus():
         return "GPUs", None
-    why = simulated_gpus.problem(strategy)
+    why = simulated_gpus.problem()
     if why is None:
         return "simulated GPUs", None
     if on == "gpus":

@@ -20,7 +20,6 @@ from filelock import FileLock
 
 from cookbook.files import RecipeError
 from cookbook.machine import torch_cuda
-from cookbook.strategy import Strategy
 
 HERE = Path(__file__).resolve().parent
 CACHE = HERE.parents[1] / ".cache" / "simulated_gpus"
@@ -37,10 +36,8 @@ def is_active() -> bool:
     return os.environ.get(COUNT, "0") != "0"
 
 
-def problem(strategy: Strategy | None = None) -> str | None:
+def problem() -> str | None:
     """Why GPUs cannot be simulated here, or None."""
-    if strategy is not None and strategy.offloads_to_nvme:
-        return "DeepSpeed would compile its NVMe operation for them apart"
     if (cuda := torch_cuda()) is not None:
         return f"this torch is built for CUDA {cuda}, whose own device cannot be replaced"
     if _compiler() is None:
