@@ -54,8 +54,8 @@ checkpoint: $(if $(RUN),$(STAMP))  ## RUN=outputs/...: its checkpoints, whole or
 	@$(if $(RUN),,echo 'make checkpoint: write RUN=..., the run.output_dir of a recipe' >&2; exit 2)
 	@$(COOKBOOK) checkpoint $(RUN)
 
-check: $(STAMP)  ## every recipe and strategy file, or RECIPE=... [STRATEGY=...]; takes a moment
-	@$(COOKBOOK) check $(RECIPE) $(STRATEGY_FLAG)
+check: $(STAMP)  ## every recipe and strategy file, or RECIPE=... [STRATEGY=...] [PROCESSES=8] [SET=...]; takes a moment
+	@$(COOKBOOK) check $(RECIPE) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)
 
 explain: $(STAMP)  ## [RECIPE=...] [STRATEGY=...] [WITH=...]: what will run, and where each value is from; WITH=zero2: what differs
 	@$(COOKBOOK) explain $(or $(RECIPE),recipes/quickstart.yaml) $(WITH) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)

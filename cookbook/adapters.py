@@ -93,6 +93,27 @@ def check_names(config: PreTrainedConfig, settings: AdapterSection) -> None:
             )
     if mistakes:
         raise RecipeError(mistakes)
+    with torch.device("meta"):
+        inject(model, settings)
+
+
+def inject(model: PreTrainedModel, settings: AdapterSection) -> None:
+    """Freezes a model and puts peft's layers into it, in place.
+
+    Raises:
+        RecipeError: peft has no such layer. Experts whose weights are one tensor it adapts in a way of their own.
+    """
+    from peft import inject_adapter_in_model
+
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    try:
+        inject_adapter_in_model(lora_config(settings), model, adapter_name=ADAPTER)
+    except ValueError as error:
+        ways = {"lora_dropout": "adapter.dropout: 0", "use_dora": "adapter.name: lora"}
+        way = next((f"; write {way}" for word, way in ways.items() if word in str(error)), "")
+        name = f"adapter.name {settings.name} with dropout {settings.dropout:g}"
+        raise RecipeError([f"{name}: peft cannot put it into {type(model).__name__}: {error}{way}"]) from None
 
 
 def add_adapter(model: PreTrainedModel, settings: AdapterSection, *, seed: int) -> None:
@@ -101,11 +122,7 @@ def add_adapter(model: PreTrainedModel, settings: AdapterSection, *, seed: int) 
     The first weights are drawn from `seed` alone, so that they are the same however the model was loaded. They are
     float32, as an optimizer needs, whatever the frozen ones are.
     """
-    from peft import inject_adapter_in_model
-
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    inject_adapter_in_model(lora_config(settings), model, adapter_name=ADAPTER)
+    inject(model, settings)
     _draw_first_weights(model, seed)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

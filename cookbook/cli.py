@@ -80,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     check.set_defaults(command=check_files)
     check.add_argument("recipes", nargs="*", type=Path, metavar="RECIPE")
     _add_strategy(check)
+    check.add_argument("--processes", type=int, metavar="N", help="default: as many as GPUs are on the recipe's label")
+    _add_assignments(check)
 
     explain = verbs.add_parser("explain", help="what a recipe will run, and where each value is from; how two differ")
     explain.set_defaults(command=explain_run)
@@ -228,10 +230,12 @@ def check_files(arguments: argparse.Namespace) -> int:
     strategies = [] if arguments.recipes else sorted(Path("accelerate_configs").glob("*.yaml"))
     if not recipes:
         raise RecipeError([f"recipes/: no recipe there (looked in {Path.cwd()})"])
+    if arguments.processes is not None and arguments.processes < 1:
+        raise RecipeError([f"--processes is {arguments.processes}; it must be at least 1"])
     mistakes: list[str] = []
     for path in recipes:
         try:
-            print(_check_recipe(path, override))
+            print(_check_recipe(path, override, arguments.assignments, arguments.processes))
         except RecipeError as error:
             mistakes += error.mistakes
     for path in strategies:
@@ -246,20 +250,25 @@ def check_files(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check_recipe(path: Path, override: Path | None) -> str:
+def _check_recipe(path: Path, override: Path | None, assignments: list[str], processes: int | None) -> str:
     try:
-        recipe, strategy = load_pair(path, strategy_path=override)
+        recipe, strategy = load_pair(path, assignments, strategy_path=override)
     except RecipeError as error:
         raise RecipeError([*error.mistakes, *_clashes_behind(path, override)]) from None
-    return f"{path}: fine under {strategy.path}; {describe_batch(recipe, _plan_of_label(path, recipe, strategy))}"
+    plan = _plan_of_label(path, recipe, strategy, processes)
+    return f"{path}: fine under {strategy.path}; {describe_batch(recipe, plan)}"
 
 
-def _plan_of_label(path: Path, recipe: Recipe, strategy: Strategy) -> Plan:
-    """The plan for as many processes as the recipe's label names, whatever this machine has."""
-    needed = strategy.num_processes or read_needs(read_label(path)).num_gpus
-    count = needed or default_num_processes(strategy, num_gpus())
+def _plan_of_label(path: Path, recipe: Recipe, strategy: Strategy, processes: int | None = None) -> Plan:
+    """The plan for `processes`, or as many as the recipe's label names GPUs, whatever this machine has; a recipe that
+    names none is for this machine.
+    """
+    named = read_needs(read_label(path)).num_gpus
+    here = 0 if named else num_gpus()
+    count = processes or strategy.num_processes or named or default_num_processes(strategy, here)
+    gpus = count if named or here else 0
     try:
-        return make_plan(recipe, strategy, num_processes=count, num_gpus=count, recipe_name=str(path))
+        return make_plan(recipe, strategy, num_processes=count, num_gpus=gpus, recipe_name=str(path))
     except RecipeError as error:
         lines = read_document(path).lines
         raise RecipeError([_with_line(mistake, path, lines) for mistake in error.mistakes]) from None

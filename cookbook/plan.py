@@ -98,6 +98,12 @@ def make_plan(recipe: Recipe, strategy: Strategy, *, num_processes: int, num_gpu
             f"{strategy.path}: parallelism_config is a mesh of {mesh} processes, but {num_processes} were asked for;"
             f" change its sizes, or run {mesh}"
         )
+    group = ((strategy.deepspeed or {}).get("zero_optimization") or {}).get("zero_hpz_partition_size") or 1
+    if num_processes % group:
+        mistakes.append(
+            f"{strategy.path}: zero_hpz_partition_size is {group}, which does not divide {num_processes} processes, and"
+            " DeepSpeed would take another; write the number of GPUs of a machine"
+        )
     per_machine = num_processes // strategy.num_machines
     if num_gpus and per_machine > num_gpus:
         mistakes.append(

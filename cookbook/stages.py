@@ -291,6 +291,7 @@ def open_books(run: Run, failed_after: list[int], notes: list[str]) -> Books:
     log = _open_log(run)
     log.write_text("recipe.yaml", dump_recipe(run.recipe))
     if engine.is_main:
+        publish.sweep(run.output_dir)
         try:
             write_frame(run)
         except Exception as error:  # tokenizers raises no OSError for a full disk

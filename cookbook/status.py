@@ -113,9 +113,10 @@ def _report(folder: Path, record: dict[str, Any], step: int) -> str:
     return (
         f"{folder}: the run failed {MAX_FAILURES} times after step {step}, so what comes next will fail again.{reason}"
         f"\n  Its steps: {folder / 'metrics.jsonl'}. Its errors: the output of those starts.{stuck}"
-        f"\n  If it ran out of memory: a smaller batch.micro_batch_size or data.max_length gives the same curve or"
-        f"\n  nearly so. If its loss was not finite: a lower optim.learning_rate. If it ended without a word: the"
-        f"\n  kernel's log (dmesg) tells whether memory ran out. The samples of a step depend on seed and data alone."
+        f"\n  If it ran out of memory: a smaller batch.micro_batch_size gives the same curve; a smaller data.max_length"
+        f"\n  cuts longer samples, so another one. If its loss was not finite: a lower optim.learning_rate. If it ended"
+        f"\n  without a word: the kernel's log (dmesg) tells whether memory ran out. The samples of a step"
+        f"\n  depend on seed and data alone."
         f"\n  To try once more all the same: rm {folder / FILE}"
     )
 

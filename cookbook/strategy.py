@@ -280,6 +280,13 @@ def _check_blocks(parsed: AccelerateFile, document: Document) -> list[str]:
         mistakes.append(
             f"{place} is {count}, which num_machines {parsed.num_machines} cannot split evenly; use a multiple"
         )
+    if parsed.machine_rank >= parsed.num_machines:
+        mistakes.append(
+            f"{document.place(('machine_rank',))} is {parsed.machine_rank}, with num_machines {parsed.num_machines};"
+            f" write 0{f' to {parsed.num_machines - 1}' if parsed.num_machines > 1 else ''}"
+        )
+    if parsed.num_machines == 1 and parsed.main_process_ip is not None:
+        mistakes.append(f"{document.place(('main_process_ip',))}: would be ignored with one machine; take it out")
     mistakes += _check_mesh(parsed, document)
     if parsed.fsdp_config is not None:
         mistakes += _check_fsdp(parsed.fsdp_config, document)
@@ -341,6 +348,12 @@ def _check_zero(document: Document) -> list[str]:
     zero = part(document, "zero_optimization", ZeroBlock)
     if zero is None:
         return []
+    if zero.stage == 3:  # which deepspeed 0.19.8's stage3.py never reads
+        early = {"allgather_bucket_size", "allgather_partitions", "round_robin_gradients"} & zero.model_fields_set
+        for key in sorted(early):
+            mistakes.append(f"{document.place((*place, key))}: stage 3 does not read it; take it out")
+    if zero.offload_optimizer is None and "zero_force_ds_cpu_optimizer" in document.values:
+        mistakes.append(f"{document.place(('zero_force_ds_cpu_optimizer',))}: goes with offload_optimizer; take it out")
     if zero.stage < 3:
         late = {"offload_param", "sub_group_size", "zero_hpz_partition_size"}
         late |= {name for name in ZeroBlock.model_fields if name.startswith("stage3_")}

@@ -127,6 +127,37 @@ def four_bits_repacked() -> None:
     adapters.add_adapter = add_adapter
 
 
+def reductions_in_16_bits() -> None:
+    """FSDP's policy, whatever was asked for, as accelerate makes it by itself."""
+    from dataclasses import replace
+
+    from cookbook.engine import start
+
+    plugin_of = start._fsdp_plugin
+
+    def plugin(*arguments):
+        plugin = plugin_of(*arguments)
+        policy = plugin.mixed_precision_policy
+        plugin.mixed_precision_policy = replace(policy, reduce_dtype=policy.param_dtype)
+        return plugin
+
+    start._fsdp_plugin = plugin
+
+
+def another_bucket() -> None:
+    """DeepSpeed gets another size than the JSON's."""
+    from cookbook.engine import start
+
+    plugin_of = start._deepspeed_plugin
+
+    def plugin(*arguments):
+        plugin = plugin_of(*arguments)
+        plugin.deepspeed_config["zero_optimization"]["reduce_bucket_size"] //= 2
+        return plugin
+
+    start._deepspeed_plugin = plugin
+
+
 def silently_ddp() -> None:
     """The strategy falls back to plain DDP, as accelerate does for FSDP with cpu=True."""
     import cookbook.engine as engine

@@ -13,14 +13,15 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 from cookbook import adapters
 from cookbook.checkpoint import export as checkpoint
 from cookbook.files import RecipeError
+from cookbook.forecast.skeleton import skeleton
 from cookbook.merge import merge
 from cookbook.models import train_tokenizer, weights_digest
-from cookbook.recipe import AdapterSection
+from cookbook.recipe import AdapterSection, load_recipe
 from tests.conftest import ROOT
 from tests.curves import Lab
 
@@ -159,6 +160,23 @@ def test_merging_what_is_no_adapter_is_refused_with_exit_code_2(tmp_path: Path):
     command = [sys.executable, "-m", "cookbook", "merge", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "no adapter there" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("adapter", "way"), [({"dropout": 0.1}, "adapter.dropout: 0"), ({"name": "dora"}, "adapter.name: lora")]
+)
+def test_what_peft_cannot_put_into_a_mixture_of_experts_is_refused_by_plan_and_run(adapter: dict, way: str):
+    """It adapts experts whose weights are one tensor by a wrapper without dropout and magnitudes."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 300}
+    config = MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)
+    good, bad = AdapterSection(name="lora", rank=4), AdapterSection(**{"name": "lora", "rank": 4, **adapter})
+    recipe = load_recipe(ROOT / "recipes/quickstart.yaml", [])
+    adapters.check_names(config, good)
+    assert any(weight.is_trained for weight in skeleton(config, recipe.model_copy(update={"adapter": good})).weights)
+    with pytest.raises(RecipeError, match=f"write {way}"):
+        adapters.check_names(config, bad)
+    with pytest.raises(RecipeError, match=f"write {way}"):
+        skeleton(config, recipe.model_copy(update={"adapter": bad}))
 
 
 def test_the_record_of_the_base_is_a_digest_of_its_weights(run: Path):

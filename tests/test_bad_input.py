@@ -557,6 +557,20 @@ STRATEGY_MISTAKES = {
         "auto\nnum_machines: 2",
         ":2: num_processes is auto; with num_machines 2 write the count over all machines",
     ),
+    "rank of a machine that is not": (
+        "ddp",
+        YAML,
+        "auto",
+        "4\nnum_machines: 2\nmachine_rank: 5",
+        ":4: machine_rank is 5, with num_machines 2; write 0 to 1",
+    ),
+    "address without another machine": (
+        "ddp",
+        YAML,
+        "auto",
+        "auto\nmain_process_ip: 10.0.0.1",
+        ":3: main_process_ip: would be ignored with one machine; take it out",
+    ),
     "block without its type": (
         "fsdp2",
         YAML,
@@ -712,6 +726,20 @@ STRATEGY_MISTAKES = {
         '"device": "cpu"',
         '"device": null',
         ":20: zero_optimization.offload_optimizer.device is empty; ...",
+    ),
+    "a key that stage 3 does not read": (
+        "zero3",
+        JSON,
+        '"overlap_comm"',
+        '"round_robin_gradients": false,\n    "overlap_comm"',
+        ":14: zero_optimization.round_robin_gradients: stage 3 does not read it; take it out",
+    ),
+    "an optimizer forced where none is offloaded": (
+        "zero2",
+        JSON,
+        '"zero_optimization"',
+        '"zero_force_ds_cpu_optimizer": false,\n  "zero_optimization"',
+        ":12: zero_force_ds_cpu_optimizer: goes with offload_optimizer; take it out",
     ),
     "forced optimizer": ("zero2_offload", JSON, "false", "true", ":12: zero_force_ds_cpu_optimizer is true; use false"),
     "optimizer not unforced": (

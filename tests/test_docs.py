@@ -352,6 +352,11 @@ def test_a_make_target_named_in_a_sentence_exists(page):
 # The README.
 
 
+def test_the_readme_lists_every_page():
+    there = {f"docs/{path.name}" for path in (ROOT / "docs").iterdir() if path.suffix in ("", ".md")}
+    assert {name for name in there if f"({name})" not in text_of("README.md")} == set()
+
+
 def test_the_readme_is_short_and_keeps_a_place_for_the_equivalence_table():
     text = text_of("README.md")
     assert len(prose(text).splitlines()) <= 130

@@ -175,6 +175,30 @@ def test_a_strategy_that_falls_back_to_ddp_is_refused(lab: Lab, strategy: str):
     assert "is not what runs" in output and not (folder / "metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    ("strategy", "mistake", "named"),
+    [
+        ("fsdp1", "reductions_in_16_bits", "dtypes of a unit's weights and reductions"),
+        ("fsdp2", "reductions_in_16_bits", "dtypes of a layer's weights, reductions and output"),
+        ("zero3", "another_bucket", "zero_optimization.reduce_bucket_size"),
+    ],
+)
+def test_settings_that_a_library_changed_are_refused(lab: Lab, strategy: str, mistake: str, named: str):
+    settings = SGD | {"mixed_precision": "bf16"}
+    folder, output = lab.attempt(strategy, settings, processes=2, sabotage=mistake)
+    assert (folder / "exit_code").read_text() != "0"
+    assert "is not what runs" in output and named in output and not (folder / "metrics.jsonl").exists(), output[-3000:]
+
+
+def test_run_json_tells_any_two_strategies_apart_by_what_was_found(lab: Lab):
+    found = {}
+    for strategy in DISTRIBUTED:
+        settings = settings_for(strategy, ADAMW) | ({"batch.micro_batch_size": "4"} if strategy == "hsdp" else {})
+        record = lab.run(strategy, settings, processes=4 if strategy == "hsdp" else 2).record["strategy"]
+        found[strategy] = json.dumps({key: value for key, value in record.items() if key not in ("file", "processes")})
+    assert len(set(found.values())) == len(DISTRIBUTED) >= 13, found
+
+
 @pytest.mark.parametrize("strategy", ["single", "fsdp1", "fsdp2_offload", "hsdp", "tp", "zero2_offload", "zero3"])
 def test_the_saved_model_has_the_held_out_loss_of_the_run(lab: Lab, strategy: str):
     """Reopened by plain transformers, one sample at a time, with the library's own loss."""

@@ -580,6 +580,33 @@ def test_check_splits_the_batch_over_the_gpus_that_the_label_names(book, capsys,
         assert f"{count} data-parallel process" in lines[0] and lines[0].endswith(f"accumulation {2 // count}")
 
 
+def test_check_takes_the_values_and_the_processes_of_a_command_line(book, capsys):
+    code, (line,), _ = checked(capsys, RECIPE, "--processes", "2", "--set", "batch.micro_batch_size=4")
+    assert code == 0 and line.endswith("2 data-parallel processes x micro-batch 4 x accumulation 2")
+    code, _, mistakes = checked(capsys, RECIPE, "--set", "optim.lr=3", "--set", "nonsense=1")
+    assert code == 2 and len(mistakes) == 2 and "optim.lr" in mistakes[0] and "nonsense" in mistakes[1]
+    code, _, mistakes = checked(capsys, RECIPE, "--processes", "3")
+    assert code == 2 and "3 processes x micro_batch_size 8" in mistakes[0]
+    code, _, mistakes = checked(capsys, RECIPE, "--processes", "0")
+    assert code == 2 and mistakes == ["--processes is 0; it must be at least 1"]
+
+
+def test_check_refuses_fp16_where_neither_the_label_nor_the_machine_has_a_gpu(book, capsys, monkeypatch):
+    book.edit(RECIPE, ("mixed_precision: 'no'", "mixed_precision: fp16"))
+    monkeypatch.setattr("cookbook.cli.num_gpus", lambda: 0)
+    code, _, mistakes = checked(capsys, RECIPE)
+    assert code == 2 and "fp16 needs a GPU" in mistakes[0]
+    monkeypatch.setattr("cookbook.cli.num_gpus", lambda: 2)
+    assert checked(capsys, RECIPE)[0] == 0
+
+
+def test_groups_of_hpz_that_do_not_divide_the_processes_are_refused(book, capsys):
+    """DeepSpeed would take min(group, processes) without a word (0.19.8, utils/groups.py)."""
+    book.edit("ds_configs/zero3.json", ('"stage": 3,', '"stage": 3,\n    "zero_hpz_partition_size": 3,'))
+    code, _, mistakes = checked(capsys, RECIPE, "--strategy", "zero3", "--processes", "2")
+    assert code == 2 and "zero_hpz_partition_size is 3, which does not divide 2 processes" in mistakes[0]
+
+
 # No torch.
 
 

@@ -294,6 +294,16 @@ def test_the_card_tells_what_the_model_is(run: Run, here):
     assert yaml.safe_load(written)["seed"] == 7
 
 
+def test_an_export_is_readable_by_others_and_its_card_has_no_path_of_this_machine(run: Run, here):
+    """A server runs as another user, and a card is uploaded."""
+    assert export(run) == 0
+    for path in (run.folder / "export").rglob("*"):
+        assert path.stat().st_mode & 0o044 == 0o044, path
+    card = (run.folder / "export" / "README.md").read_text()
+    assert str(run.folder.parent) not in card and "/tmp" not in card
+    assert "output_dir: run" in card and "name_or_path: base" in card
+
+
 # What is broken is removed.
 
 

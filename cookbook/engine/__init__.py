@@ -124,7 +124,7 @@ class Engine:
 
     def describe(self) -> dict[str, Any]:
         """The strategy in force, as `assert_in_force` found it."""
-        found = {what: value for what, _, value in find(self) if isinstance(value, str | int | float | bool)}
+        found = {what: _plain(value) for what, _, value in find(self)}
         return {"file": self.strategy.path, "kind": self.strategy.kind, "processes": self.plan.num_processes, **found}
 
     @property
@@ -570,3 +570,11 @@ def _num_elements(parameter: torch.nn.Parameter) -> int:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
+
+
+def _plain(value: Any) -> Any:
+    """A finding as JSON has it; of a set with one element, that."""
+    if isinstance(value, set | frozenset | tuple | list):
+        items = [_plain(item) for item in value]
+        return items[0] if isinstance(value, set | frozenset) and len(items) == 1 else items
+    return value if isinstance(value, str | int | float | bool) or value is None else str(value).removeprefix("torch.")

@@ -25,10 +25,11 @@ def find(engine: "Engine") -> Iterator[tuple[str, Any, Any]]:
         yield from _deepspeed_findings(engine)
         return
     yield "precision", engine.mixed_precision, engine.accelerator.mixed_precision
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(engine.mixed_precision)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     yield "dtype of the trained weights", {torch.float32}, {parameter.dtype for parameter in trainable}
     owned = {id(p) for group in engine.optimizer.param_groups for p in group["params"]}
-    yield "parameters in the optimizer", {id(p) for p in trainable}, owned
+    yield "trained parameters or others in the optimizer alone", 0, len(owned ^ {id(p) for p in trainable})
     sharded = sum(is_sharded(parameter) for parameter in trainable)
     if strategy.kind in ("single", "ddp"):
         wrapped = isinstance(model, torch.nn.parallel.DistributedDataParallel)
@@ -36,9 +37,9 @@ def find(engine: "Engine") -> Iterator[tuple[str, Any, Any]]:
         yield "wrapper", strategy.kind == "ddp" and (wrapped or plan.num_processes > 1), wrapped
         yield "sharded parameters", 0, sharded
     if strategy.kind == "fsdp1":
-        yield from _fsdp1_findings(engine)
+        yield from _fsdp1_findings(engine, low)
     if strategy.kind == "fsdp2":
-        yield from _fsdp2_findings(engine, trainable)
+        yield from _fsdp2_findings(engine, trainable, low)
     if strategy.kind == "tp":
         meshes = {parameter.device_mesh.size() for parameter in model.parameters() if is_sharded(parameter)}
         yield "tensor-parallel mesh", {strategy.tp_size}, meshes
@@ -69,6 +70,10 @@ def _deepspeed_findings(engine: "Engine") -> Iterator[tuple[str, Any, Any]]:
     expected = {1: "DeepSpeedZeroOptimizer", 2: "DeepSpeedZeroOptimizer", 3: "DeepSpeedZeroOptimizer_Stage3"}
     yield "optimizer wrapper", expected[strategy.zero_stage], type(model.optimizer).__name__
     yield "data-parallel processes", plan.data_parallel_size, dist.get_world_size(model.data_parallel_group)
+    asked, in_force = config["zero_optimization"], zero.model_dump(by_alias=True)
+    for key in sorted(asked.keys() & in_force.keys() - {"stage", "offload_optimizer", "offload_param"}):
+        if asked[key] != "auto":
+            yield f"zero_optimization.{key}", asked[key], in_force[key]
     partitioned = [hasattr(parameter, "ds_tensor") for parameter in model.parameters()]
     yield "partitioned parameters", strategy.zero_stage == 3, all(partitioned)
     if strategy.zero_stage == 3:
@@ -77,7 +82,7 @@ def _deepspeed_findings(engine: "Engine") -> Iterator[tuple[str, Any, Any]]:
         yield "parameters between steps", {"NOT_AVAILABLE"}, states or {"NOT_AVAILABLE"}
 
 
-def _fsdp1_findings(engine: "Engine") -> Iterator[tuple[str, Any, Any]]:
+def _fsdp1_findings(engine: "Engine", low: torch.dtype | None) -> Iterator[tuple[str, Any, Any]]:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     yield "wrapper", "FullyShardedDataParallel", type(engine.model).__name__
@@ -89,9 +94,13 @@ def _fsdp1_findings(engine: "Engine") -> Iterator[tuple[str, Any, Any]]:
     assert engine.strategy.fsdp is not None
     asked = engine.strategy.fsdp.fsdp_sharding_strategy if engine.plan.num_processes > 1 else "NO_SHARD"
     yield "sharding", {asked}, {unit.sharding_strategy.name for unit in units}
+    policies = {(unit.mixed_precision.param_dtype, unit.mixed_precision.reduce_dtype) for unit in units}
+    yield "dtypes of a unit's weights and reductions", {(low, torch.float32 if low else None)}, policies
 
 
-def _fsdp2_findings(engine: "Engine", trainable: list[torch.nn.Parameter]) -> Iterator[tuple[str, Any, Any]]:
+def _fsdp2_findings(
+    engine: "Engine", trainable: list[torch.nn.Parameter], low: torch.dtype | None
+) -> Iterator[tuple[str, Any, Any]]:
     from torch.distributed.fsdp import FSDPModule
 
     strategy, block = engine.strategy, engine.strategy.fsdp
@@ -110,6 +119,11 @@ def _fsdp2_findings(engine: "Engine", trainable: list[torch.nn.Parameter]) -> It
     groups: list[Any] = [unit._get_fsdp_state()._fsdp_param_group for unit in layers]
     reshards = {group.post_forward_mesh_info is not None for group in groups}
     yield "reshard after forward", {block.fsdp_reshard_after_forward}, reshards
+    policies = {
+        (group.mp_policy.param_dtype, group.mp_policy.reduce_dtype, group.mp_policy.output_dtype) for group in groups
+    }
+    full = torch.float32 if low else None
+    yield "dtypes of a layer's weights, reductions and output", {(low, full, full)}, policies
     offloaded = {type(group.offload_policy).__name__ for group in groups}
     yield "parameter offload", {"CPUOffloadPolicy" if block.fsdp_offload_params else "OffloadPolicy"}, offloaded
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from cookbook.adapters import ADAPTER, lora_config
+from cookbook.adapters import inject
 from cookbook.recipe import Recipe
 
 Part = Literal["embedding", "layer", "norm", "head", "rest"]
@@ -54,19 +54,19 @@ class Skeleton:
 
 
 def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
-    """The skeleton of a recipe's model. No weights are read; a model of 70 billion parameters takes about a second."""
+    """The skeleton of a recipe's model. No weights are read; a model of 70 billion parameters takes about a second.
+
+    Raises:
+        RecipeError: as `adapters.inject`.
+    """
     with torch.device("meta"):
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
     quantized = _quantized(model) if recipe.adapter is not None and recipe.adapter.name == "qlora" else set()
     buffers = tuple(buffer.numel() for buffer in model.buffers())
     cuts = _cuts(model)
     if recipe.adapter is not None:
-        from peft import inject_adapter_in_model
-
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
         with torch.device("meta"):
-            inject_adapter_in_model(lora_config(recipe.adapter), model, adapter_name=ADAPTER)
+            inject(model, recipe.adapter)
     layers = _layers(model)
     parts = _parts(model)
     outside = {id(p) for module in _ends(model) if module is not None for p in module.parameters()}

@@ -20,7 +20,13 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from cookbook import adapters, models
 from cookbook.adapters import BASE_RECORD, Base
 from cookbook.checkpoint import folder
-from cookbook.checkpoint.export import building, joined_weights, write_generation_config, write_model
+from cookbook.checkpoint.export import (
+    building,
+    joined_weights,
+    sweep_builds,
+    write_generation_config,
+    write_model,
+)
 from cookbook.checkpoint.folder import BrokenCheckpoint, Checkpoint
 from cookbook.checkpoint.listing import is_run, recipe_of, steps_there
 from cookbook.files import RecipeError
@@ -28,7 +34,7 @@ from cookbook.merge import write_merged
 from cookbook.publish.card import model_card
 from cookbook.recipe import ModelSection, Recipe
 
-FRAME = "model"
+EXPORT, MERGED, FRAME = "export", "merged", "model"
 RECORD = "export.json"
 """By which a folder is known to be an export, and may be replaced by another."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "as-is": None}
@@ -61,6 +67,12 @@ def write_frame(
         write_generation_config(build, like=Path(name), end_of_turn=models.end_of_turn(tokenizer))
         record = asdict(base) | {"is_new": model.from_scratch is not None}
         (build / BASE_RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def sweep(run: Path) -> None:
+    """Removes what killed exports of a run have left, and brings back what one of them had moved away."""
+    for name in (EXPORT, MERGED):
+        sweep_builds(run / name)
 
 
 def has_frame(run: Path) -> bool:
@@ -117,7 +129,7 @@ def export(
         RecipeError: what the user can mend; nothing was touched.
         BrokenExport: it was written, and is not what the checkpoint holds; it was removed.
     """
-    target = target or run / ("merged" if merged else "export")
+    target = target or run / (MERGED if merged else EXPORT)
     state = checkpoint.state()
     recipe = recipe_of(state["recipe"])
     frame = run / FRAME
@@ -156,10 +168,19 @@ def export(
         card = model_card(run, state, recipe, asdict(base), is_new=_is_new(frame), merged=merged, checked=found)
         (build / "README.md").write_text(card, encoding="utf-8")
         size = sum(path.stat().st_size for path in build.rglob("*"))
+        _make_readable(build)
     say(f"{target}: step {checkpoint.step}, {size / 2**30:.2f} GiB")
     if reopened:
         say(f"  reopened in a fresh process: {found['tensors']}; {found['logits']}")
     return target
+
+
+def _make_readable(folder: Path) -> None:
+    """For whom the umask lets read: safetensors writes for the owner alone, and a server may run as somebody else."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in folder.rglob("*"):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
 
 
 def _check(target: Path, frame: Path, state: dict[str, Any], recipe: Recipe, merged: bool) -> Base:

@@ -32,7 +32,7 @@ def model_card(
     kind = f"{recipe.adapter.name} adapter of rank {recipe.adapter.rank}" if recipe.adapter else "all weights"
     strategy, versions = state["run"]["strategy"], state["run"]["versions"]
     processes = strategy["processes"]
-    origin = "a new model" if is_new else f"`{base['name_or_path']}`" + _at(base["revision"])
+    origin = "a new model" if is_new else f"`{_public(base['name_or_path'])}`" + _at(base["revision"])
     rows = {
         "trained": kind + (", merged into the base model" if merged else ""),
         "from": origin,
@@ -50,7 +50,7 @@ def model_card(
         f"---\n{front}---\n\n# {Path(recipe.run.output_dir).name}, step {state['step']}\n\n"
         f"| | |\n|---|---|\n{table}\n\n"
         f"## Data\n\n{data}\n\nDigest of the tokens: `{state['made_from']['data']}`\n\n"
-        f"## Recipe\n\n```yaml\n{dump_recipe(recipe)}```\n"
+        f"## Recipe\n\n```yaml\n{_without_folders(dump_recipe(recipe), recipe)}```\n"
     )
 
 
@@ -74,6 +74,20 @@ def _is_hub_name(name: str) -> bool:
     return len(parts) == 2 and all(part and part[0] not in "./~" for part in parts) and not Path(name).exists()
 
 
+def _public(path: str) -> str:
+    """A name of the Hub as it is; of a path, which means nothing elsewhere and may tell of its owner, the last part."""
+    return path if _is_hub_name(path) or path == BUILTIN_SOURCE else Path(path).name
+
+
+def _without_folders(text: str, recipe: Recipe) -> str:
+    sources = (*recipe.data.train, *recipe.data.eval.values())
+    paths = [source.path for source in sources] + [recipe.run.output_dir, recipe.run.resume]
+    paths += [path for path in (recipe.model.name_or_path, recipe.data.chat_template) if path]
+    for path in sorted(set(paths), key=len, reverse=True):
+        text = text.replace(path, _public(path))
+    return text
+
+
 def _data_lines(recipe: Recipe) -> list[str]:
     sources = [("trained on", source) for source in recipe.data.train]
     sources += [(f"evaluated on{name and f' ({name})'}", source) for name, source in recipe.data.eval.items()]
@@ -84,7 +98,7 @@ def _data_lines(recipe: Recipe) -> list[str]:
 
 
 def _describe(source: Source) -> str:
-    words = [f"`{source.path}`"]
+    words = [f"`{_public(source.path)}`"]
     if source.path == BUILTIN_SOURCE or _is_hub_name(source.path):
         words += [f"({source.name})"] if source.name else []
         words += [f"split {source.split}"]
