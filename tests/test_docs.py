@@ -91,17 +91,20 @@ def run_cookbook(folder: Path, *arguments: str) -> str:
     """`python -m cookbook` in this process. `launch` goes as far as to the moment where it would start accelerate: it
     prints that line, having checked all.
     """
-    printed, errors = io.StringIO(), io.StringIO()
+    printed, errors, environment = io.StringIO(), io.StringIO(), dict(os.environ)
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed), redirect_stderr(errors):
         patch.chdir(folder)
         patch.setattr(cli, "run_child", lambda *_: 0)
         for name in set(os.environ) - set(clean_environment()):
-            patch.delenv(name)
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+            del os.environ[name]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         try:
             code = cli.main(list(arguments))
         except SystemExit as error:
             code = int(error.code or 0)
+        finally:  # `launch --simulate-gpus` changes it for the processes that it starts
+            os.environ.clear()
+            os.environ.update(environment)
     said = printed.getvalue() + errors.getvalue()
     assert code == 0, f"cookbook {shlex.join(arguments)} ended with {code}:\n{said}"
     return printed.getvalue()
