@@ -199,7 +199,8 @@ class GpuLab:
         case = {"strategy": strategy, "settings": settings or {}, "processes": processes, "recipe": recipe, "on": on}
         case |= {"memory": memory, "sabotage": sabotage, "shared": shared, "variables": variables or {}}
         case["after"] = after and after.folder.name
-        key = hashlib.sha256(json.dumps(case, sort_keys=True).encode()).hexdigest()[:10]
+        text = json.dumps([case, RECIPES[recipe]], sort_keys=True)  # recorded runs are found by it, of this recipe only
+        key = hashlib.sha256(text.encode()).hexdigest()[:10]
         folder = self.folder / f"{strategy}-{recipe}-{on}-{key}"
         with FileLock(f"{folder}.lock"):
             if not (folder / "codes.json").exists():
