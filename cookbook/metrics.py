@@ -83,17 +83,17 @@ def _cut_lines(path: Path, last_step: int) -> str | None:
     """
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     steps = [_step_of(line) for line in lines]
-    kept = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= last_step]
-    num_damaged = sum(step is None for step in steps[:-1])
-    note = None
-    if num_damaged:
-        damaged = path.with_name("metrics.damaged.jsonl")
-        path.replace(damaged)
-        note = f"{path}: {num_damaged} lines cannot be read, and were taken out; as it was it lies in {damaged}"
-    build = path.with_suffix(".tmp")
-    build.write_bytes(b"".join(kept))
+    kept = b"".join(line for line, step in zip(lines, steps, strict=True) if step is not None and step <= last_step)
+    num_damaged = sum(step is None and line.endswith(b"\n") for line, step in zip(lines, steps, strict=True))
+    if not num_damaged and b"".join(lines).startswith(kept):
+        if lines:
+            os.truncate(path, len(kept))  # which a full disk allows
+        return None
+    build, damaged = path.with_suffix(".tmp"), path.with_name("metrics.damaged.jsonl")
+    build.write_bytes(kept)
+    path.replace(damaged)
     build.replace(path)
-    return note
+    return f"{path}: {num_damaged} lines cannot be read, and were taken out; as it was it lies in {damaged}"
 
 
 def _step_of(line: bytes) -> float | None:
@@ -206,9 +206,9 @@ class RunLog:
         """A text file in the output folder, there whole or not at all; now, or when the disk has room."""
         if self.is_main:
             self._texts[name] = text
-            self._write_texts(is_first=True)
+            self._write_texts(aloud=True)
 
-    def _write_texts(self, *, is_first: bool = False) -> None:
+    def _write_texts(self, *, aloud: bool = False) -> None:
         for name, text in list(self._texts.items()):
             build = self.folder / f".{name}.tmp"
             try:
@@ -218,7 +218,7 @@ class RunLog:
             except OSError as error:
                 with contextlib.suppress(OSError):
                     build.unlink(missing_ok=True)
-                if is_first:
+                if aloud:
                     self.say(f"{self.folder / name} could not be written: {error}; the run goes on, and tries again")
 
     def write_record(self, name: str, record: dict[str, Any]) -> None:
@@ -229,7 +229,7 @@ class RunLog:
         """Ends the bar and the file."""
         if self.is_main:
             self._lines.close()
-            self._write_texts(is_first=True)
+            self._write_texts(aloud=True)
             self._bar.close()
 
 

@@ -1,6 +1,7 @@
 """What a run writes about itself. pytest tests/test_metrics.py"""
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from cookbook import metrics
 from cookbook.ds_config import run_name
 from cookbook.metrics import (
     FlopCounter,
@@ -104,6 +106,25 @@ def test_what_cannot_be_read_of_the_metrics_is_taken_out_and_kept(tmp_path: Path
     assert (tmp_path / "metrics.jsonl").read_bytes() == good[0] + good[1]
     assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == content
     assert "5 lines cannot be read" in capsys.readouterr().err
+
+
+def test_a_damaged_last_line_is_kept_beside_too(tmp_path: Path):
+    """It has its end, so no crash cut it short."""
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff{"step": 2}\n')
+    RunLog(tmp_path, is_main=True, max_steps=5, resumed_step=2).close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n'
+    assert (tmp_path / "metrics.damaged.jsonl").is_file()
+
+
+def test_later_lines_are_taken_out_without_room_for_another_file(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    try:
+        assert metrics._cut_lines(path, 2) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
 
 
 def test_metrics_whose_folder_is_removed_go_on_in_a_new_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
