@@ -59,9 +59,10 @@ def choose(
     Raises:
         RecipeError: there are checkpoints and none is whole; the recipe has changed in what it may not.
     """
-    names = [path.name for path in folder.list_folders(root)] if is_restarted or recipe.run.resume == "auto" else []
+    goes_on = is_restarted or recipe.run.resume == "auto"
+    names = [path.name for path in folder.list_folders(root)] if goes_on else []
     own = [root / name for name in json.loads(tell_all(json.dumps(names)))]  # a process may see another folder
-    if own and rank == 0:
+    if goes_on and rank == 0:
         for path in folder.foreign_folders(root):
             say(f"{path} has a name that no save gives, so it is left alone; run.resume: {path} would take it")
     named = [] if recipe.run.resume in ("never", "auto") else [Path(recipe.run.resume)]
