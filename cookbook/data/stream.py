@@ -55,7 +55,7 @@ class Stream:
         """
         files = [path for source in self.data.train for path in local_files(source)]
         digests = sha256_of(files, cache=cache)
-        words = self.data.model_dump_json(exclude={"eval", "train", "chat_template"})
+        words = self.data.model_dump_json(exclude={"eval", "train", "chat_template", "packing"})
         sources = []
         for source in self.data.train:
             content = [digests[path] for path in local_files(source)]
