@@ -46,12 +46,10 @@ STARTING_FLAGS = {
     "enable_cpu_affinity",
     "gpu_ids",
     "log_dir",
-    "m",
     "machine_rank",
     "main_process_ip",
     "main_process_port",
     "max_restarts",
-    "module",
     "monitor_interval",
     "num_cpu_threads_per_process",
     "num_machines",
@@ -119,6 +117,8 @@ def _read_flags(words: list[str]) -> Launcher:
     for i, word in enumerate(words):
         flag, equals, value = word.partition("=")
         if word.endswith(".py") and not word.startswith("-"):
+            break
+        if word in ("-m", "--module"):  # the program's name and its own arguments follow
             break
         if word.startswith("-"):
             following = "".join(words[i + 1 : i + 2])

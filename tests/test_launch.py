@@ -142,6 +142,8 @@ def test_a_flag_that_accelerate_drops_under_ddp_is_refused(book, monkeypatch, la
     assert expected in mistake
     without = launch._read_flags([*launch_arguments("ddp", "--max_restarts", "2", "--mixed_precision", "bf16")])
     assert check_environment(strategy, without, "bf16") == []
+    module = launch._read_flags(["--config_file", "a.yaml", "-m", "train", "--set", "seed=1"])
+    assert (module.config_file, module.flags) == ("a.yaml", ())
 
 
 @pytest.mark.parametrize("other", ["zero3", "fsdp1"])
