@@ -164,6 +164,11 @@ def accelerate_launch(job: dict) -> int:
     write_to(Path(job["folder"]) / "log_launcher")
     sys.argv = ["accelerate-launch", *job["accelerate"], *job["words"]]
     show_command_line(sys.argv)
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError(f"not within {job['limit']} s")  # torchrun's agent ends its processes on any exception
+
+    signal.signal(signal.SIGALRM, give_up)
     signal.alarm(int(job["limit"]))
     try:
         command.main()
