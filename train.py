@@ -12,10 +12,11 @@ import os
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cookbook import faults, launch, lock, machine, schedule, signals, status
+from cookbook import faults, launch, lock, machine, schedule, signals, status, watch
 from cookbook.data.sets import read_data
 from cookbook.files import RecipeError
 from cookbook.plan import Plan, describe_batch, load_pair, make_plan
@@ -45,13 +46,16 @@ def main() -> int:
             if world.rank == 0:
                 print(f"{arguments.recipe}: fine under {strategy.path}; {describe_batch(recipe, plan)}")
             return 0
+        watching = start_watch(recipe, world)
         try:
-            return train(recipe, strategy, plan, world, notes)
+            return train(recipe, strategy, plan, world, notes, watching)
         except Exception as error:
             if is_shortage(error):
                 return end_of_shortage(error, recipe, strategy, plan, arguments.recipe)
             status.fail(Path(recipe.run.output_dir), error)
             raise
+        finally:
+            watching.close()
     except RecipeError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(60)  # torchrun ends all at the first that exits: let the first process of a machine tell it
@@ -83,16 +87,33 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
     return recipe, strategy, plan, world, [note] if note else []
 
 
-def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, notes: list[str]) -> int:
+def start_watch(recipe: Recipe, world: launch.World) -> watch.Watch:
+    """Who ends this process if it hangs."""
+    output_dir, goes_on = Path(recipe.run.output_dir), recipe.run.resume == "auto"
+    return watch.Watch(
+        output_dir,
+        world.rank,
+        world.num_processes,
+        recipe.run.hang_timeout_minutes * 60,
+        attempt=status.attempt_id(),
+        claim=partial(status.hang, output_dir, goes_on=goes_on),
+    )
+
+
+def train(
+    recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, notes: list[str], watching: watch.Watch
+) -> int:
     """The run, from its rows to its export. Returns the exit code.
 
     Args:
         notes: what a user should know of; told when there is a log.
     """
     # Rows come first: a broken file is told before seconds go into imports, and no process group waits for it.
+    watching.enter("reading the rows", is_alone=True)
     rows = read_data(recipe.data, recipe.objective)
     is_restarted, failed_after = take_folder(recipe, world)
 
+    watching.enter("importing the libraries", is_alone=True)
     import torch
 
     if not torch.cuda.is_available():
@@ -102,6 +123,7 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
     from cookbook.engine import build_ops
 
     # Compiled operations, model folder, tokenizer and tokens: once per machine, under file locks.
+    watching.enter("preparing model folder and tokens", is_alone=True)
     build_ops(strategy, CACHE)
     material = stages.load_material(recipe, rows, cache=CACHE, notes=notes)
     del rows
@@ -109,14 +131,20 @@ def train(recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, n
         raise RecipeError([f"schedule.{mistake}" for mistake in misfits])
 
     # From here on the processes go together, and each call is one of all of them.
-    engine = stages.start_engine(recipe, strategy, plan, world)
+    watching.enter("joining the process group")
+    engine = stages.start_engine(recipe, strategy, plan, world, beat=watching.beat)
+    watching.enter("choosing the checkpoint", is_alone=engine.is_main)  # which reads large files for all
     made_from = stages.take_digests(material, engine, cache=CACHE)
     checkpoint = stages.choose_checkpoint(recipe, made_from, engine, is_restarted=is_restarted, notes=notes)
+    watching.enter("loading the model")
     stages.prepare_model(recipe, material, engine)
+    watching.enter("restoring")
     run = stages.make_run(recipe, material, made_from, engine, checkpoint, cache=CACHE)
 
     signals.hold()  # from here on there is something to save
-    books = stages.open_books(run, failed_after, notes)
+    watching.enter("opening the logs")
+    books = stages.open_books(run, failed_after, notes, watching)
+    watching.enter("training")
     with run.steps:
         reason = loop(run, books)
     return finish(run, books) if reason is None else stop(run, books, reason)
@@ -132,6 +160,7 @@ def take_folder(recipe: Recipe, world: launch.World) -> tuple[bool, list[int]]:
         return False, []
     output_dir = Path(recipe.run.output_dir)
     lock.hold(output_dir)
+    watch.sweep(output_dir, status.attempt_id())
     is_restarted = status.is_restart(output_dir)
     goes_on = is_restarted or recipe.run.resume == "auto"
     return is_restarted, status.past_failures(output_dir) if goes_on else []
@@ -251,7 +280,7 @@ def stop(run: "Run", books: "Books", reason: str) -> int:
     state = "stopped" if is_saved else "failed"
     books.status.end(state, exit_code=code, reason=reason, checkpoint=books.saver.newest_path)
     books.log.close()
-    books.watch.close()
+    books.watch.enter("leaving")
     run.engine.close()
     return code
 
@@ -272,9 +301,9 @@ def finish(run: "Run", books: "Books") -> int:
         peaks = {"allocated": allocated, "reserved": reserved or None}
         log.write_record("run.json", books.record | {"peak_memory_gib": peaks})
 
-    books.watch.close()
     signals.let_go(engine.is_main)
     if engine.is_main:
+        books.watch.enter("exporting", is_alone=True)
         if saver.newest is None or saver.newest.step != run.material.max_steps:
             raise OSError(f"the last step could not be saved, so there is nothing to export: {saver.failed}")
         # Everything is saved: whatever ends it from here on, another start exports.
@@ -284,6 +313,7 @@ def finish(run: "Run", books: "Books") -> int:
         publish.export(run.output_dir, saver.newest, reopened=False, say=log.say)
     books.status.end("finished", exit_code=0)
     log.close()
+    books.watch.enter("leaving")
     engine.close()
     return 0
 
@@ -304,4 +334,9 @@ def is_due(step: int, every: int | None) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(status.note_exit(main()))
+    watch.guard()
+    try:
+        exit_code = main()
+    finally:
+        watch.guard()
+    sys.exit(status.note_exit(exit_code))

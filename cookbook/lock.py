@@ -1,4 +1,6 @@
-"""One run per output folder: two would mix their lines and overwrite each other's checkpoints."""
+"""Locks of files. One run per output folder: two would mix their lines and overwrite each other's checkpoints. And what
+several processes need is made by one of them, while the others wait.
+"""
 
 import contextlib
 import json
@@ -6,14 +8,22 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from errno import ENOLCK, ENOSYS, EOPNOTSUPP
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
+from cookbook import faults
 from cookbook.files import RecipeError
 
+LOOK_SECONDS = 0.1
+"""Between two tries to get a lock that another process has."""
+
 _held: list[FileLock] = []  # until the process ends; a lock that nobody refers to is released
+_making: list[Path] = []
+_waited: Path | None = None
 
 
 def hold(folder: Path) -> None:
@@ -40,9 +50,7 @@ def hold(folder: Path) -> None:
             return
         raise RecipeError([f"run.output_dir {folder}: cannot write to {folder.parent} ({error.strerror})"]) from None
     _held.append(lock)
-    record = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
-    with contextlib.suppress(OSError):  # a full disk; it has the lock all the same
-        path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    _sign(path)
 
 
 def release() -> None:
@@ -51,9 +59,62 @@ def release() -> None:
         _held.pop().release()
 
 
+@contextlib.contextmanager
+def making(path: Path) -> Iterator[None]:
+    """Holds the lock `path` while this process makes, or finds made, what several need. Whoever else wants it waits,
+    which `cookbook.watch` bears as long as `give_signs` is called here.
+    """
+    global _waited
+    lock = FileLock(path)
+    _waited = path
+    try:
+        lock.acquire(poll_interval=LOOK_SECONDS)
+    finally:
+        _waited = None
+    try:
+        _sign(path)
+        _making.append(path)
+        faults.at("lock.held", 0)
+        yield
+    finally:
+        if path in _making:
+            _making.remove(path)
+        lock.release()
+
+
+def give_signs() -> None:
+    """Tells those who wait for what this process makes that it gets on. Any thread may."""
+    for path in list(_making):
+        with contextlib.suppress(OSError):
+            os.utime(path)
+
+
+def sign_of_waited() -> int | None:
+    """Of the lock that this process waits for: another number after each sign of its holder. None if for none."""
+    path = _waited
+    if path is None:
+        return None
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def owner_of_waited() -> dict[str, Any] | None:
+    """The lock that this process waits for: its `path`, and who has it, as the end of a sentence. None if for none."""
+    path = _waited
+    return None if path is None else {"path": str(path), "owner": _owner(path)}
+
+
+def _sign(path: Path) -> None:
+    record = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+    with contextlib.suppress(OSError):  # a full disk; it has the lock all the same
+        path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+
 def _owner(path: Path) -> str:
     try:
         owner = json.loads(path.read_text(encoding="utf-8"))
-        return f" by process {owner['pid']} on {owner['host']}, which started at {owner['started']}"
+        return f" by process {owner['pid']} on {owner['host']}, since {owner['started']}"
     except (OSError, ValueError, KeyError, TypeError):
         return ""  # it has the lock, and has not written who it is

@@ -35,7 +35,7 @@ from cookbook.plan import Plan, describe_batch
 from cookbook.recipe import Recipe, dump_recipe
 from cookbook.status import Status
 from cookbook.strategy import Strategy
-from cookbook.watch import Watch
+from cookbook.watch import Watch, put_away_report
 
 if TYPE_CHECKING:
     from cookbook.forecast.memory import Memory
@@ -156,13 +156,19 @@ def _check_deterministic(config: PreTrainedConfig) -> None:
         raise RecipeError([f"run.deterministic is true, and {config.model_type} has experts: {why}; set it to false"])
 
 
-def start_engine(recipe: Recipe, strategy: Strategy, plan: Plan, world: World) -> Engine:
-    """The strategy, with its process group; what follows is collective."""
+def start_engine(
+    recipe: Recipe, strategy: Strategy, plan: Plan, world: World, *, beat: Callable[[str, int], None]
+) -> Engine:
+    """The strategy, with its process group; what follows is collective.
+
+    Args:
+        beat: see `Engine`.
+    """
     if recipe.run.deterministic:
         make_deterministic()
     # One seed on all processes until the weights stand, since sharding takes a piece from each.
     set_seed(recipe.seed)
-    return Engine(
+    engine = Engine(
         strategy,
         plan,
         world,
@@ -173,6 +179,8 @@ def start_engine(recipe: Recipe, strategy: Strategy, plan: Plan, world: World) -
         # Data and downloads are done; under ZeRO-3 the first process may still read weights for minutes.
         timeout=timedelta(minutes=max(30.0, recipe.run.hang_timeout_minutes) + 10),
     )
+    engine.beat = beat
+    return engine
 
 
 def take_digests(material: Material, engine: Engine, *, cache: Path) -> dict[str, str]:
@@ -279,18 +287,19 @@ def make_run(
     )
 
 
-def open_books(run: Run, failed_after: list[int], notes: list[str]) -> Books:
-    """Sets an earlier run aside or goes on with its log, writes what is known before the first step, and starts the
-    watch.
+def open_books(run: Run, failed_after: list[int], notes: list[str], watch: Watch) -> Books:
+    """Sets an earlier run aside or goes on with its log, and writes what is known before the first step.
 
     Args:
         failed_after: of `status.past_failures`.
         notes: what people should know of, said now.
+        watch: which watches over this process.
     """
     engine, material, checkpoint = run.engine, run.material, run.checkpoint
     log = _open_log(run)
     log.write_text("recipe.yaml", dump_recipe(run.recipe))
     if engine.is_main:
+        put_away_report(run.output_dir)
         publish.sweep(run.output_dir)
         try:
             write_frame(run)
@@ -317,9 +326,6 @@ def open_books(run: Run, failed_after: list[int], notes: list[str]) -> Books:
     )
     attempt = engine.tell_all(uuid.uuid4().hex[:8])
     status = Status(run.output_dir, is_main=engine.is_main, step=run.progress.step, failed_after=failed_after)
-    timeout_seconds = run.recipe.run.hang_timeout_minutes * 60
-    watch = Watch(run.output_dir, engine.world.rank, engine.plan.num_processes, timeout_seconds, attempt=attempt)
-    engine.beat = watch.beat
     saver = _start_saver(run, log, watch, attempt)
     return Books(log=log, record=record, expected=expected, flops=flops, status=status, watch=watch, saver=saver)
 

@@ -4,6 +4,7 @@ torchrun ends with 1 and srun with 143 whatever code a worker ended with, so a p
 start the run again cannot tell by the exit code.
 """
 
+import hashlib
 import json
 import os
 import socket
@@ -52,6 +53,23 @@ def launch_id() -> str:
         return f"{boot.read_text().strip()}:{parent}:{ticks}"
     except (OSError, IndexError):  # not Linux
         return f"{socket.gethostname()}:{parent}:{psutil.Process(parent).create_time()}"
+
+
+def attempt_id() -> str:
+    """A name for the files of one start: the same on all its processes, another after each restart. Where nothing but
+    their meeting point tells several machines' starts apart, that.
+    """
+    variables = os.environ
+    if "SLURM_JOB_ID" in variables and "TORCHELASTIC_RUN_ID" not in variables:
+        names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+        start = [variables.get(name, "0") for name in names]
+    elif variables.get("LOCAL_WORLD_SIZE", "1") == variables.get("WORLD_SIZE", "1"):
+        start = [launch_id()]
+    else:
+        names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+        start = [variables.get(name, "") for name in names]
+    text = "/".join([*start, variables.get("TORCHELASTIC_RESTART_COUNT", "0")])
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def is_restart(folder: Path) -> bool:
@@ -204,6 +222,33 @@ def fail(folder: Path, error: BaseException, *, is_of_all: bool = False) -> None
     if record["state"] == "running" or (record["state"] == "stopped" and record.get("reason") == EXPORTING):
         reason = f"{type(error).__name__}: {error}"
         _write(folder, record | {"state": "failed", "exit_code": 1, "reason": reason})
+
+
+def hang(folder: Path, what: str, *, goes_on: bool) -> bool:
+    """Notes that a run hangs, as any of its processes may, since the main one may be who hangs.
+
+    Args:
+        goes_on: this start was to go on with what lies there, so that the note is of the same run.
+
+    Returns:
+        Whether the folder is this run's. Else an earlier run lies there, which this start had not set aside yet.
+    """
+    record = read(folder)
+    if record is None:
+        if (folder / "run.json").exists():
+            return False
+        folder.mkdir(parents=True, exist_ok=True)
+        record = {"step": 0, "checkpoint": None, "pid": None, "host": None, "started": None, "failed_after": []}
+    elif is_of_this_launch(record):
+        has_ended = record["state"] == "finished" or (
+            record["state"] == "stopped" and record.get("reason") != EXPORTING
+        )
+        if has_ended:  # it hangs while it leaves
+            return True
+    elif not goes_on:
+        return False
+    _write(folder, {"launch": launch_id()} | record | {"state": "failed", "exit_code": 1, "reason": what})
+    return True
 
 
 def is_of_this_launch(record: dict[str, Any]) -> bool:

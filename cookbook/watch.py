@@ -1,19 +1,23 @@
-"""Ends a run that hangs, and says who is at fault.
+"""Ends a run that hangs, in whatever phase, and says who is at fault.
 
-When one process stops, the others wait for it inside a collective and can say no more than that they wait. So each has
-a thread that sees its main thread fall silent, and writes down where it stands:
+When one process stops, the others wait for it and can say no more than that they wait. So each has a thread that sees
+its main thread fall silent, and writes down where it stands, in a folder beside the output folder, `.NAME.hang/START`:
 
-    hang/beat_R.json     what rank R did last; a process that is stopped cannot write that any more
-    hang/rank_R.json     after `timeout_seconds` of silence: stacks, and how many collectives it has entered
-    hang/report.txt      what follows from them, also on stderr
+    beat_R.json     what rank R did last; a process that is stopped cannot write that any more
+    rank_R.json     after `timeout_seconds` of silence: stacks, collectives that it has entered, whose lock it awaits
+    report.txt      what follows from them, also on stderr
 
-A collective that some have entered and others have not names the others: all must enter in the same order.
+A collective that some have entered and others have not names the others: all must enter in the same order. Where there
+is none, those that are behind in the order of `PHASES` are named. The folder is gone when the run has ended well; after
+a hang its files lie in `hang` of the output folder.
 """
 
 import contextlib
+import faulthandler
 import json
 import linecache
 import os
+import shutil
 import signal
 import site
 import socket
@@ -30,11 +34,34 @@ from typing import Any
 
 import psutil
 
+from cookbook import faults, lock
+
 GRACE_SECONDS = 5.0
 """For the others' files, beyond the moment at which they are due; no longer than a quarter of the timeout."""
 BEAT_FILE_SECONDS = 3.0
+ACTIVITY_SECONDS = 15.0
+"""Between two looks at what a process computes and reads; no longer than a tenth of the timeout."""
+BUSY_SHARE = 0.05
+"""Of a core: a process that only waits takes less."""
+BUSY_BYTES = 1 << 16
+"""To and from the disk between two looks; this module's own files are less."""
+GUARD_SECONDS = 1800.0
 MAX_NAMED = 8
 """Ranks of one kind that the report shows one by one."""
+PHASES = (
+    "reading the rows",
+    "importing the libraries",
+    "preparing model folder and tokens",
+    "joining the process group",
+    "choosing the checkpoint",
+    "loading the model",
+    "restoring",
+    "opening the logs",
+    "training",
+    "exporting",
+    "leaving",
+)
+"""In the order in which a run goes through them."""
 
 Record = dict[str, Any]
 
@@ -44,119 +71,157 @@ class Watch:
 
     def __init__(
         self,
-        folder: Path,
+        output_dir: Path,
         rank: int,
         num_ranks: int,
         timeout_seconds: float,
         *,
         attempt: str = "",
+        claim: Callable[[str], bool] = lambda what: True,
         end: Callable[[int], Any] = os._exit,
     ) -> None:
-        """Starts at the first `beat`.
+        """Starts at once.
 
         Args:
-            folder: the output folder, the same for all processes, which is there and no longer renamed.
-            timeout_seconds: more than the longest time between two beats of a healthy run.
-            attempt: the same on all processes, another at each start; files of other attempts are passed over.
+            output_dir: the same for all processes; the watch's own folder lies beside it, since a start may rename it.
+            timeout_seconds: more than the longest time between two signs of a healthy run.
+            attempt: the same on all processes, another at each start; names a folder.
+            claim: called before a hang ends the process, with what is at fault in a line: notes it in the output
+                folder, and returns whether that folder is this run's; else the report stays beside it.
         """
-        self.folder, self.rank, self.num_ranks = folder / "hang", rank, num_ranks
-        self.timeout_seconds, self.attempt, self._end = timeout_seconds, attempt, end
+        self.output_dir, self.folder = output_dir, folder_of(output_dir) / attempt
+        self.rank, self.num_ranks = rank, num_ranks
+        self.timeout_seconds, self._claim, self._end = timeout_seconds, claim, end
         self._poll_seconds = min(1.0, timeout_seconds / 10)
         self._grace_seconds = min(GRACE_SECONDS, timeout_seconds / 4)
         self._main = threading.main_thread().ident
-        self._beat: tuple[str, int] | None = None
+        self._phase, self._is_alone, self._began_ns = PHASES[0], True, time.time_ns()
+        self._beat: tuple[str, int] = (PHASES[0], 0)
+        self._activity = _Activity(min(ACTIVITY_SECONDS, timeout_seconds / 10))
         self._closed = threading.Event()
         self._identity = {
             "rank": rank,
-            "attempt": attempt,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "process_started": psutil.Process().create_time(),
         }
-        with contextlib.suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for name in (f"rank_{rank}.json", f"beat_{rank}.json"):
-                (self.folder / name).unlink(missing_ok=True)
-            if rank == 0 and (self.folder / "report.txt").exists():
-                os.replace(self.folder / "report.txt", self.folder / "earlier_report.txt")
+        self._remove()  # of a start with the same number
+        self._write_beat(self._beat)
+        faulthandler.cancel_dump_traceback_later()  # see `guard`
         self._thread = threading.Thread(target=self._run, name="cookbook-watch", daemon=True)
+        self._thread.start()
+
+    def enter(self, phase: str, *, is_alone: bool = False) -> None:
+        """The main thread begins a phase.
+
+        Args:
+            phase: of `PHASES`.
+            is_alone: this process waits for no other in it, so that what it computes, reads and writes is a sign of
+                life; one that waits for a collective may keep a core busy with that.
+        """
+        self._phase, self._is_alone, self._began_ns = phase, is_alone, time.time_ns()
+        self.beat(phase, 0)
+        self._write_beat(self._beat)  # at once: a process that is stopped in it should have said so
+        faults.at(f"phase.{phase}", 0)
 
     def beat(self, what: str, step: int) -> None:
-        """The main thread begins `what` of `step`. Costs an assignment, but for the first one, which writes a file: a
-        process that stops before its thread ever ran has given a sign.
-        """
+        """The main thread begins `what` of `step`. Costs an assignment."""
         self._beat = (what, step)
-        if self._thread.ident is None:
-            self._write_beat(self._beat)
-            self._thread.start()
-
-    def pause(self) -> None:
-        """No watching until the next beat: what comes may take its time."""
-        self._beat = None
 
     def close(self) -> None:
         """Ends the watching."""
         self._closed.set()
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._thread.join()
+        self._remove()
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()  # by whoever comes last
+            self.folder.parent.rmdir()
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):
+            for name in (f"rank_{self.rank}.json", f"beat_{self.rank}.json"):
+                (self.folder / name).unlink(missing_ok=True)
+
+    def _signs(self) -> tuple[tuple[str, int], int]:
+        """Another value after each sign of life of the main thread."""
+        return self._beat, self._activity.count(is_alone=self._is_alone)
 
     def _run(self) -> None:
-        seen, silent, written, written_at = None, 0.0, None, -BEAT_FILE_SECONDS
+        seen, silent, written_at = None, 0.0, time.monotonic()
         before = time.monotonic()
+        is_written = True
         while not self._closed.wait(self._poll_seconds):
             now = time.monotonic()
             # Time in which this thread did not run either (Ctrl-Z, a sleeping laptop) is not the main thread's silence.
             silent += min(now - before, 2 * self._poll_seconds)
-            before, beat = now, self._beat
-            if beat is None or beat is not seen:
-                seen, silent = beat, 0.0
-            if beat is None:
-                continue
-            if beat is not written and now - written_at >= min(BEAT_FILE_SECONDS, self.timeout_seconds / 4):
-                self._write_beat(beat)
-                written, written_at = beat, now
+            before, signs = now, self._signs()
+            if seen is None or signs[0] is not seen[0] or signs[1] != seen[1]:
+                seen, silent, is_written = signs, 0.0, False
+            if not is_written and now - written_at >= min(BEAT_FILE_SECONDS, self.timeout_seconds / 4):
+                self._write_beat(signs[0])
+                written_at, is_written = now, True
             if silent >= self.timeout_seconds:
-                self._give_up(beat, silent)
+                self._give_up(signs, silent)
                 before, silent = time.monotonic(), 0.0
 
-    def _give_up(self, beat: tuple[str, int], silent: float) -> None:
+    def _give_up(self, signs: tuple[tuple[str, int], int], silent: float) -> None:
         """Writes where this process stands, waits for those that still can, reports if that falls to this one, and ends
         it; or returns, if the main thread goes on meanwhile.
         """
+        beat = signs[0]
         record = self._identity | {
             "doing": beat[0],
             "step": beat[1],
+            "phase": PHASES.index(self._phase),
+            "phase_began_ns": self._began_ns,
             "silent_seconds": round(silent, 1),
             "collectives": entered_collectives(),
+            "waits_for": lock.owner_of_waited(),
             "waits_at": _own_line(sys._current_frames().get(self._main or 0)),
             "stacks": _stacks(self._main),
         }
         self._write(f"rank_{self.rank}.json", record)
         written = time.monotonic()
-        while self._beat is beat and not self._closed.is_set():
+        while not (goes_on := self._closed.is_set() or self._signs() != signs):
             if time.monotonic() - written >= self._patience():
                 break
             time.sleep(self._poll_seconds / 2)
-        if self._beat is not beat or self._closed.is_set():  # slow, not stuck
+        if goes_on:  # slow, not stuck
             with contextlib.suppress(OSError):
                 (self.folder / f"rank_{self.rank}.json").unlink()
-            _say(f"rank {self.rank}: {beat[0]} of step {beat[1]} took more than {silent:.0f} s")
+            _say(f"rank {self.rank}: {_moment(record)} took more than {silent:.0f} s")
             return
-        stuck, beats = self._read("rank"), self._read("beat")
+        stuck, beats = self._read_all("rank"), self._read_all("beat")
         stuck.setdefault(self.rank, record)  # when the folder is gone
         try:
             if self.rank == min(stuck):
-                text = report(stuck, beats, num_ranks=self.num_ranks, timeout_seconds=self.timeout_seconds)
-                _say(f"\n{text}\nAll that is known: {self.folder}\n")
-                self._write("report.txt", text + "\n")
+                self._report(stuck, beats)
             else:
                 deadline = time.monotonic() + 2 * self._grace_seconds
-                while time.monotonic() < deadline and not (self.folder / "report.txt").exists():
+                while time.monotonic() < deadline and self.folder.exists() and not self._is_reported():
                     time.sleep(self._poll_seconds / 2)
         except Exception:  # a report that fails must not keep the run from ending
             _say(traceback.format_exc())
         self._end_silent(stuck, beats)
         self._end(1)
+
+    def _is_reported(self) -> bool:
+        return (self.folder / "report.txt").exists()
+
+    def _report(self, stuck: dict[int, Record], beats: dict[int, Record]) -> None:
+        """Says what is at fault, and leaves it in the output folder if that is this run's."""
+        text = report(stuck, beats, num_ranks=self.num_ranks, timeout_seconds=self.timeout_seconds)
+        _say(f"\n{text}\n")
+        place = self.folder
+        if self._claim(_summary(text)):
+            place = self.output_dir / "hang"
+            with contextlib.suppress(OSError):
+                place.mkdir(parents=True, exist_ok=True)
+                for path in self.folder.glob("*.json"):
+                    shutil.copyfile(path, place / path.name)
+                (place / "report.txt").write_text(text + "\n", encoding="utf-8")
+        _say(f"All that is known: {place}\n")
+        self._write("report.txt", text + "\n")
 
     def _patience(self) -> float:
         """Seconds after this process's file until the others' must be there, if they can write at all.
@@ -164,8 +229,8 @@ class Watch:
         A rank that came to the collective later falls silent later: it has the timeout from its last sign on. The ages
         are differences of file times, so clocks of several machines do not matter.
         """
-        missing = self._read("beat").keys() - self._read("rank").keys()
-        if not missing and len(self._read("rank")) == self.num_ranks:
+        missing = self._read_all("beat").keys() - self._read_all("rank").keys()
+        if not missing and len(self._read_all("rank")) == self.num_ranks:
             return 0.0
         due = [0.0]
         with contextlib.suppress(OSError):
@@ -186,23 +251,96 @@ class Watch:
                     os.kill(beat["pid"], signal.SIGKILL)
 
     def _write_beat(self, beat: tuple[str, int]) -> None:
-        self._write(f"beat_{self.rank}.json", self._identity | {"doing": beat[0], "step": beat[1]})
+        phase = PHASES.index(self._phase)
+        self._write(f"beat_{self.rank}.json", self._identity | {"doing": beat[0], "step": beat[1], "phase": phase})
 
     def _write(self, name: str, content: str | Record) -> None:
         with contextlib.suppress(OSError):  # what is wrong with the folder is not for this thread to tell
+            self.folder.mkdir(parents=True, exist_ok=True)
             build = self.folder / f".{name}.{self.rank}"
             build.write_text(content if isinstance(content, str) else json.dumps(content, indent=1), encoding="utf-8")
             os.replace(build, self.folder / name)
 
-    def _read(self, kind: str) -> dict[int, Record]:
-        """The files of this attempt, by rank."""
+    def _read_all(self, kind: str) -> dict[int, Record]:
+        """The files of all ranks, by rank."""
         found = {}
         for rank in range(self.num_ranks):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                record = json.loads((self.folder / f"{kind}_{rank}.json").read_text(encoding="utf-8"))
-                if record["attempt"] == self.attempt:
-                    found[rank] = record
+            with contextlib.suppress(OSError, ValueError):
+                found[rank] = json.loads((self.folder / f"{kind}_{rank}.json").read_text(encoding="utf-8"))
         return found
+
+
+class _Activity:
+    """Counts the looks at which this process was seen to get on, though its main thread gave no sign."""
+
+    def __init__(self, interval_seconds: float) -> None:
+        self.interval_seconds = interval_seconds
+        self._count, self._looked_at = 0, time.monotonic()
+        self._spent, self._moved = 0.0, 0
+        self._sign: int | None = None
+
+    def count(self, *, is_alone: bool) -> int:
+        """How often so far. Where the process waits for a lock, only a sign of who holds it counts."""
+        now = time.monotonic()
+        if now - self._looked_at < self.interval_seconds:
+            return self._count
+        sign = lock.sign_of_waited()
+        spent, moved = _cpu_seconds(), _disk_bytes()
+        is_busy = spent - self._spent > BUSY_SHARE * (now - self._looked_at) or moved - self._moved > BUSY_BYTES
+        gets_on = is_alone and is_busy if sign is None else sign != self._sign
+        self._looked_at, self._spent, self._moved, self._sign = now, spent, moved, sign
+        if gets_on:
+            self._count += 1
+            lock.give_signs()
+        return self._count
+
+
+def _cpu_seconds() -> float:
+    """Of this process and those that it has started, such as compilers."""
+    spent = time.process_time()
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                times = child.cpu_times()
+                spent += times.user + times.system
+    return spent
+
+
+def _disk_bytes() -> int:
+    try:
+        counters = psutil.Process().io_counters()
+    except (psutil.Error, AttributeError, OSError):  # macOS has none
+        return 0
+    return counters.read_bytes + counters.write_bytes
+
+
+def guard() -> None:
+    """For where no watch is: before the recipe is read, and when the interpreter leaves. Of this process alone; stacks
+    on stderr and exit code 1.
+    """
+    faulthandler.dump_traceback_later(GUARD_SECONDS, exit=True)
+
+
+def folder_of(output_dir: Path) -> Path:
+    """Where the watches of a run's starts write, each in a folder of its own: beside the output folder, which a start
+    may rename.
+    """
+    path = Path(os.path.abspath(output_dir))
+    return path.parent / f".{path.name}.hang"
+
+
+def sweep(output_dir: Path, attempt: str) -> None:
+    """Removes what other starts left. By the process that holds the output folder's lock, so that they are dead."""
+    for path in folder_of(output_dir).glob("*"):
+        if path.name != attempt:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def put_away_report(output_dir: Path) -> None:
+    """An earlier start's report is no longer the last word."""
+    path = output_dir / "hang" / "report.txt"
+    if path.exists():
+        os.replace(path, path.with_name("earlier_report.txt"))
 
 
 def entered_collectives() -> dict[str, Record]:
@@ -267,7 +405,8 @@ def find_unequal(stuck: dict[int, Record], num_ranks: int) -> list[Collective]:
 
 
 def _last_group(record: Record) -> str | None:
-    groups = record["collectives"]
+    """Of the collective that it entered last, and may wait in: those of earlier phases have ended."""
+    groups = {name: one for name, one in record["collectives"].items() if one["entered_ns"] >= record["phase_began_ns"]}
     return max(groups, key=lambda name: groups[name]["entered_ns"], default=None)
 
 
@@ -283,27 +422,49 @@ def report(stuck: dict[int, Record], beats: dict[int, Record], *, num_ranks: int
     missing = {rank for collective in unequal for rank in collective.missing}
     # A rank may be late for one group since it waits in another: then the fault lies with whom it waits for.
     waiting = {rank for collective in unequal for rank in collective.inside}
-    guilty = sorted((missing - waiting) | silent) or sorted(missing)
+    guilty = sorted((missing - waiting) | silent) or sorted(missing) or _behind(stuck, num_ranks)
     lines = [f"HANG: no progress for {timeout_seconds:g} s; the run ends."]
     for rank in guilty[:MAX_NAMED]:
         lines += _accuse(rank, stuck, beats, unequal)
     if len(guilty) > MAX_NAMED:
         lines.append(f"and {len(guilty) - MAX_NAMED} more: ranks {_ranks(guilty[MAX_NAMED:])}")
-    if not guilty:
+    if not guilty and not all(record["waits_for"] for record in stuck.values()):
         lines.append("No rank stands out: all have entered the same collectives. Either the network between them has")
         lines.append("failed, or they wait for something else; their lines below tell.")
     places: dict[str, list[int]] = {}
     for rank in sorted(set(stuck) - set(guilty)):
-        places.setdefault(stuck[rank]["waits_at"], []).append(rank)
+        held = stuck[rank]["waits_for"]
+        for_what = f", for {held['path']}, held{held['owner']}, which does not get on" if held else ""
+        places.setdefault(stuck[rank]["waits_at"] + for_what, []).append(rank)
     for place, ranks in places.items():
         lines.append(f"{_ranks(ranks, 'waits', 'wait')} at {place}")
     return "\n".join(lines)
 
 
+def _behind(stuck: dict[int, Record], num_ranks: int) -> list[int]:
+    """Where no collective tells: those that wait for nobody's lock and have come least far, unless that is all."""
+    came_to = {
+        rank: (record["phase"], record["doing"] != PHASES[record["phase"]])  # in that phase, to more than its beginning
+        for rank, record in stuck.items()
+        if not record["waits_for"]
+    }
+    behind = [rank for rank, place in sorted(came_to.items()) if place == min(came_to.values())]
+    return behind if len(behind) < num_ranks or num_ranks == 1 else []
+
+
+def _moment(record: Record) -> str:
+    return f"{record['doing']} of step {record['step']}" if record["step"] else record["doing"]
+
+
+def _summary(text: str) -> str:
+    """The line of a report that says most."""
+    return "hang: " + text.splitlines()[1].removesuffix(".")
+
+
 def _accuse(rank: int, stuck: dict[int, Record], beats: dict[int, Record], unequal: list[Collective]) -> list[str]:
     record = stuck.get(rank) or beats.get(rank)
     who = f"rank {rank}" + (f" (process {record['pid']} on {record['host']})" if record else "")
-    did = f"Its last sign: {record['doing']} of step {record['step']}." if record else "It never gave a sign."
+    did = f"Its last sign: {_moment(record)}." if record else "It never gave a sign."
     where = [
         f"{collective.op} number {collective.number}"
         + ("" if collective.group == "0" else f" of group {collective.group}")
@@ -311,7 +472,8 @@ def _accuse(rank: int, stuck: dict[int, Record], beats: dict[int, Record], unequ
         for collective in unequal
         if rank in collective.missing
     ]
-    lines = [f"{who} never entered {'; nor '.join(where)}. {did}" if where else f"{who} is silent. {did}"]
+    what = f"never entered {'; nor '.join(where)}" if where else "does not get on" if rank in stuck else "is silent"
+    lines = [f"{who} {what}. {did}"]
     if rank not in stuck:
         lines.append("  It wrote nothing: it is stopped or dead, or in C code that keeps Python's lock.")
     else:

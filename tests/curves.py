@@ -159,6 +159,13 @@ def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", **extra}
 
 
+def done_of(job: dict[str, Any], answer: dict[str, Any]) -> subprocess.CompletedProcess:
+    """A run of a warm parent: its first exit code that is not 0, and what its processes printed, one after another."""
+    printed = [path.read_text(errors="replace") for path in sorted(Path(job["folder"]).glob("log_*"))]
+    code = next((code for code in answer["codes"] if code), 0)
+    return subprocess.CompletedProcess(job["words"], code, "".join(printed), "")
+
+
 class Lab:
     """Runs recipes in a shared folder; a run with the same arguments happens once, whatever test asks for it."""
 
@@ -252,20 +259,46 @@ class Lab:
         Returns:
             its first exit code that is not 0; what its processes printed, one after the other.
         """
+        with tempfile.TemporaryDirectory(dir=self.folder, prefix="logs-") as logs:
+            job = self.job(Path(logs), strategy, settings, processes, program=program, launched=launched, limit=limit)
+            return done_of(job, self.parent.ask(job | options))
+
+    def start_all(
+        self, strategy: str, starts: list[tuple[dict[str, str], dict[str, str]]], *, at_once: int, limit: float
+    ) -> list[subprocess.CompletedProcess]:
+        """Starts of as many runs, so many at once: each its settings, and variables of its processes; see `start`."""
+        with tempfile.TemporaryDirectory(dir=self.folder, prefix="logs-") as logs:
+            jobs = []
+            for number, (settings, variables) in enumerate(starts):
+                folder = Path(logs) / str(number)
+                folder.mkdir()
+                jobs.append(self.job(folder, strategy, settings, limit=limit) | {"variables": variables})
+            return list(map(done_of, jobs, self.parent.ask_all(jobs, at_once=at_once)))
+
+    def job(
+        self,
+        logs: Path,
+        strategy: str,
+        settings: dict[str, str],
+        processes: int | None = None,
+        *,
+        program: tuple[str, ...] = ("train.py",),
+        launched: bool = False,
+        limit: float,
+    ) -> dict[str, Any]:
+        """For `WarmParent.ask`; see `start`."""
         path = strategy if strategy.endswith(".yaml") else f"accelerate_configs/{strategy}.yaml"
         words = [*program, str(self.folder / "recipe.yaml")]
         for name, value in (settings if launched else {"strategy": path, **settings}).items():
             words += ["--set", f"{name}={value}"]
-        if launched:
-            options["accelerate"] = ["--config_file", path, "--main_process_port", "0"]
-            options["accelerate"] += ["--num_processes", str(processes)] if processes else []
         # bitsandbytes compiles what it has no CPU kernel for.
-        options["eager"] = not {"qlora", "adamw_8bit"}.isdisjoint(settings.values())
-        with tempfile.TemporaryDirectory(dir=self.folder, prefix="logs-") as logs:
-            count = processes or {"single": 1, "hsdp": 4}.get(strategy, 2)
-            codes = self.parent.run(Path(logs), words, processes=count, limit=limit, **options)["codes"]
-            printed = [path.read_text(errors="replace") for path in sorted(Path(logs).glob("log_*"))]
-        return subprocess.CompletedProcess(words, next((code for code in codes if code), 0), "".join(printed), "")
+        eager = not {"qlora", "adamw_8bit"}.isdisjoint(settings.values())
+        count = processes or {"single": 1, "hsdp": 4}.get(strategy, 2)
+        job = {"folder": str(logs), "words": words, "processes": count, "limit": limit, "eager": eager}
+        if launched:
+            job["accelerate"] = ["--config_file", path, "--main_process_port", "0"]
+            job["accelerate"] += ["--num_processes", str(processes)] if processes else []
+        return job
 
     @property
     def small_data(self) -> list[str]:

@@ -49,7 +49,7 @@ def test_a_second_run_is_refused_names_the_first_and_touches_nothing(tmp_path, o
     folder = tmp_path / "run"
     owner = own(folder)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(RecipeError, match=f"run is in use by process {owner.pid} on .*, which started at 2"):
+    with pytest.raises(RecipeError, match=f"run is in use by process {owner.pid} on .*, since 2"):
         lock.hold(folder)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert not folder.exists()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, clean_environment
 
-from cookbook.watch import Watch, report
+from cookbook.watch import PHASES, Watch, folder_of, put_away_report, report, sweep
 
 TIMEOUT_SECONDS = 3.0
 
@@ -32,7 +32,9 @@ folder, size, fault, timeout, deadline = Path(sys.argv[1]), int(sys.argv[2]), sy
 def run(rank):
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
     pair = dist.new_group([0, 1])
-    watch = Watch(folder, rank, size, timeout, attempt="a") if timeout else None
+    watch = Watch(folder / "out", rank, size, timeout, attempt="a") if timeout else None
+    if watch:
+        watch.enter("training")
     for step in range(1, 6):
         if watch:
             watch.beat("a micro-batch", step)
@@ -42,9 +44,11 @@ def run(rank):
                 time.sleep(0.1)
         train(rank, step, pair)
         time.sleep(0.1)
-    if watch and fault == "pause":
-        watch.pause()
-        time.sleep(2 * timeout)
+    if watch and fault == "alone":
+        watch.enter("exporting", is_alone=True)
+        end = time.monotonic() + 2 * timeout
+        while time.monotonic() < end and rank == 0:
+            pass
     if watch:
         watch.close()
     dist.barrier()
@@ -95,7 +99,7 @@ def run(folder: Path, fault: str, *, size: int = 2, timeout: float = TIMEOUT_SEC
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     pids, codes = json.loads((folder / "ended.json").read_text())
-    report = folder / "hang" / "report.txt"
+    report = folder / "out" / "hang" / "report.txt"
     return Ended(pids, codes, done.stderr, report.read_text() if report.exists() else "")
 
 
@@ -113,7 +117,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_line_and_the_collective(tmp
     assert "in train: time.sleep(3600)" in lines[2]  # where it is
     assert lines[-2].startswith("rank 0 waits at ") and lines[-2].endswith("dist.all_reduce(torch.ones(1), group=pair)")
     assert lines[-1].startswith("rank 2 waits at ") and lines[-1].endswith("dist.all_reduce(torch.ones(1))")
-    assert json.loads((tmp_path / "hang/rank_1.json").read_text())["silent_seconds"] >= TIMEOUT_SECONDS
+    assert json.loads((tmp_path / "out/hang/rank_1.json").read_text())["silent_seconds"] >= TIMEOUT_SECONDS
 
 
 @pytest.mark.parametrize("fault", ["stop", "lock"])
@@ -149,10 +153,10 @@ def test_without_a_watch_nobody_would_end(tmp_path):
     assert run(tmp_path, "stop", timeout=0).codes == [None, None]
 
 
-def test_a_healthy_run_and_a_pause_are_left_alone(tmp_path):
-    ended = run(tmp_path, "pause", timeout=1.5)
+def test_a_healthy_run_whose_main_process_works_alone_for_long_is_left_alone(tmp_path):
+    ended = run(tmp_path, "alone", timeout=1.5)
     assert ended.codes == [0, 0], ended.said
-    assert not list(tmp_path.glob("hang/rank_*")) and not ended.report
+    assert not ended.report and not folder_of(tmp_path / "out").exists()
 
 
 def wait_for(condition):
@@ -164,53 +168,130 @@ def wait_for(condition):
 
 def test_a_main_thread_that_goes_on_in_the_last_moment_is_let_be(tmp_path, capfd):
     ends: list[int] = []
-    watch = Watch(tmp_path, 0, 2, 1.0, end=ends.append)
+    watch = Watch(tmp_path / "out", 0, 2, 1.0, end=ends.append)
+    watch.enter("training")
     watch._grace_seconds = 10.0
     watch.beat("a slow step", 1)
-    file = tmp_path / "hang/rank_0.json"
+    file = tmp_path / ".out.hang/rank_0.json"
     wait_for(file.exists)  # past the timeout, it waits for the other rank's
     watch.beat("the next", 2)
     wait_for(lambda: not file.exists())
     watch.close()
     assert ends == []
     assert "rank 0: a slow step of step 1 took more than 1 s" in capfd.readouterr().err
-    assert not (tmp_path / "hang/rank_0.json").exists()
+    assert not (tmp_path / ".out.hang").exists()
 
 
-def test_the_first_beat_is_on_disk_before_the_thread_runs(tmp_path):
-    watch = Watch(tmp_path, 0, 2, 600.0)
-    watch.beat("a step", 4)
-    assert json.loads((tmp_path / "hang/beat_0.json").read_text())["step"] == 4
+def test_a_phase_is_on_disk_when_it_begins(tmp_path):
+    watch = Watch(tmp_path / "out", 0, 2, 600.0, attempt="a")
+    beat = tmp_path / ".out.hang/a/beat_0.json"
+    assert json.loads(beat.read_text())["doing"] == PHASES[0]
+    watch.enter("restoring")
+    assert json.loads(beat.read_text())["doing"] == "restoring"
     watch.close()
 
 
-def test_files_of_an_earlier_start_are_passed_over_and_its_report_is_kept(tmp_path):
+def ended_watch(output_dir: Path, *, attempt: str = "now", **options) -> list[int]:
+    """Exit codes of a watch whose main thread sleeps."""
     ends: list[int] = []
-    hang = tmp_path / "hang"
-    hang.mkdir()
-    (hang / "rank_1.json").write_text(json.dumps({"attempt": "before", "rank": 1}))
-    (hang / "report.txt").write_text("what happened before")
-    watch = Watch(tmp_path, 0, 2, 0.5, attempt="now", end=lambda code: (ends.append(code), watch._closed.set()))
+    watch = Watch(
+        output_dir, 0, 2, 0.5, attempt=attempt, end=lambda code: (ends.append(code), watch._closed.set()), **options
+    )
+    watch.enter("training")
     watch.beat("a step", 4)
-    time.sleep(1.5)
-    assert ends == [1]
-    report = (hang / "report.txt").read_text()
+    wait_for(lambda: ends)
+    return ends
+
+
+def test_files_of_other_starts_are_passed_over(tmp_path):
+    before = folder_of(tmp_path / "out") / "before"
+    before.mkdir(parents=True)
+    (before / "rank_1.json").write_text(json.dumps({"rank": 1}))
+    assert ended_watch(tmp_path / "out") == [1]
+    report = (tmp_path / "out/hang/report.txt").read_text()
     assert "rank 1" in report and "It never gave a sign." in report
-    assert (hang / "earlier_report.txt").read_text() == "what happened before"
+    sweep(tmp_path / "out", "now")
+    assert [path.name for path in folder_of(tmp_path / "out").iterdir()] == ["now"]
 
 
-def test_a_folder_that_is_gone_does_not_keep_the_watch_from_ending_the_run(tmp_path, capfd):
-    ends: list[int] = []
-    (tmp_path / "hang").write_text("no folder")
-    watch = Watch(tmp_path, 0, 1, 0.5, end=lambda code: (ends.append(code), watch._closed.set()))
-    watch.beat("a step", 4)
-    time.sleep(1.5)
-    assert ends == [1]
+def test_a_folder_of_an_earlier_run_gets_no_report(tmp_path):
+    said: list[str] = []
+    ended_watch(tmp_path / "out", claim=lambda what: said.append(what) or False)
+    assert said == ["hang: rank 1 is silent. It never gave a sign"]
+    assert not (tmp_path / "out").exists()
+    assert "rank 1 is silent" in (tmp_path / ".out.hang/now/report.txt").read_text()
+
+
+def test_an_earlier_report_is_put_away(tmp_path):
+    (tmp_path / "hang").mkdir()
+    (tmp_path / "hang/report.txt").write_text("what happened before")
+    put_away_report(tmp_path)
+    assert (tmp_path / "hang/earlier_report.txt").read_text() == "what happened before"
+    put_away_report(tmp_path)
+    assert [path.name for path in (tmp_path / "hang").iterdir()] == ["earlier_report.txt"]
+
+
+def test_a_folder_that_cannot_be_made_does_not_keep_the_watch_from_ending_the_run(tmp_path, capfd):
+    (tmp_path / ".out.hang").write_text("no folder")
+    (tmp_path / "out").write_text("no folder")
+    assert ended_watch(tmp_path / "out") == [1]
     assert "HANG: no progress for 0.5 s" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("works", [True, False])
+def test_alone_a_process_that_computes_is_not_silent_and_one_that_waits_is(tmp_path, works):
+    program = f"""
+import sys, time
+from pathlib import Path
+from cookbook.watch import Watch
+watch = Watch(Path(sys.argv[1]), 0, 1, 1.0)
+watch.enter("importing the libraries", is_alone=True)
+end = time.monotonic() + 4
+while time.monotonic() < end:
+    {"pass" if works else "time.sleep(0.01)"}
+watch.close()
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "out")], cwd=ROOT, capture_output=True)
+    assert done.returncode == (0 if works else 1), done.stderr
+
+
+LOCKED = """
+import os, sys, time
+from pathlib import Path
+from cookbook import lock
+from cookbook.watch import Watch
+rank, folder, works = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "True"
+watch = Watch(folder / "out", rank, 2, 1.5)
+watch.enter("preparing model folder and tokens", is_alone=True)
+if rank == 1:
+    while not (folder / "has").exists():
+        time.sleep(0.01)
+with lock.making(folder / "tokens.lock"):
+    (folder / "has").touch()
+    end = time.monotonic() + 5
+    while rank == 0 and time.monotonic() < end:
+        time.sleep(0.0 if works else 0.01)
+watch.close()
+"""
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_who_waits_for_a_lock_waits_as_long_as_its_holder_gets_on(tmp_path, works):
+    command = [sys.executable, "-c", LOCKED]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path), str(works)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == ([0, 0] if works else [1, 1]), said
+    if not works:
+        lines = (tmp_path / "out/hang/report.txt").read_text().splitlines()
+        assert lines[1].startswith(f"rank 0 (process {ranks[0].pid} on ") and "does not get on" in lines[1]
+        assert "rank 1 waits at " in lines[-1] and f"tokens.lock, held by process {ranks[0].pid} on " in lines[-1]
+
+
 def test_beats_cost_next_to_nothing_and_close_ends_the_thread(tmp_path):
-    watch = Watch(tmp_path, 0, 1, 60.0)
+    watch = Watch(tmp_path / "out", 0, 1, 60.0)
     begun = time.perf_counter()
     for step in range(100_000):
         watch.beat("a step", step)
@@ -227,7 +308,10 @@ def rank_record(rank: int, number: int, at: str = "a.py:1") -> dict:
         "host": "n1",
         "doing": "a step",
         "step": 5,
+        "phase": PHASES.index("training"),
+        "phase_began_ns": 0,
         "collectives": {"0 nccl": world},
+        "waits_for": None,
         "waits_at": at,
         "stacks": {},
     }
@@ -257,6 +341,21 @@ def test_a_rank_missing_from_gloo_is_named_though_it_has_entered_more_over_nccl(
         stuck[rank]["collectives"]["0 gloo"] = host
     text = report(stuck, {}, num_ranks=2, timeout_seconds=9)
     assert "rank 1 (process 101 on n1) never entered gloo:all_reduce number 3, in which rank 0 waits." in text
+
+
+def test_without_a_collective_the_one_that_is_behind_is_named():
+    stuck = {rank: rank_record(rank, 7, f"{rank}.py:1") for rank in range(4)}
+    stuck[2]["phase"], stuck[2]["doing"] = PHASES.index("restoring"), "restoring"
+    text = report(stuck, {}, num_ranks=4, timeout_seconds=9)
+    assert "rank 2 (process 102 on n1) does not get on. Its last sign: restoring" in text
+    stuck[2] |= {"phase": PHASES.index("training"), "doing": "training"}  # and the others at a step of it
+    assert "rank 2 (process 102 on n1) does not get on" in report(stuck, {}, num_ranks=4, timeout_seconds=9)
+
+
+def test_a_collective_of_an_earlier_phase_accuses_nobody():
+    stuck = {0: rank_record(0, 7) | {"phase": PHASES.index("leaving"), "phase_began_ns": 100}}
+    text = report(stuck, {1: rank_record(1, 0)}, num_ranks=2, timeout_seconds=9)
+    assert "rank 1 (process 101 on n1) is silent." in text and "never entered" not in text
 
 
 TWO_BACKENDS = """

@@ -1,7 +1,7 @@
 """Runs train.py many times from one warm parent: each run forks its processes, which saves their imports.
 
-    python tests/warm_parent.py    reads a JSON object a line, a job of `WarmParent.run`, and answers each with its
-                                   exit codes by rank and its seconds
+    python tests/warm_parent.py    reads a JSON object a line, jobs of `WarmParent.run`, and answers with the exit codes
+                                   by rank and the seconds of each
     python tests/warm_parent.py JOB RANK PORT    is one process of a run, on a real GPU
 
 It is started with the variables of `cookbook.simulated_gpus.environment`, or without them for runs on the CPU.
@@ -81,6 +81,10 @@ class WarmParent:
 
     def ask(self, job: dict) -> dict:
         """Hands a job over, and waits for its answer."""
+        return self.ask_all([job])[0]
+
+    def ask_all(self, jobs: list[dict], *, at_once: int = 1) -> list[dict]:
+        """Hands jobs over, of which so many run at once, and waits for their answers."""
         if self._process is None:
             threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
             # The compilers' ninja stands beside the interpreter.
@@ -95,7 +99,7 @@ class WarmParent:
                 text=True,
             )
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.write(json.dumps({"jobs": jobs, "at_once": at_once}) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         assert answer, "the parent of the runs has ended"
@@ -115,8 +119,19 @@ def warm_up() -> None:
         importlib.import_module(name)
 
 
-def in_a_process_of_its_own(job: dict) -> dict:
-    """The run's launcher, so that two runs have two parents."""
+def run_all(jobs: list[dict], at_once: int) -> list[dict]:
+    """Each in a process of its own, its launcher, so that two runs have two parents. Returns their answers."""
+    running: set[int] = set()
+    for job in jobs:
+        if len(running) == at_once:
+            running.remove(os.wait()[0])
+        running.add(in_a_process_of_its_own(job))
+    for pid in running:
+        os.waitpid(pid, 0)
+    return [json.loads((Path(job["folder"]) / ANSWER).read_text()) for job in jobs]
+
+
+def in_a_process_of_its_own(job: dict) -> int:
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -127,8 +142,7 @@ def in_a_process_of_its_own(job: dict) -> dict:
         except BaseException:
             traceback.print_exc()
         os._exit(code)
-    os.waitpid(pid, 0)
-    return json.loads((Path(job["folder"]) / ANSWER).read_text())
+    return pid
 
 
 def launch(job: dict) -> dict:
@@ -330,7 +344,8 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     warm_up()
     for line in sys.stdin:
-        answers.write(json.dumps(in_a_process_of_its_own(json.loads(line))) + "\n")
+        asked = json.loads(line)
+        answers.write(json.dumps(run_all(asked["jobs"], asked["at_once"])) + "\n")
 
 
 if __name__ == "__main__":

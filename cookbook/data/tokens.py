@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cookbook import lock
 from cookbook.data.encode import CHAT_KINDS, encode
 from cookbook.data.rows import BadRows, OnBadRow, Rows
 from cookbook.data.sources import BadRow
@@ -291,8 +292,6 @@ def cached_tokens(
     Raises:
         RecipeError: as `tokenize`; with on_bad_row "error", all rows that have nothing to train on; no row left.
     """
-    from filelock import FileLock
-
     made_from = {
         "format": FORMAT_VERSION,
         "rows": [rows.fingerprint for rows in parts],
@@ -305,7 +304,7 @@ def cached_tokens(
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
     folder = cache / f"tokens-{key[:16]}"
     cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
+    with lock.making(folder.with_suffix(".lock")):
         found = _load(folder, made_from)
         if found is not None:
             return found

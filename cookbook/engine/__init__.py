@@ -457,6 +457,7 @@ class Engine:
         """
         if not dist.is_initialized():
             return
+        self.beat("meeting the others", self.current_step)
         store = dist.distributed_c10d._get_default_store()
         # The main process may still be writing the model; it comes last and need not wait long.
         self._meet(store, "done", self.timeout if self.is_main else PATIENCE)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from filelock import FileLock
 
+from cookbook import lock
 from cookbook.files import RecipeError
 from cookbook.launch import CUBLAS_DETERMINISTIC, CUBLAS_VARIABLE
 from cookbook.plan import Plan
@@ -36,7 +36,7 @@ def build_ops(strategy: Strategy, cache: Path) -> None:
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str((cache / "torch_extensions").resolve())))
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "cookbook.lock"):
+    with lock.making(folder / "cookbook.lock"):
         if not AsyncIOBuilder().is_compatible(verbose=False):
             raise RecipeError(
                 [f"{strategy.path}: NVMe offload needs libaio and its headers: apt-get install libaio-dev"]

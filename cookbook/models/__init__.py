@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from huggingface_hub import snapshot_download
 from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -28,6 +27,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from cookbook import lock
 from cookbook.digests import sha256_of
 from cookbook.files import RecipeError
 from cookbook.models.attention import PACKED, packing_problem
@@ -81,7 +81,7 @@ def resolve_model(model: ModelSection, *, seed: int, texts: Iterable[str], finge
     key = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:16]
     built = cache / f"model-{key}"
     cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / f"model-{key}.lock"):
+    with lock.making(cache / f"model-{key}.lock"):
         if not built.is_dir():
             build = Path(tempfile.mkdtemp(prefix=f"model-{key}.", dir=cache))
             try:
