@@ -3,12 +3,10 @@
 import difflib
 import os
 import re
-import subprocess
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from cookbook.files import RecipeError
-from cookbook.machine import num_gpus
+from cookbook.gpus import InstalledGpu, installed_gpus, visible_gpus
 
 GIB = 2**30
 MAX_GPUS = 16
@@ -280,26 +278,17 @@ def _gpu_or_size(text: str, kind: str) -> tuple[Gpu | None, float]:
     return gpu, gpu.usable_gib
 
 
-def read_nvidia_smi(lines: Iterable[str]) -> list[tuple[str, int]]:
-    """(name, MiB) of each GPU in what `nvidia-smi --query-gpu=name,memory.total --format=csv,noheader,nounits` prints.
-
-    A slice of a GPU, or memory that the driver does not tell, is left out.
-    """
-    found = [re.fullmatch(r"\s*(.+?)\s*,\s*(\d+)\s*(?:MiB)?\s*", line) for line in lines]
-    return [(match[1], int(match[2])) for match in found if match]
-
-
-def from_driver(rows: list[tuple[str, int]], host_gib: float | None = None) -> Machines:
-    """One machine with the GPUs of `read_nvidia_smi`. Of different ones the smallest counts, and no speed is known."""
-    if not rows:
+def from_driver(gpus: list[InstalledGpu], host_gib: float | None = None) -> Machines:
+    """One machine with these GPUs, of known memory. Of different ones the smallest counts, and no speed is known."""
+    if not gpus:
         return Machines(text="cpu", host_gib=host_gib)
-    names = {name for name, _ in rows}
+    names = {gpu.name for gpu in gpus}
     gpu = find_gpu(next(iter(names))) if len(names) == 1 else None
-    smallest = min(mib for _, mib in rows) / 1024
+    smallest = min(gpu.total_bytes for gpu in gpus) / GIB
     kind = gpu.name if gpu else f"{smallest:.0f}GB"
     return Machines(
-        text=f"{len(rows)}x{kind}",
-        gpus_each=len(rows),
+        text=f"{len(gpus)}x{kind}",
+        gpus_each=len(gpus),
         gpu=gpu,
         usable_gib=smallest - DRIVER_RESERVE_GIB,
         host_gib=host_gib,
@@ -313,20 +302,11 @@ def this_machine() -> Machines:
         RecipeError: the driver does not answer, or does not tell what its GPUs are.
     """
     host_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
-    count = num_gpus()
-    if count == 0:
-        return from_driver([], host_gib)
-    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        printed = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        printed = ""
-    rows = read_nvidia_smi(printed.splitlines())
-    if len(rows) < count:
+    gpus = visible_gpus(installed_gpus())
+    if not all(gpu.total_bytes for gpu in gpus):
+        count = len(gpus)
         raise RecipeError([f"nvidia-smi does not tell what the {count} GPUs of this machine are; write GPUS=8xH100"])
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    chosen = [rows[int(part)] for part in visible if part.strip().isdigit() and int(part) < len(rows)]
-    return from_driver(chosen if len(chosen) == count else rows[:count], host_gib)
+    return from_driver(gpus, host_gib)
 
 
 def matrix_flops(num_parameters: float, num_trained: float, *, recomputed: bool = False) -> float:

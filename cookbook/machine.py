@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from cookbook.files import RecipeError
+from cookbook.gpus import VARIABLE, installed_gpus, visible_gpus
 
 CPU_PROCESSES = 2
 """Processes of a run on a machine without GPUs: enough to be a distributed run, few enough for any laptop."""
@@ -22,21 +22,11 @@ def num_gpus() -> int:
     """NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible; 0 where there is no driver.
 
     Raises:
-        RecipeError: the driver does not answer. Taken for none, a part of the processes would leave (`trim_world`).
+        RecipeError: the driver does not answer.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1"):
+    if os.environ.get(VARIABLE, "all").strip() in ("", "-1"):  # without asking the driver
         return 0
-    program = shutil.which("nvidia-smi")
-    if program is None:  # some containers have the devices and not the program
-        count = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    else:
-        try:
-            listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=60)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise RecipeError([f"nvidia-smi -L does not answer ({error}); fix the driver, or hide the GPUs"]) from None
-        count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
-    return count if visible is None else min(count, len([part for part in visible.split(",") if part.strip()]))
+    return len(visible_gpus(installed_gpus()))
 
 
 def torch_cuda() -> str | None:

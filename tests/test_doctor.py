@@ -118,9 +118,6 @@ def test_two_4090_without_peer_access_a_narrow_slot_and_company_are_read_as_such
 
 def test_only_the_gpus_that_a_run_will_see_count():
     found = gpus.parse_gpus(H100["gpus"])
-    assert [gpu.index for gpu in gpus.visible_gpus(found, "6, 2,9,1")] == [6, 2]  # CUDA stops at the first unknown
-    assert [gpu.index for gpu in gpus.visible_gpus(found, "GPU-3a")] == [3]
-    assert gpus.visible_gpus(found, "") == [] and gpus.visible_gpus(found, None) == found
     broken = gpus.parse_matrix(H100_TOPOLOGY.replace("NV18", "SYS", 1))  # between 0 and 1
     assert gpus.find_link(found[:2], broken, {}).kind == "PCIe through two CPUs"
     assert gpus.find_link(found[2:4], broken, {}).kind == "NVLink (18 links)"
@@ -161,7 +158,7 @@ def test_one_gpu_has_no_link_and_unknown_cells_are_no_mistake():
         "peers": "\tGPU0\nGPU0\tX\n",
     }
     assert link_of(one) is None and list(gpus.check_links(one)) == []
-    assert worst(gpus.check_gpus(one)) == "ok" and gpus.parse_gpus(row)[0].pcie_gb is None
+    assert worst(gpus.check_gpus(one)) == "ok" and gpus.pcie_gb(gpus.parse_gpus(row)[0]) is None
 
 
 def test_no_gpu_is_fine_and_a_broken_driver_is_not():
@@ -330,10 +327,11 @@ def test_variables_that_would_change_or_slow_a_run_are_told(monkeypatch, name, v
 
 
 def test_hidden_gpus_are_told():
-    assert list(environment.hidden_gpus(None, 8)) == []
-    assert list(environment.hidden_gpus("0,1", 2)) == []
-    assert worst(environment.hidden_gpus("0,1", 8)) == "warning"
-    assert worst(environment.hidden_gpus("0,9", 8)) == "failure"
+    assert list(environment.hidden_gpus(None, 8, 8)) == []
+    assert list(environment.hidden_gpus("0,1", 2, 2)) == []
+    assert worst(environment.hidden_gpus("0,1", 2, 8)) == "warning"
+    assert worst(environment.hidden_gpus("", 0, 8)) == "warning"
+    assert worst(environment.hidden_gpus("0,9", 1, 8)) == "failure"
 
 
 # Compiled operations.

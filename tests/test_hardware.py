@@ -3,15 +3,17 @@
 python -m pytest -q tests/test_hardware.py
 """
 
+import itertools
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
-from cookbook import hardware, machine
+from cookbook import gpus, hardware, machine
 from cookbook.files import RecipeError
-from cookbook.hardware import GPUS, find_gpu, from_driver, parse_machines, peak_flops, read_nvidia_smi, this_machine
+from cookbook.gpus import InstalledGpu
+from cookbook.hardware import GPUS, find_gpu, from_driver, parse_machines, peak_flops, this_machine
 
 # What drivers call them -> the row, or None for one that the table does not have.
 DRIVER_NAMES = {
@@ -170,45 +172,92 @@ def test_the_fabric_is_as_given_or_a_range():
         parse_machines("2x8xH100", fabric_gbits=-1)
 
 
-# As `nvidia-smi --query-gpu=name,memory.total --format=csv,noheader,nounits` prints
-SMI = "NVIDIA H100 80GB HBM3, 81559\nNVIDIA H100 80GB HBM3, 81559\n"
+def gpu(index: int, name: str, mib: int = 0, uuid: str = "") -> InstalledGpu:
+    return InstalledGpu(index=index, name=name, total_bytes=mib << 20, uuid=uuid)
+
+
+H100, L4 = ("NVIDIA H100 80GB HBM3", 81559), ("NVIDIA L4", 23034)
 
 
 def test_the_drivers_list_is_read():
-    assert read_nvidia_smi(SMI.splitlines()) == [("NVIDIA H100 80GB HBM3", 81559)] * 2
-    assert read_nvidia_smi(["NVIDIA L4, 23034 MiB", "NVIDIA A100, [N/A]", "No devices were found", ""]) == [
-        ("NVIDIA L4", 23034)
+    """As nvidia-smi prints it."""
+    text = (
+        "0, GPU-0a, NVIDIA L4, 570.1, 23034, 4, 4, 16, 16\n1, GPU-1b, NVIDIA A100, 570.1, [N/A], [N/A], [N/A], 8, 16\n"
+    )
+    found = gpus.parse_gpus(text + "No devices were found\n\n")
+    assert [(one.index, one.uuid, one.name, one.total_bytes >> 20) for one in found] == [
+        (0, "GPU-0a", "NVIDIA L4", 23034),
+        (1, "GPU-1b", "NVIDIA A100", 0),
     ]
+    assert found[1].pcie_generation is None and found[1].pcie_width == 8
+
+
+FOUR = [gpu(i, *H100, uuid=f"GPU-{i}a{i}b") for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [
+        (None, [0, 1, 2, 3]),
+        ("", []),
+        ("-1", []),
+        ("2,0", [2, 0]),
+        (" 3 , 1", [3, 1]),
+        ("0,9,1", [0]),
+        ("9,0", []),
+        ("0,-1,1", [0]),
+        ("0,", [0]),
+        ("1,1", []),
+        ("0,GPU-1a1b", [0]),
+        ("GPU-3a,GPU-0a0b", [3, 0]),
+        ("GPU-", []),  # fits all
+        ("GPU-9,GPU-0a", []),
+        ("GPU-1a1b,GPU-1a", []),
+    ],
+)
+def test_visible_gpus_are_those_that_cuda_and_torch_see(visible, seen, monkeypatch):
+    assert [one.index for one in gpus.visible_gpus(FOUR, visible)] == seen
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    parsed = torch.cuda._parse_visible_devices()
+    if parsed and isinstance(parsed[0], str):
+        parsed = torch.cuda._transform_uuid_to_ordinals(parsed, [one.uuid for one in FOUR])
+    assert list(itertools.takewhile(lambda index: index < len(FOUR), parsed)) == seen
+    assert [one.index for one in gpus.visible_gpus(FOUR)] == seen
+
+
+def test_uuids_count_one_each_where_nobody_tells_whose_they_are_and_slices_are_one():
+    unnamed = [InstalledGpu(index=i) for i in range(2)]
+    assert len(gpus.visible_gpus(unnamed, "GPU-7,GPU-8,GPU-9")) == 2
+    (slice,) = gpus.visible_gpus(FOUR, "MIG-1234,MIG-5678")
+    assert slice.total_bytes == 0
 
 
 def test_the_machine_is_what_its_driver_tells():
-    found = from_driver(read_nvidia_smi(SMI.splitlines()), host_gib=2000)
+    found = from_driver([gpu(0, *H100), gpu(1, *H100)], host_gib=2000)
     assert (found.text, found.gpus_each, found.gpu.name, found.host_gib) == ("2xH100", 2, "H100", 2000)
     assert found.usable_gib == pytest.approx(81559 / 1024 - 0.75)
     assert from_driver([]).text == "cpu"
 
 
 def test_of_different_gpus_the_smallest_counts_and_no_speed_is_told():
-    found = from_driver([("NVIDIA H100 80GB HBM3", 81559), ("NVIDIA L4", 23034)])
+    found = from_driver([gpu(0, *H100), gpu(1, *L4)])
     assert found.gpu is None and found.usable_gib < 22 and found.no_speed
 
 
-def pretend(monkeypatch, printed, count):
-    """A machine whose driver prints this; the driver itself is what is missing here."""
-    monkeypatch.setattr(hardware, "num_gpus", lambda: count)
-    answer = subprocess.CompletedProcess([], 0, stdout=printed, stderr="")
-    monkeypatch.setattr(hardware.subprocess, "run", lambda *arguments, **options: answer)
-
-
 def test_hidden_gpus_do_not_count(monkeypatch):
-    printed = "NVIDIA L4, 23034\nNVIDIA H100 80GB HBM3, 81559\nNVIDIA L4, 23034\n"
-    pretend(monkeypatch, printed, 1)
+    monkeypatch.setattr(hardware, "installed_gpus", lambda: [gpu(0, *L4), gpu(1, *H100), gpu(2, *L4)])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert this_machine().text == "1xH100"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,9,1")
+    assert this_machine().text == "1xL4"
 
 
 def test_a_driver_that_does_not_tell_is_an_error(monkeypatch):
-    pretend(monkeypatch, "", 8)
+    monkeypatch.setattr(hardware, "installed_gpus", lambda: [InstalledGpu(index=i) for i in range(8)])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(RecipeError, match="write GPUS=8xH100"):
         this_machine()
 

@@ -359,7 +359,7 @@ def test_a_world_that_no_launcher_sets_is_refused(variables):
     ],
 )
 def test_gpus_are_those_that_cuda_leaves_visible(book, monkeypatch, listing, visible, expected):
-    lines = "\n".join(f"GPU {i}: NVIDIA H200 (UUID: GPU-{i})" for i in range(listing))
+    lines = "\n".join(f"{i}, GPU-{i}, NVIDIA H200, 570.1, 143771, 4, 5, 16, 16" for i in range(listing))
     book.write("bin/nvidia-smi", f"#!/bin/sh\ncat <<'END'\n{lines}\nEND\n")
     (book.root / "bin/nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{book.root / 'bin'}:/usr/bin:/bin")

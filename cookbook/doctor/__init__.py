@@ -29,12 +29,10 @@ from cookbook.doctor.gpus import (
     check_links,
     check_needs,
     find_link,
-    parse_gpus,
     parse_matrix,
     parse_nvlink,
     read_gpus,
     try_torch,
-    visible_gpus,
 )
 from cookbook.doctor.host import check_cpu, check_disk, check_files, check_memory, check_shared_memory, read_limits
 from cookbook.doctor.hub import check_hub_for
@@ -42,6 +40,7 @@ from cookbook.doctor.nvme import check_nvme, nvme_folders
 from cookbook.doctor.sizes import sizes
 from cookbook.doctor.software import check_build, check_python, check_torch_build, check_versions
 from cookbook.files import RecipeError
+from cookbook.gpus import VARIABLE, parse_gpus, unnamed_gpus, visible_gpus
 from cookbook.library import read_label, read_needs
 from cookbook.machine import CPU_PROCESSES, torch_cuda
 from cookbook.recipe import Recipe
@@ -128,11 +127,9 @@ def _examine(visit: _Visit, recipe: Recipe | None, strategy: Strategy | None, pa
     ]
     probe.finish([asking], visit.until)
     said: dict[str, str] = {name: text for piece in asking.said for name, text in piece.items()}
-    gpus = parse_gpus(said.get("gpus", ""))
-    present = len(gpus) or int(said.get("absent", 0))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    run_gpus = visible_gpus(gpus, visible)
-    used = len(run_gpus) if gpus else _num_used(present, visible)
+    gpus = parse_gpus(said.get("gpus", "")) or unnamed_gpus()
+    run_gpus = visible_gpus(gpus)
+    used = len(run_gpus)
     build = visit.begin("build", as_said(check_build, bool(folders), bool(used), visit.folder))
     visit.tell(*first)
     visit.findings += _trouble(asking)
@@ -140,8 +137,8 @@ def _examine(visit: _Visit, recipe: Recipe | None, strategy: Strategy | None, pa
         visit.findings += check_gpus(said)
     if path is not None:
         visit.findings += check_needs(read_needs(read_label(path)), run_gpus, used, str(path))
-    visit.findings += hidden_gpus(visible, present) if present else []
-    visit.findings += check_torch_build(present, gpus[0].driver if gpus else None)
+    visit.findings += hidden_gpus(os.environ.get(VARIABLE), used, len(gpus)) if gpus else []
+    visit.findings += check_torch_build(len(gpus), gpus[0].driver or None if gpus else None)
     visit.findings += check_links(said)
     on_gpus = bool(used) and _torch_has_cuda()
     if on_gpus:
@@ -193,15 +190,6 @@ def _trouble(one: probe.Probe) -> list[Finding]:
     if one.trouble:
         return [warning(one.name, f"could not be checked: {one.trouble}", "please report this")]
     return []
-
-
-def _num_used(present: int, visible: str | None) -> int:
-    """GPUs that a run would use, where their names are not known."""
-    if visible is None:
-        return present
-    if visible.strip() in ("", "-1"):
-        return 0
-    return min(present, len([name for name in visible.split(",") if name.strip()]))
 
 
 def _torch_has_cuda() -> bool:

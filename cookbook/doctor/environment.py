@@ -1,7 +1,6 @@
 """Variables that people set for another program and forget: what they do to a run, before it does."""
 
 import os
-import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,15 +70,15 @@ def _cuda_home() -> Iterator[Finding]:
         )
 
 
-def hidden_gpus(visible: str | None, num_gpus: int) -> Iterator[Finding]:
-    """CUDA_VISIBLE_DEVICES against the GPUs of this machine."""
+def hidden_gpus(visible: str | None, num_left: int, num_gpus: int) -> Iterator[Finding]:
+    """CUDA_VISIBLE_DEVICES, and how many of this machine's GPUs it leaves."""
     if visible is None:
         return
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    absent = [name for name in names if re.fullmatch(r"\d+", name) and int(name) >= num_gpus]
-    if absent:
-        says = f"CUDA_VISIBLE_DEVICES={visible}, but there is no GPU {absent[0]} among {num_gpus}"
-        yield failure("environment", f"{says}: it and all after it are hidden", "unset CUDA_VISIBLE_DEVICES")
-    elif len(names) < num_gpus:
-        says = f"CUDA_VISIBLE_DEVICES={visible!r} leaves {len(names)} of {num_gpus} GPUs"
+    names = [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
+    if num_left < len(names):
+        says = f"CUDA_VISIBLE_DEVICES={visible} names {len(names)} GPUs, and CUDA sees {num_left} of {num_gpus}"
+        why = "a name that is not there hides itself and all after it, one that comes twice hides all"
+        yield failure("environment", f"{says}: {why}", "unset CUDA_VISIBLE_DEVICES")
+    elif num_left < num_gpus:
+        says = f"CUDA_VISIBLE_DEVICES={visible!r} leaves {num_left} of {num_gpus} GPUs"
         yield warning("environment", says, "unset CUDA_VISIBLE_DEVICES, if that is not meant")

@@ -9,22 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cookbook.doctor.finding import Finding, failure, in_bytes, ok, warning
+from cookbook.gpus import QUERY, InstalledGpu, parse_gpus, unnamed_gpus
 from cookbook.hardware import PCIE_X16, find_gpu
 from cookbook.library import Needs
 
-QUERY = (
-    "index",
-    "uuid",
-    "name",
-    "driver_version",
-    "memory.total",
-    "memory.used",
-    "pcie.link.gen.max",
-    "pcie.link.width.current",
-    "pcie.link.width.max",
-)
 COMMANDS = {
-    "gpus": [f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"],
+    "gpus": QUERY,
     "processes": ["--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader,nounits"],
     "topology": ["topo", "-m"],
     "peers": ["topo", "-p2p", "r"],
@@ -32,26 +22,6 @@ COMMANDS = {
 }
 BUSY_SHARE = 0.05
 """Of a GPU's memory in use before a run starts: more is worth a word."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
-    index: int
-    uuid: str
-    name: str
-    driver: str
-    total_bytes: int
-    used_bytes: int
-    pcie_generation: int | None
-    pcie_width: int | None
-    pcie_width_max: int | None
-
-    @property
-    def pcie_gb(self) -> float | None:
-        """GB/s in one direction, as the slot is wired."""
-        if self.pcie_generation not in PCIE_X16 or self.pcie_width is None:
-            return None
-        return PCIE_X16[self.pcie_generation] / 1e9 * self.pcie_width / 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +38,7 @@ def read_gpus() -> Iterator[dict[str, str]]:
     """What nvidia-smi says, unread, a piece at a time; a first piece `absent` or `broken` where it says nothing."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        devices = sorted(Path("/dev").glob("nvidia[0-9]*"))
-        yield {"absent": str(len(devices))}
+        yield {"absent": str(len(unnamed_gpus()))}
         return
     for name, arguments in COMMANDS.items():
         done = subprocess.run([program, *arguments], capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -79,33 +48,6 @@ def read_gpus() -> Iterator[dict[str, str]]:
             said = (done.stdout + done.stderr).strip() or f"exit code {done.returncode}"
             yield {"absent": "0"} if "No devices were found" in said else {"broken": said.splitlines()[0]}
             return
-
-
-def parse_gpus(text: str) -> list[Gpu]:
-    """The answer to --query-gpu. nvidia-smi writes [N/A] or [Not Supported] for what it does not know."""
-    found = []
-    for row in csv.reader(text.splitlines(), skipinitialspace=True):
-        if len(row) != len(QUERY):
-            continue
-        index, uuid, name, driver, total, used, generation, width, widest = (cell.strip() for cell in row)
-        found.append(
-            Gpu(
-                index=int(index),
-                uuid=uuid,
-                name=name,
-                driver=driver,
-                total_bytes=(_number(total) or 0) << 20,
-                used_bytes=(_number(used) or 0) << 20,
-                pcie_generation=_number(generation),
-                pcie_width=_number(width),
-                pcie_width_max=_number(widest),
-            )
-        )
-    return found
-
-
-def _number(text: str) -> int | None:
-    return int(text) if text.isdecimal() else None
 
 
 def parse_processes(text: str) -> dict[str, list[str]]:
@@ -149,20 +91,14 @@ def parse_nvlink(text: str) -> dict[int, float]:
     return found
 
 
-def visible_gpus(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
-    """Those that CUDA_VISIBLE_DEVICES leaves, in its order. CUDA ignores all from the first unknown name on."""
-    if visible is None:
-        return gpus
-    found = []
-    for name in map(str.strip, visible.split(",")):
-        fitting = [gpu for gpu in gpus if str(gpu.index) == name or (len(name) > 4 and gpu.uuid.startswith(name))]
-        if not fitting:
-            break
-        found.append(fitting[0])
-    return found
+def pcie_gb(gpu: InstalledGpu) -> float | None:
+    """GB/s in one direction, as the slot is wired."""
+    if gpu.pcie_generation not in PCIE_X16 or gpu.pcie_width is None:
+        return None
+    return PCIE_X16[gpu.pcie_generation] / 1e9 * gpu.pcie_width / 16
 
 
-def find_link(gpus: list[Gpu], topology: dict[tuple[int, int], str], nvlink: dict[int, float]) -> Link | None:
+def find_link(gpus: list[InstalledGpu], topology: dict[tuple[int, int], str], nvlink: dict[int, float]) -> Link | None:
     """The slowest link between the GPUs; None for a single one."""
     if len(gpus) < 2:
         return None
@@ -183,7 +119,7 @@ def find_link(gpus: list[Gpu], topology: dict[tuple[int, int], str], nvlink: dic
         "SYS": "two CPUs",
     }
     way = next((ways[word] for word in reversed(ways) if word in words), None)
-    speeds = [gpu.pcie_gb for gpu in gpus]
+    speeds = [pcie_gb(gpu) for gpu in gpus]
     slowest = min((speed for speed in speeds if speed is not None), default=None)
     return Link(kind=f"PCIe through {way}" if way else "PCIe", gb=None if None in speeds else slowest)
 
@@ -219,7 +155,7 @@ def check_gpus(said: dict[str, str]) -> Iterator[Finding]:
             yield warning("GPUs", says, f"end it, or export CUDA_VISIBLE_DEVICES={others}")
 
 
-def check_needs(needs: Needs, gpus: list[Gpu], used: int, recipe: str) -> Iterator[Finding]:
+def check_needs(needs: Needs, gpus: list[InstalledGpu], used: int, recipe: str) -> Iterator[Finding]:
     """What the label of a recipe asks for, against the GPUs that a run would see.
 
     Args:

@@ -150,13 +150,15 @@ class Devices:
 
 
 def _visible(count: int, text: str | None) -> int:
-    """As CUDA reads CUDA_VISIBLE_DEVICES: up to the first that is not there."""
+    """As CUDA reads CUDA_VISIBLE_DEVICES: up to the first that is not there; none if one comes twice."""
     if text is None:
         return count
     seen: list[str] = []
     for word in map(str.strip, text.split(",")):
-        if not word.isdecimal() or int(word) >= count or word in seen:
+        if not word.isdecimal() or int(word) >= count:
             break
+        if word in seen:
+            return 0
         seen.append(word)
     return len(seen)
 
