@@ -209,7 +209,7 @@ def train_step(run: "Run", books: "Books", batch: "StepBatch") -> tuple[str | No
     seconds = time.perf_counter() - started  # a GPU may still be at the update, whose time is then the next step's
     # Under fp16 that is how the loss scale finds its place.
     is_skipped = not math.isfinite(result.grad_norm) and recipe.mixed_precision != "fp16"
-    progress.advance(batch.num_samples, is_skipped=is_skipped)
+    progress.advance(batch, is_skipped=is_skipped)
     books.log.write(
         {
             "step": progress.step,
@@ -310,7 +310,7 @@ def finish(run: "Run", books: "Books") -> int:
         books.status.end("stopped", exit_code=signals.EXIT_CODE, reason=status.EXPORTING, checkpoint=saver.newest_path)
         if not publish.has_frame(run.output_dir):
             stages.write_frame(run)
-        publish.export(run.output_dir, saver.newest, reopened=False, say=log.say)
+        publish.export(run.output_dir, saver.newest, reopened=run.recipe.run.check_export, say=log.say)
     books.status.end("finished", exit_code=0)
     log.close()
     books.watch.enter("leaving")

@@ -387,6 +387,9 @@ class RunSection(Section):
     """Steps that may be left out because a loss or gradient is not finite; one more ends the run."""
     hang_timeout_minutes: float = Field(default=30.0, gt=0, le=10_080)
     """A run without progress for so long ends, and names the process at fault. More than the longest forward takes."""
+    check_export: bool = True
+    """At the end, open the export in a fresh process, and compare it with the checkpoint: the time of a start, and of
+    reading both."""
     deterministic: bool = False
     """Only kernels that give the same bits each time on the same GPUs, and an error for what has none. Slower; a CPU
     has them anyway."""

@@ -67,11 +67,14 @@ class Progress:
     """After this step."""
     eval_loss: float | None = None
     """Of the first evaluation set, after this step."""
+    stream_digest: str | None = None
+    """Of what a stream gave up to this step."""
 
-    def advance(self, num_samples: int, *, is_skipped: bool) -> None:
+    def advance(self, batch: batches.StepBatch, *, is_skipped: bool) -> None:
         """One step on."""
         self.step += 1
-        self.num_samples += num_samples
+        self.num_samples += batch.num_samples
+        self.stream_digest = batch.stream_digest
         self.num_skipped += is_skipped
         self.is_evaluated, self.eval_loss = False, None
 
@@ -168,6 +171,7 @@ def start_engine(
         make_deterministic()
     # One seed on all processes until the weights stand, since sharding takes a piece from each.
     set_seed(recipe.seed)
+    beat("meeting the others", 0)
     engine = Engine(
         strategy,
         plan,
@@ -273,6 +277,7 @@ def make_run(
         seed=recipe.seed,
         global_batch_size=recipe.batch.global_batch_size,
         num_samples_consumed=progress.num_samples,
+        stream_digest=progress.stream_digest,
     )
     return Run(
         recipe=recipe,

@@ -57,6 +57,7 @@ schedule:
 run:
   max_steps: 30
   output_dir: outputs/small
+  check_export: false
 """
 
 LAUNCHER_VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "CUDA_VISIBLE_DEVICES")

@@ -46,6 +46,21 @@ def gradient_not_finite_in_step_3() -> None:
     Engine.gradients = gradients
 
 
+def export_not_what_was_trained() -> None:
+    """The last weight of the export is another."""
+    from cookbook import publish
+
+    right = publish.write_model
+
+    def write(weights, folder, **options):
+        right(weights, folder, **options)
+        with (folder / "model.safetensors").open("r+b") as file:
+            file.seek(-4, 2)
+            file.write(b"\x00\x00\x80\x3f")
+
+    publish.write_model = write
+
+
 def schedule_per_process() -> None:
     """The schedule advances once per process, as a scheduler does that was given to `accelerator.prepare`."""
     import cookbook.schedule as schedule

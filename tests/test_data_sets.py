@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from small_data import PAD, chat, make_tokenizer, write_lines
 
-from cookbook.data.batches import Layout, steps_per_epoch, train_steps
+from cookbook.data.batches import Layout, StepBatch, steps_per_epoch, train_steps
 from cookbook.data.sets import TokenSets, read_data, tokenize_data
 from cookbook.data.stream import Stream
 from cookbook.files import RecipeError
@@ -290,6 +290,29 @@ def test_hub_stream_is_fetched_while_it_is_read(tmp_path, tokenizer, monkeypatch
     monkeypatch.setattr(datasets, "load_dataset", load)
     steps = stream_steps(stream_of(["some/data"], tokenizer), 2)
     assert sorted(itertools.chain(*shown(steps, tokenizer))) == words(6)
+
+
+def test_a_stream_that_goes_on_with_other_rows_is_refused(tmp_path, tokenizer):
+    """Rows before the place that it goes on from, which only reading them can tell of the Hub's sets."""
+    rows = words(10)
+
+    def steps_from(chosen: list[str], num_consumed: int, digest: str | None) -> list[StepBatch]:
+        path = write_lines(tmp_path / "a.jsonl", *(json.dumps({"text": word}) for word in chosen))
+        layout = Layout(num_ranks=1, rank=0, pad_id=0, micro_batch_size=1)
+        stream = stream_of([path], tokenizer)  # blocks of 4
+        position = dict(seed=0, global_batch_size=3, num_samples_consumed=num_consumed, stream_digest=digest)
+        return list(itertools.islice(train_steps(stream, layout, **position), 5))
+
+    whole = steps_from(rows, 0, None)
+    for num_steps in (1, 3, 4):  # in the first block; in the last; in the second pass
+        digest = whole[num_steps - 1].stream_digest
+        (again, *_) = steps_from(rows, 3 * num_steps, digest)
+        assert again.stream_digest == whole[num_steps].stream_digest
+        for edited in (["other", *rows[1:]], [rows[1], rows[0], *rows[2:]]):
+            with pytest.raises(RecipeError, match="not what the checkpoint was made with"):
+                steps_from(edited, 3 * num_steps, digest)
+    # What comes later may be other rows: nobody has seen them.
+    steps_from([*rows[:8], "other", "rows"], 3, whole[0].stream_digest)
 
 
 def test_a_stream_is_known_by_what_it_is_read_from_and_with(tmp_path: Path):

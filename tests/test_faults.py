@@ -263,6 +263,18 @@ def test_the_samples_of_a_gradient_that_is_not_finite_are_named(lab: Lab, tmp_pa
     assert len(set(named)) == len(named) == 16
 
 
+def test_a_run_has_finished_when_its_export_was_opened_and_compared(lab: Lab, tmp_path: Path):
+    settings = SMALL | {"run.output_dir": str(tmp_path / "out"), "run.check_export": "true"}
+    done = lab.start("ddp", settings, 2)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "reopened in a fresh process" in done.stdout
+    assert "equal" in json.loads((tmp_path / "out/export/export.json").read_text())["reopened"]["logits"]
+    done = lab.start("ddp", settings, 2, program=("tests/sabotage.py", "export_not_what_was_trained"))
+    assert done.returncode not in (0, 2, STOPPED)
+    assert "is not what the checkpoint holds" in status(tmp_path / "out")["reason"]
+    assert status(tmp_path / "out")["state"] == "failed" and not (tmp_path / "out/export").exists()
+
+
 def test_a_last_step_that_cannot_be_saved_is_an_error(lab: Lab, tmp_path: Path):
     output = tmp_path / "out"
     fault = {"rank": 0, "at": "save.begin", "step": 6, "do": "EROFS"}

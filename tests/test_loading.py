@@ -30,7 +30,7 @@ model: {name_or_path: MODEL}
 data: {train: DATA, max_length: 512}
 batch: {global_batch_size: 4, micro_batch_size: 2}
 optim: {learning_rate: 1e-3}
-run: {max_steps: 1, output_dir: OUTPUT}
+run: {max_steps: 1, output_dir: OUTPUT, check_export: false}
 """
 SIZES = {"vocab_size": 512, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 4}
 

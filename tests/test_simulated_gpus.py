@@ -17,6 +17,7 @@ from cookbook import simulated_gpus
 from cookbook.files import RecipeError
 
 SMALL = ["run.max_steps=3", "run.eval_every_steps=3", "schedule.warmup_steps=1", "batch.global_batch_size=8"]
+SMALL += ["run.check_export=false"]
 
 
 def run(*command: str, memory: int = 1 << 20, **extra: str) -> subprocess.CompletedProcess:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cookbook.data.stream import Stream
+from cookbook.data.stream import Stream, Window
 from cookbook.data.tokens import TokenSet
 from cookbook.files import RecipeError
 
@@ -55,6 +55,8 @@ class StepBatch:
     """Of those samples: as many, or two for each pair."""
     epoch: float
     """Epochs completed after this step; of a stream, whose length is not known, whole ones."""
+    stream_digest: str | None = None
+    """See `Window.digest`."""
 
 
 def epoch_order(tokens: TokenSet, seed: int, epoch: int) -> np.ndarray:
@@ -201,6 +203,7 @@ def train_steps(
     seed: int,
     global_batch_size: int,
     num_samples_consumed: int = 0,
+    stream_digest: str | None = None,
 ) -> Iterator[StepBatch]:
     """The steps of `layout.rank`, epoch after epoch without end.
 
@@ -208,14 +211,18 @@ def train_steps(
 
     Args:
         num_samples_consumed: where to go on: samples of all steps so far, all ranks and epochs together.
+        stream_digest: of the last of those steps.
 
     Raises:
         RecipeError: a position that no step of this global_batch_size ends at, by the first `next`; and what
             `Stream.windows` raises.
     """
     position = dict(seed=seed, global_batch_size=global_batch_size, num_samples_consumed=num_samples_consumed)
-    windows = train.windows(**position) if isinstance(train, Stream) else _windows(train, **position)
-    for tokens, window, epoch in windows:
+    if isinstance(train, Stream):
+        windows = train.windows(**position, digest=stream_digest)
+    else:
+        windows = _windows(train, **position)
+    for tokens, window, epoch, digest in windows:
         lengths = tokens.lengths.reshape(-1, tokens.group_size)[window]
         dealt = deal(lengths.sum(1).tolist(), layout.num_ranks)
         cuts = _cuts_of_rank(lengths, dealt, layout)
@@ -227,12 +234,11 @@ def train_steps(
             num_samples=len(window),
             num_sequences=lengths.size,
             epoch=epoch,
+            stream_digest=digest,
         )
 
 
-def _windows(
-    tokens: TokenSet, *, seed: int, global_batch_size: int, num_samples_consumed: int
-) -> Iterator[tuple[TokenSet, np.ndarray, float]]:
+def _windows(tokens: TokenSet, *, seed: int, global_batch_size: int, num_samples_consumed: int) -> Iterator[Window]:
     num_samples = sum(tokens.epoch_sizes)
     epoch, start = divmod(num_samples_consumed, num_samples)
     if start % global_batch_size:
@@ -245,7 +251,7 @@ def _windows(
         order = epoch_order(tokens, seed, epoch)
         for begin in range(start, num_samples, global_batch_size):
             window = order[begin : begin + global_batch_size]
-            yield tokens, window, epoch + (begin + len(window)) / num_samples
+            yield Window(tokens, window, epoch + (begin + len(window)) / num_samples)
         epoch, start = epoch + 1, 0
 
 

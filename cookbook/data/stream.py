@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,17 @@ from cookbook.recipe import DataSection, ObjectiveSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class Window(NamedTuple):
+    """Of a training set, what one step goes through."""
+
+    tokens: TokenSet
+    samples: np.ndarray
+    """int64 [W]: numbers in that set."""
+    epoch: float
+    digest: str | None = None
+    """Of a stream: of all blocks of its pass, up to the one that the last sample is of."""
 
 
 @dataclass
@@ -77,29 +88,40 @@ class Stream:
         return block, _order(seed, 0, 0, len(block))
 
     def windows(
-        self, *, seed: int, global_batch_size: int, num_samples_consumed: int
-    ) -> Iterator[tuple[TokenSet, np.ndarray, float]]:
-        """For each step, without end: its samples, their numbers in that token set, and the number of passes completed
-        before the one that the last of them belongs to.
+        self, *, seed: int, global_batch_size: int, num_samples_consumed: int, digest: str | None = None
+    ) -> Iterator[Window]:
+        """The steps, without end; their epoch is the number of passes completed before that of their last sample.
 
         To go on after `num_samples_consumed` samples, what comes before is read and tokenised again (one pass at
         most), since only then it is known how many samples it gives.
 
+        Args:
+            digest: of the window that ended there, to compare with what is read now.
+
         Raises:
-            RecipeError: bad rows under on_bad_row "error", or a pass without a sample; in the midst of training.
+            RecipeError: bad rows under on_bad_row "error", or a pass without a sample, in the midst of training; other
+                rows than those of `digest`, by the first `next`.
         """
-        samples = self._samples(seed, num_samples_consumed)
+        samples = self._samples(seed, num_samples_consumed, digest)
         while True:
             window = list(islice(samples, global_batch_size))
-            yield join(piece for _, piece in window), np.arange(len(window)), float(window[-1][0])
+            epoch, _, digest = window[-1]
+            yield Window(join(piece for _, piece, _ in window), np.arange(len(window)), float(epoch), digest)
 
-    def _samples(self, seed: int, num_skipped: int) -> Iterator[tuple[int, Piece]]:
-        epoch = 0
+    def _samples(self, seed: int, num_skipped: int, expected: str | None) -> Iterator[tuple[int, Piece, str]]:
+        """Each with the number of its pass, and the digest of the pass up to its block."""
+        epoch, num_consumed = 0, num_skipped
         while True:
-            num_samples, bad_rows = 0, BadRows()
+            num_samples, bad_rows, digest = 0, BadRows(), ""
+            ends: list[tuple[int, str]] = []  # of each block
             with Ahead(self._blocks(bad_rows)) as blocks:
                 for number, (block, num_dropped) in enumerate(blocks):
                     num_samples += len(block)
+                    digest = hashlib.sha256((digest + block.fingerprint).encode()).hexdigest()
+                    ends.append((num_samples, digest))
+                    if expected is not None and num_consumed <= num_samples:
+                        self._compare(ends, num_consumed, expected)
+                        expected = None
                     if epoch == 0:
                         self._count(block, num_dropped)
                     if num_skipped >= len(block):
@@ -107,15 +129,29 @@ class Stream:
                         continue
                     for i in _order(seed, epoch, number, len(block))[num_skipped:]:
                         start, end = block.offsets[i], block.offsets[i + 1]
-                        yield epoch, (block.ids[start:end], block.is_label[start:end])
+                        yield epoch, (block.ids[start:end], block.is_label[start:end]), digest
                     num_skipped = 0
             if not num_samples:
                 raise RecipeError(["data.train: no row left to train on", *bad_rows.mistakes()])
             if epoch == 0:
                 self.first_pass.num_dropped = bad_rows.num_by_reason  # with those after the last block
+            if expected is not None:
+                self._compare(ends, (num_consumed - 1) % num_samples + 1, expected)
+                expected = None
             # Every pass has as many samples, so whole ones need not be read to be skipped.
             num_passes, num_skipped = divmod(num_skipped, num_samples)
             epoch += 1 + num_passes
+
+    def _compare(self, ends: list[tuple[int, str]], position: int, expected: str) -> None:
+        """Raises if the blocks up to that of the sample before `position` of a pass are not those of `expected`."""
+        found = next(digest for end, digest in ends if end >= position)
+        if found != expected:
+            raise RecipeError(
+                [
+                    "data.train: the stream is not what the checkpoint was made with: read again, the samples before"
+                    f" number {position} of a pass are others. Go on with those rows, or begin anew (run.resume: never)"
+                ]
+            )
 
     def _count(self, block: TokenSet, num_dropped: Counter[str]) -> None:
         self.first_pass.num_samples += len(block)

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cookbook import faults
 from cookbook.ds_config import deepspeed_config, separate_swap
 from cookbook.engine import state
-from cookbook.engine.findings import find, is_sharded
+from cookbook.engine.findings import describe_optimizer, find, is_sharded
 from cookbook.engine.norm import clip, square_sums
 from cookbook.engine.start import build_ops, make_deterministic, start_accelerator, wrap_fsdp1_on_cpu
 from cookbook.launch import World
@@ -173,6 +173,7 @@ class Engine:
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
+        self.asked_optimizer = describe_optimizer(optimizer)
         if self.strategy.kind == "tp":
             # transformers has cut the model already; accelerate's own preparation would wrap it in DDP.
             self.model = model if self.device.type == "cpu" else model.to(self.device)
@@ -393,6 +394,8 @@ class Engine:
         key = f"cookbook/told/{self._told}"
         if self.is_main:
             store.set(key, text)
+        else:
+            self.beat("waiting for the main process", self.current_step)
         return store.get(key).decode()
 
     def parameter_shapes(self) -> dict[str, list[int]]:

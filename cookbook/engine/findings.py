@@ -21,6 +21,7 @@ def find(engine: "Engine") -> Iterator[tuple[str, Any, Any]]:
     strategy, plan, model = engine.strategy, engine.plan, engine.model
     yield "processes", plan.num_processes, dist.get_world_size() if dist.is_initialized() else 1
     yield "processes seen by accelerate", plan.num_processes, engine.accelerator.num_processes
+    yield "optimizer and its groups", engine.asked_optimizer, describe_optimizer(engine.optimizer)
     if strategy.kind == "zero":
         yield from _deepspeed_findings(engine)
         return
@@ -36,6 +37,9 @@ def find(engine: "Engine") -> Iterator[tuple[str, Any, Any]]:
         # One process under ddp has nobody to synchronise with, wrapped or not.
         yield "wrapper", strategy.kind == "ddp" and (wrapped or plan.num_processes > 1), wrapped
         yield "sharded parameters", 0, sharded
+        if wrapped:
+            asked = {"gradient_as_bucket_view": True, "broadcast_buffers": False, "find_unused_parameters": False}
+            yield "DDP", asked, {name: getattr(model, name) for name in asked}
     if strategy.kind == "fsdp1":
         yield from _fsdp1_findings(engine, low)
     if strategy.kind == "fsdp2":
@@ -46,6 +50,15 @@ def find(engine: "Engine") -> Iterator[tuple[str, Any, Any]]:
         # Norms stay whole, and of an adapter's two small matrices one; every matrix of the model itself must be cut.
         frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         yield "whole matrices", 0, sum(not is_sharded(p) for p in frozen or trainable if p.ndim >= 2)
+
+
+def describe_optimizer(optimizer: Any) -> list[Any]:
+    """The class of the optimizer inside the wrappers, and the settings of its groups that training does not change."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    fixed = ("weight_decay", "betas", "eps", "momentum")
+    groups = [{name: group[name] for name in fixed if name in group} for group in optimizer.param_groups]
+    return [type(optimizer).__name__, *groups]
 
 
 def _deepspeed_findings(engine: "Engine") -> Iterator[tuple[str, Any, Any]]:
@@ -74,12 +87,26 @@ def _deepspeed_findings(engine: "Engine") -> Iterator[tuple[str, Any, Any]]:
     for key in sorted(asked.keys() & in_force.keys() - {"stage", "offload_optimizer", "offload_param"}):
         if asked[key] != "auto":
             yield f"zero_optimization.{key}", asked[key], in_force[key]
+    for name, handle in _aio_handles(model):
+        for key, value in config.get("aio", {}).items():
+            yield f"aio.{key}, {name}", value, getattr(handle, f"get_{key}")()
     partitioned = [hasattr(parameter, "ds_tensor") for parameter in model.parameters()]
     yield "partitioned parameters", strategy.zero_stage == 3, all(partitioned)
     if strategy.zero_stage == 3:
         persistent = zero.param_persistence_threshold
         states = {p.ds_status.name for p in model.parameters() if p.ds_numel > persistent}
         yield "parameters between steps", {"NOT_AVAILABLE"}, states or {"NOT_AVAILABLE"}
+
+
+def _aio_handles(model: Any) -> Iterator[tuple[str, Any]]:
+    """What reads and writes swap files, which holds the settings that its threads work with."""
+    swappers = [getattr(model.optimizer, "optimizer_swapper", None)]
+    swappers += [getattr(parameter, "nvme_swapper", None) for parameter in list(model.parameters())[:1]]
+    for swapper in filter(None, swappers):
+        for name in ("aio_handle", "read_aio_handle", "write_aio_handle", "aio_read_handle", "aio_write_handle"):
+            handle = getattr(swapper, name, None)
+            if hasattr(handle, "get_block_size"):
+                yield f"{type(swapper).__name__}.{name}", handle
 
 
 def _fsdp1_findings(engine: "Engine", low: torch.dtype | None) -> Iterator[tuple[str, Any, Any]]:
@@ -94,6 +121,10 @@ def _fsdp1_findings(engine: "Engine", low: torch.dtype | None) -> Iterator[tuple
     assert engine.strategy.fsdp is not None
     asked = engine.strategy.fsdp.fsdp_sharding_strategy if engine.plan.num_processes > 1 else "NO_SHARD"
     yield "sharding", {asked}, {unit.sharding_strategy.name for unit in units}
+    block = engine.strategy.fsdp
+    backward = None if block.fsdp_backward_prefetch == "NO_PREFETCH" else block.fsdp_backward_prefetch
+    prefetch = {(unit.backward_prefetch and unit.backward_prefetch.name, unit.forward_prefetch) for unit in units}
+    yield "prefetch, backward and forward", {(backward, bool(block.fsdp_forward_prefetch))}, prefetch
     policies = {(unit.mixed_precision.param_dtype, unit.mixed_precision.reduce_dtype) for unit in units}
     yield "dtypes of a unit's weights and reductions", {(low, torch.float32 if low else None)}, policies
 

@@ -216,5 +216,7 @@ def wrap_fsdp1_on_cpu(accelerator: Any, model: torch.nn.Module) -> torch.nn.Modu
         auto_wrap_policy=plugin.auto_wrap_policy,
         mixed_precision=plugin.mixed_precision_policy,
         use_orig_params=True,
+        backward_prefetch=plugin.backward_prefetch,
+        forward_prefetch=plugin.forward_prefetch,
         device_id=torch.device("cpu"),
     )

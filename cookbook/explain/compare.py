@@ -36,6 +36,7 @@ ONLY_THE_RUN = (
     "run.allow_changes",
     "run.stop_after_steps",
     "run.hang_timeout_minutes",
+    "run.check_export",
 )
 """Keys of what is written and measured on the way."""
 EFFECTS = {

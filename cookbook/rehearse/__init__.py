@@ -190,6 +190,7 @@ def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
     run.pop("num_epochs", None)
     run |= {"max_steps": NUM_STEPS, "output_dir": str(rehearsal.folder / "out")}
     run["eval_every_steps"] = 2
+    run["check_export"] = False  # which the rehearsal does itself
     small = rehearsal.folder / "recipe.yaml"
     small.write_text(dump_yaml(values), encoding="utf-8")
     # Once more for the small recipe: what its strategy cannot do there is told without starting processes.
