@@ -94,12 +94,13 @@ def what_it_takes(path: Path) -> str:
     label = read_label(path)
     lines = [f"{path} needs {label.get('Needs', 'hardware that its label does not name')}", "Instead, here:"]
     lines.append(f"  make rehearse RECIPE={path}    the same strategy and kind of model, tiny, on simulated GPUs")
-    lines += [f"  {_run_line(other)}    {what}" for other, what in _smaller(path, read_needs(label))]
-    return "\n".join(lines)
+    lines.append(f"  {_run_line(RECIPES / 'quickstart.yaml')}    a small model")
+    smaller = [f"  {_run_line(other)}    {what}" for other, what in _smaller(path, read_needs(label))]
+    return "\n".join([*lines, *(["On less hardware:"] if smaller else []), *smaller])
 
 
 def _smaller(path: Path, needs: Needs) -> list[tuple[Path, str]]:
-    """Up to three recipes of this objective for less hardware, of the same folder first; the quickstart at the end."""
+    """Up to three recipes of this objective for less hardware, of the same folder first."""
     objective, fitting = load_recipe(path).objective.name, []
     for other in recipe_files():
         other_needs = read_needs(read_label(other))
@@ -108,9 +109,7 @@ def _smaller(path: Path, needs: Needs) -> list[tuple[Path, str]]:
         if _total_gb(other_needs) < _total_gb(needs) and load_recipe(other).objective.name == objective:
             fitting.append((other.parent != path.parent, -_total_gb(other_needs), other))
     chosen = [other for *_, other in sorted(fitting)[:3]]
-    return [(other, read_label(other)["Needs"].split(". ")[0]) for other in chosen] + [
-        (RECIPES / "quickstart.yaml", "no GPU needed")
-    ]
+    return [(other, read_label(other)["Needs"].split(". ")[0]) for other in chosen]
 
 
 def _total_gb(needs: Needs) -> int:
