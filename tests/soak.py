@@ -2,21 +2,23 @@
 
     python tests/soak.py [--kills 30] [--seed 0] [--folder FOLDER]      (make soak)
 
-One training, started again and again. Each start draws a strategy, a number of processes, whether saves happen in the
-background, a moment, and what is killed then: one process, all, or the launcher with them; or it gets SIGTERM. The last
-start runs to the end. Its curve, weights and positions must be those of a run that nothing happened to. The learning
-rate is low, for a run at the edge of stability makes of the last bits in which strategies differ another curve: at 3e-3
-the difference was 4e-7 until step 200 and then grew tenfold every ten steps.
+One training, started again and again. Each start draws a strategy, a number of processes, CPU or simulated GPUs,
+whether saves happen in the background, what is killed (one process, all, or the launcher with them; or it gets
+SIGTERM), and when: after some seconds, from the start-up on, or at a named moment of the start, of a save or of the
+export. When the kills are done the last start runs to the end. Its curve, weights and positions must be those of a run
+that nothing happened to. The learning rate is low, for a run at the edge of stability makes of the last bits in which
+strategies differ another curve: at 3e-3 the difference was 4e-7 until step 200 and then grew tenfold every ten steps.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -25,56 +27,95 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from curves import ADAMW, ROOT, Curve, Lab, distance, environment
+from curves import ADAMW, ROOT, Curve, Lab, distance, done_of
 
+from cookbook import simulated_gpus
 from cookbook.checkpoint import folder
+from cookbook.watch import PHASES
+from tests.warm_parent import WarmParent
 
-STRATEGIES = ["ddp:2", "ddp:3", "fsdp1:2", "fsdp2:2", "zero1:2", "zero2:3", "zero3:2", "zero3:3", "tp:2", "single:1"]
+STRATEGIES = [
+    *("single:1", "ddp:2", "ddp:3", "fsdp1:2", "fsdp2:2", "fsdp2:3", "fsdp2_grad_op:2", "fsdp2_offload:2", "hsdp:4"),
+    *("zero1:2", "zero2:3", "zero2_offload:2", "zero3:2", "zero3:3", "zero3_offload:2", "tp:2"),
+]
 WAYS = ["one process", "all processes", "launcher and all", "SIGTERM to one", "SIGTERM to all"]
+POINTS = [*(f"phase.{phase}" for phase in PHASES[:9]), "data.next", "step.forward", "step.update"]
+POINTS += [f"save.{point}" for point in ("begin", "in_file", "after_file", "after_receipt")]
+POINTS += [f"save.{point}" for point in ("before_manifest", "before_rename", "before_latest", "after_latest")]
+AT_A_POINT = 0.4
+"""Share of the kills that fall at a named moment."""
+EXPORT_SHARE = 0.1
+"""Share of the kills that fall into the export, after the last step."""
+LIMIT_SECONDS = 300.0
+GPU_SHARE = 0.4
 SETTINGS = ADAMW | {
     "optim.eps": "1e-4",
     "optim.learning_rate": "1e-4",
     "batch.global_batch_size": "24",
-    "batch.micro_batch_size": "4",
+    "batch.micro_batch_size": "2",
     "run.save_every_steps": "5",
     "run.eval_every_steps": "50",
-    "run.max_steps": "1500",
     "run.keep_last": "3",
     "run.resume": "auto",
+    "run.hang_timeout_minutes": "2",
 }
+STEPS_PER_KILL = 30
 
 
-def workers_of(launcher: psutil.Process) -> list[psutil.Process]:
-    """The training processes below a launcher."""
-    found = [launcher, *launcher.children(recursive=True)]
-    return [
-        process
-        for process in found
-        if "train.py" in " ".join(process.cmdline()) and "launch" not in " ".join(process.cmdline())
-    ]
+class Soak:
+    """One training in a folder, with what kills it."""
+
+    def __init__(self, lab: Lab, output: Path, chance: random.Random, max_steps: int) -> None:
+        self.lab, self.output, self.chance = lab, output, chance
+        self.settings = SETTINGS | {"run.max_steps": str(max_steps), "run.output_dir": str(output)}
+        self.parents = {"CPU": lab.parent, "simulated GPUs": WarmParent(simulated_gpus.environment(4))}
+        self.started = dict.fromkeys(self.parents, False)
+
+    def start(self, strategy: str, processes: int, place: str, way: str | None, point: str | None) -> tuple[int, str]:
+        """One start, hurt in some way at some point, or after some seconds. Returns its exit code and what it said."""
+        settings = self.settings | {"run.save_in_background": self.chance.choice(["true", "false"])}
+        faults = []
+        if point is not None:
+            rank = self.chance.randrange(processes) if point.startswith(("phase", "data", "step")) else 0
+            faults = [{"rank": rank, "at": point, "do": "SIGKILL"}]
+            if not point.startswith("phase"):
+                faults[0]["step"] = self._next_step() + self.chance.randrange(STEPS_PER_KILL)
+        with tempfile.TemporaryDirectory(prefix="soak-logs-") as logs:
+            job = self.lab.job(Path(logs), strategy, settings, processes, limit=LIMIT_SECONDS)
+            job["variables"] = {"COOKBOOK_FAULTS": json.dumps(faults)}
+            answers: list[dict] = []
+            thread = threading.Thread(target=lambda: answers.append(self.parents[place].ask(job)))
+            thread.start()
+            if way is not None and point is None:
+                seconds = self.chance.uniform(0.5, 12.0) + (0 if self.started[place] else 15.0)  # its imports
+                thread.join(seconds)
+                hurt(self.parents[place].pid, way, self.chance)
+            thread.join()
+            self.started[place] = True
+            done = done_of(job, answers[0])
+        return done.returncode, done.stdout
+
+    def _next_step(self) -> int:
+        newest = next(iter(folder.whole_checkpoints(self.output / "checkpoints")), None)
+        return 1 + (newest.step if newest else 0)
+
+    def close(self) -> None:
+        for parent in self.parents.values():
+            parent.close()
 
 
-def hurt(launcher: psutil.Process, way: str, chance: random.Random) -> None:
-    """Does it to what is running now."""
-    try:
-        workers = workers_of(launcher)
-        if not workers:
-            return
+def hurt(parent: int | None, way: str, chance: random.Random) -> None:
+    """Does it to the run of a warm parent that is running now."""
+    with contextlib.suppress(psutil.Error, IndexError):
+        launcher = psutil.Process(parent).children()[0]
+        workers = launcher.children()
         if way == "one process":
             chance.choice(workers).kill()
-        elif way == "all processes":
-            for worker in workers:
-                worker.kill()
-        elif way == "launcher and all":
-            for process in (launcher, *workers):
-                process.kill()
         elif way == "SIGTERM to one":
             chance.choice(workers).send_signal(signal.SIGTERM)
         else:
-            for worker in workers:
-                worker.send_signal(signal.SIGTERM)
-    except psutil.NoSuchProcess:
-        return
+            for process in ([launcher] if way.startswith("launcher") else []) + workers:
+                process.send_signal(signal.SIGTERM if way.startswith("SIGTERM") else signal.SIGKILL)
 
 
 def main() -> int:
@@ -84,64 +125,43 @@ def main() -> int:
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
     base = arguments.folder or Path(tempfile.mkdtemp(prefix="soak-"))
-    chance = random.Random(arguments.seed)
-    lab = Lab(base)
-    reference = lab.run("single", SETTINGS)
-    output = base / "soak"
+    chance, lab, started = random.Random(arguments.seed), Lab(base), time.monotonic()
+    soak = Soak(lab, base / "soak", chance, max_steps=STEPS_PER_KILL * arguments.kills)
+    reference = lab.run("single", {key: value for key, value in soak.settings.items() if key != "run.output_dir"})
     counts: Counter[str] = Counter()
-    resumed: Counter[str] = Counter()
-    started = time.monotonic()
     kills = 0
     while True:
-        where, _, processes = chance.choice(STRATEGIES).partition(":")
-        strategy = where
-        settings = SETTINGS | {
-            "run.output_dir": str(output),
-            "run.save_in_background": chance.choice(["true", "false"]),
-            "run.hang_timeout_minutes": "2",
-        }
-        if kills >= arguments.kills:  # the last start runs on
-            strategy, processes, way = "ddp", "2", None
-        else:
-            way = chance.choice(WAYS)
-        command = lab.command(strategy, settings, int(processes) if strategy != "single" else None)
-        with (base / "said.txt").open("w") as said:
-            run = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=said, stderr=said)
-        launcher = psutil.Process(run.pid)
-        if way is not None:
-            # From the first line that tells of training on; some kills come before, in start-up or loading.
-            wait = time.monotonic() + chance.uniform(4, 14)
-            while time.monotonic() < wait and run.poll() is None:
-                time.sleep(0.02)
-            hurt(launcher, way, chance)
-        try:
-            code = run.wait(timeout=300)
-        except subprocess.TimeoutExpired:
-            print(f"HANG: {strategy}, {way}\n{(base / 'said.txt').read_text()[-3000:]}")
-            return 1
-        text = (base / "said.txt").read_text(errors="replace")
-        newest = next(iter(folder.whole_checkpoints(output / "checkpoints")), None)
-        step = newest.step if newest else 0
-        if way is None:
+        strategy, _, processes = chance.choice(STRATEGIES).partition(":")
+        place = "simulated GPUs" if chance.random() < GPU_SHARE else "CPU"
+        is_last = kills >= arguments.kills
+        way = None if is_last else chance.choice(WAYS)
+        point = chance.choice(POINTS) if way is not None and chance.random() < AT_A_POINT else None
+        if not is_last and kills >= (1 - EXPORT_SHARE) * arguments.kills:
+            way, point = "main process", "phase.exporting"
+        code, said = soak.start(strategy, int(processes), place, way, point)
+        if is_last:
             if code:
-                print(text[-3000:])
+                print(said[-3000:])
                 return 1
             break
         kills += 1
-        counts[way] += 1
-        resumed[strategy] += "goes on from" in text
-        for path in folder.list_folders(output / "checkpoints"):
+        counts[f"{point.partition('.')[0] if point else 'after seconds'}: {'SIGKILL' if point else way}"] += 1
+        counts[f"on {place}"] += 1
+        counts["resumed"] += "goes on from" in said
+        for path in folder.list_folders(soak.output / "checkpoints"):
             folder.verify(folder.open_checkpoint(path))  # whole or absent, whatever was killed
-        print(f"{kills:3} {strategy}:{processes} {way}: exit code {code}, newest checkpoint {step}", flush=True)
-        if (output / "export").exists():
-            print(f"the run ended before {arguments.kills} kills; raise run.max_steps")
-            break
-        status = output / "status.json"
+        what = point or way
+        print(f"{kills:3} {strategy}:{processes} on {place}, {what}: exit code {code}", flush=True)
+        if "HANG" in said:
+            print(said[-3000:])
+            return 1
+        status = soak.output / "status.json"
         if status.exists():  # kills at the same step are no defect of that step here
             status.unlink()
-    found = distance(Curve(output), reference)
+    soak.close()
+    found = distance(Curve(soak.output), reference)
     minutes = (time.monotonic() - started) / 60
-    print(json.dumps({"kills": dict(counts), "resumed": dict(resumed), "minutes": round(minutes, 1), **vars(found)}))
+    print(json.dumps({"kills": kills, **counts, "minutes": round(minutes, 1), **vars(found)}))
     ok = found.loss < 1e-5 and found.norm < 1e-4 and found.weight < 1e-5
     print("the end is that of the uninterrupted run" if ok else f"DIFFERENT; see {base}")
     return 0 if ok else 1

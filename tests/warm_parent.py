@@ -105,6 +105,11 @@ class WarmParent:
         assert answer, "the parent of the runs has ended"
         return json.loads(answer)
 
+    @property
+    def pid(self) -> int | None:
+        """Of the parent, once it was asked: its children are launchers, and theirs the processes of a run."""
+        return self._process and self._process.pid
+
     def close(self) -> None:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
@@ -128,7 +133,13 @@ def run_all(jobs: list[dict], at_once: int) -> list[dict]:
         running.add(in_a_process_of_its_own(job))
     for pid in running:
         os.waitpid(pid, 0)
-    return [json.loads((Path(job["folder"]) / ANSWER).read_text()) for job in jobs]
+    return [answer_of(job) for job in jobs]
+
+
+def answer_of(job: dict) -> dict:
+    """Of a run that has ended, or whose launcher was killed."""
+    path = Path(job["folder"]) / ANSWER
+    return json.loads(path.read_text()) if path.exists() else {"codes": [-signal.SIGKILL], "seconds": None}
 
 
 def in_a_process_of_its_own(job: dict) -> int:
