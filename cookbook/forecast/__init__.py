@@ -27,6 +27,8 @@ from cookbook.strategy import Strategy
 
 __all__ = ["Forecast", "Outlook", "forecast", "forecast_all", "of_run", "rung_below"]
 
+FSDP: dict[str, Literal[1, 2]] = {"fsdp1": 1, "fsdp2": 2}
+"""Version, by kind of strategy."""
 Verdict = Literal["fits", "tight", "not judged", "does not fit", "cannot run"]
 """A CPU's memory is shared with everything else, so nothing is judged there."""
 
@@ -143,9 +145,9 @@ class _Workshop:
     def work(self, strategy: Strategy, micro_batch: int) -> Pass:
         """A micro-batch of so many samples, at their full length."""
         autocast = strategy.kind in ("single", "ddp", "tp")
-        return self._trace(autocast, strategy.tp_size, micro_batch)
+        return self._trace(autocast, strategy.tp_size, FSDP.get(strategy.kind, 0), micro_batch)
 
-    def _traced(self, autocast: bool, tp_size: int, micro_batch: int) -> Pass:
+    def _traced(self, autocast: bool, tp_size: int, fsdp: Literal[0, 1, 2], micro_batch: int) -> Pass:
         recipe = self.recipe
         sequences = micro_batch * (2 if recipe.objective.name == "dpo" else 1)
         length = recipe.data.max_length
@@ -160,6 +162,7 @@ class _Workshop:
                     num_targets=sequences * length,
                     autocast=autocast,
                     tp_size=tp_size,
+                    fsdp=fsdp,
                 )
             except Untraceable as error:
                 self.untraceable = str(error)

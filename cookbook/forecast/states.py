@@ -59,8 +59,12 @@ class Unit:
     """Bytes of its whole gradients, in the buffer that is reduced."""
     gradients_made: int
     """Bytes of the same as the backward makes them, until they are in the buffer."""
+    gradients_left: int
+    """Bytes of this process's share of them, which the reduction leaves."""
+    sent: int
+    """Bytes of this process's share of the weights as it is sent when they are gathered, for that moment."""
     stays: bool
-    """From its first use to the end of the backward; else it is let go after the forward and gathered again."""
+    """From its first use to its gradients' reduction; else it is let go after the forward and gathered again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +82,8 @@ class States:
     """Gradients on the GPU between two micro-batches of a step; the same as at the end but for ZeRO-1."""
     units: tuple[Unit, ...] = ()
     """In the order of the forward, where weights are gathered by units (FSDP)."""
+    is_flat: bool = False
+    """The weights of a unit are parts of the one that is gathered (FSDP1); else they are copied out of it (FSDP2)."""
     gathered_weights: int = 0
     """Weights on the GPU that are gathered for a while, at most."""
     gradient_buckets: int = 0
@@ -172,10 +178,16 @@ def _fsdp2(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
     def local(weight: "Weight") -> int:
         return weight.num_elements // weight.shape[0] * _chunk(weight.shape[0], shards, rank % shards)
 
+    def converted(weights: list["Weight"]) -> int:
+        # From the host each share comes in its own dtype, and is converted on the GPU one by one (_fsdp_param.py,
+        # all_gather_inputs); shares on the GPU are converted while they are joined.
+        sizes = [FLOAT32 * padded(weight) for weight in weights if _size(weight, recipe) != low]
+        return max(sizes, default=0) if strategy.fsdp.fsdp_offload_params else 0
+
+    low = low_bytes(recipe.mixed_precision)
     gradients = FLOAT32 * sum(padded(weight) for weight in skeleton.weights if weight.is_trained)
     weights = sum(_size(weight, recipe) * padded(weight) for weight in skeleton.weights)
     state = Held(weights=weights, gradients=gradients, moments=_moments(recipe.optim, _tensors(skeleton, local)))
-    low = low_bytes(recipe.mixed_precision)
     units = tuple(
         Unit(
             layer=layer,
@@ -183,17 +195,12 @@ def _fsdp2(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
             weights=shards * sum(padded(weight) * low for weight in found),
             gradients=shards * FLOAT32 * sum(padded(weight) for weight in found if weight.is_trained),
             gradients_made=low * sum(weight.num_elements for weight in found if weight.is_trained),
+            gradients_left=FLOAT32 * sum(padded(weight) for weight in found if weight.is_trained),
+            sent=sum(padded(weight) * low for weight in found) + converted(found),
             stays=stays or not strategy.fsdp.fsdp_reshard_after_forward,
         )
         for layer, parts, stays, found in _units_fsdp2(skeleton)
     )
-    # A unit lies in the buffer that was gathered and in its own memory; the next one is gathered meanwhile. Before a
-    # unit's gradients are put into their buffer the last reduction is waited for (_fsdp_param_group.py).
-    moving = sorted((unit.weights for unit in units if not unit.stays), reverse=True)
-    kept = sum(unit.weights for unit in units if unit.stays)
-    largest = max(unit.weights for unit in units)
-    gathered = kept + max(largest, sum(moving[:2]))
-    buckets = max(unit.gradients for unit in units)
     buffers = Held(weights=constants(skeleton), buffers=_buffers(skeleton))
     if strategy.fsdp.fsdp_offload_params:
         return States(
@@ -202,16 +209,12 @@ def _fsdp2(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
             gradients_at_first=0,
             gradients_between=0,
             units=units,
-            gathered_weights=gathered,
-            gradient_buckets=buckets,
         )
     return States(
         gpu=replace(state, weights=weights + buffers.weights, buffers=buffers.buffers),
         gradients_at_first=0,
         gradients_between=gradients,
         units=units,
-        gathered_weights=gathered,
-        gradient_buckets=buckets,
     )
 
 
@@ -258,12 +261,12 @@ def _fsdp1(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
                 weights=low * length,
                 gradients=FLOAT32 * length * is_trained,
                 gradients_made=low * length * is_trained,
+                gradients_left=FLOAT32 * share * is_trained,
+                sent=low * share,
                 stays=stays,
             )
         )
     tensors = [(numel, weight.is_orthogonal) for numel, weight in local if weight.is_trained and numel]
-    moving = sorted((unit.weights for unit in units if not unit.stays), reverse=True)
-    kept = sum(unit.weights for unit in units if unit.stays)
     # With one process nothing is sharded, and what is computed in is a copy only where it is of another dtype.
     is_copied = num_processes > 1 or low != FLOAT32
     return States(
@@ -276,8 +279,7 @@ def _fsdp1(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
         gradients_at_first=0,
         gradients_between=gradients,
         units=tuple(units) if is_copied else (),
-        gathered_weights=kept + sum(moving[:2]) if is_copied else 0,
-        gradient_buckets=max(unit.gradients for unit in units) if num_processes > 1 else 0,
+        is_flat=True,
     )
 
 
