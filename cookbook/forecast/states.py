@@ -178,12 +178,6 @@ def _fsdp2(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
     def local(weight: "Weight") -> int:
         return weight.num_elements // weight.shape[0] * _chunk(weight.shape[0], shards, rank % shards)
 
-    def converted(weights: list["Weight"]) -> int:
-        # From the host each share comes in its own dtype, and is converted on the GPU one by one (_fsdp_param.py,
-        # all_gather_inputs); shares on the GPU are converted while they are joined.
-        sizes = [FLOAT32 * padded(weight) for weight in weights if _size(weight, recipe) != low]
-        return max(sizes, default=0) if strategy.fsdp.fsdp_offload_params else 0
-
     low = low_bytes(recipe.mixed_precision)
     gradients = FLOAT32 * sum(padded(weight) for weight in skeleton.weights if weight.is_trained)
     weights = sum(_size(weight, recipe) * padded(weight) for weight in skeleton.weights)
@@ -196,7 +190,7 @@ def _fsdp2(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
             gradients=shards * FLOAT32 * sum(padded(weight) for weight in found if weight.is_trained),
             gradients_made=low * sum(weight.num_elements for weight in found if weight.is_trained),
             gradients_left=FLOAT32 * sum(padded(weight) for weight in found if weight.is_trained),
-            sent=sum(padded(weight) * low for weight in found) + converted(found),
+            sent=low * sum(padded(weight) for weight in found),
             stays=stays or not strategy.fsdp.fsdp_reshard_after_forward,
         )
         for layer, parts, stays, found in _units_fsdp2(skeleton)

@@ -132,7 +132,7 @@ def trace(
             is_low = low != torch.float32
             cast = low if (autocast or fsdp) and is_low else None
             unit = low if fsdp == 2 and is_low else None
-            stretches = _run(model, rows, length, num_targets, cast, unit, compiling)
+            stretches = _run(model, rows, length, num_targets, cast, unit, fsdp == 1, compiling)
             break
         except Exception as error:  # whatever a model's code does with data that is not there
             is_slow = isinstance(error, TimeoutError) and compiling is None
@@ -396,18 +396,17 @@ class _Marked(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         i, begin = self._number, self._ledger.begin
-        if self._unit is not None:  # before the mark: a unit's gradients are reduced before its input's is cast
+        if self._unit is not None:  # outside of the marks: a unit is gathered and reduced between its casts
             hidden, args, kwargs = _cast((hidden, args, kwargs), self._unit)
         hidden = _Mark.apply(hidden, begin, ("forward", i), ("backward", i - 1) if i else ("end",))
         result = self.layer(hidden, *args, **kwargs)
-        if self._unit is not None:
-            result = _cast(result, torch.float32)
-        if not self._is_last:
-            return result
-        mark = ("head",), ("backward", i)
-        if isinstance(result, tuple):
-            return _Mark.apply(result[0], begin, *mark), *result[1:]
-        return _Mark.apply(result, begin, *mark)
+        if self._is_last:
+            mark = ("head",), ("backward", i)
+            if isinstance(result, tuple):
+                result = _Mark.apply(result[0], begin, *mark), *result[1:]
+            else:
+                result = _Mark.apply(result, begin, *mark)
+        return result if self._unit is None else _cast(result, torch.float32)
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
@@ -424,6 +423,18 @@ def _cast_at_ends(model: PreTrainedModel, unit: torch.dtype) -> None:
         module.register_forward_hook(lambda _, args, result: _cast(result, torch.float32))
 
 
+def _train_whole_units(model: PreTrainedModel) -> None:
+    """Under FSDP1 the weights of a unit are parts of one parameter, so where one is trained all have gradients
+    (torch/distributed/fsdp/_flat_param.py, _use_unsharded_views)."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    outside = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+    for weights in (*(list(layer.parameters()) for layer in layers), outside):
+        is_trained = any(weight.requires_grad for weight in weights)
+        for weight in weights:
+            weight.requires_grad_(is_trained)
+
+
 def _run(
     model: PreTrainedModel,
     rows: int,
@@ -431,6 +442,7 @@ def _run(
     num_targets: int,
     autocast: torch.dtype | None,
     unit: torch.dtype | None,
+    is_flat: bool,
     compiling: Callable[..., None] | None,
 ) -> list[Stretch]:
     fake = FakeTensorMode()
@@ -441,6 +453,8 @@ def _run(
     _mark_layers(model, ledger, unit)
     if unit is not None:
         _cast_at_ends(model, unit)
+    if is_flat:
+        _train_whole_units(model)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(ledger.drop_gradient)

@@ -1,8 +1,8 @@
 """Which weights and gradients of FSDP's units lie whole on a GPU at which moment of a forward and backward. No torch.
 
 FSDP2 gathers a unit into a buffer and copies its weights out of it (torch 2.13, distributed/fsdp/_fully_shard). In a
-forward the buffer stays until the next unit's is there (_fsdp_param_group.py, wait_for_unshard); in a backward the
-buffer of the unit that comes next is filled meanwhile (_backward_prefetch). A unit's gradients are reduced out of a
+forward the buffer stays until the next unit has been copied out of its own (_fsdp_param_group.py, wait_for_unshard,
+whose variable holds it for so long); in a backward the buffer of the unit that comes next is filled meanwhile (_backward_prefetch). A unit's gradients are reduced out of a
 buffer that stays until the next unit's are reduced (post_backward).
 
 FSDP1 gathers into the flat parameter whose parts are the weights (distributed/fsdp/_runtime_utils.py), in a backward
@@ -67,13 +67,13 @@ class _Units:
         i = _number(stretch)
         stay, unit = _whole(_staying([*self.first, *self.layers[:i]])), self.layers[i]
         before = self._buffer(self.layers[i - 1 : i] or self.first)
-        yield self._entry(stretch, stay + before + unit.weights + unit.sent)
+        yield self._entry(stretch, stay + before + self._gathering(unit))
         yield self._during(stretch, stay + unit.weights + self._buffer([unit]))
 
     def _head(self, stretch: Stretch) -> Iterator[Moment]:
         stay, before = _whole(_staying([*self.first, *self.layers])), self._buffer(self.layers)
         for unit in self.tail:
-            yield self._entry(stretch, stay + before + unit.weights + unit.sent)
+            yield self._entry(stretch, stay + before + self._gathering(unit))
         yield self._during(stretch, stay + _whole(self.tail) + (self._buffer(self.tail) or before))
 
     def _head_backward(self, stretch: Stretch, held_after: int) -> Iterator[Moment]:
@@ -106,6 +106,10 @@ class _Units:
         # FSDP1's first unit is the root, which stays.
         units = [unit for unit in (self.layers[i - 1 : i] if i else self.first[:1]) if not unit.stays]
         return _whole(units), sum(unit.sent for unit in units)
+
+    def _gathering(self, unit: Unit) -> int:
+        """The most while a unit is gathered for its forward: what is sent and the buffer, then this and its weights."""
+        return unit.weights + max(unit.sent, self._buffer([unit]))
 
     def _buffer(self, units: Sequence[Unit]) -> int:
         """Of the last one, while its weights lie there already."""
