@@ -80,8 +80,9 @@ def peak(
     if states.units:
         moments = [_of_units(states, one, accumulates, is_sharded) for one in units.moments(states, work.stretches)]
     else:
-        begun = _done_fractions(skeleton)
-        moments = [_at(states, stretch, begun(stretch), accumulates, is_sharded) for stretch in work.stretches]
+        done = _done_fractions(skeleton)
+        moments = [_at(states, stretch, *done(stretch), accumulates, is_sharded) for stretch in work.stretches]
+        moments.append(_last_reduction(states, accumulates, is_sharded))
     update = Memory(
         moment="the update",
         parameters=gpu.weights,
@@ -105,26 +106,54 @@ def peak(
     return max([*moments, update, start], key=lambda one: one.allocated)
 
 
-def _at(states: States, stretch: Stretch, begun: float, accumulates: bool, is_sharded: bool) -> Memory:
+def _at(states: States, stretch: Stretch, begun: float, done: float, accumulates: bool, is_sharded: bool) -> Memory:
     """A stretch of a strategy that keeps weights as they are, or gathers them in an order of its own.
 
     Args:
         begun: the share of the gradients that earlier stretches made.
+        done: with those that this one makes.
     """
     gpu = states.gpu
     there = states.gradients_between if accumulates else states.gradients_at_first
-    made = max(0, round(gpu.gradients * begun) - there)
+    gathered, making, reduced = gpu.buffers + states.gathered_weights, stretch.making, begun
+    is_backward = stretch.name in ("head backward", "backward", "end")
+    if not is_backward or states.is_sent_again:
+        gathered += states.sent
+    if states.bucket:  # gradients go there as they are made, and become this process's share when it is full
+        full = states.bucket / max(1, states.whole_gradients)
+        making, reduced = 0, begun // full * full
+        gathered += states.gradient_buckets * (is_backward and done > 0)
+        gathered += states.reduction * (begun // full < done // full)
+    made = max(0, round(gpu.gradients * reduced) - there)
     is_head = stretch.name in ("head", "head backward")
     # A gradient that is there already takes what is added to it.
-    activations = stretch.peak + (0 if there else stretch.making)
+    activations = stretch.peak + (0 if there else making)
     return Memory(
         moment=_name(stretch),
         parameters=gpu.weights,
         gradients=there + made,
         optimizer=gpu.masters + gpu.moments,
-        gathered=gpu.buffers + states.gathered,
+        gathered=gathered,
         activations=stretch.held if is_head else activations,
         logits=activations - stretch.held if is_head else 0,
+        is_sharded=is_sharded,
+    )
+
+
+def _last_reduction(states: States, accumulates: bool, is_sharded: bool) -> Memory:
+    """The end of a backward, when what is left in the bucket is reduced (ZeRO)."""
+    gpu = states.gpu
+    return Memory(
+        moment="the last reduction of gradients",
+        parameters=gpu.weights,
+        gradients=states.gradients_before if accumulates else states.gradients_at_first,
+        optimizer=gpu.masters + gpu.moments,
+        gathered=gpu.buffers
+        + states.gathered_weights
+        + states.gradient_buckets
+        + max(states.reduction, states.gradients_added),
+        activations=0,
+        logits=0,
         is_sharded=is_sharded,
     )
 
@@ -156,8 +185,8 @@ def _name(stretch: Stretch) -> str:
     }[stretch.name]
 
 
-def _done_fractions(skeleton: Skeleton) -> Callable[[Stretch], float]:
-    """From a stretch to the share of gradients that earlier ones made, in a first micro-batch.
+def _done_fractions(skeleton: Skeleton) -> Callable[[Stretch], tuple[float, float]]:
+    """From a stretch to the shares of gradients that exist at its beginning and at its end, in a first micro-batch.
 
     The embedding's comes last, while it is made, and is in the trace.
     """
@@ -169,12 +198,16 @@ def _done_fractions(skeleton: Skeleton) -> Callable[[Stretch], float]:
             of_layer[weight.layer] += weight.num_elements
     outside = sum(weight.num_elements for weight in trained if weight.part not in ("layer", "embedding"))
 
-    def begun(stretch: Stretch) -> float:
-        if stretch.name == "end":
-            return (outside + sum(of_layer)) / whole
-        if stretch.name == "backward":
-            assert stretch.layer is not None
-            return (outside + sum(of_layer[stretch.layer + 1 :])) / whole
-        return 0.0
+    def done(stretch: Stretch) -> tuple[float, float]:
+        match stretch.name:
+            case "head backward":
+                return 0.0, outside / whole
+            case "backward":
+                assert stretch.layer is not None
+                after = outside + sum(of_layer[stretch.layer + 1 :])
+                return after / whole, (after + of_layer[stretch.layer]) / whole
+            case "end":
+                return (outside + sum(of_layer)) / whole, 1.0
+        return 0.0, 0.0
 
-    return begun
+    return done

@@ -94,6 +94,7 @@ def trace(
     autocast: bool,
     tp_size: int,
     fsdp: Literal[0, 1, 2] = 0,
+    is_zero3: bool = False,
     change: Callable[[PreTrainedModel], None] | None = None,
     kept: "Kept | None" = None,
 ) -> Pass:
@@ -106,6 +107,8 @@ def trace(
             recipe's precision, as under ZeRO and FSDP.
         fsdp: its version, where it is that; accelerate's autocast is then around weights in low precision, and FSDP2
             casts what goes in and out of its units.
+        is_zero3: DeepSpeed's linear layers, which keep their input whether a weight is trained or not, and LoRA's
+            weights in float32.
         tp_size: of a tensor-parallel group, whose processes each have a share of heads and inner features.
         change: makes of the empty model what another program would run (benchmarks/plan_accuracy.py).
         kept: likewise, what its checkpointing keeps of a compiled layer.
@@ -126,13 +129,16 @@ def trace(
         ways.insert(0, (TRACED, partial(compile_layers, kept=kept)))
     for attention, compiling in ways:
         try:
-            model = _empty_model(config, recipe, torch.float32 if autocast else low, low, attention)
+            is_lora = recipe.adapter is not None and recipe.adapter.name != "qlora"
+            trained = torch.float32 if autocast or (is_zero3 and is_lora) else low  # see `states._zero3`
+            model = _empty_model(config, recipe, trained, low, attention)
             if change is not None:
                 change(model)
             is_low = low != torch.float32
             cast = low if (autocast or fsdp) and is_low else None
             unit = low if fsdp == 2 and is_low else None
-            stretches = _run(model, rows, length, num_targets, cast, unit, fsdp == 1, compiling)
+            with _linear_of_zero3() if is_zero3 else nullcontext():
+                stretches = _run(model, rows, length, num_targets, cast, unit, fsdp == 1, compiling)
             break
         except Exception as error:  # whatever a model's code does with data that is not there
             is_slow = isinstance(error, TimeoutError) and compiling is None
@@ -293,6 +299,37 @@ def _traced_attention(
 
 
 AttentionInterface.register(TRACED, _traced_attention)
+
+
+class _LinearOfZero3(torch.autograd.Function):
+    """DeepSpeed 0.19.8, runtime/zero/linear.py, LinearFunctionForZeroStage3."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight, bias)
+        result = hidden.matmul(weight.t())
+        return result if bias is None else result.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        hidden, weight, _ = ctx.saved_tensors
+        needs_hidden, needs_weight, *needs_bias = ctx.needs_input_grad
+        of_hidden = gradient.matmul(weight) if needs_hidden else None
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        of_weight = rows.t().matmul(hidden.reshape(-1, hidden.shape[-1])) if needs_weight else None
+        of_bias = rows.sum(0) if any(needs_bias) else None
+        return (of_hidden, of_weight, of_bias)[: len(ctx.needs_input_grad)]
+
+
+@contextmanager
+def _linear_of_zero3() -> Iterator[None]:
+    before = torch.nn.functional.linear
+    torch.nn.functional.linear = _LinearOfZero3.apply  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.nn.functional.linear = before
 
 
 class _Ledger(TorchDispatchMode):

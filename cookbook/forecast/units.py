@@ -2,8 +2,9 @@
 
 FSDP2 gathers a unit into a buffer and copies its weights out of it (torch 2.13, distributed/fsdp/_fully_shard). In a
 forward the buffer stays until the next unit has been copied out of its own (_fsdp_param_group.py, wait_for_unshard,
-whose variable holds it for so long); in a backward the buffer of the unit that comes next is filled meanwhile (_backward_prefetch). A unit's gradients are reduced out of a
-buffer that stays until the next unit's are reduced (post_backward).
+whose variable holds it for so long); in a backward the buffer of the unit that comes next is filled meanwhile
+(_backward_prefetch). A unit's gradients are reduced out of a buffer that stays until the next unit's are reduced
+(post_backward).
 
 FSDP1 gathers into the flat parameter whose parts are the weights (distributed/fsdp/_runtime_utils.py), in a backward
 one unit ahead, and its buffer of gradients is gone with the reduction (_reduce_grad).
