@@ -71,7 +71,7 @@ def error_of(row: dict[str, Any]) -> float | None:
 def table(rows: list[dict[str, Any]]) -> str:
     """By strategy and adapter, the error that is farthest from 0."""
     lines = [f"| strategy | {' | '.join(ADAPTERS)} |", "|---" * (1 + len(ADAPTERS)) + "|"]
-    for strategy in dict.fromkeys(row["strategy"] for row in rows):
+    for strategy in sorted({row["strategy"] for row in rows}):
         cells = []
         for adapter in ADAPTERS:
             errors = [error_of(row) for row in rows if (row["strategy"], row["adapter"]) == (strategy, adapter)]
@@ -79,6 +79,16 @@ def table(rows: list[dict[str, Any]]) -> str:
             cells.append(f"{max(ran, key=abs):+.1%}" if ran else "refused")
         lines.append(f"| `{strategy}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def write_results(rows: list[dict[str, Any]]) -> None:
+    record = {
+        "command": COMMAND,
+        "machine": f"{platform.machine()}, CPU only",
+        "versions": {name: version(name) for name in PACKAGES},
+        "rows": sorted(rows, key=lambda row: row["strategy"]),
+    }
+    RESULTS.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def write_page(rows: list[dict[str, Any]]) -> None:
@@ -100,15 +110,8 @@ def main() -> None:
                 key = list(row.items())[:4]
                 rows = [one for one in rows if list(one.items())[:4] != key] + [row]
                 error = error_of(row)
+                write_results(rows)
                 print(*(value for _, value in key), "refused" if error is None else f"{error:+.2%}", flush=True)
-        rows.sort(key=lambda row: (row["strategy"], ADAPTERS.index(row["adapter"]), row["checkpointing"]))
-        record = {
-            "command": COMMAND,
-            "machine": f"{platform.machine()}, CPU only",
-            "versions": {name: version(name) for name in PACKAGES},
-            "rows": rows,
-        }
-        RESULTS.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     write_page(rows)
 
 
