@@ -206,28 +206,23 @@ def states_of(setup: Setup, found: Skeleton) -> States:
         return _in_16_bits(setup, found)
     name = setup.shards if setup.reshards else "fsdp2_grad_op"
     held = states(found, recipe_of(setup), load_strategy(ROOT / f"accelerate_configs/{name}.yaml"), setup.processes)
-    return _with_one_root(held, setup.reshards) if setup.root_has_ends else held
+    return _with_one_root(held) if setup.root_has_ends else held
 
 
-def _with_one_root(held: States, reshards: bool) -> States:
+def _with_one_root(held: States) -> States:
     """FSDP2 whose root unit has embedding, last norm and head."""
     ends = [unit for unit in held.units if unit.layer is None]
-    layers = sorted(unit.weights for unit in held.units if unit.layer is not None)
     root = Unit(
         layer=None,
         parts=("embedding", "norm", "head"),
         weights=sum(unit.weights for unit in ends),
         gradients=sum(unit.gradients for unit in ends),
         gradients_made=sum(unit.gradients_made for unit in ends),
+        gradients_left=sum(unit.gradients_left for unit in ends),
+        sent=sum(unit.sent for unit in ends),
         stays=True,
     )
-    inside = sum(layers[-2:]) if reshards else sum(layers)
-    return replace(
-        held,
-        units=(root, *(unit for unit in held.units if unit.layer is not None)),
-        gathered_weights=root.weights + inside,
-        gradient_buckets=root.gradients,
-    )
+    return replace(held, units=(root, *(unit for unit in held.units if unit.layer is not None)))
 
 
 def _in_16_bits(setup: Setup, found: Skeleton) -> States:

@@ -68,15 +68,16 @@ WORK = Pass(
     stretches=(
         Stretch(name="forward", layer=0, held=0, peak=50),
         Stretch(name="head", layer=None, held=300, peak=800),
-        Stretch(name="backward", layer=1, held=300, peak=500),
-        Stretch(name="backward", layer=0, held=150, peak=350),
+        Stretch(name="backward", layer=1, held=300, peak=500, making=400),
+        Stretch(name="backward", layer=0, held=150, peak=350, making=400),
     ),
 )
 
 
 def test_the_peak_is_the_largest_moment():
     first = peak(BY_HAND, STATES, WORK, accumulates=False, is_sharded=False)
-    # At the loss there is no gradient yet: 3000 + 800. In layer 0's backward all but the embedding's: 3000 + 800 + 350.
+    # At the loss there is no gradient yet: 3000 + 800. In layer 0's backward layer 1's, and its own as they are made:
+    # 3000 + 400 + 350 + 400.
     assert (first.allocated, first.moment) == (4150, "the backward of layer 0")
     later = peak(BY_HAND, STATES, WORK, accumulates=True, is_sharded=False)
     assert (later.allocated, later.moment, later.logits) == (1000 + 1000 + 2000 + 800, "the loss", 500)
@@ -85,8 +86,11 @@ def test_the_peak_is_the_largest_moment():
 def test_gradients_come_with_the_layers():
     short = Pass(stretches=(replace(WORK.stretches[2], peak=900),))
     found = peak(BY_HAND, STATES, short, accumulates=False, is_sharded=False)
-    # After layer 1: 100 of 250 weights have gradients, 400 bytes; the update has all of them, and nothing else.
-    assert (found.allocated, found.gradients) == (3000 + 400 + 900, 400)
+    # Layer 1's own, 400 bytes, are made while its activations go; the update has all of them, and nothing else.
+    assert (found.allocated, found.gradients) == (3000 + 400 + 900, 0)
+    last = Pass(stretches=(replace(WORK.stretches[3], peak=900),))
+    found = peak(BY_HAND, STATES, last, accumulates=False, is_sharded=False)
+    assert (found.allocated, found.gradients) == (3000 + 400 + 400 + 900, 400)
 
 
 def test_an_update_that_copies_its_gradients_can_be_the_peak():

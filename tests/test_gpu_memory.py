@@ -16,6 +16,12 @@ CELLS = [
     ("single", "lora", "selective"),
     ("single", "qlora", "false"),
     ("zero2", "", "false"),
+    ("single", "qlora", "selective"),  # no product inside of a 4-bit one is kept
+    ("ddp", "lora", "true"),  # most at the start, when weights are sent to all
+    ("fsdp2", "lora", "selective"),  # casts around units, buffers they are copied out of
+    ("fsdp2_grad_op", "", "true"),  # weights go with their gradients' reduction
+    ("fsdp1", "lora", "true"),  # units are trained whole
+    ("zero3", "lora", "false"),  # float32 adapters, inputs of frozen layers, weights sent ahead
 ]
 
 

@@ -228,6 +228,8 @@ class Engine:
                     self.model.backward(loss, scale_wrt_gas=False)
                 else:
                     self.accelerator.backward(loss)
+                # Before the next forward: bitsandbytes' part of the graph holds its weights, which ZeRO-3 gathered.
+                del outcome, loss
         return {name: total / count for name, total in totals.sums.items()}
 
     def nonfinite_micro_batches(self) -> list[int]:

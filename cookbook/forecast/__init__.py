@@ -27,6 +27,8 @@ from cookbook.strategy import Strategy
 
 __all__ = ["Forecast", "Outlook", "forecast", "forecast_all", "of_run", "rung_below"]
 
+FSDP: dict[str, Literal[1, 2]] = {"fsdp1": 1, "fsdp2": 2}
+"""Version, by kind of strategy."""
 Verdict = Literal["fits", "tight", "not judged", "does not fit", "cannot run"]
 """A CPU's memory is shared with everything else, so nothing is judged there."""
 
@@ -143,9 +145,11 @@ class _Workshop:
     def work(self, strategy: Strategy, micro_batch: int) -> Pass:
         """A micro-batch of so many samples, at their full length."""
         autocast = strategy.kind in ("single", "ddp", "tp")
-        return self._trace(autocast, strategy.tp_size, micro_batch)
+        return self._trace(
+            autocast, strategy.tp_size, FSDP.get(strategy.kind, 0), strategy.zero_stage == 3, micro_batch
+        )
 
-    def _traced(self, autocast: bool, tp_size: int, micro_batch: int) -> Pass:
+    def _traced(self, autocast: bool, tp_size: int, fsdp: Literal[0, 1, 2], is_zero3: bool, micro_batch: int) -> Pass:
         recipe = self.recipe
         sequences = micro_batch * (2 if recipe.objective.name == "dpo" else 1)
         length = recipe.data.max_length
@@ -160,6 +164,8 @@ class _Workshop:
                     num_targets=sequences * length,
                     autocast=autocast,
                     tp_size=tp_size,
+                    fsdp=fsdp,
+                    is_zero3=is_zero3,
                 )
             except Untraceable as error:
                 self.untraceable = str(error)
@@ -173,11 +179,20 @@ def of_run(config: PreTrainedConfig, recipe: Recipe, strategy: Strategy, plan: P
         Untraceable: there is but a bound.
     """
     workshop = _Workshop(config, recipe)
-    held = states_of(workshop.skeleton, recipe, strategy, plan.num_processes)
+    held = _of_heaviest(workshop.skeleton, recipe, strategy, plan.num_processes)
     work = workshop.work(strategy, micro_batch_of(recipe))
     if workshop.untraceable is not None:
         raise Untraceable(workshop.untraceable)
     return _memory(workshop, strategy, held, plan, work)
+
+
+def _of_heaviest(found: Skeleton, recipe: Recipe, strategy: Strategy, num_processes: int) -> States:
+    """Of the process that has most: where flat tensors are cut into equal parts, not each has as much that is trained,
+    and the first one not always most of it."""
+    ranks = range(num_processes) if strategy.kind == "fsdp1" or strategy.zero_stage in (1, 2) else range(1)
+    return max(
+        (states_of(found, recipe, strategy, num_processes, rank) for rank in ranks), key=lambda one: one.gpu.total
+    )
 
 
 def micro_batch_of(recipe: Recipe) -> int:
@@ -209,7 +224,7 @@ def forecast(workshop: _Workshop, strategy: Strategy, machines: Machines, recipe
         )
     except RecipeError as error:
         return Forecast(strategy=strategy, verdict="cannot run", why=error.mistakes, num_processes=count)
-    held = states_of(found, recipe, strategy, count)
+    held = _of_heaviest(found, recipe, strategy, count)
     memory = _memory(workshop, strategy, held, plan, workshop.work(strategy, micro_batch_of(recipe)))
     local = min(count, each)
     offloaded, disk = held.host.total * local, held.disk.total * local

@@ -4,11 +4,22 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 BLOCK = 64
 """Weights to a scale (bitsandbytes 0.50.2, nn/modules.py, Params4bit)."""
+
+
+def _product_makes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> list[torch.Tensor]:
+    """The result, then what there is meanwhile: the whole weight and its scales, before and after they are shifted
+    (backends/cuda/ops.py, _dequant_linear_fallback, as for more than 1,536 rows; a fused kernel may do without)."""
+    whole = torch.empty_like(weight, dtype=hidden.dtype)
+    return [hidden.new_empty(*hidden.shape[:-1], weight.shape[0]), whole, _scales(weight), _scales(weight)]
+
+
+# One operation, as bitsandbytes' is: selective checkpointing sees no product inside that it would keep.
+_gemm_4bit = torch.library.custom_op("cookbook::gemm_4bit", _product_makes, mutates_args=())
+_gemm_4bit.register_fake(_product_makes)
 
 
 class _Product(torch.autograd.Function):
@@ -18,12 +29,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.weight = weight
-        # backends/cuda/ops.py, _dequant_linear_fallback, as for more than 1,536 rows; a fused kernel may do without.
-        scales = _scales(weight)
-        shifted = scales + 0.0
-        result = F.linear(hidden, torch.empty_like(weight, dtype=hidden.dtype), bias)
-        del scales, shifted  # until here
-        return result
+        return _gemm_4bit(hidden, weight, bias)[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:

@@ -10,6 +10,8 @@ from cookbook.strategy import Strategy
 if TYPE_CHECKING:
     from cookbook.forecast.skeleton import Skeleton
 
+BROADCAST_BUCKETS = 2 * 250 * 2**20
+"""torch/nn/parallel/distributed.py, broadcast_bucket_size."""
 READERS = 4
 """Threads that read weights, each one of them (transformers 5.23, core_model_loading.py, GLOBAL_WORKERS)."""
 
@@ -45,6 +47,10 @@ def loading(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, states: St
     # Read straight to the GPU. A number on its way there is converted on the host first, where the file has another
     # dtype (aten/src/ATen/native/cuda/Copy.cu, copy_requires_temporaries). What is quantised comes one by one.
     is_cut = strategy.kind == "tp"
+    if strategy.kind == "ddp":
+        # Before the first step it sends its weights to all in buckets, of which two are on their way at once
+        # (torch/distributed/utils.py, _sync_module_states; csrc/distributed/c10d/comm.cpp, kMaxInFlight).
+        whole += min(whole, BROADCAST_BUCKETS)
     largest = sorted((weight.num_elements for weight in skeleton.weights), reverse=True)
     on_the_way = FLOAT32 * sum(largest[: 1 if is_quantized else READERS])
     return Loading(host=on_the_way * local + stays, gpu=0 if is_cut else whole)

@@ -1,11 +1,11 @@
 """What one process needs on its GPU: the states of its strategy, and what a micro-batch holds beside them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 
+from cookbook.forecast import units
 from cookbook.forecast.skeleton import Skeleton
-from cookbook.forecast.states import States, Unit
+from cookbook.forecast.states import States
 from cookbook.forecast.trace import Pass, Stretch
 
 GIB = 2**30
@@ -77,20 +77,12 @@ def peak(
         loading: bytes that the start takes, before weights are cut.
     """
     gpu = states.gpu
-    done = _done_fractions(skeleton)
-
-    def gradients(stretch: Stretch) -> int:
-        if accumulates:
-            return states.gradients_between
-        return max(states.gradients_at_first, round(gpu.gradients * done(stretch)))
-
-    moments = [_at(states, stretch, gradients(stretch), is_sharded) for stretch in work.stretches]
     if states.units:
-        moments += [
-            _reducing(states, stretch, following, gradients(stretch), is_sharded)
-            for stretch, following in pairwise(work.stretches)
-            if stretch.name == "backward"
-        ]
+        moments = [_of_units(states, one, accumulates, is_sharded) for one in units.moments(states, work.stretches)]
+    else:
+        done = _done_fractions(skeleton)
+        moments = [_at(states, stretch, *done(stretch), accumulates, is_sharded) for stretch in work.stretches]
+        moments.append(_last_reduction(states, accumulates, is_sharded))
     update = Memory(
         moment="the update",
         parameters=gpu.weights,
@@ -114,88 +106,87 @@ def peak(
     return max([*moments, update, start], key=lambda one: one.allocated)
 
 
-def _at(states: States, stretch: Stretch, gradients: int, is_sharded: bool) -> Memory:
+def _at(states: States, stretch: Stretch, begun: float, done: float, accumulates: bool, is_sharded: bool) -> Memory:
+    """A stretch of a strategy that keeps weights as they are, or gathers them in an order of its own.
+
+    Args:
+        begun: the share of the gradients that earlier stretches made.
+        done: with those that this one makes.
+    """
     gpu = states.gpu
+    there = states.gradients_between if accumulates else states.gradients_at_first
+    gathered, making, reduced = gpu.buffers + states.gathered_weights, stretch.making, begun
+    is_backward = stretch.name in ("head backward", "backward", "end")
+    if not is_backward or states.is_sent_again:
+        gathered += states.sent
+    if states.bucket:  # gradients go there as they are made, and become this process's share when it is full
+        full = states.bucket / max(1, states.whole_gradients)
+        making, reduced = 0, begun // full * full
+        gathered += states.gradient_buckets * (is_backward and done > 0)
+        gathered += states.reduction * (begun // full < done // full)
+    made = max(0, round(gpu.gradients * reduced) - there)
     is_head = stretch.name in ("head", "head backward")
-    where = {
+    # A gradient that is there already takes what is added to it.
+    activations = stretch.peak + (0 if there else making)
+    return Memory(
+        moment=_name(stretch),
+        parameters=gpu.weights,
+        gradients=there + made,
+        optimizer=gpu.masters + gpu.moments,
+        gathered=gathered,
+        activations=stretch.held if is_head else activations,
+        logits=activations - stretch.held if is_head else 0,
+        is_sharded=is_sharded,
+    )
+
+
+def _last_reduction(states: States, accumulates: bool, is_sharded: bool) -> Memory:
+    """The end of a backward, when what is left in the bucket is reduced (ZeRO)."""
+    gpu = states.gpu
+    return Memory(
+        moment="the last reduction of gradients",
+        parameters=gpu.weights,
+        gradients=states.gradients_before if accumulates else states.gradients_at_first,
+        optimizer=gpu.masters + gpu.moments,
+        gathered=gpu.buffers
+        + states.gathered_weights
+        + states.gradient_buckets
+        + max(states.reduction, states.gradients_added),
+        activations=0,
+        logits=0,
+        is_sharded=is_sharded,
+    )
+
+
+def _of_units(states: States, moment: units.Moment, accumulates: bool, is_sharded: bool) -> Memory:
+    gpu, stretch = states.gpu, moment.stretch
+    reduced = min(moment.reduced, gpu.gradients)  # on the host where that holds them
+    is_head = moment.what is None and stretch.name in ("head", "head backward")
+    return Memory(
+        moment=moment.what or _name(stretch),
+        parameters=gpu.weights,
+        gradients=states.gradients_between if accumulates else reduced,
+        optimizer=gpu.masters + gpu.moments,
+        gathered=gpu.buffers + moment.gathered,
+        activations=stretch.held if is_head else moment.activations,
+        logits=max(0, moment.activations - stretch.held) if is_head else 0,
+        is_sharded=is_sharded,
+    )
+
+
+def _name(stretch: Stretch) -> str:
+    return {
         "embed": "the embedding",
         "forward": f"the forward of layer {stretch.layer}",
         "head": "the loss",
         "head backward": "the backward of the loss",
         "backward": f"the backward of layer {stretch.layer}",
         "end": "the embedding's backward",
-    }
-    return Memory(
-        moment=where[stretch.name],
-        parameters=gpu.weights,
-        gradients=gradients,
-        optimizer=gpu.masters + gpu.moments,
-        gathered=gpu.buffers + _visiting(states, stretch),
-        activations=stretch.held if is_head else stretch.peak,
-        logits=stretch.peak - stretch.held if is_head else 0,
-        is_sharded=is_sharded,
-    )
+    }[stretch.name]
 
 
-def _reducing(states: States, stretch: Stretch, following: Stretch, gradients: int, is_sharded: bool) -> Memory:
-    """The end of a layer's backward: its activations are gone, and its gradients go into the buffer."""
-    layers = [unit for unit in states.units if unit.layer is not None]
-    assert stretch.layer is not None
-    unit = layers[stretch.layer]
-    during = _at(states, stretch, gradients, is_sharded)
-    return replace(
-        during,
-        moment=f"the reduction of layer {stretch.layer}'s gradients",
-        gathered=during.gathered - _reduced(states, stretch) + unit.gradients + unit.gradients_made,
-        activations=following.held,
-    )
-
-
-def _reduced(states: States, stretch: Stretch) -> int:
-    """Bytes of the buffer that is being reduced in a stretch: of the layer whose backward came before."""
-    layers = [unit for unit in states.units if unit.layer is not None]
-    ends = [unit for unit in states.units if unit.layer is None]
-    first = [unit for unit in ends if "embedding" in unit.parts]
-    if stretch.name == "end":
-        units = [*first, *layers[:1]]
-    elif stretch.name == "backward":
-        assert stretch.layer is not None
-        units = layers[stretch.layer + 1 : stretch.layer + 2] or [unit for unit in ends if unit not in first]
-    else:
-        units = []
-    return max((unit.gradients for unit in units), default=0)
-
-
-def _visiting(states: States, stretch: Stretch) -> int:
-    """Bytes of weights that are gathered, and of the buffer through which gradients pass, in a stretch.
-
-    Each unit is gathered for its own forward and backward, while the next one is on its way. The gradients of a unit
-    are reduced during the backward of the unit before it; those of the one with the embedding come last.
-    """
-    if not states.units:
-        return states.gathered
-    layers = [unit for unit in states.units if unit.layer is not None]
-    ends = [unit for unit in states.units if unit.layer is None]
-    first = [unit for unit in ends if "embedding" in unit.parts]
-    begun = {"embed": first, "forward": first}.get(stretch.name, ends)
-    near: list[Unit] = []
-    if stretch.name == "embed":
-        near = [*first, *layers[:1]]
-    elif stretch.name == "end":
-        near = first
-    elif stretch.layer is not None:
-        i = stretch.layer
-        begun = begun + (layers[: i + 1] if stretch.name == "forward" else layers)
-        near = layers[i : i + 2] if stretch.name == "forward" else layers[max(0, i - 1) : i + 1]
-    else:
-        begun = begun + layers
-    stay = [unit for unit in begun if unit.stays]
-    weights = sum(unit.weights for unit in stay) + sum(unit.weights for unit in near if not unit.stays)
-    return weights + _reduced(states, stretch)
-
-
-def _done_fractions(skeleton: Skeleton) -> Callable[[Stretch], float]:
-    """From a stretch to the share of gradients that exist at its end, in a first micro-batch.
+def _done_fractions(skeleton: Skeleton) -> Callable[[Stretch], tuple[float, float]]:
+    """From a stretch to the shares of gradients that exist at its beginning and at its end, in a first micro-batch.
 
     The embedding's comes last, while it is made, and is in the trace.
     """
@@ -207,12 +198,16 @@ def _done_fractions(skeleton: Skeleton) -> Callable[[Stretch], float]:
             of_layer[weight.layer] += weight.num_elements
     outside = sum(weight.num_elements for weight in trained if weight.part not in ("layer", "embedding"))
 
-    def done(stretch: Stretch) -> float:
-        if stretch.name == "end":
-            return (outside + sum(of_layer)) / whole
-        if stretch.name == "backward":
-            assert stretch.layer is not None
-            return (outside + sum(of_layer[stretch.layer :])) / whole
-        return 0.0
+    def done(stretch: Stretch) -> tuple[float, float]:
+        match stretch.name:
+            case "head backward":
+                return 0.0, outside / whole
+            case "backward":
+                assert stretch.layer is not None
+                after = outside + sum(of_layer[stretch.layer + 1 :])
+                return after / whole, (after + of_layer[stretch.layer]) / whole
+            case "end":
+                return (outside + sum(of_layer)) / whole, 1.0
+        return 0.0, 0.0
 
     return done

@@ -59,8 +59,12 @@ class Unit:
     """Bytes of its whole gradients, in the buffer that is reduced."""
     gradients_made: int
     """Bytes of the same as the backward makes them, until they are in the buffer."""
+    gradients_left: int
+    """Bytes of this process's share of them, which the reduction leaves."""
+    sent: int
+    """Bytes of this process's share of the weights as it is sent when they are gathered, for that moment."""
     stays: bool
-    """From its first use to the end of the backward; else it is let go after the forward and gathered again."""
+    """From its first use to its gradients' reduction; else it is let go after the forward and gathered again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,17 +82,28 @@ class States:
     """Gradients on the GPU between two micro-batches of a step; the same as at the end but for ZeRO-1."""
     units: tuple[Unit, ...] = ()
     """In the order of the forward, where weights are gathered by units (FSDP)."""
+    is_flat: bool = False
+    """The weights of a unit are parts of the one that is gathered (FSDP1); else they are copied out of it (FSDP2)."""
     gathered_weights: int = 0
     """Weights on the GPU that are gathered for a while, at most."""
+    sent: int = 0
+    """The buffer out of which they are copied, until all that it brought are used (ZeRO-3)."""
+    is_sent_again: bool = False
+    """In the backward too: not all of them can stay until then."""
     gradient_buckets: int = 0
-    """Buffers on the GPU through which gradients pass, at most."""
+    """Buffers on the GPU through which gradients pass, from the first one of a backward to its end."""
+    bucket: int = 0
+    """Bytes of whole gradients that are reduced at once (ZeRO)."""
+    whole_gradients: int = 0
+    """Bytes of all of them."""
+    reduction: int = 0
+    """What a reduction takes for the moment, beyond the buffers."""
+    gradients_before: int = 0
+    """Gradients of earlier micro-batches beside the bucket, at the last reduction of a backward."""
+    gradients_added: int = 0
+    """What that reduction makes apart, to be added to them."""
     update: int = 0
     """What the update, or what follows it, takes on the GPU for a while, beyond `gpu`."""
-
-    @property
-    def gathered(self) -> int:
-        """What a forward or backward holds on the GPU beyond `gpu`, at most."""
-        return self.gathered_weights + self.gradient_buckets
 
 
 def states(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_processes: int, rank: int = 0) -> States:
@@ -172,10 +187,10 @@ def _fsdp2(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
     def local(weight: "Weight") -> int:
         return weight.num_elements // weight.shape[0] * _chunk(weight.shape[0], shards, rank % shards)
 
+    low = low_bytes(recipe.mixed_precision)
     gradients = FLOAT32 * sum(padded(weight) for weight in skeleton.weights if weight.is_trained)
     weights = sum(_size(weight, recipe) * padded(weight) for weight in skeleton.weights)
     state = Held(weights=weights, gradients=gradients, moments=_moments(recipe.optim, _tensors(skeleton, local)))
-    low = low_bytes(recipe.mixed_precision)
     units = tuple(
         Unit(
             layer=layer,
@@ -183,17 +198,12 @@ def _fsdp2(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
             weights=shards * sum(padded(weight) * low for weight in found),
             gradients=shards * FLOAT32 * sum(padded(weight) for weight in found if weight.is_trained),
             gradients_made=low * sum(weight.num_elements for weight in found if weight.is_trained),
+            gradients_left=FLOAT32 * sum(padded(weight) for weight in found if weight.is_trained),
+            sent=low * sum(padded(weight) for weight in found),
             stays=stays or not strategy.fsdp.fsdp_reshard_after_forward,
         )
         for layer, parts, stays, found in _units_fsdp2(skeleton)
     )
-    # A unit lies in the buffer that was gathered and in its own memory; the next one is gathered meanwhile. Before a
-    # unit's gradients are put into their buffer the last reduction is waited for (_fsdp_param_group.py).
-    moving = sorted((unit.weights for unit in units if not unit.stays), reverse=True)
-    kept = sum(unit.weights for unit in units if unit.stays)
-    largest = max(unit.weights for unit in units)
-    gathered = kept + max(largest, sum(moving[:2]))
-    buckets = max(unit.gradients for unit in units)
     buffers = Held(weights=constants(skeleton), buffers=_buffers(skeleton))
     if strategy.fsdp.fsdp_offload_params:
         return States(
@@ -202,16 +212,12 @@ def _fsdp2(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
             gradients_at_first=0,
             gradients_between=0,
             units=units,
-            gathered_weights=gathered,
-            gradient_buckets=buckets,
         )
     return States(
         gpu=replace(state, weights=weights + buffers.weights, buffers=buffers.buffers),
         gradients_at_first=0,
         gradients_between=gradients,
         units=units,
-        gathered_weights=gathered,
-        gradient_buckets=buckets,
     )
 
 
@@ -258,12 +264,12 @@ def _fsdp1(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
                 weights=low * length,
                 gradients=FLOAT32 * length * is_trained,
                 gradients_made=low * length * is_trained,
+                gradients_left=FLOAT32 * share * is_trained,
+                sent=low * share,
                 stays=stays,
             )
         )
     tensors = [(numel, weight.is_orthogonal) for numel, weight in local if weight.is_trained and numel]
-    moving = sorted((unit.weights for unit in units if not unit.stays), reverse=True)
-    kept = sum(unit.weights for unit in units if unit.stays)
     # With one process nothing is sharded, and what is computed in is a copy only where it is of another dtype.
     is_copied = num_processes > 1 or low != FLOAT32
     return States(
@@ -276,8 +282,7 @@ def _fsdp1(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
         gradients_at_first=0,
         gradients_between=gradients,
         units=tuple(units) if is_copied else (),
-        gathered_weights=kept + sum(moving[:2]) if is_copied else 0,
-        gradient_buckets=max(unit.gradients for unit in units) if num_processes > 1 else 0,
+        is_flat=True,
     )
 
 
@@ -324,7 +329,14 @@ def _zero12(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_proces
     weights = low * sum(flats) + resident(frozen, recipe) + constants(skeleton)
     buffers = _buffers(skeleton)
     num_buckets = 2 if zero.get("overlap_comm") else 1
-    buckets = num_buckets * low * zero.get("reduce_bucket_size", 5 * 10**8)
+    bucket = low * zero.get("reduce_bucket_size", 5 * 10**8)
+    # A full bucket, or what there is at the end, is joined anew before it is sent (allreduce_bucket).
+    passing = {
+        "gradient_buckets": num_buckets * bucket,
+        "bucket": bucket,
+        "whole_gradients": low * trained,
+        "reduction": min(bucket, low * trained),
+    }
     accumulates = recipe.batch.micro_batch_size is None or _accumulation(recipe, strategy, num_processes) > 1
     if strategy.offload_optimizer == "cpu":
         # Between micro-batches each gradient that a part touches waits whole; at the end it is added to float32.
@@ -339,7 +351,7 @@ def _zero12(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_proces
             ),
             gradients_at_first=0,
             gradients_between=0,
-            gradient_buckets=buckets,
+            **passing,
         )
     return States(
         gpu=Held(
@@ -351,8 +363,11 @@ def _zero12(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_proces
         ),
         gradients_at_first=0,
         gradients_between=low * (touched if strategy.zero_stage == 2 else trained),
-        gradient_buckets=buckets,
+        # ZeRO-1's gradients move into the bucket, with what earlier micro-batches made.
+        gradients_before=low * touched if strategy.zero_stage == 2 else 0,
+        gradients_added=low * touched,
         update=_flat_gradients(max(parts), low),
+        **passing,
     )
 
 
@@ -397,11 +412,20 @@ def _zero3(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
     bucket = low * zero.get("reduce_bucket_size", 5 * 10**8)
     live = max(zero.get("stage3_max_live_parameters", 10**9), zero.get("stage3_max_reuse_distance", 10**9))
     moving = [numel(weight) for weight in others] if is_gathered else []
+    # What is gathered ahead comes in one buffer, out of which each weight is copied when the first is used; the rest
+    # hold on to it (partition_parameters.py, AllGatherCoalescedHandle.wait). From NVMe nothing comes ahead
+    # (partitioned_param_coordinator.py, _fetch_sub_module_impl).
+    whole = low * sum(weight.num_elements for weight in skeleton.weights if weight.is_trained)
+    ahead = zero.get("stage3_prefetch_bucket_size", 5 * 10**7)
     visiting: dict[str, Any] = {
         "gathered_weights": low * min(sum(moving), live + max(moving, default=0)),
-        "gradient_buckets": min(
-            bucket, low * sum(weight.num_elements for weight in skeleton.weights if weight.is_trained)
-        ),
+        "sent": 0 if strategy.offload_param == "nvme" else low * min(sum(moving), ahead + max(moving, default=0)),
+        "is_sent_again": sum(moving) > live,
+        "bucket": bucket,
+        "gradients_before": 0 if strategy.offload_optimizer else gradients,
+        "whole_gradients": whole,
+        # The gradients in the bucket are joined anew (coalesced_collectives.py, reduce_scatter_coalesced).
+        "reduction": min(bucket, whole),
     }
     gpu = Held(weights=gathered, buffers=bucket + _buffers(skeleton))
     state = Held(

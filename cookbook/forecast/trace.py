@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -55,7 +55,9 @@ class Stretch:
     held: int
     """Bytes of activations at its beginning; weights and gradients are not in it."""
     peak: int
-    """The most during it."""
+    """The most during it, each gradient of a weight gone as soon as it is made."""
+    making: int = 0
+    """How much more the most is where these gradients stay to its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,12 @@ class Pass:
             return max(0, round(mine + times * (theirs - mine)))
 
         stretches = (
-            replace(one, held=between(one.held, more.held), peak=between(one.peak, more.peak))
+            replace(
+                one,
+                held=between(one.held, more.held),
+                peak=between(one.peak, more.peak),
+                making=between(one.making, more.making),
+            )
             for one, more in zip(self.stretches, other.stretches, strict=True)
         )
         return Pass(stretches=tuple(stretches))
@@ -86,6 +93,8 @@ def trace(
     num_targets: int,
     autocast: bool,
     tp_size: int,
+    fsdp: Literal[0, 1, 2] = 0,
+    is_zero3: bool = False,
     change: Callable[[PreTrainedModel], None] | None = None,
     kept: "Kept | None" = None,
 ) -> Pass:
@@ -96,6 +105,10 @@ def trace(
         num_targets: labelled positions of all rows.
         autocast: weights stay float32 and operations cast them, as under single and DDP; else the weights are in the
             recipe's precision, as under ZeRO and FSDP.
+        fsdp: its version, where it is that; accelerate's autocast is then around weights in low precision, and FSDP2
+            casts what goes in and out of its units.
+        is_zero3: DeepSpeed's linear layers, which keep their input whether a weight is trained or not, and LoRA's
+            weights in float32.
         tp_size: of a tensor-parallel group, whose processes each have a share of heads and inner features.
         change: makes of the empty model what another program would run (benchmarks/plan_accuracy.py).
         kept: likewise, what its checkpointing keeps of a compiled layer.
@@ -116,11 +129,16 @@ def trace(
         ways.insert(0, (TRACED, partial(compile_layers, kept=kept)))
     for attention, compiling in ways:
         try:
-            model = _empty_model(config, recipe, torch.float32 if autocast else low, low, attention)
+            is_lora = recipe.adapter is not None and recipe.adapter.name != "qlora"
+            trained = torch.float32 if autocast or (is_zero3 and is_lora) else low  # see `states._zero3`
+            model = _empty_model(config, recipe, trained, low, attention)
             if change is not None:
                 change(model)
-            cast = low if autocast and low != torch.float32 else None
-            stretches = _run(model, rows, length, num_targets, cast, compiling)
+            is_low = low != torch.float32
+            cast = low if (autocast or fsdp) and is_low else None
+            unit = low if fsdp == 2 and is_low else None
+            with _linear_of_zero3() if is_zero3 else nullcontext():
+                stretches = _run(model, rows, length, num_targets, cast, unit, fsdp == 1, compiling)
             break
         except Exception as error:  # whatever a model's code does with data that is not there
             is_slow = isinstance(error, TimeoutError) and compiling is None
@@ -283,12 +301,43 @@ def _traced_attention(
 AttentionInterface.register(TRACED, _traced_attention)
 
 
+class _LinearOfZero3(torch.autograd.Function):
+    """DeepSpeed 0.19.8, runtime/zero/linear.py, LinearFunctionForZeroStage3."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight, bias)
+        result = hidden.matmul(weight.t())
+        return result if bias is None else result.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        hidden, weight, _ = ctx.saved_tensors
+        needs_hidden, needs_weight, *needs_bias = ctx.needs_input_grad
+        of_hidden = gradient.matmul(weight) if needs_hidden else None
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        of_weight = rows.t().matmul(hidden.reshape(-1, hidden.shape[-1])) if needs_weight else None
+        of_bias = rows.sum(0) if any(needs_bias) else None
+        return (of_hidden, of_weight, of_bias)[: len(ctx.needs_input_grad)]
+
+
+@contextmanager
+def _linear_of_zero3() -> Iterator[None]:
+    before = torch.nn.functional.linear
+    torch.nn.functional.linear = _LinearOfZero3.apply  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.nn.functional.linear = before
+
+
 class _Ledger(TorchDispatchMode):
     """Adds up the bytes of all tensors that operations make, until they are gone."""
 
     def __init__(self, known: Iterator[torch.Tensor]) -> None:
         super().__init__()
-        self.live = self.peak = 0
+        self.live = self.peak = self.made = self.peak_with_made = 0
         self.stretches: list[Stretch] = []
         self._deadline = time.monotonic() + PATIENCE
         self._open: tuple[str, int | None, int] | None = None
@@ -320,10 +369,17 @@ class _Ledger(TorchDispatchMode):
         self._known.add(storage)
         self.live += size
         self.peak = max(self.peak, self.live)
+        self.peak_with_made = max(self.peak_with_made, self.live + self.made)
         weakref.finalize(storage, self._gone, size)
 
     def _gone(self, size: int) -> None:
         self.live -= size
+
+    def drop_gradient(self, parameter: torch.Tensor) -> None:
+        """Gradients are counted by the strategy; here only what it takes to make them, and how that adds up."""
+        assert parameter.grad is not None
+        self.made += -(-parameter.grad.untyped_storage().nbytes() // ROUNDING) * ROUNDING
+        parameter.grad = None
 
     def forget(self) -> None:
         """Begins anew."""
@@ -337,9 +393,11 @@ class _Ledger(TorchDispatchMode):
             raise TimeoutError(f"not traced within {PATIENCE:.0f} seconds")
         if self._open is not None:
             before, of_layer, held = self._open
-            self.stretches.append(Stretch(name=before, layer=of_layer, held=held, peak=self.peak))
+            making = self.peak_with_made - self.peak
+            self.stretches.append(Stretch(name=before, layer=of_layer, held=held, peak=self.peak, making=making))
         self._open = name, layer, self.live
-        self.peak = self.live
+        self.peak = self.peak_with_made = self.live
+        self.made = 0
 
 
 class _Mark(torch.autograd.Function):
@@ -360,9 +418,12 @@ class _Mark(torch.autograd.Function):
 class _Marked(torch.nn.Module):
     """A decoder layer between two marks."""
 
-    def __init__(self, layer: torch.nn.Module, number: int, ledger: _Ledger, is_last: bool) -> None:
+    def __init__(
+        self, layer: torch.nn.Module, number: int, ledger: _Ledger, is_last: bool, unit: torch.dtype | None
+    ) -> None:
         super().__init__()
         self.layer, self._number, self._ledger, self._is_last = layer, number, ledger, is_last
+        self._unit = unit
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -372,14 +433,43 @@ class _Marked(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         i, begin = self._number, self._ledger.begin
+        if self._unit is not None:  # outside of the marks: a unit is gathered and reduced between its casts
+            hidden, args, kwargs = _cast((hidden, args, kwargs), self._unit)
         hidden = _Mark.apply(hidden, begin, ("forward", i), ("backward", i - 1) if i else ("end",))
         result = self.layer(hidden, *args, **kwargs)
-        if not self._is_last:
-            return result
-        mark = ("head",), ("backward", i)
-        if isinstance(result, tuple):
-            return _Mark.apply(result[0], begin, *mark), *result[1:]
-        return _Mark.apply(result, begin, *mark)
+        if self._is_last:
+            mark = ("head",), ("backward", i)
+            if isinstance(result, tuple):
+                result = _Mark.apply(result[0], begin, *mark), *result[1:]
+            else:
+                result = _Mark.apply(result, begin, *mark)
+        return result if self._unit is None else _cast(result, torch.float32)
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors, however nested (torch/distributed/fsdp/_fully_shard/_fsdp_common.py, _cast_fp_tensor)."""
+    return tree_map_only(torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, values)
+
+
+def _cast_at_ends(model: PreTrainedModel, unit: torch.dtype) -> None:
+    """As FSDP2 does around the units that are no layers: embedding, last norm and head."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    ends += [module for module in model.base_model.children() if "Norm" in type(module).__name__][-1:]
+    for module in ends:
+        module.register_forward_pre_hook(lambda _, args, options: _cast((args, options), unit), with_kwargs=True)
+        module.register_forward_hook(lambda _, args, result: _cast(result, torch.float32))
+
+
+def _train_whole_units(model: PreTrainedModel) -> None:
+    """Under FSDP1 the weights of a unit are parts of one parameter, so where one is trained all have gradients
+    (torch/distributed/fsdp/_flat_param.py, _use_unsharded_views)."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    outside = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+    for weights in (*(list(layer.parameters()) for layer in layers), outside):
+        is_trained = any(weight.requires_grad for weight in weights)
+        for weight in weights:
+            weight.requires_grad_(is_trained)
 
 
 def _run(
@@ -388,6 +478,8 @@ def _run(
     length: int,
     num_targets: int,
     autocast: torch.dtype | None,
+    unit: torch.dtype | None,
+    is_flat: bool,
     compiling: Callable[..., None] | None,
 ) -> list[Stretch]:
     fake = FakeTensorMode()
@@ -395,11 +487,14 @@ def _run(
     ledger = _Ledger(tensor for tensor in (*model.parameters(), *model.buffers()))
     if compiling is not None:
         compiling(model, uncounted=ledger.uncounted)
-    _mark_layers(model, ledger)
+    _mark_layers(model, ledger, unit)
+    if unit is not None:
+        _cast_at_ends(model, unit)
+    if is_flat:
+        _train_whole_units(model)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            # Gradients are counted by the strategy; here only what it takes to make them.
-            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+            parameter.register_post_accumulate_grad_hook(ledger.drop_gradient)
 
     def micro_batch(counted: AbstractContextManager) -> None:
         ids = torch.zeros(rows, length, dtype=torch.long)
@@ -450,10 +545,6 @@ def _quietly() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _drop_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None
-
-
 def _fake_in_place(model: torch.nn.Module, mode: FakeTensorMode) -> None:
     """Puts fake CPU tensors for those without a device, tied ones tied; `.to()` cannot (it swaps the tensors)."""
     made: dict[int, Any] = {}
@@ -470,7 +561,7 @@ def _fake_in_place(model: torch.nn.Module, mode: FakeTensorMode) -> None:
                 owner[name] = made[id(tensor)][1]
 
 
-def _mark_layers(model: PreTrainedModel, ledger: _Ledger) -> None:
+def _mark_layers(model: PreTrainedModel, ledger: _Ledger, unit: torch.dtype | None) -> None:
     found = [
         (owner, name, module)
         for owner in model.modules()
@@ -480,7 +571,7 @@ def _mark_layers(model: PreTrainedModel, ledger: _Ledger) -> None:
     if not found:
         raise Untraceable(f"{type(model).__name__} has no layers that it could checkpoint")
     for i, (owner, name, layer) in enumerate(found):
-        owner._modules[name] = _Marked(layer, i, ledger, is_last=i == len(found) - 1)
+        owner._modules[name] = _Marked(layer, i, ledger, is_last=i == len(found) - 1, unit=unit)
 
 
 def _lengthen(stretches: list[Stretch], probed: int, num_layers: int) -> Iterator[Stretch]:
@@ -497,14 +588,10 @@ def _lengthen(stretches: list[Stretch], probed: int, num_layers: int) -> Iterato
     for one in stretches:
         if one.layer is None:
             shift = {"head": more * kept, "head backward": more * waiting}.get(one.name, 0)
-            yield Stretch(name=one.name, layer=None, held=one.held + shift, peak=one.peak + shift)
+            yield replace(one, held=one.held + shift, peak=one.peak + shift)
             continue
         repeats = range(more + 1) if one.layer == middle else [0 if one.layer < middle else more]
         each = kept if one.name == "forward" else waiting
         for shift in repeats if one.name == "forward" else reversed(repeats):
-            yield Stretch(
-                name=one.name,
-                layer=one.layer + shift,
-                held=one.held + shift * each,
-                peak=one.peak + shift * each,
-            )
+            more_held = shift * each
+            yield replace(one, layer=one.layer + shift, held=one.held + more_held, peak=one.peak + more_held)

@@ -399,6 +399,24 @@ static void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
   }
 }
 
+// Rows from which a product with a weight of 4 bits makes the weight whole first; up to this a fused kernel does without
+// on an H100, for weights of usual size (bitsandbytes 0.50.2, backends/cuda/ops.py, _gemm_4bit_use_custom_cuda).
+constexpr int64_t kFusedRows = 64;
+
+// As _dequant_linear_fallback there: the scales in float32, before and after they are shifted, and the weight.
+static void product_in_4_bits(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const size_t first = stack->size() - op.schema().arguments().size();
+  const auto hidden = (*stack)[first].toTensor();
+  const auto shape = (*stack)[first + 2].toIntVector();
+  const int64_t numel = c10::multiply_integers(shape), blocks = numel / (*stack)[first + 4].toInt();
+  std::vector<at::Tensor> held;
+  if (hidden.numel() > kFusedRows * hidden.size(-1)) {
+    const auto single = hidden.options().dtype(at::kFloat);
+    held = {at::empty({blocks}, single), at::empty({blocks}, single), at::empty({numel}, hidden.options())};
+  }
+  fallback(op, keys, stack);
+}
+
 // Operations that need a kernel of their own.
 
 static at::Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides, std::optional<at::ScalarType> type,
@@ -516,9 +534,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 TORCH_LIBRARY_IMPL(bitsandbytes, CUDA, m) {
   for (const char* name : {"quantize_4bit", "dequantize_4bit", "dequantize_4bit.out", "quantize_blockwise",
                            "dequantize_blockwise", "dequantize_blockwise.out", "gemv_4bit", "gemv_4bit.out",
-                           "gemm_4bit", "optimizer_update_8bit_blockwise", "optimizer_update_32bit"}) {
+                           "optimizer_update_8bit_blockwise", "optimizer_update_32bit"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
+  m.impl("gemm_4bit", torch::CppFunction::makeFromBoxedFunction<&product_in_4_bits>());
 }
 
 // Python's UntypedStorage.resize_ knows only devices that torch was built with.

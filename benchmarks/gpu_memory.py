@@ -1,0 +1,119 @@
+"""Peak allocated memory on simulated GPUs beside the forecast, for every strategy, adapter and way to checkpoint.
+
+    make gpu-memory
+
+Writes benchmarks/results/gpu_memory.json and the table in docs/simulated_gpus.md, in about an hour on two cores;
+`--page` writes the table anew from the results. Rows are packed and of full length; the recipe is `memory` of
+tests/gpu_runs.py.
+"""
+
+import argparse
+import json
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.gpu_runs import GpuLab  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "gpu_memory.json"
+PAGE = ROOT / "docs" / "simulated_gpus.md"
+BEGIN, END = "<!-- benchmarks/gpu_memory.py -->\n", "<!-- end -->\n"
+COMMAND = "make gpu-memory"
+PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes")
+STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
+ADAPTERS = ("full", "lora", "qlora")
+CHECKPOINTING = ("false", "true", "selective")
+REFUSED = 2
+"""The exit code of a combination that no run takes."""
+
+
+def settings_of(strategy: str, adapter: str, checkpointing: str, accumulates: bool) -> dict[str, str]:
+    """As for `--set`: a step of 8 samples, in one micro-batch or in as many as there are in half of it."""
+    sharers = {"single": 1, "tp": 1, "hsdp": 4}.get(strategy, 2)
+    micro = max(1, 4 // sharers) if accumulates else 8 // sharers
+    found = {
+        "data.packing": "true",
+        "model.gradient_checkpointing": checkpointing,
+        "batch": f"{{global_batch_size: 8, micro_batch_size: {micro}}}",
+    }
+    return found if adapter == "full" else found | {"adapter": f"{{name: {adapter}, rank: 8}}"}
+
+
+def measure(folder: Path, strategies: list[str]) -> Iterator[dict[str, Any]]:
+    """A row for each combination: the peak of the GPU that had most, and the forecast; or that it was refused."""
+    lab = GpuLab(folder)
+    for strategy, adapter, checkpointing, accumulates in product(strategies, ADAPTERS, CHECKPOINTING, (True, False)):
+        settings = settings_of(strategy, adapter, checkpointing, accumulates)
+        run = lab.run(strategy, settings, recipe="memory", ends=None)
+        row = {"strategy": strategy, "adapter": adapter, "checkpointing": checkpointing, "accumulates": accumulates}
+        if set(run.codes) == {0}:
+            row["peak_bytes"] = max(max(run.report(rank)["peak_bytes"]) for rank in range(len(run.codes)))
+            row["forecast_bytes"] = run.record["forecast"]["allocated"]
+        elif REFUSED not in run.codes:
+            sys.exit(f"{row} ended with {run.codes}\n{run.log()[-2000:]}")
+        yield row
+    lab.close()
+
+
+def error_of(row: dict[str, Any]) -> float | None:
+    """Of the peak, relative to the forecast; None where the run was refused."""
+    return row["peak_bytes"] / row["forecast_bytes"] - 1 if "peak_bytes" in row else None
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """By strategy and adapter, the error that is farthest from 0."""
+    lines = [f"| strategy | {' | '.join(ADAPTERS)} |", "|---" * (1 + len(ADAPTERS)) + "|"]
+    for strategy in sorted({row["strategy"] for row in rows}):
+        cells = []
+        for adapter in ADAPTERS:
+            errors = [error_of(row) for row in rows if (row["strategy"], row["adapter"]) == (strategy, adapter)]
+            ran = [error for error in errors if error is not None]
+            cells.append(f"{max(ran, key=abs):+.1%}" if ran else "refused")
+        lines.append(f"| `{strategy}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_results(rows: list[dict[str, Any]]) -> None:
+    record = {
+        "command": COMMAND,
+        "machine": f"{platform.machine()}, CPU only",
+        "versions": {name: version(name) for name in PACKAGES},
+        "rows": sorted(rows, key=lambda row: row["strategy"]),
+    }
+    RESULTS.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def write_page(rows: list[dict[str, Any]]) -> None:
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}{table(rows)}{END}{after}", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--page", action="store_true", help="write the table anew")
+    parser.add_argument("--folder", type=Path, help="where the runs go, and are found again")
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES, help="the others stay")
+    arguments = parser.parse_args()
+    rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.exists() else []
+    if not arguments.page:
+        with tempfile.TemporaryDirectory() as made:
+            for row in measure(arguments.folder or Path(made), arguments.strategies):
+                key = list(row.items())[:4]
+                rows = [one for one in rows if list(one.items())[:4] != key] + [row]
+                error = error_of(row)
+                write_results(rows)
+                print(*(value for _, value in key), "refused" if error is None else f"{error:+.2%}", flush=True)
+    write_page(rows)
+
+
+if __name__ == "__main__":
+    main()
