@@ -12,6 +12,8 @@ SIMULATE_FLAG = $(if $(SIMULATE_GPUS),--simulate-gpus $(SIMULATE_GPUS))
 ON_FLAG = $(if $(ON),--on $(ON))
 SET_FLAGS = $(foreach assignment,$(SET),--set '$(assignment)')
 
+TESTS ?= tests
+
 # Compilers and headers; without them the tests that need them are skipped.
 BUILD_NEEDS = sh system.sh .venv/bin/python build
 
@@ -75,17 +77,17 @@ library: $(STAMP)  ## write recipes/README.md from the recipes
 combinations: $(STAMP)  ## write docs/combinations.md, what is refused and why
 	@$(COOKBOOK) combinations
 
-test: $(DEV_STAMP)  ## the test suite; no GPU and no network needed
+test: $(DEV_STAMP)  ## [TESTS=tests/test_lock.py]: the test suite; no GPU and no network needed
 	@$(BUILD_NEEDS)
-	@.venv/bin/python -m pytest -q -n 2 --dist worksteal tests
+	@.venv/bin/python -m pytest -q -n 2 --dist worksteal $(TESTS)
 
 test-long: $(DEV_STAMP)  ## what takes longer: adapters, packing, dpo and optimizers, resuming, accidents, every rehearsal
 	@$(BUILD_NEEDS)
-	@.venv/bin/python -m pytest -q -n 2 --dist worksteal -m "slow and not thorough" tests
+	@.venv/bin/python -m pytest -q -n 2 --dist worksteal -m "slow and not thorough" $(TESTS)
 
 test-all: $(DEV_STAMP)  ## both, and what is much like the longer ones: every column under every strategy, every accident
 	@$(BUILD_NEEDS)
-	@.venv/bin/python -m pytest -q -n 2 --dist worksteal -m "slow or not slow" tests
+	@.venv/bin/python -m pytest -q -n 2 --dist worksteal -m "slow or not slow" $(TESTS)
 
 soak: $(DEV_STAMP)  ## [KILLS=30]: kill runs at random moments under random strategies; the end must be the uninterrupted run
 	@.venv/bin/python tests/soak.py --kills $(or $(KILLS),30)
