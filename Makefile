@@ -12,6 +12,11 @@ SIMULATE_FLAG = $(if $(SIMULATE_GPUS),--simulate-gpus $(SIMULATE_GPUS))
 ON_FLAG = $(if $(ON),--on $(ON))
 SET_FLAGS = $(foreach assignment,$(SET),--set '$(assignment)')
 
+TESTS ?= tests
+
+# Compilers and headers. Tests that lack them are skipped, or fail with SKIP_NOTHING, as where a record is written.
+BUILD_NEEDS = sh system.sh .venv/bin/python build
+
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart train finetune-7b preview plan rehearse merge export checkpoint check doctor explain schema library combinations test test-long test-all soak matrix simulated-gpus gpu-memory test-gpu lint lock audit clean
 
@@ -72,33 +77,39 @@ library: $(STAMP)  ## write recipes/README.md from the recipes
 combinations: $(STAMP)  ## write docs/combinations.md, what is refused and why
 	@$(COOKBOOK) combinations
 
-test: $(DEV_STAMP)  ## the test suite; no GPU and no network needed
-	@.venv/bin/python -m pytest -q -n 2 --dist worksteal tests
+test: $(DEV_STAMP)  ## [TESTS=tests/test_lock.py]: the test suite; no GPU and no network needed
+	@$(BUILD_NEEDS)
+	@.venv/bin/python -m pytest -q -n 2 --dist worksteal $(TESTS)
 
 test-long: $(DEV_STAMP)  ## what takes longer: adapters, packing, dpo and optimizers, resuming, accidents, every rehearsal
-	@.venv/bin/python -m pytest -q -n 2 --dist worksteal -m "slow and not thorough" tests
+	@$(BUILD_NEEDS)
+	@.venv/bin/python -m pytest -q -n 2 --dist worksteal -m "slow and not thorough" $(TESTS)
 
 test-all: $(DEV_STAMP)  ## both, and what is much like the longer ones: every column under every strategy, every accident
-	@.venv/bin/python -m pytest -q -n 2 --dist worksteal -m "slow or not slow" tests
+	@$(BUILD_NEEDS)
+	@.venv/bin/python -m pytest -q -n 2 --dist worksteal -m "slow or not slow" $(TESTS)
 
 soak: $(DEV_STAMP)  ## [KILLS=30]: kill runs at random moments under random strategies; the end must be the uninterrupted run
 	@.venv/bin/python tests/soak.py --kills $(or $(KILLS),30)
 
 matrix: $(DEV_STAMP)  ## run the equivalence tests and write their table into the README
+	@$(BUILD_NEEDS)
 	@rm -rf outputs/curves
-	@CURVES=outputs/curves .venv/bin/python -m pytest -q -n 2 --dist worksteal tests/test_equivalence.py tests/test_equivalence_features.py \
+	@SKIP_NOTHING=1 CURVES=outputs/curves .venv/bin/python -m pytest -q -n 2 --dist worksteal tests/test_equivalence.py tests/test_equivalence_features.py \
 	  -m "slow or not slow" -k "not readme"
 	@.venv/bin/python benchmarks/equivalence_table.py outputs/curves
 
 simulated-gpus: $(DEV_STAMP)  ## run the GPU tests on simulated GPUs, and write down what real ones are compared with
+	@$(BUILD_NEEDS)
 	@rm -rf outputs/simulated_gpus
-	@GPU_RUNS=outputs/simulated_gpus .venv/bin/python -m pytest -q -n 2 --dist worksteal -m "not thorough" tests/test_gpu_*.py
+	@SKIP_NOTHING=1 GPU_RUNS=outputs/simulated_gpus .venv/bin/python -m pytest -q -n 2 --dist worksteal -m "not thorough" tests/test_gpu_*.py
 	@.venv/bin/python benchmarks/gpu_runs.py outputs/simulated_gpus
 
 gpu-memory: $(DEV_STAMP)  ## peak memory on simulated GPUs beside the forecast, every strategy; about an hour
 	@.venv/bin/python benchmarks/gpu_memory.py
 
 test-gpu: $(DEV_STAMP)  ## the same tests on the GPUs of this machine, and how far the simulated ones were from them
+	@$(BUILD_NEEDS)
 	@rm -rf outputs/real_gpus
 	@REAL_GPUS=1 GPU_RUNS=outputs/real_gpus .venv/bin/python -m pytest -q -m "not thorough" tests/test_gpu_*.py; code=$$?; \
 	  .venv/bin/python benchmarks/gpu_runs.py outputs/real_gpus --compare && exit $$code
@@ -121,7 +132,7 @@ audit: $(TOOLS)/.installed  ## look the lock up in PyPI's list of known vulnerab
 	@$(TOOLS)/bin/pip-audit --strict --disable-pip --require-hashes -r requirements.lock
 
 $(TOOLS)/.installed:
-	@$(PYTHON) -m venv $(TOOLS)
+	@sh system.sh $(PYTHON) venv && $(PYTHON) -m venv $(TOOLS)
 	@$(TOOLS)/bin/pip install --quiet --disable-pip-version-check uv==0.13.8 pip-audit==2.10.1
 	@touch $@
 
@@ -132,7 +143,7 @@ clean:  ## remove caches and .venv; outputs/ stays
 $(STAMP): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo 'make setup: $(PYTHON) is not Python 3.11 or newer; write PYTHON=python3.12, say' >&2; exit 2; }
-	@test -x .venv/bin/pip || $(PYTHON) -m venv --clear .venv
+	@test -x .venv/bin/pip || { sh system.sh $(PYTHON) venv && $(PYTHON) -m venv --clear .venv; }
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@
 

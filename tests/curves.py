@@ -19,6 +19,7 @@ import pytest
 from filelock import FileLock
 from safetensors.numpy import load_file
 
+from tests.needs import need_builds_of
 from tests.warm_parent import WarmParent
 
 ROOT = Path(__file__).parent.parent
@@ -287,6 +288,7 @@ class Lab:
         limit: float,
     ) -> dict[str, Any]:
         """For `WarmParent.ask`; see `start`."""
+        need_builds_of(strategy)
         path = strategy if strategy.endswith(".yaml") else f"accelerate_configs/{strategy}.yaml"
         words = [*program, str(self.folder / "recipe.yaml")]
         for name, value in (settings if launched else {"strategy": path, **settings}).items():

@@ -19,6 +19,7 @@ from filelock import FileLock
 from cookbook import simulated_gpus
 from cookbook.machine import num_gpus
 from tests.curves import ROOT, WORDS, Curve, environment
+from tests.needs import need_builds_of, need_simulated_gpus
 from tests.warm_parent import WarmParent
 
 NUM_GPUS = 4
@@ -212,6 +213,7 @@ class GpuLab:
         return found
 
     def _run(self, folder: Path, case: dict[str, Any], after: GpuRun | None) -> None:
+        need_builds_of(case["strategy"], on_gpus=REAL and case["on"] == "gpu")
         shutil.rmtree(folder, ignore_errors=True)  # of a run whose asker was ended
         folder.mkdir()
         if after is not None:
@@ -235,6 +237,7 @@ class GpuLab:
             return _RealGpus(memory)
         name = on if memory is None else f"{on}-{memory}"
         if name not in self._parents:
+            need_simulated_gpus()
             self._parents[name] = WarmParent(simulated_gpus.environment(NUM_GPUS, memory=memory))
         return self._parents[name]
 

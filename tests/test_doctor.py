@@ -27,6 +27,7 @@ from cookbook.doctor.sizes import Sizes, num_parameters, sizes
 from cookbook.library import Needs
 from cookbook.plan import load_pair
 from cookbook.strategy import load_strategy
+from tests.needs import need_compiler
 
 CANARY = "hf_canaryThatMustNeverBeSeen"
 RECIPE_7B = Path("recipes/qwen25_7b/sft_zero3.yaml")
@@ -352,9 +353,15 @@ def test_a_lock_left_by_a_dead_build_is_told_unless_a_run_is_building(tmp_path, 
     assert lock.exists()
 
 
-def test_a_missing_compiler_or_header_fails_only_where_something_must_be_built(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+def test_a_missing_header_is_noticed(tmp_path):
+    need_compiler()
+    assert software._compiles("c++", "cstdio", "return 0;", [], tmp_path)
     assert not software._compiles("c++", "no_such_header.h", "return 0;", [], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_compiler_fails_only_where_something_must_be_built(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     found = list(software.check_build(True, False, tmp_path))
     assert found[0].status == "failure" and found[0].remedy == "apt-get install g++"

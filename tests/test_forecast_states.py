@@ -20,6 +20,7 @@ from cookbook.forecast.states import States, states
 from cookbook.recipe import Recipe, load_recipe
 from cookbook.strategy import load_strategy
 from tests.curves import ROOT, Lab, write_chats
+from tests.needs import need_builds_of
 from tests.warm_parent import WarmParent
 
 RECIPE = """\
@@ -169,6 +170,7 @@ class Scale:
 
     def _run(self, case: Run, folder: Path) -> str:
         """Returns what was printed."""
+        need_builds_of(case.strategy)
         folder.mkdir()
         words = ["tests/held_bytes.py", str(folder), str(self.recipe)]
         for setting in (

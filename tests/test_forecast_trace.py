@@ -21,6 +21,7 @@ from cookbook.forecast.trace import Pass, Untraceable, bound, trace
 from cookbook.models.loss import add_loss
 from cookbook.models.speed import compile_layers, save_activations
 from cookbook.recipe import Recipe
+from tests.needs import need_compiler
 
 ROWS, LENGTH, VOCAB = 3, 256, 1500
 LLAMA = {
@@ -76,6 +77,7 @@ def allocated(settings: Recipe, config: PreTrainedConfig, tmp_path) -> tuple[int
     if settings.model.gradient_checkpointing:
         save_activations(model, selective=settings.model.gradient_checkpointing == "selective")
     if settings.model.compile:
+        need_compiler()
         compile_layers(model)
     add_loss(model)
     model.train()

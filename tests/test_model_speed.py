@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cookbook.files import RecipeError
 from cookbook.models import kernel_notes, load_model
 from cookbook.recipe import ModelSection
+from tests.needs import need_compiler
 
 LENGTHS = [[5, 9, 3], [4, 4], [7, 8, 9, 10], [11, 3]]
 
@@ -88,6 +89,7 @@ def test_selective_checkpointing_recomputes_neither_products_nor_attention(folde
 
 
 def test_compiled_layers_give_the_same_loss_and_are_compiled_once_for_all_lengths(folder: Path):
+    need_compiler()
     plain, compiled = load(folder), load(folder, compile=True)
     torch._dynamo.utils.counters.clear()
     graphs = []

@@ -12,7 +12,9 @@ from conftest import ROOT, clean_environment
 
 from cookbook import library, rehearse
 from cookbook.files import RecipeError
+from cookbook.plan import load_pair
 from cookbook.rehearse import _what_went_wrong, standins
+from tests.needs import need_builds_of, need_simulated_gpus
 
 RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
 
@@ -37,6 +39,8 @@ def test_there_are_recipes_to_rehearse():
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_shipped_recipe_passes_its_rehearsal(recipe, capsys):
+    need_simulated_gpus()
+    need_builds_of(load_pair(Path(recipe))[1].name)
     assert rehearsal_of(recipe) == 0, capsys.readouterr().err
     said = capsys.readouterr().out
     assert f"REHEARSAL of {recipe}: fine" in said
@@ -54,11 +58,14 @@ def test_a_rehearsal_under_another_strategy_says_which(capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize(("on", "told"), [("gpus", "the GPU's own paths in fp16"), ("cpu", "rehearsed in float32")])
 def test_a_rehearsal_in_fp16_is_one_in_fp16_where_there_are_gpus(on, told, capsys):
+    if on == "gpus":
+        need_simulated_gpus()
     assert rehearsal_of("recipes/qwen3_0_6b/sft_ddp.yaml", "mixed_precision=fp16", strategy="fsdp2", on=on) == 0
     assert told in capsys.readouterr().out
 
 
 def test_without_a_compiler_a_rehearsal_says_so_and_takes_the_cpu(monkeypatch):
+    monkeypatch.setattr(rehearse.simulated_gpus, "problem", lambda: None)
     assert rehearse._choose_place(None) == ("simulated GPUs", None)
     assert rehearse._choose_place("cpu") == ("CPU", None)
     monkeypatch.setattr(rehearse.simulated_gpus, "problem", lambda: "there is no C++ compiler")

@@ -15,6 +15,7 @@ from conftest import ROOT, clean_environment
 
 from cookbook import simulated_gpus
 from cookbook.files import RecipeError
+from tests.needs import need_simulated_gpus
 
 SMALL = ["run.max_steps=3", "run.eval_every_steps=3", "schedule.warmup_steps=1", "batch.global_batch_size=8"]
 SMALL += ["run.check_export=false"]
@@ -22,6 +23,7 @@ SMALL += ["run.check_export=false"]
 
 def run(*command: str, memory: int = 1 << 20, **extra: str) -> subprocess.CompletedProcess:
     """With two simulated GPUs, of 1 MiB unless given."""
+    need_simulated_gpus()
     variables = simulated_gpus.environment(2, memory=memory) | extra
     return subprocess.run(
         command, cwd=ROOT, env=clean_environment() | variables, capture_output=True, text=True, timeout=300
@@ -168,6 +170,7 @@ def test_a_count_that_cannot_be_is_refused(count: str):
 @pytest.mark.slow
 def test_a_launched_run_says_that_it_was_simulated_and_measures_nothing(tmp_path: Path):
     """The whole way of a user: accelerate's launcher, DeepSpeed, then summary and sample on its export."""
+    need_simulated_gpus()
     settings = [word for one in [*SMALL, f"run.output_dir={tmp_path / 'run'}"] for word in ("--set", one)]
     command = [sys.executable, "-m", "cookbook", "launch", "recipes/quickstart.yaml", "--strategy", "zero3"]
     done = subprocess.run(

@@ -26,7 +26,7 @@ def build_ops(strategy: Strategy, cache: Path) -> None:
     only be a dead one.
 
     Raises:
-        RecipeError: the headers of libaio are missing. What a GPU needs besides, `launch.check_machine` has seen to.
+        RecipeError: compiler or headers are missing. What a GPU needs besides, `launch.check_machine` has seen to.
     """
     if "nvme" not in (strategy.offload_optimizer, strategy.offload_param):
         return
@@ -38,9 +38,8 @@ def build_ops(strategy: Strategy, cache: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with lock.making(folder / "cookbook.lock"):
         if not AsyncIOBuilder().is_compatible(verbose=False):
-            raise RecipeError(
-                [f"{strategy.path}: NVMe offload needs libaio and its headers: apt-get install libaio-dev"]
-            )
+            needs = "a C++ compiler, libaio and its headers: apt-get install g++ libaio-dev"
+            raise RecipeError([f"{strategy.path}: NVMe offload needs {needs}"])
         for stale in folder.glob("**/lock"):
             stale.unlink()
         AsyncIOBuilder().load(verbose=False)

@@ -40,6 +40,11 @@ def problem() -> str | None:
     """Why GPUs cannot be simulated here, or None."""
     if (cuda := torch_cuda()) is not None:
         return f"this torch is built for CUDA {cuda}, whose own device cannot be replaced"
+    return compiler_problem()
+
+
+def compiler_problem() -> str | None:
+    """Why nothing can be compiled here, or None."""
     if _compiler() is None:
         return "there is no C++ compiler (apt-get install g++)"
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
