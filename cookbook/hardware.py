@@ -17,6 +17,10 @@ DRIVER_RESERVE_GIB = 0.75
 """Of the memory that nvidia-smi reports, what torch never gets: 0.25 GiB on a T4 (15.00 and 14.75), 0.35 on an RTX
 4090, 0.59 on an L40S, 0.75 on an A100 80GB, as torch's own out-of-memory messages state the capacity."""
 
+HOST_AT_LEAST = 0.5
+"""Of what a machine's GPUs have together, the memory that it has itself, where nobody says: rented ones with little of
+it have two thirds (AWS G5, G6 and G6e: 16, 16 and 32 GiB beside a GPU of 24, 24 and 48 GB), and a system takes some."""
+
 PCIE_X16 = {3: 15.75e9, 4: 31.5e9, 5: 63.0e9}
 """Bytes/s in each direction by generation: 8, 16, 32 GT/s x 16 lanes x 128/130 / 8 (PCI-SIG base specifications)."""
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from cookbook.forecast import Forecast, Outlook, tokens_of_step
+from cookbook.forecast import UNKNOWN, Forecast, Outlook, tokens_of_step
 from cookbook.forecast.memory import GIB
 from cookbook.hardware import Machines
 from cookbook.plan import describe_batch
@@ -36,7 +36,7 @@ def in_words(outlook: Outlook, recipe_name: str, *, num_samples: int | None, pri
         f"             at most {tokens_of_step(outlook.recipe):,} tokens; activations {_kept(outlook)}",
     ]
     if best.memory is not None:
-        lines += ["", *_table(outlook), "", *_bars(outlook), *_idle(outlook)]
+        lines += ["", *_table(outlook), "", *_bars(outlook), *_idle(outlook), *_unknown(outlook)]
     lines += _cannot_run(outlook)
     if best.memory is not None:
         lines += ["", *_best(outlook, best, num_samples=num_samples, price=price)]
@@ -56,6 +56,11 @@ def _idle(outlook: Outlook) -> list[str]:
         f" {whole} GPUs would have nothing to do"
         for one in few
     ]
+
+
+def _unknown(outlook: Outlook) -> list[str]:
+    lines = [f"  {one.strategy.name}: {'; '.join(one.why)}" for one in outlook.forecasts if one.verdict in UNKNOWN]
+    return [*lines, "  what a machine has: HOST_GIB=, NVME_GIB= (--host-gib, --nvme-gib)"] if lines else []
 
 
 def _cannot_run(outlook: Outlook) -> list[str]:
@@ -121,7 +126,7 @@ def _bars(outlook: Outlook) -> list[str]:
         assert one.memory is not None
         lines.append(f"  {one.strategy.name:{width}} |{_bar(one, whole)}")
     legend = [f"{letter} {words}" for letter, _, words in PARTS]
-    return [*lines, f"  {'  '.join(legend[:4])}", f"  {'  '.join(legend[4:])}  - CUDA and fragments, at most"]
+    return [*lines, f"  {'  '.join(legend[:4])}", f"  {'  '.join(legend[4:])}  - CUDA, NCCL and fragments, at most"]
 
 
 def _bar(one: Forecast, whole: float) -> str:
@@ -178,8 +183,8 @@ def _reason(outlook: Outlook, best: Forecast) -> str:
         return "what it allocates; a CPU's memory is shared, so nothing is judged"
     if len(outlook.forecasts) == 1 and best.verdict == "fits":
         return "fits"
-    if best.verdict == "tight":
-        return "may fit: " + best.why[0]
+    if best.verdict == "tight" or best.verdict in UNKNOWN:
+        return "may fit: " + "; ".join(best.why)
     if len(fitting) == 1:
         return "the one that fits"
     if best.time is not None:
