@@ -26,7 +26,7 @@ from cookbook.hardware import parse_machines
 from cookbook.library import read_label, read_needs
 from cookbook.models.structure import find_config
 from cookbook.plan import make_plan
-from cookbook.recipe import Recipe, load_recipe
+from cookbook.recipe import AdapterSection, Recipe, load_recipe
 from cookbook.strategy import load_strategy
 
 LLAMA = "recipes/llama31_8b/sft_zero3.yaml"
@@ -289,6 +289,21 @@ def test_a_forecast_within_a_run_waits_for_no_other_process(lab, name, tmp_path)
 def test_what_cannot_run_says_why(llama):
     found = only(llama, "2xH100", "hsdp")
     assert found.verdict == "cannot run" and "4 processes" in found.why[0]
+
+
+@pytest.mark.parametrize("gpus", ["8xT4", "8xV100"])
+def test_a_gpu_without_bf16_is_told_before_anything_fits(llama, gpus):
+    small = llama.model_copy(update={"adapter": AdapterSection(name="lora")})
+    found = only(small, gpus, "zero3")
+    assert found.verdict == "cannot run" and "bf16" in found.why[0] and "mixed_precision: fp16" in found.why[0]
+    half = small.model_copy(update={"mixed_precision": "fp16"})
+    assert only(half, gpus, "zero3").verdict != "cannot run"
+
+
+def test_how_machines_were_read_is_printed(llama):
+    found = outlook(llama, "16xMI300X", "zero3")
+    printed = in_words(found, "recipe", num_samples=None, price=None)
+    assert "on 2x8xMI300X" in printed and "taken for 2 machines of 8" in printed and "tried on ROCm" in printed
 
 
 def test_a_bar_is_as_long_as_its_memory():

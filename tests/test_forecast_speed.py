@@ -376,6 +376,10 @@ def test_the_bottleneck_is_named():
     assert bottleneck("fsdp2_offload", "8xH100", tokens_each=512, micro_batches=64) == "PCIe to the host"
 
 
+def test_the_link_of_an_amd_gpu_has_its_own_name():
+    assert bottleneck("fsdp2", "8xMI300X", tokens_each=64) == "Infinity Fabric"
+
+
 def test_more_gpus_do_the_same_work_sooner():
     sizes, step = decoder(**LLAMA_8B), Step(num_tokens=2**19, num_labelled=2**19, length=4096)
     ends = [step_seconds(shipped("fsdp2"), sizes, step, parse_machines(text)) for text in ("4xH100", "8xH100")]
@@ -431,7 +435,7 @@ class Published:
         return found.tokens_per_second(count, machines.num_gpus)
 
 
-# None of these set an end of speed.EFFICIENCY, but for the two that say so. fp8 and power-limited records are left out.
+# None of these set an end of speed.EFFICIENCY, but for those that say so. fp8 and power-limited records are left out.
 RECORDS = [
     Published(
         name="8B H100 eager (sets an end)",
@@ -634,6 +638,16 @@ RECORDS = [
         samples=2,
         recompute=True,
         tokens_per_second=353,
+    ),
+    Published(
+        name="8B MI300X (sets an end)",
+        source="torchao float8 README at 50865d5c, 2026-01",
+        shape=LLAMA_8B,
+        machines="8xMI300X",
+        length=8192,
+        samples=1,
+        recompute="selective",
+        tokens_per_second=5377,
     ),
     Published(
         name="3B A100, packed",

@@ -203,6 +203,9 @@ def forecast(workshop: _Workshop, strategy: Strategy, machines: Machines, recipe
         if machines.num_gpus and count > machines.num_gpus:
             there = f"{machines.num_gpus} GPU{'s' if machines.num_gpus > 1 else ''}"
             raise RecipeError([f"{strategy.path}: writes {count} processes, for {there}"])
+        if machines.gpu is not None and recipe.mixed_precision == "bf16" and not machines.gpu.has_bf16:
+            lacks = f"mixed_precision is bf16, which a {machines.gpu.name} does not have; write mixed_precision: fp16"
+            raise RecipeError([f"{recipe_name}: {lacks}"])
         asked = replace(strategy, num_machines=-(-count // each))
         plan = make_plan(
             recipe,

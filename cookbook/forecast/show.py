@@ -30,6 +30,7 @@ def in_words(outlook: Outlook, recipe_name: str, *, num_samples: int | None, pri
     best = outlook.forecasts[0]
     lines = [
         f"PLAN of {recipe_name} on {_describe(machines)}",
+        *(f"  note       {note}" for note in machines.notes),
         f"  model      {outlook.model}, {_parameters(outlook.num_parameters)} parameters"
         f" ({_parameters(outlook.num_trained)} trained); structure from {outlook.origin}",
         f"  a step     {_step(outlook, best)}",
@@ -259,7 +260,8 @@ def as_record(outlook: Outlook, recipe_name: str, *, num_samples: int | None, pr
     machines = outlook.machines
     return {
         "recipe": recipe_name,
-        "machines": {"text": machines.text, "gpus": machines.num_gpus, "usable_gib": machines.usable_gib},
+        "machines": {"text": machines.text, "gpus": machines.num_gpus, "usable_gib": machines.usable_gib}
+        | {"notes": machines.notes},
         "model": {"type": outlook.model, "parameters": outlook.num_parameters, "trained": outlook.num_trained}
         | {"structure_from": outlook.origin},
         "steps": steps,

@@ -22,6 +22,7 @@ EFFICIENCY = {
     "ada": (0.35, 0.65),
     "hopper": (0.34, 0.56),
     "blackwell": (0.25, 0.50),
+    "cdna3": (0.20, 0.40),
 }
 """Share of the dense peak that matrix products reach in training, recomputed ones counted, causal attention halved.
 
@@ -31,7 +32,8 @@ H100 (1,039 tokens/s, 56 %). Ampere: torchtitan, Llama-3-8B before its fused opt
 llm-foundry, MPT-7B with checkpointing at 4,096 tokens (3,684 tokens/s, 68 %). Volta: Megatron-LM (Shoeybi et al. 2019:
 39 TFLOP/s a V100, with room below) and DeepSpeed's BERT (64); Turing is taken like it. Ada: torchtune, Llama-3.1-8B on
 an RTX 4090 (1,650 tokens/s, 62 %), with room below. Blackwell: torchtitan on GB200 (21,919 tokens/s, 41 %), with room:
-of B200 the only record says that its power was limited."""
+of B200 the only record says that its power was limited. CDNA 3: torchao's float8 README, Llama-3-8B on 8 MI300X (5,377
+tokens/s, 21 %), with room above."""
 
 NVLINK_SHARE, PCIE_PEER_SHARE, FABRIC_SHARE = (0.50, 0.82), (0.30, 0.80), (0.50, 0.90)
 """Of a link's rate, what a ring of large messages reaches; assumptions, none measured here. Without peer access, as on
@@ -424,7 +426,7 @@ def _pointwise(sizes: Sizes, step: Step, count: int, gpu: Gpu) -> Part:
 def _links(messages: list[Transfer], machines: Machines, gpu: Gpu, gpus_each: int) -> list[Part]:
     over = [message.over_links(gpus_each) for message in messages]
     inside, between = sum(pair[0] for pair in over), sum(pair[1] for pair in over)
-    name, rate, shares = ("NVLink", gpu.nvlink, NVLINK_SHARE)
+    name, rate, shares = ("Infinity Fabric" if gpu.is_amd else "NVLink", gpu.nvlink, NVLINK_SHARE)
     if rate is None:
         name, rate, shares = "PCIe between GPUs", gpu.host_link, PCIE_PEER_SHARE
     slow, fast = (gbits * 1e9 / 8 * gpus_each for gbits in machines.fabric_gbits)
