@@ -18,7 +18,7 @@ from cookbook.cli import main
 from cookbook.explain.costs import setting_of, shares, total
 from cookbook.forecast import Forecast, Outlook, _verdict, forecast_all, micro_batch_of, of_run, rung_below
 from cookbook.forecast.memory import CONTEXT, GIB, Memory, peak
-from cookbook.forecast.show import _bar, in_words
+from cookbook.forecast.show import _bar, as_record, in_words
 from cookbook.forecast.skeleton import Skeleton, Weight, skeleton
 from cookbook.forecast.states import Held, States, states
 from cookbook.forecast.trace import Pass, Stretch
@@ -298,6 +298,19 @@ def test_a_gpu_without_bf16_is_told_before_anything_fits(llama, gpus):
     assert found.verdict == "cannot run" and "bf16" in found.why[0] and "mixed_precision: fp16" in found.why[0]
     half = small.model_copy(update={"mixed_precision": "fp16"})
     assert only(half, gpus, "zero3").verdict != "cannot run"
+
+
+def test_the_strategy_of_the_recipe_is_marked(llama):
+    found = outlook(llama, "8xH100", "zero3", "fsdp2")
+    lines = in_words(found, "recipe", num_samples=None, price=None).splitlines()
+    assert [line.split()[:2] for line in lines if " * " in line] == [["zero3", "*"], ["*", "as"]]
+    marked = as_record(found, "recipe", num_samples=None, price=None)["forecasts"]
+    assert {one["strategy"]: one["is_own"] for one in marked} == {
+        "accelerate_configs/zero3.yaml": True,
+        "accelerate_configs/fsdp2.yaml": False,
+    }
+    other = in_words(outlook(llama, "8xH100", "fsdp2"), "recipe", num_samples=None, price=None)
+    assert "*" not in other
 
 
 def test_how_machines_were_read_is_printed(llama):

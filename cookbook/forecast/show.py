@@ -1,5 +1,6 @@
 """A forecast for people: a row and a bar for each strategy; and for programs: JSON."""
 
+from pathlib import Path
 from typing import Any
 
 from cookbook.forecast import UNKNOWN, Forecast, Outlook, tokens_of_step
@@ -16,6 +17,8 @@ PARTS = (
     ("L", "logits", "head and loss"),
 )
 BAR = 40
+OWN = "*"
+"""Marks the strategy that the recipe names."""
 HEADER = ("strategy", "GPUs", "verdict", "GiB a GPU", "micro-batch", "length", "step", "limit", "host GiB", "disk GiB")
 
 
@@ -68,7 +71,7 @@ def _cannot_run(outlook: Outlook) -> list[str]:
     names: dict[str, list[str]] = {}
     for one in outlook.forecasts:
         if one.verdict == "cannot run":
-            names.setdefault(_short(one.why[0]), []).append(one.strategy.name)
+            names.setdefault(_short(one.why[0]), []).append(_name(outlook, one))
     lines = [line for why, of in names.items() for line in (f"  {', '.join(of)} cannot run:", f"    {why}")]
     return ["", *lines] if lines else []
 
@@ -98,7 +101,7 @@ def _table(outlook: Outlook) -> list[str]:
         low, high = one.memory.needed if outlook.machines.gpus_each else (one.memory.allocated,) * 2
         rows.append(
             (
-                one.strategy.name,
+                _name(outlook, one),
                 str(one.num_processes),
                 one.verdict,
                 f"{_gib(low)} to {_gib(high)}" if high > low else _gib(low),
@@ -111,9 +114,18 @@ def _table(outlook: Outlook) -> list[str]:
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    own = any(_is_own(outlook, one) for one in outlook.forecasts if one.memory is not None)
+    return [*(line.rstrip() for line in lines), *([f"  {OWN} as the recipe says"] if own else [])]
+
+
+def _is_own(outlook: Outlook, one: Forecast) -> bool:
+    """Whether the recipe names this strategy."""
+    return Path(one.strategy.path) == Path(outlook.recipe.strategy)
+
+
+def _name(outlook: Outlook, one: Forecast) -> str:
+    return f"{one.strategy.name} {OWN}" if _is_own(outlook, one) else one.strategy.name
 
 
 def _bars(outlook: Outlook) -> list[str]:
@@ -231,6 +243,7 @@ def as_record(outlook: Outlook, recipe_name: str, *, num_samples: int | None, pr
         memory, time = one.memory, one.time
         record: dict[str, Any] = {
             "strategy": one.strategy.path,
+            "is_own": _is_own(outlook, one),
             "verdict": one.verdict,
             "why": one.why,
             "num_processes": one.num_processes,
