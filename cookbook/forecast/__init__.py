@@ -14,7 +14,7 @@ from cookbook.forecast.memory import CONTEXT, GIB, Memory, peak
 from cookbook.forecast.outside import outside as outside_of
 from cookbook.forecast.skeleton import Skeleton, Weight
 from cookbook.forecast.skeleton import skeleton as skeleton_of
-from cookbook.forecast.speed import Range, Sizes, Step, no_forecast, step_seconds
+from cookbook.forecast.speed import Range, Sizes, Step, caveat, no_forecast, step_seconds
 from cookbook.forecast.states import States
 from cookbook.forecast.states import states as states_of
 from cookbook.forecast.trace import Pass, Untraceable, bound
@@ -77,6 +77,8 @@ class Outlook:
     """What to change, where nothing fits."""
     no_time: str | None
     """Why there is no forecast of time, if there is none."""
+    time_caveat: str | None
+    """What it leaves out, if that is much."""
     model: str
     """Its type."""
     num_parameters: int
@@ -110,6 +112,7 @@ def forecast_all(
         origin=origin,
         next_rung=rung,
         no_time=no_forecast(machines, recipe.mixed_precision),
+        time_caveat=caveat(workshop.sizes),
         model=config.model_type,
         num_parameters=workshop.sizes.num_parameters,
         num_trained=workshop.sizes.num_trained,
@@ -261,6 +264,7 @@ def _time(workshop: _Workshop, strategy: Strategy, plan: Plan, machines: Machine
         micro_batches=plan.gradient_accumulation_steps,
         recompute=recipe.model.gradient_checkpointing,
         precision=recipe.mixed_precision,
+        is_compiled=recipe.model.compile,
     )
     return step_seconds(strategy, workshop.sizes, step, machines, num_processes=num_processes)
 
@@ -297,6 +301,7 @@ def _sizes(config: PreTrainedConfig, found: Skeleton) -> Sizes:
         num_heads=heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         vocab=text.vocab_size,
+        num_experts=experts,
     )
 
 

@@ -103,11 +103,11 @@ def _table(outlook: Outlook) -> list[str]:
             (
                 _name(outlook, one),
                 str(one.num_processes),
-                one.verdict,
+                one.verdict.replace("host memory", "host"),  # as wide as a terminal; it is told in full below
                 f"{_gib(low)} to {_gib(high)}" if high > low else _gib(low),
                 "<1" if one.largest_micro_batch == 0 else _count(one.largest_micro_batch),
                 _count(one.longest),
-                _range(one.time.low, one.time.high, " s") if one.time else "-",
+                _range(one.time.low, one.time.high, f" s{' !' if outlook.time_caveat else ''}") if one.time else "-",
                 one.time.bottleneck if one.time else "-",
                 _gib(one.host) if one.host else "-",
                 _gib(one.disk) if one.disk else "-",
@@ -116,7 +116,10 @@ def _table(outlook: Outlook) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
     lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     own = any(_is_own(outlook, one) for one in outlook.forecasts if one.memory is not None)
-    return [*(line.rstrip() for line in lines), *([f"  {OWN} as the recipe says"] if own else [])]
+    notes = [f"  {OWN} as the recipe says"] if own else []
+    if outlook.time_caveat and any(one.time for one in outlook.forecasts):
+        notes.append(f"  ! {outlook.time_caveat}")
+    return [*(line.rstrip() for line in lines), *notes]
 
 
 def _is_own(outlook: Outlook, one: Forecast) -> bool:
@@ -281,4 +284,5 @@ def as_record(outlook: Outlook, recipe_name: str, *, num_samples: int | None, pr
         "forecasts": found,
         "next_rung": outlook.next_rung,
         "no_time": outlook.no_time,
+        "time_caveat": outlook.time_caveat,
     }
