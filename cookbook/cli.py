@@ -27,7 +27,7 @@ from cookbook.explain import as_dict, compare, explain
 from cookbook.explain import in_words as words_of
 from cookbook.explain.chart import can_draw
 from cookbook.files import KeyPath, RecipeError, read_document, validate
-from cookbook.hardware import Machines, parse_machines, this_machine, with_room
+from cookbook.hardware import GIB, Machines, parse_machines, this_machine, with_room
 from cookbook.library import PAGE, library_page, read_label, read_needs, what_it_takes
 from cookbook.machine import num_cores, num_gpus
 from cookbook.plan import (
@@ -447,7 +447,7 @@ def plan_recipe(arguments: argparse.Namespace) -> int:
     strategies = [load_strategy(path) for path in paths]
 
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns on stdout
-    from cookbook.forecast import forecast_all
+    from cookbook.forecast import MAY_RUN, forecast_all
     from cookbook.forecast.show import as_record, in_words
 
     others = [load_strategy(path) for path in sorted(Path("accelerate_configs").glob("*.yaml"))] if names else []
@@ -457,7 +457,7 @@ def plan_recipe(arguments: argparse.Namespace) -> int:
         print(json.dumps(as_record(outlook, str(arguments.recipe), **known), indent=1))
     else:
         print(in_words(outlook, str(arguments.recipe), **known))
-    return 0 if outlook.forecasts[0].verdict in ("fits", "tight", "not judged") else 1
+    return 0 if outlook.forecasts[0].verdict in MAY_RUN else 1
 
 
 def _machines_for(recipe: Path, text: str | None, options: dict[str, float | None]) -> Machines:
@@ -468,6 +468,8 @@ def _machines_for(recipe: Path, text: str | None, options: dict[str, float | Non
         if here.num_gpus or needs.num_gpus is None or needs.gpu_gb is None:
             return with_room(here, **options)
         text = f"{needs.num_gpus}x{needs.gpu_gb}GB"
+        asked = {"host_gib": needs.host_gb, "nvme_gib": needs.nvme_gb}
+        options |= {name: gb * 1e9 / GIB for name, gb in asked.items() if gb is not None and options[name] is None}
     return parse_machines(text, **options)
 
 

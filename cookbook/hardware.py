@@ -11,11 +11,17 @@ from cookbook.gpus import InstalledGpu, installed_gpus, visible_gpus
 GIB = 2**30
 MAX_GPUS = 16
 """Of one machine: a DGX-2 has as many. Larger NVLink domains (GB200 NVL72) are not in the table."""
+USUAL_GPUS = 8
+"""Of one machine, at most, but for few: HGX and DGX boards since the A100, AMD's platforms, cloud machines."""
 MAX_MACHINES = 1024
 
 DRIVER_RESERVE_GIB = 0.75
 """Of the memory that nvidia-smi reports, what torch never gets: 0.25 GiB on a T4 (15.00 and 14.75), 0.35 on an RTX
 4090, 0.59 on an L40S, 0.75 on an A100 80GB, as torch's own out-of-memory messages state the capacity."""
+
+HOST_AT_LEAST = 0.5
+"""Of what a machine's GPUs have together, the memory that it has itself, where nobody says: rented ones with little of
+it have two thirds (AWS G5, G6 and G6e: 16, 16 and 32 GiB beside a GPU of 24, 24 and 48 GB), and a system takes some."""
 
 PCIE_X16 = {3: 15.75e9, 4: 31.5e9, 5: 63.0e9}
 """Bytes/s in each direction by generation: 8, 16, 32 GT/s x 16 lanes x 128/130 / 8 (PCI-SIG base specifications)."""
@@ -42,13 +48,18 @@ class Gpu:
     bandwidth: float
     """Of its memory, bytes."""
     nvlink: float | None
-    """Bytes to all other GPUs of the machine together; None: PCIe. A bridge joins two cards at most, and is an option
-    (A100 PCIe, A6000, RTX 3090, H100 PCIe, H100 NVL): those count as PCIe."""
+    """Bytes to all other GPUs of the machine together (of AMD's, over Infinity Fabric); None: PCIe. A bridge joins two
+    cards at most, and is an option (A100 PCIe, A6000, RTX 3090, H100 PCIe, H100 NVL): those count as PCIe."""
     host_link: float
     """Bytes to host memory: 16 lanes of PCIe, or NVLink-C2C to a Grace CPU."""
     has_bf16: bool
     sheet: str
     """Where peak, bandwidth and links stand."""
+
+    @property
+    def is_amd(self) -> bool:
+        """Runs ROCm in CUDA's place."""
+        return self.generation.startswith("cdna")
 
     @property
     def memory_gib(self) -> float:
@@ -62,7 +73,9 @@ class Gpu:
 
 
 # Rates in TFLOP/s and GB/s. Reported memory: thundergolfer.com/blog/nvidia-gpu-memory-capacity for T4, A10, A100, L4,
-# L40S, H100 and H200, nvidia-smi tables in public issues for the others. Earlier rows win.
+# L40S, H100 and H200, nvidia-smi tables in public issues and logs for the others, and torch's own "total capacity of
+# 191.98 GiB" for the MI300X. NVIDIA published no sheet of the H20: its figures are those of machines that are sold with
+# it. RTX PRO 6000 is the Workstation Edition; the others of that name have lower clocks. Earlier rows win.
 _TABLE = """
 name           | words           | generation | sold | MiB    | half  | memory | NVLink | host  | sheet
 V100-PCIe-32GB | V100 PCIE       | volta      | 32   | 32768  | 112   | 900    |        | PCIe3 | V100, January 2020
@@ -80,13 +93,17 @@ L40S           | L40S            | ada        | 48   | 46068  | 362   | 864    |
 L4             | L4              | ada        | 24   | 23034  | 121   | 300    |        | PCIe4 | L4, 2023
 RTX4090        | 4090            | ada        | 24   | 24564  | 165.2 | 1008   |        | PCIe4 | paper Ada, 2023
 RTX5090        | 5090            | blackwell  | 32   | 32607  | 209.5 | 1792   |        | PCIe5 | paper RTX 50, 2025
+RTX-PRO-6000   | RTX PRO 6000    | blackwell  | 96   | 97887  | 503.8 | 1792   |        | PCIe5 | paper RTX PRO, 2025
 H100-NVL       | H100 NVL        | hopper     | 94   | 95830  | 835   | 3900   |        | PCIe5 | H100, 2023
 H100-PCIe      | H100 PCIE       | hopper     | 80   | 81559  | 756   | 2000   |        | PCIe5 | H100, 2022
 H100           | H100            | hopper     | 80   | 81559  | 989   | 3350   | 450    | PCIe5 | H100, 2023
+H20            | H20             | hopper     | 96   | 97871  | 148   | 4000   | 450    | PCIe5 | sellers, 2024
 H200-NVL       | H200 NVL        | hopper     | 141  | 143771 | 835   | 4800   |        | PCIe5 | H200, 2024
 H200           | H200            | hopper     | 141  | 143771 | 989   | 4800   | 450    | PCIe5 | H200, 2024
 GH200          | GH200           | hopper     | 96   | 97871  | 989   | 4000   |        | 450   | GH200 with HBM3, 2023
 B200           | B200            | blackwell  | 180  | 183359 | 2250  | 8000   | 900    | PCIe5 | HGX and DGX B200, 2024
+B300           | B300            | blackwell  | 288  | 275040 | 2250  | 8000   | 900    | PCIe5 | HGX B300, 2025
+MI300X         | MI300 X         | cdna3      | 192  | 196588 | 1307  | 5300   | 448    | PCIe5 | AMD MI300X, 2023
 """
 
 
@@ -104,19 +121,27 @@ def _read(row: str) -> Gpu:
         nvlink=float(nvlink) * 1e9 if nvlink else None,
         host_link=PCIE_X16[int(host[-1])] if host.startswith("PCIe") else float(host) * 1e9,
         has_bf16=generation not in ("volta", "turing"),
-        sheet=f"NVIDIA white {sheet}" if sheet.startswith("paper") else f"NVIDIA data sheet {sheet}",
+        sheet=_sheet(sheet),
     )
+
+
+def _sheet(words: str) -> str:
+    if words.startswith("paper"):
+        return f"NVIDIA white {words}"
+    if words.startswith("sellers"):
+        return f"no NVIDIA data sheet; {words}"
+    return f"AMD data sheet {words[4:]}" if words.startswith("AMD ") else f"NVIDIA data sheet {words}"
 
 
 GPUS = tuple(_read(row) for row in _TABLE.strip().splitlines()[1:])
 
-OTHER_GPUS = {"LAPTOP", "MOBILE", "MIG", "TI", "D", "X", "MAX", "NVL", "PCIE"}
-"""Words that make another GPU of a name, unless the row asks for them: an RTX 4090 D, a slice of an A100."""
+OTHER_GPUS = {"LAPTOP", "MOBILE", "MIG", "TI", "D", "X", "E", "MAX", "SERVER", "NVL", "PCIE"}
+"""Words that make another GPU of a name, unless the row asks for them: an RTX 4090 D, a slice of an A100, an H20-3e."""
 
 
 def _tokens(name: str) -> list[str]:
     """`A100-SXM4-80GB` -> A 100 SXM 4 80 GB: letters and digits apart, so that an A1000 is no A100."""
-    return re.findall(r"[A-Z]+|\d+", name.upper())
+    return re.findall(r"[A-Z]+|\d+", name.upper().replace("RTXPRO", "RTX PRO"))
 
 
 def _contains(tokens: list[str], word: str) -> bool:
@@ -166,6 +191,14 @@ class Machines:
     """Memory of each machine; None: not known."""
     nvme_gib: float | None = None
     """Free on the disk for offloading, of each machine; None: not known."""
+    note: str = ""
+    """What was made of the text."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What a person should know of them before anything is said to fit."""
+        rocm = f"nothing of this project was tried on ROCm: of a {self.gpu.name} all is arithmetic" if self.gpu else ""
+        return [note for note in (self.note, rocm if self.gpu and self.gpu.is_amd else "") if note]
 
     @property
     def num_gpus(self) -> int:
@@ -238,26 +271,47 @@ def parse_machines(
     machines = with_room(Machines(text=plain), fabric_gbits=fabric_gbits, host_gib=host_gib, nvme_gib=nvme_gib)
     if kind.lower() == "cpu" and second is None:
         return replace(machines, text="cpu", num_machines=_count(text, first or "1", "machines", MAX_MACHINES))
+    gpu, usable_gib = _gpu_or_size(text, kind)
+    note = ""
+    if second is None and first and USUAL_GPUS < _size(first) < MAX_MACHINES * USUAL_GPUS + 1:
+        first, second, note = _spread(text, int(first), kind)
+        machines = replace(machines, text=f"{first}x{second}x{kind}")
     num_machines = 1 if second is None else _count(text, first, "machines", MAX_MACHINES)
     gpus_each = _count(text, second or first or "1", "GPUs to a machine", MAX_GPUS)
-    gpu, usable_gib = _gpu_or_size(text, kind)
     return replace(
         machines,
         num_machines=num_machines,
         gpus_each=gpus_each,
         gpu=gpu,
         usable_gib=usable_gib,
+        note=note,
     )
 
 
+def _spread(text: str, count: int, kind: str) -> tuple[str, str, str]:
+    """More GPUs than most machines have, as machines, GPUs of each, and what is said of it."""
+    machines, left = divmod(count, USUAL_GPUS)
+    whole = f"one machine with {count} is 1x{count}x{kind}" if count <= MAX_GPUS else ""
+    if left:
+        each = 4 if count % 4 == 0 else max(size for size in range(1, USUAL_GPUS) if count % size == 0)
+        ways = "; ".join(filter(None, (f"write machines x GPUs, as in {count // each}x{each}x{kind}", whole)))
+        raise RecipeError(
+            [f"GPUS={text}: how are {count} GPUs spread? Most machines have {USUAL_GPUS} at most; {ways}"]
+        )
+    note = f"{text} is taken for {machines} machines of {USUAL_GPUS}{whole and '; '}{whole}"
+    return str(machines), str(USUAL_GPUS), note
+
+
+def _size(digits: str) -> int:
+    """A number of many digits is as good as any that is too large."""
+    return int(digits[:9])
+
+
 def _count(text: str, digits: str, what: str, most: int) -> int:
-    count = int(digits) if len(digits) < 9 else most + 1
+    count = _size(digits)
     if 1 <= count <= most:
         return count
-    hint = ""
-    if what.startswith("GPUs") and count > most and count % 8 == 0 and len(digits) < 9:
-        hint = f"; several machines are written machines x GPUs, as in {count // 8}x8xH100"
-    raise RecipeError([f"GPUS={text}: {digits} {what}; write 1 to {most}{hint}"])
+    raise RecipeError([f"GPUS={text}: {digits} {what}; write 1 to {most}"])
 
 
 def _gpu_or_size(text: str, kind: str) -> tuple[Gpu | None, float]:

@@ -24,6 +24,9 @@ class Needs:
 
     num_gpus: int | None
     gpu_gb: int | None
+    host_gb: int | None = None
+    nvme_gb: int | None = None
+    """Of each machine."""
 
 
 def recipe_files() -> list[Path]:
@@ -49,11 +52,14 @@ def read_label(path: Path) -> dict[str, str]:
 
 
 def read_needs(label: dict[str, str]) -> Needs:
-    """`Needs: 8 GPUs of 80 GB, ...` as numbers."""
-    found = re.match(r"(\d+) GPUs? of (\d+) GB", label.get("Needs", ""))
+    """`Needs: 8 GPUs of 80 GB, 512 GB of host memory, 2,000 GB of NVMe disk. ...` as numbers."""
+    found = re.match(
+        r"(\d+) GPUs? of (\d+) GB(?:, ([\d,]+) GB of host memory)?(?:, ([\d,]+) GB of NVMe)?", label.get("Needs", "")
+    )
     if found is None:
         return Needs(num_gpus=None, gpu_gb=None)
-    return Needs(num_gpus=int(found.group(1)), gpu_gb=int(found.group(2)))
+    gpus, gpu, host, nvme = (int(digits.replace(",", "")) if digits else None for digits in found.groups())
+    return Needs(num_gpus=gpus, gpu_gb=gpu, host_gb=host, nvme_gb=nvme)
 
 
 def known_model(name: str) -> dict[str, Any] | None:

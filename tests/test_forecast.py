@@ -16,9 +16,9 @@ from transformers import AutoConfig
 
 from cookbook.cli import main
 from cookbook.explain.costs import setting_of, shares, total
-from cookbook.forecast import Forecast, Outlook, forecast_all, micro_batch_of, of_run, rung_below
+from cookbook.forecast import Forecast, Outlook, _verdict, forecast_all, micro_batch_of, of_run, rung_below
 from cookbook.forecast.memory import CONTEXT, GIB, Memory, peak
-from cookbook.forecast.show import _bar, in_words
+from cookbook.forecast.show import _bar, as_record, in_words
 from cookbook.forecast.skeleton import Skeleton, Weight, skeleton
 from cookbook.forecast.states import Held, States, states
 from cookbook.forecast.trace import Pass, Stretch
@@ -26,7 +26,7 @@ from cookbook.hardware import parse_machines
 from cookbook.library import read_label, read_needs
 from cookbook.models.structure import find_config
 from cookbook.plan import make_plan
-from cookbook.recipe import Recipe, load_recipe
+from cookbook.recipe import AdapterSection, Recipe, load_recipe
 from cookbook.strategy import load_strategy
 
 LLAMA = "recipes/llama31_8b/sft_zero3.yaml"
@@ -40,9 +40,12 @@ def _in_the_repository(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def outlook(recipe: Recipe, gpus: str, *names: str) -> Outlook:
+ROOM = {"host_gib": 2048.0, "nvme_gib": 4096.0}
+
+
+def outlook(recipe: Recipe, gpus: str, *names: str, room: dict[str, float] = ROOM) -> Outlook:
     strategies = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in names]
-    return forecast_all(recipe, strategies, parse_machines(gpus), "recipe")
+    return forecast_all(recipe, strategies, parse_machines(gpus, **room), "recipe")
 
 
 def only(recipe: Recipe, gpus: str, name: str) -> Forecast:
@@ -171,6 +174,53 @@ def test_the_best_is_what_fits_and_is_fastest(llama):
     )
 
 
+def test_what_needs_host_memory_does_not_fit_before_somebody_says_what_there_is():
+    """70.6 B parameters x 20 bytes, and buffers."""
+    recipe = load_recipe(ROOT / "recipes/llama33_70b/sft_zero3_offload.yaml")
+    (unknown,) = outlook(recipe, "8xH100", "zero3_offload", room={}).forecasts
+    assert unknown.verdict == "host memory unknown"
+    assert unknown.why == [f"host memory unknown, needs {unknown.host / GIB:,.0f} GiB a machine"]
+    assert 1250 < unknown.host / GIB < 1400
+    for host_gib, verdict in ((2048, "fits"), (512, "does not fit")):
+        assert outlook(recipe, "8xH100", "zero3_offload", room={"host_gib": host_gib}).forecasts[0].verdict == verdict
+
+
+def test_what_is_not_known_comes_after_what_fits_and_is_said(llama):
+    found = outlook(llama, "8xH100", "ddp", "fsdp2_offload", "zero3", "zero3_nvme", room={})
+    names = [(one.strategy.name, one.verdict) for one in found.forecasts]
+    assert names[0] == ("zero3", "fits") and names[-1] == ("ddp", "does not fit")
+    assert {verdict for _, verdict in names[1:3]} == {"host memory unknown"}
+    printed = in_words(found, "recipe", num_samples=None, price=None)
+    assert "the one that fits" in printed
+    assert re.search(r"zero3_nvme: host memory unknown, needs \d+ GiB a machine; disk unknown, needs \d+ GiB", printed)
+    (alone,) = outlook(llama, "8xH100", "zero3_nvme", room={"host_gib": 2048}).forecasts
+    assert alone.verdict == "disk unknown"
+
+
+def test_loading_is_taken_for_granted_up_to_half_of_what_the_gpus_have_and_offloading_never():
+    memory = peak(BY_HAND, STATES, WORK, accumulates=False, is_sharded=False)
+    machines = parse_machines("8x40GB")  # 39.2 GiB each, half of all is 157
+
+    def verdict(host: int, offloaded: int = 0) -> str:
+        return _verdict(memory, host * GIB, 0, machines, offloaded=offloaded * GIB)[0]
+
+    assert (verdict(150), verdict(160), verdict(1, 1)) == ("fits", "host memory unknown", "host memory unknown")
+
+
+def test_the_next_rung_names_its_condition(llama):
+    ddp, offload = (load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("ddp", "zero3_offload"))
+    rung = forecast_all(llama, [ddp], parse_machines("8xH100"), "recipe", [ddp, offload]).next_rung
+    assert re.fullmatch(r"strategy zero3_offload fits if a machine has \d+ GiB of memory", rung)
+
+
+def test_a_gpu_that_is_full_but_for_what_nccl_takes_is_not_said_to_fit(llama):
+    needed = only(llama, "8xH100", "zero3").memory
+    room = needed.reserved[1] + CONTEXT + GIB // 2
+    machines = replace(parse_machines("8xH100", **ROOM), usable_gib=room / GIB)
+    strategy = load_strategy(Path("accelerate_configs/zero3.yaml"))
+    assert forecast_all(llama, [strategy], machines, "recipe").forecasts[0].verdict == "tight"
+
+
 def test_where_nothing_fits_the_next_rung_is_named_and_true(llama):
     kept = llama.model_copy(update={"model": llama.model.model_copy(update={"gradient_checkpointing": False})})
     found = outlook(kept, "8x40GB", "zero3")
@@ -228,7 +278,8 @@ def test_the_answer_fits_a_terminal(llama, gpus):
 def test_a_run_forecasts_as_the_plan_does(llama):
     strategy = load_strategy(Path("accelerate_configs/zero3.yaml"))
     plan = make_plan(llama, strategy, num_processes=8, num_gpus=8, recipe_name="recipe")
-    assert of_run(find_config(llama.model)[0], llama, strategy, plan) == only(llama, "8xH100", "zero3").memory
+    found = of_run(find_config(llama.model)[0], llama, strategy, plan)
+    assert found == replace(only(llama, "8xH100", "zero3").memory, outside=found.outside)
 
 
 @pytest.mark.parametrize("name", ["zero3", "fsdp2"])
@@ -242,6 +293,41 @@ def test_a_forecast_within_a_run_waits_for_no_other_process(lab, name, tmp_path)
 def test_what_cannot_run_says_why(llama):
     found = only(llama, "2xH100", "hsdp")
     assert found.verdict == "cannot run" and "4 processes" in found.why[0]
+
+
+@pytest.mark.parametrize("gpus", ["8xT4", "8xV100"])
+def test_a_gpu_without_bf16_is_told_before_anything_fits(llama, gpus):
+    small = llama.model_copy(update={"adapter": AdapterSection(name="lora")})
+    found = only(small, gpus, "zero3")
+    assert found.verdict == "cannot run" and "bf16" in found.why[0] and "mixed_precision: fp16" in found.why[0]
+    half = small.model_copy(update={"mixed_precision": "fp16"})
+    assert only(half, gpus, "zero3").verdict != "cannot run"
+
+
+def test_the_strategy_of_the_recipe_is_marked(llama):
+    found = outlook(llama, "8xH100", "zero3", "fsdp2")
+    lines = in_words(found, "recipe", num_samples=None, price=None).splitlines()
+    assert [line.split()[:2] for line in lines if " * " in line] == [["zero3", "*"], ["*", "as"]]
+    marked = as_record(found, "recipe", num_samples=None, price=None)["forecasts"]
+    assert {one["strategy"]: one["is_own"] for one in marked} == {
+        "accelerate_configs/zero3.yaml": True,
+        "accelerate_configs/fsdp2.yaml": False,
+    }
+    other = in_words(outlook(llama, "8xH100", "fsdp2"), "recipe", num_samples=None, price=None)
+    assert "*" not in other
+
+
+def test_of_experts_the_column_of_times_has_a_caveat(llama):
+    found = outlook(llama, "8xH100", "zero3")
+    assert " s !" not in in_words(found, "recipe", num_samples=None, price=None)
+    printed = in_words(replace(found, time_caveat="64 experts: much"), "recipe", num_samples=None, price=None)
+    assert re.search(r"zero3 \* .* to [\d,.]+ s ! ", printed) and "  ! 64 experts: much" in printed
+
+
+def test_how_machines_were_read_is_printed(llama):
+    found = outlook(llama, "16xMI300X", "zero3")
+    printed = in_words(found, "recipe", num_samples=None, price=None)
+    assert "on 2x8xMI300X" in printed and "taken for 2 machines of 8" in printed and "tried on ROCm" in printed
 
 
 def test_a_bar_is_as_long_as_its_memory():
@@ -260,9 +346,10 @@ def test_a_recipe_fits_the_hardware_of_its_label(name):
     if needs.num_gpus is None or needs.gpu_gb is None:
         assert name == "recipes/quickstart.yaml"
         return
-    (found,) = forecast_all(
-        recipe, [load_strategy(Path(recipe.strategy))], parse_machines(f"{needs.num_gpus}x{needs.gpu_gb}GB"), name
-    ).forecasts
+    room = {"host_gib": needs.host_gb, "nvme_gib": needs.nvme_gb}
+    room = {what: gb * 1e9 / GIB for what, gb in room.items() if gb is not None}
+    machines = parse_machines(f"{needs.num_gpus}x{needs.gpu_gb}GB", **room)
+    (found,) = forecast_all(recipe, [load_strategy(Path(recipe.strategy))], machines, name).forecasts
     assert found.verdict in ("fits", "tight"), found.why
 
 
@@ -296,6 +383,15 @@ def test_the_answer_for_people(capsys):
     assert "zero3: the one that fits" in printed
     assert "does not fit" in printed and "|WWW" in printed
     assert "names the memory" in printed or "tells the memory and not the speed" in printed
+
+
+def test_the_label_says_what_a_machine_has(capsys):
+    path = "recipes/qwen25_7b/sft_zero3_offload.yaml"
+    assert main(["plan", path, "--strategy", "zero3_offload", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["forecasts"][0]["verdict"] == "fits"
+    assert main(["plan", path, "--strategy", "zero3_offload", "--host-gib", "20", "--json"]) == 1
+    assert main(["plan", path, "--strategy", "zero3_offload", "--gpus", "1x24GB"]) == 0
+    assert "host memory unknown, needs" in capsys.readouterr().out
 
 
 def test_where_all_cannot_run_they_say_why(capsys):

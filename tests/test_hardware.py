@@ -22,10 +22,13 @@ DRIVER_NAMES = {
     "NVIDIA H100 NVL": "H100-NVL",
     "NVIDIA H200": "H200",
     "NVIDIA H200 NVL": "H200-NVL",
-    "NVIDIA H20": None,
+    "NVIDIA H20": "H20",
+    "NVIDIA H20-3e": None,
     "NVIDIA GH200 480GB": "GH200",
     "NVIDIA B200": "B200",
     "NVIDIA GB200": None,
+    "NVIDIA B300 SXM6 AC": "B300",
+    "NVIDIA GB300": None,
     "NVIDIA A100-SXM4-80GB": "A100-80GB",
     "NVIDIA A100-SXM4-40GB": "A100-40GB",
     "NVIDIA A100 80GB PCIe": "A100-PCIe-80GB",
@@ -47,6 +50,12 @@ DRIVER_NAMES = {
     "NVIDIA GeForce RTX 4090 D": None,
     "NVIDIA GeForce RTX 4090 Laptop GPU": None,
     "NVIDIA GeForce RTX 5090": "RTX5090",
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "RTX-PRO-6000",
+    "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": None,
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": None,
+    "AMD Instinct MI300X": "MI300X",
+    "AMD Instinct MI300A": None,
+    "AMD Instinct MI325X": None,
     "Tesla T4": "T4",
     "Tesla V100-SXM2-32GB": "V100-32GB",
     "Tesla V100-PCIE-32GB": "V100-PCIe-32GB",
@@ -74,6 +83,8 @@ def test_peaks_follow_from_clock_and_units():
         "H100": 528 * 1024 * 1830e6,
         "RTX3090": 328 * 128 * 1695e6,
         "RTX4090": 512 * 128 * 2520e6,
+        "RTX-PRO-6000": 752 * 256 * 2617e6,
+        "MI300X": 1216 * 512 * 2100e6,
         "RTX5090": 680 * 128 * 2407e6,
         "A6000": 336 * 256 * 1800e6,
     }
@@ -90,7 +101,7 @@ def test_reported_memory_is_what_was_sold_or_a_sixteenth_less():
 def test_torch_gets_no_more_than_we_say():
     """GiB in torch's out-of-memory messages, from public issues; ours is less, by half a GiB at most."""
     capacities = {"T4": 14.75, "V100-32GB": 31.75, "A100-40GB": 39.50, "A100-80GB": 79.25}
-    capacities |= {"RTX4090": 23.64, "RTX5090": 31.37, "L40S": 44.40}
+    capacities |= {"RTX4090": 23.64, "RTX5090": 31.37, "L40S": 44.40, "MI300X": 191.69}
     for name, capacity in capacities.items():
         assert 0 <= capacity - find_gpu(name).usable_gib <= 0.5, name
 
@@ -120,6 +131,12 @@ def test_the_peak_of_a_gpu_without_bf16_is_none():
         ("24gb", 1, 1, None, 21.7),
         ("2x8x64GB", 2, 8, None, 59.2),
         ("cpu", 1, 0, None, None),
+        ("16xH100", 2, 8, "H100", 78.9),
+        ("64x80GB", 8, 8, None, 78.9),
+        ("1x16xH100", 1, 16, "H100", 78.9),
+        ("1x12xH100", 1, 12, "H100", 78.9),
+        ("RTX PRO 6000", 1, 1, "RTX-PRO-6000", 94.8),
+        ("8xmi300x", 1, 8, "MI300X", 191.2),
     ],
 )
 def test_machines_are_read(text, num_machines, gpus_each, gpu, usable):
@@ -128,6 +145,20 @@ def test_machines_are_read(text, num_machines, gpus_each, gpu, usable):
     assert (found.gpu and found.gpu.name) == gpu
     assert found.usable_gib == (usable and pytest.approx(usable, abs=0.06))
     assert found.num_gpus == num_machines * gpus_each
+
+
+def test_more_gpus_than_a_machine_has_are_machines_of_8_and_it_is_said():
+    assert parse_machines("16xH100").notes == ["16xH100 is taken for 2 machines of 8; one machine with 16 is 1x16xH100"]
+    assert parse_machines("16xH100").text == "2x8xH100"
+    assert parse_machines("64xH100").notes == ["64xH100 is taken for 8 machines of 8"]
+    assert parse_machines("8xH100").notes == parse_machines("2x8xH100").notes == parse_machines("1x16xH100").notes == []
+
+
+def test_of_an_amd_gpu_it_is_said_that_nothing_was_tried():
+    (note,) = parse_machines("8xMI300X").notes
+    assert "nothing of this project was tried on ROCm" in note
+    assert not any(gpu.is_amd for gpu in GPUS if gpu.sheet.startswith("NVIDIA"))
+    assert all("NVIDIA" in gpu.sheet or gpu.is_amd for gpu in GPUS)
 
 
 def test_a_size_alone_has_no_speed_and_says_so():
@@ -141,7 +172,7 @@ def test_a_size_alone_has_no_speed_and_says_so():
     ("text", "says"),
     [
         ("8xH10O", "did you mean H100?"),
-        ("8xB300", "did you mean B200?"),
+        ("8xB310", "did you mean B300?"),
         ("A100-64GB", "did you mean A100-"),
         ("8xpotato", "known here: "),
         ("0xH100", "0 GPUs to a machine"),
@@ -152,7 +183,12 @@ def test_a_size_alone_has_no_speed_and_says_so():
         ("-1", "not understood"),
         ("", "not understood"),
         ("8", "write its GB"),
-        ("64xH100", "8x8xH100"),
+        ("12xH100", "how are 12 GPUs spread? Most machines have 8 at most; write machines x GPUs, as in 3x4xH100; one"),
+        ("12x80GB", "one machine with 12 is 1x12x80GB"),
+        ("13xH100", "as in 13x1xH100"),
+        ("100xH100", "as in 25x4xH100"),
+        ("9000xH100", "write 1 to 16"),
+        ("2x17xH100", "17 GPUs to a machine"),
         (f"{'9' * 40}xH100", "write 1 to 16"),
         ("5000x8xH100", "write 1 to 1024"),
         ("8xH100; rm -rf /", "not understood"),

@@ -13,6 +13,7 @@ import pytest
 from benchmarks import plan_accuracy
 from benchmarks.plan_accuracy_page import BANDS, EXPLAINED, within
 from benchmarks.published_rows import read_facts, setup_of
+from benchmarks.unsaid_rows import UNSAID, place
 from cookbook.forecast.memory import GIB
 
 
@@ -49,9 +50,29 @@ def test_the_plot_has_a_point_for_each_row(results):
 
 
 def test_every_published_row_is_compared_or_left_out_for_a_reason(results, facts):
-    told = len(results["compared"]) + len(results["failed"]) + sum(results["left_out"].values())
+    told = sum(len(results[kind]) for kind in ("compared", "failed", "unsaid")) + sum(results["left_out"].values())
     assert told == len(facts) > 250
     assert len(results["compared"]) > 40 and len(results["failed"]) > 10
+
+
+def test_runs_of_an_unsaid_kind_of_memory_have_a_band_of_their_own(results, facts):
+    rows = results["unsaid"]
+    assert {row["id"] for row in rows} == UNSAID.keys() and len(rows) >= 9
+    for row in rows:
+        fact = facts[row["id"]]
+        gpus = int(fact["world_size"]) if fact["what_is_measured"].startswith("sum over") else 1
+        assert row["published"] == pytest.approx(float(fact["reported_GiB_or_GB"]) / gpus, abs=0.006)
+        assert fact["strategy"].startswith("ZeRO") and fact["trust"] == "2"
+        assert row["is_inside"] == (row["allocated"] <= row["published"] <= row["most"])
+        # No barn door: half as much again for fragments, CUDA, NCCL, and logits of up to 12 GiB.
+        assert row["most"] < 1.9 * row["allocated"]
+    assert {row["id"] for row in rows if not row["is_inside"]} == {"m418"}
+
+
+@pytest.mark.parametrize("row", ["m226", "m246"])
+def test_a_run_of_an_unsaid_kind_forecast_anew_lies_inside(facts, row):
+    assert place(facts[row]).is_inside
+    assert not place(facts[row] | {"reported_GiB_or_GB": str(2 * float(facts[row]["reported_GiB_or_GB"]))}).is_inside
 
 
 def test_what_lies_outside_its_band_is_known_and_explained(results):

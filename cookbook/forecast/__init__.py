@@ -10,15 +10,16 @@ from transformers import PreTrainedConfig
 
 from cookbook.files import RecipeError
 from cookbook.forecast.loading import loading as loading_of
-from cookbook.forecast.memory import GIB, Memory, peak
+from cookbook.forecast.memory import CONTEXT, GIB, Memory, peak
+from cookbook.forecast.outside import outside as outside_of
 from cookbook.forecast.skeleton import Skeleton, Weight
 from cookbook.forecast.skeleton import skeleton as skeleton_of
-from cookbook.forecast.speed import Range, Sizes, Step, no_forecast, step_seconds
+from cookbook.forecast.speed import Range, Sizes, Step, caveat, no_forecast, step_seconds
 from cookbook.forecast.states import States
 from cookbook.forecast.states import states as states_of
 from cookbook.forecast.trace import Pass, Untraceable, bound
 from cookbook.forecast.trace import trace as trace_pass
-from cookbook.hardware import Machines
+from cookbook.hardware import HOST_AT_LEAST, Machines
 from cookbook.models.loss import LOGITS_BUDGET
 from cookbook.models.structure import find_config, not_served
 from cookbook.plan import Plan, default_num_processes, make_plan
@@ -29,8 +30,11 @@ __all__ = ["Forecast", "Outlook", "forecast", "forecast_all", "of_run", "rung_be
 
 FSDP: dict[str, Literal[1, 2]] = {"fsdp1": 1, "fsdp2": 2}
 """Version, by kind of strategy."""
-Verdict = Literal["fits", "tight", "not judged", "does not fit", "cannot run"]
-"""A CPU's memory is shared with everything else, so nothing is judged there."""
+Verdict = Literal["fits", "host memory unknown", "disk unknown", "tight", "not judged", "does not fit", "cannot run"]
+"""A CPU's memory is shared with everything else, so nothing is judged there. With `host memory unknown` and `disk
+unknown` it fits the GPU, and needs of the machine what nobody said it has."""
+UNKNOWN: tuple[Verdict, ...] = ("host memory unknown", "disk unknown")
+MAY_RUN: tuple[Verdict, ...] = ("fits", *UNKNOWN, "tight", "not judged")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +79,8 @@ class Outlook:
     """What to change, where nothing fits."""
     no_time: str | None
     """Why there is no forecast of time, if there is none."""
+    time_caveat: str | None
+    """What it leaves out, if that is much."""
     model: str
     """Its type."""
     num_parameters: int
@@ -108,6 +114,7 @@ def forecast_all(
         origin=origin,
         next_rung=rung,
         no_time=no_forecast(machines, recipe.mixed_precision),
+        time_caveat=caveat(workshop.sizes),
         model=config.model_type,
         num_parameters=workshop.sizes.num_parameters,
         num_trained=workshop.sizes.num_trained,
@@ -214,6 +221,9 @@ def forecast(workshop: _Workshop, strategy: Strategy, machines: Machines, recipe
         if machines.num_gpus and count > machines.num_gpus:
             there = f"{machines.num_gpus} GPU{'s' if machines.num_gpus > 1 else ''}"
             raise RecipeError([f"{strategy.path}: writes {count} processes, for {there}"])
+        if machines.gpu is not None and recipe.mixed_precision == "bf16" and not machines.gpu.has_bf16:
+            lacks = f"mixed_precision is bf16, which a {machines.gpu.name} does not have; write mixed_precision: fp16"
+            raise RecipeError([f"{recipe_name}: {lacks}"])
         asked = replace(strategy, num_machines=-(-count // each))
         plan = make_plan(
             recipe,
@@ -225,15 +235,16 @@ def forecast(workshop: _Workshop, strategy: Strategy, machines: Machines, recipe
     except RecipeError as error:
         return Forecast(strategy=strategy, verdict="cannot run", why=error.mistakes, num_processes=count)
     held = _of_heaviest(found, recipe, strategy, count)
-    memory = _memory(workshop, strategy, held, plan, workshop.work(strategy, micro_batch_of(recipe)))
+    outside = outside_of(strategy, machines, count)
+    memory = _memory(workshop, strategy, held, plan, workshop.work(strategy, micro_batch_of(recipe)), outside)
     local = min(count, each)
     offloaded, disk = held.host.total * local, held.disk.total * local
     start = loading_of(found, recipe, strategy, held, local).host if machines.gpus_each else 0
     host = max(offloaded, start)
-    verdict, why, shortage = _verdict(memory, host, disk, machines, is_start=start > offloaded)
+    verdict, why, shortage = _verdict(memory, host, disk, machines, offloaded=offloaded)
     largest = longest = None
     if machines.usable_gib is not None and held.gpu.total < machines.usable_gib * GIB:
-        largest = _largest(workshop, strategy, held, plan, machines.usable_gib * GIB)
+        largest = _largest(workshop, strategy, held, plan, machines.usable_gib * GIB, outside)
     if largest is not None:
         tokens = int(largest * recipe.data.max_length)
         positions = getattr(workshop.config, "max_position_embeddings", None) or tokens
@@ -268,6 +279,7 @@ def _time(workshop: _Workshop, strategy: Strategy, plan: Plan, machines: Machine
         micro_batches=plan.gradient_accumulation_steps,
         recompute=recipe.model.gradient_checkpointing,
         precision=recipe.mixed_precision,
+        is_compiled=recipe.model.compile,
     )
     return step_seconds(strategy, workshop.sizes, step, machines, num_processes=num_processes)
 
@@ -304,20 +316,31 @@ def _sizes(config: PreTrainedConfig, found: Skeleton) -> Sizes:
         num_heads=heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         vocab=text.vocab_size,
+        num_experts=experts,
     )
 
 
-def _memory(workshop: _Workshop, strategy: Strategy, held: States, plan: Plan, work: Pass) -> Memory:
+def _memory(
+    workshop: _Workshop,
+    strategy: Strategy,
+    held: States,
+    plan: Plan,
+    work: Pass,
+    outside: tuple[int, int] = (CONTEXT, CONTEXT),
+) -> Memory:
     is_sharded = plan.num_processes > 1 and (strategy.kind in ("fsdp1", "fsdp2") or strategy.zero_stage == 3)
     accumulates = plan.gradient_accumulation_steps > 1
     start = loading_of(workshop.skeleton, workshop.recipe, strategy, held, local=1)
-    return peak(workshop.skeleton, held, work, accumulates=accumulates, is_sharded=is_sharded, loading=start.gpu)
+    found = peak(workshop.skeleton, held, work, accumulates=accumulates, is_sharded=is_sharded, loading=start.gpu)
+    return replace(found, outside=outside)
 
 
 LARGEST = 2**20
 
 
-def _largest(workshop: _Workshop, strategy: Strategy, held: States, plan: Plan, usable: float) -> float | None:
+def _largest(
+    workshop: _Workshop, strategy: Strategy, held: States, plan: Plan, usable: float, outside: tuple[int, int]
+) -> float | None:
     """Samples of max_length in a forward that surely fit; a fraction tells of shorter samples.
 
     Every stretch of a forward and backward grows with the tokens, so two traces tell of any number of them: both of
@@ -332,7 +355,7 @@ def _largest(workshop: _Workshop, strategy: Strategy, held: States, plan: Plan, 
 
     def fits(size: float) -> bool:
         work = one.towards(two, size / small - 1)
-        return _memory(workshop, strategy, held, plan, work).needed[1] <= usable
+        return _memory(workshop, strategy, held, plan, work, outside).needed[1] <= usable
 
     low, high = 0.0, 1.0
     while fits(high) and high < LARGEST:
@@ -344,12 +367,12 @@ def _largest(workshop: _Workshop, strategy: Strategy, held: States, plan: Plan, 
 
 
 def _verdict(
-    memory: Memory, host: int, disk: int, machines: Machines, *, is_start: bool
+    memory: Memory, host: int, disk: int, machines: Machines, *, offloaded: int
 ) -> tuple[Verdict, list[str], float]:
     """Verdict, why, and the largest of what is needed over what is there.
 
     Args:
-        is_start: whether the host memory is for loading.
+        host: for what is offloaded, or for loading if that is more.
     """
     if machines.usable_gib is None:
         return "not judged", [], 0.0
@@ -363,9 +386,18 @@ def _verdict(
         verdict = "tight"
         why.append(f"between {low / GIB:.0f} and {high / GIB:.0f} GiB of {usable / GIB:.0f}")
     shortage = low / usable
-    of_host = "host memory to read the weights" if is_start else "host memory"
-    for what, needed, there in ((of_host, host, machines.host_gib), ("NVMe", disk, machines.nvme_gib)):
-        if there is not None and needed > there * GIB:
+    of_host = "host memory" if offloaded >= host else "host memory to read the weights"
+    # What is offloaded lives there for the whole run, so that nothing is taken for granted; of loading some is.
+    granted = 0.0 if offloaded else HOST_AT_LEAST * machines.gpus_each * machines.usable_gib * GIB
+    asked: tuple[tuple[str, Verdict, int, float | None, float], ...] = (
+        (of_host, "host memory unknown", host, machines.host_gib, granted),
+        ("NVMe", "disk unknown", disk, machines.nvme_gib, 0.0),
+    )
+    for what, unknown, needed, there, taken in asked:
+        if there is None and needed > taken:
+            verdict = unknown if verdict == "fits" else verdict
+            why.append(f"{unknown}, needs {needed / GIB:,.0f} GiB a machine")
+        elif there is not None and needed > there * GIB:
             verdict = "does not fit"
             why.append(f"needs {needed / GIB:,.0f} GiB of {what} in a machine that has {there:,.0f}")
             shortage = max(shortage, needed / GIB / there)
@@ -387,12 +419,12 @@ SIMPLICITY = ("single", "ddp", "fsdp2", "zero", "fsdp1", "tp")
 
 
 def _rank(one: Forecast) -> tuple:
-    order = {"fits": 0, "not judged": 0, "tight": 1, "does not fit": 2, "cannot run": 3}[one.verdict]
+    order = {"fits": 0, "not judged": 0, "tight": 2, "does not fit": 3, "cannot run": 4}.get(one.verdict, 1)
     strategy = one.strategy
     offload = sum(kind is not None for kind in (strategy.offload_optimizer, strategy.offload_param))
     offload += 2 * (strategy.offload_param == "nvme") + bool(strategy.fsdp and strategy.fsdp.fsdp_offload_params)
     seconds = one.time.low + one.time.high if one.time else 0.0
-    if order == 2:  # the nearest first
+    if one.verdict == "does not fit":  # the nearest first
         return order, one.shortage, 0, 0, strategy.name
     return order, round(seconds, 3), offload, SIMPLICITY.index(strategy.kind), strategy.zero_stage, strategy.name
 
@@ -410,12 +442,12 @@ def _next_rung(
 
     def best_of(shop: _Workshop, candidates: Sequence[Strategy]) -> Forecast | None:
         found = (forecast(shop, strategy, machines, recipe_name) for strategy in candidates)
-        return min((one for one in found if one.verdict == "fits"), key=_rank, default=None)
+        return min((one for one in found if one.verdict in ("fits", *UNKNOWN)), key=_rank, default=None)
 
     known = {strategy.path for strategy in strategies}
     best = best_of(workshop, [strategy for strategy in others if strategy.path not in known])
     if best is not None:
-        return f"strategy {best.strategy.name} fits"
+        return f"strategy {best.strategy.name} fits{_if_there(best)}"
     small = recipe.batch.model_copy(update={"micro_batch_size": 1, "micro_batch_tokens": None})
     saved = recipe.model.model_copy(update={"gradient_checkpointing": True})
     ladder: list[tuple[str, dict[str, Any]]] = []
@@ -433,5 +465,13 @@ def _next_rung(
         shop = _Workshop(workshop.config, recipe.model_copy(update=changes))
         best = best_of(shop, [*strategies, *(strategy for strategy in others if strategy.path not in known)])
         if best is not None:
-            return f"with {words}, {best.strategy.name} fits"
+            return f"with {words}, {best.strategy.name} fits{_if_there(best)}"
     return None
+
+
+def _if_there(one: Forecast) -> str:
+    """The condition under which it fits."""
+    if one.verdict not in UNKNOWN:
+        return ""
+    disk = f" and {one.disk / GIB:,.0f} GiB of NVMe" if one.disk else ""
+    return f" if a machine has {one.host / GIB:,.0f} GiB of memory{disk}"

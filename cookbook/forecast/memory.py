@@ -37,6 +37,8 @@ class Memory:
     logits: int
     """Of head and loss alone: logits, their softmax and gradient, and that of the head's weight."""
     is_sharded: bool
+    outside: tuple[int, int] = (CONTEXT, CONTEXT)
+    """Beside torch's allocator, least and most; of a run with several processes see outside.py."""
 
     @property
     def allocated(self) -> int:
@@ -51,9 +53,9 @@ class Memory:
 
     @property
     def needed(self) -> tuple[int, int]:
-        """Of the GPU: reserved, and CUDA's own."""
+        """Of the GPU: reserved, and what is outside."""
         low, high = self.reserved
-        return low + CONTEXT, high + CONTEXT
+        return low + self.outside[0], high + self.outside[1]
 
     def compared(self, allocated_gib: float, reserved_gib: float) -> str:
         """A run's peaks beside these; 0 reserved is not known."""

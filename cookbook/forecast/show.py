@@ -1,8 +1,9 @@
 """A forecast for people: a row and a bar for each strategy; and for programs: JSON."""
 
+from pathlib import Path
 from typing import Any
 
-from cookbook.forecast import Forecast, Outlook, tokens_of_step
+from cookbook.forecast import UNKNOWN, Forecast, Outlook, tokens_of_step
 from cookbook.forecast.memory import GIB
 from cookbook.hardware import Machines
 from cookbook.plan import describe_batch
@@ -16,6 +17,8 @@ PARTS = (
     ("L", "logits", "head and loss"),
 )
 BAR = 40
+OWN = "*"
+"""Marks the strategy that the recipe names."""
 HEADER = ("strategy", "GPUs", "verdict", "GiB a GPU", "micro-batch", "length", "step", "limit", "host GiB", "disk GiB")
 
 
@@ -30,13 +33,14 @@ def in_words(outlook: Outlook, recipe_name: str, *, num_samples: int | None, pri
     best = outlook.forecasts[0]
     lines = [
         f"PLAN of {recipe_name} on {_describe(machines)}",
+        *(f"  note       {note}" for note in machines.notes),
         f"  model      {outlook.model}, {_parameters(outlook.num_parameters)} parameters"
         f" ({_parameters(outlook.num_trained)} trained); structure from {outlook.origin}",
         f"  a step     {_step(outlook, best)}",
         f"             at most {tokens_of_step(outlook.recipe):,} tokens; activations {_kept(outlook)}",
     ]
     if best.memory is not None:
-        lines += ["", *_table(outlook), "", *_bars(outlook), *_idle(outlook)]
+        lines += ["", *_table(outlook), "", *_bars(outlook), *_idle(outlook), *_unknown(outlook)]
     lines += _cannot_run(outlook)
     if best.memory is not None:
         lines += ["", *_best(outlook, best, num_samples=num_samples, price=price)]
@@ -58,11 +62,16 @@ def _idle(outlook: Outlook) -> list[str]:
     ]
 
 
+def _unknown(outlook: Outlook) -> list[str]:
+    lines = [f"  {one.strategy.name}: {'; '.join(one.why)}" for one in outlook.forecasts if one.verdict in UNKNOWN]
+    return [*lines, "  what a machine has: HOST_GIB=, NVME_GIB= (--host-gib, --nvme-gib)"] if lines else []
+
+
 def _cannot_run(outlook: Outlook) -> list[str]:
     names: dict[str, list[str]] = {}
     for one in outlook.forecasts:
         if one.verdict == "cannot run":
-            names.setdefault(_short(one.why[0]), []).append(one.strategy.name)
+            names.setdefault(_short(one.why[0]), []).append(_name(outlook, one))
     lines = [line for why, of in names.items() for line in (f"  {', '.join(of)} cannot run:", f"    {why}")]
     return ["", *lines] if lines else []
 
@@ -92,22 +101,34 @@ def _table(outlook: Outlook) -> list[str]:
         low, high = one.memory.needed if outlook.machines.gpus_each else (one.memory.allocated,) * 2
         rows.append(
             (
-                one.strategy.name,
+                _name(outlook, one),
                 str(one.num_processes),
-                one.verdict,
+                one.verdict.replace("host memory", "host"),  # as wide as a terminal; it is told in full below
                 f"{_gib(low)} to {_gib(high)}" if high > low else _gib(low),
                 "<1" if one.largest_micro_batch == 0 else _count(one.largest_micro_batch),
                 _count(one.longest),
-                _range(one.time.low, one.time.high, " s") if one.time else "-",
+                _range(one.time.low, one.time.high, f" s{' !' if outlook.time_caveat else ''}") if one.time else "-",
                 one.time.bottleneck if one.time else "-",
                 _gib(one.host) if one.host else "-",
                 _gib(one.disk) if one.disk else "-",
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    own = any(_is_own(outlook, one) for one in outlook.forecasts if one.memory is not None)
+    notes = [f"  {OWN} as the recipe says"] if own else []
+    if outlook.time_caveat and any(one.time for one in outlook.forecasts):
+        notes.append(f"  ! {outlook.time_caveat}")
+    return [*(line.rstrip() for line in lines), *notes]
+
+
+def _is_own(outlook: Outlook, one: Forecast) -> bool:
+    """Whether the recipe names this strategy."""
+    return Path(one.strategy.path) == Path(outlook.recipe.strategy)
+
+
+def _name(outlook: Outlook, one: Forecast) -> str:
+    return f"{one.strategy.name} {OWN}" if _is_own(outlook, one) else one.strategy.name
 
 
 def _bars(outlook: Outlook) -> list[str]:
@@ -121,7 +142,7 @@ def _bars(outlook: Outlook) -> list[str]:
         assert one.memory is not None
         lines.append(f"  {one.strategy.name:{width}} |{_bar(one, whole)}")
     legend = [f"{letter} {words}" for letter, _, words in PARTS]
-    return [*lines, f"  {'  '.join(legend[:4])}", f"  {'  '.join(legend[4:])}  - CUDA and fragments, at most"]
+    return [*lines, f"  {'  '.join(legend[:4])}", f"  {'  '.join(legend[4:])}  - CUDA, NCCL and fragments, at most"]
 
 
 def _bar(one: Forecast, whole: float) -> str:
@@ -178,8 +199,8 @@ def _reason(outlook: Outlook, best: Forecast) -> str:
         return "what it allocates; a CPU's memory is shared, so nothing is judged"
     if len(outlook.forecasts) == 1 and best.verdict == "fits":
         return "fits"
-    if best.verdict == "tight":
-        return "may fit: " + best.why[0]
+    if best.verdict == "tight" or best.verdict in UNKNOWN:
+        return "may fit: " + "; ".join(best.why)
     if len(fitting) == 1:
         return "the one that fits"
     if best.time is not None:
@@ -225,6 +246,7 @@ def as_record(outlook: Outlook, recipe_name: str, *, num_samples: int | None, pr
         memory, time = one.memory, one.time
         record: dict[str, Any] = {
             "strategy": one.strategy.path,
+            "is_own": _is_own(outlook, one),
             "verdict": one.verdict,
             "why": one.why,
             "num_processes": one.num_processes,
@@ -254,11 +276,13 @@ def as_record(outlook: Outlook, recipe_name: str, *, num_samples: int | None, pr
     machines = outlook.machines
     return {
         "recipe": recipe_name,
-        "machines": {"text": machines.text, "gpus": machines.num_gpus, "usable_gib": machines.usable_gib},
+        "machines": {"text": machines.text, "gpus": machines.num_gpus, "usable_gib": machines.usable_gib}
+        | {"notes": machines.notes},
         "model": {"type": outlook.model, "parameters": outlook.num_parameters, "trained": outlook.num_trained}
         | {"structure_from": outlook.origin},
         "steps": steps,
         "forecasts": found,
         "next_rung": outlook.next_rung,
         "no_time": outlook.no_time,
+        "time_caveat": outlook.time_caveat,
     }

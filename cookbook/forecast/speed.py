@@ -22,6 +22,7 @@ EFFICIENCY = {
     "ada": (0.35, 0.65),
     "hopper": (0.34, 0.56),
     "blackwell": (0.25, 0.50),
+    "cdna3": (0.20, 0.40),
 }
 """Share of the dense peak that matrix products reach in training, recomputed ones counted, causal attention halved.
 
@@ -31,7 +32,8 @@ H100 (1,039 tokens/s, 56 %). Ampere: torchtitan, Llama-3-8B before its fused opt
 llm-foundry, MPT-7B with checkpointing at 4,096 tokens (3,684 tokens/s, 68 %). Volta: Megatron-LM (Shoeybi et al. 2019:
 39 TFLOP/s a V100, with room below) and DeepSpeed's BERT (64); Turing is taken like it. Ada: torchtune, Llama-3.1-8B on
 an RTX 4090 (1,650 tokens/s, 62 %), with room below. Blackwell: torchtitan on GB200 (21,919 tokens/s, 41 %), with room:
-of B200 the only record says that its power was limited."""
+of B200 the only record says that its power was limited. CDNA 3: torchao's float8 README, Llama-3-8B on 8 MI300X (5,377
+tokens/s, 21 %), with room above."""
 
 NVLINK_SHARE, PCIE_PEER_SHARE, FABRIC_SHARE = (0.50, 0.82), (0.30, 0.80), (0.50, 0.90)
 """Of a link's rate, what a ring of large messages reaches; assumptions, none measured here. Without peer access, as on
@@ -52,9 +54,24 @@ ACTIVATION_BYTES = 4 * 34
 and read forward, and its gradient written and read backward. Compiled layers move less: the slow end alone."""
 LOGIT_BYTES = 24
 """Per labelled position and word: written and read in bf16, in float32, and as a gradient."""
-LAUNCH_SECONDS = 1e-3
-"""Of a layer in a micro-batch, forward and backward: about 100 kernels, 10 microseconds of Python each; an assumption.
-The slow end alone: with enough tokens, launches run ahead of the GPU."""
+LAUNCH = (5e-6, 20e-6)
+"""Host seconds of an operation in eager mode, from the launch alone to what modules and autograd add in Python. With
+enough tokens all of it runs ahead of the GPU; with few it is the time of the step. The ends of this and of ZERO3_HOOK
+enclose Qwen's table (its README, "Profiling of Memory and Speed"; one A100, micro-batches of a sample, recomputed): 256
+and 512 tokens take as long, 5.2 ms a layer and micro-batch with LoRA, 10.9 where all is trained under DeepSpeed, whose
+stage it does not tell and we take for 3."""
+LAUNCHES = 40
+"""Operations in a layer's forward: 34 of Llama, 46 of Qwen3, counted in transformers 5.23; the backward has twice as
+many. With adapters on all matrices there are 2.4 times as many forward and 1.6 times backward."""
+LAUNCHES_COMPILED = 12
+"""The same where layers are compiled: products and attention, and a fused kernel between any two; an assumption."""
+ZERO3_HOOK = (1e-4, 5e-4)
+"""Of DeepSpeed's ZeRO-3 in Python, to fetch the weights of a module and to let go of them again: before and after each
+module that has weights, in every pass."""
+ZERO_HOOK = (2e-5, 2e-4)
+"""Of stages 1 and 2, to copy a gradient into its bucket; an assumption."""
+ZERO_MODULES = 9
+"""Of a layer, with weights: seven products and two norms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +90,7 @@ class Sizes:
     num_heads: int
     head_dim: int
     vocab: int
+    num_experts: int = 1
 
     @property
     def width(self) -> int:
@@ -100,6 +118,8 @@ class Step:
     """Of each process."""
     recompute: Recompute = False
     precision: Precision = "bf16"
+    is_compiled: bool = False
+    """Decoder layers run as torch.compile makes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,6 +361,20 @@ class Range:
         return low * per_gpu_hour * num_gpus, high * per_gpu_hour * num_gpus
 
 
+def caveat(sizes: Sizes) -> str | None:
+    """What a forecast of time leaves out, where that is more than its range.
+
+    Published of Qwen3-30B-A3B on 16 GPUs: 91.2 s a step under ZeRO-3, 9.6 in Megatron (ms-swift, Megatron-SWIFT's Quick
+    Start), before transformers had products for groups of experts.
+    """
+    if sizes.num_experts == 1:
+        return None
+    return (
+        f"{sizes.num_experts} experts: counted are the weights that a token meets; not routing, uneven loads and small"
+        " products, with which a step took 10 times as long"
+    )
+
+
 def no_forecast(machines: Machines, precision: Precision) -> str | None:
     """Why the time of a step can't be told; None where it can."""
     if machines.gpu is None:
@@ -375,7 +409,7 @@ def step_seconds(
     parts = [
         _products(work(sizes, step).total / count, gpu),
         _pointwise(sizes, step, count, gpu),
-        Part(name="kernel launches", low=0.0, high=LAUNCH_SECONDS * sizes.num_layers * step.micro_batches),
+        _launches(strategy, sizes, step),
         *_links(messages, machines, gpu, gpus_each),
         _update(strategy, sizes, count, host, gpu, adam_bytes),
         *_offload(host, gpu),
@@ -391,22 +425,46 @@ def forward_seconds(sizes: Sizes, step: Step, machines: Machines, *, num_process
     """
     gpu = machines.gpu
     assert gpu is not None and no_forecast(machines, step.precision) is None
-    launches = LAUNCH_SECONDS / 3 * sizes.num_layers * step.micro_batches
+    launches = LAUNCHES * sizes.num_layers * step.micro_batches
     flops = work(sizes, step).forward / (num_processes or machines.num_gpus)
-    return total([_products(flops, gpu), Part(name="kernel launches", low=0.0, high=launches)])
+    of_host = Part(name=OF_HOST, low=launches * LAUNCH[0], high=launches * LAUNCH[1])
+    return total([_products(flops, gpu), of_host])
+
+
+OF_HOST = "kernel launches"
 
 
 def total(parts: Iterable[Part]) -> Range:
-    """Fast end: the longest of the parts that overlap, and all that do not after it. Slow end: the sum of all."""
+    """Fast end: the longest of the parts that overlap, and all that do not after it. Slow end: the sum of all, or of
+    the launches and what does not overlap, if that is more: the GPU works while the host launches."""
     kept = tuple(part for part in parts if part.high > 0)
     together = [part.low for part in kept if part.overlaps]
-    after = [part.low for part in kept if not part.overlaps]
+    after = [part for part in kept if not part.overlaps]
+    on_host = [part.high for part in kept if part.name == OF_HOST]
     return Range(
-        low=max(together, default=0.0) + sum(after),
-        high=sum(part.high for part in kept),
+        low=max(together, default=0.0) + sum(part.low for part in after),
+        high=max(
+            sum(part.high for part in kept if part.name != OF_HOST),
+            sum(on_host) + sum(part.high for part in after),
+        ),
         bottleneck=max(kept, key=lambda part: part.low + part.high).name,
         parts=kept,
     )
+
+
+def _launches(strategy: Strategy, sizes: Sizes, step: Step) -> Part:
+    """What the host does for the micro-batches of a process."""
+    passes = 4 if step.recompute is True else 3  # a backward is two
+    adapted = 2 if sizes.num_matrix_trained < sizes.num_matrix else 1
+    launches = passes * (LAUNCHES_COMPILED if step.is_compiled else LAUNCHES * adapted)
+    hook, times = (0.0, 0.0), 0
+    if strategy.zero_stage == 3:
+        hook, times = ZERO3_HOOK, (passes - 1) * ZERO_MODULES * adapted
+    elif strategy.kind == "zero":
+        hook, times = ZERO_HOOK, ZERO_MODULES
+    layers = sizes.num_layers * step.micro_batches
+    low, high = (layers * (launches * LAUNCH[end] + times * hook[end]) for end in (0, 1))
+    return Part(name=OF_HOST, low=low, high=high)
 
 
 def _products(flops: float, gpu: Gpu) -> Part:
@@ -424,7 +482,7 @@ def _pointwise(sizes: Sizes, step: Step, count: int, gpu: Gpu) -> Part:
 def _links(messages: list[Transfer], machines: Machines, gpu: Gpu, gpus_each: int) -> list[Part]:
     over = [message.over_links(gpus_each) for message in messages]
     inside, between = sum(pair[0] for pair in over), sum(pair[1] for pair in over)
-    name, rate, shares = ("NVLink", gpu.nvlink, NVLINK_SHARE)
+    name, rate, shares = ("Infinity Fabric" if gpu.is_amd else "NVLink", gpu.nvlink, NVLINK_SHARE)
     if rate is None:
         name, rate, shares = "PCIe between GPUs", gpu.host_link, PCIE_PEER_SHARE
     slow, fast = (gbits * 1e9 / 8 * gpus_each for gbits in machines.fabric_gbits)
