@@ -105,7 +105,8 @@ def _aio_handles(model: Any) -> Iterator[tuple[str, Any]]:
     for swapper in filter(None, swappers):
         for name in ("aio_handle", "read_aio_handle", "write_aio_handle", "aio_read_handle", "aio_write_handle"):
             handle = getattr(swapper, name, None)
-            if hasattr(handle, "get_block_size"):
+            # The parameters' swapper has one under `aio_handle` that is the class.
+            if hasattr(handle, "get_block_size") and not isinstance(handle, type):
                 yield f"{type(swapper).__name__}.{name}", handle
 
 
