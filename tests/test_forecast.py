@@ -192,6 +192,7 @@ def test_what_is_not_known_comes_after_what_fits_and_is_said(llama):
     assert {verdict for _, verdict in names[1:3]} == {"host memory unknown"}
     printed = in_words(found, "recipe", num_samples=None, price=None)
     assert "the one that fits" in printed
+    assert max(map(len, printed.splitlines())) <= 120
     assert re.search(r"zero3_nvme: host memory unknown, needs \d+ GiB a machine; disk unknown, needs \d+ GiB", printed)
     (alone,) = outlook(llama, "8xH100", "zero3_nvme", room={"host_gib": 2048}).forecasts
     assert alone.verdict == "disk unknown"

@@ -19,7 +19,7 @@ MB = 2**20  # as nvidia-smi counts
 def of_nccl(gpus, num_processes=None, strategy="ddp"):
     machines = parse_machines(gpus)
     low, high = outside(shipped(strategy), machines, num_processes or machines.num_gpus)
-    return low - CONTEXT - WORKSPACES, high - CONTEXT - WORKSPACES
+    return low - CONTEXT - WORKSPACES[0], high - CONTEXT - WORKSPACES[1]
 
 
 def shipped(name):

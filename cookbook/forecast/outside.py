@@ -10,8 +10,8 @@ from cookbook.strategy import Strategy
 
 MIB = 2**20
 
-WORKSPACES = 2 * 32 * MIB
-"""cuBLAS: 32 MiB a handle from Hopper on, 8 before (PyTorch, CublasHandlePool.cpp, `parseChosenWorkspaceSize`); forward
+WORKSPACES = (2 * 8_519_680, 2 * 32 * MIB)
+"""cuBLAS: 8 MiB a handle, and 32 from Hopper on (PyTorch, CublasHandlePool.cpp, `parseChosenWorkspaceSize`); forward
 and backward run in two threads, with a handle each. torch's allocator gives them out; the trace has none."""
 
 CONNECTION = 10 * MIB
@@ -36,7 +36,7 @@ CODE = round(0.73 * 2**30)
 
 def outside(strategy: Strategy, machines: Machines, num_processes: int) -> tuple[int, int]:
     """Of one process."""
-    low, high = CONTEXT + WORKSPACES, CONTEXT + WORKSPACES
+    low, high = (CONTEXT + size for size in WORKSPACES)
     if num_processes == 1:
         return low, high
     local = min(num_processes, max(1, machines.gpus_each))

@@ -71,7 +71,7 @@ def _cannot_run(outlook: Outlook) -> list[str]:
     names: dict[str, list[str]] = {}
     for one in outlook.forecasts:
         if one.verdict == "cannot run":
-            names.setdefault(_short(one.why[0]), []).append(_name(outlook, one))
+            names.setdefault(_short(one.why[0]), []).append(one.strategy.name)
     lines = [line for why, of in names.items() for line in (f"  {', '.join(of)} cannot run:", f"    {why}")]
     return ["", *lines] if lines else []
 
