@@ -75,7 +75,7 @@ class Gpu:
 # Rates in TFLOP/s and GB/s. Reported memory: thundergolfer.com/blog/nvidia-gpu-memory-capacity for T4, A10, A100, L4,
 # L40S, H100 and H200, nvidia-smi tables in public issues and logs for the others, and torch's own "total capacity of
 # 191.98 GiB" for the MI300X. NVIDIA published no sheet of the H20: its figures are those of machines that are sold with
-# it. RTX PRO 6000 is the Workstation Edition, whose peak others tell; its namesakes have lower clocks. Earlier rows win.
+# it. RTX PRO 6000 is the Workstation Edition, whose peak others tell; its namesakes are slower. Earlier rows win.
 _TABLE = """
 name           | words           | generation | sold | MiB    | half  | memory | NVLink | host  | sheet
 V100-PCIe-32GB | V100 PCIE       | volta      | 32   | 32768  | 112   | 900    |        | PCIe3 | V100, January 2020
@@ -93,7 +93,7 @@ L40S           | L40S            | ada        | 48   | 46068  | 362   | 864    |
 L4             | L4              | ada        | 24   | 23034  | 121   | 300    |        | PCIe4 | L4, 2023
 RTX4090        | 4090            | ada        | 24   | 24564  | 165.2 | 1008   |        | PCIe4 | paper Ada, 2023
 RTX5090        | 5090            | blackwell  | 32   | 32607  | 209.5 | 1792   |        | PCIe5 | paper RTX 50, 2025
-RTX-PRO-6000   | RTX PRO 6000    | blackwell  | 96   | 97887  | 503.8 | 1792   |        | PCIe5 | from hmc-tech.com, 2025
+RTX-PRO-6000   | RTX PRO 6000    | blackwell  | 96   | 97887  | 503.8 | 1792   |        | PCIe5 | from hmc-tech.com
 H100-NVL       | H100 NVL        | hopper     | 94   | 95830  | 835   | 3900   |        | PCIe5 | H100, 2023
 H100-PCIe      | H100 PCIE       | hopper     | 80   | 81559  | 756   | 2000   |        | PCIe5 | H100, 2022
 H100           | H100            | hopper     | 80   | 81559  | 989   | 3350   | 450    | PCIe5 | H100, 2023
