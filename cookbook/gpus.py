@@ -50,11 +50,21 @@ def installed_gpus() -> list[InstalledGpu]:
     program = shutil.which("nvidia-smi")
     if program is None:
         return unnamed_gpus()
+    told = _ask(program, *QUERY)
+    if told is not None:
+        return parse_gpus(told)
+    # A driver that does not know a field that is asked for has GPUs all the same.
+    lines = (_ask(program, "-L") or "").splitlines()
+    return [InstalledGpu(index=index) for index in range(sum(line.startswith("GPU ") for line in lines))]
+
+
+def _ask(*command: str) -> str | None:
+    """What it prints; None if it fails."""
     try:
-        told = subprocess.run([program, *QUERY], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RecipeError([f"nvidia-smi does not answer ({error}); fix the driver, or hide the GPUs"]) from None
-    return parse_gpus(told.stdout) if told.returncode == 0 else []
+    return done.stdout if done.returncode == 0 else None
 
 
 def unnamed_gpus() -> list[InstalledGpu]:

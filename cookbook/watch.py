@@ -106,6 +106,7 @@ class Watch:
             "process_started": psutil.Process().create_time(),
         }
         self._remove()  # of a start with the same number
+        self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         self._write_beat(self._beat)
         faulthandler.cancel_dump_traceback_later()  # see `guard`
         self._thread = threading.Thread(target=self._run, name="cookbook-watch", daemon=True)
@@ -134,8 +135,9 @@ class Watch:
         self._thread.join()
         self._remove()
         with contextlib.suppress(OSError):
-            self.folder.rmdir()  # by whoever comes last
-            self.folder.parent.rmdir()
+            for path in (self.folder, self.folder.parent, *self._made):  # by whoever comes last, and where nothing is
+                if path.exists():
+                    path.rmdir()
 
     def _remove(self) -> None:
         with contextlib.suppress(OSError):

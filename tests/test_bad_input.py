@@ -130,7 +130,7 @@ def test_broken_rows_are_named_with_file_and_line(book):
 
 
 def fake_gpus(book, count):
-    listing = "\n".join(f"GPU {i}: NVIDIA H200 (UUID: GPU-{i})" for i in range(count))
+    listing = "\n".join(f"{i}, GPU-{i}, NVIDIA H200, 570.1, 143771, 4, 5, 16, 16" for i in range(count))
     book.write("bin/nvidia-smi", f"#!/bin/sh\ncat <<'END'\n{listing}\nEND\n")
     (book.root / "bin/nvidia-smi").chmod(0o755)
     return {"PATH": f"{book.root / 'bin'}:/usr/bin:/bin"}

@@ -368,6 +368,16 @@ def test_gpus_are_those_that_cuda_leaves_visible(book, monkeypatch, listing, vis
     assert machine.num_gpus() == expected
 
 
+def test_a_driver_that_does_not_know_a_field_has_gpus_all_the_same(book, monkeypatch):
+    listing = "\\n".join(f"GPU {i}: NVIDIA H200 (UUID: GPU-{i})" for i in range(3))
+    book.write("bin/nvidia-smi", f"#!/bin/sh\n[ $1 = -L ] && printf '{listing}\\n'\n")
+    (book.root / "bin/nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{book.root / 'bin'}:/usr/bin:/bin")
+    assert machine.num_gpus() == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
+    assert machine.num_gpus() == 2
+
+
 def test_a_machine_without_a_driver_has_no_gpus(book, monkeypatch):
     monkeypatch.setenv("PATH", str(book.root))
     assert machine.num_gpus() == 0

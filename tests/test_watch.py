@@ -214,6 +214,13 @@ def test_files_of_other_starts_are_passed_over(tmp_path):
     assert [path.name for path in folder_of(tmp_path / "out").iterdir()] == ["now"]
 
 
+def test_a_watch_leaves_no_folder_that_it_made(tmp_path):
+    watch = Watch(tmp_path / "outputs/deep/out", 0, 1, 60.0, attempt="now")
+    assert (tmp_path / "outputs/deep/.out.hang/now/beat_0.json").exists()
+    watch.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_of_an_earlier_run_gets_no_report(tmp_path):
     said: list[str] = []
     ended_watch(tmp_path / "out", claim=lambda what: said.append(what) or False)
