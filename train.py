@@ -107,6 +107,7 @@ def train(
 
     Args:
         notes: what a user should know of; told when there is a log.
+        watching: over this process; is told each phase.
     """
     # Rows come first: a broken file is told before seconds go into imports, and no process group waits for it.
     watching.enter("reading the rows", is_alone=True)
@@ -133,8 +134,9 @@ def train(
     # From here on the processes go together, and each call is one of all of them.
     watching.enter("joining the process group")
     engine = stages.start_engine(recipe, strategy, plan, world, beat=watching.beat)
-    watching.enter("choosing the checkpoint", is_alone=engine.is_main)  # which reads large files for all
+    watching.enter("taking digests", is_alone=engine.is_main)  # of large files, which it reads for all
     made_from = stages.take_digests(material, engine, cache=CACHE)
+    watching.enter("choosing the checkpoint")
     checkpoint = stages.choose_checkpoint(recipe, made_from, engine, is_restarted=is_restarted, notes=notes)
     watching.enter("loading the model")
     stages.prepare_model(recipe, material, engine)

@@ -53,6 +53,7 @@ PHASES = (
     "importing the libraries",
     "preparing model folder and tokens",
     "joining the process group",
+    "taking digests",
     "choosing the checkpoint",
     "loading the model",
     "restoring",
@@ -146,7 +147,7 @@ class Watch:
 
     def _signs(self) -> tuple[tuple[str, int], int]:
         """Another value after each sign of life of the main thread."""
-        return self._beat, self._activity.count(is_alone=self._is_alone)
+        return self._beat, self._activity.count() if self._is_alone else 0
 
     def _run(self) -> None:
         seen, silent, written_at = None, 0.0, time.monotonic()
@@ -281,7 +282,7 @@ class _Activity:
         self._spent, self._moved = 0.0, 0
         self._sign: int | None = None
 
-    def count(self, *, is_alone: bool) -> int:
+    def count(self) -> int:
         """How often so far. Where the process waits for a lock, only a sign of who holds it counts."""
         now = time.monotonic()
         if now - self._looked_at < self.interval_seconds:
@@ -289,7 +290,7 @@ class _Activity:
         sign = lock.sign_of_waited()
         spent, moved = _cpu_seconds(), _disk_bytes()
         is_busy = spent - self._spent > BUSY_SHARE * (now - self._looked_at) or moved - self._moved > BUSY_BYTES
-        gets_on = is_alone and is_busy if sign is None else sign != self._sign
+        gets_on = is_busy if sign is None else sign != self._sign
         self._looked_at, self._spent, self._moved, self._sign = now, spent, moved, sign
         if gets_on:
             self._count += 1
@@ -431,8 +432,8 @@ def report(stuck: dict[int, Record], beats: dict[int, Record], *, num_ranks: int
     if len(guilty) > MAX_NAMED:
         lines.append(f"and {len(guilty) - MAX_NAMED} more: ranks {_ranks(guilty[MAX_NAMED:])}")
     if not guilty and not all(record["waits_for"] for record in stuck.values()):
-        lines.append("No rank stands out: all have entered the same collectives. Either the network between them has")
-        lines.append("failed, or they wait for something else; their lines below tell.")
+        lines.append("No rank stands out: all have entered the same collectives.")
+        lines.append("Either the network between them has failed, or they wait for something else; their lines tell.")
     places: dict[str, list[int]] = {}
     for rank in sorted(set(stuck) - set(guilty)):
         held = stuck[rank]["waits_for"]

@@ -39,7 +39,12 @@ STRATEGIES = [
     *("zero1:2", "zero2:3", "zero2_offload:2", "zero3:2", "zero3:3", "zero3_offload:2", "tp:2"),
 ]
 WAYS = ["one process", "all processes", "launcher and all", "SIGTERM to one", "SIGTERM to all"]
-POINTS = [*(f"phase.{phase}" for phase in PHASES[:9]), "data.next", "step.forward", "step.update"]
+POINTS = [
+    *(f"phase.{phase}" for phase in PHASES[: PHASES.index("exporting")]),
+    "data.next",
+    "step.forward",
+    "step.update",
+]
 POINTS += [f"save.{point}" for point in ("begin", "in_file", "after_file", "after_receipt")]
 POINTS += [f"save.{point}" for point in ("before_manifest", "before_rename", "before_latest", "after_latest")]
 AT_A_POINT = 0.4

@@ -48,14 +48,15 @@ class Case:
 
 
 BACKGROUND = (("run.save_in_background", "true"),)
-START, TRAINING = "preparing model folder and tokens", [
+START = "preparing model folder and tokens"
+TRAINING = [
     ("eval.batch", 0, "evaluation batch 1", ()),
     ("data.next", 2, "update of step 1", ()),
     ("step.forward", 3, "micro-batch 1 of 1 of step 3", ()),
     ("step.update", 3, "update of step 3", ()),
     ("save.in_file", 2, "of step 2", ()),
     ("save.in_file", 2, "of step", BACKGROUND),
-]  # fmt: skip
+]
 CASES = [
     Case(f"phase.{phase}", rank, do)
     for phase in PHASES
