@@ -18,7 +18,7 @@ TESTS ?= tests
 BUILD_NEEDS = sh system.sh .venv/bin/python build
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart train finetune-7b preview plan rehearse merge export checkpoint check doctor explain schema library combinations test test-long test-all soak matrix simulated-gpus gpu-memory test-gpu lint lock audit clean
+.PHONY: help setup quickstart train finetune-7b preview plan rehearse merge export checkpoint check doctor explain schema library combinations test test-quick test-long test-all soak matrix simulated-gpus gpu-memory test-gpu lint lock audit clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 14
@@ -80,6 +80,10 @@ combinations: $(STAMP)  ## write docs/combinations.md, what is refused and why
 test: $(DEV_STAMP)  ## [TESTS=tests/test_lock.py]: the test suite; no GPU and no network needed
 	@$(BUILD_NEEDS)
 	@.venv/bin/python -m pytest -q -n 2 --dist worksteal $(TESTS)
+
+test-quick: $(DEV_STAMP)  ## the tests that train nothing
+	@$(BUILD_NEEDS)
+	@.venv/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow and not runs" $(TESTS)
 
 test-long: $(DEV_STAMP)  ## what takes longer: adapters, packing, dpo and optimizers, resuming, accidents, every rehearsal
 	@$(BUILD_NEEDS)

@@ -1,11 +1,13 @@
 """A copy of the files that a recipe needs, and ways to run the front door in it."""
 
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,30 +77,53 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return {**kept, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": "", **extra}
 
 
-@pytest.hookimpl(trylast=True)  # of what -m and -k leave
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts processes comes first, and longest first, in both halves of the list: xdist gives each of two workers
-    one, and at the end only moments are left to steal.
+DURATIONS = Path(__file__).with_name("durations.json")
+"""Seconds of each test that takes more than `SHORT`, as `--write-durations` measured them."""
+SHORT = 1.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-durations", action="store_true", help="measure tests/durations.json, the order of tests")
+
+
+class Durations:
+    """Seconds of each test, set-up included; registered in the process that hears of all tests."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        known = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+        found = {name: seconds for name, seconds in known.items() if name not in self.seconds}
+        found |= {name: round(seconds, 1) for name, seconds in self.seconds.items() if seconds > SHORT}
+        DURATIONS.write_text(json.dumps(dict(sorted(found.items())), indent=0) + "\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--write-durations") and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(Durations())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Marks what starts a run; of what -m and -k leave, puts long tests first, in both halves of the list: xdist gives
+    each of two workers one, and at the end only moments are left to steal.
     """
-    if REAL:
-        for item in items:
-            if item.get_closest_marker("simulated"):
-                item.add_marker(pytest.mark.skip(reason="real GPUs do not count what this reads"))
-    items.sort(key=expected_length, reverse=True)
-    num_long = sum(expected_length(item) > 0 for item in items)
+    for item in items:
+        if REAL and item.get_closest_marker("simulated"):
+            item.add_marker(pytest.mark.skip(reason="real GPUs do not count what this reads"))
+        if {"lab", "gpu_lab", "scale"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("runs")
+    yield
+    known = json.loads(DURATIONS.read_text())
+    items.sort(key=lambda item: known.get(item.nodeid, 0.0), reverse=True)
+    num_long = sum(item.nodeid in known for item in items)
     long, short = items[:num_long], items[num_long:]
-    cut = len(items) // 2 - (num_long + 1) // 2
-    if cut > 0:  # short ones stay together by module, as their fixtures are made once per worker
-        items[:] = [*long[::2], *short[:cut], *long[1::2], *short[cut:]]
-    else:
-        items[:] = [*long[::2], *long[1::2], *short]
-
-
-def expected_length(item: pytest.Item) -> int:
-    """2 for chains of runs and for what waits for DeepSpeed's compiler, 1 for what starts a run, 0 for the rest."""
-    starts = {"lab", "gpu_lab", "scale"} & set(getattr(item, "fixturenames", ())) or item.get_closest_marker("slow")
-    chains = ("test_six_legs", "test_a_chain", "test_moments")
-    return 0 if not starts else 2 if "[zero3_nvme" in item.name or item.name.startswith(chains) else 1
+    cut = max(0, len(items) // 2 - (num_long + 1) // 2)  # short ones stay together by module, for their fixtures
+    items[:] = [*long[::2], *short[:cut], *long[1::2], *short[cut:]]
 
 
 @pytest.fixture(scope="session")
