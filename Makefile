@@ -96,11 +96,11 @@ test-all: $(DEV_STAMP)  ## both, and what is much like the longer ones: every co
 soak: $(DEV_STAMP)  ## [KILLS=30]: kill runs at random moments under random strategies; the end must be the uninterrupted run
 	@.venv/bin/python tests/soak.py --kills $(or $(KILLS),30)
 
-matrix: $(DEV_STAMP)  ## run the equivalence tests and write their table into the README
+matrix: $(DEV_STAMP)  ## run the equivalence tests; write their table and the picture of the README
 	@$(BUILD_NEEDS)
 	@rm -rf outputs/curves
 	@SKIP_NOTHING=1 CURVES=outputs/curves .venv/bin/python -m pytest -q -n 2 --dist worksteal tests/test_equivalence.py tests/test_equivalence_features.py \
-	  -m "slow or not slow" -k "not readme"
+	  -m "slow or not slow" -k "not recorded"
 	@.venv/bin/python benchmarks/equivalence_table.py outputs/curves
 
 simulated-gpus: $(DEV_STAMP)  ## run the GPU tests on simulated GPUs, and write down what real ones are compared with

@@ -94,6 +94,10 @@ class Curve:
         return [line for line in self.lines if "loss" in line]
 
     @property
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self.steps]
+
+    @property
     def evaluations(self) -> list[tuple[int, float, int]]:
         return [
             (line["step"], line["eval_loss"], line["eval_num_tokens"]) for line in self.lines if "eval_loss" in line

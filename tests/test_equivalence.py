@@ -1,7 +1,7 @@
 """A strategy changes speed and memory, never the curve: every shipped strategy against one process, step by step.
 
 Real processes through `accelerate launch`, real DDP, FSDP, DeepSpeed and tensor parallel, no GPU. Run alone:
-pytest -m "slow or not slow" tests/test_equivalence.py      (make matrix also writes the README's table)
+pytest -m "slow or not slow" tests/test_equivalence.py      (make matrix also writes docs/equivalence.md)
 """
 
 import json
@@ -32,9 +32,17 @@ def settings_for(strategy: str, settings: dict[str, str]) -> dict[str, str]:
     return settings | NVME_MODEL if strategy == "zero3_nvme" else settings
 
 
-def record_matrix(lab: Lab, strategy: str, column: str, curve: Curve, found: Distance) -> None:
+def record_matrix(lab: Lab, strategy: str, column: str, curve: Curve, reference: Curve) -> Distance:
+    """How far the curve lies from its reference, which `make matrix` writes into the pages."""
+    found = distance(curve, reference)
     row = {"strategy": strategy, "column": column, "processes": curve.record["strategy"]["processes"], **vars(found)}
+    row |= {"losses": curve.losses, "reference": reference.losses}
     (lab.folder / f"matrix-{strategy}-{column}.json").write_text(json.dumps(row))
+    return found
+
+
+def record_mistake(lab: Lab, mistake: str, curve: Curve) -> None:
+    (lab.folder / f"mistake-{mistake}.json").write_text(json.dumps(curve.losses))
 
 
 def test_every_strategy_file_is_in_the_matrix():
@@ -46,8 +54,7 @@ def test_sgd_with_clipping_and_tied_embeddings_gives_the_curve_of_one_process(la
     processes, settings = (4, {"batch.micro_batch_size": "2"}) if strategy == "hsdp" else (2, SGD)
     settings = settings_for(strategy, settings)
     curve = lab.run(strategy, settings, processes=processes, launched=True)
-    found = distance(curve, lab.run("single", settings_for(strategy, SGD)))
-    record_matrix(lab, strategy, "sgd", curve, found)
+    found = record_matrix(lab, strategy, "sgd", curve, lab.run("single", settings_for(strategy, SGD)))
     assert curve.record["strategy"]["processes"] == processes
     clipped = [line for line in curve.steps if line["grad_norm"] > 1.0]
     assert len(clipped) >= 5, "this case is meant to clip"
@@ -60,22 +67,25 @@ def test_adamw_without_clipping_and_untied_embeddings_gives_the_curve_of_one_pro
     settings = settings_for(strategy, ADAMW)
     micro = {"batch.micro_batch_size": "4"} if strategy == "hsdp" else {}
     curve = lab.run(strategy, settings | micro, processes=4 if strategy == "hsdp" else 2)
-    found = distance(curve, lab.run("single", settings))
-    record_matrix(lab, strategy, "adamw", curve, found)
+    found = record_matrix(lab, strategy, "adamw", curve, lab.run("single", settings))
     assert found.loss < ADAMW_LOSS and found.norm < ADAMW_NORM, found
 
 
-def test_the_table_of_the_readme_is_that_of_the_recorded_results():
+def test_the_table_and_the_picture_are_those_of_the_recorded_results():
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    from equivalence_table import BEGIN, END, RESULTS, render
+    from equivalence_table import BEGIN, END, LIMIT, MISTAKES, PAGE, PICTURE, RESULTS, plot, render
 
     results = json.loads(RESULTS.read_text())
-    assert sorted(results["strategies"]) == DISTRIBUTED
+    assert sorted(results["strategies"]) == sorted(results["curves"]) == DISTRIBUTED
     for name, row in results["strategies"].items():
-        assert row["sgd"]["loss"] < SGD_LOSS and row["sgd"]["norm"] < SGD_NORM, name
+        assert row["sgd"]["loss"] < SGD_LOSS == LIMIT and row["sgd"]["norm"] < SGD_NORM, name
         assert row["adamw"]["loss"] < ADAMW_LOSS and row["adamw"]["norm"] < ADAMW_NORM, name
-    readme = (ROOT / "README.md").read_text()
-    assert readme.split(BEGIN)[1].split(END)[0].strip() == render(results)
+    reference = np.array(results["curves"]["ddp"]["reference"])
+    assert results["mistakes"].keys() == MISTAKES.keys()
+    for name, losses in results["mistakes"].items():
+        assert np.abs(np.array(losses) - reference).max() > 10 * SGD_LOSS, name
+    assert PAGE.read_text().split(BEGIN)[1].split(END)[0].strip() == render(results)
+    assert PICTURE.read_text() == plot(results)
 
 
 @pytest.mark.parametrize("strategy", BITWISE[1:])
@@ -144,12 +154,15 @@ def test_a_longer_run_in_float32_really_learns(lab: Lab):
 
 @pytest.mark.parametrize("mistake", ["mean_of_means", "wrong_divisor", "around_the_wrapper"])
 def test_a_known_mistake_leaves_the_curve(lab: Lab, mistake: str):
-    found = distance(lab.run("ddp", SGD, processes=2, sabotage=mistake), lab.run("single", SGD))
+    wrong = lab.run("ddp", SGD, processes=2, sabotage=mistake)
+    record_mistake(lab, mistake, wrong)
+    found = distance(wrong, lab.run("single", SGD))
     assert found.loss > 10 * SGD_LOSS or found.norm > 10 * SGD_NORM, found
 
 
 def test_a_schedule_that_advances_per_process_leaves_the_curve(lab: Lab):
     wrong, right = lab.run("ddp", SGD, processes=2, sabotage="schedule_per_process"), lab.run("single", SGD)
+    record_mistake(lab, "schedule_per_process", wrong)
     with pytest.raises(AssertionError, match="learning_rate differs"):
         distance(wrong, right)
     assert max(abs(a["loss"] - b["loss"]) for a, b in zip(wrong.steps, right.steps, strict=True)) > 10 * SGD_LOSS
