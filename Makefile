@@ -109,7 +109,7 @@ simulated-gpus: $(DEV_STAMP)  ## run the GPU tests on simulated GPUs, and write 
 	@SKIP_NOTHING=1 GPU_RUNS=outputs/simulated_gpus .venv/bin/python -m pytest -q -n 2 --dist worksteal -m "not thorough" tests/test_gpu_*.py
 	@.venv/bin/python benchmarks/gpu_runs.py outputs/simulated_gpus
 
-gpu-memory: $(DEV_STAMP)  ## peak memory on simulated GPUs beside the forecast, every strategy; about an hour
+gpu-memory: $(DEV_STAMP)  ## peak memory on simulated GPUs beside the forecast, every strategy; about 25 minutes
 	@.venv/bin/python benchmarks/gpu_memory.py
 
 test-gpu: $(DEV_STAMP)  ## the same tests on the GPUs of this machine, and how far the simulated ones were from them
