@@ -18,7 +18,7 @@ TESTS ?= tests
 BUILD_NEEDS = sh system.sh .venv/bin/python build
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart train finetune-7b preview plan rehearse merge export checkpoint check doctor explain schema library combinations test test-quick test-long test-all soak matrix simulated-gpus gpu-memory test-gpu lint lock audit clean
+.PHONY: help setup quickstart train finetune-7b preview plan rehearse merge export checkpoint check doctor explain schema library combinations test test-quick test-long test-all soak steady matrix simulated-gpus gpu-memory test-gpu lint lock audit clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 14
@@ -109,7 +109,10 @@ simulated-gpus: $(DEV_STAMP)  ## run the GPU tests on simulated GPUs, and write 
 	@SKIP_NOTHING=1 GPU_RUNS=outputs/simulated_gpus .venv/bin/python -m pytest -q -n 2 --dist worksteal -m "not thorough" tests/test_gpu_*.py
 	@.venv/bin/python benchmarks/gpu_runs.py outputs/simulated_gpus
 
-gpu-memory: $(DEV_STAMP)  ## peak memory on simulated GPUs beside the forecast, every strategy; about an hour
+steady: $(DEV_STAMP)  ## [STEPS=2000]: one long run with evaluations and saves, whose memory must not grow
+	@.venv/bin/python tests/steady.py --steps $(or $(STEPS),2000)
+
+gpu-memory: $(DEV_STAMP)  ## peak memory on simulated GPUs beside the forecast, every strategy; about 25 minutes
 	@.venv/bin/python benchmarks/gpu_memory.py
 
 test-gpu: $(DEV_STAMP)  ## the same tests on the GPUs of this machine, and how far the simulated ones were from them

@@ -2,7 +2,7 @@
 
     make gpu-memory
 
-Writes benchmarks/results/gpu_memory.json and the table in docs/simulated_gpus.md, in about an hour on two cores;
+Writes benchmarks/results/gpu_memory.json and the table in docs/simulated_gpus.md, in about 25 minutes on two cores;
 `--page` writes the table anew from the results. Rows are packed and of full length; the recipe is `memory` of
 tests/gpu_runs.py.
 """
