@@ -124,6 +124,8 @@ def warm_up() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     for name in (*LIBRARIES, *OURS):
         importlib.import_module(name)
+    # transformers builds it with the first model that a process loads.
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
     gc.collect()
     gc.freeze()  # else each collection in each process goes through all that was imported, and copies its pages
 
