@@ -16,21 +16,23 @@ class Fsdp(Engine):
 
     def _start(self, *, on_cpu: bool) -> Any:
         from accelerate import Accelerator
+        from accelerate.utils import ParallelismConfig
 
         # PartialState asks the environment, not the plugin, whether parameters lie on CPU, and then adds gloo to NCCL.
         os.environ["ACCELERATE_USE_FSDP"] = "true"
         os.environ["FSDP_OFFLOAD_PARAMS"] = str(self._block.fsdp_offload_params).lower()
         start_processes(self.timeout, as_gpus=True)
         # After it, when the process has its device, which the plugin asks for.
-        options = {"fsdp_plugin": self._plugin(on_cpu=on_cpu), **self._accelerator_options()}
+        options = {"fsdp_plugin": self._plugin(on_cpu=on_cpu)}
+        if self.mesh.replicate > 1:
+            options["parallelism_config"] = ParallelismConfig(
+                dp_replicate_size=self.mesh.replicate, dp_shard_size=self.mesh.shard
+            )
         return Accelerator(cpu=on_cpu, mixed_precision=self.mixed_precision, **options)
 
     def _plugin(self, *, on_cpu: bool) -> Any:
         """accelerate's FullyShardedDataParallelPlugin."""
         raise NotImplementedError
-
-    def _accelerator_options(self) -> dict[str, Any]:
-        return {}
 
     def load_options(self, *, is_quantized: bool) -> dict[str, Any]:
         """The first process of a machine reads, and the first of all sends each its share; the others must be kept from

@@ -28,14 +28,6 @@ class Fsdp2(Fsdp):
             mixed_precision_policy=policy,
         )
 
-    def _accelerator_options(self) -> dict[str, Any]:
-        from accelerate.utils import ParallelismConfig
-
-        if self.mesh.replicate == 1:
-            return {}
-        mesh = ParallelismConfig(dp_replicate_size=self.mesh.replicate, dp_shard_size=self.mesh.shard)
-        return {"parallelism_config": mesh}
-
     def _synchronise(self, last: bool) -> contextlib.AbstractContextManager:
         """Reduces inside a shard group each time, and between the replicas at the last."""
         self.model.set_requires_all_reduce(last)
