@@ -119,7 +119,8 @@ def make_plan(recipe: Recipe, strategy: Strategy, *, num_processes: int, num_gpu
     batch = recipe.batch
     # Under a token budget the number of forwards follows the lengths: one for each sequence at most.
     per_forward = (batch.micro_batch_size or 1) * mesh.data_parallel_size
-    if batch.micro_batch_size is not None and batch.global_batch_size % per_forward:
+    is_uneven = batch.micro_batch_size is not None and batch.global_batch_size % per_forward
+    if is_uneven and mesh.num_processes == num_processes:  # a mesh that does not fit has no batch arithmetic
         mistakes.append(f"{recipe_name}: {_impossible_split(recipe, mesh.data_parallel_size, num_processes)}")
     if mistakes:
         raise RecipeError(mistakes)
