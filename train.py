@@ -230,7 +230,7 @@ def train_step(run: "Run", books: "Books", batch: "StepBatch") -> tuple[str | No
         step, limit = progress.step, recipe.run.skip_nonfinite_steps
         books.log.say(f"step {step} was left out, the weights are as before: its loss or gradient is not finite")
         bad, what = engine.nonfinite_micro_batches(), "loss"
-        if engine.agree(not bad):  # no loss on any process: any sample of the step may be the one
+        if engine.collectives.all_true(not bad):  # no loss on any process: any sample of the step may be the one
             bad, what = list(range(len(batch.micro_batches))), "gradient"
         decode = run.material.tokenizer.decode
         metrics.record_nonfinite(run.output_dir, step, engine.world.rank, batch, bad, decode, what=what)
@@ -274,7 +274,7 @@ def stop(run: "Run", books: "Books", reason: str) -> int:
     """Ends a run that is to be started again. Returns the exit code."""
     save(run, books)
     books.saver.wait()
-    is_saved = run.engine.agree(books.saver.failed is None)
+    is_saved = run.engine.collectives.all_true(books.saver.failed is None)
     code = signals.EXIT_CODE if is_saved else 1
     step = run.progress.step
     told = "NOT saved" if not is_saved else "saved" if step else "nothing to save yet"
@@ -295,7 +295,7 @@ def finish(run: "Run", books: "Books") -> int:
     saver.wait()
     for note in run.material.data.closing_notes():
         log.say(note)
-    allocated, reserved = engine.maxima(
+    allocated, reserved = engine.collectives.all_reduce_max(
         metrics.peak_memory_gib(engine.device), metrics.peak_reserved_gib(engine.device)
     )
     if books.expected is not None:
@@ -327,7 +327,7 @@ def stop_vote() -> int:
 
 def stop_reason(engine: "Engine") -> str | None:
     """Why any process should stop. Collective."""
-    return signals.REASONS[int(engine.maxima(stop_vote())[0])]
+    return signals.REASONS[int(engine.collectives.all_reduce_max(stop_vote())[0])]
 
 
 def is_due(step: int, every: int | None) -> bool:

@@ -215,7 +215,7 @@ class Ours:
         from cookbook import models
         from cookbook.data.sets import read_data, tokenize_data
         from cookbook.data.tokens import TokenSet
-        from cookbook.engine import Engine
+        from cookbook.engine import engine_class
         from cookbook.launch import World
         from cookbook.objectives import build_objective
         from cookbook.optim import build_optimizer
@@ -229,7 +229,7 @@ class Ours:
         tokens = tokenize_data(rows, self.tokenizer, recipe.data, recipe.objective, cache=Path(".cache")).train
         assert isinstance(tokens, TokenSet)
         self.tokens = tokens
-        self.engine = Engine(
+        self.engine = engine_class(strategy)(
             strategy,
             make_plan(recipe, strategy, num_processes=1, num_gpus=0, recipe_name="bench.yaml"),
             World(rank=0, local_rank=0, num_processes=1, is_launched=False),

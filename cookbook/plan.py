@@ -8,6 +8,7 @@ from pathlib import Path
 from cookbook.combinations import refusals
 from cookbook.files import RecipeError, apply_overrides, path_problem, read_document
 from cookbook.machine import CPU_PROCESSES, num_cores
+from cookbook.mesh import Mesh
 from cookbook.recipe import Recipe, load_recipe
 from cookbook.strategy import Strategy, load_strategy
 
@@ -19,9 +20,13 @@ class Plan:
     num_processes: int
     num_gpus: int
     """Of this machine; 0 means that the run uses the CPU."""
-    data_parallel_size: int
+    mesh: Mesh
     gradient_accumulation_steps: int
     """Forwards per process and full optimizer step; at most so many under batch.micro_batch_tokens."""
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.mesh.data_parallel_size
 
 
 def describe_batch(recipe: Recipe, plan: Plan) -> str:
@@ -90,13 +95,13 @@ def make_plan(recipe: Recipe, strategy: Strategy, *, num_processes: int, num_gpu
         RecipeError: every clash between recipe, strategy and machine.
     """
     mistakes = []
-    mesh = strategy.dp_replicate_size * strategy.dp_shard_size * strategy.tp_size
+    mesh, written = strategy.mesh(num_processes), strategy.written_mesh.num_processes
     if strategy.kind == "single" and num_processes != 1:
         mistakes.append(f"{strategy.path}: runs one process, but {num_processes} were asked for; use ddp")
-    if mesh > 1 and mesh != num_processes:
+    if written > 1 and written != num_processes:
         mistakes.append(
-            f"{strategy.path}: parallelism_config is a mesh of {mesh} processes, but {num_processes} were asked for;"
-            f" change its sizes, or run {mesh}"
+            f"{strategy.path}: parallelism_config is a mesh of {written} processes, but {num_processes} were asked for;"
+            f" change its sizes, or run {written}"
         )
     group = ((strategy.deepspeed or {}).get("zero_optimization") or {}).get("zero_hpz_partition_size") or 1
     if num_processes % group:
@@ -111,18 +116,18 @@ def make_plan(recipe: Recipe, strategy: Strategy, *, num_processes: int, num_gpu
             f" GPU{'s' if num_gpus > 1 else ''}; ask for at most {num_gpus} (or hide them with CUDA_VISIBLE_DEVICES=)"
         )
     mistakes += refusals(recipe, strategy, num_gpus, recipe_name)
-    data_parallel_size = max(1, strategy.data_parallel_size(num_processes))
     batch = recipe.batch
     # Under a token budget the number of forwards follows the lengths: one for each sequence at most.
-    per_forward = (batch.micro_batch_size or 1) * data_parallel_size
-    if batch.micro_batch_size is not None and batch.global_batch_size % per_forward:
-        mistakes.append(f"{recipe_name}: {_impossible_split(recipe, data_parallel_size, num_processes)}")
+    per_forward = (batch.micro_batch_size or 1) * mesh.data_parallel_size
+    is_uneven = batch.micro_batch_size is not None and batch.global_batch_size % per_forward
+    if is_uneven and mesh.num_processes == num_processes:  # a mesh that does not fit has no batch arithmetic
+        mistakes.append(f"{recipe_name}: {_impossible_split(recipe, mesh.data_parallel_size, num_processes)}")
     if mistakes:
         raise RecipeError(mistakes)
     return Plan(
         num_processes=num_processes,
         num_gpus=num_gpus,
-        data_parallel_size=data_parallel_size,
+        mesh=mesh,
         gradient_accumulation_steps=math.ceil(batch.global_batch_size / per_forward),
     )
 

@@ -26,7 +26,7 @@ from cookbook.data.ahead import Ahead
 from cookbook.data.reference import with_reference
 from cookbook.data.sets import RowSets, TokenSets, tokenize_data
 from cookbook.ds_config import run_name
-from cookbook.engine import Batch, Engine, make_deterministic
+from cookbook.engine import Batch, Engine, engine_class, make_deterministic
 from cookbook.files import RecipeError
 from cookbook.launch import World
 from cookbook.objectives import Objective, build_objective, sequence_logps
@@ -172,7 +172,7 @@ def start_engine(
     # One seed on all processes until the weights stand, since sharding takes a piece from each.
     set_seed(recipe.seed)
     beat("meeting the others", 0)
-    engine = Engine(
+    engine = engine_class(strategy)(
         strategy,
         plan,
         world,
@@ -192,7 +192,7 @@ def take_digests(material: Material, engine: Engine, *, cache: Path) -> dict[str
     data = weights = ""
     if engine.is_main:  # large files may have to be read
         data, weights = material.data.fingerprint(cache), models.weights_digest(Path(material.folder), cache=cache)
-    return {"data": engine.tell_all(data), "model": engine.tell_all(weights)}
+    return {"data": engine.collectives.broadcast_text(data), "model": engine.collectives.broadcast_text(weights)}
 
 
 def choose_checkpoint(
@@ -207,11 +207,11 @@ def choose_checkpoint(
         recipe,
         Path(recipe.run.output_dir) / "checkpoints",
         made_from,
-        is_restarted=engine.tell_all(str(is_restarted)) == "True",
+        is_restarted=engine.collectives.broadcast_text(str(is_restarted)) == "True",
         rank=engine.world.rank,
         num_ranks=engine.world.num_processes,
-        agree=engine.agree,
-        tell_all=engine.tell_all,
+        agree=engine.collectives.all_true,
+        tell_all=engine.collectives.broadcast_text,
         say=notes.append,
     )
 
@@ -246,8 +246,8 @@ def make_run(
     """
     objective = build_objective(recipe.objective)
     layout = batches.Layout(
-        num_ranks=engine.data_parallel.size,
-        rank=engine.data_parallel.rank,
+        num_ranks=engine.mesh.data_parallel_size,
+        rank=engine.data_parallel_rank,
         pad_id=material.tokenizer.pad_token_id,
         micro_batch_size=recipe.batch.micro_batch_size,
         micro_batch_tokens=recipe.batch.micro_batch_tokens,
@@ -259,7 +259,7 @@ def make_run(
             data,
             [made_from["model"], recipe.mixed_precision, engine.strategy.name, str(recipe.adapter)],
             cache=cache,
-            agree=engine.agree,
+            agree=engine.collectives.all_true,
             compute=lambda tokens: engine.collect(
                 sequence_logps, batches.indexed_batches(tokens, layout), len(tokens.lengths)
             ),
@@ -329,7 +329,7 @@ def open_books(run: Run, failed_after: list[int], notes: list[str], watch: Watch
         num_trained=engine.num_trained,
         device=engine.device,
     )
-    attempt = engine.tell_all(uuid.uuid4().hex[:8])
+    attempt = engine.collectives.broadcast_text(uuid.uuid4().hex[:8])
     status = Status(run.output_dir, is_main=engine.is_main, step=run.progress.step, failed_after=failed_after)
     saver = _start_saver(run, log, watch, attempt)
     return Books(log=log, record=record, expected=expected, flops=flops, status=status, watch=watch, saver=saver)

@@ -4,7 +4,7 @@ Both files are refused for what the libraries would drop without a word: acceler
 `fsdp_config`, DeepSpeed ignores a misspelt top-level key (`zero_optimisation` would mean stage 0).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,6 +22,7 @@ from cookbook.files import (
     show,
     validate,
 )
+from cookbook.mesh import Mesh
 
 Kind = Literal["single", "ddp", "fsdp1", "fsdp2", "zero", "tp"]
 
@@ -209,9 +210,24 @@ class Strategy:
         """Whether anything of it lies on a disk while it trains."""
         return "nvme" in (self.offload_optimizer, self.offload_param)
 
+    @property
+    def written_mesh(self) -> Mesh:
+        """The sizes in the file, 1 where it leaves one out."""
+        return Mesh(replicate=self.dp_replicate_size, shard=self.dp_shard_size, tensor=self.tp_size)
+
+    def mesh(self, num_processes: int) -> Mesh:
+        """How the strategy lays out a run's processes: what the file leaves open is one more data-parallel dimension,
+        which shards under FSDP and ZeRO, and replicates elsewhere.
+        """
+        written = self.written_mesh
+        rest = max(1, num_processes // written.num_processes)
+        if self.fsdp is not None or self.zero_stage > 0:
+            return replace(written, shard=written.shard * rest)
+        return replace(written, replicate=written.replicate * rest)
+
     def data_parallel_size(self, num_processes: int) -> int:
         """Processes that see different samples. A tensor-parallel group shares its samples."""
-        return num_processes // self.tp_size
+        return self.mesh(num_processes).data_parallel_size
 
 
 def strategy_path(name: str) -> Path:

@@ -85,6 +85,21 @@ def test_the_words_load_without_the_machinery(module):
     assert heavy == []
 
 
+def questions_for_the_kind(text):
+    """Comparisons and matches with a strategy's kind."""
+    for node in ast.walk(ast.parse(text)):
+        asked = [node.left, *node.comparators] if isinstance(node, ast.Compare) else [getattr(node, "subject", None)]
+        yield from (one for one in asked if isinstance(one, ast.Attribute) and one.attr == "kind")
+
+
+def test_the_engine_asks_for_no_kind_of_strategy():
+    """A family is a class: what differs lies in its file, and one table leads to it."""
+    for path in sorted((ROOT / "cookbook/engine").glob("*.py")):
+        assert not list(questions_for_the_kind(path.read_text())), path
+    code = 'if strategy.kind == "tp":\n    pass\nmatch strategy.kind:\n    case "zero":\n        pass\n'
+    assert len(list(questions_for_the_kind(code))) == 2
+
+
 def fields(model=Recipe, path=()):
     for name, info in model.model_fields.items():
         yield (*path, name)
