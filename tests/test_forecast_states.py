@@ -15,8 +15,9 @@ import pytest
 from filelock import FileLock
 from transformers import AutoConfig, LlamaConfig
 
-from cookbook.forecast.skeleton import Skeleton, Weight, skeleton
-from cookbook.forecast.states import States, states
+from cookbook.costs.inputs import Skeleton, Weight, cost_inputs
+from cookbook.costs.memory import States, states
+from cookbook.forecast.skeleton import skeleton
 from cookbook.recipe import Recipe, load_recipe
 from cookbook.strategy import load_strategy
 from tests.curves import ROOT, Lab, write_chats
@@ -153,7 +154,7 @@ class Scale:
 
     def predicted(self, case: Run, rank: int) -> States:
         strategy = load_strategy(ROOT / "accelerate_configs" / f"{case.strategy}.yaml")
-        return states(self.skeleton(case), self.read(case), strategy, case.processes, rank)
+        return states(self.skeleton(case), cost_inputs(self.read(case), strategy, case.processes), rank)
 
     def held(self, case: Run) -> list[dict[str, Any]]:
         """What each process holds."""
@@ -270,7 +271,8 @@ def test_the_zero_papers_table_of_memory(tmp_path: Path, billions: float, proces
     # So many that those on the border between two parts, which ZeRO-2 keeps whole, weigh nothing.
     model = of_weights(num_weights=10_000, size=round(billions * 1e5))
     for name, expected in zip(("ddp", "zero1", "zero2", "zero3"), published, strict=True):
-        found = states(model, recipe, load_strategy(Path(f"accelerate_configs/{name}.yaml")), processes)
+        strategy = load_strategy(Path(f"accelerate_configs/{name}.yaml"))
+        found = states(model, cost_inputs(recipe, strategy, processes))
         # The paper counts ZeRO-1's gradients whole, as they are until the last micro-batch; and no buffers.
         gradients = max(found.gpu.gradients, found.gradients_between)
         total = found.gpu.weights + found.gpu.masters + gradients + found.gpu.moments

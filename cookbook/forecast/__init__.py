@@ -8,15 +8,17 @@ from typing import Any, Literal, cast
 
 from transformers import PreTrainedConfig
 
+from cookbook.costs.flops import Step, sizes_of
+from cookbook.costs.inputs import CostInputs, Skeleton, cost_inputs
+from cookbook.costs.loading import loading as loading_of
+from cookbook.costs.loading import machine_bytes
+from cookbook.costs.memory import States, checkpoint_bytes
+from cookbook.costs.memory import states as states_of
 from cookbook.files import RecipeError
-from cookbook.forecast.loading import loading as loading_of
 from cookbook.forecast.memory import CONTEXT, GIB, Memory, peak
 from cookbook.forecast.outside import outside as outside_of
-from cookbook.forecast.skeleton import Skeleton, Weight
 from cookbook.forecast.skeleton import skeleton as skeleton_of
-from cookbook.forecast.speed import Range, Sizes, Step, caveat, no_forecast, step_seconds
-from cookbook.forecast.states import States
-from cookbook.forecast.states import states as states_of
+from cookbook.forecast.speed import Range, caveat, no_forecast, step_seconds
 from cookbook.forecast.trace import Pass, Untraceable, bound
 from cookbook.forecast.trace import trace as trace_pass
 from cookbook.hardware import HOST_AT_LEAST, Machines
@@ -145,7 +147,7 @@ class _Workshop:
     def __init__(self, config: PreTrainedConfig, recipe: Recipe) -> None:
         self.config, self.recipe = config, recipe
         self.skeleton: Skeleton = skeleton_of(config, recipe)
-        self.sizes = _sizes(config, self.skeleton)
+        self.sizes = sizes_of(config, self.skeleton)
         self.untraceable: str | None = None
         self._trace = cache(self._traced)
 
@@ -186,20 +188,19 @@ def of_run(config: PreTrainedConfig, recipe: Recipe, strategy: Strategy, plan: P
         Untraceable: there is but a bound.
     """
     workshop = _Workshop(config, recipe)
-    held = _of_heaviest(workshop.skeleton, recipe, strategy, plan.num_processes)
+    held = _of_heaviest(workshop.skeleton, cost_inputs(recipe, strategy, plan.num_processes))
     work = workshop.work(strategy, micro_batch_of(recipe))
     if workshop.untraceable is not None:
         raise Untraceable(workshop.untraceable)
     return _memory(workshop, strategy, held, plan, work)
 
 
-def _of_heaviest(found: Skeleton, recipe: Recipe, strategy: Strategy, num_processes: int) -> States:
+def _of_heaviest(found: Skeleton, inputs: CostInputs) -> States:
     """Of the process that has most: where flat tensors are cut into equal parts, not each has as much that is trained,
     and the first one not always most of it."""
-    ranks = range(num_processes) if strategy.kind == "fsdp1" or strategy.zero_stage in (1, 2) else range(1)
-    return max(
-        (states_of(found, recipe, strategy, num_processes, rank) for rank in ranks), key=lambda one: one.gpu.total
-    )
+    strategy = inputs.strategy
+    ranks = range(inputs.num_processes) if strategy.kind == "fsdp1" or strategy.zero_stage in (1, 2) else range(1)
+    return max((states_of(found, inputs, rank) for rank in ranks), key=lambda one: one.gpu.total)
 
 
 def micro_batch_of(recipe: Recipe) -> int:
@@ -234,13 +235,12 @@ def forecast(workshop: _Workshop, strategy: Strategy, machines: Machines, recipe
         )
     except RecipeError as error:
         return Forecast(strategy=strategy, verdict="cannot run", why=error.mistakes, num_processes=count)
-    held = _of_heaviest(found, recipe, strategy, count)
+    inputs = cost_inputs(recipe, strategy, count)
+    held = _of_heaviest(found, inputs)
     outside = outside_of(strategy, machines, count)
     memory = _memory(workshop, strategy, held, plan, workshop.work(strategy, micro_batch_of(recipe)), outside)
     local = min(count, each)
-    offloaded, disk = held.host.total * local, held.disk.total * local
-    start = loading_of(found, recipe, strategy, held, local).host if machines.gpus_each else 0
-    host = max(offloaded, start)
+    host, offloaded, disk = machine_bytes(found, inputs, held, local, on_gpus=machines.gpus_each > 0)
     verdict, why, shortage = _verdict(memory, host, disk, machines, offloaded=offloaded)
     largest = longest = None
     if machines.usable_gib is not None and held.gpu.total < machines.usable_gib * GIB:
@@ -290,36 +290,6 @@ def tokens_of_step(recipe: Recipe) -> int:
     return recipe.batch.global_batch_size * of_a_sample * recipe.data.max_length
 
 
-def _sizes(config: PreTrainedConfig, found: Skeleton) -> Sizes:
-    text = config.get_text_config()
-    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
-    share = (getattr(text, "num_experts_per_tok", None) or 1) / experts
-
-    def active(weight: Weight) -> float:
-        """Elements that a token is multiplied by."""
-        if len(weight.shape) < 2 or weight.layer is None:
-            return 0.0
-        return weight.num_elements * (share if ".experts." in weight.name else 1.0)
-
-    heads = text.num_attention_heads
-    head = [
-        weight for weight in found.weights if weight.part == "head" or (found.is_tied and weight.part == "embedding")
-    ]
-    return Sizes(
-        num_parameters=sum(weight.num_elements for weight in found.weights),
-        num_trained=sum(weight.num_elements for weight in found.weights if weight.is_trained),
-        num_matrix=round(sum(map(active, found.weights))),
-        num_matrix_trained=round(sum(active(weight) for weight in found.weights if weight.is_trained)),
-        head_trained=any(weight.is_trained for weight in head),
-        num_layers=found.num_layers,
-        hidden=text.hidden_size,
-        num_heads=heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        vocab=text.vocab_size,
-        num_experts=experts,
-    )
-
-
 def _memory(
     workshop: _Workshop,
     strategy: Strategy,
@@ -330,7 +300,8 @@ def _memory(
 ) -> Memory:
     is_sharded = plan.num_processes > 1 and (strategy.kind in ("fsdp1", "fsdp2") or strategy.zero_stage == 3)
     accumulates = plan.gradient_accumulation_steps > 1
-    start = loading_of(workshop.skeleton, workshop.recipe, strategy, held, local=1)
+    inputs = cost_inputs(workshop.recipe, strategy, plan.num_processes)
+    start = loading_of(workshop.skeleton, inputs, held, local=1)
     found = peak(workshop.skeleton, held, work, accumulates=accumulates, is_sharded=is_sharded, loading=start.gpu)
     return replace(found, outside=outside)
 
@@ -402,17 +373,6 @@ def _verdict(
             why.append(f"needs {needed / GIB:,.0f} GiB of {what} in a machine that has {there:,.0f}")
             shortage = max(shortage, needed / GIB / there)
     return verdict, why, shortage
-
-
-def checkpoint_bytes(found: Skeleton, recipe: Recipe) -> int:
-    """Weights and moments of what is trained, in float32, whatever the optimizer keeps them in."""
-    kinds = {"adamw": 2, "adamw_8bit": 2, "sgd": 0 if recipe.optim.momentum == 0 else 1, "muon": 2}[recipe.optim.name]
-    total = 0
-    for weight in found.weights:
-        if weight.is_trained:
-            moments = 1 if recipe.optim.name == "muon" and weight.is_orthogonal else kinds
-            total += weight.num_elements * 4 * (1 + moments)
-    return total
 
 
 SIMPLICITY = ("single", "ddp", "fsdp2", "zero", "fsdp1", "tp")

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cookbook.costs.inputs import Skeleton
+from cookbook.costs.memory import States
 from cookbook.forecast import units
-from cookbook.forecast.skeleton import Skeleton
-from cookbook.forecast.states import States
 from cookbook.forecast.trace import Pass, Stretch
 
 GIB = 2**30

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cookbook.forecast.states import States, Unit
+from cookbook.costs.memory import States, Unit
 from cookbook.forecast.trace import Stretch
 
 
