@@ -17,7 +17,7 @@ from cookbook.costs.inputs import Skeleton, Weight, cost_inputs
 from cookbook.costs.memory import ResidentBytes, States, Unit, states
 from cookbook.forecast.memory import Memory, peak
 from cookbook.forecast.skeleton import skeleton
-from cookbook.forecast.trace import Pass, trace
+from cookbook.forecast.trace import ActivationTrace, trace
 from cookbook.library import known_model
 from cookbook.recipe import Recipe
 from cookbook.strategy import load_strategy
@@ -174,7 +174,7 @@ def recipe_of(setup: Setup) -> Recipe:
 
 
 @cache
-def work_of(setup: Setup) -> Pass:
+def work_of(setup: Setup) -> ActivationTrace:
     """What its forward and backward hold."""
     rows = -(-setup.rows // setup.split_of_rows)
     return trace(

@@ -17,10 +17,10 @@ from transformers import AutoConfig
 from cookbook.cli import main
 from cookbook.costs.inputs import Skeleton, Weight
 from cookbook.costs.memory import ResidentBytes, States
-from cookbook.forecast import Forecast, Outlook, _verdict, forecast_all, micro_batch_of, of_run, rung_below
+from cookbook.forecast import Forecast, PlanReport, _verdict, forecast_all, micro_batch_of, of_run, rung_below
 from cookbook.forecast.memory import CONTEXT, GIB, Memory, peak
 from cookbook.forecast.show import _bar, as_record, in_words
-from cookbook.forecast.trace import Pass, Stretch
+from cookbook.forecast.trace import ActivationTrace, Phase
 from cookbook.hardware import parse_machines
 from cookbook.library import read_label, read_needs
 from cookbook.models.structure import find_config
@@ -42,7 +42,7 @@ def _in_the_repository(monkeypatch):
 ROOM = {"host_gib": 2048.0, "nvme_gib": 4096.0}
 
 
-def outlook(recipe: Recipe, gpus: str, *names: str, room: dict[str, float] = ROOM) -> Outlook:
+def outlook(recipe: Recipe, gpus: str, *names: str, room: dict[str, float] = ROOM) -> PlanReport:
     strategies = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in names]
     return forecast_all(recipe, strategies, parse_machines(gpus, **room), "recipe")
 
@@ -68,12 +68,12 @@ BY_HAND = Skeleton(
 STATES = States(
     gpu=ResidentBytes(weights=1000, gradients=1000, moments=2000), gradients_at_first=0, gradients_between=1000
 )
-WORK = Pass(
-    stretches=(
-        Stretch(name="forward", layer=0, held=0, peak=50),
-        Stretch(name="head", layer=None, held=300, peak=800),
-        Stretch(name="backward", layer=1, held=300, peak=500, making=400),
-        Stretch(name="backward", layer=0, held=150, peak=350, making=400),
+WORK = ActivationTrace(
+    phases=(
+        Phase(name="forward", layer=0, held=0, peak=50),
+        Phase(name="head", layer=None, held=300, peak=800),
+        Phase(name="backward", layer=1, held=300, peak=500, making=400),
+        Phase(name="backward", layer=0, held=150, peak=350, making=400),
     ),
 )
 
@@ -88,11 +88,11 @@ def test_the_peak_is_the_largest_moment():
 
 
 def test_gradients_come_with_the_layers():
-    short = Pass(stretches=(replace(WORK.stretches[2], peak=900),))
+    short = ActivationTrace(phases=(replace(WORK.phases[2], peak=900),))
     found = peak(BY_HAND, STATES, short, accumulates=False, is_sharded=False)
     # Layer 1's own, 400 bytes, are made while its activations go; the update has all of them, and nothing else.
     assert (found.allocated, found.gradients) == (3000 + 400 + 900, 0)
-    last = Pass(stretches=(replace(WORK.stretches[3], peak=900),))
+    last = ActivationTrace(phases=(replace(WORK.phases[3], peak=900),))
     found = peak(BY_HAND, STATES, last, accumulates=False, is_sharded=False)
     assert (found.allocated, found.gradients) == (3000 + 400 + 400 + 900, 400)
 
@@ -195,7 +195,7 @@ def test_loading_is_taken_for_granted_up_to_half_of_what_the_gpus_have_and_offlo
 
 def test_the_next_rung_names_its_condition(llama):
     ddp, offload = (load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("ddp", "zero3_offload"))
-    rung = forecast_all(llama, [ddp], parse_machines("8xH100"), "recipe", [ddp, offload]).next_rung
+    rung = forecast_all(llama, [ddp], parse_machines("8xH100"), "recipe", [ddp, offload]).suggestion
     assert re.fullmatch(r"strategy zero3_offload fits if a machine has \d+ GiB of memory", rung)
 
 
@@ -211,7 +211,7 @@ def test_where_nothing_fits_the_next_rung_is_named_and_true(llama):
     kept = llama.model_copy(update={"model": llama.model.model_copy(update={"gradient_checkpointing": False})})
     found = outlook(kept, "8x40GB", "zero3")
     assert found.forecasts[0].verdict == "does not fit"
-    assert found.next_rung == "with model.gradient_checkpointing: true, zero3 fits"
+    assert found.suggestion == "with model.gradient_checkpointing: true, zero3 fits"
     assert only(llama, "8x40GB", "zero3").verdict == "fits"
     batch = kept.batch.model_copy(update={"micro_batch_size": 1})  # the rung below
     assert only(kept.model_copy(update={"batch": batch}), "8x40GB", "zero3").verdict != "fits"
@@ -220,7 +220,7 @@ def test_where_nothing_fits_the_next_rung_is_named_and_true(llama):
 def test_another_strategy_comes_before_another_recipe(llama):
     ddp, zero3 = (load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("ddp", "zero3"))
     assert (
-        forecast_all(llama, [ddp], parse_machines("8xH100"), "recipe", [ddp, zero3]).next_rung == "strategy zero3 fits"
+        forecast_all(llama, [ddp], parse_machines("8xH100"), "recipe", [ddp, zero3]).suggestion == "strategy zero3 fits"
     )
 
 

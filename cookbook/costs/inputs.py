@@ -50,15 +50,22 @@ class Skeleton:
 
 
 def sketch(config: dict[str, Any], num_parameters: int) -> Skeleton:
-    """A model by its sizes alone, all trained: its embedding and head, and the rest as seven equal matrices a layer.
+    """A dense decoder by its configuration alone, all trained: its matrices, and what is left as a vector a layer.
 
     Args:
-        config: `vocab_size`, `hidden_size`, `num_hidden_layers` and `tie_word_embeddings` of transformers.
+        config: the words of transformers' `config.json`.
     """
-    width, num_layers, is_tied = config["hidden_size"], config["num_hidden_layers"], config["tie_word_embeddings"]
-    ends: tuple[Part, ...] = ("embedding",) if is_tied else ("embedding", "head")
-    left = num_parameters - len(ends) * width * config["vocab_size"]
-    matrix = (math.ceil(left / num_layers / 7 / width), width)
+    width, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or width // heads
+    queries, keys = heads * head_dim, (config.get("num_key_value_heads") or heads) * head_dim
+    matrices = [(queries, width), (keys, width), (keys, width), (width, queries), *2 * [(inner, width)], (width, inner)]
+    num_layers, is_tied, ends = (
+        config["num_hidden_layers"],
+        config["tie_word_embeddings"],
+        (config["vocab_size"], width),
+    )
+    left = num_parameters - (1 if is_tied else 2) * math.prod(ends) - num_layers * sum(map(math.prod, matrices))
+    shapes: list[tuple[int, ...]] = [*matrices, (max(0, left) // num_layers,)]
 
     def weight(name: str, shape: tuple[int, ...], layer: int | None, part: Part) -> Weight:
         return Weight(
@@ -68,13 +75,14 @@ def sketch(config: dict[str, Any], num_parameters: int) -> Skeleton:
             part=part,
             is_trained=True,
             is_quantized=False,
-            cut=0,
-            is_orthogonal=layer is not None,
+            cut=0 if len(shape) > 1 else None,
+            is_orthogonal=layer is not None and len(shape) > 1,
         )
 
-    layers = [weight(f"layers.{i}.{j}", matrix, i, "layer") for i in range(num_layers) for j in range(7)]
-    first, *last = (weight(part, (config["vocab_size"], width), None, part) for part in ends)
-    return Skeleton(weights=(first, *layers, *last), num_layers=num_layers, is_tied=is_tied, buffers=())
+    layers = [weight(f"layers.{i}.{j}", shape, i, "layer") for i in range(num_layers) for j, shape in enumerate(shapes)]
+    head = [] if is_tied else [weight("head", ends, None, "head")]
+    weights = (weight("embedding", ends, None, "embedding"), *layers, *head)
+    return Skeleton(weights=weights, num_layers=num_layers, is_tied=is_tied, buffers=())
 
 
 @dataclass(frozen=True, kw_only=True)

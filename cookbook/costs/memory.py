@@ -1,7 +1,29 @@
 """What each process holds of weights, gradients and optimizer state, in bytes: arithmetic on the engines' own rules.
 
 Every rule names the lines that it follows; `tests/test_forecast_states.py` holds it against the engines, to the byte.
-No torch.
+
+Bytes of a trained parameter under AdamW and bf16 over D processes, and where they lie (G GPU, H host, N NVMe):
+
+                    weights  masters  gradients        moments  another copy of the weights
+    single, ddp     G 4      -        G 4              G 8      -
+    fsdp, tp        G 4/D    -        G 4/D            G 8/D    -
+    fsdp2_offload   H 4/D    -        H 4/D            H 8/D    -
+    zero1           G 2      G 4/D    G 2              G 8/D    -
+    zero2           G 2      G 4/D    G 2/D            G 8/D    -
+    zero2_offload   G 2      H 4/D    H 4/D + 2/D      H 8/D    H 2/D, on its way back after the update
+    zero3           G 2/D    G 4/D    G 2/D            G 8/D    G 2/hpZ, where the JSON asks for it
+    zero3_offload   H 2/D    H 4/D    H 4/D + 2/D      H 8/D    H 2/hpZ, the same
+    zero3_nvme      N 2/D    N 4/D    N 4/D, H 2/D     N 8/D    -
+
+What is on a GPU during a step of two micro-batches (# there, . not there):
+
+                       forward  backward  forward  backward  update   where
+    weights, moments   #######  ########  #######  ########  ######   gpu
+    gradients          .......  ..######  #######  ########  ######   gradients_at_first, gradients_between, gpu
+    gathered weights   .#.#.#.  #.#.#.#.  .#.#.#.  #.#.#.#.  ......   units; of ZeRO-3 gathered_weights and sent
+      where they stay  .######  ########  .######  ########  ......   units that stay (fsdp2_grad_op)
+    buckets            .......  ########  .......  ########  ......   gradient_buckets, reduction
+    float32 gradients  .......  ........  .......  ........  ..##..   update
 """
 
 import math
@@ -414,16 +436,16 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     gradients = gradient_bytes(inputs) * trained
     bucket = low * zero.get("reduce_bucket_size", 5 * 10**8)
     live = max(zero.get("stage3_max_live_parameters", 10**9), zero.get("stage3_max_reuse_distance", 10**9))
-    moving = [numel(weight) for weight in others] if is_gathered else []
+    released = [numel(weight) for weight in others] if is_gathered else []
     # What is gathered ahead comes in one buffer, out of which each weight is copied when the first is used; the rest
     # hold on to it (partition_parameters.py, AllGatherCoalescedHandle.wait). From NVMe nothing comes ahead
     # (partitioned_param_coordinator.py, _fetch_sub_module_impl).
     whole = low * sum(weight.num_elements for weight in skeleton.weights if weight.is_trained)
     ahead = zero.get("stage3_prefetch_bucket_size", 5 * 10**7)
-    visiting: dict[str, Any] = {
-        "gathered_weights": low * min(sum(moving), live + max(moving, default=0)),
-        "sent": 0 if strategy.offload_param == "nvme" else low * min(sum(moving), ahead + max(moving, default=0)),
-        "is_sent_again": sum(moving) > live,
+    while_computing: dict[str, Any] = {
+        "gathered_weights": low * min(sum(released), live + max(released, default=0)),
+        "sent": 0 if strategy.offload_param == "nvme" else low * min(sum(released), ahead + max(released, default=0)),
+        "is_sent_again": sum(released) > live,
         "bucket": bucket,
         "gradients_before": 0 if strategy.offload_optimizer else gradients,
         "whole_gradients": whole,
@@ -441,8 +463,10 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     if strategy.offload_optimizer is None:
         gpu = replace(state, weights=gathered + parts, buffers=gpu.buffers)
         update = _flat_gradients(max(map(sum, subgroup_parts)), low)
-        return States(gpu=gpu, gradients_at_first=gradients, gradients_between=gradients, update=update, **visiting)
-    visiting |= {"gradients_at_first": 0, "gradients_between": 0}
+        return States(
+            gpu=gpu, gradients_at_first=gradients, gradients_between=gradients, update=update, **while_computing
+        )
+    while_computing |= {"gradients_at_first": 0, "gradients_between": 0}
     # Beside the buffer that accumulates, each float32 part has a gradient of its own.
     host, disk = replace(state, gradients=gradients + FLOAT32 * trained), ResidentBytes()
     if strategy.offload_optimizer == "nvme":
@@ -469,7 +493,7 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
             buffers=host.buffers + low * (buffer + reserved) + sum(size(group[0]) for group in _groups(skeleton)) + 2,
         )
         disk = replace(disk, weights=low * sum(_round_up(part(weight), alignment) for weight in swapped))
-    return States(gpu=gpu, host=host, disk=disk, **visiting)
+    return States(gpu=gpu, host=host, disk=disk, **while_computing)
 
 
 def _optimizer_on_disk(
