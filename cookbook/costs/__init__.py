@@ -1,6 +1,6 @@
 """One ledger of what training costs: bytes, messages and FLOPs of a recipe under a strategy. Every number that explain,
-plan, doctor, the logs, docs/strategies.md and the headers of accelerate_configs give is from here, or held against it by
-tests/test_costs.py. No torch.
+plan, doctor, the logs, docs/strategies.md and the headers of accelerate_configs give is from here, or is held against
+it by tests/test_costs.py. No torch.
 
     a model's weights        recipe x strategy x processes
     Skeleton                 CostInputs                        inputs.py

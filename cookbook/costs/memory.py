@@ -442,7 +442,7 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     # (partitioned_param_coordinator.py, _fetch_sub_module_impl).
     whole = low * sum(weight.num_elements for weight in skeleton.weights if weight.is_trained)
     ahead = zero.get("stage3_prefetch_bucket_size", 5 * 10**7)
-    while_computing: dict[str, Any] = {
+    transient: dict[str, Any] = {
         "gathered_weights": low * min(sum(released), live + max(released, default=0)),
         "sent": 0 if strategy.offload_param == "nvme" else low * min(sum(released), ahead + max(released, default=0)),
         "is_sent_again": sum(released) > live,
@@ -463,10 +463,8 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     if strategy.offload_optimizer is None:
         gpu = replace(state, weights=gathered + parts, buffers=gpu.buffers)
         update = _flat_gradients(max(map(sum, subgroup_parts)), low)
-        return States(
-            gpu=gpu, gradients_at_first=gradients, gradients_between=gradients, update=update, **while_computing
-        )
-    while_computing |= {"gradients_at_first": 0, "gradients_between": 0}
+        return States(gpu=gpu, gradients_at_first=gradients, gradients_between=gradients, update=update, **transient)
+    transient |= {"gradients_at_first": 0, "gradients_between": 0}
     # Beside the buffer that accumulates, each float32 part has a gradient of its own.
     host, disk = replace(state, gradients=gradients + FLOAT32 * trained), ResidentBytes()
     if strategy.offload_optimizer == "nvme":
@@ -493,7 +491,7 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
             buffers=host.buffers + low * (buffer + reserved) + sum(size(group[0]) for group in _groups(skeleton)) + 2,
         )
         disk = replace(disk, weights=low * sum(_round_up(part(weight), alignment) for weight in swapped))
-    return States(gpu=gpu, host=host, disk=disk, **while_computing)
+    return States(gpu=gpu, host=host, disk=disk, **transient)
 
 
 def _optimizer_on_disk(
