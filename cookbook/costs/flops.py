@@ -25,12 +25,12 @@ class Sizes:
     """Weights that each token is multiplied by, without embedding and head; of experts, the active ones."""
     num_matrix_trained: int
     head_trained: bool = True
-    num_layers: int
-    hidden: int
-    num_heads: int
-    head_dim: float
+    num_layers: int = 0
+    hidden: int = 0
+    num_heads: int = 0
+    head_dim: float = 0.0
     """Of queries, keys and values; the mean of two sizes where values have another."""
-    vocab: int
+    vocab: int = 0
     num_experts: int = 1
     windows: Sequence[int | None] = ()
     """Of each layer with attention, the positions that a token sees at most; None: all before it. Empty: so is each."""

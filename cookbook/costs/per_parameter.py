@@ -178,24 +178,9 @@ def messages(inputs: CostInputs) -> list[Transfer]:
     """What a process exchanges with others in a step, of a model of one trained parameter without a head; under tensor
     parallel that are activations alone, and nothing here.
     """
-    sizes = Sizes(
-        num_parameters=1,
-        num_trained=1,
-        num_matrix=1,
-        num_matrix_trained=1,
-        num_layers=0,
-        hidden=0,
-        num_heads=0,
-        head_dim=0,
-        vocab=0,
-    )
-    step = Step(
-        num_tokens=0,
-        num_labelled=0,
-        length=1,
-        micro_batches=inputs.accumulation,
-        precision=inputs.mixed_precision,
-    )
+    sizes = Sizes(num_parameters=1, num_trained=1, num_matrix=1, num_matrix_trained=1)
+    micro, precision = inputs.accumulation, inputs.mixed_precision
+    step = Step(num_tokens=0, num_labelled=0, length=1, micro_batches=micro, precision=precision)
     found = transfers(inputs.strategy, sizes, step, inputs.num_processes)
     return [one for one in found if one.num_bytes]
 
@@ -245,8 +230,5 @@ def as_dict(inputs: CostInputs) -> dict[str, Any]:
     return {
         "states": [vars(share) for share in shares(inputs)],
         "frozen": [vars(share) for share in frozen] or None,
-        "traffic": [
-            {"what": one.what, "kind": one.kind, "times": one.times, "num_bytes": one.num_bytes, "ranks": one.ranks}
-            for one in messages(inputs)
-        ],
+        "traffic": [vars(one) for one in messages(inputs)],
     }

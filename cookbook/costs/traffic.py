@@ -1,6 +1,6 @@
 """Messages between processes, and bytes between a GPU, its host and its disk, in a step."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from cookbook.costs.flops import Sizes, Step
@@ -10,16 +10,19 @@ ADAMW_BYTES = 28
 """AdamW in float32 reads weight, gradient and two moments and writes back all but the gradient."""
 
 
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
     """Messages of one kind in a step, among groups of processes that each do the same at the same time."""
 
     what: str
-    kind: Literal["all-gather", "reduce-scatter", "all-reduce"]
+    kind: Kind
     num_bytes: float
     """Of the whole that is gathered or reduced, all times of a step together."""
-    times: float = 1
-    """How often in a step, in passes over all that is sent."""
+    times: int = 1
+    """How often in a step."""
     ranks: int
     """Of a group."""
     stride: int = 1
@@ -55,87 +58,59 @@ def transfers(strategy: Strategy, sizes: Sizes, step: Step, num_processes: int) 
     the gather for backward. Counted in real runs of FSDP2 and ZeRO-1 to -3 by tests/test_forecast_speed.py.
     """
     half = 4 if step.precision == "no" else 2
-    weights, trained = half * sizes.num_parameters, sizes.num_trained
-    micro = step.micro_batches
+    weights, trained, micro = half * sizes.num_parameters, sizes.num_trained, step.micro_batches
     if num_processes == 1:
         return []
     if strategy.kind == "tp":
         return _tensor_parallel(strategy, sizes, step, half)
-    if (
-        strategy.kind == "ddp"
-    ):  # its gradients have the dtype of the weights, float32, and wait for the last micro-batch
-        return [Transfer(what="gradients", kind="all-reduce", num_bytes=4 * trained, ranks=num_processes)]
+    if strategy.kind == "ddp":  # its gradients are float32, as the weights, and wait for the last micro-batch
+        return [_messages("gradients", "all-reduce", 4 * trained, num_processes)]
     if strategy.fsdp is not None:
-        return _fsdp(strategy, sizes, step, num_processes, half)
-    reduced = 4 if (strategy.deepspeed or {}).get("communication_data_type") == "fp32" else half
-    if strategy.zero_stage == 3:
-        gradients = reduced * trained * micro
-        reduction = Transfer(
-            what="gradients", kind="reduce-scatter", num_bytes=gradients, times=micro, ranks=num_processes
-        )
-        if (group := strategy.secondary_group_size) == 1:
-            forward = Transfer(
-                what="weights, forward", kind="all-gather", num_bytes=weights * micro, times=micro, ranks=num_processes
-            )
-            return [forward, replace(forward, what="weights, backward"), reduction]
+        return _fsdp(strategy, sizes, micro, num_processes, half)
+    reduced = trained * (4 if (strategy.deepspeed or {}).get("communication_data_type") == "fp32" else half)
+    if strategy.zero_stage < 3:
+        # The paper scatters the gradients of stages 1 and 2. DeepSpeed 0.19.8 reduces them to all processes, and each
+        # keeps its part (stage_1_and_2.py, allreduce_and_scatter; use_multi_rank_bucket_allreduce is true).
+        return [
+            _messages("gradients", "all-reduce", reduced, num_processes, micro if strategy.zero_stage == 2 else 1),
+            _messages("weights", "all-gather", half * trained, num_processes),
+        ]
+    gathers = [_messages(f"weights, {name}", "all-gather", weights, num_processes, micro) for name in PASSES]
+    if (group := strategy.secondary_group_size) > 1:
         # A forward leaves a second copy in each group, for all gathers until the update (partition_parameters.py,
         # _partition_param_sec; stage3.py, invalidate_secondary_tensor): of frozen weights for good.
-        first = Transfer(
-            what="weights, first forward", kind="all-gather", num_bytes=half * trained, ranks=num_processes
-        )
-        others = 2 * weights * micro - half * trained
-        rest = Transfer(what="weights, after it", kind="all-gather", num_bytes=others, times=2 * micro - 1, ranks=group)
-        return [first, rest, reduction]
-    # The paper scatters the gradients of stages 1 and 2. DeepSpeed 0.19.8 reduces them to all processes, and each keeps
-    # its part (runtime/zero/stage_1_and_2.py, allreduce_and_scatter; use_multi_rank_bucket_allreduce is true).
-    times = micro if strategy.zero_stage == 2 else 1
-    return [
-        Transfer(
-            what="gradients", kind="all-reduce", num_bytes=reduced * trained * times, times=times, ranks=num_processes
-        ),
-        Transfer(what="weights", kind="all-gather", num_bytes=half * trained, ranks=num_processes),
-    ]
+        times = 2 * micro - 1
+        others = (2 * micro * weights - half * trained) / times
+        gathers = [
+            _messages("weights, first forward", "all-gather", half * trained, num_processes),
+            _messages("weights, after it", "all-gather", others, group, times),
+        ]
+    return [*gathers, _messages("gradients", "reduce-scatter", reduced, num_processes, micro)]
 
 
-def _fsdp(strategy: Strategy, sizes: Sizes, step: Step, num_processes: int, half: int) -> list[Transfer]:
+PASSES = ("forward", "backward")
+
+
+def _messages(what: str, kind: Kind, num_bytes: float, ranks: int, times: int = 1, stride: int = 1) -> Transfer:
+    """Args: `num_bytes` of the whole, each time."""
+    return Transfer(what=what, kind=kind, num_bytes=num_bytes * times, times=times, ranks=ranks, stride=stride)
+
+
+def _fsdp(strategy: Strategy, sizes: Sizes, micro: int, num_processes: int, half: int) -> list[Transfer]:
     assert strategy.fsdp is not None
     replicas = strategy.dp_replicate_size
     group = num_processes // replicas
     keeps = strategy.fsdp.fsdp_reshard_after_forward is False
     keeps = keeps or strategy.fsdp.fsdp_sharding_strategy == "SHARD_GRAD_OP"
-    weights = half * sizes.num_parameters * step.micro_batches
+    again = 0 if keeps else sizes.num_parameters - (sizes.head if strategy.kind == "fsdp2" else 0)
     gradients = 4 * sizes.num_trained  # reduced in float32
     found = [
-        Transfer(what="weights, forward", kind="all-gather", num_bytes=weights, times=step.micro_batches, ranks=group)
+        _messages("weights, forward", "all-gather", half * sizes.num_parameters, group, micro),
+        _messages("weights, backward", "all-gather", half * again, group, micro),
+        _messages("gradients", "reduce-scatter", gradients, group, micro),
+        _messages("gradients of the shard", "all-reduce", gradients / group, replicas, stride=group),
     ]
-    if not keeps:
-        head = sizes.head if strategy.kind == "fsdp2" else 0
-        again = half * (sizes.num_parameters - head) * step.micro_batches
-        found.append(
-            Transfer(
-                what="weights, backward", kind="all-gather", num_bytes=again, times=step.micro_batches, ranks=group
-            )
-        )
-    found.append(
-        Transfer(
-            what="gradients",
-            kind="reduce-scatter",
-            num_bytes=gradients * step.micro_batches,
-            times=step.micro_batches,
-            ranks=group,
-        )
-    )
-    if replicas > 1:
-        found.append(
-            Transfer(
-                what="gradients of the shard",
-                kind="all-reduce",
-                num_bytes=gradients / group,
-                ranks=replicas,
-                stride=group,
-            )
-        )
-    return [transfer for transfer in found if transfer.ranks > 1]
+    return [transfer for transfer in found if transfer.ranks > 1 and transfer.num_bytes]
 
 
 def _tensor_parallel(strategy: Strategy, sizes: Sizes, step: Step, half: int) -> list[Transfer]:
@@ -143,19 +118,9 @@ def _tensor_parallel(strategy: Strategy, sizes: Sizes, step: Step, half: int) ->
     reductions = 6 if step.recompute is True else 4
     activations = half * step.num_tokens * sizes.hidden
     return [
-        Transfer(
-            what="activations",
-            kind="all-reduce",
-            num_bytes=reductions * sizes.num_layers * activations,
-            ranks=strategy.tp_size,
-        ),
+        _messages("activations", "all-reduce", reductions * sizes.num_layers * activations, strategy.tp_size),
         # transformers cuts the head by words and gathers its output (colwise_gather_output).
-        Transfer(
-            what="logits",
-            kind="all-gather",
-            num_bytes=half * step.num_labelled * sizes.vocab,
-            ranks=strategy.tp_size,
-        ),
+        _messages("logits", "all-gather", half * step.num_labelled * sizes.vocab, strategy.tp_size),
     ]
 
 
