@@ -333,7 +333,7 @@ STATES = {
     "fsdp2_offload": (8, 0, 16 / 8, 0),
     "hsdp": (4, 16 / 2, 0, 0),
     "tp": (2, 16 / 2, 0, 0),
-    "zero2_offload": (8, 2, (12 + 4 + 2) / 8, 0),
+    "zero2_offload": (8, 2, (12 + 4 + 2 + 2) / 8, 0),
     "zero3_offload": (8, 0, (14 + 6) / 8, 0),
     "zero3_nvme": (8, 0, 2 / 8, (14 + 4) / 8),
 }
@@ -342,8 +342,15 @@ STATES = {
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_states_are_those_of_the_paper(name, in_root):
     processes, *expected = STATES[name]
-    found = costs.shares(setting(name, processes))
+    found = costs.shares(setting(name, processes, accumulation=2))
     assert [costs.total(found, where) for where in costs.PLACES] == pytest.approx(expected)
+
+
+def test_gradients_that_do_not_add_up_need_not_wait(in_root):
+    """One micro-batch a step: ZeRO-1's go into the bucket as they come, and none wait on the host."""
+    for name, where, fewer in (("zero1", "GPU", 2 - 2 / 8), ("zero2_offload", "host", 2 / 8), ("zero3", "GPU", 0)):
+        several, one = (costs.total(costs.shares(setting(name, accumulation=a)), where) for a in (2, 1))
+        assert several - one == pytest.approx(fewer), name
 
 
 def test_the_example_of_the_page_on_strategies(in_root):

@@ -114,6 +114,7 @@ FEATURES = [
     run("fsdp2", 3, "optim.name=muon"),
     run("zero2", 3, "optim.name=sgd"),
     run("fsdp2", 2, "optim.name=sgd", "optim.momentum=0"),
+    run("zero1", 3, "batch.global_batch_size=6"),
     run("zero2_offload", 3, "batch.global_batch_size=6"),  # one micro-batch a step: nothing waits on the host
     run("fsdp1", 2, "model.from_scratch.tie_word_embeddings=true"),
     run("fsdp2", 2, "model.from_scratch.tie_word_embeddings=true"),

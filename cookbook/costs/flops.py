@@ -87,7 +87,7 @@ def _windows(text: Any, num_layers: int) -> tuple[int | None, ...]:
     """Layers of other kinds (linear attention, state spaces, convolutions) have none of the two products."""
     window = _first(text, "sliding_window")
     kinds = _first(text, "layer_types") or num_layers * ["sliding_attention"]  # Mistral's, all alike
-    known = {"full_attention": None, "sliding_attention": window}
+    known = {"attention": None, "full_attention": None, "sliding_attention": window}
     known["chunked_attention"] = _first(text, "attention_chunk_size")
     return tuple(known[kind] for kind in kinds if kind in known)
 
