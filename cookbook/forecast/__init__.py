@@ -1,5 +1,5 @@
 """Before a run: will it fit, how fast will it be, which strategy to take. Numbers from the model's own code traced
-without data (`trace`), from what each engine holds (`states`), and from data sheets (`speed`)."""
+without data (`trace`), from the ledger of costs, and from data sheets (`speed`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
