@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from cookbook import library
 from cookbook.adapters import inject
 from cookbook.costs.flops import Sizes, Step, attention_flops, sizes_of, work
-from cookbook.costs.inputs import CostInputs, cost_inputs
+from cookbook.costs.inputs import CostInputs, cost_inputs, sketch
 from cookbook.costs.loading import machine_bytes
 from cookbook.costs.memory import checkpoint_bytes, states
 from cookbook.costs.per_parameter import PLACES, frozen_shares, messages, shares, states_in_words, total
@@ -30,7 +30,7 @@ from cookbook.recipe import AdapterSection, Recipe, load_recipe
 from cookbook.strategy import Strategy, load_strategy
 
 STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
-SFT_7B = "recipes/qwen25_7b/sft_zero3.yaml"
+SFT_7B = min(str(path.relative_to(ROOT)) for path in (ROOT / "recipes/qwen25_7b").glob("sft*.yaml"))
 
 
 @pytest.fixture(autouse=True)
@@ -210,9 +210,11 @@ def test_the_formula_of_host_memory_beside_nvme_is_the_ledgers():
     text = re.sub(r"\s+", " ", (ROOT / "docs/strategies.md").read_text())
     written = re.search(r"For 70\.6e9 parameters on 8 GPUs that is 141 \+ 8 x \(17\.5 \+ 16\) = (\d+) GB", text)
     assert written is not None
-    recipe = load_recipe(ROOT / SFT_7B, ["model.name_or_path=unsloth/Llama-3.3-70B-Instruct"])
-    model = skeleton(find_config(recipe.model)[0], recipe)
-    held = states(model, cost_inputs(recipe, shipped("zero3_nvme"), 8))
+    llama = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+    llama |= {"num_attention_heads": 64, "num_key_value_heads": 8, "tie_word_embeddings": False}
+    model = sketch(llama, 70_553_706_496)
+    assert sum(weight.num_elements for weight in model.weights) == pytest.approx(70_553_706_496, rel=1e-6)
+    held = states(model, CostInputs(strategy=shipped("zero3_nvme"), num_processes=8, accumulation=2))
     assert 8 * held.host.total / 1e9 == pytest.approx(float(written[1]), rel=0.03)
 
 
