@@ -223,7 +223,7 @@ def train_step(run: "Run", books: "Books", batch: "StepBatch") -> tuple[str | No
             "step_seconds": seconds,
             "tokens_per_second": batch.num_tokens / seconds,
             "peak_memory_gib": memory,
-            **books.flops.mfu(batch.num_tokens, batch.num_sequences, seconds, engine.plan.num_processes),
+            **books.flops.mfu(batch, seconds, engine.plan.num_processes),
         }
     )
     if is_skipped:

@@ -2,7 +2,7 @@
 
 compose   cli  preview  rehearse  merge  publish  doctor  forecast  stages  shortage       (and train.py)
 parts     engine  data  models  adapters  objectives  optim  checkpoint  metrics      do not import one another
-plan      plan  launch  combinations  library  child  explain  schedule  ds_config  simulated_gpus   no torch
+plan      plan  launch  combinations  library  child  explain  costs  schedule  ds_config  simulated_gpus   no torch
 words     recipe  strategy  mesh  machine  gpus  hardware  files  digests  signals  status  lock  watch  faults no torch
 """
 

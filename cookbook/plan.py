@@ -103,7 +103,7 @@ def make_plan(recipe: Recipe, strategy: Strategy, *, num_processes: int, num_gpu
             f"{strategy.path}: parallelism_config is a mesh of {written} processes, but {num_processes} were asked for;"
             f" change its sizes, or run {written}"
         )
-    group = ((strategy.deepspeed or {}).get("zero_optimization") or {}).get("zero_hpz_partition_size") or 1
+    group = strategy.secondary_group_size
     if num_processes % group:
         mistakes.append(
             f"{strategy.path}: zero_hpz_partition_size is {group}, which does not divide {num_processes} processes, and"

@@ -21,6 +21,7 @@ from cookbook import adapters, metrics, models, publish, signals
 from cookbook.checkpoint import resume
 from cookbook.checkpoint.folder import Checkpoint
 from cookbook.checkpoint.saver import Saver
+from cookbook.costs.flops import sizes_of
 from cookbook.data import batches
 from cookbook.data.ahead import Ahead
 from cookbook.data.reference import with_reference
@@ -300,7 +301,7 @@ def open_books(run: Run, failed_after: list[int], notes: list[str], watch: Watch
         notes: what people should know of, said now.
         watch: which watches over this process.
     """
-    engine, material, checkpoint = run.engine, run.material, run.checkpoint
+    engine, checkpoint = run.engine, run.checkpoint
     log = _open_log(run)
     log.write_text("recipe.yaml", dump_recipe(run.recipe))
     if engine.is_main:
@@ -313,7 +314,7 @@ def open_books(run: Run, failed_after: list[int], notes: list[str], watch: Watch
     record = metrics.environment_record(engine.device)
     record["deterministic"] = torch.are_deterministic_algorithms_enabled()
     record |= {"strategy": engine.describe(), "resumed_from": None if checkpoint is None else str(checkpoint.path)}
-    expected = _forecast(run, notes)
+    expected, flops = _forecast(run, notes), _flop_counter(run, notes)
     if expected is not None:
         record["forecast"] = {
             "allocated": expected.allocated,
@@ -323,12 +324,6 @@ def open_books(run: Run, failed_after: list[int], notes: list[str], watch: Watch
     log.write_record("run.json", record)
     for line in (*notes, *_describe(run)):
         log.say(line)
-    flops = metrics.FlopCounter(
-        material.config,
-        num_parameters=engine.num_parameters,
-        num_trained=engine.num_trained,
-        device=engine.device,
-    )
     attempt = engine.collectives.broadcast_text(uuid.uuid4().hex[:8])
     status = Status(run.output_dir, is_main=engine.is_main, step=run.progress.step, failed_after=failed_after)
     saver = _start_saver(run, log, watch, attempt)
@@ -368,6 +363,18 @@ def _forecast(run: Run, notes: list[str]) -> "Memory | None":
     except Exception as error:  # whatever it is, the run can do without
         notes.append(f"no forecast of memory: {error}")
         return None
+
+
+def _flop_counter(run: Run, notes: list[str]) -> metrics.FlopCounter:
+    peak, sizes = metrics.device_peak_flops(run.engine.device), None
+    if peak is not None and run.engine.is_main:
+        from cookbook.forecast.skeleton import skeleton
+
+        try:
+            sizes = sizes_of(run.material.config, skeleton(run.material.config, run.recipe))
+        except Exception as error:  # whatever it is, the run can do without
+            notes.append(f"mfu is not logged: {error}")
+    return metrics.FlopCounter(sizes=sizes, peak=peak)
 
 
 def _describe(run: Run) -> list[str]:

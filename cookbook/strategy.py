@@ -211,6 +211,11 @@ class Strategy:
         return "nvme" in (self.offload_optimizer, self.offload_param)
 
     @property
+    def secondary_group_size(self) -> int:
+        """Processes that share a second copy of the weights (ZeRO++'s hpZ, Wang et al. 2023); 1: there is none."""
+        return ((self.deepspeed or {}).get("zero_optimization") or {}).get("zero_hpz_partition_size") or 1
+
+    @property
     def written_mesh(self) -> Mesh:
         """The sizes in the file, 1 where it leaves one out."""
         return Mesh(replicate=self.dp_replicate_size, shard=self.dp_shard_size, tensor=self.tp_size)
@@ -417,6 +422,11 @@ def _check_zero(document: Document) -> list[str]:
         mistakes.append(
             f"{document.place((*place, 'stage3_prefetch_bucket_size'))} must be 0 with parameters on nvme:"
             " DeepSpeed 0.19.8 swaps a parameter in twice and stops at the second step"
+        )
+    if parameters_on_nvme and (zero.zero_hpz_partition_size or 1) > 1:  # partition_parameters.py, _partition_param_sec
+        mistakes.append(
+            f"{document.place((*place, 'zero_hpz_partition_size'))}: DeepSpeed 0.19.8 can't put its second"
+            " copy of the weights on nvme; take it out"
         )
     uses_nvme = any(block is not None and block.device == "nvme" for block in (offload, zero.offload_param))
     if document.values.get("aio") is not None and not uses_nvme:

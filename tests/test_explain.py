@@ -14,10 +14,12 @@ import pytest
 from conftest import RECIPE, ROOT, clean_environment
 
 from cookbook.cli import main
-from cookbook.explain import compare, costs, explain, in_words
+from cookbook.costs import per_parameter as costs
+from cookbook.costs.inputs import CostInputs
+from cookbook.explain import compare, explain, in_words
 from cookbook.explain.chart import HEIGHT, WIDTH, can_draw, draw
 from cookbook.files import RecipeError
-from cookbook.recipe import Recipe, _leaves
+from cookbook.recipe import OptimSection, Recipe, _leaves
 from cookbook.strategy import load_strategy
 
 RECIPES = sorted(path.relative_to(ROOT) for path in (ROOT / "recipes").rglob("*.yaml"))
@@ -314,7 +316,7 @@ def test_a_swap_folder_is_that_of_the_run(in_root):
 
 def setting(name, processes=8, **options):
     options.setdefault("accumulation", 1)
-    return costs.Setting(strategy=load_strategy(strategy(name)), num_processes=processes, **options)
+    return CostInputs(strategy=load_strategy(strategy(name)), num_processes=processes, **options)
 
 
 # Bytes on the GPU and on the host or disk with 8 processes (hsdp: 2 x 2, tp: 2), under bf16 and AdamW.
@@ -331,7 +333,7 @@ STATES = {
     "fsdp2_offload": (8, 0, 16 / 8, 0),
     "hsdp": (4, 16 / 2, 0, 0),
     "tp": (2, 16 / 2, 0, 0),
-    "zero2_offload": (8, 2, (12 + 4) / 8, 0),
+    "zero2_offload": (8, 2, (12 + 4 + 2 + 2) / 8, 0),
     "zero3_offload": (8, 0, (14 + 6) / 8, 0),
     "zero3_nvme": (8, 0, 2 / 8, (14 + 4) / 8),
 }
@@ -340,8 +342,15 @@ STATES = {
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_states_are_those_of_the_paper(name, in_root):
     processes, *expected = STATES[name]
-    found = costs.shares(setting(name, processes))
+    found = costs.shares(setting(name, processes, accumulation=2))
     assert [costs.total(found, where) for where in costs.PLACES] == pytest.approx(expected)
+
+
+def test_gradients_that_do_not_add_up_need_not_wait(in_root):
+    """One micro-batch a step: ZeRO-1's go into the bucket as they come, and none wait on the host."""
+    for name, where, fewer in (("zero1", "GPU", 2 - 2 / 8), ("zero2_offload", "host", 2 / 8), ("zero3", "GPU", 0)):
+        several, one = (costs.total(costs.shares(setting(name, accumulation=a)), where) for a in (2, 1))
+        assert several - one == pytest.approx(fewer), name
 
 
 def test_the_example_of_the_page_on_strategies(in_root):
@@ -354,9 +363,12 @@ def test_the_example_of_the_page_on_strategies(in_root):
     ("options", "expected"),
     [
         ({"mixed_precision": "no"}, {"ddp": 16, "zero2": 4 + 4 / 8 + 12 / 8}),
-        ({"optimizer": "sgd"}, {"ddp": 12, "zero3": 12 / 8}),
-        ({"optimizer": "sgd", "momentum": 0.0}, {"ddp": 8, "zero3": 8 / 8}),
-        ({"optimizer": "adamw_8bit"}, {"ddp": 10, "zero3": 10 / 8}),
+        ({"optim": OptimSection(name="sgd", learning_rate=1.0)}, {"ddp": 12, "zero3": 12 / 8}),
+        ({"optim": OptimSection(name="sgd", learning_rate=1.0, momentum=0.0)}, {"ddp": 8, "zero3": 8 / 8}),
+        (
+            {"optim": OptimSection(name="adamw_8bit", learning_rate=1.0)},
+            {"ddp": 10 + 8 / 256, "zero3": (10 + 8 / 256) / 8},
+        ),
     ],
     ids=str,
 )
@@ -392,9 +404,11 @@ def test_alone_nothing_is_sent(in_root):
 
 def test_a_frozen_parameter_is_cut_where_the_strategy_cuts_weights(in_root):
     words = {name: costs.states_in_words(setting(name, adapter="lora"), "GPU") for name in ("ddp", "zero2", "zero3")}
-    assert words["ddp"].endswith("of a frozen one 2") and words["zero2"].endswith("of a frozen one 2")
-    assert words["zero3"].endswith("of a frozen one 2/8")
-    assert costs.states_in_words(setting("fsdp1", adapter="lora"), "GPU").endswith("of a frozen one 4/8")
+    assert words["ddp"].endswith("of a frozen one weights 2") and words["zero2"].endswith("of a frozen one weights 2")
+    assert words["zero3"].endswith("of a frozen one weights 2/8")
+    # FSDP1's gradient is that of the flat parameter, frozen weights and all (tests/test_forecast_states.py).
+    flat = costs.states_in_words(setting("fsdp1", adapter="lora"), "GPU")
+    assert flat.endswith("of a frozen one weights 4/8 + gradients 4/8")
 
 
 def test_float32_reductions_that_a_json_asks_for_are_counted(book):

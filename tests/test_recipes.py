@@ -11,6 +11,10 @@ import pytest
 from conftest import ROOT
 
 from cookbook import library
+from cookbook.costs.inputs import cost_inputs
+from cookbook.costs.memory import states
+from cookbook.forecast.skeleton import skeleton
+from cookbook.models.structure import find_config
 from cookbook.plan import load_pair, make_plan
 from cookbook.recipe import BUILTIN_SOURCE, Recipe, load_recipe
 from cookbook.strategy import load_strategy
@@ -64,19 +68,9 @@ def test_a_recipe_has_a_plan_on_the_gpus_of_its_label(name):
 
 
 def gigabytes_per_gpu(recipe: Recipe, num_gpus: int) -> float:
-    """Weights, gradients and optimizer states, by the rules of docs/strategies.md; activations come on top."""
-    facts = FACTS["models"][recipe.model.name_or_path]
-    billions, config = facts["num_parameters"] / 1e9, facts["config"]
-    strategy = Path(recipe.strategy).stem
-    is_cut = strategy in ("zero3", "fsdp2")
-    if recipe.adapter is None:
-        on_gpu = {"zero2_offload": 2.0, "zero3_offload": 0.0, "zero3_nvme": 0.0}
-        return billions * on_gpu.get(strategy, 16.0 / num_gpus if is_cut else 16.0)
-    if recipe.adapter.name != "qlora":
-        return billions * 2 / (num_gpus if is_cut else 1)
-    matrices = 1 if config["tie_word_embeddings"] else 2
-    unquantized = matrices * config["vocab_size"] * config["hidden_size"] / 1e9
-    return (billions - unquantized) * 0.56 + unquantized * 2
+    """Weights, gradients, optimizer states and buffers; activations come on top."""
+    model = skeleton(find_config(recipe.model)[0], recipe)
+    return states(model, cost_inputs(recipe, load_strategy(Path(recipe.strategy)), num_gpus)).gpu.total / 1e9
 
 
 @pytest.mark.parametrize("name", LIBRARY)
@@ -116,25 +110,6 @@ def test_a_share_of_the_largest_matrix_fits_an_nvme_buffer():
         largest = config["hidden_size"] * max(config["vocab_size"], config["intermediate_size"])
         assert largest / library.read_needs(library.read_label(Path(name))).num_gpus <= buffer_size
     assert found >= 1
-
-
-def test_host_memory_of_a_recipe_on_disk_holds_gradients_buffers_and_new_weights():
-    name = "recipes/llama33_70b/sft_zero3_nvme.yaml"
-    label = library.read_label(Path(name))["Needs"]
-    recipe = load_recipe(Path(name))
-    deepspeed = load_strategy(Path(recipe.strategy)).deepspeed
-    assert deepspeed is not None
-    zero = deepspeed["zero_optimization"]
-    optimizer, weights = zero["offload_optimizer"], zero["offload_param"]
-    buffers = optimizer["buffer_count"] * zero["sub_group_size"] * 4
-    buffers += weights["buffer_count"] * weights["buffer_size"] * 2
-    num_parameters = FACTS["models"][recipe.model.name_or_path]["num_parameters"]
-    new_weights = 8 * zero["sub_group_size"] * 2  # of a sub-group, each as if it were whole
-    needed = (num_parameters * 2 + 8 * (buffers + new_weights)) / 1e9
-    said = re.search(r"(\d+) GB of host memory", label)
-    assert said is not None
-    assert needed == pytest.approx(409, rel=0.01)
-    assert needed < 0.9 * float(said.group(1))
 
 
 def test_offline_facts_know_what_the_recipes_name_and_nothing_else():

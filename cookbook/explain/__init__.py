@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from cookbook.costs import per_parameter as costs
+from cookbook.costs.inputs import CostInputs, cost_inputs
 from cookbook.ds_config import deepspeed_config, run_name, separate_swap
-from cookbook.explain import costs
 from cookbook.explain.chart import draw
 from cookbook.files import Document, RecipeError, apply_overrides, read_document
 from cookbook.library import read_label, read_needs
@@ -50,7 +51,7 @@ class Explanation:
     recipe: Recipe
     strategy: Strategy
     plan: Plan
-    setting: costs.Setting
+    setting: CostInputs
     files: Section
     sections: dict[str, Section]
     rates: list[float]
@@ -87,7 +88,7 @@ def explain(
     yaml_file = read_document(Path(strategy.path))
     count, count_text, count_sources = _count(recipe_path, strategy, yaml_file, processes)
     plan = make_plan(recipe, strategy, num_processes=count, num_gpus=count, recipe_name=str(recipe_path))
-    setting = costs.setting_of(recipe, strategy, count, plan.gradient_accumulation_steps)
+    setting = cost_inputs(recipe, strategy, count)
     peak = peak_learning_rate(recipe.optim, recipe.schedule, recipe.batch.global_batch_size)
     num_steps, length = _length(recipe, document)
     rates, drawn_steps = _rates(recipe, peak, num_steps)
@@ -416,7 +417,7 @@ def _precision_sources(name: str, strategy: Strategy, document: Document) -> tup
     return (source(document, "mixed_precision"),)
 
 
-def _costs(setting: costs.Setting) -> Section:
+def _costs(setting: CostInputs) -> Section:
     section: Section = {}
     for where in costs.PLACES:
         if words := costs.states_in_words(setting, where):

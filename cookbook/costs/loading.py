@@ -1,14 +1,10 @@
-"""What the start of a run takes, while weights are read and shared out: bytes of a machine's memory and of each GPU."""
+"""What a machine needs: its host memory and disk, and what the start of a run takes while weights are read and shared
+out."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from cookbook.forecast.states import FLOAT32, States, constants, resident
-from cookbook.recipe import Recipe
-from cookbook.strategy import Strategy
-
-if TYPE_CHECKING:
-    from cookbook.forecast.skeleton import Skeleton
+from cookbook.costs.inputs import CostInputs, Skeleton
+from cookbook.costs.memory import FLOAT32, States, constants, resident
 
 BROADCAST_BUCKETS = 2 * 250 * 2**20
 """torch/nn/parallel/distributed.py, broadcast_bucket_size."""
@@ -26,19 +22,20 @@ class Loading:
     """Bytes of each GPU; 0 where it is less than the shares that stay."""
 
 
-def loading(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, states: States, local: int) -> Loading:
+def loading(skeleton: Skeleton, inputs: CostInputs, states: States, local: int) -> Loading:
     """The start of a run on GPUs.
 
     Args:
         states: of one process.
         local: processes of a machine.
     """
+    strategy = inputs.strategy
     is_quantized = any(weight.is_quantized for weight in skeleton.weights)
     stays = states.host.weights * local
     if strategy.kind == "zero" and strategy.zero_stage == 3 and not is_quantized:
         # The first process maps the files; each weight is on the GPU, and cut, before the next one is made.
         return Loading(host=stays, gpu=0)
-    whole = _as_read(skeleton, recipe, strategy)
+    whole = _as_read(skeleton, inputs)
     if strategy.fsdp is not None and not is_quantized:
         # A machine's first process has all of it until the last weight is sent (accelerate 1.15, fsdp_utils.py,
         # fsdp2_load_full_state_dict), and offloaded shares come beside it.
@@ -56,8 +53,20 @@ def loading(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, states: St
     return Loading(host=on_the_way * local + stays, gpu=0 if is_cut else whole)
 
 
-def _as_read(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy) -> int:
+def _as_read(skeleton: Skeleton, inputs: CostInputs) -> int:
     """Bytes of the whole model as `load_model` makes it, with its adapter."""
-    if strategy.kind == "fsdp1" or recipe.adapter is None:  # in one dtype; see `Engine.frozen_dtype`
+    if inputs.strategy.kind == "fsdp1" or inputs.adapter is None:  # in one dtype; see `Engine.frozen_dtype`
         return FLOAT32 * sum(weight.num_elements for weight in skeleton.weights)
-    return resident(skeleton.weights, recipe) + constants(skeleton)
+    return resident(skeleton.weights, inputs) + constants(skeleton)
+
+
+def machine_bytes(
+    skeleton: Skeleton, inputs: CostInputs, states: States, local: int, *, on_gpus: bool
+) -> tuple[int, int, int]:
+    """Of a machine's `local` processes: host memory, the part of it that is offloaded for the whole run, and disk.
+
+    Host memory is what is offloaded, or the start of the run on GPUs if that takes more.
+    """
+    offloaded = states.host.total * local
+    start = loading(skeleton, inputs, states, local).host if on_gpus else 0
+    return max(offloaded, start), offloaded, states.disk.total * local

@@ -1,19 +1,39 @@
 """What each process holds of weights, gradients and optimizer state, in bytes: arithmetic on the engines' own rules.
 
 Every rule names the lines that it follows; `tests/test_forecast_states.py` holds it against the engines, to the byte.
-No torch.
+
+Bytes of a trained parameter under AdamW and bf16 over D processes, and where they lie (G GPU, H host, N NVMe):
+
+                    weights  masters  gradients        moments  another copy of the weights
+    single, ddp     G 4      -        G 4              G 8      -
+    fsdp, tp        G 4/D    -        G 4/D            G 8/D    -
+    fsdp2_offload   H 4/D    -        H 4/D            H 8/D    -
+    zero1           G 2      G 4/D    G 2              G 8/D    -
+    zero2           G 2      G 4/D    G 2/D            G 8/D    -
+    zero2_offload   G 2      H 4/D    H 4/D + 2/D      H 8/D    H 2/D, on its way back after the update
+    zero3           G 2/D    G 4/D    G 2/D            G 8/D    G 2/hpZ, where the JSON asks for it
+    zero3_offload   H 2/D    H 4/D    H 4/D + 2/D      H 8/D    H 2/hpZ, the same
+    zero3_nvme      N 2/D    N 4/D    N 4/D, H 2/D     N 8/D    -
+
+What is on a GPU during a step of two micro-batches (# there, . not there):
+
+                       forward  backward  forward  backward  update   where
+    weights, moments   #######  ########  #######  ########  ######   gpu
+    gradients          .......  ..######  #######  ########  ######   gradients_at_first, gradients_between, gpu
+    gathered weights   .#.#.#.  #.#.#.#.  .#.#.#.  #.#.#.#.  ......   units; of ZeRO-3 gathered_weights and sent
+      where they stay  .######  ########  .######  ########  ......   units that stay (fsdp2_grad_op)
+    buckets            .......  ########  .......  ########  ......   gradient_buckets, reduction
+    float32 gradients  .......  ........  .......  ........  ..##..   update
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from cookbook.costs.inputs import CostInputs, Skeleton, Weight
 from cookbook.recipe import OptimSection, Recipe
 from cookbook.strategy import Strategy
-
-if TYPE_CHECKING:
-    from cookbook.forecast.skeleton import Skeleton, Weight
 
 FLOAT32 = 4
 STEP = 4
@@ -27,7 +47,7 @@ ALIGNMENT_FSDP1 = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class ResidentBytes:
     """Bytes of one process in one place, between the last backward of a step and its update."""
 
     weights: int = 0
@@ -71,10 +91,10 @@ class Unit:
 class States:
     """What one process holds, and what forward and backward need beyond that."""
 
-    gpu: Held
-    host: Held = field(default_factory=Held)
+    gpu: ResidentBytes
+    host: ResidentBytes = field(default_factory=ResidentBytes)
     """Pinned host memory."""
-    disk: Held = field(default_factory=Held)
+    disk: ResidentBytes = field(default_factory=ResidentBytes)
     """NVMe."""
     gradients_at_first: int
     """Gradients on the GPU while the first micro-batch of a step runs."""
@@ -106,38 +126,33 @@ class States:
     """What the update, or what follows it, takes on the GPU for a while, beyond `gpu`."""
 
 
-def states(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_processes: int, rank: int = 0) -> States:
+def states(skeleton: Skeleton, inputs: CostInputs, rank: int = 0) -> States:
     """The states of one process of a run that has made an update; before it there are no moments."""
-    match strategy.kind:
+    match inputs.strategy.kind:
         case "single" | "ddp":
-            return _whole(skeleton, recipe, strategy, num_processes)
+            return _whole(skeleton, inputs)
         case "tp":
-            return _tensor_parallel(skeleton, recipe, strategy, rank)
+            return _tensor_parallel(skeleton, inputs, rank)
         case "fsdp2":
-            return _fsdp2(skeleton, recipe, strategy, num_processes, rank)
+            return _fsdp2(skeleton, inputs, rank)
         case "fsdp1":
-            return _fsdp1(skeleton, recipe, strategy, num_processes, rank)
+            return _fsdp1(skeleton, inputs, rank)
         case "zero":
-            stage3 = strategy.zero_stage == 3
-            return (_zero3 if stage3 else _zero12)(skeleton, recipe, strategy, num_processes, rank)
+            return (_zero3 if inputs.strategy.zero_stage == 3 else _zero12)(skeleton, inputs, rank)
 
 
-def low_bytes(mixed_precision: str) -> int:
-    """Of one number in what forwards compute in; fp16 is sized as bf16."""
-    return FLOAT32 if mixed_precision == "no" else 2
-
-
-def _whole(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_processes: int) -> States:
+def _whole(skeleton: Skeleton, inputs: CostInputs) -> States:
     """Weights that are trained are float32, and autocast multiplies in less; frozen ones are what it multiplies in."""
+    strategy, num_processes = inputs.strategy, inputs.num_processes
     trained = [weight.num_elements for weight in skeleton.weights if weight.is_trained]
     gradients = FLOAT32 * sum(trained)
     # DDP's buckets are the gradients (gradient_as_bucket_view), and stay when these are cleared.
     is_wrapped = strategy.kind == "ddp" and num_processes > 1
     return States(
-        gpu=Held(
-            weights=resident(skeleton.weights, recipe) + constants(skeleton),
+        gpu=ResidentBytes(
+            weights=resident(skeleton.weights, inputs) + constants(skeleton),
             gradients=gradients,
-            moments=_moments(recipe.optim, _tensors(skeleton, lambda weight: weight.num_elements)),
+            moments=_moments(inputs.optim, _tensors(skeleton, lambda weight: weight.num_elements)),
             buffers=_buffers(skeleton),
         ),
         gradients_at_first=gradients if is_wrapped else 0,
@@ -147,24 +162,26 @@ def _whole(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
     )
 
 
-def _tensor_parallel(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, rank: int) -> States:
-    def local(weight: "Weight") -> int:
+def _tensor_parallel(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
+    strategy = inputs.strategy
+
+    def local(weight: Weight) -> int:
         if weight.cut is None:
             return weight.num_elements
         return (
             weight.num_elements // weight.shape[weight.cut] * _chunk(weight.shape[weight.cut], strategy.tp_size, rank)
         )
 
-    def gradient(weight: "Weight") -> int:
+    def gradient(weight: Weight) -> int:
         # The gradient of a cut embedding stays whole (see `Engine._gradient_norm`).
         return weight.num_elements if weight.part == "embedding" else local(weight)
 
     gradients = FLOAT32 * sum(gradient(weight) for weight in skeleton.weights if weight.is_trained)
     return States(
-        gpu=Held(
-            weights=sum(_size(weight, recipe) * local(weight) for weight in skeleton.weights),
+        gpu=ResidentBytes(
+            weights=sum(_size(weight, inputs) * local(weight) for weight in skeleton.weights),
             gradients=gradients,
-            moments=_moments(recipe.optim, _tensors(skeleton, local)),
+            moments=_moments(inputs.optim, _tensors(skeleton, local)),
             buffers=_buffers(skeleton),
         ),
         gradients_at_first=0,
@@ -172,25 +189,28 @@ def _tensor_parallel(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, r
     )
 
 
-def _fsdp2(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_processes: int, rank: int) -> States:
+def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     """Each parameter is cut along its first dimension; torch pads every share to the first one's size
     (fsdp/_fully_shard/_fsdp_param.py, _init_sharded_param), and gradients with it. What a GPU copies to the host may
     lack that padding.
     """
+    strategy, num_processes = inputs.strategy, inputs.num_processes
     assert strategy.fsdp is not None
     shards = strategy.dp_shard_size if strategy.dp_replicate_size > 1 else num_processes
 
-    def padded(weight: "Weight") -> int:
-        rows, *others = _stored(weight, recipe)
+    def padded(weight: Weight) -> int:
+        rows, *others = _stored(weight, inputs)
         return math.prod(others) * math.ceil(rows / shards)
 
-    def local(weight: "Weight") -> int:
+    def local(weight: Weight) -> int:
         return weight.num_elements // weight.shape[0] * _chunk(weight.shape[0], shards, rank % shards)
 
-    low = low_bytes(recipe.mixed_precision)
+    low = inputs.low_bytes
     gradients = FLOAT32 * sum(padded(weight) for weight in skeleton.weights if weight.is_trained)
-    weights = sum(_size(weight, recipe) * padded(weight) for weight in skeleton.weights)
-    state = Held(weights=weights, gradients=gradients, moments=_moments(recipe.optim, _tensors(skeleton, local)))
+    weights = sum(_size(weight, inputs) * padded(weight) for weight in skeleton.weights)
+    state = ResidentBytes(
+        weights=weights, gradients=gradients, moments=_moments(inputs.optim, _tensors(skeleton, local))
+    )
     units = tuple(
         Unit(
             layer=layer,
@@ -204,7 +224,7 @@ def _fsdp2(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
         )
         for layer, parts, stays, found in _units_fsdp2(skeleton)
     )
-    buffers = Held(weights=constants(skeleton), buffers=_buffers(skeleton))
+    buffers = ResidentBytes(weights=constants(skeleton), buffers=_buffers(skeleton))
     if strategy.fsdp.fsdp_offload_params:
         return States(
             gpu=buffers,
@@ -221,7 +241,7 @@ def _fsdp2(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
     )
 
 
-def _units_fsdp2(skeleton: "Skeleton") -> Iterator[tuple[int | None, tuple[str, ...], bool, list["Weight"]]]:
+def _units_fsdp2(skeleton: Skeleton) -> Iterator[tuple[int | None, tuple[str, ...], bool, list[Weight]]]:
     """Layer, parts, whether it stays gathered, and weights of each unit (accelerate 1.15, fsdp2_prepare_model)."""
     of_part = {part: [w for w in skeleton.weights if w.part == part] for part in ("embedding", "norm", "head", "rest")}
     tail = ("embedding", "norm", "head") if skeleton.is_tied else ("norm", "head")
@@ -234,15 +254,16 @@ def _units_fsdp2(skeleton: "Skeleton") -> Iterator[tuple[int | None, tuple[str, 
     yield None, tail, True, [weight for part in tail for weight in of_part[part]]
 
 
-def _fsdp1(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_processes: int, rank: int) -> States:
+def _fsdp1(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     """Each layer is one flat parameter in float32, and what is left is another; each process has an equal share.
 
     A parameter begins at a multiple of 16 bytes of the dtype that is computed in, and the whole is a multiple of the
     processes (_flat_param.py, _init_flat_param_and_metadata). Where one weight of a unit is trained, the gradient is
     that of the flat parameter.
     """
+    strategy, num_processes = inputs.strategy, inputs.num_processes
     assert strategy.fsdp is not None
-    low = low_bytes(recipe.mixed_precision)
+    low = inputs.low_bytes
     weights, gradients, local, units = 0, 0, [], []
     for layer in (None, *range(skeleton.num_layers)):
         found = [weight for weight in skeleton.weights if weight.layer == layer]
@@ -273,10 +294,10 @@ def _fsdp1(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
     # With one process nothing is sharded, and what is computed in is a copy only where it is of another dtype.
     is_copied = num_processes > 1 or low != FLOAT32
     return States(
-        gpu=Held(
+        gpu=ResidentBytes(
             weights=weights,
             gradients=gradients,
-            moments=_moments(recipe.optim, tensors),
+            moments=_moments(inputs.optim, tensors),
             buffers=_buffers(skeleton),
         ),
         gradients_at_first=0,
@@ -286,7 +307,7 @@ def _fsdp1(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
     )
 
 
-def _flat_fsdp1(weights: list["Weight"], alignment: int, num_processes: int) -> tuple[list[int], int]:
+def _flat_fsdp1(weights: list[Weight], alignment: int, num_processes: int) -> tuple[list[int], int]:
     """Where each weight begins in the flat one, and the length of that, in numbers."""
     starts, length = [], 0
     for weight in weights:
@@ -296,21 +317,22 @@ def _flat_fsdp1(weights: list["Weight"], alignment: int, num_processes: int) -> 
     return starts, _round_up(length, num_processes)
 
 
-def _groups(skeleton: "Skeleton") -> list[list["Weight"]]:
+def _groups(skeleton: Skeleton) -> list[list[Weight]]:
     """Trained weights by optimizer group: matrices, with weight decay, then the rest (see `optim.parameter_groups`)."""
     trained = [weight for weight in skeleton.weights if weight.is_trained]
     groups = ([weight for weight in trained if (len(weight.shape) >= 2) == is_matrix] for is_matrix in (True, False))
     return [group for group in groups if group]
 
 
-def _zero12(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_processes: int, rank: int) -> States:
+def _zero12(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     """Trained weights of a group lie in one flat tensor, whole on each process and padded to a multiple of twice the
     processes; of that each has an equal part of masters and moments (stage_1_and_2.py, __init__).
 
     Gradients stay those of every weight that a part touches, whole (get_flat_partition), in the weights' dtype.
     """
+    strategy, num_processes = inputs.strategy, inputs.num_processes
     zero = _zero_block(strategy)
-    low = low_bytes(recipe.mixed_precision)
+    low = inputs.low_bytes
     groups = [[weight.num_elements for weight in group] for group in _groups(skeleton)]
     flats = [_round_up(sum(sizes), 2 * num_processes) for sizes in groups]
     parts = [flat // num_processes for flat in flats]
@@ -325,8 +347,8 @@ def _zero12(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_proces
     largest = max(map(max, groups))
     frozen = [weight for weight in skeleton.weights if not weight.is_trained]
     masters = FLOAT32 * sum(parts)
-    moments = _moments(recipe.optim, [(part, False) for part in parts])
-    weights = low * sum(flats) + resident(frozen, recipe) + constants(skeleton)
+    moments = _moments(inputs.optim, [(part, False) for part in parts])
+    weights = low * sum(flats) + resident(frozen, inputs) + constants(skeleton)
     buffers = _buffers(skeleton)
     num_buckets = 2 if zero.get("overlap_comm") else 1
     bucket = low * zero.get("reduce_bucket_size", 5 * 10**8)
@@ -337,13 +359,12 @@ def _zero12(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_proces
         "whole_gradients": low * trained,
         "reduction": min(bucket, low * trained),
     }
-    accumulates = recipe.batch.micro_batch_size is None or _accumulation(recipe, strategy, num_processes) > 1
     if strategy.offload_optimizer == "cpu":
         # Between micro-batches each gradient that a part touches waits whole; at the end it is added to float32.
-        waiting = low * touched if accumulates else 0
+        waiting = low * touched if inputs.accumulation > 1 else 0
         return States(
-            gpu=Held(weights=weights, buffers=buffers + low * largest),
-            host=Held(
+            gpu=ResidentBytes(weights=weights, buffers=buffers + low * largest),
+            host=ResidentBytes(
                 masters=masters,
                 gradients=masters + waiting,
                 moments=moments,
@@ -354,7 +375,7 @@ def _zero12(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_proces
             **passing,
         )
     return States(
-        gpu=Held(
+        gpu=ResidentBytes(
             weights=weights,
             masters=masters,
             gradients=low * (touched + padding),
@@ -377,24 +398,25 @@ def _flat_gradients(numel: int, low: int) -> int:
     return numel * (low if low == FLOAT32 else low + FLOAT32)
 
 
-def _zero3(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_processes: int, rank: int) -> States:
+def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     """Each process has an equal part of every parameter, the last one padded (partition_parameters.py,
     _padding_size); masters always lie apart (stage3.py, _create_fp32_partitions, compares a device with its name).
     Small parameters stay gathered beside their parts.
     """
+    strategy, num_processes = inputs.strategy, inputs.num_processes
     zero = _zero_block(strategy)
-    low = low_bytes(recipe.mixed_precision)
+    low = inputs.low_bytes
 
-    def numel(weight: "Weight") -> int:
-        return math.prod(_stored(weight, recipe))
+    def numel(weight: Weight) -> int:
+        return math.prod(_stored(weight, inputs))
 
-    def part(weight: "Weight") -> int:
+    def part(weight: Weight) -> int:
         return math.ceil(numel(weight) / num_processes)
 
-    def size(weight: "Weight") -> int:
+    def size(weight: Weight) -> int:
         # An adapter's weights are made in float32, and left so where the model was cut while it was read. That of 4
         # bits is cut later, and converted.
-        is_adapter = recipe.adapter is not None and recipe.adapter.name != "qlora"
+        is_adapter = inputs.adapter in ("lora", "dora")
         return FLOAT32 if weight.is_trained and is_adapter else low
 
     threshold = zero.get("stage3_param_persistence_threshold", 10**5)
@@ -405,49 +427,54 @@ def _zero3(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
     gathered = sum(size(weight) * part(weight) * num_processes for weight in persistent) * is_gathered
     gathered += constants(skeleton)
     parts = sum(size(weight) * part(weight) for weight in skeleton.weights)
+    # hpZ: a forward leaves what it gathered cut over a smaller group too, for the gathers until the update.
+    group = strategy.secondary_group_size
+    second = sum(size(w) * (part(w) * num_processes // group) for w in skeleton.weights) * (group > 1)
     subgroups = list(_subgroups(skeleton, part, zero.get("sub_group_size", 10**9)))
     subgroup_parts = [[part(weight) for weight in subgroup] for subgroup in subgroups]
     trained = sum(map(sum, subgroup_parts))
-    gradients = low * trained
+    gradients = gradient_bytes(inputs) * trained
     bucket = low * zero.get("reduce_bucket_size", 5 * 10**8)
     live = max(zero.get("stage3_max_live_parameters", 10**9), zero.get("stage3_max_reuse_distance", 10**9))
-    moving = [numel(weight) for weight in others] if is_gathered else []
+    released = [numel(weight) for weight in others] if is_gathered else []
     # What is gathered ahead comes in one buffer, out of which each weight is copied when the first is used; the rest
     # hold on to it (partition_parameters.py, AllGatherCoalescedHandle.wait). From NVMe nothing comes ahead
     # (partitioned_param_coordinator.py, _fetch_sub_module_impl).
     whole = low * sum(weight.num_elements for weight in skeleton.weights if weight.is_trained)
     ahead = zero.get("stage3_prefetch_bucket_size", 5 * 10**7)
-    visiting: dict[str, Any] = {
-        "gathered_weights": low * min(sum(moving), live + max(moving, default=0)),
-        "sent": 0 if strategy.offload_param == "nvme" else low * min(sum(moving), ahead + max(moving, default=0)),
-        "is_sent_again": sum(moving) > live,
+    transient: dict[str, Any] = {
+        "gathered_weights": low * min(sum(released), live + max(released, default=0)),
+        "sent": 0 if strategy.offload_param == "nvme" else low * min(sum(released), ahead + max(released, default=0)),
+        "is_sent_again": sum(released) > live,
         "bucket": bucket,
         "gradients_before": 0 if strategy.offload_optimizer else gradients,
         "whole_gradients": whole,
         # The gradients in the bucket are joined anew (coalesced_collectives.py, reduce_scatter_coalesced).
         "reduction": min(bucket, whole),
     }
-    gpu = Held(weights=gathered, buffers=bucket + _buffers(skeleton))
-    state = Held(
+    gpu = ResidentBytes(
+        weights=gathered, buffers=bucket + _buffers(skeleton) + second * (strategy.offload_param is None)
+    )
+    state = ResidentBytes(
         masters=FLOAT32 * trained,
         gradients=gradients,
-        moments=_moments(recipe.optim, [(sum(found), False) for found in subgroup_parts]),
+        moments=_moments(inputs.optim, [(sum(found), False) for found in subgroup_parts]),
     )
     if strategy.offload_optimizer is None:
         gpu = replace(state, weights=gathered + parts, buffers=gpu.buffers)
         update = _flat_gradients(max(map(sum, subgroup_parts)), low)
-        return States(gpu=gpu, gradients_at_first=gradients, gradients_between=gradients, update=update, **visiting)
-    visiting |= {"gradients_at_first": 0, "gradients_between": 0}
+        return States(gpu=gpu, gradients_at_first=gradients, gradients_between=gradients, update=update, **transient)
+    transient |= {"gradients_at_first": 0, "gradients_between": 0}
     # Beside the buffer that accumulates, each float32 part has a gradient of its own.
-    host, disk = replace(state, gradients=gradients + FLOAT32 * trained), Held()
+    host, disk = replace(state, gradients=gradients + FLOAT32 * trained), ResidentBytes()
     if strategy.offload_optimizer == "nvme":
         filled = [[min(part(w), max(0, numel(w) - rank * part(w))) for w in subgroup] for subgroup in subgroups]
-        host, disk = _optimizer_on_disk(recipe, strategy, subgroup_parts, filled)
+        host, disk = _optimizer_on_disk(inputs, subgroup_parts, filled)
         host = replace(host, gradients=host.gradients + gradients)
     if strategy.offload_param is None:
         gpu = replace(gpu, weights=gathered + parts)
     elif strategy.offload_param == "cpu":
-        host = replace(host, weights=parts)
+        host = replace(host, weights=parts, buffers=host.buffers + second)
     else:
         # The swapper's buffers; one for a sub-group's new weights, as if each were whole; and placeholders: a number
         # for each group, and one of 2 bytes (partitioned_param_swapper.py, reserve_partitioned_swap_space).
@@ -464,12 +491,12 @@ def _zero3(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
             buffers=host.buffers + low * (buffer + reserved) + sum(size(group[0]) for group in _groups(skeleton)) + 2,
         )
         disk = replace(disk, weights=low * sum(_round_up(part(weight), alignment) for weight in swapped))
-    return States(gpu=gpu, host=host, disk=disk, **visiting)
+    return States(gpu=gpu, host=host, disk=disk, **transient)
 
 
 def _optimizer_on_disk(
-    recipe: Recipe, strategy: Strategy, subgroups: list[list[int]], filled: list[list[int]]
-) -> tuple[Held, Held]:
+    inputs: CostInputs, subgroups: list[list[int]], filled: list[list[int]]
+) -> tuple[ResidentBytes, ResidentBytes]:
     """Host and disk. A sub-group is swapped as a whole, with its gradients one by one: of each the part that fills
     whole blocks. What is left over is a view of it, which keeps all of it in memory (runtime/swap_tensor/
     optimizer_utils.py, _adjust_for_misaligned_lengths); where gradients are accumulated in float32, of that buffer.
@@ -478,11 +505,12 @@ def _optimizer_on_disk(
         subgroups: of each, the elements of its weights' parts.
         filled: the same without padding; gradients have none.
     """
-    optim, is_copied = recipe.optim, low_bytes(recipe.mixed_precision) < FLOAT32
+    strategy = inputs.strategy
+    optim, is_copied = inputs.optim, inputs.low_bytes < FLOAT32
     per_block, limit = _thread_alignment(strategy) // FLOAT32, _swap_limit(strategy)
     # AdamW's count stays in memory.
     num_moments, count = (2, STEP) if optim.name == "adamw" else (0 if optim.momentum == 0 else 1, 0)
-    host, disk = Held(), Held()
+    host, disk = ResidentBytes(), ResidentBytes()
     for subgroup, gradients in zip(subgroups, filled, strict=True):
         numel = sum(subgroup)
         if FLOAT32 * numel < limit:
@@ -508,7 +536,7 @@ def _optimizer_on_disk(
     return replace(host, buffers=FLOAT32 * num_buffers * largest), disk
 
 
-def _subgroups(skeleton: "Skeleton", part: Callable[["Weight"], int], limit: int) -> Iterator[list["Weight"]]:
+def _subgroups(skeleton: Skeleton, part: Callable[[Weight], int], limit: int) -> Iterator[list[Weight]]:
     """Trained weights that are updated at once: so many that their parts reach the limit (stage3.py,
     _create_fp16_sub_groups).
     """
@@ -536,14 +564,28 @@ def _swap_limit(strategy: Strategy) -> int:
     return max(MIN_SWAP, strategy.deepspeed.get("aio", {}).get("block_size", MIN_SWAP))
 
 
+def checkpoint_bytes(skeleton: Skeleton, recipe: Recipe) -> int:
+    """Weights and moments of what is trained, in float32, whatever the optimizer keeps them in."""
+    kinds = {"adamw": 2, "adamw_8bit": 2, "sgd": 0 if recipe.optim.momentum == 0 else 1, "muon": 2}[recipe.optim.name]
+    total = 0
+    for weight in skeleton.weights:
+        if weight.is_trained:
+            moments = 1 if recipe.optim.name == "muon" and weight.is_orthogonal else kinds
+            total += weight.num_elements * 4 * (1 + moments)
+    return total
+
+
+def gradient_bytes(inputs: CostInputs) -> int:
+    """Bytes of a gradient in which micro-batches add up: float32, or under ZeRO as the JSON says."""
+    if inputs.strategy.kind != "zero":
+        return FLOAT32
+    asked = (inputs.strategy.deepspeed or {}).get("data_types") or {}
+    return FLOAT32 if asked.get("grad_accum_dtype") == "fp32" else inputs.low_bytes
+
+
 def _zero_block(strategy: Strategy) -> dict[str, Any]:
     assert strategy.deepspeed is not None
     return strategy.deepspeed["zero_optimization"]
-
-
-def _accumulation(recipe: Recipe, strategy: Strategy, num_processes: int) -> int:
-    per_forward = (recipe.batch.micro_batch_size or 1) * strategy.data_parallel_size(num_processes)
-    return math.ceil(recipe.batch.global_batch_size / per_forward)
 
 
 def _moments(optim: OptimSection, tensors: Iterable[tuple[int, bool]]) -> int:
@@ -568,30 +610,30 @@ def _moments(optim: OptimSection, tensors: Iterable[tuple[int, bool]]) -> int:
             return small + large + (2 * 256 * FLOAT32 if large else 0)
 
 
-def resident(weights: Iterable["Weight"], recipe: Recipe) -> int:
+def resident(weights: Iterable[Weight], inputs: CostInputs) -> int:
     """Bytes of whole weights."""
-    return sum(_size(weight, recipe) * math.prod(_stored(weight, recipe)) for weight in weights)
+    return sum(_size(weight, inputs) * math.prod(_stored(weight, inputs)) for weight in weights)
 
 
-def _tensors(skeleton: "Skeleton", numel: Callable[["Weight"], int]) -> list[tuple[int, bool]]:
+def _tensors(skeleton: Skeleton, numel: Callable[[Weight], int]) -> list[tuple[int, bool]]:
     return [(numel(weight), weight.is_orthogonal) for weight in skeleton.weights if weight.is_trained]
 
 
-def _size(weight: "Weight", recipe: Recipe) -> int:
+def _size(weight: Weight, inputs: CostInputs) -> int:
     """Bytes of one stored number of a weight, but for ZeRO's."""
-    return FLOAT32 if weight.is_trained else low_bytes(recipe.mixed_precision)
+    return FLOAT32 if weight.is_trained else inputs.low_bytes
 
 
-def _stored(weight: "Weight", recipe: Recipe) -> tuple[int, ...]:
+def _stored(weight: Weight, inputs: CostInputs) -> tuple[int, ...]:
     """The shape in which a weight lies in memory: two of 4 bits share a byte, and bytes are stored as numbers of the
     dtype that is computed in, in one column (see `adapters.quantization_options`).
     """
     if not weight.is_quantized:
         return weight.shape
-    return (weight.num_elements // (2 * low_bytes(recipe.mixed_precision)), 1)
+    return (weight.num_elements // (2 * inputs.low_bytes), 1)
 
 
-def constants(skeleton: "Skeleton") -> int:
+def constants(skeleton: Skeleton) -> int:
     """Beside 4-bit weights, whole on each process: a scale in 8 bits for each block of 64, for each 256 of those a
     float32 scale, a float32 offset, and two tables of values (bitsandbytes 0.50, functional.py, quantize_4bit).
     """
@@ -603,7 +645,7 @@ def constants(skeleton: "Skeleton") -> int:
     return total
 
 
-def _buffers(skeleton: "Skeleton") -> int:
+def _buffers(skeleton: Skeleton) -> int:
     return FLOAT32 * sum(skeleton.buffers)
 
 
