@@ -16,12 +16,20 @@ import pyarrow.parquet
 import pytest
 from small_data import ROOT, chat, messages, rows_of, write_lines
 
+from cookbook.data import rows as reading
 from cookbook.data import stdlib
-from cookbook.data.rows import read_rows, texts
+from cookbook.data.rows import texts
 from cookbook.data.sources import MAX_ROW_BYTES
 from cookbook.data.stdlib import load_stdlib
 from cookbook.files import RecipeError
+from cookbook.objectives import Objective
 from cookbook.recipe import Source
+
+
+def read_rows(source, on_bad_row, objective="sft"):
+    """By the objective's name."""
+    return reading.read_rows(source, on_bad_row, Objective.of(name=objective))
+
 
 GOOD = messages(("user", "hi"), ("assistant", "ho"))
 BAD_LINES = {

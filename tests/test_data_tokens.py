@@ -21,7 +21,7 @@ from tokenizers import processors
 from cookbook.data import tokens as tokens_module
 from cookbook.data.tokens import cached_tokens
 from cookbook.files import RecipeError
-from cookbook.recipe import ObjectiveSection
+from cookbook.objectives import Objective
 
 
 @pytest.fixture(scope="module")
@@ -353,7 +353,7 @@ def run_cached(cache, rows, tokenizer, **changes):
         "max_length": 50,
         "on_bad_row": "drop",
         "place": "data.train",
-        "objective": ObjectiveSection(),
+        "objective": Objective.of(),
     } | changes
     return cached_tokens([rows], tokenizer, cache=cache, **settings)
 
@@ -381,7 +381,7 @@ def test_cache_hit_is_bit_equal_and_does_not_tokenise(tmp_path, tokenizer, monke
 
 def test_cached_pairs_stay_pairs(tmp_path, tokenizer):
     rows = rows_of("chat_preference", [preference(["q"], "yes", "no"), preference(["q"], "1", "2" * 60)])
-    made, again = (run_cached(tmp_path, rows, tokenizer, objective=ObjectiveSection(name="dpo"))[0] for _ in range(2))
+    made, again = (run_cached(tmp_path, rows, tokenizer, objective=Objective.of(name="dpo"))[0] for _ in range(2))
     assert isinstance(again.ids, np.memmap)
     assert (len(again), again.group_size, again.part_sizes, again.num_cut) == (2, 2, (2,), 1)
     assert_same_tokens(made, again)
@@ -390,11 +390,11 @@ def test_cached_pairs_stay_pairs(tmp_path, tokenizer):
 def test_whatever_changes_the_tokens_changes_the_entry(tmp_path, tokenizer):
     run_cached(tmp_path, CACHE_ROWS, tokenizer)
     run_cached(tmp_path, CACHE_ROWS, tokenizer, max_length=49)
-    run_cached(tmp_path, CACHE_ROWS, tokenizer, objective=ObjectiveSection(train_on="all"))
+    run_cached(tmp_path, CACHE_ROWS, tokenizer, objective=Objective.of(train_on="all"))
     run_cached(tmp_path, rows_of("messages", CACHE_ROWS.rows[:1]), tokenizer)
     texts = rows_of("text", [{"text": "a" * 60}])
     for objective in ("sft", "cpt"):
-        run_cached(tmp_path, texts, tokenizer, objective=ObjectiveSection(name=objective))
+        run_cached(tmp_path, texts, tokenizer, objective=Objective.of(name=objective))
     run_cached(tmp_path, CACHE_ROWS, make_tokenizer(CHATML.read_text() + " "))
     run_cached(tmp_path, CACHE_ROWS, make_tokenizer(bos="<s>"))
     assert len(list(tmp_path.glob("tokens-*/meta.json"))) == 8

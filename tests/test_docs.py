@@ -24,7 +24,8 @@ from curves import Lab
 
 import cookbook
 from cookbook import cli
-from cookbook.recipe import Recipe, Section
+from cookbook.recipe import Recipe
+from cookbook.registry import Named, Section
 from tests.needs import need_simulated_gpus
 
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "recipes/README.md"]
@@ -454,7 +455,8 @@ def recipe_keys(model: type[Section] = Recipe, path: str = "") -> list[tuple[str
         if inner is None or path == "data." or info.default is None:
             found.append((key, ... if info.is_required() else info.default))
         if inner is not None and key != "data.eval":
-            found += recipe_keys(inner, f"{key}.")
+            for kind in inner.kinds() if issubclass(inner, Named) else [inner]:
+                found += recipe_keys(kind, f"{key}.")
     return found
 
 

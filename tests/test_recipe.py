@@ -12,7 +12,8 @@ from conftest import ROOT
 from pydantic import ValidationError
 
 from cookbook.files import RecipeError
-from cookbook.recipe import Recipe, Section, dump_recipe, load_recipe, recipe_schema
+from cookbook.recipe import Recipe, dump_recipe, load_recipe, recipe_schema
+from cookbook.registry import Named, Section
 
 RECIPE = Path(SMALL)
 RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
@@ -107,7 +108,8 @@ def sections(model=Recipe):
     for info in model.model_fields.values():
         for candidate in (info.annotation, *getattr(info.annotation, "__args__", ())):
             if isinstance(candidate, type) and issubclass(candidate, Section):
-                yield from sections(candidate)
+                for kind in candidate.kinds() if issubclass(candidate, Named) else [candidate]:
+                    yield from sections(kind)
 
 
 def test_the_schema_closes_every_section_and_knows_every_key():

@@ -91,10 +91,14 @@ def updates_made(engine: "Engine") -> int | None:
 
 
 def finish_restore(engine: "Engine", num_updates: int | None) -> None:
-    """After all pieces were written: the optimizer's count, and the copies that forwards read. Collective."""
+    """After all pieces were written: the optimizer's count, and the copies that forwards read. Collective.
+
+    The count stands beside one kind of state, `Optimizer.counts_beside`; what lacks that, as Muon's matrices do, counts
+    nothing.
+    """
     if num_updates is not None:
         for parameter, state in _base_optimizer(engine).state.items():
-            if "exp_avg" in state or "state1" in state:  # Muon's matrices count nothing
+            if engine.counts_beside in state:
                 # Where the fused AdamW makes it. DeepSpeed's own and bitsandbytes' count in an int.
                 fresh = torch.zeros((), device=parameter.device)
                 old = state.get("step", fresh)

@@ -298,10 +298,8 @@ def _curve(found: Comparison) -> list[str]:
         named = ", ".join(changing) if len(changing) < 5 else f"the first {len(changing)} keys above"
         lines = [f"may differ, by {named}"] if changing else []
         lines += [f"may differ: {caveat}" for caveat in found.caveats]
-    bits = {setting.optimizer for setting in found.settings}
-    if "adamw_8bit" in bits:
-        lines.append("adamw_8bit: where its blocks begin follows the strategy's cut, so its band is wider")
-    return lines
+    optimizers = {setting.optim.name: setting.optim for setting in found.settings}
+    return lines + [f"{name}: {optim.caveat}" for name, optim in optimizers.items() if optim.caveat]
 
 
 def as_dict(found: Comparison) -> dict[str, Any]:

@@ -4,10 +4,12 @@ The arithmetic of docs/strategies.md. Activations, buffers and the number of par
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cookbook.recipe import Recipe
+from cookbook.optim.adamw import AdamW
+from cookbook.optim.base import Optimizer
+from cookbook.recipe import AdapterSection, Recipe
 from cookbook.strategy import Strategy
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
@@ -25,9 +27,8 @@ class Setting:
     num_processes: int
     accumulation: int
     mixed_precision: str = "bf16"
-    optimizer: str = "adamw"
-    momentum: float | None = None
-    adapter: str | None = None
+    optim: Optimizer = field(default_factory=lambda: AdamW(learning_rate=1.0))
+    adapter: AdapterSection | None = None
 
     @property
     def low_bytes(self) -> int:
@@ -35,16 +36,14 @@ class Setting:
         return 4 if self.mixed_precision == "no" else 2
 
     @property
-    def moment_bytes(self) -> int:
+    def moment_bytes(self) -> float:
         """Of what the optimizer keeps for each parameter, beside a copy of it."""
-        if self.optimizer == "sgd":
-            return 0 if self.momentum == 0 else 4
-        return {"adamw": 8, "adamw_8bit": 2, "muon": 4}[self.optimizer]
+        return sum(self.optim.state(is_matrix=True).values())
 
     @property
     def moments(self) -> str:
-        """What to call them; of muon those of embeddings, norms and biases are adamw's, 4 bytes more."""
-        return "optimizer of matrices" if self.optimizer == "muon" else "optimizer"
+        """What to call them."""
+        return self.optim.state_words
 
     @property
     def num_shards(self) -> int:
@@ -61,9 +60,8 @@ def setting_of(recipe: Recipe, strategy: Strategy, num_processes: int, accumulat
         num_processes=num_processes,
         accumulation=accumulation,
         mixed_precision=recipe.mixed_precision,
-        optimizer=recipe.optim.name,
-        momentum=recipe.optim.momentum,
-        adapter=recipe.adapter.name if recipe.adapter else None,
+        optim=recipe.optim,
+        adapter=recipe.adapter,
     )
 
 
@@ -99,7 +97,7 @@ def precision(setting: Setting) -> dict[str, str]:
     if setting.adapter is not None:
         rest = "float32" if strategy.kind == "fsdp1" else low
         found["frozen weights"] = (
-            f"4 bits (NF4) in linear layers, {rest} elsewhere" if setting.adapter == "qlora" else rest
+            f"4 bits (NF4) in linear layers, {rest} elsewhere" if setting.adapter.is_quantized else rest
         )
     return found
 
@@ -159,7 +157,7 @@ def frozen_share(setting: Setting) -> Share | None:
     if setting.adapter is None:
         return None
     strategy, fsdp = setting.strategy, setting.strategy.fsdp
-    num_bytes = 0.5 if setting.adapter == "qlora" else 4 if strategy.kind == "fsdp1" else setting.low_bytes
+    num_bytes = 0.5 if setting.adapter.is_quantized else 4 if strategy.kind == "fsdp1" else setting.low_bytes
     is_cut = strategy.kind in ("fsdp1", "fsdp2", "tp") or strategy.zero_stage == 3
     places: dict[str | None, Where] = {None: "GPU", "cpu": "host", "nvme": "disk"}
     where: Where = "host" if fsdp is not None and fsdp.fsdp_offload_params else places[strategy.offload_param]

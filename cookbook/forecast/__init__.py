@@ -158,7 +158,7 @@ class _Workshop:
 
     def _traced(self, autocast: bool, tp_size: int, fsdp: Literal[0, 1, 2], is_zero3: bool, micro_batch: int) -> Pass:
         recipe = self.recipe
-        sequences = micro_batch * (2 if recipe.objective.name == "dpo" else 1)
+        sequences = micro_batch * len(recipe.objective.sequences)
         length = recipe.data.max_length
         rows, row = (1, sequences * length) if recipe.data.packing else (sequences, length)
         if self.untraceable is None:
@@ -208,7 +208,7 @@ def micro_batch_of(recipe: Recipe) -> int:
     if batch.micro_batch_size is not None:
         return batch.micro_batch_size
     assert batch.micro_batch_tokens is not None
-    of_a_sample = recipe.data.max_length * (2 if recipe.objective.name == "dpo" else 1)
+    of_a_sample = recipe.data.max_length * len(recipe.objective.sequences)
     return max(1, batch.micro_batch_tokens // of_a_sample)
 
 
@@ -286,8 +286,7 @@ def _time(workshop: _Workshop, strategy: Strategy, plan: Plan, machines: Machine
 
 def tokens_of_step(recipe: Recipe) -> int:
     """At most: every sample at its full length."""
-    of_a_sample = 2 if recipe.objective.name == "dpo" else 1
-    return recipe.batch.global_batch_size * of_a_sample * recipe.data.max_length
+    return recipe.batch.global_batch_size * len(recipe.objective.sequences) * recipe.data.max_length
 
 
 def _sizes(config: PreTrainedConfig, found: Skeleton) -> Sizes:
@@ -406,12 +405,10 @@ def _verdict(
 
 def checkpoint_bytes(found: Skeleton, recipe: Recipe) -> int:
     """Weights and moments of what is trained, in float32, whatever the optimizer keeps them in."""
-    kinds = {"adamw": 2, "adamw_8bit": 2, "sgd": 0 if recipe.optim.momentum == 0 else 1, "muon": 2}[recipe.optim.name]
     total = 0
     for weight in found.weights:
         if weight.is_trained:
-            moments = 1 if recipe.optim.name == "muon" and weight.is_orthogonal else kinds
-            total += weight.num_elements * 4 * (1 + moments)
+            total += weight.num_elements * 4 * (1 + len(recipe.optim.state(is_matrix=weight.is_orthogonal)))
     return total
 
 

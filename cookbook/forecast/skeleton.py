@@ -32,7 +32,7 @@ class Weight:
     cut: int | None
     """The dimension along which transformers' tensor parallel cuts it; None: each process holds the whole."""
     is_orthogonal: bool
-    """A matrix that Muon orthogonalises (see `optim.split_for_muon`), if that is the recipe's optimizer."""
+    """A matrix inside the layers: what Muon orthogonalises (see `optim.orthogonal.split_for_muon`)."""
 
     @property
     def num_elements(self) -> int:
@@ -61,7 +61,7 @@ def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
     """
     with torch.device("meta"):
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
-    quantized = _quantized(model) if recipe.adapter is not None and recipe.adapter.name == "qlora" else set()
+    quantized = _quantized(model) if recipe.adapter is not None and recipe.adapter.is_quantized else set()
     buffers = tuple(buffer.numel() for buffer in model.buffers())
     cuts = _cuts(model)
     if recipe.adapter is not None:

@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from cookbook.recipe import OptimSection, Recipe
+from cookbook.recipe import Recipe
 from cookbook.strategy import Strategy
 
 if TYPE_CHECKING:
     from cookbook.forecast.skeleton import Skeleton, Weight
 
 FLOAT32 = 4
-STEP = 4
-"""Of the float32 tensor in which torch's fused AdamW counts the updates of each tensor."""
 MIN_SWAP = 2**20
 """DeepSpeed leaves what is smaller in memory (runtime/swap_tensor/utils.py, MIN_AIO_BYTES)."""
 SWAP_ALIGNMENT = 1024
@@ -137,7 +135,7 @@ def _whole(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
         gpu=Held(
             weights=resident(skeleton.weights, recipe) + constants(skeleton),
             gradients=gradients,
-            moments=_moments(recipe.optim, _tensors(skeleton, lambda weight: weight.num_elements)),
+            moments=recipe.optim.state_bytes(_tensors(skeleton, lambda weight: weight.num_elements)),
             buffers=_buffers(skeleton),
         ),
         gradients_at_first=gradients if is_wrapped else 0,
@@ -164,7 +162,7 @@ def _tensor_parallel(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, r
         gpu=Held(
             weights=sum(_size(weight, recipe) * local(weight) for weight in skeleton.weights),
             gradients=gradients,
-            moments=_moments(recipe.optim, _tensors(skeleton, local)),
+            moments=recipe.optim.state_bytes(_tensors(skeleton, local)),
             buffers=_buffers(skeleton),
         ),
         gradients_at_first=0,
@@ -190,7 +188,7 @@ def _fsdp2(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
     low = low_bytes(recipe.mixed_precision)
     gradients = FLOAT32 * sum(padded(weight) for weight in skeleton.weights if weight.is_trained)
     weights = sum(_size(weight, recipe) * padded(weight) for weight in skeleton.weights)
-    state = Held(weights=weights, gradients=gradients, moments=_moments(recipe.optim, _tensors(skeleton, local)))
+    state = Held(weights=weights, gradients=gradients, moments=recipe.optim.state_bytes(_tensors(skeleton, local)))
     units = tuple(
         Unit(
             layer=layer,
@@ -276,7 +274,7 @@ def _fsdp1(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
         gpu=Held(
             weights=weights,
             gradients=gradients,
-            moments=_moments(recipe.optim, tensors),
+            moments=recipe.optim.state_bytes(tensors),
             buffers=_buffers(skeleton),
         ),
         gradients_at_first=0,
@@ -325,7 +323,7 @@ def _zero12(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_proces
     largest = max(map(max, groups))
     frozen = [weight for weight in skeleton.weights if not weight.is_trained]
     masters = FLOAT32 * sum(parts)
-    moments = _moments(recipe.optim, [(part, False) for part in parts])
+    moments = recipe.optim.state_bytes([(part, False) for part in parts])
     weights = low * sum(flats) + resident(frozen, recipe) + constants(skeleton)
     buffers = _buffers(skeleton)
     num_buckets = 2 if zero.get("overlap_comm") else 1
@@ -394,7 +392,7 @@ def _zero3(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
     def size(weight: "Weight") -> int:
         # An adapter's weights are made in float32, and left so where the model was cut while it was read. That of 4
         # bits is cut later, and converted.
-        is_adapter = recipe.adapter is not None and recipe.adapter.name != "qlora"
+        is_adapter = recipe.adapter is not None and not recipe.adapter.is_quantized
         return FLOAT32 if weight.is_trained and is_adapter else low
 
     threshold = zero.get("stage3_param_persistence_threshold", 10**5)
@@ -431,7 +429,7 @@ def _zero3(skeleton: "Skeleton", recipe: Recipe, strategy: Strategy, num_process
     state = Held(
         masters=FLOAT32 * trained,
         gradients=gradients,
-        moments=_moments(recipe.optim, [(sum(found), False) for found in subgroup_parts]),
+        moments=recipe.optim.state_bytes([(sum(found), False) for found in subgroup_parts]),
     )
     if strategy.offload_optimizer is None:
         gpu = replace(state, weights=gathered + parts, buffers=gpu.buffers)
@@ -480,8 +478,8 @@ def _optimizer_on_disk(
     """
     optim, is_copied = recipe.optim, low_bytes(recipe.mixed_precision) < FLOAT32
     per_block, limit = _thread_alignment(strategy) // FLOAT32, _swap_limit(strategy)
-    # AdamW's count stays in memory.
-    num_moments, count = (2, STEP) if optim.name == "adamw" else (0 if optim.momentum == 0 else 1, 0)
+    # The count of updates stays in memory.
+    num_moments, count = len(optim.state(is_matrix=False)), optim.state_bytes([(0, False)])
     host, disk = Held(), Held()
     for subgroup, gradients in zip(subgroups, filled, strict=True):
         numel = sum(subgroup)
@@ -490,7 +488,7 @@ def _optimizer_on_disk(
                 host,
                 masters=host.masters + FLOAT32 * numel,
                 gradients=host.gradients + FLOAT32 * numel,
-                moments=host.moments + _moments(optim, [(numel, False)]),
+                moments=host.moments + optim.state_bytes([(numel, False)]),
             )
             continue
         swapped = [part for part in gradients if FLOAT32 * part >= limit]
@@ -544,28 +542,6 @@ def _zero_block(strategy: Strategy) -> dict[str, Any]:
 def _accumulation(recipe: Recipe, strategy: Strategy, num_processes: int) -> int:
     per_forward = (recipe.batch.micro_batch_size or 1) * strategy.data_parallel_size(num_processes)
     return math.ceil(recipe.batch.global_batch_size / per_forward)
-
-
-def _moments(optim: OptimSection, tensors: Iterable[tuple[int, bool]]) -> int:
-    """Of tensors given by their elements and whether Muon would orthogonalise them.
-
-    8 bits: a byte for each of both moments and a scale for each block of 256, from 4,096 elements on; the two tables of
-    values are one for all (bitsandbytes 0.50, optim/optimizer.py, Optimizer2State.init_state).
-    """
-    match optim.name:
-        case "adamw":
-            return sum(2 * FLOAT32 * numel + STEP for numel, _ in tensors)
-        case "sgd":
-            return 0 if optim.momentum == 0 else sum(FLOAT32 * numel for numel, _ in tensors)
-        case "muon":
-            return sum(
-                FLOAT32 * numel if is_orthogonal else 2 * FLOAT32 * numel + STEP for numel, is_orthogonal in tensors
-            )
-        case "adamw_8bit":
-            sizes = [numel for numel, _ in tensors]
-            small = sum(2 * FLOAT32 * numel for numel in sizes if numel < 4096)
-            large = sum(2 * (numel + FLOAT32 * math.ceil(numel / 256)) for numel in sizes if numel >= 4096)
-            return small + large + (2 * 256 * FLOAT32 if large else 0)
 
 
 def resident(weights: Iterable["Weight"], recipe: Recipe) -> int:
