@@ -189,6 +189,24 @@ def _check_chat_preference(raw: Row) -> Row:
     return {"prompt": chosen[:shared], "chosen": ends[0], "rejected": ends[1]}
 
 
+def _check_label(raw: Row) -> bool:
+    if not isinstance(raw["label"], bool):
+        raise BadRow("label is not true or false", f"`label` is {ascii(raw['label'])[:40]}")
+    return raw["label"]
+
+
+def _check_judgement(raw: Row) -> Row:
+    return _check_texts("prompt", "completion")(raw) | {"label": _check_label(raw)}
+
+
+def _check_chat_judgement(raw: Row) -> Row:
+    label, answer = _check_label(raw), raw["completion"]
+    if not isinstance(answer, list) or not answer or _role(answer[0]) != "assistant":
+        raise BadRow("completion is no answer", "its first message must be the assistant's")
+    whole = _conversation(raw["prompt"], answer, "completion")
+    return {"prompt": whole[: -len(answer)], "completion": whole[-len(answer) :], "label": label}
+
+
 def _conversation(prompt: Any, answer: Any, name: str) -> Chat:
     """The whole conversation, from a prompt (a text, messages or none) and an answer that may repeat it."""
     is_answer_only = isinstance(answer, list) and bool(answer) and _role(answer[0]) == "assistant"
@@ -269,6 +287,29 @@ for _kind in (
         check=_check_preference,
         texts=lambda row: (row["prompt"], (row["chosen"], row["rejected"])),
         made_up=lambda some: {"prompt": some.text(), "chosen": some.text(), "rejected": some.text()},
+    ),
+    RowKind(
+        name="chat_judgement",
+        keys=("prompt", "completion", "label"),
+        matches=lambda raw: not isinstance(raw["completion"], str),
+        form=" of messages",
+        check=_check_chat_judgement,
+        chats=lambda row: [(row["prompt"] + row["completion"], num_turns(row["prompt"]))],
+        value=lambda row: float(row["label"]),
+        made_up=lambda some: {
+            "prompt": some.chat("user"),
+            "completion": some.chat("assistant"),
+            "label": some.chance.random() < 0.5,
+        },
+    ),
+    RowKind(
+        name="judgement",
+        keys=("prompt", "completion", "label"),
+        matches=lambda raw: isinstance(raw["completion"], str),
+        check=_check_judgement,
+        texts=lambda row: (row["prompt"], (row["completion"],)),
+        value=lambda row: float(row["label"]),
+        made_up=lambda some: {"prompt": some.text(), "completion": some.text(), "label": some.chance.random() < 0.5},
     ),
 ):
     registry.register(_kind)

@@ -19,13 +19,13 @@ CLASHES = {
     "adapter.name: qlora with weights on NVMe": ([QLORA], "zero3_nvme", 0),
     "model.gradient_checkpointing: selective with ZeRO-3": (["model.gradient_checkpointing=selective"], "zero3", 0),
     "model.compile with tensor parallel": (["model.compile=true"], "tp", 0),
-    "optim.name: muon with ZeRO": (["optim={name: muon, learning_rate: 1e-3}"], "zero2", 0),
-    "optim.name: muon with FSDP1": (["optim={name: muon, learning_rate: 1e-3}"], "fsdp1", 0),
     "optim.name: adamw_8bit with optimizer state on NVMe": (
         ["optim={name: adamw_8bit, learning_rate: 1e-3}"],
         "zero3_nvme",
         0,
     ),
+    "optim.name: muon with ZeRO": (["optim={name: muon, learning_rate: 1e-3}"], "zero2", 0),
+    "optim.name: muon with FSDP1": (["optim={name: muon, learning_rate: 1e-3}"], "fsdp1", 0),
 }
 BESIDE = [
     ([LORA], "fsdp1"),

@@ -40,6 +40,7 @@ def batch(grid) -> dict[str, torch.Tensor]:
         **found,
         "target_sequences": found["target_positions"] // LENGTH,
         "num_sequences": 2 * NUM_PAIRS,
+        "values": torch.tensor([1.0, 0.0] * NUM_PAIRS, dtype=torch.float64),
         "reference_logps": torch.randn(2 * NUM_PAIRS, generator=chance) - 12.0,
     }
 
@@ -120,11 +121,12 @@ def test_swapped_answers_are_another_loss(batch, logits):
     assert abs(right - wrong).item() > 0.1
 
 
-def test_a_micro_batch_without_pairs_still_has_a_backward(batch, logits):
+@pytest.mark.parametrize("name", ["dpo", "orpo", "kto_zero"])
+def test_a_micro_batch_without_samples_still_has_a_backward(batch, logits, name: str):
     empty = {"input_ids": batch["input_ids"][:1, :2]}
     empty |= {name: value[:0] for name, value in batch.items() if name not in ("input_ids", "num_sequences")}
     empty["num_sequences"] = 0
-    outcome = Objective.of(name="dpo").compute(model(logits[:1, :2]), empty)
+    outcome = Objective.of(name=name).compute(model(logits[:1, :2]), empty)
     outcome.loss_sum.backward()
     assert (outcome.loss_sum.item(), outcome.count) == (0, 0) and not logits.grad.any()
 
@@ -191,13 +193,44 @@ def test_a_likelihood_of_one_has_a_finite_gradient(batch):
     assert math.isfinite(outcome.loss_sum.item()) and logits.grad.isfinite().all()
 
 
+# KTO with z0 = 0.
+
+
+def test_kto_zero_is_equations_7_and_8_of_its_paper_with_z0_at_zero(batch, grid, logits):
+    settings = Objective.of(name="kto_zero", beta=0.3, desirable_weight=0.5, undesirable_weight=2.0)
+    outcome = settings.compute(model(logits), batch)
+    loss, num_right = 0.0, 0
+    for row in range(2 * NUM_PAIRS):
+        ratio = log_probability(logits[row], grid[row])[0] - batch["reference_logps"][row].item()
+        is_good = row % 2 == 0
+        weight, sign = (0.5, 1) if is_good else (2.0, -1)
+        value = weight / (1 + math.exp(-0.3 * sign * ratio))
+        loss += weight - value
+        num_right += sign * ratio > 0
+    assert outcome.loss_sum.item() == pytest.approx(loss, rel=1e-5)
+    assert (outcome.count, outcome.metrics["reward_accuracy"].item()) == (2 * NUM_PAIRS, num_right)
+
+
+def test_kto_zero_with_the_labels_swapped_is_another_loss(batch, logits):
+    settings = Objective.of(name="kto_zero", beta=0.3)
+    swapped = batch | {"values": 1 - batch["values"]}
+    right, wrong = (settings.compute(model(logits), each).loss_sum for each in (batch, swapped))
+    assert abs(right - wrong).item() > 0.01
+
+
 # What a rehearsal compares a run with.
 
 
 @pytest.mark.parametrize(
     "keys",
-    [{"name": "sft"}, {"name": "dpo", "label_smoothing": 0.2}, {"name": "dpo", "loss": "ipo"}, {"name": "orpo"}],
-    ids=["sft", "dpo", "ipo", "orpo"],
+    [
+        {"name": "sft"},
+        {"name": "dpo", "label_smoothing": 0.2},
+        {"name": "dpo", "loss": "ipo"},
+        {"name": "orpo"},
+        {"name": "kto_zero"},
+    ],
+    ids=["sft", "dpo", "ipo", "orpo", "kto_zero"],
 )
 def test_a_loss_by_hand_is_that_of_the_batch(batch, grid, logits, keys):
     objective = Objective.of(**keys)
@@ -208,4 +241,6 @@ def test_a_loss_by_hand_is_that_of_the_batch(batch, grid, logits, keys):
     ]
     num = len(objective.sequences)
     samples = [answers[i : i + num] for i in range(0, 2 * NUM_PAIRS, num)]
-    assert outcome.loss_sum.item() / outcome.count == pytest.approx(objective.by_hand(samples), rel=1e-5)
+    assert outcome.loss_sum.item() / outcome.count == pytest.approx(
+        objective.by_hand(samples, [1.0, 0.0] * NUM_PAIRS if num == 1 else [math.nan] * NUM_PAIRS), rel=1e-5
+    )

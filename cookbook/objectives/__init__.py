@@ -4,7 +4,7 @@ A loss takes the model and one micro-batch and returns a *sum*; the engine divid
 counts. So every objective is the same under every strategy, if it is a sum over tokens or samples.
 """
 
-from cookbook.objectives import dpo, orpo, token_loss
+from cookbook.objectives import dpo, kto_zero, orpo, token_loss
 from cookbook.objectives.base import Answer, Objective, TrainOn
 
-__all__ = ["Answer", "Objective", "TrainOn", "dpo", "orpo", "token_loss"]
+__all__ = ["Answer", "Objective", "TrainOn", "dpo", "kto_zero", "orpo", "token_loss"]

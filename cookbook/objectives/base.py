@@ -61,6 +61,11 @@ class Objective(Named):
         """
         raise NotImplementedError
 
-    def by_hand(self, samples: Sequence[Sequence[Answer]]) -> float:
-        """The mean loss of samples in plain numbers, each with its sequences. A rehearsal compares the run with it."""
+    def by_hand(self, samples: Sequence[Sequence[Answer]], values: Sequence[float]) -> float:
+        """The mean loss of samples, in plain numbers. A rehearsal compares the run with it.
+
+        Args:
+            samples: each with its sequences.
+            values: of each, see `RowKind.value`; nan where its kind of row has none.
+        """
         raise NotImplementedError

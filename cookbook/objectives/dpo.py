@@ -75,7 +75,7 @@ class DPO(Objective):
         # A micro-batch without pairs still has its backward: every process must take part in the collectives.
         return Outcome(losses.sum().float() + 0.0 * nll.sum(), len(losses), metrics)
 
-    def by_hand(self, samples: Sequence[Sequence[Answer]]) -> float:
+    def by_hand(self, samples: Sequence[Sequence[Answer]], values: Sequence[float]) -> float:
         """The mean over the pairs."""
         return sum(self._loss_of(*(self._ratio(answer) for answer in pair)) for pair in samples) / len(samples)
 

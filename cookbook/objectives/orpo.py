@@ -56,7 +56,7 @@ class ORPO(Objective):
         # A micro-batch without pairs still has its backward: every process must take part in the collectives.
         return Outcome(losses.sum().float() + 0.0 * nll.sum(), len(losses), metrics)
 
-    def by_hand(self, samples: Sequence[Sequence[Answer]]) -> float:
+    def by_hand(self, samples: Sequence[Sequence[Answer]], values: Sequence[float]) -> float:
         """The mean over the pairs."""
         total = 0.0
         for pair in samples:

@@ -19,7 +19,7 @@ class TokenLoss(Objective):
 
         return Outcome(negative_log_likelihood(model, batch).sum(), len(batch["targets"]))
 
-    def by_hand(self, samples: Sequence[Sequence[Answer]]) -> float:
+    def by_hand(self, samples: Sequence[Sequence[Answer]], values: Sequence[float]) -> float:
         """The mean over the tokens."""
         answers = [answer for sample in samples for answer in sample]
         return -sum(answer.logp for answer in answers) / sum(answer.num_tokens for answer in answers)

@@ -8,7 +8,7 @@ from cookbook.data.encode import Sequence, encode
 from cookbook.data.rows import read_rows
 from cookbook.objectives import Answer, Objective
 from cookbook.recipe import Source
-from cookbook.row_kinds import BadRow
+from cookbook.row_kinds import BadRow, kinds
 
 
 def recompute(export: Path, small: dict[str, Any], objective: Objective, eval_file: Path) -> float:
@@ -34,8 +34,13 @@ def recompute(export: Path, small: dict[str, Any], objective: Objective, eval_fi
         return Answer(total, count, logp(reference, sequence)[0] if objective.needs_reference else math.nan)
 
     encoded = encode(rows, tokenizer, objective.labels)
-    samples = [one for one in encoded if not isinstance(one, BadRow) and _is_trained(one, length)]
-    return objective.by_hand([[answer(sequence) for sequence in sample] for sample in samples])
+    samples, values = [], []
+    value_of = kinds()[rows.kind].value
+    for row, sample in zip(rows.rows, encoded, strict=True):
+        if not isinstance(sample, BadRow) and _is_trained(sample, length):
+            samples.append([answer(sequence) for sequence in sample])
+            values.append(value_of(row) if value_of else math.nan)
+    return objective.by_hand(samples, values)
 
 
 def _is_trained(sample: list[Sequence], length: int) -> bool:
