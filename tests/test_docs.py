@@ -19,9 +19,9 @@ from typing import Any, get_args
 
 import pytest
 import yaml
-from pydantic import TypeAdapter
 from conftest import ROOT, clean_environment
 from curves import Lab
+from pydantic import TypeAdapter
 
 import cookbook
 from cookbook import cli

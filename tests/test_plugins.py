@@ -16,6 +16,7 @@ from conftest import ROOT, clean_environment
 
 from cookbook import plugins, registry, rehearse
 from cookbook.checkpoint.listing import recipe_of
+from cookbook.checkpoint.resume import changes
 from cookbook.cli import main
 from cookbook.data.rows import read_rows
 from cookbook.files import RecipeError
@@ -215,6 +216,19 @@ def test_a_record_of_all_kinds_keys_is_read():
     values["objective"] |= {"loss": "sigmoid", "beta": 0.1, "label_smoothing": 0.0}
     values["optim"] = {"name": "sgd", "learning_rate": 0.1, "betas": [0.9, 0.999], "eps": 1e-8}
     assert recipe_of(values).optim.name == "sgd"
+
+
+def test_a_run_resumes_from_a_checkpoint_of_all_kinds_keys():
+    recipe = load_recipe(ROOT / "recipes/quickstart.yaml")
+    values = recipe.model_dump(mode="json", exclude_none=True)
+    del values["plugins"]
+    values["objective"] |= {"loss": "sigmoid", "beta": 0.1, "label_smoothing": 0.0}
+    digests = {"data": "a", "model": "b"}
+    state = {"recipe": values, "made_from": digests}
+    assert changes(state, recipe, digests) == ([], [])
+    other = recipe.model_copy(update={"objective": Objective.of(name="sft", train_on="all"), "plugins": ["x.py"]})
+    mistakes, _ = changes(state, other, digests | {"plugins": "c"})
+    assert [mistake.split(" ")[0] for mistake in mistakes] == ["the", "objective.train_on", "plugins"]
 
 
 def test_objectives_of_the_package_are_still_checked_with_a_plugin(recipe):

@@ -115,7 +115,8 @@ def changes(state: Mapping[str, Any], recipe: Recipe, made_from: Mapping[str, st
     Returns:
         Mistakes, and notes on changes that were asked for.
     """
-    was, now = flatten(state["recipe"]), flatten(recipe.model_dump(mode="json", exclude_none=True))
+    was = {"plugins": []} | flatten(state["recipe"])  # which older checkpoints do not name
+    now = flatten(recipe.model_dump(mode="json", exclude_none=True))
     same = {what: digest == state["made_from"].get(what) for what, digest in made_from.items()}
     verbs = {"plugins": "are"}
     mistakes = [

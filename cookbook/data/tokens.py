@@ -130,7 +130,7 @@ def tokenize(
     """The token set of all parts, in their order, or None if no row is left; rows without a target go to `bad_rows`.
 
     `encode` tells the labels. Sequences are cut at the end to `max_length` tokens, each answer of a preference for
-    itself. For cpt they are split instead, into pieces that overlap by one token: it is the last target of one piece
+    itself. An objective that splits rows gets pieces that overlap by one token: it is the last target of one piece
     and the unlabelled first token of the next, so that each token but the first of all is a target once.
 
     Args:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cookbook.explain import Explanation, costs, explain, number, shorten, source
+from cookbook.explain import Explanation, costs, explain, shorten, source
 from cookbook.files import RecipeError, apply_overrides, read_document, show
+from cookbook.optim import number
 from cookbook.plan import load_pair
 from cookbook.recipe import Recipe, Source
 from cookbook.strategy import Strategy, find_strategy, load_strategy, strategy_path
