@@ -331,7 +331,8 @@ def load_recipe(path: Path, assignments: list[str] | None = None) -> Recipe:
     """
     document = read_document(path)
     mistakes = apply_overrides(document, assignments or [])
-    mistakes += _use_plugins(document, path.parent)
+    if missing := _use_plugins(document, path.parent):
+        raise RecipeError(mistakes + missing)  # without them, their names would be further mistakes
     recipe, found = validate(document, Recipe, OWNED_ELSEWHERE)
     mistakes += found + _check_across_keys(document)
     if mistakes or recipe is None:
