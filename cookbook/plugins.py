@@ -21,20 +21,14 @@ _imported: dict[str, tuple[str, list[Any]]] = {}
 
 
 def use(files: Iterable[str]) -> None:
-    """Makes known what these files register, and nothing of other plugins. Each is imported once in a process.
+    """Makes known what these files register, and nothing of other plugins. A version is imported once in a process.
 
     Raises:
         RecipeError: a file that cannot be read or imported, or registers nothing, or a name that is taken.
     """
-    files = list(files)
     for other in registry.plugin_files():
-        if other not in files:
-            registry.take_plugin(other)
-    mistakes = []
-    for file in files:
-        if file not in registry.plugin_files():
-            mistakes += _use(file)
-    if mistakes:
+        registry.take_plugin(other)
+    if mistakes := [mistake for file in files for mistake in _use(file)]:
         raise RecipeError(mistakes)
 
 
@@ -55,11 +49,12 @@ def _use(file: str) -> list[str]:
         return [f"{file}: cannot be read ({error.strerror})"]
     registry.begin_plugin(file)
     try:
-        if file in _imported:
+        sha256 = hashlib.sha256(content).hexdigest()
+        if file not in _imported or _imported[file][0] != sha256:
+            _import(file, content, sha256)
+        else:
             for entry in _imported[file][1]:
                 registry.register(entry)
-        else:
-            _import(file, content)
     except Exception as error:
         registry.take_plugin(file)
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
@@ -84,8 +79,7 @@ class _Loader(SourceFileLoader):
         return self.content
 
 
-def _import(file: str, content: bytes) -> None:
-    sha256 = hashlib.sha256(content).hexdigest()
+def _import(file: str, content: bytes, sha256: str) -> None:
     name = f"cookbook_plugin_{sha256[:16]}"
     loader = _Loader(name, file, content)
     spec = importlib.util.spec_from_loader(name, loader)

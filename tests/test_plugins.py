@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, clean_environment
+from small_data import make_tokenizer
 
 from cookbook import plugins, registry, rehearse
 from cookbook.checkpoint.listing import recipe_of
 from cookbook.checkpoint.resume import changes
 from cookbook.cli import main
-from cookbook.data.rows import read_rows
+from cookbook.data.rows import BadRows, read_rows
+from cookbook.data.tokens import tokenize
 from cookbook.files import RecipeError
 from cookbook.objectives import Answer, Objective
 from cookbook.plan import load_pair, make_plan
@@ -175,6 +177,27 @@ def test_a_broken_plugin_is_one_line_with_its_place(book, name, text, message):
         load_recipe(Path("recipes/small.yaml"), [f"plugins=[{name}]"])
     assert len(caught.value.mistakes) == 1
     assert load_recipe(Path("recipes/small.yaml")).schedule.name == "cosine"
+
+
+def test_a_changed_plugin_is_read_again_in_the_same_process(recipe):
+    assert load_recipe(recipe).schedule.ends().startswith("from the peak to a third")
+    path = Path("recipes/mine.py")
+    path.write_text(path.read_text().replace("from the peak to a third", "from the peak to one third"))
+    assert load_recipe(recipe).schedule.ends().startswith("from the peak to one third")
+
+
+def test_tokenizing_processes_know_it(recipe):
+    found = load_recipe(recipe)
+    rows = read_rows(found.data.train[0], "error", found.objective)
+    bad_rows, tokenizer = BadRows(), make_tokenizer()
+    together, alone = (
+        tokenize(
+            [rows], tokenizer, max_length=64, objective=found.objective, bad_rows=bad_rows, num_processes=num_processes
+        )
+        for num_processes in (2, 1)
+    )
+    assert (len(together), together.group_size) == (45, 2)
+    assert together.fingerprint == alone.fingerprint and set(together.values) == {0.5, 1, 2}
 
 
 def test_a_changed_plugin_of_the_same_length_and_time_is_the_changed_one(tmp_path):
