@@ -135,7 +135,7 @@ def train(
     watching.enter("joining the process group")
     engine = stages.start_engine(recipe, strategy, plan, world, beat=watching.beat)
     watching.enter("taking digests", is_alone=engine.is_main)  # of large files, which it reads for all
-    made_from = stages.take_digests(material, engine, cache=CACHE)
+    made_from = stages.take_digests(recipe, material, engine, cache=CACHE)
     watching.enter("choosing the checkpoint")
     checkpoint = stages.choose_checkpoint(recipe, made_from, engine, is_restarted=is_restarted, notes=notes)
     watching.enter("loading the model")
@@ -196,7 +196,7 @@ def train_step(run: "Run", books: "Books", batch: "StepBatch") -> tuple[str | No
         FloatingPointError: more steps were left out than run.skip_nonfinite_steps.
     """
     from cookbook import metrics
-    from cookbook.optim import set_learning_rate
+    from cookbook.optim.groups import set_learning_rate
 
     recipe, engine, progress = run.recipe, run.engine, run.progress
     started = time.perf_counter()
@@ -204,7 +204,9 @@ def train_step(run: "Run", books: "Books", batch: "StepBatch") -> tuple[str | No
     lr = schedule.learning_rate(progress.step, run.material.max_steps, peak, recipe.schedule)
     set_learning_rate(engine.optimizer, lr)
     engine.begin_step(progress.step + 1, recipe.seed)
-    shares = engine.gradients(run.objective.run, batch.micro_batches, getattr(batch, run.objective.unit))
+    objective = recipe.objective
+    count = batch.num_targets if objective.mean_over == "tokens" else batch.num_samples
+    shares = engine.gradients(objective.compute, batch.micro_batches, count)
     asked = metrics.peak_memory_gib(engine.device), stop_vote(), books.saver.is_time(recipe.run.save_every_minutes)
     result = engine.step(shares, *asked)
     memory, vote, is_time_to_save = result.maxima
@@ -246,7 +248,7 @@ def evaluate(run: "Run", books: "Books") -> str | None:
         return None
     lines: list[dict[str, Any]] = []  # written together: an evaluation that breaks off is made again from its beginning
     for set_name, batches in run.eval_sets.items():
-        found = run.engine.evaluate(run.objective.run, batches(), lambda: stop_reason(run.engine))
+        found = run.engine.evaluate(run.recipe.objective.compute, batches(), lambda: stop_reason(run.engine))
         if isinstance(found, str):
             return found
         label = {"eval_set": set_name} if set_name else {}

@@ -208,7 +208,7 @@ def launch_run(arguments: argparse.Namespace) -> int:
     for source in () if recipe.data.streaming else (*recipe.data.train, *recipe.data.eval.values()):
         if Path(source.path).exists():
             # The processes read them again; told here, broken rows come without torchrun's own report behind them.
-            read_rows(source, recipe.data.on_bad_row, recipe.objective.name)
+            read_rows(source, recipe.data.on_bad_row, recipe.objective)
     command += ["--dry-run"] if arguments.dry_run else []
     print(show_command(command), flush=True)
     # The accelerate beside this Python, and the compilers' ninja, also when the virtual environment is not activated.

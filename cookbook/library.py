@@ -68,7 +68,7 @@ def known_model(name: str) -> dict[str, Any] | None:
 
 
 def known_kind(name: str) -> str | None:
-    """The kind of the rows of a Hub data set, in the words of `cookbook.data.rows.Kind`, or None."""
+    """The name of the kind of the rows of a Hub data set (`cookbook.row_kinds`), or None."""
     return _facts()["data"].get(name)
 
 
@@ -170,7 +170,7 @@ def _row(path: Path, recipe: Recipe) -> tuple[str, ...]:
         recipe.objective.name,
         f"{recipe.adapter.name}, rank {recipe.adapter.rank}" if recipe.adapter else "none: all weights",
         Path(recipe.strategy).stem,
-        f"{recipe.batch.global_batch_size} {'pairs' if recipe.objective.name == 'dpo' else 'sequences'}",
+        f"{recipe.batch.global_batch_size} {recipe.objective.sample}s",
         _scientific(recipe.optim.learning_rate),
         label.get("Needs", "").split(". ")[0].rstrip("."),
         "not yet" if label.get("Measured", "not yet").startswith("not yet") else "yes, in its label",

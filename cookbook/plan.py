@@ -32,8 +32,7 @@ class Plan:
 def describe_batch(recipe: Recipe, plan: Plan) -> str:
     """The batch arithmetic in one line."""
     processes = f"{plan.data_parallel_size} data-parallel process{'es' if plan.data_parallel_size > 1 else ''}"
-    unit = "pairs" if recipe.objective.name == "dpo" else "sequences"
-    start = f"{recipe.batch.global_batch_size} {unit} a step"
+    start = f"{recipe.batch.global_batch_size} {recipe.objective.sample}s a step"
     if recipe.batch.micro_batch_tokens is not None:
         return f"{start}, dealt to {processes} in forwards of at most {recipe.batch.micro_batch_tokens} tokens"
     micro = recipe.batch.micro_batch_size

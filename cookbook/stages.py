@@ -17,7 +17,7 @@ from accelerate.utils import set_seed
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from cookbook import adapters, metrics, models, publish, signals
+from cookbook import adapters, metrics, models, plugins, publish, signals
 from cookbook.checkpoint import resume
 from cookbook.checkpoint.folder import Checkpoint
 from cookbook.checkpoint.saver import Saver
@@ -30,8 +30,8 @@ from cookbook.ds_config import run_name
 from cookbook.engine import Batch, Engine, engine_class, make_deterministic
 from cookbook.files import RecipeError
 from cookbook.launch import World
-from cookbook.objectives import Objective, build_objective, sequence_logps
-from cookbook.optim import build_optimizer
+from cookbook.objectives.forward import sequence_logps
+from cookbook.optim.groups import build_optimizer
 from cookbook.plan import Plan, describe_batch
 from cookbook.recipe import Recipe, dump_recipe
 from cookbook.status import Status
@@ -88,10 +88,9 @@ class Run:
     material: Material
     """Its data with the reference, if the objective needs one."""
     made_from: dict[str, str]
-    """Digests of "data" and "model"."""
+    """Digests of "data", "model" and "plugins", see `take_digests`."""
     engine: Engine
     """Holds model and optimizer."""
-    objective: Objective
     checkpoint: Checkpoint | None
     """That it goes on from."""
     progress: Progress
@@ -188,12 +187,15 @@ def start_engine(
     return engine
 
 
-def take_digests(material: Material, engine: Engine, *, cache: Path) -> dict[str, str]:
-    """What the run is made from: "data" and "model"."""
+def take_digests(recipe: Recipe, material: Material, engine: Engine, *, cache: Path) -> dict[str, str]:
+    """What the run is made from: "data", "model", and "plugins" if it has some."""
     data = weights = ""
     if engine.is_main:  # large files may have to be read
         data, weights = material.data.fingerprint(cache), models.weights_digest(Path(material.folder), cache=cache)
-    return {"data": engine.collectives.broadcast_text(data), "model": engine.collectives.broadcast_text(weights)}
+    found = {"data": engine.collectives.broadcast_text(data), "model": engine.collectives.broadcast_text(weights)}
+    if recipe.plugins:
+        found["plugins"] = engine.collectives.broadcast_text(plugins.digest(recipe.plugins))
+    return found
 
 
 def choose_checkpoint(
@@ -230,7 +232,8 @@ def prepare_model(recipe: Recipe, material: Material, engine: Engine) -> None:
     )
     if recipe.adapter is not None:
         adapters.add_adapter(model, recipe.adapter, seed=recipe.seed)
-    engine.prepare(model, build_optimizer(model, recipe.optim, recipe.mixed_precision))
+    optimizer = build_optimizer(model, recipe.optim, recipe.mixed_precision)
+    engine.prepare(model, optimizer, counts_beside=recipe.optim.counts_beside)
 
 
 def make_run(
@@ -242,10 +245,9 @@ def make_run(
     *,
     cache: Path,
 ) -> Run:
-    """Objective, batches and the checkpoint's state. From here on everything counts optimizer steps over a fixed global
+    """Batches and the checkpoint's state. From here on everything counts optimizer steps over a fixed global
     batch.
     """
-    objective = build_objective(recipe.objective)
     layout = batches.Layout(
         num_ranks=engine.mesh.data_parallel_size,
         rank=engine.data_parallel_rank,
@@ -255,7 +257,7 @@ def make_run(
         packing=recipe.data.packing,
     )
     data = material.data
-    if objective.needs_reference:
+    if recipe.objective.needs_reference:
         data = with_reference(
             data,
             [made_from["model"], recipe.mixed_precision, engine.strategy.name, str(recipe.adapter)],
@@ -285,7 +287,6 @@ def make_run(
         material=replace(material, data=data),
         made_from=made_from,
         engine=engine,
-        objective=objective,
         checkpoint=checkpoint,
         progress=progress,
         steps=Ahead(islice(steps, material.max_steps - progress.step)),
@@ -312,6 +313,8 @@ def open_books(run: Run, failed_after: list[int], notes: list[str], watch: Watch
         except Exception as error:  # tokenizers raises no OSError for a full disk
             log.say(f"{run.output_dir / publish.FRAME} could not be written: {error}; the run's end tries again")
     record = metrics.environment_record(engine.device)
+    if run.recipe.plugins:
+        record["plugins"] = plugins.record(run.recipe.plugins)
     record["deterministic"] = torch.are_deterministic_algorithms_enabled()
     record |= {"strategy": engine.describe(), "resumed_from": None if checkpoint is None else str(checkpoint.path)}
     expected, flops = _forecast(run, notes), _flop_counter(run, notes)

@@ -257,7 +257,10 @@ def test_a_checkpoint_is_twelve_bytes_a_parameter_under_adamw(recipe: Recipe):
 
 
 def test_a_frozen_weight_costs_nothing_but_itself_where_gradients_are_its_own():
-    lora = {name: CostInputs(strategy=shipped(name), num_processes=8, adapter="lora") for name in ("fsdp2", "fsdp1")}
+    lora = {
+        name: CostInputs(strategy=shipped(name), num_processes=8, adapter=AdapterSection(name="lora"))
+        for name in ("fsdp2", "fsdp1")
+    }
     assert [total(frozen_shares(inputs), "GPU") for inputs in lora.values()] == [2 / 8, (4 + 4) / 8]
     assert frozen_shares(replace(lora["fsdp2"], adapter=None)) == []
 
@@ -271,12 +274,14 @@ def test_the_table_of_adapters_is_the_ledgers():
         ("bf16", "zero3"): r"`lora`, `dora` under `zero3` and bf16 \| ([\d.]+) \| ([\d.]+)",
     }
     for (precision, name), row in cells.items():
-        inputs = CostInputs(strategy=shipped(name), num_processes=8, adapter="lora", mixed_precision=precision)
+        inputs = CostInputs(
+            strategy=shipped(name), num_processes=8, adapter=AdapterSection(name="lora"), mixed_precision=precision
+        )
         written = re.search(row, text)
         assert written is not None, row
         found = [8 * total(one(inputs), "GPU") for one in (frozen_shares, shares)]
         assert [float(number) for number in written.groups()] == found, name
-    qlora = CostInputs(strategy=shipped("ddp"), num_processes=8, adapter="qlora")
+    qlora = CostInputs(strategy=shipped("ddp"), num_processes=8, adapter=AdapterSection(name="qlora"))
     assert total(frozen_shares(qlora), "GPU") == pytest.approx(0.5 + 1 / 64, abs=0.001)
 
 

@@ -19,7 +19,8 @@ from cookbook.costs.inputs import CostInputs
 from cookbook.explain import compare, explain, in_words
 from cookbook.explain.chart import HEIGHT, WIDTH, can_draw, draw
 from cookbook.files import RecipeError
-from cookbook.recipe import OptimSection, Recipe, _leaves
+from cookbook.optim import Optimizer
+from cookbook.recipe import AdapterSection, Recipe, _leaves
 from cookbook.strategy import load_strategy
 
 RECIPES = sorted(path.relative_to(ROOT) for path in (ROOT / "recipes").rglob("*.yaml"))
@@ -315,7 +316,11 @@ def test_a_swap_folder_is_that_of_the_run(in_root):
 
 
 def setting(name, processes=8, **options):
-    options.setdefault("accumulation", 1)
+    options = {"accumulation": 1} | options
+    if "optim" in options:
+        options["optim"] = Optimizer.of(learning_rate=1.0, **options["optim"])
+    if "adapter" in options:
+        options["adapter"] = AdapterSection(name=options["adapter"])
     return CostInputs(strategy=load_strategy(strategy(name)), num_processes=processes, **options)
 
 
@@ -363,12 +368,9 @@ def test_the_example_of_the_page_on_strategies(in_root):
     ("options", "expected"),
     [
         ({"mixed_precision": "no"}, {"ddp": 16, "zero2": 4 + 4 / 8 + 12 / 8}),
-        ({"optim": OptimSection(name="sgd", learning_rate=1.0)}, {"ddp": 12, "zero3": 12 / 8}),
-        ({"optim": OptimSection(name="sgd", learning_rate=1.0, momentum=0.0)}, {"ddp": 8, "zero3": 8 / 8}),
-        (
-            {"optim": OptimSection(name="adamw_8bit", learning_rate=1.0)},
-            {"ddp": 10 + 8 / 256, "zero3": (10 + 8 / 256) / 8},
-        ),
+        ({"optim": {"name": "sgd"}}, {"ddp": 12, "zero3": 12 / 8}),
+        ({"optim": {"name": "sgd", "momentum": 0.0}}, {"ddp": 8, "zero3": 8 / 8}),
+        ({"optim": {"name": "adamw_8bit"}}, {"ddp": 10 + 8 / 256, "zero3": (10 + 8 / 256) / 8}),
     ],
     ids=str,
 )

@@ -12,18 +12,20 @@ import pytest
 from conftest import ROOT, clean_environment
 
 import cookbook
-from cookbook.recipe import Recipe, Section
+from cookbook.recipe import Recipe
+from cookbook.registry import Named, Section
 
 HEAVY = ("torch", "transformers", "accelerate", "deepspeed", "numpy", "datasets", "tokenizers")
 
 
 def layers():
     """Layer of each module, read from the picture in cookbook/__init__.py; 0 is the top."""
-    rows = [line.split() for line in cookbook.__doc__.splitlines() if re.match(r"(compose|parts|plan|words) ", line)]
+    rows: dict[str, list[str]] = {}
+    for line in cookbook.__doc__.splitlines():
+        if found := re.match(r"(compose|parts|plan|words) (.*)", line):
+            rows.setdefault(found[1], []).extend(found[2].split())
     modules = {path.stem if path.is_file() else path.name for path in (ROOT / "cookbook").iterdir()}
-    return {word: level for level, row in enumerate(rows) for word in row[1:] if word in modules}, [
-        row[0] for row in rows
-    ]
+    return {word: level for level, row in enumerate(rows.values()) for word in row if word in modules}, list(rows)
 
 
 def imports(path):
@@ -105,7 +107,8 @@ def fields(model=Recipe, path=()):
         yield (*path, name)
         for candidate in (info.annotation, *getattr(info.annotation, "__args__", ())):
             if isinstance(candidate, type) and issubclass(candidate, Section):
-                yield from fields(candidate, (*path, name))
+                for kind in candidate.kinds() if issubclass(candidate, Named) else [candidate]:
+                    yield from fields(kind, (*path, name))
 
 
 def attributes_read(paths):

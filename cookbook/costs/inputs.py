@@ -4,7 +4,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cookbook.recipe import OptimSection, Recipe
+from cookbook.optim.adamw import AdamW
+from cookbook.optim.base import Optimizer
+from cookbook.recipe import AdapterSection, Recipe
 from cookbook.strategy import Strategy
 
 Part = Literal["embedding", "layer", "norm", "head", "rest"]
@@ -24,11 +26,11 @@ class Weight:
     """Where it lies; `norm` is the last one, before the head. An embedding that is also the head counts as one."""
     is_trained: bool
     is_quantized: bool
-    """ResidentBytes in 4 bits (QLoRA)."""
+    """Held in 4 bits (QLoRA)."""
     cut: int | None
     """The dimension along which transformers' tensor parallel cuts it; None: each process holds the whole."""
     is_orthogonal: bool
-    """A matrix that Muon orthogonalises (see `optim.split_for_muon`), if that is the recipe's optimizer."""
+    """A matrix inside the layers: what Muon orthogonalises (see `optim.orthogonal.split_for_muon`)."""
 
     @property
     def num_elements(self) -> int:
@@ -94,9 +96,9 @@ class CostInputs:
     accumulation: int = 1
     """Micro-batches of a step, of each process. Under a token budget, where it varies, more than 1."""
     mixed_precision: Literal["bf16", "fp16", "no"] = "bf16"
-    optim: OptimSection = field(default_factory=lambda: OptimSection(learning_rate=1.0))
-    adapter: str | None = None
-    """lora, dora or qlora; None: all weights are trained."""
+    optim: Optimizer = field(default_factory=lambda: AdamW(learning_rate=1.0))
+    adapter: AdapterSection | None = None
+    """None: all weights are trained."""
 
     @property
     def low_bytes(self) -> int:
@@ -123,5 +125,5 @@ def cost_inputs(recipe: Recipe, strategy: Strategy, num_processes: int) -> CostI
         accumulation=accumulation if batch.micro_batch_size is not None else max(2, accumulation),
         mixed_precision=recipe.mixed_precision,
         optim=recipe.optim,
-        adapter=recipe.adapter.name if recipe.adapter else None,
+        adapter=recipe.adapter,
     )

@@ -32,12 +32,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cookbook.costs.inputs import CostInputs, Skeleton, Weight
-from cookbook.recipe import OptimSection, Recipe
+from cookbook.recipe import Recipe
 from cookbook.strategy import Strategy
 
 FLOAT32 = 4
-STEP = 4
-"""Of the float32 tensor in which torch's fused AdamW counts the updates of each tensor."""
 MIN_SWAP = 2**20
 """DeepSpeed leaves what is smaller in memory (runtime/swap_tensor/utils.py, MIN_AIO_BYTES)."""
 SWAP_ALIGNMENT = 1024
@@ -152,7 +150,7 @@ def _whole(skeleton: Skeleton, inputs: CostInputs) -> States:
         gpu=ResidentBytes(
             weights=resident(skeleton.weights, inputs) + constants(skeleton),
             gradients=gradients,
-            moments=_moments(inputs.optim, _tensors(skeleton, lambda weight: weight.num_elements)),
+            moments=inputs.optim.state_bytes(_tensors(skeleton, lambda weight: weight.num_elements)),
             buffers=_buffers(skeleton),
         ),
         gradients_at_first=gradients if is_wrapped else 0,
@@ -181,7 +179,7 @@ def _tensor_parallel(skeleton: Skeleton, inputs: CostInputs, rank: int) -> State
         gpu=ResidentBytes(
             weights=sum(_size(weight, inputs) * local(weight) for weight in skeleton.weights),
             gradients=gradients,
-            moments=_moments(inputs.optim, _tensors(skeleton, local)),
+            moments=inputs.optim.state_bytes(_tensors(skeleton, local)),
             buffers=_buffers(skeleton),
         ),
         gradients_at_first=0,
@@ -209,7 +207,7 @@ def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     gradients = FLOAT32 * sum(padded(weight) for weight in skeleton.weights if weight.is_trained)
     weights = sum(_size(weight, inputs) * padded(weight) for weight in skeleton.weights)
     state = ResidentBytes(
-        weights=weights, gradients=gradients, moments=_moments(inputs.optim, _tensors(skeleton, local))
+        weights=weights, gradients=gradients, moments=inputs.optim.state_bytes(_tensors(skeleton, local))
     )
     units = tuple(
         Unit(
@@ -297,7 +295,7 @@ def _fsdp1(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
         gpu=ResidentBytes(
             weights=weights,
             gradients=gradients,
-            moments=_moments(inputs.optim, tensors),
+            moments=inputs.optim.state_bytes(tensors),
             buffers=_buffers(skeleton),
         ),
         gradients_at_first=0,
@@ -347,7 +345,7 @@ def _zero12(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     largest = max(map(max, groups))
     frozen = [weight for weight in skeleton.weights if not weight.is_trained]
     masters = FLOAT32 * sum(parts)
-    moments = _moments(inputs.optim, [(part, False) for part in parts])
+    moments = inputs.optim.state_bytes([(part, False) for part in parts])
     weights = low * sum(flats) + resident(frozen, inputs) + constants(skeleton)
     buffers = _buffers(skeleton)
     num_buckets = 2 if zero.get("overlap_comm") else 1
@@ -416,7 +414,7 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     def size(weight: Weight) -> int:
         # An adapter's weights are made in float32, and left so where the model was cut while it was read. That of 4
         # bits is cut later, and converted.
-        is_adapter = inputs.adapter in ("lora", "dora")
+        is_adapter = inputs.adapter is not None and not inputs.adapter.is_quantized
         return FLOAT32 if weight.is_trained and is_adapter else low
 
     threshold = zero.get("stage3_param_persistence_threshold", 10**5)
@@ -458,7 +456,7 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     state = ResidentBytes(
         masters=FLOAT32 * trained,
         gradients=gradients,
-        moments=_moments(inputs.optim, [(sum(found), False) for found in subgroup_parts]),
+        moments=inputs.optim.state_bytes([(sum(found), False) for found in subgroup_parts]),
     )
     if strategy.offload_optimizer is None:
         gpu = replace(state, weights=gathered + parts, buffers=gpu.buffers)
@@ -508,8 +506,8 @@ def _optimizer_on_disk(
     strategy = inputs.strategy
     optim, is_copied = inputs.optim, inputs.low_bytes < FLOAT32
     per_block, limit = _thread_alignment(strategy) // FLOAT32, _swap_limit(strategy)
-    # AdamW's count stays in memory.
-    num_moments, count = (2, STEP) if optim.name == "adamw" else (0 if optim.momentum == 0 else 1, 0)
+    # The count of updates stays in memory.
+    num_moments, count = len(optim.state(is_matrix=False)), optim.state_bytes([(0, False)])
     host, disk = ResidentBytes(), ResidentBytes()
     for subgroup, gradients in zip(subgroups, filled, strict=True):
         numel = sum(subgroup)
@@ -518,7 +516,7 @@ def _optimizer_on_disk(
                 host,
                 masters=host.masters + FLOAT32 * numel,
                 gradients=host.gradients + FLOAT32 * numel,
-                moments=host.moments + _moments(optim, [(numel, False)]),
+                moments=host.moments + optim.state_bytes([(numel, False)]),
             )
             continue
         swapped = [part for part in gradients if FLOAT32 * part >= limit]
@@ -566,12 +564,10 @@ def _swap_limit(strategy: Strategy) -> int:
 
 def checkpoint_bytes(skeleton: Skeleton, recipe: Recipe) -> int:
     """Weights and moments of what is trained, in float32, whatever the optimizer keeps them in."""
-    kinds = {"adamw": 2, "adamw_8bit": 2, "sgd": 0 if recipe.optim.momentum == 0 else 1, "muon": 2}[recipe.optim.name]
     total = 0
     for weight in skeleton.weights:
         if weight.is_trained:
-            moments = 1 if recipe.optim.name == "muon" and weight.is_orthogonal else kinds
-            total += weight.num_elements * 4 * (1 + moments)
+            total += weight.num_elements * 4 * (1 + len(recipe.optim.state(is_matrix=weight.is_orthogonal)))
     return total
 
 
@@ -586,28 +582,6 @@ def gradient_bytes(inputs: CostInputs) -> int:
 def _zero_block(strategy: Strategy) -> dict[str, Any]:
     assert strategy.deepspeed is not None
     return strategy.deepspeed["zero_optimization"]
-
-
-def _moments(optim: OptimSection, tensors: Iterable[tuple[int, bool]]) -> int:
-    """Of tensors given by their elements and whether Muon would orthogonalise them.
-
-    8 bits: a byte for each of both moments and a scale for each block of 256, from 4,096 elements on; the two tables of
-    values are one for all (bitsandbytes 0.50, optim/optimizer.py, Optimizer2State.init_state).
-    """
-    match optim.name:
-        case "adamw":
-            return sum(2 * FLOAT32 * numel + STEP for numel, _ in tensors)
-        case "sgd":
-            return 0 if optim.momentum == 0 else sum(FLOAT32 * numel for numel, _ in tensors)
-        case "muon":
-            return sum(
-                FLOAT32 * numel if is_orthogonal else 2 * FLOAT32 * numel + STEP for numel, is_orthogonal in tensors
-            )
-        case "adamw_8bit":
-            sizes = [numel for numel, _ in tensors]
-            small = sum(2 * FLOAT32 * numel for numel in sizes if numel < 4096)
-            large = sum(2 * (numel + FLOAT32 * math.ceil(numel / 256)) for numel in sizes if numel >= 4096)
-            return small + large + (2 * 256 * FLOAT32 if large else 0)
 
 
 def resident(weights: Iterable[Weight], inputs: CostInputs) -> int:

@@ -52,7 +52,7 @@ def precision(inputs: CostInputs) -> dict[str, str]:
     if inputs.adapter is not None:
         rest = "float32" if strategy.kind == "fsdp1" else low
         found["frozen weights"] = (
-            f"4 bits (NF4) in linear layers, {rest} elsewhere" if inputs.adapter == "qlora" else rest
+            f"4 bits (NF4) in linear layers, {rest} elsewhere" if inputs.adapter.is_quantized else rest
         )
     return found
 
@@ -124,7 +124,7 @@ def _matrices(inputs: CostInputs, number: int, is_trained: bool) -> Skeleton:
             layer=0,
             part="layer",
             is_trained=each,
-            is_quantized=inputs.adapter == "qlora" and not each,
+            is_quantized=inputs.adapter is not None and inputs.adapter.is_quantized and not each,
             cut=0,
             is_orthogonal=True,
         )
@@ -134,8 +134,7 @@ def _matrices(inputs: CostInputs, number: int, is_trained: bool) -> Skeleton:
 
 
 def _held(found: States, inputs: CostInputs) -> dict[tuple[Where, str], float]:
-    # Muon keeps one moment of matrices, and adamw's two of embeddings, norms and biases: 4 bytes more.
-    optimizer = "optimizer of matrices" if inputs.optim.name == "muon" else "optimizer"
+    optimizer = inputs.optim.state_words
 
     def named(where: Where, held: ResidentBytes, gradients: int, buffers: str) -> dict[tuple[Where, str], float]:
         return {

@@ -145,12 +145,18 @@ class Engine:
         """
         return {"device_map": {"": self.device}} if self.device.type == "cuda" else {}
 
-    def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def prepare(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, counts_beside: str | None = None
+    ) -> None:
         """Wraps model and optimizer, then asserts that what runs is what was asked for.
+
+        Args:
+            counts_beside: the state tensor beside which the optimizer keeps `step`; needed to restore it.
 
         Raises:
             RuntimeError: another strategy is in force; lists every difference.
         """
+        self.counts_beside = counts_beside
         # Whole shapes: of the placeholders of ZeRO-3, and of the pieces of tensor parallel too.
         self.num_parameters = sum(_num_elements(parameter) for parameter in model.parameters())
         self.num_trained = sum(_num_elements(p) for p in model.parameters() if p.requires_grad)
@@ -332,7 +338,7 @@ class Engine:
         """What a function makes of each sample, from all processes on every one of them, float64 [size].
 
         Args:
-            function: from the model and a batch to a value for each of its `sample_index`.
+            function: from the model and a batch to a value for each of its sequences.
             batches: with the numbers of their samples; each sample once over all data-parallel processes, and the same
                 number of batches on every process.
         """
@@ -341,7 +347,7 @@ class Engine:
         for i, (batch, sample_index) in enumerate(batches):
             self.beat(f"reference batch {i + 1}", self.current_step)
             sample_index = self._on_device(sample_index)
-            found = self._forward(function, {**batch, "sample_index": sample_index})
+            found = self._forward(function, batch)
             values[sample_index] = found.double()
         self._end_evaluation()
         return self.collectives.all_reduce_sum(values).cpu().numpy()
@@ -393,7 +399,7 @@ class Engine:
         if num_updates is None:
             return
         for parameter, moments in self.base_optimizer.state.items():
-            if "exp_avg" in moments or "state1" in moments:  # Muon's matrices count nothing
+            if self.counts_beside in moments:  # what lacks it, as Muon's matrices do, counts nothing
                 # Where the fused AdamW makes it. DeepSpeed's own and bitsandbytes' count in an int.
                 fresh = torch.zeros((), device=parameter.device)
                 old = moments.get("step", fresh)

@@ -8,8 +8,9 @@ from typing import Any
 
 from cookbook.costs import per_parameter as costs
 from cookbook.costs.inputs import CostInputs
-from cookbook.explain import Explanation, explain, number, shorten, source
+from cookbook.explain import Explanation, explain, shorten, source
 from cookbook.files import RecipeError, apply_overrides, read_document, show
+from cookbook.optim import number
 from cookbook.plan import load_pair
 from cookbook.recipe import Recipe, Source
 from cookbook.strategy import Strategy, find_strategy, load_strategy, strategy_path
@@ -300,10 +301,8 @@ def _curve(found: Comparison) -> list[str]:
         named = ", ".join(changing) if len(changing) < 5 else f"the first {len(changing)} keys above"
         lines = [f"may differ, by {named}"] if changing else []
         lines += [f"may differ: {caveat}" for caveat in found.caveats]
-    bits = {setting.optim.name for setting in found.settings}
-    if "adamw_8bit" in bits:
-        lines.append("adamw_8bit: where its blocks begin follows the strategy's cut, so its band is wider")
-    return lines
+    optimizers = {setting.optim.name: setting.optim for setting in found.settings}
+    return lines + [f"{name}: {optim.caveat}" for name, optim in optimizers.items() if optim.caveat]
 
 
 def as_dict(found: Comparison) -> dict[str, Any]:

@@ -162,7 +162,7 @@ class TraceCache:
         self, autocast: bool, tp_size: int, fsdp: Literal[0, 1, 2], is_zero3: bool, micro_batch: int
     ) -> ActivationTrace:
         recipe = self.recipe
-        sequences = micro_batch * (2 if recipe.objective.name == "dpo" else 1)
+        sequences = micro_batch * len(recipe.objective.sequences)
         length = recipe.data.max_length
         rows, row = (1, sequences * length) if recipe.data.packing else (sequences, length)
         if self.untraceable is None:
@@ -211,7 +211,7 @@ def micro_batch_of(recipe: Recipe) -> int:
     if batch.micro_batch_size is not None:
         return batch.micro_batch_size
     assert batch.micro_batch_tokens is not None
-    of_a_sample = recipe.data.max_length * (2 if recipe.objective.name == "dpo" else 1)
+    of_a_sample = recipe.data.max_length * len(recipe.objective.sequences)
     return max(1, batch.micro_batch_tokens // of_a_sample)
 
 
@@ -288,8 +288,7 @@ def _time(traces: TraceCache, strategy: Strategy, plan: Plan, machines: Machines
 
 def tokens_of_step(recipe: Recipe) -> int:
     """At most: every sample at its full length."""
-    of_a_sample = 2 if recipe.objective.name == "dpo" else 1
-    return recipe.batch.global_batch_size * of_a_sample * recipe.data.max_length
+    return recipe.batch.global_batch_size * len(recipe.objective.sequences) * recipe.data.max_length
 
 
 def _memory(

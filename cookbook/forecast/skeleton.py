@@ -19,7 +19,7 @@ def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
     """
     with torch.device("meta"):
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
-    quantized = _quantized(model) if recipe.adapter is not None and recipe.adapter.name == "qlora" else set()
+    quantized = _quantized(model) if recipe.adapter is not None and recipe.adapter.is_quantized else set()
     buffers = tuple(buffer.numel() for buffer in model.buffers())
     cuts = _cuts(model)
     if recipe.adapter is not None:

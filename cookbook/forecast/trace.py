@@ -129,7 +129,7 @@ def trace(
         ways.insert(0, (TRACED, partial(compile_layers, kept=kept)))
     for attention, compiling in ways:
         try:
-            is_lora = recipe.adapter is not None and recipe.adapter.name != "qlora"
+            is_lora = recipe.adapter is not None and not recipe.adapter.is_quantized
             trained = torch.float32 if autocast or (is_zero3 and is_lora) else low  # see `states._zero3`
             model = _empty_model(config, recipe, trained, low, attention)
             if change is not None:
@@ -233,7 +233,7 @@ def _empty_model(
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(trained)
-            if adapter.name == "qlora":
+            if adapter.is_quantized:
                 multiply_in_4_bits(model)
     model.config.use_cache = False
     if recipe.model.gradient_checkpointing:
