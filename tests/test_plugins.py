@@ -192,7 +192,7 @@ def test_tokenizing_processes_know_it(recipe):
     bad_rows, tokenizer = BadRows(), make_tokenizer()
     together, alone = (
         tokenize(
-            [rows], tokenizer, max_length=64, objective=found.objective, bad_rows=bad_rows, num_processes=num_processes
+            [rows], tokenizer, max_length=500, objective=found.objective, bad_rows=bad_rows, num_processes=num_processes
         )
         for num_processes in (2, 1)
     )
