@@ -372,28 +372,26 @@ def _zero12(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
             gradients_between=0,
             **passing,
         )
+    gradients, between = low * (touched + padding), low * (touched if strategy.zero_stage == 2 else trained)
+    added = low * touched
+    if gradient_bytes(inputs) > low:  # in float32 they add up in this process's part alone (stage_1_and_2.py)
+        gradients = between = added = FLOAT32 * sum(parts)
     return States(
-        gpu=ResidentBytes(
-            weights=weights,
-            masters=masters,
-            gradients=low * (touched + padding),
-            moments=moments,
-            buffers=buffers,
-        ),
+        gpu=ResidentBytes(weights=weights, masters=masters, gradients=gradients, moments=moments, buffers=buffers),
         gradients_at_first=0,
-        gradients_between=low * (touched if strategy.zero_stage == 2 else trained),
+        gradients_between=between,
         # ZeRO-1's gradients move into the bucket, with what earlier micro-batches made.
-        gradients_before=low * touched if strategy.zero_stage == 2 else 0,
-        gradients_added=low * touched,
-        update=_flat_gradients(max(parts), low),
+        gradients_before=added if strategy.zero_stage == 2 else 0,
+        gradients_added=added,
+        update=_flat_gradients(max(parts), gradient_bytes(inputs)),
         **passing,
     )
 
 
-def _flat_gradients(numel: int, low: int) -> int:
+def _flat_gradients(numel: int, num_bytes: int) -> int:
     """DeepSpeed joins the gradients of a group, then copies them to float32 (stage_1_and_2.py, step; stage3.py,
     _prepare_fp32_grad_for_sub_group)."""
-    return numel * (low if low == FLOAT32 else low + FLOAT32)
+    return numel * (num_bytes if num_bytes == FLOAT32 else num_bytes + FLOAT32)
 
 
 def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
@@ -425,9 +423,11 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     gathered = sum(size(weight) * part(weight) * num_processes for weight in persistent) * is_gathered
     gathered += constants(skeleton)
     parts = sum(size(weight) * part(weight) for weight in skeleton.weights)
-    # hpZ: a forward leaves what it gathered cut over a smaller group too, for the gathers until the update.
+    # hpZ: a forward leaves what it gathered cut over a smaller group too, for the gathers until the update. What is
+    # frozen was left when it was first cut, and small parameters that are trained are not cut again.
     group = strategy.secondary_group_size
-    second = sum(size(w) * (part(w) * num_processes // group) for w in skeleton.weights) * (group > 1)
+    left = [weight for weight in skeleton.weights if not weight.is_trained or numel(weight) > threshold]
+    second = sum(size(weight) * (part(weight) * num_processes // group) for weight in left) * (group > 1)
     subgroups = list(_subgroups(skeleton, part, zero.get("sub_group_size", 10**9)))
     subgroup_parts = [[part(weight) for weight in subgroup] for subgroup in subgroups]
     trained = sum(map(sum, subgroup_parts))
@@ -460,7 +460,7 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     )
     if strategy.offload_optimizer is None:
         gpu = replace(state, weights=gathered + parts, buffers=gpu.buffers)
-        update = _flat_gradients(max(map(sum, subgroup_parts)), low)
+        update = _flat_gradients(max(map(sum, subgroup_parts)), gradient_bytes(inputs))
         return States(gpu=gpu, gradients_at_first=gradients, gradients_between=gradients, update=update, **transient)
     transient |= {"gradients_at_first": 0, "gradients_between": 0}
     # Beside the buffer that accumulates, each float32 part has a gradient of its own.
