@@ -452,7 +452,8 @@ def recipe_keys(model: type[Section] = Recipe, path: str = "") -> list[tuple[str
     for name, info in model.model_fields.items():
         inner, key = section_in(info.annotation), f"{path}{name}"
         if inner is None or path == "data." or info.default is None:
-            found.append((key, ... if info.is_required() else info.default))
+            default = "derived" if info.default_factory else info.default
+            found.append((key, ... if info.is_required() else default))
         if inner is not None and key != "data.eval":
             found += recipe_keys(inner, f"{key}.")
     return found

@@ -23,7 +23,7 @@ from cookbook.strategy import load_strategy
 RECIPES = sorted(path.relative_to(ROOT) for path in (ROOT / "recipes").rglob("*.yaml"))
 STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
 HEAVY = ("torch", "transformers", "accelerate", "deepspeed", "numpy", "datasets", "tokenizers")
-ZERO3 = Path("recipes/qwen25_7b/sft_zero3.yaml")
+ZERO3 = Path("recipes/qwen25_7b/sft.yaml")
 
 
 @pytest.fixture
@@ -43,8 +43,8 @@ def strategy(name):
 BY_HAND = {
     "needs 4 GPUs": (ZERO3, {}, 4, "8 = 128 / (4 x 4)", "at most 262,144 = 128 x 2,048"),
     "16 asked for": (ZERO3, {"processes": 16}, 16, "2 = 128 / (4 x 16)", "at most 262,144 = 128 x 2,048"),
-    "pairs": ("recipes/llama31_8b/dpo_lora_ddp.yaml", {}, 4, "4 = 32 / (2 x 4)", "at most 65,536 = 32 x 2 x 1,024"),
-    "one GPU": ("recipes/llama31_8b/sft_qlora_single.yaml", {}, 1, "16 = 16 / (1 x 1)", "at most 32,768 = 16 x 2,048"),
+    "pairs": ("recipes/llama31_8b/dpo_lora.yaml", {}, 4, "4 = 32 / (2 x 4)", "at most 65,536 = 32 x 2 x 1,024"),
+    "one GPU": ("recipes/llama31_8b/sft_qlora.yaml", {}, 1, "16 = 16 / (1 x 1)", "at most 32,768 = 16 x 2,048"),
     "no GPU": ("recipes/quickstart.yaml", {}, 2, "4 = 16 / (2 x 2)", "at most 2,048 = 16 x 128"),
     "mesh of 4": (
         "recipes/quickstart.yaml",
@@ -54,7 +54,7 @@ BY_HAND = {
         "at most 2,048",
     ),
     "tensor parallel": ("recipes/quickstart.yaml", {"strategy_path": strategy("tp")}, 2, "8 = 16 / (2 x 1)", "at most"),
-    "token limit": ("recipes/smollm2_135m/sft_single.yaml", {}, 1, "at most 128 = 128 / 1", "at most 262,144"),
+    "token limit": ("recipes/smollm2_135m/sft.yaml", {}, 1, "at most 128 = 128 / 1", "at most 262,144"),
 }
 
 
@@ -304,9 +304,9 @@ def test_the_differences_from_the_json_are_all_shown(in_root):
 
 
 def test_a_swap_folder_is_that_of_the_run(in_root):
-    found = explain(Path("recipes/llama33_70b/sft_zero3_nvme.yaml"))
+    found = explain(Path("recipes/llama31_70b/sft.yaml"), strategy_path=strategy("zero3_nvme"))
     before, after = found.deepspeed_changes["zero_optimization.offload_param.nvme_path"]
-    assert before == "nvme_swap" and re.fullmatch(r"nvme_swap/llama33_70b-sft_zero3_nvme-[0-9a-f]{8}", after)
+    assert before == "nvme_swap" and re.fullmatch(r"nvme_swap/llama31_70b-sft-zero3_nvme-[0-9a-f]{8}", after)
 
 
 # Costs, per trained parameter.
@@ -467,7 +467,7 @@ def test_what_is_said_never_to_change_the_curve_is_in_the_equivalence_tests():
 
 
 def test_dropout_makes_the_curve_depend_on_the_processes(in_root):
-    found = difference("recipes/llama31_8b/sft_qlora_single.yaml", "fsdp2", processes=4)
+    found = difference("recipes/llama31_8b/sft_qlora.yaml", "fsdp2", processes=4)
     assert not found.same_curve and "adapter.dropout" in compare.in_words(found)
     assert [one.num_processes for one in found.settings] == [1, 4]
 
@@ -477,7 +477,7 @@ def test_the_same_twice_is_the_same(in_root):
 
 
 def test_a_recipe_may_stand_beside_another_of_another_kind(in_root):
-    found = difference("recipes/quickstart.yaml", "recipes/qwen3_0_6b/sft_lora_ddp.yaml")
+    found = difference("recipes/quickstart.yaml", "recipes/qwen3_0_6b/sft_lora.yaml")
     keys = {one.key for one in found.differences}
     assert {"model.from_scratch", "data.train", "adapter"} <= keys
     assert not found.same_curve

@@ -29,7 +29,7 @@ from cookbook.plan import make_plan
 from cookbook.recipe import AdapterSection, Recipe, load_recipe
 from cookbook.strategy import load_strategy
 
-LLAMA = "recipes/llama31_8b/sft_zero3.yaml"
+LLAMA = "recipes/llama31_8b/sft.yaml"
 RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
 
 
@@ -176,7 +176,7 @@ def test_the_best_is_what_fits_and_is_fastest(llama):
 
 def test_what_needs_host_memory_does_not_fit_before_somebody_says_what_there_is():
     """70.6 B parameters x 20 bytes, and buffers."""
-    recipe = load_recipe(ROOT / "recipes/llama33_70b/sft_zero3_offload.yaml")
+    recipe = load_recipe(ROOT / "recipes/llama31_70b/sft.yaml")
     (unknown,) = outlook(recipe, "8xH100", "zero3_offload", room={}).forecasts
     assert unknown.verdict == "host memory unknown"
     assert unknown.why == [f"host memory unknown, needs {unknown.host / GIB:,.0f} GiB a machine"]
@@ -271,7 +271,7 @@ def test_a_cpu_is_not_judged(llama):
 @pytest.mark.parametrize("gpus", ["8xH100", "1x24GB", "cpu", "2x8xH100", "3xH100"])
 def test_the_answer_fits_a_terminal(llama, gpus):
     found = outlook(llama, gpus, "single", "ddp", "zero3", "hsdp", "tp", "zero3_nvme")
-    printed = in_words(found, "recipes/llama31_8b/sft_zero3.yaml", num_samples=1000, price=2.0)
+    printed = in_words(found, "recipes/llama31_8b/sft.yaml", num_samples=1000, price=2.0)
     wide = [line for line in printed.splitlines() if len(line) > 120 and "cannot run" not in line]
     assert [line for line in wide if "batch.global_batch_size" not in line] == []
 
@@ -387,11 +387,11 @@ def test_the_answer_for_people(capsys):
 
 
 def test_the_label_says_what_a_machine_has(capsys):
-    path = "recipes/qwen25_7b/sft_zero3_offload.yaml"
+    path = "recipes/llama31_70b/sft.yaml"
     assert main(["plan", path, "--strategy", "zero3_offload", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["forecasts"][0]["verdict"] == "fits"
     assert main(["plan", path, "--strategy", "zero3_offload", "--host-gib", "20", "--json"]) == 1
-    assert main(["plan", path, "--strategy", "zero3_offload", "--gpus", "1x24GB"]) == 0
+    assert main(["plan", path, "--strategy", "zero3_offload", "--gpus", "8x80GB"]) == 0
     assert "host memory unknown, needs" in capsys.readouterr().out
 
 

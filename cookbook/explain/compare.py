@@ -9,7 +9,7 @@ from typing import Any
 from cookbook.explain import Explanation, costs, explain, number, shorten, source
 from cookbook.files import RecipeError, apply_overrides, read_document, show
 from cookbook.plan import load_pair
-from cookbook.recipe import Recipe, Source
+from cookbook.recipe import Recipe, Source, read_recipe
 from cookbook.strategy import Strategy, find_strategy, load_strategy, strategy_path
 
 NEVER_THE_CURVE = (
@@ -87,7 +87,7 @@ def is_strategy(name: str) -> bool:
     path = strategy_path(name)
     if path != Path(name):
         return True
-    values = read_document(path).values
+    values = read_recipe(path).values
     return "distributed_type" in values or "compute_environment" in values
 
 
