@@ -167,7 +167,7 @@ def library_page() -> str:
         "instead of `make train` to try a row without a GPU first, with a tiny model of its kind.",
         "",
         "A recipe is a model and a task. Its strategy is a default: any other one trains the same (`STRATEGY=zero3`), and",
-        "the label at the top of each recipe has a table of which fit which machines. That table and \"Needs\" are `plan`'s",
+        'the label at the top of each recipe has a table of which fit which machines. That table and "Needs" are `plan`\'s',
         "forecast until a row says what was measured. The label also names the published source of every learning rate,",
         "batch and schedule.",
         "",

@@ -464,7 +464,7 @@ def read_recipe(path: Path) -> Document:
         RecipeError: as `read_document`; for a name that is no more, with the recipe to take instead.
     """
     folder, asked = RECIPES.resolve(), path.resolve()
-    old = str(asked.relative_to(folder).with_suffix("")) if asked.is_relative_to(folder) else ""
+    old = str(asked.relative_to(folder)).removesuffix(".yaml") if asked.is_relative_to(folder) else ""
     if old not in RENAMED or path.exists():
         return read_document(path)
     new, strategy = RENAMED[old]

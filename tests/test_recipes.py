@@ -15,7 +15,7 @@ from conftest import ROOT
 from cookbook import library
 from cookbook.cli import main
 from cookbook.files import RecipeError
-from cookbook.hardware import parse_machines
+from cookbook.hardware import GIB, parse_machines
 from cookbook.plan import begun_elsewhere, load_pair, make_plan
 from cookbook.recipe import BUILTIN_SOURCE, RENAMED, Recipe, Section, load_recipe
 from cookbook.strategy import find_strategy, load_strategy
@@ -78,6 +78,9 @@ def test_a_recipe_fits_the_machine_that_it_needs(name):
     assert any(re.search(r"\w \d", text) for text in fits.values())
     fitting = re.findall(r"(\w+) \d", fits[f"{needs.num_gpus}x{needs.gpu_gb}GB"])
     assert own in fitting or (needs.num_gpus == 1 and "single" in fitting)  # one process of ddp is single
+    if needs.host_gb is not None:
+        host = re.search(rf"\b{own} \d+ \+ ([\d,]+)", fits[f"{needs.num_gpus}x{needs.gpu_gb}GB"])
+        assert host is not None and int(host[1].replace(",", "")) * GIB < needs.host_gb * 1e9
     assert library.gpus_needed(label, "no such strategy") == needs.num_gpus
 
 
