@@ -23,8 +23,6 @@ from cookbook.recipe import Recipe, load_recipe
 from cookbook.strategy import Strategy, load_strategy
 
 HEADER = "GiB of each GPU at the peak + of a machine's memory + of its disk. Forecast by plan, not measured."
-MOST = 4
-"""Strategies in a line."""
 
 
 def fits(path: Path) -> str:
@@ -44,13 +42,9 @@ def _of(recipe: Recipe, machines: Machines, name: str) -> Iterator[str]:
     strategies = [load_strategy(path) for path in sorted(Path("accelerate_configs").glob("*.yaml"))]
     ranked = forecast_all(recipe, [one for one in strategies if _spreads(one, machines)], machines, name).forecasts
     able = [one for one in ranked if one.verdict in MAY_RUN and one.verdict != "tight"]
-    able.sort(key=lambda one: one.strategy.path != recipe.strategy)
-    on_gpus = [one for one in able if not _offloads(one.strategy)]
     own = [one for one in able if one.strategy.path == recipe.strategy]
-    shown = list({one.strategy.path: one for one in (*own, *(on_gpus or able))}.values())[:MOST]
-    yield from map(_entry, shown)
-    if not shown:
-        yield "nothing"
+    shown = own + ([one for one in able if not _offloads(one.strategy)] or able)
+    yield from dict.fromkeys(map(_entry, shown)) if shown else ["nothing"]
 
 
 def _offloads(strategy: Strategy) -> bool:
