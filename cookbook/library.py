@@ -131,7 +131,7 @@ def _smaller(path: Path, needs: Needs) -> list[tuple[Path, str]]:
         if _total_gb(other_needs) < _total_gb(needs) and load_recipe(other).objective.name == objective:
             fitting.append((other.parent != path.parent, -_total_gb(other_needs), other))
     chosen = [other for *_, other in sorted(fitting)[:3]]
-    return [(other, read_label(other)["Needs"].split(". ")[0]) for other in chosen]
+    return [(other, read_label(other)["Needs"].split(". ")[0].rstrip(".")) for other in chosen]
 
 
 def _total_gb(needs: Needs) -> int:
