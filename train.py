@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 from cookbook import faults, launch, lock, machine, schedule, signals, status, watch
 from cookbook.data.sets import read_data
 from cookbook.files import RecipeError
-from cookbook.plan import Plan, describe_batch, load_pair, make_plan
+from cookbook.plan import Plan, begun_elsewhere, describe_batch, load_pair, make_plan
 from cookbook.recipe import Recipe
 from cookbook.shortage import end as end_of_shortage
 from cookbook.shortage import is_shortage
-from cookbook.strategy import Strategy, load_strategy
+from cookbook.strategy import Strategy
 
 if TYPE_CHECKING:
     from cookbook.data.batches import StepBatch
@@ -67,9 +67,9 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
     """Everything that can be known before torch is imported: files, launcher, environment, batch, GPUs."""
     launcher, world = launch.find_launcher(), launch.read_world()
     given = Path(launcher.config_file) if launcher.config_file else None
-    recipe, strategy = load_pair(Path(recipe_name), assignments, given)
+    recipe, _ = load_pair(Path(recipe_name), assignments, given)
     path, note = launch.strategy_in_force(launcher, world, recipe.strategy)
-    strategy = load_strategy(path)
+    recipe, strategy = load_pair(Path(recipe_name), assignments, path)
     mistakes = launch.check_environment(strategy, launcher, recipe.mixed_precision)
     launch.clear_environment()
     num_gpus = machine.num_gpus()
@@ -84,7 +84,8 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
         mistakes += error.mistakes
     if mistakes:
         raise RecipeError(mistakes)
-    return recipe, strategy, plan, world, [note] if note else []
+    notes = [note] if note else []
+    return recipe, strategy, plan, world, notes + begun_elsewhere(Path(recipe_name), recipe, strategy)
 
 
 def start_watch(recipe: Recipe, world: launch.World) -> watch.Watch:

@@ -1,16 +1,17 @@
 """Recipe + strategy + machine -> what will run: batch arithmetic, clashes, the launch line. No torch."""
 
+import glob
 import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from cookbook.combinations import refusals
-from cookbook.files import RecipeError, apply_overrides, path_problem, read_document
+from cookbook.files import RecipeError, apply_overrides, path_problem
 from cookbook.machine import CPU_PROCESSES, num_cores
 from cookbook.mesh import Mesh
-from cookbook.recipe import Recipe, load_recipe
-from cookbook.strategy import Strategy, load_strategy
+from cookbook.recipe import Recipe, default_output_dir, load_recipe, read_recipe
+from cookbook.strategy import Strategy, known_strategies, load_strategy, strategy_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ def load_pair(
     """
     recipe, strategy, mistakes = None, None, []
     try:
-        recipe = load_recipe(recipe_path, assignments)
+        recipe = load_recipe(recipe_path, assignments, strategy_path)
     except RecipeError as error:
         mistakes += error.mistakes
     strategy_path = strategy_path or _named_strategy(recipe_path, assignments or [], recipe)
@@ -68,13 +69,28 @@ def _named_strategy(recipe_path: Path, assignments: list[str], recipe: Recipe | 
     if recipe is not None:
         return Path(recipe.strategy)
     try:
-        document = read_document(recipe_path)
+        document = read_recipe(recipe_path)
     except RecipeError:
         return None
     apply_overrides(document, assignments)
     name = document.values.get("strategy")
-    is_file = isinstance(name, str) and path_problem(name) is None and Path(name).is_file()
-    return Path(name) if is_file else None
+    if not isinstance(name, str) or path_problem(name) is not None or not strategy_path(name).is_file():
+        return None
+    return strategy_path(name)
+
+
+def begun_elsewhere(recipe_path: Path, recipe: Recipe, strategy: Strategy) -> list[str]:
+    """A note for a run that finds nothing to resume in its default folder, where another strategy's has checkpoints."""
+    folder = default_output_dir(recipe_path, strategy.path)
+    if recipe.run.resume != "auto" or recipe.run.output_dir != folder or any(Path(folder).glob("checkpoints/step-*")):
+        return []
+    stem = Path(folder).name.removesuffix(strategy.name)
+    others = {path.parents[1] for path in Path("outputs").glob(f"{glob.escape(stem)}*/checkpoints/step-*")}
+    found = sorted(str(path) for path in others if path.name.removeprefix(stem) in known_strategies().split(", "))
+    return [
+        f"nothing to resume in {folder}; {other} has checkpoints of this recipe: SET=run.output_dir={other} resumes it"
+        for other in found
+    ]
 
 
 def default_num_processes(strategy: Strategy, num_gpus: int) -> int:

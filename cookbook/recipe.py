@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, SerializeAsAny, model_validator
 
 from cookbook import plugins
 from cookbook.files import (
@@ -29,6 +29,7 @@ from cookbook.objectives.token_loss import SFT
 from cookbook.optim import Optimizer
 from cookbook.registry import Named, Section
 from cookbook.schedule import Cosine, Schedule
+from cookbook.strategy import missing_strategy, strategy_path
 
 BUILTIN_SOURCE = "python-stdlib"
 ALL_LINEAR = "all-linear"
@@ -40,6 +41,30 @@ OWNED_ELSEWHERE = {
     "deepspeed": "name an accelerate YAML in `strategy`; it names its DeepSpeed JSON",
     "fsdp": "name an accelerate YAML in `strategy`",
 }
+
+RECIPES = Path("recipes")
+RENAMED = {
+    "llama31_8b/dpo_lora_ddp": ("llama31_8b/dpo_lora", "ddp"),
+    "llama31_8b/sft_fsdp2": ("llama31_8b/sft", "fsdp2"),
+    "llama31_8b/sft_lora_zero2": ("llama31_8b/sft_lora", "zero2"),
+    "llama31_8b/sft_qlora_single": ("llama31_8b/sft_qlora", "single"),
+    "llama31_8b/sft_zero3": ("llama31_8b/sft", "zero3"),
+    "llama32_3b/sft_fsdp2": ("llama32_3b/sft", "fsdp2"),
+    "llama33_70b/sft_qlora_zero2": ("llama31_70b/sft_qlora", "zero2"),
+    "llama33_70b/sft_zero3_nvme": ("llama31_70b/sft", "zero3_nvme"),
+    "llama33_70b/sft_zero3_offload": ("llama31_70b/sft", "zero3_offload"),
+    "mistral_7b/cpt_fsdp2": ("mistral_7b/cpt", "fsdp2"),
+    "qwen25_7b/sft_zero2_offload": ("qwen25_7b/sft", "zero2_offload"),
+    "qwen25_7b/sft_zero3": ("qwen25_7b/sft", "zero3"),
+    "qwen25_7b/sft_zero3_offload": ("qwen25_7b/sft", "zero3_offload"),
+    "qwen3_0_6b/sft_ddp": ("qwen3_0_6b/sft", "ddp"),
+    "qwen3_0_6b/sft_lora_ddp": ("qwen3_0_6b/sft_lora", "ddp"),
+    "qwen3_32b/sft_lora_fsdp2": ("qwen25_32b/sft_lora", "fsdp2"),
+    "qwen3_4b/sft_fsdp2": ("qwen3_4b/sft", "fsdp2"),
+    "qwen3_4b/sft_lora_ddp": ("qwen3_4b/sft_lora", "ddp"),
+    "smollm2_135m/sft_single": ("smollm2_135m/sft", "single"),
+}
+"""Recipes that had a strategy in their names: what to run instead. In another folder, it is of another model."""
 
 
 class ScratchModel(Section):
@@ -255,8 +280,9 @@ class RunSection(Section):
     """Optimizer steps, instead of num_epochs."""
     eval_every_steps: int | None = Field(default=None, gt=0)
     """Without it, data.eval is evaluated before the first step and at the end only."""
-    output_dir: PathText
-    """Everything that a run writes lies under this folder; beside it, `.NAME.lock` keeps a second run out."""
+    output_dir: PathText = Field(default_factory=str)  # load_recipe fills it in
+    """Everything that a run writes lies under this folder; beside it, `.NAME.lock` keeps a second run out. Default:
+    outputs/ with the names of the recipe and of the strategy, as in outputs/llama31_8b-sft-zero3."""
     save_every_steps: int | None = Field(default=None, gt=0)
     """A checkpoint each so many steps. Without any such key there is one, at the end."""
     save_every_minutes: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -304,8 +330,9 @@ class RunSection(Section):
 class Recipe(Section):
     """A fine-tuning run that somebody can repeat."""
 
-    strategy: PathText
-    """An accelerate YAML. `accelerate launch --config_file` wins over it, and the run says so."""
+    strategy: Annotated[PathText, AfterValidator(lambda name: str(strategy_path(name)))]
+    """A name in accelerate_configs/, as zero3, or the path of an accelerate YAML. `accelerate launch --config_file`
+    wins over it, and the run says so."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "bf16"
     """'no' is fp32; fp16 scales the loss and needs a GPU."""
     seed: int = Field(default=42, ge=0, lt=2**32)
@@ -323,16 +350,48 @@ class Recipe(Section):
     run: RunSection
 
 
-def load_recipe(path: Path, assignments: list[str] | None = None) -> Recipe:
+def read_recipe(path: Path) -> Document:
+    """The recipe in a file, as it is written.
+
+    Raises:
+        RecipeError: as `read_document`; for a name that is no more, with the recipe to take instead.
+    """
+    folder, asked = RECIPES.resolve(), path.resolve()
+    old = str(asked.relative_to(folder)).removesuffix(".yaml") if asked.is_relative_to(folder) else ""
+    if old not in RENAMED or path.exists():
+        return read_document(path)
+    new, strategy = RENAMED[old]
+    what = "is" if Path(new).parent == Path(old).parent else "is gone; the nearest is"
+    raise RecipeError(
+        [f"{path} {what} {RECIPES / new}.yaml with strategy: {strategy} (STRATEGY={strategy}, --strategy {strategy})"]
+    )
+
+
+def default_output_dir(path: Path, strategy: str) -> str:
+    """`outputs/llama31_8b-sft-zero3` for recipes/llama31_8b/sft.yaml under `zero3` or its file."""
+    file = path.resolve()
+    folders = (folder for folder in (RECIPES.resolve(), Path.cwd()) if file.is_relative_to(folder))
+    parts = file.relative_to(next(folders, file.parent)).with_suffix("").parts
+    return f"outputs/{'-'.join([*parts, Path(strategy).stem])}"
+
+
+def load_recipe(path: Path, assignments: list[str] | None = None, strategy: Path | None = None) -> Recipe:
     """The recipe in a file, with `section.key=value` assignments applied.
+
+    Args:
+        strategy: the one in force, if it is not the recipe's own; the default of `run.output_dir` has its name.
 
     Raises:
         RecipeError: all mistakes together, each with its place.
     """
-    document = read_document(path)
+    document = read_recipe(path)
     mistakes = apply_overrides(document, assignments or [])
     if missing := _use_plugins(document, path.parent):
         raise RecipeError(mistakes + missing)  # without them, their names would be further mistakes
+    run, named = document.values.get("run"), document.values.get("strategy")
+    if isinstance(run, dict) and run.get("output_dir") is None:
+        is_path = isinstance(named, str) and path_problem(named) is None
+        run["output_dir"] = default_output_dir(path, str(strategy or (named if is_path else "")))
     recipe, found = validate(document, Recipe, OWNED_ELSEWHERE)
     mistakes += found + _check_across_keys(document)
     if mistakes or recipe is None:
@@ -370,7 +429,7 @@ def _check_across_keys(document: Document) -> list[str]:
     mistakes = []
     strategy = document.values.get("strategy")
     if isinstance(strategy, str) and path_problem(strategy) is None:
-        mistakes += find_file(strategy, lambda: document.place(("strategy",)), Path("accelerate_configs"))
+        mistakes += missing_strategy(strategy, lambda: document.place(("strategy",)))
     model = part(document, "model", ModelSection)
     name = model.name_or_path if model is not None else None
     if name is not None and name.startswith((".", "/")) and not Path(name).is_dir():

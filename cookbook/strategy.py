@@ -4,6 +4,7 @@ Both files are refused for what the libraries would drop without a word: acceler
 `fsdp_config`, DeepSpeed ignores a misspelt top-level key (`zero_optimisation` would mean stage 0).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -238,7 +239,7 @@ class Strategy:
 def strategy_path(name: str) -> Path:
     """`fsdp2` or `accelerate_configs/fsdp2.yaml` -> the path of the file."""
     path = Path(name)
-    return path if path.suffix else Path("accelerate_configs") / f"{name}.yaml"
+    return path if path.suffix or len(path.parts) > 1 else Path("accelerate_configs") / f"{name}.yaml"
 
 
 def load_strategy(path: Path) -> Strategy:
@@ -481,3 +482,12 @@ def find_strategy(name: str) -> Path:
         names = known_strategies().split(", ")
         raise RecipeError([f"strategy {name!r}: no file {path}; {nearest(Path(name).stem, names)}"])
     return path
+
+
+def missing_strategy(name: str, place: Callable[[], str]) -> list[str]:
+    """A mistake if a recipe names a strategy, by name or path, that is not there."""
+    path = strategy_path(name)
+    if path == Path(name):
+        return find_file(name, place, Path("accelerate_configs"))
+    names = known_strategies().split(", ")
+    return [] if path.is_file() else [f"{place()} is {name!r}: no such strategy; {nearest(name, names)}"]

@@ -30,7 +30,7 @@ from cookbook.strategy import load_strategy
 from tests.needs import need_compiler
 
 CANARY = "hf_canaryThatMustNeverBeSeen"
-RECIPE_7B = Path("recipes/qwen25_7b/sft_zero3.yaml")
+RECIPE_7B = Path("recipes/qwen25_7b/sft.yaml")
 
 # What nvidia-smi prints, in its formats. The values are made up, within what such machines have.
 

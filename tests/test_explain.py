@@ -26,7 +26,7 @@ from cookbook.strategy import load_strategy
 RECIPES = sorted(path.relative_to(ROOT) for path in (ROOT / "recipes").rglob("*.yaml"))
 STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
 HEAVY = ("torch", "transformers", "accelerate", "deepspeed", "numpy", "datasets", "tokenizers")
-ZERO3 = Path("recipes/qwen25_7b/sft_zero3.yaml")
+ZERO3 = Path("recipes/qwen25_7b/sft.yaml")
 
 
 @pytest.fixture
@@ -46,8 +46,8 @@ def strategy(name):
 BY_HAND = {
     "needs 4 GPUs": (ZERO3, {}, 4, "8 = 128 / (4 x 4)", "at most 262,144 = 128 x 2,048"),
     "16 asked for": (ZERO3, {"processes": 16}, 16, "2 = 128 / (4 x 16)", "at most 262,144 = 128 x 2,048"),
-    "pairs": ("recipes/llama31_8b/dpo_lora_ddp.yaml", {}, 4, "4 = 32 / (2 x 4)", "at most 65,536 = 32 x 2 x 1,024"),
-    "one GPU": ("recipes/llama31_8b/sft_qlora_single.yaml", {}, 1, "16 = 16 / (1 x 1)", "at most 32,768 = 16 x 2,048"),
+    "pairs": ("recipes/llama31_8b/dpo_lora.yaml", {}, 4, "4 = 32 / (2 x 4)", "at most 65,536 = 32 x 2 x 1,024"),
+    "one GPU": ("recipes/llama31_8b/sft_qlora.yaml", {}, 1, "16 = 16 / (1 x 1)", "at most 32,768 = 16 x 2,048"),
     "no GPU": ("recipes/quickstart.yaml", {}, 2, "4 = 16 / (2 x 2)", "at most 2,048 = 16 x 128"),
     "mesh of 4": (
         "recipes/quickstart.yaml",
@@ -57,7 +57,7 @@ BY_HAND = {
         "at most 2,048",
     ),
     "tensor parallel": ("recipes/quickstart.yaml", {"strategy_path": strategy("tp")}, 2, "8 = 16 / (2 x 1)", "at most"),
-    "token limit": ("recipes/smollm2_135m/sft_single.yaml", {}, 1, "at most 128 = 128 / 1", "at most 262,144"),
+    "token limit": ("recipes/smollm2_135m/sft.yaml", {}, 1, "at most 128 = 128 / 1", "at most 262,144"),
 }
 
 
@@ -83,7 +83,7 @@ def test_every_shipped_recipe_is_explained(path, in_root):
 
 
 def test_there_are_recipes_to_explain():
-    assert len(RECIPES) >= 20 and len(STRATEGIES) >= 14
+    assert len(RECIPES) >= 18 and len(STRATEGIES) >= 14
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -146,7 +146,7 @@ def test_a_default_and_the_command_line_are_told_apart_from_the_file(in_root):
     assert found["LENGTH"]["epochs"].sources == ("command line",)
     assert found["LENGTH"]["evaluation"].sources == ("default",)
     assert found["OPTIMIZER"]["clipping"].sources == ("default",)
-    assert found["BATCH"]["step"].sources == (f"{ZERO3}:28",)
+    assert found["BATCH"]["step"].sources == (f"{ZERO3}:32",)
     assert found["BATCH"]["accumulation"].text == "16 = 128 / (2 x 4)"
 
 
@@ -307,9 +307,9 @@ def test_the_differences_from_the_json_are_all_shown(in_root):
 
 
 def test_a_swap_folder_is_that_of_the_run(in_root):
-    found = explain(Path("recipes/llama33_70b/sft_zero3_nvme.yaml"))
+    found = explain(Path("recipes/llama31_70b/sft.yaml"), strategy_path=strategy("zero3_nvme"))
     before, after = found.deepspeed_changes["zero_optimization.offload_param.nvme_path"]
-    assert before == "nvme_swap" and re.fullmatch(r"nvme_swap/llama33_70b-sft_zero3_nvme-[0-9a-f]{8}", after)
+    assert before == "nvme_swap" and re.fullmatch(r"nvme_swap/llama31_70b-sft-zero3_nvme-[0-9a-f]{8}", after)
 
 
 # Costs, per trained parameter.
@@ -483,7 +483,7 @@ def test_what_is_said_never_to_change_the_curve_is_in_the_equivalence_tests():
 
 
 def test_dropout_makes_the_curve_depend_on_the_processes(in_root):
-    found = difference("recipes/llama31_8b/sft_qlora_single.yaml", "fsdp2", processes=4)
+    found = difference("recipes/llama31_8b/sft_qlora.yaml", "fsdp2", processes=4)
     assert not found.same_curve and "adapter.dropout" in compare.in_words(found)
     assert [one.num_processes for one in found.settings] == [1, 4]
 
@@ -493,7 +493,7 @@ def test_the_same_twice_is_the_same(in_root):
 
 
 def test_a_recipe_may_stand_beside_another_of_another_kind(in_root):
-    found = difference("recipes/quickstart.yaml", "recipes/qwen3_0_6b/sft_lora_ddp.yaml")
+    found = difference("recipes/quickstart.yaml", "recipes/qwen3_0_6b/sft_lora.yaml")
     keys = {one.key for one in found.differences}
     assert {"model.from_scratch", "data.train", "adapter"} <= keys
     assert not found.same_curve
@@ -664,7 +664,7 @@ def test_json_says_the_same_for_programs(in_root, capsys):
     found = json.loads(capsys.readouterr().out)
     accumulation = found["quantities"]["batch"]["accumulation"]
     assert accumulation["value"] == 8
-    assert accumulation["from"] == [f"{ZERO3}:28", f"{ZERO3}:29", "accelerate_configs/zero3.yaml:5"]
+    assert accumulation["from"] == [f"{ZERO3}:32", f"{ZERO3}:33", "accelerate_configs/zero3.yaml:5"]
     assert found["deepspeed"]["train_batch_size"] == 128 and found["learning_rate"]["num_steps"] is None
     assert main(["explain", "zero2", "zero3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["same_curve"] is True

@@ -22,14 +22,12 @@ from cookbook.forecast.memory import CONTEXT, GIB, Memory, peak
 from cookbook.forecast.show import _bar, as_record, in_words
 from cookbook.forecast.trace import ActivationTrace, Phase
 from cookbook.hardware import parse_machines
-from cookbook.library import read_label, read_needs
 from cookbook.models.structure import find_config
 from cookbook.plan import make_plan
 from cookbook.recipe import AdapterSection, Recipe, load_recipe
 from cookbook.strategy import load_strategy
 
-LLAMA = "recipes/llama31_8b/sft_zero3.yaml"
-RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
+LLAMA = "recipes/llama31_8b/sft.yaml"
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +159,7 @@ def test_the_best_is_what_fits_and_is_fastest(llama):
 
 def test_what_needs_host_memory_does_not_fit_before_somebody_says_what_there_is():
     """70.6 B parameters x 20 bytes, and buffers."""
-    recipe = load_recipe(ROOT / "recipes/llama33_70b/sft_zero3_offload.yaml")
+    recipe = load_recipe(ROOT / "recipes/llama31_70b/sft.yaml")
     (unknown,) = outlook(recipe, "8xH100", "zero3_offload", room={}).forecasts
     assert unknown.verdict == "host memory unknown"
     assert unknown.why == [f"host memory unknown, needs {unknown.host / GIB:,.0f} GiB a machine"]
@@ -256,7 +254,7 @@ def test_a_cpu_is_not_judged(llama):
 @pytest.mark.parametrize("gpus", ["8xH100", "1x24GB", "cpu", "2x8xH100", "3xH100"])
 def test_the_answer_fits_a_terminal(llama, gpus):
     found = outlook(llama, gpus, "single", "ddp", "zero3", "hsdp", "tp", "zero3_nvme")
-    printed = in_words(found, "recipes/llama31_8b/sft_zero3.yaml", num_samples=1000, price=2.0)
+    printed = in_words(found, "recipes/llama31_8b/sft.yaml", num_samples=1000, price=2.0)
     wide = [line for line in printed.splitlines() if len(line) > 120 and "cannot run" not in line]
     assert [line for line in wide if "batch.global_batch_size" not in line] == []
 
@@ -324,21 +322,6 @@ def test_a_bar_is_as_long_as_its_memory():
     assert [text.count(letter) for letter in "WGOBAL"] == [5, 5, 0, 0, 10, 0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_fits_the_hardware_of_its_label(name):
-    recipe = load_recipe(ROOT / name)
-    needs = read_needs(read_label(Path(name)))
-    if needs.num_gpus is None or needs.gpu_gb is None:
-        assert name == "recipes/quickstart.yaml"
-        return
-    room = {"host_gib": needs.host_gb, "nvme_gib": needs.nvme_gb}
-    room = {what: gb * 1e9 / GIB for what, gb in room.items() if gb is not None}
-    machines = parse_machines(f"{needs.num_gpus}x{needs.gpu_gb}GB", **room)
-    (found,) = forecast_all(recipe, [load_strategy(Path(recipe.strategy))], machines, name).forecasts
-    assert found.verdict in ("fits", "tight"), found.why
-
-
 # The command.
 
 
@@ -372,11 +355,11 @@ def test_the_answer_for_people(capsys):
 
 
 def test_the_label_says_what_a_machine_has(capsys):
-    path = "recipes/qwen25_7b/sft_zero3_offload.yaml"
+    path = "recipes/llama31_70b/sft.yaml"
     assert main(["plan", path, "--strategy", "zero3_offload", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["forecasts"][0]["verdict"] == "fits"
     assert main(["plan", path, "--strategy", "zero3_offload", "--host-gib", "20", "--json"]) == 1
-    assert main(["plan", path, "--strategy", "zero3_offload", "--gpus", "1x24GB"]) == 0
+    assert main(["plan", path, "--strategy", "zero3_offload", "--gpus", "8x80GB"]) == 0
     assert "host memory unknown, needs" in capsys.readouterr().out
 
 

@@ -120,7 +120,7 @@ def read(name: str) -> Strategy:
 
 @pytest.fixture
 def full() -> Recipe:
-    return load_recipe(Path("recipes/llama31_8b/sft_zero3.yaml"), [])
+    return load_recipe(Path("recipes/llama31_8b/sft.yaml"), [])
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_in_4_bits_each_gpu_has_all_before_it_is_cut(full: Recipe, name: str):
 
 
 def load_adapter(name: str) -> object:
-    adapter = load_recipe(Path("recipes/llama31_8b/sft_zero3.yaml"), [f"adapter.name={name}"]).adapter
+    adapter = load_recipe(Path("recipes/llama31_8b/sft.yaml"), [f"adapter.name={name}"]).adapter
     assert adapter is not None
     return adapter
 

@@ -77,6 +77,8 @@ def test_a_resolved_recipe_writes_out_every_default_that_has_effect(book):
         ("data.eval={path: python-stdlib, split: train}", lambda recipe: recipe.data.eval[""].split == "train"),
         ("data.eval=null", lambda recipe: recipe.data.eval == {}),
         (" seed = 7 ", lambda recipe: recipe.seed == 7),
+        ("strategy=zero3", lambda recipe: recipe.strategy == "accelerate_configs/zero3.yaml"),
+        ("strategy=accelerate_configs/zero3.yaml", lambda recipe: recipe.strategy == "accelerate_configs/zero3.yaml"),
     ],
 )
 def test_an_override_is_read_as_yaml(book, assignment, read):

@@ -12,7 +12,7 @@ from cookbook.explain import Explanation, explain, shorten, source
 from cookbook.files import RecipeError, apply_overrides, read_document, show
 from cookbook.optim import number
 from cookbook.plan import load_pair
-from cookbook.recipe import Recipe, Source
+from cookbook.recipe import Recipe, Source, read_recipe
 from cookbook.strategy import Strategy, find_strategy, load_strategy, strategy_path
 
 NEVER_THE_CURVE = (
@@ -90,7 +90,7 @@ def is_strategy(name: str) -> bool:
     path = strategy_path(name)
     if path != Path(name):
         return True
-    values = read_document(path).values
+    values = read_recipe(path).values
     return "distributed_type" in values or "compute_environment" in values
 
 

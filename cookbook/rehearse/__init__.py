@@ -189,6 +189,8 @@ def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
     run.pop("num_epochs", None)
     run |= {"max_steps": NUM_STEPS, "output_dir": str(rehearsal.folder / "out")}
     run["eval_every_steps"] = 2
+    if "save_every_steps" in run:
+        run["save_every_steps"] = 2
     run["check_export"] = False  # which the rehearsal does itself
     small = rehearsal.folder / "recipe.yaml"
     small.write_text(dump_yaml(values), encoding="utf-8")
