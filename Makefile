@@ -35,13 +35,13 @@ train: $(if $(RECIPE),$(STAMP))  ## RECIPE=recipes/mine.yaml [STRATEGY=fsdp2] [P
 	@$(COOKBOOK) launch $(RECIPE) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SIMULATE_FLAG) $(SET_FLAGS)
 
 finetune-7b: $(STAMP)  ## full fine-tuning of Qwen2.5-7B with ZeRO-3, or what that would take on a machine that cannot
-	@$(COOKBOOK) launch recipes/qwen25_7b/sft_zero3.yaml $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)
+	@$(COOKBOOK) launch recipes/qwen25_7b/sft.yaml $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)
 
 plan: $(STAMP)  ## [RECIPE=...] [GPUS=8xH100] [HOST_GIB=2000] [NVME_GIB=4000] [SAMPLES=10000] [PRICE=2.5]: will it fit, how fast, under which strategy
 	@$(COOKBOOK) plan $(RECIPE) $(if $(GPUS),--gpus $(GPUS)) $(if $(HOST_GIB),--host-gib $(HOST_GIB)) $(if $(NVME_GIB),--nvme-gib $(NVME_GIB)) $(STRATEGY_FLAG) $(if $(SAMPLES),--samples $(SAMPLES)) $(if $(PRICE),--price $(PRICE)) $(SET_FLAGS)
 
 rehearse: $(if $(RECIPE),$(STAMP))  ## RECIPE=... [STRATEGY=...] [PROCESSES=2] [ON=cpu]: run it tiny on simulated GPUs, save and reload
-	@$(if $(RECIPE),,echo 'make rehearse: write RECIPE=..., for example: make rehearse RECIPE=recipes/qwen25_7b/sft_zero3.yaml' >&2; exit 2)
+	@$(if $(RECIPE),,echo 'make rehearse: write RECIPE=..., for example: make rehearse RECIPE=recipes/qwen25_7b/sft.yaml' >&2; exit 2)
 	@$(COOKBOOK) rehearse $(RECIPE) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(ON_FLAG) $(SET_FLAGS)
 
 preview: $(STAMP)  ## [RECIPE=...]: samples as the model will see them, and how long they are

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 from cookbook import faults, launch, lock, machine, schedule, signals, status, watch
 from cookbook.data.sets import read_data
 from cookbook.files import RecipeError
-from cookbook.plan import Plan, describe_batch, load_pair, make_plan
+from cookbook.plan import Plan, begun_elsewhere, describe_batch, load_pair, make_plan
 from cookbook.recipe import Recipe
 from cookbook.shortage import end as end_of_shortage
 from cookbook.shortage import is_shortage
-from cookbook.strategy import Strategy, load_strategy
+from cookbook.strategy import Strategy
 
 if TYPE_CHECKING:
     from cookbook.data.batches import StepBatch
@@ -67,9 +67,9 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
     """Everything that can be known before torch is imported: files, launcher, environment, batch, GPUs."""
     launcher, world = launch.find_launcher(), launch.read_world()
     given = Path(launcher.config_file) if launcher.config_file else None
-    recipe, strategy = load_pair(Path(recipe_name), assignments, given)
+    recipe, _ = load_pair(Path(recipe_name), assignments, given)
     path, note = launch.strategy_in_force(launcher, world, recipe.strategy)
-    strategy = load_strategy(path)
+    recipe, strategy = load_pair(Path(recipe_name), assignments, path)
     mistakes = launch.check_environment(strategy, launcher, recipe.mixed_precision)
     launch.clear_environment()
     num_gpus = machine.num_gpus()
@@ -84,7 +84,8 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
         mistakes += error.mistakes
     if mistakes:
         raise RecipeError(mistakes)
-    return recipe, strategy, plan, world, [note] if note else []
+    notes = [note] if note else []
+    return recipe, strategy, plan, world, notes + begun_elsewhere(Path(recipe_name), recipe, strategy)
 
 
 def start_watch(recipe: Recipe, world: launch.World) -> watch.Watch:
@@ -135,7 +136,7 @@ def train(
     watching.enter("joining the process group")
     engine = stages.start_engine(recipe, strategy, plan, world, beat=watching.beat)
     watching.enter("taking digests", is_alone=engine.is_main)  # of large files, which it reads for all
-    made_from = stages.take_digests(material, engine, cache=CACHE)
+    made_from = stages.take_digests(recipe, material, engine, cache=CACHE)
     watching.enter("choosing the checkpoint")
     checkpoint = stages.choose_checkpoint(recipe, made_from, engine, is_restarted=is_restarted, notes=notes)
     watching.enter("loading the model")
@@ -196,7 +197,7 @@ def train_step(run: "Run", books: "Books", batch: "StepBatch") -> tuple[str | No
         FloatingPointError: more steps were left out than run.skip_nonfinite_steps.
     """
     from cookbook import metrics
-    from cookbook.optim import set_learning_rate
+    from cookbook.optim.groups import set_learning_rate
 
     recipe, engine, progress = run.recipe, run.engine, run.progress
     started = time.perf_counter()
@@ -204,7 +205,9 @@ def train_step(run: "Run", books: "Books", batch: "StepBatch") -> tuple[str | No
     lr = schedule.learning_rate(progress.step, run.material.max_steps, peak, recipe.schedule)
     set_learning_rate(engine.optimizer, lr)
     engine.begin_step(progress.step + 1, recipe.seed)
-    shares = engine.gradients(run.objective.run, batch.micro_batches, getattr(batch, run.objective.unit))
+    objective = recipe.objective
+    count = batch.num_targets if objective.mean_over == "tokens" else batch.num_samples
+    shares = engine.gradients(objective.compute, batch.micro_batches, count)
     asked = metrics.peak_memory_gib(engine.device), stop_vote(), books.saver.is_time(recipe.run.save_every_minutes)
     result = engine.step(shares, *asked)
     memory, vote, is_time_to_save = result.maxima
@@ -223,14 +226,14 @@ def train_step(run: "Run", books: "Books", batch: "StepBatch") -> tuple[str | No
             "step_seconds": seconds,
             "tokens_per_second": batch.num_tokens / seconds,
             "peak_memory_gib": memory,
-            **books.flops.mfu(batch.num_tokens, batch.num_sequences, seconds, engine.plan.num_processes),
+            **books.flops.mfu(batch, seconds, engine.plan.num_processes),
         }
     )
     if is_skipped:
         step, limit = progress.step, recipe.run.skip_nonfinite_steps
         books.log.say(f"step {step} was left out, the weights are as before: its loss or gradient is not finite")
         bad, what = engine.nonfinite_micro_batches(), "loss"
-        if engine.agree(not bad):  # no loss on any process: any sample of the step may be the one
+        if engine.collectives.all_true(not bad):  # no loss on any process: any sample of the step may be the one
             bad, what = list(range(len(batch.micro_batches))), "gradient"
         decode = run.material.tokenizer.decode
         metrics.record_nonfinite(run.output_dir, step, engine.world.rank, batch, bad, decode, what=what)
@@ -246,7 +249,7 @@ def evaluate(run: "Run", books: "Books") -> str | None:
         return None
     lines: list[dict[str, Any]] = []  # written together: an evaluation that breaks off is made again from its beginning
     for set_name, batches in run.eval_sets.items():
-        found = run.engine.evaluate(run.objective.run, batches(), lambda: stop_reason(run.engine))
+        found = run.engine.evaluate(run.recipe.objective.compute, batches(), lambda: stop_reason(run.engine))
         if isinstance(found, str):
             return found
         label = {"eval_set": set_name} if set_name else {}
@@ -274,7 +277,7 @@ def stop(run: "Run", books: "Books", reason: str) -> int:
     """Ends a run that is to be started again. Returns the exit code."""
     save(run, books)
     books.saver.wait()
-    is_saved = run.engine.agree(books.saver.failed is None)
+    is_saved = run.engine.collectives.all_true(books.saver.failed is None)
     code = signals.EXIT_CODE if is_saved else 1
     step = run.progress.step
     told = "NOT saved" if not is_saved else "saved" if step else "nothing to save yet"
@@ -295,7 +298,7 @@ def finish(run: "Run", books: "Books") -> int:
     saver.wait()
     for note in run.material.data.closing_notes():
         log.say(note)
-    allocated, reserved = engine.maxima(
+    allocated, reserved = engine.collectives.all_reduce_max(
         metrics.peak_memory_gib(engine.device), metrics.peak_reserved_gib(engine.device)
     )
     if books.expected is not None:
@@ -327,7 +330,7 @@ def stop_vote() -> int:
 
 def stop_reason(engine: "Engine") -> str | None:
     """Why any process should stop. Collective."""
-    return signals.REASONS[int(engine.maxima(stop_vote())[0])]
+    return signals.REASONS[int(engine.collectives.all_reduce_max(stop_vote())[0])]
 
 
 def is_due(step: int, every: int | None) -> bool:

@@ -97,7 +97,7 @@ def measure(engine: Any, folder: Path) -> dict[str, Any]:
         later = Saver(background, attempt="b", in_background=True, say=print, **options)
         note("ours, in the background", lambda later=later: later.save(1, engine.pieces(), state), None)
         later.wait()
-        engine.maxima(0)
+        engine.collectives.all_reduce_max(0)
         note("accelerate", lambda theirs=theirs: engine.accelerator.save_state(str(theirs)), theirs)
         found.setdefault("accelerate, with fsync", []).append(
             {
@@ -112,7 +112,7 @@ def measure(engine: Any, folder: Path) -> dict[str, Any]:
 
         def load(checkpoint: Any = checkpoint, ranks: Any = ranks) -> None:
             folders.verify(checkpoint, **ranks)
-            engine.maxima(0)
+            engine.collectives.all_reduce_max(0)
             resume.load(checkpoint, shapes, engine.restore)
 
         note("ours, load", load)
@@ -120,18 +120,18 @@ def measure(engine: Any, folder: Path) -> dict[str, Any]:
             note("accelerate, load", lambda theirs=theirs: engine.accelerator.load_state(str(theirs)))
         except Exception as error:
             found["accelerate, load"] = [{"failed": str(error)[:200]}]
-        engine.maxima(0)
+        engine.collectives.all_reduce_max(0)
         if engine.is_main:
             for path in (ours, background, theirs):
                 shutil.rmtree(path)
-        engine.maxima(0)
+        engine.collectives.all_reduce_max(0)
     return found
 
 
 def timed(engine: Any, do: Callable[[], None]) -> tuple[float, float]:
     """Seconds until the last process is done, and the sum of what their resident sets grew by at most."""
     process = psutil.Process()
-    engine.maxima(0)
+    engine.collectives.all_reduce_max(0)
     before = peak = process.memory_info().rss
     done = threading.Event()
 
@@ -144,7 +144,7 @@ def timed(engine: Any, do: Callable[[], None]) -> tuple[float, float]:
     looker.start()
     started = time.perf_counter()
     do()
-    seconds = engine.maxima(time.perf_counter() - started)[0]
+    seconds = engine.collectives.all_reduce_max(time.perf_counter() - started)[0]
     done.set()
     looker.join()
     import torch

@@ -156,6 +156,20 @@ SIZES: dict[str, dict[str, Any]] = {
         num_attention_heads=56,
         num_key_value_heads=8,
     ),
+    "Qwen3-32B": dict(
+        model_type="qwen3",
+        vocab_size=151936,
+        hidden_size=5120,
+        intermediate_size=25600,
+        num_hidden_layers=64,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        max_position_embeddings=40960,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    ),
     "phi-1.5": dict(
         model_type="phi",
         vocab_size=51200,
@@ -181,7 +195,6 @@ KNOWN = {
     "Llama-3-8B": "NousResearch/Meta-Llama-3.1-8B",
     "Llama-3.1-8B": "NousResearch/Meta-Llama-3.1-8B",
     "Llama-3.2-3B": "unsloth/Llama-3.2-3B",
-    "Qwen3-32B": "Qwen/Qwen3-32B",
     "Qwen2-7B": "Qwen/Qwen2.5-7B",
     "Mistral-7B": "mistral-community/Mistral-7B-v0.2",
 }

@@ -13,10 +13,11 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from benchmarks.published_rows import KNOWN, PROGRAMS, SIZES, Loss, Program, Setup, program_of
+from cookbook.costs.inputs import Skeleton, Weight, cost_inputs
+from cookbook.costs.memory import ResidentBytes, States, Unit, states
 from cookbook.forecast.memory import Memory, peak
-from cookbook.forecast.skeleton import Skeleton, Weight, skeleton
-from cookbook.forecast.states import Held, States, Unit, states
-from cookbook.forecast.trace import Pass, trace
+from cookbook.forecast.skeleton import skeleton
+from cookbook.forecast.trace import ActivationTrace, trace
 from cookbook.library import known_model
 from cookbook.recipe import Recipe
 from cookbook.strategy import load_strategy
@@ -173,7 +174,7 @@ def recipe_of(setup: Setup) -> Recipe:
 
 
 @cache
-def work_of(setup: Setup) -> Pass:
+def work_of(setup: Setup) -> ActivationTrace:
     """What its forward and backward hold."""
     rows = -(-setup.rows // setup.split_of_rows)
     return trace(
@@ -205,7 +206,8 @@ def states_of(setup: Setup, found: Skeleton) -> States:
     if PROGRAMS[setup.program].weights == "bf16":
         return _in_16_bits(setup, found)
     name = setup.shards if setup.reshards else "fsdp2_grad_op"
-    held = states(found, recipe_of(setup), load_strategy(ROOT / f"accelerate_configs/{name}.yaml"), setup.processes)
+    strategy = load_strategy(ROOT / f"accelerate_configs/{name}.yaml")
+    held = states(found, cost_inputs(recipe_of(setup), strategy, setup.processes))
     return _with_one_root(held) if setup.root_has_ends else held
 
 
@@ -241,7 +243,9 @@ def _in_16_bits(setup: Setup, found: Skeleton) -> States:
     in_4_bits = sum(weight.num_elements for weight in found.weights if _is_in_4_bits(setup, weight))
     weights = sum(size(weight) for weight in found.weights)
     trained = sum(size(weight) for weight in found.weights if weight.is_trained)
-    held = Held(weights=round(weights / shards), gradients=round(trained / shards), moments=round(2 * trained / shards))
+    held = ResidentBytes(
+        weights=round(weights / shards), gradients=round(trained / shards), moments=round(2 * trained / shards)
+    )
     layers = {
         number: [weight for weight in found.weights if weight.layer == number] for number in range(found.num_layers)
     }
@@ -254,7 +258,7 @@ def _in_16_bits(setup: Setup, found: Skeleton) -> States:
     scales = round(in_4_bits * (setup.four_bits - 0.5)) if setup.shards else 0
     root = round(weights) - sum(of_layer)
     return States(
-        gpu=Held(buffers=scales) if setup.on_cpu else replace(held, buffers=scales),
+        gpu=ResidentBytes(buffers=scales) if setup.on_cpu else replace(held, buffers=scales),
         gradients_at_first=0,
         gradients_between=0 if setup.on_cpu else between,
         gathered_weights=root + sum(sorted(of_layer)[-2:]) if shards > 1 else 0,

@@ -83,7 +83,8 @@ def make_workplace(folder: Path) -> dict[str, Any]:
     from cookbook.data.sets import read_data, tokenize_data
     from cookbook.data.stdlib import load_stdlib
     from cookbook.data.tokens import TokenSet
-    from cookbook.recipe import DataSection, ObjectiveSection, ScratchModel
+    from cookbook.objectives import Objective
+    from cookbook.recipe import DataSection, ScratchModel
 
     for name in ("cookbook", "train.py", "accelerate_configs", "ds_configs", "recipes"):
         (folder / name).symlink_to(ROOT / name)
@@ -97,7 +98,7 @@ def make_workplace(folder: Path) -> dict[str, Any]:
         models.new_model(scratch, tokenizer, SEED).save_pretrained(target)
         tokenizer.save_pretrained(target)
     data = DataSection.model_validate({"train": str(folder / "chats.jsonl"), "max_length": MAX_LENGTH})
-    objective = ObjectiveSection()
+    objective = Objective.of(name="sft")
     rows = read_data(data, objective)
     tokens = tokenize_data(rows, tokenizer, data, objective, cache=folder / "cache").train
     assert isinstance(tokens, TokenSet)
@@ -215,10 +216,9 @@ class Ours:
         from cookbook import models
         from cookbook.data.sets import read_data, tokenize_data
         from cookbook.data.tokens import TokenSet
-        from cookbook.engine import Engine
+        from cookbook.engine import engine_class
         from cookbook.launch import World
-        from cookbook.objectives import build_objective
-        from cookbook.optim import build_optimizer
+        from cookbook.optim.groups import build_optimizer
         from cookbook.plan import load_pair, make_plan
 
         write_recipe(cell, Path())
@@ -229,7 +229,7 @@ class Ours:
         tokens = tokenize_data(rows, self.tokenizer, recipe.data, recipe.objective, cache=Path(".cache")).train
         assert isinstance(tokens, TokenSet)
         self.tokens = tokens
-        self.engine = Engine(
+        self.engine = engine_class(strategy)(
             strategy,
             make_plan(recipe, strategy, num_processes=1, num_gpus=0, recipe_name="bench.yaml"),
             World(rank=0, local_rank=0, num_processes=1, is_launched=False),
@@ -240,7 +240,7 @@ class Ours:
         )
         model = models.load_model(name, recipe.model, packing=True)
         self.engine.prepare(model, build_optimizer(model, recipe.optim, recipe.mixed_precision))
-        self.objective = build_objective(recipe.objective)
+        self.objective = recipe.objective
         bounds = zip(self.tokens.offsets[:-1], self.tokens.offsets[1:], strict=True)
         self.number_of = {tuple(self.tokens.ids[start:end].tolist()): i for i, (start, end) in enumerate(bounds)}
 
@@ -260,7 +260,7 @@ class Ours:
         started, cpu = time.perf_counter(), time.process_time()
         batch = collate(self.tokens, samples, self.tokenizer.pad_token_id, packing=True)
         num_targets = int(self.tokens.num_targets[samples].sum())
-        result = self.engine.step(self.engine.gradients(self.objective.run, [batch], num_targets))
+        result = self.engine.step(self.engine.gradients(self.objective.compute, [batch], num_targets))
         return {
             "seconds": time.process_time() - cpu,
             "clock_seconds": time.perf_counter() - started,

@@ -1,9 +1,10 @@
 """Parts of the recipe book. Imports point downwards only:
 
 compose   cli  preview  rehearse  merge  publish  doctor  forecast  stages  shortage       (and train.py)
-parts     engine  data  models  adapters  objectives  optim  checkpoint  metrics      do not import one another
-plan      plan  launch  combinations  library  child  explain  schedule  ds_config  simulated_gpus   no torch
-words     recipe  strategy  machine  gpus  hardware  files  digests  signals  status  lock  watch  faults   no torch
+parts     engine  data  models  adapters  checkpoint  metrics      do not import one another
+plan      plan  launch  combinations  library  child  explain  costs  ds_config  simulated_gpus   no torch
+words     recipe  objectives  optim  schedule  row_kinds  registry  plugins                no torch
+words     strategy  mesh  machine  gpus  hardware  files  digests  signals  status  lock  watch  faults no torch
 """
 
 import logging

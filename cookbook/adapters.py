@@ -166,7 +166,7 @@ def _draw_first_weights(model: PreTrainedModel, seed: int) -> None:
 def quantization_options(settings: AdapterSection | None, mixed_precision: str) -> dict[str, Any]:
     """What `from_pretrained` must be told to hold the frozen weights in 4 bits: NF4 with double quantisation, Dettmers
     et al. 2023 (arXiv 2305.14314)."""
-    if settings is None or settings.name != "qlora":
+    if settings is None or not settings.is_quantized:
         return {}
     from transformers import BitsAndBytesConfig
 

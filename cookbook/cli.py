@@ -28,7 +28,7 @@ from cookbook.explain import in_words as words_of
 from cookbook.explain.chart import can_draw
 from cookbook.files import KeyPath, RecipeError, read_document, validate
 from cookbook.hardware import GIB, Machines, parse_machines, this_machine, with_room
-from cookbook.library import PAGE, library_page, read_label, read_needs, what_it_takes
+from cookbook.library import PAGE, gpus_needed, library_page, read_label, read_needs, what_it_takes
 from cookbook.machine import num_cores, num_gpus
 from cookbook.plan import (
     Plan,
@@ -39,7 +39,7 @@ from cookbook.plan import (
     make_plan,
     show_command,
 )
-from cookbook.recipe import OWNED_ELSEWHERE, Recipe, recipe_schema
+from cookbook.recipe import OWNED_ELSEWHERE, Recipe, read_recipe, recipe_schema
 from cookbook.strategy import Strategy, find_strategy, load_strategy
 
 QUICKSTART = Path("recipes/quickstart.yaml")
@@ -203,12 +203,12 @@ def launch_run(arguments: argparse.Namespace) -> int:
     make_plan(recipe, strategy, num_processes=count, num_gpus=gpus, recipe_name=str(arguments.recipe))
     command = launch_command(str(arguments.recipe), strategy, num_processes=count, assignments=arguments.assignments)
     is_free = arguments.dry_run or arguments.simulate_gpus is not None
-    if not is_free and gpus < (read_needs(read_label(arguments.recipe)).num_gpus or 0):
+    if not is_free and gpus < gpus_needed(read_label(arguments.recipe), strategy.name):
         raise RecipeError([what_it_takes(arguments.recipe), f"To run it here all the same: {show_command(command)}"])
     for source in () if recipe.data.streaming else (*recipe.data.train, *recipe.data.eval.values()):
         if Path(source.path).exists():
             # The processes read them again; told here, broken rows come without torchrun's own report behind them.
-            read_rows(source, recipe.data.on_bad_row, recipe.objective.name)
+            read_rows(source, recipe.data.on_bad_row, recipe.objective)
     command += ["--dry-run"] if arguments.dry_run else []
     print(show_command(command), flush=True)
     # The accelerate beside this Python, and the compilers' ninja, also when the virtual environment is not activated.
@@ -277,7 +277,7 @@ def _plan_of_label(path: Path, recipe: Recipe, strategy: Strategy, processes: in
 def _clashes_behind(path: Path, override: Path | None) -> list[str]:
     """What would clash if every misspelt key of the recipe had its nearest name; nothing if more than that is wrong."""
     try:
-        recipe, _ = validate(read_document(path), Recipe, OWNED_ELSEWHERE)
+        recipe, _ = validate(read_recipe(path), Recipe, OWNED_ELSEWHERE)
         if recipe is not None and (override or Path(recipe.strategy)).is_file():
             _plan_of_label(path, recipe, load_strategy(override or Path(recipe.strategy)))
     except RecipeError as error:

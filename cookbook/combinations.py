@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cookbook.recipe import Recipe
+from cookbook.registry import Refusal, known
 from cookbook.strategy import Strategy
 
 
@@ -21,7 +22,7 @@ class Combination:
     way_out: str
 
 
-COMBINATIONS: tuple[Combination, ...] = (
+OF_KEYS: tuple[Combination, ...] = (
     Combination(
         what="mixed_precision: fp16 without a GPU",
         clashes=lambda recipe, strategy, num_gpus: recipe.mixed_precision == "fp16" and not num_gpus,
@@ -64,30 +65,6 @@ COMBINATIONS: tuple[Combination, ...] = (
         way_out="accelerate_configs/zero3_offload.yaml",
     ),
     Combination(
-        what="optim.name: muon with ZeRO",
-        clashes=lambda recipe, strategy, num_gpus: recipe.optim.name == "muon" and strategy.kind == "zero",
-        why="muon orthogonalises whole matrices, and ZeRO gives the optimizer flat pieces without their shape",
-        seen="deepspeed 0.19.8",
-        way_out="accelerate_configs/fsdp2.yaml, or optim.name: adamw",
-    ),
-    Combination(
-        what="optim.name: muon with FSDP1",
-        clashes=lambda recipe, strategy, num_gpus: recipe.optim.name == "muon" and strategy.kind == "fsdp1",
-        why="muon orthogonalises whole matrices, and FSDP1 cuts a layer's weights as one flat piece",
-        seen="torch 2.13",
-        way_out="accelerate_configs/fsdp2.yaml, or optim.name: adamw",
-    ),
-    Combination(
-        what="optim.name: adamw_8bit with optimizer state on NVMe",
-        clashes=lambda recipe, strategy, num_gpus: (
-            recipe.optim.name == "adamw_8bit" and strategy.offload_optimizer == "nvme"
-        ),
-        why="DeepSpeed swaps optimizer state as float32 of the weights' length, and these states are bytes (read in its"
-        " source, not run)",
-        seen="deepspeed 0.19.8",
-        way_out="accelerate_configs/zero3_offload.yaml, or optim.name: adamw",
-    ),
-    Combination(
         what="model.gradient_checkpointing: selective with ZeRO-3",
         clashes=lambda recipe, strategy, num_gpus: (
             recipe.model.gradient_checkpointing == "selective" and strategy.zero_stage == 3
@@ -106,11 +83,29 @@ COMBINATIONS: tuple[Combination, ...] = (
 )
 
 
+def combinations() -> list[Combination]:
+    """The whole table: of keys, and what each optimizer refuses."""
+    return [
+        *OF_KEYS,
+        *(_of_optimizer(name, refusal) for name, optim in known("optim").items() for refusal in optim.refusals),
+    ]
+
+
+def _of_optimizer(name: str, refusal: Refusal) -> Combination:
+    return Combination(
+        what=f"optim.name: {name} with {refusal.what}",
+        clashes=lambda recipe, strategy, num_gpus: recipe.optim.name == name and refusal.clashes(strategy),
+        why=refusal.why,
+        seen=refusal.seen,
+        way_out=refusal.way_out,
+    )
+
+
 def refusals(recipe: Recipe, strategy: Strategy, num_gpus: int, recipe_name: str) -> list[str]:
     """A mistake for each row of the table that this pair falls under."""
     return [
         f"{recipe_name} under {strategy.path}: {row.what}: {row.why}; use {row.way_out}"
-        for row in COMBINATIONS
+        for row in combinations()
         if row.clashes(recipe, strategy, num_gpus)
     ]
 
@@ -126,6 +121,6 @@ def page() -> str:
         "",
         "| what | why | seen with | use instead |",
         "|---|---|---|---|",
-        *(f"| {row.what} | {row.why} | {row.seen} | {row.way_out} |" for row in COMBINATIONS),
+        *(f"| {row.what} | {row.why} | {row.seen} | {row.way_out} |" for row in combinations()),
     ]
     return "\n".join(lines) + "\n"

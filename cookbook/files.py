@@ -299,7 +299,7 @@ def _with_nearest_names(values: Any, model: type[BaseModel], unknown: list[Any],
         for part_of_path in path:
             section = section[part_of_path]
         value = section.pop(key)
-        close = difflib.get_close_matches(key, _known_keys(model, tuple(path)), n=1)
+        close = difflib.get_close_matches(key, _known_keys(model, tuple(path), values), n=1)
         if close and key not in owned:
             section.setdefault(close[0], value)
     return values
@@ -326,10 +326,11 @@ def _word(document: Document, model: type[BaseModel], problem: Any, owned_elsewh
         key = str(path[-1])
         if key in owned_elsewhere:
             return f"{place}: does not belong here; {owned_elsewhere[key]}"
-        homes = [home for home in _homes(model, key) if home != path]
-        if len(homes) == 1 and not difflib.get_close_matches(key, _known_keys(model, path[:-1])):
+        homes = [home for home in dict.fromkeys(_homes(model, key)) if home != path]
+        here = _known_keys(model, path[:-1], document.values)
+        if len(homes) == 1 and not difflib.get_close_matches(key, here):
             return f"{place}: does not belong here; write it as {'.'.join(homes[0])}"
-        return f"{place}: unknown key; {nearest(key, _known_keys(model, path[:-1]))}"
+        return f"{place}: unknown key; {nearest(key, here)}"
     if kind == "missing" and isinstance(path[-1], int):
         return f"{document.place(path[:-1])} has too few values"
     if kind == "missing":
@@ -370,9 +371,10 @@ def _homes(model: type[BaseModel], key: str, path: tuple[str, ...] = ()) -> list
     return homes
 
 
-def _known_keys(model: type[BaseModel], path: KeyPath) -> list[str]:
-    """The field names of the model that stands at `path` inside `model`."""
+def _known_keys(model: type[BaseModel], path: KeyPath, values: Any) -> list[str]:
+    """The field names of the model that stands at `path` inside `model`, whose values these are."""
     for part in path:
+        values = values.get(part) if isinstance(values, dict) else None
         if part not in model.model_fields:  # a place in a list, or a name that the user gives
             continue
         candidates: list[type[BaseModel]] = []
@@ -380,12 +382,18 @@ def _known_keys(model: type[BaseModel], path: KeyPath) -> list[str]:
         if not candidates:
             return []
         model = candidates[0]
-    return list(model.model_fields)
+    return list(_kind_at(model, values).model_fields)
+
+
+def _kind_at(model: type[BaseModel], values: Any) -> type[BaseModel]:
+    """Of a section whose keys depend on a name in it (`registry.Named`), the kind of that name."""
+    return model.kind_of(values) if hasattr(model, "kind_of") else model
 
 
 def _collect_models(annotation: Any, found: list[type[BaseModel]]) -> None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         found.append(annotation)
+        found.extend(annotation.kinds() if hasattr(annotation, "kinds") else ())
     for argument in getattr(annotation, "__args__", ()):
         _collect_models(argument, found)
 

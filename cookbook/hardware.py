@@ -1,4 +1,4 @@
-"""What GPUs, links and machines can do, from data sheets, and the work that one token costs. Plain values, no torch."""
+"""What GPUs, links and machines can do, from data sheets. Plain values, no torch."""
 
 import difflib
 import os
@@ -361,22 +361,3 @@ def this_machine() -> Machines:
         count = len(gpus)
         raise RecipeError([f"nvidia-smi does not tell what the {count} GPUs of this machine are; write GPUS=8xH100"])
     return from_driver(gpus, host_gib)
-
-
-def matrix_flops(num_parameters: float, num_trained: float, *, recomputed: bool = False) -> float:
-    """FLOPs of a token in weight matrices: 2 a weight forward, 2 for the gradient of the input, 2 for a trained weight.
-
-    6 N where all is trained, 4 N for frozen weights (Kaplan et al. 2020; Chowdhery et al. 2022, PaLM, appendix B).
-    """
-    return (6 if recomputed else 4) * num_parameters + 2 * num_trained
-
-
-def attention_flops(num_layers: int, width: int, length: float, *, recomputed: bool = False) -> float:
-    """FLOPs of a token in the two attention products: 12 L H T, halved since causal attention sees half of the
-    positions (Chowdhery et al. 2022, PaLM, appendix B); a forward is a third of it.
-
-    Args:
-        width: heads x size of a head.
-        length: of a sample, as a token sees it on average.
-    """
-    return (8 if recomputed else 6) * num_layers * width * length

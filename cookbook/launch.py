@@ -300,7 +300,7 @@ def _expected_variables(strategy: Strategy) -> dict[str, str]:
             "FSDP_ACTIVATION_CHECKPOINTING": "false",
             "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false",
         }
-    if strategy.dp_replicate_size * strategy.dp_shard_size * strategy.tp_size > 1:
+    if strategy.written_mesh.num_processes > 1:
         expected |= {
             "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
             "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(strategy.dp_replicate_size),

@@ -10,12 +10,14 @@ from typing import Any
 from urllib.parse import urlparse
 
 from cookbook.files import RecipeError
-from cookbook.recipe import Recipe, load_recipe
+from cookbook.hardware import parse_machines
+from cookbook.recipe import RECIPES, Recipe, load_recipe
 
-RECIPES = Path("recipes")
 PAGE = RECIPES / "README.md"
 FACTS = RECIPES / "offline_facts.json"
-LABEL = ("What", "Run", "Needs", "Measured", "Settings")
+LABEL = ("What", "Run", "Needs", "Fits", "Measured", "Settings")
+FITS = r"(?m)^# Fits:.*\n(?:# {12}.*\n)*"
+"""The lines of a recipe that benchmarks/recipe_labels.py writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +64,24 @@ def read_needs(label: dict[str, str]) -> Needs:
     return Needs(num_gpus=gpus, gpu_gb=gpu, host_gb=host, nvme_gb=nvme)
 
 
+def read_fits(label: dict[str, str]) -> dict[str, str]:
+    """`Fits: ... 4x80GB zero3 52, fsdp2 47` as {"4x80GB": "zero3 52, fsdp2 47"}."""
+    return dict(re.findall(r"(\S+GB) +(.*?)(?= +\S+GB |$)", label.get("Fits", "")))
+
+
+def gpus_needed(label: dict[str, str], strategy: str) -> int:
+    """GPUs that a machine must have for a recipe under a strategy, by the recipe's label; 0 where it names none."""
+    fitting = [name for name, text in read_fits(label).items() if re.search(rf"\b{re.escape(strategy)} \d", text)]
+    return min((parse_machines(name).gpus_each for name in fitting), default=read_needs(label).num_gpus or 0)
+
+
 def known_model(name: str) -> dict[str, Any] | None:
     """What offline_facts.json says of a model: `config`, `bos_token`, `eos_token`, `special_tokens`."""
     return _facts()["models"].get(name)
 
 
 def known_kind(name: str) -> str | None:
-    """The kind of the rows of a Hub data set, in the words of `cookbook.data.rows.Kind`, or None."""
+    """The name of the kind of the rows of a Hub data set (`cookbook.row_kinds`), or None."""
     return _facts()["data"].get(name)
 
 
@@ -101,8 +114,11 @@ def what_it_takes(path: Path) -> str:
     lines = [f"{path} needs {label.get('Needs', 'hardware that its label does not name')}", "Instead, here:"]
     lines.append(f"  make rehearse RECIPE={path}    the same strategy and kind of model, tiny, on simulated GPUs")
     lines.append(f"  {_run_line(RECIPES / 'quickstart.yaml')}    a small model")
+    fits = [f"  {name:9} {text}" for name, text in read_fits(label).items()]
+    if fits:
+        lines.append(f"What fits (STRATEGY=...), in {label['Fits'].split('. ')[0]}:")
     smaller = [f"  {_run_line(other)}    {what}" for other, what in _smaller(path, read_needs(label))]
-    return "\n".join([*lines, *(["On less hardware:"] if smaller else []), *smaller])
+    return "\n".join([*lines, *fits, *(["On less hardware:"] if smaller else []), *smaller])
 
 
 def _smaller(path: Path, needs: Needs) -> list[tuple[Path, str]]:
@@ -115,7 +131,7 @@ def _smaller(path: Path, needs: Needs) -> list[tuple[Path, str]]:
         if _total_gb(other_needs) < _total_gb(needs) and load_recipe(other).objective.name == objective:
             fitting.append((other.parent != path.parent, -_total_gb(other_needs), other))
     chosen = [other for *_, other in sorted(fitting)[:3]]
-    return [(other, read_label(other)["Needs"].split(". ")[0]) for other in chosen]
+    return [(other, read_label(other)["Needs"].split(". ")[0].rstrip(".")) for other in chosen]
 
 
 def _total_gb(needs: Needs) -> int:
@@ -131,7 +147,7 @@ COLUMNS = (
     "Model",
     "Objective",
     "Adapter",
-    "Strategy",
+    "Default strategy",
     "Global batch",
     "Learning rate",
     "Needs",
@@ -150,8 +166,10 @@ def library_page() -> str:
         "Written from the recipes by `python -m cookbook library`; change those, not this page. Write `make rehearse`",
         "instead of `make train` to try a row without a GPU first, with a tiny model of its kind.",
         "",
-        '"Needs" is arithmetic until a row says what was measured: the label at the top of each recipe shows it, and',
-        "names the published source of every learning rate, batch and schedule.",
+        "A recipe is a model and a task. Its strategy is a default: any other trains the same (`STRATEGY=zero3`). The",
+        "label at the top of each recipe has a table of which fit which machines, as `plan` forecasts it, and `Needs`",
+        "follows it until a row says what was measured. The label also names the published source of every learning",
+        "rate, batch and schedule.",
         "",
         *("| " + " | ".join(cells) + " |" for cells in table),
         "",
@@ -170,7 +188,7 @@ def _row(path: Path, recipe: Recipe) -> tuple[str, ...]:
         recipe.objective.name,
         f"{recipe.adapter.name}, rank {recipe.adapter.rank}" if recipe.adapter else "none: all weights",
         Path(recipe.strategy).stem,
-        f"{recipe.batch.global_batch_size} {'pairs' if recipe.objective.name == 'dpo' else 'sequences'}",
+        f"{recipe.batch.global_batch_size} {recipe.objective.sample}s",
         _scientific(recipe.optim.learning_rate),
         label.get("Needs", "").split(". ")[0].rstrip("."),
         "not yet" if label.get("Measured", "not yet").startswith("not yet") else "yes, in its label",

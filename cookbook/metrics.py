@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import torch
 from tqdm import tqdm
 
 from cookbook import simulated_gpus
-from cookbook.hardware import GIB, attention_flops, matrix_flops, peak_flops
+from cookbook.costs.flops import Sizes, Step, work
+from cookbook.hardware import GIB, peak_flops
 
 SPEEDS = ("step_seconds", "tokens_per_second", "mfu")
 """What a run on simulated GPUs does not write down: it would look like a measurement."""
@@ -46,27 +48,26 @@ def peak_reserved_gib(device: torch.device) -> float:
     return torch.cuda.max_memory_reserved(device) / GIB if is_known else 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
 class FlopCounter:
-    """Model FLOPs utilisation, where the peak of the device is known.
+    """Model FLOPs utilisation by the rules of docs/flops.md; recomputation is not counted."""
 
-    Recomputation is not counted; the rules are those of `cookbook.hardware`.
-    """
+    sizes: Sizes | None
+    """None: not known, and nothing is logged."""
+    peak: float | None
+    """FLOP/s of a GPU; None as above."""
 
-    def __init__(self, config: Any, *, num_parameters: int, num_trained: int, device: torch.device) -> None:
-        self.peak = device_peak_flops(device)
-        self.per_token = matrix_flops(num_parameters, num_trained)
-        text = config.get_text_config()
-        self.per_token_and_position = attention_flops(text.num_hidden_layers, text.hidden_size, 1)
+    def mfu(self, batch: Any, seconds: float, num_processes: int) -> dict[str, float]:
+        """`{"mfu": fraction of the peak}`, or nothing.
 
-    def count(self, num_tokens: int, mean_length: float) -> float:
-        """Training FLOPs of a step."""
-        return num_tokens * (self.per_token + self.per_token_and_position * mean_length)
-
-    def mfu(self, num_tokens: int, num_sequences: int, seconds: float, num_processes: int) -> dict[str, float]:
-        """`{"mfu": fraction of the peak}`, or nothing for an unknown device."""
-        if self.peak is None:
+        Args:
+            batch: a `cookbook.data.batches.StepBatch`.
+        """
+        if self.sizes is None or self.peak is None:
             return {}
-        return {"mfu": self.count(num_tokens, num_tokens / num_sequences) / seconds / (self.peak * num_processes)}
+        length = batch.num_tokens / batch.num_sequences
+        step = Step(num_tokens=batch.num_tokens, num_labelled=batch.num_targets, length=length)
+        return {"mfu": work(self.sizes, step).total / seconds / (self.peak * num_processes)}
 
 
 def set_aside(folder: Path) -> Path | None:

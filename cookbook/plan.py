@@ -1,15 +1,17 @@
 """Recipe + strategy + machine -> what will run: batch arithmetic, clashes, the launch line. No torch."""
 
+import glob
 import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from cookbook.combinations import refusals
-from cookbook.files import RecipeError, apply_overrides, path_problem, read_document
+from cookbook.files import RecipeError, apply_overrides, path_problem
 from cookbook.machine import CPU_PROCESSES, num_cores
-from cookbook.recipe import Recipe, load_recipe
-from cookbook.strategy import Strategy, load_strategy
+from cookbook.mesh import Mesh
+from cookbook.recipe import Recipe, default_output_dir, load_recipe, read_recipe
+from cookbook.strategy import Strategy, known_strategies, load_strategy, strategy_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,16 +21,19 @@ class Plan:
     num_processes: int
     num_gpus: int
     """Of this machine; 0 means that the run uses the CPU."""
-    data_parallel_size: int
+    mesh: Mesh
     gradient_accumulation_steps: int
     """Forwards per process and full optimizer step; at most so many under batch.micro_batch_tokens."""
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.mesh.data_parallel_size
 
 
 def describe_batch(recipe: Recipe, plan: Plan) -> str:
     """The batch arithmetic in one line."""
     processes = f"{plan.data_parallel_size} data-parallel process{'es' if plan.data_parallel_size > 1 else ''}"
-    unit = "pairs" if recipe.objective.name == "dpo" else "sequences"
-    start = f"{recipe.batch.global_batch_size} {unit} a step"
+    start = f"{recipe.batch.global_batch_size} {recipe.objective.sample}s a step"
     if recipe.batch.micro_batch_tokens is not None:
         return f"{start}, dealt to {processes} in forwards of at most {recipe.batch.micro_batch_tokens} tokens"
     micro = recipe.batch.micro_batch_size
@@ -45,7 +50,7 @@ def load_pair(
     """
     recipe, strategy, mistakes = None, None, []
     try:
-        recipe = load_recipe(recipe_path, assignments)
+        recipe = load_recipe(recipe_path, assignments, strategy_path)
     except RecipeError as error:
         mistakes += error.mistakes
     strategy_path = strategy_path or _named_strategy(recipe_path, assignments or [], recipe)
@@ -64,13 +69,28 @@ def _named_strategy(recipe_path: Path, assignments: list[str], recipe: Recipe | 
     if recipe is not None:
         return Path(recipe.strategy)
     try:
-        document = read_document(recipe_path)
+        document = read_recipe(recipe_path)
     except RecipeError:
         return None
     apply_overrides(document, assignments)
     name = document.values.get("strategy")
-    is_file = isinstance(name, str) and path_problem(name) is None and Path(name).is_file()
-    return Path(name) if is_file else None
+    if not isinstance(name, str) or path_problem(name) is not None or not strategy_path(name).is_file():
+        return None
+    return strategy_path(name)
+
+
+def begun_elsewhere(recipe_path: Path, recipe: Recipe, strategy: Strategy) -> list[str]:
+    """A note for a run that finds nothing to resume in its default folder, where another strategy's has checkpoints."""
+    folder = default_output_dir(recipe_path, strategy.path)
+    if recipe.run.resume != "auto" or recipe.run.output_dir != folder or any(Path(folder).glob("checkpoints/step-*")):
+        return []
+    stem = Path(folder).name.removesuffix(strategy.name)
+    others = {path.parents[1] for path in Path("outputs").glob(f"{glob.escape(stem)}*/checkpoints/step-*")}
+    found = sorted(str(path) for path in others if path.name.removeprefix(stem) in known_strategies().split(", "))
+    return [
+        f"nothing to resume in {folder}; {other} has checkpoints of this recipe: SET=run.output_dir={other} resumes it"
+        for other in found
+    ]
 
 
 def default_num_processes(strategy: Strategy, num_gpus: int) -> int:
@@ -90,15 +110,15 @@ def make_plan(recipe: Recipe, strategy: Strategy, *, num_processes: int, num_gpu
         RecipeError: every clash between recipe, strategy and machine.
     """
     mistakes = []
-    mesh = strategy.dp_replicate_size * strategy.dp_shard_size * strategy.tp_size
+    mesh, written = strategy.mesh(num_processes), strategy.written_mesh.num_processes
     if strategy.kind == "single" and num_processes != 1:
         mistakes.append(f"{strategy.path}: runs one process, but {num_processes} were asked for; use ddp")
-    if mesh > 1 and mesh != num_processes:
+    if written > 1 and written != num_processes:
         mistakes.append(
-            f"{strategy.path}: parallelism_config is a mesh of {mesh} processes, but {num_processes} were asked for;"
-            f" change its sizes, or run {mesh}"
+            f"{strategy.path}: parallelism_config is a mesh of {written} processes, but {num_processes} were asked for;"
+            f" change its sizes, or run {written}"
         )
-    group = ((strategy.deepspeed or {}).get("zero_optimization") or {}).get("zero_hpz_partition_size") or 1
+    group = strategy.secondary_group_size
     if num_processes % group:
         mistakes.append(
             f"{strategy.path}: zero_hpz_partition_size is {group}, which does not divide {num_processes} processes, and"
@@ -111,18 +131,18 @@ def make_plan(recipe: Recipe, strategy: Strategy, *, num_processes: int, num_gpu
             f" GPU{'s' if num_gpus > 1 else ''}; ask for at most {num_gpus} (or hide them with CUDA_VISIBLE_DEVICES=)"
         )
     mistakes += refusals(recipe, strategy, num_gpus, recipe_name)
-    data_parallel_size = max(1, strategy.data_parallel_size(num_processes))
     batch = recipe.batch
     # Under a token budget the number of forwards follows the lengths: one for each sequence at most.
-    per_forward = (batch.micro_batch_size or 1) * data_parallel_size
-    if batch.micro_batch_size is not None and batch.global_batch_size % per_forward:
-        mistakes.append(f"{recipe_name}: {_impossible_split(recipe, data_parallel_size, num_processes)}")
+    per_forward = (batch.micro_batch_size or 1) * mesh.data_parallel_size
+    is_uneven = batch.micro_batch_size is not None and batch.global_batch_size % per_forward
+    if is_uneven and mesh.num_processes == num_processes:  # a mesh that does not fit has no batch arithmetic
+        mistakes.append(f"{recipe_name}: {_impossible_split(recipe, mesh.data_parallel_size, num_processes)}")
     if mistakes:
         raise RecipeError(mistakes)
     return Plan(
         num_processes=num_processes,
         num_gpus=num_gpus,
-        data_parallel_size=data_parallel_size,
+        mesh=mesh,
         gradient_accumulation_steps=math.ceil(batch.global_batch_size / per_forward),
     )
 

@@ -15,6 +15,7 @@ from cookbook.data.sets import RowSets, read_data, tokenize_data
 from cookbook.data.stream import Stream
 from cookbook.data.tokens import TokenSet
 from cookbook.machine import num_gpus
+from cookbook.objectives import Objective
 from cookbook.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
@@ -50,13 +51,18 @@ def preview(recipe_path: Path, assignments: list[str], num_samples: int = 3, *, 
     marks = COLOUR if sys.stdout.isatty() and "NO_COLOR" not in os.environ else PLAIN
     for i in order[:num_samples].tolist():
         for sequence in range(i * train.group_size, (i + 1) * train.group_size):
-            print(_headline(train, sequence))
+            print(_headline(train, sequence, recipe.objective))
             print(marked(train, sequence, tokenizer, marks), end="\n\n")
     print(f"FIGURES of {recipe_path}")
-    for line in [figures(name, train), *sets.notes, *sets.closing_notes(), padding(train, order, recipe)]:
+    for line in [
+        figures(name, train, recipe.objective),
+        *sets.notes,
+        *sets.closing_notes(),
+        padding(train, order, recipe),
+    ]:
         print(f"  {line}")
     for set_name, tokens in sets.eval.items():
-        print(f"  {figures(f'evaluation {set_name}'.strip(), tokens)}")
+        print(f"  {figures(f'evaluation {set_name}'.strip(), tokens, recipe.objective)}")
     num_steps = steps_per_epoch(sets.train, recipe.batch.global_batch_size)
     epoch = "not known of a stream" if num_steps is None else f"{num_steps:,}"
     print(f"  steps per epoch: {epoch}")
@@ -89,16 +95,17 @@ def marked(tokens: TokenSet, sequence: int, tokenizer: "PreTrainedTokenizerBase"
     return text
 
 
-def _headline(tokens: TokenSet, sequence: int) -> str:
+def _headline(tokens: TokenSet, sequence: int, objective: Objective) -> str:
     sample, place = divmod(sequence, tokens.group_size)
-    what = f"sample {sample}" if tokens.group_size == 1 else f"pair {sample}, {('chosen', 'rejected')[place]}"
+    which = f", {objective.sequences[place]}" if tokens.group_size > 1 else ""
+    what = f"{'sample' if tokens.group_size == 1 else objective.sample} {sample}{which}"
     return f"--- {what}: {tokens.lengths[sequence]:,} tokens, {tokens.num_targets[sequence]:,} trained"
 
 
-def figures(name: str, tokens: TokenSet) -> str:
+def figures(name: str, tokens: TokenSet, objective: Objective) -> str:
     """Counts, lengths and trained share of a set, in a line."""
     lengths = tokens.lengths
-    what = "samples" if tokens.group_size == 1 else "pairs"
+    what = "samples" if tokens.group_size == 1 else f"{objective.sample}s"
     return (
         f"{name}: {len(tokens):,} {what}, {lengths.sum():,} tokens (mean {lengths.mean():.0f}, median"
         f" {np.median(lengths):.0f}, max {lengths.max():,} a sequence), {tokens.num_targets.sum() / lengths.sum():.1%}"

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, SerializeAsAny, model_validator
 
+from cookbook import plugins
 from cookbook.files import (
     Document,
     PathText,
@@ -23,6 +24,12 @@ from cookbook.files import (
     read_document,
     validate,
 )
+from cookbook.objectives import Objective
+from cookbook.objectives.token_loss import SFT
+from cookbook.optim import Optimizer
+from cookbook.registry import Named, Section
+from cookbook.schedule import Cosine, Schedule
+from cookbook.strategy import missing_strategy, strategy_path
 
 BUILTIN_SOURCE = "python-stdlib"
 ALL_LINEAR = "all-linear"
@@ -35,9 +42,29 @@ OWNED_ELSEWHERE = {
     "fsdp": "name an accelerate YAML in `strategy`",
 }
 
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+RECIPES = Path("recipes")
+RENAMED = {
+    "llama31_8b/dpo_lora_ddp": ("llama31_8b/dpo_lora", "ddp"),
+    "llama31_8b/sft_fsdp2": ("llama31_8b/sft", "fsdp2"),
+    "llama31_8b/sft_lora_zero2": ("llama31_8b/sft_lora", "zero2"),
+    "llama31_8b/sft_qlora_single": ("llama31_8b/sft_qlora", "single"),
+    "llama31_8b/sft_zero3": ("llama31_8b/sft", "zero3"),
+    "llama32_3b/sft_fsdp2": ("llama32_3b/sft", "fsdp2"),
+    "llama33_70b/sft_qlora_zero2": ("llama31_70b/sft_qlora", "zero2"),
+    "llama33_70b/sft_zero3_nvme": ("llama31_70b/sft", "zero3_nvme"),
+    "llama33_70b/sft_zero3_offload": ("llama31_70b/sft", "zero3_offload"),
+    "mistral_7b/cpt_fsdp2": ("mistral_7b/cpt", "fsdp2"),
+    "qwen25_7b/sft_zero2_offload": ("qwen25_7b/sft", "zero2_offload"),
+    "qwen25_7b/sft_zero3": ("qwen25_7b/sft", "zero3"),
+    "qwen25_7b/sft_zero3_offload": ("qwen25_7b/sft", "zero3_offload"),
+    "qwen3_0_6b/sft_ddp": ("qwen3_0_6b/sft", "ddp"),
+    "qwen3_0_6b/sft_lora_ddp": ("qwen3_0_6b/sft_lora", "ddp"),
+    "qwen3_32b/sft_lora_fsdp2": ("qwen25_32b/sft_lora", "fsdp2"),
+    "qwen3_4b/sft_fsdp2": ("qwen3_4b/sft", "fsdp2"),
+    "qwen3_4b/sft_lora_ddp": ("qwen3_4b/sft_lora", "ddp"),
+    "smollm2_135m/sft_single": ("smollm2_135m/sft", "single"),
+}
+"""Recipes that had a strategy in their names: what to run instead. In another folder, it is of another model."""
 
 
 class ScratchModel(Section):
@@ -148,7 +175,7 @@ class DataSection(Section):
         Field(min_length=1),
         BeforeValidator(_sources_from_one, json_schema_input_type=str | Source | list[str | Source]),
     ]
-    """A source or a list of them. Rows of `messages` (chat), `prompt` and `completion`, or `text`; for dpo with
+    """A source or a list of them. Rows of `messages` (chat), `prompt` and `completion`, or `text`; for preferences with
     `chosen` and `rejected`."""
     eval: Annotated[
         dict[str, SourceField],
@@ -191,37 +218,6 @@ class DataSection(Section):
         return self
 
 
-FOREIGN_TO_OBJECTIVE = {
-    "sft": {"loss", "beta", "label_smoothing"},
-    "cpt": {"train_on", "loss", "beta", "label_smoothing"},
-    "dpo": {"train_on"},
-}
-
-
-class ObjectiveSection(Section):
-    name: Literal["sft", "cpt", "dpo"] = "sft"
-    """Supervised fine-tuning; continued pre-training on `text`; direct preference optimization."""
-    train_on: Literal["assistant", "all"] = "assistant"
-    """sft only. Tokens that carry loss: the assistant's turns (completions) with their end-of-turn token, or every
-    token."""
-    loss: Literal["sigmoid", "ipo"] = "sigmoid"
-    """dpo only. `sigmoid`: Rafailov et al. 2023 (arXiv 2305.18290); `ipo`: Azar et al. 2023 (arXiv 2310.12036), on the
-    mean log-probability of a token."""
-    beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
-    """dpo only. Strength of the pull towards the reference. Default: the DPO paper's."""
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """dpo with sigmoid only: assumed share of swapped preferences (conservative DPO)."""
-
-    @model_validator(mode="after")
-    def _keys_of_the_objective(self):
-        foreign = self.model_fields_set & FOREIGN_TO_OBJECTIVE[self.name]
-        if foreign:
-            raise ValueError(f"{', '.join(sorted(foreign))} would be ignored by {self.name}; take it out")
-        if self.loss == "ipo" and self.label_smoothing:
-            raise ValueError(f"label_smoothing {self.label_smoothing} would be ignored by loss: ipo; take it out")
-        return self
-
-
 def _list_of_targets(value: Any) -> Any:
     if isinstance(value, str) and value != ALL_LINEAR:
         raise ValueError(f"is {value!r}; write {ALL_LINEAR}, or a list: [{value}]")
@@ -252,10 +248,15 @@ class AdapterSection(Section):
     rslora: bool = False
     """Rank-stabilised scaling, Kalajdzievski 2023 (arXiv 2312.03732)."""
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the frozen weights of linear layers, but the head, are held in 4 bits."""
+        return self.name == "qlora"
+
 
 class BatchSection(Section):
     global_batch_size: int = Field(gt=0)
-    """Sequences per optimizer step, all processes together; for dpo, pairs."""
+    """Sequences per optimizer step, all processes together; of preferences, pairs."""
     micro_batch_size: int | None = Field(default=None, gt=0)
     """Sequences (pairs) per forward, per process. Changes speed and memory, never the result."""
     micro_batch_tokens: int | None = Field(default=None, gt=0)
@@ -273,99 +274,15 @@ class BatchSection(Section):
         return self
 
 
-FOREIGN_TO_OPTIMIZER: dict[str, set[str]] = {
-    "adamw": {"momentum"},
-    "adamw_8bit": {"momentum"},
-    "muon": set(),
-    "sgd": {"betas", "eps"},
-}
-
-
-class OptimSection(Section):
-    name: Literal["adamw", "adamw_8bit", "muon", "sgd"] = "adamw"
-    """`adamw_8bit` keeps its moments in 8 bits (bitsandbytes). `muon` updates the matrices inside the layers, and
-    leaves embeddings, head, biases and norms to adamw; one learning rate and weight decay serve both."""
-    learning_rate: float = Field(gt=0, allow_inf_nan=False)
-    """Peak learning rate, reached after the warm-up."""
-    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Decoupled for adamw and muon; never applied to biases and norms."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """Not for sgd. Default: torch's."""
-    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
-    """Not for sgd. Default: torch's."""
-    momentum: float | None = Field(default=None, ge=0, lt=1)
-    """sgd and muon only. Default: 0.9 for sgd, 0.95 for muon."""
-    max_grad_norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """Gradients are scaled down to this global norm; 0 turns clipping off."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _pair(cls, values: Any) -> Any:
-        # YAML has lists only; strict mode would refuse one for a tuple.
-        if isinstance(values, dict) and isinstance(values.get("betas"), list):
-            values = {**values, "betas": tuple(values["betas"])}
-        return values
-
-    @model_validator(mode="after")
-    def _keys_of_the_optimizer(self):
-        foreign = FOREIGN_TO_OPTIMIZER[self.name] & self.model_fields_set
-        if foreign:
-            raise ValueError(f"{', '.join(sorted(foreign))} would be ignored by {self.name}; take it out")
-        return self
-
-
-class ScheduleSection(Section):
-    name: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = "cosine"
-    """Shape after the warm-up. cosine and linear end at 0; wsd (warm-up, stable, decay) stays at the peak and falls
-    linearly to 0 over the last decay_steps; inverse_sqrt falls with sqrt(warmup_steps / step)."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps to the peak learning rate, in equal rises: the first step takes 1/warmup_steps of it."""
-    decay_steps: int | None = Field(default=None, gt=0)
-    """wsd only, and required there."""
-    scale_lr: Literal["none", "linear", "sqrt"] = "none"
-    """Multiplies optim.learning_rate by global_batch_size / base_batch_size, or by its square root."""
-    base_batch_size: int | None = Field(default=None, gt=0)
-    """The global batch size for which optim.learning_rate is meant; goes with scale_lr."""
-
-    @model_validator(mode="after")
-    def _keys_of_the_schedule(self):
-        if (self.name == "wsd") != (self.decay_steps is not None):
-            raise ValueError(
-                "wsd needs decay_steps"
-                if self.name == "wsd"
-                else f"decay_steps {self.decay_steps} would be ignored by {self.name}; take it out"
-            )
-        if self.name == "inverse_sqrt" and not self.warmup_steps:
-            raise ValueError("inverse_sqrt needs warmup_steps: it falls with sqrt(warmup_steps / step)")
-        if (self.scale_lr != "none") != (self.base_batch_size is not None):
-            raise ValueError(
-                f"scale_lr {self.scale_lr} and base_batch_size {self.base_batch_size} go together; give both or neither"
-            )
-        return self
-
-    def misfits(self, max_steps: int) -> list[str]:
-        """What does not fit into a run of so many steps."""
-        if self.warmup_steps >= max_steps:
-            return [
-                f"warmup_steps is {self.warmup_steps}, but the run has {max_steps} steps: the peak learning rate would"
-                f" never be reached; write less than {max_steps}"
-            ]
-        if self.warmup_steps + (self.decay_steps or 0) > max_steps:
-            return [
-                f"decay_steps is {self.decay_steps}, after {self.warmup_steps} warmup_steps, but the run has"
-                f" {max_steps} steps; write at most {max_steps - self.warmup_steps}"
-            ]
-        return []
-
-
 class RunSection(Section):
     num_epochs: int | None = Field(default=None, gt=0)
     max_steps: int | None = Field(default=None, gt=0)
     """Optimizer steps, instead of num_epochs."""
     eval_every_steps: int | None = Field(default=None, gt=0)
     """Without it, data.eval is evaluated before the first step and at the end only."""
-    output_dir: PathText
-    """Everything that a run writes lies under this folder; beside it, `.NAME.lock` keeps a second run out."""
+    output_dir: PathText = Field(default_factory=str)  # load_recipe fills it in
+    """Everything that a run writes lies under this folder; beside it, `.NAME.lock` keeps a second run out. Default:
+    outputs/ with the names of the recipe and of the strategy, as in outputs/llama31_8b-sft-zero3."""
     save_every_steps: int | None = Field(default=None, gt=0)
     """A checkpoint each so many steps. Without any such key there is one, at the end."""
     save_every_minutes: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -413,31 +330,68 @@ class RunSection(Section):
 class Recipe(Section):
     """A fine-tuning run that somebody can repeat."""
 
-    strategy: PathText
-    """An accelerate YAML. `accelerate launch --config_file` wins over it, and the run says so."""
+    strategy: Annotated[PathText, AfterValidator(lambda name: str(strategy_path(name)))]
+    """A name in accelerate_configs/, as zero3, or the path of an accelerate YAML. `accelerate launch --config_file`
+    wins over it, and the run says so."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "bf16"
     """'no' is fp32; fp16 scales the loss and needs a GPU."""
     seed: int = Field(default=42, ge=0, lt=2**32)
     """Data order, new weights and dropout."""
+    plugins: list[PathText] = []
+    """Python files that add objectives, optimizers, schedules or kinds of rows. They run as the user who trains."""
     model: ModelSection
     data: DataSection
-    objective: ObjectiveSection = ObjectiveSection()
+    objective: SerializeAsAny[Objective] = SFT()
     adapter: AdapterSection | None = None
     """Absent: all weights are trained."""
     batch: BatchSection
-    optim: OptimSection
-    schedule: ScheduleSection = ScheduleSection()
+    optim: SerializeAsAny[Optimizer]
+    schedule: SerializeAsAny[Schedule] = Cosine()
     run: RunSection
 
 
-def load_recipe(path: Path, assignments: list[str] | None = None) -> Recipe:
+def read_recipe(path: Path) -> Document:
+    """The recipe in a file, as it is written.
+
+    Raises:
+        RecipeError: as `read_document`; for a name that is no more, with the recipe to take instead.
+    """
+    folder, asked = RECIPES.resolve(), path.resolve()
+    old = str(asked.relative_to(folder)).removesuffix(".yaml") if asked.is_relative_to(folder) else ""
+    if old not in RENAMED or path.exists():
+        return read_document(path)
+    new, strategy = RENAMED[old]
+    what = "is" if Path(new).parent == Path(old).parent else "is gone; the nearest is"
+    raise RecipeError(
+        [f"{path} {what} {RECIPES / new}.yaml with strategy: {strategy} (STRATEGY={strategy}, --strategy {strategy})"]
+    )
+
+
+def default_output_dir(path: Path, strategy: str) -> str:
+    """`outputs/llama31_8b-sft-zero3` for recipes/llama31_8b/sft.yaml under `zero3` or its file."""
+    file = path.resolve()
+    folders = (folder for folder in (RECIPES.resolve(), Path.cwd()) if file.is_relative_to(folder))
+    parts = file.relative_to(next(folders, file.parent)).with_suffix("").parts
+    return f"outputs/{'-'.join([*parts, Path(strategy).stem])}"
+
+
+def load_recipe(path: Path, assignments: list[str] | None = None, strategy: Path | None = None) -> Recipe:
     """The recipe in a file, with `section.key=value` assignments applied.
+
+    Args:
+        strategy: the one in force, if it is not the recipe's own; the default of `run.output_dir` has its name.
 
     Raises:
         RecipeError: all mistakes together, each with its place.
     """
-    document = read_document(path)
+    document = read_recipe(path)
     mistakes = apply_overrides(document, assignments or [])
+    if missing := _use_plugins(document, path.parent):
+        raise RecipeError(mistakes + missing)  # without them, their names would be further mistakes
+    run, named = document.values.get("run"), document.values.get("strategy")
+    if isinstance(run, dict) and run.get("output_dir") is None:
+        is_path = isinstance(named, str) and path_problem(named) is None
+        run["output_dir"] = default_output_dir(path, str(strategy or (named if is_path else "")))
     recipe, found = validate(document, Recipe, OWNED_ELSEWHERE)
     mistakes += found + _check_across_keys(document)
     if mistakes or recipe is None:
@@ -445,12 +399,37 @@ def load_recipe(path: Path, assignments: list[str] | None = None) -> Recipe:
     return recipe
 
 
+def _use_plugins(document: Document, folder: Path) -> list[str]:
+    """Imports the plugins of a recipe, whose names its sections may use; from here on they have their whole paths."""
+    values = document.values.get("plugins", [])
+    if not isinstance(values, list) or any(not isinstance(value, str) or path_problem(value) for value in values):
+        plugins.use([])
+        return []  # the section's own mistakes
+    mistakes, files = [], [str((folder / value).resolve()) for value in values]
+    for i, (value, file) in enumerate(zip(values, files, strict=True)):
+        place = document.place(("plugins", i))
+        if not Path(file).is_file():
+            mistakes.append(f"{place} is {value!r}: no such file (looked in {folder.resolve()})")
+        elif files.index(file) != i:
+            mistakes.append(f"{place} is {value!r}, given twice; keep one of them")
+    if mistakes:
+        plugins.use([])
+        return mistakes
+    if values:
+        document.values["plugins"] = files
+    try:
+        plugins.use(files)
+    except RecipeError as error:
+        return [f"{document.place(('plugins',))}: {mistake}" for mistake in error.mistakes]
+    return []
+
+
 def _check_across_keys(document: Document) -> list[str]:
     """Mistakes that need more than one key, or a look at the disk; in every section that is right by itself."""
     mistakes = []
     strategy = document.values.get("strategy")
     if isinstance(strategy, str) and path_problem(strategy) is None:
-        mistakes += find_file(strategy, lambda: document.place(("strategy",)), Path("accelerate_configs"))
+        mistakes += missing_strategy(strategy, lambda: document.place(("strategy",)))
     model = part(document, "model", ModelSection)
     name = model.name_or_path if model is not None else None
     if name is not None and name.startswith((".", "/")) and not Path(name).is_dir():
@@ -458,7 +437,7 @@ def _check_across_keys(document: Document) -> list[str]:
         mistakes.append(f"{place} is {name!r}: no such folder (looked in {Path.cwd()})")
     data = part(document, "data", DataSection)
     run = part(document, "run", RunSection)
-    schedule = part(document, "schedule", ScheduleSection)
+    schedule = part(document, "schedule", Schedule)
     if data is not None:
         if data.chat_template is not None:
             mistakes += find_file(data.chat_template, lambda: document.place(("data", "chat_template")))
@@ -485,24 +464,24 @@ def _check_across_keys(document: Document) -> list[str]:
 
 def _check_data(data: DataSection, document: Document) -> list[str]:
     mistakes = []
-    objective = part(document, "objective", ObjectiveSection)
+    objective = part(document, "objective", Objective)
     batch = part(document, "batch", BatchSection)
     run = part(document, "run", RunSection)
-    is_dpo = objective is not None and objective.name == "dpo"
     if data.streaming and run is not None and run.num_epochs is not None:
         mistakes.append(
             f"{document.place(('run', 'num_epochs'))} is {run.num_epochs}, but the length of a stream is not known"
             " before its end; write run.max_steps instead"
         )
-    if data.streaming and is_dpo:
+    if data.streaming and objective is not None and objective.needs_reference:
         mistakes.append(
-            f"{document.place(('data', 'streaming'))} is true, but dpo computes the reference of all pairs before the"
-            " first step; take it out"
+            f"{document.place(('data', 'streaming'))} is true, but {objective.name} computes the reference of all"
+            f" {objective.sample}s before the first step; take it out"
         )
     if batch is not None and batch.micro_batch_tokens is not None:
-        longest = data.max_length * (2 if is_dpo else 1)
+        num_sequences = len(objective.sequences) if objective is not None else 1
+        longest = data.max_length * num_sequences
         if batch.micro_batch_tokens < longest:
-            what = "a pair of two samples of" if is_dpo else "one sample of"
+            what = f"a sample of {num_sequences} sequences of" if num_sequences > 1 else "one sample of"
             mistakes.append(
                 f"{document.place(('batch', 'micro_batch_tokens'))} is {batch.micro_batch_tokens}, too few for {what}"
                 f" data.max_length {data.max_length}; write at least {longest}"
@@ -552,7 +531,8 @@ def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         inner = next((kind for kind in sections if issubclass(kind, BaseModel)), None)
         yield prefix + name
         if inner is not None:
-            yield from _leaves(inner, f"{prefix}{name}.")
+            for kind in inner.kinds() if issubclass(inner, Named) else [inner]:
+                yield from _leaves(kind, f"{prefix}{name}.")
 
 
 def _check_source(source: Source, document: Document, where: tuple[str | int, ...]) -> list[str]:
@@ -578,18 +558,10 @@ def _check_source(source: Source, document: Document, where: tuple[str | int, ..
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe, every default written out, as YAML that `load_recipe` reads back to an equal value."""
     values = recipe.model_dump(mode="json", exclude_none=True)
-    # Only keys that mean something: load_recipe refuses the others.
-    foreign = {
-        "optim": FOREIGN_TO_OPTIMIZER[recipe.optim.name],
-        "objective": FOREIGN_TO_OBJECTIVE[recipe.objective.name],
-    }
-    if recipe.objective.loss == "ipo":
-        foreign["objective"] = foreign["objective"] | {"label_smoothing"}
     if not recipe.data.streaming:
-        foreign["data"] = {"shuffle_rows"}
-    for section, keys in foreign.items():
-        for key in keys:
-            values[section].pop(key, None)
+        del values["data"]["shuffle_rows"]  # load_recipe refuses a key that means nothing
+    if not recipe.plugins:
+        del values["plugins"]
     if list(recipe.data.eval) == [""]:
         values["data"]["eval"] = values["data"]["eval"][""]
     return dump_yaml(values)

@@ -17,20 +17,21 @@ from accelerate.utils import set_seed
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from cookbook import adapters, metrics, models, publish, signals
+from cookbook import adapters, metrics, models, plugins, publish, signals
 from cookbook.checkpoint import resume
 from cookbook.checkpoint.folder import Checkpoint
 from cookbook.checkpoint.saver import Saver
+from cookbook.costs.flops import sizes_of
 from cookbook.data import batches
 from cookbook.data.ahead import Ahead
 from cookbook.data.reference import with_reference
 from cookbook.data.sets import RowSets, TokenSets, tokenize_data
 from cookbook.ds_config import run_name
-from cookbook.engine import Batch, Engine, make_deterministic
+from cookbook.engine import Batch, Engine, engine_class, make_deterministic
 from cookbook.files import RecipeError
 from cookbook.launch import World
-from cookbook.objectives import Objective, build_objective, sequence_logps
-from cookbook.optim import build_optimizer
+from cookbook.objectives.forward import sequence_logps
+from cookbook.optim.groups import build_optimizer
 from cookbook.plan import Plan, describe_batch
 from cookbook.recipe import Recipe, dump_recipe
 from cookbook.status import Status
@@ -87,10 +88,9 @@ class Run:
     material: Material
     """Its data with the reference, if the objective needs one."""
     made_from: dict[str, str]
-    """Digests of "data" and "model"."""
+    """Digests of "data", "model" and "plugins", see `take_digests`."""
     engine: Engine
     """Holds model and optimizer."""
-    objective: Objective
     checkpoint: Checkpoint | None
     """That it goes on from."""
     progress: Progress
@@ -172,7 +172,7 @@ def start_engine(
     # One seed on all processes until the weights stand, since sharding takes a piece from each.
     set_seed(recipe.seed)
     beat("meeting the others", 0)
-    engine = Engine(
+    engine = engine_class(strategy)(
         strategy,
         plan,
         world,
@@ -187,12 +187,15 @@ def start_engine(
     return engine
 
 
-def take_digests(material: Material, engine: Engine, *, cache: Path) -> dict[str, str]:
-    """What the run is made from: "data" and "model"."""
+def take_digests(recipe: Recipe, material: Material, engine: Engine, *, cache: Path) -> dict[str, str]:
+    """What the run is made from: "data", "model", and "plugins" if it has some."""
     data = weights = ""
     if engine.is_main:  # large files may have to be read
         data, weights = material.data.fingerprint(cache), models.weights_digest(Path(material.folder), cache=cache)
-    return {"data": engine.tell_all(data), "model": engine.tell_all(weights)}
+    found = {"data": engine.collectives.broadcast_text(data), "model": engine.collectives.broadcast_text(weights)}
+    if recipe.plugins:
+        found["plugins"] = engine.collectives.broadcast_text(plugins.digest(recipe.plugins))
+    return found
 
 
 def choose_checkpoint(
@@ -207,11 +210,11 @@ def choose_checkpoint(
         recipe,
         Path(recipe.run.output_dir) / "checkpoints",
         made_from,
-        is_restarted=engine.tell_all(str(is_restarted)) == "True",
+        is_restarted=engine.collectives.broadcast_text(str(is_restarted)) == "True",
         rank=engine.world.rank,
         num_ranks=engine.world.num_processes,
-        agree=engine.agree,
-        tell_all=engine.tell_all,
+        agree=engine.collectives.all_true,
+        tell_all=engine.collectives.broadcast_text,
         say=notes.append,
     )
 
@@ -229,7 +232,8 @@ def prepare_model(recipe: Recipe, material: Material, engine: Engine) -> None:
     )
     if recipe.adapter is not None:
         adapters.add_adapter(model, recipe.adapter, seed=recipe.seed)
-    engine.prepare(model, build_optimizer(model, recipe.optim, recipe.mixed_precision))
+    optimizer = build_optimizer(model, recipe.optim, recipe.mixed_precision)
+    engine.prepare(model, optimizer, counts_beside=recipe.optim.counts_beside)
 
 
 def make_run(
@@ -241,25 +245,24 @@ def make_run(
     *,
     cache: Path,
 ) -> Run:
-    """Objective, batches and the checkpoint's state. From here on everything counts optimizer steps over a fixed global
+    """Batches and the checkpoint's state. From here on everything counts optimizer steps over a fixed global
     batch.
     """
-    objective = build_objective(recipe.objective)
     layout = batches.Layout(
-        num_ranks=engine.data_parallel.size,
-        rank=engine.data_parallel.rank,
+        num_ranks=engine.mesh.data_parallel_size,
+        rank=engine.data_parallel_rank,
         pad_id=material.tokenizer.pad_token_id,
         micro_batch_size=recipe.batch.micro_batch_size,
         micro_batch_tokens=recipe.batch.micro_batch_tokens,
         packing=recipe.data.packing,
     )
     data = material.data
-    if objective.needs_reference:
+    if recipe.objective.needs_reference:
         data = with_reference(
             data,
             [made_from["model"], recipe.mixed_precision, engine.strategy.name, str(recipe.adapter)],
             cache=cache,
-            agree=engine.agree,
+            agree=engine.collectives.all_true,
             compute=lambda tokens: engine.collect(
                 sequence_logps, batches.indexed_batches(tokens, layout), len(tokens.lengths)
             ),
@@ -284,7 +287,6 @@ def make_run(
         material=replace(material, data=data),
         made_from=made_from,
         engine=engine,
-        objective=objective,
         checkpoint=checkpoint,
         progress=progress,
         steps=Ahead(islice(steps, material.max_steps - progress.step)),
@@ -300,7 +302,7 @@ def open_books(run: Run, failed_after: list[int], notes: list[str], watch: Watch
         notes: what people should know of, said now.
         watch: which watches over this process.
     """
-    engine, material, checkpoint = run.engine, run.material, run.checkpoint
+    engine, checkpoint = run.engine, run.checkpoint
     log = _open_log(run)
     log.write_text("recipe.yaml", dump_recipe(run.recipe))
     if engine.is_main:
@@ -311,9 +313,11 @@ def open_books(run: Run, failed_after: list[int], notes: list[str], watch: Watch
         except Exception as error:  # tokenizers raises no OSError for a full disk
             log.say(f"{run.output_dir / publish.FRAME} could not be written: {error}; the run's end tries again")
     record = metrics.environment_record(engine.device)
+    if run.recipe.plugins:
+        record["plugins"] = plugins.record(run.recipe.plugins)
     record["deterministic"] = torch.are_deterministic_algorithms_enabled()
     record |= {"strategy": engine.describe(), "resumed_from": None if checkpoint is None else str(checkpoint.path)}
-    expected = _forecast(run, notes)
+    expected, flops = _forecast(run, notes), _flop_counter(run, notes)
     if expected is not None:
         record["forecast"] = {
             "allocated": expected.allocated,
@@ -323,13 +327,7 @@ def open_books(run: Run, failed_after: list[int], notes: list[str], watch: Watch
     log.write_record("run.json", record)
     for line in (*notes, *_describe(run)):
         log.say(line)
-    flops = metrics.FlopCounter(
-        material.config,
-        num_parameters=engine.num_parameters,
-        num_trained=engine.num_trained,
-        device=engine.device,
-    )
-    attempt = engine.tell_all(uuid.uuid4().hex[:8])
+    attempt = engine.collectives.broadcast_text(uuid.uuid4().hex[:8])
     status = Status(run.output_dir, is_main=engine.is_main, step=run.progress.step, failed_after=failed_after)
     saver = _start_saver(run, log, watch, attempt)
     return Books(log=log, record=record, expected=expected, flops=flops, status=status, watch=watch, saver=saver)
@@ -368,6 +366,18 @@ def _forecast(run: Run, notes: list[str]) -> "Memory | None":
     except Exception as error:  # whatever it is, the run can do without
         notes.append(f"no forecast of memory: {error}")
         return None
+
+
+def _flop_counter(run: Run, notes: list[str]) -> metrics.FlopCounter:
+    peak, sizes = metrics.device_peak_flops(run.engine.device), None
+    if peak is not None and run.engine.is_main:
+        from cookbook.forecast.skeleton import skeleton
+
+        try:
+            sizes = sizes_of(run.material.config, skeleton(run.material.config, run.recipe))
+        except Exception as error:  # whatever it is, the run can do without
+            notes.append(f"mfu is not logged: {error}")
+    return metrics.FlopCounter(sizes=sizes, peak=peak)
 
 
 def _describe(run: Run) -> list[str]:

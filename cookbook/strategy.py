@@ -4,7 +4,8 @@ Both files are refused for what the libraries would drop without a word: acceler
 `fsdp_config`, DeepSpeed ignores a misspelt top-level key (`zero_optimisation` would mean stage 0).
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,6 +23,7 @@ from cookbook.files import (
     show,
     validate,
 )
+from cookbook.mesh import Mesh
 
 Kind = Literal["single", "ddp", "fsdp1", "fsdp2", "zero", "tp"]
 
@@ -209,15 +211,35 @@ class Strategy:
         """Whether anything of it lies on a disk while it trains."""
         return "nvme" in (self.offload_optimizer, self.offload_param)
 
+    @property
+    def secondary_group_size(self) -> int:
+        """Processes that share a second copy of the weights (ZeRO++'s hpZ, Wang et al. 2023); 1: there is none."""
+        return ((self.deepspeed or {}).get("zero_optimization") or {}).get("zero_hpz_partition_size") or 1
+
+    @property
+    def written_mesh(self) -> Mesh:
+        """The sizes in the file, 1 where it leaves one out."""
+        return Mesh(replicate=self.dp_replicate_size, shard=self.dp_shard_size, tensor=self.tp_size)
+
+    def mesh(self, num_processes: int) -> Mesh:
+        """How the strategy lays out a run's processes: what the file leaves open is one more data-parallel dimension,
+        which shards under FSDP and ZeRO, and replicates elsewhere.
+        """
+        written = self.written_mesh
+        rest = max(1, num_processes // written.num_processes)
+        if self.fsdp is not None or self.zero_stage > 0:
+            return replace(written, shard=written.shard * rest)
+        return replace(written, replicate=written.replicate * rest)
+
     def data_parallel_size(self, num_processes: int) -> int:
         """Processes that see different samples. A tensor-parallel group shares its samples."""
-        return num_processes // self.tp_size
+        return self.mesh(num_processes).data_parallel_size
 
 
 def strategy_path(name: str) -> Path:
     """`fsdp2` or `accelerate_configs/fsdp2.yaml` -> the path of the file."""
     path = Path(name)
-    return path if path.suffix else Path("accelerate_configs") / f"{name}.yaml"
+    return path if path.suffix or len(path.parts) > 1 else Path("accelerate_configs") / f"{name}.yaml"
 
 
 def load_strategy(path: Path) -> Strategy:
@@ -402,6 +424,11 @@ def _check_zero(document: Document) -> list[str]:
             f"{document.place((*place, 'stage3_prefetch_bucket_size'))} must be 0 with parameters on nvme:"
             " DeepSpeed 0.19.8 swaps a parameter in twice and stops at the second step"
         )
+    if parameters_on_nvme and (zero.zero_hpz_partition_size or 1) > 1:  # partition_parameters.py, _partition_param_sec
+        mistakes.append(
+            f"{document.place((*place, 'zero_hpz_partition_size'))}: DeepSpeed 0.19.8 can't put its second"
+            " copy of the weights on nvme; take it out"
+        )
     uses_nvme = any(block is not None and block.device == "nvme" for block in (offload, zero.offload_param))
     if document.values.get("aio") is not None and not uses_nvme:
         mistakes.append(f"{document.place(('aio',))}: would be ignored: nothing is offloaded to nvme")
@@ -455,3 +482,12 @@ def find_strategy(name: str) -> Path:
         names = known_strategies().split(", ")
         raise RecipeError([f"strategy {name!r}: no file {path}; {nearest(Path(name).stem, names)}"])
     return path
+
+
+def missing_strategy(name: str, place: Callable[[], str]) -> list[str]:
+    """A mistake if a recipe names a strategy, by name or path, that is not there."""
+    path = strategy_path(name)
+    if path == Path(name):
+        return find_file(name, place, Path("accelerate_configs"))
+    names = known_strategies().split(", ")
+    return [] if path.is_file() else [f"{place()} is {name!r}: no such strategy; {nearest(name, names)}"]

@@ -6,26 +6,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cookbook.engine import Engine, state
+from cookbook.engine import Engine
+from cookbook.engine.collectives import Collectives
 from cookbook.models import attention
 
 
 def host_tensor_in_a_collective() -> None:
-    def maxima(self: Engine, *values: float) -> list[float]:
+    def all_reduce_max(self: Collectives, *values: float) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.tolist()
 
-    Engine.maxima = maxima
+    Collectives.all_reduce_max = all_reduce_max
 
 
 def strided_tensor_in_a_collective() -> None:
-    def maxima(self: Engine, *values: float) -> list[float]:
+    def all_reduce_max(self: Collectives, *values: float) -> list[float]:
         tensor = torch.tensor([values, values], device=self.device).T[:, 0].expand(3, -1).T
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor[:, 0].tolist()
 
-    Engine.maxima = maxima
+    Collectives.all_reduce_max = all_reduce_max
 
 
 def host_tensor_beside_the_loss() -> None:
@@ -64,11 +65,11 @@ def float32_into_flash_attention() -> None:
 
 
 def moments_of_zero() -> None:
-    plain = state.finish_restore
+    plain = Engine._finish_restore
 
-    def finish(engine: Engine, num_updates: int | None) -> None:
-        plain(engine, num_updates)
-        for moments in engine.optimizer.optimizer.state.values():
+    def finish(self: Engine, num_updates: int | None) -> None:
+        plain(self, num_updates)
+        for moments in self.base_optimizer.state.values():
             moments["exp_avg"].zero_()
 
-    state.finish_restore = finish
+    Engine._finish_restore = finish

@@ -130,6 +130,8 @@ def count_zero3(engine: Any, count: Count) -> None:
     add = count.add_slices if offloads and engine.world.num_processes == 1 else count.add
     add("gpu", "weights", (p.data for p in parameters if p.ds_status.name == "AVAILABLE"))
     count.add("gpu", "weights", quantization(engine.model))
+    second = (p.ds_secondary_tensor for p in parameters if p.ds_secondary_tensor is not None)
+    count.add("host" if offloads else "gpu", "buffers", second)
     place = "host" if zero.offload_optimizer else "gpu"
     count.add(place, "masters", zero.fp32_partitioned_groups_flat)
     count.add(place, "gradients", [zero.grad_partitions_flat_buffer])

@@ -22,7 +22,7 @@ def mean_of_means() -> None:
             with self._synchronise(i == len(micro_batches) - 1):
                 loss = self._forward(objective, batch).loss_sum / targets / len(micro_batches)
                 self.accelerator.backward(loss)
-            total += loss.detach() / self.data_parallel.size
+            total += loss.detach() / self.mesh.token_parallel_size
         return {"loss": total}
 
     Engine.gradients = gradients
@@ -71,16 +71,16 @@ def schedule_per_process() -> None:
 
 def clip_not_handed_over() -> None:
     """DeepSpeed is not told the clip value and takes its own default, 1.0."""
-    import cookbook.engine as engine
+    from cookbook.engine import zero
 
-    right = engine.deepspeed_config
+    right = zero.deepspeed_config
 
     def without_clip(*arguments):
         config = right(*arguments)
         config["gradient_clipping"] = 1.0
         return config
 
-    engine.deepspeed_config = without_clip
+    zero.deepspeed_config = without_clip
 
 
 def clip_not_handed_over_and_unchecked() -> None:
@@ -98,31 +98,32 @@ def wrong_divisor() -> None:
     right = Engine.gradients
 
     def gradients(self, objective, micro_batches, num_targets):
-        shares = right(self, objective, micro_batches, num_targets * self.data_parallel.size)
-        return {name: value * self.data_parallel.size for name, value in shares.items()}
+        shares = right(self, objective, micro_batches, num_targets * self.mesh.token_parallel_size)
+        return {name: value * self.mesh.token_parallel_size for name, value in shares.items()}
 
     Engine.gradients = gradients
 
 
 def around_the_wrapper() -> None:
     """The model inside the wrapper is called, so that DDP does not see the forward and synchronises nothing."""
-    import cookbook.objectives as objectives
+    from cookbook.objectives import forward
 
-    objectives._nll = lambda model, batch: getattr(model, "module", model)(**batch)
+    right = forward.negative_log_likelihood
+    forward.negative_log_likelihood = lambda model, batch: right(getattr(model, "module", model), batch)
 
 
 def samples_see_each_other() -> None:
     """Packed rows without their borders: positions start anew, but attention runs over the whole row."""
-    import cookbook.objectives as objectives
+    from cookbook.objectives import forward
 
-    right = objectives._nll
+    right = forward.negative_log_likelihood
 
     def nll(model, batch):
         if "lengths" in batch:
             batch = batch | {"lengths": (sum(batch["lengths"]),), "offsets": batch["offsets"][[0, -1]]}
         return right(model, batch)
 
-    objectives._nll = nll
+    forward.negative_log_likelihood = nll
 
 
 def four_bits_repacked() -> None:
@@ -146,43 +147,44 @@ def reductions_in_16_bits() -> None:
     """FSDP's policy, whatever was asked for, as accelerate makes it by itself."""
     from dataclasses import replace
 
-    from cookbook.engine import start
+    from cookbook.engine import Fsdp1, Fsdp2
 
-    plugin_of = start._fsdp_plugin
+    for family in (Fsdp1, Fsdp2):
 
-    def plugin(*arguments):
-        plugin = plugin_of(*arguments)
-        policy = plugin.mixed_precision_policy
-        plugin.mixed_precision_policy = replace(policy, reduce_dtype=policy.param_dtype)
-        return plugin
+        def plugin(self, *, plugin_of=family._plugin, **options):
+            plugin = plugin_of(self, **options)
+            policy = plugin.mixed_precision_policy
+            plugin.mixed_precision_policy = replace(policy, reduce_dtype=policy.param_dtype)
+            return plugin
 
-    start._fsdp_plugin = plugin
+        family._plugin = plugin
 
 
 def another_bucket() -> None:
     """DeepSpeed gets another size than the JSON's."""
-    from cookbook.engine import start
+    import accelerate.utils
 
-    plugin_of = start._deepspeed_plugin
+    plugin_of = accelerate.utils.DeepSpeedPlugin
 
-    def plugin(*arguments):
-        plugin = plugin_of(*arguments)
+    def plugin(**options):
+        plugin = plugin_of(**options)
         plugin.deepspeed_config["zero_optimization"]["reduce_bucket_size"] //= 2
         return plugin
 
-    start._deepspeed_plugin = plugin
+    accelerate.utils.DeepSpeedPlugin = plugin
 
 
 def silently_ddp() -> None:
     """The strategy falls back to plain DDP, as accelerate does for FSDP with cpu=True."""
-    import cookbook.engine as engine
+    from cookbook.engine import FAMILIES
 
-    def start(*_):
+    def start(self, *, on_cpu):
         from accelerate import Accelerator
 
         return Accelerator(cpu=True)
 
-    engine.start_accelerator = start
+    for family in FAMILIES.values():
+        family._start = start
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cookbook.data.rows import BadRows, Rows
 from cookbook.data.tokens import TokenSet, tokenize
-from cookbook.recipe import ObjectiveSection
+from cookbook.objectives import Objective
 
 ROOT = Path(__file__).parents[1]
 CHATML = ROOT / "recipes" / "chat_templates" / "chatml.jinja"
@@ -59,7 +59,7 @@ def run_tokenize(rows, tokenizer, *, on_bad_row="error", max_length=1000, num_pr
         [rows],
         tokenizer,
         max_length=max_length,
-        objective=ObjectiveSection(**objective),
+        objective=Objective.of(**objective),
         bad_rows=bad_rows,
         num_processes=num_processes,
     )

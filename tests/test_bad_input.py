@@ -292,10 +292,10 @@ RECIPE_MISTAKES = {
         "dpp.yaml",
         "2: strategy is 'accelerate_configs/dpp.yaml': no such file; did you mean accelerate_configs/ddp.yaml?",
     ),
-    "strategy without its folder": (
+    "name of no strategy": (
         "accelerate_configs/ddp.yaml",
-        "zero3",
-        "2: strategy is 'zero3': no such file; did you mean accelerate_configs/zero3.yaml?",
+        "zerro3",
+        "2: strategy is 'zerro3': no such strategy; did you mean zero3?",
     ),
     "missing template": (
         "max_length",
@@ -807,8 +807,8 @@ SET_MISTAKES = {
     "section": ("optim=3", r"--set optim is 3 (an integer); ..."),
     "bare no": ("mixed_precision=no", "--set mixed_precision is false ...; write 'no' in quotes"),
     "strategy": (
-        "strategy=zero3",
-        "--set strategy is 'zero3': no such file; did you mean accelerate_configs/zero3.yaml?",
+        "strategy=zerro3",
+        "--set strategy is 'zerro3': no such strategy; did you mean zero3?",
     ),
 }
 

@@ -299,10 +299,10 @@ def test_launch_tells_broken_rows_before_any_process_starts(tmp_path: Path) -> N
 
 
 def test_a_recipe_for_gpus_on_a_machine_without_says_what_it_takes_and_what_to_do() -> None:
-    done = cookbook_without_torch("launch", "recipes/qwen25_7b/sft_zero3.yaml")
+    done = cookbook_without_torch("launch", "recipes/qwen25_7b/sft.yaml")
     assert done.returncode == 2 and not done.stdout
     assert "needs 4 GPUs of 80 GB" in done.stderr
-    assert "make rehearse RECIPE=recipes/qwen25_7b/sft_zero3.yaml" in done.stderr
+    assert "make rehearse RECIPE=recipes/qwen25_7b/sft.yaml" in done.stderr
     assert "accelerate launch --config_file accelerate_configs/zero3.yaml" in done.stderr
 
 

@@ -45,16 +45,19 @@ def test_collate_shifts_the_targets_inside_each_sample():
     assert batch["targets"].tolist() == [5, 2]
     assert batch["target_positions"].tolist() == [0, 3]
     assert tokens.num_targets.tolist() == [1, 1]
-    assert sorted(batch) == ["input_ids", "target_positions", "targets"]
+    assert (batch["target_sequences"].tolist(), batch.pop("num_sequences")) == ([0, 1], 2)
+    assert sorted(batch) == ["input_ids", "target_positions", "target_sequences", "targets"]
     assert all(tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in batch.values())
 
 
 def test_no_samples_make_a_row_without_targets():
     batch = collate(token_set([3]), [], pad_id=9)
-    assert {key: tensor.tolist() for key, tensor in batch.items()} == {
+    assert plain(batch) == {
         "input_ids": [[9, 9]],
         "targets": [],
         "target_positions": [],
+        "target_sequences": [],
+        "num_sequences": 0,
     }
 
 
@@ -212,12 +215,15 @@ def test_packed_samples_by_hand():
         # Not 1 after 5: no sample is the target of another.
         "targets": [5, 2],
         "target_positions": [0, 2],
+        "target_sequences": [0, 1],
+        "num_sequences": 2,
         "lengths": (2, 3),
         "offsets": [0, 2, 5],
     }
     # What torch's kernel for ragged samples wants.
     assert batch["offsets"].dtype == torch.int32
-    assert all(tensor.dtype == torch.int64 for name, tensor in batch.items() if name not in ("lengths", "offsets"))
+    others = {name: tensor for name, tensor in batch.items() if name not in ("lengths", "offsets", "num_sequences")}
+    assert all(tensor.dtype == torch.int64 for tensor in others.values())
     # A tensor would be moved to the device by what wraps the model, and asking for it there costs a wait.
     assert [type(length) for length in batch["lengths"]] == [int, int]
 
@@ -228,6 +234,8 @@ def test_packed_micro_batch_without_samples():
         "position_ids": [[0, 1]],
         "targets": [],
         "target_positions": [],
+        "target_sequences": [],
+        "num_sequences": 0,
         "lengths": (2,),
         "offsets": [0, 2],
     }
@@ -329,6 +337,15 @@ def test_pair_micro_batch_by_hand(packing):
     empty = collate(tokens, [], PAD, packing=packing)
     assert empty["reference_logps"].shape == empty["target_sequences"].shape == (0,)
     assert "reference_logps" not in collate(pair_set([(2, 3)]), [0], PAD, packing=packing)
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_a_sample_keeps_its_value(packing):
+    tokens = dataclasses.replace(token_set([3, 2, 4]), values=np.array([1.0, 0.0, 0.5]))
+    batch = collate(tokens, [2, 0], PAD, packing=packing)
+    assert batch["values"].tolist() == [0.5, 1.0] and batch["values"].dtype == torch.float64
+    assert collate(tokens, [], PAD, packing=packing)["values"].shape == (0,)
+    assert dataclasses.replace(tokens, values=tokens.values[::-1]).fingerprint != tokens.fingerprint
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])

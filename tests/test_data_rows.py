@@ -5,6 +5,7 @@ python -m pytest -q tests/test_data_rows.py
 
 import ast
 import json
+import random
 import subprocess
 import sys
 import sysconfig
@@ -16,12 +17,21 @@ import pyarrow.parquet
 import pytest
 from small_data import ROOT, chat, messages, rows_of, write_lines
 
+from cookbook.data import rows as reading
 from cookbook.data import stdlib
-from cookbook.data.rows import read_rows, texts
+from cookbook.data.rows import texts
 from cookbook.data.sources import MAX_ROW_BYTES
 from cookbook.data.stdlib import load_stdlib
 from cookbook.files import RecipeError
+from cookbook.objectives import Objective
 from cookbook.recipe import Source
+from cookbook.row_kinds import MadeUp, kinds
+
+
+def read_rows(source, on_bad_row, objective="sft"):
+    """By the objective's name."""
+    return reading.read_rows(source, on_bad_row, Objective.of(name=objective))
+
 
 GOOD = messages(("user", "hi"), ("assistant", "ho"))
 BAD_LINES = {
@@ -324,6 +334,64 @@ def test_bad_preference_is_named_with_its_reason(tmp_path, raw, message):
     with pytest.raises(RecipeError) as error:
         read_rows(Source(path=path), "error", "dpo")
     assert error.value.mistakes[0].startswith(f"{path}:1: {message}")
+
+
+JUDGEMENTS = {
+    "texts": ({"prompt": "q", "completion": "y", "label": True, "id": 3}, None),
+    "messages": (
+        {"prompt": [SYSTEM, ASK], "completion": [said("y")], "label": False},
+        {"prompt": [SYSTEM, ASK], "completion": [said("y")], "label": False},
+    ),
+    "a text for a prompt": (
+        {"prompt": "q", "completion": [said("y")], "label": True},
+        {"prompt": [ASK], "completion": [said("y")], "label": True},
+    ),
+}
+
+
+@pytest.mark.parametrize(("raw", "expected"), JUDGEMENTS.values(), ids=JUDGEMENTS.keys())
+def test_a_judgement_keeps_its_label_and_passes_again(tmp_path, raw, expected):
+    expected = expected or {"prompt": "q", "completion": "y", "label": True}
+    for i, row in enumerate((raw, expected)):
+        rows = read_rows(Source(path=write_lines(tmp_path / f"{i}.jsonl", json.dumps(row))), "error", "kto_zero")
+        assert rows.rows == [expected]
+        assert rows.kind == ("judgement" if isinstance(raw["completion"], str) else "chat_judgement")
+
+
+def test_without_its_label_a_judgement_is_a_completion(tmp_path):
+    path = write_lines(tmp_path / "rows.jsonl", json.dumps(JUDGEMENTS["texts"][0]))
+    rows = read_rows(Source(path=path), "error")
+    assert (rows.kind, rows.rows) == ("completion", [{"prompt": "q", "completion": "y"}])
+
+
+BAD_JUDGEMENTS = {
+    "text": ({"prompt": "q", "completion": "y", "label": "true"}, "label is not true or false: `label` is 'true'"),
+    "number": ({"prompt": "q", "completion": "y", "label": 1}, "label is not true or false: `label` is 1"),
+    "a conversation": (
+        {"prompt": [ASK], "completion": [ASK, said("y")], "label": True},
+        "completion is no answer: its first message must be the assistant's",
+    ),
+    "no completion": ({"prompt": [ASK], "completion": [], "label": True}, "completion is no answer"),
+    "prompt ends with an answer": (
+        {"prompt": [ASK, said("a")], "completion": [said("y")], "label": True},
+        "wrong role: message 3 of `prompt, completion` has 'assistant'; expected user",
+    ),
+}
+
+
+@pytest.mark.parametrize(("raw", "message"), BAD_JUDGEMENTS.values(), ids=BAD_JUDGEMENTS.keys())
+def test_bad_judgement_is_named_with_its_reason(tmp_path, raw, message):
+    path = write_lines(tmp_path / "rows.jsonl", json.dumps(raw))
+    with pytest.raises(RecipeError) as error:
+        read_rows(Source(path=path), "error", "kto_zero")
+    assert error.value.mistakes[0].startswith(f"{path}:1: {message}")
+
+
+@pytest.mark.parametrize("kind", kinds().values(), ids=lambda kind: kind.name)
+def test_a_made_up_row_is_a_good_one_of_its_kind(kind):
+    row = kind.check(kind.made_up(MadeUp(random.Random(0), ["a", "b"])))
+    assert kind.check(row) == row and kind.matches(row)
+    assert (kind.texts is None) != (kind.chats is None)
 
 
 def test_texts_and_messages_in_one_source_are_two_kinds(tmp_path):

@@ -19,9 +19,10 @@ from cookbook.data.sets import TokenSets, read_data, tokenize_data
 from cookbook.data.stream import Stream
 from cookbook.files import RecipeError
 from cookbook.models import train_tokenizer
-from cookbook.recipe import DataSection, ObjectiveSection
+from cookbook.objectives import Objective
+from cookbook.recipe import DataSection
 
-SFT = ObjectiveSection()
+SFT = Objective.of()
 
 
 def text_file(path, *texts):
@@ -210,7 +211,7 @@ def test_stream_shows_the_same_on_any_number_of_ranks(tmp_path, tokenizer):
 
 def test_stream_of_long_texts_counts_their_pieces(tmp_path, tokenizer):
     texts = ["abcdefghijklmnop", "x", "qrstuvwxyzabcdef"]
-    cpt = ObjectiveSection(name="cpt")
+    cpt = Objective.of(name="cpt")
     stream = stream_of([text_file(tmp_path / "a.jsonl", *texts)], tokenizer, cpt, shuffle_rows=2)
     blocks = [["abcdefgh", "hijklmno", "op", "x"], ["qrstuvwx", "xyzabcde", "ef"]]
     steps, order = stream_steps(stream, 6), slow_stream(blocks, 18)
@@ -326,7 +327,7 @@ def test_a_stream_is_known_by_what_it_is_read_from_and_with(tmp_path: Path):
 
     def fingerprint(path: Path, tokenizer: Any, **settings: Any) -> str:
         data = DataSection(train=str(path), streaming=True, shuffle_rows=5, max_length=8, **settings)
-        stream = Stream(data=data, objective=ObjectiveSection(), tokenizer=tokenizer)
+        stream = Stream(data=data, objective=Objective.of(), tokenizer=tokenizer)
         return TokenSets(train=stream, eval={}, notes=[]).fingerprint(tmp_path / "cache")
 
     words = train_tokenizer(["what is it"], 300)

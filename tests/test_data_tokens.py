@@ -19,9 +19,11 @@ from small_data import CHATML, ROOT, chat, make_tokenizer, marked, rows_of, run_
 from tokenizers import processors
 
 from cookbook.data import tokens as tokens_module
-from cookbook.data.tokens import cached_tokens
+from cookbook.data.stream import Stream
+from cookbook.data.tokens import cached_tokens, take
 from cookbook.files import RecipeError
-from cookbook.recipe import ObjectiveSection
+from cookbook.objectives import Objective
+from cookbook.recipe import DataSection
 
 
 @pytest.fixture(scope="module")
@@ -353,7 +355,7 @@ def run_cached(cache, rows, tokenizer, **changes):
         "max_length": 50,
         "on_bad_row": "drop",
         "place": "data.train",
-        "objective": ObjectiveSection(),
+        "objective": Objective.of(),
     } | changes
     return cached_tokens([rows], tokenizer, cache=cache, **settings)
 
@@ -381,20 +383,48 @@ def test_cache_hit_is_bit_equal_and_does_not_tokenise(tmp_path, tokenizer, monke
 
 def test_cached_pairs_stay_pairs(tmp_path, tokenizer):
     rows = rows_of("chat_preference", [preference(["q"], "yes", "no"), preference(["q"], "1", "2" * 60)])
-    made, again = (run_cached(tmp_path, rows, tokenizer, objective=ObjectiveSection(name="dpo"))[0] for _ in range(2))
+    made, again = (run_cached(tmp_path, rows, tokenizer, objective=Objective.of(name="dpo"))[0] for _ in range(2))
     assert isinstance(again.ids, np.memmap)
     assert (len(again), again.group_size, again.part_sizes, again.num_cut) == (2, 2, (2,), 1)
     assert_same_tokens(made, again)
 
 
+def test_values_stay_with_their_samples(tmp_path, tokenizer):
+    rows = [{"prompt": "q", "completion": "a" * (i + 1), "label": i % 3 == 0} for i in range(7)]
+    judged, objective = rows_of("judgement", rows), Objective.of(name="kto_zero")
+    made, again = (run_cached(tmp_path, judged, tokenizer, objective=objective)[0] for _ in range(2))
+    assert isinstance(again.values, np.memmap) and made.fingerprint == again.fingerprint
+    assert made.values.tolist() == again.values.tolist() == [1, 0, 0, 1, 0, 0, 1]
+    taken = take([(made, 4), (made, 0)])
+    assert taken.values.tolist() == [0, 1] and taken.lengths.tolist() == made.lengths[[4, 0]].tolist()
+    others = rows_of("judgement", [row | {"label": not row["label"]} for row in rows])
+    assert run_cached(tmp_path, others, tokenizer, objective=objective)[0].fingerprint != made.fingerprint
+
+
+def test_a_stream_of_pairs_gives_pairs(tmp_path, tokenizer):
+    """Which objectives without a reference may."""
+    rows = [{"prompt": "q", "chosen": "y" * (i + 1), "rejected": "n" * (i + 2)} for i in range(9)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataSection.model_validate({"train": str(path), "streaming": True, "shuffle_rows": 4})
+    stream = Stream(data=data, objective=Objective.of(name="orpo"), tokenizer=tokenizer)
+    windows = stream.windows(seed=0, global_batch_size=3, num_samples_consumed=0)
+    seen = []
+    for window in (next(windows) for _ in range(3)):
+        lengths = window.tokens.lengths.reshape(-1, 2)
+        assert len(window.tokens) == 3 and (lengths[:, 1] == lengths[:, 0] + 1).all()
+        seen += lengths[:, 0].tolist()
+    assert len(set(seen)) == 9
+
+
 def test_whatever_changes_the_tokens_changes_the_entry(tmp_path, tokenizer):
     run_cached(tmp_path, CACHE_ROWS, tokenizer)
     run_cached(tmp_path, CACHE_ROWS, tokenizer, max_length=49)
-    run_cached(tmp_path, CACHE_ROWS, tokenizer, objective=ObjectiveSection(train_on="all"))
+    run_cached(tmp_path, CACHE_ROWS, tokenizer, objective=Objective.of(train_on="all"))
     run_cached(tmp_path, rows_of("messages", CACHE_ROWS.rows[:1]), tokenizer)
     texts = rows_of("text", [{"text": "a" * 60}])
     for objective in ("sft", "cpt"):
-        run_cached(tmp_path, texts, tokenizer, objective=ObjectiveSection(name=objective))
+        run_cached(tmp_path, texts, tokenizer, objective=Objective.of(name=objective))
     run_cached(tmp_path, CACHE_ROWS, make_tokenizer(CHATML.read_text() + " "))
     run_cached(tmp_path, CACHE_ROWS, make_tokenizer(bos="<s>"))
     assert len(list(tmp_path.glob("tokens-*/meta.json"))) == 8

@@ -17,8 +17,9 @@ RUN = """
 import os, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
-from cookbook.engine import Engine
+from cookbook.engine.collectives import Collectives
 from cookbook.launch import read_world
+from cookbook.mesh import Mesh
 
 late, world = int(sys.argv[1]), read_world()
 dist.init_process_group("gloo", timeout=timedelta(seconds=30))
@@ -31,10 +32,8 @@ if world.rank == late:
         return wait(store, keys, *patience)
 
     dist.PrefixStore.wait = slowly
-engine = object.__new__(Engine)
-engine.world, engine.timeout, engine.device = world, timedelta(seconds=30), torch.device("cpu")
-engine.swap_folders, engine.current_step, engine.beat = {}, 0, lambda what, step: None
-engine.close()
+collectives = Collectives(world, Mesh(replicate=2), torch.device("cpu"), beat=lambda what: None)
+collectives.leave(timedelta(seconds=30))
 """
 
 

@@ -30,6 +30,8 @@ COLUMNS = {
     "dora": (DORA, [name for name in DISTRIBUTED if name != "tp"]),
     "qlora": (QLORA, [name for name in DISTRIBUTED if name not in ("tp", "fsdp1", "zero3_nvme")]),
     "dpo": (None, ["ddp", "fsdp2", "tp", "zero2", "zero3"]),
+    "orpo": (None, ["ddp", "fsdp2", "tp", "zero3"]),
+    "kto_zero": (None, ["ddp", "fsdp2", "tp", "zero3"]),
     "muon": (MUON, ["ddp", "fsdp2", "fsdp2_offload", "hsdp", "tp"]),
 }
 CASES = [(column, strategy) for column, (_, strategies) in COLUMNS.items() for strategy in strategies]
@@ -49,14 +51,33 @@ def write_pairs(path: Path, num_rows: int = 53) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def preferences(lab: Lab) -> dict[str, str]:
-    path = lab.folder / "pairs.jsonl"
+def write_judgements(path: Path, num_rows: int = 53) -> None:
+    """Answers of ragged lengths, good and bad ones."""
+    write_pairs(path, num_rows)
+    chance = random.Random(2)
+    rows = []
+    for line in path.read_text().splitlines():
+        row, label = json.loads(line), chance.random() < 0.4
+        rows.append({"prompt": row["prompt"], "completion": row["chosen"], "label": label})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+OBJECTIVES = {
+    "dpo": ("{name: dpo, beta: 0.2, label_smoothing: 0.1}", write_pairs),
+    "orpo": ("{name: orpo, beta: 0.5}", write_pairs),
+    "kto_zero": ("{name: kto_zero, beta: 0.2, undesirable_weight: 1.5}", write_judgements),
+}
+
+
+def preferences(lab: Lab, name: str = "dpo") -> dict[str, str]:
+    objective, write = OBJECTIVES[name]
+    path = lab.folder / f"{write.__name__.removeprefix('write_')}.jsonl"
     if not path.exists():
         unfinished = path.with_suffix(f".{random.random()}")
-        write_pairs(unfinished)
+        write(unfinished)
         unfinished.replace(path)
     return {
-        "objective": "{name: dpo, beta: 0.2, label_smoothing: 0.1}",
+        "objective": objective,
         "data.train": str(path),
         "data.eval": f"{{path: {path}, max_rows: 9}}",
         "batch": "{global_batch_size: 8, micro_batch_size: 2}",
@@ -66,7 +87,7 @@ def preferences(lab: Lab) -> dict[str, str]:
 
 def settings_of(lab: Lab, column: str, strategy: str) -> dict[str, str]:
     settings = COLUMNS[column][0]
-    return settings_for(strategy, preferences(lab) if settings is None else settings)
+    return settings_for(strategy, preferences(lab, column) if settings is None else settings)
 
 
 @pytest.mark.slow

@@ -14,16 +14,19 @@ import pytest
 from conftest import RECIPE, ROOT, clean_environment
 
 from cookbook.cli import main
-from cookbook.explain import compare, costs, explain, in_words
+from cookbook.costs import per_parameter as costs
+from cookbook.costs.inputs import CostInputs
+from cookbook.explain import compare, explain, in_words
 from cookbook.explain.chart import HEIGHT, WIDTH, can_draw, draw
 from cookbook.files import RecipeError
-from cookbook.recipe import Recipe, _leaves
+from cookbook.optim import Optimizer
+from cookbook.recipe import AdapterSection, Recipe, _leaves
 from cookbook.strategy import load_strategy
 
 RECIPES = sorted(path.relative_to(ROOT) for path in (ROOT / "recipes").rglob("*.yaml"))
 STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
 HEAVY = ("torch", "transformers", "accelerate", "deepspeed", "numpy", "datasets", "tokenizers")
-ZERO3 = Path("recipes/qwen25_7b/sft_zero3.yaml")
+ZERO3 = Path("recipes/qwen25_7b/sft.yaml")
 
 
 @pytest.fixture
@@ -43,8 +46,8 @@ def strategy(name):
 BY_HAND = {
     "needs 4 GPUs": (ZERO3, {}, 4, "8 = 128 / (4 x 4)", "at most 262,144 = 128 x 2,048"),
     "16 asked for": (ZERO3, {"processes": 16}, 16, "2 = 128 / (4 x 16)", "at most 262,144 = 128 x 2,048"),
-    "pairs": ("recipes/llama31_8b/dpo_lora_ddp.yaml", {}, 4, "4 = 32 / (2 x 4)", "at most 65,536 = 32 x 2 x 1,024"),
-    "one GPU": ("recipes/llama31_8b/sft_qlora_single.yaml", {}, 1, "16 = 16 / (1 x 1)", "at most 32,768 = 16 x 2,048"),
+    "pairs": ("recipes/llama31_8b/dpo_lora.yaml", {}, 4, "4 = 32 / (2 x 4)", "at most 65,536 = 32 x 2 x 1,024"),
+    "one GPU": ("recipes/llama31_8b/sft_qlora.yaml", {}, 1, "16 = 16 / (1 x 1)", "at most 32,768 = 16 x 2,048"),
     "no GPU": ("recipes/quickstart.yaml", {}, 2, "4 = 16 / (2 x 2)", "at most 2,048 = 16 x 128"),
     "mesh of 4": (
         "recipes/quickstart.yaml",
@@ -54,7 +57,7 @@ BY_HAND = {
         "at most 2,048",
     ),
     "tensor parallel": ("recipes/quickstart.yaml", {"strategy_path": strategy("tp")}, 2, "8 = 16 / (2 x 1)", "at most"),
-    "token limit": ("recipes/smollm2_135m/sft_single.yaml", {}, 1, "at most 128 = 128 / 1", "at most 262,144"),
+    "token limit": ("recipes/smollm2_135m/sft.yaml", {}, 1, "at most 128 = 128 / 1", "at most 262,144"),
 }
 
 
@@ -80,7 +83,7 @@ def test_every_shipped_recipe_is_explained(path, in_root):
 
 
 def test_there_are_recipes_to_explain():
-    assert len(RECIPES) >= 20 and len(STRATEGIES) >= 14
+    assert len(RECIPES) >= 18 and len(STRATEGIES) >= 14
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -143,7 +146,7 @@ def test_a_default_and_the_command_line_are_told_apart_from_the_file(in_root):
     assert found["LENGTH"]["epochs"].sources == ("command line",)
     assert found["LENGTH"]["evaluation"].sources == ("default",)
     assert found["OPTIMIZER"]["clipping"].sources == ("default",)
-    assert found["BATCH"]["step"].sources == (f"{ZERO3}:28",)
+    assert found["BATCH"]["step"].sources == (f"{ZERO3}:32",)
     assert found["BATCH"]["accumulation"].text == "16 = 128 / (2 x 4)"
 
 
@@ -282,10 +285,10 @@ def test_a_terminal_without_braille_gets_letters():
 
 def test_the_engine_has_no_other_way_to_make_the_configuration():
     """What a run hands over is compared in the last test here."""
-    text = (ROOT / "cookbook/engine/__init__.py").read_text()
+    text = (ROOT / "cookbook/engine/zero.py").read_text()
     assert "from cookbook.ds_config import deepspeed_config, separate_swap" in text
-    assert "self.deepspeed_config = deepspeed_config(" in text
-    assert text.count("self.deepspeed_config =") == 1
+    assert "config = deepspeed_config(" in text and "self.deepspeed_config = config\n" in text
+    assert text.count("deepspeed_config(") == 1
 
 
 def test_the_differences_from_the_json_are_all_shown(in_root):
@@ -304,17 +307,21 @@ def test_the_differences_from_the_json_are_all_shown(in_root):
 
 
 def test_a_swap_folder_is_that_of_the_run(in_root):
-    found = explain(Path("recipes/llama33_70b/sft_zero3_nvme.yaml"))
+    found = explain(Path("recipes/llama31_70b/sft.yaml"), strategy_path=strategy("zero3_nvme"))
     before, after = found.deepspeed_changes["zero_optimization.offload_param.nvme_path"]
-    assert before == "nvme_swap" and re.fullmatch(r"nvme_swap/llama33_70b-sft_zero3_nvme-[0-9a-f]{8}", after)
+    assert before == "nvme_swap" and re.fullmatch(r"nvme_swap/llama31_70b-sft-zero3_nvme-[0-9a-f]{8}", after)
 
 
 # Costs, per trained parameter.
 
 
 def setting(name, processes=8, **options):
-    options.setdefault("accumulation", 1)
-    return costs.Setting(strategy=load_strategy(strategy(name)), num_processes=processes, **options)
+    options = {"accumulation": 1} | options
+    if "optim" in options:
+        options["optim"] = Optimizer.of(learning_rate=1.0, **options["optim"])
+    if "adapter" in options:
+        options["adapter"] = AdapterSection(name=options["adapter"])
+    return CostInputs(strategy=load_strategy(strategy(name)), num_processes=processes, **options)
 
 
 # Bytes on the GPU and on the host or disk with 8 processes (hsdp: 2 x 2, tp: 2), under bf16 and AdamW.
@@ -331,7 +338,7 @@ STATES = {
     "fsdp2_offload": (8, 0, 16 / 8, 0),
     "hsdp": (4, 16 / 2, 0, 0),
     "tp": (2, 16 / 2, 0, 0),
-    "zero2_offload": (8, 2, (12 + 4) / 8, 0),
+    "zero2_offload": (8, 2, (12 + 4 + 2 + 2) / 8, 0),
     "zero3_offload": (8, 0, (14 + 6) / 8, 0),
     "zero3_nvme": (8, 0, 2 / 8, (14 + 4) / 8),
 }
@@ -340,8 +347,15 @@ STATES = {
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_states_are_those_of_the_paper(name, in_root):
     processes, *expected = STATES[name]
-    found = costs.shares(setting(name, processes))
+    found = costs.shares(setting(name, processes, accumulation=2))
     assert [costs.total(found, where) for where in costs.PLACES] == pytest.approx(expected)
+
+
+def test_gradients_that_do_not_add_up_need_not_wait(in_root):
+    """One micro-batch a step: ZeRO-1's go into the bucket as they come, and none wait on the host."""
+    for name, where, fewer in (("zero1", "GPU", 2 - 2 / 8), ("zero2_offload", "host", 2 / 8), ("zero3", "GPU", 0)):
+        several, one = (costs.total(costs.shares(setting(name, accumulation=a)), where) for a in (2, 1))
+        assert several - one == pytest.approx(fewer), name
 
 
 def test_the_example_of_the_page_on_strategies(in_root):
@@ -354,9 +368,9 @@ def test_the_example_of_the_page_on_strategies(in_root):
     ("options", "expected"),
     [
         ({"mixed_precision": "no"}, {"ddp": 16, "zero2": 4 + 4 / 8 + 12 / 8}),
-        ({"optimizer": "sgd"}, {"ddp": 12, "zero3": 12 / 8}),
-        ({"optimizer": "sgd", "momentum": 0.0}, {"ddp": 8, "zero3": 8 / 8}),
-        ({"optimizer": "adamw_8bit"}, {"ddp": 10, "zero3": 10 / 8}),
+        ({"optim": {"name": "sgd"}}, {"ddp": 12, "zero3": 12 / 8}),
+        ({"optim": {"name": "sgd", "momentum": 0.0}}, {"ddp": 8, "zero3": 8 / 8}),
+        ({"optim": {"name": "adamw_8bit"}}, {"ddp": 10 + 8 / 256, "zero3": (10 + 8 / 256) / 8}),
     ],
     ids=str,
 )
@@ -392,9 +406,11 @@ def test_alone_nothing_is_sent(in_root):
 
 def test_a_frozen_parameter_is_cut_where_the_strategy_cuts_weights(in_root):
     words = {name: costs.states_in_words(setting(name, adapter="lora"), "GPU") for name in ("ddp", "zero2", "zero3")}
-    assert words["ddp"].endswith("of a frozen one 2") and words["zero2"].endswith("of a frozen one 2")
-    assert words["zero3"].endswith("of a frozen one 2/8")
-    assert costs.states_in_words(setting("fsdp1", adapter="lora"), "GPU").endswith("of a frozen one 4/8")
+    assert words["ddp"].endswith("of a frozen one weights 2") and words["zero2"].endswith("of a frozen one weights 2")
+    assert words["zero3"].endswith("of a frozen one weights 2/8")
+    # FSDP1's gradient is that of the flat parameter, frozen weights and all (tests/test_forecast_states.py).
+    flat = costs.states_in_words(setting("fsdp1", adapter="lora"), "GPU")
+    assert flat.endswith("of a frozen one weights 4/8 + gradients 4/8")
 
 
 def test_float32_reductions_that_a_json_asks_for_are_counted(book):
@@ -467,7 +483,7 @@ def test_what_is_said_never_to_change_the_curve_is_in_the_equivalence_tests():
 
 
 def test_dropout_makes_the_curve_depend_on_the_processes(in_root):
-    found = difference("recipes/llama31_8b/sft_qlora_single.yaml", "fsdp2", processes=4)
+    found = difference("recipes/llama31_8b/sft_qlora.yaml", "fsdp2", processes=4)
     assert not found.same_curve and "adapter.dropout" in compare.in_words(found)
     assert [one.num_processes for one in found.settings] == [1, 4]
 
@@ -477,7 +493,7 @@ def test_the_same_twice_is_the_same(in_root):
 
 
 def test_a_recipe_may_stand_beside_another_of_another_kind(in_root):
-    found = difference("recipes/quickstart.yaml", "recipes/qwen3_0_6b/sft_lora_ddp.yaml")
+    found = difference("recipes/quickstart.yaml", "recipes/qwen3_0_6b/sft_lora.yaml")
     keys = {one.key for one in found.differences}
     assert {"model.from_scratch", "data.train", "adapter"} <= keys
     assert not found.same_curve
@@ -648,7 +664,7 @@ def test_json_says_the_same_for_programs(in_root, capsys):
     found = json.loads(capsys.readouterr().out)
     accumulation = found["quantities"]["batch"]["accumulation"]
     assert accumulation["value"] == 8
-    assert accumulation["from"] == [f"{ZERO3}:28", f"{ZERO3}:29", "accelerate_configs/zero3.yaml:5"]
+    assert accumulation["from"] == [f"{ZERO3}:32", f"{ZERO3}:33", "accelerate_configs/zero3.yaml:5"]
     assert found["deepspeed"]["train_batch_size"] == 128 and found["learning_rate"]["num_steps"] is None
     assert main(["explain", "zero2", "zero3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["same_curve"] is True
@@ -677,7 +693,7 @@ def step(self, *arguments):
     else:
         found["gradients"] = {{str(p.grad.dtype) for p in named if p.grad is not None}}
     if self.is_main:
-        print("CONFIG", json.dumps(self.deepspeed_config), flush=True)
+        print("CONFIG", json.dumps(getattr(self, "deepspeed_config", None)), flush=True)
         print("PROBE", json.dumps({{key: sorted(value) for key, value in found.items()}}), flush=True)
     return right(self, *arguments)
 

@@ -15,22 +15,19 @@ from conftest import ROOT, clean_environment
 from transformers import AutoConfig
 
 from cookbook.cli import main
-from cookbook.explain.costs import setting_of, shares, total
-from cookbook.forecast import Forecast, Outlook, _verdict, forecast_all, micro_batch_of, of_run, rung_below
+from cookbook.costs.inputs import Skeleton, Weight
+from cookbook.costs.memory import ResidentBytes, States
+from cookbook.forecast import Forecast, PlanReport, _verdict, forecast_all, micro_batch_of, of_run, rung_below
 from cookbook.forecast.memory import CONTEXT, GIB, Memory, peak
 from cookbook.forecast.show import _bar, as_record, in_words
-from cookbook.forecast.skeleton import Skeleton, Weight, skeleton
-from cookbook.forecast.states import Held, States, states
-from cookbook.forecast.trace import Pass, Stretch
+from cookbook.forecast.trace import ActivationTrace, Phase
 from cookbook.hardware import parse_machines
-from cookbook.library import read_label, read_needs
 from cookbook.models.structure import find_config
 from cookbook.plan import make_plan
 from cookbook.recipe import AdapterSection, Recipe, load_recipe
 from cookbook.strategy import load_strategy
 
-LLAMA = "recipes/llama31_8b/sft_zero3.yaml"
-RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
+LLAMA = "recipes/llama31_8b/sft.yaml"
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +40,7 @@ def _in_the_repository(monkeypatch):
 ROOM = {"host_gib": 2048.0, "nvme_gib": 4096.0}
 
 
-def outlook(recipe: Recipe, gpus: str, *names: str, room: dict[str, float] = ROOM) -> Outlook:
+def outlook(recipe: Recipe, gpus: str, *names: str, room: dict[str, float] = ROOM) -> PlanReport:
     strategies = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in names]
     return forecast_all(recipe, strategies, parse_machines(gpus, **room), "recipe")
 
@@ -66,13 +63,15 @@ BY_HAND = Skeleton(
     is_tied=True,
     buffers=(),
 )
-STATES = States(gpu=Held(weights=1000, gradients=1000, moments=2000), gradients_at_first=0, gradients_between=1000)
-WORK = Pass(
-    stretches=(
-        Stretch(name="forward", layer=0, held=0, peak=50),
-        Stretch(name="head", layer=None, held=300, peak=800),
-        Stretch(name="backward", layer=1, held=300, peak=500, making=400),
-        Stretch(name="backward", layer=0, held=150, peak=350, making=400),
+STATES = States(
+    gpu=ResidentBytes(weights=1000, gradients=1000, moments=2000), gradients_at_first=0, gradients_between=1000
+)
+WORK = ActivationTrace(
+    phases=(
+        Phase(name="forward", layer=0, held=0, peak=50),
+        Phase(name="head", layer=None, held=300, peak=800),
+        Phase(name="backward", layer=1, held=300, peak=500, making=400),
+        Phase(name="backward", layer=0, held=150, peak=350, making=400),
     ),
 )
 
@@ -87,11 +86,11 @@ def test_the_peak_is_the_largest_moment():
 
 
 def test_gradients_come_with_the_layers():
-    short = Pass(stretches=(replace(WORK.stretches[2], peak=900),))
+    short = ActivationTrace(phases=(replace(WORK.phases[2], peak=900),))
     found = peak(BY_HAND, STATES, short, accumulates=False, is_sharded=False)
     # Layer 1's own, 400 bytes, are made while its activations go; the update has all of them, and nothing else.
     assert (found.allocated, found.gradients) == (3000 + 400 + 900, 0)
-    last = Pass(stretches=(replace(WORK.stretches[3], peak=900),))
+    last = ActivationTrace(phases=(replace(WORK.phases[3], peak=900),))
     found = peak(BY_HAND, STATES, last, accumulates=False, is_sharded=False)
     assert (found.allocated, found.gradients) == (3000 + 400 + 400 + 900, 400)
 
@@ -132,22 +131,6 @@ def test_sharding_divides_states_and_nothing_else(llama, monkeypatch):
     assert found["zero3"].checkpoint == 12 * numel
 
 
-@pytest.mark.parametrize("path", sorted(Path("accelerate_configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_explain_and_plan_count_the_same_states(llama, path):
-    strategy = load_strategy(path)
-    count = strategy.num_processes or 8
-    weights = skeleton(find_config(llama.model)[0], llama)
-    held = states(weights, llama, strategy, count)
-    numel = sum(weight.num_elements for weight in weights.weights)
-    told = shares(setting_of(llama, strategy, count, accumulation=4))
-    on_gpu = [share for share in told if share.what != "gathered weights"]
-    between = held.gpu.weights + held.gpu.masters + held.gradients_between + held.gpu.moments
-    assert between == pytest.approx(total(on_gpu, "GPU") * numel, rel=0.02, abs=0.01 * numel)
-    if strategy.offload_optimizer != "nvme":  # what DeepSpeed leaves in memory there is no share of a parameter
-        pinned = held.host.total - held.host.buffers
-        assert pinned == pytest.approx(total(told, "host") * numel, rel=0.02, abs=0.01 * numel)
-
-
 def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(llama):
     def with_micro_batch(size: int) -> Recipe:
         batch = llama.batch.model_copy(update={"micro_batch_size": size, "global_batch_size": size * 8 * 2})
@@ -176,7 +159,7 @@ def test_the_best_is_what_fits_and_is_fastest(llama):
 
 def test_what_needs_host_memory_does_not_fit_before_somebody_says_what_there_is():
     """70.6 B parameters x 20 bytes, and buffers."""
-    recipe = load_recipe(ROOT / "recipes/llama33_70b/sft_zero3_offload.yaml")
+    recipe = load_recipe(ROOT / "recipes/llama31_70b/sft.yaml")
     (unknown,) = outlook(recipe, "8xH100", "zero3_offload", room={}).forecasts
     assert unknown.verdict == "host memory unknown"
     assert unknown.why == [f"host memory unknown, needs {unknown.host / GIB:,.0f} GiB a machine"]
@@ -210,7 +193,7 @@ def test_loading_is_taken_for_granted_up_to_half_of_what_the_gpus_have_and_offlo
 
 def test_the_next_rung_names_its_condition(llama):
     ddp, offload = (load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("ddp", "zero3_offload"))
-    rung = forecast_all(llama, [ddp], parse_machines("8xH100"), "recipe", [ddp, offload]).next_rung
+    rung = forecast_all(llama, [ddp], parse_machines("8xH100"), "recipe", [ddp, offload]).suggestion
     assert re.fullmatch(r"strategy zero3_offload fits if a machine has \d+ GiB of memory", rung)
 
 
@@ -226,7 +209,7 @@ def test_where_nothing_fits_the_next_rung_is_named_and_true(llama):
     kept = llama.model_copy(update={"model": llama.model.model_copy(update={"gradient_checkpointing": False})})
     found = outlook(kept, "8x40GB", "zero3")
     assert found.forecasts[0].verdict == "does not fit"
-    assert found.next_rung == "with model.gradient_checkpointing: true, zero3 fits"
+    assert found.suggestion == "with model.gradient_checkpointing: true, zero3 fits"
     assert only(llama, "8x40GB", "zero3").verdict == "fits"
     batch = kept.batch.model_copy(update={"micro_batch_size": 1})  # the rung below
     assert only(kept.model_copy(update={"batch": batch}), "8x40GB", "zero3").verdict != "fits"
@@ -235,7 +218,7 @@ def test_where_nothing_fits_the_next_rung_is_named_and_true(llama):
 def test_another_strategy_comes_before_another_recipe(llama):
     ddp, zero3 = (load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("ddp", "zero3"))
     assert (
-        forecast_all(llama, [ddp], parse_machines("8xH100"), "recipe", [ddp, zero3]).next_rung == "strategy zero3 fits"
+        forecast_all(llama, [ddp], parse_machines("8xH100"), "recipe", [ddp, zero3]).suggestion == "strategy zero3 fits"
     )
 
 
@@ -271,7 +254,7 @@ def test_a_cpu_is_not_judged(llama):
 @pytest.mark.parametrize("gpus", ["8xH100", "1x24GB", "cpu", "2x8xH100", "3xH100"])
 def test_the_answer_fits_a_terminal(llama, gpus):
     found = outlook(llama, gpus, "single", "ddp", "zero3", "hsdp", "tp", "zero3_nvme")
-    printed = in_words(found, "recipes/llama31_8b/sft_zero3.yaml", num_samples=1000, price=2.0)
+    printed = in_words(found, "recipes/llama31_8b/sft.yaml", num_samples=1000, price=2.0)
     wide = [line for line in printed.splitlines() if len(line) > 120 and "cannot run" not in line]
     assert [line for line in wide if "batch.global_batch_size" not in line] == []
 
@@ -339,21 +322,6 @@ def test_a_bar_is_as_long_as_its_memory():
     assert [text.count(letter) for letter in "WGOBAL"] == [5, 5, 0, 0, 10, 0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_fits_the_hardware_of_its_label(name):
-    recipe = load_recipe(ROOT / name)
-    needs = read_needs(read_label(Path(name)))
-    if needs.num_gpus is None or needs.gpu_gb is None:
-        assert name == "recipes/quickstart.yaml"
-        return
-    room = {"host_gib": needs.host_gb, "nvme_gib": needs.nvme_gb}
-    room = {what: gb * 1e9 / GIB for what, gb in room.items() if gb is not None}
-    machines = parse_machines(f"{needs.num_gpus}x{needs.gpu_gb}GB", **room)
-    (found,) = forecast_all(recipe, [load_strategy(Path(recipe.strategy))], machines, name).forecasts
-    assert found.verdict in ("fits", "tight"), found.why
-
-
 # The command.
 
 
@@ -387,11 +355,11 @@ def test_the_answer_for_people(capsys):
 
 
 def test_the_label_says_what_a_machine_has(capsys):
-    path = "recipes/qwen25_7b/sft_zero3_offload.yaml"
+    path = "recipes/llama31_70b/sft.yaml"
     assert main(["plan", path, "--strategy", "zero3_offload", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["forecasts"][0]["verdict"] == "fits"
     assert main(["plan", path, "--strategy", "zero3_offload", "--host-gib", "20", "--json"]) == 1
-    assert main(["plan", path, "--strategy", "zero3_offload", "--gpus", "1x24GB"]) == 0
+    assert main(["plan", path, "--strategy", "zero3_offload", "--gpus", "8x80GB"]) == 0
     assert "host memory unknown, needs" in capsys.readouterr().out
 
 

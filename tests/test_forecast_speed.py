@@ -11,18 +11,10 @@ from pathlib import Path
 import pytest
 from conftest import RECIPE
 
+from cookbook.costs.flops import Sizes, Step, work
+from cookbook.costs.traffic import host_traffic, transfers
 from cookbook.forecast import speed
-from cookbook.forecast.speed import (
-    Part,
-    Sizes,
-    Step,
-    host_traffic,
-    no_forecast,
-    step_seconds,
-    total,
-    transfers,
-    work,
-)
+from cookbook.forecast.speed import Part, no_forecast, step_seconds, total
 from cookbook.hardware import parse_machines
 from cookbook.strategy import load_strategy
 

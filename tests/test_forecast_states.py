@@ -15,8 +15,9 @@ import pytest
 from filelock import FileLock
 from transformers import AutoConfig, LlamaConfig
 
-from cookbook.forecast.skeleton import Skeleton, Weight, skeleton
-from cookbook.forecast.states import States, states
+from cookbook.costs.inputs import Skeleton, Weight, cost_inputs
+from cookbook.costs.memory import States, states
+from cookbook.forecast.skeleton import skeleton
 from cookbook.recipe import Recipe, load_recipe
 from cookbook.strategy import load_strategy
 from tests.curves import ROOT, Lab, write_chats
@@ -54,6 +55,15 @@ BLOCKS = (
     "model.from_scratch={vocab_size: 515, hidden_size: 128, intermediate_size: 320, num_hidden_layers: 3,"
     " num_attention_heads: 4, num_key_value_heads: 2, tie_word_embeddings: false}",
 )
+# Keys of a JSON that no shipped strategy has, by the name of one that gets them.
+HPZ = {"zero_optimization": {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 100}}
+SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+VARIANTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
+    "zero3-hpz": ("zero3", HPZ),
+    "zero3_offload-hpz": ("zero3_offload", HPZ),
+    "zero3-sums": ("zero3", SUMS),
+    "zero2-sums": ("zero2", SUMS),
+}
 SIZES = {"tp": EVEN, "zero3_nvme": LARGE}
 
 # The largest tensor that a run holds and no category counts: a micro-batch's tokens, 2 x 96 in int64.
@@ -104,12 +114,20 @@ FEATURES = [
     run("fsdp2", 3, "optim.name=muon"),
     run("zero2", 3, "optim.name=sgd"),
     run("fsdp2", 2, "optim.name=sgd", "optim.momentum=0"),
+    run("zero1", 3, "batch.global_batch_size=6"),
     run("zero2_offload", 3, "batch.global_batch_size=6"),  # one micro-batch a step: nothing waits on the host
     run("fsdp1", 2, "model.from_scratch.tie_word_embeddings=true"),
     run("fsdp2", 2, "model.from_scratch.tie_word_embeddings=true"),
     run("zero3", 2, *LORA, *BF16, "adapter.modules_to_save=[lm_head]"),
     run("fsdp2", 2, *LORA, *BF16, "adapter.modules_to_save=[lm_head]"),
     run("fsdp2", 2, *BF16, "adapter={name: dora, rank: 5}"),
+]
+FEATURES += [
+    run("zero3-hpz", 4, *BF16),
+    run("zero3-hpz", 2, *LORA, *BF16),
+    run("zero3_offload-hpz", 2, *BF16),
+    run("zero3-sums", 2, *BF16),
+    run("zero2-sums", 3, *BF16),
 ]
 ALL = [
     run(name, processes, *adapter, *precision)
@@ -141,6 +159,23 @@ class Scale:
                 text = RECIPE.replace("DATA", str(folder / "chats.jsonl")).replace("OUTPUT", str(folder / "out"))
                 self.recipe.write_text(text)
 
+    def strategy(self, case: Run) -> Path:
+        """The file of a strategy; of a variant, written here."""
+        shipped, changes = VARIANTS.get(case.strategy, (case.strategy, {}))
+        path = ROOT / "accelerate_configs" / f"{shipped}.yaml"
+        if not changes:
+            return path
+        varied = self.folder / f"{case.strategy}.yaml"
+        with FileLock(f"{varied}.lock"):
+            if not varied.exists():
+                text, source = path.read_text(), f"ds_configs/{shipped}.json"
+                config = json.loads((ROOT / source).read_text())
+                for block, keys in changes.items():
+                    config[block] = {**config.get(block, {}), **keys}
+                varied.with_suffix(".json").write_text(json.dumps(config))
+                varied.write_text(text.replace(source, str(varied.with_suffix(".json"))))
+        return varied
+
     def read(self, case: Run) -> Recipe:
         return load_recipe(self.recipe, list(case.settings))
 
@@ -152,8 +187,8 @@ class Scale:
         return skeleton(AutoConfig.for_model(**sizes.model_dump(), head_dim=head_dim), recipe)
 
     def predicted(self, case: Run, rank: int) -> States:
-        strategy = load_strategy(ROOT / "accelerate_configs" / f"{case.strategy}.yaml")
-        return states(self.skeleton(case), self.read(case), strategy, case.processes, rank)
+        strategy = load_strategy(self.strategy(case))
+        return states(self.skeleton(case), cost_inputs(self.read(case), strategy, case.processes), rank)
 
     def held(self, case: Run) -> list[dict[str, Any]]:
         """What each process holds."""
@@ -176,7 +211,7 @@ class Scale:
         for setting in (
             *case.settings,
             f"run.output_dir={folder / 'out'}",
-            f"strategy=accelerate_configs/{case.strategy}.yaml",
+            f"strategy={self.strategy(case)}",
         ):
             words += ["--set", setting]
         self.parent.run(folder, words, processes=case.processes, limit=900, eager=True)
@@ -215,7 +250,8 @@ def test_each_process_holds_the_predicted_bytes(scale: Scale, case: Run):
 
 def test_every_strategy_file_is_measured_with_each_count_of_processes():
     assert len(STRATEGIES) >= 14
-    measured = {(case.values[0].strategy, case.values[0].processes) for case in CASES}
+    runs = [case.values[0] for case in CASES]
+    measured = {(run.strategy, run.processes) for run in runs if run.strategy not in VARIANTS}
     assert measured == {(name, processes) for name in STRATEGIES for processes in counts(name)}
     assert len(CASES) >= 180
 
@@ -270,7 +306,8 @@ def test_the_zero_papers_table_of_memory(tmp_path: Path, billions: float, proces
     # So many that those on the border between two parts, which ZeRO-2 keeps whole, weigh nothing.
     model = of_weights(num_weights=10_000, size=round(billions * 1e5))
     for name, expected in zip(("ddp", "zero1", "zero2", "zero3"), published, strict=True):
-        found = states(model, recipe, load_strategy(Path(f"accelerate_configs/{name}.yaml")), processes)
+        strategy = load_strategy(Path(f"accelerate_configs/{name}.yaml"))
+        found = states(model, cost_inputs(recipe, strategy, processes))
         # The paper counts ZeRO-1's gradients whole, as they are until the last micro-batch; and no buffers.
         gradients = max(found.gpu.gradients, found.gradients_between)
         total = found.gpu.weights + found.gpu.masters + gradients + found.gpu.moments

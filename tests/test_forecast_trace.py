@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from cookbook.adapters import lora_config
 from cookbook.forecast import trace as tracing
 from cookbook.forecast.four_bits import _Product
-from cookbook.forecast.trace import Pass, Untraceable, bound, trace
+from cookbook.forecast.trace import ActivationTrace, Untraceable, bound, trace
 from cookbook.models.loss import add_loss
 from cookbook.models.speed import compile_layers, save_activations
 from cookbook.recipe import Recipe
@@ -59,7 +59,7 @@ def recipe(
     return Recipe(**values, **({"adapter": adapter} if adapter else {}))
 
 
-def traced(settings: Recipe, config: PreTrainedConfig, *, autocast: bool = True) -> Pass:
+def traced(settings: Recipe, config: PreTrainedConfig, *, autocast: bool = True) -> ActivationTrace:
     found = {"rows": ROWS, "length": LENGTH, "num_targets": ROWS * LENGTH}
     return trace(config, settings, **found, autocast=autocast, tp_size=1)
 
@@ -154,14 +154,14 @@ def hold_against_a_real_pass(settings: Recipe, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(tracing, "ROUNDING", 1)  # that of CUDA's allocator
     found = traced(settings, config_of())
     at_head, most = allocated(settings, config_of(), tmp_path)
-    head = next(one for one in found.stretches if one.name == "head")
+    head = next(one for one in found.phases if one.name == "head")
     assert head.held == pytest.approx(at_head, rel=0.01)
-    assert max(one.peak for one in found.stretches) == pytest.approx(most, rel=0.01)
+    assert max(one.peak for one in found.phases) == pytest.approx(most, rel=0.01)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True, "selective"])
 def test_compiled_layers_hold_less(checkpointing):
-    plain, compiled = (traced(recipe(checkpointing, compiled=one), config_of()).stretches for one in (False, True))
+    plain, compiled = (traced(recipe(checkpointing, compiled=one), config_of()).phases for one in (False, True))
     assert [one.name for one in compiled] == [one.name for one in plain]
     assert max(one.peak for one in compiled) <= max(one.peak for one in plain)
     if checkpointing is not True:  # there only a layer's input is kept
@@ -171,7 +171,7 @@ def test_compiled_layers_hold_less(checkpointing):
 def test_a_trace_that_took_other_settings_would_be_seen(tmp_path):
     at_head, _ = allocated(recipe(), config_of(), tmp_path)
     found = traced(recipe(checkpointing=True), config_of())
-    assert next(one for one in found.stretches if one.name == "head").held < 0.5 * at_head
+    assert next(one for one in found.phases if one.name == "head").held < 0.5 * at_head
 
 
 def test_layers_that_cannot_be_compiled_are_counted_as_they_are():
@@ -188,7 +188,7 @@ def test_a_bound_counts_the_dropout_of_an_adapter():
         bound(config_of(), recipe(adapter={"name": "lora", "rank": 8, "dropout": rate}), tokens=100, tp_size=1)
         for rate in (0.0, 0.1)
     ]
-    without, with_it = (next(one.held for one in work.stretches if one.name == "head") for work in bounds)
+    without, with_it = (next(one.held for one in work.phases if one.name == "head") for work in bounds)
     assert with_it - without == 7 * 100 * (6 * 192 + 500) * 5
 
 
@@ -211,7 +211,7 @@ def test_layers_of_several_kinds_are_all_run(monkeypatch):
 
 def test_activations_grow_with_tokens_and_with_layers():
     def held(**sizes: Any) -> int:
-        return next(one for one in traced(recipe(), config_of(**sizes)).stretches if one.name == "head").held
+        return next(one for one in traced(recipe(), config_of(**sizes)).phases if one.name == "head").held
 
     seven, eight, nine = (held(num_hidden_layers=count) for count in (7, 8, 9))
     assert seven < eight
@@ -221,7 +221,7 @@ def test_activations_grow_with_tokens_and_with_layers():
 def test_autocast_keeps_copies_of_float32_weights():
     settings = recipe(checkpointing=True, precision="bf16")
     found = [traced(settings, config_of(), autocast=autocast) for autocast in (True, False)]
-    copied, cast = (next(one for one in work.stretches if one.name == "head").held for work in found)
+    copied, cast = (next(one for one in work.phases if one.name == "head").held for work in found)
     inner = 7 * (192 * 32 * (6 + 2 + 2 + 6) + 3 * 192 * 500)  # of the layers; that of the head comes later
     hidden = ROWS * LENGTH * 192 * 2  # hidden states are float32 under autocast, once for each layer and the last
     assert copied - cast == pytest.approx(2 * inner + 8 * hidden, rel=0.02)
@@ -235,7 +235,7 @@ def test_a_model_that_needs_its_data_is_bounded_by_formula(monkeypatch):
     monkeypatch.undo()
     exact = traced(recipe(precision="bf16"), config, autocast=False)
     above = bound(config, recipe(precision="bf16"), tokens=ROWS * LENGTH, tp_size=1)
-    assert max(one.peak for one in above.stretches) > max(one.peak for one in exact.stretches)
+    assert max(one.peak for one in above.phases) > max(one.peak for one in exact.phases)
 
 
 def test_a_product_in_4_bits_has_the_weight_and_its_scales_for_a_moment():
@@ -265,6 +265,6 @@ def test_under_autocast_4_bit_layers_make_no_float32_copies(autocast):
 
     def most(name: str) -> int:
         settings = recipe(adapter={"name": name, "rank": 8}, precision="bf16")
-        return max(one.held for one in traced(settings, config_of(**sizes), autocast=autocast).stretches)
+        return max(one.held for one in traced(settings, config_of(**sizes), autocast=autocast).phases)
 
     assert (most("qlora") < most("lora")) is autocast

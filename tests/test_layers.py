@@ -12,18 +12,20 @@ import pytest
 from conftest import ROOT, clean_environment
 
 import cookbook
-from cookbook.recipe import Recipe, Section
+from cookbook.recipe import Recipe
+from cookbook.registry import Named, Section
 
 HEAVY = ("torch", "transformers", "accelerate", "deepspeed", "numpy", "datasets", "tokenizers")
 
 
 def layers():
     """Layer of each module, read from the picture in cookbook/__init__.py; 0 is the top."""
-    rows = [line.split() for line in cookbook.__doc__.splitlines() if re.match(r"(compose|parts|plan|words) ", line)]
+    rows: dict[str, list[str]] = {}
+    for line in cookbook.__doc__.splitlines():
+        if found := re.match(r"(compose|parts|plan|words) (.*)", line):
+            rows.setdefault(found[1], []).extend(found[2].split())
     modules = {path.stem if path.is_file() else path.name for path in (ROOT / "cookbook").iterdir()}
-    return {word: level for level, row in enumerate(rows) for word in row[1:] if word in modules}, [
-        row[0] for row in rows
-    ]
+    return {word: level for level, row in enumerate(rows.values()) for word in row if word in modules}, list(rows)
 
 
 def imports(path):
@@ -85,12 +87,28 @@ def test_the_words_load_without_the_machinery(module):
     assert heavy == []
 
 
+def questions_for_the_kind(text):
+    """Comparisons and matches with a strategy's kind."""
+    for node in ast.walk(ast.parse(text)):
+        asked = [node.left, *node.comparators] if isinstance(node, ast.Compare) else [getattr(node, "subject", None)]
+        yield from (one for one in asked if isinstance(one, ast.Attribute) and one.attr == "kind")
+
+
+def test_the_engine_asks_for_no_kind_of_strategy():
+    """A family is a class: what differs lies in its file, and one table leads to it."""
+    for path in sorted((ROOT / "cookbook/engine").glob("*.py")):
+        assert not list(questions_for_the_kind(path.read_text())), path
+    code = 'if strategy.kind == "tp":\n    pass\nmatch strategy.kind:\n    case "zero":\n        pass\n'
+    assert len(list(questions_for_the_kind(code))) == 2
+
+
 def fields(model=Recipe, path=()):
     for name, info in model.model_fields.items():
         yield (*path, name)
         for candidate in (info.annotation, *getattr(info.annotation, "__args__", ())):
             if isinstance(candidate, type) and issubclass(candidate, Section):
-                yield from fields(candidate, (*path, name))
+                for kind in candidate.kinds() if issubclass(candidate, Named) else [candidate]:
+                    yield from fields(kind, (*path, name))
 
 
 def attributes_read(paths):

@@ -13,11 +13,11 @@ import torch
 from curves import ROOT, run_to_end, write_chats
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from cookbook.costs.inputs import Skeleton, Weight
+from cookbook.costs.loading import loading
+from cookbook.costs.memory import ResidentBytes, States
 from cookbook.forecast import forecast_all
-from cookbook.forecast.loading import loading
 from cookbook.forecast.memory import GIB
-from cookbook.forecast.skeleton import Skeleton, Weight
-from cookbook.forecast.states import Held, States
 from cookbook.hardware import parse_machines
 from cookbook.models import train_tokenizer
 from cookbook.recipe import Recipe, load_recipe
@@ -101,8 +101,13 @@ WEIGHTS = tuple(
     )
     for i in range(5)
 )
-SHARES = States(gpu=Held(weights=50), host=Held(weights=200, moments=400), gradients_at_first=0, gradients_between=0)
-ON_GPU = replace(SHARES, host=Held())
+SHARES = States(
+    gpu=ResidentBytes(weights=50),
+    host=ResidentBytes(weights=200, moments=400),
+    gradients_at_first=0,
+    gradients_between=0,
+)
+ON_GPU = replace(SHARES, host=ResidentBytes())
 
 
 def skeleton_of(*weights: Weight) -> Skeleton:
@@ -115,7 +120,7 @@ def read(name: str) -> Strategy:
 
 @pytest.fixture
 def full() -> Recipe:
-    return load_recipe(Path("recipes/llama31_8b/sft_zero3.yaml"), [])
+    return load_recipe(Path("recipes/llama31_8b/sft.yaml"), [])
 
 
 @pytest.mark.parametrize(
@@ -160,7 +165,7 @@ def test_in_4_bits_each_gpu_has_all_before_it_is_cut(full: Recipe, name: str):
 
 
 def load_adapter(name: str) -> object:
-    adapter = load_recipe(Path("recipes/llama31_8b/sft_zero3.yaml"), [f"adapter.name={name}"]).adapter
+    adapter = load_recipe(Path("recipes/llama31_8b/sft.yaml"), [f"adapter.name={name}"]).adapter
     assert adapter is not None
     return adapter
 

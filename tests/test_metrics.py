@@ -4,12 +4,13 @@ import json
 import resource
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from cookbook import metrics
+from cookbook.costs.flops import Sizes
 from cookbook.ds_config import run_name
 from cookbook.metrics import (
     FlopCounter,
@@ -36,14 +37,23 @@ def test_only_the_main_process_writes(tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
-def test_flops_by_hand():
-    config = LlamaConfig(num_hidden_layers=4, hidden_size=8, num_attention_heads=2, num_key_value_heads=2)
-    counter = FlopCounter(config, num_parameters=100, num_trained=100, device=torch.device("cpu"))
-    # 6 x 100 for the matrices, 12 x 4 x 8 x 8 / 2 for causal attention over 8 positions, for each of 5 tokens
-    assert counter.count(5, 8.0) == 5 * (600 + 1536)
-    frozen = FlopCounter(config, num_parameters=100, num_trained=10, device=torch.device("cpu"))
-    assert frozen.count(5, 8.0) == 5 * (400 + 20 + 1536), "a frozen matrix has no gradient of its own"
-    assert counter.mfu(5, 1, 1.0, 1) == {}, "the peak of a CPU is not known"
+def test_mfu_is_that_of_the_ledger_and_of_a_known_peak_only():
+    sizes = Sizes(
+        num_parameters=100,
+        num_trained=100,
+        num_matrix=60,
+        num_matrix_trained=60,
+        num_layers=4,
+        hidden=8,
+        num_heads=2,
+        head_dim=5,
+        vocab=5,
+    )
+    batch = SimpleNamespace(num_tokens=16, num_sequences=2, num_targets=3)
+    # 6 x 60 for the matrices, 12 x 4 x 10 x 8 / 2 for causal attention over 8 positions, of 16 tokens; the head's 3
+    flops = 16 * (360 + 1920) + 3 * 6 * 40
+    assert FlopCounter(sizes=sizes, peak=1000.0).mfu(batch, 2.0, 4) == {"mfu": flops / 2.0 / 4000.0}
+    assert FlopCounter(sizes=sizes, peak=None).mfu(batch, 2.0, 4) == {}, "the peak of a CPU is not known"
 
 
 def test_the_peak_memory_of_this_process_is_plausible():

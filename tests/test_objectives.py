@@ -6,8 +6,8 @@ import pytest
 import torch
 from target_grid import from_grid
 
-from cookbook.objectives import build_objective, sequence_logps
-from cookbook.recipe import ObjectiveSection
+from cookbook.objectives import Answer, Objective
+from cookbook.objectives.forward import sequence_logps
 
 NUM_PAIRS, LENGTH, VOCAB = 3, 7, 11
 
@@ -39,6 +39,8 @@ def batch(grid) -> dict[str, torch.Tensor]:
         "input_ids": grid.clamp(min=0),
         **found,
         "target_sequences": found["target_positions"] // LENGTH,
+        "num_sequences": 2 * NUM_PAIRS,
+        "values": torch.tensor([1.0, 0.0] * NUM_PAIRS, dtype=torch.float64),
         "reference_logps": torch.randn(2 * NUM_PAIRS, generator=chance) - 12.0,
     }
 
@@ -62,8 +64,8 @@ def log_probability(logits: torch.Tensor, targets: torch.Tensor) -> tuple[float,
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_sigmoid_is_equation_7_of_the_dpo_paper(batch, grid, logits, smoothing: float):
-    settings = ObjectiveSection(name="dpo", beta=0.3, label_smoothing=smoothing)
-    outcome = build_objective(settings).run(model(logits), batch)
+    settings = Objective.of(name="dpo", beta=0.3, label_smoothing=smoothing)
+    outcome = settings.compute(model(logits), batch)
     losses, margins = [], []
     for pair in range(NUM_PAIRS):
         ratio = [
@@ -82,7 +84,7 @@ def test_sigmoid_is_equation_7_of_the_dpo_paper(batch, grid, logits, smoothing: 
 
 
 def test_ipo_pulls_the_margin_per_token_to_one_over_two_beta(batch, grid, logits):
-    outcome = build_objective(ObjectiveSection(name="dpo", loss="ipo", beta=0.4)).run(model(logits), batch)
+    outcome = Objective.of(name="dpo", loss="ipo", beta=0.4).compute(model(logits), batch)
     expected = 0.0
     for pair in range(NUM_PAIRS):
         ratio = []
@@ -95,10 +97,10 @@ def test_ipo_pulls_the_margin_per_token_to_one_over_two_beta(batch, grid, logits
 
 def test_the_gradient_is_that_of_the_paper(batch, logits):
     """Below eq. 7: -beta * sigmoid(rejected reward - chosen reward) * (grad log pi(chosen) - grad log pi(rejected))."""
-    build_objective(ObjectiveSection(name="dpo", beta=0.3)).run(model(logits), batch).loss_sum.backward()
+    Objective.of(name="dpo", beta=0.3).compute(model(logits), batch).loss_sum.backward()
     ours = logits.grad.clone()
     logits.grad = None
-    logps = sequence_logps(model(logits), batch | {"sample_index": torch.arange(2 * NUM_PAIRS)})
+    logps = sequence_logps(model(logits), batch)
     rewards = 0.3 * (logps - batch["reference_logps"]).detach()
     weights = 0.3 * torch.sigmoid(rewards[1::2] - rewards[0::2])
     (-(weights * (logps[0::2] - logps[1::2])).sum()).backward()
@@ -106,31 +108,139 @@ def test_the_gradient_is_that_of_the_paper(batch, logits):
 
 
 def test_an_untrained_model_has_no_reward_and_the_loss_of_a_coin(batch, logits):
-    index = torch.arange(2 * NUM_PAIRS)
-    reference = sequence_logps(model(logits), batch | {"sample_index": index}).detach()
-    outcome = build_objective(ObjectiveSection(name="dpo")).run(model(logits), batch | {"reference_logps": reference})
+    reference = sequence_logps(model(logits), batch).detach()
+    outcome = Objective.of(name="dpo").compute(model(logits), batch | {"reference_logps": reference})
     assert outcome.loss_sum.item() / NUM_PAIRS == pytest.approx(math.log(2), abs=1e-6)
     assert outcome.metrics["reward_margin"].item() == 0
 
 
 def test_swapped_answers_are_another_loss(batch, logits):
-    settings = ObjectiveSection(name="dpo", beta=0.3)
+    settings = Objective.of(name="dpo", beta=0.3)
     swapped = batch | {"target_sequences": batch["target_sequences"] ^ 1}
-    right, wrong = (build_objective(settings).run(model(logits), each).loss_sum for each in (batch, swapped))
+    right, wrong = (settings.compute(model(logits), each).loss_sum for each in (batch, swapped))
     assert abs(right - wrong).item() > 0.1
 
 
-def test_a_micro_batch_without_pairs_still_has_a_backward(batch, logits):
+@pytest.mark.parametrize("name", ["dpo", "orpo", "kto_zero"])
+def test_a_micro_batch_without_samples_still_has_a_backward(batch, logits, name: str):
     empty = {"input_ids": batch["input_ids"][:1, :2]}
-    empty |= {name: tensor[:0] for name, tensor in batch.items() if name != "input_ids"}
-    outcome = build_objective(ObjectiveSection(name="dpo")).run(model(logits[:1, :2]), empty)
+    empty |= {name: value[:0] for name, value in batch.items() if name not in ("input_ids", "num_sequences")}
+    empty["num_sequences"] = 0
+    outcome = Objective.of(name=name).compute(model(logits[:1, :2]), empty)
     outcome.loss_sum.backward()
     assert (outcome.loss_sum.item(), outcome.count) == (0, 0) and not logits.grad.any()
 
 
 @pytest.mark.parametrize("name", ["sft", "cpt"])
 def test_a_token_loss_is_a_sum_over_labels(batch, grid, logits, name: str):
-    outcome = build_objective(ObjectiveSection(name=name)).run(model(logits), batch)
+    outcome = Objective.of(name=name).compute(model(logits), batch)
     rows = [log_probability(logits[row], grid[row]) for row in range(2 * NUM_PAIRS)]
     assert outcome.loss_sum.item() == pytest.approx(-sum(total for total, _ in rows), rel=1e-5)
     assert outcome.count == sum(count for _, count in rows)
+
+
+# ORPO, from the equations of its paper.
+
+
+def orpo_by_the_paper(logits, grid, weight: float) -> float:
+    """Eqs. 3 to 7 of arXiv 2403.07691: odds of the likelihood of a token, geometric mean over the answer."""
+    total = 0.0
+    for pair in range(NUM_PAIRS):
+        means = [
+            math.exp(total / count)
+            for total, count in (log_probability(logits[2 * pair + i], grid[2 * pair + i]) for i in (0, 1))
+        ]
+        odds = [mean / (1 - mean) for mean in means]
+        total += -math.log(means[0]) - weight * math.log(1 / (1 + math.exp(-math.log(odds[0] / odds[1]))))
+    return total
+
+
+def test_orpo_is_equations_3_to_7_of_its_paper(batch, grid, logits):
+    outcome = Objective.of(name="orpo", beta=0.7).compute(model(logits), batch)
+    assert outcome.loss_sum.item() == pytest.approx(orpo_by_the_paper(logits, grid, 0.7), rel=1e-5)
+    assert outcome.count == NUM_PAIRS
+    chosen = sum(
+        log_probability(logits[row], grid[row])[0] / log_probability(logits[row], grid[row])[1] for row in (0, 2, 4)
+    )
+    assert outcome.metrics["nll_chosen"].item() == pytest.approx(-chosen, rel=1e-5)
+
+
+def test_orpo_needs_no_reference_and_swapped_answers_are_another_loss(batch, logits):
+    without = {name: value for name, value in batch.items() if name != "reference_logps"}
+    swapped = without | {"target_sequences": batch["target_sequences"] ^ 1}
+    right, wrong = (Objective.of(name="orpo").compute(model(logits), each).loss_sum for each in (without, swapped))
+    assert abs(right - wrong).item() > 0.01
+
+
+def test_the_gradient_of_orpo_is_that_of_finite_differences(batch, grid, logits):
+    Objective.of(name="orpo", beta=0.7).compute(model(logits), batch).loss_sum.backward()
+    place, step = (1, LENGTH - 2, 3), 1e-2
+    moved = []
+    for sign in (1, -1):
+        other = logits.detach().clone()
+        other[place] += sign * step
+        moved.append(orpo_by_the_paper(other, grid, 0.7))
+    assert abs(logits.grad[place]).item() > 1e-3
+    assert logits.grad[place].item() == pytest.approx((moved[0] - moved[1]) / (2 * step), rel=1e-2)
+
+
+def test_a_likelihood_of_one_has_a_finite_gradient(batch):
+    logits = torch.zeros(2 * NUM_PAIRS, LENGTH, VOCAB)
+    logits.view(-1, VOCAB)[batch["target_positions"], batch["targets"]] = 1e4
+    logits.requires_grad_()
+    outcome = Objective.of(name="orpo").compute(model(logits), batch)
+    outcome.loss_sum.backward()
+    assert math.isfinite(outcome.loss_sum.item()) and logits.grad.isfinite().all()
+
+
+# KTO with z0 = 0.
+
+
+def test_kto_zero_is_equations_7_and_8_of_its_paper_with_z0_at_zero(batch, grid, logits):
+    settings = Objective.of(name="kto_zero", beta=0.3, desirable_weight=0.5, undesirable_weight=2.0)
+    outcome = settings.compute(model(logits), batch)
+    loss, num_right = 0.0, 0
+    for row in range(2 * NUM_PAIRS):
+        ratio = log_probability(logits[row], grid[row])[0] - batch["reference_logps"][row].item()
+        is_good = row % 2 == 0
+        weight, sign = (0.5, 1) if is_good else (2.0, -1)
+        value = weight / (1 + math.exp(-0.3 * sign * ratio))
+        loss += weight - value
+        num_right += sign * ratio > 0
+    assert outcome.loss_sum.item() == pytest.approx(loss, rel=1e-5)
+    assert (outcome.count, outcome.metrics["reward_accuracy"].item()) == (2 * NUM_PAIRS, num_right)
+
+
+def test_kto_zero_with_the_labels_swapped_is_another_loss(batch, logits):
+    settings = Objective.of(name="kto_zero", beta=0.3)
+    swapped = batch | {"values": 1 - batch["values"]}
+    right, wrong = (settings.compute(model(logits), each).loss_sum for each in (batch, swapped))
+    assert abs(right - wrong).item() > 0.01
+
+
+# What a rehearsal compares a run with.
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"name": "sft"},
+        {"name": "dpo", "label_smoothing": 0.2},
+        {"name": "dpo", "loss": "ipo"},
+        {"name": "orpo"},
+        {"name": "kto_zero"},
+    ],
+    ids=["sft", "dpo", "ipo", "orpo", "kto_zero"],
+)
+def test_a_loss_by_hand_is_that_of_the_batch(batch, grid, logits, keys):
+    objective = Objective.of(**keys)
+    outcome = objective.compute(model(logits), batch)
+    answers = [
+        Answer(*log_probability(logits[row], grid[row]), batch["reference_logps"][row].item())
+        for row in range(2 * NUM_PAIRS)
+    ]
+    num = len(objective.sequences)
+    samples = [answers[i : i + num] for i in range(0, 2 * NUM_PAIRS, num)]
+    assert outcome.loss_sum.item() / outcome.count == pytest.approx(
+        objective.by_hand(samples, [1.0, 0.0] * NUM_PAIRS if num == 1 else [math.nan] * NUM_PAIRS), rel=1e-5
+    )

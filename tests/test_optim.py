@@ -14,16 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cookbook.optim import (
-    build_optimizer,
-    orthogonalise,
-    parameter_groups,
-    set_learning_rate,
-)
-from cookbook.recipe import OptimSection, ScheduleSection
-from cookbook.schedule import learning_rate, peak_learning_rate
+from cookbook.optim import Optimizer
+from cookbook.optim.groups import build_optimizer, parameter_groups, set_learning_rate
+from cookbook.optim.orthogonal import orthogonalise
+from cookbook.schedule import Schedule, learning_rate, peak_learning_rate
 
-OPTIM = OptimSection(learning_rate=0.8)
+OPTIM = Optimizer.of(learning_rate=0.8)
 SQRT = math.sqrt
 
 
@@ -43,7 +39,7 @@ SQRT = math.sqrt
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
 def test_learning_rates_by_hand(schedule: dict, expected: list[float]):
-    section = ScheduleSection(warmup_steps=2, **schedule)
+    section = Schedule.of(warmup_steps=2, **schedule)
     assert [learning_rate(step, 6, 0.8, section) for step in range(6)] == pytest.approx(expected, rel=1e-12)
     assert learning_rate(3, 6, 0.8, section) == pytest.approx(expected[3], rel=1e-12), (
         "depends on what was asked before"
@@ -51,11 +47,11 @@ def test_learning_rates_by_hand(schedule: dict, expected: list[float]):
 
 
 def test_the_first_step_of_a_warm_up_trains():
-    assert learning_rate(0, 100, 0.8, ScheduleSection(warmup_steps=10)) == pytest.approx(0.08)
+    assert learning_rate(0, 100, 0.8, Schedule.of(warmup_steps=10)) == pytest.approx(0.08)
 
 
 def test_wsd_without_warm_up_starts_at_the_peak_and_ends_one_step_above_zero():
-    schedule = ScheduleSection(name="wsd", decay_steps=20)
+    schedule = Schedule.of(name="wsd", decay_steps=20)
     rates = [learning_rate(step, 100, 1.0, schedule) for step in range(100)]
     assert rates[:81] == [1.0] * 81 and rates[81] == pytest.approx(0.95) and rates[99] == pytest.approx(0.05)
 
@@ -64,7 +60,7 @@ def test_wsd_without_warm_up_starts_at_the_peak_and_ends_one_step_above_zero():
     ("scale", "expected"), [({}, 0.8), ({"scale_lr": "linear"}, 3.2), ({"scale_lr": "sqrt"}, 1.6)], ids=str
 )
 def test_the_peak_follows_the_batch_size_if_asked(scale: dict, expected: float):
-    schedule = ScheduleSection(**scale, **({"base_batch_size": 16} if scale else {}))
+    schedule = Schedule.of(**scale, **({"base_batch_size": 16} if scale else {}))
     assert peak_learning_rate(OPTIM, schedule, 64) == pytest.approx(expected)
 
 
@@ -113,7 +109,7 @@ def test_an_update_is_the_one_of_the_paper(name: str):
     parameter = torch.nn.Parameter(torch.tensor([[2.0]], dtype=precision))
     model = torch.nn.Module()
     model.weight = parameter
-    settings = OptimSection(name=name, learning_rate=0.5, weight_decay=0.1)
+    settings = Optimizer.of(name=name, learning_rate=0.5, weight_decay=0.1)
     optimizer = build_optimizer(model, settings, "no")
     set_learning_rate(optimizer, 0.25)
     parameter.grad = torch.tensor([[0.5]], dtype=precision)
@@ -126,7 +122,7 @@ def test_an_update_is_the_one_of_the_paper(name: str):
 
 @pytest.mark.parametrize(("settings", "expected"), [({}, 0.9), ({"momentum": 0.5}, 0.5)], ids=str)
 def test_sgd_takes_the_momentum_of_the_recipe(settings: dict, expected: float):
-    optimizer = build_optimizer(torch.nn.Linear(2, 2), OptimSection(name="sgd", learning_rate=1.0, **settings), "no")
+    optimizer = build_optimizer(torch.nn.Linear(2, 2), Optimizer.of(name="sgd", learning_rate=1.0, **settings), "no")
     assert {group["momentum"] for group in optimizer.param_groups} == {expected}
 
 
@@ -150,8 +146,8 @@ def train(model: LlamaForCausalLM, num_steps: int, *optimizers: torch.optim.Opti
     return loss
 
 
-def muon(**settings: float) -> OptimSection:
-    return OptimSection(name="muon", learning_rate=0.01, weight_decay=0.1, **settings)
+def muon(**settings: float) -> Optimizer:
+    return Optimizer.of(name="muon", learning_rate=0.01, weight_decay=0.1, **settings)
 
 
 def names_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, orthogonal: bool) -> set[str]:
@@ -244,7 +240,7 @@ def test_a_reloaded_muon_goes_on_as_if_it_had_not_stopped():
 
 @pytest.mark.parametrize("name", ["muon", "adamw_8bit"])
 def test_a_cut_model_gets_the_updates_of_a_whole_one(name: str, mesh: DeviceMesh):
-    settings = OptimSection(name=name, learning_rate=0.01, weight_decay=0.1)
+    settings = Optimizer.of(name=name, learning_rate=0.01, weight_decay=0.1)
     whole, cut = tiny_llama(), tiny_llama()
     for module in cut.modules():
         for key, parameter in list(module.named_parameters(recurse=False)):
@@ -272,7 +268,7 @@ def test_adamw_in_8_bits_stays_close_to_adamw_on_a_quarter_of_its_memory():
     losses, sizes = [], []
     for name in ("adamw", "adamw_8bit"):
         model = tiny_llama()
-        optimizer = build_optimizer(model, OptimSection(name=name, learning_rate=3e-3), "no")
+        optimizer = build_optimizer(model, Optimizer.of(name=name, learning_rate=3e-3), "no")
         losses.append(train(model, 10, optimizer))
         sizes.append(state_bytes(optimizer))
     assert losses[0] < 4.0 and losses[1] == pytest.approx(losses[0], abs=2e-3)
@@ -284,7 +280,7 @@ def test_moments_in_8_bits_are_read_and_written_to_the_bit():
     torch.manual_seed(0)
     models = [torch.nn.Linear(77, 100, bias=False) for _ in range(2)]
     given, other = (model.weight for model in models)
-    settings = OptimSection(name="adamw_8bit", learning_rate=1e-3)
+    settings = Optimizer.of(name="adamw_8bit", learning_rate=1e-3)
     optimizers: list = [build_optimizer(model, settings, "no") for model in models]
     for _ in range(4):
         given.grad = torch.randn_like(given) * 10 ** torch.randn(100, 1)

@@ -12,7 +12,8 @@ from conftest import ROOT
 from pydantic import ValidationError
 
 from cookbook.files import RecipeError
-from cookbook.recipe import Recipe, Section, dump_recipe, load_recipe, recipe_schema
+from cookbook.recipe import Recipe, dump_recipe, load_recipe, recipe_schema
+from cookbook.registry import Named, Section
 
 RECIPE = Path(SMALL)
 RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
@@ -30,6 +31,8 @@ OVERRIDES = {
     "adapter on all linear layers": ["adapter={name: lora, targets: all-linear}"],
     "checkpointing": ["model.gradient_checkpointing=selective"],
     "dpo": ["objective={name: dpo, loss: ipo, beta: 0.3}"],
+    "orpo": ["objective={name: orpo, beta: 0.3}"],
+    "kto_zero": ["objective={name: kto_zero, undesirable_weight: 1.5}"],
     "cpt": ["objective={name: cpt}", "batch={global_batch_size: 8, micro_batch_tokens: 512}"],
     "muon": ["optim={name: muon, learning_rate: 1e-3}"],
     "wsd": ["schedule={name: wsd, warmup_steps: 3, decay_steps: 9, scale_lr: sqrt, base_batch_size: 8}"],
@@ -74,6 +77,8 @@ def test_a_resolved_recipe_writes_out_every_default_that_has_effect(book):
         ("data.eval={path: python-stdlib, split: train}", lambda recipe: recipe.data.eval[""].split == "train"),
         ("data.eval=null", lambda recipe: recipe.data.eval == {}),
         (" seed = 7 ", lambda recipe: recipe.seed == 7),
+        ("strategy=zero3", lambda recipe: recipe.strategy == "accelerate_configs/zero3.yaml"),
+        ("strategy=accelerate_configs/zero3.yaml", lambda recipe: recipe.strategy == "accelerate_configs/zero3.yaml"),
     ],
 )
 def test_an_override_is_read_as_yaml(book, assignment, read):
@@ -104,6 +109,9 @@ def test_the_schema_file_is_the_schema_of_the_recipe():
 
 def sections(model=Recipe):
     yield model
+    if issubclass(model, Named) and model.is_base():
+        for kind in model.kinds():
+            yield from sections(kind)
     for info in model.model_fields.values():
         for candidate in (info.annotation, *getattr(info.annotation, "__args__", ())):
             if isinstance(candidate, type) and issubclass(candidate, Section):
@@ -115,7 +123,12 @@ def test_the_schema_closes_every_section_and_knows_every_key():
     blocks = {**schema["$defs"], "Recipe": schema}
     names = {model.__name__: model for model in sections()}
     assert len(names) >= 9
-    for name, model in names.items():
+    for base in (model for model in names.values() if issubclass(model, Named) and model.is_base()):
+        kinds = {kind["title"]: kind for kind in blocks.pop(base.__name__)["anyOf"]}
+        assert list(kinds) == [kind.__name__ for kind in base.kinds()]
+        blocks |= kinds
+    assert names.keys() - blocks.keys() == {"Objective", "Optimizer", "Schedule"}
+    for name, model in ((name, names[name]) for name in blocks.keys() & names.keys()):
         assert blocks[name]["additionalProperties"] is False
         assert set(blocks[name]["properties"]) == set(model.model_fields)
     assert set(schema["required"]) == {"strategy", "model", "data", "batch", "optim", "run"}

@@ -4,6 +4,7 @@ Several minutes, since each starts the processes of its strategy:
 python -m pytest -q tests/test_rehearse.py -m slow
 """
 
+import json
 import shutil
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def rehearsal_of(recipe: str, *assignments: str, strategy: str | None = None, on
 
 
 def test_there_are_recipes_to_rehearse():
-    assert len(RECIPES) >= 20
+    assert len(RECIPES) >= 18
 
 
 @pytest.mark.slow
@@ -51,7 +52,7 @@ def test_a_shipped_recipe_passes_its_rehearsal(recipe, capsys):
 
 @pytest.mark.slow
 def test_a_rehearsal_under_another_strategy_says_which(capsys):
-    assert rehearsal_of("recipes/qwen3_0_6b/sft_ddp.yaml", strategy="zero1") == 0
+    assert rehearsal_of("recipes/qwen3_0_6b/sft.yaml", strategy="zero1") == 0
     assert "2 processes under accelerate_configs/zero1.yaml" in capsys.readouterr().out
 
 
@@ -60,7 +61,7 @@ def test_a_rehearsal_under_another_strategy_says_which(capsys):
 def test_a_rehearsal_in_fp16_is_one_in_fp16_where_there_are_gpus(on, told, capsys):
     if on == "gpus":
         need_simulated_gpus()
-    assert rehearsal_of("recipes/qwen3_0_6b/sft_ddp.yaml", "mixed_precision=fp16", strategy="fsdp2", on=on) == 0
+    assert rehearsal_of("recipes/qwen3_0_6b/sft.yaml", "mixed_precision=fp16", strategy="fsdp2", on=on) == 0
     assert told in capsys.readouterr().out
 
 
@@ -83,7 +84,7 @@ def test_real_gpus_come_before_simulated_ones(monkeypatch):
 
 @pytest.mark.slow
 def test_an_adapter_target_that_matches_nothing_fails_the_rehearsal_by_its_name(capsys):
-    code = rehearsal_of("recipes/qwen3_0_6b/sft_lora_ddp.yaml", "adapter.targets=[q_porj]", strategy="single")
+    code = rehearsal_of("recipes/qwen3_0_6b/sft_lora.yaml", "adapter.targets=[q_porj]", strategy="single")
     said = capsys.readouterr().err
     assert code == 2, said
     assert "q_porj" in said
@@ -99,7 +100,7 @@ def test_a_chat_template_that_marks_nothing_fails_the_rehearsal_by_its_name(tmp_
     assert turn in text
     template = tmp_path / "unmarked.jinja"
     template.write_text(text.replace(turn, '{%- endgeneration -%}\n        {{- message["content"] + "<|im_end|>" -}}'))
-    code = rehearsal_of("recipes/qwen3_0_6b/sft_ddp.yaml", f"data.chat_template={template}", strategy="single")
+    code = rehearsal_of("recipes/qwen3_0_6b/sft.yaml", f"data.chat_template={template}", strategy="single")
     said = capsys.readouterr().err
     assert code == 2, said
     assert "the chat template marks 0 stretches of assistant tokens" in said
@@ -117,20 +118,20 @@ def test_an_export_with_the_untrained_weights_fails_the_rehearsal(monkeypatch, c
         return code
 
     monkeypatch.setattr(rehearse, "_run", run_and_forget)
-    assert rehearsal_of("recipes/qwen3_0_6b/sft_ddp.yaml", strategy="single") == 1
+    assert rehearsal_of("recipes/qwen3_0_6b/sft.yaml", strategy="single") == 1
     assert "the export, opened by transformers, has an evaluation loss of" in capsys.readouterr().err
 
 
 def test_an_unknown_model_without_network_is_told_before_anything_starts(monkeypatch):
     monkeypatch.setattr(rehearse, "_run", lambda *_: pytest.fail("a run was started"))
     with pytest.raises(RecipeError, match=r"someone/unheard-of.*offline_facts\.json"):
-        rehearsal_of("recipes/qwen3_0_6b/sft_ddp.yaml", "model={name_or_path: someone/unheard-of}")
+        rehearsal_of("recipes/qwen3_0_6b/sft.yaml", "model={name_or_path: someone/unheard-of}")
 
 
 def test_a_batch_that_does_not_split_at_full_size_is_told_before_anything_starts(monkeypatch):
     monkeypatch.setattr(rehearse, "_run", lambda *_: pytest.fail("a run was started"))
     with pytest.raises(RecipeError, match=r"batch\.global_batch_size is 100, but 4 processes x micro_batch_size 4"):
-        rehearsal_of("recipes/qwen25_7b/sft_zero3.yaml", "batch.global_batch_size=100")
+        rehearsal_of("recipes/qwen25_7b/sft.yaml", "batch.global_batch_size=100")
 
 
 def test_rows_of_the_hub_are_read_when_it_answers(monkeypatch, tmp_path):
@@ -146,7 +147,7 @@ def test_rows_of_the_hub_are_read_when_it_answers(monkeypatch, tmp_path):
 
     monkeypatch.setattr(standins, "hub_answers", lambda: True)
     monkeypatch.setattr(standins, "raw_rows", raw_rows)
-    recipe = rehearse.load_pair(Path("recipes/qwen3_0_6b/sft_ddp.yaml"))[0]
+    recipe = rehearse.load_pair(Path("recipes/qwen3_0_6b/sft.yaml"))[0]
     sources, rows, are_own = standins.few_rows(recipe, 5, tmp_path, standins.Notes())
     assert asked == [("trl-lib/Capybara", True)]
     assert are_own
@@ -155,7 +156,7 @@ def test_rows_of_the_hub_are_read_when_it_answers(monkeypatch, tmp_path):
 
 
 def test_a_model_in_a_folder_brings_its_own_configuration_and_tokenizer(tmp_path):
-    recipe = rehearse.load_pair(Path("recipes/llama31_8b/sft_zero3.yaml"))[0]
+    recipe = rehearse.load_pair(Path("recipes/llama31_8b/sft.yaml"))[0]
     rows = standins.Rows(kind="messages", rows=standins.synthetic_rows("messages", 4))
     assert not standins.write_tiny_model(recipe, rows, tmp_path / "first", standins.Notes())
     model = recipe.model.model_copy(update={"name_or_path": str(tmp_path / "first"), "revision": None})
@@ -171,11 +172,11 @@ SHORT = [{"prompt": f"p{i}", "completion": f"a{i}"} for i in range(6)]
 
 
 def test_rows_that_only_the_small_length_cuts_to_nothing_do_not_fail_a_rehearsal(tmp_path):
-    first = rehearse.load_pair(Path("recipes/qwen3_0_6b/sft_ddp.yaml"))[0]
+    first = rehearse.load_pair(Path("recipes/qwen3_0_6b/sft.yaml"))[0]
     standins.write_tiny_model(first, standins.Rows(kind="completion", rows=SHORT), tmp_path / "own", standins.Notes())
     standins.write_jsonl(tmp_path / "rows.jsonl", [LONG, *SHORT])
     recipe, strategy = rehearse.load_pair(
-        Path("recipes/qwen3_0_6b/sft_ddp.yaml"),
+        Path("recipes/qwen3_0_6b/sft.yaml"),
         [f"data.train={tmp_path}/rows.jsonl", "data.max_length=4096", f"model={{name_or_path: {tmp_path}/own}}"],
     )
     rehearsal = rehearse.Rehearsal(recipe=recipe, strategy=strategy, num_processes=2, place="CPU", folder=tmp_path)
@@ -187,7 +188,7 @@ def test_rows_that_only_the_small_length_cuts_to_nothing_do_not_fail_a_rehearsal
 
 @pytest.mark.parametrize("objective", ["sft", "dpo"])
 def test_the_recomputed_loss_leaves_out_what_the_length_cuts_to_nothing(tmp_path, objective):
-    recipe = rehearse.load_pair(Path("recipes/qwen3_0_6b/sft_ddp.yaml"))[0]
+    recipe = rehearse.load_pair(Path("recipes/qwen3_0_6b/sft.yaml"))[0]
     rows = [LONG, *SHORT]
     if objective == "dpo":
         rows = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "no"} for row in rows]
@@ -218,11 +219,11 @@ def test_an_impossible_number_of_processes_is_told(processes):
         rehearse.rehearse(Path(RECIPES[0]), assignments=[], strategy=None, processes=processes)
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != "recipes/quickstart.yaml"])
+@pytest.mark.parametrize("name", json.loads((ROOT / "recipes/offline_facts.json").read_text())["models"])
 def test_the_tiny_model_keeps_the_structure_of_the_large_one(name):
     from transformers import AutoConfig
 
-    facts = library.known_model(rehearse.load_pair(Path(name))[0].model.name_or_path)
+    facts = library.known_model(name)
     assert facts is not None
     large = AutoConfig.for_model(**facts["config"])
     small = standins.shrink(large, 1000)

@@ -12,6 +12,7 @@ from conftest import ROOT
 
 from cookbook.ds_config import LOSS_SCALE
 from cookbook.files import RecipeError
+from cookbook.mesh import Mesh
 from cookbook.strategy import find_strategy, known_strategies, load_strategy
 
 # kind, ZeRO stage, offload of optimizer and of parameters, (replicate, shard, tensor) mesh
@@ -123,6 +124,27 @@ def test_fsdp2_files_differ_only_in_what_their_names_say(name, difference):
 def test_a_tensor_parallel_group_shares_its_samples(book, tp_size, num_processes, expected):
     name = "tp" if tp_size == 2 else "ddp"
     assert load_strategy(find_strategy(name)).data_parallel_size(num_processes) == expected
+
+
+MESHES = {
+    ("single", 1): (Mesh(), [0]),
+    ("ddp", 4): (Mesh(replicate=4), [0, 1, 2, 3]),
+    ("fsdp1", 4): (Mesh(shard=4), [0, 1, 2, 3]),
+    ("fsdp2", 4): (Mesh(shard=4), [0, 1, 2, 3]),
+    ("hsdp", 4): (Mesh(replicate=2, shard=2), [0, 1, 2, 3]),
+    ("zero1", 2): (Mesh(shard=2), [0, 1]),
+    ("tp", 2): (Mesh(tensor=2), [0, 0]),
+    ("tp", 4): (Mesh(replicate=2, tensor=2), [0, 0, 1, 1]),
+}
+
+
+@pytest.mark.parametrize(("name", "num_processes"), MESHES)
+def test_from_a_mesh_follows_who_sees_which_samples(name, num_processes):
+    mesh = load_strategy(find_strategy(name)).mesh(num_processes)
+    expected, samples = MESHES[name, num_processes]
+    assert mesh == expected and mesh.num_processes == num_processes
+    assert [mesh.data_parallel_rank(rank) for rank in range(num_processes)] == samples
+    assert mesh.data_parallel_size == mesh.token_parallel_size == len(set(samples))
 
 
 def test_a_strategy_is_found_by_name_or_path(book):

@@ -9,6 +9,7 @@ It is started with the variables of `cookbook.simulated_gpus.environment`, or wi
 """
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -34,6 +35,7 @@ LIBRARIES = (
     "datasets",
     "deepspeed",
     "setuptools",  # DeepSpeed compiles a line with it at each start
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # which ZeRO imports at its start, and which imports torch's compiler
     "peft",
 )
 OURS = (
@@ -122,6 +124,10 @@ def warm_up() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     for name in (*LIBRARIES, *OURS):
         importlib.import_module(name)
+    # transformers builds it with the first model that a process loads.
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
+    gc.collect()
+    gc.freeze()  # else each collection in each process goes through all that was imported, and copies its pages
 
 
 def run_all(jobs: list[dict], at_once: int) -> list[dict]:

@@ -16,6 +16,7 @@ from cookbook.combinations import refusals
 from cookbook.files import RecipeError
 from cookbook.machine import num_gpus
 from cookbook.recipe import Recipe
+from cookbook.registry import RECORDED
 from cookbook.strategy import load_strategy
 
 
@@ -67,7 +68,7 @@ def recipe_of(values: Mapping[str, Any]) -> Recipe:
     """The recipe in a checkpoint's state. It holds every key, and a recipe refuses those that mean nothing
     beside others (betas of sgd); they have their default values.
     """
-    return Recipe.model_validate(_without_defaults(Recipe, values))
+    return Recipe.model_validate(_without_defaults(Recipe, values), context=RECORDED)
 
 
 def _without_defaults(section: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:

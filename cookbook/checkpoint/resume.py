@@ -10,6 +10,7 @@ from cookbook.checkpoint import folder
 from cookbook.checkpoint.folder import BrokenCheckpoint, Checkpoint
 from cookbook.files import RecipeError
 from cookbook.recipe import Recipe
+from cookbook.registry import Named
 
 if TYPE_CHECKING:
     from cookbook.checkpoint.tensors import Piece
@@ -28,7 +29,7 @@ FREE = (
 """They change speed, memory, or what is written down."""
 WITH_CONSENT = ("optim.", "schedule.", "mixed_precision", "run.max_steps", "run.num_epochs")
 """They change the curve from here on, which somebody may want; `run.allow_changes` says so."""
-BY_CONTENT = {"data.": "data", "model.": "model"}
+BY_CONTENT = {"data.": "data", "model.": "model", "plugins": "plugins"}
 """Words may change where the content is the same: a file that was moved, say."""
 NEVER = ("optim.name", "data.streaming", "data.shuffle_rows")
 """Although what they begin with may."""
@@ -50,7 +51,7 @@ def choose(
 
     Args:
         root: `checkpoints/` of this run.
-        made_from: digests of "data" and "model".
+        made_from: digests of "data", "model" and "plugins", see `stages.take_digests`.
         is_restarted: by the launcher, after a failure: then it goes on, whatever `run.resume` says.
         agree: whether all processes say yes.
         tell_all: the main process's text, on every process.
@@ -114,13 +115,17 @@ def changes(state: Mapping[str, Any], recipe: Recipe, made_from: Mapping[str, st
     Returns:
         Mistakes, and notes on changes that were asked for.
     """
-    was, now = flatten(state["recipe"]), flatten(recipe.model_dump(mode="json", exclude_none=True))
+    was = {"plugins": []} | flatten(state["recipe"])  # which older checkpoints do not name
+    now = flatten(recipe.model_dump(mode="json", exclude_none=True))
     same = {what: digest == state["made_from"].get(what) for what, digest in made_from.items()}
-    mistakes = [f"the {what} is not what the checkpoint was made with" for what in same if not same[what]]
+    verbs = {"plugins": "are"}
+    mistakes = [
+        f"the {what} {verbs.get(what, 'is')} not what the checkpoint was made with" for what in same if not same[what]
+    ]
     notes = []
     for key in sorted(was.keys() | now.keys()):
         before, after = was.get(key), now.get(key)
-        if before == after or _is_free(key, same):
+        if before == after or _is_free(key, same) or _is_idle(key, recipe):
             continue
         change = f"{key} was {before!r} when the checkpoint was made, and is {after!r}"
         if not _is_any(key, WITH_CONSENT) or _is_any(key, NEVER):
@@ -135,7 +140,16 @@ def changes(state: Mapping[str, Any], recipe: Recipe, made_from: Mapping[str, st
 def _is_free(key: str, same: Mapping[str, bool]) -> bool:
     if _is_any(key, WITH_CONSENT) or _is_any(key, NEVER):
         return False
-    return _is_any(key, FREE) or any(key.startswith(prefix) and same[what] for prefix, what in BY_CONTENT.items())
+    return _is_any(key, FREE) or any(
+        key.startswith(prefix) and same.get(what, False) for prefix, what in BY_CONTENT.items()
+    )
+
+
+def _is_idle(key: str, recipe: Recipe) -> bool:
+    """Whether the section's kind has no such key. Older checkpoints have the keys of all kinds."""
+    section, _, rest = key.partition(".")
+    chosen = getattr(recipe, section, None)
+    return isinstance(chosen, Named) and rest not in type(chosen).model_fields
 
 
 def _is_any(key: str, beginnings: Collection[str]) -> bool:

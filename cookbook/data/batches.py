@@ -152,8 +152,10 @@ def collate(
         `position_ids` (1, T) int64, packed only: counting from 0 in each sequence.
         `lengths` S integers, packed only: tokens of each sequence, or of the two pad tokens.
         `offsets` (S + 1,) int32, packed only: where each begins, and the end of the last.
-        `target_sequences` (L,) int64, pairs only: the sequence within the micro-batch that each target belongs to; 2i
-        is chosen, 2i + 1 rejected.
+        `target_sequences` (L,) int64: the sequence within the micro-batch that each target belongs to; of pairs 2i is
+        chosen, 2i + 1 rejected.
+        `num_sequences` S, 0 with no samples.
+        `values` (W,) float64, if the token set has them: a number of each sample; (0,) with no samples.
         `reference_logps` (S,) float64, if the token set has them; (0,) with no samples.
     """
     sequences = _sequences(tokens, samples)
@@ -173,12 +175,14 @@ def collate(
         arrays["position_ids"] = np.concatenate([np.arange(len(ids)) for ids in inputs])[None]
         arrays["offsets"] = np.cumsum([0, *map(len, inputs)], dtype=np.int32)
         owners = np.searchsorted(arrays["offsets"][1:], positions, side="right")
-    if tokens.group_size > 1:
-        arrays["target_sequences"] = owners
+    arrays["target_sequences"] = owners
+    if tokens.values is not None:
+        arrays["values"] = tokens.values[np.asarray(samples, dtype=np.int64)]
     if tokens.reference_logps is not None:
         arrays["reference_logps"] = tokens.reference_logps[sequences]
     batch: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
     # Integers: what wraps a model moves every tensor among its arguments to the device.
+    batch["num_sequences"] = len(sequences)
     return batch | ({"lengths": tuple(map(len, inputs))} if packing else {})
 
 

@@ -1,19 +1,20 @@
 """Turns rows into token ids with a label flag each, by the tokenizer's chat template or as plain text.
 
-A row becomes one sequence; a preference becomes two, chosen before rejected.
+A row becomes the sequences that its kind has: one, or of a preference two, chosen before rejected.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby, islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
 
-from cookbook.data.rows import Chat, Kind, Rows
-from cookbook.data.sources import BadRow
+from cookbook.data.rows import Rows
 from cookbook.files import RecipeError
+from cookbook.objectives import TrainOn
+from cookbook.row_kinds import BadRow, Chat, Row, RowKind, kinds, num_turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,7 +24,6 @@ ROWS_PER_BATCH = 512
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
-TrainOn = Literal["assistant", "all"]
 Sequence = tuple[list[int], list[int]]
 """Token ids; 1 for a label, 0 for none."""
 Turn = tuple[int, int]
@@ -45,29 +45,26 @@ def encode(rows: Rows, tokenizer: "PreTrainedTokenizerBase", train_on: TrainOn) 
         raise RecipeError(
             [f"{rows.place}: {type(tokenizer).__name__} has no tokenizer.json; a fast tokenizer is needed"]
         )
-    if rows.kind in CHAT_KINDS:
-        return _encode_chats(rows, tokenizer, train_on if rows.kind == "messages" else "assistant")
-    return _encode_plain_rows(rows, tokenizer, train_on)
+    kind = kinds()[rows.kind]
+    train_on = train_on if kind.prompt_may_train else "assistant"
+    if kind.chats is not None:
+        return _encode_chats(rows, kind.chats, tokenizer, train_on)
+    return _encode_plain_rows(rows, kind, tokenizer, train_on)
 
 
 # Plain text.
 
-# The texts of a row: the prompt, if it has one, then what follows it in each of its sequences.
-PLAIN_KEYS: dict[Kind, tuple[str | None, tuple[str, ...]]] = {
-    "text": (None, ("text",)),
-    "completion": ("prompt", ("completion",)),
-    "preference": ("prompt", ("chosen", "rejected")),
-}
 
-
-def _encode_plain_rows(rows: Rows, tokenizer: "PreTrainedTokenizerBase", train_on: TrainOn) -> Iterator[list[Sequence]]:
+def _encode_plain_rows(
+    rows: Rows, kind: RowKind, tokenizer: "PreTrainedTokenizerBase", train_on: TrainOn
+) -> Iterator[list[Sequence]]:
+    assert kind.texts is not None
     start, end = _start_and_end(tokenizer, rows.place)
-    prompt_key, keys = PLAIN_KEYS[rows.kind]
-    prompt_label = int(train_on == "all" and rows.kind == "completion")
-    for batch in _batches(iter(rows.rows)):
+    prompt_label = int(train_on == "all")
+    for batch in _batches(map(kind.texts, rows.rows)):
         # Apart, as they will be at inference: together, a token could span the border.
-        prompts = _ids([row[prompt_key] for row in batch], tokenizer) if prompt_key else None
-        answers = [_ids([row[key] for row in batch], tokenizer) for key in keys]
+        prompts = None if batch[0][0] is None else _ids([prompt for prompt, _ in batch], tokenizer)
+        answers = [_ids(list(column), tokenizer) for column in zip(*(texts for _, texts in batch), strict=True)]
         for i in range(len(batch)):
             prompt = [] if prompts is None else _start_with(prompts[i], start)
             sequences = []
@@ -117,36 +114,28 @@ def _batches(items: Iterator[Any]) -> Iterator[list[Any]]:
 
 # Chats.
 
-CHAT_KINDS = ("messages", "chat_preference")
-
 
 def _encode_chats(
-    rows: Rows, tokenizer: "PreTrainedTokenizerBase", train_on: TrainOn
+    rows: Rows,
+    chats_of: Callable[[Row], list[tuple[Chat, int]]],
+    tokenizer: "PreTrainedTokenizerBase",
+    train_on: TrainOn,
 ) -> Iterator[list[Sequence] | BadRow]:
     template = _template(tokenizer, rows.place)
     special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     special_ids.update(tokenizer.all_special_ids)
-    # Both chats of a preference, one after the other; each with its row and the turns that carry no label.
-    chats = ((chat, i, num_shared) for i, row in enumerate(rows.rows) for chat, num_shared in _chats_of_row(row))
+    # The chats of a row one after the other, each with its row and the turns that carry no label.
+    of_rows = map(chats_of, rows.rows)
+    num_chats = len(chats_of(rows.rows[0]))
+    chats = ((chat, i, num_shared) for i, found in enumerate(of_rows) for chat, num_shared in found)
     encoded: Iterator[Sequence | BadRow] = (
         sequence
         for batch in _batches(chats)
         for sequence in _encode_batch(batch, rows, tokenizer, template, train_on, special_ids)
     )
-    num_chats = 2 if rows.kind == "chat_preference" else 1
     while found := list(islice(encoded, num_chats)):
         bad = [one for one in found if isinstance(one, BadRow)]
         yield bad[0] if bad else [one for one in found if not isinstance(one, BadRow)]
-
-
-def _chats_of_row(row: dict[str, Any]) -> list[tuple[Chat, int]]:
-    if "messages" in row:
-        return [(row["messages"], 0)]
-    return [(row["prompt"] + row[key], _num_turns(row["prompt"])) for key in ("chosen", "rejected")]
-
-
-def _num_turns(chat: Chat) -> int:
-    return sum(message["role"] == "assistant" for message in chat)
 
 
 def _template(tokenizer: "PreTrainedTokenizerBase", place: str) -> str:
@@ -181,7 +170,7 @@ def _encode_batch(
             yield one
             continue
         ids, turns = one
-        _check_turns(ids, turns, _num_turns(chat), tokenizer, special_ids, rows.where(i), has_markers)
+        _check_turns(ids, turns, num_turns(chat), tokenizer, special_ids, rows.where(i), has_markers)
         labels = [0] * len(ids)
         for first, end in turns[num_shared:]:
             labels[first:end] = [1] * (end - first)

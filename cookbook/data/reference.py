@@ -37,7 +37,7 @@ def with_reference(
     """
 
     def reference(tokens: TokenSet | Stream) -> TokenSet:
-        assert isinstance(tokens, TokenSet), "a recipe of preferences does not stream"
+        assert isinstance(tokens, TokenSet), "what needs a reference does not stream"
         text = json.dumps([tokens.fingerprint, *made_from])
         path = cache / f"reference-{hashlib.sha256(text.encode()).hexdigest()[:16]}.safetensors"
         values = _load(path, len(tokens.lengths))

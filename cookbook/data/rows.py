@@ -9,41 +9,26 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, Literal
 
-from cookbook.data.sources import COLUMNS, MAX_ROW_BYTES, SHAPES, BadRow, raw_rows
+from cookbook.data.sources import MAX_ROW_BYTES, raw_rows
 from cookbook.files import RecipeError
+from cookbook.objectives import Objective
 from cookbook.recipe import Source
+from cookbook.registry import known
+from cookbook.row_kinds import BadRow, RowKind, columns, kinds, shapes, texts_in
 
 MAX_NAMED = 20
 
-Kind = Literal["messages", "completion", "text", "preference", "chat_preference"]
-Objective = Literal["sft", "cpt", "dpo"]
 OnBadRow = Literal["error", "drop"]
-Chat = list[dict[str, str]]
-
-# What a row of a kind must have; of both kinds of preference, `prompt` is a matter of their form.
-KEYS: dict[Kind, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "completion": ("prompt", "completion"),
-    "text": ("text",),
-    "preference": ("chosen", "rejected"),
-    "chat_preference": ("chosen", "rejected"),
-}
-KINDS_OF: dict[Objective, tuple[Kind, ...]] = {
-    "sft": ("messages", "completion", "text"),
-    "cpt": ("text",),
-    "dpo": ("preference",),
-}
-# What a message may carry that changes its meaning and is not served: without it, half a turn would be trained.
-UNSERVED = ("tool_calls", "function_call", "reasoning_content", "thinking")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
     """Good rows of one kind, with the keys of that kind only."""
 
-    kind: Kind
+    kind: str
+    """Its name, see `cookbook.row_kinds`."""
     rows: list[dict[str, Any]]
-    """`{"messages": [{"role", "content"}, ...]}`, `{"prompt", "completion"}` or `{"text"}`. A preference is
+    """As the kind's check gave them: `{"messages": [{"role", "content"}, ...]}`, say. A preference is
     `{"prompt", "chosen", "rejected"}`: texts, or (chat_preference) messages, the prompt being all that both share."""
     num_dropped: dict[str, int] = field(default_factory=dict)
     """Bad rows by reason."""
@@ -86,7 +71,7 @@ class BadRows:
             raise RecipeError([*self.mistakes(), "Mend these rows, or leave them out with data.on_bad_row: drop"])
 
 
-def read_rows(source: Source, on_bad_row: OnBadRow, objective: Objective = "sft", *, place: str = "data.train") -> Rows:
+def read_rows(source: Source, on_bad_row: OnBadRow, objective: Objective, *, place: str = "data.train") -> Rows:
     """The good rows of a source, in its order; the first good row decides the kind.
 
     Keys of a row that its kind does not have (ids, scores) are ignored. With `max_rows` nothing is read, or checked,
@@ -143,11 +128,7 @@ def place_of(key: str, sources: Sequence[Source], i: int) -> str:
 def texts(rows: Rows) -> Iterator[str]:
     """Every text of the rows, to train a tokenizer on."""
     for row in rows.rows:
-        for value in row.values():
-            if isinstance(value, str):
-                yield value
-            else:
-                yield from (message["content"] for message in value)
+        yield from texts_in(row)
 
 
 def row_bytes(row: dict[str, Any]) -> bytes:
@@ -157,14 +138,17 @@ def row_bytes(row: dict[str, Any]) -> bytes:
 
 def _good_rows(
     source: Source, objective: Objective, bad_rows: BadRows, *, streaming: bool = False
-) -> Iterator[tuple[Kind, dict[str, Any]]]:
-    kind: Kind | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    kind: str | None = None
     num_good = 0
     for place, raw in raw_rows(source, streaming=streaming):
         try:
             row_kind, row = _check_row(raw, objective, place)
             if kind is not None and row_kind != kind:
-                raise BadRow("another kind of row", f"{_keys(row_kind)}, where the rows before have {_keys(kind)}")
+                raise BadRow(
+                    "another kind of row",
+                    f"{kinds()[row_kind].words}, where the rows before have {kinds()[kind].words}",
+                )
         except BadRow as bad:
             bad_rows.add(place, bad)
             continue
@@ -175,16 +159,11 @@ def _good_rows(
             return
 
 
-def _keys(kind: Kind) -> str:
-    as_messages = " of messages" if kind == "chat_preference" else ""
-    return " and ".join(f"`{key}`" for key in KEYS[kind]) + as_messages
-
-
 # What a row must be.
 
 
-def _check_row(raw: Any, objective: Objective, place: str) -> tuple[Kind, dict[str, Any]]:
-    """The kind, and the row with the keys of that kind only.
+def _check_row(raw: Any, objective: Objective, place: str) -> tuple[str, dict[str, Any]]:
+    """The name of its kind, and the row with the keys of that kind only.
 
     Raises:
         BadRow: the first thing that is wrong with it.
@@ -193,134 +172,34 @@ def _check_row(raw: Any, objective: Objective, place: str) -> tuple[Kind, dict[s
     if isinstance(raw, BadRow):
         raise raw
     if not isinstance(raw, dict):
-        raise BadRow("not an object", f"a {type(raw).__name__}; a row is an object with {SHAPES}")
+        raise BadRow("not an object", f"a {type(raw).__name__}; a row is an object with {shapes()}")
     kind = _kind(raw, objective, place)
-    if kind == "preference":
-        kind, row = _check_preference(raw)
-    elif kind == "messages":
-        row = {"messages": _check_messages(raw["messages"])}
-    else:
-        row = {key: _check_text(raw[key], f"`{key}`") for key in KEYS[kind]}
-    if sum(len(text.encode()) for text in texts(Rows(kind=kind, rows=[row]))) > MAX_ROW_BYTES:
+    row = kind.check(raw)
+    if sum(len(text.encode()) for text in texts_in(row)) > MAX_ROW_BYTES:
         raise BadRow(f"row larger than {MAX_ROW_BYTES:,} bytes")
-    return kind, row
+    return kind.name, row
 
 
-def _kind(raw: dict[str, Any], objective: Objective, place: str) -> Kind:
+def _kind(raw: dict[str, Any], objective: Objective, place: str) -> RowKind:
     # A parquet file of mixed rows fills the columns that a row lacks with null.
-    present = {key for key in COLUMNS if raw.get(key) is not None}
-    kinds: list[Kind] = [kind for kind in KEYS if kind != "chat_preference" and present.issuperset(KEYS[kind])]
-    served = [kind for kind in kinds if kind in KINDS_OF[objective]]
-    if not kinds:
-        nulls = [key for key in COLUMNS if key in raw and raw[key] is None]
+    present = {key for key, value in raw.items() if value is not None}
+    found = [kind for kind in kinds().values() if present.issuperset(kind.keys) and kind.matches(raw)]
+    served = [kind for kind in found if kind.name in objective.rows]
+    if not found:
+        nulls = [key for key in columns() if key in raw and raw[key] is None]
         if nulls:
             raise BadRow("empty text", f"`{nulls[0]}` is null")
-        raise BadRow("missing keys", f"found {', '.join(map(ascii, raw))[:200] or 'none'}; a row must have {SHAPES}")
+        raise BadRow("missing keys", f"found {', '.join(map(ascii, raw))[:200] or 'none'}; a row must have {shapes()}")
     if not served:
-        others = [name for name, trained in KINDS_OF.items() if kinds[0] in trained]
+        others = [name for name, other in known("objective").items() if found[0].name in other.rows]
+        instead = f"; use other rows, or objective.name: {' or '.join(others)}" if others else "; use other rows"
+        trained = dict.fromkeys(kinds()[name].keys_in_words for name in objective.rows)
         mistake = (
-            f"{place}: a row with {_keys(kinds[0])}, but objective.name is {objective}, which trains on"
-            f" {', or '.join(map(_keys, KINDS_OF[objective]))}; use other rows, or objective.name:"
-            f" {' or '.join(others)}"
+            f"{place}: a row with {found[0].keys_in_words}, but objective.name is {objective.name}, which trains on"
+            f" {', or '.join(trained)}{instead}"
         )
         raise RecipeError([mistake])
     if len(served) > 1:
-        raise BadRow("two kinds in one row", f"{' as well as '.join(map(_keys, served))}; keep the one to train on")
+        words = " as well as ".join(kind.words for kind in served)
+        raise BadRow("two kinds in one row", f"{words}; keep the one to train on")
     return served[0]
-
-
-def _check_messages(messages: Any, name: str = "") -> Chat:
-    """The messages with role and content only; `name` is the key's, where it is not `messages`."""
-    if not isinstance(messages, list):
-        raise BadRow("messages not a list", f"{name and f'`{name}` is '}a {type(messages).__name__}")
-    if not messages:
-        raise BadRow("messages empty", f"`{name}`" if name else "")
-    checked: Chat = []
-    for number, message in enumerate(messages, start=1):
-        which = f"message {number}" + (f" of `{name}`" if name else "")
-        if not isinstance(message, dict):
-            raise BadRow("message not an object", f"{which} is a {type(message).__name__}")
-        before = checked[-1]["role"] if checked else None
-        allowed = {None: ("system", "user"), "system": ("user",), "user": ("assistant",), "assistant": ("user",)}[
-            before
-        ]
-        role = message.get("role")
-        if role not in allowed:
-            hint = " (tool calls are not served)" if role == "tool" else ""
-            raise BadRow("wrong role", f"{which} has {ascii(role)[:40]}; expected {' or '.join(allowed)}{hint}")
-        for key in UNSERVED:
-            if message.get(key):
-                raise BadRow("message with more than text", f"{which} has `{key}`, which is not served")
-        checked.append({"role": role, "content": _check_text(message.get("content"), f"{which} content")})
-    if all(message["role"] != "assistant" for message in checked):
-        raise BadRow("no assistant turn", f"`{name}`" if name else "")
-    return checked
-
-
-def _check_text(text: Any, name: str) -> str:
-    if text is None:
-        raise BadRow("empty text", f"{name} is null or missing")
-    if not isinstance(text, str):
-        raise BadRow("not text", f"{name} is a {type(text).__name__}")
-    if not text.strip():
-        raise BadRow("empty text", f"{name} is {'empty' if not text else 'only whitespace'}")
-    if "\0" in text:
-        raise BadRow("NUL character", f"{name} at character {text.index(chr(0)) + 1}")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise BadRow("lone surrogate", f"{name} at character {error.start + 1}; no text has it") from None
-    return text
-
-
-def _check_preference(raw: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:
-    """Texts stay texts, without a chat template, as `prompt` and `completion` do; messages become what both share and
-    the two ends that differ."""
-    prompt, chosen, rejected = raw.get("prompt"), raw["chosen"], raw["rejected"]
-    if isinstance(chosen, str) != isinstance(rejected, str):
-        seen = f"`chosen` is a {type(chosen).__name__}, `rejected` a {type(rejected).__name__}"
-        raise BadRow("chosen and rejected of different form", seen)
-    row: dict[str, Any]
-    if isinstance(chosen, str):
-        row = {key: _check_text(raw.get(key), f"`{key}`") for key in ("prompt", "chosen", "rejected")}
-        if chosen == rejected:
-            raise BadRow("chosen and rejected are the same")
-        return "preference", row
-    chosen, rejected = (_conversation(prompt, raw[key], key) for key in ("chosen", "rejected"))
-    if chosen == rejected:
-        raise BadRow("chosen and rejected are the same")
-    shared = 0
-    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
-        shared += 1
-    ends = chosen[shared:], rejected[shared:]
-    if not all(end and end[0]["role"] == "assistant" for end in ends):
-        seen = "the first message in which they differ must be the assistant's in both"
-        raise BadRow("chosen and rejected do not answer the same prompt", f"message {shared + 1}; {seen}")
-    return "chat_preference", {"prompt": chosen[:shared], "chosen": ends[0], "rejected": ends[1]}
-
-
-def _conversation(prompt: Any, answer: Any, name: str) -> Chat:
-    """The whole conversation, from a prompt (a text, messages or none) and an answer that may repeat it."""
-    is_answer_only = isinstance(answer, list) and bool(answer) and _role(answer[0]) == "assistant"
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": _check_text(prompt, "`prompt`")}]
-        if not is_answer_only:
-            whole = _check_messages(answer, name)
-            if prompt[0] not in whole:  # a system message, or earlier turns, may stand before it
-                raise BadRow("prompt is not in the conversation", f"no user message of `{name}` is the `prompt`")
-            return whole
-    if prompt is None:
-        return _check_messages(answer, name)
-    if not isinstance(prompt, list):
-        raise BadRow("messages not a list", f"`prompt` is a {type(prompt).__name__}")
-    if is_answer_only:
-        return _check_messages([*prompt, *answer], f"prompt, {name}")
-    whole = _check_messages(answer, name)
-    start = [{"role": _role(one), "content": one.get("content")} if isinstance(one, dict) else one for one in prompt]
-    if whole[: len(prompt)] != start:
-        raise BadRow("prompt is not in the conversation", f"`{name}` does not begin with the messages of `prompt`")
-    return whole
-
-
-def _role(message: Any) -> Any:
-    return message.get("role") if isinstance(message, dict) else None

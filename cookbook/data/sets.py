@@ -16,7 +16,8 @@ from cookbook.data.rows import BadRows, Rows, place_of, read_rows, row_blocks, r
 from cookbook.data.stream import Stream
 from cookbook.data.tokens import TokenSet, cached_tokens
 from cookbook.files import RecipeError
-from cookbook.recipe import BUILTIN_SOURCE, DataSection, ObjectiveSection, Source
+from cookbook.objectives import Objective
+from cookbook.recipe import BUILTIN_SOURCE, DataSection, Source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,10 +69,10 @@ class TokenSets:
         if not isinstance(self.train, Stream):
             return []
         found = self.train.first_pass
-        return _row_notes("data.train", found.num_dropped, found.num_cut, found.num_samples, self.train.objective.name)
+        return _row_notes("data.train", found.num_dropped, found.num_cut, found.num_samples, self.train.objective)
 
 
-def read_data(data: DataSection, objective: ObjectiveSection) -> RowSets:
+def read_data(data: DataSection, objective: Objective) -> RowSets:
     """The rows of all sources, less those that data.holdout takes from the training set.
 
     Raises:
@@ -83,14 +84,14 @@ def read_data(data: DataSection, objective: ObjectiveSection) -> RowSets:
         if mistakes and source.path == BUILTIN_SOURCE:
             return []  # seconds of work, in which there is no mistake to be found
         try:
-            return [read_rows(source, data.on_bad_row, objective.name, place=place)]
+            return [read_rows(source, data.on_bad_row, objective, place=place)]
         except RecipeError as error:
             mistakes.extend(error.mistakes)
             return []
 
     if data.streaming:
         bad_rows = BadRows()
-        train = next(row_blocks(data.train, data.shuffle_rows, data.on_bad_row, objective.name, bad_rows), [])
+        train = next(row_blocks(data.train, data.shuffle_rows, data.on_bad_row, objective, bad_rows), [])
         if not train:
             raise RecipeError(["data.train: no row left to train on", *bad_rows.mistakes()])
     else:
@@ -131,7 +132,7 @@ def _is_held_out(row: dict[str, Any], share: float) -> bool:
 
 
 def tokenize_data(
-    rows: RowSets, tokenizer: "PreTrainedTokenizerBase", data: DataSection, objective: ObjectiveSection, *, cache: Path
+    rows: RowSets, tokenizer: "PreTrainedTokenizerBase", data: DataSection, objective: Objective, *, cache: Path
 ) -> TokenSets:
     """The tokens of all sets, cached by content (see `cached_tokens`).
 
@@ -151,7 +152,7 @@ def tokenize_data(
             place=place,
         )
         counts = sum((Counter(part.num_dropped) for part in parts), Counter(dropped))
-        notes.extend(_row_notes(place, counts, tokens.num_cut, len(tokens), objective.name))
+        notes.extend(_row_notes(place, counts, tokens.num_cut, len(tokens), objective))
         return tokens
 
     train: TokenSet | Stream
@@ -170,9 +171,11 @@ def tokenize_data(
     return TokenSets(train=train, eval=evals, notes=notes)
 
 
-def _row_notes(place: str, num_dropped: Counter[str], num_cut: int, num_samples: int, objective: str) -> list[str]:
+def _row_notes(
+    place: str, num_dropped: Counter[str], num_cut: int, num_samples: int, objective: Objective
+) -> list[str]:
     notes = [f"{place}: dropped {count} rows: {reason}" for reason, count in num_dropped.items()]
-    if num_cut and objective == "cpt":
+    if num_cut and objective.splits_rows:
         notes.append(f"{place}: {num_cut} texts are longer than data.max_length and become several samples")
     elif num_cut:
         notes.append(f"{place}: {num_cut} of {num_samples} samples reach data.max_length and are cut there")

@@ -6,27 +6,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from cookbook import row_kinds
 from cookbook.files import RecipeError
 from cookbook.recipe import BUILTIN_SOURCE, Source
+from cookbook.row_kinds import BadRow
 
 MAX_ROW_BYTES = 1_000_000
 PARQUET_ROWS = 64
 """Held at a time: a kilobyte of a file may say a thousand rows of a megabyte."""
-SHAPES = "`messages`, `prompt` and `completion`, `text`, or `chosen` and `rejected`"
-COLUMNS = ("messages", "prompt", "completion", "text", "chosen", "rejected")
 SUFFIXES = (".jsonl", ".parquet")
 OTHER_SPLITS = ("test", "val", "eval", "dev")
-
-
-class BadRow(ValueError):
-    """Why a row cannot be trained on: a reason to count, and what was seen."""
-
-    def __init__(self, reason: str, seen: str = "") -> None:
-        self.reason, self.seen = reason, seen
-        super().__init__(f"{reason}: {seen}" if seen else reason)
-
-    def __reduce__(self) -> tuple[type["BadRow"], tuple[str, str]]:
-        return BadRow, (self.reason, self.seen)
 
 
 def raw_rows(source: Source, *, streaming: bool = False) -> Iterator[tuple[str, Any]]:
@@ -158,9 +147,9 @@ def _arrow_rows(batch: Any) -> list[Any]:
 
 
 def _known_columns(name: str, columns: list[str]) -> list[str]:
-    known = [column for column in columns if column in COLUMNS]
+    known = [column for column in columns if column in row_kinds.columns()]
     if not known:
-        raise RecipeError([f"{name}: has columns {', '.join(columns)}; a row must have {SHAPES}"])
+        raise RecipeError([f"{name}: has columns {', '.join(columns)}; a row must have {row_kinds.shapes()}"])
     return known
 
 

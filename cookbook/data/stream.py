@@ -14,10 +14,11 @@ import numpy as np
 from cookbook.data.ahead import Ahead
 from cookbook.data.rows import BadRows, row_blocks
 from cookbook.data.sources import local_files
-from cookbook.data.tokens import Piece, TokenSet, join, tokenize, tokenizer_fingerprint
+from cookbook.data.tokens import TokenSet, take, tokenize, tokenizer_fingerprint
 from cookbook.digests import sha256_of
 from cookbook.files import RecipeError
-from cookbook.recipe import DataSection, ObjectiveSection
+from cookbook.objectives import Objective
+from cookbook.recipe import DataSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +53,7 @@ class Stream:
     """
 
     data: DataSection
-    objective: ObjectiveSection
+    objective: Objective
     tokenizer: "PreTrainedTokenizerBase"
     first_pass: Pass = field(default_factory=Pass)
     """Later ones read the same rows again."""
@@ -105,11 +106,12 @@ class Stream:
         samples = self._samples(seed, num_samples_consumed, digest)
         while True:
             window = list(islice(samples, global_batch_size))
-            epoch, _, digest = window[-1]
-            yield Window(join(piece for _, piece, _ in window), np.arange(len(window)), float(epoch), digest)
+            epoch, _, _, digest = window[-1]
+            samples_of = [(block, i) for _, block, i, _ in window]
+            yield Window(take(samples_of), np.arange(len(window)), float(epoch), digest)
 
-    def _samples(self, seed: int, num_skipped: int, expected: str | None) -> Iterator[tuple[int, Piece, str]]:
-        """Each with the number of its pass, and the digest of the pass up to its block."""
+    def _samples(self, seed: int, num_skipped: int, expected: str | None) -> Iterator[tuple[int, TokenSet, int, str]]:
+        """Each as the number of its pass, its block, its number there, and the digest of the pass up to that block."""
         epoch, num_consumed = 0, num_skipped
         while True:
             num_samples, bad_rows, digest = 0, BadRows(), ""
@@ -128,8 +130,7 @@ class Stream:
                         num_skipped -= len(block)
                         continue
                     for i in _order(seed, epoch, number, len(block))[num_skipped:]:
-                        start, end = block.offsets[i], block.offsets[i + 1]
-                        yield epoch, (block.ids[start:end], block.is_label[start:end]), digest
+                        yield epoch, block, int(i), digest
                     num_skipped = 0
             if not num_samples:
                 raise RecipeError(["data.train: no row left to train on", *bad_rows.mistakes()])
@@ -161,7 +162,7 @@ class Stream:
     def _blocks(self, bad_rows: BadRows) -> Iterator[tuple[TokenSet, Counter[str]]]:
         """One pass over the sources: each block, and the rows dropped up to its end."""
         data = self.data
-        for parts in row_blocks(data.train, data.shuffle_rows, data.on_bad_row, self.objective.name, bad_rows):
+        for parts in row_blocks(data.train, data.shuffle_rows, data.on_bad_row, self.objective, bad_rows):
             block = tokenize(
                 parts,
                 self.tokenizer,

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cookbook import lock
-from cookbook.data.encode import CHAT_KINDS, encode
+from cookbook import lock, plugins, registry
+from cookbook.data.encode import encode
 from cookbook.data.rows import BadRows, OnBadRow, Rows
-from cookbook.data.sources import BadRow
 from cookbook.files import RecipeError
 from cookbook.machine import num_cores
-from cookbook.recipe import ObjectiveSection
+from cookbook.objectives import Objective
+from cookbook.row_kinds import BadRow, kinds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,6 +58,8 @@ class TokenSet:
     """How often an epoch shows each sample of each source; none: once."""
     num_cut: int = 0
     """Rows longer than max_length: cut there, or for cpt split."""
+    values: np.ndarray | None = None
+    """float64 [N]: a number of each sample, where its kind of row has one."""
     reference_logps: np.ndarray | None = None
     """float64 [S]: log-probability of the labels of each sequence under the reference model."""
 
@@ -89,6 +91,8 @@ class TokenSet:
         for array in (self.ids, self.is_label, self.offsets):
             digest.update(f"{array.dtype} {array.shape} ".encode())
             digest.update(np.ascontiguousarray(array).data)
+        if self.values is not None:
+            digest.update(np.ascontiguousarray(self.values).data)
         return digest.hexdigest()
 
 
@@ -103,19 +107,30 @@ def join(pieces: Iterable[Piece], **fields: Any) -> TokenSet:
     return TokenSet(ids=np.concatenate(ids), is_label=np.concatenate(labels), offsets=offsets, **fields)
 
 
+def take(samples: Sequence[tuple[TokenSet, int]]) -> TokenSet:
+    """Samples of token sets, given by their numbers there, as a set of their own; all with values, or none."""
+    group_size, pieces = samples[0][0].group_size, []
+    for tokens, i in samples:
+        for sequence in range(i * group_size, (i + 1) * group_size):
+            start, end = tokens.offsets[sequence], tokens.offsets[sequence + 1]
+            pieces.append((tokens.ids[start:end], tokens.is_label[start:end]))
+    values = [tokens.values[i] for tokens, i in samples if tokens.values is not None]
+    return join(pieces, group_size=group_size, values=np.array(values) if values else None)
+
+
 def tokenize(
     parts: Sequence[Rows],
     tokenizer: "PreTrainedTokenizerBase",
     *,
     max_length: int,
-    objective: ObjectiveSection,
+    objective: Objective,
     bad_rows: BadRows,
     num_processes: int | None = None,
 ) -> TokenSet | None:
     """The token set of all parts, in their order, or None if no row is left; rows without a target go to `bad_rows`.
 
     `encode` tells the labels. Sequences are cut at the end to `max_length` tokens, each answer of a preference for
-    itself. For cpt they are split instead, into pieces that overlap by one token: it is the last target of one piece
+    itself. An objective that splits rows gets pieces that overlap by one token: it is the last target of one piece
     and the unlabelled first token of the next, so that each token but the first of all is a target once.
 
     Args:
@@ -125,21 +140,27 @@ def tokenize(
         RecipeError: a tokenizer or template that cannot be trained with.
     """
     pieces: list[Piece] = []
+    values: list[float] = []
+    group_size = len(objective.sequences)
     part_sizes, num_cut = [], 0
     for rows in parts:
         num_before = len(pieces)
+        value_of = kinds()[rows.kind].value
         for position, cut in enumerate(_cut_rows(rows, tokenizer, max_length, objective, num_processes)):
             if isinstance(cut, BadRow):
                 bad_rows.add(rows.where(position), cut)
                 continue
             pieces += cut[0]
             num_cut += cut[1]
+            if value_of is not None:
+                values += [value_of(rows.rows[position])] * (len(cut[0]) // group_size)
         part_sizes.append(len(pieces) - num_before)
     if not pieces:
         return None
-    group_size = 2 if objective.name == "dpo" else 1
     sizes = tuple(size // group_size for size in part_sizes)
-    return join(pieces, group_size=group_size, part_sizes=sizes, num_cut=num_cut)
+    # Of sources of which only some have values, none has.
+    numbers = np.array(values) if len(values) == sum(sizes) else None
+    return join(pieces, group_size=group_size, part_sizes=sizes, num_cut=num_cut, values=numbers)
 
 
 Cut = tuple[list[Piece], bool]
@@ -150,17 +171,18 @@ def _cut_rows(
     rows: Rows,
     tokenizer: "PreTrainedTokenizerBase",
     max_length: int,
-    objective: ObjectiveSection,
+    objective: Objective,
     num_processes: int | None,
 ) -> Iterator[Cut | BadRow]:
     if num_processes is None:
-        is_worth_it = rows.kind in CHAT_KINDS and len(rows.rows) >= MIN_ROWS_FOR_POOL
+        is_worth_it = kinds()[rows.kind].chats is not None and len(rows.rows) >= MIN_ROWS_FOR_POOL
         num_processes = min(num_cores(), MAX_PROCESSES) if is_worth_it else 1
     if num_processes == 1:
-        for encoded in encode(rows, tokenizer, objective.train_on):
+        for encoded in encode(rows, tokenizer, objective.labels):
             yield encoded if isinstance(encoded, BadRow) else _cut(encoded, max_length, objective)
         return
-    for task in _spread(_slices(rows), num_processes, (tokenizer, max_length, objective)):
+    described = objective.model_dump(), registry.plugin_files()
+    for task in _spread(_slices(rows), num_processes, (tokenizer, max_length, *described)):
         if isinstance(task, RecipeMistakes):
             raise RecipeError(task.mistakes)
         yield from task
@@ -180,7 +202,8 @@ class RecipeMistakes:
     mistakes: list[str]
 
 
-Settings = tuple["PreTrainedTokenizerBase", int, ObjectiveSection]
+Settings = tuple["PreTrainedTokenizerBase", int, dict[str, Any], list[str]]
+"""With the objective's keys, and the plugins that it may come from: a worker could not unpickle what they define."""
 Task = list[Cut | BadRow] | RecipeMistakes
 
 
@@ -233,9 +256,12 @@ def _spread(slices: Iterator[Rows], num_processes: int, settings: Settings) -> I
 def _serve(connection: Connection, settings: Settings) -> None:
     """The life of a worker: slices in, what becomes of them out, until its parent is gone."""
     _start_worker()
+    tokenizer, max_length, keys, files = settings
+    plugins.use(files)
+    objective = Objective.model_validate(keys)
     try:
         while True:
-            connection.send(_work(connection.recv(), settings))
+            connection.send(_work(connection.recv(), tokenizer, max_length, objective))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 
@@ -246,16 +272,16 @@ def _start_worker() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _work(rows: Rows, settings: Settings) -> Task:
+def _work(rows: Rows, tokenizer: "PreTrainedTokenizerBase", max_length: int, objective: Objective) -> Task:
     try:
-        return list(_cut_rows(rows, *settings, num_processes=1))
+        return list(_cut_rows(rows, tokenizer, max_length, objective, num_processes=1))
     except RecipeError as error:
         return RecipeMistakes(error.mistakes)
 
 
-def _cut(sequences: list[tuple[list[int], list[int]]], max_length: int, objective: ObjectiveSection) -> Cut | BadRow:
+def _cut(sequences: list[tuple[list[int], list[int]]], max_length: int, objective: Objective) -> Cut | BadRow:
     is_long = any(len(ids) > max_length for ids, _ in sequences)
-    if objective.name == "cpt":
+    if objective.splits_rows:
         ((ids, labels),) = sequences
         starts = range(0, max(1, len(ids) - 1), max_length - 1)
         pieces = [_piece(ids[start : start + max_length], labels[start : start + max_length]) for start in starts]
@@ -265,8 +291,9 @@ def _cut(sequences: list[tuple[list[int], list[int]]], max_length: int, objectiv
         pieces = [_piece(ids[:max_length], labels[:max_length]) for ids, labels in sequences]
     if not all(is_label[1:].any() for _, is_label in pieces):
         return BadRow("no trained token after truncation", f"cut to data.max_length {max_length}")
-    if len(sequences) == 2 and np.array_equal(pieces[0][0], pieces[1][0]):
-        return BadRow("chosen and rejected are the same after truncation", f"cut to data.max_length {max_length}")
+    if len(sequences) > 1 and all(np.array_equal(pieces[0][0], ids) for ids, _ in pieces[1:]):
+        names = " and ".join(objective.sequences)
+        return BadRow(f"{names} are the same after truncation", f"cut to data.max_length {max_length}")
     return pieces, is_long
 
 
@@ -280,7 +307,7 @@ def cached_tokens(
     *,
     cache: Path,
     max_length: int,
-    objective: ObjectiveSection,
+    objective: Objective,
     on_bad_row: OnBadRow,
     place: str,
 ) -> tuple[TokenSet, dict[str, int]]:
@@ -298,9 +325,11 @@ def cached_tokens(
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "max_length": max_length,
         "objective": objective.name,
-        "train_on": objective.train_on,
+        "train_on": objective.labels,
         "on_bad_row": on_bad_row,
     }
+    if files := registry.plugin_files():
+        made_from["plugins"] = plugins.digest(files)
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
     folder = cache / f"tokens-{key[:16]}"
     cache.mkdir(parents=True, exist_ok=True)
@@ -342,7 +371,7 @@ def _save(folder: Path, tokens: TokenSet, meta: dict[str, Any]) -> None:
     for leftover in (unfinished, folder):
         shutil.rmtree(leftover, ignore_errors=True)
     unfinished.mkdir()
-    for name in ARRAYS:
+    for name in ARRAYS if tokens.values is None else (*ARRAYS, "values"):
         np.save(unfinished / f"{name}.npy", getattr(tokens, name))
     meta |= {name: getattr(tokens, name) for name in (*META_FIELDS, "fingerprint")}
     (unfinished / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
@@ -355,6 +384,8 @@ def _load(folder: Path, made_from: dict[str, Any]) -> tuple[TokenSet, dict[str, 
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         fields = {name: meta[name] for name in META_FIELDS} | {"part_sizes": tuple(meta["part_sizes"])}
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
+        if (folder / "values.npy").exists():
+            arrays["values"] = np.load(folder / "values.npy", mmap_mode="r")
         tokens = TokenSet(**arrays, **fields)
         is_good = meta["made_from"] == made_from and meta["fingerprint"] == tokens.fingerprint
         return (tokens, meta["num_dropped"]) if is_good else None

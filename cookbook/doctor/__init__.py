@@ -117,7 +117,6 @@ def examine(
 def _examine(visit: _Visit, recipe: Recipe | None, strategy: Strategy | None, path: Path | None) -> None:
     precision = recipe.mixed_precision if recipe else "bf16"
     folders = nvme_folders(strategy) if strategy else []
-    needs = sizes(recipe, strategy) if recipe and strategy else None
     hub = visit.begin("Hub", as_said(check_hub_for, recipe), HUB_SECONDS)  # meanwhile
     asking = visit.begin("GPUs", read_gpus)
     first = [
@@ -144,6 +143,7 @@ def _examine(visit: _Visit, recipe: Recipe | None, strategy: Strategy | None, pa
     if on_gpus:
         visit.tell(visit.begin("torch", as_said(try_torch, precision), TORCH_SECONDS))
     processes = used or CPU_PROCESSES
+    needs = sizes(recipe, strategy, processes, on_gpus=bool(used)) if recipe and strategy else None
     offloads = strategy is not None and "cpu" in (strategy.offload_optimizer, strategy.offload_param)
     limits = read_limits(Path("/proc/self/cgroup").read_text() if Path("/proc/self/cgroup").exists() else "")
     host = [

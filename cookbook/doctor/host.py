@@ -116,10 +116,10 @@ def check_memory(limits: Limits, needs: Sizes | None) -> Iterator[Finding]:
     if needs is None or not needs.host:
         yield ok("memory", seen)
     elif needs.host > free:
-        says = f"{seen}; offloaded states take about {in_bytes(needs.host)} ({needs.host_why})"
+        says = f"{seen}; the run takes about {in_bytes(needs.host)} ({needs.host_why})"
         yield failure("memory", says, "STRATEGY=zero3_nvme, or a machine with more")
     else:
-        yield ok("memory", f"{seen}; offloaded states take about {in_bytes(needs.host)} ({needs.host_why})")
+        yield ok("memory", f"{seen}; the run takes about {in_bytes(needs.host)} ({needs.host_why})")
 
 
 def check_shared_memory(num_gpus: int, folder: Path = SHM) -> Iterator[Finding]:

@@ -1,14 +1,14 @@
-"""What a strategy keeps on host and disk: by formula, of states alone, without buffers. `make plan` counts all."""
+"""What a run keeps on host and disk, by the ledger of costs."""
 
 from dataclasses import dataclass
 
-from cookbook.explain.costs import setting_of, shares
+from cookbook.costs.inputs import cost_inputs, sketch
+from cookbook.costs.loading import machine_bytes
+from cookbook.costs.memory import checkpoint_bytes, states
+from cookbook.costs.per_parameter import Where, shares, total
 from cookbook.library import known_model
 from cookbook.recipe import Recipe
 from cookbook.strategy import Strategy
-
-CHECKPOINT_BYTES = 12
-"""A parameter's weight and two moments in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,34 +23,36 @@ class Sizes:
     disk_why: str = ""
 
 
-def num_parameters(recipe: Recipe) -> int | None:
-    """Of a model whose size recipes/offline_facts.json has; else None."""
+def sizes(recipe: Recipe, strategy: Strategy, local: int, *, on_gpus: bool) -> Sizes | None:
+    """None where the model's size is not in recipes/offline_facts.json, or an adapter leaves hardly any state to count.
+
+    Args:
+        local: processes of this machine, where the strategy leaves their number open.
+    """
     known = known_model(recipe.model.name_or_path) if recipe.model.name_or_path else None
-    return known.get("num_parameters") if known else None
-
-
-def sizes(recipe: Recipe, strategy: Strategy) -> Sizes | None:
-    """None where the model's size is not known, or an adapter leaves hardly any state to count."""
-    count = num_parameters(recipe)
-    if count is None or recipe.adapter is not None:
+    if known is None or recipe.adapter is not None:
         return None
+    count = known["num_parameters"]
+    skeleton = sketch(known["config"], count)
+    num_processes = strategy.num_processes or local * strategy.num_machines
+    local = num_processes // strategy.num_machines
+    inputs = cost_inputs(recipe, strategy, num_processes)
+    found = states(skeleton, inputs)
+    host, offloaded, nvme = machine_bytes(skeleton, inputs, found, local, on_gpus=on_gpus)
     billions = f"{count / 1e9:.2f} billion parameters"
-    per_machine = count / strategy.num_machines
-    weights = 4 if recipe.mixed_precision == "no" else 2
-    # Of all processes together, with gradients that add up over micro-batches.
-    copies = strategy.dp_replicate_size
-    states = shares(setting_of(recipe, strategy, num_processes=copies, accumulation=2))
-    places = {
-        where: round(copies * sum(one.num_bytes for one in states if one.where == where)) for where in ("host", "disk")
-    }
+
+    def why(where: Where) -> str:
+        return f"{billions} x {local * total(shares(inputs), where):g} bytes, and buffers"
+
     run = recipe.run
     saves_often = run.save_every_steps is not None or run.save_every_minutes is not None
     kept = run.keep_last + run.keep_best + 1 if saves_often else 1  # the next one is written before the oldest goes
+    checkpoint = checkpoint_bytes(skeleton, recipe)
     return Sizes(
-        host=round(per_machine * places["host"]),
-        host_why=f"{billions} x {places['host']} bytes",
-        nvme=round(per_machine * places["disk"]),
-        nvme_why=f"{billions} x {places['disk']} bytes",
-        disk=round(count * (kept * CHECKPOINT_BYTES + weights)),
-        disk_why=f"{kept} x {CHECKPOINT_BYTES} + {weights} bytes x {billions}",
+        host=host,
+        host_why=why("host") if offloaded == host else f"to read {billions}",
+        nvme=nvme,
+        nvme_why=why("disk"),
+        disk=kept * checkpoint + inputs.low_bytes * count,
+        disk_why=f"{kept} x {checkpoint / count:.3g} + {inputs.low_bytes} bytes x {billions}",
     )

@@ -1,22 +1,48 @@
-"""Where each strategy keeps weights and optimizer state, told in one language: runs of the elements of a parameter.
+"""Where each strategy keeps weights and optimizer state, in one language: runs of the elements of a parameter.
 
 Whatever shards a parameter, a process holds `count` runs of `length` consecutive elements of the flattened whole, each
 `stride` after the one before: one run under data parallelism, one for each row under tensor parallelism by columns. So
 state can be written where it lies, without communication, and read by any other strategy. Weights are the float32
-masters that the optimizer updates.
+masters that the optimizer updates; each tensor of the optimizer's state lies as its weight does.
+
+    W, 4 x 6, its elements by          DTensor, rows (fsdp2)      DTensor, columns (tensor parallel)
+    their place in the flattened
+    whole:                             rank 0 |  0 ........ 5     rank 0 |  0  1  2   rank 1 |  3  4  5
+                                              |  6 ....... 11            |  6  7  8          |  9 10 11
+     0  1  2  3  4  5                  -------+--------------            | 12 13 14          | 15 16 17
+     6  7  8  9 10 11                  rank 1 | 12 ....... 17            | 18 19 20          | 21 22 23
+    12 13 14 15 16 17                         | 18 ....... 23
+    18 19 20 21 22 23                  Piece of rank 1:           Piece of rank 1:
+                                       start 12, data (1, 12)     start 3, stride 6, data (4, 3)
+
+    Flat (fsdp1: the parameters of a unit; zero1, zero2: of an optimizer group): end to end, padded, then split evenly
+    over the processes. A parameter may cross the border, or lie on one process alone.
+
+    |  A, 8 elements  |  W, 24 elements                     |  B, 6 elements  | 2 of padding |
+    |  partition of rank 0         |  partition of rank 1                                    |
+       Pieces: all of A;              W: start 12, data (1, 12);
+       W: start 0, data (1, 12)       all of B
+
+    Each parameter by itself (zero3): split evenly, the last part padded. A process holds its parts of a sub-group's
+    parameters end to end in one flat tensor, which may lie on NVMe.
+
+    A: | rank 0: 0-3 | rank 1: 4-7 |    W: | rank 0: 0-11 | rank 1: 12-23 |    B: | rank 0: 0-2 | rank 1: 3-5 |
+    flat tensor of rank 1: | A: 4-7 | W: 12-23 | B: 3-5 |
+
+    Held whole or by several (ddp, hsdp's replicas, norms under tensor parallel): each process has a Piece of the same
+    elements, with its place among the `copies`, and `share` is the part of it that this process writes.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-if TYPE_CHECKING:
-    from cookbook.engine import Engine
+from cookbook.engine.norm import local
+from cookbook.launch import World
 
 WEIGHT = "weight"
 
@@ -58,85 +84,7 @@ KindsOf = Callable[[str], Collection[str]]
 """From a parameter's name to the kinds of its optimizer state."""
 
 
-def pieces(engine: "Engine", create: KindsOf | None = None) -> Iterator[Piece]:
-    """What this process holds of every trained parameter, tied ones once, in the model's order.
-
-    A piece must be read or written before the next is asked for: what lies on NVMe is there only so long.
-
-    Args:
-        create: which optimizer state to make, in zeros, where there is none yet; what is written into pieces then
-            lasts. Without it, pieces are only read.
-    """
-    if engine.strategy.kind == "zero":
-        stage3 = engine.strategy.zero_stage == 3
-        yield from (_zero3_pieces if stage3 else _zero12_pieces)(engine, create)
-    elif engine.strategy.kind == "fsdp1":
-        yield from _fsdp1_pieces(engine, create)
-    else:
-        yield from _tensor_pieces(engine, create)
-
-
-def trained_parameters(engine: "Engine") -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Names without what wrappers add; tied parameters come once."""
-    for name, parameter in engine.model.named_parameters():
-        if parameter.requires_grad:
-            yield name.removeprefix("module.").replace("_fsdp_wrapped_module.", ""), parameter
-
-
-def updates_made(engine: "Engine") -> int | None:
-    """How many updates the optimizer counts, which Adam's bias correction needs; None if it does not count."""
-    counts = {int(state["step"]) for state in _base_optimizer(engine).state.values() if "step" in state}
-    assert len(counts) <= 1, f"the optimizer counts different updates: {sorted(counts)}"
-    return counts.pop() if counts else None
-
-
-def finish_restore(engine: "Engine", num_updates: int | None) -> None:
-    """After all pieces were written: the optimizer's count, and the copies that forwards read. Collective."""
-    if num_updates is not None:
-        for parameter, state in _base_optimizer(engine).state.items():
-            if "exp_avg" in state or "state1" in state:  # Muon's matrices count nothing
-                # Where the fused AdamW makes it. DeepSpeed's own and bitsandbytes' count in an int.
-                fresh = torch.zeros((), device=parameter.device)
-                old = state.get("step", fresh)
-                state["step"] = torch.full_like(old, num_updates) if isinstance(old, torch.Tensor) else num_updates
-    if engine.strategy.kind != "zero":
-        return
-    zero = engine.model.optimizer
-    if engine.strategy.zero_stage == 3:
-        for i in range(len(zero.fp16_groups)):
-            swapped = zero._swappable_optimizer_subgroup(i)
-            if swapped:
-                zero._optimizer_states_and_gradient_swap_in(i)
-            zero._reassign_or_swap_out_partitioned_parameters(i)
-            if swapped:
-                zero._optimizer_states_and_gradient_swap_out(i)
-        for parameter in zero.persistent_parameters:
-            parameter.partition()
-        if zero.persistent_parameters:
-            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
-        zero.invalidate_secondary_tensor()
-        return
-    from deepspeed.runtime.utils import all_gather_dp_groups
-
-    # As at the end of its step (stage_1_and_2.py): each process fills in its part, and all gather the others'.
-    for i, master in enumerate(zero.single_partition_of_fp32_groups):
-        rank = torch.distributed.get_rank(zero.real_dp_process_group[i])
-        zero.parallel_partitioned_bit16_groups[i][rank].data.copy_(master.data)
-    all_gather_dp_groups(
-        groups_flat=zero.bit16_groups_flat,
-        partitioned_param_groups=zero.parallel_partitioned_bit16_groups,
-        dp_process_group=zero.real_dp_process_group,
-        start_alignment_factor=zero.nccl_start_alignment_factor,
-        allgather_bucket_size=zero.allgather_bucket_size,
-    )
-
-
-def _base_optimizer(engine: "Engine") -> Any:
-    """torch's, inside what wraps it."""
-    return engine.model.optimizer.optimizer if engine.strategy.kind == "zero" else engine.optimizer.optimizer
-
-
-class _Moments:
+class Moments:
     """What an optimizer keeps for each parameter, or flat group of them, in float32.
 
     Of an optimizer that keeps it in 8 bits these are copies, and `keep` gives them back.
@@ -166,8 +114,8 @@ class _Moments:
         for known, copies in self._copies:
             if known is parameter:
                 return copies
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        copies = {kind: torch.zeros_like(local, device="cpu") for kind in kinds} | self.optimizer.moments(parameter)
+        copies = {kind: torch.zeros_like(local(parameter), device="cpu") for kind in kinds}
+        copies |= self.optimizer.moments(parameter)
         self._copies.append((parameter, copies))
         return copies
 
@@ -179,32 +127,38 @@ class _Moments:
         self._copies.clear()
 
 
-def _tensor_pieces(engine: "Engine", create: KindsOf | None) -> Iterator[Piece]:
-    """Whole parameters and DTensors."""
-    moments = _Moments(_base_optimizer(engine))
-    for name, parameter in trained_parameters(engine):
-        state = moments.of(parameter, create and create(name))
-        start, stride, count, copies, copy = _placement(engine, parameter)
-        for kind, tensor in {WEIGHT: parameter.detach(), **state}.items():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if local.numel():
+def held_pieces(
+    parameters: Iterable[tuple[str, torch.nn.Parameter]], moments: Moments, world: World, create: KindsOf | None
+) -> Iterator[Piece]:
+    """Of whole parameters and DTensors, by name; see `Engine.held_pieces`."""
+    for name, parameter in parameters:
+        start, stride, count, copies, copy = _placement(parameter, world)
+        for kind, tensor in {WEIGHT: parameter.detach(), **moments.of(parameter, create and create(name))}.items():
+            part = local(tensor)
+            if part.numel():
                 yield Piece(
                     name=name,
                     kind=kind,
                     shape=tuple(parameter.shape),
                     start=start,
                     stride=stride,
-                    data=local.view(count, -1),
+                    data=part.view(count, -1),
                     copies=copies,
                     copy=copy,
                 )
         moments.keep(create)
 
 
-def _placement(engine: "Engine", parameter: torch.Tensor) -> tuple[int, int, int, int, int]:
+def flat_pieces(name: str, shape: Sequence[int], start: int, parts: dict[str, torch.Tensor]) -> Iterator[Piece]:
+    """Of one parameter of this shape, of which this process holds one run from `start` on, by kind."""
+    for kind, part in parts.items():
+        yield Piece(name=name, kind=kind, shape=tuple(shape), start=start, stride=0, data=part.view(1, -1))
+
+
+def _placement(parameter: torch.Tensor, world: World) -> tuple[int, int, int, int, int]:
     """Start, stride and number of the runs that this process holds, and its place among those that hold the same."""
     if not isinstance(parameter, DTensor):
-        return 0, 0, 1, engine.world.num_processes, engine.world.rank
+        return 0, 0, 1, world.num_processes, world.rank
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh, shape = parameter.device_mesh, parameter.shape
@@ -223,113 +177,3 @@ def _placement(engine: "Engine", parameter: torch.Tensor) -> tuple[int, int, int
     inner = math.prod(shape[dim + 1 :])
     count = math.prod(shape[:dim])
     return offset[dim] * inner, shape[dim] * inner, count, copies, copy
-
-
-def _fsdp1_pieces(engine: "Engine", create: KindsOf | None) -> Iterator[Piece]:
-    """Each unit's parameters lie one after the other in a flat one, of which each process has a part."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    infos: dict[int, tuple[Any, torch.Size]] = {}
-    for unit in FullyShardedDataParallel.fsdp_modules(engine.model):
-        handle: Any = unit._handle
-        if handle is not None:
-            flat = handle.flat_param
-            for parameter, info, shape in zip(flat._params, flat._shard_param_infos, flat._shapes, strict=True):
-                infos[id(parameter)] = info, shape
-    moments = _Moments(_base_optimizer(engine))
-    for name, parameter in trained_parameters(engine):
-        info, shape = infos[id(parameter)]
-        if not info.in_shard:
-            continue
-        state = moments.of(parameter, create and create(name))
-        for kind, tensor in {WEIGHT: parameter.detach(), **state}.items():
-            yield Piece(
-                name=name,
-                kind=kind,
-                shape=tuple(shape),
-                start=info.intra_param_start_idx,
-                stride=0,
-                data=tensor.view(1, -1),
-            )
-        moments.keep(create)
-
-
-def _zero12_pieces(engine: "Engine", create: KindsOf | None) -> Iterator[Piece]:
-    """Parameters of a group lie one after the other in a flat one, of which each process has a part."""
-    zero = engine.model.optimizer
-    moments = _Moments(_base_optimizer(engine))
-    for name, parameter in trained_parameters(engine):
-        mapping = parameter._hp_mapping  # type: ignore[attr-defined]
-        if mapping is None:  # other processes have all of it
-            continue
-        flat = zero.single_partition_of_fp32_groups[mapping.param_group_index]
-        state = moments.of(flat, create and create(name))
-        place = mapping.hp_fragment_address
-        for kind, tensor in {WEIGHT: flat.detach(), **state}.items():
-            yield Piece(
-                name=name,
-                kind=kind,
-                shape=tuple(parameter.shape),
-                start=mapping.lp_fragment_address.start,
-                stride=0,
-                data=tensor.narrow(0, place.start, place.numel).view(1, -1),
-            )
-    moments.keep(create)
-
-
-def _zero3_pieces(engine: "Engine", create: KindsOf | None) -> Iterator[Piece]:
-    """Each process has an equal part of each parameter, the last one padded; sub-groups may lie on NVMe."""
-    zero = engine.model.optimizer
-    moments = _Moments(_base_optimizer(engine))
-    names = {id(parameter): name for name, parameter in trained_parameters(engine)}
-    zero._set_fp32_optimizer_param_groups()  # else an optimizer that looks for its parameters finds none
-    try:
-        for i, group in enumerate(zero.fp16_groups):
-            with _swapped_in(zero, i, changed=create is not None):
-                yield from _zero3_group(
-                    engine, i, [(names[id(parameter)], parameter) for parameter in group], moments, create
-                )
-                moments.keep(create)
-    finally:  # a save that breaks off is no end of the run
-        zero._clear_fp32_optimizer_param_groups()
-
-
-@contextlib.contextmanager
-def _swapped_in(zero: Any, i: int, *, changed: bool) -> Iterator[None]:
-    """A sub-group's states in memory, if they lie on NVMe, whose few buffers are given back in any case."""
-    if not zero._swappable_optimizer_subgroup(i):
-        yield
-        return
-    zero._optimizer_states_and_gradient_swap_in(i)
-    try:
-        yield
-    finally:
-        if changed:
-            zero._optimizer_states_and_gradient_swap_out(i)
-        else:
-            zero._release_swap_buffers(i)
-
-
-def _zero3_group(
-    engine: "Engine", i: int, group: list[tuple[str, torch.nn.Parameter]], moments: "_Moments", create: KindsOf | None
-) -> Iterator[Piece]:
-    zero = engine.model.optimizer
-    flat = zero.fp32_partitioned_groups_flat[i]
-    for name, parameter in group:
-        state = moments.of(flat, create and create(name))
-        index, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
-        assert index == i
-        part = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]
-        start = engine.world.rank * part
-        length = min(part, parameter.ds_numel - start)  # type: ignore[attr-defined]
-        if length <= 0:
-            continue
-        for kind, tensor in {WEIGHT: flat.detach(), **state}.items():
-            yield Piece(
-                name=name,
-                kind=kind,
-                shape=tuple(parameter.ds_shape),  # type: ignore[attr-defined]
-                start=start,
-                stride=0,
-                data=tensor.narrow(0, offset, length).view(1, -1),
-            )

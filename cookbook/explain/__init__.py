@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from cookbook.costs import per_parameter as costs
+from cookbook.costs.inputs import CostInputs, cost_inputs
 from cookbook.ds_config import deepspeed_config, run_name, separate_swap
-from cookbook.explain import costs
 from cookbook.explain.chart import draw
 from cookbook.files import Document, RecipeError, apply_overrides, read_document
 from cookbook.library import read_label, read_needs
 from cookbook.machine import num_gpus
+from cookbook.optim import number
 from cookbook.plan import Plan, default_num_processes, launch_command, load_pair, make_plan, show_command
 from cookbook.recipe import BUILTIN_SOURCE, Recipe, Source
 from cookbook.schedule import learning_rate, peak_learning_rate
@@ -50,7 +52,7 @@ class Explanation:
     recipe: Recipe
     strategy: Strategy
     plan: Plan
-    setting: costs.Setting
+    setting: CostInputs
     files: Section
     sections: dict[str, Section]
     rates: list[float]
@@ -87,7 +89,7 @@ def explain(
     yaml_file = read_document(Path(strategy.path))
     count, count_text, count_sources = _count(recipe_path, strategy, yaml_file, processes)
     plan = make_plan(recipe, strategy, num_processes=count, num_gpus=count, recipe_name=str(recipe_path))
-    setting = costs.setting_of(recipe, strategy, count, plan.gradient_accumulation_steps)
+    setting = cost_inputs(recipe, strategy, count)
     peak = peak_learning_rate(recipe.optim, recipe.schedule, recipe.batch.global_batch_size)
     num_steps, length = _length(recipe, document)
     rates, drawn_steps = _rates(recipe, peak, num_steps)
@@ -194,15 +196,9 @@ def _what(recipe: Recipe, document: Document) -> Section:
         found["trained"] = of(
             adapter.model_dump(), text, *(f"adapter.{key}" for key in ("name", "rank", "alpha", "targets"))
         )
-    match objective.name:
-        case "sft":
-            whose = "the assistant's tokens" if objective.train_on == "assistant" else "every token"
-            found["objective"] = of("sft", f"sft, loss on {whose}", "objective.name", "objective.train_on")
-        case "cpt":
-            found["objective"] = of("cpt", "cpt, loss on every token", "objective.name")
-        case "dpo":
-            text = f"dpo, {objective.loss}, beta {objective.beta:g}"
-            found["objective"] = of("dpo", text, "objective.name", "objective.loss", "objective.beta")
+    found["objective"] = of(
+        objective.name, objective.words(), *(f"objective.{key}" for key in type(objective).model_fields)
+    )
     found["data"] = of([s.model_dump() for s in data.train], "; ".join(map(_name, data.train)), "data.train")
     held_out = [f"{name}: {_name(s)}" if name else _name(s) for name, s in data.eval.items()]
     held_out += [f"{data.holdout:.3g} of data.train"] if data.holdout else []
@@ -242,8 +238,7 @@ def _quantity(document: Document, value: Any, text: str, *keys: str) -> Quantity
 
 def _batch(recipe: Recipe, plan: Plan, document: Document, processes: Quantity, yaml_file: Document) -> Section:
     batch, size, accumulation = recipe.batch, plan.data_parallel_size, plan.gradient_accumulation_steps
-    is_dpo = recipe.objective.name == "dpo"
-    unit = "pair" if is_dpo else "sequence"
+    unit = recipe.objective.sample
 
     def of(value: Any, text: str, *keys: str) -> Quantity:
         return _quantity(document, value, text, *keys)
@@ -265,9 +260,9 @@ def _batch(recipe: Recipe, plan: Plan, document: Document, processes: Quantity, 
         found["forward"] = of(tokens, f"at most {tokens:,} tokens on each process", "batch.micro_batch_tokens")
         text = f"at most {accumulation} = {batch.global_batch_size} / {size}: it follows the samples' lengths"
         found["accumulation"] = of(accumulation, text, "batch.global_batch_size")
-    each = 2 if is_dpo else 1
+    each = len(recipe.objective.sequences)
     bound = batch.global_batch_size * each * recipe.data.max_length
-    twice = " x 2" if is_dpo else ""
+    twice = f" x {each}" if each > 1 else ""
     text = (
         f"at most {bound:,} = {batch.global_batch_size}{twice} x {recipe.data.max_length:,}; fewer if samples are short"
     )
@@ -309,7 +304,7 @@ def _length(recipe: Recipe, document: Document) -> tuple[int | None, Section]:
 def _count_rows(recipe: Recipe) -> int | None:
     """Samples in an epoch at most; None where a row is not a sample, or is not in a file small enough to look."""
     data = recipe.data
-    if recipe.objective.name == "cpt" or data.holdout:
+    if recipe.objective.splits_rows or data.holdout:
         return None
     rows = 0
     for one in data.train:
@@ -359,12 +354,6 @@ def _optimizer(
     recipe: Recipe, peak: float, drawn_steps: int | None, num_steps: int | None, document: Document
 ) -> Section:
     optim, schedule = recipe.optim, recipe.schedule
-    details = []
-    if optim.name != "sgd":
-        details.append(f"betas {optim.betas[0]:g} and {optim.betas[1]:g}, eps {number(optim.eps)}")
-    if optim.momentum is not None:
-        details.append(f"momentum {optim.momentum:g}")
-    details.append(f"weight decay {number(optim.weight_decay)}")
     clip = f"to norm {optim.max_grad_norm:g}" if optim.max_grad_norm else "off"
     rate, keys = number(peak), ["optim.learning_rate"]
     if schedule.base_batch_size is not None:
@@ -375,13 +364,12 @@ def _optimizer(
     warmup = "none" if not schedule.warmup_steps else f"{schedule.warmup_steps} steps"
     if num_steps and schedule.warmup_steps:
         warmup += f", {100 * schedule.warmup_steps / num_steps:.3g} % of the run"
-    ends = {"cosine": "to 0", "linear": "to 0", "constant": "at the peak", "inverse_sqrt": "with sqrt(warm-up / step)"}
-    shape = ends.get(schedule.name, f"at the peak, then to 0 over the last {schedule.decay_steps} steps")
+    shape = schedule.ends()
     if drawn_steps is not None and num_steps is None:
         shape += f"; drawn for {drawn_steps:,} steps, the length being unknown"
     return {
         "optimizer": _quantity(
-            document, optim.name, f"{optim.name}: {'; '.join(details)}", "optim.name", *_given(document)
+            document, optim.name, f"{optim.name}: {'; '.join(optim.words())}", "optim.name", *_given(recipe, document)
         ),
         "clipping": _quantity(document, optim.max_grad_norm, clip, "optim.max_grad_norm"),
         "peak rate": _quantity(document, peak, rate, *keys),
@@ -390,9 +378,10 @@ def _optimizer(
     }
 
 
-def _given(document: Document) -> list[str]:
+def _given(recipe: Recipe, document: Document) -> list[str]:
     """The keys of `optim` that the recipe writes, of those that shape the update."""
-    keys = (f"optim.{key}" for key in ("betas", "eps", "momentum", "weight_decay"))
+    shown_apart = {"name", "learning_rate", "max_grad_norm"}
+    keys = (f"optim.{key}" for key in type(recipe.optim).model_fields if key not in shown_apart)
     return [key for key in keys if source(document, key) != DEFAULT]
 
 
@@ -401,7 +390,7 @@ def _rates(recipe: Recipe, peak: float, num_steps: int | None) -> tuple[list[flo
     seen. None: the shape is the same for every length.
     """
     schedule = recipe.schedule
-    marked = schedule.warmup_steps + (schedule.decay_steps or 0)
+    marked = schedule.fixed_steps
     steps = num_steps or (10 * marked if marked else POINTS)
     places = (i * steps // POINTS for i in range(POINTS)) if steps > POINTS else range(steps)
     return [learning_rate(step, steps, peak, schedule) for step in places], steps if num_steps or marked else None
@@ -416,7 +405,7 @@ def _precision_sources(name: str, strategy: Strategy, document: Document) -> tup
     return (source(document, "mixed_precision"),)
 
 
-def _costs(setting: costs.Setting) -> Section:
+def _costs(setting: CostInputs) -> Section:
     section: Section = {}
     for where in costs.PLACES:
         if words := costs.states_in_words(setting, where):
@@ -487,14 +476,6 @@ def _chart(found: Explanation, plain: bool) -> list[str]:
     else:
         ticks = ["step 1", f"{found.num_steps // 2:,}", f"{found.num_steps:,}"]
     return draw(found.rates, bottom="0", top=number(peak), ticks=ticks, plain=plain)
-
-
-def number(value: float) -> str:
-    """2e-05 as one writes it in a recipe: 2e-5."""
-    if value == 0 or 0.01 <= abs(value) < 10_000:
-        return f"{value:.4g}"
-    digits, _, exponent = f"{value:.3e}".partition("e")
-    return f"{float(digits):g}e{int(exponent)}"
 
 
 def _shown(value: Any) -> str:

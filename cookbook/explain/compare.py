@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cookbook.explain import Explanation, costs, explain, number, shorten, source
+from cookbook.costs import per_parameter as costs
+from cookbook.costs.inputs import CostInputs
+from cookbook.explain import Explanation, explain, shorten, source
 from cookbook.files import RecipeError, apply_overrides, read_document, show
+from cookbook.optim import number
 from cookbook.plan import load_pair
-from cookbook.recipe import Recipe, Source
+from cookbook.recipe import Recipe, Source, read_recipe
 from cookbook.strategy import Strategy, find_strategy, load_strategy, strategy_path
 
 NEVER_THE_CURVE = (
@@ -70,7 +73,7 @@ class Comparison:
     names: tuple[str, str]
     short: tuple[dict[str, str], dict[str, str]]
     """Of each side, the files by the name that stands for them."""
-    settings: tuple[costs.Setting, costs.Setting]
+    settings: tuple[CostInputs, CostInputs]
     differences: list[Difference]
     has_recipe: bool
     caveats: list[str]
@@ -87,7 +90,7 @@ def is_strategy(name: str) -> bool:
     path = strategy_path(name)
     if path != Path(name):
         return True
-    values = read_document(path).values
+    values = read_recipe(path).values
     return "distributed_type" in values or "compute_environment" in values
 
 
@@ -108,7 +111,7 @@ def compare_strategies(first: Path, second: Path, processes: int | None) -> Comp
     one, other = strategies
     fixed = [s.num_processes for s in strategies if (s.num_processes or 1) > 1]
     count = processes or next(iter(fixed), None) or DEFAULT_PROCESSES
-    settings = [costs.Setting(strategy=s, num_processes=s.num_processes or count, accumulation=1) for s in strategies]
+    settings = [CostInputs(strategy=s, num_processes=s.num_processes or count) for s in strategies]
     return Comparison(
         names=(one.path, other.path),
         short=(_short(one, "A "), _short(other, "B ")),
@@ -265,12 +268,12 @@ def _shown(value: Any) -> str:
     return value if isinstance(value, str) else show(value)
 
 
-def _memory(setting: costs.Setting) -> str:
+def _memory(setting: CostInputs) -> str:
     words = [(where, costs.states_in_words(setting, where)) for where in costs.PLACES]
     return " | ".join(f"{where}: {text}" for where, text in words if text)
 
 
-def _sides(found: Comparison, what: Callable[[costs.Setting], str]) -> list[str]:
+def _sides(found: Comparison, what: Callable[[CostInputs], str]) -> list[str]:
     first, second = map(what, found.settings)
     if first == second:
         return [f"  the same: {first}"]
@@ -284,7 +287,7 @@ def _differ(found: Comparison) -> bool:
     return found.settings[0].num_processes != found.settings[1].num_processes
 
 
-def _processes(setting: costs.Setting) -> str:
+def _processes(setting: CostInputs) -> str:
     return "1 process" if setting.num_processes == 1 else f"{setting.num_processes} processes"
 
 
@@ -298,10 +301,8 @@ def _curve(found: Comparison) -> list[str]:
         named = ", ".join(changing) if len(changing) < 5 else f"the first {len(changing)} keys above"
         lines = [f"may differ, by {named}"] if changing else []
         lines += [f"may differ: {caveat}" for caveat in found.caveats]
-    bits = {setting.optimizer for setting in found.settings}
-    if "adamw_8bit" in bits:
-        lines.append("adamw_8bit: where its blocks begin follows the strategy's cut, so its band is wider")
-    return lines
+    optimizers = {setting.optim.name: setting.optim for setting in found.settings}
+    return lines + [f"{name}: {optim.caveat}" for name, optim in optimizers.items() if optim.caveat]
 
 
 def as_dict(found: Comparison) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """Before a run: will it fit, how fast will it be, which strategy to take. Numbers from the model's own code traced
-without data (`trace`), from what each engine holds (`states`), and from data sheets (`speed`)."""
+without data (`trace`), from the ledger of costs, and from data sheets (`speed`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,16 +8,18 @@ from typing import Any, Literal, cast
 
 from transformers import PreTrainedConfig
 
+from cookbook.costs.flops import Step, sizes_of
+from cookbook.costs.inputs import CostInputs, Skeleton, cost_inputs
+from cookbook.costs.loading import loading as loading_of
+from cookbook.costs.loading import machine_bytes
+from cookbook.costs.memory import States, checkpoint_bytes
+from cookbook.costs.memory import states as states_of
 from cookbook.files import RecipeError
-from cookbook.forecast.loading import loading as loading_of
 from cookbook.forecast.memory import CONTEXT, GIB, Memory, peak
 from cookbook.forecast.outside import outside as outside_of
-from cookbook.forecast.skeleton import Skeleton, Weight
 from cookbook.forecast.skeleton import skeleton as skeleton_of
-from cookbook.forecast.speed import Range, Sizes, Step, caveat, no_forecast, step_seconds
-from cookbook.forecast.states import States
-from cookbook.forecast.states import states as states_of
-from cookbook.forecast.trace import Pass, Untraceable, bound
+from cookbook.forecast.speed import Range, caveat, no_forecast, step_seconds
+from cookbook.forecast.trace import ActivationTrace, Untraceable, bound
 from cookbook.forecast.trace import trace as trace_pass
 from cookbook.hardware import HOST_AT_LEAST, Machines
 from cookbook.models.loss import LOGITS_BUDGET
@@ -26,7 +28,7 @@ from cookbook.plan import Plan, default_num_processes, make_plan
 from cookbook.recipe import AdapterSection, Recipe
 from cookbook.strategy import Strategy
 
-__all__ = ["Forecast", "Outlook", "forecast", "forecast_all", "of_run", "rung_below"]
+__all__ = ["Forecast", "PlanReport", "forecast", "forecast_all", "of_run", "rung_below"]
 
 FSDP: dict[str, Literal[1, 2]] = {"fsdp1": 1, "fsdp2": 2}
 """Version, by kind of strategy."""
@@ -67,7 +69,7 @@ class Forecast:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outlook:
+class PlanReport:
     """All strategies, best first."""
 
     recipe: Recipe
@@ -75,7 +77,7 @@ class Outlook:
     forecasts: list[Forecast]
     origin: str
     """Where the model's structure is from."""
-    next_rung: str | None
+    suggestion: str | None
     """What to change, where nothing fits."""
     no_time: str | None
     """Why there is no forecast of time, if there is none."""
@@ -89,7 +91,7 @@ class Outlook:
 
 def forecast_all(
     recipe: Recipe, strategies: list[Strategy], machines: Machines, recipe_name: str, others: Sequence[Strategy] = ()
-) -> Outlook:
+) -> PlanReport:
     """Every strategy, ranked: what fits, then by time, then by how little there is to go wrong.
 
     Args:
@@ -101,23 +103,23 @@ def forecast_all(
     config, origin = find_config(recipe.model)
     if problem := not_served(config):
         raise RecipeError([f"model.name_or_path is {recipe.model.name_or_path!r}: {problem}"])
-    workshop = _Workshop(config, recipe)
-    found = [forecast(workshop, strategy, machines, recipe_name) for strategy in strategies]
+    traces = TraceCache(config, recipe)
+    found = [forecast(traces, strategy, machines, recipe_name) for strategy in strategies]
     ranked = sorted(found, key=_rank)
     rung = None
     if ranked[0].verdict == "does not fit":
-        rung = _next_rung(workshop, strategies, others, machines, recipe_name)
-    return Outlook(
+        rung = _suggestion(traces, strategies, others, machines, recipe_name)
+    return PlanReport(
         recipe=recipe,
         machines=machines,
         forecasts=ranked,
         origin=origin,
-        next_rung=rung,
+        suggestion=rung,
         no_time=no_forecast(machines, recipe.mixed_precision),
-        time_caveat=caveat(workshop.sizes),
+        time_caveat=caveat(traces.sizes),
         model=config.model_type,
-        num_parameters=workshop.sizes.num_parameters,
-        num_trained=workshop.sizes.num_trained,
+        num_parameters=traces.sizes.num_parameters,
+        num_trained=traces.sizes.num_trained,
     )
 
 
@@ -131,34 +133,36 @@ def rung_below(
     Args:
         others: strategies to propose.
     """
-    workshop = _Workshop(find_config(recipe.model)[0], recipe)
-    memory = forecast(workshop, strategy, machines, recipe_name).memory
+    traces = TraceCache(find_config(recipe.model)[0], recipe)
+    memory = forecast(traces, strategy, machines, recipe_name).memory
     if memory is not None:
         needed = memory.needed[0] / GIB
         machines = replace(machines, usable_gib=min(needed, machines.usable_gib or needed))
-    return _next_rung(workshop, [strategy], others, machines, recipe_name)
+    return _suggestion(traces, [strategy], others, machines, recipe_name)
 
 
-class _Workshop:
+class TraceCache:
     """What strategies share: the model's skeleton, and a trace for each way to compute."""
 
     def __init__(self, config: PreTrainedConfig, recipe: Recipe) -> None:
         self.config, self.recipe = config, recipe
         self.skeleton: Skeleton = skeleton_of(config, recipe)
-        self.sizes = _sizes(config, self.skeleton)
+        self.sizes = sizes_of(config, self.skeleton)
         self.untraceable: str | None = None
         self._trace = cache(self._traced)
 
-    def work(self, strategy: Strategy, micro_batch: int) -> Pass:
+    def work(self, strategy: Strategy, micro_batch: int) -> ActivationTrace:
         """A micro-batch of so many samples, at their full length."""
         autocast = strategy.kind in ("single", "ddp", "tp")
         return self._trace(
             autocast, strategy.tp_size, FSDP.get(strategy.kind, 0), strategy.zero_stage == 3, micro_batch
         )
 
-    def _traced(self, autocast: bool, tp_size: int, fsdp: Literal[0, 1, 2], is_zero3: bool, micro_batch: int) -> Pass:
+    def _traced(
+        self, autocast: bool, tp_size: int, fsdp: Literal[0, 1, 2], is_zero3: bool, micro_batch: int
+    ) -> ActivationTrace:
         recipe = self.recipe
-        sequences = micro_batch * (2 if recipe.objective.name == "dpo" else 1)
+        sequences = micro_batch * len(recipe.objective.sequences)
         length = recipe.data.max_length
         rows, row = (1, sequences * length) if recipe.data.packing else (sequences, length)
         if self.untraceable is None:
@@ -185,21 +189,20 @@ def of_run(config: PreTrainedConfig, recipe: Recipe, strategy: Strategy, plan: P
     Raises:
         Untraceable: there is but a bound.
     """
-    workshop = _Workshop(config, recipe)
-    held = _of_heaviest(workshop.skeleton, recipe, strategy, plan.num_processes)
-    work = workshop.work(strategy, micro_batch_of(recipe))
-    if workshop.untraceable is not None:
-        raise Untraceable(workshop.untraceable)
-    return _memory(workshop, strategy, held, plan, work)
+    traces = TraceCache(config, recipe)
+    held = _of_heaviest(traces.skeleton, cost_inputs(recipe, strategy, plan.num_processes))
+    work = traces.work(strategy, micro_batch_of(recipe))
+    if traces.untraceable is not None:
+        raise Untraceable(traces.untraceable)
+    return _memory(traces, strategy, held, plan, work)
 
 
-def _of_heaviest(found: Skeleton, recipe: Recipe, strategy: Strategy, num_processes: int) -> States:
+def _of_heaviest(found: Skeleton, inputs: CostInputs) -> States:
     """Of the process that has most: where flat tensors are cut into equal parts, not each has as much that is trained,
     and the first one not always most of it."""
-    ranks = range(num_processes) if strategy.kind == "fsdp1" or strategy.zero_stage in (1, 2) else range(1)
-    return max(
-        (states_of(found, recipe, strategy, num_processes, rank) for rank in ranks), key=lambda one: one.gpu.total
-    )
+    strategy = inputs.strategy
+    ranks = range(inputs.num_processes) if strategy.kind == "fsdp1" or strategy.zero_stage in (1, 2) else range(1)
+    return max((states_of(found, inputs, rank) for rank in ranks), key=lambda one: one.gpu.total)
 
 
 def micro_batch_of(recipe: Recipe) -> int:
@@ -208,13 +211,13 @@ def micro_batch_of(recipe: Recipe) -> int:
     if batch.micro_batch_size is not None:
         return batch.micro_batch_size
     assert batch.micro_batch_tokens is not None
-    of_a_sample = recipe.data.max_length * (2 if recipe.objective.name == "dpo" else 1)
+    of_a_sample = recipe.data.max_length * len(recipe.objective.sequences)
     return max(1, batch.micro_batch_tokens // of_a_sample)
 
 
-def forecast(workshop: _Workshop, strategy: Strategy, machines: Machines, recipe_name: str) -> Forecast:
+def forecast(traces: TraceCache, strategy: Strategy, machines: Machines, recipe_name: str) -> Forecast:
     """One strategy."""
-    recipe, found = workshop.recipe, workshop.skeleton
+    recipe, found = traces.recipe, traces.skeleton
     each = max(1, machines.gpus_each)
     count = default_num_processes(strategy, machines.num_gpus)
     try:
@@ -234,20 +237,19 @@ def forecast(workshop: _Workshop, strategy: Strategy, machines: Machines, recipe
         )
     except RecipeError as error:
         return Forecast(strategy=strategy, verdict="cannot run", why=error.mistakes, num_processes=count)
-    held = _of_heaviest(found, recipe, strategy, count)
+    inputs = cost_inputs(recipe, strategy, count)
+    held = _of_heaviest(found, inputs)
     outside = outside_of(strategy, machines, count)
-    memory = _memory(workshop, strategy, held, plan, workshop.work(strategy, micro_batch_of(recipe)), outside)
+    memory = _memory(traces, strategy, held, plan, traces.work(strategy, micro_batch_of(recipe)), outside)
     local = min(count, each)
-    offloaded, disk = held.host.total * local, held.disk.total * local
-    start = loading_of(found, recipe, strategy, held, local).host if machines.gpus_each else 0
-    host = max(offloaded, start)
+    host, offloaded, disk = machine_bytes(found, inputs, held, local, on_gpus=machines.gpus_each > 0)
     verdict, why, shortage = _verdict(memory, host, disk, machines, offloaded=offloaded)
     largest = longest = None
     if machines.usable_gib is not None and held.gpu.total < machines.usable_gib * GIB:
-        largest = _largest(workshop, strategy, held, plan, machines.usable_gib * GIB, outside)
+        largest = _largest(traces, strategy, held, plan, machines.usable_gib * GIB, outside)
     if largest is not None:
         tokens = int(largest * recipe.data.max_length)
-        positions = getattr(workshop.config, "max_position_embeddings", None) or tokens
+        positions = getattr(traces.config, "max_position_embeddings", None) or tokens
         longest = min(tokens, positions) // 64 * 64
     return Forecast(
         strategy=strategy,
@@ -257,18 +259,18 @@ def forecast(workshop: _Workshop, strategy: Strategy, machines: Machines, recipe
         num_processes=count,
         plan=plan,
         memory=memory,
-        is_bound=workshop.untraceable is not None,
+        is_bound=traces.untraceable is not None,
         host=host,
         disk=disk,
         checkpoint=checkpoint_bytes(found, recipe),
-        time=_time(workshop, strategy, plan, machines, count),
+        time=_time(traces, strategy, plan, machines, count),
         largest_micro_batch=None if largest is None else int(largest),
         longest=longest,
     )
 
 
-def _time(workshop: _Workshop, strategy: Strategy, plan: Plan, machines: Machines, num_processes: int) -> Range | None:
-    recipe = workshop.recipe
+def _time(traces: TraceCache, strategy: Strategy, plan: Plan, machines: Machines, num_processes: int) -> Range | None:
+    recipe = traces.recipe
     if no_forecast(machines, recipe.mixed_precision) is not None:
         return None
     length = recipe.data.max_length
@@ -281,57 +283,27 @@ def _time(workshop: _Workshop, strategy: Strategy, plan: Plan, machines: Machine
         precision=recipe.mixed_precision,
         is_compiled=recipe.model.compile,
     )
-    return step_seconds(strategy, workshop.sizes, step, machines, num_processes=num_processes)
+    return step_seconds(strategy, traces.sizes, step, machines, num_processes=num_processes)
 
 
 def tokens_of_step(recipe: Recipe) -> int:
     """At most: every sample at its full length."""
-    of_a_sample = 2 if recipe.objective.name == "dpo" else 1
-    return recipe.batch.global_batch_size * of_a_sample * recipe.data.max_length
-
-
-def _sizes(config: PreTrainedConfig, found: Skeleton) -> Sizes:
-    text = config.get_text_config()
-    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
-    share = (getattr(text, "num_experts_per_tok", None) or 1) / experts
-
-    def active(weight: Weight) -> float:
-        """Elements that a token is multiplied by."""
-        if len(weight.shape) < 2 or weight.layer is None:
-            return 0.0
-        return weight.num_elements * (share if ".experts." in weight.name else 1.0)
-
-    heads = text.num_attention_heads
-    head = [
-        weight for weight in found.weights if weight.part == "head" or (found.is_tied and weight.part == "embedding")
-    ]
-    return Sizes(
-        num_parameters=sum(weight.num_elements for weight in found.weights),
-        num_trained=sum(weight.num_elements for weight in found.weights if weight.is_trained),
-        num_matrix=round(sum(map(active, found.weights))),
-        num_matrix_trained=round(sum(active(weight) for weight in found.weights if weight.is_trained)),
-        head_trained=any(weight.is_trained for weight in head),
-        num_layers=found.num_layers,
-        hidden=text.hidden_size,
-        num_heads=heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        vocab=text.vocab_size,
-        num_experts=experts,
-    )
+    return recipe.batch.global_batch_size * len(recipe.objective.sequences) * recipe.data.max_length
 
 
 def _memory(
-    workshop: _Workshop,
+    traces: TraceCache,
     strategy: Strategy,
     held: States,
     plan: Plan,
-    work: Pass,
+    work: ActivationTrace,
     outside: tuple[int, int] = (CONTEXT, CONTEXT),
 ) -> Memory:
     is_sharded = plan.num_processes > 1 and (strategy.kind in ("fsdp1", "fsdp2") or strategy.zero_stage == 3)
     accumulates = plan.gradient_accumulation_steps > 1
-    start = loading_of(workshop.skeleton, workshop.recipe, strategy, held, local=1)
-    found = peak(workshop.skeleton, held, work, accumulates=accumulates, is_sharded=is_sharded, loading=start.gpu)
+    inputs = cost_inputs(traces.recipe, strategy, plan.num_processes)
+    start = loading_of(traces.skeleton, inputs, held, local=1)
+    found = peak(traces.skeleton, held, work, accumulates=accumulates, is_sharded=is_sharded, loading=start.gpu)
     return replace(found, outside=outside)
 
 
@@ -339,23 +311,23 @@ LARGEST = 2**20
 
 
 def _largest(
-    workshop: _Workshop, strategy: Strategy, held: States, plan: Plan, usable: float, outside: tuple[int, int]
+    traces: TraceCache, strategy: Strategy, held: States, plan: Plan, usable: float, outside: tuple[int, int]
 ) -> float | None:
     """Samples of max_length in a forward that surely fit; a fraction tells of shorter samples.
 
-    Every stretch of a forward and backward grows with the tokens, so two traces tell of any number of them: both of
+    Every phase of a forward and backward grows with the tokens, so two traces tell of any number of them: both of
     sizes whose logits come in chunks, from where on they do not grow.
     """
-    recipe = workshop.recipe
-    in_chunks = LOGITS_BUDGET // (workshop.sizes.vocab * recipe.data.max_length) + 1
+    recipe = traces.recipe
+    in_chunks = LOGITS_BUDGET // (traces.sizes.vocab * recipe.data.max_length) + 1
     small = max(micro_batch_of(recipe), in_chunks)
-    one, two = (workshop.work(strategy, size) for size in (small, 2 * small))
-    if len(one.stretches) != len(two.stretches):  # one was traced and the other took too long
+    one, two = (traces.work(strategy, size) for size in (small, 2 * small))
+    if len(one.phases) != len(two.phases):  # one was traced and the other took too long
         return None
 
     def fits(size: float) -> bool:
         work = one.towards(two, size / small - 1)
-        return _memory(workshop, strategy, held, plan, work, outside).needed[1] <= usable
+        return _memory(traces, strategy, held, plan, work, outside).needed[1] <= usable
 
     low, high = 0.0, 1.0
     while fits(high) and high < LARGEST:
@@ -404,17 +376,6 @@ def _verdict(
     return verdict, why, shortage
 
 
-def checkpoint_bytes(found: Skeleton, recipe: Recipe) -> int:
-    """Weights and moments of what is trained, in float32, whatever the optimizer keeps them in."""
-    kinds = {"adamw": 2, "adamw_8bit": 2, "sgd": 0 if recipe.optim.momentum == 0 else 1, "muon": 2}[recipe.optim.name]
-    total = 0
-    for weight in found.weights:
-        if weight.is_trained:
-            moments = 1 if recipe.optim.name == "muon" and weight.is_orthogonal else kinds
-            total += weight.num_elements * 4 * (1 + moments)
-    return total
-
-
 SIMPLICITY = ("single", "ddp", "fsdp2", "zero", "fsdp1", "tp")
 
 
@@ -429,8 +390,8 @@ def _rank(one: Forecast) -> tuple:
     return order, round(seconds, 3), offload, SIMPLICITY.index(strategy.kind), strategy.zero_stage, strategy.name
 
 
-def _next_rung(
-    workshop: _Workshop,
+def _suggestion(
+    traces: TraceCache,
     strategies: Sequence[Strategy],
     others: Sequence[Strategy],
     machines: Machines,
@@ -438,14 +399,14 @@ def _next_rung(
 ) -> str | None:
     """The first change with which something fits: another strategy, a smaller micro-batch, recomputed activations,
     both, an adapter."""
-    recipe = workshop.recipe
+    recipe = traces.recipe
 
-    def best_of(shop: _Workshop, candidates: Sequence[Strategy]) -> Forecast | None:
+    def best_of(shop: TraceCache, candidates: Sequence[Strategy]) -> Forecast | None:
         found = (forecast(shop, strategy, machines, recipe_name) for strategy in candidates)
         return min((one for one in found if one.verdict in ("fits", *UNKNOWN)), key=_rank, default=None)
 
     known = {strategy.path for strategy in strategies}
-    best = best_of(workshop, [strategy for strategy in others if strategy.path not in known])
+    best = best_of(traces, [strategy for strategy in others if strategy.path not in known])
     if best is not None:
         return f"strategy {best.strategy.name} fits{_if_there(best)}"
     small = recipe.batch.model_copy(update={"micro_batch_size": 1, "micro_batch_tokens": None})
@@ -462,7 +423,7 @@ def _next_rung(
             less = {"adapter": AdapterSection(name=name), "batch": small, "model": saved}
             ladder.append((f"adapter: {{name: {name}}}, micro_batch_size: 1 and gradient_checkpointing: true", less))
     for words, changes in ladder:
-        shop = _Workshop(workshop.config, recipe.model_copy(update=changes))
+        shop = TraceCache(traces.config, recipe.model_copy(update=changes))
         best = best_of(shop, [*strategies, *(strategy for strategy in others if strategy.path not in known)])
         if best is not None:
             return f"with {words}, {best.strategy.name} fits{_if_there(best)}"

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cookbook.costs.inputs import Skeleton
+from cookbook.costs.memory import States
 from cookbook.forecast import units
-from cookbook.forecast.skeleton import Skeleton
-from cookbook.forecast.states import States
-from cookbook.forecast.trace import Pass, Stretch
+from cookbook.forecast.trace import ActivationTrace, Phase
 
 GIB = 2**30
 
@@ -69,7 +69,7 @@ class Memory:
 
 
 def peak(
-    skeleton: Skeleton, states: States, work: Pass, *, accumulates: bool, is_sharded: bool, loading: int = 0
+    skeleton: Skeleton, states: States, work: ActivationTrace, *, accumulates: bool, is_sharded: bool, loading: int = 0
 ) -> Memory:
     """The largest moment of a step, once the optimizer has its states, or of the start.
 
@@ -80,10 +80,10 @@ def peak(
     """
     gpu = states.gpu
     if states.units:
-        moments = [_of_units(states, one, accumulates, is_sharded) for one in units.moments(states, work.stretches)]
+        moments = [_of_units(states, one, accumulates, is_sharded) for one in units.moments(states, work.phases)]
     else:
         done = _done_fractions(skeleton)
-        moments = [_at(states, stretch, *done(stretch), accumulates, is_sharded) for stretch in work.stretches]
+        moments = [_at(states, phase, *done(phase), accumulates, is_sharded) for phase in work.phases]
         moments.append(_last_reduction(states, accumulates, is_sharded))
     update = Memory(
         moment="the update",
@@ -108,17 +108,17 @@ def peak(
     return max([*moments, update, start], key=lambda one: one.allocated)
 
 
-def _at(states: States, stretch: Stretch, begun: float, done: float, accumulates: bool, is_sharded: bool) -> Memory:
-    """A stretch of a strategy that keeps weights as they are, or gathers them in an order of its own.
+def _at(states: States, phase: Phase, begun: float, done: float, accumulates: bool, is_sharded: bool) -> Memory:
+    """A phase of a strategy that keeps weights as they are, or gathers them in an order of its own.
 
     Args:
-        begun: the share of the gradients that earlier stretches made.
+        begun: the share of the gradients that earlier phases made.
         done: with those that this one makes.
     """
     gpu = states.gpu
     there = states.gradients_between if accumulates else states.gradients_at_first
-    gathered, making, reduced = gpu.buffers + states.gathered_weights, stretch.making, begun
-    is_backward = stretch.name in ("head backward", "backward", "end")
+    gathered, making, reduced = gpu.buffers + states.gathered_weights, phase.making, begun
+    is_backward = phase.name in ("head backward", "backward", "end")
     if not is_backward or states.is_sent_again:
         gathered += states.sent
     if states.bucket:  # gradients go there as they are made, and become this process's share when it is full
@@ -127,17 +127,17 @@ def _at(states: States, stretch: Stretch, begun: float, done: float, accumulates
         gathered += states.gradient_buckets * (is_backward and done > 0)
         gathered += states.reduction * (begun // full < done // full)
     made = max(0, round(gpu.gradients * reduced) - there)
-    is_head = stretch.name in ("head", "head backward")
+    is_head = phase.name in ("head", "head backward")
     # A gradient that is there already takes what is added to it.
-    activations = stretch.peak + (0 if there else making)
+    activations = phase.peak + (0 if there else making)
     return Memory(
-        moment=_name(stretch),
+        moment=_name(phase),
         parameters=gpu.weights,
         gradients=there + made,
         optimizer=gpu.masters + gpu.moments,
         gathered=gathered,
-        activations=stretch.held if is_head else activations,
-        logits=activations - stretch.held if is_head else 0,
+        activations=phase.held if is_head else activations,
+        logits=activations - phase.held if is_head else 0,
         is_sharded=is_sharded,
     )
 
@@ -161,34 +161,34 @@ def _last_reduction(states: States, accumulates: bool, is_sharded: bool) -> Memo
 
 
 def _of_units(states: States, moment: units.Moment, accumulates: bool, is_sharded: bool) -> Memory:
-    gpu, stretch = states.gpu, moment.stretch
+    gpu, phase = states.gpu, moment.phase
     reduced = min(moment.reduced, gpu.gradients)  # on the host where that holds them
-    is_head = moment.what is None and stretch.name in ("head", "head backward")
+    is_head = moment.what is None and phase.name in ("head", "head backward")
     return Memory(
-        moment=moment.what or _name(stretch),
+        moment=moment.what or _name(phase),
         parameters=gpu.weights,
         gradients=states.gradients_between if accumulates else reduced,
         optimizer=gpu.masters + gpu.moments,
         gathered=gpu.buffers + moment.gathered,
-        activations=stretch.held if is_head else moment.activations,
-        logits=max(0, moment.activations - stretch.held) if is_head else 0,
+        activations=phase.held if is_head else moment.activations,
+        logits=max(0, moment.activations - phase.held) if is_head else 0,
         is_sharded=is_sharded,
     )
 
 
-def _name(stretch: Stretch) -> str:
+def _name(phase: Phase) -> str:
     return {
         "embed": "the embedding",
-        "forward": f"the forward of layer {stretch.layer}",
+        "forward": f"the forward of layer {phase.layer}",
         "head": "the loss",
         "head backward": "the backward of the loss",
-        "backward": f"the backward of layer {stretch.layer}",
+        "backward": f"the backward of layer {phase.layer}",
         "end": "the embedding's backward",
-    }[stretch.name]
+    }[phase.name]
 
 
-def _done_fractions(skeleton: Skeleton) -> Callable[[Stretch], tuple[float, float]]:
-    """From a stretch to the shares of gradients that exist at its beginning and at its end, in a first micro-batch.
+def _done_fractions(skeleton: Skeleton) -> Callable[[Phase], tuple[float, float]]:
+    """From a phase to the shares of gradients that exist at its beginning and at its end, in a first micro-batch.
 
     The embedding's comes last, while it is made, and is in the trace.
     """
@@ -200,14 +200,14 @@ def _done_fractions(skeleton: Skeleton) -> Callable[[Stretch], tuple[float, floa
             of_layer[weight.layer] += weight.num_elements
     outside = sum(weight.num_elements for weight in trained if weight.part not in ("layer", "embedding"))
 
-    def done(stretch: Stretch) -> tuple[float, float]:
-        match stretch.name:
+    def done(phase: Phase) -> tuple[float, float]:
+        match phase.name:
             case "head backward":
                 return 0.0, outside / whole
             case "backward":
-                assert stretch.layer is not None
-                after = outside + sum(of_layer[stretch.layer + 1 :])
-                return after / whole, (after + of_layer[stretch.layer]) / whole
+                assert phase.layer is not None
+                after = outside + sum(of_layer[phase.layer + 1 :])
+                return after / whole, (after + of_layer[phase.layer]) / whole
             case "end":
                 return (outside + sum(of_layer)) / whole, 1.0
         return 0.0, 0.0

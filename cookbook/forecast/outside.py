@@ -62,6 +62,6 @@ def _groups(strategy: Strategy) -> int:
     """Communicators at most; each has its own buffers. accelerate has one of all processes and one for each side of a
     mesh, DeepSpeed a second one of all (utils/groups.py, `_clone_world_group`)."""
     if strategy.kind == "zero":
-        hierarchical = ((strategy.deepspeed or {}).get("zero_optimization") or {}).get("zero_hpz_partition_size", 1) > 1
+        hierarchical = strategy.secondary_group_size > 1
         return 3 if hierarchical else 2
     return 3 if strategy.dp_replicate_size > 1 else 1

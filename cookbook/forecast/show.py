@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from cookbook.forecast import UNKNOWN, Forecast, Outlook, tokens_of_step
+from cookbook.forecast import UNKNOWN, Forecast, PlanReport, tokens_of_step
 from cookbook.forecast.memory import GIB
 from cookbook.hardware import Machines
 from cookbook.plan import describe_batch
@@ -22,28 +22,28 @@ OWN = "*"
 HEADER = ("strategy", "GPUs", "verdict", "GiB a GPU", "micro-batch", "length", "step", "limit", "host GiB", "disk GiB")
 
 
-def in_words(outlook: Outlook, recipe_name: str, *, num_samples: int | None, price: float | None) -> str:
+def in_words(report: PlanReport, recipe_name: str, *, num_samples: int | None, price: float | None) -> str:
     """The whole answer.
 
     Args:
         num_samples: rows of the training data, for the length of the run.
         price: of a GPU for an hour.
     """
-    machines = outlook.machines
-    best = outlook.forecasts[0]
+    machines = report.machines
+    best = report.forecasts[0]
     lines = [
         f"PLAN of {recipe_name} on {_describe(machines)}",
         *(f"  note       {note}" for note in machines.notes),
-        f"  model      {outlook.model}, {_parameters(outlook.num_parameters)} parameters"
-        f" ({_parameters(outlook.num_trained)} trained); structure from {outlook.origin}",
-        f"  a step     {_step(outlook, best)}",
-        f"             at most {tokens_of_step(outlook.recipe):,} tokens; activations {_kept(outlook)}",
+        f"  model      {report.model}, {_parameters(report.num_parameters)} parameters"
+        f" ({_parameters(report.num_trained)} trained); structure from {report.origin}",
+        f"  a step     {_step(report, best)}",
+        f"             at most {tokens_of_step(report.recipe):,} tokens; activations {_kept(report)}",
     ]
     if best.memory is not None:
-        lines += ["", *_table(outlook), "", *_bars(outlook), *_idle(outlook), *_unknown(outlook)]
-    lines += _cannot_run(outlook)
+        lines += ["", *_table(report), "", *_bars(report), *_idle(report), *_unknown(report)]
+    lines += _cannot_run(report)
     if best.memory is not None:
-        lines += ["", *_best(outlook, best, num_samples=num_samples, price=price)]
+        lines += ["", *_best(report, best, num_samples=num_samples, price=price)]
     return "\n".join(lines)
 
 
@@ -51,10 +51,10 @@ def _parameters(count: int) -> str:
     return f"{count / 1e9:.3g} B" if count >= 1e8 else f"{count / 1e6:.3g} M"
 
 
-def _idle(outlook: Outlook) -> list[str]:
+def _idle(report: PlanReport) -> list[str]:
     """A mesh has the size that its file writes."""
-    whole = outlook.machines.num_gpus
-    few = [one for one in outlook.forecasts if one.memory is not None and 1 < one.num_processes < whole]
+    whole = report.machines.num_gpus
+    few = [one for one in report.forecasts if one.memory is not None and 1 < one.num_processes < whole]
     return [
         f"  {one.strategy.name} has {one.num_processes} processes, as its file writes: {whole - one.num_processes} of"
         f" {whole} GPUs would have nothing to do"
@@ -62,14 +62,14 @@ def _idle(outlook: Outlook) -> list[str]:
     ]
 
 
-def _unknown(outlook: Outlook) -> list[str]:
-    lines = [f"  {one.strategy.name}: {'; '.join(one.why)}" for one in outlook.forecasts if one.verdict in UNKNOWN]
+def _unknown(report: PlanReport) -> list[str]:
+    lines = [f"  {one.strategy.name}: {'; '.join(one.why)}" for one in report.forecasts if one.verdict in UNKNOWN]
     return [*lines, "  what a machine has: HOST_GIB=, NVME_GIB= (--host-gib, --nvme-gib)"] if lines else []
 
 
-def _cannot_run(outlook: Outlook) -> list[str]:
+def _cannot_run(report: PlanReport) -> list[str]:
     names: dict[str, list[str]] = {}
-    for one in outlook.forecasts:
+    for one in report.forecasts:
         if one.verdict == "cannot run":
             names.setdefault(_short(one.why[0]), []).append(one.strategy.name)
     lines = [line for why, of in names.items() for line in (f"  {', '.join(of)} cannot run:", f"    {why}")]
@@ -82,32 +82,32 @@ def _describe(machines: Machines) -> str:
     return f"{machines.text}, of which a run can have {machines.usable_gib:.0f} GiB each"
 
 
-def _step(outlook: Outlook, best: Forecast) -> str:
+def _step(report: PlanReport, best: Forecast) -> str:
     if best.plan is None:
-        return f"{outlook.recipe.batch.global_batch_size} sequences"
-    return describe_batch(outlook.recipe, best.plan)
+        return f"{report.recipe.batch.global_batch_size} sequences"
+    return describe_batch(report.recipe, best.plan)
 
 
-def _kept(outlook: Outlook) -> str:
+def _kept(report: PlanReport) -> str:
     saved = {True: "recomputed", "selective": "recomputed but for products", False: "kept"}
-    return saved[outlook.recipe.model.gradient_checkpointing]
+    return saved[report.recipe.model.gradient_checkpointing]
 
 
-def _table(outlook: Outlook) -> list[str]:
+def _table(report: PlanReport) -> list[str]:
     rows = [HEADER]
-    for one in outlook.forecasts:
+    for one in report.forecasts:
         if one.memory is None:
             continue
-        low, high = one.memory.needed if outlook.machines.gpus_each else (one.memory.allocated,) * 2
+        low, high = one.memory.needed if report.machines.gpus_each else (one.memory.allocated,) * 2
         rows.append(
             (
-                _name(outlook, one),
+                _name(report, one),
                 str(one.num_processes),
                 one.verdict.replace("host memory", "host"),  # as wide as a terminal; it is told in full below
                 f"{_gib(low)} to {_gib(high)}" if high > low else _gib(low),
                 "<1" if one.largest_micro_batch == 0 else _count(one.largest_micro_batch),
                 _count(one.longest),
-                _range(one.time.low, one.time.high, f" s{' !' if outlook.time_caveat else ''}") if one.time else "-",
+                _range(one.time.low, one.time.high, f" s{' !' if report.time_caveat else ''}") if one.time else "-",
                 one.time.bottleneck if one.time else "-",
                 _gib(one.host) if one.host else "-",
                 _gib(one.disk) if one.disk else "-",
@@ -115,25 +115,25 @@ def _table(outlook: Outlook) -> list[str]:
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
     lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    own = any(_is_own(outlook, one) for one in outlook.forecasts if one.memory is not None)
+    own = any(_is_own(report, one) for one in report.forecasts if one.memory is not None)
     notes = [f"  {OWN} as the recipe says"] if own else []
-    if outlook.time_caveat and any(one.time for one in outlook.forecasts):
-        notes.append(f"  ! {outlook.time_caveat}")
+    if report.time_caveat and any(one.time for one in report.forecasts):
+        notes.append(f"  ! {report.time_caveat}")
     return [*(line.rstrip() for line in lines), *notes]
 
 
-def _is_own(outlook: Outlook, one: Forecast) -> bool:
+def _is_own(report: PlanReport, one: Forecast) -> bool:
     """Whether the recipe names this strategy."""
-    return Path(one.strategy.path) == Path(outlook.recipe.strategy)
+    return Path(one.strategy.path) == Path(report.recipe.strategy)
 
 
-def _name(outlook: Outlook, one: Forecast) -> str:
-    return f"{one.strategy.name} {OWN}" if _is_own(outlook, one) else one.strategy.name
+def _name(report: PlanReport, one: Forecast) -> str:
+    return f"{one.strategy.name} {OWN}" if _is_own(report, one) else one.strategy.name
 
 
-def _bars(outlook: Outlook) -> list[str]:
-    shown = [one for one in outlook.forecasts if one.memory is not None]
-    usable = outlook.machines.usable_gib
+def _bars(report: PlanReport) -> list[str]:
+    shown = [one for one in report.forecasts if one.memory is not None]
+    usable = report.machines.usable_gib
     whole = usable * GIB if usable is not None else max(one.memory.needed[1] for one in shown if one.memory)
     width = max(len(one.strategy.name) for one in shown)
     end = f"{_gib(round(whole))} GiB"
@@ -158,27 +158,27 @@ def _bar(one: Forecast, whole: float) -> str:
     return f"{text[:BAR]:{BAR}}|{'' if one.verdict == 'fits' else f' {one.verdict}'}"
 
 
-def _best(outlook: Outlook, best: Forecast, *, num_samples: int | None, price: float | None) -> list[str]:
-    memory, recipe, machines = best.memory, outlook.recipe, outlook.machines
+def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price: float | None) -> list[str]:
+    memory, recipe, machines = best.memory, report.recipe, report.machines
     assert memory is not None
     if best.verdict == "does not fit":
-        said = outlook.next_rung or "no other strategy, smaller micro-batch, checkpointing or adapter helps: take more"
+        said = report.suggestion or "no other strategy, smaller micro-batch, checkpointing or adapter helps: take more"
         return [f"  Nothing fits. Nearest is {best.strategy.name}: {'; '.join(best.why)}.", f"  Next: {said}."]
     parts = [f"{words} {_gib(getattr(memory, name))}" for _, name, words in PARTS if getattr(memory, name) >= GIB // 10]
     low, high = memory.reserved
     reserved = f", {_gib(low)} to {_gib(high)} reserved" if machines.gpus_each else ""
     lines = [
-        f"  {best.strategy.name}: {_reason(outlook, best)}",
+        f"  {best.strategy.name}: {_reason(report, best)}",
         f"    peak       {_gib(memory.allocated)} GiB allocated{reserved}, at {memory.moment}",
         f"               {', '.join(parts) or 'nothing of 0.1 GiB or more'}",
         f"    disk       {_gib(best.checkpoint)} GiB a checkpoint",
     ]
     if best.is_bound:
         lines.append("    activations are a bound by formula: this model's code could not be traced")
-    steps = _num_steps(outlook, num_samples)
+    steps = _num_steps(report, num_samples)
     length = f"{steps:,} steps" if steps else "not known: run.num_epochs of data that was not read; give SAMPLES="
     if best.time is None:
-        lines += [f"    time       {outlook.no_time}", f"    length     {length}"]
+        lines += [f"    time       {report.no_time}", f"    length     {length}"]
         return lines + (["    price      not known without a time"] if price is not None else [])
     per_gpu = best.time.tokens_per_second(tokens_of_step(recipe), best.num_processes)
     lines.append(f"    speed      {_range(*per_gpu, ' tokens/s a GPU')}, limited by {best.time.bottleneck}")
@@ -193,11 +193,11 @@ def _best(outlook: Outlook, best: Forecast, *, num_samples: int | None, price: f
     return lines
 
 
-def _reason(outlook: Outlook, best: Forecast) -> str:
-    fitting = [one for one in outlook.forecasts if one.verdict == "fits"]
+def _reason(report: PlanReport, best: Forecast) -> str:
+    fitting = [one for one in report.forecasts if one.verdict == "fits"]
     if best.verdict == "not judged":
         return "what it allocates; a CPU's memory is shared, so nothing is judged"
-    if len(outlook.forecasts) == 1 and best.verdict == "fits":
+    if len(report.forecasts) == 1 and best.verdict == "fits":
         return "fits"
     if best.verdict == "tight" or best.verdict in UNKNOWN:
         return "may fit: " + "; ".join(best.why)
@@ -208,8 +208,8 @@ def _reason(outlook: Outlook, best: Forecast) -> str:
     return f"the simplest of {len(fitting)} that fit"
 
 
-def _num_steps(outlook: Outlook, num_samples: int | None) -> int | None:
-    recipe = outlook.recipe
+def _num_steps(report: PlanReport, num_samples: int | None) -> int | None:
+    recipe = report.recipe
     if recipe.run.max_steps is not None:
         return recipe.run.max_steps
     if num_samples is None:
@@ -238,15 +238,15 @@ def _count(value: int | None) -> str:
     return "-" if value is None else f"{value:,}"
 
 
-def as_record(outlook: Outlook, recipe_name: str, *, num_samples: int | None, price: float | None) -> dict[str, Any]:
+def as_record(report: PlanReport, recipe_name: str, *, num_samples: int | None, price: float | None) -> dict[str, Any]:
     """Everything, in bytes and seconds."""
-    steps = _num_steps(outlook, num_samples)
+    steps = _num_steps(report, num_samples)
     found = []
-    for one in outlook.forecasts:
+    for one in report.forecasts:
         memory, time = one.memory, one.time
         record: dict[str, Any] = {
             "strategy": one.strategy.path,
-            "is_own": _is_own(outlook, one),
+            "is_own": _is_own(report, one),
             "verdict": one.verdict,
             "why": one.why,
             "num_processes": one.num_processes,
@@ -271,18 +271,18 @@ def as_record(outlook: Outlook, recipe_name: str, *, num_samples: int | None, pr
             if steps is not None:
                 record["hours"] = time.hours(steps)
                 if price is not None:
-                    record["price"] = time.price(steps, per_gpu_hour=price, num_gpus=outlook.machines.num_gpus)
+                    record["price"] = time.price(steps, per_gpu_hour=price, num_gpus=report.machines.num_gpus)
         found.append(record)
-    machines = outlook.machines
+    machines = report.machines
     return {
         "recipe": recipe_name,
         "machines": {"text": machines.text, "gpus": machines.num_gpus, "usable_gib": machines.usable_gib}
         | {"notes": machines.notes},
-        "model": {"type": outlook.model, "parameters": outlook.num_parameters, "trained": outlook.num_trained}
-        | {"structure_from": outlook.origin},
+        "model": {"type": report.model, "parameters": report.num_parameters, "trained": report.num_trained}
+        | {"structure_from": report.origin},
         "steps": steps,
         "forecasts": found,
-        "next_rung": outlook.next_rung,
-        "no_time": outlook.no_time,
-        "time_caveat": outlook.time_caveat,
+        "next_rung": report.suggestion,
+        "no_time": report.no_time,
+        "time_caveat": report.time_caveat,
     }

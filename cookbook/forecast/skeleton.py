@@ -1,56 +1,14 @@
 """What a model is made of, without its weights: the real model's code, and the recipe's adapter, on the meta device."""
 
-import math
 import re
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from cookbook.adapters import inject
+from cookbook.costs.inputs import Part, Skeleton, Weight
 from cookbook.recipe import Recipe
-
-Part = Literal["embedding", "layer", "norm", "head", "rest"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Weight:
-    """A parameter of the model or of its adapter."""
-
-    name: str
-    """In the transformers model; an adapter's as peft names them."""
-    shape: tuple[int, ...]
-    """Of the whole."""
-    layer: int | None
-    """Index of the decoder layer it lies in, the unit that FSDP wraps; None outside of them."""
-    part: Part
-    """Where it lies; `norm` is the last one, before the head. An embedding that is also the head counts as one."""
-    is_trained: bool
-    is_quantized: bool
-    """Held in 4 bits (QLoRA)."""
-    cut: int | None
-    """The dimension along which transformers' tensor parallel cuts it; None: each process holds the whole."""
-    is_orthogonal: bool
-    """A matrix that Muon orthogonalises (see `optim.split_for_muon`), if that is the recipe's optimizer."""
-
-    @property
-    def num_elements(self) -> int:
-        """Of the whole."""
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Skeleton:
-    """A model with the recipe's adapter."""
-
-    weights: tuple[Weight, ...]
-    """Tied ones once, in the model's order."""
-    num_layers: int
-    is_tied: bool
-    """Embedding and head are one matrix."""
-    buffers: tuple[int, ...]
-    """Numbers of elements of what is float32 and no weight, such as the frequencies of rotary embeddings."""
 
 
 def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
@@ -61,7 +19,7 @@ def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
     """
     with torch.device("meta"):
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
-    quantized = _quantized(model) if recipe.adapter is not None and recipe.adapter.name == "qlora" else set()
+    quantized = _quantized(model) if recipe.adapter is not None and recipe.adapter.is_quantized else set()
     buffers = tuple(buffer.numel() for buffer in model.buffers())
     cuts = _cuts(model)
     if recipe.adapter is not None:

@@ -45,7 +45,7 @@ class Untraceable(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stretch:
+class Phase:
     """A part of one forward and backward."""
 
     name: str
@@ -61,27 +61,27 @@ class Stretch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pass:
+class ActivationTrace:
     """A micro-batch: its forward and backward, in order."""
 
-    stretches: tuple[Stretch, ...]
+    phases: tuple[Phase, ...]
 
-    def towards(self, other: "Pass", times: float) -> "Pass":
+    def towards(self, other: "ActivationTrace", times: float) -> "ActivationTrace":
         """This, and so many times what the other has more; it may be below 0."""
 
         def between(mine: int, theirs: int) -> int:
             return max(0, round(mine + times * (theirs - mine)))
 
-        stretches = (
+        phases = (
             replace(
                 one,
                 held=between(one.held, more.held),
                 peak=between(one.peak, more.peak),
                 making=between(one.making, more.making),
             )
-            for one, more in zip(self.stretches, other.stretches, strict=True)
+            for one, more in zip(self.phases, other.phases, strict=True)
         )
-        return Pass(stretches=tuple(stretches))
+        return ActivationTrace(phases=tuple(phases))
 
 
 def trace(
@@ -97,7 +97,7 @@ def trace(
     is_zero3: bool = False,
     change: Callable[[PreTrainedModel], None] | None = None,
     kept: "Kept | None" = None,
-) -> Pass:
+) -> ActivationTrace:
     """One micro-batch through the model.
 
     Args:
@@ -129,7 +129,7 @@ def trace(
         ways.insert(0, (TRACED, partial(compile_layers, kept=kept)))
     for attention, compiling in ways:
         try:
-            is_lora = recipe.adapter is not None and recipe.adapter.name != "qlora"
+            is_lora = recipe.adapter is not None and not recipe.adapter.is_quantized
             trained = torch.float32 if autocast or (is_zero3 and is_lora) else low  # see `states._zero3`
             model = _empty_model(config, recipe, trained, low, attention)
             if change is not None:
@@ -138,14 +138,14 @@ def trace(
             cast = low if (autocast or fsdp) and is_low else None
             unit = low if fsdp == 2 and is_low else None
             with _linear_of_zero3() if is_zero3 else nullcontext():
-                stretches = _run(model, rows, length, num_targets, cast, unit, fsdp == 1, compiling)
+                phases = _run(model, rows, length, num_targets, cast, unit, fsdp == 1, compiling)
             break
         except Exception as error:  # whatever a model's code does with data that is not there
             is_slow = isinstance(error, TimeoutError) and compiling is None
             if attention == ways[-1][0] or is_slow:
                 said = (str(error).splitlines() or [""])[0][:200]
                 raise Untraceable(f"{config.model_type}: {type(error).__name__}: {said}") from error
-    return Pass(stretches=tuple(_lengthen(stretches, probed, num_layers)))
+    return ActivationTrace(phases=tuple(_lengthen(phases, probed, num_layers)))
 
 
 def _is_compiled(recipe: Recipe) -> bool:
@@ -159,7 +159,7 @@ LAYER_BYTES = 96
 (gemma-2b; Llama-3.1-8B has 56; training/performance, read 2026-08)."""
 
 
-def bound(config: PreTrainedConfig, recipe: Recipe, *, tokens: int, tp_size: int) -> Pass:
+def bound(config: PreTrainedConfig, recipe: Recipe, *, tokens: int, tp_size: int) -> ActivationTrace:
     """What a model that cannot be traced needs at most, by formula: every layer keeps `LAYER_BYTES`, or its input alone
     under checkpointing, and the loss has its logits in 16 bits, in float32, their softmax and gradient."""
     text = config.get_text_config()
@@ -172,12 +172,12 @@ def bound(config: PreTrainedConfig, recipe: Recipe, *, tokens: int, tp_size: int
     kept = size * tokens * text.hidden_size if recipe.model.gradient_checkpointing is True else layer
     layers = text.num_hidden_layers
     head = (size + 12) * min(tokens * text.vocab_size, LOGITS_BUDGET)
-    stretches = (
-        Stretch(name="head", layer=None, held=layers * kept, peak=layers * kept + head),
-        Stretch(name="backward", layer=layers - 1, held=layers * kept, peak=layers * kept + layer),
-        Stretch(name="backward", layer=0, held=kept, peak=kept + layer),
+    phases = (
+        Phase(name="head", layer=None, held=layers * kept, peak=layers * kept + head),
+        Phase(name="backward", layer=layers - 1, held=layers * kept, peak=layers * kept + layer),
+        Phase(name="backward", layer=0, held=kept, peak=kept + layer),
     )
-    return Pass(stretches=stretches)
+    return ActivationTrace(phases=phases)
 
 
 def _is_uniform(config: PreTrainedConfig) -> bool:
@@ -233,7 +233,7 @@ def _empty_model(
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(trained)
-            if adapter.name == "qlora":
+            if adapter.is_quantized:
                 multiply_in_4_bits(model)
     model.config.use_cache = False
     if recipe.model.gradient_checkpointing:
@@ -338,7 +338,7 @@ class _Ledger(TorchDispatchMode):
     def __init__(self, known: Iterator[torch.Tensor]) -> None:
         super().__init__()
         self.live = self.peak = self.made = self.peak_with_made = 0
-        self.stretches: list[Stretch] = []
+        self.phases: list[Phase] = []
         self._deadline = time.monotonic() + PATIENCE
         self._open: tuple[str, int | None, int] | None = None
         self._counts = True
@@ -383,18 +383,18 @@ class _Ledger(TorchDispatchMode):
 
     def forget(self) -> None:
         """Begins anew."""
-        self.stretches.clear()
+        self.phases.clear()
         self._open = None
         self._deadline = time.monotonic() + PATIENCE
 
     def begin(self, name: str, layer: int | None = None) -> None:
-        """Ends one stretch and begins another."""
+        """Ends one phase and begins another."""
         if time.monotonic() > self._deadline:
             raise TimeoutError(f"not traced within {PATIENCE:.0f} seconds")
         if self._open is not None:
             before, of_layer, held = self._open
             making = self.peak_with_made - self.peak
-            self.stretches.append(Stretch(name=before, layer=of_layer, held=held, peak=self.peak, making=making))
+            self.phases.append(Phase(name=before, layer=of_layer, held=held, peak=self.peak, making=making))
         self._open = name, layer, self.live
         self.peak = self.peak_with_made = self.live
         self.made = 0
@@ -481,7 +481,7 @@ def _run(
     unit: torch.dtype | None,
     is_flat: bool,
     compiling: Callable[..., None] | None,
-) -> list[Stretch]:
+) -> list[Phase]:
     fake = FakeTensorMode()
     _fake_in_place(model, fake)
     ledger = _Ledger(tensor for tensor in (*model.parameters(), *model.buffers()))
@@ -518,7 +518,7 @@ def _run(
             micro_batch(nullcontext())
             ledger.forget()
         micro_batch(ledger)
-    return ledger.stretches
+    return ledger.phases
 
 
 @contextmanager
@@ -574,18 +574,18 @@ def _mark_layers(model: PreTrainedModel, ledger: _Ledger, unit: torch.dtype | No
         owner._modules[name] = _Marked(layer, i, ledger, is_last=i == len(found) - 1, unit=unit)
 
 
-def _lengthen(stretches: list[Stretch], probed: int, num_layers: int) -> Iterator[Stretch]:
+def _lengthen(phases: list[Phase], probed: int, num_layers: int) -> Iterator[Phase]:
     """The same for more layers: one in the middle stands for those that were not run."""
     more = num_layers - probed
     if not more:
-        yield from stretches
+        yield from phases
         return
     middle = probed // 2
-    forward = {one.layer: one for one in stretches if one.name == "forward"}
+    forward = {one.layer: one for one in phases if one.name == "forward"}
     kept = forward[middle + 1].held - forward[middle].held
-    backward = {one.layer: one for one in stretches if one.name == "backward"}
+    backward = {one.layer: one for one in phases if one.name == "backward"}
     waiting = backward[middle + 1].held - backward[middle].held  # autocast's copies are gone by then
-    for one in stretches:
+    for one in phases:
         if one.layer is None:
             shift = {"head": more * kept, "head backward": more * waiting}.get(one.name, 0)
             yield replace(one, held=one.held + shift, peak=one.peak + shift)

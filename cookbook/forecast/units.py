@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cookbook.forecast.states import States, Unit
-from cookbook.forecast.trace import Stretch
+from cookbook.costs.memory import States, Unit
+from cookbook.forecast.trace import Phase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,8 @@ class Moment:
     """What is there beside what the process holds between steps, in bytes."""
 
     what: str | None
-    """None: the stretch says it."""
-    stretch: Stretch
+    """None: the phase says it."""
+    phase: Phase
     activations: int
     gathered: int
     """Whole weights and gradients, and buffers of either."""
@@ -32,12 +32,12 @@ class Moment:
     """Gradients of this process's share that exist in a first micro-batch."""
 
 
-def moments(states: States, stretches: Sequence[Stretch]) -> Iterator[Moment]:
+def moments(states: States, phases: Sequence[Phase]) -> Iterator[Moment]:
     """Every moment that can be the largest."""
     units = _Units(states)
-    for stretch, following in pairwise((*stretches, None)):
-        assert stretch is not None
-        yield from units.of_stretch(stretch, 0 if following is None else following.held)
+    for phase, following in pairwise((*phases, None)):
+        assert phase is not None
+        yield from units.of_phase(phase, 0 if following is None else following.held)
 
 
 class _Units:
@@ -49,58 +49,58 @@ class _Units:
         self.tail = [unit for unit in ends if not {"embedding", "rest"} & set(unit.parts)]
         self.first = [unit for unit in ends if unit not in self.tail]
 
-    def of_stretch(self, stretch: Stretch, held_after: int) -> Iterator[Moment]:
-        match stretch.name:
+    def of_phase(self, phase: Phase, held_after: int) -> Iterator[Moment]:
+        match phase.name:
             case "embed":
-                yield self._during(stretch, _whole(self.first) + self._buffer(self.first))
+                yield self._during(phase, _whole(self.first) + self._buffer(self.first))
             case "forward":
-                yield from self._forward(stretch)
+                yield from self._forward(phase)
             case "head":
-                yield from self._head(stretch)
+                yield from self._head(phase)
             case "head backward":
-                yield from self._head_backward(stretch, held_after)
+                yield from self._head_backward(phase, held_after)
             case "backward":
-                yield from self._backward(stretch, held_after)
+                yield from self._backward(phase, held_after)
             case "end":
-                yield from self._end(stretch, held_after)
+                yield from self._end(phase, held_after)
 
-    def _forward(self, stretch: Stretch) -> Iterator[Moment]:
-        i = _number(stretch)
+    def _forward(self, phase: Phase) -> Iterator[Moment]:
+        i = _number(phase)
         stay, unit = _whole(_staying([*self.first, *self.layers[:i]])), self.layers[i]
         before = self._buffer(self.layers[i - 1 : i] or self.first)
-        yield self._entry(stretch, stay + before + self._gathering(unit))
-        yield self._during(stretch, stay + unit.weights + self._buffer([unit]))
+        yield self._entry(phase, stay + before + self._gathering(unit))
+        yield self._during(phase, stay + unit.weights + self._buffer([unit]))
 
-    def _head(self, stretch: Stretch) -> Iterator[Moment]:
+    def _head(self, phase: Phase) -> Iterator[Moment]:
         stay, before = _whole(_staying([*self.first, *self.layers])), self._buffer(self.layers)
         for unit in self.tail:
-            yield self._entry(stretch, stay + before + self._gathering(unit))
-        yield self._during(stretch, stay + _whole(self.tail) + (self._buffer(self.tail) or before))
+            yield self._entry(phase, stay + before + self._gathering(unit))
+        yield self._during(phase, stay + _whole(self.tail) + (self._buffer(self.tail) or before))
 
-    def _head_backward(self, stretch: Stretch, held_after: int) -> Iterator[Moment]:
+    def _head_backward(self, phase: Phase, held_after: int) -> Iterator[Moment]:
         stay = _whole(_staying([*self.first, *self.layers]))
         coming, sent = self._coming(len(self.layers))
-        yield self._entry(stretch, stay + _whole(self.tail) + coming + sent)
-        yield self._during(stretch, stay + _whole(self.tail) + coming)
+        yield self._entry(phase, stay + _whole(self.tail) + coming + sent)
+        yield self._during(phase, stay + _whole(self.tail) + coming)
         if self.tail:
-            yield self._reduction("norm and head", stretch, held_after, stay + coming, self.tail)
+            yield self._reduction("norm and head", phase, held_after, stay + coming, self.tail)
 
-    def _backward(self, stretch: Stretch, held_after: int) -> Iterator[Moment]:
-        i = _number(stretch)
+    def _backward(self, phase: Phase, held_after: int) -> Iterator[Moment]:
+        i = _number(phase)
         unit, done = self.layers[i], [*self.tail, *self.layers[i + 1 :]]
         stay = _whole(_staying([*self.first, *self.layers[:i]]))
         coming, sent = self._coming(i)
         buffer = self._reduced(self.layers[i + 1 : i + 2] or self.tail)
         copied = 0 if unit.stays else self._buffer([unit])
         own = stay + unit.weights + buffer
-        yield self._entry(stretch, own + max(copied, coming + sent), done)
-        yield self._during(stretch, own + coming, done)
-        yield self._reduction(f"layer {i}", stretch, held_after, stay + coming, [unit], done)
+        yield self._entry(phase, own + max(copied, coming + sent), done)
+        yield self._during(phase, own + coming, done)
+        yield self._reduction(f"layer {i}", phase, held_after, stay + coming, [unit], done)
 
-    def _end(self, stretch: Stretch, held_after: int) -> Iterator[Moment]:
+    def _end(self, phase: Phase, held_after: int) -> Iterator[Moment]:
         done = [*self.tail, *self.layers]
-        yield self._during(stretch, _whole(self.first) + self._reduced(self.layers[:1]), done)
-        yield self._reduction("the embedding", stretch, held_after, 0, self.first, done)
+        yield self._during(phase, _whole(self.first) + self._reduced(self.layers[:1]), done)
+        yield self._reduction("the embedding", phase, held_after, 0, self.first, done)
 
     def _coming(self, i: int) -> tuple[int, int]:
         """What is gathered ahead in the backward that follows layer i's, and what is sent for it."""
@@ -120,25 +120,25 @@ class _Units:
         """The buffer out of which gradients were reduced."""
         return 0 if self.is_flat else max((unit.gradients for unit in units), default=0)
 
-    def _entry(self, stretch: Stretch, gathered: int, done: Sequence[Unit] = ()) -> Moment:
-        """The beginning of a stretch, when its weights are gathered."""
-        return Moment(what=None, stretch=stretch, activations=stretch.held, gathered=gathered, reduced=_shares(done))
+    def _entry(self, phase: Phase, gathered: int, done: Sequence[Unit] = ()) -> Moment:
+        """The beginning of a phase, when its weights are gathered."""
+        return Moment(what=None, phase=phase, activations=phase.held, gathered=gathered, reduced=_shares(done))
 
-    def _during(self, stretch: Stretch, gathered: int, done: Sequence[Unit] = ()) -> Moment:
+    def _during(self, phase: Phase, gathered: int, done: Sequence[Unit] = ()) -> Moment:
         """Gradients of its weights add up, until they are reduced at its end."""
-        activations = stretch.peak + stretch.making
-        return Moment(what=None, stretch=stretch, activations=activations, gathered=gathered, reduced=_shares(done))
+        activations = phase.peak + phase.making
+        return Moment(what=None, phase=phase, activations=activations, gathered=gathered, reduced=_shares(done))
 
     def _reduction(
         self,
         of: str,
-        stretch: Stretch,
+        phase: Phase,
         held_after: int,
         gathered: int,
         units: Sequence[Unit],
         done: Sequence[Unit] = (),
     ) -> Moment:
-        """The end of a stretch: weights and activations of the unit are gone, and its gradients go into the buffer.
+        """The end of a phase: weights and activations of the unit are gone, and its gradients go into the buffer.
 
         Before that the last buffer is let go. FSDP1 keeps the gradients of low precision until the share is there.
         """
@@ -147,16 +147,16 @@ class _Units:
             gathered += _shares(units)
         return Moment(
             what=f"the reduction of {of}'s gradients",
-            stretch=stretch,
+            phase=phase,
             activations=held_after,
             gathered=gathered,
             reduced=_shares(done),
         )
 
 
-def _number(stretch: Stretch) -> int:
-    assert stretch.layer is not None
-    return stretch.layer
+def _number(phase: Phase) -> int:
+    assert phase.layer is not None
+    return phase.layer
 
 
 def _whole(units: Sequence[Unit]) -> int:

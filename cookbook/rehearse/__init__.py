@@ -169,7 +169,7 @@ def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
     eval_file = rehearsal.folder / "eval.jsonl"
     # The shortest, which are the last to lose all their trained tokens to the smaller max_length.
     held_out = sorted(rows.rows, key=lambda row: len(row_bytes(row)))[:NUM_EVAL_ROWS]
-    if recipe.objective.name == "cpt":  # a text over max_length would become several samples
+    if recipe.objective.splits_rows:  # a text over max_length would become several samples
         held_out = [{"text": row["text"][:100]} for row in held_out]
     write_jsonl(eval_file, held_out)
     sources = [source.model_dump(mode="json", exclude_none=True) for source in train]
@@ -181,8 +181,7 @@ def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
     values["optim"]["learning_rate"] = LEARNING_RATE
     schedule = values["schedule"]
     schedule["warmup_steps"] = min(schedule["warmup_steps"], 1)
-    if "decay_steps" in schedule:
-        schedule["decay_steps"] = 1
+    schedule |= dict.fromkeys(recipe.schedule.stretches, 1)
     if recipe.mixed_precision == "fp16" and rehearsal.place == "CPU":
         values["mixed_precision"] = "no"
         notes.missing.append("mixed_precision fp16, which needs a GPU; rehearsed in float32")
@@ -190,6 +189,8 @@ def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
     run.pop("num_epochs", None)
     run |= {"max_steps": NUM_STEPS, "output_dir": str(rehearsal.folder / "out")}
     run["eval_every_steps"] = 2
+    if "save_every_steps" in run:
+        run["save_every_steps"] = 2
     run["check_export"] = False  # which the rehearsal does itself
     small = rehearsal.folder / "recipe.yaml"
     small.write_text(dump_yaml(values), encoding="utf-8")
@@ -284,7 +285,7 @@ def _check_export(rehearsal: Rehearsal) -> str | None:
     )
     if rehearsal.place == "simulated GPUs":
         rehearsal.notes.covered.append(_what_the_gpu_saw(rehearsal.folder, small["mixed_precision"]))
-    loss = recompute(out / "export", small, rehearsal.folder / "eval.jsonl")
+    loss = recompute(out / "export", small, rehearsal.recipe.objective, rehearsal.folder / "eval.jsonl")
     adapter = rehearsal.recipe.adapter
     if adapter is not None:
         rehearsal.notes.covered.append(f"adapter {adapter.name} of rank {adapter.rank} on {', '.join(adapter.targets)}")

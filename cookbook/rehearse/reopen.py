@@ -6,47 +6,41 @@ from typing import Any
 
 from cookbook.data.encode import Sequence, encode
 from cookbook.data.rows import read_rows
-from cookbook.data.sources import BadRow
+from cookbook.objectives import Answer, Objective
 from cookbook.recipe import Source
+from cookbook.row_kinds import BadRow, kinds
 
 
-def recompute(export: Path, small: dict[str, Any], eval_file: Path) -> float:
-    """The evaluation loss of the exported model by transformers' own loss function, with the export's tokenizer."""
+def recompute(export: Path, small: dict[str, Any], objective: Objective, eval_file: Path) -> float:
+    """The evaluation loss of the exported model, from transformers' own loss function, with the export's tokenizer."""
     import torch
     from transformers import AutoTokenizer
 
-    objective = small["objective"]
     tokenizer = AutoTokenizer.from_pretrained(export, trust_remote_code=False)
     model, reference = _reopen(export, small)
-    rows = read_rows(Source(path=str(eval_file)), "error", objective["name"], place="data.eval")
+    rows = read_rows(Source(path=str(eval_file)), "error", objective, place="data.eval")
     length, is_bf16 = small["data"]["max_length"], small["mixed_precision"] == "bf16"
 
-    def nll(network: Any, sequence: Sequence) -> tuple[float, int]:
+    def logp(network: Any, sequence: Sequence) -> tuple[float, int]:
         """Sum over the labelled tokens, and how many they are."""
         ids, is_label = (torch.tensor([part[:length]]) for part in sequence)
         labels = torch.where(is_label.bool(), ids, -100)
         count = int((labels[:, 1:] != -100).sum())
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=is_bf16):
-            return network(input_ids=ids, labels=labels).loss.item() * count, count
+            return -network(input_ids=ids, labels=labels).loss.item() * count, count
 
-    def preference_loss(pair: list[Sequence]) -> float:
-        ratios = []
-        for sequence in pair:
-            of_policy, count = nll(model, sequence)
-            ratio = nll(reference, sequence)[0] - of_policy
-            ratios.append(ratio / count if objective["loss"] == "ipo" else ratio)
-        margin = ratios[0] - ratios[1]
-        if objective["loss"] == "ipo":
-            return (margin - 1 / (2 * objective["beta"])) ** 2
-        right, wrong = (math.log1p(math.exp(-sign * objective["beta"] * margin)) for sign in (1, -1))
-        return (1 - objective["label_smoothing"]) * right + objective["label_smoothing"] * wrong
+    def answer(sequence: Sequence) -> Answer:
+        total, count = logp(model, sequence)
+        return Answer(total, count, logp(reference, sequence)[0] if objective.needs_reference else math.nan)
 
-    encoded = encode(rows, tokenizer, objective.get("train_on", "all"))
-    samples = [one for one in encoded if not isinstance(one, BadRow) and _is_trained(one, length)]
-    if objective["name"] == "dpo":
-        return sum(map(preference_loss, samples)) / len(samples)
-    parts = [nll(model, sequence) for sample in samples for sequence in sample]
-    return sum(loss for loss, _ in parts) / sum(count for _, count in parts)
+    encoded = encode(rows, tokenizer, objective.labels)
+    samples, values = [], []
+    value_of = kinds()[rows.kind].value
+    for row, sample in zip(rows.rows, encoded, strict=True):
+        if not isinstance(sample, BadRow) and _is_trained(sample, length):
+            samples.append([answer(sequence) for sequence in sample])
+            values.append(value_of(row) if value_of else math.nan)
+    return objective.by_hand(samples, values)
 
 
 def _is_trained(sample: list[Sequence], length: int) -> bool:

@@ -9,11 +9,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from cookbook.data.rows import KINDS_OF, Kind, Rows, read_rows, texts
-from cookbook.data.sources import COLUMNS, BadRow, raw_rows
+from cookbook.data.rows import Rows, read_rows, texts
+from cookbook.data.sources import raw_rows
 from cookbook.files import RecipeError
 from cookbook.library import hub_answers, known_kind, known_model
 from cookbook.recipe import BUILTIN_SOURCE, Recipe, Source
+from cookbook.row_kinds import BadRow, MadeUp, columns, kinds
 
 WORDS = "a model learns to write short answers from many rows of text and then stops at the end"
 
@@ -42,14 +43,16 @@ def few_rows(recipe: Recipe, num_rows: int, folder: Path, notes: Notes) -> tuple
             path = folder / f"train-{i}.jsonl"
             if hub_answers():
                 raw = (row for _, row in islice(raw_rows(source, streaming=True), num_rows))
-                rows = [{key: row[key] for key in COLUMNS if key in row} for row in raw if not isinstance(row, BadRow)]
+                rows = [
+                    {key: row[key] for key in columns() if key in row} for row in raw if not isinstance(row, BadRow)
+                ]
             else:
                 made_up.append(source.path)
-                rows = synthetic_rows(known_kind(source.path) or _kind_of(recipe), num_rows)
+                rows = synthetic_rows(known_kind(source.path) or recipe.objective.rows[0], num_rows)
             write_jsonl(path, rows)
             small = Source(path=str(path), weight=source.weight)
         sources.append(small)
-        found = read_rows(small, recipe.data.on_bad_row, recipe.objective.name)
+        found = read_rows(small, recipe.data.on_bad_row, recipe.objective)
         sample = sample or found
     assert sample is not None
     described = f"rows of {sample.kind}" + (", packed" if recipe.data.packing else "")
@@ -65,32 +68,10 @@ def _is_local(source: Source) -> bool:
     return source.path == BUILTIN_SOURCE or Path(source.path).exists()
 
 
-def _kind_of(recipe: Recipe) -> Kind:
-    return "chat_preference" if recipe.objective.name == "dpo" else KINDS_OF[recipe.objective.name][0]
-
-
 def synthetic_rows(kind: str, count: int) -> list[dict[str, Any]]:
-    chance = random.Random(0)
-
-    def words() -> str:
-        return " ".join(chance.choice(WORDS.split()) for _ in range(chance.randint(2, 10)))
-
-    def chat(*roles: str) -> list[dict[str, str]]:
-        return [{"role": role, "content": words()} for role in roles]
-
-    def row() -> dict[str, Any]:
-        if kind == "messages":
-            return {"messages": chat("user", "assistant") * chance.randint(1, 2)}
-        if kind == "completion":
-            return {"prompt": words(), "completion": words()}
-        if kind == "text":
-            return {"text": words()}
-        if kind == "preference":
-            return {"prompt": words(), "chosen": words(), "rejected": words()}
-        prompt = chat("user")
-        return {"chosen": prompt + chat("assistant"), "rejected": prompt + chat("assistant")}
-
-    return [row() for _ in range(count)]
+    """Rows of a kind, the same at each call."""
+    some = MadeUp(random.Random(0), WORDS.split())
+    return [kinds()[kind].made_up(some) for _ in range(count)]
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:

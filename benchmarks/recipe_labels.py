@@ -1,0 +1,92 @@
+"""Writes `Fits` in the labels of recipes: which strategies fit which machines, as `plan` forecasts it.
+
+    python benchmarks/recipe_labels.py [RECIPE ...]
+
+The label names the machines, one a line; this fills in the rest. Some 20 s a recipe on two cores. tests/test_recipes.py
+compares each label with it.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from cookbook.files import RecipeError
+from cookbook.forecast import MAY_RUN, Forecast, forecast_all
+from cookbook.hardware import GIB, Machines, parse_machines
+from cookbook.library import FITS, recipe_files
+from cookbook.models.structure import find_config
+from cookbook.recipe import Recipe, load_recipe
+from cookbook.strategy import Strategy, load_strategy
+
+HEADER = "GiB of each GPU at the peak + of a machine's memory + of its disk. Forecast by plan, not measured."
+
+
+def fits(path: Path) -> str:
+    """The lines of `Fits` for a recipe, with the machines that its label has."""
+    recipe, label = load_recipe(path), path.read_text(encoding="utf-8")
+    found = re.search(FITS, label)
+    if found is None:
+        raise RecipeError([f"{path}: no `# Fits:` in its label, with lines such as `#            8x80GB`"])
+    names = re.findall(r"(?m)^# {12}(\S+GB)\b", found[0])
+    rows = [(name, ", ".join(_of(recipe, parse_machines(name), str(path)))) for name in names]
+    lines = [f"# {'Fits:':10} {HEADER}", *(f"#{'':12}{name:9} {text}" for name, text in rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _of(recipe: Recipe, machines: Machines, name: str) -> Iterator[str]:
+    """What fits there, the recipe's own strategy first, then in plan's order; offloading if nothing fits without."""
+    strategies = [load_strategy(path) for path in sorted(Path("accelerate_configs").glob("*.yaml"))]
+    config = find_config(recipe.model)[0]
+    largest = config.hidden_size * max(config.vocab_size, config.intermediate_size)
+    useful = [one for one in strategies if _spreads(one, machines) and _has_room(one, largest / machines.num_gpus)]
+    ranked = forecast_all(recipe, useful, machines, name).forecasts
+    able = [one for one in ranked if one.verdict in MAY_RUN and one.verdict != "tight"]
+    own = [one for one in able if one.strategy.path == recipe.strategy]
+    shown = own + ([one for one in able if not _offloads(one.strategy)] or able)
+    yield from dict.fromkeys(map(_entry, shown)) if shown else ["nothing"]
+
+
+def _offloads(strategy: Strategy) -> bool:
+    return bool(strategy.offload_optimizer or (strategy.fsdp and strategy.fsdp.fsdp_offload_params))
+
+
+def _spreads(strategy: Strategy, machines: Machines) -> bool:
+    """Whether it is of use there as its file is: it takes every GPU, and on one GPU has something to offload."""
+    if strategy.kind == "fsdp1":
+        return False  # only to resume older runs
+    if machines.num_gpus == 1:
+        return strategy.kind == "single" or _offloads(strategy)
+    return strategy.num_processes is None
+
+
+def _has_room(strategy: Strategy, share: float) -> bool:
+    """Whether a process's share of the largest matrix, in elements, fits a buffer for weights on disk: DeepSpeed
+    asserts it (AsyncPartitionedParameterSwapper), after minutes of loading."""
+    if strategy.deepspeed is None or strategy.offload_param != "nvme":
+        return True
+    return share <= strategy.deepspeed["zero_optimization"]["offload_param"]["buffer_size"]
+
+
+def _entry(one: Forecast) -> str:
+    assert one.memory is not None
+    sizes = [one.memory.needed[1]]
+    if _offloads(one.strategy):
+        sizes += [one.host, *([one.disk] if one.disk else [])]
+    return f"{one.strategy.name} {' + '.join(f'{size / GIB:,.0f}' for size in sizes)}"
+
+
+def main() -> int:
+    for path in map(Path, sys.argv[1:] or [path for path in recipe_files() if re.search(FITS, path.read_text())]):
+        text = re.sub(FITS, fits(path), path.read_text(encoding="utf-8"))
+        path.write_text(text, encoding="utf-8")
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

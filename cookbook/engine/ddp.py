@@ -1,0 +1,52 @@
+"""One process, and DDP: every process holds all weights, and averages the gradients after the last micro-batch."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from cookbook.engine.base import Engine
+from cookbook.engine.findings import Finding, is_sharded
+from cookbook.engine.start import start_processes
+
+
+class Single(Engine):
+    def _start(self, *, on_cpu: bool) -> Any:
+        from accelerate import Accelerator
+
+        return Accelerator(cpu=on_cpu, mixed_precision=self.mixed_precision)
+
+    def _findings(self) -> Iterator[Finding]:
+        yield from super()._findings()
+        yield "wrapper", False, isinstance(self.model, DistributedDataParallel)
+        yield "sharded parameters", 0, sum(is_sharded(parameter) for parameter in self._trained())
+
+
+class Ddp(Engine):
+    def _start(self, *, on_cpu: bool) -> Any:
+        from accelerate import Accelerator, DistributedDataParallelKwargs
+
+        start_processes(self.timeout, as_gpus=False)
+        ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
+        return Accelerator(cpu=on_cpu, mixed_precision=self.mixed_precision, kwargs_handlers=[ddp])
+
+    @property
+    def _is_wrapped(self) -> bool:
+        return isinstance(self.model, DistributedDataParallel)
+
+    def _synchronise(self, last: bool) -> contextlib.AbstractContextManager:
+        return self.model.no_sync() if self._is_wrapped and not last else contextlib.nullcontext()
+
+    def _clear_gradients(self) -> None:
+        # Views of DDP's buckets. Set to None, those of all micro-batches but the last would lie beside them.
+        self.optimizer.zero_grad(set_to_none=not self._is_wrapped)
+
+    def _findings(self) -> Iterator[Finding]:
+        yield from super()._findings()
+        # One process has nobody to synchronise with, wrapped or not.
+        yield "wrapper", self._is_wrapped or self.plan.num_processes > 1, self._is_wrapped
+        yield "sharded parameters", 0, sum(is_sharded(parameter) for parameter in self._trained())
+        if self._is_wrapped:
+            asked = {"gradient_as_bucket_view": True, "broadcast_buffers": False, "find_unused_parameters": False}
+            yield "DDP", asked, {name: getattr(self.model, name) for name in asked}

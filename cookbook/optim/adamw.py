@@ -1,0 +1,27 @@
+"""AdamW, Loshchilov and Hutter 2019 (arXiv 1711.05101)."""
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from cookbook.optim.base import WithBetas
+from cookbook.registry import register
+
+if TYPE_CHECKING:
+    import torch
+
+
+@register
+class AdamW(WithBetas):
+    """Fused: one kernel over all tensors, on CPU 3 to 10 times the speed of torch's loop over them."""
+
+    counts_beside = "exp_avg"
+    name: Literal["adamw"] = "adamw"
+
+    def state(self, *, is_matrix: bool) -> dict[str, float]:
+        return {"exp_avg": 4, "exp_avg_sq": 4}
+
+    def build(
+        self, groups: list[dict[str, Any]], model: "torch.nn.Module", mixed_precision: str
+    ) -> "torch.optim.Optimizer":
+        from torch.optim import AdamW
+
+        return AdamW(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps, fused=True)

@@ -1,0 +1,49 @@
+"""AdamW with moments in 8 bits, Dettmers et al. 2022 (arXiv 2110.02861)."""
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal
+
+from cookbook.optim.base import WithBetas
+from cookbook.registry import Refusal, register
+
+if TYPE_CHECKING:
+    import torch
+
+
+@register
+class AdamW8bit(WithBetas):
+    """AdamW that keeps its moments in 8 bits (bitsandbytes)."""
+
+    counts_beside = "state1"
+    caveat = "where its blocks begin follows the strategy's cut, so its band is wider"
+    refusals = (
+        Refusal(
+            what="optimizer state on NVMe",
+            clashes=lambda strategy: strategy.offload_optimizer == "nvme",
+            why="DeepSpeed swaps optimizer state as float32 of the weights' length, and these states are bytes (read in"
+            " its source, not run)",
+            seen="deepspeed 0.19.8",
+            way_out="accelerate_configs/zero3_offload.yaml, or optim.name: adamw",
+        ),
+    )
+    name: Literal["adamw_8bit"]
+
+    def state(self, *, is_matrix: bool) -> dict[str, float]:
+        return {"state1": 1, "state2": 1}
+
+    def state_bytes(self, tensors: Iterable[tuple[int, bool]]) -> int:
+        """A byte for each of both moments and a scale for each block of 256, from 4,096 elements on, and float32 below;
+        the two tables of values are one for all (bitsandbytes 0.50, optim/optimizer.py, Optimizer2State.init_state).
+        """
+        sizes = [numel for numel, _ in tensors]
+        small = sum(2 * 4 * numel for numel in sizes if numel < 4096)
+        large = sum(2 * (numel + 4 * math.ceil(numel / 256)) for numel in sizes if numel >= 4096)
+        return small + large + (2 * 256 * 4 if large else 0)
+
+    def build(
+        self, groups: list[dict[str, Any]], model: "torch.nn.Module", mixed_precision: str
+    ) -> "torch.optim.Optimizer":
+        from cookbook.optim.eight_bits import adamw_8bit
+
+        return adamw_8bit(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps)

@@ -1,0 +1,411 @@
+"""Protects the ledger of costs: explain, doctor, plan and every text give its numbers, and its FLOPs are torch's.
+
+python -m pytest -q tests/test_costs.py
+"""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from cookbook import library
+from cookbook.adapters import inject
+from cookbook.costs.flops import Sizes, Step, attention_flops, sizes_of, work
+from cookbook.costs.inputs import CostInputs, cost_inputs, sketch
+from cookbook.costs.loading import machine_bytes
+from cookbook.costs.memory import checkpoint_bytes, states
+from cookbook.costs.per_parameter import PLACES, frozen_shares, messages, shares, states_in_words, total
+from cookbook.doctor.sizes import sizes
+from cookbook.files import RecipeError
+from cookbook.forecast import forecast_all
+from cookbook.forecast.skeleton import skeleton
+from cookbook.hardware import parse_machines
+from cookbook.models.structure import find_config
+from cookbook.recipe import AdapterSection, Recipe, load_recipe
+from cookbook.strategy import Strategy, load_strategy
+
+STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
+SFT_7B = min(str(path.relative_to(ROOT)) for path in (ROOT / "recipes/qwen25_7b").glob("sft*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def shipped(name: str) -> Strategy:
+    return load_strategy(Path(f"accelerate_configs/{name}.yaml"))
+
+
+def with_zero(strategy: Strategy, **keys: object) -> Strategy:
+    assert strategy.deepspeed is not None
+    zero = strategy.deepspeed["zero_optimization"]
+    return replace(strategy, deepspeed={**strategy.deepspeed, "zero_optimization": {**zero, **keys}})
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Recipe:
+    return load_recipe(ROOT / SFT_7B)
+
+
+# One recipe, one answer.
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_bytes_a_parameter_are_the_bytes_of_the_model(recipe: Recipe, name: str):
+    """What explain shows, times the parameters, is what plan counts, but for rounding: norms and biases, which stay
+    whole or are AdamW's, padding, weights on the border of two parts, and buffers that do not grow with the model.
+    """
+    strategy = shipped(name)
+    inputs = cost_inputs(recipe, strategy, strategy.num_processes or 4)
+    model = skeleton(find_config(recipe.model)[0], recipe)
+    numel = sum(weight.num_elements for weight in model.weights)
+    held = states(model, inputs)
+    on_gpu = [share for share in shares(inputs) if share.what != "gathered weights"]
+    gpu = held.gpu.total - held.gpu.buffers + max(0, held.gradients_between - held.gpu.gradients)
+    assert gpu == pytest.approx(total(on_gpu, "GPU") * numel, rel=0.02, abs=0.02 * numel)
+    host = held.host.total - (held.host.buffers if name == "zero3_nvme" else 0)
+    assert host == pytest.approx(total(shares(inputs), "host") * numel, rel=0.06, abs=0.001 * numel)
+    assert held.disk.total == pytest.approx(total(shares(inputs), "disk") * numel, rel=0.02)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_doctor_and_plan_ask_for_the_same_memory_of_the_host_and_the_same_disk(recipe: Recipe, name: str):
+    strategy = shipped(name)
+    each = strategy.num_processes or 4
+    machines = parse_machines(f"{each}x80GB")
+    (planned,) = forecast_all(recipe, [strategy], machines, SFT_7B).forecasts
+    found = sizes(recipe, strategy, each, on_gpus=True)
+    assert found is not None
+    assert found.host == pytest.approx(planned.host, rel=0.02)
+    assert found.nvme == pytest.approx(planned.disk, rel=0.02)
+    assert found.disk - 2 * 7_615_616_512 == pytest.approx(planned.checkpoint, rel=1e-4)
+
+
+def test_the_host_memory_of_an_offloaded_7b_by_hand(recipe: Recipe):
+    """20 bytes: gradients of 4 and, while they add up, 2; master and two moments; updated weights on their way back."""
+    for name, here in (("zero2_offload", 4 + 2 + 12 + 2), ("zero3_offload", 2 + 4 + 2 + 12)):
+        inputs = cost_inputs(recipe, shipped(name), 2)
+        assert 2 * total(shares(inputs), "host") == here, name
+
+
+def test_a_label_asks_for_the_host_memory_and_disk_that_the_ledger_counts():
+    found = 0
+    for path in library.recipe_files():
+        recipe, needs = load_recipe(path), library.read_needs(library.read_label(path))
+        if needs.host_gb is None or needs.num_gpus is None:
+            continue
+        strategy = load_strategy(Path(recipe.strategy))
+        inputs = cost_inputs(recipe, strategy, needs.num_gpus)
+        model = skeleton(find_config(recipe.model)[0], recipe)
+        held = states(model, inputs)
+        host, _, disk = machine_bytes(model, inputs, held, needs.num_gpus, on_gpus=True)
+        assert host / 1e9 <= needs.host_gb, path
+        assert disk == 0 or (needs.nvme_gb is not None and disk / 1e9 <= needs.nvme_gb), path
+        found += 1
+    assert found >= 1
+
+
+# Texts.
+
+BYTES = re.compile(r"(\d+) bytes a parameter")
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_header_of_a_strategy_gives_the_bytes_of_the_ledger(name: str):
+    header = header_of(name)
+    strategy = shipped(name)
+    assert wrong_bytes(header, strategy) == []
+    if strategy.offload_optimizer == "cpu" or name == "fsdp2_offload":
+        assert BYTES.search(header), "the host memory is not there"
+
+
+def header_of(name: str) -> str:
+    lines = (ROOT / f"accelerate_configs/{name}.yaml").read_text().splitlines()
+    return " ".join(line.removeprefix("# ") for line in lines if line.startswith("#"))
+
+
+def wrong_bytes(text: str, strategy: Strategy) -> list[str]:
+    """Every "N bytes a parameter" that is not what all processes hold of one, on their GPUs or hosts."""
+    inputs = CostInputs(strategy=strategy, num_processes=strategy.num_processes or 8, accumulation=2)
+    sums = {where: sum(share.num_bytes for share in shares(inputs) if share.where == where) for where in PLACES}
+    return [one for one in BYTES.findall(text) if float(one) not in sums.values()]
+
+
+def test_another_number_in_a_header_would_be_found():
+    assert wrong_bytes("the host needs 18 bytes a parameter", shipped("zero3_offload")) == ["18"]
+    assert wrong_bytes("the host needs 20 bytes a parameter", shipped("zero3_offload")) == []
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The first table under a heading of docs/strategies.md, without its head."""
+    text = (ROOT / "docs/strategies.md").read_text().partition(f"\n## {heading}\n")[2]
+    lines = text.partition("\n\n|")[2].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+SHARED = {"D": 8, "S": 2, "T": 2}
+
+
+def bytes_of_cell(cell: str) -> float:
+    """`2 P + (2 + 12) P/D` -> 3.75 for D = 8."""
+    terms = re.findall(r"(\d+|\([\d +]+\)) P(?:/([DST]))?", cell)
+    return sum(sum(map(int, re.findall(r"\d+", number))) / SHARED.get(cut, 1) for number, cut in terms)
+
+
+def wrong_cells(table: list[list[str]]) -> list[str]:
+    wrong = []
+    for names, gpu, elsewhere in table:
+        for name in re.findall(r"`(\w+)`", names):
+            strategy = shipped(name)
+            inputs = CostInputs(strategy=strategy, num_processes=strategy.num_processes or 8, accumulation=2)
+            found = [total(shares(inputs), where) for where in PLACES]
+            if [bytes_of_cell(gpu), bytes_of_cell(elsewhere)] != pytest.approx([found[0], found[1] + found[2]]):
+                wrong.append(name)
+    return wrong
+
+
+def test_the_table_of_memory_is_the_ledgers():
+    table = rows("Memory")
+    assert {name for row in table for name in re.findall(r"`(\w+)`", row[0])} == set(STRATEGIES)
+    assert wrong_cells(table) == []
+    assert wrong_cells([["`zero1`", "2 P + 2 P/D + 12 P/D", ""], ["`zero2_offload`", "2 P", "18 P/D"]]) == [
+        "zero1",
+        "zero2_offload",
+    ]
+
+
+def times_of_cell(cell: str, accumulation: int) -> dict[str, int]:
+    """`2 A gathers, one all-reduce` -> how often each comes."""
+    found = {"all-gather": 0, "reduce-scatter": 0, "all-reduce": 0}
+    kinds = {"gather": "all-gather", "reduction": "reduce-scatter", "all-reduce": "all-reduce"}
+    for number, each, kind in re.findall(r"(?:\b(one|\d+) )?(?:\b(A) )?(gather|reduction|all-reduce)s?\b", cell):
+        found[kinds[kind]] += (1 if number in ("one", "") else int(number)) * (accumulation if each else 1)
+    return found
+
+
+def test_the_table_of_communication_is_the_ledgers():
+    table = [row for row in rows("Communication") if row[0] != "`tp`"]  # its messages are no parameters
+    told = {name for row in table for name in re.findall(r"`(\w+)`", row[0])}
+    assert told | {"tp"} == set(STRATEGIES)
+    for names, cell in table:
+        for name in re.findall(r"`(\w+)`", names):
+            strategy = shipped(name)
+            inputs = CostInputs(strategy=strategy, num_processes=strategy.num_processes or 8, accumulation=3)
+            found = {"all-gather": 0.0, "reduce-scatter": 0.0, "all-reduce": 0.0}
+            for message in messages(inputs):
+                found[message.kind] += message.times
+            assert times_of_cell(cell, 3) == found, name
+
+
+def test_the_formula_of_host_memory_beside_nvme_is_the_ledgers():
+    """Gradients of all, and for each process buffers of the optimizer, of weights, and room for new weights."""
+    text = re.sub(r"\s+", " ", (ROOT / "docs/strategies.md").read_text())
+    written = re.search(r"For 70\.6e9 parameters on 8 GPUs that is 141 \+ 8 x \(17\.5 \+ 16\) = (\d+) GB", text)
+    assert written is not None
+    llama = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+    llama |= {"num_attention_heads": 64, "num_key_value_heads": 8, "tie_word_embeddings": False}
+    model = sketch(llama, 70_553_706_496)
+    assert sum(weight.num_elements for weight in model.weights) == pytest.approx(70_553_706_496, rel=1e-6)
+    held = states(model, CostInputs(strategy=shipped("zero3_nvme"), num_processes=8, accumulation=2))
+    assert 8 * held.host.total / 1e9 == pytest.approx(float(written[1]), rel=0.03)
+
+
+# hpZ: ZeRO++'s second copy of the weights inside a machine.
+
+
+def test_hpz_costs_memory_and_lowers_the_traffic_between_machines():
+    """Wang et al. 2023 (arXiv 2306.10209), section 3.2: 2 bytes over the GPUs of a machine."""
+    plain = CostInputs(strategy=shipped("zero3"), num_processes=16, accumulation=2)
+    hpz = replace(plain, strategy=with_zero(plain.strategy, zero_hpz_partition_size=8))
+    assert total(shares(hpz), "GPU") == pytest.approx(total(shares(plain), "GPU") + 2 / 8)
+    assert "second copy of the weights 0.25" in states_in_words(hpz, "GPU")
+    between = {
+        key: sum(one.over_links(8)[1] for one in messages(inputs)) for key, inputs in (("plain", plain), ("hpz", hpz))
+    }
+    # Gathers of 2 bytes: four across machines in two micro-batches, or the first one alone; reductions as before.
+    assert between["plain"] == pytest.approx((4 * 2 + 2 * 2) * 15 / 16)
+    assert between["hpz"] == pytest.approx((1 * 2 + 2 * 2) * 15 / 16)
+    assert sum(one.volume for one in messages(hpz)) == sum(one.volume for one in messages(plain))
+
+
+def test_hpz_beside_offloaded_weights_lies_on_the_host_and_beside_nvme_is_refused(tmp_path: Path):
+    offloaded = with_zero(shipped("zero3_offload"), zero_hpz_partition_size=8)
+    plain, hpz = (
+        total(shares(CostInputs(strategy=one, num_processes=16)), "host")
+        for one in (shipped("zero3_offload"), offloaded)
+    )
+    assert hpz == pytest.approx(plain + 2 / 8)
+    for name in ("accelerate_configs/zero3_nvme.yaml", "ds_configs/zero3_nvme.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        text = (ROOT / name).read_text().replace('"stage": 3,', '"stage": 3, "zero_hpz_partition_size": 2,')
+        (tmp_path / name).write_text(text.replace("ds_configs/", f"{tmp_path}/ds_configs/"))
+    with pytest.raises(RecipeError, match="zero_hpz_partition_size"):
+        load_strategy(tmp_path / "accelerate_configs/zero3_nvme.yaml")
+
+
+def test_a_checkpoint_is_twelve_bytes_a_parameter_under_adamw(recipe: Recipe):
+    model = skeleton(find_config(recipe.model)[0], recipe)
+    assert checkpoint_bytes(model, recipe) == 12 * 7_615_616_512
+
+
+def test_a_frozen_weight_costs_nothing_but_itself_where_gradients_are_its_own():
+    lora = {
+        name: CostInputs(strategy=shipped(name), num_processes=8, adapter=AdapterSection(name="lora"))
+        for name in ("fsdp2", "fsdp1")
+    }
+    assert [total(frozen_shares(inputs), "GPU") for inputs in lora.values()] == [2 / 8, (4 + 4) / 8]
+    assert frozen_shares(replace(lora["fsdp2"], adapter=None)) == []
+
+
+def test_the_table_of_adapters_is_the_ledgers():
+    text = (ROOT / "docs/adapters.md").read_text()
+    cells = {
+        ("bf16", "fsdp2"): r"`lora`, `dora` under bf16 \| ([\d.]+) \| ([\d.]+)",
+        ("no", "fsdp2"): r"`lora`, `dora` in float32 \| ([\d.]+) \| ([\d.]+)",
+        ("bf16", "fsdp1"): r"`lora`, `dora` under `fsdp1` \| ([\d.]+) \| ([\d.]+)",
+        ("bf16", "zero3"): r"`lora`, `dora` under `zero3` and bf16 \| ([\d.]+) \| ([\d.]+)",
+    }
+    for (precision, name), row in cells.items():
+        inputs = CostInputs(
+            strategy=shipped(name), num_processes=8, adapter=AdapterSection(name="lora"), mixed_precision=precision
+        )
+        written = re.search(row, text)
+        assert written is not None, row
+        found = [8 * total(one(inputs), "GPU") for one in (frozen_shares, shares)]
+        assert [float(number) for number in written.groups()] == found, name
+    qlora = CostInputs(strategy=shipped("ddp"), num_processes=8, adapter=AdapterSection(name="qlora"))
+    assert total(frozen_shares(qlora), "GPU") == pytest.approx(0.5 + 1 / 64, abs=0.001)
+
+
+# FLOPs.
+
+LENGTH, WINDOW = 64, 16
+TINY = dict(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    max_position_embeddings=LENGTH,
+    tie_word_embeddings=False,
+)
+GROUPED = {**TINY, "num_key_value_heads": 2}
+EXPERTS = {**GROUPED, "num_experts_per_tok": 2, "head_dim": 16}
+ARCHITECTURES: dict[str, PreTrainedConfig] = {
+    "llama": AutoConfig.for_model("llama", **TINY),
+    "tied": AutoConfig.for_model("llama", **{**TINY, "tie_word_embeddings": True}),
+    "grouped heads": AutoConfig.for_model("llama", **GROUPED),
+    "head_dim apart": AutoConfig.for_model("qwen3", **GROUPED, head_dim=24),
+    "biases": AutoConfig.for_model("qwen2", **GROUPED),
+    "sliding window": AutoConfig.for_model("mistral", **GROUPED, sliding_window=WINDOW),
+    "every second layer a window": AutoConfig.for_model(
+        "gemma2", **GROUPED, head_dim=8, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "mixtral": AutoConfig.for_model("mixtral", **EXPERTS, num_local_experts=6),
+    "qwen3_moe": AutoConfig.for_model("qwen3_moe", **EXPERTS, num_experts=6, moe_intermediate_size=24),
+    "deepseek_v3": AutoConfig.for_model(
+        "deepseek_v3",
+        **{**TINY, "num_experts_per_tok": 2},
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=1,
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+        kv_lora_rank=16,
+        q_lora_rank=24,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=12,
+    ),
+    "gpt2": AutoConfig.for_model("gpt2", vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=LENGTH),
+}
+
+
+def counted_by_torch(config: PreTrainedConfig, recipe: Recipe) -> float:
+    """FLOPs of forward and backward over one sample of LENGTH tokens, as torch's dispatcher sees them.
+
+    Eager attention multiplies all positions, masked ones too: 3 x 2 products of T x T x width in each layer. Flash
+    kernels skip what a mask leaves out, and so a ruler must not count it: it is taken off here and counted by hand.
+    Grouped products of experts are none for the dispatcher, hence eager ones.
+    """
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    if recipe.adapter is not None:
+        inject(model, recipe.adapter)
+        # Else the first layer's input needs no gradient: a share that shrinks with the layers, and is not modelled.
+        model.enable_input_require_grads()
+    ids = torch.arange(LENGTH)[None] % 96
+    with FlopCounterMode(display=False, depth=None) as counter:
+        model(ids).logits.float().logsumexp(-1).sum().backward()
+    counts = counter.get_flop_counts()
+    # Rotary frequencies x positions is a matrix product for the dispatcher.
+    rotary = sum(sum(found.values()) for name, found in counts.items() if name.endswith("rotary_emb"))
+    return counter.get_total_flops() - rotary
+
+
+def seen(window: int | None) -> float:
+    """Positions that a token of a sample of LENGTH sees on average, off the mask itself."""
+    rows, columns = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)[None]
+    mask = columns <= rows
+    if window is not None:
+        mask &= columns > rows - window
+    return float(mask.sum()) / LENGTH
+
+
+@pytest.mark.parametrize("adapter", [None, "lora"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_flops_are_those_that_torch_counts(recipe: Recipe, name: str, adapter: str | None):
+    config = ARCHITECTURES[name]
+    if adapter is not None:
+        if name in ("gpt2", "mixtral", "qwen3_moe", "deepseek_v3"):
+            targets = {"gpt2": ["c_attn"], "deepseek_v3": ["o_proj"]}.get(name, ["q_proj", "o_proj"])
+        else:
+            targets = ["q_proj", "down_proj"]
+        recipe = recipe.model_copy(update={"adapter": AdapterSection(name="lora", rank=4, targets=targets)})
+    found = sizes_of(config, skeleton(config, recipe))
+    step = Step(num_tokens=LENGTH, num_labelled=LENGTH, length=LENGTH)
+    ours = work(found, step).total
+    attention = 3 * LENGTH * attention_flops(found, LENGTH)
+    windows = found.windows
+    assert len(windows) == config.get_text_config().num_hidden_layers
+    whole = sum(3 * 4 * found.width * LENGTH * LENGTH for _ in windows)
+    assert ours - attention == pytest.approx(counted_by_torch(config, recipe) - whole, rel=1e-6)
+    # A token sees itself too: half a position that T / 2 leaves out, or W / 2T of a window.
+    by_mask = sum(seen(window) - (window or LENGTH) / (2 * LENGTH) for window in windows)
+    assert attention == pytest.approx(3 * 4 * found.width * LENGTH * by_mask, rel=1e-6)
+    assert (WINDOW in windows) == ("window" in name)
+
+
+def test_a_ruler_that_counts_everything_would_be_found(recipe: Recipe):
+    """All experts, or all parameters with the embedding, are not what torch counts."""
+    for name in ("mixtral", "llama"):
+        found = sizes_of(ARCHITECTURES[name], skeleton(ARCHITECTURES[name], recipe))
+        active = 6 * LENGTH * (found.num_matrix + found.head)
+        assert active < 0.9 * 6 * LENGTH * found.num_parameters, name
+
+
+def test_a_window_in_a_long_sample_is_what_a_token_sees():
+    found = Sizes(
+        num_parameters=1,
+        num_trained=1,
+        num_matrix=1,
+        num_matrix_trained=1,
+        num_layers=2,
+        hidden=1,
+        num_heads=1,
+        head_dim=1,
+        vocab=1,
+        windows=(4096, None),
+    )
+    assert attention_flops(found, 32768) == 4 * (4096 - 4096**2 / 65536 + 32768 / 2)
+    assert attention_flops(found, 2048) == 4 * (1024 + 1024)
