@@ -27,6 +27,8 @@ COLUMNS = {
     "dora": "DoRA",
     "qlora": "QLoRA",
     "dpo": "DPO",
+    "orpo": "ORPO",
+    "kto_zero": "KTO",
     "muon": "Muon",
 }
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes")

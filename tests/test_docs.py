@@ -365,6 +365,44 @@ def test_the_readme_lists_every_page():
     assert {name for name in there if f"({name})" not in text_of("README.md")} == set()
 
 
+def text_blocks(page: str) -> list[str]:
+    """What its terminals show."""
+    return re.findall(r"(?ms)^```text\n(.*?)^```", text_of(page))
+
+
+@pytest.mark.slow
+def test_the_plan_of_the_readme_is_what_plan_prints():
+    (shown,) = [block for block in text_blocks("README.md") if block.startswith("PLAN")]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "cookbook",
+            "plan",
+            "recipes/qwen25_7b/sft.yaml",
+            "--gpus",
+            "8xH100",
+            "--host-gib",
+            "1024",
+        ],
+        cwd=ROOT,
+        env=clean_environment(HF_HUB_OFFLINE="1"),
+        capture_output=True,
+        text=True,
+    )
+    printed = iter(done.stdout.splitlines())
+    assert [line for line in shown.splitlines() if line.strip() != "..." and line not in printed] == []
+
+
+def test_the_quickstart_of_the_readme_is_the_run_that_its_label_records():
+    (shown,) = [block for block in text_blocks("README.md") if "SUMMARY" in block]
+    label = (ROOT / "recipes/quickstart.yaml").read_text()
+    (before, after) = re.findall(r"held-out loss\s+([\d.]+) (?:->|at step 0,) ([\d.]+)", label + shown)
+    assert before == after, "the label's and the README's figures"
+    steps = re.findall(r"step (\d+): held-out loss ([\d.]+) \(10876 tokens\)", shown)
+    assert (f"{float(steps[0][1]):.3f}", f"{float(steps[-1][1]):.3f}") == before
+
+
 def test_the_readme_is_short():
     assert len(prose(text_of("README.md")).splitlines()) <= 130
 
