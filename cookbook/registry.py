@@ -136,7 +136,8 @@ class Named(Section):
         if not cls.is_base():
             others = {key for kind in cls.kinds() for key in kind.model_fields} - cls.model_fields.keys()
             foreign = sorted(values.keys() & others)
-            if foreign and not is_record:
+            is_misspelt = bool(values.keys() - others - cls.model_fields.keys())  # it may be the name that is
+            if foreign and not is_record and not is_misspelt:
                 raise ValueError(
                     f"{', '.join(foreign)} would be ignored by {values.get('name', cls.default)}; take it out"
                 )

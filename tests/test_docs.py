@@ -420,7 +420,7 @@ def test_the_page_of_strategies_offers_every_one():
 
 def test_the_layers_of_the_contributing_page_are_those_of_the_package():
     rows = [line for line in cookbook.__doc__.splitlines() if re.match(r"(parts|plan|words) ", line)]
-    assert len(rows) == 3
+    assert len(rows) == 4
     for row in rows:
         assert row.split() in [line.split() for line in text_of("CONTRIBUTING.md").splitlines()], row
 
@@ -498,8 +498,12 @@ def recipe_keys(model: type[Section] = Recipe, path: str = "") -> list[tuple[str
             default = "derived" if info.default_factory else info.default
             found.append((key, ... if info.is_required() else default))
         if inner is not None and key != "data.eval":
-            for kind in inner.kinds() if issubclass(inner, Named) else [inner]:
-                found += recipe_keys(kind, f"{key}.")
+            if issubclass(inner, Named):
+                found.append((f"{key}.name", inner.default))
+                of_kinds = [pair for kind in inner.kinds() for pair in recipe_keys(kind, f"{key}.")]
+                found += [pair for pair in of_kinds if pair[0] != f"{key}.name"]
+            else:
+                found += recipe_keys(inner, f"{key}.")
     return found
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import RECIPE
 
-from cookbook.costs.flops import Sizes, Step, work
+from cookbook.costs.flops import Recompute, Sizes, Step, work
 from cookbook.costs.traffic import host_traffic, transfers
 from cookbook.forecast import speed
 from cookbook.forecast.speed import Part, no_forecast, step_seconds, total
@@ -409,7 +409,7 @@ class Published:
     tokens_per_second: float
     strategy: str = "fsdp2"
     micro_batches: int = 1
-    recompute: speed.Recompute = False
+    recompute: Recompute = False
     lora: int | None = None
 
     def range(self):

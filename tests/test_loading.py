@@ -13,7 +13,7 @@ import torch
 from curves import ROOT, run_to_end, write_chats
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cookbook.costs.inputs import Skeleton, Weight
+from cookbook.costs.inputs import Skeleton, Weight, cost_inputs
 from cookbook.costs.loading import loading
 from cookbook.costs.memory import ResidentBytes, States
 from cookbook.forecast import forecast_all
@@ -139,7 +139,7 @@ def full() -> Recipe:
     ],
 )
 def test_the_start_by_hand(full: Recipe, name: str, states: States, host: int, gpu: int):
-    found = loading(skeleton_of(*WEIGHTS), full, read(name), states, local=2)
+    found = loading(skeleton_of(*WEIGHTS), cost_inputs(full, read(name), 2), states, local=2)
     assert (found.host, found.gpu) == (host, gpu)
 
 
@@ -147,7 +147,7 @@ def test_without_efficient_loading_each_process_has_a_copy(full: Recipe):
     strategy = read("fsdp2")
     assert strategy.fsdp is not None
     block = strategy.fsdp.model_copy(update={"fsdp_cpu_ram_efficient_loading": False})
-    found = loading(skeleton_of(*WEIGHTS), full, replace(strategy, fsdp=block), ON_GPU, local=2)
+    found = loading(skeleton_of(*WEIGHTS), cost_inputs(full, replace(strategy, fsdp=block), 2), ON_GPU, local=2)
     assert found.host == 2 * 4 * 400
 
 
@@ -155,7 +155,7 @@ def test_without_efficient_loading_each_process_has_a_copy(full: Recipe):
 def test_in_4_bits_each_gpu_has_all_before_it_is_cut(full: Recipe, name: str):
     frozen = [replace(weight, is_trained=False, is_quantized=True) for weight in WEIGHTS[:4]]
     adapter = full.model_copy(update={"adapter": load_adapter("qlora")})
-    found = loading(skeleton_of(*frozen, WEIGHTS[4]), adapter, read(name), ON_GPU, local=2)
+    found = loading(skeleton_of(*frozen, WEIGHTS[4]), cost_inputs(adapter, read(name), 2), ON_GPU, local=2)
     # 340 numbers of half a byte, in bf16 storage two bytes at a time; scales in 8 bits for 64, in float32 for 256 of
     # those; an offset and two tables for each weight. The trained one stays float32.
     packed = sum(2 * (numel // 4) for numel in (100, 90, 80, 70))

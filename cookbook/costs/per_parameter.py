@@ -97,7 +97,7 @@ def _shares(inputs: CostInputs, *, is_trained: bool) -> list[StateShare]:
         whole = here - sharded / inputs.num_shards
         for num_bytes, num_shards in ((whole, 1), (sharded, inputs.num_shards)):
             if num_bytes > 1e-6:
-                found.append(StateShare(where=where, what=what, num_bytes=round(num_bytes, 4), num_shards=num_shards))
+                found.append(StateShare(where=where, what=what, num_bytes=round(num_bytes, 6), num_shards=num_shards))
     return found
 
 
