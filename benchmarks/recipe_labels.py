@@ -65,8 +65,8 @@ def _spreads(strategy: Strategy, machines: Machines) -> bool:
 
 
 def _has_room(strategy: Strategy, share: float) -> bool:
-    """Whether a process's share of the largest matrix, in elements, fits a buffer for weights on disk: DeepSpeed
-    asserts it (AsyncPartitionedParameterSwapper), after minutes of loading."""
+    """Whether a process's share of the largest matrix, in elements, fits a buffer of weights on disk. DeepSpeed asserts
+    it (AsyncPartitionedParameterSwapper) after minutes of loading."""
     if strategy.deepspeed is None or strategy.offload_param != "nvme":
         return True
     return share <= strategy.deepspeed["zero_optimization"]["offload_param"]["buffer_size"]

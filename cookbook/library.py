@@ -70,9 +70,10 @@ def read_fits(label: dict[str, str]) -> dict[str, str]:
 
 
 def gpus_needed(label: dict[str, str], strategy: str) -> int:
-    """GPUs that a machine must have for a recipe under a strategy, by the recipe's label; 0 where it names none."""
+    """GPUs of a machine, at least, for a recipe under a strategy: those that its label needs, or fewer where the
+    strategy fits on fewer. 0 where it needs none."""
     fitting = [name for name, text in read_fits(label).items() if re.search(rf"\b{re.escape(strategy)} \d", text)]
-    return min((parse_machines(name).gpus_each for name in fitting), default=read_needs(label).num_gpus or 0)
+    return min([read_needs(label).num_gpus or 0, *(parse_machines(name).gpus_each for name in fitting)])
 
 
 def known_model(name: str) -> dict[str, Any] | None:
