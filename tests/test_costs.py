@@ -81,6 +81,8 @@ def test_doctor_and_plan_ask_for_the_same_memory_of_the_host_and_the_same_disk(r
     strategy = shipped(name)
     each = strategy.num_processes or 4
     machines = parse_machines(f"{each}x80GB")
+    run = recipe.run.model_copy(update={"save_every_steps": None, "save_every_minutes": None})
+    recipe = recipe.model_copy(update={"run": run})  # one checkpoint, at the end
     (planned,) = forecast_all(recipe, [strategy], machines, SFT_7B).forecasts
     found = sizes(recipe, strategy, each, on_gpus=True)
     assert found is not None

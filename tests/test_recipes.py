@@ -18,6 +18,7 @@ from cookbook.files import RecipeError
 from cookbook.hardware import GIB, parse_machines
 from cookbook.plan import begun_elsewhere, load_pair, make_plan
 from cookbook.recipe import BUILTIN_SOURCE, RENAMED, Recipe, Section, load_recipe
+from cookbook.registry import Named
 from cookbook.strategy import find_strategy, load_strategy
 
 QUICKSTART = "recipes/quickstart.yaml"
@@ -225,6 +226,13 @@ def choices(model=Recipe, key=""):
             kind = kinds.pop()
             if get_origin(kind) is Literal:
                 words += [word for word in get_args(kind) if isinstance(word, str)]
+            elif isinstance(kind, type) and issubclass(kind, Named):
+                yield f"{own}.name"
+                for one in kind.kinds():
+                    (word,) = get_args(one.model_fields["name"].annotation)
+                    if word != kind.default:
+                        yield f"{own}.name: {word}"
+                    yield from (key for key in choices(one, f"{own}.") if not key.startswith(f"{own}.name"))
             elif isinstance(kind, type) and issubclass(kind, Section):
                 yield from choices(kind, f"{own}.")
             else:
