@@ -141,6 +141,10 @@ def rung_below(
     return _suggestion(traces, [strategy], others, machines, recipe_name)
 
 
+TRACES: dict[tuple[Any, ...], ActivationTrace] = {}
+"""Of this process: a trace takes seconds, and every machine that is asked about needs the same ones."""
+
+
 class TraceCache:
     """What strategies share: the model's skeleton, and a trace for each way to compute."""
 
@@ -166,18 +170,22 @@ class TraceCache:
         length = recipe.data.max_length
         rows, row = (1, sequences * length) if recipe.data.packing else (sequences, length)
         if self.untraceable is None:
+            parts = recipe.model_dump_json(include={"model", "data", "objective", "adapter", "mixed_precision"})
+            key = (self.config.to_json_string(), parts, autocast, tp_size, fsdp, is_zero3, micro_batch)
             try:
-                return trace_pass(
-                    self.config,
-                    recipe,
-                    rows=rows,
-                    length=row,
-                    num_targets=sequences * length,
-                    autocast=autocast,
-                    tp_size=tp_size,
-                    fsdp=fsdp,
-                    is_zero3=is_zero3,
-                )
+                if key not in TRACES:
+                    TRACES[key] = trace_pass(
+                        self.config,
+                        recipe,
+                        rows=rows,
+                        length=row,
+                        num_targets=sequences * length,
+                        autocast=autocast,
+                        tp_size=tp_size,
+                        fsdp=fsdp,
+                        is_zero3=is_zero3,
+                    )
+                return TRACES[key]
             except Untraceable as error:
                 self.untraceable = str(error)
         return bound(self.config, recipe, tokens=sequences * length, tp_size=tp_size)
