@@ -19,7 +19,6 @@ from cookbook.files import RecipeError
 from cookbook.forecast import MAY_RUN, Forecast, forecast_all
 from cookbook.hardware import GIB, Machines, parse_machines
 from cookbook.library import FITS, recipe_files
-from cookbook.models.structure import find_config
 from cookbook.recipe import Recipe, load_recipe
 from cookbook.strategy import Strategy, load_strategy
 
@@ -41,9 +40,7 @@ def fits(path: Path) -> str:
 def _of(recipe: Recipe, machines: Machines, name: str) -> Iterator[str]:
     """What fits there, the recipe's own strategy first, then in plan's order; offloading if nothing fits without."""
     strategies = [load_strategy(path) for path in sorted(Path("accelerate_configs").glob("*.yaml"))]
-    config = find_config(recipe.model)[0]
-    largest = config.hidden_size * max(config.vocab_size, config.intermediate_size)
-    useful = [one for one in strategies if _spreads(one, machines) and _has_room(one, largest / machines.num_gpus)]
+    useful = [one for one in strategies if _spreads(one, machines)]
     ranked = forecast_all(recipe, useful, machines, name).forecasts
     able = [one for one in ranked if one.verdict in MAY_RUN and one.verdict != "tight"]
     own = [one for one in able if one.strategy.path == recipe.strategy]
@@ -62,14 +59,6 @@ def _spreads(strategy: Strategy, machines: Machines) -> bool:
     if machines.num_gpus == 1:
         return strategy.kind == "single" or _offloads(strategy)
     return strategy.num_processes is None
-
-
-def _has_room(strategy: Strategy, share: float) -> bool:
-    """Whether a process's share of the largest matrix, in elements, fits a buffer of weights on disk. DeepSpeed asserts
-    it (AsyncPartitionedParameterSwapper) after minutes of loading."""
-    if strategy.deepspeed is None or strategy.offload_param != "nvme":
-        return True
-    return share <= strategy.deepspeed["zero_optimization"]["offload_param"]["buffer_size"]
 
 
 def _entry(one: Forecast) -> str:

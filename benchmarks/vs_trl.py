@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import date
+from datetime import date, timedelta
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -237,6 +237,7 @@ class Ours:
             micro_batch_size=MICRO_BATCH_SIZE,
             max_grad_norm=recipe.optim.max_grad_norm,
             run_name="ours",
+            timeout=timedelta(minutes=30),
         )
         model = models.load_model(name, recipe.model, packing=True)
         self.engine.prepare(model, build_optimizer(model, recipe.optim, recipe.mixed_precision))

@@ -16,8 +16,8 @@ from cookbook.recipe import load_recipe
 prepare = Engine.prepare
 
 
-def prepare_and_forecast(engine: Engine, model: Any, optimizer: Any) -> None:
-    prepare(engine, model, optimizer)
+def prepare_and_forecast(engine: Engine, model: Any, optimizer: Any, **options: Any) -> None:
+    prepare(engine, model, optimizer, **options)
     if engine.is_main:
         from cookbook.forecast import of_run
 

@@ -48,8 +48,8 @@ def stop_after_prepare(folder: Path) -> None:
         found["resident"] = resident() - before
         return model
 
-    def prepare_and_stop(engine: Engine, model: Any, optimizer: Any) -> None:
-        prepare(engine, model, optimizer)
+    def prepare_and_stop(engine: Engine, model: Any, optimizer: Any, **options: Any) -> None:
+        prepare(engine, model, optimizer, **options)
         found["prepared"] = bytes_by_device(engine.transformer())
         (folder / f"loading-{engine.world.rank}.json").write_text(json.dumps(found))
         engine.close()

@@ -13,6 +13,7 @@ from conftest import ROOT, clean_environment
 
 from cookbook import library, rehearse
 from cookbook.files import RecipeError
+from cookbook.objectives import Objective
 from cookbook.plan import load_pair
 from cookbook.rehearse import _what_went_wrong, standins
 from tests.needs import need_builds_of, need_simulated_gpus
@@ -195,13 +196,7 @@ def test_the_recomputed_loss_leaves_out_what_the_length_cuts_to_nothing(tmp_path
     sample = standins.Rows(kind="completion", rows=SHORT)
     standins.write_tiny_model(recipe, sample, tmp_path / "model", standins.Notes())
     small = {
-        "objective": {
-            "name": objective,
-            "train_on": "assistant",
-            "loss": "sigmoid",
-            "beta": 0.1,
-            "label_smoothing": 0.0,
-        },
+        "objective": {"name": objective},
         "data": {"max_length": 64},
         "mixed_precision": "no",
         "model": {"name_or_path": str(tmp_path / "model")},
@@ -209,7 +204,7 @@ def test_the_recomputed_loss_leaves_out_what_the_length_cuts_to_nothing(tmp_path
     losses = []
     for name, kept in (("all.jsonl", rows), ("short.jsonl", rows[1:])):
         standins.write_jsonl(tmp_path / name, kept)
-        losses.append(rehearse.recompute(tmp_path / "model", small, tmp_path / name))
+        losses.append(rehearse.recompute(tmp_path / "model", small, Objective.of(name=objective), tmp_path / name))
     assert losses[0] == losses[1] > 0
 
 

@@ -141,6 +141,10 @@ def rung_below(
     return _suggestion(traces, [strategy], others, machines, recipe_name)
 
 
+TRACES: dict[tuple[Any, ...], ActivationTrace] = {}
+"""Of this process: a trace takes seconds, and every machine that is asked about needs the same ones."""
+
+
 class TraceCache:
     """What strategies share: the model's skeleton, and a trace for each way to compute."""
 
@@ -166,18 +170,22 @@ class TraceCache:
         length = recipe.data.max_length
         rows, row = (1, sequences * length) if recipe.data.packing else (sequences, length)
         if self.untraceable is None:
+            parts = recipe.model_dump_json(include={"model", "data", "objective", "adapter", "mixed_precision"})
+            key = (self.config.to_json_string(), parts, autocast, tp_size, fsdp, is_zero3, micro_batch)
             try:
-                return trace_pass(
-                    self.config,
-                    recipe,
-                    rows=rows,
-                    length=row,
-                    num_targets=sequences * length,
-                    autocast=autocast,
-                    tp_size=tp_size,
-                    fsdp=fsdp,
-                    is_zero3=is_zero3,
-                )
+                if key not in TRACES:
+                    TRACES[key] = trace_pass(
+                        self.config,
+                        recipe,
+                        rows=rows,
+                        length=row,
+                        num_targets=sequences * length,
+                        autocast=autocast,
+                        tp_size=tp_size,
+                        fsdp=fsdp,
+                        is_zero3=is_zero3,
+                    )
+                return TRACES[key]
             except Untraceable as error:
                 self.untraceable = str(error)
         return bound(self.config, recipe, tokens=sequences * length, tp_size=tp_size)
@@ -227,6 +235,7 @@ def forecast(traces: TraceCache, strategy: Strategy, machines: Machines, recipe_
         if machines.gpu is not None and recipe.mixed_precision == "bf16" and not machines.gpu.has_bf16:
             lacks = f"mixed_precision is bf16, which a {machines.gpu.name} does not have; write mixed_precision: fp16"
             raise RecipeError([f"{recipe_name}: {lacks}"])
+        _check_nvme_buffers(strategy, found, count)
         asked = replace(strategy, num_machines=-(-count // each))
         plan = make_plan(
             recipe,
@@ -267,6 +276,20 @@ def forecast(traces: TraceCache, strategy: Strategy, machines: Machines, recipe_
         largest_micro_batch=None if largest is None else int(largest),
         longest=longest,
     )
+
+
+def _check_nvme_buffers(strategy: Strategy, found: Skeleton, count: int) -> None:
+    """Raises RecipeError where a process's part of a weight is longer than a buffer through which weights go to disk.
+
+    DeepSpeed fails on it after minutes of loading (runtime/swap_tensor/partitioned_param_swapper.py:357).
+    """
+    if strategy.offload_param != "nvme" or strategy.deepspeed is None:
+        return
+    buffer = strategy.deepspeed["zero_optimization"]["offload_param"].get("buffer_size", 10**8)
+    part = -(-max(weight.num_elements for weight in found.weights) // count)
+    if part > buffer:
+        asked = f"write at least {part:,}, a process's part of the longest weight"
+        raise RecipeError([f"{strategy.deepspeed_file}: offload_param.buffer_size is {buffer:,}; {asked}"])
 
 
 def _time(traces: TraceCache, strategy: Strategy, plan: Plan, machines: Machines, num_processes: int) -> Range | None:
