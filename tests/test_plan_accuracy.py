@@ -40,7 +40,7 @@ def test_the_readme_says_how_many_are_near(results):
     rows = results["compared"]
     near = within(rows, 0.15)
     unaided = within([row | {"error": row["error_without_habits"]} for row in rows], 0.15)
-    said = f"within 15 % in {near} of {len(rows)} published runs, {unaided} without a look at their code"
+    said = f"within 15% for {near} of {len(rows)} published runs; {unaided} without reading their code first"
     assert said in " ".join((plan_accuracy.ROOT / "README.md").read_text(encoding="utf-8").split())
 
 

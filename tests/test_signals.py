@@ -63,7 +63,7 @@ if __name__ == "__main__":
     signals.install()
 from cookbook.data import tokens
 
-def work(rows, settings=None):
+def work(rows, *_):
     time.sleep(0.05)
     if rows == 5 and sys.argv[2:] == ["killed"]:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -76,7 +76,7 @@ if __name__ == "__main__":
             for task in pool.imap(work, range(60)):
                 print(*task, flush=True)
     else:
-        for task in tokens._spread(iter(range(60)), 2, (None, 1, None)):
+        for task in tokens._spread(iter(range(60)), 2, (None, 1, {}, [])):
             print(*task, flush=True)
 """
 
