@@ -255,11 +255,12 @@ def validate(
     """
     owned, mistakes = owned_elsewhere or {}, []
     parsed, problems = _try(document.values, model)
+    homes = _homes(model) if problems else {}
     unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
     if unknown:
-        mistakes = [_word(document, model, problem, owned) for problem in unknown]
+        mistakes = [_word(document, model, problem, owned, homes) for problem in unknown]
         parsed, problems = _try(_with_nearest_names(document.values, model, unknown, owned), model)
-    mistakes += [_word(document, model, problem, owned) for problem in problems]
+    mistakes += [_word(document, model, problem, owned, homes) for problem in problems]
     return parsed, list(dict.fromkeys(mistakes))
 
 
@@ -318,7 +319,14 @@ _EXPECTED = {
 }
 
 
-def _word(document: Document, model: type[BaseModel], problem: Any, owned_elsewhere: Mapping[str, str]) -> str:
+def _word(
+    document: Document,
+    model: type[BaseModel],
+    problem: Any,
+    owned_elsewhere: Mapping[str, str],
+    known: Mapping[str, list[tuple[str, ...]]],
+) -> str:
+    """Args: `known` as `_homes` gives it."""
     path, kind, value = tuple(problem["loc"]), problem["type"], problem["input"]
     place, context = document.place(path), problem.get("ctx", {})
     owner = next((owned_elsewhere[key] for key in reversed(path) if key in owned_elsewhere), None)
@@ -326,7 +334,7 @@ def _word(document: Document, model: type[BaseModel], problem: Any, owned_elsewh
         key = str(path[-1])
         if key in owned_elsewhere:
             return f"{place}: does not belong here; {owned_elsewhere[key]}"
-        homes = [home for home in dict.fromkeys(_homes(model, key)) if home != path]
+        homes = [home for home in dict.fromkeys(known.get(key, [])) if home != path]
         here = _known_keys(model, path[:-1], document.values)
         if len(homes) == 1 and not difflib.get_close_matches(key, here):
             return f"{place}: does not belong here; write it as {'.'.join(homes[0])}"
@@ -360,14 +368,16 @@ def _word(document: Document, model: type[BaseModel], problem: Any, owned_elsewh
     return f"{place} is {show(value)}; it must be {problem['msg'].removeprefix('Input should be ')}"
 
 
-def _homes(model: type[BaseModel], key: str, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Where else a key of this name stands."""
-    homes = [(*path, key)] if key in model.model_fields else []
+def _homes(model: type[BaseModel], path: tuple[str, ...] = ()) -> dict[str, list[tuple[str, ...]]]:
+    """Of the name of each key, all places where it may stand."""
+    homes: dict[str, list[tuple[str, ...]]] = {}
     for name, info in model.model_fields.items():
+        homes.setdefault(name, []).append((*path, name))
         inner: list[type[BaseModel]] = []
         _collect_models(info.annotation, inner)
         for candidate in inner:
-            homes += _homes(candidate, key, (*path, name))
+            for key, places in _homes(candidate, (*path, name)).items():
+                homes.setdefault(key, []).extend(places)
     return homes
 
 
