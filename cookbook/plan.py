@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cookbook.combinations import refusals
-from cookbook.files import RecipeError, apply_overrides, path_problem
+from cookbook.files import Document, RecipeError, path_problem
 from cookbook.machine import CPU_PROCESSES, num_cores
 from cookbook.mesh import Mesh
-from cookbook.recipe import Recipe, default_output_dir, load_recipe, read_recipe
+from cookbook.recipe import Recipe, default_output_dir, parse_recipe, read_recipe
 from cookbook.strategy import Strategy, known_strategies, load_strategy, strategy_path
 
 
@@ -48,12 +48,13 @@ def load_pair(
     Raises:
         RecipeError: the mistakes of the recipe, the YAML and the JSON, all together.
     """
-    recipe, strategy, mistakes = None, None, []
+    document, recipe, strategy, mistakes = None, None, None, []
     try:
-        recipe = load_recipe(recipe_path, assignments, strategy_path)
+        document = read_recipe(recipe_path)
+        recipe = parse_recipe(document, recipe_path, assignments, strategy_path)
     except RecipeError as error:
         mistakes += error.mistakes
-    strategy_path = strategy_path or _named_strategy(recipe_path, assignments or [], recipe)
+    strategy_path = strategy_path or _named_strategy(document, recipe)
     if strategy_path is not None:
         try:
             strategy = load_strategy(strategy_path)
@@ -64,16 +65,11 @@ def load_pair(
     return recipe, strategy
 
 
-def _named_strategy(recipe_path: Path, assignments: list[str], recipe: Recipe | None) -> Path | None:
+def _named_strategy(document: Document | None, recipe: Recipe | None) -> Path | None:
     """The strategy that a recipe names, even if the recipe has mistakes elsewhere."""
     if recipe is not None:
         return Path(recipe.strategy)
-    try:
-        document = read_recipe(recipe_path)
-    except RecipeError:
-        return None
-    apply_overrides(document, assignments)
-    name = document.values.get("strategy")
+    name = document.values.get("strategy") if document is not None else None
     if not isinstance(name, str) or path_problem(name) is not None or not strategy_path(name).is_file():
         return None
     return strategy_path(name)

@@ -384,7 +384,11 @@ def load_recipe(path: Path, assignments: list[str] | None = None, strategy: Path
     Raises:
         RecipeError: all mistakes together, each with its place.
     """
-    document = read_recipe(path)
+    return parse_recipe(read_recipe(path), path, assignments, strategy)
+
+
+def parse_recipe(document: Document, path: Path, assignments: list[str] | None, strategy: Path | None) -> Recipe:
+    """As `load_recipe`, of a file that has been read; the assignments are written into the document."""
     mistakes = apply_overrides(document, assignments or [])
     if missing := _use_plugins(document, path.parent):
         raise RecipeError(mistakes + missing)  # without them, their names would be further mistakes

@@ -22,7 +22,7 @@ from cookbook.plan import load_pair
 
 ZERO3 = "accelerate_configs/zero3.yaml"
 ZERO3_JSON = "ds_configs/zero3.json"
-LIMIT_SECONDS = 5  # of the processor; 2.6 were measured for 1,700 mistakes, and 1.1 of them are imports
+LIMIT_SECONDS = 3
 
 
 def refuse(book, *arguments, **extra):
