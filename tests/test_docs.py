@@ -565,4 +565,4 @@ def test_a_recipe_says_what_it_is_how_to_run_it_what_it_needs_and_on_what_it_was
 
 
 def test_there_are_recipes_to_read():
-    assert len(RECIPES) >= 18
+    assert len(RECIPES) >= 20

@@ -310,10 +310,10 @@ def test_the_strategy_of_the_recipe_is_marked(llama):
 
 
 def test_of_experts_the_column_of_times_has_a_caveat(llama):
-    found = outlook(llama, "8xH100", "zero3")
+    found = outlook(llama, "8xH100", "fsdp2")
     assert " s !" not in in_words(found, "recipe", num_samples=None, price=None)
     printed = in_words(replace(found, time_caveat="64 experts: much"), "recipe", num_samples=None, price=None)
-    assert re.search(r"zero3 .* to [\d,.]+ s ! ", printed) and "  ! 64 experts: much" in printed
+    assert re.search(r"fsdp2 \* .* to [\d,.]+ s ! ", printed) and "  ! 64 experts: much" in printed
 
 
 def test_how_machines_were_read_is_printed(llama):

@@ -35,7 +35,7 @@ def rehearsal_of(recipe: str, *assignments: str, strategy: str | None = None, on
 
 
 def test_there_are_recipes_to_rehearse():
-    assert len(RECIPES) >= 18
+    assert len(RECIPES) >= 20
 
 
 @pytest.mark.slow
