@@ -70,9 +70,11 @@ def test_bytes_a_parameter_are_the_bytes_of_the_model(recipe: Recipe, name: str)
     held = states(model, inputs)
     on_gpu = [share for share in shares(inputs) if share.what != "gathered weights"]
     gpu = held.gpu.total - held.gpu.buffers + max(0, held.gradients_between - held.gpu.gradients)
-    assert gpu == pytest.approx(total(on_gpu, "GPU") * numel, rel=0.02, abs=0.02 * numel)
+    assert gpu == pytest.approx(total(on_gpu, "GPU") * numel, rel=0.02, abs=0.001 * numel)
     host = held.host.total - (held.host.buffers if name == "zero3_nvme" else 0)
-    assert host == pytest.approx(total(shares(inputs), "host") * numel, rel=0.06, abs=0.001 * numel)
+    if name == "zero2_offload":  # its buffer for the largest gradient, in 16 bits
+        host -= 2 * max(weight.num_elements for weight in model.weights)
+    assert host == pytest.approx(total(shares(inputs), "host") * numel, rel=0.02, abs=0.001 * numel)
     assert held.disk.total == pytest.approx(total(shares(inputs), "disk") * numel, rel=0.02)
 
 
