@@ -62,6 +62,7 @@ VARIANTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "zero3-hpz": ("zero3", HPZ),
     "zero3_offload-hpz": ("zero3_offload", HPZ),
     "zero3-sums": ("zero3", SUMS),
+    "zero2-sums": ("zero2", SUMS),
 }
 SIZES = {"tp": EVEN, "zero3_nvme": LARGE}
 
@@ -126,6 +127,7 @@ FEATURES += [
     run("zero3-hpz", 2, *LORA, *BF16),
     run("zero3_offload-hpz", 2, *BF16),
     run("zero3-sums", 2, *BF16),
+    run("zero2-sums", 3, *BF16),
 ]
 ALL = [
     run(name, processes, *adapter, *precision)

@@ -375,8 +375,7 @@ def _zero12(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     gradients, between = low * (touched + padding), low * (touched if strategy.zero_stage == 2 else trained)
     added = low * touched
     if gradient_bytes(inputs) > low:  # in float32 they add up in this process's part alone (stage_1_and_2.py)
-        gradients = added = FLOAT32 * sum(parts)
-        between = (FLOAT32 + low) * sum(parts)  # those of the last micro-batch stay beside them
+        gradients = between = added = FLOAT32 * sum(parts)
     return States(
         gpu=ResidentBytes(weights=weights, masters=masters, gradients=gradients, moments=moments, buffers=buffers),
         gradients_at_first=0,
