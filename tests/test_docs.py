@@ -373,23 +373,10 @@ def text_blocks(page: str) -> list[str]:
 @pytest.mark.slow
 def test_the_plan_of_the_readme_is_what_plan_prints():
     (shown,) = [block for block in text_blocks("README.md") if block.startswith("PLAN")]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "cookbook",
-            "plan",
-            "recipes/qwen25_7b/sft.yaml",
-            "--gpus",
-            "8xH100",
-            "--host-gib",
-            "1024",
-        ],
-        cwd=ROOT,
-        env=clean_environment(HF_HUB_OFFLINE="1"),
-        capture_output=True,
-        text=True,
-    )
+    options = ["--gpus", "8xH100", "--host-gib", "1024"]
+    command = [sys.executable, "-m", "cookbook", "plan", "recipes/qwen25_7b/sft.yaml", *options]
+    environment = clean_environment(HF_HUB_OFFLINE="1")
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     printed = iter(done.stdout.splitlines())
     assert [line for line in shown.splitlines() if line.strip() != "..." and line not in printed] == []
 
@@ -401,6 +388,15 @@ def test_the_quickstart_of_the_readme_is_the_run_that_its_label_records():
     assert before == after, "the label's and the README's figures"
     steps = re.findall(r"step (\d+): held-out loss ([\d.]+) \(10876 tokens\)", shown)
     assert (f"{float(steps[0][1]):.3f}", f"{float(steps[-1][1]):.3f}") == before
+
+
+def test_the_readme_has_the_errors_of_memory_that_were_measured():
+    rows = json.loads((ROOT / "benchmarks/results/gpu_memory.json").read_text())["rows"]
+    errors = [abs(row["peak_bytes"] / row["forecast_bytes"] - 1) for row in rows if "peak_bytes" in row]
+    found = re.search(r"(\d+) runs of all strategies peak within ([\d.]+)% of", " ".join(text_of("README.md").split()))
+    assert found is not None
+    assert int(found[1]) == len(errors)
+    assert 0 <= float(found[2]) / 100 - max(errors) < 0.001
 
 
 def test_the_readme_is_short():
