@@ -18,14 +18,14 @@ TESTS ?= tests
 BUILD_NEEDS = sh system.sh .venv/bin/python build
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart train finetune-7b preview plan rehearse merge export checkpoint check doctor explain schema library combinations test test-quick test-long test-all soak steady matrix simulated-gpus gpu-memory test-gpu lint lock audit clean
+.PHONY: help setup quickstart train finetune-7b preview plan rehearse watch report compare merge export checkpoint check doctor explain schema library combinations test test-quick test-long test-all soak steady matrix simulated-gpus gpu-memory test-gpu lint lock audit clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 14
 
 setup: $(STAMP)  ## a virtual environment in .venv (PYTHON=python3.12 to choose; 3.11 or newer)
 
-quickstart: $(STAMP)  ## train a small model on this machine, with or without GPUs, and let it write some code
+quickstart: $(STAMP)  ## train a small model on this machine, with or without GPUs, and sample from it
 	@$(COOKBOOK) launch recipes/quickstart.yaml $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SIMULATE_FLAG) $(SET_FLAGS)
 	@$(COOKBOOK) summary outputs/quickstart
 	@$(COOKBOOK) sample outputs/quickstart
@@ -34,47 +34,59 @@ train: $(if $(RECIPE),$(STAMP))  ## RECIPE=recipes/mine.yaml [STRATEGY=fsdp2] [P
 	@$(if $(RECIPE),,echo 'make train: write RECIPE=..., for example: make train RECIPE=recipes/quickstart.yaml' >&2; exit 2)
 	@$(COOKBOOK) launch $(RECIPE) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SIMULATE_FLAG) $(SET_FLAGS)
 
-finetune-7b: $(STAMP)  ## full fine-tuning of Qwen2.5-7B with ZeRO-3, or what that would take on a machine that cannot
+finetune-7b: $(STAMP)  ## full fine-tuning of Qwen2.5-7B with ZeRO-3, or the hardware that it needs
 	@$(COOKBOOK) launch recipes/qwen25_7b/sft.yaml $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)
 
 plan: $(STAMP)  ## [RECIPE=...] [GPUS=8xH100] [HOST_GIB=2000] [NVME_GIB=4000] [SAMPLES=10000] [PRICE=2.5]: will it fit, how fast, under which strategy
 	@$(COOKBOOK) plan $(RECIPE) $(if $(GPUS),--gpus $(GPUS)) $(if $(HOST_GIB),--host-gib $(HOST_GIB)) $(if $(NVME_GIB),--nvme-gib $(NVME_GIB)) $(STRATEGY_FLAG) $(if $(SAMPLES),--samples $(SAMPLES)) $(if $(PRICE),--price $(PRICE)) $(SET_FLAGS)
 
-rehearse: $(if $(RECIPE),$(STAMP))  ## RECIPE=... [STRATEGY=...] [PROCESSES=2] [ON=cpu]: run it tiny on simulated GPUs, save and reload
+rehearse: $(if $(RECIPE),$(STAMP))  ## RECIPE=... [STRATEGY=...] [PROCESSES=2] [ON=cpu]: a scaled-down run on simulated GPUs, with save and reload
 	@$(if $(RECIPE),,echo 'make rehearse: write RECIPE=..., for example: make rehearse RECIPE=recipes/qwen25_7b/sft.yaml' >&2; exit 2)
 	@$(COOKBOOK) rehearse $(RECIPE) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(ON_FLAG) $(SET_FLAGS)
 
-preview: $(STAMP)  ## [RECIPE=...]: samples as the model will see them, and how long they are
+preview: $(STAMP)  ## [RECIPE=...]: samples with the trained tokens highlighted, and their lengths
 	@$(COOKBOOK) preview $(RECIPE) $(SET_FLAGS)
 
-merge: $(if $(RUN),$(STAMP))  ## RUN=outputs/...: a trained adapter and its base model as one model
+watch: $(if $(RUN),$(STAMP))  ## RUN=outputs/...: watch a run in another terminal, until it ends
+	@$(if $(RUN),,echo 'make watch: write RUN=..., the run.output_dir of a recipe' >&2; exit 2)
+	@$(COOKBOOK) watch $(RUN)
+
+report: $(if $(RUN),$(STAMP))  ## RUN=outputs/...: write a page with the curves, events and settings of a run
+	@$(if $(RUN),,echo 'make report: write RUN=..., the run.output_dir of a recipe' >&2; exit 2)
+	@$(COOKBOOK) report $(RUN)
+
+compare: $(if $(RUNS),$(STAMP))  ## RUNS="outputs/a outputs/b": write a page that lays runs over one another
+	@$(if $(RUNS),,echo 'make compare: write RUNS="outputs/a outputs/b", the run.output_dir of two or more recipes' >&2; exit 2)
+	@$(COOKBOOK) compare $(RUNS)
+
+merge: $(if $(RUN),$(STAMP))  ## RUN=outputs/...: merge a trained adapter and its base into one model
 	@$(if $(RUN),,echo 'make merge: write RUN=..., the run.output_dir of a recipe with an adapter' >&2; exit 2)
 	@$(COOKBOOK) merge $(RUN)
 
-export: $(if $(RUN),$(STAMP))  ## RUN=outputs/... [STEP=100]: a checkpoint as a Hugging Face folder, reopened and described
+export: $(if $(RUN),$(STAMP))  ## RUN=outputs/... [STEP=100]: write a checkpoint as a Hugging Face folder, and reopen it
 	@$(if $(RUN),,echo 'make export: write RUN=..., the run.output_dir of a recipe' >&2; exit 2)
 	@$(COOKBOOK) export $(RUN) $(if $(STEP),--step $(STEP))
 
-checkpoint: $(if $(RUN),$(STAMP))  ## RUN=outputs/...: its checkpoints, whole or broken, and how to go on from them
+checkpoint: $(if $(RUN),$(STAMP))  ## RUN=outputs/...: its checkpoints, complete or broken, and how to resume
 	@$(if $(RUN),,echo 'make checkpoint: write RUN=..., the run.output_dir of a recipe' >&2; exit 2)
 	@$(COOKBOOK) checkpoint $(RUN)
 
-check: $(STAMP)  ## every recipe and strategy file, or RECIPE=... [STRATEGY=...] [PROCESSES=8] [SET=...]; takes a moment
+check: $(STAMP)  ## validate all recipes and strategies, or RECIPE=... [STRATEGY=...] [PROCESSES=8] [SET=...]; takes a moment
 	@$(COOKBOOK) check $(RECIPE) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)
 
-explain: $(STAMP)  ## [RECIPE=...] [STRATEGY=...] [WITH=...]: what will run, and where each value is from; WITH=zero2: what differs
+explain: $(STAMP)  ## [RECIPE=...] [STRATEGY=...] [WITH=...]: what will run, and where each value comes from; WITH=zero2: the differences
 	@$(COOKBOOK) explain $(or $(RECIPE),recipes/quickstart.yaml) $(WITH) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)
 
-doctor: $(STAMP)  ## [RECIPE=...] [STRATEGY=...]: is this machine ready; fails on what is in a run's way, not on warnings
+doctor: $(STAMP)  ## [RECIPE=...] [STRATEGY=...]: check that this machine is ready; fails on blocking problems only
 	@$(COOKBOOK) doctor $(RECIPE) $(STRATEGY_FLAG) || test $$? -eq 1
 
-schema: $(STAMP)  ## write recipes/schema.json, by which an editor completes and checks recipes
+schema: $(STAMP)  ## write recipes/schema.json, with which an editor completes and checks recipes
 	@$(COOKBOOK) schema
 
 library: $(STAMP)  ## write recipes/README.md from the recipes
 	@$(COOKBOOK) library
 
-combinations: $(STAMP)  ## write docs/combinations.md, what is refused and why
+combinations: $(STAMP)  ## write docs/combinations.md: what is refused, and why
 	@$(COOKBOOK) combinations
 
 test: $(DEV_STAMP)  ## [TESTS=tests/test_lock.py]: the test suite; no GPU and no network needed
@@ -85,15 +97,15 @@ test-quick: $(DEV_STAMP)  ## the tests that train nothing
 	@$(BUILD_NEEDS)
 	@.venv/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow and not runs" $(TESTS)
 
-test-long: $(DEV_STAMP)  ## what takes longer: adapters, packing, dpo and optimizers, resuming, accidents, every rehearsal
+test-long: $(DEV_STAMP)  ## the slow tests: adapters, packing, dpo and optimizers, resuming, faults, every rehearsal
 	@$(BUILD_NEEDS)
 	@.venv/bin/python -m pytest -q -n 2 --dist worksteal -m "slow and not thorough" $(TESTS)
 
-test-all: $(DEV_STAMP)  ## both, and what is much like the longer ones: every column under every strategy, every accident
+test-all: $(DEV_STAMP)  ## all tests: also every column under every strategy, every fault
 	@$(BUILD_NEEDS)
 	@.venv/bin/python -m pytest -q -n 2 --dist worksteal -m "slow or not slow" $(TESTS)
 
-soak: $(DEV_STAMP)  ## [KILLS=30]: kill runs at random moments under random strategies; the end must be the uninterrupted run
+soak: $(DEV_STAMP)  ## [KILLS=30]: kill runs at random moments under random strategies; the result must equal the uninterrupted run
 	@.venv/bin/python tests/soak.py --kills $(or $(KILLS),30)
 
 matrix: $(DEV_STAMP)  ## run the equivalence tests; write their table and the picture of the README
@@ -103,7 +115,7 @@ matrix: $(DEV_STAMP)  ## run the equivalence tests; write their table and the pi
 	  -m "slow or not slow" -k "not recorded"
 	@.venv/bin/python benchmarks/equivalence_table.py outputs/curves
 
-simulated-gpus: $(DEV_STAMP)  ## run the GPU tests on simulated GPUs, and write down what real ones are compared with
+simulated-gpus: $(DEV_STAMP)  ## run the GPU tests on simulated GPUs, and record what real ones are compared with
 	@$(BUILD_NEEDS)
 	@rm -rf outputs/simulated_gpus
 	@SKIP_NOTHING=1 GPU_RUNS=outputs/simulated_gpus .venv/bin/python -m pytest -q -n 2 --dist worksteal -m "not thorough" tests/test_gpu_*.py
@@ -112,10 +124,10 @@ simulated-gpus: $(DEV_STAMP)  ## run the GPU tests on simulated GPUs, and write 
 steady: $(DEV_STAMP)  ## [STEPS=2000]: one long run with evaluations and saves, whose memory must not grow
 	@.venv/bin/python tests/steady.py --steps $(or $(STEPS),2000)
 
-gpu-memory: $(DEV_STAMP)  ## peak memory on simulated GPUs beside the forecast, every strategy; about 25 minutes
+gpu-memory: $(DEV_STAMP)  ## peak memory on simulated GPUs against the forecast, every strategy; about 25 minutes
 	@.venv/bin/python benchmarks/gpu_memory.py
 
-test-gpu: $(DEV_STAMP)  ## the same tests on the GPUs of this machine, and how far the simulated ones were from them
+test-gpu: $(DEV_STAMP)  ## the same tests on this machine's GPUs, with the error of the simulation
 	@$(BUILD_NEEDS)
 	@rm -rf outputs/real_gpus
 	@REAL_GPUS=1 GPU_RUNS=outputs/real_gpus .venv/bin/python -m pytest -q -m "not thorough" tests/test_gpu_*.py; code=$$?; \
@@ -128,14 +140,14 @@ lint: $(DEV_STAMP)  ## style, format and types
 
 TOOLS := .cache/tools
 
-lock: $(TOOLS)/.installed  ## write requirements.lock from requirements.txt: versions and digests of all that pip installs
+lock: $(TOOLS)/.installed  ## write requirements.lock from requirements.txt: versions and digests of all packages
 	@head -2 requirements.lock > $(TOOLS)/lock
 	@$(TOOLS)/bin/uv pip compile requirements.txt --quiet \
 	  --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-annotate --no-header \
 	  -o $(TOOLS)/body
 	@cat $(TOOLS)/lock $(TOOLS)/body > requirements.lock
 
-audit: $(TOOLS)/.installed  ## look the lock up in PyPI's list of known vulnerabilities; needs the network
+audit: $(TOOLS)/.installed  ## check the lock against PyPI's known vulnerabilities; needs the network
 	@$(TOOLS)/bin/pip-audit --strict --disable-pip --require-hashes -r requirements.lock
 
 $(TOOLS)/.installed:
@@ -152,8 +164,10 @@ $(STAMP): requirements.txt
 	  { echo 'make setup: $(PYTHON) is not Python 3.11 or newer; write PYTHON=python3.12, say' >&2; exit 2; }
 	@test -x .venv/bin/pip || { sh system.sh $(PYTHON) venv && $(PYTHON) -m venv --clear .venv; }
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@printf '#!/bin/sh\nexec "$(CURDIR)/.venv/bin/python" -m cookbook "$$@"\n' > .venv/bin/cookbook
+	@chmod +x .venv/bin/cookbook
 	@touch $@
 
-$(DEV_STAMP): requirements-dev.txt $(STAMP)
-	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+$(DEV_STAMP): requirements-dev.txt requirements-trackers.txt $(STAMP)
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -r requirements-trackers.txt
 	@touch $@

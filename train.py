@@ -3,7 +3,7 @@
     accelerate launch --config_file accelerate_configs/zero3.yaml \\
         train.py [RECIPE] [--set section.key=value ...] [--dry-run]
 
-A recipe says what to train, a strategy how to spread the work; this file knows neither a model nor a strategy by name.
+A recipe is what to train, a strategy how to distribute it; this file knows neither a model nor a strategy by name.
 """
 
 import argparse
@@ -16,25 +16,26 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cookbook import faults, launch, lock, machine, schedule, signals, status, watch
-from cookbook.data.sets import read_data
-from cookbook.files import RecipeError
-from cookbook.plan import Plan, begun_elsewhere, describe_batch, load_pair, make_plan
-from cookbook.recipe import Recipe
-from cookbook.shortage import end as end_of_shortage
-from cookbook.shortage import is_shortage
-from cookbook.strategy import Strategy
+from cookbook.commands import shortage
+from cookbook.config import schedule
+from cookbook.config.recipe import Recipe
+from cookbook.config.strategy import Strategy
+from cookbook.planning import launch
+from cookbook.planning.plan import Plan, begun_elsewhere, describe_batch, load_pair, make_plan
+from cookbook.system import faults, lock, machine, signals, status, watch
+from cookbook.system.files import RecipeError
+from cookbook.training.data.sets import read_data
 
 if TYPE_CHECKING:
-    from cookbook.data.batches import StepBatch
-    from cookbook.engine import Engine
-    from cookbook.stages import Books, Run
+    from cookbook.commands.stages import Run, Services
+    from cookbook.training.data.batches import StepBatch
+    from cookbook.training.engine import Engine
 
 CACHE = Path(".cache")
 
 
 def main() -> int:
-    signals.install()  # before torch and its seconds
+    signals.install()  # before torch, which takes seconds to import
     parser = argparse.ArgumentParser(prog="train.py", description="Train a recipe under a strategy.")
     parser.add_argument("recipe", nargs="?", default="recipes/quickstart.yaml")
     parser.add_argument("--set", dest="assignments", action="append", default=[], metavar="section.key=value")
@@ -50,21 +51,21 @@ def main() -> int:
         try:
             return train(recipe, strategy, plan, world, notes, watching)
         except Exception as error:
-            if is_shortage(error):
-                return end_of_shortage(error, recipe, strategy, plan, arguments.recipe)
+            if shortage.is_shortage(error):
+                return shortage.end_run(error, recipe, strategy, plan, arguments.recipe)
             status.fail(Path(recipe.run.output_dir), error)
             raise
         finally:
             watching.close()
     except RecipeError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(60)  # torchrun ends all at the first that exits: let the first process of a machine tell it
+            time.sleep(60)  # torchrun kills all at the first exit: let the first process of a machine report it
         print(f"\n{error}\n", file=sys.stderr)
         return 2
 
 
 def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, Plan, launch.World, list[str]]:
-    """Everything that can be known before torch is imported: files, launcher, environment, batch, GPUs."""
+    """Check everything that needs no torch: files, launcher, environment, batch, GPUs."""
     launcher, world = launch.find_launcher(), launch.read_world()
     given = Path(launcher.config_file) if launcher.config_file else None
     recipe, _ = load_pair(Path(recipe_name), assignments, given)
@@ -75,10 +76,16 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
     num_gpus = machine.num_gpus()
     world = launch.trim_world(world, strategy, launcher, num_gpus)
     mistakes += launch.check_count(world, launcher)
+    mistakes += launch.choose_network(world)
     mistakes += launch.check_machine(strategy, num_gpus, deterministic=recipe.run.deterministic)
     try:
         plan = make_plan(
-            recipe, strategy, num_processes=world.num_processes, num_gpus=num_gpus, recipe_name=recipe_name
+            recipe,
+            strategy,
+            num_processes=world.num_processes,
+            num_local=world.num_local,
+            num_gpus=num_gpus,
+            recipe_name=recipe_name,
         )
     except RecipeError as error:
         mistakes += error.mistakes
@@ -89,7 +96,7 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
 
 
 def start_watch(recipe: Recipe, world: launch.World) -> watch.Watch:
-    """Who ends this process if it hangs."""
+    """Start the watchdog that ends this process if it hangs."""
     output_dir, goes_on = Path(recipe.run.output_dir), recipe.run.resume == "auto"
     return watch.Watch(
         output_dir,
@@ -104,13 +111,13 @@ def start_watch(recipe: Recipe, world: launch.World) -> watch.Watch:
 def train(
     recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, notes: list[str], watching: watch.Watch
 ) -> int:
-    """The run, from its rows to its export. Returns the exit code.
+    """Run from the rows to the export. Returns the exit code.
 
     Args:
-        notes: what a user should know of; told when there is a log.
-        watching: over this process; is told each phase.
+        notes: notes for the user, logged as soon as there is a log.
+        watching: the watchdog of this process.
     """
-    # Rows come first: a broken file is told before seconds go into imports, and no process group waits for it.
+    # Rows come first: a broken file is reported before the imports, which take seconds, and before a process group.
     watching.enter("reading the rows", is_alone=True)
     rows = read_data(recipe.data, recipe.objective)
     is_restarted, failed_after = take_folder(recipe, world)
@@ -121,101 +128,102 @@ def train(
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns from every process
 
-    from cookbook import stages
-    from cookbook.engine import build_ops
+    from cookbook.commands import stages
+    from cookbook.training.checkpoint import resume
+    from cookbook.training.engine import build_ops
 
     # Compiled operations, model folder, tokenizer and tokens: once per machine, under file locks.
     watching.enter("preparing model folder and tokens", is_alone=True)
     build_ops(strategy, CACHE)
-    material = stages.load_material(recipe, rows, cache=CACHE, notes=notes)
+    inputs = stages.load_inputs(recipe, rows, cache=CACHE, notes=notes)
     del rows
-    if misfits := recipe.schedule.misfits(material.max_steps):
+    if misfits := recipe.schedule.misfits(inputs.max_steps):
         raise RecipeError([f"schedule.{mistake}" for mistake in misfits])
 
-    # From here on the processes go together, and each call is one of all of them.
+    # From here on every rank must make each call.
     watching.enter("joining the process group")
     engine = stages.start_engine(recipe, strategy, plan, world, beat=watching.beat)
     watching.enter("taking digests", is_alone=engine.is_main)  # of large files, which it reads for all
-    made_from = stages.take_digests(recipe, material, engine, cache=CACHE)
+    made_from = stages.take_fingerprints(recipe, inputs, engine, cache=CACHE)
     watching.enter("choosing the checkpoint")
-    checkpoint = stages.choose_checkpoint(recipe, made_from, engine, is_restarted=is_restarted, notes=notes)
+    checkpoint = resume.choose(recipe, made_from, engine.collectives, is_restarted=is_restarted, say=notes.append)
     watching.enter("loading the model")
-    stages.prepare_model(recipe, material, engine)
+    stages.prepare_model(recipe, inputs, engine)
     watching.enter("restoring")
-    run = stages.make_run(recipe, material, made_from, engine, checkpoint, cache=CACHE)
+    run = stages.make_run(recipe, inputs, made_from, engine, checkpoint, cache=CACHE)
 
-    signals.hold()  # from here on there is something to save
+    signals.defer()  # from here on there is something to save
     watching.enter("opening the logs")
-    books = stages.open_books(run, failed_after, notes, watching)
+    services = stages.start_services(run, failed_after, notes, watching)
     watching.enter("training")
     with run.steps:
-        reason = loop(run, books)
-    return finish(run, books) if reason is None else stop(run, books, reason)
+        reason = loop(run, services)
+    return finish(run, services) if reason is None else stop(run, services, reason)
 
 
 def take_folder(recipe: Recipe, world: launch.World) -> tuple[bool, list[int]]:
-    """Takes the lock of the output folder, on the main process.
+    """Lock the output folder, on rank 0.
 
     Returns:
-        Whether the launcher starts this run again, and what `status.past_failures` found, as far as it matters.
+        Whether the launcher restarted this run, and `status.past_failures` if the run resumes.
     """
     if world.rank != 0:
         return False, []
     output_dir = Path(recipe.run.output_dir)
     lock.hold(output_dir)
-    watch.sweep(output_dir, status.attempt_id())
+    watch.remove_other_starts(output_dir, status.attempt_id())
     is_restarted = status.is_restart(output_dir)
     goes_on = is_restarted or recipe.run.resume == "auto"
     return is_restarted, status.past_failures(output_dir) if goes_on else []
 
 
-def loop(run: "Run", books: "Books") -> str | None:
-    """Evaluates, saves and trains, step by step, up to the last one. Returns why it broke off before."""
+def loop(run: "Run", services: "Services") -> str | None:
+    """Evaluate, save and train, step by step, up to the last one. Returns the reason for an earlier stop."""
     settings, first_step = run.recipe.run, run.progress.step
     reason, is_time_to_save = stop_reason(run.engine), False
     while True:
         step = run.progress.step
-        is_last = step == run.material.max_steps
+        is_last = step == run.inputs.max_steps
         if step == 0 or is_last or is_due(step, settings.eval_every_steps):
-            reason = reason or evaluate(run, books)
+            reason = reason or evaluate(run, services)
         is_first_save = step == 1 and settings.save_first_step
         if is_last or is_time_to_save or is_due(step, settings.save_every_steps) or is_first_save:
-            save(run, books)
+            save(run, services)
         if settings.stop_after_steps and step - first_step >= settings.stop_after_steps and not is_last:
             reason = reason or "run.stop_after_steps"
         if reason is not None or is_last:
             return reason
         faults.at("data.next", step + 1)
-        reason, is_time_to_save = train_step(run, books, next(run.steps))
+        reason, is_time_to_save = train_step(run, services, next(run.steps))
 
 
-def train_step(run: "Run", books: "Books", batch: "StepBatch") -> tuple[str | None, bool]:
-    """One optimizer step over the global batch. Returns why to stop, and whether it is time to save: for all processes
-    the same.
+def train_step(run: "Run", services: "Services", batch: "StepBatch") -> tuple[str | None, bool]:
+    """Perform one optimizer step over the global batch. Returns a reason to stop, and whether it is time to save; the
+    same on all ranks.
 
     Raises:
-        FloatingPointError: more steps were left out than run.skip_nonfinite_steps.
+        FloatingPointError: more steps were skipped than run.skip_nonfinite_steps allows.
     """
-    from cookbook import metrics
-    from cookbook.optim.groups import set_learning_rate
+    from cookbook.config.optim.groups import set_learning_rate
+    from cookbook.training import metrics
 
     recipe, engine, progress = run.recipe, run.engine, run.progress
     started = time.perf_counter()
     peak = schedule.peak_learning_rate(recipe.optim, recipe.schedule, recipe.batch.global_batch_size)
-    lr = schedule.learning_rate(progress.step, run.material.max_steps, peak, recipe.schedule)
+    lr = schedule.learning_rate(progress.step, run.inputs.max_steps, peak, recipe.schedule)
     set_learning_rate(engine.optimizer, lr)
     engine.begin_step(progress.step + 1, recipe.seed)
     objective = recipe.objective
     count = batch.num_targets if objective.mean_over == "tokens" else batch.num_samples
     shares = engine.gradients(objective.compute, batch.micro_batches, count)
-    asked = metrics.peak_memory_gib(engine.device), stop_vote(), books.saver.is_time(recipe.run.save_every_minutes)
-    result = engine.step(shares, *asked)
+    is_due_by_time = services.saver.is_time(recipe.run.save_every_minutes)
+    result = engine.step(shares, metrics.peak_memory_gib(engine.device), stop_vote(), is_due_by_time)
     memory, vote, is_time_to_save = result.maxima
-    seconds = time.perf_counter() - started  # a GPU may still be at the update, whose time is then the next step's
-    # Under fp16 that is how the loss scale finds its place.
+    seconds = time.perf_counter() - started  # a GPU may still run the update, whose time then counts for the next step
+    # Under fp16 such steps are normal: the loss scaler lowers its scale.
     is_skipped = not math.isfinite(result.grad_norm) and recipe.mixed_precision != "fp16"
     progress.advance(batch, is_skipped=is_skipped)
-    books.log.write(
+    services.log.write(
         {
             "step": progress.step,
             "epoch": batch.epoch,
@@ -226,28 +234,29 @@ def train_step(run: "Run", books: "Books", batch: "StepBatch") -> tuple[str | No
             "step_seconds": seconds,
             "tokens_per_second": batch.num_tokens / seconds,
             "peak_memory_gib": memory,
-            **books.flops.mfu(batch, seconds, engine.plan.num_processes),
+            **services.flops.mfu(batch, seconds, engine.plan.num_processes),
         }
     )
     if is_skipped:
         step, limit = progress.step, recipe.run.skip_nonfinite_steps
-        books.log.say(f"step {step} was left out, the weights are as before: its loss or gradient is not finite")
+        services.log.event("skip", step)
+        services.log.say(f"step {step} skipped: loss or gradient is not finite; weights unchanged")
         bad, what = engine.nonfinite_micro_batches(), "loss"
-        if engine.collectives.all_true(not bad):  # no loss on any process: any sample of the step may be the one
+        if engine.collectives.all_true(not bad):  # every loss is finite on all ranks: any sample may be the cause
             bad, what = list(range(len(batch.micro_batches))), "gradient"
-        decode = run.material.tokenizer.decode
+        decode = run.inputs.tokenizer.decode
         metrics.record_nonfinite(run.output_dir, step, engine.world.rank, batch, bad, decode, what=what)
         if progress.num_skipped > limit:
             raise FloatingPointError(f"step {step}: run.skip_nonfinite_steps is {limit}")
     return signals.REASONS[int(vote)], bool(is_time_to_save)
 
 
-def evaluate(run: "Run", books: "Books") -> str | None:
-    """Evaluates all sets, unless that was done after this step. Returns why it broke off."""
+def evaluate(run: "Run", services: "Services") -> str | None:
+    """Evaluate all sets, unless that was done after this step. Returns a reason to stop."""
     progress = run.progress
     if progress.is_evaluated:
         return None
-    lines: list[dict[str, Any]] = []  # written together: an evaluation that breaks off is made again from its beginning
+    lines: list[dict[str, Any]] = []  # written together: an interrupted evaluation is repeated from its beginning
     for set_name, batches in run.eval_sets.items():
         found = run.engine.evaluate(run.recipe.objective.compute, batches(), lambda: stop_reason(run.engine))
         if isinstance(found, str):
@@ -255,86 +264,91 @@ def evaluate(run: "Run", books: "Books") -> str | None:
         label = {"eval_set": set_name} if set_name else {}
         lines.append({"step": progress.step, **label, **{f"eval_{key}": value for key, value in found.items()}})
     for line in lines:
-        books.log.write(line)
+        services.log.write(line)
     progress.is_evaluated, progress.eval_loss = True, lines[0]["eval_loss"] if lines else None
     return None
 
 
-def save(run: "Run", books: "Books") -> None:
-    """Saves the state after this step, unless that was done, or it is as it began."""
-    engine, saver, step = run.engine, books.saver, run.progress.step
+def save(run: "Run", services: "Services") -> None:
+    """Save the state after this step, unless it is saved already, or the run has not begun."""
+    engine, saver, step = run.engine, services.saver, run.progress.step
     if step in (0, saver.last_step):
         return
     progress = {key: value for key, value in asdict(run.progress).items() if value is not None}
     tensors = {"parameters": engine.parameter_shapes(), "counts": engine.counts()}
     recipe = run.recipe.model_dump(mode="json", exclude_none=True)
-    words = {"recipe": recipe, "made_from": run.made_from, "run": books.record}
+    words = {"recipe": recipe, "made_from": run.made_from, "run": services.record}
     saver.save(step, engine.pieces(), {**progress, **tensors, **words}, best_by=run.progress.eval_loss)
-    books.status.running(step, checkpoint=saver.newest_path)
+    services.status.running(step, checkpoint=saver.newest_path)
 
 
-def stop(run: "Run", books: "Books", reason: str) -> int:
-    """Ends a run that is to be started again. Returns the exit code."""
-    save(run, books)
-    books.saver.wait()
-    is_saved = run.engine.collectives.all_true(books.saver.failed is None)
+def stop(run: "Run", services: "Services", reason: str) -> int:
+    """End a run that is to be resumed. Returns the exit code."""
+    save(run, services)
+    services.saver.wait()
+    is_saved = run.engine.collectives.all_true(services.saver.failed is None)
     code = signals.EXIT_CODE if is_saved else 1
     step = run.progress.step
-    told = "NOT saved" if not is_saved else "saved" if step else "nothing to save yet"
-    books.log.say(f"stopped after step {step} ({reason}); {told}")
+    outcome = "NOT saved" if not is_saved else "saved" if step else "nothing to save yet"
+    services.log.say(f"stopped after step {step} ({reason}); {outcome}")
+    services.log.event("stop", step, reason=reason)
     state = "stopped" if is_saved else "failed"
-    books.status.end(state, exit_code=code, reason=reason, checkpoint=books.saver.newest_path)
-    books.log.close()
-    books.watch.enter("leaving")
+    services.status.end(state, exit_code=code, reason=reason, checkpoint=services.saver.newest_path)
+    services.log.close()
+    services.watch.enter("leaving")
     run.engine.close()
     return code
 
 
-def finish(run: "Run", books: "Books") -> int:
-    """Ends a run after its last step: exports what was saved. Returns the exit code."""
-    from cookbook import metrics, publish, stages
+def finish(run: "Run", services: "Services") -> int:
+    """End a run after its last step: export the last checkpoint. Returns the exit code."""
+    from cookbook.commands import publish
+    from cookbook.training import metrics
 
-    engine, log, saver = run.engine, books.log, books.saver
+    engine, log, saver = run.engine, services.log, services.saver
     saver.wait()
-    for note in run.material.data.closing_notes():
+    for note in run.inputs.data.closing_notes():
         log.say(note)
     allocated, reserved = engine.collectives.all_reduce_max(
         metrics.peak_memory_gib(engine.device), metrics.peak_reserved_gib(engine.device)
     )
-    if books.expected is not None:
-        log.say(books.expected.compared(allocated, reserved))
+    if services.expected is not None:
+        log.say(services.expected.compared(allocated, reserved))
         peaks = {"allocated": allocated, "reserved": reserved or None}
-        log.write_record("run.json", books.record | {"peak_memory_gib": peaks})
+        log.write_record("run.json", services.record | {"peak_memory_gib": peaks})
 
-    signals.let_go(engine.is_main)
+    signals.stop_deferring(engine.is_main)
     if engine.is_main:
-        books.watch.enter("exporting", is_alone=True)
-        if saver.newest is None or saver.newest.step != run.material.max_steps:
+        services.watch.enter("exporting", is_alone=True)
+        if saver.newest is None or saver.newest.step != run.inputs.max_steps:
             raise OSError(f"the last step could not be saved, so there is nothing to export: {saver.failed}")
-        # Everything is saved: whatever ends it from here on, another start exports.
-        books.status.end("stopped", exit_code=signals.EXIT_CODE, reason=status.EXPORTING, checkpoint=saver.newest_path)
-        if not publish.has_frame(run.output_dir):
-            stages.write_frame(run)
+        # Everything is saved: if the process is killed from here on, the next start exports.
+        services.status.end(
+            "stopped", exit_code=signals.EXIT_CODE, reason=status.EXPORTING, checkpoint=saver.newest_path
+        )
+        if not publish.has_model_files(run.output_dir):
+            run.write_model_files()
         publish.export(run.output_dir, saver.newest, reopened=run.recipe.run.check_export, say=log.say)
-    books.status.end("finished", exit_code=0)
+    log.event("finish", run.inputs.max_steps)
+    services.status.end("finished", exit_code=0)
     log.close()
-    books.watch.enter("leaving")
+    services.watch.enter("leaving")
     engine.close()
     return 0
 
 
 def stop_vote() -> int:
-    """Why this process should stop, as a number that can be agreed on."""
+    """This process's reason to stop, as a number that can be reduced over the ranks."""
     return signals.REASONS.index(signals.requested())
 
 
 def stop_reason(engine: "Engine") -> str | None:
-    """Why any process should stop. Collective."""
+    """The reason of any rank to stop. Every rank must call."""
     return signals.REASONS[int(engine.collectives.all_reduce_max(stop_vote())[0])]
 
 
 def is_due(step: int, every: int | None) -> bool:
-    """Whether something that happens every so many steps happens after this one."""
+    """Whether something that happens every `every` steps happens after this one."""
     return every is not None and step > 0 and step % every == 0
 
 

@@ -55,7 +55,7 @@ MODEL = dict(
 def work(arguments: list[str]) -> None:
     """Runs train.py, and measures in the place where it would leave."""
     import train
-    from cookbook.engine import Engine
+    from cookbook.training.engine import Engine
 
     result = Path(os.environ["CHECKPOINT_BENCHMARK"])
     leave = Engine.close
@@ -73,9 +73,9 @@ def work(arguments: list[str]) -> None:
 
 def measure(engine: Any, folder: Path) -> dict[str, Any]:
     """Seconds, bytes and memory of each way, by round. Collective."""
-    from cookbook.checkpoint import folder as folders
-    from cookbook.checkpoint import resume
-    from cookbook.checkpoint.saver import Saver
+    from cookbook.training.checkpoint import folder as folders
+    from cookbook.training.checkpoint import resume
+    from cookbook.training.checkpoint.saver import Saver
 
     shapes = engine.parameter_shapes()
     state = {"parameters": shapes, "counts": engine.counts()}

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.gpu_runs import GpuLab  # noqa: E402
+from tests.warm_parent import WarmParent  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_memory.json"
 PAGE = ROOT / "docs" / "simulated_gpus.md"
@@ -37,7 +38,7 @@ REFUSED = 2
 
 def settings_of(strategy: str, adapter: str, checkpointing: str, accumulates: bool) -> dict[str, str]:
     """As for `--set`: a step of 8 samples, in one micro-batch or in as many as there are in half of it."""
-    sharers = {"single": 1, "tp": 1, "hsdp": 4}.get(strategy, 2)
+    sharers = 1 if strategy in ("single", "tp") or strategy.endswith("_sp") else {"hsdp": 4}.get(strategy, 2)
     micro = max(1, 4 // sharers) if accumulates else 8 // sharers
     found = {
         "data.packing": "true",
@@ -49,7 +50,7 @@ def settings_of(strategy: str, adapter: str, checkpointing: str, accumulates: bo
 
 def measure(folder: Path, strategies: list[str]) -> Iterator[dict[str, Any]]:
     """A row for each combination: the peak of the GPU that had most, and the forecast; or that it was refused."""
-    lab = GpuLab(folder)
+    lab = GpuLab(folder, WarmParent({"CUDA_VISIBLE_DEVICES": ""}))
     for strategy, adapter, checkpointing, accumulates in product(strategies, ADAPTERS, CHECKPOINTING, (True, False)):
         settings = settings_of(strategy, adapter, checkpointing, accumulates)
         run = lab.run(strategy, settings, recipe="memory", ends=None)

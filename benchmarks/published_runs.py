@@ -13,14 +13,14 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from benchmarks.published_rows import KNOWN, PROGRAMS, SIZES, Loss, Program, Setup, program_of
-from cookbook.costs.inputs import Skeleton, Weight, cost_inputs
-from cookbook.costs.memory import ResidentBytes, States, Unit, states
-from cookbook.forecast.memory import Memory, peak
-from cookbook.forecast.skeleton import skeleton
-from cookbook.forecast.trace import ActivationTrace, trace
-from cookbook.library import known_model
-from cookbook.recipe import Recipe
-from cookbook.strategy import load_strategy
+from cookbook.commands.forecast.memory import Memory, peak
+from cookbook.commands.forecast.skeleton import skeleton
+from cookbook.commands.forecast.trace import ActivationTrace, trace
+from cookbook.config.recipe import Recipe
+from cookbook.config.strategy import load_strategy
+from cookbook.planning.costs.inputs import Skeleton, Weight, cost_inputs
+from cookbook.planning.costs.memory import ResidentBytes, States, Unit, states
+from cookbook.planning.library import known_model
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -15,13 +15,15 @@ from pathlib import Path
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cookbook.files import RecipeError
-from cookbook.forecast import MAY_RUN, Forecast, forecast_all
-from cookbook.hardware import GIB, Machines, parse_machines
-from cookbook.library import FITS, recipe_files
-from cookbook.recipe import Recipe, load_recipe
-from cookbook.strategy import Strategy, load_strategy
+from cookbook.commands.forecast import MAY_RUN, Forecast, forecast_all
+from cookbook.config.recipe import Recipe, load_recipe
+from cookbook.config.strategy import Strategy, load_strategy
+from cookbook.planning.library import FITS, recipe_files
+from cookbook.system.files import RecipeError
+from cookbook.system.hardware import GIB, Machines, parse_machines
 
+LONG = 16384
+"""Tokens of a sample from which sequence parallel is worth its messages; our choice."""
 HEADER = "GiB of each GPU at the peak + of a machine's memory + of its disk. Forecast by plan, not measured."
 
 
@@ -40,31 +42,30 @@ def fits(path: Path) -> str:
 def _of(recipe: Recipe, machines: Machines, name: str) -> Iterator[str]:
     """What fits there, the recipe's own strategy first, then in plan's order; offloading if nothing fits without."""
     strategies = [load_strategy(path) for path in sorted(Path("accelerate_configs").glob("*.yaml"))]
-    useful = [one for one in strategies if _spreads(one, machines)]
-    ranked = forecast_all(recipe, useful, machines, name).forecasts
+    is_long = recipe.data.max_length >= LONG
+    useful = [one for one in strategies if _spreads(one, machines) and (is_long or one.sp_size == 1)]
+    ranked = forecast_all(recipe, useful, machines, name, limits=False).forecasts
     able = [one for one in ranked if one.verdict in MAY_RUN and one.verdict != "tight"]
     own = [one for one in able if one.strategy.path == recipe.strategy]
-    shown = own + ([one for one in able if not _offloads(one.strategy)] or able)
+    shown = own + ([one for one in able if not one.strategy.offloads] or able)
     yield from dict.fromkeys(map(_entry, shown)) if shown else ["nothing"]
 
 
-def _offloads(strategy: Strategy) -> bool:
-    return bool(strategy.offload_optimizer or (strategy.fsdp and strategy.fsdp.fsdp_offload_params))
-
-
 def _spreads(strategy: Strategy, machines: Machines) -> bool:
-    """Whether it is of use there as its file is: it takes every GPU, and on one GPU has something to offload."""
+    """Whether it is of use there as its file is: it takes every GPU, needs no links or layers of a special kind, and on
+    one GPU has something to offload.
+    """
     if strategy.kind == "fsdp1":
         return False  # only to resume older runs
     if machines.num_gpus == 1:
-        return strategy.kind == "single" or _offloads(strategy)
-    return strategy.num_processes is None
+        return strategy.kind == "single" or strategy.offloads
+    return strategy.num_processes is None and strategy.dp_replicate_size == strategy.tp_size == 1
 
 
 def _entry(one: Forecast) -> str:
     assert one.memory is not None
     sizes = [one.memory.needed[1]]
-    if _offloads(one.strategy):
+    if one.strategy.offloads:
         sizes += [one.host, *([one.disk] if one.disk else [])]
     return f"{one.strategy.name} {' + '.join(f'{size / GIB:,.0f}' for size in sizes)}"
 

@@ -15,14 +15,14 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from benchmarks.published_rows import LLAMA_2, Row
-from cookbook.forecast import of_run
-from cookbook.forecast.memory import GIB
-from cookbook.forecast.outside import outside
-from cookbook.hardware import parse_machines
-from cookbook.library import known_model
-from cookbook.plan import make_plan
-from cookbook.recipe import Recipe
-from cookbook.strategy import load_strategy
+from cookbook.commands.forecast import of_run
+from cookbook.commands.forecast.memory import GIB
+from cookbook.commands.forecast.outside import outside
+from cookbook.config.recipe import Recipe
+from cookbook.config.strategy import load_strategy
+from cookbook.planning.library import known_model
+from cookbook.planning.plan import make_plan
+from cookbook.system.hardware import parse_machines
 
 ROOT = Path(__file__).resolve().parent.parent
 WHOLE_LOGITS = 2 + 4 + 4

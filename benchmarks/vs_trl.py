@@ -78,13 +78,13 @@ def make_workplace(folder: Path) -> dict[str, Any]:
     """What all runs read. Returns what is to be said of the data."""
     import numpy as np
 
-    from cookbook import models
-    from cookbook.data.batches import epoch_order
-    from cookbook.data.sets import read_data, tokenize_data
-    from cookbook.data.stdlib import load_stdlib
-    from cookbook.data.tokens import TokenSet
-    from cookbook.objectives import Objective
-    from cookbook.recipe import DataSection, ScratchModel
+    from cookbook.config.objectives import Objective
+    from cookbook.config.recipe import DataSection, ScratchModel
+    from cookbook.training import models
+    from cookbook.training.data.batches import epoch_order
+    from cookbook.training.data.sets import read_data, tokenize_data
+    from cookbook.training.data.stdlib import load_stdlib
+    from cookbook.training.data.tokens import TokenSet
 
     for name in ("cookbook", "train.py", "accelerate_configs", "ds_configs", "recipes"):
         (folder / name).symlink_to(ROOT / name)
@@ -213,13 +213,13 @@ class Ours:
     """The step of train.py in a process where another trainer owns the loop."""
 
     def __init__(self, cell: Cell) -> None:
-        from cookbook import models
-        from cookbook.data.sets import read_data, tokenize_data
-        from cookbook.data.tokens import TokenSet
-        from cookbook.engine import engine_class
-        from cookbook.launch import World
-        from cookbook.optim.groups import build_optimizer
-        from cookbook.plan import load_pair, make_plan
+        from cookbook.config.optim.groups import build_optimizer
+        from cookbook.planning.launch import World
+        from cookbook.planning.plan import load_pair, make_plan
+        from cookbook.training import models
+        from cookbook.training.data.sets import read_data, tokenize_data
+        from cookbook.training.data.tokens import TokenSet
+        from cookbook.training.engine import engine_class
 
         write_recipe(cell, Path())
         recipe, strategy = load_pair(Path("bench.yaml"))
@@ -232,7 +232,7 @@ class Ours:
         self.engine = engine_class(strategy)(
             strategy,
             make_plan(recipe, strategy, num_processes=1, num_gpus=0, recipe_name="bench.yaml"),
-            World(rank=0, local_rank=0, num_processes=1, is_launched=False),
+            World(rank=0, local_rank=0, num_processes=1, num_local=1, is_launched=False),
             mixed_precision=recipe.mixed_precision,
             micro_batch_size=MICRO_BATCH_SIZE,
             max_grad_norm=recipe.optim.max_grad_norm,
@@ -256,7 +256,7 @@ class Ours:
         return found
 
     def step(self, samples: list[int]) -> dict[str, float]:
-        from cookbook.data.batches import collate
+        from cookbook.training.data.batches import collate
 
         started, cpu = time.perf_counter(), time.process_time()
         batch = collate(self.tokens, samples, self.tokenizer.pad_token_id, packing=True)

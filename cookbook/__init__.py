@@ -1,13 +1,13 @@
-"""Parts of the recipe book. Imports point downwards only:
+"""Parts of the recipe book, a folder for each layer. Imports point downwards only:
 
-compose   cli  preview  rehearse  merge  publish  doctor  forecast  stages  shortage       (and train.py)
-parts     engine  data  models  adapters  checkpoint  metrics      do not import one another
-plan      plan  launch  combinations  library  child  explain  costs  ds_config  simulated_gpus   no torch
-words     recipe  objectives  optim  schedule  row_kinds  registry  plugins                no torch
-words     strategy  mesh  machine  gpus  hardware  files  digests  signals  status  lock  watch  faults no torch
+commands   what users call, train.py's stages among them
+training   what train.py is made of; the parts of this layer do not import one another
+planning   what follows from a recipe and a strategy, without torch
+config     what users write
+system     the machine, its processes and files
 """
 
 import logging
 
-# Imported by peft and transformers, it tells every process without a GPU that a kernel could not be fetched.
+# Imported by peft and transformers, it warns in every process without a GPU that a kernel could not be fetched.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
-"""`python -m cookbook`: see cookbook/cli.py."""
+"""`python -m cookbook`: see cookbook/commands/cli.py."""
 
 import sys
 
-from cookbook.cli import main
+from cookbook.commands.cli import main
 
 sys.exit(main())

@@ -142,11 +142,11 @@ def lab(shared_folder: Path) -> Iterator[Lab]:
 
 
 @pytest.fixture(scope="session")
-def gpu_lab(shared_folder: Path) -> Iterator[GpuLab]:
+def gpu_lab(shared_folder: Path, lab: Lab) -> Iterator[GpuLab]:
     """As `lab`, on simulated GPUs."""
-    lab = GpuLab(Path(os.environ.get("GPU_RUNS", shared_folder / "gpus")).resolve())
-    yield lab
-    lab.close()
+    gpu_lab = GpuLab(Path(os.environ.get("GPU_RUNS", shared_folder / "gpus")).resolve(), lab.parent)
+    yield gpu_lab
+    gpu_lab.close()
 
 
 @dataclass

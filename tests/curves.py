@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import math
 import os
 import random
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import yaml
 from filelock import FileLock
 from safetensors.numpy import load_file
 
@@ -77,6 +79,15 @@ def run_to_end(command: list[str], *, timeout: float, **extra: str) -> subproces
         out, err = running.communicate(timeout=60)
         pytest.fail(f"not within {timeout:.0f} s:\n{out[-3000:]}\n{err[-3000:]}")
     return subprocess.CompletedProcess(command, running.returncode, out, err)
+
+
+def processes_of(strategy: str) -> int:
+    """How many processes a test runs: those of the strategy's mesh, or two."""
+    if strategy == "single":
+        return 1
+    path = ROOT / "accelerate_configs" / f"{strategy}.yaml"
+    mesh = yaml.safe_load(path.read_text()).get("parallelism_config", {}) if path.exists() else {}
+    return max(2, math.prod(mesh.values()))
 
 
 @dataclass(frozen=True)
@@ -169,6 +180,24 @@ def done_of(job: dict[str, Any], answer: dict[str, Any]) -> subprocess.Completed
     printed = [path.read_text(errors="replace") for path in sorted(Path(job["folder"]).glob("log_*"))]
     code = next((code for code in answer["codes"] if code), 0)
     return subprocess.CompletedProcess(job["words"], code, "".join(printed), "")
+
+
+def file_of(strategy: str, folder: Path) -> str:
+    """The path of a strategy; of `zero3_nvme` a copy with small buffers: each process pins and clears them, 3 GB as the
+    file is shipped. `make matrix` has one column of that.
+    """
+    if strategy != "zero3_nvme":
+        return f"accelerate_configs/{strategy}.yaml"
+    copy = folder / "small_buffers" / f"{strategy}.yaml"
+    with FileLock(folder / "small_buffers.lock"):
+        if not copy.exists():
+            copy.parent.mkdir()
+            config = json.loads((ROOT / "ds_configs" / f"{strategy}.json").read_text())
+            config["zero_optimization"]["offload_param"]["buffer_size"] = 2_000_000
+            copy.with_suffix(".json").write_text(json.dumps(config))
+            text = (ROOT / "accelerate_configs" / f"{strategy}.yaml").read_text()
+            copy.write_text(text.replace(f"ds_configs/{strategy}.json", str(copy.with_suffix(".json"))))
+    return str(copy)
 
 
 class Lab:
@@ -293,13 +322,14 @@ class Lab:
     ) -> dict[str, Any]:
         """For `WarmParent.ask`; see `start`."""
         need_builds_of(strategy)
-        path = strategy if strategy.endswith(".yaml") else f"accelerate_configs/{strategy}.yaml"
+        shipped = f"accelerate_configs/{strategy}.yaml" if launched else file_of(strategy, self.folder)
+        path = strategy if strategy.endswith(".yaml") else shipped
         words = [*program, str(self.folder / "recipe.yaml")]
         for name, value in (settings if launched else {"strategy": path, **settings}).items():
             words += ["--set", f"{name}={value}"]
         # bitsandbytes compiles what it has no CPU kernel for.
         eager = not {"qlora", "adamw_8bit"}.isdisjoint(settings.values())
-        count = processes or {"single": 1, "hsdp": 4}.get(strategy, 2)
+        count = processes or processes_of(strategy)
         job = {"folder": str(logs), "words": words, "processes": count, "limit": limit, "eager": eager}
         if launched:
             job["accelerate"] = ["--config_file", path, "--main_process_port", "0"]

@@ -10,8 +10,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import train
-from cookbook.engine import Engine
-from cookbook.recipe import load_recipe
+from cookbook.config.recipe import load_recipe
+from cookbook.training.engine import Engine
 
 prepare = Engine.prepare
 
@@ -19,7 +19,7 @@ prepare = Engine.prepare
 def prepare_and_forecast(engine: Engine, model: Any, optimizer: Any, **options: Any) -> None:
     prepare(engine, model, optimizer, **options)
     if engine.is_main:
-        from cookbook.forecast import of_run
+        from cookbook.commands.forecast import of_run
 
         assignments = [sys.argv[i + 1] for i, word in enumerate(sys.argv) if word == "--set"]
         recipe = load_recipe(Path(sys.argv[1]), assignments)

@@ -29,7 +29,7 @@ if __name__ == "__main__":
 
     train.train_step = step_with_room
     if FIRST == 0:
-        from cookbook import stages
+        from cookbook.commands import stages
 
         make_run = stages.make_run
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from cookbook import simulated_gpus
-from cookbook.machine import num_gpus
-from tests.curves import ROOT, WORDS, Curve, environment
+from cookbook.planning import simulated_gpus
+from cookbook.system.machine import num_gpus
+from tests.curves import ROOT, WORDS, Curve, environment, file_of, processes_of
 from tests.needs import need_builds_of, need_simulated_gpus
 from tests.warm_parent import WarmParent
 
@@ -156,13 +156,14 @@ class _RealGpus:
 class GpuLab:
     """Where a run with the same arguments happens once, whatever test of whatever worker asks for it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, on_cpu: WarmParent) -> None:
+        """Args: the parent of runs on the CPU."""
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "data.lock"):
             if not (folder / "chats.jsonl").exists():
                 _write_data(folder)
-        self._parents = {"cpu": WarmParent({"CUDA_VISIBLE_DEVICES": ""})}
+        self._parents = {"cpu": on_cpu}
 
     def run(
         self,
@@ -196,7 +197,7 @@ class GpuLab:
         Raises:
             AssertionError: it ended with another code; carries the end of its output.
         """
-        processes = processes or {"single": 1, "hsdp": 4}.get(strategy, 2)
+        processes = processes or processes_of(strategy)
         case = {"strategy": strategy, "settings": settings or {}, "processes": processes, "recipe": recipe, "on": on}
         case |= {"memory": memory, "sabotage": sabotage, "shared": shared, "variables": variables or {}}
         case["after"] = after and after.folder.name
@@ -223,18 +224,18 @@ class GpuLab:
             text = text.replace(name.upper(), str(self.folder / f"{name}.jsonl"))
         (folder / "recipe.yaml").write_text(text.replace("OUTPUT", str(folder / "run")))
         words = ["train.py", str(folder / "recipe.yaml")]
-        for name, value in {"strategy": f"accelerate_configs/{case['strategy']}.yaml", **case["settings"]}.items():
+        for name, value in {"strategy": file_of(case["strategy"], self.folder), **case["settings"]}.items():
             words += ["--set", f"{name}={value}"]
         job = {name: case[name] for name in ("processes", "sabotage", "shared", "variables")}
         job |= {"folder": str(folder), "words": words, "limit": LIMIT_SECONDS}
         job["sabotage"] = case["sabotage"] and f"tests.gpu_sabotage:{case['sabotage']}"
-        answer = self._runner(case["on"], case["memory"]).ask(job)
+        asked = _RealGpus(case["memory"]) if REAL and case["on"] == "gpu" else self.parent(case["on"], case["memory"])
+        answer = asked.ask(job)
         (folder / "case.json").write_text(json.dumps(case | {"seconds": answer["seconds"]}))
         (folder / "codes.json").write_text(json.dumps(answer["codes"]))
 
-    def _runner(self, on: str, memory: int | None) -> "WarmParent | _RealGpus":
-        if REAL and on == "gpu":
-            return _RealGpus(memory)
+    def parent(self, on: str, memory: int | None = None) -> WarmParent:
+        """Of runs on the CPU, or on simulated GPUs of so many bytes."""
         name = on if memory is None else f"{on}-{memory}"
         if name not in self._parents:
             need_simulated_gpus()

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cookbook.engine import Engine
-from cookbook.engine.collectives import Collectives
-from cookbook.models import attention
+from cookbook.training.engine import Engine
+from cookbook.training.engine.collectives import Collectives
+from cookbook.training.models import attention
 
 
 def host_tensor_in_a_collective() -> None:

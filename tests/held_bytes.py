@@ -69,29 +69,39 @@ def count_plain(engine: Any, count: Count) -> None:
     strategy = engine.strategy
     place = "host" if strategy.fsdp is not None and strategy.fsdp.fsdp_offload_params else "gpu"
     parameters = list(engine.model.parameters())
-    add = count.add_slices if strategy.kind == "tp" else count.add
-    add(place, "weights", parameters)
+    if strategy.tp_size > 1:
+        count.add_slices(place, "weights", padded(engine.model) if strategy.kind == "fsdp2" else parameters)
+    else:
+        count.add(place, "weights", parameters)
     if strategy.kind == "fsdp1":  # what is not trained may still be in its gathered form, which is no parameter
         flat = [handle.flat_param for handle in engine.model._all_handles]
         count.add(place, "weights", flat)
     count.add("gpu", "weights", quantization(engine.model))
     count.add(place, "gradients", (p.grad for p in parameters if p.grad is not None))
     if strategy.kind == "fsdp2":
-        count.add(place, "gradients", waiting_for_replicas(engine.model))
+        sums = (group._partial_reduce_output for group in fsdp2_groups(engine.model))
+        count.add(place, "gradients", (tensor for tensor in sums if tensor is not None))
     count.add(place, "moments", state_tensors(engine.optimizer.optimizer))
     count.add("gpu", "buffers", engine.model.buffers())
 
 
-def waiting_for_replicas(model: Any) -> Iterator[Any]:
-    """Until the last micro-batch HSDP keeps its sums beside the parameters (torch 2.13, FSDPParamGroup)."""
+def padded(model: Any) -> Iterator[Any]:
+    """FSDP2's shards with their padding, of which parameters are views (torch 2.13, FSDPParam)."""
+    for group in fsdp2_groups(model):
+        yield from (parameter._sharded_param_data for parameter in group.fsdp_params)
+
+
+def fsdp2_groups(model: Any) -> Iterator[Any]:
+    """Until the last micro-batch HSDP keeps its sums in them, beside the parameters (torch 2.13, FSDPParamGroup)."""
     from torch.distributed.fsdp import FSDPModule
 
+    found: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            sums = (group._partial_reduce_output for group in groups if group is not None)
-            yield from (tensor for tensor in sums if tensor is not None)
+            found |= {id(group): group for group in groups if group is not None}  # two modules may share one
+    yield from found.values()
 
 
 def count_zero12(engine: Any, count: Count) -> None:
@@ -210,7 +220,7 @@ def stop_at_third_update(folder: Path) -> None:
     they lie where they lay in the second: DDP's buckets, which Python does not see and DDP makes anew after the first
     step, keep their memory.
     """
-    from cookbook.engine import Engine
+    from cookbook.training.engine import Engine
 
     right_gradients, right_step = Engine.gradients, Engine.step
     gradients: list[int] = []

@@ -35,8 +35,8 @@ def resident() -> int:
 
 
 def stop_after_prepare(folder: Path) -> None:
-    from cookbook import models
-    from cookbook.engine import Engine
+    from cookbook.training import models
+    from cookbook.training.engine import Engine
 
     read, prepare = models.load_model, Engine.prepare
     found: dict[str, Any] = {}

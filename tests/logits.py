@@ -18,8 +18,8 @@ def write_logits_at_the_end(path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from cookbook.engine import Engine
-    from cookbook.models import loss
+    from cookbook.training.engine import Engine
+    from cookbook.training.models import loss
 
     right_close, right_nll = Engine.close, loss._nll
 

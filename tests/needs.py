@@ -1,17 +1,19 @@
 """What some tests need of the machine. Where it is missing they are skipped, by name and with what to install."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
-from cookbook import simulated_gpus
-from cookbook.doctor import software
+from cookbook.commands.doctor import software
+from cookbook.planning import simulated_gpus
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,6 +28,17 @@ def need_compiler() -> None:
     """Ends the test where nothing can be compiled, such as a model's layers."""
     if why := simulated_gpus.compiler_problem():
         _end(f"needs a C++ compiler and Python's headers: {why}")
+
+
+def need_trackers() -> None:
+    """Ends the test where the packages of requirements-trackers.txt are missing."""
+    if missing := [name for name in ("tensorboard", "wandb", "mlflow", "trackio") if find_spec(name) is None]:
+        _end(f"needs pip install -r requirements-trackers.txt: {', '.join(missing)}")
+
+
+def need_chromium() -> str:
+    """The path of a browser; ends the test where there is none."""
+    return shutil.which("chromium") or _end("needs chromium: apt-get install --no-install-recommends chromium")
 
 
 def need_builds_of(strategy: str, *, on_gpus: bool = False) -> None:
@@ -45,7 +58,7 @@ def _nvme_problem(on_gpus: bool) -> str | None:
     """Why DeepSpeed's reads and writes cannot be built, as `make doctor` says it."""
     with tempfile.TemporaryDirectory() as folder:
         found = list(software.check_build(True, on_gpus, Path(folder)))
-    return "; ".join(f"{one.says} ({one.remedy})" for one in found if one.status == "failure") or None
+    return "; ".join(f"{one.text} ({one.remedy})" for one in found if one.status == "failure") or None
 
 
 @cache
@@ -53,9 +66,29 @@ def _build_nvme() -> None:
     if (ROOT / software.extensions_folder() / "async_io/async_io.so").is_file():
         return
     code = "build_ops(load_strategy(Path('accelerate_configs/zero3_nvme.yaml')), Path('.cache'))"
-    imports = "from pathlib import Path; from cookbook.engine import build_ops; from cookbook.strategy import *"
+    imports = "from pathlib import Path\nfrom cookbook.training.engine import build_ops\n"
+    imports += "from cookbook.config.strategy import *"
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([sys.executable, "-c", f"{imports}; {code}"], cwd=ROOT, env=hidden, check=True)
+    subprocess.run([sys.executable, "-c", f"{imports}\n{code}"], cwd=ROOT, env=hidden, check=True)
+
+
+def need_namespaces() -> None:
+    """Ends the test where two network namespaces cannot stand for two machines."""
+    if os.geteuid() != 0:
+        _end("needs root, for network namespaces")
+    if shutil.which("ip") is None:
+        _end("needs iproute2, for network namespaces: apt-get install iproute2")
+    tried = subprocess.run(["ip", "netns", "add", "cookbook-try"], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "delete", "cookbook-try"], capture_output=True)
+    if tried.returncode:
+        _end(f"needs a kernel that lets root make network namespaces: {tried.stderr.strip()}")
+
+
+def need_slurm() -> None:
+    """Ends the test where no Slurm can be started."""
+    if not all(map(shutil.which, ("slurmctld", "slurmd", "munged"))):
+        _end("needs Slurm: apt-get install --no-install-recommends slurm-wlm munge")
+    need_namespaces()
 
 
 def _end(reason: str) -> NoReturn:

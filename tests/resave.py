@@ -10,8 +10,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import train
-from cookbook.checkpoint import resume
-from cookbook.checkpoint.saver import Saver
+from cookbook.training.checkpoint import resume
+from cookbook.training.checkpoint.saver import Saver
 
 load = resume.load
 

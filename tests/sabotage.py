@@ -13,7 +13,7 @@ import train
 
 def mean_of_means() -> None:
     """The loss as the mean over micro-batches of their means: short micro-batches weigh too much."""
-    from cookbook.engine import Engine
+    from cookbook.training.engine import Engine
 
     def gradients(self, objective, micro_batches, num_targets):
         total = 0.0
@@ -28,9 +28,48 @@ def mean_of_means() -> None:
     Engine.gradients = gradients
 
 
+def no_exchange_of_heads_and_tokens() -> None:
+    """Under sequence parallel, attention sees this process's part of each row alone."""
+    from cookbook.training.models import attention
+
+    right = attention.attend
+
+    def attend(*arguments, sequence_mesh=None, **options):
+        return right(*arguments, **options)
+
+    attention.AttentionInterface.register(attention.PACKED, attend)
+
+
+def gradient_divided_by_samples_processes() -> None:
+    """The processes that share a sample are not counted among those that gradients are averaged over."""
+    from cookbook.training.engine import Engine
+
+    right = Engine.gradients
+
+    def gradients(self, loss_function, micro_batches, count):
+        shares = right(self, loss_function, micro_batches, count * self.mesh.sequence)
+        return {name: share * self.mesh.sequence for name, share in shares.items()}
+
+    Engine.gradients = gradients
+
+
+def copies_not_averaged() -> None:
+    """Each tensor-parallel group updates its copy by its own samples."""
+    from cookbook.training.engine.tensor_parallel import TensorParallel
+
+    TensorParallel._average_over_copies = lambda self: None
+
+
+def norm_of_a_process() -> None:
+    """A part of a gradient is taken for the whole."""
+    from cookbook.training.engine import Engine
+
+    Engine._num_shards = lambda self, gradient: 1
+
+
 def gradient_not_finite_in_step_3() -> None:
     """Of one parameter on one process; every loss is a number."""
-    from cookbook.engine import Engine
+    from cookbook.training.engine import Engine
 
     right = Engine.gradients
 
@@ -48,7 +87,7 @@ def gradient_not_finite_in_step_3() -> None:
 
 def export_not_what_was_trained() -> None:
     """The last weight of the export is another."""
-    from cookbook import publish
+    from cookbook.commands import publish
 
     right = publish.write_model
 
@@ -63,7 +102,7 @@ def export_not_what_was_trained() -> None:
 
 def schedule_per_process() -> None:
     """The schedule advances once per process, as a scheduler does that was given to `accelerator.prepare`."""
-    import cookbook.schedule as schedule
+    import cookbook.config.schedule as schedule
 
     right = schedule.learning_rate
     schedule.learning_rate = lambda step, max_steps, *rest: right(min(2 * step, max_steps), max_steps, *rest)
@@ -71,7 +110,7 @@ def schedule_per_process() -> None:
 
 def clip_not_handed_over() -> None:
     """DeepSpeed is not told the clip value and takes its own default, 1.0."""
-    from cookbook.engine import zero
+    from cookbook.training.engine import zero
 
     right = zero.deepspeed_config
 
@@ -85,7 +124,7 @@ def clip_not_handed_over() -> None:
 
 def clip_not_handed_over_and_unchecked() -> None:
     """The same, with the engine's own check switched off: then the curve must tell."""
-    from cookbook.engine import Engine
+    from cookbook.training.engine import Engine
 
     clip_not_handed_over()
     Engine.assert_in_force = lambda self: None
@@ -93,7 +132,7 @@ def clip_not_handed_over_and_unchecked() -> None:
 
 def wrong_divisor() -> None:
     """The factor that undoes the averaging over processes is forgotten."""
-    from cookbook.engine import Engine
+    from cookbook.training.engine import Engine
 
     right = Engine.gradients
 
@@ -106,7 +145,7 @@ def wrong_divisor() -> None:
 
 def around_the_wrapper() -> None:
     """The model inside the wrapper is called, so that DDP does not see the forward and synchronises nothing."""
-    from cookbook.objectives import forward
+    from cookbook.config.objectives import forward
 
     right = forward.negative_log_likelihood
     forward.negative_log_likelihood = lambda model, batch: right(getattr(model, "module", model), batch)
@@ -114,7 +153,7 @@ def around_the_wrapper() -> None:
 
 def samples_see_each_other() -> None:
     """Packed rows without their borders: positions start anew, but attention runs over the whole row."""
-    from cookbook.objectives import forward
+    from cookbook.config.objectives import forward
 
     right = forward.negative_log_likelihood
 
@@ -130,7 +169,7 @@ def four_bits_repacked() -> None:
     """bitsandbytes may repack 4-bit weights in place while the model is evaluated."""
     import bitsandbytes.nn.modules as modules
 
-    import cookbook.adapters as adapters
+    import cookbook.training.adapters as adapters
 
     right = adapters.add_adapter
 
@@ -147,7 +186,7 @@ def reductions_in_16_bits() -> None:
     """FSDP's policy, whatever was asked for, as accelerate makes it by itself."""
     from dataclasses import replace
 
-    from cookbook.engine import Fsdp1, Fsdp2
+    from cookbook.training.engine import Fsdp1, Fsdp2
 
     for family in (Fsdp1, Fsdp2):
 
@@ -162,21 +201,21 @@ def reductions_in_16_bits() -> None:
 
 def another_bucket() -> None:
     """DeepSpeed gets another size than the JSON's."""
-    import accelerate.utils
+    from cookbook.training.engine import zero
 
-    plugin_of = accelerate.utils.DeepSpeedPlugin
+    plugin_of = zero.DeepSpeedPlugin
 
     def plugin(**options):
         plugin = plugin_of(**options)
         plugin.deepspeed_config["zero_optimization"]["reduce_bucket_size"] //= 2
         return plugin
 
-    accelerate.utils.DeepSpeedPlugin = plugin
+    zero.DeepSpeedPlugin = plugin
 
 
 def silently_ddp() -> None:
     """The strategy falls back to plain DDP, as accelerate does for FSDP with cpu=True."""
-    from cookbook.engine import FAMILIES
+    from cookbook.training.engine import FAMILIES
 
     def start(self, *, on_cpu):
         from accelerate import Accelerator

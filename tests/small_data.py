@@ -8,9 +8,9 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from cookbook.data.rows import BadRows, Rows
-from cookbook.data.tokens import TokenSet, tokenize
-from cookbook.objectives import Objective
+from cookbook.config.objectives import Objective
+from cookbook.training.data.rows import BadRows, Rows
+from cookbook.training.data.tokens import TokenSet, tokenize
 
 ROOT = Path(__file__).parents[1]
 CHATML = ROOT / "recipes" / "chat_templates" / "chatml.jinja"
@@ -52,13 +52,16 @@ def make_tokenizer(template=None, bos=None, merges=(), specials=()):
     return tokenizer
 
 
-def run_tokenize(rows, tokenizer, *, on_bad_row="error", max_length=1000, num_processes=None, **objective):
+def run_tokenize(
+    rows, tokenizer, *, on_bad_row="error", max_length=1000, too_long=None, num_processes=None, **objective
+):
     """The token set of one source, and what was dropped; more settings go to the objective."""
     bad_rows = BadRows()
     tokens = tokenize(
         [rows],
         tokenizer,
         max_length=max_length,
+        too_long=too_long,
         objective=Objective.of(**objective),
         bad_rows=bad_rows,
         num_processes=num_processes,

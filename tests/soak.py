@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from curves import ADAMW, ROOT, Curve, Lab, distance, done_of
 
-from cookbook import simulated_gpus
-from cookbook.checkpoint import folder
-from cookbook.watch import PHASES
+from cookbook.planning import simulated_gpus
+from cookbook.system.watch import PHASES
+from cookbook.training.checkpoint import folder
 from tests.warm_parent import WarmParent
 
 STRATEGIES = [
@@ -52,6 +52,7 @@ AT_A_POINT = 0.4
 EXPORT_SHARE = 0.1
 """Share of the kills that fall into the export, after the last step."""
 LIMIT_SECONDS = 300.0
+REFERENCE_SECONDS = 3600.0
 GPU_SHARE = 0.4
 SETTINGS = ADAMW | {
     "optim.eps": "1e-4",
@@ -132,7 +133,9 @@ def main() -> int:
     base = arguments.folder or Path(tempfile.mkdtemp(prefix="soak-"))
     chance, lab, started = random.Random(arguments.seed), Lab(base), time.monotonic()
     soak = Soak(lab, base / "soak", chance, max_steps=STEPS_PER_KILL * arguments.kills)
-    reference = lab.run("single", {key: value for key, value in soak.settings.items() if key != "run.output_dir"})
+    reference = base / "reference"
+    done = lab.start("single", soak.settings | {"run.output_dir": str(reference)}, limit=REFERENCE_SECONDS)
+    assert done.returncode == 0, done.stdout[-3000:]
     counts: Counter[str] = Counter()
     kills = 0
     while True:
@@ -152,7 +155,7 @@ def main() -> int:
         kills += 1
         counts[f"{point.partition('.')[0] if point else 'after seconds'}: {'SIGKILL' if point else way}"] += 1
         counts[f"on {place}"] += 1
-        counts["resumed"] += "goes on from" in said
+        counts["resumed"] += "resuming from" in said
         for path in folder.list_folders(soak.output / "checkpoints"):
             folder.verify(folder.open_checkpoint(path))  # whole or absent, whatever was killed
         what = point or way
@@ -164,7 +167,7 @@ def main() -> int:
         if status.exists():  # kills at the same step are no defect of that step here
             status.unlink()
     soak.close()
-    found = distance(Curve(soak.output), reference)
+    found = distance(Curve(soak.output), Curve(reference))
     minutes = (time.monotonic() - started) / 60
     print(json.dumps({"kills": kills, **counts, "minutes": round(minutes, 1), **vars(found)}))
     ok = found.loss < 1e-5 and found.norm < 1e-4 and found.weight < 1e-5

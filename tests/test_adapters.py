@@ -15,13 +15,13 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
-from cookbook import adapters
-from cookbook.checkpoint import export as checkpoint
-from cookbook.files import RecipeError
-from cookbook.forecast.skeleton import skeleton
-from cookbook.merge import merge
-from cookbook.models import train_tokenizer, weights_digest
-from cookbook.recipe import AdapterSection, load_recipe
+from cookbook.commands.forecast.skeleton import skeleton
+from cookbook.commands.merge import merge
+from cookbook.config.recipe import AdapterSection, load_recipe
+from cookbook.system.files import RecipeError
+from cookbook.training import adapters
+from cookbook.training.checkpoint import export as checkpoint
+from cookbook.training.models import train_tokenizer, weights_digest
 from tests.conftest import ROOT
 from tests.curves import Lab
 

@@ -17,8 +17,9 @@ import pytest
 import yaml
 from conftest import RECIPE, ROOT, clean_environment
 
-from cookbook.files import RecipeError
-from cookbook.plan import load_pair
+from cookbook.planning.plan import load_pair
+from cookbook.system.files import RecipeError
+from tests import simulated_driver
 
 ZERO3 = "accelerate_configs/zero3.yaml"
 ZERO3_JSON = "ds_configs/zero3.json"
@@ -84,7 +85,7 @@ def test_bad_input_is_told_before_torch_is_imported(book):
     three_broken_files(book)
     done = book.train(RECIPE, PYTHONPROFILEIMPORTTIME="1")
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    assert "cookbook.recipe" in imported
+    assert "cookbook.config.recipe" in imported
     assert not imported & {"torch", "accelerate", "deepspeed", "transformers"}
 
 
@@ -107,7 +108,7 @@ def test_a_process_that_is_not_the_first_of_its_machine_lets_that_one_speak(book
         (["recipes/nope.yaml"], "recipes/nope.yaml: no such file (looked in ...)"),
         (["recipes"], "recipes: a folder, not a file (looked in ...)"),
         ([RECIPE, "--set", "max_steps"], "--set max_steps: write it as section.key=value"),
-        ([RECIPE, "--set", "optim.lr=1e-3"], "--set optim.lr: unknown key; known here: name, learning_rate, ..."),
+        ([RECIPE, "--set", "optim.lr=1e-3"], "--set optim.lr: does not belong here; write it as optim.learning_rate"),
         (
             [RECIPE, "--set", "optim.learning_rate=fast"],
             "--set optim.learning_rate is 'fast' (text); it must be a number",
@@ -130,10 +131,13 @@ def test_broken_rows_are_named_with_file_and_line(book):
 
 
 def fake_gpus(book, count):
-    listing = "\n".join(f"{i}, GPU-{i}, NVIDIA H200, 570.1, 143771, 4, 5, 16, 16" for i in range(count))
-    book.write("bin/nvidia-smi", f"#!/bin/sh\ncat <<'END'\n{listing}\nEND\n")
-    (book.root / "bin/nvidia-smi").chmod(0o755)
-    return {"PATH": f"{book.root / 'bin'}:/usr/bin:/bin"}
+    return simulated_driver.variables(book.root, f"count {count}\n{simulated_driver.H200}")
+
+
+def test_a_driver_that_fails_is_an_error(book):
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    (line,) = refuse(book, RECIPE, **simulated_driver.variables(book.root, "init error 15"), **world)
+    assert line == "the NVIDIA driver fails: GPU is lost; reboot, or reinstall it"
 
 
 def test_more_processes_than_gpus_are_refused_and_as_many_are_fine(book):
@@ -315,7 +319,7 @@ RECIPE_MISTAKES = {
     "data file of another kind": (
         "train: python-stdlib",
         "train: train.py",
-        "14: data.train is 'train.py': a data file must end in .jsonl or .parquet",
+        "14: data.train is 'train.py': a data file must end in .jsonl, .json, ...",
     ),
     "split of the built-in source": (
         "split: test",
@@ -404,11 +408,16 @@ RECIPE_MISTAKES = {
         "adapter: {name: lora, targets: [q_proj, all-linear]}\nbatch:",
         "19: adapter.targets has all-linear beside names; write all-linear alone, or names only",
     ),
+    "columns the wrong way round": (
+        "train: python-stdlib",
+        "train: python-stdlib\n  columns: {question: user}",
+        "15: data.columns has 'question'; write KEY: COLUMN with a key of ...; did you mean user: question?",
+    ),
     "no source": ("train: python-stdlib", "train: []", "14: data.train is empty; name at least one source"),
     "evaluation sets without names": (
         "{path: python-stdlib, split: test}",
         "[a, b]",
-        "15: data.eval is a list; give every set a name, as in {...}",
+        "15: data.eval is a list; give each set a name, as in {...}",
     ),
     "number for evaluation sets": (
         "{path: python-stdlib, split: test}",
@@ -588,16 +597,37 @@ STRATEGY_MISTAKES = {
     "mesh of another size": (
         "hsdp",
         YAML,
-        "num_processes: 4",
-        "num_processes: 2",
-        ":2: num_processes is 2, but the mesh of parallelism_config is 2 x 2 x 1: write 4",
-    ),
-    "mesh under auto": (
-        "tp",
-        YAML,
-        "num_processes: 2",
         "num_processes: auto",
-        ":2: num_processes is auto, but the mesh ...: write 2",
+        "num_processes: 2",
+        ":2: num_processes is 2, but the mesh of parallelism_config is 2 x 2: write 4",
+    ),
+    "tensor parallel and FSDP without shards": (
+        "fsdp2_tp",
+        YAML,
+        "parallelism_config_dp_shard_size: 2",
+        "parallelism_config_dp_shard_size: 1",
+        ":7: parallelism_config: tensor parallel with FSDP needs a dp_shard_size from 2 on",
+    ),
+    "tensor parallel and offload": (
+        "fsdp2_tp",
+        YAML,
+        "fsdp_reshard_after_forward: true",
+        "fsdp_reshard_after_forward: true\n  fsdp_offload_params: true",
+        ":8: parallelism_config: fsdp_offload_params with tp_size is not supported; take one of them out",
+    ),
+    "tensor parallel and gathered layers": (
+        "fsdp2_tp",
+        YAML,
+        "fsdp_reshard_after_forward: true",
+        "fsdp_reshard_after_forward: false",
+        ":7: parallelism_config: fsdp_reshard_after_forward: false would be ignored with tp_size; write true",
+    ),
+    "tensor parallel and one reader": (
+        "fsdp2_tp",
+        YAML,
+        "fsdp_reshard_after_forward: true",
+        "fsdp_reshard_after_forward: true\n  fsdp_cpu_ram_efficient_loading: true",
+        ":8: parallelism_config: fsdp_cpu_ram_efficient_loading would be ignored with tp_size: ...",
     ),
     "original parameters off": (
         "fsdp1",

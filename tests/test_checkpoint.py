@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from cookbook.checkpoint import folder
-from cookbook.checkpoint.export import building, joined_weights, write_generation_config, write_model
-from cookbook.checkpoint.folder import BrokenCheckpoint, Checkpoint
-from cookbook.checkpoint.saver import Saver
-from cookbook.checkpoint.tensors import StagedPiece
-from cookbook.models import end_of_turn, train_tokenizer
+from cookbook.training.checkpoint import folder
+from cookbook.training.checkpoint.export import building, joined_weights, write_generation_config, write_model
+from cookbook.training.checkpoint.folder import BrokenCheckpoint, Checkpoint
+from cookbook.training.checkpoint.saver import Saver
+from cookbook.training.checkpoint.tensors import StagedPiece
+from cookbook.training.models import end_of_turn, train_tokenizer
 
 TOKENIZER = train_tokenizer(["def f(x):\n    return x\n"] * 5, 300)
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cookbook import faults
-from cookbook.checkpoint import folder
-from cookbook.checkpoint import saver as saver_module
-from cookbook.checkpoint.folder import BrokenCheckpoint
-from cookbook.checkpoint.saver import Saver
-from cookbook.checkpoint.tensors import Reader, StagedPiece, room_for, write_pieces
+from cookbook.system import faults
+from cookbook.training.checkpoint import folder
+from cookbook.training.checkpoint import saver as saver_module
+from cookbook.training.checkpoint.folder import BrokenCheckpoint
+from cookbook.training.checkpoint.saver import Saver
+from cookbook.training.checkpoint.tensors import Reader, StagedPiece, room_for, write_pieces
 
 
 def flat_pieces(name: str, whole: torch.Tensor, kind: str, borders: list[int]) -> list[StagedPiece]:
@@ -54,7 +54,7 @@ WAYS = ("whole", "halves", "anywhere", "columns")
 @pytest.mark.parametrize("chunk", [2**24, 7])
 @pytest.mark.parametrize(("written", "wanted"), list(itertools.product(WAYS, WAYS)))
 def test_any_cut_is_read_back_as_any_other(tmp_path: Path, monkeypatch, written: str, wanted: str, chunk: int):
-    monkeypatch.setattr("cookbook.checkpoint.tensors.CHUNK", chunk)
+    monkeypatch.setattr("cookbook.training.checkpoint.tensors.CHUNK", chunk)
     whole = torch.randn(11, 10)
     paths = []
     for i, piece in enumerate(cut(written, "a.weight", whole, "weight")):
@@ -383,7 +383,7 @@ def test_a_save_in_the_background_gives_no_sign_for_a_main_thread_that_hangs(tmp
         tmp_path,
         num_ranks=2,
         in_background=True,
-        patience_seconds=0.5,
+        timeout_seconds=0.5,
         beat=lambda: beats.append(threading.current_thread().name),
     )
     target.save(1, [], {"parameters": {}})  # the other never comes

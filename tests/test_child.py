@@ -29,9 +29,12 @@ sys.exit(1 if subprocess.run([sys.executable, *sys.argv[1:]]).returncode else 0)
 WORKER = """
 import os, signal, sys, time
 from pathlib import Path
-from cookbook import signals, status
-signals.install()
+from cookbook.system import signals, status
 folder, how = Path(sys.argv[1]), sys.argv[2]
+if how == "starts":
+    print("worker", os.getpid(), flush=True)
+    time.sleep(60)
+signals.install()
 if how == "mistake":
     sys.exit(status.note_exit(2))
 if how == "prepares":
@@ -46,7 +49,7 @@ if how == "finishes":
     sys.exit(0)
 if how == "is killed":
     os.kill(os.getpid(), signal.SIGKILL)
-signals.hold()
+signals.defer()
 print("worker", os.getpid(), flush=True)
 while not signals.requested() or how == "hangs":
     time.sleep(0.02)
@@ -58,7 +61,7 @@ sys.exit(status.note_exit(75))
 PARENT = """
 import os, sys
 from pathlib import Path
-from cookbook.child import run_child
+from cookbook.planning.child import run_child
 sys.exit(run_child([sys.executable, *sys.argv[1:]], dict(os.environ), Path(sys.argv[3])))
 """
 
@@ -101,6 +104,27 @@ def test_the_exit_code_tells_how_the_run_ended(launch, how, code):
     parent = launch(how)
     parent.communicate(timeout=20)
     assert parent.returncode == code
+
+
+def test_a_signal_to_every_process_as_slurm_sends_it_leaves_the_launcher_alive(launch, tmp_path):
+    """torchrun holds the store through which its workers meet."""
+    parent = launch("trains")
+    worker = worker_of(parent)
+    launcher = worker.parent()
+    for process in (launcher, worker, parent):
+        process.send_signal(signal.SIGUSR1)
+    time.sleep(0.5)  # the worker saves for a second
+    assert launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE
+    parent.communicate(timeout=20)
+    assert (parent.returncode, state(tmp_path)) == (75, "stopped")
+
+
+def test_a_worker_that_has_no_handlers_yet_ends_at_sigusr1(launch):
+    parent = launch("starts")
+    worker_of(parent)
+    parent.send_signal(signal.SIGUSR1)
+    parent.communicate(timeout=20)
+    assert parent.returncode == 75
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])

@@ -5,25 +5,34 @@ pytest -q tests/test_cli.py
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
 import sysconfig
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 
-from cookbook import cli
-from cookbook.cli import main
+from cookbook.commands import launch
+from cookbook.commands.cli import main
 
 ROOT = Path(__file__).parent.parent
 VERBS = [
+    "init",
     "launch",
     "check",
     "explain",
+    "watch",
     "summary",
+    "report",
+    "compare",
+    "chat",
     "sample",
+    "evaluate",
     "preview",
     "plan",
     "rehearse",
@@ -31,6 +40,7 @@ VERBS = [
     "export",
     "checkpoint",
     "doctor",
+    "convert",
     "library",
     "combinations",
     "schema",
@@ -38,7 +48,9 @@ VERBS = [
 WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
 # Runs the command in a process that cannot import torch.
-NO_TORCH = "import sys; sys.modules['torch'] = None; from cookbook.cli import main; sys.exit(main(sys.argv[1:]))"
+NO_TORCH = (
+    "import sys; sys.modules['torch'] = None; from cookbook.commands.cli import main; sys.exit(main(sys.argv[1:]))"
+)
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -66,19 +78,130 @@ def in_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def test_help_lists_every_command():
-    answer = cookbook("--help")
+def test_help_lists_every_command_in_plain_text_of_80_columns():
+    answer = cookbook("--help", COLUMNS="80", FORCE_COLOR="1")
     assert answer.returncode == 0
-    listed = re.findall(r"^    ([a-z]+)(?:  |$)", answer.stdout, flags=re.MULTILINE)
-    assert listed == VERBS
+    rows = re.findall(r"^  ([a-z]+)  +(\S.*)$", answer.stdout.partition("Commands:")[2], flags=re.MULTILINE)
+    assert [verb for verb, _ in rows] == VERBS
+    assert not [text for _, text in rows if text.endswith("...")], "cut off"
+    assert answer.stdout.isascii() and "\x1b" not in answer.stdout and max(map(len, answer.stdout.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_command_explains_itself(verb, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main([verb, "--help"])
-    assert stop.value.code == 0
-    assert verb in capsys.readouterr().out
+    assert main([verb, "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert verb in printed
+    assert main([verb, "-h"]) == 0 and capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lanch"], "No such command 'lanch'. Did you mean 'launch'"),
+        (["launch", "--fast"], "No such option: --fast"),
+        (["launch", "--processes", "two"], "Invalid value for '--processes'"),
+        (["rehearse"], "Missing argument 'RECIPE'"),
+        (["export", "outputs/none", "--dtype", "fp8"], "Invalid value for '--dtype'"),
+        (["launch", "--dry-run=1"], "--dry-run"),
+        ([], "Usage: cookbook"),
+    ],
+    ids=lambda value: " ".join(value) or "nothing" if isinstance(value, list) else "",
+)
+def test_what_is_no_command_line_ends_with_2_and_a_message(arguments, message, capsys):
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert message in printed.out + printed.err and "Traceback" not in printed.err
+
+
+def test_version_names_the_project_and_its_libraries_without_torch():
+    answer = cookbook_without_torch("--version")
+    assert answer.returncode == 0, answer.stderr
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    found = dict(line.split(" ", 1) for line in answer.stdout.splitlines())
+    libraries = ("torch", "accelerate", "deepspeed", "transformers")
+    assert found == {
+        "cookbook": citation["version"],
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in libraries},
+    }
+
+
+# Completion, by what a shell runs when somebody presses Tab.
+
+
+def complete(line: str, folder: Path, shell: str = "bash") -> list[str]:
+    words = line.split(" ")
+    environment = {"_COOKBOOK_COMPLETE": f"complete_{shell}", "PYTHONPATH": str(ROOT)}
+    if shell == "bash":
+        environment |= {"COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    else:
+        environment |= {"_TYPER_COMPLETE_ARGS": line, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    command = [sys.executable, "-c", NO_TORCH]
+    done = subprocess.run(command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True)
+    assert done.stderr == "", done.stderr
+    return [found.split("\t")[0] for found in done.stdout.split()]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("recipes/quickstart.yaml", "recipes/small/dpo.yaml", "recipes/small/sft.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "accelerate_configs").mkdir()
+    for name in ("ddp", "zero2", "zero3"):
+        (tmp_path / f"accelerate_configs/{name}.yaml").touch()
+    for name in ("a", "b", "no_run"):
+        (tmp_path / "outputs" / name).mkdir(parents=True)
+    for name in ("a", "b"):
+        (tmp_path / "outputs" / name / "run.json").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("cookbook che", ["check", "checkpoint"]),
+        ("cookbook launch rec", ["recipes/quickstart.yaml", "recipes/small/dpo.yaml", "recipes/small/sft.yaml"]),
+        ("cookbook check recipes/quickstart.yaml recipes/small/d", ["recipes/small/dpo.yaml"]),
+        ("cookbook launch recipes/quickstart.yaml --strategy ", ["ddp", "zero2", "zero3"]),
+        ("cookbook plan --strategy ddp --strategy z", ["zero2", "zero3"]),
+        ("cookbook explain recipes/quickstart.yaml z", ["zero2", "zero3"]),
+        ("cookbook summary ", ["outputs/a", "outputs/b"]),
+        ("cookbook export outputs/a --dtype f", ["fp32", "fp16"]),
+        ("cookbook rehearse --on ", ["gpus", "cpu"]),
+        ("cookbook doctor --st", ["--strategy"]),
+        ("cookbook launch elsewhere/", []),  # then bash completes files
+    ],
+)
+def test_tab_completes_commands_files_runs_and_flags(folder, line, found):
+    assert complete(line, folder) == found
+
+
+def test_completion_speaks_with_other_shells(folder):
+    assert complete("cookbook export outputs/", folder, "fish") == ["outputs/a", "outputs/b"]
+
+
+def test_bash_completes_with_the_script_that_is_shown(folder, tmp_path):
+    """The command itself, as make setup writes it beside accelerate, and bash's own completion function."""
+    program = tmp_path / "bin/cookbook"
+    program.parent.mkdir()
+    rule = re.search(r"printf '(.*)' > \.venv/bin/cookbook", (ROOT / "Makefile").read_text())
+    assert rule is not None
+    text = rule[1].replace("\\n", "\n").replace("$(CURDIR)", str(ROOT)).replace("$$", "$")
+    program.write_text(text)
+    program.chmod(0o755)
+    script = """
+    eval "$(_COOKBOOK_COMPLETE=source_bash cookbook)"
+    COMP_WORDS=(cookbook merge outputs/) COMP_CWORD=2
+    $(complete -p cookbook | sed 's/.*-F \\([^ ]*\\) .*/\\1/') cookbook
+    echo "${COMPREPLY[@]}"
+    """
+    environment = {"PATH": f"{program.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("outputs/a outputs/b\n", "")
 
 
 def test_make_alone_explains_every_target():
@@ -132,7 +255,7 @@ def test_check_tells_how_the_batch_splits(in_root, capsys):
 @pytest.mark.parametrize("num_processes", [1, 2, 4, 8])
 def test_quickstart_splits_without_editing(num_processes, in_root, monkeypatch):
     launched = []
-    monkeypatch.setattr(cli, "run_child", lambda command, environment, output_dir: launched.append(command))
+    monkeypatch.setattr(launch, "run_child", lambda command, environment, output_dir: launched.append(command))
     strategy = "ddp" if num_processes > 1 else "single"
     main(["launch", "--processes", str(num_processes), "--strategy", strategy])
     assert launched[0][4:6] == ["--num_processes", str(num_processes)]
@@ -167,7 +290,7 @@ def test_launch_refuses_a_bad_recipe_in_a_moment_and_without_torch(tmp_path):
     [
         (["launch", "nowhere.yaml"], "nowhere.yaml: no such file"),
         (["launch", "--strategy", "zero33"], "did you mean zero3?"),
-        (["launch", "--processes", "0"], "--processes is 0; it must be at least 1"),
+        (["launch", "--processes", "0"], "--processes is 0; write a number above 0"),
         (["launch", "--processes", "5"], "recipes/quickstart.yaml: batch.global_batch_size is"),
         (["launch", "--set", "run.max_steps=soon"], "--set run.max_steps is 'soon'"),
         (["check", "--strategy", "nothing"], "strategy 'nothing': no file accelerate_configs/nothing.yaml"),
@@ -214,8 +337,8 @@ def test_launch_takes_the_accelerate_beside_its_python_and_forwards_its_exit_cod
 
 def test_launch_gives_each_cpu_process_its_share_of_the_cores(in_root, monkeypatch):
     launched = []
-    monkeypatch.setattr(cli, "run_child", lambda command, environment, output_dir: launched.append(environment))
-    monkeypatch.setattr("cookbook.cli.num_cores", lambda: 8)
+    monkeypatch.setattr(launch, "run_child", lambda command, environment, output_dir: launched.append(environment))
+    monkeypatch.setattr("cookbook.commands.launch.num_cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     main(["launch", "--processes", "2"])
     monkeypatch.setenv("OMP_NUM_THREADS", "3")

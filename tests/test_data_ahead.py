@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.data.ahead import Ahead
-from cookbook.files import RecipeError
+from cookbook.system.files import RecipeError
+from cookbook.training.data.ahead import Ahead
 
 ROOT = Path(__file__).parents[1]
 PATIENCE_SECONDS = 60
@@ -80,7 +80,7 @@ def test_no_thread_is_left_behind(error):
 
 WAITING = """
 import time
-from cookbook.data.ahead import Ahead
+from cookbook.training.data.ahead import Ahead
 
 def items():
     yield 0

@@ -12,18 +12,18 @@ import torch
 from small_data import PAD, token_set
 from target_grid import to_grid
 
-from cookbook.data.batches import (
+from cookbook.system.files import RecipeError
+from cookbook.training.data.batches import (
     Layout,
+    balance_over_ranks,
     collate,
-    cut,
-    deal,
     epoch_order,
     eval_batches,
     indexed_batches,
+    split_micro_batches,
     steps_per_epoch,
     train_steps,
 )
-from cookbook.files import RecipeError
 
 
 def samples_in(tokens, micro_batches):
@@ -78,17 +78,17 @@ def test_steps_per_epoch_counts_the_partial_one(num_samples, size, steps):
 
 def test_deal_by_hand():
     # 9 to rank 0; 5 and 4 to rank 1, now full; 1 to rank 0.
-    assert deal([5, 9, 4, 1], 2) == [[1, 3], [0, 2]]
+    assert balance_over_ranks([5, 9, 4, 1], 2) == [[1, 3], [0, 2]]
     # Three for two ranks: 9 to rank 0, 5 to rank 1 and 4 as well.
-    assert deal([5, 9, 4], 2) == [[1], [0, 2]]
-    assert deal([7], 3) == [[0], [], []]
+    assert balance_over_ranks([5, 9, 4], 2) == [[1], [0, 2]]
+    assert balance_over_ranks([7], 3) == [[0], [], []]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("num_samples", [0, 1, 7, 16, 64])
 def test_deal_gives_each_sample_once_in_counts_that_differ_by_at_most_one(num_samples, num_ranks):
     lengths = np.random.default_rng(0).lognormal(5, 1, num_samples).astype(int).tolist()
-    dealt = deal(lengths, num_ranks)
+    dealt = balance_over_ranks(lengths, num_ranks)
     assert sorted(itertools.chain(*dealt)) == list(range(num_samples))
     counts = [len(mine) for mine in dealt]
     assert max(counts) - min(counts) <= 1
@@ -104,7 +104,7 @@ def test_deal_balances_better_than_round_robin():
         return max(loads) / (sum(loads) / len(loads))
 
     round_robin = [list(range(rank, 64, 8)) for rank in range(8)]
-    assert wait(deal(lengths, 8)) < 1.02
+    assert wait(balance_over_ranks(lengths, 8)) < 1.02
     assert wait(round_robin) > 1.3
 
 
@@ -172,7 +172,7 @@ def same(a, b):
 
 
 def test_resuming_where_no_step_ends_is_refused():
-    with pytest.raises(RecipeError, match=r"global_batch_size is 4, .* stands at sample 3"):
+    with pytest.raises(RecipeError, match=r"global_batch_size is 4, .* has consumed 3 samples of an epoch"):
         steps_of(token_set(LENGTHS), 0, 1, 1, num_samples_consumed=13)
 
 
@@ -241,6 +241,30 @@ def test_packed_micro_batch_without_samples():
     }
 
 
+def test_rows_of_a_multiple_by_hand():
+    tokens = token_set([3, 2], is_label=[0, 1, 0, 1, 1])
+    padded = collate(tokens, [1, 0], pad_id=9, multiple=4)
+    assert padded["input_ids"].tolist() == [[4, 5, 9, 9], [1, 2, 3, 9]]
+    assert (padded["targets"].tolist(), padded["target_positions"].tolist()) == ([5, 2], [0, 4])
+    packed = collate(tokens, [1, 0], pad_id=9, packing=True, multiple=4)
+    assert packed["input_ids"].tolist() == [[4, 5, 1, 2, 3, 9, 9, 9]]
+    assert packed["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0, 1, 2]]
+    assert (packed["lengths"], packed["offsets"].tolist()) == ((2, 3, 3), [0, 2, 5, 8])
+    assert (packed["targets"].tolist(), packed["num_sequences"]) == ([5, 2], 2)
+    assert collate(tokens, [1, 0], pad_id=9, packing=True, multiple=5)["lengths"] == (2, 3)
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_a_budget_of_tokens_counts_what_rows_are_padded_with(packing):
+    tokens = token_set(LENGTHS)
+    limit = {"micro_batch_tokens": 32, "packing": packing}
+    for one in steps_of(tokens, 0, 1, 6, length_multiple=8, **limit):
+        sizes = [batch["input_ids"].shape for batch in one.micro_batches]
+        assert all(rows * length <= 32 and length % 8 == 0 for rows, length in sizes)
+    loose = [batch["input_ids"].shape for one in steps_of(tokens, 0, 1, 6, **limit) for batch in one.micro_batches]
+    assert any(length % 8 for _, length in loose)
+
+
 def plain(batch):
     return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
@@ -287,7 +311,7 @@ def test_packing_limit_and_ranks_do_not_change_what_a_step_shows(num_ranks, limi
 def test_cuts_by_tokens_by_hand(packing, expected):
     lengths = [9, 3, 4, 4, 4, 2, 1]
     layout = Layout(num_ranks=1, rank=0, pad_id=PAD, micro_batch_tokens=12, packing=packing)
-    cuts = cut(np.array(lengths)[:, None], range(7), layout)
+    cuts = split_micro_batches(np.array(lengths)[:, None], range(7), layout)
     assert [[lengths[i] for i in one] for one in cuts] == expected
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cookbook.data.reference import with_reference
-from cookbook.data.sets import TokenSets
-from cookbook.data.tokens import TokenSet
+from cookbook.training.data.reference import with_reference
+from cookbook.training.data.sets import TokenSets
+from cookbook.training.data.tokens import TokenSet
 
 PAIRS = TokenSet(
     ids=np.arange(8, dtype=np.int32),
@@ -39,7 +39,7 @@ def reference(
     cache: Path, model: Model, made_from: str = "weights", tokens: TokenSet = PAIRS, agree=lambda value: value
 ):
     sets = TokenSets(train=tokens, eval={}, notes=[])
-    return with_reference(sets, [made_from], cache=cache, agree=agree, compute=model).train.reference_logps
+    return with_reference(sets, [made_from], cache=cache, all_true=agree, compute=model).train.reference_logps
 
 
 def test_the_second_run_reads_what_the_first_computed(tmp_path: Path, model: Model):

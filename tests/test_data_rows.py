@@ -4,6 +4,7 @@ python -m pytest -q tests/test_data_rows.py
 """
 
 import ast
+import gzip
 import json
 import random
 import subprocess
@@ -15,17 +16,18 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from small_data import ROOT, chat, messages, rows_of, write_lines
+import yaml
+from small_data import ROOT, chat, make_tokenizer, messages, rows_of, run_tokenize, write_lines
 
-from cookbook.data import rows as reading
-from cookbook.data import stdlib
-from cookbook.data.rows import texts
-from cookbook.data.sources import MAX_ROW_BYTES
-from cookbook.data.stdlib import load_stdlib
-from cookbook.files import RecipeError
-from cookbook.objectives import Objective
-from cookbook.recipe import Source
-from cookbook.row_kinds import MadeUp, kinds
+from cookbook.config.objectives import Objective
+from cookbook.config.recipe import DataSection, Source
+from cookbook.config.row_kinds import MadeUp, kinds
+from cookbook.system.files import RecipeError
+from cookbook.training.data import rows as reading
+from cookbook.training.data import stdlib
+from cookbook.training.data.files import MAX_ROW_BYTES, MAX_TEXT_CHARACTERS
+from cookbook.training.data.rows import texts
+from cookbook.training.data.stdlib import load_stdlib
 
 
 def read_rows(source, on_bad_row, objective="sft"):
@@ -49,13 +51,13 @@ BAD_LINES = {
     "messages no list": ('{"messages": "hi"}', "messages not a list: a str"),
     "messages empty": ('{"messages": []}', "messages empty"),
     "message no object": ('{"messages": ["hi"]}', "message not an object: message 1 is a str"),
-    "unknown role": (messages(("human", "a")), "wrong role: message 1 has 'human'; expected system or user"),
+    "unknown role": (messages(("narrator", "a")), "wrong role: message 1 has 'narrator'; expected system or user"),
     "assistant first": (messages(("assistant", "a")), "wrong role: message 1 has 'assistant'"),
     "two users": (messages(("user", "a"), ("user", "b")), "wrong role: message 2 has 'user'; expected assistant"),
     "late system": (messages(("user", "a"), ("system", "b")), "wrong role: message 2 has 'system'"),
     "tool": (
         messages(("user", "a"), ("tool", "b")),
-        "wrong role: message 2 has 'tool'; expected assistant (tool calls",
+        "wrong role: message 2 has 'tool'; expected assistant",
     ),
     "null content": (messages(("user", None)), "empty text: message 1 content is null or missing"),
     "list content": (messages(("user", ["a"])), "not text: message 1 content is a list"),
@@ -63,7 +65,19 @@ BAD_LINES = {
     "no assistant": (messages(("system", "s"), ("user", "a")), "no assistant turn"),
     "reasoning": (
         '{"messages": [{"role": "user", "content": "a", "reasoning_content": "b"}]}',
-        "message with more than text: message 1 has `reasoning_content`, which is not served",
+        "message with more than text: message 1 has `reasoning_content`, but its role is user",
+    ),
+    "picture": (
+        messages(("user", [{"type": "text", "text": "a"}, {"type": "image_url"}])),
+        "not text: message 1 content is a list with 'image_url'; only parts of text are read",
+    ),
+    "call without a name": (
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"function": {}}]}]}',
+        "not a tool call: message 2 has {'function': {}}; it needs a name",
+    ),
+    "loss on a question": (
+        '{"messages": [{"role": "user", "content": "a", "train": true}]}',
+        "train: true of another role: message 1",
     ),
     "surrogate": (messages(("user", "a\ud800")), "lone surrogate: message 1 content at character 2"),
     "NUL": ('{"text": "ab\\u0000"}', "NUL character: `text` at character 3"),
@@ -93,7 +107,7 @@ def test_bad_rows_are_dropped_and_counted_by_reason(tmp_path):
 
 
 def test_twenty_bad_rows_are_named_and_the_others_counted(tmp_path):
-    path = write_lines(tmp_path / "rows.jsonl", *["{}"] * 25)
+    path = write_lines(tmp_path / "rows.jsonl", *["{}"] * 25, GOOD)
     with pytest.raises(RecipeError) as error:
         read_rows(Source(path=path), "error")
     assert len(error.value.mistakes) == 22
@@ -164,22 +178,113 @@ def test_parquet_text_that_is_not_utf8_is_a_bad_row(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"PAR1 no", "not a readable parquet file"), (None, "has columns question; a row must have `messages`")],
+    [(b"PAR1 no", "not a readable parquet file"), (None, "missing keys: found 'frage'; a row must have `messages`")],
     ids=["broken", "no known column"],
 )
 def test_parquet_that_cannot_serve_is_an_error(tmp_path, content, message):
     path = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"question": ["a"]}), path)
+    pyarrow.parquet.write_table(pyarrow.table({"frage": ["a"]}), path)
     if content:
         path.write_bytes(content)
     with pytest.raises(RecipeError, match=message):
         read_rows(Source(path=str(path)), "drop")
 
 
+ANSWERS = [{"question": "q, \n1", "answer": "y\u00e4"}, {"question": "r", "answer": "z"}]
+READ = [{"user": "q, \n1", "assistant": "y\u00e4"}, {"user": "r", "assistant": "z"}]
+
+
+def as_cells(delimiter):
+    lines = ["question", "answer"], *(row.values() for row in ANSWERS)
+    return "".join(delimiter.join(f'"{cell}"' for cell in line) + "\r\n" for line in lines).encode()
+
+
+JSON_LINES = "\n".join(map(json.dumps, ANSWERS)).encode()
+FILES = {
+    "a.json": json.dumps(ANSWERS, indent=1).encode(),
+    "lines.json": JSON_LINES,
+    "a.csv": b"\xef\xbb\xbf" + as_cells(","),
+    "a.tsv": as_cells("\t"),
+    "a.jsonl.gz": gzip.compress(JSON_LINES),
+    "a.csv.gz": gzip.compress(as_cells(",")),
+    "a.json.zst": pyarrow.compress(json.dumps(ANSWERS).encode(), "zstd", asbytes=True),
+}
+
+
+@pytest.mark.parametrize(("name", "content"), FILES.items(), ids=FILES.keys())
+def test_every_format_gives_the_same_rows(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    for path in (tmp_path / name, tmp_path):
+        assert read_rows(Source(path=str(path)), "error").rows == READ
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_arrow_files_give_the_same_rows(tmp_path, is_stream):
+    table = pyarrow.Table.from_pylist([row | {"id": 1} for row in ANSWERS])
+    path = str(tmp_path / "a.arrow")
+    with (pyarrow.ipc.new_stream if is_stream else pyarrow.ipc.new_file)(path, table.schema) as writer:
+        writer.write_table(table)
+    assert read_rows(Source(path=path), "error").rows == READ
+
+
+def test_what_save_to_disk_wrote_is_read_without_the_caches_beside_it(tmp_path):
+    import datasets
+
+    train, test = datasets.Dataset.from_list(ANSWERS), datasets.Dataset.from_list(ANSWERS[:1])
+    datasets.DatasetDict({"train": train, "test": test}).save_to_disk(tmp_path / "both")
+    train.save_to_disk(tmp_path / "one", num_shards=2)
+    (tmp_path / "one" / "cache-1.arrow").write_bytes(b"no")
+    assert read_rows(Source(path=str(tmp_path / "both")), "error").rows == READ
+    assert read_rows(Source(path=str(tmp_path / "both"), split="test"), "error").rows == READ[:1]
+    assert read_rows(Source(path=str(tmp_path / "one")), "error").rows == READ
+
+
+def test_text_files_are_texts_and_a_long_one_is_broken_at_a_line_end(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "testing.md").write_text("# a")
+    (tmp_path / "sub" / "b.md").write_text("# b\n\nc")
+    rows = read_rows(Source(path=str(tmp_path)), "error", "cpt").rows
+    assert sorted(row["text"] for row in rows) == ["# a", "# b\n\nc"]
+    lines = "\u00e4" * 99 + "\n"
+    (tmp_path / "long.txt").write_text(lines * (MAX_TEXT_CHARACTERS // 100 * 2 + 3))
+    long = [row["text"] for row in read_rows(Source(path=str(tmp_path / "long.txt")), "error", "cpt").rows]
+    assert len(long) == 3 and "".join(long) == (tmp_path / "long.txt").read_text()
+    assert all(text.endswith("\n") for text in long)
+
+
+BROKEN_FILES = {
+    "a.json": (b'[{"text": ', "not a list of objects in JSON: Expecting value"),
+    "twice.json": (b'[{"text": "a", "text": "b"}]', "not a list of objects in JSON: key given twice: 'text'"),
+    "a.csv": (b'text\n"a', "not readable as cells: unexpected end of data"),
+    "twice.csv": (b"text,text\na,b\n", "two columns are called 'text'"),
+    "a.jsonl.gz": (b"no", "cannot be read: Not a gzipped file"),
+    "cut.jsonl.gz": (gzip.compress(b'{"text": "a"}' * 99)[:-20], "not a readable jsonl file"),
+    "a.jsonl.zst": (b"no no no no no", "cannot be read"),
+    "a.arrow": (b"no no no no no", "not a readable arrow file"),
+    "a.txt": (b"\xff", "no row left to train on\n.*part 1: not UTF-8: byte 0xff"),
+}
+
+
+@pytest.mark.parametrize(("name", "content"), BROKEN_FILES.items(), ids=BROKEN_FILES.keys())
+def test_a_broken_file_is_an_error(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content[0])
+    with pytest.raises(RecipeError, match=f"(?s){name}(:[0-9]+)?: {content[1]}"):
+        read_rows(Source(path=str(tmp_path / name)), "drop")
+
+
+def test_bad_rows_of_a_table_are_named_with_their_line(tmp_path):
+    path = write_lines(tmp_path / "a.csv", "text,id", "a,1", "b,1,2", b"\xff,3", ",4", "c")
+    rows = read_rows(Source(path=path), "drop")
+    assert list(texts(rows)) == ["a", "c"]
+    assert rows.num_dropped == {"more cells than columns": 1, "lone surrogate": 1, "empty text": 1}
+    with pytest.raises(RecipeError, match=r"a\.csv:3: more cells than columns: 3 cells, 2 columns"):
+        read_rows(Source(path=path), "error")
+
+
 @pytest.mark.parametrize(
     ("files", "split", "expected"),
     [
-        (["b.jsonl", "a.jsonl", "notes.txt", ".hidden.jsonl"], "train", ["a", "b"]),
+        (["b.jsonl", "a.jsonl", "notes.txt", "info.json", "b.jsonl.gz", ".hidden.jsonl"], "train", ["a", "b"]),
         (["train-2.jsonl", "train-1.jsonl", "test.jsonl"], "train", ["train-1", "train-2"]),
         (["train-2.jsonl", "test.jsonl"], "test", ["test"]),
         (["test/x.jsonl", "test/w.jsonl", "test.jsonl", "a.jsonl"], "test", ["w", "x"]),
@@ -230,7 +335,8 @@ def test_hub_rows_go_through_the_same_checks(monkeypatch):
     ("module", "expected"), [("rows", "set()"), ("stdlib", "set()"), ("sets", "set()"), ("batches", "{'torch'}")]
 )
 def test_only_batches_imports_torch(module, expected):
-    code = f"import sys, cookbook.data.{module}; print({{'torch', 'transformers', 'datasets'}} & set(sys.modules))"
+    code = f"import sys, cookbook.training.data.{module}\n"
+    code += "print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == expected
 
@@ -292,7 +398,10 @@ BAD_PREFERENCES = {
         {"prompt": "q", "chosen": [said("y")], "rejected": [said("y")]},
         "chosen and rejected are the same",
     ),
-    "no text prompt": ({"chosen": "y", "rejected": "n"}, "empty text: `prompt` is null or missing"),
+    "no text prompt": (
+        {"chosen": "y", "rejected": "n"},
+        "no prompt: `prompt` is missing, and `chosen` and",
+    ),
     "mixed forms": (
         {"prompt": "q", "chosen": "y", "rejected": [said("n")]},
         "chosen and rejected of different form: `chosen` is a str, `rejected` a list",
@@ -365,13 +474,13 @@ def test_without_its_label_a_judgement_is_a_completion(tmp_path):
 
 
 BAD_JUDGEMENTS = {
-    "text": ({"prompt": "q", "completion": "y", "label": "true"}, "label is not true or false: `label` is 'true'"),
-    "number": ({"prompt": "q", "completion": "y", "label": 1}, "label is not true or false: `label` is 1"),
+    "text": ({"prompt": "q", "completion": "y", "label": "good"}, "label is not true or false: `label` is 'good'"),
+    "number": ({"prompt": "q", "completion": "y", "label": 2}, "label is not true or false: `label` is 2"),
     "a conversation": (
         {"prompt": [ASK], "completion": [ASK, said("y")], "label": True},
-        "completion is no answer: its first message must be the assistant's",
+        "completion is not an answer: its first message must be the assistant's",
     ),
-    "no completion": ({"prompt": [ASK], "completion": [], "label": True}, "completion is no answer"),
+    "no completion": ({"prompt": [ASK], "completion": [], "label": True}, "completion is not an answer"),
     "prompt ends with an answer": (
         {"prompt": [ASK, said("a")], "completion": [said("y")], "label": True},
         "wrong role: message 3 of `prompt, completion` has 'assistant'; expected user",
@@ -419,6 +528,219 @@ def test_rows_of_another_objective_stop_the_run_at_once(tmp_path, raw, objective
     with pytest.raises(RecipeError, match=f"rows.jsonl:1: {message}") as error:
         read_rows(Source(path=path), on_bad_row, objective)
     assert len(error.value.mistakes) == 1
+
+
+# Shapes of other projects.
+
+ALPACA = {"instruction": "sum", "input": "1 2", "output": "3"}
+TURNS = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "y"}]
+SHAREGPT = {"conversations": TURNS, "id": "x"}
+FOREIGN = {
+    "ShareGPT": (SHAREGPT, "sft", {"messages": [SYSTEM, ASK, said("y")]}),
+    "conversations with roles": ({"conversations": [ASK, said("y")]}, "sft", {"messages": [ASK, said("y")]}),
+    "messages of ShareGPT's roles": (json.loads(messages(("human", "q"), ("gpt", "y"))), "sft", chat("q", "y")),
+    "Alpaca": (ALPACA, "sft", {"user": "sum", "context": "1 2", "assistant": "3"}),
+    "Alpaca without an input": (ALPACA | {"input": ""}, "sft", {"user": "sum", "assistant": "3"}),
+    "OpenOrca": (
+        {"id": 1, "system_prompt": "s", "question": "q", "response": "y"},
+        "sft",
+        {"system": "s", "user": "q", "assistant": "y"},
+    ),
+    "question, answer": ({"question": "q", "answer": "y"}, "sft", {"user": "q", "assistant": "y"}),
+    "prompt, response": ({"prompt": "q", "response": "y"}, "sft", {"user": "q", "assistant": "y"}),
+    "a preference without its prompt": (
+        {"chosen": "Human: why so? Assistant: you see", "rejected": "Human: why so? Assistant: yes"},
+        "dpo",
+        {"prompt": "Human: why so? Assistant:", "chosen": " you see", "rejected": " yes"},
+    ),
+    "a beginning of the other text": (
+        {"chosen": "q a b", "rejected": "q a"},
+        "dpo",
+        {"prompt": "q", "chosen": " a b", "rejected": " a"},
+    ),
+    "a preference with a question": ({"question": "q", "chosen": "y", "rejected": "n"}, "dpo", PREFERENCES["texts"][0]),
+    "ShareGPT's preference": (
+        {"conversations": TURNS[:2], "chosen": TURNS[2], "rejected": {"from": "gpt", "value": "n"}},
+        "dpo",
+        PAIR | {"prompt": [SYSTEM, ASK]},
+    ),
+    "a judged response": (
+        {"prompt": "q", "response": "y", "label": "True"},
+        "kto_zero",
+        {"prompt": "q", "completion": "y", "label": True},
+    ),
+    "a label of 0": (
+        {"prompt": "q", "completion": "y", "label": 0},
+        "kto_zero",
+        {"prompt": "q", "completion": "y", "label": False},
+    ),
+}
+
+
+@pytest.mark.parametrize(("raw", "objective", "expected"), FOREIGN.values(), ids=FOREIGN.keys())
+def test_shapes_of_other_projects_are_read(tmp_path, raw, objective, expected):
+    rows = read_rows(Source(path=write_lines(tmp_path / "rows.jsonl", json.dumps(raw))), "error", objective)
+    assert rows.rows == [expected]
+    assert kinds()[rows.kind].check(rows.rows[0]) == expected
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALLING = [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "2"}, said("y")]
+SAME_CALLS = {
+    "arguments as text": [
+        ASK,
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]},
+        {"role": "tool", "content": [{"type": "text", "text": "2"}]},
+        said("y"),
+    ],
+    "function_call": [
+        ASK,
+        {"role": "assistant", "function_call": {"name": "add", "arguments": '{"a": 1}'}},
+        {"role": "function", "content": "2"},
+        said("y"),
+    ],
+    "ShareGPT": [
+        {"from": "human", "value": "q"},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+        {"from": "observation", "value": "2"},
+        {"from": "gpt", "value": "y"},
+    ],
+}
+
+
+@pytest.mark.parametrize("turns", SAME_CALLS.values(), ids=SAME_CALLS.keys())
+def test_tool_calls_of_every_form_are_the_same_chat(tmp_path, turns):
+    raw = {"conversations": turns, "tools": '[{"name": "add"}]', "system": ""}
+    rows = read_rows(Source(path=write_lines(tmp_path / "rows.jsonl", json.dumps(raw))), "error")
+    assert rows.rows == [{"messages": CALLING, "tools": [{"name": "add"}]}]
+    assert kinds()[rows.kind].check(rows.rows[0]) == rows.rows[0]
+
+
+RENAMED = {
+    "ShareGPT": (SHAREGPT, "rows look like ShareGPT: conversations -> messages, from -> role, value -> content"),
+    "Alpaca": (ALPACA, "rows look like Alpaca: instruction -> user, input -> context, output -> assistant"),
+    "own": (chat("q", "y") | ALPACA, ""),
+}
+
+
+@pytest.mark.parametrize(("raw", "words"), RENAMED.values(), ids=RENAMED.keys())
+def test_what_was_understood_is_in_words(tmp_path, raw, words):
+    assert read_rows(Source(path=write_lines(tmp_path / "rows.jsonl", json.dumps(raw))), "error").renamed == words
+
+
+AMBIGUOUS = {
+    "two kinds": (SHAREGPT | ALPACA, "`conversations` as well as `instruction` and `output`"),
+    "two shapes of a kind": (
+        {"question": "q", "answer": "y", "response": "z"},
+        "`question` and `response` as well as `question` and `answer`",
+    ),
+}
+
+
+@pytest.mark.parametrize(("raw", "words"), AMBIGUOUS.values(), ids=AMBIGUOUS.keys())
+def test_a_row_of_two_foreign_shapes_names_both(tmp_path, raw, words):
+    path = write_lines(tmp_path / "rows.jsonl", json.dumps(raw))
+    with pytest.raises(RecipeError) as error:
+        read_rows(Source(path=path), "error")
+    assert error.value.mistakes[0].startswith(f"{path}:1: two kinds in one row: {words}")
+
+
+def test_columns_choose_between_shapes_and_name_what_is_not_known(tmp_path):
+    path = write_lines(tmp_path / "rows.jsonl", json.dumps(SHAREGPT | ALPACA | {"Frage": "f"}))
+    chosen = {"user": "Frage", "assistant": "output"}
+    assert read_rows(Source(path=path, columns=chosen), "error").rows == [{"user": "f", "assistant": "3"}]
+    chat_rows = read_rows(Source(path=path, columns={"messages": "conversations"}), "error")
+    assert chat_rows.kind == "messages"
+    plain = read_rows(Source(path=path, columns={"prompt": "Frage", "completion": "output"}), "error")
+    assert (plain.kind, plain.rows) == ("completion", [{"prompt": "f", "completion": "3"}])
+    assert len({chat_rows.fingerprint, plain.fingerprint}) == 2
+    with pytest.raises(RecipeError, match=r"with columns \{text: nothing\} it has 'conversations'"):
+        read_rows(Source(path=path, columns={"text": "nothing"}), "error")
+
+
+def test_columns_name_the_keys_of_messages(tmp_path):
+    turns = [{"speaker": "human", "says": "question"}, {"speaker": "assistant", "says": "ho"}]
+    path = write_lines(tmp_path / "rows.jsonl", json.dumps({"talk": turns}))
+    columns = {"messages": "talk", "role": "speaker", "content": "says"}
+    assert read_rows(Source(path=path, columns=columns), "error").rows == [chat("question", "ho")]
+
+
+@pytest.mark.parametrize("on_bad_row", ["error", "drop"])
+@pytest.mark.parametrize(
+    ("raw", "objective", "columns"),
+    [
+        ({"id": "x", "Frage": "was ist das", "Antwort": "ein Satz"}, "sft", {"user": "Frage", "assistant": "Antwort"}),
+        ({"id": 7, "body": "some words"}, "cpt", {"text": "body"}),
+        (
+            {"talk": [{"who": "human", "says": "a question"}, {"who": "gpt", "says": "yes"}]},
+            "sft",
+            {"messages": "talk", "role": "who", "content": "says"},
+        ),
+    ],
+    ids=["question", "text", "messages"],
+)
+def test_rows_that_all_fail_alike_are_reported_once_with_the_lines_that_would_read_them(
+    tmp_path, raw, objective, columns, on_bad_row
+):
+    path = write_lines(tmp_path / "rows.jsonl", *[json.dumps(raw)] * 3)
+    with pytest.raises(RecipeError) as error:
+        read_rows(Source(path=path), on_bad_row, objective)
+    *_, first, more, advice = error.value.mistakes
+    assert first.startswith(f"{path}:1: missing keys") and more == "... and the other 2 rows likewise"
+    lines = advice.partition("\n")[2]
+    assert yaml.safe_load(lines) == {"data": {"columns": columns}}
+    assert len(read_rows(Source(path=path, columns=columns), "error", objective).rows) == 3
+
+
+def test_columns_of_a_recipe_are_those_of_each_source_without_its_own():
+    data = DataSection(
+        train=["a.jsonl", {"path": "b.jsonl", "columns": {}}, {"path": "c.jsonl", "columns": {"text": "c"}}],
+        eval={"x": "d.jsonl", "y": {"path": "python-stdlib", "split": "test"}},
+        columns={"text": "body"},
+    )
+    assert [source.columns for source in data.train] == [{"text": "body"}, {}, {"text": "c"}]
+    assert [source.columns for source in data.eval.values()] == [{"text": "body"}, None]
+
+
+# SHA-256 of rows and of tokens, from the version that read no shapes but its own.
+UNCHANGED = {
+    "chats": (
+        "sft",
+        [chat("hi", "ho"), {"id": 1, "messages": [SYSTEM | {"name": "x"}, *chat("a", "b", "c", "d")["messages"]]}],
+        "066395fdb676 f3dc0845eb47",
+    ),
+    "chats beside other columns": (
+        "sft",
+        [chat("hi", "ho") | {"problem": "p", "solution": "s", "user": "u", "assistant": "a", "tools": None}],
+        "fa4598c57031 23b75900c568",
+    ),
+    "text beside Alpaca's columns": (
+        "sft",
+        [{"text": "t u", "instruction": "i", "input": "", "output": "o"}],
+        "52e5efcf0386 7749a9dd4bbf",
+    ),
+    "completions": ("sft", [{"prompt": "ask", "completion": "answer"}], "7a3ff4ec5e1c 6d8a975a9380"),
+    "texts": ("cpt", [{"text": "a text"}], "022fb0a7ae63 206f61a3e22c"),
+    "chat preferences": (
+        "dpo",
+        [raw for raw, _ in PREFERENCES.values() if not isinstance(raw["chosen"], str)],
+        "b63a0d302e35 a58ae4417eff",
+    ),
+    "preferences": ("dpo", [PREFERENCES["texts"][0]], "733ce284da8b 0145bd8dd0f3"),
+    "judgements": ("kto_zero", [JUDGEMENTS["texts"][0]], "5d80eda197cc 9274a7f3997b"),
+    "chat judgements": (
+        "kto_zero",
+        [JUDGEMENTS["messages"][0], JUDGEMENTS["a text for a prompt"][0]],
+        "7fe2a6beb9d3 743f1c5d5579",
+    ),
+}
+
+
+@pytest.mark.parametrize(("objective", "raws", "expected"), UNCHANGED.values(), ids=UNCHANGED.keys())
+def test_rows_that_were_read_before_give_the_same_tokens(tmp_path, objective, raws, expected):
+    rows = read_rows(Source(path=write_lines(tmp_path / "rows.jsonl", *map(json.dumps, raws))), "error", objective)
+    tokens, _ = run_tokenize(rows, make_tokenizer(), max_length=1000 if objective == "dpo" else 60, name=objective)
+    assert f"{rows.fingerprint[:12]} {tokens.fingerprint[:12]}" == expected
 
 
 # The built-in source.

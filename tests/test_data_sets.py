@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from small_data import PAD, chat, make_tokenizer, write_lines
 
-from cookbook.data.batches import Layout, StepBatch, steps_per_epoch, train_steps
-from cookbook.data.sets import TokenSets, read_data, tokenize_data
-from cookbook.data.stream import Stream
-from cookbook.files import RecipeError
-from cookbook.models import train_tokenizer
-from cookbook.objectives import Objective
-from cookbook.recipe import DataSection
+from cookbook.config.objectives import Objective
+from cookbook.config.recipe import DataSection
+from cookbook.system.files import RecipeError
+from cookbook.training.data.batches import Layout, StepBatch, steps_per_epoch, train_steps
+from cookbook.training.data.sets import TokenSets, read_data, tokenize_data
+from cookbook.training.data.stream import Stream
+from cookbook.training.models import train_tokenizer
 
 SFT = Objective.of()
 
@@ -63,14 +63,15 @@ def test_sources_of_several_kinds_stand_in_order_and_evaluation_sets_apart(tmp_p
     assert (sets.train.part_sizes, sets.train.weights) == ((2, 1), (2.0, 1.0))
     assert steps_per_epoch(sets.train, 1) == 5
     assert {name: len(tokens) for name, tokens in sets.eval.items()} == {"x": 2, "y": 1}
+    long = "are longer than data.max_length 21 and are cut there; 23 would keep 99% whole"
     assert sets.notes == [
         "data.train: dropped 1 rows: missing keys",
-        "data.train: 1 of 3 samples reach data.max_length and are cut there",
+        f"data.train: 1 of 3 rows (33.3%) {long}",
         # Twice the end of "a" and of "b", which nothing but a first token precedes; once the "y", cut before its end.
         f"data.train: an epoch has 5 samples: {one} 4 samples (80 % of the trained tokens), "
         f"{two} 1 samples (20 % of the trained tokens)",
         "data.eval.y: dropped 1 rows: missing keys",
-        "data.eval.y: 1 of 1 samples reach data.max_length and are cut there",
+        f"data.eval.y: 1 of 1 rows (100.0%) {long}",
     ]
 
 
@@ -221,7 +222,7 @@ def test_stream_of_long_texts_counts_their_pieces(tmp_path, tokenizer):
 def test_stream_holds_two_blocks_at_most(tmp_path, tokenizer, monkeypatch):
     path = text_file(tmp_path / "a.jsonl", *words(400))
     read, lock = [0], threading.Lock()
-    import cookbook.data.rows as rows
+    import cookbook.training.data.rows as rows
 
     def counted(source, **options):
         for item in raw_rows(source, **options):
@@ -254,7 +255,7 @@ def test_bad_row_of_a_stream_stops_it_with_its_place_or_is_dropped_and_counted(t
 def test_what_a_stream_dropped_and_cut_is_told_once_however_many_passes_there_were(tmp_path, tokenizer):
     path = text_file(tmp_path / "a.jsonl", *words(6), "w" * 20, "", *words(3), "")
     data = DataSection(train=path, streaming=True, shuffle_rows=5, max_length=8, on_bad_row="drop")
-    cut = "data.train: 1 of 10 samples reach data.max_length and are cut there"
+    cut = "data.train: 1 of 10 rows (10.0%) are longer than data.max_length 8 and are cut there"
     # Blocks of five: the first without a fault, the second with one dropped and one cut; the last row follows them.
     expected = {1: [], 2: ["data.train: dropped 1 rows: empty text", cut]}
     expected[4] = expected[12] = ["data.train: dropped 2 rows: empty text", cut]
@@ -294,7 +295,7 @@ def test_hub_stream_is_fetched_while_it_is_read(tmp_path, tokenizer, monkeypatch
 
 
 def test_a_stream_that_goes_on_with_other_rows_is_refused(tmp_path, tokenizer):
-    """Rows before the place that it goes on from, which only reading them can tell of the Hub's sets."""
+    """Rows before the place that it resumes from, known only by reading them for the Hub's sets."""
     rows = words(10)
 
     def steps_from(chosen: list[str], num_consumed: int, digest: str | None) -> list[StepBatch]:
@@ -335,6 +336,9 @@ def test_a_stream_is_known_by_what_it_is_read_from_and_with(tmp_path: Path):
     assert fingerprint(write("moved.jsonl", rows), words) == first
     assert fingerprint(write("rows.jsonl", rows), words, packing=True) == first, "it may change in a run that goes on"
     assert fingerprint(write("rows.jsonl", rows[::-1]), words) != first
+    # prompt and completion as one exchange
+    assert fingerprint(write("rows.jsonl", rows), words, columns={"user": "prompt", "assistant": "completion"}) != first
+    assert fingerprint(write("rows.jsonl", rows), words, too_long="drop") != first
     assert fingerprint(write("rows.jsonl", [*rows[:-1], {"prompt": "a", "completion": "b"}]), words) != first
     path = write("rows.jsonl", rows)
     assert fingerprint(path, words) == first

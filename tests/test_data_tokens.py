@@ -5,25 +5,21 @@ python -m pytest -q tests/test_data_tokens.py
 
 import itertools
 import json
-import multiprocessing.connection
-import os
 import re
 import subprocess
 import sys
-import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from small_data import CHATML, ROOT, chat, make_tokenizer, marked, rows_of, run_tokenize
 from tokenizers import processors
 
-from cookbook.data import tokens as tokens_module
-from cookbook.data.stream import Stream
-from cookbook.data.tokens import cached_tokens, take
-from cookbook.files import RecipeError
-from cookbook.objectives import Objective
-from cookbook.recipe import DataSection
+from cookbook.config.objectives import Objective
+from cookbook.config.recipe import DataSection
+from cookbook.system.files import RecipeError
+from cookbook.training.data import tokens as tokens_module
+from cookbook.training.data.stream import Stream
+from cookbook.training.data.tokens import cached_tokens, take
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +152,7 @@ def test_samples_are_cut_at_the_end(tokenizer):
 
 
 def test_a_label_at_the_first_position_alone_trains_nothing(tokenizer):
-    with pytest.raises(RecipeError, match="row 1: no trained token after truncation"):
+    with pytest.raises(RecipeError, match="row 1: no trained token"):
         run_tokenize(rows_of("text", [{"text": "ab"}]), tokenizer, max_length=1)
 
 
@@ -251,6 +247,87 @@ def test_template_that_rewrites_earlier_turns_is_refused_with_the_row():
 # Preferences.
 
 
+# Tool calls, reasoning and turns without loss. Like Qwen3's, this template drops the reasoning of earlier turns.
+CALLS = """{% for t in tools or [] %}<|im_start|>tools {{ t['name'] }}<|im_end|>{% endfor -%}
+{% for m in messages %}<|im_start|>{{ m['role'] }}
+{% if m['reasoning_content'] and loop.last %}<{{ m['reasoning_content'] }}>{% endif %}{{ m['content'] -}}
+{% for c in m['tool_calls'] %}!{{ c['function']['name'] }}{{ c['function']['arguments'] | tojson }}{% endfor -%}
+<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+USER = {"role": "user", "content": "q"}
+CALLING = [
+    USER,
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "2"},
+    {"role": "assistant", "content": "two"},
+]
+
+
+def by_turns(messages, trained, tokenizer, tools=None):
+    """The text of a chat, each trained turn in [ ]: what rendering one message more adds after the prompt for it."""
+    text = ""
+    for k in trained:
+        before = tokenizer.apply_chat_template(messages[:k], tools=tools, tokenize=False, add_generation_prompt=True)
+        after = tokenizer.apply_chat_template(messages[: k + 1], tools=tools, tokenize=False)
+        text += f"{before[len(text.replace('[', '').replace(']', '')) :]}[{after[len(before) :].rstrip()}]\n"
+    return text
+
+
+def test_tool_calls_are_what_the_template_writes_turn_by_turn():
+    tokenizer = make_tokenizer(CALLS)
+    rows = rows_of("messages", [{"messages": CALLING, "tools": [{"name": "add"}]}, chat("a", "b")])
+    tokens, _ = run_tokenize(rows, tokenizer)
+    expected = by_turns(CALLING, [1, 3], tokenizer, [{"name": "add"}])
+    assert marked(tokens, 0, tokenizer) == expected
+    assert '[!add{"a": 1}<|im_end|>]' in expected and "[two<|im_end|>]" in expected and "tools add" in expected
+    assert "tools" not in marked(tokens, 1, tokenizer)
+
+
+def test_turns_with_train_false_carry_no_loss():
+    tokenizer = make_tokenizer(CALLS)
+    turns = [*CALLING[:1], CALLING[1] | {"train": False}, *CALLING[2:]]
+    tokens, _ = run_tokenize(rows_of("messages", [{"messages": turns}]), tokenizer)
+    assert marked(tokens, 0, tokenizer) == by_turns(CALLING, [3], tokenizer) != by_turns(CALLING, [1, 3], tokenizer)
+    with pytest.raises(RecipeError, match=r"train: false under objective\.train_on: all"):
+        run_tokenize(rows_of("messages", [{"messages": turns}]), tokenizer, train_on="all")
+
+
+@pytest.mark.parametrize("template", [None, CALLS], ids=["markers", "prefix"])
+def test_only_the_last_turn_may_carry_loss(template):
+    tokenizer = make_tokenizer(template)
+    row = chat("a", "b", "c", "d")
+    tokens, _ = run_tokenize(rows_of("messages", [row]), tokenizer, train_on="last")
+    assert marked(tokens, 0, tokenizer) == by_turns(row["messages"], [3], tokenizer)
+
+
+def test_reasoning_is_trained_in_the_last_turn_where_the_template_drops_earlier_ones():
+    tokenizer = make_tokenizer(CALLS)
+    first, last = ({"role": "assistant", "content": text, "reasoning_content": "why"} for text in "xy")
+    turns = [USER, first, USER, last]
+    tokens, _ = run_tokenize(rows_of("messages", [{"messages": turns}]), tokenizer, train_on="last")
+    assert marked(tokens, 0, tokenizer).endswith("[<why>y<|im_end|>]\n") and "<why>x" not in marked(
+        tokens, 0, tokenizer
+    )
+    with pytest.raises(RecipeError, match="does not write message 2 as it would be prompted for"):
+        run_tokenize(rows_of("messages", [{"messages": turns}]), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("row", "key"),
+    [
+        ({"messages": CALLING}, "tool_calls"),
+        ({"messages": chat("a", "b")["messages"], "tools": [{"name": "add"}]}, "tools"),
+        ({"messages": [USER, {"role": "assistant", "content": "b", "reasoning_content": "why"}]}, "reasoning_content"),
+        ({"messages": [USER, {"role": "assistant", "content": "b", "thinking": "why"}]}, "thinking"),
+    ],
+)
+def test_what_a_template_would_drop_is_a_bad_row(tokenizer, row, key):
+    with pytest.raises(RecipeError, match=f"row 2: left out by the chat template: it does not write `{key}`"):
+        run_tokenize(rows_of("messages", [chat("a", "b"), row]), tokenizer)
+
+
 def preference(prompt, chosen, rejected):
     *shared, question = prompt
     chats = [chat(*shared, question, answer)["messages"] for answer in (chosen, rejected)]
@@ -293,6 +370,35 @@ def test_pair_that_truncation_makes_useless_is_a_bad_row(tokenizer):
 # Long texts.
 
 
+LONG = [{"text": "a" * 5}, {"text": "b" * 20}]  # and an end each
+
+
+@pytest.mark.parametrize(
+    ("too_long", "lengths", "num_cut"),
+    [(None, [6, 8], 1), ("cut", [6, 8], 1), ("drop", [6], 0), ("split", [6, 8, 8, 7], 1)],
+)
+def test_long_rows_are_treated_as_the_recipe_chooses_and_counted_in_any_case(tokenizer, too_long, lengths, num_cut):
+    # Under on_bad_row "error": what a recipe leaves out is no mistake.
+    tokens, num_dropped = run_tokenize(rows_of("text", LONG), tokenizer, max_length=8, too_long=too_long)
+    assert (tokens.lengths.tolist(), tokens.num_cut) == (lengths, num_cut)
+    assert tokens.row_lengths.tolist() == [6, 21]
+    assert num_dropped == {}
+
+
+def test_a_long_row_may_be_an_error_with_its_length(tokenizer):
+    message = r"row 2: row longer than data\.max_length: 21 tokens, where that is 8; raise it"
+    with pytest.raises(RecipeError, match=message):
+        run_tokenize(rows_of("text", LONG), tokenizer, max_length=8, too_long="error")
+
+
+def test_chunks_of_a_split_chat_train_each_label_once(tokenizer):
+    rows = rows_of("messages", [chat("q" * 30, "y" * 20)])
+    whole, _ = run_tokenize(rows, tokenizer)
+    split, _ = run_tokenize(rows, tokenizer, max_length=16, too_long="split")
+    assert split.num_targets.sum() == whole.num_targets.sum() == 21
+    assert (split.num_targets > 0).all() and len(split) < len(whole.ids) / 15
+
+
 @pytest.mark.parametrize("num_characters", range(1, 25))
 def test_split_text_has_each_token_but_the_first_as_a_target_once(num_characters):
     text = "abcdefghijklmnopqrstuvwxyz"[:num_characters]
@@ -332,17 +438,6 @@ def test_tokens_do_not_depend_on_the_number_of_processes(tokenizer, monkeypatch)
 
 
 def test_mistake_found_by_a_worker_names_the_row(monkeypatch):
-    class Process(threading.Thread):  # the same interface, and starts at once
-        def __init__(self, target, args, daemon):
-            connection = multiprocessing.connection.Connection(os.dup(args[0].fileno()))
-            super().__init__(target=target, args=(connection, *args[1:]), daemon=daemon)
-
-        def terminate(self):
-            pass
-
-    context = SimpleNamespace(Process=Process, Pipe=multiprocessing.Pipe)
-    monkeypatch.setattr(tokens_module.multiprocessing, "get_context", lambda method: context)
-    monkeypatch.setattr(tokens_module, "_start_worker", lambda: None)
     monkeypatch.setattr(tokens_module, "ROWS_PER_TASK", 2)
     forgetful = LLAMA3.replace("m.content | trim", "(m.content if loop.last or m.role == 'user' else '')")
     rows = rows_of("messages", [chat("a", "b")] * 3 + [chat("a", "b", "c", "d")])
@@ -372,7 +467,7 @@ CACHE_ROWS = rows_of("messages", [chat("hi", "ho"), chat("x" * 100, "ho"), chat(
 def test_cache_hit_is_bit_equal_and_does_not_tokenise(tmp_path, tokenizer, monkeypatch):
     made, num_dropped = run_tokenize(CACHE_ROWS, tokenizer, max_length=50, on_bad_row="drop")
     first = run_cached(tmp_path, CACHE_ROWS, tokenizer)
-    monkeypatch.setattr("cookbook.data.tokens.tokenize", None)
+    monkeypatch.setattr("cookbook.training.data.tokens.tokenize", None)
     second = run_cached(tmp_path, CACHE_ROWS, tokenizer)
     for tokens, dropped in (first, second):
         assert_same_tokens(tokens, made)
@@ -420,6 +515,7 @@ def test_a_stream_of_pairs_gives_pairs(tmp_path, tokenizer):
 def test_whatever_changes_the_tokens_changes_the_entry(tmp_path, tokenizer):
     run_cached(tmp_path, CACHE_ROWS, tokenizer)
     run_cached(tmp_path, CACHE_ROWS, tokenizer, max_length=49)
+    run_cached(tmp_path, CACHE_ROWS, tokenizer, too_long="drop")
     run_cached(tmp_path, CACHE_ROWS, tokenizer, objective=Objective.of(train_on="all"))
     run_cached(tmp_path, rows_of("messages", CACHE_ROWS.rows[:1]), tokenizer)
     texts = rows_of("text", [{"text": "a" * 60}])
@@ -427,10 +523,10 @@ def test_whatever_changes_the_tokens_changes_the_entry(tmp_path, tokenizer):
         run_cached(tmp_path, texts, tokenizer, objective=Objective.of(name=objective))
     run_cached(tmp_path, CACHE_ROWS, make_tokenizer(CHATML.read_text() + " "))
     run_cached(tmp_path, CACHE_ROWS, make_tokenizer(bos="<s>"))
-    assert len(list(tmp_path.glob("tokens-*/meta.json"))) == 8
+    assert len(list(tmp_path.glob("tokens-*/meta.json"))) == 9
     tokenizer("a b", truncation=True, max_length=1)  # leaves its truncation in the backend
     run_cached(tmp_path, CACHE_ROWS, tokenizer)
-    assert len(list(tmp_path.glob("tokens-*/meta.json"))) == 8
+    assert len(list(tmp_path.glob("tokens-*/meta.json"))) == 9
 
 
 def flip_byte(path):
@@ -471,7 +567,7 @@ def test_corrupt_cache_entry_is_made_anew(tmp_path, tokenizer, spoil):
 RACER = """
 import sys, time, pathlib
 sys.path.insert(0, {root!r} + "/tests")
-import test_data_tokens, cookbook.data.tokens as module
+import test_data_tokens, cookbook.training.data.tokens as module
 folder, name = pathlib.Path({folder!r}), sys.argv[1]
 def slow(*args, **kwargs):
     (folder / ("made-by-" + name)).touch()

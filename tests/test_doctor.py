@@ -3,6 +3,7 @@
 python -m pytest -q tests/test_doctor.py
 """
 
+import contextlib
 import http.server
 import json
 import os
@@ -15,78 +16,49 @@ import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from conftest import ROOT, clean_environment
 
-from cookbook import doctor, launch, machine
-from cookbook.doctor import collective, environment, finding, gpus, host, hub, nvme, probe, software
-from cookbook.doctor.sizes import Sizes, sizes
-from cookbook.library import Needs
-from cookbook.plan import load_pair
-from cookbook.strategy import load_strategy
+from cookbook.commands import doctor
+from cookbook.commands.doctor import collective, environment, finding, gpus, host, hub, nvme, probe, software
+from cookbook.commands.doctor.sizes import Sizes, sizes
+from cookbook.config.strategy import load_strategy
+from cookbook.planning import launch
+from cookbook.planning.library import Needs
+from cookbook.planning.plan import load_pair
+from cookbook.system import machine
+from cookbook.system.gpus import Driver, InstalledGpu
+from tests import simulated_driver
 from tests.needs import need_compiler
 
 CANARY = "hf_canaryThatMustNeverBeSeen"
 RECIPE_7B = Path("recipes/qwen25_7b/sft.yaml")
 
-# What nvidia-smi prints, in its formats. The values are made up, within what such machines have.
-
-
-def h100_row(index, used=5):
-    return f"{index}, GPU-{index}aaa, NVIDIA H100 80GB HBM3, 570.124.06, 81559, {used}, 5, 16, 16\n"
-
-
-H100_TOPOLOGY = (
-    "\t\x1b[4m"
-    + "".join(f"GPU{column}\t" for column in range(8))
-    + "NIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
-    + "".join(
-        f"GPU{row}\t"
-        + "\t".join(" X " if row == column else "NV18" for column in range(8))
-        + f"\tPXB\tSYS\t{'0-51' if row < 4 else '52-103'}\t{row // 4}\t\tN/A\n"
-        for row in range(8)
-    )
-    + "NIC0\tPXB\tPXB\tSYS\tSYS\tSYS\tSYS\tSYS\tSYS\t X \tSYS\n\nLegend:\n\n  X    = Self\n"
-    "  NV#  = Connection traversing a bonded set of # NVLinks\n"
+# What drivers answer. The values are made up, within what such machines have.
+H100 = (
+    "count 8\ndriver 570.124.06\ngpu.*.name NVIDIA H100 80GB HBM3\n"
+    f"gpu.*.memory.total {81559 << 20}\ngpu.*.memory.used {5 << 20}\n"
+    "gpu.*.pcie.generation 5\ngpu.*.pcie.width 16\ngpu.*.pcie.width.max 16\n"
+    f"gpu.*.nvlinks {'switch ' * 18}\ngpu.*.field.90 26562\npair.*.ancestor 50\npair.*.peer 0\n"
 )
-H100 = {
-    "gpus": "".join(h100_row(index) for index in range(8)),
-    "processes": "",
-    "topology": H100_TOPOLOGY,
-    "peers": " \t"
-    + "\t".join(f"GPU{i}" for i in range(8))
-    + "\n"
-    + "".join(f" GPU{i}\t" + "\t".join("X" if i == j else "OK" for j in range(8)) + "\n" for i in range(8))
-    + "\nLegend:\n\n  X    = Self\n  OK   = Status Ok\n",
-    "nvlink": "".join(
-        f"GPU {i}: NVIDIA H100 80GB HBM3 (UUID: GPU-{i}aaa)\n"
-        + "".join(f"\t Link {link}: 26.562 GB/s\n" for link in range(18))
-        for i in range(8)
-    ),
-}
-TWO_4090 = {
-    "gpus": "0, GPU-0bbb, NVIDIA GeForce RTX 4090, 560.35.03, 24564, 18, 4, 16, 16\n"
-    "1, GPU-1bbb, NVIDIA GeForce RTX 4090, 560.35.03, 24564, 9120, 4, 8, 16\n",
-    "processes": "GPU-1bbb, 4242, /opt/conda/bin/python3.11, 9096\n",
-    "topology": "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\n"
-    "GPU0\t X \tPHB\t0-31\t0\t\tN/A\nGPU1\tPHB\t X \t0-31\t0\t\tN/A\n\nLegend:\n\n"
-    "  PHB  = Connection traversing PCIe as well as a PCIe Host Bridge (typically the CPU)\n",
-    "peers": " \tGPU0\tGPU1\t\n GPU0\tX\tCNS\t\n GPU1\tCNS\tX\t\n\nLegend:\n\n  CNS  = Chipset not supported\n",
-    "nvlink": "",
-}
+TWO_4090 = (
+    "count 2\ndriver 560.35.03\ngpu.*.name NVIDIA GeForce RTX 4090\n"
+    f"gpu.*.memory.total {24564 << 20}\ngpu.0.memory.used {18 << 20}\ngpu.1.memory.used {9120 << 20}\n"
+    "gpu.*.pcie.generation 4\ngpu.0.pcie.width 16\ngpu.1.pcie.width 8\ngpu.*.pcie.width.max 16\n"
+    "gpu.1.processes 4242\nprocess.4242 /opt/conda/bin/python3.11\npair.*.ancestor 30\npair.*.peer 1\n"
+)
 
 
-def link_of(said):
-    return gpus.find_link(
-        gpus.parse_gpus(said["gpus"]), gpus.parse_matrix(said["topology"]), gpus.parse_nvlink(said["nvlink"])
-    )
+def link_of(driver):
+    return gpus.find_link(driver.gpus, driver.pairs)
 
 
 def statuses(findings):
-    return [(one.status, one.says) for one in findings]
+    return [(one.status, one.text) for one in findings]
 
 
 def worst(findings):
@@ -94,78 +66,81 @@ def worst(findings):
 
 
 def test_eight_h100_are_read_as_such():
-    found = gpus.parse_gpus(H100["gpus"])
-    assert [gpu.index for gpu in found] == list(range(8)) and found[0].total_bytes == 81559 * 2**20
-    matrix = gpus.parse_matrix(H100_TOPOLOGY)
-    assert len(matrix) == 8 * 7 and set(matrix.values()) == {"NV18"}  # no column of a network card among them
-    link = link_of(H100)
+    driver = simulated_driver.read(H100)
+    assert [gpu.index for gpu in driver.gpus] == list(range(8)) and driver.gpus[0].total_bytes == 81559 * 2**20
+    assert len(driver.pairs) == 8 * 7 / 2 and {pair.nvlinks for pair in driver.pairs} == {18}
+    link = link_of(driver)
     assert link.kind == "NVLink (18 links)" and link.gb == pytest.approx(18 * 26.562)
-    said = [*gpus.check_gpus(H100), *gpus.check_links(H100)]
-    assert worst(said) == "ok" and said[0].says == "8 x NVIDIA H100 80GB HBM3, 80 GiB, driver 570.124.06"
+    said = [*gpus.check_gpus(driver), *gpus.check_links(driver)]
+    assert worst(said) == "ok" and said[0].text == "8 x NVIDIA H100 80GB HBM3, 80 GiB, driver 570.124.06"
 
 
 def test_two_4090_without_peer_access_a_narrow_slot_and_company_are_read_as_such():
-    link = link_of(TWO_4090)
+    driver = simulated_driver.read(TWO_4090)
+    link = link_of(driver)
     # 16 GT/s x 128/130 / 8 bits = 1.969 GB/s for a lane; the slower card has 8.
     assert link.kind == "PCIe through the CPU" and link.gb == pytest.approx(8 * 16 * 128 / 130 / 8, rel=1e-3)
-    said = [*gpus.check_gpus(TWO_4090), *gpus.check_links(TWO_4090)]
-    (busy,) = [one for one in said if "in use" in one.says]
-    assert busy.status == "warning" and "python3.11 (4242)" in busy.says and busy.says.startswith("GPU 1: 8.9 GiB")
+    said = [*gpus.check_gpus(driver), *gpus.check_links(driver)]
+    (busy,) = [one for one in said if "in use" in one.text]
+    assert busy.status == "warning" and "python3.11 (4242)" in busy.text and busy.text.startswith("GPU 1: 8.9 GiB")
     assert busy.remedy == "end it, or export CUDA_VISIBLE_DEVICES=0"
-    (lanes,) = [one for one in said if "lanes" in one.says]
-    assert lanes.says == "GPU 1 has 8 of 16 PCIe lanes" and lanes.status == "warning"
-    assert any("no peer access between GPU 0 and 1 (CNS)" in one.says for one in said)
+    (lanes,) = [one for one in said if "lanes" in one.text]
+    assert lanes.text == "GPU 1 has 8 of 16 PCIe lanes" and lanes.status == "warning"
+    assert any("no peer access between GPU 0 and 1 (the chipset does not support it)" in one.text for one in said)
+
+
+def test_nvlinks_without_a_switch_are_counted_pair_by_pair():
+    """Four GPUs in a ring: two links to each neighbour, none across."""
+    ring = "".join(f"gpu.{i}.nvlinks {' '.join(f'{(i + 1) % 4} {(i + 3) % 4}' for _ in range(2))}\n" for i in range(4))
+    driver = simulated_driver.read(f"count 4\npair.*.ancestor 20\ngpu.*.field.90 25000\n{ring}")
+    assert {tuple(pair.gpus): pair.nvlinks for pair in driver.pairs} == {
+        (0, 1): 2, (0, 2): 0, (0, 3): 2, (1, 2): 2, (1, 3): 0, (2, 3): 2,
+    }  # fmt: skip
+    assert link_of(driver).kind == "PCIe through several switches"
+    assert gpus.find_link(driver.gpus[:2], driver.pairs) == gpus.Link(kind="NVLink (2 links)", gb=50.0)
 
 
 def test_only_the_gpus_that_a_run_will_see_count():
-    found = gpus.parse_gpus(H100["gpus"])
-    broken = gpus.parse_matrix(H100_TOPOLOGY.replace("NV18", "SYS", 1))  # between 0 and 1
-    assert gpus.find_link(found[:2], broken, {}).kind == "PCIe through two CPUs"
-    assert gpus.find_link(found[2:4], broken, {}).kind == "NVLink (18 links)"
-
-
-def test_missing_nvlinks_lack_of_peers_and_unlike_gpus_are_told():
-    broken = {**H100, "topology": H100_TOPOLOGY.replace("NV18", "SYS", 1)}
+    broken = simulated_driver.read(H100 + "gpu.0.nvlinks \n")
     assert link_of(broken).kind == "PCIe through two CPUs"
-    no_peers = {**H100, "peers": H100["peers"].replace("OK", "NS", 1)}
-    assert ("warning", "no peer access between GPU 0 and 1 (NS), in spite of NVLink") in statuses(
+    assert gpus.find_link(broken.gpus[2:4], broken.pairs).kind == "NVLink (18 links)"
+
+
+def test_lack_of_peers_and_unlike_gpus_are_told():
+    no_peers = simulated_driver.read(H100 + "pair.0.1.peer 5\n")
+    assert ("warning", "no peer access between GPU 0 and 1 (not supported), in spite of NVLink") in statuses(
         gpus.check_links(no_peers)
     )
-    mixed = {"gpus": h100_row(0) + TWO_4090["gpus"].splitlines()[0].replace("0,", "1,", 1)}
-    assert any("unlike GPUs" in says for _, says in statuses(gpus.check_gpus(mixed)))
+    mixed = simulated_driver.read(H100 + "gpu.1.name NVIDIA GeForce RTX 4090\n")
+    assert any("several kinds" in text for _, text in statuses(gpus.check_gpus(mixed)))
 
 
 def test_the_label_of_a_recipe_is_held_against_the_gpus():
-    found = gpus.parse_gpus(H100["gpus"])
+    found = simulated_driver.read(H100).gpus
     needs = Needs(num_gpus=8, gpu_gb=80)
     assert list(gpus.check_needs(needs, found, 8, "r.yaml")) == []
     (few,) = gpus.check_needs(needs, found[:2], 2, "r.yaml")
-    assert few.status == "failure" and few.says == "r.yaml needs 8 GPUs of 80 GB; a run would see 2"
-    (small,) = gpus.check_needs(Needs(num_gpus=2, gpu_gb=80), gpus.parse_gpus(TWO_4090["gpus"]), 2, "r.yaml")
-    assert small.status == "warning" and "the smallest here has 24 GiB" in small.says
+    assert few.status == "failure" and few.text == "r.yaml needs 8 GPUs of 80 GB; a run would see 2"
+    (small,) = gpus.check_needs(Needs(num_gpus=2, gpu_gb=80), simulated_driver.read(TWO_4090).gpus, 2, "r.yaml")
+    assert small.status == "warning" and "the smallest here has 24 GiB" in small.text
     assert list(gpus.check_needs(Needs(num_gpus=None, gpu_gb=None), [], 0, "r.yaml")) == []
 
 
 def test_where_the_driver_tells_no_rate_the_data_sheet_does():
-    assert link_of({**H100, "nvlink": ""}).gb == 450.0
+    assert link_of(simulated_driver.read(H100 + "gpu.*.field.90 error 3\n")).gb == 450.0
 
 
-def test_one_gpu_has_no_link_and_unknown_cells_are_no_mistake():
-    row = "0, GPU-0, NVIDIA L4, 550.54.15, 23034, 1, [N/A], [N/A], [N/A]\n"
-    one = {
-        "gpus": row,
-        "topology": "\tGPU0\tCPU Affinity\nGPU0\t X \t0-7\n",
-        "nvlink": "",
-        "peers": "\tGPU0\nGPU0\tX\n",
-    }
-    assert link_of(one) is None and list(gpus.check_links(one)) == []
-    assert worst(gpus.check_gpus(one)) == "ok" and gpus.pcie_gb(gpus.parse_gpus(row)[0]) is None
+def test_one_gpu_has_no_link_and_what_a_driver_does_not_support_is_no_mistake():
+    driver = simulated_driver.read("count 1\ngpu.*.name NVIDIA L4\ngpu.*.processes error 13\ngpu.*.memory.used error 4")
+    assert link_of(driver) is None and list(gpus.check_links(driver)) == []
+    assert worst(gpus.check_gpus(driver)) == "ok" and gpus.pcie_gb(driver.gpus[0]) is None
+    assert driver.gpus[0].total_bytes == 0
 
 
-def test_no_gpu_is_fine_and_a_broken_driver_is_not():
-    assert statuses(gpus.check_gpus({"absent": "0"})) == [("ok", "no GPU: runs use the CPU")]
-    assert worst(gpus.check_gpus({"broken": "Failed to initialize NVML: Driver/library version mismatch"})) == "failure"
-    assert worst(gpus.check_gpus({"absent": "2"})) == "warning"
+def test_no_gpu_is_fine_and_a_driver_that_is_not_loaded_is_not():
+    assert statuses(gpus.check_gpus(Driver(gpus=[]))) == [("ok", "no GPU: runs use the CPU")]
+    assert worst(gpus.check_gpus(simulated_driver.read("init error 9"))) == "failure"
+    assert worst(gpus.check_gpus(Driver(gpus=[InstalledGpu(index=i) for i in range(2)]))) == "warning"
 
 
 @pytest.mark.parametrize(
@@ -177,7 +152,7 @@ def test_torch_is_held_against_gpus_and_driver(monkeypatch, cuda, driver, status
     found = list(software.check_torch_build(8, driver))
     assert worst(found) == status
     if cuda is None:
-        assert "built for CPU only, and 8 GPUs are here" in found[0].says and "torch==" in found[0].remedy
+        assert "built for CPU only, and 8 GPUs are here" in found[0].text and "torch==" in found[0].remedy
         assert worst(software.check_torch_build(0, None)) == "ok"
 
 
@@ -205,7 +180,7 @@ def test_versions_are_held_against_the_pins(tmp_path, monkeypatch):
         ("warning", "pip install transformers==5.23.0"),
         ("failure", "pip install not-there==1.0"),
     ]
-    assert "CVE-2025-32434" in found[0].says and "not-there is not installed" in found[2].says
+    assert "CVE-2025-32434" in found[0].text and "not-there is not installed" in found[2].text
     here |= {"torch": "2.13.0+cu130", "transformers": "5.23.0", "not-there": "1.0"}
     assert statuses(software.check_versions(pins)) == [("ok", "all 4 packages are those of requirements.txt")]
 
@@ -351,7 +326,11 @@ def test_a_lock_left_by_a_dead_build_is_told_unless_a_run_is_building(tmp_path, 
     (found,) = software.check_locks()
     assert found.status == "warning" and found.remedy == f"rm {lock}"
     with software.FileLock(tmp_path / "cookbook.lock"):
-        holder = [sys.executable, "-c", "from cookbook.doctor.software import check_locks; print(*check_locks())"]
+        holder = [
+            sys.executable,
+            "-c",
+            "from cookbook.commands.doctor.software import check_locks; print(*check_locks())",
+        ]
         done = subprocess.run(holder, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "status='ok'" in done.stdout and "another run is building" in done.stdout
     assert lock.exists()
@@ -407,13 +386,13 @@ def test_what_cannot_be_built_without_the_toolkit_fails_in_doctor_and_before_a_r
         monkeypatch.setattr(module, "torch_cuda", lambda: "12.8")
 
     def of_toolkit(needs_nvme, on_gpus):
-        return [one for one in software.check_build(needs_nvme, on_gpus, tmp_path) if "CUDA" in one.says]
+        return [one for one in software.check_build(needs_nvme, on_gpus, tmp_path) if "CUDA" in one.text]
 
     assert of_toolkit(True, True) == launch.check_machine(nvme, 8, deterministic=False) == []
     (toolkit / "bin/nvcc").unlink()
     (found,) = of_toolkit(True, True)
     assert found.status == "failure" and "CUDA_HOME" in found.remedy
-    assert not any("can be built" in one.says for one in software.check_build(True, True, tmp_path))
+    assert not any("can be built" in one.text for one in software.check_build(True, True, tmp_path))
     (found,) = of_toolkit(False, True)
     assert found.status == "ok"
     assert of_toolkit(True, False) == [], "on a CPU nothing of CUDA is built"
@@ -446,11 +425,11 @@ def test_a_disk_is_measured_and_left_as_it_was(tmp_path, small_file):
     strategy = strategy_on(folder)
     assert nvme.nvme_folders(strategy) == [folder]
     found = list(nvme.check_nvme(folder, strategy, None))
-    rates = [one for one in found if one.says.startswith("writes ")]
+    rates = [one for one in found if one.text.startswith("writes ")]
     if not rates:
-        assert "O_DIRECT" in found[-1].says
+        assert "O_DIRECT" in found[-1].text
         pytest.skip("no direct access in the temporary folder")
-    assert "reads" in rates[0].says and "32 MiB" in rates[0].says and "block_size" in found[-1].says
+    assert "reads" in rates[0].text and "32 MiB" in rates[0].text and "block_size" in found[-1].text
     assert list(tmp_path.iterdir()) == []
 
 
@@ -484,14 +463,12 @@ def test_bytes_that_come_back_changed_are_found(tmp_path):
         assert not nvme._read(file.fileno(), len(pattern), 1 << 18, pattern)[1]
 
 
-def test_the_file_system_is_that_of_the_deepest_mount():
-    mounts = (
-        "22 1 8:1 / / rw shared:1 - ext4 /dev/sda1 rw\n"
-        "30 22 0:40 / /proc rw - proc proc rw\n"
-        "40 22 0:50 / /mnt/my\\040disk rw - nfs4 server:/x rw\n"
-    )
-    assert nvme.filesystem(Path("/mnt/my disk/swap"), mounts) == "nfs4"
-    assert nvme.filesystem(Path("/mnt/other"), mounts) == "ext4"
+def test_the_file_system_is_that_of_the_deepest_mount(monkeypatch):
+    mounts = [("/", "ext4"), ("/proc", "proc"), ("/mnt/my disk", "tmpfs"), ("/mnt/my disk", "nfs4")]
+    listed = [SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in mounts]
+    monkeypatch.setattr(nvme.psutil, "disk_partitions", lambda all: listed)
+    assert nvme.filesystem(Path("/mnt/my disk/swap")) == "nfs4"
+    assert nvme.filesystem(Path("/mnt/other")) == "ext4"
 
 
 def test_another_aio_block_is_advised_only_if_it_is_clearly_faster():
@@ -565,10 +542,10 @@ def test_gated_private_and_missing_models_are_told_apart_and_the_token_never(ser
     things = [model("a/gated"), model("a/secret"), model("a/open", "rev9"), model("a/open"), model("a/public")]
     found = list(hub.check_hub(things))
     assert [one.status for one in found] == ["failure", "failure", "failure", "ok", "failure"]
-    assert "the token that is set is refused" in found[4].says
-    assert "gated" in found[0].says and "accept its licence" in found[0].remedy and "HF_TOKEN" in found[0].remedy
-    assert "private or does not exist" in found[1].says and "no revision rev9" in found[2].says
-    assert all("a token is set" in one.says for one in (found[0], found[1], found[3]))
+    assert "the token that is set is refused" in found[4].text
+    assert "gated" in found[0].text and "accept its licence" in found[0].remedy and "HF_TOKEN" in found[0].remedy
+    assert "private or does not exist" in found[1].text and "no revision rev9" in found[2].text
+    assert all("a token is set" in one.text for one in (found[0], found[1], found[3]))
     assert f"Bearer {CANARY}" in [sent for _, sent in servers[0].seen], "the token was not even used"
     assert CANARY not in json.dumps([asdict(one) for one in found])
 
@@ -587,7 +564,7 @@ def test_a_password_in_the_address_of_the_hub_is_not_told(servers):
 def test_a_token_is_not_sent_in_the_clear(servers, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://hub.example")
     (found,) = hub.check_hub([])
-    assert found.status == "failure" and "https" in found.says
+    assert found.status == "failure" and "https" in found.text
 
 
 def test_without_network_what_is_in_the_cache_is_enough(tmp_path, monkeypatch):
@@ -616,7 +593,7 @@ def test_a_hub_that_never_answers_matters_only_if_something_must_be_fetched(monk
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{deaf.server_port}")
         assert worst(hub.check_hub([])) == "ok"
         (found,) = hub.check_hub([model("nobody/has-this")])
-    assert found.status == "failure" and "nobody/has-this must be fetched" in found.says
+    assert found.status == "failure" and "nobody/has-this must be fetched" in found.text
 
 
 # Processes that hang, break or leave something.
@@ -635,6 +612,14 @@ def pid_is_alive(pid):
         return is_alive(psutil.Process(pid))
     except psutil.NoSuchProcess:
         return False
+
+
+def children_with(word, pid):
+    found = []
+    for one in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.Error):  # ended since
+            found += [one] if word in " ".join(one.cmdline()) else []
+    return found
 
 
 def descendants():
@@ -662,7 +647,7 @@ def test_a_check_that_hangs_is_ended_with_its_children_and_what_it_said_is_kept(
         time.sleep(0.01)
     assert not pid_is_alive(said["first"])
     (found,) = doctor._trouble(one)
-    assert found.status == "failure" and "hangs" in found.says
+    assert found.status == "failure" and "hangs" in found.text
 
 
 def test_a_check_that_breaks_or_dies_is_a_line_of_the_report():
@@ -717,7 +702,7 @@ def test_a_slow_rank_and_a_wrong_sum_are_named():
     slow = even()
     slow[5]["work"] = 0.05
     said = list(collective.judge(slow, "nccl", None))
-    assert said[-1].status == "warning" and said[-1].says.startswith("rank 5 is slow: 50.0 ms")
+    assert said[-1].status == "warning" and said[-1].text.startswith("rank 5 is slow: 50.0 ms")
     wrong = even()
     wrong[3]["right"] = False
     assert ("failure", "wrong sums over nccl on rank 3") in statuses(collective.judge(wrong, "nccl", None))
@@ -726,10 +711,10 @@ def test_a_slow_rank_and_a_wrong_sum_are_named():
 def test_the_one_who_keeps_the_others_waiting_is_named():
     late, there = ["import of torch", "joining the others", "work 0"], ["import of torch", "joining the others"]
     name = collective.name_the_silent
-    assert "rank 1 is silent" in name([late, there], [], ["sleeping", "running"]).says
-    assert "rank 0 is silent" in name([late, there], [], ["stopped", "running"]).says
-    assert "rank 0 is silent" in name([late, late], [0], ["sleeping", "sleeping"]).says
-    assert "all 2 ranks wait for each other" in name([late, late], [], ["sleeping", "sleeping"]).says
+    assert "rank 1 is silent" in name([late, there], [], ["sleeping", "running"]).text
+    assert "rank 0 is silent" in name([late, there], [], ["stopped", "running"]).text
+    assert "rank 0 is silent" in name([late, late], [0], ["sleeping", "sleeping"]).text
+    assert "all 2 ranks wait for each other" in name([late, late], [], ["sleeping", "sleeping"]).text
 
 
 def in_thread(folder, seconds=60.0):
@@ -753,8 +738,8 @@ def process_of(rank, root=None):
                 words = one.cmdline()
             except psutil.Error:  # has just ended
                 continue
-            if "cookbook.doctor.rank" in words:
-                at = words.index("cookbook.doctor.rank")
+            if "cookbook.commands.doctor.rank" in words:
+                at = words.index("cookbook.commands.doctor.rank")
                 stage = Path(words[at + 1]) / f"stage-{rank}"
                 if words[at + 2] == str(rank) and stage.exists() and "joining" in stage.read_text():
                     return one
@@ -769,9 +754,9 @@ def test_a_stopped_rank_is_named_and_no_process_is_left(tmp_path, monkeypatch):
     thread.join(30)
     assert not thread.is_alive()
     (one,) = found
-    assert one.status == "failure" and one.says.startswith("rank 1 is silent") and "(stopped)" in one.says, one
-    assert "rank 0" not in one.says
-    assert not [one for one in descendants() if "cookbook.doctor.rank" in one.cmdline()]
+    assert one.status == "failure" and one.text.startswith("rank 1 is silent") and "(stopped)" in one.text, one
+    assert "rank 0" not in one.text
+    assert not [one for one in descendants() if "cookbook.commands.doctor.rank" in one.cmdline()]
 
 
 @pytest.mark.slow
@@ -779,7 +764,7 @@ def test_a_rank_that_dies_is_named_with_its_code(tmp_path):
     thread, found = in_thread(tmp_path)
     process_of(0).kill()
     thread.join(30)
-    assert not thread.is_alive() and found[0].says.startswith(("rank 0 ended with code -9", "rank 1 ended")), found
+    assert not thread.is_alive() and found[0].text.startswith(("rank 0 ended with code -9", "rank 1 ended")), found
 
 
 @pytest.mark.slow
@@ -795,7 +780,7 @@ def test_a_rank_that_gets_a_tenth_of_its_time_is_named_as_slow(tmp_path, monkeyp
             break
         time.sleep(0.01)
     thread.join(30)
-    assert any(one.status == "warning" and one.says.startswith("rank 1 is slow") for one in found), found
+    assert any(one.status == "warning" and one.text.startswith("rank 1 is slow") for one in found), found
 
 
 # The front door.
@@ -811,16 +796,6 @@ def front_door(tmp_path, **extra):
     settings = {"TMPDIR": str(tmp_path / "tmp"), "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
     kept = clean_environment(**settings, **extra)
     return {name: value for name, value in kept.items() if name not in ("HF_TOKEN", "HF_HUB_CACHE", "OMP_NUM_THREADS")}
-
-
-def fake_nvidia_smi(tmp_path, script):
-    """A folder with such a program, to stand first in PATH."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    program = folder / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-    return f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
 def test_this_machine_is_examined_as_a_user_would(tmp_path):
@@ -845,7 +820,7 @@ def test_this_machine_is_examined_as_a_user_would(tmp_path):
         "collective",
     } <= checks
     assert all(bool(one["remedy"]) == (one["status"] != "ok") for one in findings)
-    (measured,) = [one["says"] for one in findings if "GB/s" in one["says"] and one["check"] == "collective"]
+    (measured,) = [one["text"] for one in findings if "GB/s" in one["text"] and one["check"] == "collective"]
     assert "all_reduce" in measured and "all_gather" in measured
     assert list((tmp_path / "tmp").iterdir()) == []
 
@@ -853,14 +828,8 @@ def test_this_machine_is_examined_as_a_user_would(tmp_path):
 def test_gpus_that_this_torch_cannot_use_are_a_failure_with_its_remedy(tmp_path):
     if torch.version.cuda:
         pytest.skip("torch is built for CUDA here")
-    for name, text in H100.items():
-        (tmp_path / name).write_text(text)
-    script = (
-        f'case "$*" in *query-gpu*) f=gpus;; *compute-apps*) f=processes;; *-p2p*) f=peers;; *topo*) f=topology;;'
-        f" *nvlink*) f=nvlink;; esac; cat {tmp_path}/$f"
-    )
-    path = fake_nvidia_smi(tmp_path, script)
-    environment_ = front_door(tmp_path, PATH=path, CUDA_VISIBLE_DEVICES="0,1")
+    variables = simulated_driver.variables(tmp_path, H100)
+    environment_ = front_door(tmp_path, CUDA_VISIBLE_DEVICES="0,1", **variables)
     done = subprocess.run(doctor_command(), cwd=ROOT, env=environment_, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "8 x NVIDIA H100 80GB HBM3" in done.stdout and "NVLink (18 links), 478 GB/s" in done.stdout
@@ -869,21 +838,24 @@ def test_gpus_that_this_torch_cannot_use_are_a_failure_with_its_remedy(tmp_path)
 
 
 def test_a_driver_that_never_answers_is_named_before_the_deadline_and_nothing_stays(tmp_path):
-    path = fake_nvidia_smi(tmp_path, f"echo $$ > {tmp_path}/pid; exec sleep 1000")
     start = time.monotonic()
-    done = subprocess.run(
+    running = subprocess.Popen(
         doctor_command("--deadline", "6"),
         cwd=ROOT,
-        env=front_door(tmp_path, PATH=path),
-        capture_output=True,
+        env=front_door(tmp_path, **simulated_driver.variables(tmp_path, "init hang")),
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=60,
     )
+    asking: list[psutil.Process] = []
+    while not asking:
+        for child in psutil.Process(running.pid).children():
+            with contextlib.suppress(psutil.ZombieProcess):  # another one, at its end
+                asking += [child] if "nvml.py" in " ".join(child.cmdline()) else []
+        assert time.monotonic() - start < 10
+    said, _ = running.communicate(timeout=60)
     assert time.monotonic() - start < 6 + 4  # the interpreter's own start is not in the deadline
-    assert done.returncode in (1, 2) and "GPUs" in done.stdout, done.stdout + done.stderr
-    line = next(line for line in done.stdout.splitlines() if " GPUs " in line)
-    assert "not finished before the deadline" in line or "no answer" in line
-    assert not pid_is_alive(int((tmp_path / "pid").read_text()))
+    assert running.returncode == 2 and "the NVIDIA driver does not answer within" in said, said
+    assert not any(map(is_alive, asking))
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
@@ -940,17 +912,17 @@ SOME = [finding.ok("Python", "3.11.7"), finding.warning("CPU", "too many " * 30,
 
 
 def test_lines_are_aligned_and_remedies_can_be_copied():
-    text = doctor.in_words(SOME, 1.23, colour=False, width=80)
+    text = doctor.in_words(SOME, 1.23)
     lines = text.splitlines()
     assert lines[0] == "ok       Python  3.11.7" and lines[1].startswith("warning  CPU     too many")
     assert lines[-2] == " " * 17 + "-> export OMP_NUM_THREADS=1" and lines[-1] == "ready: 1 warning (1.2 s)"
-    assert max(map(len, lines)) <= 80
+    assert len(lines) == 6 and max(map(len, lines)) <= 120
 
 
 @pytest.mark.parametrize(("extra", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
 def test_colours_are_for_terminals_alone(extra, coloured):
     code = (
-        "from cookbook.doctor import report; from cookbook.doctor.finding import ok;"
+        "from cookbook.commands.doctor import report; from cookbook.commands.doctor.finding import ok;"
         "report([ok('Python', 'x')], 1.0, as_json=False)"
     )
     command = [sys.executable, "-c", code]

@@ -17,9 +17,9 @@ RUN = """
 import os, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
-from cookbook.engine.collectives import Collectives
-from cookbook.launch import read_world
-from cookbook.mesh import Mesh
+from cookbook.training.engine.collectives import Collectives
+from cookbook.planning.launch import read_world
+from cookbook.config.mesh import Mesh
 
 late, world = int(sys.argv[1]), read_world()
 dist.init_process_group("gloo", timeout=timedelta(seconds=30))

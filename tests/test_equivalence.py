@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.curves import ADAMW, ROOT, SGD, Curve, Distance, Lab, distance
+from tests.curves import ADAMW, ROOT, SGD, Curve, Distance, Lab, distance, processes_of
 
 STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
 DISTRIBUTED = [name for name in STRATEGIES if name != "single"]
@@ -32,6 +32,11 @@ def settings_for(strategy: str, settings: dict[str, str]) -> dict[str, str]:
     return settings | NVME_MODEL if strategy == "zero3_nvme" else settings
 
 
+def smaller_for(processes: int, micro_batch: int) -> dict[str, str]:
+    """Micro-batches of which four processes make the global batch, too."""
+    return {"batch.micro_batch_size": str(micro_batch)} if processes == 4 else {}
+
+
 def record_matrix(lab: Lab, strategy: str, column: str, curve: Curve, reference: Curve) -> Distance:
     """How far the curve lies from its reference, which `make matrix` writes into the pages."""
     found = distance(curve, reference)
@@ -51,8 +56,8 @@ def test_every_strategy_file_is_in_the_matrix():
 
 @pytest.mark.parametrize("strategy", DISTRIBUTED)
 def test_sgd_with_clipping_and_tied_embeddings_gives_the_curve_of_one_process(lab: Lab, strategy: str):
-    processes, settings = (4, {"batch.micro_batch_size": "2"}) if strategy == "hsdp" else (2, SGD)
-    settings = settings_for(strategy, settings)
+    processes = processes_of(strategy)
+    settings = settings_for(strategy, smaller_for(processes, 2))
     curve = lab.run(strategy, settings, processes=processes, launched=True)
     found = record_matrix(lab, strategy, "sgd", curve, lab.run("single", settings_for(strategy, SGD)))
     assert curve.record["strategy"]["processes"] == processes
@@ -63,10 +68,8 @@ def test_sgd_with_clipping_and_tied_embeddings_gives_the_curve_of_one_process(la
 
 @pytest.mark.parametrize("strategy", DISTRIBUTED)
 def test_adamw_without_clipping_and_untied_embeddings_gives_the_curve_of_one_process(lab: Lab, strategy: str):
-    # 4 processes x 8 would not split 16 sequences; the micro-batch size is another test's business.
-    settings = settings_for(strategy, ADAMW)
-    micro = {"batch.micro_batch_size": "4"} if strategy == "hsdp" else {}
-    curve = lab.run(strategy, settings | micro, processes=4 if strategy == "hsdp" else 2)
+    settings, processes = settings_for(strategy, ADAMW), processes_of(strategy)
+    curve = lab.run(strategy, settings | smaller_for(processes, 4), processes=processes)
     found = record_matrix(lab, strategy, "adamw", curve, lab.run("single", settings))
     assert found.loss < ADAMW_LOSS and found.norm < ADAMW_NORM, found
 
@@ -206,20 +209,22 @@ def test_settings_that_a_library_changed_are_refused(lab: Lab, strategy: str, mi
 def test_run_json_tells_any_two_strategies_apart_by_what_was_found(lab: Lab):
     found = {}
     for strategy in DISTRIBUTED:
-        settings = settings_for(strategy, ADAMW) | ({"batch.micro_batch_size": "4"} if strategy == "hsdp" else {})
-        record = lab.run(strategy, settings, processes=4 if strategy == "hsdp" else 2).record["strategy"]
+        processes = processes_of(strategy)
+        settings = settings_for(strategy, ADAMW) | smaller_for(processes, 4)
+        record = lab.run(strategy, settings, processes=processes).record["strategy"]
         found[strategy] = json.dumps({key: value for key, value in record.items() if key not in ("file", "processes")})
     assert len(set(found.values())) == len(DISTRIBUTED) >= 13, found
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp1", "fsdp2_offload", "hsdp", "tp", "zero2_offload", "zero3"])
+@pytest.mark.parametrize(
+    "strategy", ["single", "fsdp1", "fsdp2_offload", "fsdp2_tp", "hsdp", "tp", "zero2_offload", "zero3"]
+)
 def test_the_saved_model_has_the_held_out_loss_of_the_run(lab: Lab, strategy: str):
     """Reopened by plain transformers, one sample at a time, with the library's own loss."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    processes = {"single": None, "hsdp": 4}.get(strategy, 2)
-    settings = {"batch.micro_batch_size": "2"} if strategy == "hsdp" else SGD
-    curve = lab.run(strategy, settings, processes=processes, launched=strategy != "single")  # the run of the matrix
+    processes = None if strategy == "single" else processes_of(strategy)
+    curve = lab.run(strategy, smaller_for(processes or 1, 2), processes=processes, launched=strategy != "single")
     model = AutoModelForCausalLM.from_pretrained(curve.folder / "export").eval()
     tokenizer = AutoTokenizer.from_pretrained(curve.folder / "export")
     found_loss, count = lab.held_out_loss(model, tokenizer)

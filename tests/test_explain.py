@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from conftest import RECIPE, ROOT, clean_environment
 
-from cookbook.cli import main
-from cookbook.costs import per_parameter as costs
-from cookbook.costs.inputs import CostInputs
-from cookbook.explain import compare, explain, in_words
-from cookbook.explain.chart import HEIGHT, WIDTH, can_draw, draw
-from cookbook.files import RecipeError
-from cookbook.optim import Optimizer
-from cookbook.recipe import AdapterSection, Recipe, _leaves
-from cookbook.strategy import load_strategy
+from cookbook.commands.cli import main
+from cookbook.config.optim import Optimizer
+from cookbook.config.recipe import AdapterSection, Recipe, leaves
+from cookbook.config.strategy import load_strategy
+from cookbook.planning.costs import per_parameter as costs
+from cookbook.planning.costs.inputs import CostInputs
+from cookbook.planning.explain import compare, explain, in_words
+from cookbook.planning.explain.chart import HEIGHT, WIDTH, can_draw, draw
+from cookbook.system.files import RecipeError
 
 RECIPES = sorted(path.relative_to(ROOT) for path in (ROOT / "recipes").rglob("*.yaml"))
 STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
@@ -63,7 +63,7 @@ BY_HAND = {
 
 @pytest.mark.parametrize("case", BY_HAND)
 def test_quantities_are_those_worked_out_by_hand(case, in_root, monkeypatch):
-    monkeypatch.setattr("cookbook.plan.num_cores", lambda: 8)
+    monkeypatch.setattr("cookbook.planning.plan.num_cores", lambda: 8)
     recipe, asked, processes, accumulation, tokens = BY_HAND[case]
     batch = explain(Path(recipe), **asked).sections["BATCH"]
     assert batch["processes"].value == processes
@@ -285,8 +285,8 @@ def test_a_terminal_without_braille_gets_letters():
 
 def test_the_engine_has_no_other_way_to_make_the_configuration():
     """What a run hands over is compared in the last test here."""
-    text = (ROOT / "cookbook/engine/zero.py").read_text()
-    assert "from cookbook.ds_config import deepspeed_config, separate_swap" in text
+    text = (ROOT / "cookbook/training/engine/zero.py").read_text()
+    assert "from cookbook.planning.ds_config import deepspeed_config, separate_swap" in text
     assert "config = deepspeed_config(" in text and "self.deepspeed_config = config\n" in text
     assert text.count("deepspeed_config(") == 1
 
@@ -329,15 +329,20 @@ def setting(name, processes=8, **options):
 STATES = {
     "single": (1, 16, 0, 0),
     "ddp": (8, 16, 0, 0),
+    "ddp_sp": (8, 16, 0, 0),
     "zero1": (8, 2 + 2 + 12 / 8, 0, 0),
     "zero2": (8, 2 + (2 + 12) / 8, 0, 0),
     "zero3": (8, 16 / 8, 0, 0),
     "fsdp1": (8, 16 / 8, 0, 0),
     "fsdp2": (8, 16 / 8, 0, 0),
     "fsdp2_grad_op": (8, 16 / 8 + 2, 0, 0),
+    "fsdp2_sp": (8, 16 / 8, 0, 0),
+    "zero3_sp": (8, 16 / 8, 0, 0),
     "fsdp2_offload": (8, 0, 16 / 8, 0),
     "hsdp": (4, 16 / 2, 0, 0),
     "tp": (2, 16 / 2, 0, 0),
+    "ddp_tp": (8, 16 / 2, 0, 0),
+    "fsdp2_tp": (8, 16 / 8, 0, 0),
     "zero2_offload": (8, 2, (12 + 4 + 2 + 2) / 8, 0),
     "zero3_offload": (8, 0, (14 + 6) / 8, 0),
     "zero3_nvme": (8, 0, 2 / 8, (14 + 4) / 8),
@@ -469,7 +474,7 @@ def test_a_key_that_changes_the_curve_is_told_from_one_that_does_not(assignment,
 
 
 def test_the_lists_of_keys_name_keys_of_a_recipe():
-    known = set(_leaves(Recipe))
+    known = set(leaves(Recipe))
     listed = {*compare.NEVER_THE_CURVE, *compare.ONLY_ROUNDING, *compare.ONLY_THE_RUN}
     assert listed - known == set()
     assert {"data.pakcing"} - known == {"data.pakcing"}
@@ -511,7 +516,7 @@ def test_a_recipe_may_stand_beside_another_of_another_kind(in_root):
         (["zero2", "recipes/small.yaml"], "explain zero2 recipes/small.yaml: write the recipe first"),
         (["zero2", "zero9"], "strategy 'zero9': no file accelerate_configs/zero9.yaml; did you mean ...?"),
         (["zero2", "zero3", "--set", "seed=1"], "--set and --strategy go with a recipe; two strategies have none"),
-        ([RECIPE, "--processes", "0"], "--processes is 0; it must be at least 1"),
+        ([RECIPE, "--processes", "0"], "--processes is 0; write a number above 0"),
         ([RECIPE, "--processes", "3"], "recipes/small.yaml: batch.global_batch_size is 16, but 3 processes x ..."),
         ([RECIPE, "--set", "seed=-1"], "--set seed is -1; it must be greater than or equal to 0"),
     ],
@@ -547,7 +552,7 @@ def test_check_lists_all_mistakes_of_all_files_in_one_run(book, capsys):
         ('"overlap_comm"', '"overlap_com"'),
         ('"gradient_clipping": "auto"', '"gradient_clipping": 0.5'),
     )
-    book.edit("accelerate_configs/hsdp.yaml", ("num_processes: 4", "num_processes: 6"))
+    book.edit("accelerate_configs/hsdp.yaml", ("num_processes: auto", "num_processes: 6"))
     code, _, mistakes = checked(capsys)
     assert code == 2
     starts = [
@@ -586,7 +591,7 @@ def test_a_misspelt_key_does_not_hide_a_clash(book, capsys):
 
 @pytest.mark.parametrize(("needs", "code"), [("2 GPUs of 24 GB.", 0), ("3 GPUs of 24 GB.", 2), ("1 GPU of 24 GB.", 0)])
 def test_check_splits_the_batch_over_the_gpus_that_the_label_names(book, capsys, monkeypatch, needs, code):
-    monkeypatch.setattr("cookbook.cli.num_gpus", lambda: 1 / 0)  # not this machine's
+    monkeypatch.setattr("cookbook.commands.launch.num_gpus", lambda: 1 / 0)  # not this machine's
     text = Path(RECIPE).read_text()
     book.write(RECIPE, f"# Needs: {needs}\n{text}")
     found, lines, mistakes = checked(capsys, RECIPE)
@@ -604,15 +609,15 @@ def test_check_takes_the_values_and_the_processes_of_a_command_line(book, capsys
     code, _, mistakes = checked(capsys, RECIPE, "--processes", "3")
     assert code == 2 and "3 processes x micro_batch_size 8" in mistakes[0]
     code, _, mistakes = checked(capsys, RECIPE, "--processes", "0")
-    assert code == 2 and mistakes == ["--processes is 0; it must be at least 1"]
+    assert code == 2 and mistakes == ["--processes is 0; write a number above 0"]
 
 
 def test_check_refuses_fp16_where_neither_the_label_nor_the_machine_has_a_gpu(book, capsys, monkeypatch):
     book.edit(RECIPE, ("mixed_precision: 'no'", "mixed_precision: fp16"))
-    monkeypatch.setattr("cookbook.cli.num_gpus", lambda: 0)
+    monkeypatch.setattr("cookbook.commands.launch.num_gpus", lambda: 0)
     code, _, mistakes = checked(capsys, RECIPE)
     assert code == 2 and "fp16 needs a GPU" in mistakes[0]
-    monkeypatch.setattr("cookbook.cli.num_gpus", lambda: 2)
+    monkeypatch.setattr("cookbook.commands.launch.num_gpus", lambda: 2)
     assert checked(capsys, RECIPE)[0] == 0
 
 
@@ -628,7 +633,7 @@ def test_groups_of_hpz_that_do_not_divide_the_processes_are_refused(book, capsys
 
 NO_TORCH = f"""
 import sys
-from cookbook.cli import main
+from cookbook.commands.cli import main
 code = main(sys.argv[1:])
 print(*[name for name in {HEAVY} if name in sys.modules], file=sys.stderr)
 sys.exit(code)
@@ -677,7 +682,7 @@ PROBE = """
 import json, sys
 sys.path.insert(0, {root!r})
 import train
-from cookbook import engine
+from cookbook.training import engine
 
 right = engine.Engine.step
 

@@ -24,17 +24,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from cookbook import adapters, publish
-from cookbook.checkpoint import export as building
-from cookbook.checkpoint import folder
-from cookbook.checkpoint.listing import recipe_of
-from cookbook.checkpoint.saver import Saver
-from cookbook.checkpoint.tensors import StagedPiece
-from cookbook.cli import main
-from cookbook.files import RecipeError
-from cookbook.models import train_tokenizer, weights_digest
-from cookbook.publish import reopen
-from cookbook.recipe import ModelSection, Recipe
+from cookbook.commands import publish
+from cookbook.commands.cli import main
+from cookbook.commands.publish import reopen
+from cookbook.config.recipe import ModelSection, Recipe
+from cookbook.system.files import RecipeError
+from cookbook.training import adapters
+from cookbook.training.checkpoint import export as building
+from cookbook.training.checkpoint import folder
+from cookbook.training.checkpoint.listing import recipe_of
+from cookbook.training.checkpoint.saver import Saver
+from cookbook.training.checkpoint.tensors import StagedPiece
+from cookbook.training.models import train_tokenizer, weights_digest
 
 SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -63,7 +64,7 @@ class Run:
         self.model = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
         if self.recipe.adapter:
             adapters.add_adapter(self.model, self.recipe.adapter, seed=0)
-        publish.write_frame(
+        publish.write_model_files(
             self.folder,
             str(self.base),
             ModelSection(name_or_path=str(self.base)),
@@ -144,9 +145,9 @@ def lora(tmp_path: Path) -> Run:
 def here(monkeypatch) -> None:
     """Reopens in this process: starting another takes seconds, which a few tests are enough to spend."""
 
-    def opened(export: Path, frame: Path, checkpoint: Path, dtype: torch.dtype) -> dict[str, str]:
+    def opened(export: Path, model_files: Path, checkpoint: Path, dtype: torch.dtype) -> dict[str, str]:
         try:
-            return reopen.reopen(export, frame, checkpoint, dtype)
+            return reopen.reopen(export, model_files, checkpoint, dtype)
         except reopen.Wrong as error:
             raise publish.BrokenExport(f"was removed: {error}") from None
 
@@ -214,7 +215,7 @@ def test_an_export_needs_the_run_alone(run: Run, tmp_path: Path):
 BUILD = """
 import os, signal, sys
 from pathlib import Path
-from cookbook.checkpoint import export
+from cookbook.training.checkpoint import export
 
 folder, moment = Path(sys.argv[1]), sys.argv[2]
 def die(*_, **options): os.kill(os.getpid(), signal.SIGKILL)
@@ -445,7 +446,7 @@ BAD: dict[str, tuple[Callable[[Run], Any], list[str], str]] = {
     "a broken checkpoint": (damage, [], "does not have the digest that it was written with; there is no other"),
     "another format": (another_format, [], "its format is 99, and this program reads 1"),
     "a folder that is not ours": (something_else_there, [], "is no export of ours"),
-    "no model/": (lambda made: shutil.rmtree(made.folder / "model"), [], "model: not there"),
+    "no model/": (lambda made: shutil.rmtree(made.folder / "model"), [], "model: missing"),
     "model/ of another": (another_frame, [], "is of another model than the checkpoint was made with"),
     "nothing to merge": (lambda made: None, ["--merged"], "there is no adapter to merge"),
     "public without push": (lambda made: None, ["--public"], "would be ignored without --push"),
@@ -492,7 +493,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path):
     script = """
 import json, sys, threading, time, re
 from pathlib import Path
-from cookbook import publish
+from cookbook.commands import publish
 publish._reopen = lambda *_: {"tensors": "", "logits": ""}
 peak = [0]
 def private():
@@ -605,7 +606,7 @@ def test_nothing_is_pushed_to_a_public_repository_unasked(run: Run, hub):
     address, handler = hub
     handler.private = False
     done = pushed(run, address)
-    assert done.returncode == 2 and "me/mine is public; say --public" in done.stderr
+    assert done.returncode == 2 and "me/mine is public; add --public" in done.stderr
     assert not [path for method, path, _ in handler.seen if method == "POST"]
 
 
@@ -677,7 +678,9 @@ def test_what_is_no_checkpoint_is_told(run: Run, capsys, case: str):
 
 
 def test_checkpoints_are_listed_without_torch(run: Run):
-    code = "import sys; sys.modules['torch'] = None; from cookbook.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = (
+        "import sys; sys.modules['torch'] = None; from cookbook.commands.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
     command = [sys.executable, "-c", code, "checkpoint", str(run.folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

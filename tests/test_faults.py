@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from curves import ADAMW, ROOT, Curve, Lab, environment, run_to_end
 
-from cookbook.checkpoint import folder
+from cookbook.training.checkpoint import folder
 
 STOPPED = 75
 STEPS = {"run.max_steps": "6", "run.save_every_steps": "2", "schedule.warmup_steps": "2"}
@@ -76,8 +76,8 @@ def kill_and_restart(
     done = start(lab, output, strategy, SMALL, faults=[fault], restarts=1, launched=launched)
     assert done.returncode == 0, done.stdout[-4000:]
     # From step 4 only where everything was written before the kill.
-    assert "goes on from" in done.stdout
-    reached = "step-00000004" in done.stdout.split("goes on from")[1].split("\n")[0]
+    assert "resuming from" in done.stdout
+    reached = "step-00000004" in done.stdout.split("resuming from")[1].split("\n")[0]
     # After its receipt a process's part is there: whether the main one ends the save before it is killed is chance.
     if (point, rank) != ("save.after_receipt", 1):
         assert reached == (point in ("save.before_latest", "save.after_latest")), done.stdout[-3000:]
@@ -194,7 +194,7 @@ def test_a_loss_that_is_not_finite_leaves_the_step_out_under_every_strategy(
     fault = {"rank": 0 if strategy == "single" else 1, "at": "step.loss", "step": 3, "do": "nan"}
     done = start(lab, output, strategy, settings, faults=[fault], processes=processes)
     assert done.returncode == 0, done.stdout[-3000:]
-    assert "step 3 was left out" in done.stdout
+    assert "step 3 skipped" in done.stdout
     (named,) = output.glob("nonfinite-step-3-*.json")
     record = json.loads(named.read_text())
     assert record["samples"] and record["text"]
@@ -242,7 +242,7 @@ def test_a_disk_that_takes_nothing_for_a_while_costs_nothing_but_the_saves_of_th
     program = ("tests/full_disk.py", str(first), str(last))
     done = lab.start(strategy, SMALL | {"run.output_dir": str(output)}, processes, program=program)
     assert done.returncode == 0, done.stdout[-3000:]
-    assert "metrics.jsonl is written again, with all that waited" in done.stdout
+    assert "metrics.jsonl is written again, with all pending lines" in done.stdout
     assert status(output)["state"] == "finished"
     assert sorted(one.step for one in folder.whole_checkpoints(output / "checkpoints")) == kept
     assert {"recipe.yaml", "run.json", "model", "export"} <= {path.name for path in output.iterdir()}
@@ -254,7 +254,7 @@ def test_the_samples_of_a_gradient_that_is_not_finite_are_named(lab: Lab, tmp_pa
     output = tmp_path / "out"
     settings = SMALL | {"run.skip_nonfinite_steps": "1", "run.output_dir": str(output)}
     done = lab.start("ddp", settings, 2, program=("tests/sabotage.py", "gradient_not_finite_in_step_3"))
-    assert done.returncode == 0 and "step 3 was left out" in done.stdout, done.stdout[-3000:]
+    assert done.returncode == 0 and "step 3 skipped" in done.stdout, done.stdout[-3000:]
     records = [json.loads(path.read_text()) for path in output.glob("nonfinite-step-3-*.json")]
     assert {record["process"] for record in records} == {0, 1}
     assert {record["not_finite"] for record in records} == {"gradient"}

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from conftest import RECIPE, ROOT
 
-from cookbook.files import MAX_FILE_BYTES, RecipeError, dump_yaml, read_document
-from cookbook.plan import load_pair
+from cookbook.planning.plan import load_pair
+from cookbook.system.files import MAX_FILE_BYTES, RecipeError, dump_yaml, read_document
 
 SHIPPED = sorted(
     str(path.relative_to(ROOT))
@@ -68,8 +68,8 @@ def test_a_place_is_the_line_of_the_key(tmp_path, name):
     document = read_document(path)
     lines = {("a",): 2, ("b",): 3, ("b", "c"): 4, ("b", "c", 1): 5} if name == "x.json" else {("a",): 1, ("b", "c"): 3}
     for key, line in lines.items():
-        assert document.place(key) == f"{path}:{line}: {'.'.join(map(str, key))}"
-    assert document.place(("b", "missing")).startswith(f"{path}:{lines.get(('b',), 2)}:")
+        assert document.place(*key) == f"{path}:{line}: {'.'.join(map(str, key))}"
+    assert document.place("b", "missing").startswith(f"{path}:{lines.get(('b',), 2)}:")
 
 
 def test_a_file_at_the_limit_is_read_and_one_above_is_not(tmp_path):

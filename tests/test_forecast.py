@@ -14,18 +14,18 @@ import pytest
 from conftest import ROOT, clean_environment
 from transformers import AutoConfig
 
-from cookbook.cli import main
-from cookbook.costs.inputs import Skeleton, Weight
-from cookbook.costs.memory import ResidentBytes, States
-from cookbook.forecast import Forecast, PlanReport, _verdict, forecast_all, micro_batch_of, of_run, rung_below
-from cookbook.forecast.memory import CONTEXT, GIB, Memory, peak
-from cookbook.forecast.show import _bar, as_record, in_words
-from cookbook.forecast.trace import ActivationTrace, Phase
-from cookbook.hardware import parse_machines
-from cookbook.models.structure import find_config
-from cookbook.plan import make_plan
-from cookbook.recipe import AdapterSection, Recipe, load_recipe
-from cookbook.strategy import load_strategy
+from cookbook.commands.cli import main
+from cookbook.commands.forecast import Forecast, PlanReport, _verdict, forecast_all, micro_batch_of, of_run, rung_below
+from cookbook.commands.forecast.memory import CONTEXT, GIB, Memory, peak
+from cookbook.commands.forecast.show import _bar, as_record, in_words
+from cookbook.commands.forecast.trace import ActivationTrace, Phase
+from cookbook.config.recipe import AdapterSection, Recipe, load_recipe
+from cookbook.config.strategy import load_strategy
+from cookbook.planning.costs.inputs import Skeleton, Weight
+from cookbook.planning.costs.memory import ResidentBytes, States
+from cookbook.planning.plan import make_plan
+from cookbook.system.hardware import parse_machines
+from cookbook.training.models.structure import find_config
 
 LLAMA = "recipes/llama31_8b/sft.yaml"
 
@@ -52,7 +52,7 @@ def only(recipe: Recipe, gpus: str, name: str) -> Forecast:
 
 # By hand: two layers of 100 weights and 50 outside, 4 bytes each.
 
-WEIGHT = {"part": "layer", "is_trained": True, "is_quantized": False, "cut": None, "is_orthogonal": False}
+WEIGHT = {"part": "layer", "is_trained": True, "is_quantized": False, "shard_dim": None, "is_orthogonal": False}
 BY_HAND = Skeleton(
     weights=(
         Weight(name="embedding", shape=(5, 10), layer=None, **{**WEIGHT, "part": "embedding"}),
@@ -284,7 +284,7 @@ def test_a_forecast_within_a_run_waits_for_no_other_process(lab, name, tmp_path)
 
 def test_what_cannot_run_says_why(llama):
     found = only(llama, "2xH100", "hsdp")
-    assert found.verdict == "cannot run" and "4 processes" in found.why[0]
+    assert found.verdict == "cannot run" and "is a mesh of 4 processes, but 2" in found.why[0]
 
 
 @pytest.mark.parametrize("gpus", ["8xT4", "8xV100"])
@@ -383,7 +383,8 @@ def test_where_all_cannot_run_they_say_why(capsys):
         (["--gpus", "8xH1000"], "no GPU H1000 in the table"),
         (["--gpus", "0xH100"], "0 GPUs"),
         (["--gpus", "8x80TB"], "8x80GB"),
-        (["--samples", "0", "--price", "-1"], "--price is -1"),
+        (["--samples", "0"], "--samples is 0; write a number above 0"),
+        (["--price", "-1"], "--price is -1"),
         (["--strategy", "zero4"], "did you mean"),
         (["--host-gib", "-5"], "host_gib is -5"),
         (["--set", "model.name_or_path=nobody/nothing", "--set", "model.revision=null"], "nobody/nothing"),

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.forecast.memory import CONTEXT, GIB, Memory
-from cookbook.forecast.outside import WORKSPACES, outside
-from cookbook.hardware import parse_machines
-from cookbook.strategy import load_strategy
+from cookbook.commands.forecast.memory import CONTEXT, GIB, Memory
+from cookbook.commands.forecast.outside import WORKSPACES, outside
+from cookbook.config.strategy import load_strategy
+from cookbook.system.hardware import parse_machines
 
 MB = 2**20  # as nvidia-smi counts
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from conftest import RECIPE
 
-from cookbook.costs.flops import Recompute, Sizes, Step, work
-from cookbook.costs.traffic import host_traffic, transfers
-from cookbook.forecast import speed
-from cookbook.forecast.speed import Part, no_forecast, step_seconds, total
-from cookbook.hardware import parse_machines
-from cookbook.strategy import load_strategy
+from cookbook.commands.forecast import speed
+from cookbook.commands.forecast.speed import Portion, combined, no_forecast, step_seconds
+from cookbook.config.strategy import load_strategy
+from cookbook.planning.costs.flops import ModelSizes, Recompute, Step, work
+from cookbook.planning.costs.traffic import host_traffic, transfers
+from cookbook.system.hardware import parse_machines
 
 
 def decoder(*, layers, hidden, inner, heads, kv_heads, vocab, head_dim=None, tied=False, gates=2, lora=None):
@@ -27,7 +27,7 @@ def decoder(*, layers, hidden, inner, heads, kv_heads, vocab, head_dim=None, tie
     matrix = layers * sum(rows * columns for rows, columns in shapes)
     adapters = layers * sum((lora or 0) * (rows + columns) for rows, columns in shapes)
     whole = matrix + (1 if tied else 2) * vocab * hidden
-    return Sizes(
+    return ModelSizes(
         num_parameters=whole + adapters,
         num_trained=adapters if lora else whole,
         num_matrix=matrix + adapters,
@@ -50,7 +50,7 @@ MPT_7B = dict(layers=32, hidden=4096, inner=16384, heads=32, kv_heads=32, vocab=
 MPT_13B = dict(layers=40, hidden=5120, inner=20480, heads=40, kv_heads=40, vocab=50432, tied=True, gates=1)
 MPT_30B = dict(layers=48, hidden=7168, inner=28672, heads=64, kv_heads=64, vocab=50432, tied=True, gates=1)
 
-SMALL = Sizes(
+SMALL = ModelSizes(
     num_parameters=1000,
     num_trained=1000,
     num_matrix=800,
@@ -224,7 +224,7 @@ def test_tensor_parallel_reduces_activations_and_not_weights():
 COUNTER = """
 import collections, functools, json, runpy, sys
 import torch.distributed as dist
-from cookbook import engine
+from cookbook.training import engine
 
 sizes, depth = collections.Counter(), 0
 
@@ -334,18 +334,18 @@ def test_disk_traffic_by_hand():
 
 def test_the_fast_end_overlaps_and_the_slow_end_adds_up():
     parts = [
-        Part(name="a", low=1, high=2),
-        Part(name="b", low=3, high=5),
-        Part(name="c", low=0.5, high=1, overlaps=False),
-        Part(name="none", low=0, high=0),
+        Portion(name="a", low=1, high=2),
+        Portion(name="b", low=3, high=5),
+        Portion(name="c", low=0.5, high=1, overlaps=False),
+        Portion(name="none", low=0, high=0),
     ]
-    found = total(parts)
+    found = combined(parts)
     assert (found.low, found.high, found.bottleneck) == (3.5, 8, "b")
     assert [part.name for part in found.parts] == ["a", "b", "c"]
 
 
 def test_hours_and_price():
-    found = total([Part(name="compute", low=1.8, high=3.6)])
+    found = combined([Portion(name="compute", low=1.8, high=3.6)])
     assert found.hours(1000) == (0.5, 1.0)
     assert found.price(1000, per_gpu_hour=2.5, num_gpus=8) == (10.0, 20.0)
     assert found.tokens_per_second(28800, 8) == (1000.0, 2000.0)
@@ -732,11 +732,11 @@ def test_launches_by_hand():
 
 
 def test_launches_run_beside_the_gpu():
-    launches = Part(name="kernel launches", low=2, high=4)
-    compute, update = Part(name="compute", low=1, high=3), Part(name="update", low=0.5, high=1, overlaps=False)
-    assert total([launches, compute, update]).low == 2.5 and total([launches, compute, update]).high == 5
+    launches = Portion(name="kernel launches", low=2, high=4)
+    compute, update = Portion(name="compute", low=1, high=3), Portion(name="update", low=0.5, high=1, overlaps=False)
+    assert combined([launches, compute, update]).low == 2.5 and combined([launches, compute, update]).high == 5
     long = replace(compute, low=10, high=30)
-    assert total([launches, long, update]).low == 10.5 and total([launches, long, update]).high == 31
+    assert combined([launches, long, update]).low == 10.5 and combined([launches, long, update]).high == 31
 
 
 def test_of_experts_the_time_has_a_caveat():

@@ -14,13 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from cookbook.adapters import lora_config
-from cookbook.forecast import trace as tracing
-from cookbook.forecast.four_bits import _Product
-from cookbook.forecast.trace import ActivationTrace, Untraceable, bound, trace
-from cookbook.models.loss import add_loss
-from cookbook.models.speed import compile_layers, save_activations
-from cookbook.recipe import Recipe
+from cookbook.commands.forecast import trace as tracing
+from cookbook.commands.forecast.four_bits import _Product
+from cookbook.commands.forecast.trace import ActivationTrace, Untraceable, bound, trace
+from cookbook.config.recipe import Recipe
+from cookbook.training.adapters import lora_config
+from cookbook.training.models.loss import add_loss
+from cookbook.training.models.speed import compile_layers, save_activations
 from tests.needs import need_compiler
 
 ROWS, LENGTH, VOCAB = 3, 256, 1500
@@ -151,7 +151,7 @@ def test_the_trace_counts_what_compiled_layers_allocate(settings, tmp_path, monk
 
 
 def hold_against_a_real_pass(settings: Recipe, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(tracing, "ROUNDING", 1)  # that of CUDA's allocator
+    monkeypatch.setattr(tracing, "ALLOCATION_BYTES", 1)  # that of CUDA's allocator
     found = traced(settings, config_of())
     at_head, most = allocated(settings, config_of(), tmp_path)
     head = next(one for one in found.phases if one.name == "head")
@@ -229,7 +229,7 @@ def test_autocast_keeps_copies_of_float32_weights():
 
 def test_a_model_that_needs_its_data_is_bounded_by_formula(monkeypatch):
     config = config_of()
-    monkeypatch.setattr(tracing, "PATIENCE", 0.0)
+    monkeypatch.setattr(tracing, "TIMEOUT_SECONDS", 0.0)
     with pytest.raises(Untraceable, match="llama: TimeoutError"):
         traced(recipe(), config)
     monkeypatch.undo()

@@ -12,8 +12,8 @@ from tests.test_equivalence import ADAMW_LOSS, ADAMW_NORM, DISTRIBUTED, NVME_MOD
 
 PRECISIONS = ("'no'", "bf16", "fp16")
 PACKED = {"data.packing": "true"}
-REFUSED = {("tp", "fp16")}
-"""By cookbook/combinations.py."""
+REFUSED = {(name, "fp16") for name in ("tp", "ddp_tp", "fsdp2_tp")}
+"""By cookbook/planning/combinations.py."""
 
 # Loss (absolute) and gradient norm (relative) over three steps of AdamW. Float32 as on the CPU. In 16 bits, autocast
 # rounds the inputs of each product (single, ddp, tp), FSDP and ZeRO round the weights once and every operation after,

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cookbook import gpus, hardware, machine
-from cookbook.files import RecipeError
-from cookbook.gpus import InstalledGpu
-from cookbook.hardware import GPUS, find_gpu, from_driver, parse_machines, peak_flops, this_machine
+from cookbook.system import gpus, hardware, machine
+from cookbook.system.files import RecipeError
+from cookbook.system.gpus import Driver, InstalledGpu
+from cookbook.system.hardware import GPUS, find_gpu, from_driver, parse_machines, peak_flops, this_machine
+from tests import simulated_driver
 
 # What drivers call them -> the row, or None for one that the table does not have.
 DRIVER_NAMES = {
@@ -216,16 +217,29 @@ H100, L4 = ("NVIDIA H100 80GB HBM3", 81559), ("NVIDIA L4", 23034)
 
 
 def test_the_drivers_list_is_read():
-    """As nvidia-smi prints it."""
-    text = (
-        "0, GPU-0a, NVIDIA L4, 570.1, 23034, 4, 4, 16, 16\n1, GPU-1b, NVIDIA A100, 570.1, [N/A], [N/A], [N/A], 8, 16\n"
-    )
-    found = gpus.parse_gpus(text + "No devices were found\n\n")
+    found = simulated_driver.read(
+        f"count 2\ngpu.0.name NVIDIA L4\ngpu.1.name NVIDIA A100\ngpu.0.uuid GPU-0a\ngpu.1.uuid GPU-1b\n"
+        f"gpu.0.memory.total {23034 << 20}\ngpu.1.memory.total error 3\ngpu.1.pcie.width 8\n"
+    ).gpus
     assert [(one.index, one.uuid, one.name, one.total_bytes >> 20) for one in found] == [
         (0, "GPU-0a", "NVIDIA L4", 23034),
         (1, "GPU-1b", "NVIDIA A100", 0),
     ]
     assert found[1].pcie_generation is None and found[1].pcie_width == 8
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ("init hang", "the NVIDIA driver does not answer within 2 s"),
+        ("count 2\ngpu.*.name hang", "the NVIDIA driver does not answer within 2 s"),
+        ("init error 18", "the NVIDIA driver fails: RM has detected an NVML/RM version mismatch; reboot"),
+        ("count 2\ngpu.1.handle error 15", "the NVIDIA driver fails: GPU is lost"),
+    ],
+)
+def test_a_driver_that_does_not_answer_is_an_error_in_time(facts, says):
+    with pytest.raises(RecipeError, match=says):
+        simulated_driver.read(facts, seconds=2)
 
 
 FOUR = [gpu(i, *H100, uuid=f"GPU-{i}a{i}b") for i in range(4)]
@@ -284,7 +298,8 @@ def test_of_different_gpus_the_smallest_counts_and_no_speed_is_told():
 
 
 def test_hidden_gpus_do_not_count(monkeypatch):
-    monkeypatch.setattr(hardware, "installed_gpus", lambda: [gpu(0, *L4), gpu(1, *H100), gpu(2, *L4)])
+    found = Driver(gpus=[gpu(0, *L4), gpu(1, *H100), gpu(2, *L4)])
+    monkeypatch.setattr(hardware, "read_driver", lambda: found)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert this_machine().text == "1xH100"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,9,1")
@@ -292,7 +307,7 @@ def test_hidden_gpus_do_not_count(monkeypatch):
 
 
 def test_a_driver_that_does_not_tell_is_an_error(monkeypatch):
-    monkeypatch.setattr(hardware, "installed_gpus", lambda: [InstalledGpu(index=i) for i in range(8)])
+    monkeypatch.setattr(hardware, "read_driver", lambda: Driver(gpus=[InstalledGpu(index=i) for i in range(8)]))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(RecipeError, match="write GPUS=8xH100"):
         this_machine()

@@ -13,13 +13,16 @@ from types import SimpleNamespace
 import pytest
 from conftest import LAUNCHER_VARIABLES, RECIPE, ROOT, clean_environment
 
-from cookbook import launch, machine
-from cookbook.files import RecipeError
-from cookbook.launch import Launcher, World, check_environment, read_world, strategy_in_force, trim_world
-from cookbook.strategy import load_strategy
+from cookbook.config.strategy import load_strategy
+from cookbook.planning import launch
+from cookbook.planning.launch import Launcher, World, check_environment, read_world, strategy_in_force, trim_world
+from cookbook.system import gpus, machine
+from cookbook.system.files import RecipeError
+from tests import simulated_driver
+from tests.curves import processes_of
 
 STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
-NUM_PROCESSES = {"single": 1, "hsdp": 4}
+NUM_PROCESSES = {name: processes_of(name) for name in STRATEGIES}
 
 # What `accelerate launch` would start a process with: its own parser and preparation, the start itself left out.
 RECORDER = """
@@ -121,7 +124,7 @@ def test_a_flag_that_contradicts_the_files_is_refused_and_named(book, monkeypatc
 
 
 DROPPED = {
-    "precision no": (["--mixed_precision", "no"], "--mixed_precision no: the recipe says bf16; change it there"),
+    "precision no": (["--mixed_precision", "no"], "--mixed_precision no: the recipe has bf16; change it there"),
     "accumulation": (["--gradient_accumulation_steps=3"], "derived from the recipe's batch section; take the flag out"),
     "clipping": (["--gradient_clipping", "5"], "the recipe owns it (optim.max_grad_norm); take the flag out"),
     "stage": (["--zero-stage", "2"], "write zero_optimization.stage in the JSON; take the flag out"),
@@ -170,7 +173,7 @@ def test_the_precision_of_the_recipe_may_be_repeated_on_the_command_line(book, m
 )
 def test_a_stray_variable_under_plain_python_is_refused_with_the_cure(book, monkeypatch, variable, value):
     (mistake,) = check_under(monkeypatch, {variable: value}, "single", is_accelerate=False)
-    assert mistake == f"{variable}={value} (environment): accelerate would obey it over the files; take it out"
+    assert mistake == f"{variable}={value} (environment): it would override the files; take it out"
 
 
 def test_variables_without_a_say_are_let_through_and_a_clean_environment_is_fine(book, monkeypatch):
@@ -200,8 +203,8 @@ PROBE = """
 import json, sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
-from cookbook import launch
-from cookbook.strategy import load_strategy
+from cookbook.planning import launch
+from cookbook.config.strategy import load_strategy
 found = launch.find_launcher()
 path = Path(found.config_file or "accelerate_configs/single.yaml")
 mistakes = launch.check_environment(load_strategy(path), found, "bf16")
@@ -266,8 +269,8 @@ def test_accelerate_launch_is_recognised_by_the_words_of_an_ancestor(monkeypatch
     assert launch.find_launcher() == expected
 
 
-ALONE = World(rank=0, local_rank=0, num_processes=1, is_launched=False)
-LAUNCHED = World(rank=0, local_rank=0, num_processes=2, is_launched=True)
+ALONE = World(rank=0, local_rank=0, num_processes=1, num_local=1, is_launched=False)
+LAUNCHED = World(rank=0, local_rank=0, num_processes=2, num_local=2, is_launched=True)
 ZERO3 = "accelerate_configs/zero3.yaml"
 
 
@@ -307,7 +310,7 @@ def trim(monkeypatch, *, rank=0, size=12, name="ddp", launcher=None, num_gpus=0)
 
 
 def test_twelve_cpu_processes_under_auto_become_two(book, monkeypatch):
-    assert trim(monkeypatch, rank=1) == World(rank=1, local_rank=1, num_processes=2, is_launched=True)
+    assert trim(monkeypatch, rank=1) == World(rank=1, local_rank=1, num_processes=2, num_local=2, is_launched=True)
     assert os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"] == "2"
     with pytest.raises(SystemExit) as ended:
         trim(monkeypatch, rank=2)
@@ -320,11 +323,12 @@ def test_twelve_cpu_processes_under_auto_become_two(book, monkeypatch):
         {"launcher": Launcher(is_accelerate=True, num_processes=12)},
         {"launcher": Launcher()},
         {"num_gpus": 12},
+        {"name": "single", "size": 4},
         {"name": "hsdp", "size": 4},
         {"size": 2},
         {"size": 1},
     ],
-    ids=["count on the command line", "torchrun", "GPUs", "count in the file", "two", "one"],
+    ids=["count on the command line", "torchrun", "GPUs", "count in the file", "those of the mesh", "two", "one"],
 )
 def test_a_count_that_somebody_wrote_is_kept(book, monkeypatch, arguments):
     assert trim(monkeypatch, **arguments).num_processes == arguments.get("size", 12)
@@ -338,8 +342,9 @@ def test_a_count_that_somebody_wrote_is_kept(book, monkeypatch, arguments):
         {"RANK": "2", "WORLD_SIZE": "2"},
         {"RANK": "-1", "WORLD_SIZE": "2"},
         {"RANK": "1"},
+        {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "4"},
     ],
-    ids=["text", "zero", "rank too high", "rank below zero", "rank without a world"],
+    ids=["text", "zero", "rank too high", "rank below zero", "rank without a world", "more here than in all"],
 )
 def test_a_world_that_no_launcher_sets_is_refused(variables):
     with pytest.raises(RecipeError, match="do not fit together"):
@@ -359,28 +364,16 @@ def test_a_world_that_no_launcher_sets_is_refused(variables):
     ],
 )
 def test_gpus_are_those_that_cuda_leaves_visible(book, monkeypatch, listing, visible, expected):
-    lines = "\n".join(f"{i}, GPU-{i}, NVIDIA H200, 570.1, 143771, 4, 5, 16, 16" for i in range(listing))
-    book.write("bin/nvidia-smi", f"#!/bin/sh\ncat <<'END'\n{lines}\nEND\n")
-    (book.root / "bin/nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{book.root / 'bin'}:/usr/bin:/bin")
+    for name, value in simulated_driver.variables(book.root, f"count {listing}").items():
+        monkeypatch.setenv(name, value)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert machine.num_gpus() == expected
 
 
-def test_a_driver_that_does_not_know_a_field_has_gpus_all_the_same(book, monkeypatch):
-    listing = "\\n".join(f"GPU {i}: NVIDIA H200 (UUID: GPU-{i})" for i in range(3))
-    book.write("bin/nvidia-smi", f"#!/bin/sh\n[ $1 = -L ] && printf '{listing}\\n'\n")
-    (book.root / "bin/nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{book.root / 'bin'}:/usr/bin:/bin")
-    assert machine.num_gpus() == 3
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
-    assert machine.num_gpus() == 2
-
-
-def test_a_machine_without_a_driver_has_no_gpus(book, monkeypatch):
-    monkeypatch.setenv("PATH", str(book.root))
-    assert machine.num_gpus() == 0
-    book.write("nvidia-smi", "#!/bin/sh\nexit 9\n")
-    (book.root / "nvidia-smi").chmod(0o755)
+@pytest.mark.parametrize("facts", ["init error 9", "init error 12", "count 0"])
+def test_a_machine_without_a_driver_or_without_gpus_has_none(book, monkeypatch, facts):
+    monkeypatch.setattr(gpus, "unnamed_gpus", list)
+    for name, value in simulated_driver.variables(book.root, facts).items():
+        monkeypatch.setenv(name, value)
     assert machine.num_gpus() == 0

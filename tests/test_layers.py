@@ -12,71 +12,62 @@ import pytest
 from conftest import ROOT, clean_environment
 
 import cookbook
-from cookbook.recipe import Recipe
-from cookbook.registry import Named, Section
+from cookbook.config.recipe import Recipe
+from cookbook.config.registry import Named, Section
 
 HEAVY = ("torch", "transformers", "accelerate", "deepspeed", "numpy", "datasets", "tokenizers")
 
 
-def layers():
-    """Layer of each module, read from the picture in cookbook/__init__.py; 0 is the top."""
-    rows: dict[str, list[str]] = {}
-    for line in cookbook.__doc__.splitlines():
-        if found := re.match(r"(compose|parts|plan|words) (.*)", line):
-            rows.setdefault(found[1], []).extend(found[2].split())
-    modules = {path.stem if path.is_file() else path.name for path in (ROOT / "cookbook").iterdir()}
-    return {word: level for level, row in enumerate(rows.values()) for word in row if word in modules}, list(rows)
+LAYERS = re.findall(r"^(\w+)  +", str(cookbook.__doc__), re.MULTILINE)
+"""Names of the folders, the highest first, as the picture in cookbook/__init__.py has them."""
 
 
 def imports(path):
-    """The parts of cookbook that a file imports, at its top or inside its functions."""
+    """Layer and part of cookbook that a file imports, at its top or inside its functions."""
     for node in ast.walk(ast.parse(path.read_text())):
+        modules = []
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            if node.module == "cookbook":
-                yield from (alias.name for alias in node.names)
-            elif node.module and node.module.startswith("cookbook."):
-                yield node.module.split(".")[1]
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[1] for alias in node.names if alias.name.startswith("cookbook."))
+            modules = [alias.name for alias in node.names]
+        yield from (tuple(module.split(".")[1:3]) for module in modules if module.startswith("cookbook."))
 
 
-SOURCES = [path for path in sorted((ROOT / "cookbook").rglob("*.py")) if path != ROOT / "cookbook/__init__.py"]
+SOURCES = [path for path in sorted((ROOT / "cookbook").rglob("*.py")) if path.parent != ROOT / "cookbook"]
 
 
-PLAN_AND_WORDS = [name for name, row in layers()[0].items() if row > 1]
+def place_of(path):
+    """Layer and part that a file belongs to."""
+    layer, part = path.relative_to(ROOT / "cookbook").parts[:2]
+    return layer, part.removesuffix(".py")
 
 
-def module_of(path):
-    return path.relative_to(ROOT / "cookbook").parts[0].removesuffix(".py")
+WITHOUT_TORCH = sorted({".".join(place_of(path)) for path in SOURCES if LAYERS.index(place_of(path)[0]) > 1})
 
 
-def test_the_picture_shows_every_module():
-    level, names = layers()
-    assert names == ["compose", "parts", "plan", "words"]
-    assert {module_of(path) for path in SOURCES} - {"__main__"} <= set(level)
+def test_every_folder_is_a_layer():
+    folders = {path.name for path in (ROOT / "cookbook").iterdir() if path.is_dir()} - {"__pycache__"}
+    assert folders == set(LAYERS) and len(LAYERS) == 5
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_downwards(path):
-    level, names = layers()
-    module = module_of(path)
-    own = level["cli" if module == "__main__" else module]
-    for other in set(imports(path)) - {module}:
-        if names[own] == "parts":
-            assert level[other] > own, f"{module} imports {other}: parts do not import one another"
-        assert level[other] >= own, f"{module} imports {other}, which stands above it"
+    layer, part = place_of(path)
+    for other_layer, other in set(imports(path)) - {(layer, part)}:
+        assert LAYERS.index(other_layer) >= LAYERS.index(layer), f"{path} imports {other}, which stands above it"
+        assert (layer, other_layer) != ("training", "training"), f"{path} imports {other}, a part like itself"
 
 
 def test_there_are_imports_to_check():
     assert sum(len(set(imports(path))) for path in SOURCES) > 15
 
 
-@pytest.mark.parametrize("module", PLAN_AND_WORDS)
-def test_the_words_load_without_the_machinery(module):
-    """Bad input has to be told in a moment, and importing torch takes seconds."""
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_the_lower_layers_load_without_the_machinery(module):
+    """Bad input has to be reported in a moment, and importing torch takes seconds."""
     code = (
-        f"import sys, time; start = time.perf_counter(); import cookbook.{module};"
+        f"import sys, time; start = time.perf_counter(); import cookbook.{module.removesuffix('.__init__')};"
         f"print(time.perf_counter() - start, *[name for name in {HEAVY} if name in sys.modules])"
     )
     done = subprocess.run(
@@ -96,7 +87,7 @@ def questions_for_the_kind(text):
 
 def test_the_engine_asks_for_no_kind_of_strategy():
     """A family is a class: what differs lies in its file, and one table leads to it."""
-    for path in sorted((ROOT / "cookbook/engine").glob("*.py")):
+    for path in sorted((ROOT / "cookbook/training/engine").glob("*.py")):
         assert not list(questions_for_the_kind(path.read_text())), path
     code = 'if strategy.kind == "tp":\n    pass\nmatch strategy.kind:\n    case "zero":\n        pass\n'
     assert len(list(questions_for_the_kind(code))) == 2
@@ -141,7 +132,7 @@ def test_every_setting_is_read_somewhere():
 def test_the_sizes_of_a_new_model_are_handed_over_as_a_whole():
     calls = [
         node
-        for node in ast.walk(ast.parse((ROOT / "cookbook/models/__init__.py").read_text()))
+        for node in ast.walk(ast.parse((ROOT / "cookbook/training/models/__init__.py").read_text()))
         if isinstance(node, ast.Attribute) and node.attr == "model_dump"
     ]
     assert calls, "models.py no longer dumps from_scratch: check that each of its sizes is read"

@@ -13,15 +13,15 @@ import torch
 from curves import ROOT, run_to_end, write_chats
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cookbook.costs.inputs import Skeleton, Weight, cost_inputs
-from cookbook.costs.loading import loading
-from cookbook.costs.memory import ResidentBytes, States
-from cookbook.forecast import forecast_all
-from cookbook.forecast.memory import GIB
-from cookbook.hardware import parse_machines
-from cookbook.models import train_tokenizer
-from cookbook.recipe import Recipe, load_recipe
-from cookbook.strategy import Strategy, load_strategy
+from cookbook.commands.forecast import forecast_all
+from cookbook.commands.forecast.memory import GIB
+from cookbook.config.recipe import Recipe, load_recipe
+from cookbook.config.strategy import Strategy, load_strategy
+from cookbook.planning.costs.inputs import Skeleton, Weight, cost_inputs
+from cookbook.planning.costs.loading import loading
+from cookbook.planning.costs.memory import ResidentBytes, States
+from cookbook.system.hardware import parse_machines
+from cookbook.training.models import train_tokenizer
 
 RECIPE = """\
 strategy: accelerate_configs/fsdp2.yaml
@@ -96,7 +96,7 @@ WEIGHTS = tuple(
         part="layer",
         is_trained=True,
         is_quantized=False,
-        cut=None,
+        shard_dim=None,
         is_orthogonal=False,
     )
     for i in range(5)

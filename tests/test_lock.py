@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, clean_environment
 
-from cookbook import lock
-from cookbook.files import RecipeError
+from cookbook.system import lock
+from cookbook.system.files import RecipeError
 
 OWNER = """
 import sys
 from pathlib import Path
-from cookbook import lock
+from cookbook.system import lock
 lock.hold(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cookbook import metrics
-from cookbook.costs.flops import Sizes
-from cookbook.ds_config import run_name
-from cookbook.metrics import (
+from cookbook.planning.costs.flops import ModelSizes
+from cookbook.planning.ds_config import run_name
+from cookbook.training import metrics
+from cookbook.training.metrics import (
     FlopCounter,
     RunLog,
     device_peak_flops,
@@ -38,7 +38,7 @@ def test_only_the_main_process_writes(tmp_path: Path):
 
 
 def test_mfu_is_that_of_the_ledger_and_of_a_known_peak_only():
-    sizes = Sizes(
+    sizes = ModelSizes(
         num_parameters=100,
         num_trained=100,
         num_matrix=60,
@@ -131,7 +131,7 @@ def test_later_lines_are_taken_out_without_room_for_another_file(tmp_path: Path)
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
     try:
-        assert metrics._cut_lines(path, 2) is None
+        assert metrics._truncate_lines(path, 2) is None
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
@@ -144,4 +144,4 @@ def test_metrics_whose_folder_is_removed_go_on_in_a_new_one(tmp_path: Path, caps
     log.write({"step": 2, "eval_loss": 1.0, "eval_num_tokens": 1})
     log.close()
     assert [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()] == [2]
-    assert "was removed under the run" in capsys.readouterr().err
+    assert "was removed during the run" in capsys.readouterr().err

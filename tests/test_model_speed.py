@@ -9,9 +9,9 @@ from target_grid import from_grid, packed
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cookbook.files import RecipeError
-from cookbook.models import kernel_notes, load_model
-from cookbook.recipe import ModelSection
+from cookbook.config.recipe import ModelSection
+from cookbook.system.files import RecipeError
+from cookbook.training.models import kernel_notes, load_model
 from tests.needs import need_compiler
 
 LENGTHS = [[5, 9, 3], [4, 4], [7, 8, 9, 10], [11, 3]]

@@ -8,8 +8,9 @@ from target_grid import IGNORE_INDEX, from_grid
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, Gemma3Config, LlamaConfig, LlamaForCausalLM
 
-from cookbook.files import RecipeError
-from cookbook.models import (
+from cookbook.config.recipe import ModelSection, ScratchModel
+from cookbook.system.files import RecipeError
+from cookbook.training.models import (
     load_config,
     load_model,
     load_tokenizer,
@@ -19,8 +20,7 @@ from cookbook.models import (
     train_tokenizer,
     weights_digest,
 )
-from cookbook.models.loss import add_loss
-from cookbook.recipe import ModelSection, ScratchModel
+from cookbook.training.models.loss import add_loss
 
 SIZES = {
     "vocab_size": 384,

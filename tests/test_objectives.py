@@ -6,8 +6,8 @@ import pytest
 import torch
 from target_grid import from_grid
 
-from cookbook.objectives import Answer, Objective
-from cookbook.objectives.forward import sequence_logps
+from cookbook.config.objectives import Answer, Objective
+from cookbook.config.objectives.forward import sequence_logps
 
 NUM_PAIRS, LENGTH, VOCAB = 3, 7, 11
 

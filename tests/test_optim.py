@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cookbook.optim import Optimizer
-from cookbook.optim.groups import build_optimizer, parameter_groups, set_learning_rate
-from cookbook.optim.orthogonal import orthogonalise
-from cookbook.schedule import Schedule, learning_rate, peak_learning_rate
+from cookbook.config.optim import Optimizer
+from cookbook.config.optim.groups import build_optimizer, parameter_groups, set_learning_rate
+from cookbook.config.optim.orthogonal import orthogonalize
+from cookbook.config.schedule import Schedule, learning_rate, peak_learning_rate
 
 OPTIM = Optimizer.of(learning_rate=0.8)
 SQRT = math.sqrt
@@ -197,7 +197,7 @@ def test_orthogonalised_is_the_polynomial_of_the_singular_values(shape: tuple[in
     s = s / s.square().sum().sqrt()
     for _ in range(5):
         s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    assert torch.allclose(orthogonalise(matrix, torch.float64), u @ s.diag() @ vh, atol=1e-10)
+    assert torch.allclose(orthogonalize(matrix, torch.float64), u @ s.diag() @ vh, atol=1e-10)
     assert s.min() > 0.6 and s.max() < 1.3
 
 

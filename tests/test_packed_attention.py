@@ -12,12 +12,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from cookbook.files import RecipeError
-from cookbook.models import attention, load_config, load_model
-from cookbook.models.attention import PACKABLE, PACKED, Lengths, Segments, _varlen, attend
-from cookbook.models.loss import add_loss
-from cookbook.models.speed import save_activations
-from cookbook.recipe import ModelSection
+from cookbook.config.recipe import ModelSection
+from cookbook.system.files import RecipeError
+from cookbook.training.models import attention, load_config, load_model
+from cookbook.training.models.attention import PACKABLE, PACKED, Lengths, Segments, _varlen, attend
+from cookbook.training.models.loss import add_loss
+from cookbook.training.models.speed import save_activations
 
 LENGTHS = [7, 1, 12, 3, 9, 5, 2, 8]
 SIZES = {

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from conftest import RECIPE
 
-from cookbook import plan as plan_module
-from cookbook.files import RecipeError
-from cookbook.plan import default_num_processes, launch_command, load_pair, make_plan, show_command
-from cookbook.strategy import load_strategy
+from cookbook.config.strategy import load_strategy
+from cookbook.planning import plan as plan_module
+from cookbook.planning.plan import default_num_processes, launch_command, load_pair, make_plan, show_command
+from cookbook.system.files import RecipeError
 
 
 def plan(*, strategy="ddp", processes=1, gpus=0, global_batch=16, micro_batch=8, precision="'no'"):
@@ -45,6 +45,8 @@ def clash(**arguments):
         ("hsdp", 4, 64, 4, 4, 4),
         ("zero3", 6, 96, 8, 6, 2),
         ("tp", 2, 16, 8, 1, 2),
+        ("tp", 8, 32, 4, 4, 2),
+        ("fsdp2_tp", 8, 32, 4, 4, 2),
     ],
 )
 def test_accumulation_is_global_over_micro_times_data_parallel(
@@ -106,10 +108,13 @@ def test_data_parallel_processes_are_counted_apart_from_tensor_parallel_ones(boo
     [
         (
             {"strategy": "hsdp", "processes": 2},
-            ["mesh of 4 processes, but 2 were asked for; change its sizes, or run 4"],
+            ["mesh of 4 processes, but 2 were requested; change its sizes, or run 4 or a multiple"],
         ),
-        ({"strategy": "tp", "processes": 4}, ["mesh of 2 processes, but 4 were asked for; change its sizes, or run 2"]),
-        ({"strategy": "single", "processes": 2}, ["runs one process, but 2 were asked for; use ddp"]),
+        (
+            {"strategy": "tp", "processes": 3},
+            ["mesh of 2 processes, but 3 were requested; change its sizes, or run 2 or a multiple"],
+        ),
+        ({"strategy": "single", "processes": 2}, ["runs one process, but 2 were requested; use ddp"]),
         ({"processes": 2, "gpus": 1}, ["2 processes on this machine, which has 1 GPU; ask for at most 1"]),
         ({"processes": 4, "gpus": 2, "global_batch": 32}, ["4 processes on this machine, which has 2 GPUs"]),
         ({"precision": "fp16"}, ["mixed_precision: fp16 without a GPU: the loss scaling"]),
@@ -118,7 +123,7 @@ def test_data_parallel_processes_are_counted_apart_from_tensor_parallel_ones(boo
             ["3 processes on this machine, which has 2 GPUs", "= 24 sequences per forward"],
         ),
     ],
-    ids=["hsdp on 2", "tp on 4", "single on 2", "2 on 1 GPU", "4 on 2 GPUs", "fp16 on CPU", "two clashes at once"],
+    ids=["hsdp on 2", "tp on 3", "single on 2", "2 on 1 GPU", "4 on 2 GPUs", "fp16 on CPU", "two clashes at once"],
 )
 def test_a_clash_is_named(book, arguments, expected):
     mistakes = clash(**arguments)
@@ -138,10 +143,11 @@ def test_fp16_with_a_gpu_and_fewer_processes_than_gpus_are_fine(book):
         ("ddp", 1, 64, 1),
         ("ddp", 0, 64, 2),
         ("ddp", 0, 1, 1),
-        ("hsdp", 8, 64, 4),
+        ("hsdp", 8, 64, 8),
+        ("hsdp", 0, 64, 4),
         ("single", 8, 64, 1),
     ],
-    ids=["all GPUs", "one GPU", "CPU", "one core", "explicit", "single"],
+    ids=["all GPUs", "one GPU", "CPU", "one core", "mesh on GPUs", "mesh on CPU", "single"],
 )
 def test_auto_is_one_process_per_gpu_and_two_on_cpu(book, monkeypatch, strategy, gpus, cores, expected):
     monkeypatch.setattr(plan_module, "num_cores", lambda: cores)

@@ -15,16 +15,18 @@ import pytest
 from conftest import ROOT, clean_environment
 from small_data import make_tokenizer
 
-from cookbook import plugins, registry, rehearse
-from cookbook.checkpoint.listing import recipe_of
-from cookbook.checkpoint.resume import changes
-from cookbook.cli import main
-from cookbook.data.rows import BadRows, read_rows
-from cookbook.data.tokens import tokenize
-from cookbook.files import RecipeError
-from cookbook.objectives import Answer, Objective
-from cookbook.plan import load_pair, make_plan
-from cookbook.recipe import dump_recipe, load_recipe
+from cookbook.commands import rehearse
+from cookbook.commands.cli import main
+from cookbook.config import plugins, registry
+from cookbook.config.objectives import Answer, Objective
+from cookbook.config.recipe import dump_recipe, load_recipe
+from cookbook.config.strategy import find_strategy
+from cookbook.planning.plan import load_pair, make_plan
+from cookbook.system.files import RecipeError
+from cookbook.training.checkpoint.listing import recipe_of
+from cookbook.training.checkpoint.resume import changes
+from cookbook.training.data.rows import BadRows, read_rows
+from cookbook.training.data.tokens import tokenize
 from tests.curves import WORDS, Curve, Lab, distance
 from tests.needs import need_simulated_gpus
 
@@ -156,13 +158,14 @@ BROKEN = {
     "nothing registered": ("x.py", "x = 1\n", r"x.py: registers nothing"),
     "name of the package": (
         "x.py",
-        "from typing import Literal\nfrom cookbook.registry import register\nfrom cookbook.schedule import Schedule\n"
+        "from typing import Literal\nfrom cookbook.config.registry import register\n"
+        "from cookbook.config.schedule import Schedule\n"
         "@register\nclass Linear(Schedule):\n    name: Literal['linear']\n",
         r"x.py:4: cannot be imported: ValueError: schedule 'linear' is taken",
     ),
     "no name": (
         "x.py",
-        "from cookbook.registry import register\nfrom cookbook.schedule import Schedule\n"
+        "from cookbook.config.registry import register\nfrom cookbook.config.schedule import Schedule\n"
         "@register\nclass Mine(Schedule):\n    pass\n",
         r"x.py:3: cannot be imported: ValueError: Mine needs a name of its own",
     ),
@@ -211,7 +214,7 @@ def test_a_changed_plugin_of_the_same_length_and_time_is_the_changed_one(tmp_pat
         before = tmp_path / "first"
         subprocess.run(["cp", "-p", str(path), str(before)], check=True)
         code = (
-            f"from cookbook import plugins, schedule; plugins.use([{str(path)!r}]);"
+            f"from cookbook.config import plugins, schedule; plugins.use([{str(path)!r}]);"
             "print(schedule.Schedule.of(name='sawtooth', tooth_steps=2).factor(1, 9))"
         )
         done = subprocess.run(
@@ -318,6 +321,6 @@ def test_a_rehearsal_takes_it(recipe, capsys, monkeypatch):
     path = recipe.resolve()
     settings = [f"data.train={Path('duels.jsonl').resolve()}", "data.eval=null"]
     monkeypatch.chdir(ROOT)
-    code = rehearse.rehearse(path, assignments=settings, strategy="fsdp2", processes=None)
+    code = rehearse.rehearse(path, assignments=settings, strategy=find_strategy("fsdp2"), processes=None)
     assert code == 0, capsys.readouterr().err
     assert "objective margin on rows of duel" in capsys.readouterr().out

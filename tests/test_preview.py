@@ -11,8 +11,8 @@ import pytest
 from conftest import RECIPE, RECIPE_TEXT
 from small_data import chat, make_tokenizer
 
-from cookbook.files import RecipeError
-from cookbook.preview import COLOUR, preview
+from cookbook.commands.preview import preview
+from cookbook.system.files import RecipeError
 
 SCRATCH = re.search(r"  from_scratch:\n(    .*\n)+", RECIPE_TEXT).group()
 
@@ -42,10 +42,21 @@ def test_trained_tokens_stand_in_marks_and_figures_are_those_of_a_count_by_hand(
     assert sum(line.endswith(": 30 tokens, 9 trained") for line in lines) == 1
     figures = out.split("FIGURES")[1]
     assert "data.train: 4 samples, 105 tokens (mean 26, median 25, max 30 a sequence), 17.1% trained" in figures
-    assert "1 of 4 samples reach data.max_length and are cut there" in figures
+    assert (
+        "1 of 4 rows (25.0%) are longer than data.max_length 30 and are cut there; 35 would keep 99% whole" in figures
+    )
+    lines = [line.split() for line in figures.splitlines() if " to " in line]
+    assert ["24", "to", "27", "3", "█" * 40] in lines
+    assert ["32", "to", "35", "1", "█" * 14, "over", "data.max_length"] in lines
+    assert sum(int(line[3]) for line in lines) == 4
     # One step of one micro-batch of four rows of 30 cells.
     assert "padded 1.0 forwards a step, 87.5% of them tokens; packed 1.0 forwards a step, 100.0% of them" in figures
     assert figures.endswith("steps per epoch: 1\n")
+
+
+def test_what_was_understood_of_foreign_rows_is_shown(show):
+    out = show([{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}], num_samples=0)
+    assert "data.train: rows look like ShareGPT: conversations -> messages, from -> role, value -> content" in out
 
 
 def test_pairs_are_shown_together(show):
@@ -72,9 +83,10 @@ def test_short_stream_is_counted_once(show):
     assert "data.train: dropped 1 rows: empty text" in out
 
 
-@pytest.mark.parametrize(("no_color", "expected"), [(None, COLOUR[0]), ("", "⟦"), ("1", "⟦")])
+@pytest.mark.parametrize(("no_color", "expected"), [(None, "\x1b[1;32m"), ("1", "⟦")])
 def test_colour_is_for_terminals_that_want_it(show, monkeypatch, no_color, expected):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     if no_color is not None:
         monkeypatch.setenv("NO_COLOR", no_color)
@@ -98,7 +110,7 @@ def test_a_tokenizer_of_the_hub_is_fetched_without_the_weights(show, book, monke
         asked.append((name, revision, [file for file in names if any(map(PurePath(file).match, allow_patterns))]))
         return str(book.root / "model")
 
-    monkeypatch.setattr("cookbook.models.snapshot_download", fetch)
+    monkeypatch.setattr("cookbook.training.models.snapshot_download", fetch)
     assert "a⟦b<|im_end|>⟧" in show([{"text": "ab"}], "model={name_or_path: some/model, revision: x}")
     assert asked == [("some/model", "x", ["tokenizer.json"])]
 

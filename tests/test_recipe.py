@@ -11,9 +11,9 @@ from conftest import RECIPE as SMALL
 from conftest import ROOT
 from pydantic import ValidationError
 
-from cookbook.files import RecipeError
-from cookbook.recipe import Recipe, dump_recipe, load_recipe, recipe_schema
-from cookbook.registry import Named, Section
+from cookbook.config.recipe import Recipe, dump_recipe, load_recipe, recipe_schema
+from cookbook.config.registry import Named, Section
+from cookbook.system.files import RecipeError
 
 RECIPE = Path(SMALL)
 RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))

@@ -12,14 +12,14 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from cookbook import library
-from cookbook.cli import main
-from cookbook.files import RecipeError
-from cookbook.hardware import GIB, parse_machines
-from cookbook.plan import begun_elsewhere, load_pair, make_plan
-from cookbook.recipe import BUILTIN_SOURCE, RENAMED, Recipe, Section, load_recipe
-from cookbook.registry import Named
-from cookbook.strategy import find_strategy, load_strategy
+from cookbook.commands.cli import main
+from cookbook.config.recipe import BUILTIN_SOURCE, RENAMED, Recipe, Section, load_recipe
+from cookbook.config.registry import Named
+from cookbook.config.strategy import find_strategy, load_strategy
+from cookbook.planning import library
+from cookbook.planning.plan import begun_elsewhere, load_pair, make_plan
+from cookbook.system.files import RecipeError
+from cookbook.system.hardware import GIB, parse_machines
 
 QUICKSTART = "recipes/quickstart.yaml"
 RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))

@@ -1,7 +1,7 @@
 """Protects rehearsals: every shipped recipe passes one for real, and a mistake makes one fail with its name.
 
-Several minutes, since each starts the processes of its strategy:
-python -m pytest -q tests/test_rehearse.py -m slow
+Each starts the processes of its strategy, two by `accelerate launch` as a user's does, the others forked from a warm
+parent: python -m pytest -q tests/test_rehearse.py -m slow
 """
 
 import json
@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, clean_environment
 
-from cookbook import library, rehearse
-from cookbook.files import RecipeError
-from cookbook.objectives import Objective
-from cookbook.plan import load_pair
-from cookbook.rehearse import _what_went_wrong, standins
+from cookbook.commands import rehearse
+from cookbook.commands.cli import main
+from cookbook.commands.rehearse import _what_went_wrong, standins
+from cookbook.config.objectives import Objective
+from cookbook.config.strategy import find_strategy
+from cookbook.planning import library
+from cookbook.planning.plan import load_pair
+from cookbook.system.files import RecipeError
 from tests.needs import need_builds_of, need_simulated_gpus
 
 RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
@@ -31,18 +34,42 @@ def _in_the_repository(monkeypatch):
 
 
 def rehearsal_of(recipe: str, *assignments: str, strategy: str | None = None, on: str | None = None) -> int:
-    return rehearse.rehearse(Path(recipe), assignments=list(assignments), strategy=strategy, processes=None, on=on)
+    path = find_strategy(strategy) if strategy else None
+    return rehearse.rehearse(Path(recipe), assignments=list(assignments), strategy=path, processes=None, on=on)
+
+
+@pytest.fixture
+def forked(gpu_lab, monkeypatch):
+    """The processes of rehearsals are forked from a warm parent, and not started by `accelerate launch`."""
+
+    def run(rehearsal, small, log):
+        words = ["train.py", str(small), "--set", f"strategy={rehearsal.strategy.path}"]
+        parent = gpu_lab.parent("cpu" if rehearsal.place == "CPU" else "gpu")
+        adapter = rehearsal.recipe.adapter
+        options = {"processes": rehearsal.num_processes, "limit": LIMIT_SECONDS}
+        options["eager"] = adapter is not None and adapter.is_quantized  # bitsandbytes compiles on the CPU
+        answer = parent.run(rehearsal.folder, words, **options)
+        log.write_text("".join(path.read_text() for path in sorted(rehearsal.folder.glob("log_*"))))
+        return next((code if code == 2 else 1 for code in answer["codes"] if code), 0)
+
+    monkeypatch.setattr(rehearse, "_run", run)
+
+
+LIMIT_SECONDS = 240
+LAUNCHED = ("recipes/quickstart.yaml", "recipes/qwen25_7b/sft.yaml")
 
 
 def test_there_are_recipes_to_rehearse():
-    assert len(RECIPES) >= 20
+    assert len(RECIPES) >= 20 and set(LAUNCHED) < set(RECIPES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_shipped_recipe_passes_its_rehearsal(recipe, capsys):
+def test_a_shipped_recipe_passes_its_rehearsal(recipe, capsys, request):
     need_simulated_gpus()
     need_builds_of(load_pair(Path(recipe))[1].name)
+    if recipe not in LAUNCHED:
+        request.getfixturevalue("forked")
     assert rehearsal_of(recipe) == 0, capsys.readouterr().err
     said = capsys.readouterr().out
     assert f"REHEARSAL of {recipe}: fine" in said
@@ -52,14 +79,14 @@ def test_a_shipped_recipe_passes_its_rehearsal(recipe, capsys):
 
 
 @pytest.mark.slow
-def test_a_rehearsal_under_another_strategy_says_which(capsys):
+def test_a_rehearsal_under_another_strategy_says_which(capsys, forked):
     assert rehearsal_of("recipes/qwen3_0_6b/sft.yaml", strategy="zero1") == 0
     assert "2 processes under accelerate_configs/zero1.yaml" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("on", "told"), [("gpus", "the GPU's own paths in fp16"), ("cpu", "rehearsed in float32")])
-def test_a_rehearsal_in_fp16_is_one_in_fp16_where_there_are_gpus(on, told, capsys):
+def test_a_rehearsal_in_fp16_is_one_in_fp16_where_there_are_gpus(on, told, capsys, forked):
     if on == "gpus":
         need_simulated_gpus()
     assert rehearsal_of("recipes/qwen3_0_6b/sft.yaml", "mixed_precision=fp16", strategy="fsdp2", on=on) == 0
@@ -84,7 +111,7 @@ def test_real_gpus_come_before_simulated_ones(monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_adapter_target_that_matches_nothing_fails_the_rehearsal_by_its_name(capsys):
+def test_an_adapter_target_that_matches_nothing_fails_the_rehearsal_by_its_name(capsys, forked):
     code = rehearsal_of("recipes/qwen3_0_6b/sft_lora.yaml", "adapter.targets=[q_porj]", strategy="single")
     said = capsys.readouterr().err
     assert code == 2, said
@@ -94,7 +121,7 @@ def test_an_adapter_target_that_matches_nothing_fails_the_rehearsal_by_its_name(
 
 
 @pytest.mark.slow
-def test_a_chat_template_that_marks_nothing_fails_the_rehearsal_by_its_name(tmp_path, capsys):
+def test_a_chat_template_that_marks_nothing_fails_the_rehearsal_by_its_name(tmp_path, capsys, forked):
     """The markers stand around nothing: no token would carry loss."""
     text = (ROOT / "recipes/chat_templates/chatml.jinja").read_text()
     turn = '{{- message["content"] + "<|im_end|>" -}}\n        {%- endgeneration -%}'
@@ -109,7 +136,7 @@ def test_a_chat_template_that_marks_nothing_fails_the_rehearsal_by_its_name(tmp_
 
 
 @pytest.mark.slow
-def test_an_export_with_the_untrained_weights_fails_the_rehearsal(monkeypatch, capsys):
+def test_an_export_with_the_untrained_weights_fails_the_rehearsal(monkeypatch, capsys, forked):
     run = rehearse._run
 
     def run_and_forget(rehearsal, small, log):
@@ -187,6 +214,13 @@ def test_rows_that_only_the_small_length_cuts_to_nothing_do_not_fail_a_rehearsal
     assert "word" not in held_out and held_out.count("\n") == rehearse.NUM_EVAL_ROWS
 
 
+def test_a_rehearsal_is_no_experiment_of_a_tracker(tmp_path):
+    recipe, strategy = rehearse.load_pair(Path("recipes/quickstart.yaml"))
+    tracked = recipe.model_copy(update={"run": recipe.run.model_copy(update={"trackers": ["tensorboard"]})})
+    rehearsal = rehearse.Rehearsal(recipe=tracked, strategy=strategy, num_processes=2, place="CPU", folder=tmp_path)
+    assert "tracker" not in rehearse._write_small_recipe(rehearsal, Path("mine.yaml")).read_text()
+
+
 @pytest.mark.parametrize("objective", ["sft", "dpo"])
 def test_the_recomputed_loss_leaves_out_what_the_length_cuts_to_nothing(tmp_path, objective):
     recipe = rehearse.load_pair(Path("recipes/qwen3_0_6b/sft.yaml"))[0]
@@ -209,9 +243,9 @@ def test_the_recomputed_loss_leaves_out_what_the_length_cuts_to_nothing(tmp_path
 
 
 @pytest.mark.parametrize("processes", [0, -1])
-def test_an_impossible_number_of_processes_is_told(processes):
-    with pytest.raises(RecipeError, match="must be at least 1"):
-        rehearse.rehearse(Path(RECIPES[0]), assignments=[], strategy=None, processes=processes)
+def test_an_impossible_number_of_processes_is_told(processes, capsys):
+    assert main(["rehearse", RECIPES[0], "--processes", str(processes)]) == 2
+    assert f"--processes is {processes}; write a number above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", json.loads((ROOT / "recipes/offline_facts.json").read_text())["models"])

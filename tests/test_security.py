@@ -26,11 +26,11 @@ from safetensors.torch import save_file
 from small_data import chat, make_tokenizer, marked, rows_of, run_tokenize
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cookbook.cli import main
-from cookbook.files import RecipeError
-from cookbook.models import load_config, load_model, load_tokenizer, resolve_model, train_tokenizer
-from cookbook.plan import load_pair
-from cookbook.recipe import ModelSection
+from cookbook.commands.cli import main
+from cookbook.config.recipe import ModelSection
+from cookbook.planning.plan import load_pair
+from cookbook.system.files import RecipeError
+from cookbook.training.models import load_config, load_model, load_tokenizer, resolve_model, train_tokenizer
 
 # Our own code: nothing in it unpickles, evaluates text, starts a shell or trusts the code of others.
 
@@ -233,7 +233,7 @@ import runpy
 import sys
 
 sys.path.insert(0, {root!r})
-from cookbook.engine import Engine
+from cookbook.training.engine import Engine
 
 
 def step(self, *unused):
@@ -337,10 +337,10 @@ def test_a_secret_that_is_told_would_be_found(tmp_path: Path):
         ("x" * 300, "too long"),
         ("train.py/outputs", "is a file"),
         ("recipes/small.yaml", "is a file"),
-        (".", "the folder that you are in"),
-        ("./recipes/..", "the folder that you are in"),
-        ("..", "a folder above"),
-        ("/", "a folder above"),
+        (".", "the current folder"),
+        ("./recipes/..", "the current folder"),
+        ("..", "a parent of the current folder"),
+        ("/", "a parent of the current folder"),
     ],
 )
 def test_an_output_folder_with_an_odd_name_is_refused_before_anything_is_written(book: Book, name: str, reason: str):

@@ -17,7 +17,7 @@ from conftest import ROOT, clean_environment
 RUN = """
 import sys, time
 from pathlib import Path
-from cookbook import signals
+from cookbook.system import signals
 
 phase, folder = sys.argv[1], Path(sys.argv[2])
 if phase != "without handlers":
@@ -28,7 +28,7 @@ if phase == "swallowed":
         time.sleep(60)
     except BaseException:
         print("swallowed", flush=True)
-    signals.hold()
+    signals.defer()
     print("trains on")
 elif phase in ("preparing", "without handlers"):
     try:
@@ -39,7 +39,7 @@ elif phase in ("preparing", "without handlers"):
         time.sleep(0.5)
         (folder / "released").touch()
 else:
-    signals.hold()
+    signals.defer()
     if phase == "training, plain streams":
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     print("ready", flush=True)
@@ -55,29 +55,51 @@ else:
             sys.exit(signals.EXIT_CODE)
 """
 
-# As train.py makes its tokens: workers under a program that has handlers. `work` takes a while, as tokenizing does.
+# As train.py makes its tokens: workers under a program that has handlers. A slice takes a while, as tokenizing does.
 TOKENIZE = """
-import multiprocessing, os, signal, sys, time
-from cookbook import signals
+import atexit, concurrent.futures, multiprocessing.connection, os, signal, sys, threading, time
+from multiprocessing import queues, resource_tracker
+from cookbook.system import signals
 if __name__ == "__main__":
     signals.install()
-from cookbook.data import tokens
+from cookbook.training.data import tokens
 
-def work(rows, *_):
-    time.sleep(0.05)
-    if rows == 5 and sys.argv[2:] == ["killed"]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return [rows]
+class Work:
+    def __getitem__(self, number):
+        time.sleep(0.05)
+        if number == 5 and sys.argv[2:] == ["killed"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number == 5 and sys.argv[2:] == ["killed in a result"]:
+            multiprocessing.connection.Connection._send = send_half
+        return number, "x" * 10_000  # a pipe holds six of these
 
-tokens._work = work
+def send_half(connection, data, *_):
+    os.write(connection.fileno(), data[: len(data) // 2])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def feed(*arguments):
+    feed_thread(*arguments)
+    time.sleep(0.005)  # it frees the queue's semaphores after the main thread let go of them
+
+def unregister(*arguments):
+    if threading.current_thread() is not threading.main_thread():
+        time.sleep(1)  # past the end of the process
+    unregister_semaphore(*arguments)
+
+if sys.argv[2:] == ["slow threads"]:
+    feed_thread, queues.Queue._feed = queues.Queue._feed, staticmethod(feed)
+    unregister_semaphore, resource_tracker.unregister = resource_tracker.unregister, unregister
+    atexit.register(time.sleep, 0.3)
+
 if __name__ == "__main__":
-    if sys.argv[1] == "a pool":
-        with multiprocessing.get_context("spawn").Pool(2) as pool:
-            for task in pool.imap(work, range(60)):
-                print(*task, flush=True)
+    if sys.argv[1] == "an executor":
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
+            for task in pool.map(Work().__getitem__, range(60)):
+                print(task[0], flush=True)
     else:
-        for task in tokens._spread(iter(range(60)), 2, (None, 1, {}, [])):
-            print(*task, flush=True)
+        for task in tokens._in_processes(Work(), iter(range(60)), 2):
+            print(task[0], flush=True)
 """
 
 
@@ -185,7 +207,7 @@ def test_a_run_that_does_not_look_for_its_launcher_lives_on(tmp_path):
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_a_signal_to_the_whole_group_ends_a_run_that_tokenizes_without_noise(tmp_path, number):
-    run = start(tmp_path, TOKENIZE, "ours")
+    run = start(tmp_path, TOKENIZE, "ours", "slow threads")
     assert run.stdout.readline() == "0\n"
     workers = psutil.Process(run.pid).children()
     os.killpg(run.pid, number)
@@ -195,15 +217,16 @@ def test_a_signal_to_the_whole_group_ends_a_run_that_tokenizes_without_noise(tmp
     assert not alive
 
 
-def test_a_run_that_loses_a_tokenizing_process_says_so(tmp_path):
-    run = start(tmp_path, TOKENIZE, "ours", "killed")
-    _, errors = run.communicate(timeout=20)
+@pytest.mark.parametrize("when", ["killed", "killed in a result"])
+def test_a_run_that_loses_a_tokenizing_process_says_so(tmp_path, when):
+    run = start(tmp_path, TOKENIZE, "ours", when)
+    _, errors = run.communicate(timeout=60)
     assert run.returncode == 1
-    assert "a tokenizing process ended with -9" in errors
+    assert "a tokenizing process was killed" in errors
 
 
-def test_a_pool_would_wait_for_it_without_end(tmp_path):
-    run = start(tmp_path, TOKENIZE, "a pool", "killed")
+def test_an_executor_of_the_standard_library_would_wait_for_the_rest_of_its_result_without_end(tmp_path):
+    run = start(tmp_path, TOKENIZE, "an executor", "killed in a result")
     assert run.stdout.readline() == "0\n"
     with pytest.raises(subprocess.TimeoutExpired):
         run.wait(timeout=5)  # sixty tasks take two seconds

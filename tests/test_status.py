@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cookbook import status
-from cookbook.files import RecipeError
-from cookbook.status import Status, past_failures, read
+from cookbook.system import status
+from cookbook.system.files import RecipeError
+from cookbook.system.status import Status, past_failures, read
 
 
 def fail(folder: Path, *, after: int, state: str = "running") -> list[int]:
@@ -89,7 +89,7 @@ def test_the_fourth_start_after_three_failures_at_a_step_is_refused(tmp_path, st
     with pytest.raises(RecipeError) as refused:
         past_failures(folder)
     said = str(refused.value)
-    assert "failed 3 times after step 7, so what comes next will fail again" in said
+    assert "failed 3 times after step 7; the next start would fail again" in said
     assert f"rm {folder}/status.json" in said and str(folder / "metrics.jsonl") in said
     assert ("the loss is nan" in said) == (state == "failed")
     (folder / "status.json").unlink()

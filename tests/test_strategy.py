@@ -10,27 +10,32 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from cookbook.ds_config import LOSS_SCALE
-from cookbook.files import RecipeError
-from cookbook.mesh import Mesh
-from cookbook.strategy import find_strategy, known_strategies, load_strategy
+from cookbook.config.mesh import Mesh
+from cookbook.config.strategy import find_strategy, known_strategies, load_strategy
+from cookbook.planning.ds_config import LOSS_SCALE
+from cookbook.system.files import RecipeError
 
 # kind, ZeRO stage, offload of optimizer and of parameters, (replicate, shard, tensor) mesh
 STRATEGIES = {
-    "single": ("single", 0, None, None, (1, 1, 1)),
-    "ddp": ("ddp", 0, None, None, (1, 1, 1)),
-    "fsdp1": ("fsdp1", 0, None, None, (1, 1, 1)),
-    "fsdp2": ("fsdp2", 0, None, None, (1, 1, 1)),
-    "fsdp2_grad_op": ("fsdp2", 0, None, None, (1, 1, 1)),
-    "fsdp2_offload": ("fsdp2", 0, None, None, (1, 1, 1)),
-    "hsdp": ("fsdp2", 0, None, None, (2, 2, 1)),
-    "tp": ("tp", 0, None, None, (1, 1, 2)),
-    "zero1": ("zero", 1, None, None, (1, 1, 1)),
-    "zero2": ("zero", 2, None, None, (1, 1, 1)),
-    "zero2_offload": ("zero", 2, "cpu", None, (1, 1, 1)),
-    "zero3": ("zero", 3, None, None, (1, 1, 1)),
-    "zero3_offload": ("zero", 3, "cpu", "cpu", (1, 1, 1)),
-    "zero3_nvme": ("zero", 3, "nvme", "nvme", (1, 1, 1)),
+    "single": ("single", 0, None, None, (1, 1, 1, 1)),
+    "ddp": ("ddp", 0, None, None, (1, 1, 1, 1)),
+    "ddp_sp": ("ddp", 0, None, None, (1, 1, 2, 1)),
+    "fsdp1": ("fsdp1", 0, None, None, (1, 1, 1, 1)),
+    "fsdp2": ("fsdp2", 0, None, None, (1, 1, 1, 1)),
+    "fsdp2_grad_op": ("fsdp2", 0, None, None, (1, 1, 1, 1)),
+    "fsdp2_offload": ("fsdp2", 0, None, None, (1, 1, 1, 1)),
+    "fsdp2_sp": ("fsdp2", 0, None, None, (1, 1, 2, 1)),
+    "hsdp": ("fsdp2", 0, None, None, (2, 2, 1, 1)),
+    "tp": ("tp", 0, None, None, (1, 1, 1, 2)),
+    "ddp_tp": ("tp", 0, None, None, (2, 1, 1, 2)),
+    "fsdp2_tp": ("fsdp2", 0, None, None, (1, 2, 1, 2)),
+    "zero1": ("zero", 1, None, None, (1, 1, 1, 1)),
+    "zero2": ("zero", 2, None, None, (1, 1, 1, 1)),
+    "zero2_offload": ("zero", 2, "cpu", None, (1, 1, 1, 1)),
+    "zero3": ("zero", 3, None, None, (1, 1, 1, 1)),
+    "zero3_offload": ("zero", 3, "cpu", "cpu", (1, 1, 1, 1)),
+    "zero3_nvme": ("zero", 3, "nvme", "nvme", (1, 1, 1, 1)),
+    "zero3_sp": ("zero", 3, None, None, (1, 1, 2, 1)),
 }
 
 
@@ -58,7 +63,7 @@ def test_the_table_above_has_every_shipped_strategy():
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_is_what_its_name_says(book, name):
     strategy = load_strategy(Path(f"accelerate_configs/{name}.yaml"))
-    mesh = (strategy.dp_replicate_size, strategy.dp_shard_size, strategy.tp_size)
+    mesh = (strategy.dp_replicate_size, strategy.dp_shard_size, strategy.sp_size, strategy.tp_size)
     found = (strategy.kind, strategy.zero_stage, strategy.offload_optimizer, strategy.offload_param, mesh)
     assert found == STRATEGIES[name]
     assert strategy.name == name
@@ -82,10 +87,11 @@ NVME_KEYS = {"offload_optimizer", "offload_param", "zero_force_ds_cpu_optimizer"
         ("zero3_nvme", "zero3", NVME_KEYS),
         ("zero2_offload", "zero2", {"offload_optimizer", "zero_force_ds_cpu_optimizer"}),
         ("zero1", "zero2", {"stage"}),
+        ("zero3_sp", "zero3", set()),
     ],
 )
 def test_deepspeed_files_differ_only_in_what_their_names_say(name, base, without):
-    assert deepspeed_json(name) != deepspeed_json(base)
+    assert (deepspeed_json(name) != deepspeed_json(base)) == bool(without)
     shared = {"stage", "stage3_prefetch_bucket_size"} & without
     assert deepspeed_json(name, without=without) == deepspeed_json(base, without=shared)
 
@@ -110,12 +116,14 @@ def test_every_deepspeed_file_leaves_the_recipes_values_to_the_recipe():
         ("fsdp2_grad_op", {"fsdp_reshard_after_forward": False}),
         ("fsdp2_offload", {"fsdp_offload_params": True}),
         ("hsdp", {}),
+        ("fsdp2_sp", {}),
+        ("fsdp2_tp", {}),
     ],
 )
 def test_fsdp2_files_differ_only_in_what_their_names_say(name, difference):
     base, values = accelerate_yaml("fsdp2"), accelerate_yaml(name)
     assert values["fsdp_config"] == base["fsdp_config"] | difference
-    mesh_keys = {"parallelism_config", "num_processes"} if name == "hsdp" else set()
+    mesh_keys = {"parallelism_config"} if name in ("hsdp", "fsdp2_sp", "fsdp2_tp") else set()
     rest = {key: value for key, value in values.items() if key not in mesh_keys | {"fsdp_config"}}
     assert rest == {key: base[key] for key in base if key not in mesh_keys | {"fsdp_config"}}
 
@@ -135,6 +143,9 @@ MESHES = {
     ("zero1", 2): (Mesh(shard=2), [0, 1]),
     ("tp", 2): (Mesh(tensor=2), [0, 0]),
     ("tp", 4): (Mesh(replicate=2, tensor=2), [0, 0, 1, 1]),
+    ("hsdp", 8): (Mesh(replicate=2, shard=4), list(range(8))),
+    ("fsdp2_tp", 8): (Mesh(shard=4, tensor=2), [0, 0, 1, 1, 2, 2, 3, 3]),
+    ("ddp_tp", 8): (Mesh(replicate=4, tensor=2), [0, 0, 1, 1, 2, 2, 3, 3]),
 }
 
 
@@ -147,13 +158,30 @@ def test_from_a_mesh_follows_who_sees_which_samples(name, num_processes):
     assert mesh.data_parallel_size == mesh.token_parallel_size == len(set(samples))
 
 
+def test_the_drawing_of_who_has_what_is_that_of_the_meshes():
+    text = (ROOT / "docs/strategies.md").read_text().partition("\n## Who has what\n")[2]
+    blocks = text.partition("```text\n")[2].partition("\n```")[0].split("\n\n")
+    drawn = [[line.split("  ") for line in block.splitlines()] for block in blocks]
+    assert len(drawn) == 7
+    for block, (weights, samples) in zip(blocks, drawn, strict=True):
+        names, shards = block[:15].strip().split(", "), [cell.strip() for cell in weights[1:] if cell.strip()]
+        parts = [cell.strip() for cell in samples if cell.strip()]
+        for name in names:
+            mesh = load_strategy(find_strategy(name)).mesh(8)
+            # Data parallel alone keeps whole weights; every other dimension but the replicas shards them.
+            sharing = 8 // mesh.replicate if mesh.shard * mesh.tensor > 1 else 1
+            assert shards == [f"W{rank % sharing}" if sharing > 1 else "W" for rank in range(8)], name
+            ranks = [(mesh.data_parallel_rank(rank), mesh.sequence_rank(rank)) for rank in range(8)]
+            assert parts == [f"s{sample}.{part}" if mesh.sequence > 1 else f"s{sample}" for sample, part in ranks], name
+
+
 def test_a_strategy_is_found_by_name_or_path(book):
     assert (
         find_strategy("zero3")
         == find_strategy("accelerate_configs/zero3.yaml")
         == Path("accelerate_configs/zero3.yaml")
     )
-    assert known_strategies().split(", ") == sorted(STRATEGIES)
+    assert known_strategies() == sorted(STRATEGIES)
 
 
 def test_an_unknown_strategy_is_answered_with_the_nearest_name(book):

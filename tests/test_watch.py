@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, clean_environment
 
-from cookbook.watch import PHASES, Watch, folder_of, put_away_report, report, sweep
+from cookbook.system.watch import PHASES, Watch, folder_of, hang_report, put_away_report, remove_other_starts
 
 TIMEOUT_SECONDS = 3.0
 
@@ -25,7 +25,7 @@ RUN = """
 import ctypes, json, os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from cookbook.watch import Watch
+from cookbook.system.watch import Watch
 
 folder, size, fault, timeout, deadline = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], *map(float, sys.argv[4:])
 
@@ -108,12 +108,12 @@ def test_a_rank_that_does_not_come_is_named_with_its_line_and_the_collective(tmp
     assert ended.codes == [1, 1, 1]
     assert ended.report in ended.said
     lines = ended.report.splitlines()
-    assert lines[0] == "HANG: no progress for 3 s; the run ends."
+    assert lines[0] == "HANG: no progress for 3 s; aborting the run."
     # Two steps went well.
     assert lines[1].startswith(f"rank 1 (process {ended.pids[1]} on ")
     assert " never entered gloo:all_reduce number 3, in which rank 2 waits; " in lines[1]
     assert " nor gloo:all_reduce number 3 of group 1, in which rank 0 waits. " in lines[1]
-    assert lines[1].endswith("Its last sign: a micro-batch of step 3.")
+    assert lines[1].endswith("Last heartbeat: a micro-batch of step 3.")
     assert "in train: time.sleep(3600)" in lines[2]  # where it is
     assert lines[-2].startswith("rank 0 waits at ") and lines[-2].endswith("dist.all_reduce(torch.ones(1), group=pair)")
     assert lines[-1].startswith("rank 2 waits at ") and lines[-1].endswith("dist.all_reduce(torch.ones(1))")
@@ -128,7 +128,7 @@ def test_a_rank_that_cannot_write_is_named_by_the_others_with_its_last_step(tmp_
     assert accused.startswith(f"rank 1 (process {ended.pids[1]} on ")
     assert accused.endswith(
         "never entered gloo:all_reduce number 3 of group 1, in which rank 0 waits."
-        " Its last sign: a micro-batch of step 3."
+        " Last heartbeat: a micro-batch of step 3."
     )
     assert "It wrote nothing: it is stopped or dead, or in C code" in why
     assert other.startswith("rank 0 waits at")
@@ -209,8 +209,8 @@ def test_files_of_other_starts_are_passed_over(tmp_path):
     (before / "rank_1.json").write_text(json.dumps({"rank": 1}))
     assert ended_watch(tmp_path / "out") == [1]
     report = (tmp_path / "out/hang/report.txt").read_text()
-    assert "rank 1" in report and "It never gave a sign." in report
-    sweep(tmp_path / "out", "now")
+    assert "rank 1" in report and "It never sent a heartbeat." in report
+    remove_other_starts(tmp_path / "out", "now")
     assert [path.name for path in folder_of(tmp_path / "out").iterdir()] == ["now"]
 
 
@@ -224,7 +224,7 @@ def test_a_watch_leaves_no_folder_that_it_made(tmp_path):
 def test_a_folder_of_an_earlier_run_gets_no_report(tmp_path):
     said: list[str] = []
     ended_watch(tmp_path / "out", claim=lambda what: said.append(what) or False)
-    assert said == ["hang: rank 1 is silent. It never gave a sign"]
+    assert said == ["hang: rank 1 is silent. It never sent a heartbeat"]
     assert not (tmp_path / "out").exists()
     assert "rank 1 is silent" in (tmp_path / ".out.hang/now/report.txt").read_text()
 
@@ -250,7 +250,7 @@ def test_alone_a_process_that_computes_is_not_silent_and_one_that_waits_is(tmp_p
     program = f"""
 import sys, time
 from pathlib import Path
-from cookbook.watch import Watch
+from cookbook.system.watch import Watch
 watch = Watch(Path(sys.argv[1]), 0, 1, 1.0)
 watch.enter("importing the libraries", is_alone=True)
 end = time.monotonic() + 4
@@ -265,8 +265,8 @@ watch.close()
 LOCKED = """
 import os, sys, time
 from pathlib import Path
-from cookbook import lock
-from cookbook.watch import Watch
+from cookbook.system import lock
+from cookbook.system.watch import Watch
 rank, folder, works = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "True"
 watch = Watch(folder / "out", rank, 2, 1.5)
 watch.enter("preparing model folder and tokens", is_alone=True)
@@ -293,7 +293,7 @@ def test_who_waits_for_a_lock_waits_as_long_as_its_holder_gets_on(tmp_path, work
     assert [rank.returncode for rank in ranks] == ([0, 0] if works else [1, 1]), said
     if not works:
         lines = (tmp_path / "out/hang/report.txt").read_text().splitlines()
-        assert lines[1].startswith(f"rank 0 (process {ranks[0].pid} on ") and "does not get on" in lines[1]
+        assert lines[1].startswith(f"rank 0 (process {ranks[0].pid} on ") and "makes no progress" in lines[1]
         assert "rank 1 waits at " in lines[-1] and f"tokens.lock, held by process {ranks[0].pid} on " in lines[-1]
 
 
@@ -325,17 +325,17 @@ def rank_record(rank: int, number: int, at: str = "a.py:1") -> dict:
 
 
 def test_when_all_are_in_the_same_collective_nobody_is_accused():
-    text = report({rank: rank_record(rank, 7) for rank in range(4)}, {}, num_ranks=4, timeout_seconds=9)
+    text = hang_report({rank: rank_record(rank, 7) for rank in range(4)}, {}, num_ranks=4, timeout_seconds=9)
     assert "No rank stands out" in text and "ranks 0, 1, 2, 3 wait at a.py:1" in text
     assert "never entered" not in text
 
 
 def test_several_late_ranks_are_all_named_and_a_dead_one_too():
     stuck = {0: rank_record(0, 7), 1: rank_record(1, 6, "b.py:2"), 2: rank_record(2, 7)}
-    text = report(stuck, {}, num_ranks=4, timeout_seconds=9)
+    text = hang_report(stuck, {}, num_ranks=4, timeout_seconds=9)
     accused = [line.split()[1] for line in text.splitlines() if "never entered" in line]
     assert accused == ["1", "3"]
-    assert "rank 3 never entered nccl:all_reduce number 7, in which ranks 0, 2 wait. It never gave a sign." in text
+    assert "rank 3 never entered nccl:all_reduce number 7, in which ranks 0, 2 wait. It never sent a heartbeat." in text
 
 
 def test_a_rank_missing_from_gloo_is_named_though_it_has_entered_more_over_nccl():
@@ -346,28 +346,28 @@ def test_a_rank_missing_from_gloo_is_named_though_it_has_entered_more_over_nccl(
     for rank, number in ((0, 3), (1, 2)):
         host = {"number": number, "op": "gloo:all_reduce", "entered_ns": 100 + number, "ranks": [0, 1]}
         stuck[rank]["collectives"]["0 gloo"] = host
-    text = report(stuck, {}, num_ranks=2, timeout_seconds=9)
+    text = hang_report(stuck, {}, num_ranks=2, timeout_seconds=9)
     assert "rank 1 (process 101 on n1) never entered gloo:all_reduce number 3, in which rank 0 waits." in text
 
 
 def test_without_a_collective_the_one_that_is_behind_is_named():
     stuck = {rank: rank_record(rank, 7, f"{rank}.py:1") for rank in range(4)}
     stuck[2]["phase"], stuck[2]["doing"] = PHASES.index("restoring"), "restoring"
-    text = report(stuck, {}, num_ranks=4, timeout_seconds=9)
-    assert "rank 2 (process 102 on n1) does not get on. Its last sign: restoring" in text
+    text = hang_report(stuck, {}, num_ranks=4, timeout_seconds=9)
+    assert "rank 2 (process 102 on n1) makes no progress. Last heartbeat: restoring" in text
     stuck[2] |= {"phase": PHASES.index("training"), "doing": "training"}  # and the others at a step of it
-    assert "rank 2 (process 102 on n1) does not get on" in report(stuck, {}, num_ranks=4, timeout_seconds=9)
+    assert "rank 2 (process 102 on n1) makes no progress" in hang_report(stuck, {}, num_ranks=4, timeout_seconds=9)
 
 
 def test_a_collective_of_an_earlier_phase_accuses_nobody():
     stuck = {0: rank_record(0, 7) | {"phase": PHASES.index("leaving"), "phase_began_ns": 100}}
-    text = report(stuck, {1: rank_record(1, 0)}, num_ranks=2, timeout_seconds=9)
+    text = hang_report(stuck, {1: rank_record(1, 0)}, num_ranks=2, timeout_seconds=9)
     assert "rank 1 (process 101 on n1) is silent." in text and "never entered" not in text
 
 
 TWO_BACKENDS = """
 import json, sys, torch, torch.distributed as dist
-from cookbook.watch import entered_collectives
+from cookbook.system.watch import entered_collectives
 
 dist.init_process_group("cpu:gloo,cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
 recorded = [("nccl:all_reduce", 40), ("gloo:all_reduce", 3), ("nccl:broadcast", 41)]

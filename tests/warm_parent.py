@@ -4,11 +4,12 @@
                                    by rank and the seconds of each
     python tests/warm_parent.py JOB RANK PORT    is one process of a run, on a real GPU
 
-It is started with the variables of `cookbook.simulated_gpus.environment`, or without them for runs on the CPU.
+It is started with the variables of `cookbook.planning.simulated_gpus.environment`, or without them for runs on the CPU.
 `WarmParent` is its other side.
 """
 
 import ctypes
+import functools
 import gc
 import importlib
 import json
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from cookbook import simulated_gpus
+from cookbook.planning import simulated_gpus
 
 ROOT = Path(__file__).parents[1]
 LIBRARIES = (
@@ -40,13 +41,13 @@ LIBRARIES = (
 )
 OURS = (
     "train",
-    "cookbook.stages",
-    "cookbook.forecast",
-    "cookbook.publish",
-    "cookbook.checkpoint.folder",
-    "cookbook.checkpoint.resume",
-    "cookbook.checkpoint.saver",
-    "cookbook.checkpoint.tensors",
+    "cookbook.commands.stages",
+    "cookbook.commands.forecast",
+    "cookbook.commands.publish",
+    "cookbook.training.checkpoint.folder",
+    "cookbook.training.checkpoint.resume",
+    "cookbook.training.checkpoint.saver",
+    "cookbook.training.checkpoint.tensors",
 )
 GRACE_SECONDS = 10.0
 """For processes to end by themselves after SIGTERM; torchrun gives 30."""
@@ -74,7 +75,8 @@ class WarmParent:
             options: `variables` of the environment of its processes; `restarts`; `accelerate`, the flags of an
                 `accelerate launch`, which then starts them in torchrun's place; `sabotage`, "module:function" to be
                 called first; `shared`, all on one GPU; `eager`, nothing compiled by torch, whose compiler does not
-                survive a fork; `cwd`.
+                survive a fork; `cwd`; `host`, the network namespace of the run, and `disks`, pairs of a folder
+                and the place where this run alone finds it (as root).
 
         Returns:
             codes: exit codes by rank; seconds.
@@ -126,6 +128,10 @@ def warm_up() -> None:
         importlib.import_module(name)
     # transformers builds it with the first model that a process loads.
     importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
+    # DeepSpeed asks it at each load of what it has compiled, which takes a second (ops/op_builder/builder.py:436).
+    cpuinfo = importlib.import_module("cpuinfo")
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    cpuinfo.get_cpu_info()
     gc.collect()
     gc.freeze()  # else each collection in each process goes through all that was imported, and copies its pages
 
@@ -165,6 +171,8 @@ def in_a_process_of_its_own(job: dict) -> int:
 def launch(job: dict) -> dict:
     """Forks the processes of a run, again where they failed and restarts are left, and waits for all."""
     started = time.monotonic()
+    if job.get("host"):
+        enter_host(job["host"], job.get("disks", []))
     os.chdir(job.get("cwd") or ROOT)
     if job.get("accelerate") is not None:
         return {"codes": [accelerate_launch(job)], "seconds": round(time.monotonic() - started, 2)}
@@ -177,6 +185,17 @@ def launch(job: dict) -> dict:
         if not any(codes):
             break
     return {"codes": codes, "seconds": round(time.monotonic() - started, 2)}
+
+
+def enter_host(namespace: str, disks: list[list[str]]) -> None:
+    """This process and its children see the network and the disks of a machine of their own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", namespace).open() as file:
+        if libc.setns(file.fileno(), 0x40000000) or libc.unshare(0x00020000):  # CLONE_NEWNET, CLONE_NEWNS
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    for disk in disks:
+        subprocess.run(["mount", "--bind", *disk], check=True)
 
 
 def accelerate_launch(job: dict) -> int:
@@ -338,7 +357,7 @@ def share_a_gpu(rank: int) -> None:
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank), SHARED_GPU="1")
     if not simulated_gpus.is_active():
         os.environ["SIMULATED_GPUS_LIBRARY"] = str(simulated_gpus.build())
-        importlib.import_module("cookbook.simulated_gpus.cuda").replace_nccl(importlib.import_module("torch"))
+        importlib.import_module("cookbook.planning.simulated_gpus.cuda").replace_nccl(importlib.import_module("torch"))
 
 
 def report(rank: int, folder: Path) -> None:

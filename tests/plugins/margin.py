@@ -4,11 +4,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from cookbook.objectives import Objective
-from cookbook.optim import Optimizer
-from cookbook.registry import Refusal, register
-from cookbook.row_kinds import BadRow, RowKind, check_text
-from cookbook.schedule import Schedule
+from cookbook.config.objectives import Objective
+from cookbook.config.optim import Optimizer
+from cookbook.config.registry import Refusal, register
+from cookbook.config.row_kinds import BadRow, RowKind, check_text
+from cookbook.config.schedule import Schedule
 
 
 def check_duel(raw):
@@ -45,13 +45,13 @@ class Margin(Objective):
         return f"margin of {self.margin:g}"
 
     def compute(self, model, batch):
-        from cookbook.objectives.forward import Outcome, negative_log_likelihood, sums_by_sequence
+        from cookbook.config.objectives.forward import LossOutput, negative_log_likelihood, sums_by_sequence
 
         nll = negative_log_likelihood(model, batch)
         sums, num_tokens = sums_by_sequence(-nll, batch)
         means = sums / num_tokens
         losses = batch["values"] * (self.margin - (means[0::2] - means[1::2])).square()
-        return Outcome(losses.sum().float() + 0.0 * nll.sum(), len(losses), {"weight": batch["values"].sum()})
+        return LossOutput(losses.sum().float() + 0.0 * nll.sum(), len(losses), {"weight": batch["values"].sum()})
 
     def by_hand(self, samples, values):
         gaps = [better.logp / better.num_tokens - worse.logp / worse.num_tokens for better, worse in samples]

@@ -1,0 +1,60 @@
+"""Arguments that several commands share: type, check, help and completion."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, CallbackParam, Option
+
+from cookbook.config.recipe import RECIPES
+from cookbook.config.strategy import find_strategy, known_strategies
+from cookbook.planning.library import recipe_files
+from cookbook.system.files import RecipeError
+
+QUICKSTART = RECIPES / "quickstart.yaml"
+
+
+def recipes() -> list[str]:
+    """Completions of a recipe."""
+    return [str(path) for path in recipe_files()]
+
+
+def strategies() -> list[str]:
+    """Completions of a strategy."""
+    return known_strategies()
+
+
+def _runs() -> list[str]:
+    return sorted(str(path.parent) for path in Path("outputs").glob("*/run.json"))
+
+
+def positive(param: CallbackParam, value: float | None) -> float | None:
+    """The value of an argument, which must be above 0 if somebody wrote it."""
+    if value is not None and not 0 < value < 1e15:
+        raise RecipeError([f"{param.opts[0]} is {value}; write a number above 0"])
+    return value
+
+
+def process_count(default: str) -> Any:
+    """`--processes`, and what it is where nobody writes it."""
+    return Option(callback=positive, help=f"default: {default}")
+
+
+def run_folder(what: str = "the run.output_dir of a recipe") -> Any:
+    """The folder of a run, or what else a command takes for it."""
+    return Argument(metavar="RUN", autocompletion=_runs, help=what)
+
+
+def _find(strategy: Path | None) -> Path | None:
+    return None if strategy is None else find_strategy(str(strategy))
+
+
+RECIPE = Argument(metavar="RECIPE", autocompletion=recipes)
+StrategyFile = Annotated[
+    Path | None,
+    Option("--strategy", metavar="NAME|PATH", callback=_find, autocompletion=strategies, help="in the recipe's place"),
+]
+Assignments = Annotated[
+    list[str],
+    Option("--set", metavar="section.key=value", default_factory=list, show_default=False, help="may be repeated"),
+]
+AsJson = Annotated[bool, Option("--json", help="everything that is known, for programs")]

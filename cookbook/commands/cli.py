@@ -1,0 +1,170 @@
+"""The commands of `python -m cookbook`; the Makefile gives each a shorter name.
+
+A command is a function from its arguments to an exit code; its docstring is its help. All load without torch, so that
+a mistake in a file is reported in a moment; what needs torch is imported when its command runs.
+"""
+
+import json
+import os
+import platform
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from typer import Exit, Option, Typer
+from typer.core import TyperGroup
+
+from cookbook.commands.arguments import QUICKSTART, RECIPE, AsJson, Assignments, StrategyFile, process_count
+from cookbook.commands.chat import chat, sample
+from cookbook.commands.convert import convert
+from cookbook.commands.evaluate import evaluate
+from cookbook.commands.init import init
+from cookbook.commands.launch import check, explain, launch
+from cookbook.commands.plan import plan
+from cookbook.commands.results import checkpoint, compare, export, merge, report, summary
+from cookbook.commands.watch import watch
+from cookbook.config.recipe import recipe_schema
+from cookbook.config.strategy import load_strategy
+from cookbook.planning.combinations import page as combinations_page
+from cookbook.planning.library import PAGE, library_page
+from cookbook.planning.plan import load_pair
+from cookbook.system.files import RecipeError
+
+CITATION = Path(__file__).parents[2] / "CITATION.cff"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command. Returns its exit code: 0, or 2 for what the user can fix in a file or on the command line."""
+    try:
+        return app(arguments, prog_name="cookbook")
+    except SystemExit as end:  # as typer always ends
+        return int(end.code or 0)
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> None:
+        try:
+            ctx.exit(super().invoke(ctx))
+        except RecipeError as error:
+            print(error, file=sys.stderr)
+            ctx.exit(2)
+        except BrokenPipeError:  # whoever read has seen enough, as in `... | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes
+            ctx.exit(141)
+
+
+def _show_versions(asked: bool) -> None:
+    if asked:
+        print("cookbook", yaml.safe_load(CITATION.read_text(encoding="utf-8"))["version"])
+        print("python", platform.python_version())
+        for package in ("torch", "accelerate", "deepspeed", "transformers"):
+            print(package, next((one.version for one in metadata.distributions(name=package)), "is not installed"))
+        raise Exit
+
+
+def cookbook(
+    version: Annotated[bool, Option("--version", callback=_show_versions, is_eager=True, help="show versions")] = False,
+) -> None:
+    """Train a recipe under a strategy."""
+
+
+def preview(path: Annotated[Path, RECIPE] = QUICKSTART, *, samples: int = 3, assignments: Assignments) -> int:
+    """Show samples as the model will see them, and their lengths."""
+    if samples < 0:
+        raise RecipeError([f"--samples is {samples}; it must be at least 0"])
+    from cookbook.commands.preview import preview
+
+    return preview(path, assignments, samples)
+
+
+def rehearse(
+    path: Annotated[Path, RECIPE],
+    *,
+    strategy: StrategyFile = None,
+    on: Annotated[Literal["gpus", "cpu"] | None, Option(help="default: gpus, simulated ones if possible")] = None,
+    processes: Annotated[int | None, process_count("two, or what the strategy's mesh needs")] = None,
+    assignments: Assignments,
+) -> int:
+    """Run a recipe with a tiny model on simulated GPUs."""
+    from cookbook.commands.rehearse import rehearse
+
+    return rehearse(path, assignments=assignments, strategy=strategy, processes=processes, on=on)
+
+
+def doctor(
+    path: Annotated[Path | None, RECIPE] = None,
+    *,
+    strategy: StrategyFile = None,
+    as_json: AsJson = False,
+    deadline: Annotated[float, Option(help="in seconds")] = 60.0,
+) -> int:
+    """Is this machine ready: 0 yes, 1 with warnings, 2 no."""
+    from cookbook.commands.doctor import examine
+    from cookbook.commands.doctor import report as print_report
+
+    start = time.monotonic()
+    recipe, loaded = None, None
+    if path is not None:
+        recipe, loaded = load_pair(path, strategy_path=strategy)
+    elif strategy is not None:
+        loaded = load_strategy(strategy)
+    return print_report(examine(recipe, loaded, path, deadline), time.monotonic() - start, as_json=as_json)
+
+
+def library() -> int:
+    """Write recipes/README.md from the recipes."""
+    return _write(PAGE, library_page())
+
+
+def combinations() -> int:
+    """Write docs/combinations.md: what is refused, and why."""
+    return _write(Path("docs/combinations.md"), combinations_page())
+
+
+def schema() -> int:
+    """Write recipes/schema.json, for editors to check recipes."""
+    return _write(Path("recipes/schema.json"), json.dumps(recipe_schema(), indent=2) + "\n")
+
+
+def _write(path: Path, text: str) -> int:
+    path.write_text(text, encoding="utf-8")
+    print(path)
+    return 0
+
+
+# Without markup, help is plain text, and rich is not loaded.
+app = Typer(
+    cls=_Commands,
+    callback=cookbook,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for command in (
+    init,
+    launch,
+    check,
+    explain,
+    watch,
+    summary,
+    report,
+    compare,
+    chat,
+    sample,
+    evaluate,
+    preview,
+    plan,
+    rehearse,
+    merge,
+    export,
+    checkpoint,
+    doctor,
+    convert,
+):
+    app.command()(command)
+for page in (library, combinations, schema):
+    app.command()(page)

@@ -1,0 +1,623 @@
+"""`convert`: files of other projects become a recipe and a strategy. No torch.
+
+`cookbook.config.foreign` has the keys that have one counterpart; here is what is derived from several.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from typer import Argument, Option
+
+from cookbook.commands.arguments import positive
+from cookbook.commands.launch import check
+from cookbook.config.foreign import ADAPTER, EVALUATION, PROJECTS, SAVING, WARMUP, NoCounterpart, Project
+from cookbook.config.recipe import RECIPES, Recipe, leaves
+from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
+from cookbook.system.files import Document, KeyPath, RecipeError, dump_yaml, read_document, show
+
+ORDER = list(dict.fromkeys(leaves(Recipe)))
+"""The keys of a recipe, in the order in which they are written."""
+TRAITS = (
+    "kind",
+    "zero_stage",
+    "offload_optimizer",
+    "offload_param",
+    "reshard",
+    "offload",
+    "dp_replicate_size",
+    "tp_size",
+    "sp_size",
+    "zero_hpz_partition_size",
+)
+"""What makes two strategies different, apart from the number of processes, which a strategy takes from the GPUs."""
+
+ProjectName = Literal[
+    "trainer", "trl", "alignment-handbook", "llama-factory", "axolotl", "torchtune", "accelerate", "deepspeed"
+]
+
+
+def convert(
+    files: Annotated[
+        list[Path], Argument(metavar="FILE...", help="a training file, an accelerate YAML, a DeepSpeed JSON")
+    ],
+    *,
+    out: Annotated[Path | None, Option(help="default: recipes/ with the name of the first file")] = None,
+    project: Annotated[
+        ProjectName | None, Option("--from", help="whose FILE it is, where its keys leave that open")
+    ] = None,
+    processes: Annotated[int | None, Option(callback=positive, help="with which the file was used")] = None,
+) -> int:
+    """Turn another project's files into a recipe and a strategy."""
+    out = out or RECIPES / f"{files[0].stem}.yaml"
+    if out.suffix not in (".yaml", ".yml"):
+        raise RecipeError([f"--out is {str(out)!r}; name a .yaml file"])
+    documents = [read_document(path) for path in files]
+    projects = [recognize(document, project) for document in documents]
+    names = [PROJECTS[name] for name in projects]
+    if sum(not one.is_distribution for one in names) > 1:
+        raise RecipeError([f"{files[0]} and another file each have the settings of a training; give one of them"])
+    found = Conversion(processes)
+    for document, one in sorted(zip(documents, names, strict=True), key=lambda pair: pair[1].is_distribution):
+        found.read(document, one)
+    training = next((one for one in names if not one.is_distribution), None)
+    found.derive(training)
+    name, files_to_write = found.strategy(out.stem.replace(".", "_"))
+    recipe = nested({"strategy": name, **found.recipe})
+    source = " and ".join(f"{path} ({one.name})" for path, one in zip(files, names, strict=True))
+    if training is not None:
+        files_to_write[out] = f"# Converted by `python -m cookbook convert` from {source}.\n" + dump_yaml(recipe)
+    if taken := [path for path in files_to_write if path.exists() or path.is_symlink()]:
+        raise RecipeError([f"{path}: exists, and is not overwritten; name another with --out" for path in taken])
+    for path, text in files_to_write.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise RecipeError([f"{path}: cannot be written ({error.strerror})"]) from None
+        print(f"{path}: written")
+    print(f"from {source}\nstrategy: {name}")
+    if training is None:
+        print("no recipe: the file has no model and no data; for a recipe:")
+        print(dump_yaml(recipe).rstrip())
+    _print_list("left out, or to decide:", found.notes)
+    _print_list("to correct before it runs:", _mistakes(out if training is not None else None, name, found.processes))
+    return 0
+
+
+def _print_list(title: str, lines: list[str]) -> None:
+    if lines:
+        print(title, *[f"  {line}" for line in lines], sep="\n")
+
+
+def _mistakes(recipe: Path | None, strategy: str, processes: int | None) -> list[str]:
+    try:
+        if recipe is None:
+            load_strategy(strategy_path(strategy))
+        else:
+            check([recipe], assignments=[], processes=processes)
+    except RecipeError as error:
+        return error.mistakes
+    return []
+
+
+def nested(values: dict[str, Any]) -> dict[str, Any]:
+    """`{"a.b": 1}` as `{"a": {"b": 1}}`, in the order of a recipe."""
+    found: dict[str, Any] = {}
+    for key, value in sorted(values.items(), key=lambda pair: ORDER.index(pair[0])):
+        section, _, name = key.partition(".")
+        if name:
+            found.setdefault(section, {})[name] = value
+        else:
+            found[key] = value
+    return found
+
+
+def recognize(document: Document, name: str | None = None) -> str:
+    """The project whose keys a file has.
+
+    Args:
+        name: whose it is if its keys leave that open; a distribution beside it is recognized all the same.
+
+    Raises:
+        RecipeError: too few keys are known, it is a recipe of ours, or two projects fit equally.
+    """
+    if {"batch", "optim", "run"} <= document.values.keys():
+        raise RecipeError([f"{document.name}: is a recipe already; check it with `python -m cookbook check`"])
+    fits = {one: _fit(document, project) for one, project in PROJECTS.items()}
+    most = max(fits.values())
+    best = [one for one, number in fits.items() if number == most]
+    best = [one for one in best if PROJECTS[one].base not in best]  # the base knows them all
+    if name is not None and PROJECTS[name].is_distribution == PROJECTS[best[0]].is_distribution:
+        return name
+    if most * 2 < len(document.values):
+        raise RecipeError(
+            [
+                f"{document.name}: of its {len(document.values)} keys {most} are known, as {PROJECTS[best[0]].name}'s;"
+                f" files of {', '.join(one.name for one in PROJECTS.values())} can be converted; name yours with --from"
+            ]
+        )
+    if len(best) > 1:
+        raise RecipeError(
+            [f"{document.name}: may be a file of {' or '.join(best)}; write --from {best[0]}, for example"]
+        )
+    return best[0]
+
+
+def _fit(document: Document, project: Project) -> int:
+    """How many of a file's keys a project has."""
+    known = {path.split(".")[0] for path in project.keys}
+    return len(known & document.values.keys())
+
+
+class Conversion:
+    """Our keys, collected from one or more files."""
+
+    def __init__(self, processes: int | None) -> None:
+        self.processes = processes
+        self.recipe: dict[str, Any] = {}
+        """By dotted key."""
+        self.other: dict[str, Any] = {}
+        """By `~X` and `strategy.X`: from which further keys are derived."""
+        self.places: dict[str, str] = {}
+        """File, line, key and value behind each of these."""
+        self.given: set[str] = set()
+        """Those that the files have, also with a value that could not be converted."""
+        self.notes: list[str] = []
+        self.folder = Path()
+
+    def read(self, document: Document, project: Project) -> None:
+        """Take over the keys of a file; those of a file that was read earlier have precedence."""
+        self.folder = Path(document.name).parent
+        for path, value in _leaves(document.values, project):
+            key = project.keys.get(".".join(map(str, path)))
+            place = f"{document.place(*path)} is {_short(value)}"
+            if isinstance(value, str) and re.fullmatch(r"\$\{\w+\}", value):  # torchtune's reference to another key
+                value = document.values.get(value[2:-1], value)
+            if key is None:
+                self.notes.append(f"{place}: no counterpart is known; docs/recipes.md has all keys")
+                continue
+            self.given.add(key.ours or "")
+            try:
+                self._put(key.ours, key.translate(value), place)
+            except NoCounterpart as problem:
+                self.notes.append(f"{place}: {problem}")
+            except (TypeError, ValueError, AttributeError):
+                self.notes.append(f"{place}: a value of another kind was expected; {key.answer}")
+
+    def _put(self, ours: str | None, value: Any, place: str) -> None:
+        if ours is None or value is None:
+            return
+        home = self.other if ours.startswith(("~", "strategy.")) else self.recipe
+        if ours in home and home[ours] != value:
+            self.notes.append(f"{place}: {ours.lstrip('~')} is {show(home[ours])} already, from {self.places[ours]}")
+            return
+        home[ours], self.places[ours] = value, place
+
+    def _take(self, name: str, default: Any = None) -> Any:
+        return self.other.pop(f"~{name}", default)
+
+    def _note(self, name: str, advice: str) -> None:
+        self.notes.append(f"{self.places[name]}: {advice}")
+
+    def derive(self, project: Project | None) -> None:
+        """The keys that depend on several of theirs, and their defaults."""
+        self._strategy_files()
+        self._precision()
+        self._data()
+        self._objective()
+        if project is not None:
+            self._defaults(project)
+        self._adapter()
+        self._length_and_batch()
+        self._evaluation_and_saving()
+        betas = [self._take("beta1"), self._take("beta2")]
+        if betas != [None, None]:
+            self.recipe["optim.betas"] = [betas[0] or 0.9, betas[1] or 0.999]
+
+    def _defaults(self, project: Project) -> None:
+        added = {}
+        is_sft = self.recipe.get("objective.name", "sft") == "sft"
+        for key, value in project.defaults.items():
+            if key in self.given or key in self.recipe or (key == "run.num_epochs" and "run.max_steps" in self.recipe):
+                continue
+            if key in ("objective.train_on", "optim.learning_rate") and not is_sft:
+                continue
+            if key.startswith("adapter.") and not (self.other.get("~peft") or self.other.get("~adapter")):
+                continue
+            (self.other if key[0] == "~" else self.recipe)[key] = value
+            if key[0] != "~":
+                added[key] = value
+        if added:
+            given = ", ".join(f"{key} {show(value)}" for key, value in added.items())
+            self.notes.append(f"not in the file, so the defaults of {project.name} hold: {given}")
+
+    def _strategy_files(self) -> None:
+        """A DeepSpeed JSON, inline or by path, and FSDP in one line."""
+        named = self._take("deepspeed")
+        if isinstance(named, dict):
+            self.read(Document(f"{self.places['~deepspeed']}", named), PROJECTS["deepspeed"])
+        elif named is not None:
+            path = next((one for one in (Path(str(named)), self.folder / str(named)) if one.is_file()), None)
+            if path is None:
+                self._note("~deepspeed", "no such file; give it to `convert` beside this one")
+            else:
+                self.read(read_document(path), PROJECTS["deepspeed"])
+        for key, value in (self._take("fsdp") or {}).items():
+            self.other.setdefault(f"strategy.{key}", value)
+
+    def _precision(self) -> None:
+        bf16, fp16 = self._take("bf16"), self._take("fp16")
+        if bf16 or fp16:
+            self.recipe.setdefault("mixed_precision", "bf16" if bf16 else "fp16")
+        elif bf16 is False:
+            self.recipe.setdefault("mixed_precision", "no")
+
+    def _data(self) -> None:
+        path, config, split = self._take("dataset"), self._take("dataset_config"), self._take("train_split")
+        test, rows = self._take("test_split"), self._take("max_rows")
+        sources = self._sources(path, config, split)
+        if rows is not None:
+            sources = [{**source, "max_rows": rows} for source in sources]
+        if sources:
+            self.recipe["data.train"] = sources if len(sources) > 1 else _plain(sources[0])
+        is_used = "~dataset_component" in self.places or any(source["path"] == path for source in sources)
+        if test is not None and is_used:
+            self.recipe["data.eval"] = {**sources[0], "split": test}
+        for key, value in {"dataset": path, "dataset_config": config, "train_split": split, "test_split": test}.items():
+            if value is not None and not is_used:
+                self._note(f"~{key}", "left out: other keys name the rows; write it at its source in data.train")
+        for name in self._names("registered_eval"):
+            self.recipe.setdefault("data.eval", {})[name] = f"path/to/{name}.jsonl"
+        for i, source in enumerate(self._list_of_sources("test_sources")):
+            self.recipe.setdefault("data.eval", {})[f"set{i}" if i else "eval"] = source
+        columns = {"text": self._take("text_field"), "messages": self._take("messages_column")}
+        columns = {key: column for key, column in columns.items() if column not in (None, key)}
+        if columns:
+            self.recipe["data.columns"] = columns
+
+    def _sources(self, path: str | None, config: Any, split: Any) -> list[dict[str, Any]]:
+        mixture = self._take("mixture")
+        if mixture is not None:
+            self.other["~sources"] = mixture.get("datasets", [])
+            self.places["~sources"] = self.places["~mixture"]
+            if mixture.get("test_split_size") is not None:
+                self.recipe["data.holdout"] = mixture["test_split_size"]
+            for key in sorted(mixture.keys() - {"datasets", "test_split_size"}):
+                self._note("~mixture", f"{key} {show(mixture[key])}: no counterpart")
+        if sources := self._list_of_sources("sources"):
+            return sources
+        splits, mixer = self._take("splits"), self._take("mixer")
+        if mixer is not None:
+            return self._of_mixer(mixer, splits or ["train"])
+        if names := self._names("registered"):
+            return [{"path": f"path/to/{name}.jsonl"} for name in names]
+        component, files = self._take("dataset_component"), self._take("data_files")
+        known = {"alpaca_dataset": "tatsu-lab/alpaca", "alpaca_cleaned_dataset": "yahma/alpaca-cleaned"}
+        if files is not None:
+            path, split = files, None
+        if path is None and component is not None:
+            path = known.get(str(component).rpartition(".")[2])
+            if path is None:
+                path = "path/to/rows.jsonl"
+                self._note("~dataset_component", "write the path of its rows in data.train")
+        if path is None:
+            return []
+        extra = {"name": config, "split": split if split != "train" else None}
+        if split is not None and "[" in str(split):
+            self._note("~train_split", "write data.train.max_rows for a part of a split")
+            extra["split"] = str(split).partition("[")[0]
+        return [{"path": path, **{key: value for key, value in extra.items() if value not in (None, "train")}}]
+
+    def _of_mixer(self, mixer: dict[str, Any], splits: list[str]) -> list[dict[str, Any]]:
+        """The handbook's {data set: fraction}, whose splits are by name for training or test."""
+        train = [split for split in splits if "train" in split] or ["train"]
+        test = [split for split in splits if "test" in split]
+        if test:
+            self.recipe["data.eval"] = {
+                f"{path.replace('/', '-')}-{split}": {"path": path, "split": split} for path in mixer for split in test
+            }
+        if any(_number_of(share) != 1 for share in mixer.values()):
+            self._note("~mixer", "a fraction became weight: an epoch uses that part of the rows, the next one another")
+        return [
+            {
+                "path": path,
+                **({"split": split} if split != "train" else {}),
+                **({"weight": share} if _number_of(share) != 1 else {}),
+            }
+            for path, share in mixer.items()
+            for split in train
+        ]
+
+    def _names(self, key: str) -> list[str]:
+        """Names of LLaMA-Factory's dataset_info.json, each to be replaced by a path."""
+        names = self._take(key, [])
+        if names:
+            self._note(
+                f"~{key}", "names in dataset_info.json; write the paths of their rows, or their names on the Hub"
+            )
+        return names
+
+    def _list_of_sources(self, key: str) -> list[dict[str, Any]]:
+        found = []
+        for given in self._take(key) or []:
+            source = given if isinstance(given, dict) else {"path": given}
+            own: dict[str, Any] = {}
+            columns: dict[str, Any] = {}
+            for theirs, value in source.items():
+                ours = SOURCE_KEYS.get(theirs)
+                if value is None or (theirs == "split" and value == "train") or (theirs == "weight" and value == 1):
+                    continue
+                if ours is not None and not (theirs == "path" and source.get("data_files")):  # then a format: json, csv
+                    own[ours] = value
+                elif theirs in COLUMN_KEYS:
+                    columns[COLUMN_KEYS[theirs]] = value
+                elif theirs == "message_property_mappings" and isinstance(value, dict):
+                    columns |= {one: value[one] for one in ("role", "content") if one in value}
+                elif theirs == "type" and value in RECOGNIZED_TYPES:
+                    continue
+                else:
+                    self._note(f"~{key}", f"{theirs} {show(value)}: {SOURCE_ADVICE}")
+            own.setdefault("path", "path/to/rows.jsonl")
+            found.append({**own, **({"columns": columns} if columns else {})})
+        return found
+
+    def _objective(self) -> None:
+        loss, preference, rl = self._take("loss_type"), self._take("pref_loss"), self._take("rl")
+        component = str(self._take("loss", "")).rpartition(".")[2].lower()
+        if preference is not None:
+            if self.recipe.get("objective.name") == "dpo":
+                loss = preference
+            else:
+                self._note("~pref_loss", "goes with stage dpo; left out")
+        if "dpo" in component:
+            loss = "sigmoid"
+        for name in (rl, loss):
+            if name in ("sigmoid", "ipo", "dpo"):
+                self.recipe["objective.name"] = "dpo"
+                self.recipe |= {"objective.loss": "ipo"} if name == "ipo" else {}
+            elif name in ("orpo", "kto"):
+                self.recipe["objective.name"] = {"orpo": "orpo", "kto": "kto_zero"}[name]
+            elif name not in (None, "nll", "chunked_nll"):
+                key = next(one for one in ("~rl", "~pref_loss", "~loss_type") if one in self.places)
+                self._note(key, "no such objective; docs/recipes.md#objective has those that there are")
+        if "objective.name" not in self.recipe:
+            if self.recipe.keys() & {"objective.desirable_weight", "objective.undesirable_weight"}:
+                self.recipe["objective.name"] = "kto_zero"
+            elif "objective.beta" in self.recipe:
+                self.recipe["objective.name"] = "dpo"
+                self._note("objective.beta", "taken for DPO; for ORPO write objective.name: orpo, for KTO kto_zero")
+        name = self.recipe.get("objective.name", "sft")
+        if name == "kto_zero":
+            self.notes.append("objective.name kto_zero: KTO with its reference point at 0 (docs/recipes.md)")
+        if name != "dpo" and "objective.label_smoothing" in self.recipe:
+            self.recipe.pop("objective.label_smoothing")
+            self._note("objective.label_smoothing", "goes with dpo only")
+        if name != "sft" and "objective.train_on" in self.recipe:
+            self.recipe.pop("objective.train_on")
+            self._note("objective.train_on", f"{name} decides which tokens have loss")
+
+    def _adapter(self) -> None:
+        name, component = self._take("adapter"), str(self._take("component", "")).rpartition(".")[2]
+        uses, four, dora = self._take("peft"), self._take("4bit"), self._take("dora")
+        alpha_over_rank = self._take("alpha_over_rank")
+        attention, mlp, _ = self._take("lora_attention"), self._take("lora_mlp"), self._take("lora_head")
+        if self._take("8bit"):
+            self._note("~8bit", "no weights in 8 bits; write adapter.name: qlora for 4 bits")
+        for prefix in ("qlora", "lora", "dora"):
+            if component.startswith(f"{prefix}_"):
+                name = name or prefix
+        name = name or ("lora" if uses else None)
+        if name is None:
+            for key in [key for key in self.recipe if key.startswith("adapter.")]:
+                del self.recipe[key]
+                if key in self.places:
+                    self._note(key, f"without an adapter, left out; {ADAPTER}")
+            if four:
+                self._note("~4bit", f"without an adapter, left out; {ADAPTER}")
+            return
+        self.recipe["adapter.name"] = "qlora" if four else "dora" if dora and name == "lora" else name
+        if four and dora:
+            self._note("~dora", "does not go with weights in 4 bits; left out")
+        if attention is not None:
+            names = ["o_proj" if one == "output_proj" else one for one in attention]
+            self.recipe["adapter.targets"] = names + (["gate_proj", "up_proj", "down_proj"] if mlp else [])
+        elif mlp:
+            self._note("~lora_mlp", "write adapter.targets")
+        if alpha_over_rank is not None and "adapter.rank" in self.recipe and "adapter.alpha" not in self.recipe:
+            self.recipe["adapter.alpha"] = alpha_over_rank * self.recipe["adapter.rank"]
+            self.notes.append(
+                f"not in the file: adapter.alpha {self.recipe['adapter.alpha']}, {alpha_over_rank} x rank"
+            )
+        if "adapter.targets" not in self.recipe:
+            self.notes.append(
+                "no layers for the adapter in the file: adapter.targets is all-linear; peft may take fewer"
+            )
+
+    def _length_and_batch(self) -> None:
+        if "run.max_steps" in self.recipe and "run.num_epochs" in self.recipe:
+            del self.recipe["run.num_epochs"]
+            self._note("run.num_epochs", "max_steps has precedence; left out")
+        if (steps := self._take("steps_per_epoch")) is not None:
+            self.recipe["run.max_steps"] = steps * (self.recipe.pop("run.num_epochs", None) or 1)
+        warmup, ratio = self._take("warmup"), self._take("warmup_ratio")
+        name = "~warmup_ratio"
+        if warmup is not None and 0 < warmup < 1:  # as transformers 5 reads it
+            warmup, ratio, name = None, warmup, "~warmup"
+        if warmup:
+            self.recipe["schedule.warmup_steps"] = int(warmup)
+        elif ratio and "run.max_steps" in self.recipe:
+            self.recipe["schedule.warmup_steps"] = math.ceil(ratio * self.recipe["run.max_steps"])
+        elif ratio:
+            self._note(name, WARMUP)
+        micro, accumulation = self.recipe.get("batch.micro_batch_size"), self._take("accumulation", 1)
+        listed, mesh = self._take("processes"), self.other
+        self.processes = self.processes or listed
+        if micro is None or "batch.global_batch_size" in self.recipe:
+            return
+        per_copy = mesh.get("strategy.tp_size", 1) * mesh.get("strategy.sp_size", 1)
+        copies = max(1, (self.processes or 1) // per_copy)
+        self.recipe["batch.global_batch_size"] = micro * accumulation * copies
+        what = f"batch.global_batch_size {micro * accumulation * copies} = {micro} x accumulation {accumulation} x"
+        if self.processes is None:
+            self.notes.append(
+                f"{what} 1 process: the file has no number of GPUs; multiply by that of your runs, or give --processes"
+            )
+
+    def _evaluation_and_saving(self) -> None:
+        for what, key, advice in (
+            ("eval", "run.eval_every_steps", EVALUATION),
+            ("save", "run.save_every_steps", SAVING),
+        ):
+            strategy, steps = self._take(f"{what}_strategy"), self._take(f"{what}_steps")
+            strategy = "no" if strategy is False else strategy
+            if strategy in (None, "steps") and steps and steps >= 1:
+                self.recipe[key] = int(steps)
+            elif strategy in (None, "steps") and steps:
+                self._note(f"~{what}_steps", f"a share of the run; {advice}")
+            elif strategy not in (None, "no"):
+                self._note(f"~{what}_strategy", advice)
+            elif strategy == "no" and steps:
+                self._note(f"~{what}_steps", f"{what}_strategy is no; left out")
+        if (keep := self._take("keep")) is not None:
+            self.recipe["run.keep_last"] = max(2, keep)
+            if keep < 2:
+                self._note("~keep", "run.keep_last is at least 2, as a crash may damage the newest")
+
+    def strategy(self, name: str) -> tuple[str, dict[Path, str]]:
+        """The shipped strategy with the traits of the files, or `name` and the files to write for it."""
+        given = {key.removeprefix("strategy."): value for key, value in self.other.items() if key[0] != "~"}
+        version = given.pop("fsdp_version", 1)
+        if given.get("zero_stage"):
+            given["kind"] = "zero"
+        elif given.get("kind") == "zero":
+            given["kind"] = "ddp"
+        is_sharded = {"reshard", "offload"} & given.keys() and "kind" not in given
+        kind = given.get("kind", "fsdp" if is_sharded else "ddp")
+        if not given:
+            self.notes.append(
+                "no distribution in the file: ddp; any other strategy has the same curve (docs/strategies.md)"
+            )
+        wanted = {"zero_hpz_partition_size": 1, "dp_replicate_size": 1, "tp_size": 1, "sp_size": 1, **given}
+        if kind == "fsdp":
+            plain = wanted["dp_replicate_size"] == wanted["tp_size"] == wanted["sp_size"] == 1
+            kind = "fsdp1" if version == 1 and plain and "kind" in given and not given.get("offload") else "fsdp2"
+            wanted |= {"reshard": given.get("reshard", True), "offload": given.get("offload", False)}
+        else:
+            wanted |= {"reshard": None, "offload": False}
+        wanted |= {"kind": kind, "zero_stage": given.get("zero_stage", 0)}
+        traits = tuple(wanted.get(trait) for trait in TRAITS)
+        for shipped in known_strategies():
+            try:
+                if traits_of(load_strategy(strategy_path(shipped))) == traits:
+                    return shipped, {}
+            except RecipeError:  # a broken file of the user's own
+                continue
+        return name, _new_strategy(name, wanted)
+
+
+def traits_of(strategy: Strategy) -> tuple[Any, ...]:
+    """The values of `TRAITS`."""
+    fsdp = strategy.fsdp
+    reshard = None
+    if fsdp is not None:
+        sharding = fsdp.fsdp_sharding_strategy
+        reshard = sharding == "FULL_SHARD" if sharding else fsdp.fsdp_reshard_after_forward
+    values = {
+        "kind": "ddp" if strategy.kind == "tp" else strategy.kind,
+        "reshard": reshard,
+        "offload": fsdp is not None and fsdp.fsdp_offload_params,
+        "zero_hpz_partition_size": strategy.secondary_group_size,
+    }
+    return tuple(values[trait] if trait in values else getattr(strategy, trait) for trait in TRAITS)
+
+
+def _new_strategy(name: str, wanted: dict[str, Any]) -> dict[Path, str]:
+    """An accelerate YAML, and under ZeRO a DeepSpeed JSON made from the shipped one of its stage."""
+    kind, found = wanted["kind"], {}
+    kinds = {"single": "NO", "ddp": "MULTI_GPU", "zero": "DEEPSPEED"}
+    block: dict[str, Any] = {"distributed_type": kinds.get(kind, "FSDP"), "num_processes": "auto"}
+    if kind == "zero":
+        json_path = Path("ds_configs") / f"{name}.json"
+        found[json_path] = json.dumps(_deepspeed(wanted), indent=2) + "\n"
+        block["deepspeed_config"] = {
+            "deepspeed_config_file": str(json_path),
+            "deepspeed_multinode_launcher": "standard",
+        }
+    elif kind in ("fsdp1", "fsdp2"):
+        base = read_document(strategy_path(kind)).values["fsdp_config"]
+        block["fsdp_config"] = {**base, "fsdp_offload_params": wanted["offload"]}
+        if kind == "fsdp1":
+            block["fsdp_config"]["fsdp_sharding_strategy"] = "FULL_SHARD" if wanted["reshard"] else "SHARD_GRAD_OP"
+        else:
+            block["fsdp_config"]["fsdp_reshard_after_forward"] = wanted["reshard"]
+    sizes = {key: wanted[key] for key in ("dp_replicate_size", "tp_size", "sp_size") if wanted[key] > 1}
+    if kind == "fsdp2" and sizes.keys() - {"sp_size"}:
+        sizes["dp_shard_size"] = 2  # at least; more processes extend it
+    if sizes:
+        block["parallelism_config"] = {f"parallelism_config_{key}": size for key, size in sizes.items()}
+    text = f"# Converted by `python -m cookbook convert`; no shipped strategy has these traits.\n{dump_yaml(block)}"
+    return {strategy_path(name): text, **found}
+
+
+def _deepspeed(wanted: dict[str, Any]) -> dict[str, Any]:
+    devices = {key: wanted.get(key) for key in ("offload_optimizer", "offload_param")}
+    on_disk = "nvme" in devices.values()
+    values = read_document(Path(f"ds_configs/zero{wanted['zero_stage']}.json")).values
+    zero = values["zero_optimization"]
+    disk = read_document(Path("ds_configs/zero3_nvme.json")).values
+    for key, device in devices.items():
+        if device is not None:
+            values["zero_force_ds_cpu_optimizer"] = False
+            block = disk["zero_optimization"][key] if device == "nvme" else {"device": "cpu", "pin_memory": True}
+            zero[key] = {**block, "nvme_path": wanted.get("nvme_path", "nvme_swap")} if device == "nvme" else block
+    if devices["offload_param"] == "nvme":
+        zero["stage3_prefetch_bucket_size"] = 0
+    if on_disk:
+        values["aio"] = disk["aio"]
+    if wanted["zero_hpz_partition_size"] > 1:
+        zero["zero_hpz_partition_size"] = wanted["zero_hpz_partition_size"]
+    return values
+
+
+SOURCE_KEYS = {
+    "path": "path",
+    "id": "path",
+    "data_files": "path",
+    "name": "name",
+    "config": "name",
+    "split": "split",
+    "revision": "revision",
+    "weight": "weight",
+}
+COLUMN_KEYS = {"field_messages": "messages", "message_field_role": "role", "message_field_content": "content"}
+RECOGNIZED_TYPES = ("alpaca", "chat_template", "sharegpt")
+SOURCE_ADVICE = "no counterpart; the shape of rows is recognized, and data.columns maps the rest"
+
+
+def _plain(source: dict[str, Any]) -> Any:
+    return source["path"] if source.keys() == {"path"} else source
+
+
+def _number_of(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 1.0
+
+
+def _short(value: Any) -> str:
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, list | dict) and value else show(value)
+
+
+def _leaves(values: dict[str, Any], project: Project, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Keys with their values. A section is a value where the project's table has it as one; a key without a value, and
+    "auto" of a DeepSpeed JSON, leave a setting to its default.
+    """
+    for name, value in values.items():
+        here = (*path, name)
+        dotted = ".".join(map(str, here))
+        if isinstance(value, dict) and dotted not in project.keys:
+            yield from _leaves(value, project, here)
+        elif value is not None and not (value == "auto" and project is PROJECTS["deepspeed"]):
+            yield here, value

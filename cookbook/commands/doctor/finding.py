@@ -1,0 +1,42 @@
+"""The result of a check: ok, warning or failure, with a remedy."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["ok", "warning", "failure"]
+EXIT_CODES: dict[Status, int] = {"ok": 0, "warning": 1, "failure": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    check: str
+    """One word, the same for all findings of a check."""
+    status: Status
+    text: str
+    remedy: str = ""
+    """A command, or what to write where; empty for ok alone."""
+
+
+def ok(check: str, text: str) -> Finding:
+    return Finding(check=check, status="ok", text=text)
+
+
+def warning(check: str, text: str, remedy: str) -> Finding:
+    return Finding(check=check, status="warning", text=text, remedy=remedy)
+
+
+def failure(check: str, text: str, remedy: str) -> Finding:
+    return Finding(check=check, status="failure", text=text, remedy=remedy)
+
+
+def worst(findings: list[Finding]) -> Status:
+    return max((finding.status for finding in findings), key=EXIT_CODES.__getitem__, default="ok")
+
+
+def in_bytes(count: float) -> str:
+    """A size in its unit: 3.2 GiB, 64 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if count >= 10 or count == int(count) else f"{count:.1f} {unit}"

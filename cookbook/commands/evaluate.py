@@ -1,0 +1,174 @@
+"""Loss and perplexity of a trained model on any rows, by the code that evaluates during training."""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument
+
+from cookbook.commands.arguments import AsJson, Assignments, run_folder
+from cookbook.commands.exported import ADAPTER, find_model, find_run, recipe_of_run
+from cookbook.config.objectives.token_loss import TokenLoss
+from cookbook.config.recipe import Recipe, parse_recipe
+from cookbook.config.strategy import find_strategy, load_strategy
+from cookbook.planning import launch
+from cookbook.planning.plan import make_plan
+from cookbook.system.console import page
+from cookbook.system.files import Document, RecipeError
+from cookbook.system.machine import num_gpus
+
+if TYPE_CHECKING:
+    from cookbook.training.engine import Engine
+
+CACHE = Path(".cache")
+
+
+def evaluate(
+    folder: Annotated[Path, run_folder("the run.output_dir of a recipe, or a model's own folder")],
+    data: Annotated[str | None, Argument(metavar="DATA", help="as data.eval; default: the run's own sets")] = None,
+    *,
+    as_json: AsJson = False,
+    assignments: Assignments,
+) -> int:
+    """Compute a model's loss and perplexity on any rows.
+
+    Runs in one process, with the settings of the run's recipe; a model of no run is evaluated in float32.
+    """
+    model = find_model(folder)
+    recipe = _recipe_for(folder, model, data, assignments)
+    found = evaluate_model(model, recipe)
+    if as_json:
+        print(json.dumps({"model": str(model), "sets": found}, indent=1))
+        return 0
+    names = list(dict.fromkeys(name for one in found for name in one))
+    rows = [[_shown(one.get(name)) for name in names] for one in found]
+    print(page(f"EVALUATION of {model}", names, *rows))
+    return 0
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _recipe_for(folder: Path, model: Path, data: str | None, assignments: list[str]) -> Recipe:
+    """The run's recipe, or for a model of no run one of defaults; with `data` as its only held-out rows.
+
+    Raises:
+        RecipeError: no held-out rows, or an objective whose loss needs more than this model.
+    """
+    if data is not None:
+        own = f"data.eval={json.dumps({'path': data})}"
+        # data.train is not read then, and its files may be gone.
+        assignments = [own, f"data.train={json.dumps(data)}", "data.holdout=0", *assignments]
+    run = find_run(folder)
+    if run is not None:
+        recipe = recipe_of_run(run, assignments)
+    else:
+        values = {
+            "strategy": "single",
+            "mixed_precision": "no",
+            "model": {"name_or_path": str(model)},
+            "data": {},
+            "batch": {"global_batch_size": 8, "micro_batch_size": 8},
+            "optim": {"learning_rate": 1e-5},
+            "run": {"max_steps": 1},
+        }
+        if data is None:
+            raise RecipeError([f"{folder} is no run's, so there are no held-out rows; name DATA as well"])
+        recipe = parse_recipe(Document(str(model), values), model, assignments, None)
+    if not recipe.data.eval and not recipe.data.holdout:
+        raise RecipeError([f"{run}: its recipe has no held-out rows; name DATA as well"])
+    if recipe.objective.needs_reference:
+        name = recipe.objective.name
+        raise RecipeError(
+            [
+                f"objective.name is {name}, whose loss compares with the model before training, which is not there; for"
+                " the loss of its answers name DATA with chats or completions, and add --set objective='{name: sft}'"
+            ]
+        )
+    return recipe
+
+
+def evaluate_model(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
+    """Means over each held-out set of `recipe`, as the lines of metrics.jsonl have them, and `perplexity`.
+
+    Args:
+        folder: a Hugging Face folder, or that of an adapter.
+
+    Raises:
+        RecipeError: a mistake in rows or recipe, or a model that cannot be evaluated.
+    """
+    from cookbook.training.data.sets import read_eval
+
+    rows = read_eval(recipe.data, recipe.objective)  # before the imports, which take seconds
+    if not num_gpus():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers imports, warns on stdout
+    launch.clear_environment()
+    strategy = load_strategy(find_strategy("single"))
+    plan = make_plan(recipe, strategy, num_processes=1, num_gpus=num_gpus(), recipe_name=str(folder))
+
+    from transformers.utils import logging
+
+    from cookbook.commands import stages
+    from cookbook.training import models
+    from cookbook.training.data import batches
+    from cookbook.training.data.sets import tokenize_eval
+
+    logging.disable_progress_bar()
+    tokenizer = models.load_tokenizer(str(folder), recipe.data.chat_template)
+    sets, notes = tokenize_eval(rows, tokenizer, recipe.data, recipe.objective, cache=CACHE)
+    for note in notes:
+        print(note, file=sys.stderr)
+    world = launch.World(rank=0, local_rank=0, num_processes=1, num_local=1, is_launched=False)
+    engine = stages.start_engine(recipe, strategy, plan, world, beat=lambda doing, step: None)
+    _prepare_model(folder, recipe, engine)
+    layout = batches.Layout(
+        num_ranks=1,
+        rank=0,
+        pad_id=tokenizer.pad_token_id,
+        micro_batch_size=recipe.batch.micro_batch_size,
+        micro_batch_tokens=recipe.batch.micro_batch_tokens,
+        packing=recipe.data.packing,
+    )
+    lines = []
+    for name, tokens in sets.items():
+        means = engine.evaluate(recipe.objective.compute, batches.eval_batches(tokens, layout))
+        assert isinstance(means, dict), "nothing asks it to stop"
+        line: dict[str, Any] = {"eval_set": name} if name else {}
+        line |= {f"eval_{key}": value for key, value in means.items()}
+        if isinstance(recipe.objective, TokenLoss):
+            line["perplexity"] = math.exp(means["loss"])
+        lines.append(line)
+    engine.close()
+    return lines
+
+
+def _prepare_model(folder: Path, recipe: Recipe, engine: "Engine") -> None:
+    """Load model and adapter in the dtypes of training. An engine needs an optimizer, which is never used."""
+    import torch
+
+    from cookbook.training import adapters, models
+
+    is_adapter, base = (folder / ADAPTER).is_file(), str(folder)
+    if is_adapter:
+        from peft import PeftConfig
+
+        settings = PeftConfig.from_pretrained(str(folder))
+        base = models.fetch_model(str(settings.base_model_name_or_path), settings.revision)
+    models.load_config(base, recipe.data.max_length, recipe.data.packing)
+    quantization = adapters.quantization_options(recipe.adapter if is_adapter else None, recipe.mixed_precision)
+    model = models.load_model(
+        base,
+        recipe.model,
+        packing=recipe.data.packing,
+        dtype=engine.frozen_dtype if is_adapter else torch.float32,
+        **engine.load_options(is_quantized=bool(quantization)),
+        **quantization,
+    )
+    if is_adapter:
+        adapters.open_adapter(model, folder)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine.prepare(model, torch.optim.SGD(trained, lr=0.0))

@@ -1,0 +1,454 @@
+"""Forecast of a run: memory, time and the best strategy, from a trace of the model's own code without data (`trace`),
+the ledger of costs, and data sheets (`speed`)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+from transformers import PreTrainedConfig
+
+from cookbook.commands.forecast.memory import CONTEXT, GIB, Memory, peak
+from cookbook.commands.forecast.outside import outside as outside_of
+from cookbook.commands.forecast.skeleton import skeleton as skeleton_of
+from cookbook.commands.forecast.speed import Range, caveat, no_forecast, step_seconds
+from cookbook.commands.forecast.trace import ActivationTrace, Untraceable, bound
+from cookbook.commands.forecast.trace import trace as trace_pass
+from cookbook.config.recipe import AdapterSection, Recipe
+from cookbook.config.strategy import Strategy
+from cookbook.planning.costs.flops import Step, sizes_of
+from cookbook.planning.costs.inputs import CostInputs, Skeleton, cost_inputs
+from cookbook.planning.costs.loading import loading as loading_of
+from cookbook.planning.costs.loading import machine_bytes
+from cookbook.planning.costs.memory import States, checkpoint_bytes
+from cookbook.planning.costs.memory import states as states_of
+from cookbook.planning.plan import Plan, default_num_processes, make_plan
+from cookbook.system.files import RecipeError
+from cookbook.system.hardware import HOST_AT_LEAST, Machines
+from cookbook.training.models.attention import sequence_problem
+from cookbook.training.models.loss import LOGITS_BUDGET
+from cookbook.training.models.structure import find_config, not_served
+
+__all__ = ["Forecast", "PlanReport", "forecast", "forecast_all", "of_run", "rung_below"]
+
+FSDP: dict[str, Literal[1, 2]] = {"fsdp1": 1, "fsdp2": 2}
+"""FSDP version by kind of strategy."""
+Verdict = Literal["fits", "host memory unknown", "disk unknown", "tight", "not judged", "does not fit", "cannot run"]
+"""On a CPU, whose memory is shared with everything else, the verdict is `not judged`. With `host memory unknown` and
+`disk unknown` the GPUs suffice, and the machine's memory or disk was not given."""
+UNKNOWN: tuple[Verdict, ...] = ("host memory unknown", "disk unknown")
+MAY_RUN: tuple[Verdict, ...] = ("fits", *UNKNOWN, "tight", "not judged")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The forecast of one strategy on given machines."""
+
+    strategy: Strategy
+    verdict: Verdict
+    why: list[str]
+    """Why it cannot run or may not fit."""
+    shortage: float = 0.0
+    """Needed over available amount of the scarcest resource."""
+    num_processes: int = 0
+    plan: Plan | None = None
+    memory: Memory | None = None
+    is_bound: bool = False
+    """Whether activations are an upper bound by formula, because the model could not be traced."""
+    host: int = 0
+    """Bytes of host memory per machine, the maximum of offloaded state and loading; 0 without GPUs."""
+    disk: int = 0
+    """Bytes of a machine's NVMe disk."""
+    checkpoint: int = 0
+    """Bytes of a checkpoint."""
+    time: Range | None = None
+    largest_micro_batch: int | None = None
+    """Sequences (pairs) of max_length that fit; None for an unknown GPU, or if nothing fits."""
+    longest: int | None = None
+    """Longest sequence that fits at micro-batch 1, in tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """The forecasts of all strategies, best first."""
+
+    recipe: Recipe
+    machines: Machines
+    forecasts: list[Forecast]
+    origin: str
+    """The source of the model's structure."""
+    suggestion: str | None
+    """What to change if nothing fits."""
+    no_time: str | None
+    """Why there is no forecast of time, if there is none."""
+    time_caveat: str | None
+    """What the forecast of time omits, if that matters."""
+    model: str
+    """The model type."""
+    num_parameters: int
+    num_trained: int
+
+
+def forecast_all(
+    recipe: Recipe,
+    strategies: list[Strategy],
+    machines: Machines,
+    recipe_name: str,
+    others: Sequence[Strategy] = (),
+    *,
+    limits: bool = True,
+) -> PlanReport:
+    """Forecasts of all strategies, ranked by verdict, time and simplicity.
+
+    Args:
+        others: strategies to suggest if none of `strategies` fits.
+        limits: also find the largest micro-batch and the longest sequence, which takes twice as long.
+
+    Raises:
+        RecipeError: the model's structure is not available, or the model is not supported.
+    """
+    config, origin = find_config(recipe.model)
+    if problem := not_served(config):
+        raise RecipeError([f"model.name_or_path is {recipe.model.name_or_path!r}: {problem}"])
+    traces = TraceCache(config, recipe)
+    found = [forecast(traces, strategy, machines, recipe_name, limits=limits) for strategy in strategies]
+    ranked = sorted(found, key=_rank)
+    nothing_fits = ranked[0].verdict == "does not fit"
+    return PlanReport(
+        recipe=recipe,
+        machines=machines,
+        forecasts=ranked,
+        origin=origin,
+        suggestion=_suggestion(traces, strategies, others, machines, recipe_name) if nothing_fits else None,
+        no_time=no_forecast(machines, recipe.mixed_precision),
+        time_caveat=caveat(traces.sizes),
+        model=config.model_type,
+        num_parameters=traces.sizes.num_parameters,
+        num_trained=traces.sizes.num_trained,
+    )
+
+
+def rung_below(
+    recipe: Recipe, strategy: Strategy, machines: Machines, recipe_name: str, others: Sequence[Strategy]
+) -> str | None:
+    """The first change that makes a run fit which ran out of GPU memory, even if it was forecast to fit.
+
+    The usable memory is taken to be at most the forecast, since the real need was higher than the GPU's memory.
+
+    Args:
+        others: strategies to suggest.
+    """
+    traces = TraceCache(find_config(recipe.model)[0], recipe)
+    memory = forecast(traces, strategy, machines, recipe_name, limits=False).memory
+    if memory is not None:
+        needed = memory.needed[0] / GIB
+        machines = replace(machines, usable_gib=min(needed, machines.usable_gib or needed))
+    return _suggestion(traces, [strategy], others, machines, recipe_name)
+
+
+TRACES: dict[tuple[Any, ...], ActivationTrace] = {}
+"""Traces of this process; each takes seconds and is the same for every machine."""
+SKELETONS: dict[tuple[str, str], Skeleton] = {}
+
+
+class TraceCache:
+    """The model's skeleton and its traces, which strategies share."""
+
+    def __init__(self, config: PreTrainedConfig, recipe: Recipe) -> None:
+        self.config, self.recipe = config, recipe
+        parts = recipe.model_dump_json(include={"model", "data", "objective", "adapter", "mixed_precision"})
+        self._key = config.to_json_string(), parts
+        if self._key not in SKELETONS:
+            SKELETONS[self._key] = skeleton_of(config, recipe)
+        self.skeleton = SKELETONS[self._key]
+        self.sizes = sizes_of(config, self.skeleton)
+        self.untraceable: str | None = None
+
+    def work(self, strategy: Strategy, micro_batch: int) -> ActivationTrace:
+        """The trace of a micro-batch of samples of data.max_length, or a bound."""
+        autocast = strategy.kind in ("single", "ddp", "tp")
+        fsdp: Literal[0, 1, 2] = FSDP.get(strategy.kind, 0)
+        tp_size, is_zero3, recipe = strategy.tp_size, strategy.zero_stage == 3, self.recipe
+        sequences = micro_batch * len(recipe.objective.sequences)
+        length = -(-recipe.data.max_length // strategy.sp_size)
+        rows, row = (1, sequences * length) if recipe.data.packing else (sequences, length)
+        if self.untraceable is None:
+            key = (*self._key, autocast, tp_size, fsdp, is_zero3, micro_batch, strategy.sp_size)
+            try:
+                if key not in TRACES:
+                    TRACES[key] = trace_pass(
+                        self.config,
+                        recipe,
+                        rows=rows,
+                        length=row,
+                        num_targets=sequences * length,
+                        autocast=autocast,
+                        tp_size=tp_size,
+                        fsdp=fsdp,
+                        is_zero3=is_zero3,
+                        is_exchanged=strategy.sp_size > 1,
+                    )
+                return TRACES[key]
+            except Untraceable as error:
+                self.untraceable = str(error)
+        return bound(self.config, recipe, tokens=sequences * length, tp_size=tp_size)
+
+
+def of_run(config: PreTrainedConfig, recipe: Recipe, strategy: Strategy, plan: Plan) -> Memory:
+    """The GPU memory forecast of a run that is starting. Not collective.
+
+    Raises:
+        Untraceable: only a bound is available.
+    """
+    traces = TraceCache(config, recipe)
+    held = _of_heaviest(traces.skeleton, cost_inputs(recipe, strategy, plan.num_processes))
+    work = traces.work(strategy, micro_batch_of(recipe))
+    if traces.untraceable is not None:
+        raise Untraceable(traces.untraceable)
+    return _gpu_memory(traces, strategy, held, plan, work)
+
+
+def _of_heaviest(found: Skeleton, inputs: CostInputs) -> States:
+    """The states of the rank that holds most: equal shards of flat tensors differ in padding and touched weights."""
+    strategy = inputs.strategy
+    ranks = range(inputs.num_processes) if strategy.kind == "fsdp1" or strategy.zero_stage in (1, 2) else range(1)
+    return max((states_of(found, inputs, rank) for rank in ranks), key=lambda one: one.gpu.total)
+
+
+def micro_batch_of(recipe: Recipe) -> int:
+    """Number of samples of data.max_length in a forward."""
+    batch = recipe.batch
+    if batch.micro_batch_size is not None:
+        return batch.micro_batch_size
+    assert batch.micro_batch_tokens is not None
+    of_a_sample = recipe.data.max_length * len(recipe.objective.sequences)
+    return max(1, batch.micro_batch_tokens // of_a_sample)
+
+
+def forecast(
+    traces: TraceCache, strategy: Strategy, machines: Machines, recipe_name: str, *, limits: bool = True
+) -> Forecast:
+    """The forecast of one strategy; see `forecast_all`."""
+    recipe, found = traces.recipe, traces.skeleton
+    each = max(1, machines.gpus_each)
+    count = default_num_processes(strategy, machines.num_gpus)
+    try:
+        if machines.num_gpus and count > machines.num_gpus:
+            raise RecipeError([f"{strategy.path}: needs {count} GPUs, but there are only {machines.num_gpus}"])
+        if machines.gpu is not None and recipe.mixed_precision == "bf16" and not machines.gpu.has_bf16:
+            lacks = f"mixed_precision is bf16, which a {machines.gpu.name} does not have; write mixed_precision: fp16"
+            raise RecipeError([f"{recipe_name}: {lacks}"])
+        _check_nvme_buffers(strategy, found, count)
+        if strategy.sp_size > 1 and (problem := sequence_problem(traces.config, strategy.sp_size)):
+            raise RecipeError([f"{strategy.path}: {problem}"])
+        spread = replace(strategy, num_machines=-(-count // each))
+        num_gpus = min(count, each) if machines.gpus_each else 0
+        plan = make_plan(recipe, spread, num_processes=count, num_gpus=num_gpus, recipe_name=recipe_name)
+    except RecipeError as error:
+        return Forecast(strategy=strategy, verdict="cannot run", why=error.mistakes, num_processes=count)
+    inputs = cost_inputs(recipe, strategy, count)
+    held = _of_heaviest(found, inputs)
+    outside = outside_of(strategy, machines, count)
+    memory = _gpu_memory(traces, strategy, held, plan, traces.work(strategy, micro_batch_of(recipe)), outside)
+    local = min(count, each)
+    host, offloaded, disk = machine_bytes(found, inputs, held, local, on_gpus=machines.gpus_each > 0)
+    verdict, why, shortage = _verdict(memory, host, disk, machines, offloaded=offloaded)
+    largest = longest = None
+    if limits and machines.usable_gib is not None and held.gpu.total < machines.usable_gib * GIB:
+        largest = _largest(traces, strategy, held, plan, machines.usable_gib * GIB, outside)
+    if largest is not None:
+        tokens = int(largest * recipe.data.max_length)
+        positions = getattr(traces.config, "max_position_embeddings", None) or tokens
+        longest = min(tokens, positions) // 64 * 64
+    return Forecast(
+        strategy=strategy,
+        verdict=verdict,
+        why=why,
+        shortage=shortage,
+        num_processes=count,
+        plan=plan,
+        memory=memory,
+        is_bound=traces.untraceable is not None,
+        host=host,
+        disk=disk,
+        checkpoint=checkpoint_bytes(found, recipe),
+        time=_step_time(traces, strategy, plan, machines, count),
+        largest_micro_batch=None if largest is None else int(largest),
+        longest=longest,
+    )
+
+
+def _check_nvme_buffers(strategy: Strategy, found: Skeleton, count: int) -> None:
+    """Raises RecipeError if the largest shard of a weight exceeds a swap buffer.
+
+    DeepSpeed would fail after minutes of loading (runtime/swap_tensor/partitioned_param_swapper.py:357).
+    """
+    if strategy.offload_param != "nvme" or strategy.deepspeed is None:
+        return
+    buffer = strategy.deepspeed["zero_optimization"]["offload_param"].get("buffer_size", 10**8)
+    part = -(-max(weight.num_elements for weight in found.weights) // count)
+    if part > buffer:
+        asked = f"write at least {part:,}, a process's shard of the largest weight"
+        raise RecipeError([f"{strategy.deepspeed_file}: offload_param.buffer_size is {buffer:,}; {asked}"])
+
+
+def _step_time(traces: TraceCache, strategy: Strategy, plan: Plan, machines: Machines, count: int) -> Range | None:
+    recipe = traces.recipe
+    if no_forecast(machines, recipe.mixed_precision) is not None:
+        return None
+    length = recipe.data.max_length
+    step = Step(
+        num_tokens=tokens_of_step(recipe),
+        num_labelled=tokens_of_step(recipe),
+        length=length,
+        micro_batches=plan.gradient_accumulation_steps,
+        recompute=recipe.model.gradient_checkpointing,
+        precision=recipe.mixed_precision,
+        is_compiled=recipe.model.compile,
+    )
+    return step_seconds(strategy, traces.sizes, step, machines, num_processes=count)
+
+
+def tokens_of_step(recipe: Recipe) -> int:
+    """Upper bound of the tokens of a step: every sample at data.max_length."""
+    return recipe.batch.global_batch_size * len(recipe.objective.sequences) * recipe.data.max_length
+
+
+def _gpu_memory(
+    traces: TraceCache,
+    strategy: Strategy,
+    held: States,
+    plan: Plan,
+    work: ActivationTrace,
+    outside: tuple[int, int] = (CONTEXT, CONTEXT),
+) -> Memory:
+    is_sharded = plan.num_processes > 1 and (strategy.kind in ("fsdp1", "fsdp2") or strategy.zero_stage == 3)
+    accumulates = plan.gradient_accumulation_steps > 1
+    inputs = cost_inputs(traces.recipe, strategy, plan.num_processes)
+    start = loading_of(traces.skeleton, inputs, held, local=1)
+    found = peak(traces.skeleton, held, work, accumulates=accumulates, is_sharded=is_sharded, loading=start.gpu)
+    return replace(found, outside=outside)
+
+
+LARGEST = 2**20
+
+
+def _largest(
+    traces: TraceCache, strategy: Strategy, held: States, plan: Plan, usable: float, outside: tuple[int, int]
+) -> float | None:
+    """The number of samples of max_length in a forward that surely fit; below 1 for shorter samples.
+
+    Every phase grows linearly with the tokens, so two traces are extrapolated. Both have enough tokens for the chunked
+    loss, whose logits do not grow further.
+    """
+    recipe = traces.recipe
+    in_chunks = LOGITS_BUDGET * strategy.sp_size // (traces.sizes.vocab * recipe.data.max_length) + 1
+    small = max(micro_batch_of(recipe), in_chunks)
+    one, two = (traces.work(strategy, size) for size in (small, 2 * small))
+    if len(one.phases) != len(two.phases):  # one was traced and the other took too long
+        return None
+
+    def fits(size: float) -> bool:
+        work = one.towards(two, size / small - 1)
+        return _gpu_memory(traces, strategy, held, plan, work, outside).needed[1] <= usable
+
+    low, high = 0.0, 1.0
+    while fits(high) and high < LARGEST:
+        low, high = high, 2 * high
+    for _ in range(12):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low or None
+
+
+def _verdict(
+    memory: Memory, host: int, disk: int, machines: Machines, *, offloaded: int
+) -> tuple[Verdict, list[str], float]:
+    """The fields verdict, why and shortage of `Forecast`."""
+    if machines.usable_gib is None:
+        return "not judged", [], 0.0
+    why, verdict = [], cast(Verdict, "fits")
+    low, high = memory.needed
+    usable = machines.usable_gib * GIB
+    if low > usable:
+        verdict = "does not fit"
+        why.append(f"needs {low / GIB:.0f} GiB or more of a GPU that has {usable / GIB:.0f}")
+    elif high > usable:
+        verdict = "tight"
+        why.append(f"between {low / GIB:.0f} and {high / GIB:.0f} GiB of {usable / GIB:.0f}")
+    shortage = low / usable
+    of_host = "host memory" if offloaded >= host else "host memory to read the weights"
+    # Some host memory is assumed for loading, but none for offloading, which needs it for the whole run.
+    granted = 0.0 if offloaded else HOST_AT_LEAST * machines.gpus_each * machines.usable_gib * GIB
+    asked: tuple[tuple[str, Verdict, int, float | None, float], ...] = (
+        (of_host, "host memory unknown", host, machines.host_gib, granted),
+        ("NVMe", "disk unknown", disk, machines.nvme_gib, 0.0),
+    )
+    for what, unknown, needed, there, taken in asked:
+        if there is None and needed > taken:
+            verdict = unknown if verdict == "fits" else verdict
+            why.append(f"{unknown}, needs {needed / GIB:,.0f} GiB a machine")
+        elif there is not None and needed > there * GIB:
+            verdict = "does not fit"
+            why.append(f"needs {needed / GIB:,.0f} GiB of {what} in a machine that has {there:,.0f}")
+            shortage = max(shortage, needed / GIB / there)
+    return verdict, why, shortage
+
+
+SIMPLICITY = ("single", "ddp", "fsdp2", "zero", "fsdp1", "tp")
+
+
+def _rank(one: Forecast) -> tuple:
+    order = {"fits": 0, "not judged": 0, "tight": 2, "does not fit": 3, "cannot run": 4}.get(one.verdict, 1)
+    strategy = one.strategy
+    offload = sum(kind is not None for kind in (strategy.offload_optimizer, strategy.offload_param))
+    offload += 2 * (strategy.offload_param == "nvme") + bool(strategy.fsdp and strategy.fsdp.fsdp_offload_params)
+    seconds = one.time.low + one.time.high if one.time else 0.0
+    if one.verdict == "does not fit":  # the nearest first
+        return order, one.shortage, 0, 0, strategy.name
+    simplicity = strategy.sp_size, SIMPLICITY.index(strategy.kind)
+    return order, round(seconds, 3), offload, simplicity, strategy.zero_stage, strategy.name
+
+
+def _suggestion(
+    traces: TraceCache, strategies: Sequence[Strategy], others: Sequence[Strategy], machines: Machines, recipe_name: str
+) -> str | None:
+    """The first change that makes something fit: another strategy, a smaller micro-batch, recomputation, both, an
+    adapter."""
+    recipe = traces.recipe
+
+    def best_of(shop: TraceCache, candidates: Sequence[Strategy]) -> Forecast | None:
+        found = (forecast(shop, strategy, machines, recipe_name, limits=False) for strategy in candidates)
+        return min((one for one in found if one.verdict in ("fits", *UNKNOWN)), key=_rank, default=None)
+
+    known = {strategy.path for strategy in strategies}
+    new = [strategy for strategy in others if strategy.path not in known]
+    best = best_of(traces, new)
+    if best is not None:
+        return f"strategy {best.strategy.name} fits{_if_there(best)}"
+    small = recipe.batch.model_copy(update={"micro_batch_size": 1, "micro_batch_tokens": None})
+    saved = recipe.model.model_copy(update={"gradient_checkpointing": True})
+    ladder: list[tuple[str, dict[str, Any]]] = []
+    if micro_batch_of(recipe) > 1:
+        ladder.append(("batch.micro_batch_size: 1", {"batch": small}))
+    if recipe.model.gradient_checkpointing is not True:
+        both = {"batch": small, "model": saved}
+        ladder.append(("model.gradient_checkpointing: true", {"model": saved}))
+        ladder.append(("batch.micro_batch_size: 1 and model.gradient_checkpointing: true", both))
+    if recipe.adapter is None:
+        for name in ("lora", "qlora"):
+            less = {"adapter": AdapterSection(name=name), "batch": small, "model": saved}
+            ladder.append((f"adapter: {{name: {name}}}, micro_batch_size: 1 and gradient_checkpointing: true", less))
+    for words, changes in ladder:
+        shop = TraceCache(traces.config, recipe.model_copy(update=changes))
+        best = best_of(shop, [*strategies, *new])
+        if best is not None:
+            return f"with {words}, {best.strategy.name} fits{_if_there(best)}"
+    return None
+
+
+def _if_there(one: Forecast) -> str:
+    """The condition under which a strategy fits, if its verdict has one."""
+    if one.verdict not in UNKNOWN:
+        return ""
+    disk = f" and {one.disk / GIB:,.0f} GiB of NVMe" if one.disk else ""
+    return f" if a machine has {one.host / GIB:,.0f} GiB of memory{disk}"

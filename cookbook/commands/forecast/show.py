@@ -1,0 +1,260 @@
+"""A forecast for people, with a row and a bar for each strategy, and for programs as JSON."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cookbook.commands.forecast import UNKNOWN, Forecast, PlanReport, tokens_of_step
+from cookbook.commands.forecast.memory import GIB
+from cookbook.planning.plan import describe_batch
+from cookbook.system.console import Row, coloured, page
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+PARTS = (
+    ("W", "parameters", "weights"),
+    ("G", "gradients", "gradients"),
+    ("O", "optimizer", "optimizer"),
+    ("B", "gathered", "gathered and buffers"),
+    ("A", "activations", "activations"),
+    ("L", "logits", "head and loss"),
+)
+BAR = 40
+OWN = "*"
+"""Marks the strategy that the recipe names."""
+HEADER = ("strategy", "GPUs", "verdict", "GiB a GPU", "micro batch", "length", "step", "limit", "host GiB", "disk GiB")
+COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
+
+
+def in_words(report: PlanReport, recipe_name: str, *, num_samples: int | None, price: float | None) -> str:
+    """The whole answer.
+
+    Args:
+        num_samples: rows of the training data, for the length of the run.
+        price: of a GPU for an hour.
+    """
+    machines, recipe, best = report.machines, report.recipe, report.forecasts[0]
+    room = "" if machines.usable_gib is None else f", of which a run can have {machines.usable_gib:.0f} GiB each"
+    counts = [
+        f"{n / 1e9:.3g} B" if n >= 1e8 else f"{n / 1e6:.3g} M" for n in (report.num_parameters, report.num_trained)
+    ]
+    step = describe_batch(recipe, best.plan) if best.plan else f"{recipe.batch.global_batch_size} sequences"
+    kept = {True: "recomputed", "selective": "recomputed but for products", False: "kept"}
+    model = f"{report.model}, {counts[0]} parameters ({counts[1]} trained); structure from {report.origin}"
+    most = f"at most {tokens_of_step(recipe):,} tokens; activations {kept[recipe.model.gradient_checkpointing]}"
+    notes = (("note", note) for note in machines.notes)
+    parts = [
+        f"PLAN of {recipe_name} on {'the CPU' if machines.usable_gib is None else machines.text}{room}",
+        page(*notes, ("model", model), ("a step", step), ("", most)),
+    ]
+    if best.memory is not None:
+        parts += ["", _table(report), "", _bars(report)]
+    reasons: dict[str, list[str]] = {}
+    for one in report.forecasts:
+        if one.verdict == "cannot run":
+            reasons.setdefault(one.why[0].split(": ", 1)[-1], []).append(one.strategy.name)
+    if reasons:
+        parts += ["", *(page((f"{', '.join(names)} cannot run:",), (f"  {why}",)) for why, names in reasons.items())]
+    if best.memory is not None:
+        parts += ["", _best(report, best, num_samples=num_samples, price=price)]
+    return "\n".join(parts)
+
+
+def _table(report: PlanReport) -> str:
+    rows: list[Row] = [HEADER]
+    notes = []
+    for one in report.forecasts:
+        if one.memory is None:
+            continue
+        low, high = one.memory.needed if report.machines.gpus_each else (one.memory.allocated,) * 2
+        name, time = one.strategy.name, "-"
+        if _is_own(report, one):
+            name, notes = f"{name} {OWN}", [f"{OWN} as the recipe says"]
+        if one.time is not None:
+            time = _range(one.time.low, one.time.high, f" s{' !' if report.time_caveat else ''}")
+        rows.append(
+            (
+                name,
+                str(one.num_processes),
+                _verdict(one),
+                f"{_gib(low)} to {_gib(high)}" if high > low else _gib(low),
+                "<1" if one.largest_micro_batch == 0 else _count(one.largest_micro_batch),
+                _count(one.longest),
+                time,
+                one.time.bottleneck if one.time else "-",
+                _gib(one.host) if one.host else "-",
+                _gib(one.disk) if one.disk else "-",
+            )
+        )
+    if report.time_caveat and any(one.time for one in report.forecasts):
+        notes.append(f"! {report.time_caveat}")
+    return page(*rows, *((note,) for note in notes))
+
+
+def _verdict(one: Forecast) -> "Text":
+    return coloured(one.verdict.replace("host memory", "host"), COLOURS.get(one.verdict, ""))  # in full in `why`
+
+
+def _is_own(report: PlanReport, one: Forecast) -> bool:
+    """Whether the recipe names this strategy."""
+    return Path(one.strategy.path) == Path(report.recipe.strategy)
+
+
+def _bars(report: PlanReport) -> str:
+    """A bar for each strategy, their legend, and what the table leaves open."""
+    usable, num_gpus = report.machines.usable_gib, report.machines.num_gpus
+    shown = [(one, one.memory) for one in report.forecasts if one.memory is not None]
+    whole = usable * GIB if usable is not None else max(memory.needed[1] for _, memory in shown)
+    legend = [f"{letter} {words}" for letter, _, words in PARTS]
+    notes = ["  ".join(legend[:4]), "  ".join([*legend[4:], "- CUDA, NCCL and fragments, at most"])]
+    for one, _ in shown:
+        if 1 < one.num_processes < num_gpus:
+            notes.append(
+                f"{one.strategy.name} has {one.num_processes} processes, as its file writes:"
+                f" {num_gpus - one.num_processes} of {num_gpus} GPUs would have nothing to do"
+            )
+    unknown = [f"{one.strategy.name}: {'; '.join(one.why)}" for one, _ in shown if one.verdict in UNKNOWN]
+    if unknown:
+        notes += [*unknown, "what a machine has: HOST_GIB=, NVME_GIB= (--host-gib, --nvme-gib)"]
+    return page(
+        ("", f"0{f'{_gib(round(whole))} GiB':>{BAR}}", ""),
+        *((one.strategy.name, _bar(one, whole), "" if one.verdict == "fits" else _verdict(one)) for one, _ in shown),
+        *((note,) for note in notes),
+    )
+
+
+def _bar(one: Forecast, whole: float) -> str:
+    """Cells of 1/BAR of a GPU."""
+    assert one.memory is not None
+    text, filled = "|", 0.0
+    for letter, name, _ in PARTS:
+        filled += getattr(one.memory, name)
+        text += letter * (1 + round(filled / whole * BAR) - len(text))
+    if one.verdict == "not judged":
+        return text[: 1 + BAR]
+    text += "-" * (1 + round(one.memory.needed[1] / whole * BAR) - len(text))
+    return f"{text[: 1 + BAR]:{1 + BAR}}|"
+
+
+def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price: float | None) -> str:
+    memory, recipe, machines, time = best.memory, report.recipe, report.machines, best.time
+    assert memory is not None
+    if best.verdict == "does not fit":
+        said = report.suggestion or "no other strategy, smaller micro-batch, checkpointing or adapter helps: take more"
+        return page((f"Nothing fits. Nearest is {best.strategy.name}: {'; '.join(best.why)}.",), (f"Next: {said}.",))
+    parts = [f"{words} {_gib(getattr(memory, name))}" for _, name, words in PARTS if getattr(memory, name) >= GIB // 10]
+    low, high = memory.reserved
+    reserved = f", {_gib(low)} to {_gib(high)} reserved" if machines.gpus_each else ""
+    rows = [
+        ("peak", f"{_gib(memory.allocated)} GiB allocated{reserved}, at {memory.moment}"),
+        ("", ", ".join(parts) or "nothing of 0.1 GiB or more"),
+        ("disk", f"{_gib(best.checkpoint)} GiB a checkpoint"),
+    ]
+    if best.is_bound:
+        rows.insert(2, ("", "activations are a bound by formula: this model's code could not be traced"))
+    steps = _num_steps(report, num_samples)
+    length = f"{steps:,} steps" if steps else "not known: run.num_epochs of data that was not read; give SAMPLES="
+    if time is None:
+        rows.append(("time", str(report.no_time)))
+    else:
+        per_gpu = time.tokens_per_second(tokens_of_step(recipe), best.num_processes)
+        rows.append(("speed", f"{_range(*per_gpu, ' tokens/s a GPU')}, limited by {time.bottleneck}"))
+        if steps is not None:
+            length += f", {_range(*time.hours(steps), ' hours')} at full length; shorter samples take less"
+    rows.append(("length", length))
+    if price is not None:
+        cost = f"not known without a {'length' if time else 'time'}"
+        if time is not None and steps is not None:
+            total = time.price(steps, per_gpu_hour=price, num_gpus=machines.num_gpus)
+            cost = f"{_range(*total, '')} at {price:g} a GPU and hour"
+        rows.append(("price", cost))
+    return "\n".join([page((f"{best.strategy.name}: {_reason(report, best)}",)), page(*rows, indent=4)])
+
+
+def _reason(report: PlanReport, best: Forecast) -> str:
+    num_fitting = sum(one.verdict == "fits" for one in report.forecasts)
+    if best.verdict == "not judged":
+        return "what it allocates; a CPU's memory is shared, so nothing is judged"
+    if best.verdict != "fits":
+        return "may fit: " + "; ".join(best.why)
+    if len(report.forecasts) == 1:
+        return "fits"
+    if num_fitting == 1:
+        return "the one that fits"
+    return f"the {'fastest' if best.time else 'simplest'} of {num_fitting} that fit"
+
+
+def _num_steps(report: PlanReport, num_samples: int | None) -> int | None:
+    recipe = report.recipe
+    if recipe.run.max_steps is not None:
+        return recipe.run.max_steps
+    if num_samples is None:
+        return None
+    return recipe.run.total_steps(-(-num_samples // recipe.batch.global_batch_size))
+
+
+def _gib(num_bytes: float) -> str:
+    """Two digits: more a forecast can't back."""
+    value = num_bytes / GIB
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 0.1 else "<0.1"
+
+
+def _range(low: float, high: float, unit: str) -> str:
+    def two_digits(value: float) -> str:
+        return f"{float(f'{value:.2g}'):,.10g}"
+
+    return f"{two_digits(low)} to {two_digits(high)}{unit}"
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def as_record(report: PlanReport, recipe_name: str, *, num_samples: int | None, price: float | None) -> dict[str, Any]:
+    """Everything, in bytes and seconds."""
+    steps = _num_steps(report, num_samples)
+    found = []
+    for one in report.forecasts:
+        memory, time = one.memory, one.time
+        record: dict[str, Any] = {
+            "strategy": one.strategy.path,
+            "is_own": _is_own(report, one),
+            "verdict": one.verdict,
+            "why": one.why,
+            "num_processes": one.num_processes,
+        }
+        if one.plan is not None:
+            record["gradient_accumulation_steps"] = one.plan.gradient_accumulation_steps
+        if memory is not None:
+            record |= {
+                "memory": {name: getattr(memory, name) for _, name, _ in PARTS}
+                | {"moment": memory.moment, "allocated": memory.allocated, "reserved": memory.reserved}
+                | {"needed": memory.needed, "is_bound": one.is_bound},
+                "host": one.host,
+                "disk": one.disk,
+                "checkpoint": one.checkpoint,
+                "largest_micro_batch": one.largest_micro_batch,
+                "longest": one.longest,
+            }
+        if time is not None:
+            record["step_seconds"] = [time.low, time.high]
+            record["bottleneck"] = time.bottleneck
+            record["parts"] = {part.name: [part.low, part.high] for part in time.parts}
+            if steps is not None:
+                record["hours"] = time.hours(steps)
+                if price is not None:
+                    record["price"] = time.price(steps, per_gpu_hour=price, num_gpus=report.machines.num_gpus)
+        found.append(record)
+    machines = report.machines
+    return {
+        "recipe": recipe_name,
+        "machines": {"text": machines.text, "gpus": machines.num_gpus, "usable_gib": machines.usable_gib}
+        | {"notes": machines.notes},
+        "model": {"type": report.model, "parameters": report.num_parameters, "trained": report.num_trained}
+        | {"structure_from": report.origin},
+        "steps": steps,
+        "forecasts": found,
+        "next_rung": report.suggestion,
+        "no_time": report.no_time,
+        "time_caveat": report.time_caveat,
+    }

@@ -1,0 +1,251 @@
+"""The time of a step: its FLOPs, messages and offload traffic over the rates of GPUs and links.
+
+A time is a range: the fast end overlaps everything possible at the best published rates, the slow end overlaps nothing
+at the worst.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cookbook.config.strategy import Strategy
+from cookbook.planning.costs.flops import ModelSizes, Precision, Step, work
+from cookbook.planning.costs.traffic import ADAMW_BYTES, HostTraffic, Transfer, host_traffic, transfers
+from cookbook.system.hardware import DISK_READ, DISK_WRITE, Gpu, Machines
+
+EFFICIENCY = {
+    "volta": (0.25, 0.50),
+    "turing": (0.25, 0.50),
+    "ampere": (0.40, 0.68),
+    "ada": (0.35, 0.65),
+    "hopper": (0.34, 0.56),
+    "blackwell": (0.25, 0.50),
+    "cdna3": (0.20, 0.40),
+}
+"""Share of the dense peak that matrix products reach in training, with recomputation and half of causal attention.
+
+The ends come from published records. Hopper: torchtitan, Llama-3.1-8B in eager mode (2024-12: 5,762 tokens/s a GPU,
+30 %, with messages and pointwise kernels, which count apart below), and llm-foundry, MPT-70B with checkpointing on 64
+H100 (1,039 tokens/s, 56 %). Ampere: torchtitan, Llama-3-8B before its fused optimizer (2,627 tokens/s, 43 %), and
+llm-foundry, MPT-7B with checkpointing at 4,096 tokens (3,684 tokens/s, 68 %). Volta: Megatron-LM (Shoeybi et al. 2019:
+39 TFLOP/s a V100, with room below) and DeepSpeed's BERT (64); Turing is taken like it. Ada: torchtune, Llama-3.1-8B on
+an RTX 4090 (1,650 tokens/s, 62 %), with room below. Blackwell: torchtitan on GB200 (21,919 tokens/s, 41 %), with room:
+of B200 the only record says that its power was limited. CDNA 3: torchao's float8 README, Llama-3-8B on 8 MI300X (5,377
+tokens/s, 21 %), with room above."""
+
+NVLINK_SHARE, PCIE_PEER_SHARE, FABRIC_SHARE = (0.50, 0.82), (0.30, 0.80), (0.50, 0.90)
+"""Share of a link's rate that a ring of large messages reaches; assumptions. Without peer access, as on GeForce cards,
+messages between GPUs go through host memory."""
+HOST_SHARE = (0.50, 0.85)
+"""Share of PCIe's rate that copies from and to pinned host memory reach; an assumption."""
+MEMORY_SHARE = (0.60, 0.90)
+"""Share of a GPU's memory bandwidth that pointwise kernels reach; an assumption."""
+
+CPU_ADAM = (25e9, 100e9)
+"""Bytes/s of an AdamW update on the CPUs of a machine. DeepSpeed's, published: Llama-2-7B in more than 4 s beside 4
+A100 (47 GB/s; ZenFlow blog); whole steps of Qwen2.5-3B beside 2 A100 in 2.4 to 3.1 s (at least 28 GB/s; pull request
+7474). Widened to half and twice these; the update here is PyTorch's fused one."""
+ACTIVATION_BYTES = 4 * 34
+"""Per token, layer and hidden unit: a layer saves 34 bytes (Korthikanti et al. 2022, equation 2), written and read in
+the forward, as are their gradients in the backward. Used for the slow end only, as compiled layers move less."""
+LOGIT_BYTES = 24
+"""Per labelled position and word: written and read in bf16, in float32, and as a gradient."""
+LAUNCH = (5e-6, 20e-6)
+"""Host seconds per operation in eager mode, from the bare launch to the overhead of modules and autograd in Python.
+With enough tokens the host runs ahead of the GPU; with few it limits the step. This and ZERO3_HOOK enclose Qwen's table
+(its README, "Profiling of Memory and Speed"; one A100, micro-batches of a sample, recomputed): 256 and 512 tokens take
+the same time, 5.2 ms per layer and micro-batch with LoRA, 10.9 when all weights are trained under DeepSpeed (stage not
+given, assumed to be 3)."""
+LAUNCHES = 40
+"""Operations in a layer's forward: 34 of Llama, 46 of Qwen3, counted in transformers 5.23; twice as many in the
+backward. Adapters on all matrices multiply the forward by 2.4 and the backward by 1.6."""
+LAUNCHES_COMPILED = 12
+"""The same for compiled layers: products and attention, with a fused kernel between any two; an assumption."""
+ZERO3_HOOK = (1e-4, 5e-4)
+"""Host seconds of DeepSpeed's ZeRO-3 hooks, which gather and release the weights of a module, per module and pass."""
+ZERO_HOOK = (2e-5, 2e-4)
+"""Host seconds of stages 1 and 2 to copy a gradient to its bucket; an assumption."""
+ZERO_MODULES = 9
+"""Modules with weights in a layer: seven products and two norms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Portion:
+    """The time of one resource in a step, alone, in seconds."""
+
+    name: str
+    low: float
+    high: float
+    overlaps: bool = True
+    """Whether it overlaps with the matrix products; the update of the weights does not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """The time of a step in seconds."""
+
+    low: float
+    high: float
+    bottleneck: str
+    """Name of the largest part."""
+    parts: tuple[Portion, ...]
+
+    def tokens_per_second(self, num_tokens: float, num_gpus: int) -> tuple[float, float]:
+        """Tokens per second and GPU, least and most."""
+        return num_tokens / num_gpus / self.high, num_tokens / num_gpus / self.low
+
+    def hours(self, num_steps: float) -> tuple[float, float]:
+        """Hours of a run, without start, evaluations and checkpoints."""
+        return self.low * num_steps / 3600, self.high * num_steps / 3600
+
+    def price(self, num_steps: float, *, per_gpu_hour: float, num_gpus: int) -> tuple[float, float]:
+        """Price of a run, in the currency of `per_gpu_hour`."""
+        low, high = self.hours(num_steps)
+        return low * per_gpu_hour * num_gpus, high * per_gpu_hour * num_gpus
+
+
+def caveat(sizes: ModelSizes) -> str | None:
+    """What a forecast of time omits, if that exceeds its range.
+
+    Published for Qwen3-30B-A3B on 16 GPUs: 91.2 s per step under ZeRO-3, 9.6 in Megatron (ms-swift, Megatron-SWIFT's
+    Quick Start), before transformers had grouped products for experts.
+    """
+    if sizes.num_experts == 1:
+        return None
+    return (
+        f"{sizes.num_experts} experts: only active weights are counted, not routing, uneven loads and small products,"
+        " with which a step took 10 times as long"
+    )
+
+
+def no_forecast(machines: Machines, precision: Precision) -> str | None:
+    """Why there is no forecast of time; None if there is."""
+    if machines.gpu is None:
+        return machines.no_speed
+    if precision == "no":
+        return "mixed_precision 'no' multiplies in float32: no forecast of time for it"
+    if precision == "bf16" and not machines.gpu.has_bf16:
+        return f"a {machines.gpu.name} has no bf16: no forecast of time for it; write mixed_precision: fp16"
+    return None
+
+
+def step_seconds(
+    strategy: Strategy,
+    sizes: ModelSizes,
+    step: Step,
+    machines: Machines,
+    *,
+    num_processes: int | None = None,
+    adam_bytes: float = ADAMW_BYTES,
+) -> Range:
+    """The time of an optimizer step, if `no_forecast` returns None.
+
+    Args:
+        num_processes: default: the strategy's number, else one per GPU.
+    """
+    gpu = machines.gpu
+    assert gpu is not None and no_forecast(machines, step.precision) is None
+    count = num_processes or strategy.num_processes or machines.num_gpus
+    gpus_each = min(count, machines.gpus_each)
+    messages = transfers(strategy, sizes, step, count)
+    host = host_traffic(strategy, sizes, step, num_processes=count, gpus_each=gpus_each, adam_bytes=adam_bytes)
+    parts = [
+        _products(work(sizes, step).total / count, gpu),
+        _pointwise(sizes, step, count, gpu),
+        _launches(strategy, sizes, step),
+        *_links(messages, machines, gpu, gpus_each),
+        _update(strategy, sizes, count, host, gpu, adam_bytes),
+        *_offload(host, gpu),
+    ]
+    return combined(parts)
+
+
+OF_HOST = "kernel launches"
+
+
+def combined(parts: Iterable[Portion]) -> Range:
+    """The time of all parts. Fast end: the longest overlapping part, then all others. Slow end: the sum of all but the
+    launches, or of launches and non-overlapping parts if that is more, as the GPU computes while the host launches."""
+    kept = tuple(part for part in parts if part.high > 0)
+    together = [part.low for part in kept if part.overlaps]
+    after = [part for part in kept if not part.overlaps]
+    on_host = [part.high for part in kept if part.name == OF_HOST]
+    return Range(
+        low=max(together, default=0.0) + sum(part.low for part in after),
+        high=max(
+            sum(part.high for part in kept if part.name != OF_HOST),
+            sum(on_host) + sum(part.high for part in after),
+        ),
+        bottleneck=max(kept, key=lambda part: part.low + part.high).name,
+        parts=kept,
+    )
+
+
+def _launches(strategy: Strategy, sizes: ModelSizes, step: Step) -> Portion:
+    """The host's work for the micro-batches of a process."""
+    passes = 4 if step.recompute is True else 3  # a backward is two
+    adapted = 2 if sizes.num_matrix_trained < sizes.num_matrix else 1
+    launches = passes * (LAUNCHES_COMPILED if step.is_compiled else LAUNCHES * adapted)
+    hook, times = (0.0, 0.0), 0
+    if strategy.zero_stage == 3:
+        hook, times = ZERO3_HOOK, (passes - 1) * ZERO_MODULES * adapted
+    elif strategy.kind == "zero":
+        hook, times = ZERO_HOOK, ZERO_MODULES
+    layers = sizes.num_layers * step.micro_batches
+    low, high = (layers * (launches * LAUNCH[end] + times * hook[end]) for end in (0, 1))
+    return Portion(name=OF_HOST, low=low, high=high)
+
+
+def _products(flops: float, gpu: Gpu) -> Portion:
+    worst, best = EFFICIENCY[gpu.generation]
+    return Portion(name="compute", low=flops / (best * gpu.half_flops), high=flops / (worst * gpu.half_flops))
+
+
+def _pointwise(sizes: ModelSizes, step: Step, count: int, gpu: Gpu) -> Portion:
+    """Norms, rotary embedding, activation functions and the softmax of the loss: bound by the GPU's memory."""
+    moved = step.num_tokens * sizes.num_layers * sizes.hidden * ACTIVATION_BYTES
+    moved += step.num_labelled * sizes.vocab * LOGIT_BYTES
+    return Portion(name="GPU memory", low=0.0, high=moved / count / (MEMORY_SHARE[0] * gpu.bandwidth))
+
+
+def _links(messages: list[Transfer], machines: Machines, gpu: Gpu, gpus_each: int) -> list[Portion]:
+    over = [message.over_links(gpus_each) for message in messages]
+    inside, between = sum(pair[0] for pair in over), sum(pair[1] for pair in over)
+    name, rate, shares = ("Infinity Fabric" if gpu.is_amd else "NVLink", gpu.nvlink, NVLINK_SHARE)
+    if rate is None:
+        name, rate, shares = "PCIe between GPUs", gpu.host_link, PCIE_PEER_SHARE
+    slow, fast = (gbits * 1e9 / 8 * gpus_each for gbits in machines.fabric_gbits)
+    return [
+        Portion(name=name, low=inside / (shares[1] * rate), high=inside / (shares[0] * rate)),
+        Portion(name="network", low=between / (FABRIC_SHARE[1] * fast), high=between / (FABRIC_SHARE[0] * slow)),
+    ]
+
+
+def _update(
+    strategy: Strategy, sizes: ModelSizes, count: int, host: HostTraffic, gpu: Gpu, adam_bytes: float
+) -> Portion:
+    if host.update:
+        return Portion(name="CPU update", low=host.update / CPU_ADAM[1], high=host.update / CPU_ADAM[0], overlaps=False)
+    whole = strategy.kind in ("single", "ddp")
+    moved = adam_bytes * sizes.num_trained / (1 if whole else count // strategy.mesh(count).replicate)
+    worst, best = MEMORY_SHARE
+    return Portion(
+        name="update", low=moved / (best * gpu.bandwidth), high=moved / (worst * gpu.bandwidth), overlaps=False
+    )
+
+
+def _offload(host: HostTraffic, gpu: Gpu) -> list[Portion]:
+    """PCIe transfers in both directions at once; a disk reads and writes in turn."""
+    worst, best = HOST_SHARE
+    return [
+        Portion(
+            name="PCIe to the host",
+            low=max(host.down, host.up) / (best * gpu.host_link),
+            high=(host.down + host.up) / (worst * gpu.host_link),
+        ),
+        Portion(
+            name="disk",
+            low=host.disk_read / DISK_READ[1] + host.disk_write / DISK_WRITE[1],
+            high=host.disk_read / DISK_READ[0] + host.disk_write / DISK_WRITE[0],
+            overlaps=False,
+        ),
+    ]

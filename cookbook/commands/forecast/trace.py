@@ -1,0 +1,609 @@
+"""Activation memory of a forward and backward, traced by running the real model on torch's fake tensors.
+
+Fake tensors have shapes and dtypes but no data, so the model's own code, the recipe's adapter and checkpointing, and
+the loss determine what is kept and for how long. Runs on any CPU in seconds and reads no weights.
+"""
+
+import copy
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from cookbook.commands.forecast.four_bits import multiply_in_4_bits
+from cookbook.config.recipe import Recipe
+from cookbook.training.adapters import ADAPTER_NAME, lora_config
+from cookbook.training.models.loss import LOGITS_BUDGET, add_loss, nll_of_targets
+from cookbook.training.models.speed import save_activations
+
+if TYPE_CHECKING:
+    from cookbook.commands.forecast.compiled import Kept
+
+TRACED, EXCHANGED = "cookbook_traced", "cookbook_traced_exchange"
+"""Names for `attn_implementation`."""
+TIMEOUT_SECONDS = 20.0
+"""A model that runs token by token would take minutes."""
+PROBE_LAYERS = 3
+ALLOCATION_BYTES = 512
+"""CUDA's allocator rounds sizes up to multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
+COMPUTE_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Untraceable(Exception):
+    """The model's code needs values that a fake tensor does not have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A phase of one forward and backward. Sizes are in bytes, without weights."""
+
+    name: str
+    """embed, forward, head, head backward, backward, end."""
+    layer: int | None
+    """The decoder layer of a forward or backward."""
+    held: int
+    """Activations at its beginning."""
+    peak: int
+    """Peak if each gradient of a weight is freed as soon as it is computed."""
+    making: int = 0
+    """How much higher the peak is if these gradients live to its end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationTrace:
+    """The phases of one micro-batch, in order."""
+
+    phases: tuple[Phase, ...]
+
+    def towards(self, other: "ActivationTrace", times: float) -> "ActivationTrace":
+        """Linear extrapolation from this trace (0 times) to another (1 times)."""
+
+        def between(mine: int, theirs: int) -> int:
+            return max(0, round(mine + times * (theirs - mine)))
+
+        phases = (
+            replace(
+                one,
+                held=between(one.held, more.held),
+                peak=between(one.peak, more.peak),
+                making=between(one.making, more.making),
+            )
+            for one, more in zip(self.phases, other.phases, strict=True)
+        )
+        return ActivationTrace(phases=tuple(phases))
+
+
+def trace(
+    config: PreTrainedConfig,
+    recipe: Recipe,
+    *,
+    rows: int,
+    length: int,
+    num_targets: int,
+    autocast: bool,
+    tp_size: int,
+    fsdp: Literal[0, 1, 2] = 0,
+    is_zero3: bool = False,
+    is_exchanged: bool = False,
+    change: Callable[[PreTrainedModel], None] | None = None,
+    kept: "Kept | None" = None,
+) -> ActivationTrace:
+    """Traces one micro-batch.
+
+    Args:
+        rows: sequences of `length` tokens each; under packing one row of all tokens.
+        num_targets: labelled positions in all rows.
+        autocast: whether weights are float32 and operations cast them, as under single and DDP; else the weights have
+            the recipe's precision, as under ZeRO and FSDP.
+        fsdp: FSDP's version, or 0. accelerate's autocast then surrounds low-precision weights, and FSDP2 casts the
+            inputs and outputs of its units.
+        is_zero3: whether to use DeepSpeed's linear layers, which always save their input, and float32 LoRA weights.
+        is_exchanged: whether attention exchanges tokens for heads, as under sequence parallel.
+        tp_size: size of the tensor-parallel group, which shares heads and inner features.
+        change: modifies the model into that of another program (benchmarks/plan_accuracy.py).
+        kept: likewise for what its checkpointing keeps of a compiled layer.
+
+    Raises:
+        Untraceable: use `bound` instead.
+    """
+    ours = EXCHANGED if is_exchanged else TRACED
+    num_layers = config.num_hidden_layers
+    probed = min(num_layers, PROBE_LAYERS) if _is_uniform(config) else num_layers
+    low = COMPUTE_DTYPES[recipe.mixed_precision]
+    config = _share_of(_with_layers(config, probed), tp_size)
+    # Fallbacks: some models do not accept a custom attention, and some layers cannot be compiled.
+    ways: list[tuple[str, Callable[..., None] | None]] = [(ours, None), ("sdpa", None), ("eager", None)]
+    if _is_compiled(recipe):
+        from cookbook.commands.forecast.compiled import (  # inductor, which other runs need not import
+            kept_by,
+            trace_compiled_layers,
+        )
+
+        kept = kept or kept_by(recipe.model.gradient_checkpointing)
+        ways.insert(0, (ours, partial(trace_compiled_layers, kept=kept)))
+    for attention, compiling in ways:
+        try:
+            is_lora = recipe.adapter is not None and not recipe.adapter.is_quantized
+            trained = torch.float32 if autocast or (is_zero3 and is_lora) else low  # see `_zero3` in costs/memory.py
+            model = _fake_model(config, recipe, trained, low, attention)
+            if change is not None:
+                change(model)
+            is_low = low != torch.float32
+            cast = low if (autocast or fsdp) and is_low else None
+            unit = low if fsdp == 2 and is_low else None
+            with _linear_of_zero3() if is_zero3 else nullcontext():
+                phases = _trace_phases(model, rows, length, num_targets, cast, unit, fsdp == 1, compiling)
+            break
+        except Exception as error:  # a model's code may fail in any way without data
+            is_slow = isinstance(error, TimeoutError) and compiling is None
+            if attention == ways[-1][0] or is_slow:
+                message = (str(error).splitlines() or [""])[0][:200]
+                raise Untraceable(f"{config.model_type}: {type(error).__name__}: {message}") from error
+    return ActivationTrace(phases=tuple(_lengthen(phases, probed, num_layers)))
+
+
+def _is_compiled(recipe: Recipe) -> bool:
+    """Packed float32 attention breaks a layer's graph, which checkpointing does not support (models/speed.py)."""
+    is_cut = recipe.data.packing and recipe.mixed_precision == "no"
+    return recipe.model.compile and not (is_cut and recipe.model.gradient_checkpointing)
+
+
+LAYER_BYTES = 96
+"""Per token and hidden unit, kept by a layer in 16 bits: the maximum of the models measured by ml-engineering
+(gemma-2b; Llama-3.1-8B has 56; training/performance, read 2026-08)."""
+
+
+def bound(config: PreTrainedConfig, recipe: Recipe, *, tokens: int, tp_size: int) -> ActivationTrace:
+    """An upper bound by formula for a model that cannot be traced: each layer keeps `LAYER_BYTES`, or only its input
+    under checkpointing, and the loss has logits in 16 bits and float32, their softmax and gradient."""
+    text = config.get_text_config()
+    size = COMPUTE_DTYPES[recipe.mixed_precision].itemsize
+    layer = LAYER_BYTES * size // 2 * tokens * text.hidden_size // tp_size
+    if recipe.adapter is not None and recipe.adapter.dropout:
+        # Dropout keeps the masked input and the mask of each linear layer; a gated layer has seven.
+        inputs = 6 * text.hidden_size + (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+        layer += (size + 1) * tokens * inputs // tp_size
+    kept = size * tokens * text.hidden_size if recipe.model.gradient_checkpointing is True else layer
+    layers = text.num_hidden_layers
+    head = (size + 12) * min(tokens * text.vocab_size, LOGITS_BUDGET)
+    phases = (
+        Phase(name="head", layer=None, held=layers * kept, peak=layers * kept + head),
+        Phase(name="backward", layer=layers - 1, held=layers * kept, peak=layers * kept + layer),
+        Phase(name="backward", layer=0, held=kept, peak=kept + layer),
+    )
+    return ActivationTrace(phases=phases)
+
+
+def _is_uniform(config: PreTrainedConfig) -> bool:
+    """Whether all layers are alike, so that a few represent all."""
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    sparse = any(
+        getattr(config, key, 0) for key in ("first_k_dense_replace", "mlp_only_layers", "interleave_moe_layer_step")
+    )
+    return not kinds and not sparse and getattr(config, "decoder_sparse_step", 1) in (None, 1)
+
+
+def _with_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
+    config = copy.deepcopy(config)
+    if vars(config).get("layer_types"):
+        config.layer_types = config.layer_types[:num_layers]
+    config.num_hidden_layers = num_layers
+    config.use_cache = False
+    return config
+
+
+def _share_of(config: PreTrainedConfig, tp_size: int) -> PreTrainedConfig:
+    """The configuration of one tensor-parallel rank: its share of heads and inner features, whole hidden states."""
+    if tp_size == 1:
+        return config
+    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(config, key, None):
+            setattr(config, key, max(1, getattr(config, key) // tp_size))
+    return config
+
+
+def _fake_model(
+    config: PreTrainedConfig, recipe: Recipe, trained: torch.dtype, frozen: torch.dtype, attention: str
+) -> PreTrainedModel:
+    """The model as built by `train.py`, on the meta device."""
+    adapter = recipe.adapter
+    config = copy.deepcopy(config)
+    config._attn_implementation = attention
+    default = torch.get_default_dtype()
+    with torch.device("meta"):
+        try:
+            torch.set_default_dtype(trained if adapter is None else frozen)
+            # from_config would be collective in a run under ZeRO-3.
+            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+        finally:
+            torch.set_default_dtype(default)
+        if adapter is not None:
+            from peft import inject_adapter_in_model
+
+            for parameter in model.parameters():
+                parameter.requires_grad_(False)
+            inject_adapter_in_model(lora_config(adapter), model, adapter_name=ADAPTER_NAME)
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(trained)
+            if adapter.is_quantized:
+                multiply_in_4_bits(model)
+    model.config.use_cache = False
+    if recipe.model.gradient_checkpointing:
+        save_activations(model, selective=recipe.model.gradient_checkpointing == "selective")
+    add_loss(model)
+    return model.train()
+
+
+def _flash_makes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocates as a flash attention kernel does: the output and the log-sum-exp."""
+    batch, heads, length, _ = query.shape
+    out = query.new_empty(batch, length, heads, value.shape[-1])
+    return out, query.new_empty(batch, heads, length, dtype=torch.float32)
+
+
+def _flash_keeps(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _flash_makes_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    sums: torch.Tensor,
+) -> list[torch.Tensor]:
+    """Gradients of the three inputs, then temporaries: that of the queries is accumulated in float32, those of grouped
+    keys and values per query head (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd)."""
+    found = [torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)]
+    found += [torch.empty_like(query, dtype=torch.float32), torch.empty_like(sums)]
+    if key.shape[1] != query.shape[1]:
+        found += [torch.empty_like(query), value.new_empty(*query.shape[:3], value.shape[-1])]
+    return found
+
+
+def _flash_backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(_flash_gradients(gradient, *ctx.saved_tensors)[:3])
+
+
+# A custom operation, whose results selective checkpointing keeps by its name.
+_flash = torch.library.custom_op("cookbook::traced_flash_attention", _flash_makes, mutates_args=())
+_flash.register_fake(_flash_makes)
+_flash_gradients = torch.library.custom_op(
+    "cookbook::traced_flash_attention_backward", _flash_makes_backward, mutates_args=()
+)
+_flash_gradients.register_fake(_flash_makes_backward)
+_flash.register_autograd(_flash_backward, setup_context=_flash_keeps)
+
+
+def _traced_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """Like `cookbook.training.models.attention.attend`, without computing."""
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+    return _flash(query.to(dtype), key.to(dtype), value.to(dtype))[0], None
+
+
+def _traced_exchange(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *mask: Any, **unused: Any
+) -> tuple[torch.Tensor, None]:
+    """The same under sequence parallel, whose all-to-alls copy what goes in and what comes out."""
+    out, _ = _traced_attention(module, query.clone(), key.clone(), value.clone(), None)
+    return out.clone(), None
+
+
+AttentionInterface.register(TRACED, _traced_attention)
+AttentionInterface.register(EXCHANGED, _traced_exchange)
+
+
+class _LinearOfZero3(torch.autograd.Function):
+    """DeepSpeed 0.19.8, runtime/zero/linear.py, LinearFunctionForZeroStage3."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight, bias)
+        result = hidden.matmul(weight.t())
+        return result if bias is None else result.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        hidden, weight, _ = ctx.saved_tensors
+        needs_hidden, needs_weight, *needs_bias = ctx.needs_input_grad
+        of_hidden = gradient.matmul(weight) if needs_hidden else None
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        of_weight = rows.t().matmul(hidden.reshape(-1, hidden.shape[-1])) if needs_weight else None
+        of_bias = rows.sum(0) if any(needs_bias) else None
+        return (of_hidden, of_weight, of_bias)[: len(ctx.needs_input_grad)]
+
+
+@contextmanager
+def _linear_of_zero3() -> Iterator[None]:
+    before = torch.nn.functional.linear
+    torch.nn.functional.linear = _LinearOfZero3.apply  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.nn.functional.linear = before
+
+
+class _Ledger(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations allocate, until they are freed."""
+
+    def __init__(self, known: Iterator[torch.Tensor]) -> None:
+        super().__init__()
+        self.live = self.peak = self.made = self.peak_with_made = 0
+        self.phases: list[Phase] = []
+        self._deadline = time.monotonic() + TIMEOUT_SECONDS
+        self._open: tuple[str, int | None, int] | None = None
+        self._counts = True
+        self._known = weakref.WeakSet[Any]()
+        for tensor in known:
+            self._known.add(tensor.untyped_storage())
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for value in tree_iter(result):
+            if isinstance(value, torch.Tensor):
+                self._see(value.untyped_storage())
+        return result
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Does not count tensors that are allocated inside."""
+        self._counts, before = False, self._counts
+        try:
+            yield
+        finally:
+            self._counts = before
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._known or not self._counts:
+            return
+        size = -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
+        self._known.add(storage)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        self.peak_with_made = max(self.peak_with_made, self.live + self.made)
+        weakref.finalize(storage, self._gone, size)
+
+    def _gone(self, size: int) -> None:
+        self.live -= size
+
+    def drop_gradient(self, parameter: torch.Tensor) -> None:
+        """Frees a gradient: strategies count gradients themselves, the trace only the memory to compute them."""
+        assert parameter.grad is not None
+        self.made += -(-parameter.grad.untyped_storage().nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
+        parameter.grad = None
+
+    def forget(self) -> None:
+        """Discards all phases, to trace again."""
+        self.phases.clear()
+        self._open = None
+        self._deadline = time.monotonic() + TIMEOUT_SECONDS
+
+    def begin(self, name: str, layer: int | None = None) -> None:
+        """Ends the current phase and begins another."""
+        if time.monotonic() > self._deadline:
+            raise TimeoutError(f"not traced within {TIMEOUT_SECONDS:.0f} seconds")
+        if self._open is not None:
+            before, of_layer, held = self._open
+            making = self.peak_with_made - self.peak
+            self.phases.append(Phase(name=before, layer=of_layer, held=held, peak=self.peak, making=making))
+        self._open = name, layer, self.live
+        self.peak = self.peak_with_made = self.live
+        self.made = 0
+
+
+class _Mark(torch.autograd.Function):
+    """Identity that begins a phase when its forward or backward runs."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, begin: Any, forward: tuple, backward: tuple) -> torch.Tensor:
+        ctx.begin, ctx.backward_of = begin, backward
+        begin(*forward)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        ctx.begin(*ctx.backward_of)
+        return gradients[0], None, None, None
+
+
+class _Marked(torch.nn.Module):
+    """A decoder layer between two marks."""
+
+    def __init__(
+        self, layer: torch.nn.Module, number: int, ledger: _Ledger, is_last: bool, unit: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        self.layer, self._number, self._ledger, self._is_last = layer, number, ledger, is_last
+        self._unit = unit
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        i, begin = self._number, self._ledger.begin
+        if self._unit is not None:  # outside the marks: a unit is gathered and reduced between its casts
+            hidden, args, kwargs = _cast((hidden, args, kwargs), self._unit)
+        hidden = _Mark.apply(hidden, begin, ("forward", i), ("backward", i - 1) if i else ("end",))
+        result = self.layer(hidden, *args, **kwargs)
+        if self._is_last:
+            mark = ("head",), ("backward", i)
+            if isinstance(result, tuple):
+                result = _Mark.apply(result[0], begin, *mark), *result[1:]
+            else:
+                result = _Mark.apply(result, begin, *mark)
+        return result if self._unit is None else _cast(result, torch.float32)
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    """Casts nested floating-point tensors (torch/distributed/fsdp/_fully_shard/_fsdp_common.py, _cast_fp_tensor)."""
+    return tree_map_only(torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, values)
+
+
+def _cast_at_ends(model: PreTrainedModel, unit: torch.dtype) -> None:
+    """Adds FSDP2's casts to the units outside the layers: embedding, final norm and head."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    ends += [module for module in model.base_model.children() if "Norm" in type(module).__name__][-1:]
+    for module in ends:
+        module.register_forward_pre_hook(lambda _, args, options: _cast((args, options), unit), with_kwargs=True)
+        module.register_forward_hook(lambda _, args, result: _cast(result, torch.float32))
+
+
+def _train_whole_units(model: PreTrainedModel) -> None:
+    """Under FSDP1 the weights of a unit are views of one parameter, so if one is trained all have gradients
+    (torch/distributed/fsdp/_flat_param.py, _use_unsharded_views)."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    outside = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+    for weights in (*(list(layer.parameters()) for layer in layers), outside):
+        is_trained = any(weight.requires_grad for weight in weights)
+        for weight in weights:
+            weight.requires_grad_(is_trained)
+
+
+def _trace_phases(
+    model: PreTrainedModel,
+    rows: int,
+    length: int,
+    num_targets: int,
+    autocast: torch.dtype | None,
+    unit: torch.dtype | None,
+    is_flat: bool,
+    compiling: Callable[..., None] | None,
+) -> list[Phase]:
+    fake = FakeTensorMode()
+    _fake_in_place(model, fake)
+    ledger = _Ledger(tensor for tensor in (*model.parameters(), *model.buffers()))
+    if compiling is not None:
+        compiling(model, uncounted=ledger.uncounted)
+    _mark_layers(model, ledger, unit)
+    if unit is not None:
+        _cast_at_ends(model, unit)
+    if is_flat:
+        _train_whole_units(model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(ledger.drop_gradient)
+
+    def micro_batch(counted: AbstractContextManager) -> None:
+        ids = torch.zeros(rows, length, dtype=torch.long)
+        positions = torch.zeros(rows, length, dtype=torch.long)
+        targets = torch.zeros(num_targets, dtype=torch.long)
+        with counted:
+            ledger.begin("embed")
+            with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+                backbone = model.base_model
+                hidden = backbone(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+                chosen = hidden.flatten(0, 1).index_select(0, torch.zeros_like(targets))
+                loss = nll_of_targets(model, chosen, targets).sum()
+            del hidden, chosen
+            ledger.begin("head backward")
+            loss.backward()
+            del loss
+            ledger.begin("done")
+
+    with fake, _quietly(), _seen_as_cuda(autocast):
+        if compiling is not None:
+            micro_batch(nullcontext())
+            ledger.forget()
+        micro_batch(ledger)
+    return ledger.phases
+
+
+@contextmanager
+def _seen_as_cuda(autocast: torch.dtype | None) -> Iterator[None]:
+    """Sets CUDA's autocast flag, which peft queries (0.21.2, lora/bnb.py), also for recomputation in the backward."""
+    before = torch.is_autocast_enabled("cuda")
+    torch.set_autocast_enabled("cuda", autocast is not None)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", before)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Silences torch's tracebacks of operations that fake tensors do not support; `Untraceable` has the message."""
+    log = logging.getLogger(FakeTensor.__module__)
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def _fake_in_place(model: torch.nn.Module, mode: FakeTensorMode) -> None:
+    """Replaces meta tensors by fake CPU tensors and keeps ties, which `.to()` cannot do (it swaps the tensors)."""
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for owner in (module._parameters, module._buffers):
+            for name, tensor in owner.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    new: Any = FakeTensor(mode, tensor.detach().to("meta"), torch.device("cpu"))
+                    if isinstance(tensor, torch.nn.Parameter):
+                        new = torch.nn.Parameter(new, requires_grad=tensor.requires_grad)
+                    made[id(tensor)] = tensor, new  # keeping the old one alive keeps its id unique
+                owner[name] = made[id(tensor)][1]
+
+
+def _mark_layers(model: PreTrainedModel, ledger: _Ledger, unit: torch.dtype | None) -> None:
+    found = [
+        (owner, name, module)
+        for owner in model.modules()
+        for name, module in owner._modules.items()
+        if isinstance(module, GradientCheckpointingLayer)
+    ]
+    if not found:
+        raise Untraceable(f"{type(model).__name__} has no layers that support checkpointing")
+    for i, (owner, name, layer) in enumerate(found):
+        owner._modules[name] = _Marked(layer, i, ledger, is_last=i == len(found) - 1, unit=unit)
+
+
+def _lengthen(phases: list[Phase], probed: int, num_layers: int) -> Iterator[Phase]:
+    """Extends the phases to all layers: a middle layer represents those that were not traced."""
+    more = num_layers - probed
+    if not more:
+        yield from phases
+        return
+    middle = probed // 2
+    forward = {one.layer: one for one in phases if one.name == "forward"}
+    kept = forward[middle + 1].held - forward[middle].held
+    backward = {one.layer: one for one in phases if one.name == "backward"}
+    waiting = backward[middle + 1].held - backward[middle].held  # autocast's copies have been freed by then
+    for one in phases:
+        if one.layer is None:
+            shift = {"head": more * kept, "head backward": more * waiting}.get(one.name, 0)
+            yield replace(one, held=one.held + shift, peak=one.peak + shift)
+            continue
+        repeats = range(more + 1) if one.layer == middle else [0 if one.layer < middle else more]
+        each = kept if one.name == "forward" else waiting
+        for shift in repeats if one.name == "forward" else reversed(repeats):
+            more_held = shift * each
+            yield replace(one, layer=one.layer + shift, held=one.held + more_held, peak=one.peak + more_held)

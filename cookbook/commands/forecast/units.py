@@ -1,0 +1,170 @@
+"""Unsharded weights and gradients of FSDP units on a GPU, at each moment of a forward and backward. No torch.
+
+FSDP2 gathers a unit into a buffer and copies its weights out of it (torch 2.13, distributed/fsdp/_fully_shard). In the
+forward a buffer lives until the next unit has been copied out (_fsdp_param_group.py, wait_for_unshard, where a variable
+holds it); in the backward the next unit is gathered at the same time (_backward_prefetch). Gradients are reduced from a
+buffer that lives until the next unit's reduction (post_backward).
+
+FSDP1 gathers into the flat parameter, of which the weights are views (distributed/fsdp/_runtime_utils.py), one unit
+ahead in the backward; its gradient buffer is freed by the reduction (_reduce_grad).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from cookbook.commands.forecast.trace import Phase
+from cookbook.planning.costs.memory import States, Unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """Memory at one moment, in bytes, beyond the state that a process holds between steps."""
+
+    what: str | None
+    """Its name, if not that of the phase."""
+    phase: Phase
+    activations: int
+    gathered: int
+    """Unsharded weights and gradients, and their buffers."""
+    reduced: int
+    """Sharded gradients that exist by then in the first micro-batch of a step."""
+
+
+def moments(states: States, phases: Sequence[Phase]) -> Iterator[Moment]:
+    """All moments that can be the peak."""
+    units = _Units(states)
+    for phase, following in pairwise((*phases, None)):
+        assert phase is not None
+        yield from units.of_phase(phase, 0 if following is None else following.held)
+
+
+class _Units:
+    def __init__(self, states: States) -> None:
+        self.is_flat = states.is_flat
+        self.layers = [unit for unit in states.units if unit.layer is not None]
+        ends = [unit for unit in states.units if unit.layer is None]
+        # A unit of norm and head comes after the layers in the forward, and before them in the backward.
+        self.tail = [unit for unit in ends if not {"embedding", "rest"} & set(unit.parts)]
+        self.first = [unit for unit in ends if unit not in self.tail]
+
+    def of_phase(self, phase: Phase, held_after: int) -> Iterator[Moment]:
+        match phase.name:
+            case "embed":
+                yield self._during(phase, _weights_of(self.first) + self._buffer(self.first))
+            case "forward":
+                yield from self._forward(phase)
+            case "head":
+                yield from self._head(phase)
+            case "head backward":
+                yield from self._head_backward(phase, held_after)
+            case "backward":
+                yield from self._backward(phase, held_after)
+            case "end":
+                yield from self._end(phase, held_after)
+
+    def _forward(self, phase: Phase) -> Iterator[Moment]:
+        i = _layer_index(phase)
+        stay, unit = _weights_of(_staying([*self.first, *self.layers[:i]])), self.layers[i]
+        before = self._buffer(self.layers[i - 1 : i] or self.first)
+        yield self._entry(phase, stay + before + self._gathering(unit))
+        yield self._during(phase, stay + unit.weights + self._buffer([unit]))
+
+    def _head(self, phase: Phase) -> Iterator[Moment]:
+        stay, before = _weights_of(_staying([*self.first, *self.layers])), self._buffer(self.layers)
+        for unit in self.tail:
+            yield self._entry(phase, stay + before + self._gathering(unit))
+        yield self._during(phase, stay + _weights_of(self.tail) + (self._buffer(self.tail) or before))
+
+    def _head_backward(self, phase: Phase, held_after: int) -> Iterator[Moment]:
+        stay = _weights_of(_staying([*self.first, *self.layers]))
+        coming, sent = self._coming(len(self.layers))
+        yield self._entry(phase, stay + _weights_of(self.tail) + coming + sent)
+        yield self._during(phase, stay + _weights_of(self.tail) + coming)
+        if self.tail:
+            yield self._reduction("norm and head", phase, held_after, stay + coming, self.tail)
+
+    def _backward(self, phase: Phase, held_after: int) -> Iterator[Moment]:
+        i = _layer_index(phase)
+        unit, done = self.layers[i], [*self.tail, *self.layers[i + 1 :]]
+        stay = _weights_of(_staying([*self.first, *self.layers[:i]]))
+        coming, sent = self._coming(i)
+        buffer = self._reduced(self.layers[i + 1 : i + 2] or self.tail)
+        copied = 0 if unit.stays else self._buffer([unit])
+        own = stay + unit.weights + buffer
+        yield self._entry(phase, own + max(copied, coming + sent), done)
+        yield self._during(phase, own + coming, done)
+        yield self._reduction(f"layer {i}", phase, held_after, stay + coming, [unit], done)
+
+    def _end(self, phase: Phase, held_after: int) -> Iterator[Moment]:
+        done = [*self.tail, *self.layers]
+        yield self._during(phase, _weights_of(self.first) + self._reduced(self.layers[:1]), done)
+        yield self._reduction("the embedding", phase, held_after, 0, self.first, done)
+
+    def _coming(self, i: int) -> tuple[int, int]:
+        """Bytes of the unit that is prefetched during the backward of layer i, and of its send buffer."""
+        # FSDP1's first unit is the root, which stays gathered.
+        units = [unit for unit in (self.layers[i - 1 : i] if i else self.first[:1]) if not unit.stays]
+        return _weights_of(units), sum(unit.sent for unit in units)
+
+    def _gathering(self, unit: Unit) -> int:
+        """Peak while a unit is gathered for its forward: send and gather buffers, then gather buffer and weights."""
+        return unit.weights + max(unit.sent, self._buffer([unit]))
+
+    def _buffer(self, units: Sequence[Unit]) -> int:
+        """The gather buffer of the last unit, after its weights have been copied out."""
+        return 0 if self.is_flat or not units else units[-1].weights
+
+    def _reduced(self, units: Sequence[Unit]) -> int:
+        """The buffer of the last reduction of gradients."""
+        return 0 if self.is_flat else max((unit.gradients for unit in units), default=0)
+
+    def _entry(self, phase: Phase, gathered: int, done: Sequence[Unit] = ()) -> Moment:
+        """The beginning of a phase, while its weights are gathered."""
+        return Moment(what=None, phase=phase, activations=phase.held, gathered=gathered, reduced=_shard_grads(done))
+
+    def _during(self, phase: Phase, gathered: int, done: Sequence[Unit] = ()) -> Moment:
+        """The peak of a phase, with the gradients of its weights, which are reduced at its end."""
+        activations = phase.peak + phase.making
+        return Moment(what=None, phase=phase, activations=activations, gathered=gathered, reduced=_shard_grads(done))
+
+    def _reduction(
+        self,
+        of: str,
+        phase: Phase,
+        held_after: int,
+        gathered: int,
+        units: Sequence[Unit],
+        done: Sequence[Unit] = (),
+    ) -> Moment:
+        """The end of a phase: the unit's weights and activations are freed, and its gradients copied to a new buffer.
+
+        The previous buffer is freed first. FSDP1 keeps the low-precision gradients until the reduction is done.
+        """
+        gathered += sum(unit.gradients_made for unit in units) + max(unit.gradients for unit in units)
+        if self.is_flat:
+            gathered += _shard_grads(units)
+        return Moment(
+            what=f"the reduction of {of}'s gradients",
+            phase=phase,
+            activations=held_after,
+            gathered=gathered,
+            reduced=_shard_grads(done),
+        )
+
+
+def _layer_index(phase: Phase) -> int:
+    assert phase.layer is not None
+    return phase.layer
+
+
+def _weights_of(units: Sequence[Unit]) -> int:
+    return sum(unit.weights for unit in units)
+
+
+def _staying(units: Sequence[Unit]) -> list[Unit]:
+    return [unit for unit in units if unit.stays]
+
+
+def _shard_grads(units: Sequence[Unit]) -> int:
+    return sum(unit.gradients_left for unit in units)

@@ -1,0 +1,451 @@
+"""`cookbook init`: a recipe for a model, rows and GPUs, with the reason of each choice above its key.
+
+Optimizer, schedule, batch and adapter are those of the shipped recipe nearest in task and size, whose label has their
+source; the forecast behind `plan` chooses method, strategy and micro-batch.
+"""
+
+import os
+import re
+import shlex
+import textwrap
+from copy import deepcopy
+from dataclasses import replace
+from itertools import islice, product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+from typer import Argument, Option
+
+from cookbook.commands.launch import check
+from cookbook.config.objectives import Objective
+from cookbook.config.recipe import RECIPES, Recipe, Source, parse_recipe, read_recipe
+from cookbook.config.row_kinds import Row, kinds, readings, rename, suggested_columns
+from cookbook.config.strategy import Strategy, load_strategy
+from cookbook.planning.library import read_label
+from cookbook.system.files import Document, RecipeError, dump_yaml
+from cookbook.system.hardware import GIB, Machines, parse_machines, this_machine
+from cookbook.training.data.rows import BadRows, Rows, read_rows
+from cookbook.training.data.sources import raw_rows
+
+if TYPE_CHECKING:
+    from cookbook.commands.forecast import Forecast
+    from cookbook.training.data.tokens import TokenSet
+
+Task = Literal["sft", "cpt", "dpo", "orpo", "kto_zero"]
+Values = dict[str, Any]
+
+
+class Example(NamedTuple):
+    """A shipped recipe whose settings serve models of up to `billions` parameters."""
+
+    billions: float
+    recipe: str
+    warmup: float
+    """Share of the run."""
+
+    @property
+    def path(self) -> Path:
+        return RECIPES / f"{self.recipe}.yaml"
+
+
+ANY = float("inf")
+SFT_ADAPTERS = (
+    Example(2, "qwen3_0_6b/sft_lora", 0),
+    Example(20, "llama31_8b/sft_qlora", 0.03),
+    Example(ANY, "qwen25_32b/sft_lora", 0.03),
+)
+EXAMPLES: dict[tuple[Task, bool], tuple[Example, ...]] = {
+    ("sft", False): (
+        Example(0.3, "smollm2_135m/sft", 0.1),
+        Example(2, "qwen3_0_6b/sft", 0),
+        Example(20, "llama31_8b/sft", 0.03),
+        Example(ANY, "llama31_70b/sft", 0.03),
+    ),
+    ("sft", True): SFT_ADAPTERS,
+    ("cpt", False): (Example(ANY, "mistral_7b/cpt", 0.1),),
+    ("cpt", True): SFT_ADAPTERS,
+    ("dpo", True): (Example(ANY, "llama31_8b/dpo_lora", 0.1),),
+    ("orpo", True): (Example(ANY, "qwen3_4b/orpo_lora", 0.1),),
+    ("kto_zero", True): (Example(ANY, "llama31_8b/kto_zero_lora", 0.1),),
+}
+"""By task, and whether there is an adapter. Preferences have no example that trains all weights."""
+TASKS: tuple[Task, ...] = ("kto_zero", "dpo", "sft", "cpt")
+"""The first that trains on the rows is taken."""
+METHODS: tuple[str | None, ...] = (None, "lora", "qlora")
+"""The adapter, most memory first."""
+TEMPLATES = tuple(str(RECIPES / "chat_templates" / f"{name}.jinja") for name in ("chatml", "llama3", "tulu"))
+"""Tried in this order if the tokenizer's own is missing or cannot be trained with."""
+UNCUT = 2**31
+SPLIT_LENGTH = 4096
+"""Of texts, as in mistral_7b/cpt: longer ones become several samples."""
+ROWS_SEEN = 100
+"""To find out the kind of rows."""
+MIN_ROWS_TO_HOLD_OUT, HOLDOUT, MAX_HELD_OUT = 200, 0.05, 1000
+MIN_STEPS, MIN_BATCH = 10, 8
+"""An epoch of fewer steps has a smaller batch, if it stays above the minimum."""
+PER_RUN = 10
+"""Evaluations and checkpoints."""
+
+
+def init(
+    model: Annotated[str, Argument(metavar="MODEL", help="a folder, or a name on the Hub")],
+    data: Annotated[str, Argument(metavar="DATA", help="a file or folder of rows, or a name on the Hub")],
+    *,
+    gpus: Annotated[str | None, Option(metavar="8xH100", help="or 1x24GB, 2x8x80GB, cpu; default: here")] = None,
+    task: Annotated[Task | None, Option(help="default: what the rows are for")] = None,
+    out: Annotated[Path, Option(metavar="RECIPE", help="a new file")] = RECIPES / "mine.yaml",
+) -> int:
+    """Write a recipe for your model, rows and GPUs."""
+    machines = _check_arguments(model, data, gpus, out)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns on stdout
+    mistakes: list[str] = []
+    try:
+        folder, config = _read_model(model)
+    except RecipeError as error:
+        mistakes += error.mistakes
+    try:
+        found = _read(data, task)
+    except RecipeError as error:
+        mistakes += error.mistakes
+    if mistakes:
+        raise RecipeError(mistakes)
+    draft = _Draft(model, *found, config, machines, out)
+    draft.read_lengths(folder)
+    draft.choose()
+    text = draft.text()
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise RecipeError([f"--out is {out}: cannot be written ({error.strerror})"]) from None
+    print(text)
+    check([out], assignments=[])
+    print(f"python -m cookbook preview {shlex.quote(str(out))}")
+    print(f"python -m cookbook launch {shlex.quote(str(out))}")
+    return 0
+
+
+def _check_arguments(model: str, data: str, gpus: str | None, out: Path) -> Machines:
+    mistakes: list[str] = []
+    if out.exists():
+        mistakes.append(f"--out is {out}, which exists and is not overwritten; name a new file")
+    elif out.suffix != ".yaml":
+        mistakes.append(f"--out is {out}; a recipe ends in .yaml")
+    machines = Machines(text="cpu")
+    try:
+        machines = this_machine() if gpus is None else parse_machines(gpus)
+        if gpus is not None and not machines.num_gpus:
+            machines = replace(machines, host_gib=this_machine().host_gib)
+    except RecipeError as error:
+        mistakes += error.mistakes
+    values = {"strategy": "single", "model": {"name_or_path": model}, "data": {"train": data}}
+    values |= {"batch": {"global_batch_size": 1, "micro_batch_size": 1}, "optim": {"learning_rate": 1.0}}
+    try:
+        _recipe(values | {"run": {"num_epochs": 1}})
+    except RecipeError as error:
+        mistakes += error.mistakes
+    if mistakes:
+        raise RecipeError(mistakes)
+    return machines
+
+
+def _recipe(values: Values) -> Recipe:
+    return parse_recipe(Document("init", deepcopy(values)), RECIPES / "mine.yaml", None, None)
+
+
+def _read_model(model: str) -> tuple[str, Any]:
+    """The folder of the model's tokenizer, and its configuration."""
+    from cookbook.commands.preview import TOKENIZER_FILES
+    from cookbook.training.models import fetch_model, load_config
+
+    folder = fetch_model(model, None, TOKENIZER_FILES)
+    return folder, load_config(folder, 1, packing=False)
+
+
+def _read(data: str, task: Task | None) -> tuple[Task, Source, Rows]:
+    """The task, the source with a guess at its columns where it needs one, and its good rows.
+
+    Raises:
+        RecipeError: no row that can be understood, or rows that the task does not train on.
+    """
+    source = Source(path=data)
+    seen = [raw for _, raw in islice(raw_rows(source), ROWS_SEEN) if isinstance(raw, dict)]
+    guess = suggested_columns(seen[0], Objective.of(name=task or "sft").rows) if seen else {}
+    found = next(filter(None, map(_kinds_of, seen)), set()) or (_kinds_of(rename(seen[0], guess)) if seen else set())
+    fitting = [name for name in TASKS if found.intersection(Objective.of(name=name).rows)]
+    usual: Task = "cpt" if found == {"text"} else fitting[0] if fitting else "sft"
+    chosen = task or usual
+    objective = Objective.of(name=chosen)
+    if found and not found.intersection(objective.rows):
+        has, wants = (" or ".join(kinds()[name].words for name in names) for names in (sorted(found), objective.rows))
+        advice = f"--task {' or '.join(fitting)}" if fitting else "other rows"
+        raise RecipeError([f"--task is {chosen}, which trains on {wants}, but {data} has {has}; use {advice}"])
+    try:
+        rows = read_rows(source, "drop", objective)
+    except RecipeError as error:
+        if not guess:
+            raise
+        source = source.model_copy(update={"columns": guess})
+        try:
+            rows = read_rows(source, "drop", objective)
+        except RecipeError:
+            raise error from None
+    if sum(rows.num_dropped.values()) > len(rows.rows):
+        read_rows(source, "error", objective)  # raises: these are not a few rows to be left out
+    return chosen, source, rows
+
+
+def _kinds_of(raw: Row) -> set[str]:
+    """The kinds that a row may be read as: by this project's own names, else by others."""
+    found = readings({key for key, value in raw.items() if value is not None})
+    found = [one for one in found if one.kind.matches(one.of(raw))]
+    return {one.kind.name for one in [one for one in found if one.is_own] or found}
+
+
+class _Draft:
+    """The values of the recipe so far, and a note on each choice by its key."""
+
+    def __init__(
+        self, model: str, task: Task, source: Source, rows: Rows, config: Any, machines: Machines, out: Path
+    ) -> None:
+        self.model, self.task, self.rows, self.config, self.machines = model, task, rows, config, machines
+        self.out, self.objective = out, Objective.of(name=task)
+        self.data: Values = {"train": source.path}
+        self.notes = {"objective": f"trains on the rows' {kinds()[rows.kind].keys_in_words}"}
+        self.model_keys: Values = {"name_or_path": model}
+        self.billions = 0.0  # until `choose` has counted the parameters
+        if rows.renamed:
+            self.notes["data.train"] = rows.renamed
+        if source.columns:
+            self.data["columns"] = source.columns
+            self.notes["data.columns"] = "a guess by the types of the first row's values: look at it"
+        if machines.num_gpus == 0:
+            self.precision = "no"
+            self.notes["mixed_precision"] = "float32, as many CPUs have no fast bf16"
+        else:
+            self.precision = "fp16" if machines.gpu is not None and not machines.gpu.has_bf16 else "bf16"
+
+    def read_lengths(self, folder: str) -> None:
+        """Writes the keys of `data` that depend on the tokens of the rows, and the commit of a model of the Hub."""
+        import numpy as np
+
+        from cookbook.training.data.sets import SHARE_TO_KEEP
+        from cookbook.training.models import revision_of
+        from cookbook.training.models.attention import packing_problem
+
+        if revision := revision_of(folder):
+            self.model_keys["revision"] = revision
+        tokens, num_bad = self._tokenize(folder)
+        assert tokens.row_lengths is not None
+        lengths = np.asarray(tokens.row_lengths)
+        enough = int(np.quantile(lengths, SHARE_TO_KEEP, method="higher"))
+        limits = [-(-enough // 64) * 64, getattr(self.config, "max_position_embeddings", None) or UNCUT]
+        limits += [SPLIT_LENGTH] if self.objective.splits_rows else []
+        length = min(limits)
+        note = f"{np.mean(lengths <= length):.1%} of the rows are not longer; the longest has {lengths.max():,} tokens"
+        if length < limits[0]:
+            limit = "the model's positions" if length == limits[1] else f"{SPLIT_LENGTH:,}"
+            note += f"; limited to {limit}"
+        num_samples = int(np.ceil(lengths / length).sum()) if self.objective.splits_rows else len(lengths)
+        if len(lengths) >= MIN_ROWS_TO_HOLD_OUT:
+            self.data["holdout"] = float(f"{min(HOLDOUT, MAX_HELD_OUT / len(lengths)):.1g}")
+            self.notes["data.holdout"] = f"some {len(lengths) * self.data['holdout']:.0f} rows, for evaluation"
+            num_samples = int(num_samples * (1 - self.data["holdout"]))
+        self.num_samples = num_samples
+        self.data["max_length"], self.notes["data.max_length"] = length, note
+        if packing_problem(self.config, length) is None:
+            self.data["packing"] = True
+        if num_bad:
+            self.data["on_bad_row"] = "drop"
+            self.notes["data.on_bad_row"] = ", ".join(f"{count:,} rows: {reason}" for reason, count in num_bad.items())
+
+    def _tokenize(self, folder: str) -> tuple["TokenSet", dict[str, int]]:
+        """The tokens under the first chat template that can be trained with, and the number of bad rows by reason."""
+        from cookbook.training.data.tokens import tokenize
+        from cookbook.training.models import load_tokenizer
+
+        is_chat, problem = kinds()[self.rows.kind].chats is not None, ""
+        for template in (None, *TEMPLATES) if is_chat else (None,):
+            bad_rows = BadRows()
+            try:
+                tokens = tokenize(
+                    [self.rows],
+                    load_tokenizer(folder, template),
+                    max_length=UNCUT,
+                    objective=self.objective,
+                    bad_rows=bad_rows,
+                )
+            except RecipeError as error:
+                problem = problem or error.mistakes[0]
+                continue
+            if tokens is None or bad_rows.num_by_reason.total() > bad_rows.num_good:
+                problem = problem or "; ".join(bad_rows.mistakes())
+                continue
+            if template is not None:
+                self.data["chat_template"] = template
+                self.notes["data.chat_template"] = f"of those here the first that serves; {problem}"
+            elif is_chat:
+                self.notes["data"] = "chats go through the tokenizer's own template"
+            return tokens, self.rows.num_dropped | dict(bad_rows.num_by_reason)
+        raise RecipeError([problem])
+
+    def choose(self) -> None:
+        """Chooses method, strategy and micro-batch by the forecast.
+
+        Raises:
+            RecipeError: nothing fits.
+        """
+        from cookbook.commands.forecast import TraceCache
+
+        machines = self.machines
+        whole = _recipe(self._values("lora", True, "single")).model_copy(update={"adapter": None})
+        self.billions = TraceCache(self.config, whole).sizes.num_parameters / 1e9
+        shipped = [load_strategy(path) for path in sorted(Path("accelerate_configs").glob("*.yaml"))]
+        usual = [one for one in shipped if not one.offloads and (one.name == "single") == (machines.num_gpus < 2)]
+        methods = [name for name in METHODS if (self.task, name is not None) in EXAMPLES]
+        ways = [(usual, one) for one in product(methods if machines.num_gpus else methods[-2:], (False, True))]
+        if machines.num_gpus:
+            # Offloading is slow, and needs host memory: last, and the smallest first.
+            ways += [([one for one in shipped if one.offloads], (name, True)) for name in reversed(methods)]
+        for strategies, (method, recompute) in ways:
+            best = self._forecast(self._values(method, recompute, "single"), strategies)
+            if self._fits(best):
+                return self._settle(best, method, recompute)
+        have = machines.text if machines.num_gpus else f"{machines.host_gib or 0:.0f} GiB of memory"
+        raise RecipeError(
+            [
+                f"nothing fits {have}: {self.model} has {self.billions:.2f} B parameters, and data.max_length for these"
+                f" rows is {self.data['max_length']}. The last that was tried, {method or 'all weights'} under"
+                f" {best.strategy.name}: {'; '.join(best.why) or 'too large'}. Use a smaller model, shorter rows, or"
+                " larger or more GPUs (--gpus)"
+            ]
+        )
+
+    def _forecast(self, values: Values, strategies: list[Strategy], *, limits: bool = False) -> "Forecast":
+        from cookbook.commands.forecast import forecast_all
+
+        return forecast_all(_recipe(values), strategies, self.machines, str(self.out), limits=limits).forecasts[0]
+
+    def _fits(self, found: "Forecast") -> bool:
+        from cookbook.commands.forecast import UNKNOWN
+
+        if found.verdict == "not judged":
+            assert found.memory is not None
+            return found.memory.needed[1] <= (self.machines.host_gib or 0) * GIB
+        return found.verdict in ("fits", *UNKNOWN)
+
+    def _example(self, method: str | None) -> tuple[Example, Values]:
+        """The example for a method, and the values in its file."""
+        found = next(one for one in EXAMPLES[self.task, method is not None] if self.billions <= one.billions)
+        return found, read_recipe(found.path).values
+
+    def _values(self, method: str | None, recompute: bool, strategy: str) -> Values:
+        """A recipe at micro-batch 1."""
+        example, like = self._example(method)
+        batch, each = like["batch"]["global_batch_size"], max(1, self.machines.num_gpus)
+        while batch > MIN_BATCH and self.num_samples < MIN_STEPS * batch:
+            batch //= 2
+        batch = -(-batch // each) * each
+        epochs = like["run"].get("num_epochs", 1)
+        num_steps = epochs * -(-self.num_samples // batch)
+        often = max(1, num_steps // PER_RUN)
+        evaluation = {"eval_every_steps": often, "keep_best": 1} if "holdout" in self.data else {}
+        objective = like.get("objective", {})
+        return {
+            "strategy": strategy,
+            "mixed_precision": self.precision,
+            "model": self.model_keys | ({"gradient_checkpointing": True} if recompute else {}),
+            "data": self.data,
+            "objective": objective if objective.get("name") == self.task else {"name": self.task},
+            **({"adapter": like.get("adapter", {}) | {"name": method}} if method else {}),
+            "batch": {"global_batch_size": batch, "micro_batch_size": 1},
+            "optim": like["optim"],
+            "schedule": like["schedule"] | {"warmup_steps": round(num_steps * example.warmup)},
+            "run": {"num_epochs": epochs} | evaluation | {"save_every_steps": often, "resume": "auto"},
+        }
+
+    def _settle(self, found: "Forecast", method: str | None, recompute: bool) -> None:
+        """Writes the values of what was chosen, with the largest micro-batch that fits, and the notes on them."""
+        assert found.plan is not None
+        strategy, notes, on_gpus = found.strategy, self.notes, self.machines.num_gpus > 0
+        self.example, like = self._example(method)
+        self.values = self._values(method, recompute, strategy.name)
+        batch, num_ranks, size = self.values["batch"], found.plan.data_parallel_size, 1
+        most = self._forecast(self.values, [strategy], limits=True).largest_micro_batch
+        while 2 * size <= (most or 1) and batch["global_batch_size"] % (2 * size * num_ranks) == 0:
+            size *= 2
+        batch["micro_batch_size"] = size
+        found = self._forecast(self.values, [strategy])
+        assert found.memory is not None
+        low, high = (number / GIB for number in found.memory.needed)
+        whose = "of each GPU" if on_gpus else "of this machine's memory"
+        self.memory = f"{low:.1f} to {high:.1f} GiB {whose} at the peak, as forecast by plan, not measured."
+        self.host_gb = -(-found.host // 10**9) if strategy.offloads else 0
+        notes["strategy"] = "; ".join(["the first by plan's forecast" if on_gpus else "no GPU", *found.why])
+        if recompute:
+            notes["model.gradient_checkpointing"] = "does not fit without"
+        if method is not None:
+            notes["adapter"] = (
+                f"no shipped recipe is an example of {self.task} with all weights"
+                if (self.task, False) not in EXAMPLES
+                else "all weights do not fit on these GPUs without offloading"
+                if on_gpus
+                else "the smallest, for want of a GPU"
+            )
+        if batch["global_batch_size"] != (theirs := like["batch"]["global_batch_size"]):
+            gpus = f" and {self.machines.num_gpus} GPUs" if self.machines.num_gpus > 1 else ""
+            notes["batch.global_batch_size"] = f"for {self.num_samples:,} samples{gpus}; {theirs} in the example"
+        if most:
+            notes["batch.micro_batch_size"] = f"up to {most:,} fit"
+        notes["optim"] = (
+            f"{self.example.path} is the example for this, schedule{', adapter' if method else ''} and batch"
+        )
+        if self.example.warmup:
+            notes["schedule"] = f"the warm-up is {self.example.warmup:.0%} of the run"
+        notes["run.num_epochs"] = (
+            "as in the example" if "num_epochs" in like["run"] else "few; the example counts steps"
+        )
+        notes["run.save_every_steps"] = f"some {PER_RUN} checkpoints a run"
+        notes["run.keep_best"] = "the last checkpoint need not be the best"
+
+    def text(self) -> str:
+        """The recipe's file."""
+        method = self.values.get("adapter", {}).get("name", "all weights")
+        what = f"{self.task}, {method}, of {self.model} ({self.billions * 1000:,.1f} M parameters); written by init."
+        settings = read_label(self.example.path)["Settings"]
+        label = {
+            "What": what,
+            "Run": f"make train RECIPE={shlex.quote(str(self.out))}",
+            "Needs": f"{self._needs()} {self.memory}",
+            "Measured": "not yet",
+            "Settings": f"borrowed from {self.example.path} for this model and these rows: {settings}",
+        }
+        schema = os.path.relpath(RECIPES / "schema.json", self.out.parent)
+        lines = [f"# yaml-language-server: $schema={schema}"]
+        for word, said in label.items():
+            lines += [f"# {f'{word}:' if i == 0 else '':11}{line}" for i, line in enumerate(_wrap(said, 107))]
+        section = ""
+        for line in dump_yaml(self.values).splitlines():
+            if key := re.match(r"(  )?(\w+):", line):
+                section = section if key[1] else key[2]
+                place = f"{section}.{key[2]}" if key[1] else section
+                if note := self.notes.get(place):
+                    lines += [f"{key[1] or ''}# {part}" for part in _wrap(note, 116)]
+            lines.append(line)
+        return "\n".join(lines) + "\n"
+
+    def _needs(self) -> str:
+        """In the form that `read_needs` reads."""
+        count, gpu = self.machines.num_gpus, self.machines.gpu
+        if not count:
+            return "no GPU."
+        size = re.search(r"(\d+)[.\d]*G", self.machines.text.upper()) if gpu is None else None
+        each = gpu.sold_gb if gpu is not None else int(size[1]) if size else 0
+        host = f", {self.host_gb:,} GB of host memory" if self.host_gb else ""
+        return f"{count} GPU{'s' if count > 1 else ''} of {each} GB{host}."
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    # YAML ends a comment at more than \n: a chat template's own message, quoted in a note, must not become keys.
+    return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,196 @@
+"""A recipe and its strategy are checked, explained, and trained by `accelerate launch`."""
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from cookbook.commands.arguments import (
+    QUICKSTART,
+    RECIPE,
+    AsJson,
+    Assignments,
+    StrategyFile,
+    positive,
+    process_count,
+    strategies,
+)
+from cookbook.config.recipe import OWNED_ELSEWHERE, Recipe, read_recipe
+from cookbook.config.strategy import Strategy, find_strategy, load_strategy
+from cookbook.planning import plan, simulated_gpus
+from cookbook.planning.child import run_child
+from cookbook.planning.explain import as_dict, compare, in_words
+from cookbook.planning.explain import explain as explain_run
+from cookbook.planning.explain.chart import can_draw
+from cookbook.planning.library import gpus_needed, read_label, read_needs, recipe_files, what_it_takes
+from cookbook.system import hosts
+from cookbook.system.files import KeyPath, RecipeError, read_document, validate
+from cookbook.system.machine import num_cores, num_gpus
+from cookbook.training.data.rows import read_rows
+
+
+def launch(
+    path: Annotated[Path, RECIPE] = QUICKSTART,
+    *,
+    strategy: StrategyFile = None,
+    processes: Annotated[int | None, process_count("one per GPU, or two without a GPU")] = None,
+    assignments: Assignments,
+    dry_run: Annotated[bool, Option("--dry-run", help="start the processes, check everything, train nothing")] = False,
+    simulate_gpus: Annotated[int | None, Option(help="on a machine without: real numbers by GPU code paths")] = None,
+    machines: Annotated[int | None, Option(callback=positive, help="of the run; this command runs on each")] = None,
+    machine: Annotated[int | None, Option(help="number of this one, from 0")] = None,
+    first: Annotated[str | None, Option(metavar="ADDRESS", help="of machine 0, as the others reach it")] = None,
+    port: Annotated[int | None, Option(help=f"free on machine 0; default: {hosts.PORT}")] = None,
+) -> int:
+    """Train a recipe: check it, print the accelerate line, run it."""
+    if simulate_gpus is not None:
+        os.environ |= simulated_gpus.environment(simulate_gpus)
+        print(f"{simulate_gpus} simulated GPUs: no time or speed of this run is a measurement", flush=True)
+    recipe, loaded = plan.load_pair(path, assignments, strategy)
+    gpus = num_gpus()
+    found, mistakes = hosts.read_hosts(machines, machine, first, port)
+    num_machines = max(found.count, loaded.num_machines)
+    count = processes or loaded.num_processes or plan.default_num_processes(loaded, gpus) * num_machines
+    environment = dict(os.environ)
+    mistakes += _misfits(found, loaded, count) + (hosts.set_interfaces(found.first, environment) if found.first else [])
+    num_local = max(1, count // num_machines)
+    try:
+        plan.make_plan(recipe, loaded, num_processes=count, num_local=num_local, num_gpus=gpus, recipe_name=str(path))
+    except RecipeError as error:
+        mistakes += error.mistakes
+    if mistakes:
+        raise RecipeError(mistakes)
+    command = plan.launch_command(str(path), loaded, num_processes=count, assignments=assignments, hosts=found)
+    if not dry_run and simulate_gpus is None and gpus * num_machines < gpus_needed(read_label(path), loaded.name):
+        raise RecipeError([what_it_takes(path), f"To run it here all the same: {plan.show_command(command)}"])
+    for source in () if recipe.data.streaming else (*recipe.data.train, *recipe.data.eval.values()):
+        if Path(source.path).exists():
+            # The processes read them again; here, broken rows are reported without torchrun's own report behind them.
+            read_rows(source, recipe.data.on_bad_row, recipe.objective)
+    command += ["--dry-run"] if dry_run else []
+    print(plan.show_command(command), flush=True)
+    # The accelerate beside this Python, and the compilers' ninja, also when the virtual environment is not activated.
+    folder = str(Path(sys.executable).parent)
+    environment["PATH"] = os.pathsep.join([folder, environment.get("PATH", "")])
+    # torchrun would give each process one thread, whatever the machine has: too few on CPU, and for offloaded updates.
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_local)))
+    program = shutil.which(command[0], path=environment["PATH"])
+    if program is None:
+        raise RecipeError([f"accelerate is not installed beside {sys.executable}; run make setup"])
+    return run_child([program, *command[1:]], environment, Path(recipe.run.output_dir))
+
+
+def _misfits(found: hosts.Hosts, strategy: Strategy, num_processes: int) -> list[str]:
+    """What keeps the machines of the command line from running a strategy."""
+    if found.count == 1:
+        return []
+    mistakes = []
+    if strategy.num_machines not in (1, found.count):
+        mistakes.append(f"--machines is {found.count}, but {strategy.path} has num_machines {strategy.num_machines}")
+    if num_processes % found.count:
+        advice = "write a multiple with --processes, which counts those of all"
+        mistakes.append(f"{num_processes} processes, which {found.count} machines cannot split evenly; {advice}")
+    return mistakes
+
+
+def check(
+    paths: Annotated[list[Path] | None, RECIPE] = None,
+    *,
+    strategy: StrategyFile = None,
+    processes: Annotated[int | None, process_count("as many as GPUs are on the recipe's label")] = None,
+    assignments: Assignments,
+) -> int:
+    """Check recipes with their strategies; or all that are here."""
+    mistakes: list[str] = []
+    found = paths or recipe_files()
+    if not found:
+        raise RecipeError([f"recipes/: no recipe there (looked in {Path.cwd()})"])
+    for path in found:
+        try:
+            print(_check_recipe(path, strategy, assignments, processes))
+        except RecipeError as error:
+            mistakes += error.mistakes
+    for path in () if paths else sorted(Path("accelerate_configs").glob("*.yaml")):
+        try:
+            load_strategy(path)
+            print(f"{path}: fine")
+        except RecipeError as error:
+            mistakes += error.mistakes
+    if mistakes:
+        sys.stdout.flush()
+        raise RecipeError(list(dict.fromkeys(mistakes)))
+    return 0
+
+
+def _check_recipe(path: Path, override: Path | None, assignments: list[str], processes: int | None) -> str:
+    try:
+        recipe, strategy = plan.load_pair(path, assignments, strategy_path=override)
+    except RecipeError as error:
+        raise RecipeError([*error.mistakes, *_clashes_behind(path, override)]) from None
+    batch = plan.describe_batch(recipe, _plan_of_label(path, recipe, strategy, processes))
+    return f"{path}: fine under {strategy.path}; {batch}"
+
+
+def _plan_of_label(path: Path, recipe: Recipe, strategy: Strategy, processes: int | None = None) -> plan.Plan:
+    """The plan for `processes`, or as many as the recipe's label names GPUs, whatever this machine has; a recipe that
+    names none is for this machine.
+    """
+    named = read_needs(read_label(path)).num_gpus
+    here = 0 if named else num_gpus()
+    count = processes or strategy.num_processes or named or plan.default_num_processes(strategy, here)
+    gpus = count if named or here else 0
+    try:
+        return plan.make_plan(recipe, strategy, num_processes=count, num_gpus=gpus, recipe_name=str(path))
+    except RecipeError as error:
+        lines = read_document(path).lines
+        raise RecipeError([_with_line(mistake, path, lines) for mistake in error.mistakes]) from None
+
+
+def _clashes_behind(path: Path, override: Path | None) -> list[str]:
+    """What would clash if every misspelt key of the recipe had its nearest name; nothing if more than that is wrong."""
+    try:
+        recipe, _ = validate(read_recipe(path), Recipe, OWNED_ELSEWHERE)
+        if recipe is not None and (override or Path(recipe.strategy)).is_file():
+            _plan_of_label(path, recipe, load_strategy(override or Path(recipe.strategy)))
+    except RecipeError as error:
+        return error.mistakes
+    return []
+
+
+def _with_line(mistake: str, path: Path, lines: Mapping[KeyPath, int]) -> str:
+    """`file: section.key ...` -> `file:12: section.key ...`, where the file has that key."""
+    named = re.match(rf"{re.escape(str(path))}(?: under \S+)?: (\w+(?:\.\w+)*)", mistake)
+    line = lines.get(tuple(named[1].split("."))) if named else None
+    return mistake if line is None else f"{path}:{line}{mistake[len(str(path)) :]}"
+
+
+def explain(
+    first: Annotated[str, RECIPE] = str(QUICKSTART),
+    second: Annotated[str | None, Argument(metavar="OTHER", autocompletion=strategies, help="to compare with")] = None,
+    *,
+    strategy: StrategyFile = None,
+    processes: Annotated[int | None, process_count("one per GPU, here or of the recipe's label")] = None,
+    assignments: Assignments,
+    as_json: AsJson = False,
+) -> int:
+    """Show what will run and where it is from, or compare two."""
+    plain = not can_draw(sys.stdout.encoding)
+    if plain and isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may have letters that this terminal has not
+    if second is not None:
+        found = compare.compare(first, second, override=strategy, assignments=assignments, processes=processes)
+        print(json.dumps(compare.as_dict(found), indent=1) if as_json else compare.in_words(found))
+        return 0
+    if compare.is_strategy(first):
+        find_strategy(first)
+        raise RecipeError([f"{first}: a strategy; write a recipe before it, or another strategy after it"])
+    run = explain_run(Path(first), strategy_path=strategy, assignments=assignments, processes=processes)
+    print(json.dumps(as_dict(run), indent=1) if as_json else in_words(run, plain=plain))
+    return 0

@@ -1,0 +1,62 @@
+"""`cookbook plan`: a recipe's forecast under every strategy."""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from cookbook.commands.arguments import QUICKSTART, RECIPE, AsJson, Assignments, positive, strategies
+from cookbook.config.strategy import find_strategy, load_strategy
+from cookbook.planning.library import read_label, read_needs
+from cookbook.planning.plan import load_pair
+from cookbook.system.hardware import GIB, Machines, parse_machines, this_machine, with_room
+
+MANY = Option(metavar="NAME|PATH", autocompletion=strategies, help="only this; may be repeated")
+
+
+def plan(
+    path: Annotated[Path, RECIPE] = QUICKSTART,
+    *,
+    gpus: Annotated[str | None, Option(metavar="8xH100", help="or 2x8x80GB, cpu; default: here, or the label")] = None,
+    strategy: Annotated[list[str] | None, MANY] = None,
+    host_gib: Annotated[float | None, Option(help="memory of each machine, for offloading")] = None,
+    nvme_gib: Annotated[float | None, Option(help="free on the disk of each machine, for offloading")] = None,
+    fabric: Annotated[float | None, Option(help="Gbit/s of each GPU's network card; default: 100 to 400")] = None,
+    samples: Annotated[int | None, Option(callback=positive, help="rows of data.train, for the run's time")] = None,
+    price: Annotated[float | None, Option(callback=positive, help="of a GPU for an hour, in any currency")] = None,
+    as_json: AsJson = False,
+    assignments: Assignments,
+) -> int:
+    """Forecast memory, speed and price; 1 if nothing fits."""
+    shipped = sorted(Path("accelerate_configs").glob("*.yaml"))
+    paths = [find_strategy(name) for name in strategy or ()] or shipped
+    recipe, _ = load_pair(path, assignments, paths[0] if strategy else None)
+    machines = _machines_for(path, gpus, {"fabric_gbits": fabric, "host_gib": host_gib, "nvme_gib": nvme_gib})
+    strategies = [load_strategy(path) for path in paths]
+
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns on stdout
+    from cookbook.commands.forecast import MAY_RUN, forecast_all
+    from cookbook.commands.forecast.show import as_record, in_words
+
+    others = [load_strategy(path) for path in shipped] if strategy else []
+    outlook = forecast_all(recipe, strategies, machines, str(path), others)
+    if as_json:
+        print(json.dumps(as_record(outlook, str(path), num_samples=samples, price=price), indent=1))
+    else:
+        print(in_words(outlook, str(path), num_samples=samples, price=price))
+    return 0 if outlook.forecasts[0].verdict in MAY_RUN else 1
+
+
+def _machines_for(recipe: Path, text: str | None, options: dict[str, float | None]) -> Machines:
+    """What was asked for, else what is here, else what the recipe's label needs."""
+    if text is None:
+        here = this_machine()
+        needs = read_needs(read_label(recipe))
+        if here.num_gpus or needs.num_gpus is None or needs.gpu_gb is None:
+            return with_room(here, **options)
+        text = f"{needs.num_gpus}x{needs.gpu_gb}GB"
+        asked = {"host_gib": needs.host_gb, "nvme_gib": needs.nvme_gb}
+        options |= {name: gb * 1e9 / GIB for name, gb in asked.items() if gb is not None and options[name] is None}
+    return parse_machines(text, **options)

@@ -1,0 +1,177 @@
+"""What a recipe would train on: a few samples with their trained tokens marked, and figures of each set.
+
+`python -m cookbook preview RECIPE`; needs the tokenizer, not the weights.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from itertools import groupby, islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cookbook.config.objectives import Objective
+from cookbook.config.recipe import Recipe, load_recipe
+from cookbook.planning.explain.chart import can_draw
+from cookbook.system.console import Row, coloured, console, page
+from cookbook.system.machine import num_gpus
+from cookbook.training.data.sets import RowSets, read_data, tokenize_data
+from cookbook.training.data.stream import Stream
+from cookbook.training.data.tokens import TokenSet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
+MAX_STEPS_MEASURED = 100
+NUM_RANGES, BAR_WIDTH = 10, 40
+"""Of the histogram of lengths."""
+
+
+def preview(recipe_path: Path, assignments: list[str], num_samples: int = 3, *, cache: Path = Path(".cache")) -> int:
+    """Prints the first samples of the first epoch and the figures of all sets. Returns the exit code, 0.
+
+    Trained tokens are green on a terminal, and stand in ⟦ ⟧ where there are no colours.
+
+    Raises:
+        RecipeError: the data's mistakes, as a run would raise them.
+    """
+    recipe = load_recipe(recipe_path, assignments)
+    rows = read_data(recipe.data, recipe.objective)
+    if not num_gpus():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns on stdout
+    tokenizer = _tokenizer(recipe, rows, cache)
+    sets = tokenize_data(rows, tokenizer, recipe.data, recipe.objective, cache=cache)
+
+    from rich.style import Style
+
+    from cookbook.training.data.batches import epoch_order, steps_per_epoch
+
+    if isinstance(sets.train, Stream):
+        train, order = sets.train.first_block(recipe.seed)
+        name = f"data.train (the first {len(train):,} samples of the stream)"
+    else:
+        train, order, name = sets.train, epoch_order(sets.train, recipe.seed, 0), "data.train"
+    to = console()
+    in_colour = to.color_system is not None and not to.no_color
+    mark = Style.parse("bold green").render if in_colour else "⟦{}⟧".format
+    for i in order[:num_samples].tolist():
+        for sequence in range(i * train.group_size, (i + 1) * train.group_size):
+            print(_headline(train, sequence, recipe.objective))
+            print(marked(train, sequence, tokenizer, mark), end="\n\n")
+    print(f"FIGURES of {recipe_path}")
+    for line in [
+        figures(name, train, recipe.objective),
+        *sets.notes,
+        *sets.closing_notes(),
+        padding(train, order, recipe),
+    ]:
+        print(f"  {line}")
+    print("\n".join(histogram(train, recipe.data.max_length)))
+    for set_name, tokens in sets.eval.items():
+        print(f"  {figures(f'evaluation {set_name}'.strip(), tokens, recipe.objective)}")
+    num_steps = steps_per_epoch(sets.train, recipe.batch.global_batch_size)
+    epoch = "not known of a stream" if num_steps is None else f"{num_steps:,}"
+    print(f"  steps per epoch: {epoch}")
+    return 0
+
+
+def _tokenizer(recipe: Recipe, rows: RowSets, cache: Path) -> "PreTrainedTokenizerBase":
+    from cookbook.training import models
+
+    model = recipe.model
+    if model.from_scratch is not None:
+        name = models.resolve_model(
+            model, seed=recipe.seed, texts=rows.texts(), fingerprint=rows.fingerprint, cache=cache
+        )
+    else:
+        assert model.name_or_path is not None
+        name = models.fetch_model(model.name_or_path, model.revision, TOKENIZER_FILES)
+    return models.load_tokenizer(name, recipe.data.chat_template)
+
+
+def marked(tokens: TokenSet, sequence: int, tokenizer: "PreTrainedTokenizerBase", mark: Callable[[str], str]) -> str:
+    """The sequence as text, each trained stretch marked."""
+    start, end = tokens.offsets[sequence], tokens.offsets[sequence + 1]
+    is_trained = tokens.is_label[start:end].copy()
+    is_trained[0] = False  # nothing predicts a first token
+    text = ""
+    for trained, run in groupby(range(end - start), key=lambda i: bool(is_trained[i])):
+        piece = tokenizer.decode(tokens.ids[start:end][list(run)].tolist())
+        text += mark(piece) if trained else piece
+    return text
+
+
+def _headline(tokens: TokenSet, sequence: int, objective: Objective) -> str:
+    sample, place = divmod(sequence, tokens.group_size)
+    which = f", {objective.sequences[place]}" if tokens.group_size > 1 else ""
+    what = f"{'sample' if tokens.group_size == 1 else objective.sample} {sample}{which}"
+    return f"--- {what}: {tokens.lengths[sequence]:,} tokens, {tokens.num_targets[sequence]:,} trained"
+
+
+def figures(name: str, tokens: TokenSet, objective: Objective) -> str:
+    """Counts, lengths and trained share of a set, in a line."""
+    lengths = tokens.lengths
+    what = "samples" if tokens.group_size == 1 else f"{objective.sample}s"
+    return (
+        f"{name}: {len(tokens):,} {what}, {lengths.sum():,} tokens (mean {lengths.mean():.0f}, median"
+        f" {np.median(lengths):.0f}, max {lengths.max():,} a sequence), {tokens.num_targets.sum() / lengths.sum():.1%}"
+        " trained"
+    )
+
+
+def histogram(tokens: TokenSet, max_length: int) -> list[str]:
+    """Lengths of the rows before truncation, a line for each range; those over `max_length` in red."""
+    lengths = tokens.row_lengths
+    if lengths is None:
+        return []
+    width = -(-(int(lengths.max()) + 1) // NUM_RANGES)
+    counts = np.bincount(lengths // width, minlength=NUM_RANGES)
+    block = "█" if can_draw(sys.stdout.encoding) else "#"
+    lines: list[Row] = ["  tokens of a row before truncation:"]
+    for i, count in enumerate(counts.tolist()):
+        bar = block * -(-count * BAR_WIDTH // int(counts.max()))
+        is_over = i * width > max_length
+        note = "over data.max_length" if is_over else ""
+        cells = (
+            f"{i * width:,} to {(i + 1) * width - 1:,}",
+            f"{count:,}",
+            coloured(bar, "red" if is_over else "green"),
+        )
+        lines.append((*cells, note))
+    return page(*lines, indent=4).split("\n")
+
+
+def padding(tokens: TokenSet, order: np.ndarray, recipe: Recipe) -> str:
+    """Forwards per step and the padding in them, padded and packed, over the first steps on one process."""
+    from cookbook.training.data.batches import Layout, balance_over_ranks, split_micro_batches
+
+    batch, found = recipe.batch, {}
+    lengths = tokens.lengths.reshape(-1, tokens.group_size)
+    windows = range(0, len(order), batch.global_batch_size)
+    for packing in (False, True):
+        layout = Layout(
+            num_ranks=1,
+            rank=0,
+            pad_id=0,
+            micro_batch_size=batch.micro_batch_size,
+            micro_batch_tokens=batch.micro_batch_tokens,
+            packing=packing,
+        )
+        num_tokens = num_cells = num_forwards = num_steps = 0
+        for begin in islice(windows, MAX_STEPS_MEASURED):
+            window = lengths[order[begin : begin + batch.global_batch_size]]
+            cuts = split_micro_batches(window, balance_over_ranks(window.sum(1).tolist(), 1)[0], layout)
+            num_steps, num_forwards = num_steps + 1, num_forwards + len(cuts)
+            num_tokens += int(window.sum())
+            num_cells += (
+                int(window.sum()) if packing else sum(window[one].size * int(window[one].max()) for one in cuts)
+            )
+        found[packing] = f"{num_forwards / num_steps:.1f} forwards a step, {num_tokens / num_cells:.1%} of them tokens"
+    limit = f"micro_batch_size {batch.micro_batch_size}"
+    if batch.micro_batch_tokens is not None:
+        limit = f"micro_batch_tokens {batch.micro_batch_tokens}"
+    chosen = "packing: true" if recipe.data.packing else "packing: false"
+    return f"{limit}, one process: padded {found[False]}; packed {found[True]} (the recipe has {chosen})"

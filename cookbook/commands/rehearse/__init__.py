@@ -1,0 +1,283 @@
+"""Rehearses a recipe: its own strategy, objective, adapter, precision, data and architecture, scaled down.
+
+Trains three steps in real processes on simulated GPUs, evaluates, exports, and opens the export with plain transformers
+and peft, whose own loss on the held-out rows must equal the run's.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from typing import Literal
+
+from cookbook.commands.rehearse.reopen import recompute
+from cookbook.commands.rehearse.standins import Notes, few_rows, write_jsonl, write_tiny_model
+from cookbook.config.recipe import Recipe, dump_recipe
+from cookbook.config.strategy import Strategy
+from cookbook.planning import simulated_gpus
+from cookbook.planning.library import read_label, read_needs
+from cookbook.planning.plan import describe_batch, launch_command, load_pair, make_plan
+from cookbook.system.console import page
+from cookbook.system.files import RecipeError, dump_yaml, read_document
+from cookbook.system.machine import CPU_PROCESSES, num_cores, num_gpus, torch_cuda
+from cookbook.training.data.rows import row_bytes
+
+NUM_STEPS = 3
+NUM_EVAL_ROWS = 4
+LEARNING_RATE = 1e-2
+"""Far above any recipe's, so that three steps change the loss by more than rounding: then equal losses mean that the
+trained weights were saved, and not the initial ones."""
+LIMIT_SECONDS = 600
+LOSS_TOLERANCE = {"no": 1e-3, "bf16": 3e-2, "fp16": 3e-2}
+"""Largest difference of the recomputed loss by mixed_precision: kernels differ, and exported weights may be bf16."""
+
+Place = Literal["simulated GPUs", "GPUs", "CPU"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    recipe: Recipe
+    strategy: Strategy
+    num_processes: int
+    place: Place
+    folder: Path
+    notes: Notes = field(default_factory=Notes)
+
+
+def rehearse(
+    recipe_path: Path, *, assignments: list[str], strategy: Path | None, processes: int | None, on: str | None = None
+) -> int:
+    """Rehearse a recipe and print what that covered. Returns the exit code: 0, 1 if the run failed, 2 for mistakes in
+    a file.
+
+    Args:
+        on: gpus or cpu; None uses GPUs, real or simulated, where possible.
+
+    Raises:
+        RecipeError: mistakes that are known before anything starts.
+    """
+    started = time.perf_counter()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers imports, warns on stdout
+    recipe, found = load_pair(recipe_path, assignments, strategy)
+    place, why = _choose_place(on)
+    here = num_gpus() if place == "GPUs" else CPU_PROCESSES
+    smallest = max(min(here, CPU_PROCESSES), found.written_mesh.num_processes)
+    count = processes or found.num_processes or smallest
+    folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
+    rehearsal = Rehearsal(recipe=recipe, strategy=found, num_processes=count, place=place, folder=folder)
+    if why:
+        print(why)
+    print(f"Rehearsing {recipe_path} under {found.path}, {count} process{'es' if count > 1 else ''} on {place} ...")
+    try:
+        _plan_full_size(rehearsal, recipe_path)
+        small = _write_small_recipe(rehearsal, recipe_path)
+        log = folder / "log.txt"
+        code = _run(rehearsal, small, log)
+        if code:
+            print(f"\n{_what_went_wrong(log)}\n\nREHEARSAL of {recipe_path}: failed", file=sys.stderr)
+            return code
+        if mistake := _check_outputs(rehearsal):
+            print(f"\n{mistake}\n\nREHEARSAL of {recipe_path}: failed", file=sys.stderr)
+            return 1
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(f"REHEARSAL of {recipe_path}: fine ({time.perf_counter() - started:.0f} s)")
+    beyond = {
+        "CPU": "the GPU's code paths, NCCL",
+        "simulated GPUs": "errors inside real kernels and NCCL",
+        "GPUs": "more GPUs than are here",
+    }[place]
+    rehearsal.notes.missing.append(f"{beyond}, memory and speed at full size, the recipe's own learning rate")
+    covered, missing = ("\n".join(lines) for lines in (rehearsal.notes.covered, rehearsal.notes.missing))
+    print(page(("covered", covered), ("not covered", missing)))
+    return 0
+
+
+def _choose_place(on: str | None) -> tuple[Place, str | None]:
+    """Where to rehearse, and a reason if it falls back to the CPU.
+
+    Raises:
+        RecipeError: GPUs were asked for, and there are neither real nor simulated ones.
+    """
+    if on == "cpu":
+        return "CPU", None
+    if torch_cuda() is not None and num_gpus():
+        return "GPUs", None
+    why = simulated_gpus.problem()
+    if why is None:
+        return "simulated GPUs", None
+    if on == "gpus":
+        raise RecipeError([f"--on gpus: there are none, and they cannot be simulated: {why}"])
+    return "CPU", f"GPUs cannot be simulated here: {why}. Rehearsing on the CPU instead."
+
+
+def _plan_full_size(rehearsal: Rehearsal, recipe_path: Path) -> None:
+    """Check the recipe's own batch on the GPUs that its label names.
+
+    Raises:
+        RecipeError: the batch does not fit the processes.
+    """
+    strategy = rehearsal.strategy
+    count = strategy.num_processes or read_needs(read_label(recipe_path)).num_gpus
+    if count is None:
+        rehearsal.notes.missing.append(
+            "the batch at full size: the label names no number of GPUs (Needs: 8 GPUs of 80 GB)"
+        )
+        return
+    plan = make_plan(rehearsal.recipe, strategy, num_processes=count, num_gpus=count, recipe_name=str(recipe_path))
+    where = f"{count} GPU{'s' if count > 1 else ''}"
+    rehearsal.notes.covered.append(f"its own batch on {where}: {describe_batch(rehearsal.recipe, plan)}")
+
+
+def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
+    """Write the user's recipe with a tiny model, few rows and few steps."""
+    recipe, strategy, notes = rehearsal.recipe, rehearsal.strategy, rehearsal.notes
+    own = rehearsal.folder / "own.yaml"
+    own.write_text(dump_recipe(recipe), encoding="utf-8")
+    values = read_document(own).values
+    ranks = max(1, strategy.data_parallel_size(rehearsal.num_processes))
+    micro = min(recipe.batch.micro_batch_size or 2, 2)
+    values["batch"] = {"global_batch_size": ranks * micro * 2}
+    train, rows, are_own = few_rows(recipe, NUM_STEPS * ranks * micro * 2, rehearsal.folder, notes)
+    has_own_tokenizer = write_tiny_model(recipe, rows, rehearsal.folder / "model", notes)
+    length = min(recipe.data.max_length, 1024 if are_own else 128)
+    if are_own and not has_own_tokenizer:
+        length = 2048  # the small stand-in tokenizer makes three times as many tokens of a row
+    if recipe.batch.micro_batch_tokens is None:
+        values["batch"]["micro_batch_size"] = micro
+    else:
+        values["batch"]["micro_batch_tokens"] = 2 * length
+    if recipe.model.from_scratch is None:
+        values["model"]["name_or_path"] = str(rehearsal.folder / "model")
+        values["model"].pop("revision", None)
+    eval_file = rehearsal.folder / "eval.jsonl"
+    # The shortest rows are the least likely to lose all their trained tokens to the smaller max_length.
+    held_out = sorted(rows.rows, key=lambda row: len(row_bytes(row)))[:NUM_EVAL_ROWS]
+    if recipe.objective.splits_rows:  # a text over max_length would become several samples
+        held_out = [{"text": row["text"][:100]} for row in held_out]
+    write_jsonl(eval_file, held_out)
+    sources = [source.model_dump(mode="json", exclude_none=True) for source in train]
+    values["data"] |= {"train": sources, "eval": {"path": str(eval_file)}, "holdout": 0.0, "max_length": length}
+    values["data"].pop("too_long", None)  # at the smaller max_length nearly every row is too long
+    values["data"].pop("columns", None)  # each source has its own by now, and the file of eval rows has none
+    if length < recipe.data.max_length:
+        values["data"]["on_bad_row"] = "drop"  # `few_rows` has reported rows that are bad at full length
+    if recipe.data.holdout:
+        notes.missing.append("the share of rows that data.holdout takes")
+    values["optim"]["learning_rate"] = LEARNING_RATE
+    schedule = values["schedule"]
+    schedule["warmup_steps"] = min(schedule["warmup_steps"], 1)
+    schedule |= dict.fromkeys(recipe.schedule.stretches, 1)
+    if recipe.mixed_precision == "fp16" and rehearsal.place == "CPU":
+        values["mixed_precision"] = "no"
+        notes.missing.append("mixed_precision fp16, which needs a GPU; rehearsed in float32")
+    run = values["run"]
+    run.pop("num_epochs", None)
+    run.pop("trackers", None)  # a rehearsal is no experiment
+    run |= {"max_steps": NUM_STEPS, "output_dir": str(rehearsal.folder / "out")}
+    run["eval_every_steps"] = 2
+    if "save_every_steps" in run:
+        run["save_every_steps"] = 2
+    run["check_export"] = False  # the rehearsal checks it itself
+    small = rehearsal.folder / "recipe.yaml"
+    small.write_text(dump_yaml(values), encoding="utf-8")
+    # Plan the small recipe too, to report what its strategy cannot do without starting processes.
+    checked, _ = load_pair(small, strategy_path=Path(strategy.path))
+    count = rehearsal.num_processes
+    gpus = {"CPU": 0, "GPUs": num_gpus(), "simulated GPUs": count}[rehearsal.place]
+    make_plan(checked, strategy, num_processes=count, num_gpus=gpus, recipe_name=str(recipe_path))
+    return small
+
+
+def _run(rehearsal: Rehearsal, small: Path, log: Path) -> int:
+    """Launch the small recipe, its output in `log`. Returns 0, 1 or 2."""
+    strategy, num_processes = rehearsal.strategy, rehearsal.num_processes
+    shown = launch_command(str(small), strategy, num_processes=num_processes, assignments=[])
+    command = [sys.executable, "-m", "accelerate.commands.launch", *shown[2:]]
+    environment = {"OMP_NUM_THREADS": str(max(1, num_cores() // num_processes)), **os.environ}  # the user's count wins
+    if rehearsal.place == "CPU":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    else:
+        environment.pop("DS_ACCELERATOR")  # set for this process alone
+    if rehearsal.place == "simulated GPUs":
+        environment |= simulated_gpus.environment(num_processes, report=rehearsal.folder)
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"  # for ninja
+    with log.open("w") as output:
+        run = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+        try:
+            code = run.wait(timeout=LIMIT_SECONDS)
+        except BaseException as error:
+            os.killpg(run.pid, signal.SIGKILL)  # killing the launcher alone would leave its workers running
+            run.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            output.write(f"\nstopped after {LIMIT_SECONDS} s\n")
+            return 1
+    if code == 0:
+        return 0
+    # The forms of torchrun's report, and of accelerate's for a single process.
+    return 2 if re.search(r"exitcode\s*:\s*2\b|exit status 2\.", log.read_text(errors="replace")) else 1
+
+
+def _what_went_wrong(log: Path) -> str:
+    """The part of a run's output with the reason for its end: the last error before the launcher's own report."""
+    lines = log.read_text(errors="replace").rstrip().splitlines()
+    if lines and lines[-1].startswith("subprocess.CalledProcessError"):  # accelerate's, for a single process
+        while not lines.pop().startswith("Traceback"):
+            pass
+    elastic = re.compile(r"[EW]\d{4} .*torch/distributed/elastic")
+    lines = list(takewhile(lambda line: not elastic.match(line), lines))
+    while lines and not lines[-1].strip():
+        lines.pop()
+    tracebacks = [i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+    if tracebacks:
+        return "\n".join([lines[tracebacks[-1]], *lines[tracebacks[-1] + 1 :][-12:]])
+    blank = max((i for i, line in enumerate(lines) if not line.strip()), default=-1)
+    return "\n".join(lines[blank + 1 :][-20:]) or "the run ended without a word"
+
+
+def _check_outputs(rehearsal: Rehearsal) -> str | None:
+    """What is wrong with the run's outputs, or None; notes what was covered."""
+    out = rehearsal.folder / "out"
+    record = json.loads((out / "run.json").read_text(encoding="utf-8"))
+    small = read_document(out / "recipe.yaml").values
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    evaluations = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    steps = [line for line in lines if "loss" in line]
+    before, after = evaluations[0], evaluations[-1]
+    count = record["strategy"]["processes"]
+    rehearsal.notes.covered.append(
+        f"{count} process{'es' if count > 1 else ''} under {rehearsal.strategy.path}, {len(steps)} steps of"
+        f" {small['batch']['global_batch_size']}, {len(evaluations)} evaluations"
+    )
+    if rehearsal.place == "simulated GPUs":
+        report = json.loads((rehearsal.folder / "rank_0.json").read_text(encoding="utf-8"))
+        calls = sum(entry["calls"] for entry in report["collectives"].values())
+        kernels = {name.rpartition(" ")[0] for name in report["attention"]} or {"attention by plain products"}
+        rehearsal.notes.covered.append(
+            f"the GPU's own paths in {small['mixed_precision']}: {', '.join(sorted(kernels))}, {calls} collectives in"
+            " NCCL's place"
+        )
+    loss = recompute(out / "export", small, rehearsal.recipe.objective, rehearsal.folder / "eval.jsonl")
+    adapter = rehearsal.recipe.adapter
+    if adapter is not None:
+        rehearsal.notes.covered.append(f"adapter {adapter.name} of rank {adapter.rank} on {', '.join(adapter.targets)}")
+    opener = "peft" if adapter else "transformers"
+    distance, moved = abs(loss - after), abs(before - after)
+    if not distance <= min(LOSS_TOLERANCE[small["mixed_precision"]] * max(1.0, abs(after)), moved / 3):
+        return (
+            f"the export, opened by {opener}, has an evaluation loss of {loss:.4f}; the run had {before:.4f} before its"
+            f" first step and {after:.4f} at the end"
+        )
+    rehearsal.notes.covered.append(
+        f"export reopened by {opener} alone: evaluation loss {loss:.4f}, the run's {after:.4f} ({before:.4f} untrained)"
+    )
+    return None

@@ -1,0 +1,88 @@
+"""Opens the export of a rehearsal with plain transformers and peft, none of our code, and computes their own loss."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from cookbook.config.objectives import Answer, Objective
+from cookbook.config.recipe import Source
+from cookbook.config.row_kinds import BadRow, kinds
+from cookbook.training.data.encode import LabelledIds, encode
+from cookbook.training.data.rows import read_rows
+
+
+def recompute(export: Path, small: dict[str, Any], objective: Objective, eval_file: Path) -> float:
+    """The evaluation loss of the exported model by transformers' own loss function and the export's tokenizer."""
+    import torch
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(export, trust_remote_code=False)
+    model, reference = _reopen(export, small)
+    rows = read_rows(Source(path=str(eval_file)), "error", objective, place="data.eval")
+    length, is_bf16 = small["data"]["max_length"], small["mixed_precision"] == "bf16"
+
+    def logp(network: Any, sequence: LabelledIds) -> tuple[float, int]:
+        """Sum over the labelled tokens, and their number."""
+        ids, is_label = (torch.tensor([part[:length]]) for part in sequence)
+        labels = torch.where(is_label.bool(), ids, -100)
+        count = int((labels[:, 1:] != -100).sum())
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=is_bf16):
+            return -network(input_ids=ids, labels=labels).loss.item() * count, count
+
+    def answer(sequence: LabelledIds) -> Answer:
+        total, count = logp(model, sequence)
+        return Answer(total, count, logp(reference, sequence)[0] if objective.needs_reference else math.nan)
+
+    encoded = encode(rows, tokenizer, objective.labels)
+    samples, values = [], []
+    value_of = kinds()[rows.kind].value
+    for row, sample in zip(rows.rows, encoded, strict=True):
+        if not isinstance(sample, BadRow) and _is_trained(sample, length):
+            samples.append([answer(sequence) for sequence in sample])
+            values.append(value_of(row) if value_of else math.nan)
+    return objective.by_hand(samples, values)
+
+
+def _is_trained(sample: list[LabelledIds], length: int) -> bool:
+    """Whether the run keeps a sample truncated to this length; transformers' mean over no label would be nan."""
+    if not all(any(is_label[1:length]) for _, is_label in sample):
+        return False
+    return len(sample) == 1 or sample[0][0][:length] != sample[1][0][:length]
+
+
+def _reopen(export: Path, small: dict[str, Any]) -> tuple[Any, Any]:
+    """The exported model and the untrained one, loaded as any user would.
+
+    Raises:
+        RuntimeError: a tensor of the adapter is empty.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    def opened(folder: str | Path, **options: Any) -> Any:
+        found = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True, **options
+        )
+        return found.eval()
+
+    adapter = small.get("adapter")
+    if adapter is None:
+        untrained = small["model"].get("name_or_path")  # absent for a new model, which needs no reference
+        return opened(export), opened(untrained) if untrained else None
+    from peft import PeftConfig, PeftModel
+    from safetensors.torch import load_file
+
+    empty = [name for name, tensor in load_file(export / "adapter_model.safetensors").items() if not tensor.numel()]
+    if empty:
+        raise RuntimeError(f"the exported adapter has empty tensors: {', '.join(empty[:5])}")
+    base = PeftConfig.from_pretrained(str(export)).base_model_name_or_path
+    options: dict[str, Any] = {}
+    if adapter["name"] == "qlora":
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16 if small["mixed_precision"] == "bf16" else torch.float32,
+        )
+    bases = [opened(base, **options) for _ in range(2)]
+    return PeftModel.from_pretrained(bases[0], str(export)).eval(), bases[1]

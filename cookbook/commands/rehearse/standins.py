@@ -1,0 +1,165 @@
+"""Stand-ins for a rehearsal: a few rows of the recipe's kind, and a tiny model of its architecture with a tokenizer."""
+
+import json
+import math
+import random
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from cookbook.config.recipe import BUILTIN_SOURCE, Recipe, Source
+from cookbook.config.row_kinds import BadRow, MadeUp, columns, kinds
+from cookbook.planning.library import hub_answers, known_kind, known_model
+from cookbook.system.files import RecipeError, first_line
+from cookbook.training.data.rows import Rows, read_rows, texts
+from cookbook.training.data.sources import raw_rows
+
+WORDS = "a model learns to write short answers from many rows of text and then stops at the end"
+
+
+@dataclass(frozen=True)
+class Notes:
+    """Lines of the final report."""
+
+    covered: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+def few_rows(recipe: Recipe, num_rows: int, folder: Path, notes: Notes) -> tuple[list[Source], Rows, bool]:
+    """Sources that replace `data.train`, rows of the first one, and whether all rows are the recipe's own.
+
+    Local sources are limited to fewer rows; those of the Hub are read over the network, or made up without it.
+    """
+    sources, sample, made_up = [], None, []
+    for i, source in enumerate(recipe.data.train):
+        if source.path == BUILTIN_SOURCE or Path(source.path).exists():
+            small = source.model_copy(update={"max_rows": num_rows})
+        else:
+            path = folder / f"train-{i}.jsonl"
+            if hub_answers():
+                raw = (row for _, row in islice(raw_rows(source, streaming=True), num_rows))
+                read = [*columns(), *(source.columns or {}).values()]
+                rows = [{key: row[key] for key in read if key in row} for row in raw if not isinstance(row, BadRow)]
+                small = Source(path=str(path), weight=source.weight, columns=source.columns)
+            else:
+                made_up.append(source.path)
+                small = Source(path=str(path), weight=source.weight)
+                rows = synthetic_rows(known_kind(source.path) or recipe.objective.rows[0], num_rows)
+            write_jsonl(path, rows)
+        sources.append(small)
+        found = read_rows(small, recipe.data.on_bad_row, recipe.objective)
+        sample = sample or found
+    assert sample is not None
+    described = f"rows of {sample.kind}" + (", packed" if recipe.data.packing else "")
+    notes.covered.append(f"objective {recipe.objective.name} on {described}")
+    if made_up:
+        notes.missing.append(f"rows of {', '.join(dict.fromkeys(made_up))}: made up, since the Hub was not reached")
+    if recipe.data.eval:
+        notes.missing.append("the rows of data.eval: training rows stood in")
+    return sources, sample, not made_up
+
+
+def synthetic_rows(kind: str, count: int) -> list[dict[str, Any]]:
+    """Made-up rows of a kind, the same at each call."""
+    some = MadeUp(random.Random(0), WORDS.split())
+    return [kinds()[kind].made_up(some) for _ in range(count)]
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_tiny_model(recipe: Recipe, rows: Rows, folder: Path, notes: Notes) -> bool:
+    """Write a model of the recipe's architecture with two layers and random weights. Returns whether its tokenizer is
+    the recipe's own. A new model (from_scratch) is left to the run, which builds one from these few rows.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if recipe.model.from_scratch is not None:
+        notes.covered.append("a new model of the recipe's own sizes")
+        return False
+    config, tokenizer, origin = _describe_model(recipe, rows)
+    small = shrink(config, len(tokenizer))
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(small, name, getattr(tokenizer, name))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        model = AutoModelForCausalLM.from_config(small)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    heads, tied = (small.num_attention_heads, small.num_key_value_heads), small.tie_word_embeddings
+    notes.covered.append(
+        f"{small.model_type} with {small.num_hidden_layers} layers, {heads[0]} query and {heads[1]} key heads,"
+        f" {'tied' if tied else 'untied'} embeddings (after {origin})"
+    )
+    is_own = "offline_facts" not in origin
+    if not is_own:
+        notes.missing.append(f"the tokenizer of {recipe.model.name_or_path}: a small one stood in")
+    return is_own
+
+
+def _describe_model(recipe: Recipe, rows: Rows) -> tuple[Any, Any, str]:
+    """Configuration, tokenizer, and their origin."""
+    from transformers import AutoTokenizer
+
+    from cookbook.training.models.structure import OFFLINE_FACTS, find_config, hub_options
+
+    config, origin = find_config(recipe.model)
+    name = recipe.model.name_or_path
+    assert name is not None
+    facts = known_model(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **hub_options(recipe.model))
+    except (OSError, ValueError) as error:
+        if facts is None:
+            raise RecipeError([f"model.name_or_path is {name!r}: no tokenizer there ({first_line(error)})"]) from None
+        return config, _stand_in_tokenizer(facts, rows), OFFLINE_FACTS.rpartition("/")[2]
+    return config, tokenizer, f"{origin}, with its own tokenizer"
+
+
+def _stand_in_tokenizer(facts: dict[str, Any], rows: Rows) -> Any:
+    from cookbook.training.models import train_tokenizer
+
+    tokenizer = train_tokenizer(texts(rows), 1024)
+    tokenizer.add_tokens([*facts["special_tokens"]], special_tokens=True)
+    named = {"bos_token": facts["bos_token"], "eos_token": facts["eos_token"]}
+    tokenizer.add_special_tokens({key: token for key, token in named.items() if token})
+    return tokenizer
+
+
+def shrink(config: Any, vocab_size: int) -> Any:
+    """A small configuration of the same structure: what is shared, tied, biased or scaled stays so."""
+    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    kv_heads = kv_heads or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    wide = Fraction(config.hidden_size, heads * head_dim)  # not 1 for some: Qwen3 has more heads than width
+    small_kv_heads = min(kv_heads, 2)
+    small_heads = small_kv_heads * (heads // kv_heads)
+    hidden = int(small_heads * 16 * wide)
+    values = config.to_dict()
+    kinds = values.get("layer_types")
+    layers = max(2, len(set(kinds or ())))
+    if kinds:
+        values["layer_types"] = (list(dict.fromkeys(kinds)) * layers)[:layers]
+    if "max_window_layers" in values:
+        values["max_window_layers"] = layers
+    values |= {
+        "vocab_size": math.ceil(vocab_size / 64) * 64,
+        "hidden_size": hidden,
+        "intermediate_size": max(64, round(hidden * config.intermediate_size / config.hidden_size / 64) * 64),
+        "num_hidden_layers": layers,
+        "num_attention_heads": small_heads,
+        "num_key_value_heads": small_kv_heads,
+        "dtype": "bfloat16",
+    }
+    if "head_dim" in values:
+        values["head_dim"] = 16
+    for key in ("architectures", "_name_or_path", "transformers_version", "quantization_config"):
+        values.pop(key, None)
+    return type(config).from_dict(values)

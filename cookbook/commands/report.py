@@ -1,0 +1,290 @@
+"""A page about a run, or about several: one HTML file with curves as SVG, without scripts and without a network."""
+
+import io
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from html import escape
+from itertools import pairwise
+from typing import Any
+
+from cookbook.commands.history import History
+from cookbook.planning.explain.compare import effect_of
+from cookbook.system.files import flatten
+from cookbook.system.hardware import GIB
+
+TITLES = {
+    "loss": "Loss",
+    "learning_rate": "Learning rate",
+    "grad_norm": "Gradient norm",
+    "tokens_per_second": "Tokens per second, all processes",
+    "step_seconds": "Seconds a step",
+    "mfu": "Model FLOPs utilization",
+    "peak_memory_gib": "Peak memory, GiB, largest process",
+}
+"""Of what has a curve in every run, in their order on the page; the metrics of an objective follow by their names."""
+POSITIONS = ("step", "epoch", "num_tokens")
+INKS = 8
+"""Colours of lines; a ninth line has the first again."""
+STYLE = """\
+:root { color-scheme: light dark; --ink: #1f2328; --soft: #59636e; --rule: #d1d9e0; --page: #fff; --panel: #f6f8fa;
+--line-0: #0969da; --line-1: #cf222e; --line-2: #1a7f37; --line-3: #8250df; --line-4: #bc4c00; --line-5: #0a7d91;
+--line-6: #bf3989; --line-7: #6e5a00 }
+@media (prefers-color-scheme: dark) { :root { --ink: #f0f6fc; --soft: #9198a1; --rule: #3d444d; --page: #0d1117;
+--panel: #151b23; --line-0: #4493f8; --line-1: #f85149; --line-2: #3fb950; --line-3: #ab7df8; --line-4: #f0883e;
+--line-5: #39c5cf; --line-6: #f778ba; --line-7: #d29922 } }
+* { box-sizing: border-box }
+body { margin: 0 auto; padding: 1rem; max-width: 84rem; background: var(--page); color: var(--ink);
+font: 16px/1.45 system-ui, sans-serif }
+h1 { font-size: 1.4rem; overflow-wrap: anywhere } h2 { margin: 2rem 0 .7rem; font-size: 1.15rem }
+h3 { margin: 0 0 .3rem; font-size: .95rem; overflow-wrap: anywhere }
+.charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 24rem), 1fr)) }
+figure { margin: 0; padding: .8rem; background: var(--panel); border: 1px solid var(--rule); border-radius: 8px }
+svg { display: block; width: 100%; height: auto }
+.legend { display: flex; flex-wrap: wrap; gap: .1rem .9rem; margin: .3rem 0 0; padding: 0; list-style: none;
+font-size: .85rem; overflow-wrap: anywhere }
+.legend i { display: inline-block; width: 1.1em; height: .25em; margin-right: .4em; vertical-align: middle }
+.scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .9rem }
+th, td { padding: .25rem .8rem .25rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--rule) }
+thead th { color: var(--soft) } .soft { color: var(--soft) }"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One curve of a chart."""
+
+    name: str
+    points: list[tuple[float, float]]
+    has_dots: bool = False
+    """Of few points, such as evaluations."""
+    ink: int = 0
+    is_dashed: bool = False
+
+
+def run_page(run: History, summary: Iterable[tuple[str, str]]) -> str:
+    """The page of one run.
+
+    Args:
+        summary: rows of name and value for its head.
+    """
+    marks = [event["step"] for event in run.events if event.get("event") == "skip"]
+    starts = [event["step"] for event in run.events if event.get("event") == "start" and event["step"]]
+    charts = []
+    for i, key in enumerate(_keys([run])):
+        lines = _lines_of(run, key, _steps)
+        legend = _legend((line.ink, line.name) for line in lines) if len(lines) > 1 else ""
+        charts.append(_chart(key, lines, legend=legend, marks=marks, starts=starts, number=i))
+    body = [_table(("", ""), [("state", run.state), *summary]), "<h2>Curves</h2>", _grid(charts)]
+    if starts or marks:
+        body.append('<p class="soft">Dotted: the run was started again. Red: a step was skipped.</p>')
+    body += ["<h2>Events</h2>", _table(("time", "step", "event", ""), _event_rows(run))]
+    rows = [(key, _shown(value), _source(run, key)) for key, value in run.settings.items()]
+    body += ["<h2>Settings</h2>", _table(("key", "value", "from"), rows)]
+    return _page(f"Run {run.folder}", body)
+
+
+def compare_page(runs: Sequence[History]) -> str:
+    """The page that lays runs over one another."""
+    names = [str(run.folder) for run in runs]
+    rows = differences(runs)
+    body = [
+        _legend(enumerate(names)),
+        "<h2>What differs</h2>",
+        _table(("key", *names, "affects"), rows) if rows else "<p>Nothing differs.</p>",
+    ]
+    for letter, title, places in (("s", "By step", _steps), ("t", "By tokens trained on", _tokens)):
+        groups: dict[tuple[str, str], list[Line]] = {}
+        for key in _keys(runs):
+            for ink, run in enumerate(runs):
+                for line in _lines_of(run, key, places):
+                    of_set = line.name if line.has_dots else ""
+                    groups.setdefault((key, of_set), []).append(replace(line, ink=ink))
+        charts = [
+            _chart(key, lines, of_set, number=f"{letter}{i}") for i, ((key, of_set), lines) in enumerate(groups.items())
+        ]
+        body += [f"<h2>{title}</h2>", _grid(charts)]
+    return _page(f"{len(runs)} runs", body)
+
+
+def differences(runs: Sequence[History]) -> list[tuple[str, ...]]:
+    """Rows of what differs: key, the value of each run, and what it affects."""
+    facts = [_facts(run) for run in runs]
+    rows: list[tuple[str, ...]] = []
+    for key in dict.fromkeys(key for of_run in facts for key in of_run):
+        values = [_shown(of_run.get(key)) for of_run in facts]
+        if len(set(values)) > 1:
+            is_machine = key == "device" or key.startswith("versions.")
+            effect = "speed" if key == "processes" else "rounding" if is_machine else effect_of(key)
+            rows.append((key, *values, effect))
+    return rows
+
+
+def _facts(run: History) -> dict[str, Any]:
+    """The settings with the strategy in effect, number of processes, device and versions."""
+    strategy, hardware = run.record.get("strategy", {}), run.record.get("hardware", {})
+    found = {key: value for key, value in run.settings.items() if key != "run.output_dir"}
+    found |= {"strategy": strategy.get("file"), "processes": strategy.get("processes")}
+    return found | {"device": hardware.get("gpu", "CPU")} | flatten({"versions": run.record.get("versions", {})})
+
+
+def _keys(runs: Iterable[History]) -> list[str]:
+    """What has a curve: the numbers of training lines."""
+    found = {key: None for run in runs for line in run.steps for key in line if key not in POSITIONS}
+    return [key for key in TITLES if key in found] + [key for key in found if key not in TITLES]
+
+
+def _steps(run: History) -> Callable[[dict[str, Any]], float]:
+    return lambda line: line["step"]
+
+
+def _tokens(run: History) -> Callable[[dict[str, Any]], float]:
+    """From a line to the tokens trained on up to its step."""
+    total, tokens = 0, {}
+    for line in run.lines:
+        total += line.get("num_tokens", 0)
+        tokens[line["step"]] = total
+    return lambda line: tokens[line["step"]]
+
+
+Places = Callable[[History], Callable[[dict[str, Any]], float]]
+
+
+def _lines_of(run: History, key: str, places: Places) -> list[Line]:
+    """The curve of a key in training, and on each evaluation set."""
+    place = places(run)
+    training = [(place(line), line[key]) for line in run.lines if line.get(key) is not None]
+    lines = [Line(name="training", points=training)]
+    for i, of_set in enumerate(dict.fromkeys(line.get("eval_set", "") for line in run.evaluations), 1):
+        chosen = [line for line in run.evaluations if line.get("eval_set", "") == of_set]
+        points = [(place(line), line[f"eval_{key}"]) for line in chosen if line.get(f"eval_{key}") is not None]
+        if points:
+            lines.append(Line(name=f"held out{of_set and f': {of_set}'}", points=points, has_dots=True, ink=i))
+    forecast = run.record.get("forecast")
+    if key == "peak_memory_gib" and forecast and training:
+        ends = [(training[0][0], forecast["allocated"] / GIB), (training[-1][0], forecast["allocated"] / GIB)]
+        lines.append(Line(name="forecast", points=ends, ink=1, is_dashed=True))
+    return lines
+
+
+def _chart(
+    key: str,
+    lines: Sequence[Line],
+    of_set: str = "",
+    legend: str = "",
+    *,
+    number: int | str,
+    marks: Sequence[int] = (),
+    starts: Sequence[int] = (),
+) -> str:
+    title = TITLES.get(key, key) + (f", {of_set}" if of_set else "")
+    drawing = _svg(lines, f"c{number}-", marks, starts)
+    return f"<figure><h3>{escape(title)}</h3>{drawing}{legend}</figure>"
+
+
+def _legend(names: Iterable[tuple[int, str]]) -> str:
+    """Names with the number of their colour."""
+    items = (f'<li><i style="background: var(--line-{ink % INKS})"></i>{escape(name)}</li>' for ink, name in names)
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _svg(lines: Sequence[Line], prefix: str, marks: Sequence[int], starts: Sequence[int]) -> str:
+    """A drawing by matplotlib, whose colours follow the page and whose ids begin with `prefix`."""
+    from matplotlib import rc_context  # takes a second
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    # One colour for each role, which CSS variables then replace.
+    inks = {f"#0000{i:02x}": f"var(--line-{i})" for i in range(INKS)}
+    soft, rule = "#00aa01", "#00aa02"
+    settings = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "page",
+        "font.family": "sans-serif",
+        "font.size": 10,
+        "path.simplify": False,  # every point of the metrics is there
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.edgecolor": rule,
+        "xtick.color": soft,
+        "ytick.color": soft,
+    }
+    with rc_context(settings):
+        figure = Figure(figsize=(5.4, 3.0), layout="constrained")
+        axes = figure.add_subplot()
+        axes.grid(color=rule, linewidth=0.6)
+        axes.set_axisbelow(True)
+        for step in starts:
+            axes.axvline(step, color=soft, linestyle=":", linewidth=1.5)
+        for step in marks:
+            axes.axvline(step, color="#000001", linewidth=1)
+        for i, line in enumerate(lines):
+            x, y = zip(*line.points, strict=True) if line.points else ((), ())
+            style, color = "--" if line.is_dashed else "-", f"#0000{line.ink % INKS:02x}"
+            (drawn,) = axes.plot(x, y, color=color, linestyle=style, linewidth=1.6)
+            if line.has_dots or len(x) == 1:
+                drawn.set(marker="o", markersize=3.5)
+            drawn.set_gid(f"curve-{i}")
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        file = io.StringIO()
+        figure.savefig(
+            file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        )
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"| width="[\d.]+pt"| height="[\d.]+pt"', "", text)  # HTML's own
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", text)
+    for colour, variable in {**inks, soft: "var(--soft)", rule: "var(--rule)"}.items():
+        text = text.replace(colour, variable)
+    return text
+
+
+def _event_rows(run: History) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for event in run.events:
+        details = {key: value for key, value in event.items() if key not in ("event", "step", "time") and value}
+        when = datetime.fromtimestamp(event.get("time", 0)).strftime("%Y-%m-%d %H:%M:%S")
+        words = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in details.items())
+        rows.append((when, str(event["step"]), str(event.get("event")), words))
+    return rows
+
+
+def _source(run: History, key: str) -> str:
+    """Where the value of a setting is from."""
+    command = run.record.get("command", [])
+    assigned = [word.partition("=")[0] for flag, word in pairwise(command) if flag == "--set"]
+    written = run.record.get("written_settings")
+    if any(key == one or key.startswith(f"{one}.") for one in assigned):
+        return "--set"
+    if written is None:
+        return "not recorded"
+    is_written = any(key == one or key.startswith(f"{one}.") or one.startswith(f"{key}.") for one in written)
+    return "recipe" if is_written else "default"
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    shown = f"<thead><tr>{top}</tr></thead>" if any(head) else ""
+    return f'<div class="scroll"><table>{shown}<tbody>{lines}</tbody></table></div>'
+
+
+def _grid(charts: Iterable[str]) -> str:
+    return f'<div class="charts">{"".join(charts)}</div>'
+
+
+def _page(title: str, body: Iterable[str]) -> str:
+    return "\n".join(
+        (
+            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}</title>\n<style>\n{STYLE}\n</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>",
+            *body,
+            "</body>\n</html>\n",
+        )
+    )

@@ -1,0 +1,94 @@
+"""Runs as they go, read from their files in another terminal."""
+
+import contextlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Annotated, Any
+
+from typer import Option
+
+from cookbook.commands.arguments import positive, run_folder
+from cookbook.commands.history import METRICS, parse_lines, read_json, state_of
+from cookbook.system.console import console, page
+from cookbook.system.files import RecipeError
+
+TAIL_BYTES = 65536
+"""Of metrics.jsonl, read each time."""
+HEAD = ("run", "state", "step", "loss", "held out", "tokens/s", "left")
+
+
+def watch(
+    folders: Annotated[list[Path], run_folder("run.output_dir of one or more runs")],
+    *,
+    every: Annotated[float, Option(callback=positive, help="seconds between two looks")] = 2.0,
+) -> int:
+    """Watch runs live from their files, until all have ended."""
+    if missing := [folder for folder in folders if not folder.is_dir()]:
+        raise RecipeError([f"{folder}: no such folder; name the run.output_dir of a run" for folder in missing])
+    with contextlib.suppress(KeyboardInterrupt):  # ends the watching, not the run
+        (_watch_live if console().is_terminal else _watch_plain)(folders, every)
+    return 0
+
+
+def _watch_live(folders: Sequence[Path], every: float) -> None:
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(console=console(), auto_refresh=False) as live:
+        while True:
+            looks = [_look(folder) for folder in folders]
+            live.update(Text(page(HEAD, *(row for row, _ in looks), indent=0)), refresh=True)
+            if all(has_ended for _, has_ended in looks):
+                return
+            time.sleep(every)
+
+
+def _watch_plain(folders: Sequence[Path], every: float) -> None:
+    """A line for each run that has got on."""
+    seen: dict[Path, tuple[str, ...]] = {}
+    while True:
+        looks = [_look(folder) for folder in folders]
+        for folder, (row, _) in zip(folders, looks, strict=True):
+            if seen.get(folder) != row[:4]:
+                seen[folder] = row[:4]
+                print(", ".join(f"{name} {cell}" for name, cell in zip(HEAD, row, strict=True) if cell), flush=True)
+        if all(has_ended for _, has_ended in looks):
+            return
+        time.sleep(every)
+
+
+def _look(folder: Path) -> tuple[tuple[str, ...], bool]:
+    """The cells of a run in `HEAD`'s order, and whether it has ended."""
+    state, has_ended = state_of(folder)  # before its last lines are read
+    lines = _last_lines(folder / METRICS)
+    steps = [line for line in lines if line.get("loss") is not None]
+    evaluations = [line["eval_loss"] for line in lines if line.get("eval_loss") is not None]
+    step, last_step = lines[-1]["step"] if lines else 0, read_json(folder / "run.json").get("max_steps")
+    speed = [line["tokens_per_second"] for line in steps[-10:] if "tokens_per_second" in line]
+    seconds = [line["step_seconds"] for line in steps[-10:] if "step_seconds" in line]
+    left = ""
+    if seconds and last_step and not has_ended:
+        minutes, rest = divmod(round(mean(seconds) * (last_step - step)), 60)
+        left = f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+    cells = (
+        str(folder),
+        state,
+        f"{step} of {last_step}" if last_step else str(step),
+        f"{mean(line['loss'] for line in steps[-10:]):.4f}" if steps else "",
+        f"{evaluations[-1]:.4f}" if evaluations else "",
+        f"{median(speed):,.0f}" if speed else "",
+        left,
+    )
+    return cells, has_ended
+
+
+def _last_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - TAIL_BYTES))
+        lines = file.read().splitlines()
+    return parse_lines(lines)  # the first may be cut, and is then left out

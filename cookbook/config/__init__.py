@@ -1,0 +1,1 @@
+"""What users write: recipes and strategies, as typed and validated objects."""

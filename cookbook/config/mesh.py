@@ -1,0 +1,56 @@
+"""The device mesh of a strategy: which processes share samples, tokens and parameters. No torch."""
+
+import math
+from dataclasses import dataclass
+
+PLANNED_LENGTHS = 64
+"""Row lengths under tensor parallel are multiples of it: DTensor plans each operation for each new shape, in 15 ms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """The processes of a run as replicate x shard x sequence x tensor; the last dimension has consecutive ranks.
+
+    Training uses three numbers of it: `data_parallel_size` to distribute batches, `token_parallel_size` to sum losses
+    and gradients, and `replicate` to count replicated state once.
+    """
+
+    replicate: int = 1
+    """Processes that hold the same shard and see different samples."""
+    shard: int = 1
+    """Processes that share parameters, gradients or optimizer state and see different samples."""
+    sequence: int = 1
+    """Processes that see different tokens of the same samples. They hold what processes with other samples hold."""
+    tensor: int = 1
+    """Processes that compute the same tokens together."""
+
+    @property
+    def num_processes(self) -> int:
+        return self.token_parallel_size * self.tensor
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of groups of processes that see different samples."""
+        return self.replicate * self.shard
+
+    @property
+    def token_parallel_size(self) -> int:
+        """Number of groups of processes that see different tokens."""
+        return self.data_parallel_size * self.sequence
+
+    def token_parallel_rank(self, rank: int) -> int:
+        """The group of a rank among those that see different tokens."""
+        return rank // self.tensor
+
+    def data_parallel_rank(self, rank: int) -> int:
+        """The group of a rank among those that see different samples."""
+        return self.token_parallel_rank(rank) // self.sequence
+
+    def sequence_rank(self, rank: int) -> int:
+        """Which part of each row a rank sees."""
+        return self.token_parallel_rank(rank) % self.sequence
+
+    def length_multiple(self, max_length: int) -> int:
+        """The number of tokens that the length of each row is a multiple of."""
+        planned = math.gcd(PLANNED_LENGTHS, max_length) if self.tensor > 1 else 1  # no row passes max_length
+        return math.lcm(planned, self.sequence)

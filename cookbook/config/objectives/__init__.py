@@ -1,0 +1,10 @@
+"""Training objectives, one per file: recipe keys, properties and loss. Loads without torch.
+
+A loss returns a *sum* over the tokens or samples of one micro-batch; the engine divides it by the count of the whole
+global batch. That makes every objective the same under every strategy.
+"""
+
+from cookbook.config.objectives import dpo, kto_zero, orpo, token_loss
+from cookbook.config.objectives.base import Answer, Objective, TooLong, TrainOn
+
+__all__ = ["Answer", "Objective", "TooLong", "TrainOn", "dpo", "kto_zero", "orpo", "token_loss"]

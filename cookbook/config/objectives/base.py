@@ -1,0 +1,80 @@
+"""Base class of objectives."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+from cookbook.config.registry import Named
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from cookbook.config.objectives.forward import LossOutput
+
+TrainOn = Literal["assistant", "last", "all"]
+TooLong = Literal["cut", "drop", "split", "error"]
+
+
+class Answer(NamedTuple):
+    """The log-probabilities of one sequence, as plain numbers."""
+
+    logp: float
+    """Sum over its labelled tokens."""
+    num_tokens: int
+    """Number of labelled tokens."""
+    reference_logp: float
+    """`logp` under the model before training."""
+
+
+class Objective(Named):
+    """A recipe's `objective`."""
+
+    family = "objective"
+    default = "sft"
+    name: str
+
+    rows: ClassVar[tuple[str, ...]]
+    """Names of the row kinds that it trains on (`cookbook.config.row_kinds`); a rehearsal generates the first."""
+    sample: ClassVar[str] = "sequence"
+    """What a batch counts, in the singular."""
+    sequences: ClassVar[tuple[str, ...]] = ("",)
+    """Names of the sequences of a sample."""
+    mean_over: ClassVar[Literal["tokens", "samples"]] = "tokens"
+    """What the loss is averaged over: labelled tokens, or samples."""
+    needs_reference: ClassVar[bool] = False
+    """Whether batches carry `reference_logps`, computed by the model before training."""
+    splits_rows: ClassVar[bool] = False
+    """Whether rows longer than data.max_length are split into several samples if the recipe does not choose."""
+
+    @property
+    def labels(self) -> TrainOn:
+        """The tokens that carry loss, for row kinds that leave the choice to the objective."""
+        return "assistant"
+
+    def long_rows(self, chosen: TooLong | None) -> TooLong:
+        """What happens to rows longer than data.max_length.
+
+        Args:
+            chosen: data.too_long.
+        """
+        return chosen or ("split" if self.splits_rows else "cut")
+
+    def words(self) -> str:
+        """Name and settings, for `explain`."""
+        return self.name
+
+    def compute(self, model: "Module", batch: dict[str, Any]) -> "LossOutput":
+        """The loss of one micro-batch, made of `cookbook.config.objectives.forward`. Collective.
+
+        Args:
+            batch: the output of `cookbook.training.data.batches.collate`, with its tensors on the device.
+        """
+        raise NotImplementedError
+
+    def by_hand(self, samples: Sequence[Sequence[Answer]], values: Sequence[float]) -> float:
+        """The mean loss computed in plain Python, as a reference that a rehearsal compares the run with.
+
+        Args:
+            samples: the sequences of each sample.
+            values: `RowKind.value` of each sample; nan if its row kind has none.
+        """
+        raise NotImplementedError

@@ -1,0 +1,53 @@
+"""Building blocks of losses: the model's forward, and sums over each sequence. Imports torch.
+
+Every loss must call `model(...)`, which returns the negative log-likelihood of each of the L `targets`. The engines'
+hooks are on that call: under DDP, gradients of a backbone that is called directly are silently not synchronized.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+INPUTS = ("input_ids", "targets", "target_positions", "position_ids", "lengths", "offsets")
+
+Batch = dict[str, Any]
+"""The output of `cookbook.training.data.batches.collate`, with its tensors on the device."""
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """The loss of one micro-batch on this process."""
+
+    loss_sum: torch.Tensor
+    """Float32 scalar with its autograd graph."""
+    count: int
+    """Number of targets or samples in the sum."""
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Detached sums over the same targets or samples."""
+
+    @classmethod
+    def of(cls, losses: torch.Tensor, nll: torch.Tensor, metrics: dict[str, torch.Tensor]) -> "LossOutput":
+        """The sum of the losses of samples, which may be none."""
+        # `nll` keeps the graph of an empty micro-batch: every process must run the backward's collectives.
+        return cls(losses.sum().float() + 0.0 * nll.sum(), len(losses), metrics)
+
+
+def negative_log_likelihood(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """Negative log-likelihood of each target, float32 (L,). Collective: call it for empty micro-batches too."""
+    return model(**{name: batch[name] for name in INPUTS if name in batch})
+
+
+def sums_by_sequence(values: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of `values` (L,) over the targets of each sequence, and their number: both float64 (S,).
+
+    Float64, as preference losses depend on small differences between sums of several hundred.
+    """
+    owner = batch["target_sequences"]
+    zeros = torch.zeros(batch["num_sequences"], dtype=torch.float64, device=values.device)
+    return zeros.index_add(0, owner, values.double()), zeros.index_add(0, owner, torch.ones_like(values).double())
+
+
+def sequence_logps(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """Log-probability of the targets of each sequence, float64 (S,)."""
+    return sums_by_sequence(-negative_log_likelihood(model, batch), batch)[0]

@@ -1,0 +1,120 @@
+"""Muon as a torch optimizer. Imports torch."""
+
+import math
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def split_for_muon(groups: list[dict[str, Any]], model: Any) -> list[dict[str, Any]]:
+    """Splits each group by `orthogonal`: true for the matrices inside the layers, adapters included.
+
+    False for embeddings and head, as Muon's author advises, and for stacked experts (three dimensions).
+    """
+    outside = {
+        parameter
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+        for parameter in module.parameters()
+    }
+    split = []
+    for group in groups:
+        for orthogonal in (True, False):
+            params = [p for p in group["params"] if (p.ndim == 2 and p not in outside) == orthogonal]
+            if params:
+                split.append({**group, "params": params, "orthogonal": orthogonal})
+    return split
+
+
+class MuonOptimizer(torch.optim.Optimizer):
+    """Muon (https://kellerjordan.github.io/posts/muon/) for the groups with `orthogonal`, fused AdamW for the others.
+
+    Both share learning rate and weight decay, as Muon's update is scaled to the size of AdamW's (Liu et al. 2025, arXiv
+    2502.16982, equation 4). The numbers are those of torch.optim.Muon with adjust_lr_fn="match_rms_adamw", which always
+    orthogonalizes in bfloat16: that turns the last bits of a gradient, in which strategies differ, into 2e-4 in loss.
+    Each process gathers a sharded matrix and keeps its shard of the result; an offloaded one moves to the GPU for that.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        lr: float,
+        momentum: float,
+        betas: tuple[float, float],
+        eps: float,
+        dtype: torch.dtype,
+    ) -> None:
+        """
+        Args:
+            groups: each with `params`, `weight_decay` and `orthogonal`.
+            momentum: for the matrices.
+            betas: for AdamW, as is `eps`.
+            dtype: in which matrices are orthogonalized.
+        """
+        self.dtype = dtype
+        rest = [group for group in groups if not group["orthogonal"]]
+        self.adamw = torch.optim.AdamW(rest, lr=lr, betas=betas, eps=eps, fused=True) if rest else None
+        for group in groups:
+            if group["orthogonal"]:
+                group.update(lr=lr, momentum=momentum)
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update; `closure` is not supported."""
+        for group in self.param_groups:
+            if group["orthogonal"]:
+                self._update_matrices(group)
+        if self.adamw is not None:
+            # At each step, because loading a state dict replaces both.
+            self.adamw.state = self.state
+            self.adamw.param_groups = [group for group in self.param_groups if not group["orthogonal"]]
+            self.adamw.step()
+
+    def _update_matrices(self, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            average = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
+            nesterov = parameter.grad.lerp(average, group["momentum"])
+            whole = orthogonalize(_gathered(nesterov.to(_mesh_device(parameter))), self.dtype)
+            update = _like(parameter, whole).to(parameter.device)
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
+
+
+def orthogonalize(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Approximates U V^T of the singular value decomposition: most singular values end up between 0.7 and 1.2.
+
+    Five Newton-Schulz steps with the coefficients of https://kellerjordan.github.io/posts/muon/.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    is_tall = matrix.size(0) > matrix.size(1)
+    x = matrix.to(dtype)
+    x = x.T if is_tall else x
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def _mesh_device(parameter: torch.Tensor) -> torch.device | str:
+    """The device on which a matrix is gathered: under fsdp2_offload the GPU, although the parameter is on the host."""
+    return parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor; collective if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """`whole`, sharded like the parameter, without communication."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)

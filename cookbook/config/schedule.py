@@ -1,0 +1,158 @@
+"""Learning-rate schedules: the learning rate as a pure function of the step. No torch."""
+
+import math
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from cookbook.config.optim import Optimizer
+from cookbook.config.registry import Named, register
+
+
+class Schedule(Named):
+    """A recipe's `schedule`: a linear warm-up, then the shape of its kind."""
+
+    family = "schedule"
+    default = "cosine"
+    name: str
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up; the first step uses 1/warmup_steps of the peak learning rate."""
+    scale_lr: Literal["none", "linear", "sqrt"] = "none"
+    """Multiply optim.learning_rate by global_batch_size / base_batch_size (linear) or by its square root (sqrt)."""
+    base_batch_size: int | None = Field(default=None, gt=0)
+    """The global batch size that optim.learning_rate was chosen for; required by scale_lr."""
+
+    stretches: ClassVar[tuple[str, ...]] = ()
+    """Keys that hold a number of steps after the warm-up, which must fit into the run."""
+
+    @model_validator(mode="after")
+    def _scale_and_base_go_together(self):
+        if (self.scale_lr != "none") != (self.base_batch_size is not None):
+            raise ValueError(
+                f"scale_lr {self.scale_lr} and base_batch_size {self.base_batch_size} go together; give both or neither"
+            )
+        return self
+
+    def factor(self, step: int, max_steps: int) -> float:
+        """Learning rate over peak learning rate, for a step after the warm-up; steps count from 0."""
+        raise NotImplementedError
+
+    def ends(self) -> str:
+        """Where the learning rate goes after the warm-up, for `explain`."""
+        return "to 0"
+
+    @property
+    def fixed_steps(self) -> int:
+        """Number of steps that do not depend on the length of the run."""
+        return self.warmup_steps + sum(getattr(self, key) for key in self.stretches)
+
+    def progress(self, step: int, max_steps: int) -> float:
+        """Progress after the warm-up: 0 at its end, 1 at `max_steps`."""
+        return (step - self.warmup_steps) / max(1, max_steps - self.warmup_steps)
+
+    def misfits(self, max_steps: int) -> list[str]:
+        """One mistake if warm-up and further keys do not fit into `max_steps`, else none."""
+        if self.warmup_steps >= max_steps:
+            return [
+                f"warmup_steps is {self.warmup_steps}, but the run has {max_steps} steps: the peak learning rate would"
+                f" never be reached; write less than {max_steps}"
+            ]
+        before = self.warmup_steps
+        for key in self.stretches:
+            if before + getattr(self, key) > max_steps:
+                return [
+                    f"{key} is {getattr(self, key)}, after {before} warmup_steps, but the run has {max_steps} steps;"
+                    f" write at most {max_steps - before}"
+                ]
+            before += getattr(self, key)
+        return []
+
+
+@register
+class Cosine(Schedule):
+    """Cosine decay to 0."""
+
+    name: Literal["cosine"] = "cosine"
+
+    def factor(self, step: int, max_steps: int) -> float:
+        return 0.5 * (1.0 + math.cos(math.pi * self.progress(step, max_steps)))
+
+
+@register
+class Linear(Schedule):
+    """Linear decay to 0."""
+
+    name: Literal["linear"]
+
+    def factor(self, step: int, max_steps: int) -> float:
+        return 1.0 - self.progress(step, max_steps)
+
+
+@register
+class Constant(Schedule):
+    """Constant at the peak."""
+
+    name: Literal["constant"]
+
+    def factor(self, step: int, max_steps: int) -> float:
+        return 1.0
+
+    def ends(self) -> str:
+        return "at the peak"
+
+
+@register
+class WSD(Schedule):
+    """Warm-up, stable, decay: constant at the peak, then linear decay to 0 over the last decay_steps."""
+
+    stretches = ("decay_steps",)
+    name: Literal["wsd"]
+    decay_steps: int = Field(gt=0)
+    """Steps of the final decay (wsd only, required)."""
+
+    def factor(self, step: int, max_steps: int) -> float:
+        return min(1.0, (max_steps - step) / self.decay_steps)
+
+    def ends(self) -> str:
+        return f"at the peak, then to 0 over the last {self.decay_steps} steps"
+
+
+@register
+class InverseSqrt(Schedule):
+    """Inverse square root decay: sqrt(warmup_steps / step)."""
+
+    name: Literal["inverse_sqrt"]
+
+    @model_validator(mode="after")
+    def _has_a_warmup(self):
+        if not self.warmup_steps:
+            raise ValueError("inverse_sqrt needs warmup_steps: the learning rate decays as sqrt(warmup_steps / step)")
+        return self
+
+    def factor(self, step: int, max_steps: int) -> float:
+        return math.sqrt(self.warmup_steps / (step + 1))
+
+    def ends(self) -> str:
+        return "with sqrt(warm-up / step)"
+
+
+def peak_learning_rate(optim: Optimizer, schedule: Schedule, global_batch_size: int) -> float:
+    """optim.learning_rate, scaled from schedule.base_batch_size to the global batch size as scale_lr asks.
+
+    Linear: Goyal et al. 2017 (arXiv 1706.02677). Square root: Malladi et al. 2022 (arXiv 2205.10287), for Adam.
+    """
+    if schedule.base_batch_size is None:
+        return optim.learning_rate
+    ratio = global_batch_size / schedule.base_batch_size
+    return optim.learning_rate * (ratio if schedule.scale_lr == "linear" else math.sqrt(ratio))
+
+
+def learning_rate(step: int, max_steps: int, peak: float, schedule: Schedule) -> float:
+    """The learning rate of optimizer step `step`, counted from 0; a decay to 0 reaches it at `max_steps`.
+
+    A function instead of a torch scheduler: `accelerator.prepare` would step that once per process
+    (accelerate/scheduler.py, AcceleratedScheduler.step).
+    """
+    if step < schedule.warmup_steps:
+        return peak * (step + 1) / schedule.warmup_steps
+    return peak * schedule.factor(step, max_steps)

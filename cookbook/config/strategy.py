@@ -1,0 +1,483 @@
+"""A strategy: how a run is distributed. An accelerate YAML and the DeepSpeed JSON that it names, validated strictly.
+
+Unknown keys are errors at every depth, because the libraries drop them silently: accelerate ignores a misspelt key
+inside `fsdp_config`, DeepSpeed a misspelt top-level key (`zero_optimisation` would mean stage 0).
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from cookbook.config.mesh import Mesh
+from cookbook.system.files import (
+    Document,
+    PathText,
+    RecipeError,
+    find_file,
+    nearest,
+    part,
+    path_problem,
+    read_document,
+    show,
+    validate,
+)
+
+Kind = Literal["single", "ddp", "fsdp1", "fsdp2", "zero", "tp"]
+
+OWNED_BY_THE_RECIPE = {
+    "mixed_precision": "the recipe owns it (mixed_precision)",
+    "bf16": "the recipe owns it (mixed_precision)",
+    "fp16": "the recipe owns it (mixed_precision)",
+    "gradient_accumulation_steps": "it is derived from the recipe's batch section",
+    "train_batch_size": "the recipe owns it (batch.global_batch_size)",
+    "train_micro_batch_size_per_gpu": "the recipe owns it (batch.micro_batch_size)",
+    "gradient_clipping": "the recipe owns it (optim.max_grad_norm)",
+    "offload_optimizer_device": "write zero_optimization.offload_optimizer in the JSON",
+    "offload_param_device": "write zero_optimization.offload_param in the JSON",
+    "zero_stage": "write zero_optimization.stage in the JSON",
+    "optimizer": "the recipe owns it (optim): a strategy must not change the mathematics",
+    "scheduler": "the recipe owns it (schedule): a strategy must not change the mathematics",
+    "activation_checkpointing": "the recipe owns it (model.gradient_checkpointing)",
+    "fsdp_activation_checkpointing": "the recipe owns it (model.gradient_checkpointing)",
+    "use_cpu": "a run uses all visible GPUs, else the CPU; with this key accelerate would train plain DDP instead",
+    "dynamo_config": "not supported",
+    "fp8_config": "not supported",
+    "fsdp_state_dict_type": "checkpoints have one format under every strategy",
+}
+
+
+def _integer(value: Any) -> Any:
+    if type(value) is not int:  # Literal[1] would accept true
+        raise ValueError(f"is {show(value)}; write an integer")
+    return value
+
+
+def _count_or_auto(value: Any) -> Any:
+    if value != "auto" and (type(value) is not int or value < 1):
+        raise ValueError(f"is {show(value)}; use auto (one per GPU) or a count from 1")
+    return value
+
+
+class Block(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class DeepspeedBlock(Block):
+    deepspeed_config_file: PathText
+    deepspeed_multinode_launcher: Literal["standard"] = "standard"
+
+
+class FsdpBlock(Block):
+    fsdp_version: Annotated[Literal[1, 2], BeforeValidator(_integer)]
+    fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP"]
+    fsdp_reshard_after_forward: bool | None = None
+    fsdp_sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP"] | None = None
+    fsdp_offload_params: bool = False
+    fsdp_cpu_ram_efficient_loading: bool = True
+    fsdp_sync_module_states: bool | None = None
+    fsdp_use_orig_params: bool | None = None
+    fsdp_backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] | None = None
+    fsdp_forward_prefetch: bool | None = None
+
+
+class ParallelismBlock(Block):
+    parallelism_config_dp_replicate_size: int = Field(default=1, gt=0)
+    parallelism_config_dp_shard_size: int = Field(default=1, gt=0)
+    parallelism_config_tp_size: int = Field(default=1, gt=0)
+    parallelism_config_sp_size: int = Field(default=1, gt=0)
+
+
+class AccelerateFile(Block):
+    """The keys of an accelerate YAML that a strategy may write."""
+
+    compute_environment: Literal["LOCAL_MACHINE"] = "LOCAL_MACHINE"
+    distributed_type: Literal["NO", "MULTI_GPU", "FSDP", "DEEPSPEED"]
+    num_processes: Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
+    num_machines: int = Field(default=1, gt=0)
+    machine_rank: int = Field(default=0, ge=0)
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    rdzv_backend: Literal["static", "c10d"] = "static"
+    same_network: bool = True
+    gpu_ids: str | None = None
+    enable_cpu_affinity: bool = False
+    debug: bool = False
+    deepspeed_config: DeepspeedBlock | None = None
+    fsdp_config: FsdpBlock | None = None
+    parallelism_config: ParallelismBlock | None = None
+
+
+class OffloadBlock(Block):
+    device: Literal["cpu", "nvme"]
+    nvme_path: PathText | None = None
+    pin_memory: bool = True
+    buffer_count: int | None = Field(default=None, gt=0)
+
+
+class OffloadOptimizerBlock(OffloadBlock):
+    pipeline_read: bool | None = None
+    pipeline_write: bool | None = None
+    fast_init: bool | None = None
+
+
+class OffloadParamBlock(OffloadBlock):
+    buffer_size: int | None = Field(default=None, gt=0)
+    max_in_cpu: int | None = Field(default=None, ge=0)
+
+
+class ZeroBlock(Block):
+    """`zero_optimization`, without the keys that change the result or that DeepSpeed has deprecated."""
+
+    stage: Annotated[Literal[1, 2, 3], BeforeValidator(_integer)]
+    overlap_comm: bool | None = None
+    contiguous_gradients: bool | None = None
+    reduce_bucket_size: int | None = Field(default=None, gt=0)
+    reduce_scatter: bool | None = None
+    allgather_bucket_size: int | None = Field(default=None, gt=0)
+    allgather_partitions: bool | None = None
+    round_robin_gradients: bool | None = None
+    sub_group_size: int | None = Field(default=None, gt=0)
+    stage3_prefetch_bucket_size: int | None = Field(default=None, ge=0)
+    stage3_param_persistence_threshold: int | None = Field(default=None, ge=0)
+    stage3_max_live_parameters: int | None = Field(default=None, ge=0)
+    stage3_max_reuse_distance: int | None = Field(default=None, ge=0)
+    zero_hpz_partition_size: int | None = Field(default=None, gt=0)
+    offload_optimizer: OffloadOptimizerBlock | None = None
+    offload_param: OffloadParamBlock | None = None
+
+
+class PrecisionBlock(Block):
+    enabled: Literal["auto"]
+
+
+class AioBlock(Block):
+    block_size: int | None = Field(default=None, gt=0)
+    queue_depth: int | None = Field(default=None, gt=0)
+    intra_op_parallelism: int | None = Field(default=None, gt=0)
+    single_submit: bool | None = None
+    overlap_events: bool | None = None
+    use_gds: bool | None = None
+
+
+class DataTypesBlock(Block):
+    grad_accum_dtype: Literal["fp32"]
+
+
+class DeepspeedFile(Block):
+    """The keys of a DeepSpeed JSON that a strategy may write; those that the recipe owns must be "auto"."""
+
+    bf16: PrecisionBlock
+    fp16: PrecisionBlock
+    train_batch_size: Literal["auto"]
+    train_micro_batch_size_per_gpu: Literal["auto"]
+    gradient_accumulation_steps: Literal["auto"]
+    gradient_clipping: Literal["auto"]
+    zero_force_ds_cpu_optimizer: Literal[False] | None = None
+    communication_data_type: Literal["fp32"] | None = None
+    data_types: DataTypesBlock | None = None
+    zero_optimization: ZeroBlock
+    aio: AioBlock | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """A validated strategy file, as plain values."""
+
+    path: str
+    kind: Kind
+    num_processes: int | None
+    """None: as many as there are GPUs (`num_processes: auto`)."""
+    num_machines: int = 1
+    main_process_port: int | None = None
+    zero_stage: int = 0
+    offload_optimizer: Literal["cpu", "nvme"] | None = None
+    offload_param: Literal["cpu", "nvme"] | None = None
+    deepspeed: dict[str, Any] | None = None
+    """The DeepSpeed JSON as written, with its "auto" values."""
+    deepspeed_file: str | None = None
+    fsdp: FsdpBlock | None = None
+    dp_replicate_size: int = 1
+    dp_shard_size: int = 1
+    tp_size: int = 1
+    sp_size: int = 1
+
+    @property
+    def name(self) -> str:
+        return Path(self.path).stem
+
+    @property
+    def offloads(self) -> bool:
+        """Whether training keeps weights or optimizer state outside the GPU."""
+        return bool(self.offload_optimizer or self.offload_param or (self.fsdp and self.fsdp.fsdp_offload_params))
+
+    @property
+    def offloads_to_nvme(self) -> bool:
+        """Whether training keeps weights or optimizer state on a disk."""
+        return "nvme" in (self.offload_optimizer, self.offload_param)
+
+    @property
+    def secondary_group_size(self) -> int:
+        """Processes that share a second copy of the weights (ZeRO++'s hpZ, Wang et al. 2023); 1: there is none."""
+        return ((self.deepspeed or {}).get("zero_optimization") or {}).get("zero_hpz_partition_size") or 1
+
+    @property
+    def written_mesh(self) -> Mesh:
+        """The sizes in the file, 1 where it leaves one out."""
+        sizes = {"sequence": self.sp_size, "tensor": self.tp_size}
+        return Mesh(replicate=self.dp_replicate_size, shard=self.dp_shard_size, **sizes)
+
+    def mesh(self, num_processes: int) -> Mesh:
+        """The mesh of a run. Processes beyond the written mesh extend its data-parallel dimension: `shard` under FSDP
+        and ZeRO, `replicate` elsewhere.
+        """
+        written = self.written_mesh
+        rest = max(1, num_processes // written.num_processes)
+        if self.fsdp is not None or self.zero_stage > 0:
+            return replace(written, shard=written.shard * rest)
+        return replace(written, replicate=written.replicate * rest)
+
+    def data_parallel_size(self, num_processes: int) -> int:
+        """Number of processes, or tensor-parallel groups, that see different samples."""
+        return self.mesh(num_processes).data_parallel_size
+
+
+def strategy_path(name: str) -> Path:
+    """`fsdp2` or `accelerate_configs/fsdp2.yaml` -> the path of the file."""
+    path = Path(name)
+    return path if path.suffix or len(path.parts) > 1 else Path("accelerate_configs") / f"{name}.yaml"
+
+
+def load_strategy(path: Path) -> Strategy:
+    """The strategy in an accelerate YAML and the DeepSpeed JSON that it names.
+
+    Raises:
+        RecipeError: all mistakes of both files together.
+    """
+    document = read_document(path)
+    parsed, mistakes = validate(document, AccelerateFile, OWNED_BY_THE_RECIPE)
+    deepspeed_name = _deepspeed_file(document)
+    deepspeed, deepspeed_document = None, None
+    if deepspeed_name is not None:
+        missing = find_file(deepspeed_name, lambda: document.place("deepspeed_config", "deepspeed_config_file"))
+        mistakes += missing
+        if not missing:
+            try:
+                deepspeed_document = read_document(Path(deepspeed_name))
+                deepspeed, found = validate(deepspeed_document, DeepspeedFile, OWNED_BY_THE_RECIPE)
+                mistakes += found
+            except RecipeError as error:
+                mistakes += error.mistakes
+    if parsed is not None:
+        mistakes += _check_blocks(parsed, document.place)
+    if deepspeed_document is not None:
+        mistakes += _check_zero(deepspeed_document)
+    if mistakes or parsed is None:
+        raise RecipeError(mistakes)
+    return _strategy(str(path), parsed, deepspeed, deepspeed_document)
+
+
+def _deepspeed_file(document: Document) -> str | None:
+    """The JSON's name, read before validation so that mistakes in the YAML do not hide those in the JSON."""
+    block = document.values.get("deepspeed_config")
+    name = block.get("deepspeed_config_file") if isinstance(block, dict) else None
+    return name if isinstance(name, str) and path_problem(name) is None else None
+
+
+def _check_blocks(parsed: AccelerateFile, place: Callable[..., str]) -> Iterator[str]:
+    family, count, machines = parsed.distributed_type, parsed.num_processes, parsed.num_machines
+    for kind, name in (("DEEPSPEED", "deepspeed_config"), ("FSDP", "fsdp_config")):
+        is_given = getattr(parsed, name) is not None
+        if family == kind and not is_given:
+            yield f"{place('distributed_type')} is {kind}, but there is no {name}; add that block"
+        if family != kind and is_given:
+            yield f"{place(name)}: would be ignored: distributed_type is {family}, not {kind}; take it out"
+    given = f"{place('num_processes')} is {count}"
+    if family == "NO" and count != 1:
+        yield f"{given}; distributed_type NO runs one process: write 1"
+    if machines > 1 and count == "auto":
+        yield f"{given}; with num_machines {machines} write the count over all machines"
+    if isinstance(count, int) and count % machines:
+        yield f"{given}, which num_machines {machines} cannot split evenly; use a multiple"
+    if parsed.machine_rank >= machines:
+        ranks = f"0 to {machines - 1}" if machines > 1 else "0"
+        yield f"{place('machine_rank')} is {parsed.machine_rank}, with num_machines {machines}; write {ranks}"
+    if machines == 1 and parsed.main_process_ip is not None:
+        yield f"{place('main_process_ip')}: would be ignored with one machine; take it out"
+    if parsed.parallelism_config is not None and (problem := _mesh_problem(parsed, parsed.parallelism_config)):
+        yield f"{place('parallelism_config')}: {problem}"
+    elif parsed.parallelism_config is not None:
+        sizes = [getattr(parsed.parallelism_config, name) for name in ParallelismBlock.model_fields]
+        if count not in ("auto", math.prod(sizes)):
+            mesh = " x ".join(str(size) for size in sizes if size > 1)
+            yield f"{given}, but the mesh of parallelism_config is {mesh}: write {math.prod(sizes)}"
+    if parsed.fsdp_config is not None:
+        yield from _check_fsdp(parsed.fsdp_config, place)
+
+
+def _mesh_problem(parsed: AccelerateFile, mesh: ParallelismBlock) -> str | None:
+    family, block = parsed.distributed_type, parsed.fsdp_config
+    replicate, shard = mesh.parallelism_config_dp_replicate_size, mesh.parallelism_config_dp_shard_size
+    tensor, sequence = mesh.parallelism_config_tp_size, mesh.parallelism_config_sp_size
+    if family == "NO":
+        return "would be ignored with distributed_type NO"
+    if sequence > 1 and max(tensor, replicate, shard) > 1:
+        return "sp_size goes with no other size; the processes beyond it see other samples"
+    if block is not None and block.fsdp_version == 1:
+        return "needs fsdp_version 2"
+    if tensor > 1 and family == "DEEPSPEED":
+        return "tensor parallel together with DEEPSPEED is not supported; use tp_size 1"
+    if tensor > 1 and block is not None:
+        return _sharded_tensor_problem(block, shard)
+    if family == "MULTI_GPU" and shard > 1:
+        return "dp_shard_size goes with distributed_type FSDP"
+    if family != "FSDP" and replicate > 1 and tensor == 1:
+        return "dp_replicate_size goes with distributed_type FSDP or with tp_size"
+    return None
+
+
+def _sharded_tensor_problem(block: FsdpBlock, shard: int) -> str | None:
+    """What transformers, which applies FSDP2 to what tensor parallel left, does not take from the file."""
+    if shard == 1:
+        return "tensor parallel with FSDP needs a dp_shard_size from 2 on"
+    if block.fsdp_offload_params:
+        return "fsdp_offload_params with tp_size is not supported; take one of them out"
+    if block.fsdp_reshard_after_forward is False:
+        return "fsdp_reshard_after_forward: false would be ignored with tp_size; write true"
+    if "fsdp_cpu_ram_efficient_loading" in block.model_fields_set:
+        return "fsdp_cpu_ram_efficient_loading would be ignored with tp_size: each process reads its own shards"
+    return None
+
+
+FSDP1_KEYS = {
+    "fsdp_sharding_strategy",
+    "fsdp_use_orig_params",
+    "fsdp_backward_prefetch",
+    "fsdp_forward_prefetch",
+    "fsdp_sync_module_states",
+}
+
+
+def _check_fsdp(block: FsdpBlock, place: Callable[..., str]) -> Iterator[str]:
+    """Keys of the other FSDP version, which accelerate would ignore, and keys that a version needs."""
+    version, given = block.fsdp_version, block.model_fields_set
+    for key in FsdpBlock.model_fields:
+        if key in given and key in (FSDP1_KEYS if version == 2 else {"fsdp_reshard_after_forward"}):
+            yield f"{place('fsdp_config', key)}: would be ignored with fsdp_version {version}; take it out"
+    needed = {1: ("fsdp_sharding_strategy", "fsdp_use_orig_params"), 2: ("fsdp_reshard_after_forward",)}
+    for key in needed[version]:
+        if key not in given:
+            yield f"{place('fsdp_config')}: {key} is missing; write it out"
+    if block.fsdp_use_orig_params is False:
+        where = place("fsdp_config", "fsdp_use_orig_params")
+        yield f"{where} is false: weight decay could not tell norms from weights; write true"
+    if version == 1 and block.fsdp_offload_params:
+        yield f"{place('fsdp_config', 'fsdp_offload_params')}: supported with fsdp_version 2 only"
+
+
+def _check_zero(document: Document) -> Iterator[str]:
+    """Keys of the JSON that contradict one another, if its zero_optimization is valid by itself."""
+    zero, top = part(document, "zero_optimization", ZeroBlock), document.values
+    if zero is None:
+        return
+    place = partial(document.place, "zero_optimization")
+    given, offload = zero.model_fields_set, zero.offload_optimizer
+    if zero.stage == 3:  # deepspeed 0.19.8's stage3.py never reads these
+        for key in sorted({"allgather_bucket_size", "allgather_partitions", "round_robin_gradients"} & given):
+            yield f"{place(key)}: stage 3 does not read it; take it out"
+    else:
+        late = ("offload_param", "sub_group_size", "zero_hpz_partition_size", "stage3_")
+        for key in (key for key in ZeroBlock.model_fields if key.startswith(late) and key in given):
+            yield f"{place(key)}: needs stage 3, the stage is {zero.stage}; take it out"
+    if zero.stage == 1 and top.get("data_types") is not None and offload is None:
+        problem = "with stage 1 DeepSpeed would run its BF16_Optimizer, not ZeRO-1; take it out, or use stage 2"
+        yield f"{document.place('data_types')}: {problem}"
+    blocks = {"offload_optimizer": offload, "offload_param": zero.offload_param}
+    on_nvme = [key for key, block in blocks.items() if block is not None and block.device == "nvme"]
+    for key, block in blocks.items():
+        if key in on_nvme and block is not None and not block.nvme_path:
+            yield f"{place(key, 'device')} is nvme, but there is no nvme_path: name a folder"
+        elif block is not None and key not in on_nvme:
+            for name in sorted(block.model_fields_set - {"device", "pin_memory"}):
+                yield f"{place(key, name)}: would be ignored with device cpu"
+    if "offload_optimizer" in on_nvme and zero.stage < 3:
+        yield f"{place('offload_optimizer', 'device')} is nvme, which needs stage 3; use cpu"
+    if offload is None and "zero_force_ds_cpu_optimizer" in top:
+        yield f"{document.place('zero_force_ds_cpu_optimizer')}: goes with offload_optimizer; take it out"
+    if offload is not None and "zero_force_ds_cpu_optimizer" not in top:
+        problem = "needs zero_force_ds_cpu_optimizer: false at the top level; else DeepSpeed refuses every optimizer"
+        yield f"{place('offload_optimizer')}: {problem} but its own"
+    if offload is None and zero.offload_param is not None:
+        yield f"{place('offload_param')}: goes with offload_optimizer; add that block"
+    if "offload_param" in on_nvme and zero.stage3_prefetch_bucket_size != 0:
+        # partitioned_param_coordinator.py, __prefetch_nvme_param_partitions: its list may hold a parameter twice, once
+        # for the end of the forward and once for the start of the backward.
+        problem = "DeepSpeed 0.19.8 swaps a parameter in twice and stops at the second step"
+        yield f"{place('stage3_prefetch_bucket_size')} must be 0 with parameters on nvme: {problem}"
+    if "offload_param" in on_nvme and (zero.zero_hpz_partition_size or 1) > 1:
+        # partition_parameters.py, _partition_param_sec
+        problem = "DeepSpeed 0.19.8 cannot put its second copy of the weights on nvme; take it out"
+        yield f"{place('zero_hpz_partition_size')}: {problem}"
+    if top.get("aio") is not None and not on_nvme:
+        yield f"{document.place('aio')}: would be ignored: nothing is offloaded to nvme"
+
+
+def _strategy(path: str, parsed: AccelerateFile, deepspeed: DeepspeedFile | None, source: Document | None) -> Strategy:
+    mesh = parsed.parallelism_config or ParallelismBlock()
+    zero = deepspeed.zero_optimization if deepspeed else None
+    kind: Kind
+    if parsed.distributed_type == "DEEPSPEED":
+        kind = "zero"
+    elif parsed.distributed_type == "FSDP":
+        assert parsed.fsdp_config is not None
+        kind = "fsdp1" if parsed.fsdp_config.fsdp_version == 1 else "fsdp2"
+    elif mesh.parallelism_config_tp_size > 1:
+        kind = "tp"
+    else:
+        kind = "single" if parsed.distributed_type == "NO" else "ddp"
+    return Strategy(
+        path=path,
+        kind=kind,
+        num_processes=None if parsed.num_processes == "auto" else parsed.num_processes,
+        num_machines=parsed.num_machines,
+        main_process_port=parsed.main_process_port,
+        zero_stage=zero.stage if zero else 0,
+        offload_optimizer=zero.offload_optimizer.device if zero and zero.offload_optimizer else None,
+        offload_param=zero.offload_param.device if zero and zero.offload_param else None,
+        deepspeed=source.values if source else None,
+        deepspeed_file=parsed.deepspeed_config.deepspeed_config_file if parsed.deepspeed_config else None,
+        fsdp=parsed.fsdp_config,
+        dp_replicate_size=mesh.parallelism_config_dp_replicate_size,
+        dp_shard_size=mesh.parallelism_config_dp_shard_size,
+        tp_size=mesh.parallelism_config_tp_size,
+        sp_size=mesh.parallelism_config_sp_size,
+    )
+
+
+def known_strategies() -> list[str]:
+    """The names of the files in accelerate_configs/."""
+    return sorted(path.stem for path in Path("accelerate_configs").glob("*.yaml"))
+
+
+def find_strategy(name: str) -> Path:
+    """The path of a strategy given by name or path.
+
+    Raises:
+        RecipeError: no such file, with the nearest name.
+    """
+    path = strategy_path(name)
+    if not path.is_file():
+        raise RecipeError([f"strategy {name!r}: no file {path}; {nearest(Path(name).stem, known_strategies())}"])
+    return path
+
+
+def missing_strategy(name: str, place: Callable[[], str]) -> list[str]:
+    """One mistake if the strategy that a recipe names, by name or path, does not exist."""
+    path = strategy_path(name)
+    if path == Path(name):
+        return find_file(name, place, Path("accelerate_configs"))
+    return [] if path.is_file() else [f"{place()} is {name!r}: no such strategy; {nearest(name, known_strategies())}"]

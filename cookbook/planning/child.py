@@ -1,0 +1,135 @@
+"""Runs a launcher as a child process: forwards signals to the training processes and returns the run's exit code.
+
+accelerate and torchrun do neither. With one process accelerate dies of a signal and leaves the run behind; torchrun
+kills its workers after 30 s, saved or not, and dies of SIGUSR1 itself. Both exit with 1 whatever a worker's code was.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from cookbook.system import signals, status
+
+FORWARDED = (*signals.HANDLED, signal.SIGHUP, signal.SIGQUIT)
+POLL_SECONDS = 5.0
+"""Interval at which the launcher's workers are listed."""
+PR_SET_PDEATHSIG = 1
+
+
+def run_child(command: list[str], environment: dict[str, str], output_dir: Path) -> int:
+    """Runs a launcher until it and its workers have ended. Returns the exit code: 0; 2 for a mistake of the user; 75 if
+    the run was stopped and can be resumed; else the launcher's, 128 + n if it died of signal n.
+    """
+    before = status.read(output_dir)
+    with tempfile.TemporaryDirectory(prefix="cookbook-") as folder:
+        note = Path(folder) / "exit"
+        child = _Child(command, environment | {status.EXIT_FILE: str(note)})
+        code = child.wait()
+        noted = note.read_text() if note.is_file() else ""
+    after = status.read(output_dir)
+    state = after["state"] if after is not None and after != before else None
+    if state == "stopped" and after is not None and (path := environment.get(status.STEP_FILE)):
+        Path(path).write_text(f"{after['step']}\n", encoding="utf-8")
+    if state == "stopped" or (child.received and code and not noted and state in (None, "running")):
+        return signals.EXIT_CODE
+    if noted:
+        return int(noted)
+    return 128 - code if code < 0 else code
+
+
+class _Child:
+    """The launcher, in its own session: Ctrl-C reaches only this process, which forwards it once."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        self.received: str | None = None
+        self._launcher: subprocess.Popen[bytes] | None = None
+        self._workers: dict[int, psutil.Process] = {}
+        self._earlier: dict[signal.Signals, Any] = {}
+        for number in FORWARDED:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
+                self._earlier[number] = signal.signal(number, self._handle)
+        self._launcher = subprocess.Popen(
+            command, env=environment, start_new_session=True, preexec_fn=_die_with_parent()
+        )
+        if self.received:  # a signal before the launcher was started
+            self._launcher.terminate()
+
+    def wait(self) -> int:
+        """Waits for the launcher and its workers. Returns the launcher's code, negative for a signal."""
+        assert self._launcher is not None
+        try:
+            while True:
+                try:
+                    code = self._launcher.wait(POLL_SECONDS)
+                    break
+                except subprocess.TimeoutExpired:
+                    self._look()
+            # Workers without a launcher save and stop at the next step.
+            psutil.wait_procs(list(self._workers.values()))
+            return code
+        finally:
+            for number, handler in self._earlier.items():
+                signal.signal(number, handler)
+
+    def _look(self) -> list[psutil.Process]:
+        """The workers: children of the launcher that run Python (accelerate also runs nvidia-smi)."""
+        assert self._launcher is not None
+        workers = []
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self._launcher.pid).children():
+                with contextlib.suppress(psutil.Error):
+                    if child.exe() == psutil.Process().exe():
+                        workers.append(child)
+        self._workers |= {worker.pid: worker for worker in workers}
+        return workers
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Forwards a signal to the workers, which agree on a step, save and exit; before they exist, to the launcher.
+
+        SIGQUIT (Ctrl-\\) kills them all immediately.
+        """
+        if self._launcher is None:
+            self.received = signal.Signals(number).name
+            return
+        receivers: list[psutil.Process | subprocess.Popen[bytes]] = [*self._look()]
+        passed = signal.Signals(number) if receivers and number in signals.HANDLED else signal.SIGTERM
+        if number == signal.SIGQUIT:
+            passed, receivers = signal.SIGKILL, [self._launcher, *self._workers.values()]
+        elif self.received is None:
+            self.received = signal.Signals(number).name
+            with contextlib.suppress(OSError):  # Ctrl-C also ends a `tee` that reads this
+                notice = f"{self.received}: the run will save and stop after this step; Ctrl-\\ ends it now"
+                print(notice, file=sys.stderr, flush=True)
+        for receiver in receivers or [self._launcher]:
+            with contextlib.suppress(psutil.Error, OSError):
+                receiver.send_signal(passed)
+                if passed == signal.SIGUSR1:  # which a worker ignores until it has handlers, see _die_with_parent
+                    receiver.send_signal(signal.SIGTERM)
+
+
+def _die_with_parent() -> Callable[[], None]:
+    """A preexec_fn by which the kernel sends the child SIGTERM when this process dies, even by SIGKILL."""
+    try:
+        prctl = ctypes.CDLL(None).prctl
+    except (OSError, AttributeError):
+        return lambda: None
+    parent = os.getpid()
+
+    def ask() -> None:
+        # Slurm signals all processes of a step. torchrun would die of this one, and with it the store of the workers.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # the parent died before prctl
+            os._exit(1)
+
+    return ask

@@ -1,0 +1,142 @@
+"""Combinations of settings that cannot work: a table, checked before a run starts and shown in docs/combinations.md."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cookbook.config.recipe import Recipe
+from cookbook.config.registry import Refusal, known
+from cookbook.config.strategy import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combination:
+    """Settings that are valid alone and do not work together; see `Refusal`."""
+
+    what: str
+    clashes: Callable[[Recipe, Strategy, int], bool]
+    """Whether a recipe, a strategy and a number of GPUs (0: the run uses the CPU) combine them."""
+    why: str
+    seen: str
+    way_out: str
+
+
+def _with_adapter(*names: str) -> Callable[[Recipe], bool]:
+    return lambda recipe: recipe.adapter is not None and recipe.adapter.name in names
+
+
+OF_KEYS: tuple[Combination, ...] = (
+    Combination(
+        what="mixed_precision: fp16 without a GPU",
+        clashes=lambda recipe, strategy, num_gpus: recipe.mixed_precision == "fp16" and not num_gpus,
+        why="the loss scaling of fp16 needs a GPU",
+        seen="torch 2.13",
+        way_out="mixed_precision: bf16, or 'no'",
+    ),
+    Combination(
+        what="mixed_precision: fp16 with tensor parallel",
+        clashes=lambda recipe, strategy, num_gpus: recipe.mixed_precision == "fp16" and strategy.tp_size > 1,
+        why="torch's GradScaler unscales all gradients in one call, and tensor parallel has sharded and whole ones",
+        seen="torch 2.13",
+        way_out="mixed_precision: bf16",
+    ),
+    Combination(
+        what="adapter.name: dora or qlora with tensor parallel",
+        clashes=lambda recipe, strategy, num_gpus: _with_adapter("dora", "qlora")(recipe) and strategy.tp_size > 1,
+        why="dora adds sharded and whole tensors, and bitsandbytes cannot shard its 4-bit weights",
+        seen="peft 0.21.2, bitsandbytes 0.50.2, transformers 5.23",
+        way_out="adapter.name: lora, or accelerate_configs/fsdp2.yaml, which shards the frozen weights as well",
+    ),
+    Combination(
+        what="adapter with FSDP2 over tensor parallel",
+        clashes=lambda recipe, strategy, num_gpus: (
+            recipe.adapter is not None and strategy.tp_size > 1 and strategy.fsdp is not None
+        ),
+        why="transformers applies FSDP2 while it reads the model, and so not to the adapter that comes later",
+        seen="transformers 5.23, peft 0.21.2",
+        way_out="accelerate_configs/ddp_tp.yaml or fsdp2.yaml",
+    ),
+    Combination(
+        what="adapter.name: qlora with FSDP1",
+        clashes=lambda recipe, strategy, num_gpus: _with_adapter("qlora")(recipe) and strategy.kind == "fsdp1",
+        why="FSDP1 flattens weights of one floating dtype, and 4-bit weights are bytes",
+        seen="torch 2.13, bitsandbytes 0.50.2",
+        way_out="accelerate_configs/fsdp2.yaml or ddp.yaml",
+    ),
+    Combination(
+        what="adapter.name: qlora with weights on NVMe",
+        clashes=lambda recipe, strategy, num_gpus: _with_adapter("qlora")(recipe) and strategy.offload_param == "nvme",
+        why="DeepSpeed left the weights in host memory, although the file asks for NVMe",
+        seen="deepspeed 0.19.8, bitsandbytes 0.50.2",
+        way_out="accelerate_configs/zero3_offload.yaml",
+    ),
+    Combination(
+        what="model.gradient_checkpointing: selective with ZeRO-3",
+        clashes=lambda recipe, strategy, num_gpus: (
+            recipe.model.gradient_checkpointing == "selective" and strategy.zero_stage == 3
+        ),
+        why="ZeRO-3 gathers weights inside the layers, so the recomputation runs other operations than the forward",
+        seen="torch 2.13, deepspeed 0.19.8",
+        way_out="model.gradient_checkpointing: true, or accelerate_configs/fsdp2.yaml",
+    ),
+    Combination(
+        what="an objective over whole sequences (dpo, orpo, kto_zero) with sequence parallel",
+        clashes=lambda recipe, strategy, num_gpus: recipe.objective.mean_over == "samples" and strategy.sp_size > 1,
+        why="each process has the log-probabilities of a part of the tokens, and the loss needs their sum",
+        seen="this project",
+        way_out="accelerate_configs/fsdp2.yaml or fsdp2_offload.yaml",
+    ),
+    Combination(
+        what="model.compile with sequence parallel",
+        clashes=lambda recipe, strategy, num_gpus: recipe.model.compile and strategy.sp_size > 1,
+        why="the exchange between tokens and heads lies inside each layer, and compiling it has not been tried",
+        seen="torch 2.13",
+        way_out="model.compile: false",
+    ),
+    Combination(
+        what="model.compile with tensor parallel",
+        clashes=lambda recipe, strategy, num_gpus: recipe.model.compile and strategy.tp_size > 1,
+        why="tracing the sharded weights does not end (RecursionError)",
+        seen="torch 2.13, transformers 5.23",
+        way_out="model.compile: false",
+    ),
+)
+
+
+def combinations() -> list[Combination]:
+    """The whole table, including what each optimizer refuses."""
+    return [
+        *OF_KEYS,
+        *(_of_optimizer(name, refusal) for name, optim in known("optim").items() for refusal in optim.refusals),
+    ]
+
+
+def _of_optimizer(name: str, refusal: Refusal) -> Combination:
+    def clashes(recipe: Recipe, strategy: Strategy, num_gpus: int) -> bool:
+        return recipe.optim.name == name and refusal.clashes(strategy)
+
+    return Combination(**vars(refusal) | {"what": f"optim.name: {name} with {refusal.what}", "clashes": clashes})
+
+
+def refusals(recipe: Recipe, strategy: Strategy, num_gpus: int, recipe_name: str) -> list[str]:
+    """One mistake for each row of the table that applies to this pair."""
+    return [
+        f"{recipe_name} under {strategy.path}: {row.what}: {row.why}; use {row.way_out}"
+        for row in combinations()
+        if row.clashes(recipe, strategy, num_gpus)
+    ]
+
+
+def page() -> str:
+    """docs/combinations.md, generated from the table."""
+    lines = [
+        "# Combinations that are refused",
+        "",
+        "Generated by `python -m cookbook combinations` from `cookbook/planning/combinations.py`. `make check` and",
+        "every start of a run refuse each row with exit code 2, which a test verifies. A recipe whose label names GPUs",
+        "is checked as if the machine had them.",
+        "",
+        "| what | why | seen with | use instead |",
+        "|---|---|---|---|",
+        *(f"| {row.what} | {row.why} | {row.seen} | {row.way_out} |" for row in combinations()),
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,125 @@
+"""The inputs of the ledger, as plain values: the weights of a model, and a recipe under a strategy."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from cookbook.config.optim.adamw import AdamW
+from cookbook.config.optim.base import Optimizer
+from cookbook.config.recipe import AdapterSection, Recipe
+from cookbook.config.strategy import Strategy
+
+Part = Literal["embedding", "layer", "norm", "head", "rest"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """A parameter of the model or of its adapter."""
+
+    name: str
+    """Its name in the transformers model, or in peft for an adapter's."""
+    shape: tuple[int, ...]
+    """Before sharding."""
+    layer: int | None
+    """Index of its decoder layer, the unit that FSDP wraps; None outside the layers."""
+    part: Part
+    """`norm` is the final norm; an embedding tied to the head is `embedding`."""
+    is_trained: bool
+    is_quantized: bool
+    """Stored in 4 bits (QLoRA)."""
+    shard_dim: int | None
+    """The dimension that transformers' tensor parallel shards; None: replicated."""
+    is_orthogonal: bool
+    """A matrix inside the layers, which Muon orthogonalizes (see `optim.orthogonal.split_for_muon`)."""
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skeleton:
+    """The weights of a model with the recipe's adapter."""
+
+    weights: tuple[Weight, ...]
+    """In the model's order, tied ones once."""
+    num_layers: int
+    is_tied: bool
+    """Whether embedding and head are one matrix."""
+    buffers: tuple[int, ...]
+    """Elements of each float32 buffer, such as the frequencies of rotary embeddings."""
+
+
+def sketch(config: dict[str, Any], num_parameters: int) -> Skeleton:
+    """A fully trained dense decoder from its `config.json`: its matrices, and all other parameters as one vector per
+    layer."""
+    width, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or width // heads
+    queries, keys = heads * head_dim, (config.get("num_key_value_heads") or heads) * head_dim
+    matrices = [(queries, width), (keys, width), (keys, width), (width, queries), *2 * [(inner, width)], (width, inner)]
+    num_layers, is_tied, ends = (
+        config["num_hidden_layers"],
+        config["tie_word_embeddings"],
+        (config["vocab_size"], width),
+    )
+    left = num_parameters - (1 if is_tied else 2) * math.prod(ends) - num_layers * sum(map(math.prod, matrices))
+    shapes: list[tuple[int, ...]] = [*matrices, (max(0, left) // num_layers,)]
+
+    def weight(name: str, shape: tuple[int, ...], layer: int | None, part: Part) -> Weight:
+        return Weight(
+            name=name,
+            shape=shape,
+            layer=layer,
+            part=part,
+            is_trained=True,
+            is_quantized=False,
+            shard_dim=0 if len(shape) > 1 else None,
+            is_orthogonal=layer is not None and len(shape) > 1,
+        )
+
+    layers = [weight(f"layers.{i}.{j}", shape, i, "layer") for i in range(num_layers) for j, shape in enumerate(shapes)]
+    head = [] if is_tied else [weight("head", ends, None, "head")]
+    weights = (weight("embedding", ends, None, "embedding"), *layers, *head)
+    return Skeleton(weights=weights, num_layers=num_layers, is_tied=is_tied, buffers=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostInputs:
+    """The settings of a run that determine bytes and messages."""
+
+    strategy: Strategy
+    num_processes: int
+    accumulation: int = 1
+    """Micro-batches per step and process; at least 2 under a token budget, where it varies."""
+    mixed_precision: Literal["bf16", "fp16", "no"] = "bf16"
+    optim: Optimizer = field(default_factory=lambda: AdamW(learning_rate=1.0))
+    adapter: AdapterSection | None = None
+    """None: all weights are trained."""
+
+    @property
+    def low_bytes(self) -> int:
+        """Bytes of a number in the precision of the forward."""
+        return 4 if self.mixed_precision == "no" else 2
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards of each sharded tensor."""
+        if self.strategy.kind == "tp":
+            return self.strategy.tp_size
+        return self.num_processes // self.strategy.dp_replicate_size
+
+
+def cost_inputs(recipe: Recipe, strategy: Strategy, num_processes: int) -> CostInputs:
+    """The cost inputs of a run."""
+    batch = recipe.batch
+    accumulation = math.ceil(
+        batch.global_batch_size / ((batch.micro_batch_size or 1) * strategy.data_parallel_size(num_processes))
+    )
+    return CostInputs(
+        strategy=strategy,
+        num_processes=num_processes,
+        accumulation=accumulation if batch.micro_batch_size is not None else max(2, accumulation),
+        mixed_precision=recipe.mixed_precision,
+        optim=recipe.optim,
+        adapter=recipe.adapter,
+    )

@@ -1,0 +1,209 @@
+"""Traffic of a step: messages between processes, and bytes between GPU, host and disk."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cookbook.config.strategy import Strategy
+from cookbook.planning.costs.flops import ModelSizes, Step
+
+ADAMW_BYTES = 28
+"""AdamW in float32 reads weight, gradient and two moments, and writes all but the gradient."""
+
+
+TransferKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """The collectives of one kind in a step, which run in all groups of `ranks` processes at the same time."""
+
+    what: str
+    kind: TransferKind
+    num_bytes: float
+    """Bytes of the whole tensors that are gathered or reduced in a step; of an all-to-all, the part of a process."""
+    times: int = 1
+    """Number of collectives in a step."""
+    ranks: int
+    """Size of a group."""
+    stride: int = 1
+    """Distance between neighbouring ranks of a group."""
+
+    @property
+    def volume(self) -> float:
+        """`num_bytes`, twice for an all-reduce: a reduction and a gather."""
+        return (2 if self.kind == "all-reduce" else 1) * self.num_bytes
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each process sends: (N-1)/N of the volume around a ring."""
+        return (self.ranks - 1) / self.ranks * self.volume
+
+    def over_links(self, gpus_each: int) -> tuple[float, float]:
+        """Bytes that a GPU sends inside its machine, and that a machine sends to others; its ranks are consecutive.
+
+        A ring over several machines leaves each machine once. NCCL builds one ring per network card, and the cards of a
+        machine share the traffic.
+        """
+        if self.ranks * self.stride <= gpus_each:
+            return self.sent, 0.0
+        members_here = max(1, gpus_each // self.stride)
+        inside = self.sent if members_here > 1 else 0.0
+        return inside, self.sent * gpus_each / members_here
+
+
+def transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int) -> list[Transfer]:
+    """The collectives of a step, except small ones (loss sums, norms).
+
+    Frozen weights are gathered and have no gradients. Recomputation uses the weights gathered for the backward.
+    tests/test_forecast_speed.py counts the collectives of real runs of FSDP2 and ZeRO-1 to -3.
+    """
+    found = _state_transfers(strategy, sizes, step, num_processes)
+    return [*found, _exchanges(strategy, sizes, step, num_processes)] if strategy.sp_size > 1 else found
+
+
+def _exchanges(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int) -> Transfer:
+    """Sequence parallel: all-to-alls of queries, keys, values and outputs in each layer and pass."""
+    passes = 3 if step.recompute is True else 2
+    heads = 2 * sizes.num_heads + 2 * max(sizes.num_key_heads, strategy.sp_size)
+    of_a_token = (4 if step.precision == "no" else 2) * heads * sizes.head_dim
+    times = 4 * sizes.num_layers * passes * step.micro_batches
+    sent = of_a_token * sizes.num_layers * passes * step.num_tokens / num_processes
+    return Transfer(what="heads and tokens", kind="all-to-all", num_bytes=sent, times=times, ranks=strategy.sp_size)
+
+
+def _state_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int) -> list[Transfer]:
+    half = 4 if step.precision == "no" else 2
+    weights, trained, micro = half * sizes.num_parameters, sizes.num_trained, step.micro_batches
+    if num_processes == 1:
+        return []
+    if strategy.kind == "tp":
+        groups, size = num_processes // strategy.tp_size, strategy.tp_size
+        gradients = _repeated("gradients", "all-reduce", 4 * trained / size, groups, stride=size)
+        return [*_tp_transfers(strategy, sizes, step, half, groups), *([gradients] if groups > 1 else [])]
+    if strategy.kind == "ddp":  # float32 gradients, reduced at the last micro-batch
+        return [_repeated("gradients", "all-reduce", 4 * trained, num_processes)]
+    if strategy.fsdp is not None:
+        found = _fsdp_transfers(strategy, sizes, micro, num_processes, half)
+        groups = num_processes // strategy.tp_size
+        return [*_tp_transfers(strategy, sizes, step, half, groups), *found] if strategy.tp_size > 1 else found
+    reduced = trained * (4 if (strategy.deepspeed or {}).get("communication_data_type") == "fp32" else half)
+    if strategy.zero_stage < 3:
+        # The paper reduce-scatters gradients of stages 1 and 2. DeepSpeed 0.19.8 all-reduces them, and each process
+        # keeps its shard (stage_1_and_2.py, allreduce_and_scatter; use_multi_rank_bucket_allreduce is true).
+        return [
+            _repeated("gradients", "all-reduce", reduced, num_processes, micro if strategy.zero_stage == 2 else 1),
+            _repeated("weights", "all-gather", half * trained, num_processes),
+        ]
+    gathers = [_repeated(f"weights, {name}", "all-gather", weights, num_processes, micro) for name in PASSES]
+    if (group := strategy.secondary_group_size) > 1:
+        # A forward leaves a second copy in each group, for all gathers until the update (partition_parameters.py,
+        # _partition_param_sec; stage3.py, invalidate_secondary_tensor): of frozen weights for good.
+        times = 2 * micro - 1
+        others = (2 * micro * weights - half * trained) / times
+        gathers = [
+            _repeated("weights, first forward", "all-gather", half * trained, num_processes),
+            _repeated("weights, after it", "all-gather", others, group, times),
+        ]
+    return [*gathers, _repeated("gradients", "reduce-scatter", reduced, num_processes, micro)]
+
+
+PASSES = ("forward", "backward")
+
+
+def _repeated(what: str, kind: TransferKind, num_bytes: float, ranks: int, times: int = 1, stride: int = 1) -> Transfer:
+    """`times` collectives of `num_bytes` each."""
+    return Transfer(what=what, kind=kind, num_bytes=num_bytes * times, times=times, ranks=ranks, stride=stride)
+
+
+def _fsdp_transfers(strategy: Strategy, sizes: ModelSizes, micro: int, num_processes: int, half: int) -> list[Transfer]:
+    assert strategy.fsdp is not None
+    tensor, replicas = strategy.tp_size, strategy.dp_replicate_size
+    group = num_processes // replicas // tensor
+    keeps = strategy.fsdp.fsdp_reshard_after_forward is False
+    keeps = keeps or strategy.fsdp.fsdp_sharding_strategy == "SHARD_GRAD_OP"
+    again = 0 if keeps else sizes.num_parameters - (sizes.head if strategy.kind == "fsdp2" else 0)
+    weights, regathered = half * sizes.num_parameters / tensor, half * again / tensor
+    gradients = 4 * sizes.num_trained / tensor  # reduced in float32
+    found = [
+        _repeated("weights, forward", "all-gather", weights, group, micro, stride=tensor),
+        _repeated("weights, backward", "all-gather", regathered, group, micro, stride=tensor),
+        _repeated("gradients", "reduce-scatter", gradients, group, micro, stride=tensor),
+        _repeated("gradients of the shard", "all-reduce", gradients / group, replicas, stride=group * tensor),
+    ]
+    return [transfer for transfer in found if transfer.ranks > 1 and transfer.num_bytes]
+
+
+def _tp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, half: int, groups: int) -> list[Transfer]:
+    """All-reduces after attention and MLP in the forward and before them in the backward (Shoeybi et al. 2019, 3).
+
+    Args:
+        groups: number of tensor-parallel groups, which share the tokens of the step.
+    """
+    reductions = 6 if step.recompute is True else 4
+    activations = half * step.num_tokens / groups * sizes.hidden
+    return [
+        _repeated("activations", "all-reduce", reductions * sizes.num_layers * activations, strategy.tp_size),
+        # transformers shards the head by vocabulary and gathers its output (colwise_gather_output).
+        _repeated("logits", "all-gather", half * step.num_labelled / groups * sizes.vocab, strategy.tp_size),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostTraffic:
+    """Bytes that offloading moves in a step: per GPU over its link, per machine in host memory and on disk."""
+
+    down: float = 0.0
+    """From a GPU to its host."""
+    up: float = 0.0
+    update: float = 0.0
+    """Host memory traffic of the optimizer."""
+    disk_read: float = 0.0
+    disk_write: float = 0.0
+
+
+def host_traffic(
+    strategy: Strategy,
+    sizes: ModelSizes,
+    step: Step,
+    *,
+    num_processes: int,
+    gpus_each: int,
+    adam_bytes: float = ADAMW_BYTES,
+) -> HostTraffic:
+    """The offload traffic of a step.
+
+    Args:
+        gpus_each: processes per machine, which share its CPUs and disk.
+        adam_bytes: memory traffic of updating one parameter.
+    """
+    half = 4 if step.precision == "no" else 2
+    share = sizes.num_parameters / num_processes
+    trained = sizes.num_trained / num_processes
+    micro = step.micro_batches
+    if strategy.fsdp is not None and strategy.fsdp.fsdp_offload_params:
+        keeps = strategy.fsdp.fsdp_reshard_after_forward is False
+        gathered = share if keeps else 2 * share - sizes.head / num_processes
+        # The shard is copied in float32 and cast on the GPU (torch 2.13, _fsdp_param.py, all_gather_inputs).
+        return HostTraffic(down=4 * trained * micro, up=4 * gathered * micro, update=adam_bytes * trained * gpus_each)
+    if strategy.offload_optimizer is None and strategy.offload_param is None:
+        return HostTraffic()
+    down = up = update = disk_read = disk_write = 0.0
+    if strategy.offload_optimizer is not None:
+        if strategy.zero_stage == 3:
+            # Gradients accumulate on the host and are copied back to the GPU for each addition (stage3.py,
+            # partition_grads).
+            down += half * trained * micro
+            up += half * trained * (micro - 1)
+        down += 4 * trained  # the accumulated gradients, in float32
+        if strategy.offload_param is None:
+            up += half * trained
+        update = adam_bytes * trained * gpus_each
+    if strategy.offload_param is not None:
+        up += half * share * 2 * micro
+    if strategy.offload_optimizer == "nvme":  # weight, two moments and gradient in float32
+        disk_read += 16 * trained * gpus_each
+        disk_write += 16 * trained * gpus_each
+    if strategy.offload_param == "nvme":
+        disk_read += half * share * 2 * micro * gpus_each
+        disk_write += half * trained * gpus_each
+    return HostTraffic(down=down, up=up, update=update, disk_read=disk_read, disk_write=disk_write)

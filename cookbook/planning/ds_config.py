@@ -1,0 +1,50 @@
+"""The DeepSpeed configuration that a run passes to DeepSpeed. No torch."""
+
+import copy
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from cookbook.config.strategy import Strategy
+from cookbook.planning.plan import Plan
+
+LOSS_SCALE = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
+"""fp16 loss scaling as in torch's GradScaler; DeepSpeed's default hysteresis of 2 keeps the scale at the first overflow
+and so skips one step more."""
+
+
+def deepspeed_config(
+    strategy: Strategy, plan: Plan, mixed_precision: str, micro_batch_size: int, max_grad_norm: float
+) -> dict[str, Any] | None:
+    """The strategy's JSON with every "auto" replaced by the recipe's value; None without DeepSpeed."""
+    if strategy.deepspeed is None:
+        return None
+    accumulation = plan.gradient_accumulation_steps
+    return {
+        **copy.deepcopy(strategy.deepspeed),
+        "bf16": {"enabled": mixed_precision == "bf16"},
+        "fp16": {"enabled": True, **LOSS_SCALE} if mixed_precision == "fp16" else {"enabled": False},
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": micro_batch_size * accumulation * plan.num_processes,  # as DeepSpeed counts
+        "gradient_clipping": max_grad_norm,
+        "zero_allow_untested_optimizer": True,  # torch's AdamW and SGD; DeepSpeed knows its own only
+        "steps_per_print": 2**31,
+    }
+
+
+def separate_swap(config: dict[str, Any] | None, run_name: str) -> dict[str, Path]:
+    """Sets a swap folder per run, as DeepSpeed names swap files by rank only. Returns the folders by block."""
+    folders = {}
+    for key in ("offload_optimizer", "offload_param"):
+        block = config["zero_optimization"].get(key, {}) if config else {}
+        if block.get("device") == "nvme":
+            folders[key] = Path(block["nvme_path"]).expanduser() / run_name
+            block["nvme_path"] = str(folders[key])
+    return folders
+
+
+def run_name(output_dir: Path) -> str:
+    """A unique name for a run: its output folder's name and a digest of the whole path."""
+    digest = hashlib.sha256(str(output_dir.resolve()).encode()).hexdigest()[:8]
+    return f"{output_dir.name}-{digest}"

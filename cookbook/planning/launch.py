@@ -1,0 +1,305 @@
+"""What a launcher passes to a run: which strategy is used, and that nothing else overrides it.
+
+accelerate prefers environment variables over a program's arguments, and `accelerate launch` turns its YAML into such
+variables. They are compared with the strategy file here and then removed; the engine passes plugins instead.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from cookbook.config.strategy import OWNED_BY_THE_RECIPE, Strategy
+from cookbook.system import hosts
+from cookbook.system.files import RecipeError
+from cookbook.system.machine import CPU_PROCESSES, toolkit_problem, torch_cuda
+
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+CUBLAS_DETERMINISTIC = (":4096:8", ":16:8")
+"""Workspaces for reproducible results (NVIDIA's cuBLAS documentation). The first takes about 24 MiB and is faster."""
+
+PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
+
+# Variables that do not affect what is computed.
+HARMLESS = {
+    "ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_CPU_AFFINITY", "ACCELERATE_DEBUG_MODE", "ACCELERATE_DISABLE_RICH",
+    "ACCELERATE_DYNAMO_MODE", "ACCELERATE_DYNAMO_USE_DYNAMIC", "ACCELERATE_DYNAMO_USE_FULLGRAPH",
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "ACCELERATE_LOG_LEVEL", "FSDP_MIN_NUM_PARAMS",
+    "PARALLELISM_CONFIG_CP_BACKEND", "PARALLELISM_CONFIG_SP_BACKEND",
+}  # fmt: skip
+
+
+# Flags of `accelerate launch` that control where and how processes start; the files own everything else.
+STARTING_FLAGS = {
+    "config_file", "debug", "enable_cpu_affinity", "gpu_ids", "log_dir", "machine_rank", "main_process_ip",
+    "main_process_port", "max_restarts", "monitor_interval", "num_cpu_threads_per_process", "num_machines",
+    "num_processes", "q", "quiet", "rdzv_backend", "rdzv_conf", "role", "same_network", "t", "tee",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """The launcher of this process, from the command lines of its ancestors."""
+
+    is_accelerate: bool = False
+    config_file: str | None = None
+    num_processes: int | None = None
+    """On the command line; None if not given."""
+    flags: tuple[tuple[str, str], ...] = ()
+    """All flags but `STARTING_FLAGS`, with their values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Rank and world size, from torchrun's variables."""
+
+    rank: int
+    local_rank: int
+    num_processes: int
+    num_local: int
+    """Processes on this machine."""
+    is_launched: bool
+    """False for plain `python train.py`, which is one process."""
+
+
+LAUNCHERS = (
+    "accelerate-launch",
+    "accelerate_cli.py",
+    "accelerate.commands.accelerate_cli",
+    "accelerate.commands.launch",
+)
+
+
+def find_launcher() -> Launcher:
+    """The `accelerate launch` among this process's ancestors, if any."""
+    try:
+        ancestors = psutil.Process().parents()[:4]
+    except psutil.Error:
+        return Launcher()
+    for process in ancestors:
+        try:
+            words = process.cmdline()
+        except psutil.Error:
+            continue
+        for i, word in enumerate(words):
+            name = Path(word).name
+            if (name == "accelerate" and words[i + 1 : i + 2] == ["launch"]) or name in LAUNCHERS:
+                return _read_flags(words[i + 1 :])
+            if word.endswith(os.path.join("accelerate", "commands", "launch.py")):
+                return _read_flags(words[i + 1 :])
+    return Launcher()
+
+
+def _read_flags(words: list[str]) -> Launcher:
+    given: dict[str, str] = {}
+    for i, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if word in ("-m", "--module") or (word.endswith(".py") and not word.startswith("-")):
+            break  # the program's name and its own arguments follow
+        if word.startswith("-"):
+            following = "".join(words[i + 1 : i + 2])
+            is_value = not following.startswith("-") and not following.endswith(".py")
+            given[flag.lstrip("-").replace("-", "_")] = value if equals else following if is_value else ""
+    count = given.get("num_processes", "")
+    return Launcher(
+        is_accelerate=True,
+        config_file=given.get("config_file"),
+        num_processes=int(count) if count.isdigit() else None,
+        flags=tuple((flag, value) for flag, value in given.items() if flag and flag not in STARTING_FLAGS),
+    )
+
+
+def strategy_in_force(launcher: Launcher, world: World, recipe_strategy: str) -> tuple[Path, str | None]:
+    """The strategy file of this run, and a note for the user if it is not the recipe's.
+
+    Raises:
+        RecipeError: `accelerate launch` without --config_file, which would use the defaults of the user account.
+    """
+    if launcher.is_accelerate:
+        if launcher.config_file is None:
+            raise RecipeError(
+                [
+                    "accelerate launch: without --config_file it uses this user account's defaults, not the recipe's"
+                    " strategy. Write --config_file accelerate_configs/<name>.yaml, or use make train"
+                ]
+            )
+        path = Path(launcher.config_file)
+        if path.resolve() == Path(recipe_strategy).resolve():
+            return path, None
+        return path, f"strategy {path} (from the command line) instead of the recipe's {recipe_strategy}"
+    if world.is_launched:
+        return Path(recipe_strategy), None
+    single = Path("accelerate_configs/single.yaml")
+    if single.resolve() == Path(recipe_strategy).resolve():
+        return single, None
+    return single, f"one process: no launcher started this run; make train uses the recipe's {recipe_strategy}"
+
+
+def read_world(environment: Mapping[str, str] = os.environ) -> World:
+    """The world described by torchrun's variables; one process without them.
+
+    Raises:
+        RecipeError: inconsistent variables.
+    """
+    rank, local_rank, size = (
+        environment.get(*pair) for pair in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
+    )
+    local_size = environment.get("LOCAL_WORLD_SIZE", size)
+    are_numbers = all(value.isdecimal() for value in (rank, local_rank, size, local_size))
+    if not (are_numbers and int(rank) < int(size) and int(local_rank) < int(local_size) <= int(size)):
+        raise RecipeError(
+            [
+                f"environment: RANK={rank} LOCAL_RANK={local_rank} WORLD_SIZE={size} LOCAL_WORLD_SIZE={local_size} do"
+                " not fit together; unset them or use make train"
+            ]
+        )
+    return World(
+        rank=int(rank),
+        local_rank=int(local_rank),
+        num_processes=int(size),
+        num_local=int(local_size),
+        is_launched="WORLD_SIZE" in environment,
+    )
+
+
+def trim_world(world: World, strategy: Strategy, launcher: Launcher, num_gpus: int) -> World:
+    """Ends the excess processes that torchrun starts for `num_processes: auto` on a machine without GPUs.
+
+    There torchrun starts one per core. The first CPU_PROCESSES, or those of the mesh, continue; the others exit with 0,
+    before any process group exists.
+    """
+    wanted = max(CPU_PROCESSES, strategy.written_mesh.num_processes)
+    counted = strategy.num_processes is not None or launcher.num_processes is not None or not launcher.is_accelerate
+    if num_gpus or counted or world.num_processes <= wanted:
+        return world
+    if world.rank >= wanted:
+        raise SystemExit(0)
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(wanted)
+    return read_world()
+
+
+def choose_network(world: World) -> list[str]:
+    """On several machines, makes this process use the network that leads to machine 0; see `hosts.set_interfaces`.
+    Before torch is imported.
+    """
+    if world.num_local == world.num_processes:
+        return []
+    return hosts.set_interfaces(os.environ.get("MASTER_ADDR", ""))
+
+
+def check_machine(strategy: Strategy, num_gpus: int, *, deterministic: bool) -> list[str]:
+    """What this machine lacks for the run's kernels; checked early, since they are used after downloads and imports."""
+    mistakes = []
+    given = os.environ.get(CUBLAS_VARIABLE)
+    if deterministic and given not in (None, *CUBLAS_DETERMINISTIC):
+        allowed = " or ".join(CUBLAS_DETERMINISTIC)
+        mistakes.append(f"run.deterministic and {CUBLAS_VARIABLE}={given}: cuBLAS is deterministic with {allowed}")
+    if not num_gpus or "nvme" not in (strategy.offload_optimizer, strategy.offload_param):
+        return mistakes
+    try:
+        problem = toolkit_problem(torch_cuda())
+    except ImportError:
+        return mistakes
+    if problem:
+        mistakes.append(f"{strategy.path}: offload to NVMe compiles code: {problem[0]}; {problem[1]}")
+    return mistakes
+
+
+def check_count(world: World, launcher: Launcher) -> list[str]:
+    """One mistake if accelerate ignored --num_processes, as it does with distributed_type NO."""
+    if launcher.num_processes is None or launcher.num_processes == world.num_processes:
+        return []
+    return [f"--num_processes {launcher.num_processes}: {world.num_processes} started; {launcher.config_file} runs one"]
+
+
+def check_environment(strategy: Strategy, launcher: Launcher, mixed_precision: str) -> list[str]:
+    """One mistake for each variable and flag that contradicts the recipe or the strategy file."""
+    expected = _expected_variables(strategy) if launcher.is_accelerate else {}
+    mistakes = []
+    for name, value in sorted(os.environ.items()):
+        if not name.startswith(PREFIXES) or name in HARMLESS:
+            continue
+        if name == "ACCELERATE_MIXED_PRECISION" and launcher.is_accelerate:
+            if value not in ("no", mixed_precision):  # accelerate's default is "no"
+                mistakes.append(f"--mixed_precision {value}: the recipe has {mixed_precision}; change it there")
+        elif name not in expected:
+            origin = "environment or a flag of accelerate launch" if launcher.is_accelerate else "environment"
+            mistakes.append(f"{name}={value} ({origin}): it would override the files; take it out")
+        elif value.lower() != expected[name].lower():
+            mistakes.append(
+                f"{name}={value} (environment or a flag of accelerate launch), but {strategy.path} means"
+                f" {expected[name].lower()}; change the file instead"
+            )
+    compared = " ".join([*expected, *mistakes])
+    return mistakes + _check_flags(launcher, mixed_precision, compared)
+
+
+def _check_flags(launcher: Launcher, mixed_precision: str, compared: str) -> list[str]:
+    """One mistake for each flag that accelerate turned into no variable, or into one with its default.
+
+    Args:
+        compared: names of the variables and flags that have been checked.
+    """
+    mistakes = []
+    for flag, value in launcher.flags:
+        is_checked = flag.upper() in compared or f"--{flag} " in compared
+        if is_checked or (flag, value) == ("mixed_precision", mixed_precision):
+            continue
+        if flag == "mixed_precision":
+            mistakes.append(f"--{flag} {value}: the recipe has {mixed_precision}; change it there")
+        else:
+            owner = OWNED_BY_THE_RECIPE.get(flag, "the strategy file owns it")
+            mistakes.append(f"--{flag}{' ' * bool(value)}{value} (accelerate launch): {owner}; take the flag out")
+    return mistakes
+
+
+def clear_environment() -> None:
+    """Removes the launcher's variables, so that only what the engine passes has effect."""
+    kept = ("ACCELERATE_LOG_LEVEL", "ACCELERATE_DEBUG_MODE", "ACCELERATE_CPU_AFFINITY")
+    for name in [name for name in os.environ if name.startswith(PREFIXES) and name not in kept]:
+        del os.environ[name]
+
+
+def _expected_variables(strategy: Strategy) -> dict[str, str]:
+    """The variables that `accelerate launch` 1.15 sets for this file (utils/launch.py, prepare_multi_gpu_env)."""
+    expected = {"ACCELERATE_DYNAMO_BACKEND": "no", "ACCELERATE_USE_CPU": "false"}
+    if strategy.kind == "zero":
+        expected |= {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": strategy.deepspeed_file or "",
+        }
+    if strategy.fsdp is not None:
+        block = strategy.fsdp
+        expected |= {
+            "ACCELERATE_USE_FSDP": "true",
+            "FSDP_VERSION": str(block.fsdp_version),
+            "FSDP_AUTO_WRAP_POLICY": block.fsdp_auto_wrap_policy,
+            "FSDP_SHARDING_STRATEGY": block.fsdp_sharding_strategy or "FULL_SHARD",
+            "FSDP_RESHARD_AFTER_FORWARD": str(block.fsdp_reshard_after_forward is not False),
+            "FSDP_OFFLOAD_PARAMS": str(block.fsdp_offload_params),
+            "FSDP_BACKWARD_PREFETCH": block.fsdp_backward_prefetch or "BACKWARD_PRE",
+            "FSDP_FORWARD_PREFETCH": str(bool(block.fsdp_forward_prefetch)),
+            "FSDP_USE_ORIG_PARAMS": "true",
+            "FSDP_CPU_RAM_EFFICIENT_LOADING": str(block.fsdp_cpu_ram_efficient_loading),
+            "FSDP_SYNC_MODULE_STATES": str(block.fsdp_sync_module_states is not False),
+            "FSDP_ACTIVATION_CHECKPOINTING": "false",
+            "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false",
+        }
+    if strategy.written_mesh.num_processes > 1:
+        expected |= {
+            "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(strategy.dp_replicate_size),
+            "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(strategy.dp_shard_size),
+            "PARALLELISM_CONFIG_TP_SIZE": str(strategy.tp_size),
+            "PARALLELISM_CONFIG_CP_SIZE": "1",
+            "PARALLELISM_CONFIG_SP_SIZE": str(strategy.sp_size),
+        }
+    if strategy.sp_size > 1:  # defaults of accelerate's own sequence parallelism, which does not run
+        expected |= {
+            "PARALLELISM_CONFIG_SP_SEQ_LENGTH": "None",
+            "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE": "True",
+            "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": "sdpa",
+        }
+    return expected

@@ -1,0 +1,1 @@
+"""The machine, its processes and files."""

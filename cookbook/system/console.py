@@ -1,0 +1,71 @@
+"""Columns and colours on the terminal, by rich; plain text of a fixed width where stdout is no terminal."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+Row: TypeAlias = "str | Sequence[str | Text]"
+"""Of a page: a line, or cells."""
+WIDTH = 120
+"""Columns without a terminal, and at most on one."""
+BEYOND = 10_000
+"""More columns than any page has."""
+
+
+def console() -> "Console":
+    """A console on stdout that takes nothing for markup; coloured on a terminal, unless NO_COLOR is set."""
+    from rich.console import Console  # takes 0.1 s
+
+    found = Console(markup=False, highlight=False, emoji=False)
+    found.width = min(found.width, WIDTH) if found.is_terminal else WIDTH
+    return found
+
+
+def coloured(text: str, style: str) -> "Text":
+    """A cell of `page` in a style of rich, such as "green"."""
+    from rich.text import Text
+
+    return Text(text, style)
+
+
+def page(*rows: Row, indent: int = 2) -> str:
+    """Text for `print`: a line stays as it is, cells stand in columns that all rows share.
+
+    Where the rows are wider than the terminal, the widest columns wrap. A word is broken on a terminal alone, where it
+    is longer than half of it. A row of fewer cells gives its last one the columns that it lacks.
+    """
+    from rich.table import Table
+
+    to = console()
+    room, longest = to.width - indent, to.width // 2 if to.is_terminal else BEYOND
+    to.width = BEYOND  # rich narrows a column below its longest word, though another one could wrap
+    cells = [() if isinstance(row, str) else row for row in rows]
+    count = max(map(len, cells), default=0)
+    spans = [[to.measure(row[i]) for row in cells if i < len(row) - 1 or len(row) == count] for i in range(count)]
+    widths = [max(span.maximum for span in column) for column in spans]
+    least = [min(longest, max(span.minimum for span in column)) for column in spans]
+    gap = 2 if count < 5 or sum(widths) + 2 * (count - 1) <= room else 1
+    while sum(widths) + gap * (count - 1) > room and widths != least:
+        _, widest = max((width, i) for i, width in enumerate(widths) if width > least[i])
+        widths[widest] -= 1
+    lines: list[str] = []
+    for length, group in groupby(zip(rows, cells, strict=True), key=lambda pair: len(pair[1])):
+        if not length:
+            lines += [str(row) for row, _ in group]
+            continue
+        table = Table.grid(padding=(0, gap, 0, 0))
+        *before, last = widths[:length]
+        if length < count:
+            last = room - sum(before) - gap * len(before)
+        for width in (*before, last):
+            table.add_column(width=width, overflow="fold")
+        for _, row in group:
+            table.add_row(*row)
+        with to.capture() as capture:
+            to.print(table)
+        lines += [(" " * indent + line).rstrip() for line in capture.get().removesuffix("\n").split("\n")]
+    return "\n".join(lines)

@@ -1,0 +1,482 @@
+"""Strict YAML and JSON files, validated by any pydantic model, with the place of every mistake."""
+
+import copy
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, TypeVar
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ValidationError
+
+MAX_FILE_BYTES = 50_000
+"""Far above any settings file, and parsed quickly."""
+MAX_BRACKETS = 50
+"""Maximum nesting of brackets; the time of PyYAML grows with its square."""
+
+Model = TypeVar("Model", bound=BaseModel)
+KeyPath = tuple[str | int, ...]
+
+
+class RecipeError(ValueError):
+    """Mistakes that a user can fix in a file or on the command line: exit code 2, no traceback."""
+
+    def __init__(self, mistakes: list[str]) -> None:
+        assert mistakes
+        self.mistakes = mistakes
+        super().__init__("\n".join(mistakes))
+
+    def __reduce__(self) -> tuple[type["RecipeError"], tuple[list[str]]]:
+        return type(self), (self.mistakes,)  # an exception is unpickled with its text otherwise
+
+
+@dataclass
+class Document:
+    """A parsed file: plain values, and the line of each key."""
+
+    name: str
+    values: Any
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+    overrides: set[KeyPath] = field(default_factory=set)
+
+    def place(self, *path: str | int) -> str:
+        """`file:line: section.key`, with the nearest known line when the key itself is missing."""
+        dotted = ".".join(map(str, path))
+        for override in self.overrides:
+            if path[: len(override)] == override:
+                return f"--set {dotted}"
+            if override[: len(path)] == path and path not in self.lines:
+                return f"--set {'.'.join(map(str, override))}: {dotted}"
+        for length in range(len(path), -1, -1):
+            if path[:length] in self.lines:
+                return f"{self.name}:{self.lines[path[:length]]}: {dotted}".removesuffix(": ")
+        return f"{self.name}: {dotted}".removesuffix(": ")
+
+
+def path_problem(text: str) -> str | None:
+    """What makes a text unusable as a path, if anything; does not look at the disk."""
+    if not text.strip():
+        return "is empty; write a path"
+    if text.startswith("~"):
+        return f"is {show(text)}, and ~ is not expanded here; write the folder in full"
+    if not text.isprintable():
+        return f"is {show(text)}, with a character that no path should have"
+    if len(text.encode()) > 1000 or any(len(part.encode()) > 255 for part in Path(text).parts):
+        return f"is {show(text)}, which is too long for a path"
+    return None
+
+
+def _refuse_odd_path(text: str) -> str:
+    problem = path_problem(text)
+    if problem:
+        raise ValueError(problem)
+    return text
+
+
+PathText = Annotated[str, AfterValidator(_refuse_odd_path)]
+"""A path, or a name on the Hub."""
+
+
+def closest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice most like a word, the shortest of several, or None if none is."""
+    found = difflib.get_close_matches(word, list(choices), n=3)
+    return max(found, key=lambda one: (difflib.SequenceMatcher(None, one, word).ratio(), -len(one)), default=None)
+
+
+def nearest(word: str, choices: list[str]) -> str:
+    """`did you mean x?` if a choice is close, else the list of choices."""
+    found = closest(word, choices)
+    return f"did you mean {found}?" if found else f"known here: {', '.join(choices)}"
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML without tags, anchors and aliases, so that each value is what it looks like."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # type: ignore[misc]
+
+    def compose_node(self, parent, index):
+        event = self.peek_event()
+        if event.anchor is not None:
+            raise yaml.MarkedYAMLError(
+                problem="anchors (&name) and aliases (*name) are not supported; write the value out",
+                problem_mark=event.start_mark,
+            )
+        if getattr(event, "tag", None) is not None:
+            raise yaml.MarkedYAMLError(
+                problem=f"tags are not supported ({event.tag}); write a plain value", problem_mark=event.start_mark
+            )
+        return super().compose_node(parent, index)
+
+    def fetch_flow_collection_start(self, token):
+        if self.flow_level == MAX_BRACKETS:
+            raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=self.get_mark())
+        super().fetch_flow_collection_start(token)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Also quotes what only `_StrictLoader` would parse as a number."""
+
+
+# Numbers as in YAML 1.2: PyYAML's YAML 1.1 reads 2e-5 as text, 010 as 8 and 1:30 as 90.
+_FLOAT = r"[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+for _kind_of_scalar, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"(?:yes|no|true|false|on|off)", list("yYnNtTfFoO")),
+    ("int", r"[-+]?(0|[1-9][\d_]*)", list("-+0123456789")),
+    ("float", _FLOAT, list("-+.0123456789")),
+):
+    _flags = re.IGNORECASE if _kind_of_scalar == "bool" else 0
+    for _class in (_StrictLoader, _Dumper):
+        _class.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_kind_of_scalar}", re.compile(f"^(?:{_pattern})$", _flags), _first
+        )
+
+
+def dump_yaml(values: dict[str, Any]) -> str:
+    """YAML text that `read_document` reads back to equal values."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def read_document(path: Path) -> Document:
+    """The mapping in a `.yaml` or `.json` file.
+
+    Raises:
+        RecipeError: missing, too large, not UTF-8, not YAML (or JSON), empty, not a mapping, or a key given twice.
+    """
+    name = str(path)
+    try:
+        if not path.is_file():
+            raise RecipeError(
+                [f"{name}: {'a folder, not a' if path.is_dir() else 'no such'} file (looked in {Path.cwd()})"]
+            )
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise RecipeError(
+                [f"{name}: {path.stat().st_size:,} bytes are too many for a settings file ({MAX_FILE_BYTES:,})"]
+            )
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RecipeError([f"{name}: not UTF-8 text ({error})"]) from None
+    except OSError as error:
+        raise RecipeError([f"{show(name)}: cannot be read ({error.strerror})"]) from None
+    document = _parse_json(name, text) if path.suffix == ".json" else _parse_yaml(name, text)
+    if document.values is None:
+        raise RecipeError([f"{name}: the file is empty"])
+    if not isinstance(document.values, dict):
+        raise RecipeError([f"{name}: expected `key: value` lines, found {_type_name(document.values)}"])
+    return document
+
+
+def _parse_yaml(name: str, text: str) -> Document:
+    document, mistakes = Document(name, None), []
+
+    def build(node: yaml.Node, path: KeyPath) -> Any:
+        line = node.start_mark.line + 1
+        document.lines.setdefault(path, line)
+        if isinstance(node, yaml.MappingNode):
+            return build_mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            return [build(child, (*path, i)) for i, child in enumerate(node.value)]
+        try:
+            value = loader.construct_object(node)
+            return _int_if_whole(node.value, value) if isinstance(value, float) else value
+        except ValueError:  # Python limits the digits of an integer
+            mistakes.append(
+                f"{name}:{line}: {'.'.join(map(str, path))} is a number of {len(node.value)} characters; write less"
+            )
+
+    def build_mapping(node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                mistakes.append(f"{name}:{line}: a key must be a plain word, found a list or mapping before the colon")
+                continue
+            key = key_node.value
+            if not key.isprintable() or len(key) > 80:
+                mistakes.append(f"{name}:{line}: {show(key)} is not a valid key")
+                continue
+            if key in values:
+                first, dotted = document.lines[(*path, key)], ".".join(map(str, (*path, key)))
+                mistakes.append(f"{name}:{line}: {dotted}: given twice (first in line {first}); keep one of them")
+                continue
+            document.lines[(*path, key)] = line
+            values[key] = build(value_node, (*path, key))
+        return values
+
+    try:
+        loader = _StrictLoader(text)
+        node = loader.get_single_node()
+        if node is not None:
+            document.values = build(node, ())
+    except yaml.MarkedYAMLError as error:
+        place = f"{name}:{error.problem_mark.line + 1}" if error.problem_mark else name
+        problem = ", ".join(part for part in (error.context, error.problem) if part)
+        hint = " (indent with spaces)" if "'\\t'" in problem else ""
+        raise RecipeError([f"{place}: not valid YAML: {problem}{hint}"]) from None
+    except yaml.reader.ReaderError as error:
+        place = f"{name}:{text.count(chr(10), 0, error.position) + 1}"
+        raise RecipeError([f"{place}: not valid YAML: character {chr(error.character)!r} is not allowed"]) from None
+    except RecursionError:
+        raise RecipeError([f"{name}: not valid YAML: nested too deeply"]) from None
+    if mistakes:
+        raise RecipeError(mistakes)
+    document.lines[()] = 1
+    return document
+
+
+def _int_if_whole(text: str, value: float) -> float:
+    """An integer if it was written like 2e8, as DeepSpeed's documentation writes sizes."""
+    return int(value) if "e" in text.lower() and abs(value) < 2**53 and value.is_integer() else value
+
+
+def _parse_json(name: str, text: str) -> Document:
+    if not text.strip():
+        return Document(name, None)
+    try:
+        values = json.loads(text, parse_float=lambda number: _int_if_whole(number, float(number)))
+    except json.JSONDecodeError as error:
+        raise RecipeError([f"{name}:{error.lineno}: not valid JSON: {error.msg}"]) from None
+    except RecursionError:
+        raise RecipeError([f"{name}: not valid JSON: nested too deeply"]) from None
+    except ValueError:
+        raise RecipeError([f"{name}: not valid JSON: a number with too many digits"]) from None
+    # JSON without tabs is valid YAML, whose parser records lines and detects duplicate keys.
+    return Document(name, values, _parse_yaml(name, text.replace("\t", " ")).lines)
+
+
+def validate(
+    document: Document, model: type[Model], owned_elsewhere: Mapping[str, str] | None = None
+) -> tuple[Model | None, list[str]]:
+    """Validates a document as `model`. Returns the model, None if it is invalid, and the mistakes.
+
+    Misspelt keys do not hide other mistakes: the rest is validated as if they had their nearest valid names.
+
+    Args:
+        owned_elsewhere: for keys that this file may not set, what to write instead.
+    """
+    owned, mistakes = owned_elsewhere or {}, []
+    parsed, problems = _try(document.values, model)
+    homes = _homes(model) if problems else {}
+    unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
+    if unknown:
+        mistakes = [_word(document, model, problem, owned, homes) for problem in unknown]
+        parsed, problems = _try(_with_nearest_names(document.values, model, unknown, owned), model)
+    mistakes += [_word(document, model, problem, owned, homes) for problem in problems]
+    return parsed, list(dict.fromkeys(mistakes))
+
+
+def part(document: Document, name: str, model: type[Model]) -> Model | None:
+    """One section validated by itself, independent of mistakes in other sections; None if it is invalid."""
+    return validate(Document(document.name, document.values.get(name, {})), model)[0]
+
+
+def _try(values: Any, model: type[Model]) -> tuple[Model | None, list[Any]]:
+    try:
+        return model.model_validate(values), []
+    except ValidationError as error:
+        return None, [{**problem, "loc": _as_written(values, problem["loc"])} for problem in error.errors()]
+
+
+def _as_written(values: Any, path: KeyPath) -> KeyPath:
+    """A pydantic location as a path in the file, which may have one value in place of a list or of a named mapping."""
+    found: list[str | int] = []
+    for part in path:
+        is_list = isinstance(values, list | tuple)
+        if (part == "" and not (isinstance(values, dict) and "" in values)) or (isinstance(part, int) and not is_list):
+            continue
+        found.append(part)
+        if isinstance(values, dict):
+            values = values.get(part)
+        else:
+            values = values[part] if is_list and isinstance(part, int) and part < len(values) else None
+    return tuple(found)
+
+
+def _with_nearest_names(values: Any, model: type[BaseModel], unknown: list[Any], owned: Mapping[str, str]) -> Any:
+    values = copy.deepcopy(values)
+    for problem in unknown:
+        *path, key = problem["loc"]
+        section = values
+        for part_of_path in path:
+            section = section[part_of_path]
+        value = section.pop(key)
+        close = difflib.get_close_matches(key, _known_keys(model, tuple(path), values), n=1)
+        if close and key not in owned:
+            section.setdefault(close[0], value)
+    return values
+
+
+# Expected types, where pydantic's own words would confuse the author of a YAML file.
+_EXPECTED = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "model_type": "a section of `key: value` lines",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a section of `key: value` lines",
+}
+
+
+def _word(
+    document: Document,
+    model: type[BaseModel],
+    problem: Any,
+    owned_elsewhere: Mapping[str, str],
+    known: Mapping[str, list[tuple[str, ...]]],
+) -> str:
+    """The message for a pydantic error; `known` is the result of `_homes`."""
+    path, kind, value = tuple(problem["loc"]), problem["type"], problem["input"]
+    place, context = document.place(*path), problem.get("ctx", {})
+    # A name that the user chose, such as that of an evaluation set, is no key and has no owner.
+    owner = next((owned_elsewhere[key] for key in reversed(path) if key in owned_elsewhere and key in known), None)
+    if kind == "extra_forbidden":
+        key = str(path[-1])
+        if key in owned_elsewhere:
+            return f"{place}: does not belong here; {owned_elsewhere[key]}"
+        homes = [home for home in dict.fromkeys(known.get(key, [])) if home != path]
+        here = _known_keys(model, path[:-1], document.values)
+        if len(homes) == 1 and not difflib.get_close_matches(key, here):
+            return f"{place}: does not belong here; write it as {'.'.join(homes[0])}"
+        return f"{place}: unknown key; {nearest(key, here)}"
+    if kind == "missing" and isinstance(path[-1], int):
+        return f"{document.place(*path[:-1])} has too few values"
+    if kind == "missing":
+        return f"{place}: is missing; " + (f'write "auto": {owner}' if owner else "this key has no default")
+    if kind == "value_error":
+        message = str(context["error"])
+        return f"{place}{' ' if message.startswith(('is ', 'has ')) else ': '}{message}"
+    if value is None:
+        return f"{place} is empty; write a value, or leave the key out for its default"
+    if kind == "literal_error" and owner:
+        return f'{place} is {show(value)}; write "auto": {owner}'
+    if kind == "literal_error":
+        expected = context["expected"].replace("False", "false").replace("True", "true")
+        choices = {word.strip("' ").lower(): word for word in re.split(r", | or ", expected)}
+        if value is False and "no" in choices:
+            return f"{place} is false (YAML reads a bare no so); write {choices['no']} in quotes"
+        close = difflib.get_close_matches(str(value).lower(), choices, n=1)
+        return f"{place} is {show(value)}; use {expected}" + (f" (did you mean {choices[close[0]]}?)" if close else "")
+    if kind == "string_type" and isinstance(value, bool):
+        return (
+            f"{place} is {show(value)} (YAML reads a bare yes, no, on or off so); it must be text: write it in quotes"
+        )
+    if kind in _EXPECTED:
+        return f"{place} is {show(value)} ({_type_name(value)}); it must be {_EXPECTED[kind]}"
+    if kind == "too_long":
+        return f"{place} is {show(list(value))}; write {context['max_length']} values"
+    return f"{place} is {show(value)}; it must be {problem['msg'].removeprefix('Input should be ')}"
+
+
+def _homes(model: type[BaseModel], path: tuple[str, ...] = ()) -> dict[str, list[tuple[str, ...]]]:
+    """All valid paths of each key name."""
+    homes: dict[str, list[tuple[str, ...]]] = {}
+    for name, info in model.model_fields.items():
+        homes.setdefault(name, []).append((*path, name))
+        inner: list[type[BaseModel]] = []
+        _collect_models(info.annotation, inner)
+        for candidate in inner:
+            for key, places in _homes(candidate, (*path, name)).items():
+                homes.setdefault(key, []).extend(places)
+    return homes
+
+
+def _known_keys(model: type[BaseModel], path: KeyPath, values: Any) -> list[str]:
+    """Field names of the section at `path` inside `model`, for these values of the whole."""
+    for part in path:
+        values = values.get(part) if isinstance(values, dict) else None
+        if part not in model.model_fields:  # an index, or a name that the user chose
+            continue
+        candidates: list[type[BaseModel]] = []
+        _collect_models(model.model_fields[part].annotation, candidates)
+        if not candidates:
+            return []
+        model = candidates[0]
+    return list(_kind_at(model, values).model_fields)
+
+
+def _kind_at(model: type[BaseModel], values: Any) -> type[BaseModel]:
+    """The kind of a section whose keys depend on its name (`registry.Named`); any other section itself."""
+    return model.kind_of(values) if hasattr(model, "kind_of") else model
+
+
+def _collect_models(annotation: Any, found: list[type[BaseModel]]) -> None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        found.append(annotation)
+        found.extend(annotation.kinds() if hasattr(annotation, "kinds") else ())
+    for argument in getattr(annotation, "__args__", ()):
+        _collect_models(argument, found)
+
+
+def apply_overrides(document: Document, assignments: list[str]) -> list[str]:
+    """Writes `section.key=value` assignments, values in YAML, into the document. Returns the mistakes."""
+    mistakes = []
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        path = tuple(key.strip().split("."))
+        if not equals or not all(path):
+            mistakes.append(f"--set {assignment}: write it as section.key=value")
+            continue
+        try:
+            value = _parse_yaml("--set", text).values
+        except RecipeError as error:
+            mistakes += [
+                f"--set {assignment}: {re.sub(r'^--set:?[0-9]*: ', '', mistake)}" for mistake in error.mistakes
+            ]
+            continue
+        target = document.values
+        for i, name in enumerate(path[:-1], start=1):
+            if target.get(name) is None:
+                target[name] = {}
+            target = target[name]
+            if not isinstance(target, dict):
+                section = ".".join(path[:i])
+                mistakes.append(
+                    f"--set {assignment}: {section} is {show(target)}, which has no keys; set {section} as a whole"
+                )
+                break
+        else:
+            target[path[-1]] = value
+            document.overrides.add(path)
+    return mistakes
+
+
+def find_file(name: str, place: Callable[[], str], folder: Path | None = None) -> list[str]:
+    """One mistake if a file does not exist, with the nearest name in `folder` (default: the file's own)."""
+    path = Path(name)
+    if path.is_file():
+        return []
+    neighbours = {other.stem: str(other) for other in (folder or path.parent).glob("*") if other.is_file()}
+    found = closest(path.stem, neighbours)
+    hint = f"; did you mean {neighbours[found]}?" if found else f" (looked in {Path.cwd()})"
+    return [f"{place()} is {name!r}: no such file{hint}"]
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`; an empty section is a value."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        is_section = isinstance(value, dict) and value
+        found |= flatten(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
+    return found
+
+
+def first_line(error: BaseException) -> str:
+    """A library's message of many lines, for the middle of ours."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")
+
+
+def show(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "empty", True: "true", False: "false"}[value]
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**40 else "a very large integer"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _type_name(value: Any) -> str:
+    names = {dict: "a mapping", list: "a list", str: "text", int: "an integer", float: "a number", bool: "true/false"}
+    return names.get(type(value), type(value).__name__)

@@ -1,0 +1,346 @@
+"""What GPUs, links and machines can do, from data sheets. Plain values, no torch."""
+
+import difflib
+import os
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cookbook.system.files import RecipeError
+from cookbook.system.gpus import InstalledGpu, read_driver, visible_gpus
+
+GIB = 2**30
+MAX_GPUS = 16
+"""Of one machine: a DGX-2 has as many. Larger NVLink domains (GB200 NVL72) are not in the table."""
+USUAL_GPUS = 8
+"""Of one machine, at most, but for few: HGX and DGX boards since the A100, AMD's platforms, cloud machines."""
+MAX_MACHINES = 1024
+
+DRIVER_RESERVE_GIB = 0.75
+"""Of the memory that nvidia-smi reports, what torch never gets: 0.25 GiB on a T4 (15.00 and 14.75), 0.35 on an RTX
+4090, 0.59 on an L40S, 0.75 on an A100 80GB, as torch's own out-of-memory messages state the capacity."""
+
+HOST_AT_LEAST = 0.5
+"""Host memory as a share of all GPU memory of a machine, where it is not given: rented ones with little of
+it have two thirds (AWS G5, G6 and G6e: 16, 16 and 32 GiB beside a GPU of 24, 24 and 48 GB), and a system takes some."""
+
+PCIE_X16 = {3: 15.75e9, 4: 31.5e9, 5: 63.0e9}
+"""Bytes/s in each direction by generation: 8, 16, 32 GT/s x 16 lanes x 128/130 / 8 (PCI-SIG base specifications)."""
+
+DISK_READ, DISK_WRITE = (2e9, 7e9), (1e9, 4e9)
+"""Assumed of one NVMe drive per machine, bytes/s: from a cloud volume to the sheet of a PCIe 4 drive (Samsung PM9A3:
+6.9 and 4.1 GB/s). The doctor measures; a machine with several drives in one volume is faster."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One model of GPU. Rates per second, dense (the sheets' large figures are with sparsity), each way of a link."""
+
+    name: str
+    words: tuple[str, ...]
+    """All of them in a name mean this GPU, unless an earlier row matched."""
+    generation: str
+    sold_gb: int
+    """What people call it by: the 80 of "H100 80GB"."""
+    memory_mib: int
+    """As nvidia-smi reports it: less than sold where ECC takes a sixteenth of GDDR6."""
+    half_flops: float
+    """bf16 with float32 sums; fp16 for a GPU that has no bf16."""
+    bandwidth: float
+    """Of its memory, bytes."""
+    nvlink: float | None
+    """Bytes to all other GPUs of the machine together (of AMD's, over Infinity Fabric); None: PCIe. A bridge joins two
+    cards at most, and is an option (A100 PCIe, A6000, RTX 3090, H100 PCIe, H100 NVL): those count as PCIe."""
+    host_link: float
+    """Bytes to host memory: 16 lanes of PCIe, or NVLink-C2C to a Grace CPU."""
+    has_bf16: bool
+    sheet: str
+    """Where peak, bandwidth and links stand."""
+
+    @property
+    def is_amd(self) -> bool:
+        """Runs ROCm in CUDA's place."""
+        return self.generation.startswith("cdna")
+
+    @property
+    def memory_gib(self) -> float:
+        """As the driver reports it."""
+        return self.memory_mib / 1024
+
+    @property
+    def usable_gib(self) -> float:
+        """What torch can have of it."""
+        return self.memory_gib - DRIVER_RESERVE_GIB
+
+
+# Rates in TFLOP/s and GB/s. Reported memory: thundergolfer.com/blog/nvidia-gpu-memory-capacity for T4, A10, A100, L4,
+# L40S, H100 and H200, nvidia-smi tables in public issues and logs for the others, and torch's own "total capacity of
+# 191.98 GiB" for the MI300X. NVIDIA published no sheet of the H20: its figures are those of machines that are sold with
+# it. RTX PRO 6000 is the Workstation Edition, whose peak others tell; its namesakes are slower. Earlier rows win.
+_TABLE = """
+name           | words           | generation | sold | MiB    | half  | memory | NVLink | host  | sheet
+V100-PCIe-32GB | V100 PCIE       | volta      | 32   | 32768  | 112   | 900    |        | PCIe3 | V100, January 2020
+V100-32GB      | V100            | volta      | 32   | 32768  | 125   | 900    | 150    | PCIe3 | V100, January 2020
+T4             | T4              | turing     | 16   | 15360  | 65    | 300    |        | PCIe3 | T4, March 2019
+A10G           | A10G            | ampere     | 24   | 23028  | 70    | 600    |        | PCIe4 | A10G (AWS G5), 2021
+A10            | A10             | ampere     | 24   | 23028  | 125   | 600    |        | PCIe4 | A10, 2021
+A100-PCIe-40GB | A100 PCIE 40GB  | ampere     | 40   | 40960  | 312   | 1555   |        | PCIe4 | A100, June 2021
+A100-PCIe-80GB | A100 PCIE       | ampere     | 80   | 81920  | 312   | 1935   |        | PCIe4 | A100, June 2021
+A100-40GB      | A100 40GB       | ampere     | 40   | 40960  | 312   | 1555   | 300    | PCIe4 | A100, June 2021
+A100-80GB      | A100            | ampere     | 80   | 81920  | 312   | 2039   | 300    | PCIe4 | A100, June 2021
+A6000          | A6000           | ampere     | 48   | 49140  | 154.8 | 768    |        | PCIe4 | paper GA102, 2021
+RTX3090        | 3090            | ampere     | 24   | 24576  | 71    | 936    |        | PCIe4 | paper GA102, 2021
+L40S           | L40S            | ada        | 48   | 46068  | 362   | 864    |        | PCIe4 | L40S, 2023
+L4             | L4              | ada        | 24   | 23034  | 121   | 300    |        | PCIe4 | L4, 2023
+RTX4090        | 4090            | ada        | 24   | 24564  | 165.2 | 1008   |        | PCIe4 | paper Ada, 2023
+RTX5090        | 5090            | blackwell  | 32   | 32607  | 209.5 | 1792   |        | PCIe5 | paper RTX 50, 2025
+RTX-PRO-6000   | RTX PRO 6000    | blackwell  | 96   | 97887  | 503.8 | 1792   |        | PCIe5 | from hmc-tech.com
+H100-NVL       | H100 NVL        | hopper     | 94   | 95830  | 835   | 3900   |        | PCIe5 | H100, 2023
+H100-PCIe      | H100 PCIE       | hopper     | 80   | 81559  | 756   | 2000   |        | PCIe5 | H100, 2022
+H100           | H100            | hopper     | 80   | 81559  | 989   | 3350   | 450    | PCIe5 | H100, 2023
+H20            | H20             | hopper     | 96   | 97871  | 148   | 4000   | 450    | PCIe5 | sellers, 2024
+H200-NVL       | H200 NVL        | hopper     | 141  | 143771 | 835   | 4800   |        | PCIe5 | H200, 2024
+H200           | H200            | hopper     | 141  | 143771 | 989   | 4800   | 450    | PCIe5 | H200, 2024
+GH200          | GH200           | hopper     | 96   | 97871  | 989   | 4000   |        | 450   | GH200 with HBM3, 2023
+B200           | B200            | blackwell  | 180  | 183359 | 2250  | 8000   | 900    | PCIe5 | HGX and DGX B200, 2024
+B300           | B300            | blackwell  | 288  | 275040 | 2250  | 8000   | 900    | PCIe5 | HGX B300, 2025
+MI300X         | MI300 X         | cdna3      | 192  | 196588 | 1307  | 5300   | 448    | PCIe5 | AMD MI300X, 2023
+"""
+
+
+def _read(row: str) -> Gpu:
+    cells = [cell.strip() for cell in row.split("|")]
+    name, words, generation, sold_gb, memory_mib, half, memory, nvlink, host, sheet = cells
+    return Gpu(
+        name=name,
+        words=tuple(words.split()),
+        generation=generation,
+        sold_gb=int(sold_gb),
+        memory_mib=int(memory_mib),
+        half_flops=float(half) * 1e12,
+        bandwidth=float(memory) * 1e9,
+        nvlink=float(nvlink) * 1e9 if nvlink else None,
+        host_link=PCIE_X16[int(host[-1])] if host.startswith("PCIe") else float(host) * 1e9,
+        has_bf16=generation not in ("volta", "turing"),
+        sheet=_sheet(sheet),
+    )
+
+
+def _sheet(words: str) -> str:
+    if words.startswith("paper"):
+        return f"NVIDIA white {words}"
+    if words.startswith(("sellers", "from")):
+        return f"no NVIDIA data sheet; {words}"
+    return f"AMD data sheet {words[4:]}" if words.startswith("AMD ") else f"NVIDIA data sheet {words}"
+
+
+GPUS = tuple(_read(row) for row in _TABLE.strip().splitlines()[1:])
+
+OTHER_GPUS = {"LAPTOP", "MOBILE", "MIG", "TI", "D", "X", "E", "MAX", "SERVER", "NVL", "PCIE"}
+"""Words that make another GPU of a name, unless the row asks for them: an RTX 4090 D, a slice of an A100, an H20-3e."""
+
+
+def _tokens(name: str) -> list[str]:
+    """`A100-SXM4-80GB` -> A 100 SXM 4 80 GB: letters and digits apart, so that an A1000 is no A100."""
+    return re.findall(r"[A-Z]+|\d+", name.upper().replace("RTXPRO", "RTX PRO"))
+
+
+def _contains(tokens: list[str], word: str) -> bool:
+    part = _tokens(word)
+    return any(tokens[i : i + len(part)] == part for i in range(len(tokens)))
+
+
+def find_gpu(name: str) -> Gpu | None:
+    """The row of a GPU by what a driver or a person calls it; None for one that is not in the table.
+
+    A size in the name must be that of the row: an `A100-64GB` is none that we know.
+    """
+    tokens = _tokens(name)
+    sizes = set(re.findall(r"(\d+)\s*GB", name.upper()))
+    for gpu in GPUS:
+        # The name of a GH200 tells the memory of its CPU too.
+        known = {str(gpu.sold_gb)} | ({"480"} if gpu.name == "GH200" else set())
+        foreign = OTHER_GPUS.intersection(tokens) - set(gpu.words)
+        if all(_contains(tokens, word) for word in gpu.words) and sizes <= known and not foreign:
+            return gpu
+    return None
+
+
+def peak_flops(name: str) -> float | None:
+    """Dense bf16 FLOP/s of a GPU by its name; None for one that is unknown or has no bf16."""
+    gpu = find_gpu(name)
+    return gpu.half_flops if gpu is not None and gpu.has_bf16 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machines:
+    """What a run has to itself."""
+
+    text: str
+    """As a person writes it."""
+    num_machines: int = 1
+    gpus_each: int = 0
+    """0: the run uses the CPU."""
+    gpu: Gpu | None = None
+    """None: its speed is not known."""
+    usable_gib: float | None = None
+    """Memory of each GPU that torch can have; None without a GPU."""
+    fabric_gbits: tuple[float, float] = (100, 400)
+    """Of each GPU's network card, Gb/s: as given, or the range of what clusters have. One card to a GPU, as in DGX and
+    HGX machines; one 400 Gb/s card for 8 GPUs is 50."""
+    host_gib: float | None = None
+    """Memory of each machine; None: not known."""
+    nvme_gib: float | None = None
+    """Free on the disk for offloading, of each machine; None: not known."""
+    note: str = ""
+    """How the text was read, where that is not obvious."""
+
+    @property
+    def notes(self) -> list[str]:
+        """Warnings about them, for the head of a plan."""
+        rocm = f"nothing of this project was tried on ROCm: of a {self.gpu.name} all is arithmetic" if self.gpu else ""
+        return [note for note in (self.note, rocm if self.gpu and self.gpu.is_amd else "") if note]
+
+    @property
+    def num_gpus(self) -> int:
+        return self.num_machines * self.gpus_each
+
+    @property
+    def no_speed(self) -> str | None:
+        """Why the time of a step can't be forecast; None where it can."""
+        if self.gpus_each == 0:
+            return "no forecast of time for a CPU"
+        if self.gpu is None:
+            kinds = [gpu.name for gpu in GPUS if self.usable_gib == _usable(gpu.sold_gb)]
+            example = kinds[-1] if kinds else "H100"
+            count = re.sub(r"[^x]+$", "", self.text)
+            return f"{self.text} tells the memory and not the speed: name the GPU, as in {count}{example}"
+        return None
+
+
+def _usable(sold_gb: float) -> float:
+    """GiB that torch has of a GPU sold with so many GB: the least of those in the table, else a sixteenth for ECC."""
+    same = [gpu.usable_gib for gpu in GPUS if gpu.sold_gb == sold_gb]
+    return min(same) if same else sold_gb * 15 / 16 - DRIVER_RESERVE_GIB
+
+
+def with_room(
+    machines: Machines,
+    *,
+    fabric_gbits: float | None = None,
+    host_gib: float | None = None,
+    nvme_gib: float | None = None,
+) -> Machines:
+    """The machines with what is known of their network, memory and disk.
+
+    Raises:
+        RecipeError: a number out of range.
+    """
+    given = {"fabric_gbits": fabric_gbits, "host_gib": host_gib, "nvme_gib": nvme_gib}
+    known: dict[str, Any] = {what: value for what, value in given.items() if value is not None}
+    if wrong := [what for what, value in known.items() if not 0 < value < 1e6]:
+        raise RecipeError([f"{what} is {known[what]:g}; write a number above 0" for what in wrong])
+    if fabric_gbits is not None:
+        known["fabric_gbits"] = (fabric_gbits, fabric_gbits)
+    return replace(machines, **known)
+
+
+def parse_machines(
+    text: str, *, fabric_gbits: float | None = None, host_gib: float | None = None, nvme_gib: float | None = None
+) -> Machines:
+    """`8x80GB`, `H200`, `4xA100-40GB`, `2x8xH100` (machines x GPUs x GPU) or `cpu` -> what they are.
+
+    Raises:
+        RecipeError: no such GPU, with the nearest name, or a count or size that no machine has.
+    """
+    plain = re.sub(r"\s+", "", text).replace("*", "x").replace("×", "x")  # noqa: RUF001
+    shape = re.fullmatch(r"(?i)(?:(\d+)x)?(?:(\d+)x)?([a-z0-9][\w.\-]*)", plain)
+    if shape is None:
+        raise RecipeError([f"GPUS={text}: not understood; write 8x80GB, 8xH100, 2x8xH100 or cpu"])
+    first, second, kind = shape.groups()
+    machines = with_room(Machines(text=plain), fabric_gbits=fabric_gbits, host_gib=host_gib, nvme_gib=nvme_gib)
+    if kind.lower() == "cpu" and second is None:
+        return replace(machines, text="cpu", num_machines=_count(text, first or "1", "machines", MAX_MACHINES))
+    gpu, usable_gib = _gpu_or_size(text, kind)
+    note = ""
+    if second is None and first and USUAL_GPUS < _size(first) < MAX_MACHINES * USUAL_GPUS + 1:
+        first, second, note = _spread(text, int(first), kind)
+        machines = replace(machines, text=f"{first}x{second}x{kind}")
+    num_machines = 1 if second is None else _count(text, first, "machines", MAX_MACHINES)
+    gpus_each = _count(text, second or first or "1", "GPUs to a machine", MAX_GPUS)
+    return replace(machines, num_machines=num_machines, gpus_each=gpus_each, gpu=gpu, usable_gib=usable_gib, note=note)
+
+
+def _spread(text: str, count: int, kind: str) -> tuple[str, str, str]:
+    """More GPUs than most machines have, as (machines, GPUs of each, note)."""
+    machines, left = divmod(count, USUAL_GPUS)
+    whole = f"one machine with {count} is 1x{count}x{kind}" if count <= MAX_GPUS else ""
+    if left:
+        each = 4 if count % 4 == 0 else max(size for size in range(1, USUAL_GPUS) if count % size == 0)
+        ways = "; ".join(filter(None, (f"write machines x GPUs, as in {count // each}x{each}x{kind}", whole)))
+        raise RecipeError(
+            [f"GPUS={text}: how are {count} GPUs spread? Most machines have {USUAL_GPUS} at most; {ways}"]
+        )
+    note = f"{text} is taken for {machines} machines of {USUAL_GPUS}{whole and '; '}{whole}"
+    return str(machines), str(USUAL_GPUS), note
+
+
+def _size(digits: str) -> int:
+    """A number of many digits is as good as any that is too large."""
+    return int(digits[:9])
+
+
+def _count(text: str, digits: str, what: str, most: int) -> int:
+    count = _size(digits)
+    if 1 <= count <= most:
+        return count
+    raise RecipeError([f"GPUS={text}: {digits} {what}; write 1 to {most}"])
+
+
+def _gpu_or_size(text: str, kind: str) -> tuple[Gpu | None, float]:
+    size = re.fullmatch(r"(?i)(\d+(?:\.\d+)?)([a-z]*)", kind)
+    if size and (size[2] or find_gpu(kind) is None):
+        if size[2].upper() not in ("GB", "GIB", "G"):
+            raise RecipeError([f"GPUS={text}: {kind} is no memory of a GPU; write its GB, as in 8x80GB"])
+        sold_gb = float(size[1])
+        if not 4 <= sold_gb <= 300:
+            raise RecipeError([f"GPUS={text}: no GPU has {size[1]} GB; write what one has, as in 8x80GB"])
+        return None, _usable(sold_gb)
+    gpu = find_gpu(kind)
+    if gpu is None:
+        names = {gpu.name.upper(): gpu.name for gpu in GPUS}
+        close = difflib.get_close_matches(kind.upper(), names, n=1, cutoff=0.4)
+        hint = f"did you mean {names[close[0]]}?" if close else f"known here: {', '.join(names.values())}."
+        raise RecipeError([f"GPUS={text}: no GPU {kind} in the table; {hint} Or write its memory, as in 8x80GB"])
+    return gpu, gpu.usable_gib
+
+
+def from_driver(gpus: list[InstalledGpu], host_gib: float | None = None) -> Machines:
+    """One machine with these GPUs, of known memory. Of different ones the smallest counts, and no speed is known."""
+    if not gpus:
+        return Machines(text="cpu", host_gib=host_gib)
+    names = {gpu.name for gpu in gpus}
+    gpu = find_gpu(next(iter(names))) if len(names) == 1 else None
+    smallest = min(gpu.total_bytes for gpu in gpus) / GIB
+    kind = gpu.name if gpu else f"{smallest:.0f}GB"
+    return Machines(
+        text=f"{len(gpus)}x{kind}",
+        gpus_each=len(gpus),
+        gpu=gpu,
+        usable_gib=smallest - DRIVER_RESERVE_GIB,
+        host_gib=host_gib,
+    )
+
+
+def this_machine() -> Machines:
+    """What this machine has, with the GPUs that CUDA_VISIBLE_DEVICES leaves visible.
+
+    Raises:
+        RecipeError: the driver does not answer, or does not know the memory of a GPU.
+    """
+    host_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    gpus = visible_gpus(read_driver().gpus)
+    if not all(gpu.total_bytes for gpu in gpus):
+        count = len(gpus)
+        raise RecipeError([f"the driver does not report the memory of all {count} GPUs here; write GPUS=8xH100"])
+    return from_driver(gpus, host_gib)

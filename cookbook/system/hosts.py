@@ -1,0 +1,121 @@
+"""The machines of a run: which one this is, and the network interface that leads to the others. No torch."""
+
+import ipaddress
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+import psutil
+
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+PORT = 29500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosts:
+    """The machines of a run, and which of them this is."""
+
+    count: int = 1
+    index: int = 0
+    """Of this machine, from 0."""
+    first: str = ""
+    """Name or address of machine 0."""
+    port: int = PORT
+    """On which machine 0 waits for the others."""
+
+
+def read_hosts(count: int | None, index: int | None, first: str | None, port: int | None) -> tuple[Hosts, list[str]]:
+    """The machines that the flags of `launch` describe, without flags those of Slurm; and the mistakes in them."""
+    hosts = Hosts(count=count or 1, index=index or 0, first=first or "", port=port or PORT)
+    given = {"--machine": index, "--first": first, "--port": port}
+    written = ", ".join(name for name, value in given.items() if value is not None)
+    if count is None:
+        return (hosts, [f"{written}: would be ignored without --machines; add it"]) if written else slurm_hosts()
+    mistakes, last = [], hosts.count - 1
+    if index is None and last:
+        mistakes.append(f"--machine is missing: write the number of this machine, 0 to {last}, 0 on the first")
+    elif not 0 <= hosts.index <= last:
+        mistakes.append(f"--machine is {index}, with --machines {count}; write {f'0 to {last}' if last else 0}")
+    if first is None and last:
+        mistakes.append("--first is missing: write the address of machine 0, the same on all machines")
+    if not 0 < hosts.port < 65536:
+        mistakes.append(f"--port is {hosts.port}; write 1 to 65535")
+    return hosts, mistakes
+
+
+def slurm_hosts(environment: Mapping[str, str] = os.environ) -> tuple[Hosts, list[str]]:
+    """The machines of a Slurm step, which `srun` started as one task on each; else one machine. And the mistakes."""
+    count, tasks = (environment.get(f"SLURM_STEP_NUM_{name}", "1") for name in ("NODES", "TASKS"))
+    if count == "1":
+        return Hosts(), []
+    if tasks != count:
+        advice = "start one on each, with --ntasks-per-node=1: it starts the processes of its machine"
+        return Hosts(), [f"srun started {tasks} tasks on {count} nodes; {advice}"]
+    try:
+        name = _scontrol("hostnames", environment["SLURM_STEP_NODELIST"]).split()[0]
+        address = re.search(r"\bNodeAddr=(\S+)", _scontrol("node", name))
+    except (OSError, subprocess.CalledProcessError) as error:
+        return Hosts(), [f"scontrol cannot name the first node: {error}; write --machines, --machine and --first"]
+    first, port = address[1] if address else name, PORT + int(environment["SLURM_JOB_ID"]) % 1000
+    return Hosts(count=int(count), index=int(environment["SLURM_NODEID"]), first=first, port=port), []
+
+
+def _scontrol(*words: str) -> str:
+    return subprocess.run(["scontrol", "show", *words], check=True, capture_output=True, text=True).stdout
+
+
+def set_interfaces(first: str, environment: MutableMapping[str, str] = os.environ) -> list[str]:
+    """Makes gloo and NCCL use the interface of the route to machine 0, unless the user set theirs. By themselves both
+    may take another, gloo that of the machine's own name, which Debian's /etc/hosts resolves to 127.0.1.1.
+
+    Returns:
+        The mistakes: an interface that is not here, an address that cannot be reached.
+    """
+    missing = [name for name in INTERFACES if not environment.get(name)]
+    mistakes = [problem for name in INTERFACES if (problem := interface_problem(name, environment))]
+    if missing:
+        try:
+            name = interface_to(first)
+            # NCCL would take a bare name for the beginning of one.
+            environment.update({variable: f"={name}" if variable.startswith("NCCL") else name for variable in missing})
+        except OSError as error:
+            advice = f"correct the address, or set {' and '.join(missing)} (one of {', '.join(_interfaces())})"
+            mistakes.append(f"machine 0 at {first}: {error.strerror or error}; {advice}")
+    return mistakes
+
+
+def interface_to(address: str) -> str:
+    """The network interface through which this machine reaches a name or an address.
+
+    Raises:
+        OSError: no such name, no route, or a name that means another machine on each.
+    """
+    family, kind, protocol, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(place)  # sends nothing
+        own = probe.getsockname()[0]
+    if ipaddress.ip_address(own).is_loopback and own != address:
+        raise OSError(f"this name resolves to {place[0]} here, which no other machine reaches")
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(found.address.partition("%")[0] == own for found in addresses):
+            return name
+    raise OSError(f"no interface has {own}")
+
+
+def interface_problem(variable: str, environment: MutableMapping[str, str] = os.environ) -> str | None:
+    """The mistake in one of `INTERFACES`, with which processes fail to connect, or wait: there is no such interface."""
+    value = environment.get(variable, "")
+    if not value or value.startswith("^"):  # ^ names those to leave out
+        return None
+    exact = variable.startswith("GLOO") or value.startswith("=")
+    wanted = [name for name in value.lstrip("=").split(",") if name]
+    if any(name == one if exact else one.startswith(name) for name in wanted for one in _interfaces()):
+        return None
+    return f"{variable}={value}: no such network interface; here are {', '.join(_interfaces())}"
+
+
+def _interfaces() -> list[str]:
+    return sorted(name for _, name in socket.if_nameindex())

@@ -1,0 +1,129 @@
+"""File locks: for one run per output folder, and for results that one process makes while others wait."""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from errno import ENOLCK, ENOSYS, EOPNOTSUPP
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from cookbook.system import faults
+from cookbook.system.files import RecipeError
+
+RETRY_SECONDS = 0.1
+"""Between two attempts to take a lock."""
+
+_held_locks: list[FileLock] = []  # a lock without references is released
+_making: list[Path] = []
+_waited: Path | None = None
+
+
+def hold(folder: Path) -> None:
+    """Locks an output folder until this process ends. On the main process, before it touches the folder.
+
+    Without it two runs would mix their metrics and overwrite each other's checkpoints. The kernel releases it (flock)
+    however the process dies. It is next to the folder, so it survives renaming the folder.
+
+    Raises:
+        RecipeError: another process, which is named, holds the lock; or the parent folder is not writable.
+    """
+    folder, path = folder.resolve(), _path(folder)
+    lock = FileLock(path, blocking=False, fallback_to_soft=False)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise RecipeError([f"run.output_dir {folder} is in use{_owner(path)}; wait, or name another"]) from None
+    except OSError as error:
+        if error.errno in (ENOSYS, EOPNOTSUPP, ENOLCK):
+            print(f"{path}: this file system has no locks; nothing keeps a second run out of {folder}", file=sys.stderr)
+        else:
+            problem = f"cannot write to {folder.parent} ({error.strerror})"
+            raise RecipeError([f"run.output_dir {folder}: {problem}"]) from None
+    else:
+        _held_locks.append(lock)
+    _sign(path)
+
+
+def signature(folder: Path) -> str:
+    """What the process that holds an output folder wrote next to it; empty if this machine sees nothing there."""
+    try:
+        return _path(folder).read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def _path(folder: Path) -> Path:
+    folder = folder.resolve()  # one lock for all spellings and links
+    return folder.parent / f".{folder.name}.lock"
+
+
+def release() -> None:
+    """Releases the locks of this process, if it outlives its run."""
+    while _held_locks:
+        _held_locks.pop().release()
+
+
+@contextlib.contextmanager
+def making(path: Path) -> Iterator[None]:
+    """Holds the lock `path` while this process makes a shared result or finds it made; others wait.
+
+    Waiting counts as progress for `cookbook.system.watch` as long as the holder calls `give_signs`.
+    """
+    global _waited
+    lock = FileLock(path)
+    _waited = path
+    try:
+        lock.acquire(poll_interval=RETRY_SECONDS)
+    finally:
+        _waited = None
+    try:
+        _sign(path)
+        _making.append(path)
+        faults.at("lock.held", 0)
+        yield
+    finally:
+        if path in _making:
+            _making.remove(path)
+        lock.release()
+
+
+def give_signs() -> None:
+    """Signals progress to the processes that wait for a lock of this one. Thread-safe."""
+    for path in list(_making):
+        with contextlib.suppress(OSError):
+            os.utime(path)
+
+
+def sign_of_waited() -> int | None:
+    """A number that changes with each sign of the holder of the lock that this process waits for; None if none."""
+    try:
+        return None if _waited is None else _waited.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def owner_of_waited() -> dict[str, Any] | None:
+    """The lock that this process waits for: its `path`, and its `owner` as the end of a sentence; None if none."""
+    path = _waited
+    return None if path is None else {"path": str(path), "owner": _owner(path)}
+
+
+def _sign(path: Path) -> None:
+    record = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+    with contextlib.suppress(OSError):  # on a full disk the lock still holds
+        path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+
+def _owner(path: Path) -> str:
+    try:
+        owner = json.loads(path.read_text(encoding="utf-8"))
+        return f" by process {owner['pid']} on {owner['host']}, since {owner['started']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""  # the owner has not written its identity yet

@@ -1,0 +1,101 @@
+"""Signal handling: a run ends immediately while there is nothing to save, later at the next step boundary.
+
+Call `install` before slow imports: a scheduler may signal within seconds of the start.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Any, TextIO, cast
+
+EXIT_CODE = 75
+"""EX_TEMPFAIL of sysexits.h: stopped, start it again."""
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+PARENT_GONE = "parent gone"
+REASONS = (None, *(number.name for number in HANDLED), PARENT_GONE)
+"""All results of `requested`; processes exchange the index."""
+
+_parent: int | None = None
+_received: str | None = None
+_is_deferring = False
+_is_ending = False
+
+
+def install() -> None:
+    """Installs handlers for SIGTERM, SIGINT and SIGUSR1, and makes stdout and stderr survive a lost reader.
+
+    On the main thread of the run's own processes only; spawned processes import the program again.
+    """
+    global _parent
+    # Losing a login shell must not stop a run under nohup.
+    is_launched = "WORLD_SIZE" in os.environ or any(name.startswith("ACCELERATE_") for name in os.environ)
+    _parent = os.getppid() if is_launched else None
+    for number in HANDLED:
+        signal.signal(number, _handle)
+    sys.stdout, sys.stderr = cast(TextIO, _Lasting(sys.stdout)), cast(TextIO, _Lasting(sys.stderr))
+
+
+class _Lasting:
+    """A stream that ignores write errors: after Ctrl-C in `make train | tee log`, on a closed terminal or a full disk
+    the run must still save.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def defer() -> None:
+    """Defers signals from here on: they are reported by `requested`.
+
+    Raises:
+        SystemExit: a signal came before and a library swallowed the handler's SystemExit.
+    """
+    global _is_deferring
+    _is_deferring = True
+    if _received is not None:
+        raise SystemExit(EXIT_CODE)
+
+
+def stop_deferring(is_main: bool) -> None:
+    """Signals end this process again, after everything is saved. All ranks but the main one wait inside C code, where
+    Python handlers do not run, so they use the kernel's default action.
+    """
+    global _is_deferring
+    _is_deferring = False
+    if not is_main:
+        for number in HANDLED:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def requested() -> str | None:
+    """Why this process should stop: the name of the first signal, or `PARENT_GONE`; None to continue. Not collective.
+
+    `accelerate launch` does not forward signals to a single process, and a killed torchrun leaves its workers behind:
+    both would train on unnoticed.
+    """
+    if _received is not None:
+        return _received
+    return PARENT_GONE if _parent is not None and os.getppid() != _parent else None
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    global _received, _is_ending
+    _received = _received or signal.Signals(number).name
+    if _is_deferring or _is_ending:  # a second signal must not interrupt the shutdown
+        return
+    _is_ending = True
+    raise SystemExit(EXIT_CODE)  # not os._exit: finally blocks must remove worker processes and partial files

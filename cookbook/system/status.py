@@ -1,0 +1,284 @@
+"""`status.json` in the output folder: the state of the run, for schedulers and the next start.
+
+Exit codes do not tell whether to restart a run: torchrun always exits with 1 and srun with 143.
+"""
+
+import hashlib
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from cookbook.system import signals
+from cookbook.system.files import RecipeError
+
+FILE = "status.json"
+EXPORTING = "export"
+"""The reason while a run exports, with state "stopped": if it is killed then, only the export is left to do."""
+MAX_FAILURES = 3
+"""Consecutive failures after the same step, beyond which a start is refused."""
+EXIT_FILE = "COOKBOOK_EXIT_FILE"
+"""Environment variable with the file through which `note_exit` passes a code to `python -m cookbook launch`."""
+STEP_FILE = "COOKBOOK_STEP_FILE"
+"""Environment variable with the file to which `python -m cookbook launch` writes the step after which a run stopped,
+for scripts that start it again."""
+
+
+def read(folder: Path) -> dict[str, Any] | None:
+    """The record of the folder's last run; None if there is none or it cannot be read.
+
+    Keys: `state` (running, stopped, finished, failed), `step`, `exit_code`, `reason`, `checkpoint`, `pid`, `host`,
+    `started`, `launch`, `failed_after`. A run that was killed still has "running"; the folder's lock tells them apart.
+    """
+    try:
+        record = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("state"), str) else None
+
+
+def launch_id() -> str:
+    """Identifies the launcher of this process, across restarts.
+
+    Independent of the clock, which may be set between two starts: pid plus ticks from boot to the launcher's start.
+    """
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if run_id != "none":  # given by the user, the same on all machines
+        return run_id
+    parent, boot = os.getppid(), Path("/proc/sys/kernel/random/boot_id")
+    try:
+        ticks = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+        return f"{boot.read_text().strip()}:{parent}:{ticks}"
+    except (OSError, IndexError):  # not Linux
+        return f"{socket.gethostname()}:{parent}:{psutil.Process(parent).create_time()}"
+
+
+def attempt_id() -> str:
+    """Identifies one start: the same on all its processes, different after each restart.
+
+    Several machines without a scheduler share nothing but their rendezvous address, so that is used there.
+    """
+    variables = os.environ
+    if "SLURM_JOB_ID" in variables and "TORCHELASTIC_RUN_ID" not in variables:
+        names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+        start = [variables.get(name, "0") for name in names]
+    elif variables.get("LOCAL_WORLD_SIZE", "1") == variables.get("WORLD_SIZE", "1"):
+        start = [launch_id()]
+    else:
+        names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+        start = [variables.get(name, "") for name in names]
+    text = "/".join([*start, variables.get("TORCHELASTIC_RESTART_COUNT", "0")])
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def is_restart(folder: Path) -> bool:
+    """Whether this process is a restart, by the same launcher, of the run in this folder.
+
+    False after a start that died before it wrote its status: the folder may then hold another run.
+    """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return False
+    record = read(folder)
+    return record is not None and record.get("launch") == launch_id()
+
+
+def past_failures(folder: Path) -> list[int]:
+    """The last completed step of each consecutive failed start; empty after progress.
+
+    Call it under the folder's lock and before anything in it changes, so that "running" means a killed run.
+
+    Raises:
+        RecipeError: the last `MAX_FAILURES` starts failed after the same step; with a report.
+    """
+    record = read(folder)
+    if record is None or record["state"] == "finished":
+        return []
+    failures = [step for step in record.get("failed_after") or [] if isinstance(step, int)]
+    last = last_step(folder / "metrics.jsonl")
+    if failures and last > failures[-1]:
+        failures = []
+    if record["state"] == "stopped":
+        return failures
+    failures.append(last)
+    latest = failures[-MAX_FAILURES:]
+    if len(latest) == MAX_FAILURES and len(set(latest)) == 1:
+        raise RecipeError([_report(folder, record, last)])
+    return failures
+
+
+def last_step(metrics: Path) -> int:
+    """The last training step in a metrics.jsonl, 0 without one; truncated lines are skipped."""
+    step = 0
+    try:
+        lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return step
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and "loss" in record and isinstance(record.get("step"), int):
+            step = record["step"]
+    return step
+
+
+def _report(folder: Path, record: dict[str, Any], step: int) -> str:
+    reason = f"\n  Last error: {record['reason']}" if record.get("reason") else ""
+    hang = folder / "hang" / "report.txt"
+    stuck = f"\n  Hang report: {hang}" if hang.is_file() else ""
+    return (
+        f"{folder}: the run failed {MAX_FAILURES} times after step {step}; the next start would fail again.{reason}"
+        f"\n  Metrics: {folder / 'metrics.jsonl'}. Errors: the output of those starts.{stuck}"
+        f"\n  If it ran out of memory: lower batch.micro_batch_size, which keeps the curve, or data.max_length, which"
+        f"\n  truncates more samples and changes it. If its loss was not finite: lower optim.learning_rate. If it"
+        f"\n  ended without a message: the kernel's log (dmesg) shows whether memory ran out. The samples of a step"
+        f"\n  depend on seed and data alone."
+        f"\n  To try again anyway: rm {folder / FILE}"
+    )
+
+
+class Status:
+    """Writes `status.json` on the main process; does nothing on the others."""
+
+    def __init__(self, folder: Path, *, is_main: bool, step: int = 0, failed_after: list[int] | None = None) -> None:
+        """Marks the run as running.
+
+        Args:
+            step: steps completed by earlier starts.
+            failed_after: the result of `past_failures`.
+        """
+        self.folder, self.is_main = folder, is_main
+        self.record: dict[str, Any] = {
+            "state": "running",
+            "step": step,
+            "exit_code": None,
+            "reason": None,
+            "checkpoint": None,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "started": time.time(),
+            "launch": launch_id(),
+            "failed_after": failed_after or [],
+        }
+        self._write()
+
+    def running(self, step: int, *, checkpoint: str | None = None) -> None:
+        """Records progress; without a new checkpoint the last one stays named."""
+        self.record |= {"step": step, "checkpoint": checkpoint or self.record["checkpoint"]}
+        self._write()
+
+    def end(
+        self,
+        state: str,
+        *,
+        exit_code: int,
+        step: int | None = None,
+        reason: str | None = None,
+        checkpoint: str | None = None,
+    ) -> None:
+        """Marks the run as "stopped" (start it again), "finished" or "failed"."""
+        assert state in ("stopped", "finished", "failed"), state
+        self.record |= {"state": state, "exit_code": exit_code, "reason": reason}
+        self.running(self.record["step"] if step is None else step, checkpoint=checkpoint)
+
+    def _write(self) -> None:
+        if self.is_main:
+            _replace(self.folder, self.record)
+
+
+def _replace(folder: Path, record: dict[str, Any]) -> None:
+    """Writes atomically; a failure is printed, so that a full disk neither ends a run nor hides why it ends."""
+    path = folder / FILE
+    build = path.with_name(f".{FILE}.{os.getpid()}")
+    try:
+        with build.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(record, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(build, path)
+    except OSError as error:
+        build.unlink(missing_ok=True)
+        print(f"{path} could not be written: {error}", file=sys.stderr)
+
+
+def fail(folder: Path, error: BaseException, *, is_of_all: bool = False) -> None:
+    """Records the error that ended a run, if this process has written its status.
+
+    An error while a saved and stopped run shuts down is not a failure; one during its export is.
+
+    Args:
+        is_of_all: also if the main process wrote the status: it waits for this process and will be killed.
+    """
+    record = read(folder)
+    if record is None:
+        return
+    if record.get("pid") == os.getpid():
+        has_failed = not has_ended(record)
+    else:
+        has_failed = is_of_all and record["state"] == "running" and is_of_this_launch(record)
+    if has_failed:
+        _replace(folder, record | {"state": "failed", "exit_code": 1, "reason": f"{type(error).__name__}: {error}"})
+
+
+def has_ended(record: dict[str, Any]) -> bool:
+    """Whether a run has nothing left to do, not even its export; one that was killed still has "running"."""
+    return record["state"] != "running" and (record["state"] != "stopped" or record.get("reason") != EXPORTING)
+
+
+def hang(folder: Path, what: str, *, goes_on: bool) -> bool:
+    """Records that a run hangs. Any process may call it, since the main one may be the one that hangs.
+
+    Args:
+        goes_on: whether this start resumes the run in the folder.
+
+    Returns:
+        Whether the folder is this run's; False if it still holds an earlier run that this start had yet to rename.
+    """
+    record = read(folder)
+    if record is None:
+        if (folder / "run.json").exists():
+            return False
+        folder.mkdir(parents=True, exist_ok=True)
+        record = {"step": 0, "checkpoint": None, "pid": None, "host": None, "started": None, "failed_after": []}
+    elif is_of_this_launch(record):
+        if record["state"] != "failed" and has_ended(record):  # the hang is in its shutdown
+            return True
+    elif not goes_on:
+        return False
+    _replace(folder, {"launch": launch_id()} | record | {"state": "failed", "exit_code": 1, "reason": what})
+    return True
+
+
+def is_of_this_launch(record: dict[str, Any]) -> bool:
+    """Whether a record was written by a process of this launch, on any machine."""
+    if record.get("host") == socket.gethostname():
+        return record.get("launch") == launch_id()
+    return record.get("started", 0) >= psutil.Process().create_time()
+
+
+def note_exit(code: int) -> int:
+    """Passes this process's exit code to `python -m cookbook launch`, if that started it; the first process wins.
+
+    Returns:
+        The code to exit with: 0 for a stop that `launch` has been informed of, since torchrun would print FAILED, and
+        for a stop under --max_restarts, since torchrun would restart the run.
+    """
+    if code == signals.EXIT_CODE and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        return 0
+    path = os.environ.get(EXIT_FILE)
+    if not path or not code:
+        return code
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(str(code))
+    except FileExistsError:
+        pass
+    except OSError:
+        return code
+    return 0 if code == signals.EXIT_CODE else code

@@ -1,0 +1,228 @@
+"""Adapters through peft: a few trained float32 weights beside frozen ones, saved as a peft folder.
+
+peft is imported inside functions: with bitsandbytes it takes two seconds, which a run without an adapter saves.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import Embedding
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from cookbook.config.recipe import ALL_LINEAR, AdapterSection
+from cookbook.system.files import RecipeError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+ADAPTER_NAME = "default"
+BASE_RECORD = "base_model.json"
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model that an adapter belongs to."""
+
+    name_or_path: str
+    revision: str | None
+    sha256: str
+    """SHA-256 of its weights; see `models.weights_digest`."""
+
+
+def lora_config(settings: AdapterSection, base: Base | None = None) -> "LoraConfig":
+    """peft's configuration of a recipe's adapter."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a float works too
+        lora_dropout=settings.dropout,
+        target_modules=ALL_LINEAR if settings.targets == [ALL_LINEAR] else settings.targets,
+        modules_to_save=settings.modules_to_save or None,
+        use_dora=settings.name == "dora",
+        use_rslora=settings.rslora,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base.name_or_path if base else None,
+        revision=base.revision if base else None,
+    )
+
+
+def check_names(config: PreTrainedConfig, settings: AdapterSection) -> None:
+    """Check the adapter's module names against the model's structure.
+
+    Raises:
+        RecipeError: every name that matches no module, or one that cannot be adapted.
+    """
+    model = _empty_model(config)
+    leaves: dict[str, list[torch.nn.Module]] = {}
+    for name, module in model.named_modules():
+        leaves.setdefault(name.rpartition(".")[2], []).append(module)
+    head = model.get_output_embeddings()
+    linear = [leaf for leaf, modules in leaves.items() if all(type(module) is torch.nn.Linear for module in modules)]
+    # peft takes every module whose name ends so; a name that several layers share would train all of them.
+    whole = [
+        leaf for leaf, (first, *more) in leaves.items() if not more and (first is head or type(first) is Embedding)
+    ]
+    mistakes = []
+    for target in settings.targets if settings.targets != [ALL_LINEAR] else []:
+        if leaves.get(target) == [head]:
+            mistakes.append(
+                f"adapter.targets has {target!r}, the output head, which computes the loss as a whole; to train it,"
+                f" write adapter.modules_to_save: [{target}]"
+            )
+        elif target not in linear:
+            mistakes.append(
+                f"adapter.targets has {target!r}, which is no linear layer of {type(model).__name__}; it has"
+                f" {', '.join(leaf for leaf in linear if leaves[leaf] != [head])}"
+            )
+    for name in settings.modules_to_save:
+        if name not in whole:
+            mistakes.append(
+                f"adapter.modules_to_save has {name!r}; of {type(model).__name__} these can be trained whole:"
+                f" {', '.join(whole)}"
+            )
+        elif config.tie_word_embeddings:
+            mistakes.append(
+                f"adapter.modules_to_save has {name!r}, but embedding and head of this model are one matrix: trained"
+                " apart they would no longer be. Remove it, or train all weights without an adapter"
+            )
+    if mistakes:
+        raise RecipeError(mistakes)
+    with torch.device("meta"):
+        inject(model, settings)
+
+
+def inject(model: PreTrainedModel, settings: AdapterSection) -> None:
+    """Freeze a model and insert peft's layers, in place.
+
+    Raises:
+        RecipeError: peft does not support the combination, for example for experts whose weights are one tensor.
+    """
+    from peft import inject_adapter_in_model
+
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    try:
+        inject_adapter_in_model(lora_config(settings), model, adapter_name=ADAPTER_NAME)
+    except ValueError as error:
+        ways = {"lora_dropout": "adapter.dropout: 0", "use_dora": "adapter.name: lora"}
+        way = next((f"; write {way}" for word, way in ways.items() if word in str(error)), "")
+        name = f"adapter.name {settings.name} with dropout {settings.dropout:g}"
+        raise RecipeError([f"{name}: peft cannot put it into {type(model).__name__}: {error}{way}"]) from None
+
+
+def add_adapter(model: PreTrainedModel, settings: AdapterSection, *, seed: int) -> None:
+    """Freeze a model and add trainable float32 weights to its linear layers, in place.
+
+    They are drawn from `seed` alone, so that they are equal however the model is sharded.
+    """
+    inject(model, settings)
+    _draw_first_weights(model, seed)
+    _set_dtypes(model)
+
+
+def open_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """As `add_adapter`, with settings and weights of a peft folder."""
+    from peft import PeftConfig, PeftModel
+
+    settings = PeftConfig.from_pretrained(str(folder))
+    settings.inference_mode = False
+    wrapped = PeftModel(model, settings, ADAPTER_NAME)
+    _set_dtypes(model)  # before weights are read, which would be rounded to the model's dtype
+    wrapped.load_adapter(str(folder), ADAPTER_NAME, is_trainable=True)
+
+
+def _set_dtypes(model: PreTrainedModel) -> None:
+    """Make trainable weights float32, and keep frozen ones in 4 bits as they are."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(parameter, DTensor) and parameter.requires_grad:
+                # Assigning to .data would not change a DTensor's local shard.
+                setattr(module, name, torch.nn.Parameter(parameter.detach().float()))
+            elif parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # On such a CPU the first forward in eval mode would repack the weights in place for kernels without a
+            # backward: training after an evaluation would lose their gradients (bitsandbytes 0.50, nn/modules.py,
+            # Linear4bit.forward).
+            module.support_avx512bf16_for_cpu = False
+
+
+@torch.no_grad()
+def _draw_first_weights(model: PreTrainedModel, seed: int) -> None:
+    """Draw every A as peft does, uniform within 1 / sqrt(its inputs), but whole: peft would draw the same shard on each
+    rank of a tensor-parallel group. B is zero, so that the adapter does not change the model yet.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    generator = torch.Generator().manual_seed(seed)
+    for layer in model.modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        base: Any = layer.get_base_layer()
+        num_inputs: int = base.in_features
+        matrices: list[Any] = list(layer.lora_A.values())
+        for a in matrices:
+            # For a matrix sharded along its inputs, peft 0.21.2 records the size of a shard, and later relies on it.
+            a.in_features = num_inputs
+            first = torch.empty(a.out_features, num_inputs)
+            first.uniform_(-(num_inputs**-0.5), num_inputs**-0.5, generator=generator)
+            old = a.weight
+            if isinstance(old, DTensor):
+                first = distribute_tensor(first, old.device_mesh, old.placements, src_data_rank=None)
+            a.weight = torch.nn.Parameter(first.to(old.device, old.dtype))
+
+
+def quantization_options(settings: AdapterSection | None, mixed_precision: str) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for frozen weights in 4 bits: NF4 with double quantization (Dettmers et al. 2023,
+    arXiv 2305.14314); empty for other adapters.
+    """
+    if settings is None or not settings.is_quantized:
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    compute = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision, torch.float32)
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+        # FSDP2 does not shard weights stored as bytes (accelerate/utils/fsdp_utils.py:797).
+        bnb_4bit_quant_storage=compute,
+    )
+    return {"quantization_config": config}
+
+
+def write_adapter(
+    weights: dict[str, torch.Tensor], folder: Path, *, config: PreTrainedConfig, settings: AdapterSection, base: Base
+) -> None:
+    """Write a peft folder: `adapter_model.safetensors`, `adapter_config.json`, and a record of the base model.
+
+    Args:
+        weights: the whole trained parameters by their names in the model.
+    """
+    from peft import inject_adapter_in_model
+    from peft.utils import get_peft_model_state_dict
+
+    # A model without data, since peft derives the names in the file from a model.
+    empty = _empty_model(config)
+    peft_config = lora_config(settings, base)
+    inject_adapter_in_model(peft_config, empty, adapter_name=ADAPTER_NAME)
+    named = get_peft_model_state_dict(empty, state_dict=weights, adapter_name=ADAPTER_NAME, save_embedding_layers=False)
+    if len(named) != len(weights):
+        raise RuntimeError(f"{len(weights)} tensors were trained, peft would save {len(named)}: nothing was written")
+    tensors = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in named.items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    peft_config.inference_mode = True
+    peft_config.save_pretrained(str(folder))
+    (folder / BASE_RECORD).write_text(json.dumps(asdict(base), indent=1) + "\n", encoding="utf-8")
+
+
+def _empty_model(config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)

@@ -1,0 +1,154 @@
+"""Writes a checkpoint's weights as Hugging Face files, whatever strategy saved them: in one process, part by part."""
+
+import contextlib
+import copy
+import ctypes
+import errno
+import fcntl
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    GenerationConfig,
+    PreTrainedConfig,
+)
+
+from cookbook.training.checkpoint.folder import Checkpoint
+from cookbook.training.checkpoint.tensors import Reader, Tensor, room_for, write_tensors
+
+BUILD, OLD = "build", "old"
+SHARD_SIZE = "5GB"
+"""Largest weight file: the Hub accepts larger ones, but an interrupted transfer restarts its file."""
+
+
+@contextlib.contextmanager
+def building(folder: Path) -> Iterator[Path]:
+    """An empty folder that replaces `folder` at the end. After an error it is removed and `folder` is untouched; after
+    a kill, the next start cleans up, see `sweep_builds`.
+    """
+    sweep_builds(folder)
+    build = _sibling(folder, BUILD)
+    build.mkdir(parents=True)
+    with _locked(build):
+        try:
+            yield build
+            _take_place(build, folder)
+        except BaseException:
+            shutil.rmtree(build, ignore_errors=True)
+            raise
+
+
+def _sibling(folder: Path, what: str) -> Path:
+    return folder.with_name(f".{folder.name}.{what}.{os.getpid()}")
+
+
+def _take_place(build: Path, folder: Path) -> None:
+    """Replace `folder`, without a moment at which it is missing if the file system can exchange two names."""
+    if not folder.exists():
+        build.rename(folder)
+        return
+    old = build
+    if not _exchange(build, folder):
+        old = folder.rename(_sibling(folder, OLD))
+        try:
+            build.rename(folder)
+        except OSError:
+            old.rename(folder)
+            raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sweep_builds(folder: Path) -> None:
+    """Remove what killed processes left of building `folder`, and restore what one of them had moved away."""
+    for what in (OLD, BUILD):
+        for left in sorted(folder.parent.glob(f".{folder.name}.{what}.*")):
+            with contextlib.suppress(OSError), _locked(left):
+                if what == OLD and not folder.exists():
+                    left.rename(folder)
+                else:
+                    shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the kernel's lock of a folder itself, which is free if its process died.
+
+    Raises:
+        BlockingIOError: another process has it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):  # a file system without locks
+                raise
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap the names of two folders atomically, where kernel and file system can (Linux, renameat2(2))."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
+
+
+@contextlib.contextmanager
+def joined_weights(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
+    """The whole trained parameters by name, in a file mapped into memory, so that the machine need not hold them.
+
+    Args:
+        folder: where the file lies until the end.
+
+    Raises:
+        BrokenCheckpoint: elements are missing.
+    """
+    path = folder / "whole.tmp"
+    try:
+        reader = Reader(checkpoint.pieces)
+        shapes: dict[str, list[int]] = checkpoint.state()["parameters"]
+        tensors = (
+            Tensor(name, shape, dtype, reader.parts(name, "weight", math.prod(shape), dtype))
+            for name, shape in shapes.items()
+        )
+        write_tensors(path, tensors, room=room_for(shapes))
+        yield load_file(path)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def write_model(
+    weights: dict[str, torch.Tensor], folder: Path, *, config: PreTrainedConfig, shard_size: str = SHARD_SIZE
+) -> None:
+    """Write a whole model for `from_pretrained`, all weights in one dtype."""
+    dtype = next(iter(weights.values())).dtype
+    # A model without data writes the files: the trained model's save_pretrained would gather all weights on one rank.
+    with torch.device("meta"):
+        empty = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](copy.deepcopy(config)).to(dtype)
+    empty.save_pretrained(folder, state_dict=weights, max_shard_size=shard_size)
+
+
+def write_generation_config(folder: Path, *, like: Path, end_of_turn: int | None) -> None:
+    """Write the generation settings of the model that was trained, and let it stop also at the end of a turn, which a
+    base model's own settings do not name.
+    """
+    config = GenerationConfig()
+    if (like / "generation_config.json").is_file():
+        config = GenerationConfig.from_pretrained(like)
+    elif (like / "config.json").is_file():
+        config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(like, trust_remote_code=False))
+    own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    ends = list(dict.fromkeys(token for token in (*own, end_of_turn) if token is not None))
+    config.eos_token_id = ends if len(ends) > 1 else ends[0] if ends else None
+    config.save_pretrained(folder)

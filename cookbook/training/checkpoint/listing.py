@@ -1,0 +1,230 @@
+"""Lists checkpoints, complete or broken, and how each can be resumed. No torch."""
+
+import contextlib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from cookbook.config.recipe import Recipe
+from cookbook.config.registry import RECORDED
+from cookbook.config.strategy import load_strategy
+from cookbook.planning.combinations import refusals
+from cookbook.system.console import Row, page
+from cookbook.system.files import RecipeError
+from cookbook.system.machine import num_gpus
+from cookbook.training.checkpoint import folder, resume
+from cookbook.training.checkpoint.folder import BrokenCheckpoint, Checkpoint
+
+
+def is_run(path: Path) -> bool:
+    """Whether `path` is the output folder of a run."""
+    return (path / "run.json").is_file() or (path / "checkpoints").is_dir()
+
+
+def steps_there(root: Path, *, but: Path | None = None) -> str:
+    """End of an error message: the steps whose checkpoints could be used instead."""
+    steps = [str(found.step) for found in folder.whole_checkpoints(root) if found.path != but]
+    return f"there are those of step {', '.join(sorted(steps, key=int))}" if steps else "there is no other"
+
+
+def find_folders(path: Path) -> list[Path]:
+    """Checkpoint folders in a run or its `checkpoints/`, or `path` itself if it is one; the newest first.
+
+    Raises:
+        RecipeError: `path` is none of these.
+    """
+    if not path.exists():
+        raise RecipeError([f"{path}: no such folder"])
+    if (path / folder.MANIFEST).is_file() or path.name.startswith("step-"):
+        if not path.is_dir():
+            raise RecipeError([f"{path}: not a folder"])
+        version = _format_of(path)
+        if version not in (None, folder.FORMAT):
+            raise RecipeError([f"{path}: its format is {version!r}, and this program reads {folder.FORMAT}"])
+        return [path]
+    root = path / "checkpoints" if is_run(path) else path
+    found = folder.list_folders(root)
+    if not found:
+        raise RecipeError(
+            [f"{root}: no checkpoint in it"]
+            if is_run(path) or (path / folder.LATEST).is_file()
+            else [f"{path}: neither a run, nor its checkpoints/, nor one checkpoint"]
+        )
+    return found
+
+
+def _format_of(path: Path) -> Any:
+    try:
+        return json.loads((path / folder.MANIFEST).read_text(encoding="utf-8"))["format"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def recipe_of(values: Mapping[str, Any]) -> Recipe:
+    """The recipe in a checkpoint's state. It has every key, some of which a recipe refuses beside others (betas of
+    sgd); those have their default values, and are removed.
+    """
+    return Recipe.model_validate(_without_defaults(Recipe, values), context=RECORDED)
+
+
+def _without_defaults(section: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {}
+    for key, value in values.items():
+        field = section.model_fields.get(key)
+        kinds = (field.annotation, *get_args(field.annotation)) if field else ()
+        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        if inner is not None and isinstance(value, Mapping):
+            kept[key] = _without_defaults(inner, value)
+        elif field is None or value != (list(field.default) if isinstance(field.default, tuple) else field.default):
+            kept[key] = value
+    return kept
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Verify and describe a checkpoint: `step`, `path`, `broken` (the reason, or None), and if it is complete
+    `saved_at`, `bytes`, `strategy`, `processes`, `eval_loss`, `best_by`, `adapter`, `optimizer`, `optimizer_state`,
+    `strategies` (names of files that do not refuse the recipe), `keys`, `resumed_from`.
+    """
+    number = path.name.removeprefix("step-")
+    found: dict[str, Any] = {"path": str(path), "step": int(number) if number.isdecimal() else None, "broken": None}
+    try:
+        checkpoint = folder.open_checkpoint(path)
+        folder.verify(checkpoint)
+        state = checkpoint.state()
+        kinds = _complete_kinds(checkpoint, state["parameters"])
+        recipe, strategy = state["recipe"], state["run"]["strategy"]
+        adapter = recipe.get("adapter")
+        return found | {
+            "step": checkpoint.step,
+            "saved_at": checkpoint.manifest["saved_at"],
+            "bytes": sum(file.stat().st_size for file in path.iterdir()),
+            "strategy": Path(strategy["file"]).stem,
+            "processes": strategy["processes"],
+            "eval_loss": state.get("eval_loss"),
+            "best_by": checkpoint.manifest.get("best_by"),
+            "adapter": f"{adapter['name']} of rank {adapter['rank']}" if adapter else None,
+            "optimizer": recipe["optim"]["name"],
+            "optimizer_state": sorted(kinds - {"weight"}),
+            "strategies": _strategies(recipe),
+            "keys": _keys(recipe),
+            "resumed_from": state["run"].get("resumed_from"),
+        }
+    except (BrokenCheckpoint, OSError) as reason:
+        return found | {"broken": str(reason)}
+    except (KeyError, TypeError, ValueError) as reason:
+        return found | {"broken": f"{folder.STATE} lacks what a checkpoint needs ({type(reason).__name__}: {reason})"}
+
+
+def _complete_kinds(checkpoint: Checkpoint, shapes: dict[str, list[int]]) -> set[str]:
+    """The kinds of state in the files.
+
+    Raises:
+        BrokenCheckpoint: a parameter lacks elements of one.
+    """
+    counts: dict[tuple[str, str], int] = {}
+    for path in checkpoint.pieces:
+        with path.open("rb") as file:  # a safetensors header; the library's reader would import numpy
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        for key in header.keys() - {"__metadata__"}:
+            name, kind, _ = key.rsplit("|", 2)
+            counts[name, kind] = counts.get((name, kind), 0) + math.prod(header[key]["shape"])
+    wanted = {(name, "weight") for name in shapes} | counts.keys()
+    for name, kind in sorted(wanted):
+        size = math.prod(shapes[name])
+        if counts.get((name, kind), 0) != size:
+            raise BrokenCheckpoint(f"{name}: {counts.get((name, kind), 0)} of {size} elements of {kind} are there")
+    return {kind for _, kind in counts}
+
+
+def _keys(recipe: dict[str, Any]) -> dict[str, list[str]]:
+    """The recipe's keys by `resume.rule_of`."""
+    found: dict[str, list[str]] = {"fixed": [], "with_consent": [], "by_content": [], "free": []}
+    for key in sorted(resume.flatten(recipe)):
+        found[resume.rule_of(key)].append(key)
+    return found
+
+
+def _strategies(recipe: dict[str, Any]) -> list[str]:
+    """Names of strategy files under which the recipe may run on this machine."""
+    values = recipe_of(recipe)
+    names = []
+    for path in sorted(Path("accelerate_configs").glob("*.yaml")):
+        with contextlib.suppress(RecipeError):  # `check` reports a broken file
+            if not refusals(values, load_strategy(path), num_gpus(), ""):
+                names.append(path.stem)
+    return names
+
+
+def list_checkpoints(path: Path) -> list[dict[str, Any]]:
+    """`describe` for each checkpoint, with `marks`: newest, best, resumed from; the newest first.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    found = [describe(one) for one in find_folders(path)]
+    root = Path(found[0]["path"]).parent
+    whole = folder.whole_checkpoints(root)
+    best = next(iter(folder.best_first(whole)), None)
+    sources = {Path(name).name for name in _resumed_from(root, found)}
+    for one in found:
+        name = Path(one["path"]).name
+        marks = {
+            "newest": bool(whole) and whole[0].path.name == name,
+            "best": best is not None and best.path.name == name,
+            "resumed from": name in sources,
+        }
+        one["marks"] = [mark for mark, holds in marks.items() if holds]
+    return found
+
+
+def _resumed_from(root: Path, found: list[dict[str, Any]]) -> list[str]:
+    """Checkpoints of this run that it was resumed from, according to later ones and run.json."""
+    names = [one["resumed_from"] for one in found if one.get("resumed_from")]
+    with contextlib.suppress(OSError, ValueError):
+        record = json.loads((root.parent / "run.json").read_text(encoding="utf-8"))
+        names.append(record.get("resumed_from") or "")
+    return [name for name in names if name and Path(name).resolve().parent == root.resolve()]
+
+
+def in_words(found: list[dict[str, Any]]) -> str:
+    """For users: a line for each checkpoint, and how to resume from the newest complete one."""
+    rows: list[Row] = [str(Path(found[0]["path"]).parent)]
+    for one in found:
+        name = Path(one["path"]).name
+        if one["broken"]:
+            rows.append((name, f"BROKEN: {one['broken']}"))
+            continue
+        processes = one["processes"]
+        loss = [] if one["eval_loss"] is None else [f"evaluation loss {one['eval_loss']:.4f}"]
+        rows.append(
+            (
+                name,
+                "whole",
+                one["saved_at"],
+                f"{one['bytes'] / 2**30:.2f} GiB",
+                f"{one['strategy']}, {processes} process{'es' if processes > 1 else ''}",
+                "  ".join([*loss, *([f"[{', '.join(one['marks'])}]"] if one["marks"] else [])]),
+            )
+        )
+    whole = next((one for one in found if not one["broken"]), None)
+    return page(*rows) if whole is None else f"{page(*rows)}\n\n{_how_to_resume(whole)}"
+
+
+def _how_to_resume(one: dict[str, Any]) -> str:
+    keys = one["keys"]
+    what = f"the adapter {one['adapter']}" if one["adapter"] else "all weights"
+    strategies = f"{', '.join(one['strategies'])}; any number of processes"
+    return page(
+        Path(one["path"]).name,
+        ("holds", f"{what}; optimizer {one['optimizer']} ({', '.join(one['optimizer_state']) or 'no state'})"),
+        ("resume", "run.resume: auto in the same run.output_dir, or the checkpoint's path"),
+        ("under", strategies if one["strategies"] else "no strategy here"),
+        ("free", ", ".join(keys["free"])),
+        ("same content", ", ".join(keys["by_content"])),
+        ("with consent", f"{', '.join(keys['with_consent'])} (run.allow_changes)"),
+        ("fixed", ", ".join(keys["fixed"])),
+    )

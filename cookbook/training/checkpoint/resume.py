@@ -1,0 +1,191 @@
+"""Chooses the checkpoint that a run resumes from, checks that it may, and restores its state."""
+
+import json
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cookbook.config.recipe import Recipe
+from cookbook.config.registry import Named
+from cookbook.system.files import RecipeError
+from cookbook.training.checkpoint import folder
+from cookbook.training.checkpoint.folder import BrokenCheckpoint, Checkpoint
+
+if TYPE_CHECKING:
+    from cookbook.training.checkpoint.tensors import StatePiece
+
+# Keys, or prefixes of keys, by what a change means for a resumed run. All others may not change.
+FREE = (
+    "strategy",
+    "run.",
+    "batch.micro_batch_",
+    "data.eval.",
+    "data.packing",
+    "model.gradient_checkpointing",
+    "model.compile",
+    "model.liger_kernels",
+)
+"""They change speed, memory, or what is logged."""
+WITH_CONSENT = ("optim.", "schedule.", "mixed_precision", "run.max_steps", "run.num_epochs")
+"""They change the curve from here on, so `run.allow_changes` must list them."""
+BY_CONTENT = {"data.": "data", "model.": "model", "plugins": "plugins"}
+"""They may change if the fingerprint of what they lead to is the same: a file that was moved, for example."""
+NEVER = ("optim.name", "data.streaming", "data.shuffle_rows")
+"""They may not change, although other keys with their prefix may."""
+
+
+def choose(
+    recipe: Recipe, made_from: Mapping[str, str], collectives: Any, *, is_restarted: bool, say: Callable[[str], None]
+) -> Checkpoint | None:
+    """The checkpoint to resume from; None to start from step 0. Every rank must call.
+
+    Args:
+        made_from: fingerprints of "data", "model" and "plugins", see `stages.take_fingerprints`.
+        collectives: a `cookbook.training.engine.collectives.Collectives`.
+        is_restarted: the launcher restarted the run after a failure; it then resumes, whatever `run.resume` is. Rank 0
+            knows.
+        say: logs what was skipped, and which changes were allowed.
+
+    Raises:
+        RecipeError: all checkpoints are broken, or the recipe has changed where it may not.
+    """
+    root = Path(recipe.run.output_dir) / "checkpoints"
+    rank, num_ranks = collectives.world.rank, collectives.world.num_processes
+    resumes = recipe.run.resume == "auto" or collectives.broadcast_text(str(is_restarted)) == "True"
+    names = [path.name for path in folder.list_folders(root)] if resumes else []
+    # Rank 0's list: a rank on another machine may see another folder.
+    own = [root / name for name in json.loads(collectives.broadcast_text(json.dumps(names)))]
+    if resumes and rank == 0:
+        for path in folder.foreign_folders(root):
+            say(f"{path} is ignored, since no save gives it that name; to use it, write run.resume: {path}")
+    named = [] if recipe.run.resume in ("never", "auto") else [Path(recipe.run.resume)]
+    reasons = []
+    for path in (*own, *named):
+        reason = _why_broken(path, rank, num_ranks)
+        if collectives.all_true(reason is None):
+            checkpoint = folder.open_checkpoint(path)
+            mistakes, notes = changes(checkpoint.state(), recipe, made_from)
+            if mistakes:
+                raise RecipeError([f"run.resume: cannot resume from {path}:", *mistakes])
+            for note in notes:
+                say(note)
+            return checkpoint
+        reasons.append(f"{path} is broken: {reason or 'another process found it so'}")
+        say(f"{reasons[-1]}; it is skipped")
+    if reasons:
+        raise RecipeError([*reasons, "No checkpoint is left to resume from; write run.resume: never to start over"])
+    return None
+
+
+def _why_broken(path: Path, rank: int, num_ranks: int) -> str | None:
+    """The first defect in this rank's share of the files, or None."""
+    try:
+        folder.verify(folder.open_checkpoint(path), rank=rank, num_ranks=num_ranks)
+    except (folder.BrokenCheckpoint, OSError) as reason:
+        return str(reason)
+    return None
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A recipe's values by their dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}." if key else prefix)  # the set without a name
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def rule_of(key: str) -> str:
+    """Whether a run that resumes may change a recipe's key: "fixed", "with_consent", "by_content" or "free"."""
+
+    def is_any(prefixes: Collection[str]) -> bool:
+        return any(key == prefix or (key.startswith(prefix) and prefix[-1] in "._") for prefix in prefixes)
+
+    rules = {"fixed": NEVER, "with_consent": WITH_CONSENT, "free": FREE}
+    by_content = "by_content" if key.startswith(tuple(BY_CONTENT)) else "fixed"
+    return next((rule for rule, prefixes in rules.items() if is_any(prefixes)), by_content)
+
+
+def changes(state: Mapping[str, Any], recipe: Recipe, made_from: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Compare a recipe and its fingerprints with those of a checkpoint.
+
+    Args:
+        state: `state.json` of the checkpoint, with `recipe` and `made_from`.
+        made_from: see `choose`.
+
+    Returns:
+        Mistakes, and notes on changes that `run.allow_changes` lists.
+    """
+    was = {"plugins": []} | flatten(state["recipe"])  # older checkpoints have no plugins
+    now = flatten(recipe.model_dump(mode="json", exclude_none=True))
+    same = {what: digest == state["made_from"].get(what) for what, digest in made_from.items()}
+    verbs = {"plugins": "are"}
+    mistakes = [
+        f"the {what} {verbs.get(what, 'is')} not what the checkpoint was made with" for what in same if not same[what]
+    ]
+    notes = []
+    for key in sorted(was.keys() | now.keys()):
+        before, after = was.get(key), now.get(key)
+        rule = rule_of(key)
+        is_same_content = any(key.startswith(prefix) and same.get(what, False) for prefix, what in BY_CONTENT.items())
+        may_differ = rule == "free" or (rule == "by_content" and is_same_content)
+        if before == after or may_differ or _is_unknown(key, recipe):
+            continue
+        change = f"{key} was {before!r} when the checkpoint was made, and is {after!r}"
+        if rule != "with_consent":
+            mistakes.append(f"{change}; change it back, or write run.resume: never to start over")
+        elif any(key == allowed or key.startswith(allowed + ".") for allowed in recipe.run.allow_changes):
+            notes.append(f"{change}, as run.allow_changes allows")
+        else:
+            mistakes.append(f"{change}; change it back, or consent: run.allow_changes: [{key}]")
+    return mistakes, notes
+
+
+def _is_unknown(key: str, recipe: Recipe) -> bool:
+    """Whether the section's kind has no such key; older checkpoints have the keys of all kinds."""
+    section, _, rest = key.partition(".")
+    chosen = getattr(recipe, section, None)
+    return isinstance(chosen, Named) and rest not in type(chosen).model_fields
+
+
+def load(checkpoint: Checkpoint, trained: Mapping[str, list[int]], restore: Callable[..., None]) -> dict[str, Any]:
+    """Restore weights and optimizer state; each rank reads what it holds. Every rank must call.
+
+    Args:
+        trained: shapes of this run's trained parameters, by name.
+        restore: `Engine.restore`.
+
+    Returns:
+        The checkpoint's `state.json`.
+
+    Raises:
+        RecipeError: the checkpoint is of another model.
+        BrokenCheckpoint: elements are missing.
+    """
+    state = checkpoint.state()
+    shapes = state["parameters"]
+    if shapes != trained:
+        differ = sorted(name for name in shapes.keys() | trained.keys() if shapes.get(name) != trained.get(name))
+        there, here = (found.get(differ[0], "absent") for found in (shapes, trained))
+        mistake = f"{differ[0]} is {there} there and {here} here ({len(differ)} parameters differ)"
+        raise RecipeError([f"run.resume: {checkpoint.path} is of another model: {mistake}"])
+    from cookbook.training.checkpoint.tensors import Reader  # torch: `python -m cookbook checkpoint` does without
+
+    reader = Reader(checkpoint.pieces)
+    for name, shape in shapes.items():
+        for kind in reader.kinds(name) or ["weight"]:
+            if reader.num_elements(name, kind) != math.prod(shape):
+                raise BrokenCheckpoint(f"{checkpoint.path}: {name} lacks elements of {kind}")
+
+    def fill(pieces: "Iterable[StatePiece]") -> None:
+        for piece in pieces:
+            reader.read_into(piece)
+
+    def kinds(name: str) -> list[str]:
+        return [kind for kind in reader.kinds(name) if kind != "weight"]
+
+    restore(fill, kinds, state["counts"])
+    return state

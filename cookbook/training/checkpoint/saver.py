@@ -1,0 +1,219 @@
+"""Saves: every rank writes what it holds, and rank 0 turns the files into a checkpoint."""
+
+import contextlib
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from cookbook.system import faults
+from cookbook.training.checkpoint import folder
+from cookbook.training.checkpoint.tensors import StagedPiece, StatePiece, room_for, write_pieces
+
+RECEIPT_SECONDS = 10.0
+"""How long a rank tries to report that it could not save. Less than rank 0 waits for it."""
+
+
+Pieces = Iterable[StatePiece]
+
+
+class Saver:
+    """Writes the checkpoints of a run. Every rank must call the same methods at the same steps."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        rank: int,
+        num_ranks: int,
+        attempt: str,
+        keep_last: int,
+        keep_best: int,
+        in_background: bool,
+        say: Callable[[str], None],
+        on_save: Callable[[int], None] = lambda step: None,
+        timeout_seconds: float = 1800.0,
+        beat: Callable[[], None] = lambda: None,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """On rank 0, remove unfinished saves from `root`.
+
+        Args:
+            root: a folder that all ranks see.
+            attempt: id of this start, the same on all ranks, so that no file of an earlier start's save is used.
+            keep_last: at least 2.
+            in_background: a step waits only for a copy of the state to host memory, not for the disk.
+            say: logs a line for users.
+            on_save: called on rank 0 with the step of each complete checkpoint, from the thread that saved it.
+            timeout_seconds, stop_requested: see `folder.read_receipts`.
+            beat: heartbeat for the watchdog, called on the main thread during a save.
+        """
+        self.root, self.rank, self.num_ranks, self.attempt = root, rank, num_ranks, attempt
+        self.keep_last, self.keep_best, self.in_background = keep_last, keep_best, in_background
+        self.on_save = on_save
+        self.say, self.beat, self.stop_requested, self.timeout_seconds = say, beat, stop_requested, timeout_seconds
+        self.last_step: int | None = None
+        """Step of the last save begun, or of the checkpoint resumed from."""
+        self.keep: set[str] = set()
+        """Names of folders that are never pruned: the one resumed from."""
+        self.newest: folder.Checkpoint | None = None
+        """The last checkpoint saved or resumed from; on rank 0."""
+        self.failed: str | None = None
+        """Why the last save failed, as far as this rank knows."""
+        self._saved_at = time.monotonic()
+        self._thread: threading.Thread | None = None
+        self._build = root
+        """Folder of the last save's files."""
+        self._broken: OSError | None = None
+        if rank == 0:
+            folder.sweep_unfinished(root, attempt)
+
+    @property
+    def newest_path(self) -> str | None:
+        """Folder of `newest`; on rank 0."""
+        return None if self.newest is None else str(self.newest.path)
+
+    def start_from(self, checkpoint: folder.Checkpoint) -> None:
+        """Keep the checkpoint resumed from; its step is not saved again."""
+        if checkpoint.path.resolve().parent == self.root.resolve():
+            self.last_step = checkpoint.step
+            self.keep.add(checkpoint.path.name)
+            if self.rank == 0:
+                for left in folder.leave_later(self.root, checkpoint, self.attempt):
+                    self.say(f"{left.name} holds steps that this run will repeat; it is kept under this name")
+        self.newest = checkpoint
+
+    def is_time(self, every_minutes: float | None) -> bool:
+        """Whether the last save, or the start, is at least this long ago."""
+        return every_minutes is not None and time.monotonic() - self._saved_at >= every_minutes * 60
+
+    def save(self, step: int, pieces: Pieces, state: dict[str, Any], *, best_by: float | None = None) -> None:
+        """Save the state after `step`. A failed save is logged and removed; the run may continue.
+
+        Args:
+            pieces: what this rank writes.
+            state: everything that is not a tensor, with `parameters`, shapes by name; rank 0's is written.
+            best_by: see `folder.best_first`.
+
+        Raises:
+            OSError: this rank cannot even report its failure to rank 0. Here or in the next `wait`.
+        """
+        self.wait()
+        self.last_step, self._saved_at = step, time.monotonic()
+        self.failed = f"the save of step {step} did not end"
+        self._build = self.root / f"{folder.SAVING}{step:08d}-{self.attempt}"
+        if not self.in_background:
+            self._save(step, pieces, state, best_by)
+            self._raise_if_broken()
+            return
+        staged = [StagedPiece.copy_of(piece) for piece in pieces]
+        self._thread = threading.Thread(target=self._save, args=(step, staged, state, best_by), name="save")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for a save in the background.
+
+        Raises:
+            OSError: see `save`.
+        """
+        size = -1
+        while self._thread is not None:
+            self._thread.join(timeout=1.0)
+            if not self._thread.is_alive():
+                self._thread = None
+            now_size = folder.size_of(self._build)
+            if now_size != size or self._thread is None:
+                size = now_size
+                self.beat()
+        self._raise_if_broken()
+
+    def _raise_if_broken(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+
+    def _save(self, step: int, pieces: Pieces, state: dict[str, Any], best_by: float | None) -> None:
+        started, build = time.monotonic(), self._build
+        receipt = self._write_part(step, build, pieces, state)
+        if self.rank != 0:
+            self.failed = receipt.get("error")
+            return
+        try:
+            files = folder.read_receipts(
+                build,
+                receipt,
+                self.num_ranks,
+                timeout_seconds=self.timeout_seconds,
+                # A background thread must not send heartbeats for a main thread that hangs.
+                beat=self.beat if not self.in_background else lambda: None,
+                stop_requested=self.stop_requested,
+            )
+            manifest = {
+                "step": step,
+                "attempt": self.attempt,
+                "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "best_by": best_by,
+                "files": files,
+            }
+            self.newest = folder.commit(build, self.root, manifest)
+        except Exception as error:
+            shutil.rmtree(build, ignore_errors=True)
+            self.failed = str(receipt.get("error", error))
+            last = f"; the last checkpoint is {self.newest.path}" if self.newest else ""
+            self.say(f"step {step} could not be saved: {self.failed}{last}")
+            return
+        self.failed = None
+        try:
+            folder.name_latest(self.root, self.newest)
+        except OSError as error:
+            self.say(f"step {step} is saved, but {folder.LATEST} does not name it: {error}")
+        try:
+            folder.sweep_before(build, self.attempt)
+            folder.prune(self.root, keep_last=self.keep_last, keep_best=self.keep_best, keep=self.keep)
+        except OSError as error:
+            self.say(f"step {step} is saved, but an older checkpoint could not be removed: {error}")
+        size = sum(record["bytes"] for record in files.values()) / 2**30
+        self.on_save(step)
+        self.say(f"step {step}: saved {size:.2f} GiB in {time.monotonic() - started:.1f} s")
+
+    def _write_part(self, step: int, build: Path, pieces: Pieces, state: dict[str, Any]) -> dict[str, Any]:
+        """Write this rank's files and its receipt; returns the receipt."""
+        path = build / f"pieces-{self.rank:05d}-of-{self.num_ranks:05d}.safetensors"
+        try:
+            faults.at("save.begin", step)
+            build.mkdir(parents=True, exist_ok=True)
+            record = write_pieces(path, pieces, room=room_for(state["parameters"]), step=step)
+            receipt: dict[str, Any] = {path.name: record._asdict()}
+            faults.at("save.after_file", step)
+            if self.rank == 0:
+                file = build / folder.STATE
+                folder.write_file(file, json.dumps(state, indent=1) + "\n")
+                receipt[file.name] = {"bytes": file.stat().st_size, "digest": folder.digest_file(file)}
+        except Exception as error:  # of any kind: rank 0 must learn of it
+            with contextlib.suppress(OSError):
+                path.unlink()  # makes room for the receipt on a full disk
+            receipt = {"error": str(error)}
+        if self.rank != 0:
+            self._hand_in(step, build, receipt)
+        faults.at("save.after_receipt", step)
+        return receipt
+
+    def _hand_in(self, step: int, build: Path, receipt: dict[str, Any]) -> None:
+        """Write the receipt, or an empty one where the disk has no room for its text."""
+        begun, path = time.monotonic(), folder.receipt_path(build, self.rank)
+        while True:
+            try:
+                build.mkdir(parents=True, exist_ok=True)
+                folder.write_file(path, json.dumps(receipt))
+                return
+            except OSError as error:
+                receipt.setdefault("error", str(error))
+                with contextlib.suppress(OSError):
+                    path.touch()
+                    return
+                if time.monotonic() - begun >= RECEIPT_SECONDS:
+                    self._broken = OSError(f"the save of step {step}: {receipt['error']}")
+                    return
+            time.sleep(0.1)

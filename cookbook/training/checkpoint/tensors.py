@@ -1,0 +1,263 @@
+"""The format: safetensors files in which every tensor is a run of a parameter's elements, or several runs.
+
+The key `model.norm.weight|exp_avg|128` is the run of the flattened tensor from element 128 on, shape (length,).
+`lm_head.weight|weight|128/4096` are runs at distances of 4096 elements, shape (count, length). The drawing in
+`cookbook.training.engine.state` shows where they come from.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from cookbook.system import faults
+from cookbook.training.checkpoint.folder import BrokenCheckpoint
+
+CHUNK = 2**24
+"""Elements buffered in memory at a time."""
+
+FLUSH = 2**26
+"""Bytes between two flushes of a file to the disk."""
+
+SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+class StatePiece(Protocol):
+    """What is read of a `cookbook.training.engine.state.Piece`: runs of a parameter's elements in memory."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def stride(self) -> int: ...
+    @property
+    def data(self) -> torch.Tensor: ...
+
+
+class Tensor(NamedTuple):
+    """A tensor to be written; `parts` are its elements, in order."""
+
+    key: str
+    shape: list[int]
+    dtype: torch.dtype
+    parts: Iterable[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StagedPiece:
+    """A copy in host memory; pinned if it comes from a GPU, and torch's allocator keeps that for the next save."""
+
+    name: str
+    kind: str
+    start: int
+    stride: int
+    data: torch.Tensor
+
+    @classmethod
+    def copy_of(cls, piece: StatePiece) -> "StagedPiece":
+        source = piece.data.detach()
+        data = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda).copy_(source)
+        return cls(piece.name, piece.kind, piece.start, piece.stride, data)
+
+
+class FileRecord(NamedTuple):
+    """Entry of a file in the manifest; for the digest see `folder.digest_file`."""
+
+    bytes: int
+    digest: str
+
+
+def room_for(names: Iterable[str]) -> int:
+    """Upper bound for the bytes of a header with the tensors of these parameters."""
+    return -(-sum(6 * (len(name) + 160) for name in names) // 4096) * 4096 + 4096
+
+
+def write_pieces(path: Path, pieces: Iterable[StatePiece], *, room: int, step: int) -> FileRecord:
+    """Write pieces while they are drawn, and flush them to the disk.
+
+    Args:
+        room: bytes for the header, see `room_for`.
+
+    Raises:
+        OSError: a full disk, for example. Part of the file may then exist.
+    """
+
+    def tensors() -> Iterator[Tensor]:
+        for piece in pieces:
+            count, length = piece.data.shape
+            place = str(piece.start) if count == 1 else f"{piece.start}/{piece.stride}"
+            shape = [length] if count == 1 else [count, length]
+            parts = piece.data.reshape(-1).split(CHUNK)
+            yield Tensor(f"{piece.name}|{piece.kind}|{place}", shape, piece.data.dtype, parts)
+            faults.at("save.in_file", step)
+
+    return write_tensors(path, tensors(), room=room)
+
+
+def write_tensors(path: Path, tensors: Iterable[Tensor], *, room: int) -> FileRecord:
+    """Write a safetensors file, holding one part of a tensor at a time.
+
+    The header precedes the data but is known only after it, so its room is reserved and padded with spaces, as the
+    format allows. The digest therefore hashes the data first, then the header.
+    """
+    header: dict[str, Any] = {}
+    digest = xxhash.xxh3_128()
+    offset = flushed = 0
+    with path.open("wb") as file:
+        file.seek(room)
+        for key, shape, dtype, parts in tensors:
+            begin = offset
+            for part in parts:
+                view = part.to("cpu").contiguous().view(torch.uint8).numpy().data
+                digest.update(view)
+                file.write(view)
+                offset += len(view)
+                if offset - flushed >= FLUSH:  # rank 0 sees progress, and the last flush is short
+                    file.flush()
+                    os.fdatasync(file.fileno())
+                    flushed = offset
+            header[key] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": shape, "data_offsets": [begin, offset]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        if len(text) + 8 > room:
+            raise ValueError(f"{path}: the header needs {len(text) + 8} bytes, and {room} were left for it")
+        head = (room - 8).to_bytes(8, "little") + text.ljust(room - 8)
+        digest.update(head)
+        file.seek(0)
+        file.write(head)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord(room + offset, digest.hexdigest())
+
+
+class _Source(NamedTuple):
+    """Runs stored in a file."""
+
+    start: int
+    stride: int
+    num_runs: int
+    length: int
+    tensor: Any
+    """A safetensors slice: read when it is indexed."""
+
+
+class Reader:
+    """Reads any part of any tensor from the files of a checkpoint, whatever ranks wrote them."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        """Read the headers.
+
+        Raises:
+            BrokenCheckpoint: a file is missing, or is no safetensors file of ours.
+        """
+        self._sources: dict[tuple[str, str], list[_Source]] = {}
+        self._files = []
+        for path in paths:
+            try:
+                file = safe_open(path, framework="pt")
+                self._files.append(file)
+                for key in file.keys():  # noqa: SIM118 - not a mapping
+                    name, kind, place = key.rsplit("|", 2)
+                    start, _, stride = place.partition("/")
+                    tensor = file.get_slice(key)
+                    shape = tensor.get_shape()
+                    count = shape[0] if stride else 1
+                    source = _Source(int(start), int(stride or 0), count, shape[-1], tensor)
+                    self._sources.setdefault((name, kind), []).append(source)
+            except (OSError, ValueError, SafetensorError) as error:
+                raise BrokenCheckpoint(f"{path.name}: {error}") from error
+        for sources in self._sources.values():
+            sources.sort(key=lambda source: source.start)
+
+    def kinds(self, name: str) -> list[str]:
+        """The kinds of state stored for a parameter."""
+        return [kind for found, kind in self._sources if found == name]
+
+    def num_elements(self, name: str, kind: str) -> int:
+        """Number of stored elements; a complete tensor has as many as its shape."""
+        return sum(source.num_runs * source.length for source in self._sources.get((name, kind), []))
+
+    def parts(self, name: str, kind: str, size: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """The elements of a whole tensor, in order.
+
+        Raises:
+            BrokenCheckpoint: elements are missing.
+        """
+        for begin in range(0, size, CHUNK):
+            part = torch.empty(min(CHUNK, size - begin))
+            self._fill(name, kind, begin, part)
+            yield part.to(dtype)
+
+    def read_into(self, piece: StatePiece) -> None:
+        """Fill a piece's memory.
+
+        Raises:
+            BrokenCheckpoint: elements are missing.
+        """
+        count, length = piece.data.shape
+        if count == 1:
+            run = piece.data[0]
+            in_place = run.device.type == "cpu" and run.dtype == torch.float32
+            for begin in range(0, length, CHUNK):
+                part = run[begin : begin + CHUNK]
+                buffer = part if in_place else torch.empty(len(part))
+                self._fill(piece.name, piece.kind, piece.start + begin, buffer)
+                if not in_place:
+                    part.copy_(buffer)
+            return
+        num_rows = max(1, CHUNK // piece.stride)
+        for row in range(0, count, num_rows):
+            part = piece.data[row : row + num_rows]
+            rows = len(part)
+            low = piece.start + row * piece.stride
+            buffer = torch.empty((rows - 1) * piece.stride + length)
+            self._fill(piece.name, piece.kind, low, buffer)
+            part.copy_(buffer.as_strided((rows, length), (piece.stride, 1)))
+
+    def _fill(self, name: str, kind: str, low: int, out: torch.Tensor) -> None:
+        """Read elements `low` to `low + len(out)` of the flattened tensor into `out`."""
+        high = low + len(out)
+        covered = 0
+        for source in self._sources.get((name, kind), []):
+            if source.num_runs > 1:
+                covered += _fill_from_rows(source, low, out)
+                continue
+            begin, end = max(low, source.start), min(high, source.start + source.length)
+            if begin < end:
+                out[begin - low : end - low] = source.tensor[begin - source.start : end - source.start]
+                covered += end - begin
+        if covered != len(out):
+            raise BrokenCheckpoint(f"{name}: {covered} of {len(out)} elements of {kind} are there")
+
+
+def _fill_from_rows(source: _Source, low: int, out: torch.Tensor) -> int:
+    """Copy the elements from `low` on that several runs hold; returns their number."""
+    high = low + len(out)
+    # Runs (rows of the stored tensor) that overlap the wanted range.
+    first = max(0, (low - source.start - source.length) // source.stride + 1)
+    last = min(source.num_runs, (high - 1 - source.start) // source.stride + 1)
+    if first >= last:
+        return 0
+    covered = 0
+    rows = source.tensor[first:last]
+    begin = source.start + first * source.stride
+    for edge in (0, len(rows) - 1):  # the first and the last may extend beyond it
+        at = begin + edge * source.stride
+        inside = max(low, at), min(high, at + source.length)
+        out[inside[0] - low : inside[1] - low] = rows[edge, inside[0] - at : inside[1] - at]
+        covered += inside[1] - inside[0]
+        if len(rows) == 1:
+            return covered
+    between = rows[1:-1]
+    if len(between):
+        place = begin + source.stride - low
+        out.as_strided((len(between), source.length), (source.stride, 1), place + out.storage_offset()).copy_(between)
+    return covered + between.numel()

@@ -1,0 +1,13 @@
+"""From the sources of a recipe to the batches of one process:
+
+files     file_rows:      a data file of any format -> raw rows with their places
+sources   raw_rows:       the same of a file, folder, Hub data set or python-stdlib
+rows      read_rows:      a source -> checked rows of one kind
+encode    encode:         rows + tokenizer -> token ids with labels
+tokens    cached_tokens:  rows + tokenizer -> flat arrays of ids, labels and offsets, on disk
+stream    Stream:         the same without end, read while training
+sets      read_data, tokenize_data:  all of this for the sets of a recipe
+batches   train_steps:    tokens + seed + position -> the micro-batches of each optimizer step; alone imports torch
+
+Which samples make up a step depends on the seed and on the number of samples consumed, never on the processes.
+"""

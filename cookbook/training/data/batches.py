@@ -1,0 +1,319 @@
+"""The micro-batches of each optimizer step, for one rank.
+
+Which samples make up a step depends on the seed and the position in the data alone. How they are spread over ranks and
+micro-batches changes only the time that ranks wait: the loss is a sum over the global token count.
+
+A sample is what the recipe counts: a sequence of tokens, or a pair of them (chosen, rejected), never split.
+B rows, T tokens, S sequences, L targets in a micro-batch, W samples in a step, N samples in all, R ranks.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cookbook.system.files import RecipeError
+from cookbook.training.data.stream import Stream, Window
+from cookbook.training.data.tokens import TokenSet
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How samples are spread over ranks and micro-batches; exactly one of the two limits is set."""
+
+    num_ranks: int
+    rank: int
+    pad_id: int
+    micro_batch_size: int | None = None
+    """Samples in a micro-batch."""
+    micro_batch_tokens: int | None = None
+    """Tokens in a micro-batch, padding included."""
+    packing: bool = False
+    """One row without padding, instead of a row for each sequence."""
+    length_multiple: int = 1
+    """Rows, packed ones too, are padded to a multiple of this many tokens."""
+    sequence_size: int = 1
+    """Ranks that share the tokens of each row."""
+    sequence_rank: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBatch:
+    """One rank's share of an optimizer step, and totals over all ranks, known without communication."""
+
+    micro_batches: list[dict[str, Any]]
+    """See `collate`; the same number on every rank."""
+    sample_numbers: list[list[int]]
+    """Indices of each micro-batch's samples in the set (in a stream: in the step)."""
+    num_targets: int
+    """Positions that carry loss, on all ranks."""
+    num_tokens: int
+    """Tokens without padding, on all ranks."""
+    num_samples: int
+    """Samples on all ranks; fewer than global_batch_size at the end of an epoch."""
+    num_sequences: int
+    """Sequences on all ranks: one for each sample, or two for each pair."""
+    epoch: float
+    """Epochs completed after this step; a whole number for a stream, whose length is unknown."""
+    stream_digest: str | None = None
+    """See `Window.digest`."""
+
+
+def epoch_order(tokens: TokenSet, seed: int, epoch: int) -> np.ndarray:
+    """The samples of an epoch in order, int64 [sum of epoch_sizes].
+
+    A source with a weight other than 1 cycles through a fixed permutation of its samples; each epoch continues where
+    the last one ended.
+    """
+    # The legacy generator: numpy guarantees its numbers, so a run can resume after an upgrade.
+    order = np.random.RandomState([seed, epoch]).permutation(sum(tokens.epoch_sizes)).astype(np.int64)
+    if not tokens.weights:
+        return order
+    shown, start = [], 0
+    for part, (size, count) in enumerate(zip(tokens.part_sizes, tokens.epoch_sizes, strict=True)):
+        picked = np.arange(count)
+        if count != size:
+            permutation = np.random.RandomState([seed, part, 1]).permutation(size)
+            picked = permutation[(epoch * count + picked) % size]
+        shown.append(start + picked)
+        start += size
+    return np.concatenate(shown)[order]
+
+
+def steps_per_epoch(train: TokenSet | Stream, global_batch_size: int) -> int | None:
+    """Optimizer steps of an epoch, the last of which may be partial; None for a stream, whose length is unknown."""
+    if isinstance(train, Stream):
+        return None
+    return -(-sum(train.epoch_sizes) // global_batch_size)
+
+
+def balance_over_ranks(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Indices into `lengths` for each rank, longest first, so that neighbours are of similar length.
+
+    Greedy: the longest remaining sample goes to the rank with the fewest tokens that still has room. Counts differ by
+    at most one.
+    """
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    num_tokens = [0] * num_ranks
+    quota, num_extra = divmod(len(lengths), num_ranks)
+    for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        room = [rank for rank in range(num_ranks) if len(shares[rank]) < quota + (num_extra > 0)]
+        rank = min(room, key=lambda rank: (num_tokens[rank], rank))
+        num_extra -= len(shares[rank]) == quota
+        shares[rank].append(position)
+        num_tokens[rank] += int(lengths[position])
+    return shares
+
+
+def split_micro_batches(lengths: np.ndarray, samples: Sequence[int], layout: Layout) -> list[list[int]]:
+    """Split the samples of one rank, in order, into micro-batches as full as the limit allows.
+
+    Args:
+        lengths: tokens of each sequence of each sample, int64 [W, group_size].
+        samples: rows of `lengths`.
+    """
+    if layout.micro_batch_size is not None:
+        size = layout.micro_batch_size
+        return [list(samples[i : i + size]) for i in range(0, len(samples), size)]
+    assert layout.micro_batch_tokens is not None
+    micro_batches: list[list[int]] = []
+    num_tokens = longest = 0
+    totals, maxima = lengths[samples].sum(1).tolist(), lengths[samples].max(1).tolist()
+    for sample, total, maximum in zip(samples, totals, maxima, strict=True):
+        num_tokens, longest = num_tokens + total, max(longest, maximum)
+        num_rows = (len(micro_batches[-1]) + 1) * lengths.shape[1] if micro_batches else 0
+        row = num_tokens if layout.packing else longest
+        padded = row + -row % layout.length_multiple
+        if not micro_batches or (padded if layout.packing else num_rows * padded) > layout.micro_batch_tokens:
+            micro_batches.append([])
+            num_tokens, longest = total, maximum
+        micro_batches[-1].append(sample)
+    return micro_batches
+
+
+def _micro_batches_of_rank(lengths: np.ndarray, shares: Sequence[Sequence[int]], layout: Layout) -> list[list[int]]:
+    """Each rank computes the split of all ranks, so that all know without communication how many forwards to run."""
+    splits = [split_micro_batches(lengths, share, layout) for share in shares]
+    mine = splits[layout.rank]
+    return mine + [[]] * (max(map(len, splits)) - len(mine))
+
+
+def collate(
+    tokens: TokenSet, samples: Sequence[int] | np.ndarray, pad_id: int, *, packing: bool = False, multiple: int = 1
+) -> dict[str, Any]:
+    """Collate samples into a micro-batch. It needs no attention mask: rows are padded on the right, where causal
+    attention does not look, and in a packed row `lengths` separates the sequences.
+
+    Everything that the host must know is a shape or an integer, so that it never waits for a device. Without samples,
+    the row is two pad tokens without targets, since every rank must run the forward that others run.
+
+    Args:
+        multiple: T is padded to a multiple of it; in a packed row the padding is a sequence of its own.
+
+    Returns:
+        `input_ids` (B, T) int64, a row for each sequence, padded on the right; packed (1, T), one after the other.
+        `targets` (L,) int64, row by row: the next tokens of the same sequence that are labels.
+        `target_positions` (L,) int64: index in the flattened rows at which each target is predicted.
+        `position_ids` (1, T) int64, packed only: counting from 0 in each sequence.
+        `lengths` S integers, packed only: tokens of each sequence, or of the two pad tokens; then of the padding.
+        `offsets` (S + 1,) int32, packed only: begin of each sequence, and the end of the last.
+        `target_sequences` (L,) int64: index of each target's sequence in the micro-batch; of pairs 2i is chosen, 2i + 1
+        rejected.
+        `num_sequences` S, 0 without samples.
+        `values` (W,) float64, if the token set has them: a number for each sample; (0,) without samples.
+        `reference_logps` (S,) float64, if the token set has them; (0,) without samples.
+    """
+    sequences = _sequences(tokens, samples)
+    inputs, targets = [np.full(2, pad_id)], [np.full(2, IGNORE_INDEX)]
+    if len(sequences):
+        inputs, targets = [], []
+        for start, end in zip(tokens.offsets[sequences], tokens.offsets[sequences + 1], strict=True):
+            ids = tokens.ids[start:end]
+            inputs.append(ids)
+            shifted = np.where(tokens.is_label[start + 1 : end], ids[1:], IGNORE_INDEX)
+            targets.append(np.append(shifted, IGNORE_INDEX))
+    if packing and (missing := -sum(map(len, inputs)) % multiple):
+        inputs.append(np.full(missing, pad_id))
+        targets.append(np.full(missing, IGNORE_INDEX))
+    input_ids = _stack(inputs, pad_id, packing, multiple)
+    next_ids = _stack(targets, IGNORE_INDEX, packing, multiple).ravel()
+    positions = np.flatnonzero(next_ids != IGNORE_INDEX)
+    arrays = {"input_ids": input_ids, "targets": next_ids[positions], "target_positions": positions}
+    owners = positions // input_ids.shape[1]
+    if packing:
+        arrays["position_ids"] = np.concatenate([np.arange(len(ids)) for ids in inputs])[None]
+        arrays["offsets"] = np.cumsum([0, *map(len, inputs)], dtype=np.int32)
+        owners = np.searchsorted(arrays["offsets"][1:], positions, side="right")
+    arrays["target_sequences"] = owners
+    if tokens.values is not None:
+        arrays["values"] = tokens.values[np.asarray(samples, dtype=np.int64)]
+    if tokens.reference_logps is not None:
+        arrays["reference_logps"] = tokens.reference_logps[sequences]
+    batch: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    # Integers, since wrappers of the model move every tensor among its arguments to the device.
+    batch["num_sequences"] = len(sequences)
+    return batch | ({"lengths": tuple(map(len, inputs))} if packing else {})
+
+
+def _collate(tokens: TokenSet, samples: Sequence[int] | np.ndarray, layout: Layout) -> dict[str, Any]:
+    batch = collate(tokens, samples, layout.pad_id, packing=layout.packing, multiple=layout.length_multiple)
+    return sequence_part(batch, layout.sequence_size, layout.sequence_rank) if layout.sequence_size > 1 else batch
+
+
+def sequence_part(batch: dict[str, Any], size: int, rank: int) -> dict[str, Any]:
+    """The part of a micro-batch that one of `size` ranks sees: T / size consecutive columns of its rows.
+
+    `targets` and what stands beside them are those of the part. `lengths`, `offsets` and what belongs to sequences or
+    samples stay whole. `position_ids`, (1, T / size), are there for padded rows too.
+    """
+    length = batch["input_ids"].shape[1]
+    width = length // size
+    begin = rank * width
+    row, column = batch["target_positions"] // length, batch["target_positions"] % length - begin
+    mine = (column >= 0) & (column < width)
+    positions = batch.get("position_ids", torch.arange(length)[None])
+    part = {"input_ids": batch["input_ids"][:, begin : begin + width].contiguous()}
+    part["position_ids"] = positions[:, begin : begin + width].contiguous()
+    part["target_positions"] = (row * width + column)[mine]
+    return batch | part | {name: batch[name][mine] for name in ("targets", "target_sequences")}
+
+
+def _sequences(tokens: TokenSet, samples: Sequence[int] | np.ndarray) -> np.ndarray:
+    first = np.asarray(samples, dtype=np.int64)[:, None] * tokens.group_size
+    return (first + np.arange(tokens.group_size)).ravel()
+
+
+def _stack(parts: list[np.ndarray], filler: int, packing: bool, multiple: int) -> np.ndarray:
+    if packing:
+        return np.concatenate(parts).astype(np.int64)[None]
+    longest = max(map(len, parts))
+    rows = np.full((len(parts), longest + -longest % multiple), filler, dtype=np.int64)
+    for row, part in zip(rows, parts, strict=True):
+        row[: len(part)] = part
+    return rows
+
+
+def train_steps(
+    train: TokenSet | Stream,
+    layout: Layout,
+    *,
+    seed: int,
+    global_batch_size: int,
+    num_samples_consumed: int = 0,
+    stream_digest: str | None = None,
+) -> Iterator[StepBatch]:
+    """The steps of `layout.rank`, epoch after epoch without end.
+
+    No step of a token set spans two epochs; the steps of a stream are all full.
+
+    Args:
+        num_samples_consumed: position to resume from: samples of all steps so far, over all ranks and epochs.
+        stream_digest: of the last of those steps.
+
+    Raises:
+        RecipeError: by the first `next`, if no step of this global_batch_size ends at that position; else see
+            `Stream.windows`.
+    """
+    position = dict(seed=seed, global_batch_size=global_batch_size, num_samples_consumed=num_samples_consumed)
+    if isinstance(train, Stream):
+        windows = train.windows(**position, digest=stream_digest)
+    else:
+        windows = _epoch_windows(train, **position)
+    for tokens, window, epoch, digest in windows:
+        lengths = tokens.lengths.reshape(-1, tokens.group_size)[window]
+        shares = balance_over_ranks(lengths.sum(1).tolist(), layout.num_ranks)
+        samples = [window[positions] for positions in _micro_batches_of_rank(lengths, shares, layout)]
+        yield StepBatch(
+            micro_batches=[_collate(tokens, mine, layout) for mine in samples],
+            sample_numbers=[mine.tolist() for mine in samples],
+            num_targets=int(tokens.num_targets[_sequences(tokens, window)].sum()),
+            num_tokens=int(lengths.sum()),
+            num_samples=len(window),
+            num_sequences=lengths.size,
+            epoch=epoch,
+            stream_digest=digest,
+        )
+
+
+def _epoch_windows(
+    tokens: TokenSet, *, seed: int, global_batch_size: int, num_samples_consumed: int
+) -> Iterator[Window]:
+    num_samples = sum(tokens.epoch_sizes)
+    epoch, start = divmod(num_samples_consumed, num_samples)
+    if start % global_batch_size:
+        mistake = (
+            f"batch.global_batch_size is {global_batch_size}, but the run to resume has consumed {start} samples of an"
+            " epoch, where no step of that size ends. Use the size that it was started with"
+        )
+        raise RecipeError([mistake])
+    while True:
+        order = epoch_order(tokens, seed, epoch)
+        for begin in range(start, num_samples, global_batch_size):
+            window = order[begin : begin + global_batch_size]
+            yield Window(tokens, window, epoch + (begin + len(window)) / num_samples)
+        epoch, start = epoch + 1, 0
+
+
+def eval_batches(tokens: TokenSet, layout: Layout) -> Iterator[dict[str, Any]]:
+    """Every sample once over all ranks, with the same number of batches on each; the longest first, so that an
+    out-of-memory error shows at once.
+    """
+    return (batch for batch, _ in indexed_batches(tokens, layout))
+
+
+def indexed_batches(tokens: TokenSet, layout: Layout) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """`eval_batches` with the indices of their sequences in the token set, (S,) int64.
+
+    Each sequence is on one rank only, so results that ranks write into zeros at these indices add up to the whole.
+    """
+    lengths = tokens.lengths.reshape(-1, tokens.group_size)
+    order = np.argsort(-lengths.sum(1), kind="stable")
+    shares = [order[rank :: layout.num_ranks].tolist() for rank in range(layout.num_ranks)]
+    for mine in _micro_batches_of_rank(lengths, shares, layout):
+        batch = _collate(tokens, mine, layout)
+        yield batch, torch.from_numpy(_sequences(tokens, mine))

@@ -1,0 +1,203 @@
+"""Data files: each format -> raw rows with their places, one at a time."""
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from cookbook.config import row_kinds
+from cookbook.config.recipe import Source, data_format
+from cookbook.config.row_kinds import BadRow
+from cookbook.system.files import RecipeError, first_line
+
+MAX_ROW_BYTES = 1_000_000
+MAX_TEXT_CHARACTERS = MAX_ROW_BYTES // 4
+"""A character of UTF-8 has at most 4 bytes."""
+ROWS_PER_READ = 64
+"""Rows decoded at a time: compressed, a thousand rows of a megabyte may take a kilobyte."""
+
+
+def file_rows(path: Path, source: Source) -> Iterator[tuple[str, Any]]:
+    """Each row of a data file with its place; a BadRow instead of a row that cannot be parsed.
+
+    Raises:
+        RecipeError: the file cannot be read, or read further.
+    """
+    import pyarrow
+
+    kind = data_format(str(path))
+    assert kind is not None
+    try:
+        if kind in (".parquet", ".arrow"):
+            yield from numbered(str(path), (_parquet_rows if kind == ".parquet" else _arrow_file_rows)(path, source))
+            return
+        with _opened(path) as file:
+            yield from READERS[kind](path, file)
+    except OSError as error:
+        raise RecipeError([f"{path}: cannot be read: {error.strerror or first_line(error)}"]) from None
+    except (pyarrow.ArrowException, EOFError, zlib.error) as error:
+        raise RecipeError([f"{path}: not a readable {kind[1:]} file: {first_line(error)}"]) from None
+
+
+def _opened(path: Path) -> io.BufferedReader:
+    if path.suffix == ".gz":
+        return io.BufferedReader(gzip.open(path))  # type: ignore[type-var]
+    if path.suffix == ".zst":
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+    return path.open("rb")
+
+
+def _jsonl_rows(path: Path, file: io.BufferedReader) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(_bounded_lines(file), start=1):
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")  # the byte order mark that some editors write
+        if line.strip():
+            yield f"{path}:{number}", _parse(line)
+
+
+def _json_rows(path: Path, file: io.BufferedReader) -> Iterator[tuple[str, Any]]:
+    """A list of objects, or one object per line, as many files of that name have."""
+    start = file.peek(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not start.startswith(b"["):
+        yield from _jsonl_rows(path, file)
+        return
+    try:
+        rows = json.loads(file.read().decode("utf-8-sig"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise RecipeError([f"{path}: not a list of objects in JSON: {first_line(error)}"]) from None
+    yield from numbered(str(path), rows)
+
+
+def _csv_rows(path: Path, file: io.BufferedReader, delimiter: str = ",") -> Iterator[tuple[str, Any]]:
+    """Rows of cells under a line of column names; an empty cell is null."""
+    csv.field_size_limit(MAX_ROW_BYTES)
+    # A cell that is not UTF-8 becomes a bad row and not the end of the file.
+    with io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as text:
+        lines = csv.reader(text, delimiter=delimiter, strict=True)
+        try:
+            names = next(lines, [])
+            twice = [name for name, count in Counter(names).items() if count > 1]
+            if twice:
+                raise RecipeError([f"{path}: two columns are called {twice[0]!r}"])
+            for cells in lines:
+                place = f"{path}:{lines.line_num}"
+                if len(cells) > len(names):
+                    yield place, BadRow("more cells than columns", f"{len(cells)} cells, {len(names)} columns")
+                elif cells:
+                    yield place, {name: cell or None for name, cell in zip_longest(names, cells)}
+        except csv.Error as error:
+            raise RecipeError([f"{path}:{lines.line_num}: not readable as cells: {error}"]) from None
+
+
+def _text_rows(path: Path, file: io.BufferedReader) -> Iterator[tuple[str, Any]]:
+    """The whole file is a text; a long one becomes several, broken at line ends."""
+    number, rest = 0, ""
+    with io.TextIOWrapper(file, encoding="utf-8-sig") as text:
+        try:
+            while (part := text.read(MAX_TEXT_CHARACTERS - len(rest))) or rest or not number:
+                rest, number = rest + part, number + 1
+                is_whole = len(rest) < MAX_TEXT_CHARACTERS
+                end = len(rest) if is_whole else rest.rfind("\n") + 1 or len(rest)
+                yield f"{path}:part {number}", {"text": rest[:end]}
+                rest = rest[end:]
+        except UnicodeDecodeError as error:
+            yield f"{path}:part {number + 1}", BadRow("not UTF-8", f"byte 0x{error.object[error.start]:02x}")
+
+
+READERS: dict[str, Callable[[Path, io.BufferedReader], Iterator[tuple[str, Any]]]] = {
+    ".jsonl": _jsonl_rows,
+    ".json": _json_rows,
+    ".csv": _csv_rows,
+    ".tsv": partial(_csv_rows, delimiter="\t"),
+    ".txt": _text_rows,
+    ".md": _text_rows,
+}
+
+
+def _bounded_lines(file: Any) -> Iterator[bytes]:
+    """Lines truncated to a little over MAX_ROW_BYTES; the rest of a longer line is skipped, never held."""
+    while line := file.readline(MAX_ROW_BYTES + 2):
+        part = line
+        while part and not part.endswith(b"\n"):
+            part = file.readline(MAX_ROW_BYTES)
+        yield line
+
+
+def _parse(line: bytes) -> Any:
+    line = line.rstrip(b"\r\n")
+    if len(line) > MAX_ROW_BYTES:
+        return BadRow(f"row larger than {MAX_ROW_BYTES:,} bytes")
+    try:
+        return json.loads(line.decode("utf-8"), object_pairs_hook=_unique)
+    except BadRow as bad:
+        return bad
+    except UnicodeDecodeError as error:
+        return BadRow("not UTF-8", f"byte 0x{line[error.start]:02x} at column {error.start + 1}")
+    except json.JSONDecodeError as error:
+        return BadRow("not JSON", f"{error.msg} at column {error.colno}")
+    except RecursionError:
+        return BadRow("not JSON", "nested too deeply")
+    except ValueError as error:  # a number of more digits than Python converts
+        return BadRow("not JSON", str(error))
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = Counter(key for key, _ in pairs)
+        raise BadRow("key given twice", ", ".join(ascii(key) for key, count in names.items() if count > 1)[:200])
+    return values
+
+
+def _parquet_rows(path: Path, source: Source) -> Iterator[Any]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        columns = known_columns(file.schema_arrow.names, source)
+        for batch in file.iter_batches(batch_size=ROWS_PER_READ, columns=columns):
+            yield from _arrow_rows(batch)
+
+
+def _arrow_file_rows(path: Path, source: Source) -> Iterator[Any]:
+    """Of a stream, as `save_to_disk` writes it, or of a file with an index."""
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as file:
+        is_stream = file.read(6) != b"ARROW1"
+        file.seek(0)
+        reader = pyarrow.ipc.open_stream(file) if is_stream else pyarrow.ipc.open_file(file)
+        columns = known_columns(reader.schema.names, source)
+        batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
+        for batch in batches:
+            for start in range(0, len(batch), ROWS_PER_READ):
+                yield from _arrow_rows(batch.select(columns).slice(start, ROWS_PER_READ))
+
+
+def _arrow_rows(batch: Any) -> list[Any]:
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        if len(batch) == 1:
+            return [BadRow("not UTF-8")]
+        return [row for i in range(len(batch)) for row in _arrow_rows(batch.slice(i, 1))]
+
+
+def known_columns(columns: list[str], source: Source) -> list[str]:
+    """The columns to read; all if none is known, so that the first row shows what there is."""
+    known = {*row_kinds.columns(), *(source.columns or {}).values()}
+    return [column for column in columns if column in known] or columns
+
+
+def numbered(name: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Rows with their places in what has no lines."""
+    for number, row in enumerate(rows, start=1):
+        yield f"{name}:row {number}", row

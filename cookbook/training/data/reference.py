@@ -1,0 +1,76 @@
+"""Reference of preference training: log-probabilities under the untrained model, computed once and cached on disk."""
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from cookbook.training.data.sets import TokenSets
+from cookbook.training.data.stream import Stream
+from cookbook.training.data.tokens import TokenSet
+
+
+def with_reference(
+    sets: TokenSets,
+    made_from: list[str],
+    *,
+    cache: Path,
+    all_true: Callable[[bool], bool],
+    compute: Callable[[TokenSet], np.ndarray],
+) -> TokenSets:
+    """Token sets with `reference_logps`, cached or computed, so that no second model is held in memory.
+
+    Every rank must call. Each machine keeps a file of its own.
+
+    Args:
+        made_from: what the values depend on besides the tokens: weights, precision, strategy.
+        all_true: whether a value is true on every rank.
+        compute: log-probability of the labelled tokens of each sequence, float64 [S], the same on every rank.
+    """
+
+    def reference(tokens: TokenSet | Stream) -> TokenSet:
+        assert isinstance(tokens, TokenSet), "an objective with a reference cannot stream"
+        text = json.dumps([tokens.fingerprint, *made_from])
+        path = cache / f"reference-{hashlib.sha256(text.encode()).hexdigest()[:16]}.safetensors"
+        values = _load_logps(path, len(tokens.lengths))
+        if not all_true(values is not None) or values is None:
+            values = compute(tokens).astype(np.float64)
+            _save_logps(path, values)
+        return replace(tokens, reference_logps=values)
+
+    evals = {name: reference(tokens) for name, tokens in sets.eval.items()}
+    return replace(sets, train=reference(sets.train), eval=evals)
+
+
+def _save_logps(path: Path, values: np.ndarray) -> None:
+    """Write atomically. On a full disk, the next start computes them again."""
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    try:
+        save_file({"logps": values}, unfinished, metadata={"digest": _digest(values)})
+        unfinished.replace(path)
+    except (OSError, SafetensorError) as error:
+        unfinished.unlink(missing_ok=True)
+        print(f"{path} could not be written: {error}", file=sys.stderr)
+
+
+def _load_logps(path: Path, size: int) -> np.ndarray | None:
+    """None if the file is missing or damaged."""
+    try:
+        with safe_open(path, "numpy") as file:
+            values, digest = file.get_tensor("logps"), (file.metadata() or {}).get("digest")
+    except (OSError, SafetensorError):
+        return None
+    is_good = values.shape == (size,) and values.dtype == np.float64 and digest == _digest(values)
+    return values if is_good and np.isfinite(values).all() else None
+
+
+def _digest(values: np.ndarray) -> str:
+    return xxhash.xxh3_128(np.ascontiguousarray(values).tobytes()).hexdigest()

@@ -1,0 +1,254 @@
+"""The training set and the evaluation sets of a recipe: their rows, and then their tokens.
+
+In two functions, since a new model's tokenizer is trained on the rows.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cookbook.config.objectives import Objective, TooLong
+from cookbook.config.recipe import BUILTIN_SOURCE, DataSection, Source
+from cookbook.system.files import RecipeError
+from cookbook.training.data.rows import BadRows, Rows, place_of, read_rows, row_blocks, row_bytes, texts
+from cookbook.training.data.stream import Stream
+from cookbook.training.data.tokens import TokenSet, cached_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+HOLDOUT = "holdout"
+"""Name of the evaluation set that data.holdout splits off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSets:
+    """The rows of a recipe, each set by source."""
+
+    train: list[Rows]
+    """With data.streaming, the first block only."""
+    eval: dict[str, list[Rows]]
+    """By name; "" if the recipe has only one."""
+
+    def texts(self) -> Iterator[str]:
+        """Every text of the training rows, for training a tokenizer."""
+        for rows in self.train:
+            yield from texts(rows)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the training rows."""
+        return hashlib.sha256("".join(rows.fingerprint for rows in self.train).encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSets:
+    """The tokens of a recipe."""
+
+    train: TokenSet | Stream
+    eval: dict[str, TokenSet]
+    """By name; "" if the recipe has only one, and "holdout" for the rows of data.holdout."""
+    notes: list[str]
+    """For the user: rows dropped, samples truncated, the shares of a mixture."""
+
+    def fingerprint(self, cache: Path) -> str:
+        """SHA-256 of the training tokens, or of a stream's sources and settings. For `cache` see `sha256_of`."""
+        if isinstance(self.train, Stream):
+            text = self.train.fingerprint(cache)
+        else:
+            text = f"{self.train.fingerprint} {self.train.weights}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def closing_notes(self) -> list[str]:
+        """Notes on a stream that are known only after reading: rows dropped and samples truncated in the first pass."""
+        if not isinstance(self.train, Stream):
+            return []
+        found, how = self.train.first_pass, self.train.objective.long_rows(self.train.data.too_long)
+        return _dropped_notes("data.train", found.num_dropped) + _long_note(
+            "data.train", found.num_long, found.num_rows, self.train.data.max_length, how
+        )
+
+
+def read_data(data: DataSection, objective: Objective) -> RowSets:
+    """The rows of all sources, without those that data.holdout takes from the training set.
+
+    Raises:
+        RecipeError: the mistakes of all sources together, or a holdout of no row or all rows.
+    """
+    mistakes: list[str] = []
+
+    def read(source: Source, place: str) -> list[Rows]:
+        if mistakes and source.path == BUILTIN_SOURCE:
+            return []  # takes seconds, and can have no mistake
+        try:
+            return [read_rows(source, data.on_bad_row, objective, place=place)]
+        except RecipeError as error:
+            mistakes.extend(error.mistakes)
+            return []
+
+    if data.streaming:
+        bad_rows = BadRows()
+        train = next(row_blocks(data.train, data.shuffle_rows, data.on_bad_row, objective, bad_rows), [])
+        if not train:
+            raise RecipeError(["data.train: no row left to train on", *bad_rows.mistakes()])
+    else:
+        places = (place_of("data.train", data.train, i) for i in range(len(data.train)))
+        train = [rows for source, place in zip(data.train, places, strict=True) for rows in read(source, place)]
+    evals = {name: read(source, _eval_place(name)) for name, source in data.eval.items()}
+    if mistakes:
+        raise RecipeError(list(dict.fromkeys(mistakes)))
+    if data.holdout:
+        train, evals[HOLDOUT] = _hold_out(train, data.holdout)
+    return RowSets(train=train, eval=evals)
+
+
+def read_eval(data: DataSection, objective: Objective) -> dict[str, list[Rows]]:
+    """The held-out rows alone, as `read_data` has them; data.train is read only for data.holdout.
+
+    Raises:
+        RecipeError: as `read_data`, for the first source with mistakes.
+    """
+    if data.holdout:
+        return read_data(data, objective).eval
+    return {
+        name: [read_rows(source, data.on_bad_row, objective, place=_eval_place(name))]
+        for name, source in data.eval.items()
+    }
+
+
+def _eval_place(name: str) -> str:
+    return f"data.eval.{name}" if name else "data.eval"
+
+
+def _hold_out(train: list[Rows], share: float) -> tuple[list[Rows], list[Rows]]:
+    kept, held_out = [], []
+    for rows in train:
+        # By content: a row stays in its set however the file changes around it.
+        digests = (hashlib.sha256(row_bytes(row)).digest() for row in rows.rows)
+        is_held_out = [int.from_bytes(digest[:8], "big") < share * 2**64 for digest in digests]
+        kept.append(_select(rows, [i for i, out in enumerate(is_held_out) if not out]))
+        held_out.append(replace(_select(rows, [i for i, out in enumerate(is_held_out) if out]), num_dropped={}))
+    num_rows, num_kept = (sum(len(rows.rows) for rows in side) for side in (train, kept))
+    if num_kept in (0, num_rows):
+        taken = "none" if num_kept else "all"
+        raise RecipeError([f"data.holdout is {share}: it takes {taken} of the {num_rows} rows of data.train"])
+    return kept, [rows for rows in held_out if rows.rows]
+
+
+def _select(rows: Rows, positions: list[int]) -> Rows:
+    return replace(rows, rows=[rows.rows[i] for i in positions], numbers=[i + 1 for i in positions])
+
+
+def tokenize_data(
+    rows: RowSets, tokenizer: "PreTrainedTokenizerBase", data: DataSection, objective: Objective, *, cache: Path
+) -> TokenSets:
+    """The tokens of all sets, cached by content (see `cached_tokens`).
+
+    Raises:
+        RecipeError: a tokenizer or template that cannot be trained with, or rows that have nothing to train on.
+    """
+    notes = _renamed_notes(rows.train)
+    train: TokenSet | Stream
+    if data.streaming:
+        train = Stream(data=data, objective=objective, tokenizer=tokenizer)
+    else:
+        train = _tokens_of(rows.train, "data.train", tokenizer, data, objective, cache, notes)
+        weights = tuple(source.weight or 1.0 for source in data.train)
+        if any(weight != 1 for weight in weights):
+            train = replace(train, weights=weights)
+        if len(weights) > 1 or train.weights:
+            notes.append(f"data.train: {_shares_note(train, data)}")
+    evals, eval_notes = tokenize_eval(rows.eval, tokenizer, data, objective, cache=cache)
+    return TokenSets(train=train, eval=evals, notes=list(dict.fromkeys(notes + eval_notes)))
+
+
+def tokenize_eval(
+    evals: dict[str, list[Rows]],
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataSection,
+    objective: Objective,
+    *,
+    cache: Path,
+) -> tuple[dict[str, TokenSet], list[str]]:
+    """The tokens of the held-out sets, and notes for the user; raises as `tokenize_data`."""
+    notes = _renamed_notes(chain(*evals.values()))
+    sets = {}
+    for name, parts in evals.items():
+        place = "data.holdout" if name == HOLDOUT and data.holdout else _eval_place(name)
+        sets[name] = _tokens_of(parts, place, tokenizer, data, objective, cache, notes)
+    return sets, notes
+
+
+def _tokens_of(
+    parts: list[Rows],
+    place: str,
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataSection,
+    objective: Objective,
+    cache: Path,
+    notes: list[str],
+) -> TokenSet:
+    """The tokens of one set; adds its notes for the user."""
+    tokens, dropped = cached_tokens(
+        parts,
+        tokenizer,
+        cache=cache,
+        max_length=data.max_length,
+        objective=objective,
+        too_long=data.too_long,
+        on_bad_row=data.on_bad_row,
+        place=place,
+    )
+    counts = sum((Counter(part.num_dropped) for part in parts), Counter(dropped))
+    notes.extend(_dropped_notes(place, counts))
+    lengths, how = tokens.row_lengths, objective.long_rows(data.too_long)
+    if lengths is not None:
+        enough = int(np.quantile(lengths, SHARE_TO_KEEP, method="higher"))
+        num_long = int(np.count_nonzero(lengths > data.max_length))
+        notes.extend(_long_note(place, num_long, len(lengths), data.max_length, how, enough))
+    return tokens
+
+
+def _renamed_notes(parts: Iterable[Rows]) -> list[str]:
+    return list(dict.fromkeys(f"{part.place}: {part.renamed}" for part in parts if part.renamed))
+
+
+def _dropped_notes(place: str, num_dropped: Counter[str]) -> list[str]:
+    return [f"{place}: dropped {count} rows: {reason}" for reason, count in num_dropped.items()]
+
+
+SHARE_TO_KEEP = 0.99
+LONG_ROWS = {"cut": "are cut there", "drop": "are left out", "split": "become several samples", "error": "are bad rows"}
+
+
+def _long_note(
+    place: str, num_long: int, num_rows: int, max_length: int, how: TooLong, enough: int | None = None
+) -> list[str]:
+    """At most one note. `enough`: the length that SHARE_TO_KEEP of the rows do not exceed."""
+    if not num_long:
+        return []
+    what = f"{num_long:,} of {num_rows:,} rows ({num_long / num_rows:.1%}) are longer than data.max_length {max_length}"
+    keep = f"; {enough} would keep {SHARE_TO_KEEP:.0%} whole" if enough is not None and enough > max_length else ""
+    return [f"{place}: {what} and {LONG_ROWS[how]}{keep}"]
+
+
+def _shares_note(tokens: TokenSet, data: DataSection) -> str:
+    """Contribution of each source to an epoch, in samples and trained tokens."""
+    num_samples = tokens.epoch_sizes
+    ends = np.cumsum(tokens.part_sizes)
+    targets = tokens.num_targets.reshape(-1, tokens.group_size).sum(1)
+    trained = [
+        targets[end - size : end].sum() * (count / size if size else 0)
+        for end, size, count in zip(ends, tokens.part_sizes, num_samples, strict=True)
+    ]
+    shares = (
+        f"{source.path} {count:,} samples ({100 * tokens_of_source / sum(trained):.0f} % of the trained tokens)"
+        for source, count, tokens_of_source in zip(data.train, num_samples, trained, strict=True)
+    )
+    return f"an epoch has {sum(num_samples):,} samples: {', '.join(shares)}"

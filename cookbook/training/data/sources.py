@@ -1,0 +1,107 @@
+"""Sources of rows: a file, a folder, the Hub or python-stdlib -> raw rows with their places, one at a time."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cookbook.config.recipe import BUILTIN_SOURCE, COMPRESSIONS, Source, data_format
+from cookbook.system.files import RecipeError, first_line
+from cookbook.training.data.files import file_rows, known_columns, numbered
+
+OTHER_SPLITS = ("test", "val", "eval", "dev")
+ARROW_FILES = (".arrow",)
+TEXT_FILES = tuple(text + end for text in (".txt", ".md") for end in ("", *COMPRESSIONS))
+FOLDER_FORMATS = (
+    (".jsonl", ".parquet"),
+    ARROW_FILES,
+    (".json", ".csv", ".tsv"),
+    tuple(table + end for table in (".jsonl", ".json", ".csv", ".tsv") for end in COMPRESSIONS),
+    TEXT_FILES,
+)
+"""Endings of files that are read together; of the folder's, the first group."""
+
+
+def raw_rows(source: Source, *, streaming: bool = False) -> Iterator[tuple[str, Any]]:
+    """Each row with its place (`file:line`); a BadRow instead of a row that cannot be parsed.
+
+    Args:
+        streaming: download a Hub dataset while it is read; local files are always read as needed.
+    """
+    if source.path == BUILTIN_SOURCE:
+        from cookbook.training.data.stdlib import load_stdlib
+
+        yield from numbered(BUILTIN_SOURCE, load_stdlib(source.split))
+    elif files := local_files(source):
+        for file in files:
+            yield from file_rows(file, source)
+    else:
+        yield from numbered(source.path, _hub_rows(source, streaming))
+
+
+def local_files(source: Source) -> list[Path]:
+    """The files of a local source, in reading order; empty for the Hub and python-stdlib.
+
+    Raises:
+        RecipeError: a folder without a file of the split.
+    """
+    path = Path(source.path)
+    if path.is_dir():
+        return _files_of_split(path, source.split)
+    return [path] if data_format(source.path) else []
+
+
+def _files_of_split(folder: Path, split: str) -> list[Path]:
+    # Of several formats in one folder the first is read: a README beside the data is no row.
+    suffixes = next((one for one in FOLDER_FORMATS if _data_files(folder / split, one) or _data_files(folder, one)), ())
+    files = _data_files(folder, suffixes)
+    is_text = suffixes == TEXT_FILES  # whose names are titles
+    of_split = [] if is_text else [path for path in files if path.name.startswith(split)]
+    if chosen := _data_files(folder / split, suffixes) or of_split:
+        return chosen
+    foreign = [] if is_text else [path for path in files if path.name.lower().startswith(OTHER_SPLITS)]
+    if split == "train" and files and not foreign:
+        return files
+    found = f"; it has {', '.join(file.name for file in files[:5])}" if files else ""
+    raise RecipeError(
+        [f"{folder}: no folder {split}/ and no file {split}*.jsonl or {split}*.parquet for split {split!r}{found}"]
+    )
+
+
+def _data_files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    state = folder / "state.json"
+    if suffixes == ARROW_FILES and state.is_file():
+        return _saved_files(folder, state)
+    found = folder.rglob("*") if suffixes == TEXT_FILES else folder.iterdir()
+    visible = (path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+    return sorted(path for path in visible if path.name.endswith(suffixes) and path.is_file())
+
+
+def _saved_files(folder: Path, state: Path) -> list[Path]:
+    """The files of a data set that `save_to_disk` wrote; others there are caches."""
+    try:
+        names = [one["filename"] for one in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RecipeError([f"{state}: not as save_to_disk writes it: {first_line(error)}"]) from None
+    return [folder / Path(name).name for name in names]
+
+
+def _hub_rows(source: Source, streaming: bool) -> Iterator[Any]:
+    import datasets
+    from huggingface_hub.errors import HTTPError  # of whichever client this version of the Hub library uses
+
+    name = f"{source.path} (split {source.split!r})"
+    try:
+        dataset = datasets.load_dataset(
+            source.path, source.name, split=source.split, revision=source.revision, streaming=streaming
+        )
+    except (OSError, ValueError, RuntimeError, HTTPError) as error:
+        mistake = (
+            f"{name}: cannot be loaded from the Hub: {first_line(error)}."
+            f" Check the name, the split and the network, or use a local file or {BUILTIN_SOURCE!r}"
+        )
+        raise RecipeError([mistake]) from error
+    # A stream may not know its columns before its first row.
+    yield from dataset.select_columns(known_columns(dataset.column_names, source)) if dataset.column_names else dataset

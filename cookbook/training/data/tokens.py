@@ -1,0 +1,428 @@
+"""Tokenizes rows into flat arrays of token ids with a label flag each, once per machine."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from cookbook.config import plugins, registry
+from cookbook.config.objectives import Objective, TooLong
+from cookbook.config.row_kinds import BadRow, kinds
+from cookbook.system import lock, signals
+from cookbook.system.files import RecipeError
+from cookbook.system.machine import num_cores
+from cookbook.training.data.encode import encode
+from cookbook.training.data.rows import BadRows, OnBadRow, Rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT_VERSION = 3  # of the cache files and of what `tokenize` makes of a row; a change makes old entries unused
+ROWS_PER_TASK = 2048
+MIN_ROWS_FOR_POOL = 20_000
+"""A chat of 100 tokens takes 0.3 ms of one core, and processes take 3 s to start (measured on 2 cores)."""
+MAX_PROCESSES = 16
+"""Each imports transformers, some 300 MB."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenSet:
+    """N samples of `group_size` sequences each, S = N * group_size in all, concatenated.
+
+    Sequence i is `ids[offsets[i]:offsets[i + 1]]` and never empty. In pair i (group_size 2), sequence 2i is chosen and
+    2i + 1 rejected. `len` is the number of samples.
+    """
+
+    ids: np.ndarray
+    """int32"""
+    is_label: np.ndarray
+    """bool, aligned with `ids`: whether the position before learns to predict this token."""
+    offsets: np.ndarray
+    """int64 [S + 1]"""
+    group_size: int = 1
+    part_sizes: tuple[int, ...] = ()
+    """Samples of each source, in order."""
+    weights: tuple[float, ...] = ()
+    """How often an epoch shows each sample of each source; empty: once."""
+    num_cut: int = 0
+    """Rows longer than max_length that were truncated or split."""
+    row_lengths: np.ndarray | None = None
+    """int64: tokens of each row in its longest sequence before truncation, of rows dropped for their length too."""
+    values: np.ndarray | None = None
+    """float64 [N]: a number for each sample, if its kind of row has one."""
+    reference_logps: np.ndarray | None = None
+    """float64 [S]: log-probability of the labels of each sequence under the reference model."""
+
+    def __len__(self) -> int:
+        return (len(self.offsets) - 1) // self.group_size
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sequence, int64 [S]."""
+        return np.diff(self.offsets)
+
+    @cached_property
+    def num_targets(self) -> np.ndarray:
+        """Positions of each sequence that carry loss, int64 [S]: labels, less a first token that nothing predicts."""
+        starts = self.offsets[:-1]
+        return np.add.reduceat(self.is_label, starts, dtype=np.int64) - self.is_label[starts]
+
+    @property
+    def epoch_sizes(self) -> list[int]:
+        """Samples of each source that an epoch shows: its weight times its size, rounded, and at least one."""
+        sizes = self.part_sizes or (len(self),)
+        weights = self.weights or (1.0,) * len(sizes)
+        return [size and max(1, int(size * weight + 0.5)) for size, weight in zip(sizes, weights, strict=True)]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of tokens, labels and boundaries."""
+        digest = hashlib.sha256(f"{self.group_size} {self.part_sizes} {self.num_cut} ".encode())
+        for array in (self.ids, self.is_label, self.offsets):
+            digest.update(f"{array.dtype} {array.shape} ".encode())
+            digest.update(np.ascontiguousarray(array).data)
+        if self.values is not None:
+            digest.update(np.ascontiguousarray(self.values).data)
+        return digest.hexdigest()
+
+
+TokenArrays = tuple[np.ndarray, np.ndarray]
+"""Ids (int32) and labels (bool) of a sequence that fits into max_length."""
+
+
+def join(pieces: Iterable[TokenArrays], **fields: Any) -> TokenSet:
+    """A token set of the sequences, with the other fields given."""
+    ids, labels = zip(*pieces, strict=True)
+    offsets = np.concatenate([[0], np.cumsum([len(sequence) for sequence in ids])]).astype(np.int64)
+    return TokenSet(ids=np.concatenate(ids), is_label=np.concatenate(labels), offsets=offsets, **fields)
+
+
+def take(samples: Sequence[tuple[TokenSet, int]]) -> TokenSet:
+    """A token set of the given samples, each as a token set and an index in it; all have values, or none."""
+    group_size, pieces = samples[0][0].group_size, []
+    for tokens, i in samples:
+        for sequence in range(i * group_size, (i + 1) * group_size):
+            start, end = tokens.offsets[sequence], tokens.offsets[sequence + 1]
+            pieces.append((tokens.ids[start:end], tokens.is_label[start:end]))
+    values = [tokens.values[i] for tokens, i in samples if tokens.values is not None]
+    return join(pieces, group_size=group_size, values=np.array(values) if values else None)
+
+
+def tokenize(
+    parts: Sequence[Rows],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    max_length: int,
+    objective: Objective,
+    bad_rows: BadRows,
+    too_long: TooLong | None = None,
+    num_processes: int | None = None,
+) -> TokenSet | None:
+    """The token set of all parts, in order, or None if no row is left; rows without a target go to `bad_rows`.
+
+    For the labels see `encode`. Sequences are truncated at the end to `max_length` tokens, the answers of a preference
+    separately. Rows that are split become chunks that overlap by one token, the last target of one and the unlabelled
+    first token of the next, so that each label but the first is a target once; a chunk without a target is left out.
+
+    Args:
+        too_long: `data.too_long`.
+        num_processes: workers for encoding; default: the machine's cores for many chats, whose templates are slow.
+
+    Raises:
+        RecipeError: a tokenizer or template that cannot be trained with.
+    """
+    pieces: list[TokenArrays] = []
+    values: list[float] = []
+    row_lengths: list[int] = []
+    group_size, limit = len(objective.sequences), Limit(max_length, objective.long_rows(too_long))
+    part_sizes, num_cut = [], 0
+    for rows in parts:
+        num_before = len(pieces)
+        value_of = kinds()[rows.kind].value
+        for position, cut in enumerate(_cut_rows(rows, tokenizer, limit, objective, num_processes)):
+            if isinstance(cut, BadRow):
+                bad_rows.add(rows.where(position), cut)
+                continue
+            bad_rows.num_good += 1
+            row_lengths.append(cut[1])
+            if not cut[0]:
+                continue
+            pieces += cut[0]
+            num_cut += cut[1] > max_length
+            if value_of is not None:
+                values += [value_of(rows.rows[position])] * (len(cut[0]) // group_size)
+        part_sizes.append(len(pieces) - num_before)
+    if not pieces:
+        return None
+    sizes = tuple(size // group_size for size in part_sizes)
+    # Values only if all sources have them.
+    numbers = np.array(values) if len(values) == sum(sizes) else None
+    fields = {"values": numbers, "row_lengths": np.array(row_lengths)}
+    return join(pieces, group_size=group_size, part_sizes=sizes, num_cut=num_cut, **fields)
+
+
+class Limit(NamedTuple):
+    """The tokens of a sample, and what happens to longer rows."""
+
+    max_length: int
+    too_long: TooLong
+
+
+Cut = tuple[list[TokenArrays], int]
+"""What a row becomes, nothing if it is dropped for its length, and the tokens of its longest sequence before."""
+
+
+def _cut_rows(
+    rows: Rows,
+    tokenizer: "PreTrainedTokenizerBase",
+    limit: Limit,
+    objective: Objective,
+    num_processes: int | None,
+) -> Iterator[Cut | BadRow]:
+    if num_processes is None:
+        is_worth_it = kinds()[rows.kind].chats is not None and len(rows.rows) >= MIN_ROWS_FOR_POOL
+        num_processes = min(num_cores(), MAX_PROCESSES) if is_worth_it else 1
+    if num_processes == 1:
+        for encoded in encode(rows, tokenizer, objective.labels):
+            yield encoded if isinstance(encoded, BadRow) else _cut(encoded, limit, objective)
+        return
+    work = _Work(tokenizer, limit, objective.model_dump(), registry.plugin_files())
+    for task in _in_processes(work, _slices(rows), num_processes):
+        if isinstance(task, RecipeError):
+            raise task
+        yield from task
+
+
+def _slices(rows: Rows) -> Iterator[Rows]:
+    for start in range(0, len(rows.rows), ROWS_PER_TASK):
+        taken = rows.rows[start : start + ROWS_PER_TASK]
+        numbers = rows.numbers or range(1, len(rows.rows) + 1)
+        yield Rows(kind=rows.kind, rows=taken, place=rows.place, numbers=numbers[start : start + ROWS_PER_TASK])
+
+
+Task = list[Cut | BadRow] | RecipeError
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a worker process makes of a slice of rows. To torch's loader it is a data set, indexed by slices."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    limit: Limit
+    objective_keys: dict[str, Any]
+    plugin_files: list[str]
+    """A worker could not unpickle an objective that they define."""
+
+    @cached_property
+    def objective(self) -> Objective:
+        plugins.use(self.plugin_files)
+        return Objective.model_validate(self.objective_keys)
+
+    def __getitem__(self, rows: Rows) -> Task:
+        try:
+            return list(_cut_rows(rows, self.tokenizer, self.limit, self.objective, num_processes=1))
+        except RecipeError as error:  # raised, the loader would call its class with a text
+            return error
+
+
+def _in_processes(work: _Work, slices: Iterator[Rows], num_processes: int) -> Iterator[Task]:
+    """The task of each slice, in order, with two slices under way in each process.
+
+    torch's loader notices a killed worker by SIGCHLD, even one in the middle of a result. `ProcessPoolExecutor` would
+    wait without end for the rest of that result (Python 3.11), and multiprocessing.Pool for the task.
+    """
+    from torch import Generator
+    from torch.utils.data import DataLoader
+
+    context = multiprocessing.get_context("spawn")  # a fork would copy the locks of the tokenizer's threads
+    reader, writer = context.Pipe(duplex=False)
+    loader: DataLoader[Task] = DataLoader(
+        work,  # type: ignore[arg-type]
+        sampler=slices,  # type: ignore[arg-type]
+        batch_size=None,
+        num_workers=num_processes,
+        collate_fn=_unchanged,
+        worker_init_fn=partial(_start_worker, reader),
+        multiprocessing_context=context,
+        generator=Generator(),  # not the global one, which it would advance
+    )
+    # Masked signals stay so in a new process: what a terminal or a scheduler sends to a whole group is for this one to
+    # answer. The tracker's start unblocks SIGINT.
+    earlier = signal.pthread_sigmask(signal.SIG_BLOCK, signals.HANDLED)
+    try:
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals.HANDLED)
+        tasks = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
+        reader.close()
+    try:
+        yield from tasks
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker (pid"):
+            raise
+        raise RuntimeError("a tokenizing process was killed, perhaps for want of memory") from error
+    finally:
+        writer.close()
+        tasks._shutdown_workers()  # type: ignore[attr-defined]
+        for thread in threading.enumerate():  # one cut off amid freeing a semaphore makes the tracker report a leak
+            if thread.name == "QueueFeederThread":
+                thread.join()
+
+
+def _unchanged(task: Task) -> Task:
+    return task
+
+
+def _start_worker(parent: Connection, _: int) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores are taken by the other workers
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+
+
+def _leave_with(parent: Connection) -> None:
+    """Ends this process when the parent ends or closes its end of the pipe, even amid a slice or a result."""
+    parent.poll(None)
+    os._exit(0)  # to the loader, any other code is a failure
+
+
+def _cut(sequences: list[tuple[list[int], list[int]]], limit: Limit, objective: Objective) -> Cut | BadRow:
+    max_length, too_long = limit
+    length = max(len(ids) for ids, _ in sequences)
+    is_long = length > max_length
+    if is_long and too_long == "drop":
+        return [], length
+    if is_long and too_long == "error":
+        remedy = "raise it, or write data.too_long: cut, drop or split"
+        return BadRow("row longer than data.max_length", f"{length:,} tokens, where that is {max_length}; {remedy}")
+    if too_long == "split":
+        ((ids, labels),) = sequences
+        starts = range(0, max(1, len(ids) - 1), max_length - 1)
+        pieces = [_piece(ids[start : start + max_length], labels[start : start + max_length]) for start in starts]
+        for _, is_label in pieces[1:]:
+            is_label[0] = False
+        pieces = [piece for piece in pieces if piece[1][1:].any()]
+    else:
+        pieces = [_piece(ids[:max_length], labels[:max_length]) for ids, labels in sequences]
+    cut = f"{length:,} tokens cut to data.max_length {max_length}; raise it, or write data.too_long: drop"
+    if not pieces or not all(is_label[1:].any() for _, is_label in pieces):
+        return BadRow("no trained token after truncation", cut) if is_long else BadRow("no trained token")
+    if len(sequences) > 1 and all(np.array_equal(pieces[0][0], ids) for ids, _ in pieces[1:]):
+        names = " and ".join(objective.sequences)
+        return BadRow(f"{names} are the same after truncation", cut)
+    return pieces, length
+
+
+def _piece(ids: list[int], labels: list[int]) -> TokenArrays:
+    return np.array(ids, dtype=np.int32), np.array(labels, dtype=bool)
+
+
+def cached_tokens(
+    parts: Sequence[Rows],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    cache: Path,
+    max_length: int,
+    objective: Objective,
+    on_bad_row: OnBadRow,
+    place: str,
+    too_long: TooLong | None = None,
+) -> tuple[TokenSet, dict[str, int]]:
+    """The token set, and the number of rows dropped by reason; cached, and read from there as memory maps.
+
+    Any number of processes may call at once, before there is a process group: one of them works, the others wait for
+    a file lock. A damaged entry is replaced.
+
+    Raises:
+        RecipeError: as `tokenize`; with on_bad_row "error", all rows that have nothing to train on; no row left.
+    """
+    made_from = {
+        "format": FORMAT_VERSION,
+        "rows": [rows.fingerprint for rows in parts],
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "max_length": max_length,
+        "objective": objective.name,
+        "train_on": objective.labels,
+        "on_bad_row": on_bad_row,
+        "too_long": objective.long_rows(too_long),
+    }
+    if files := registry.plugin_files():
+        made_from["plugins"] = plugins.digest(files)
+    key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
+    folder = cache / f"tokens-{key[:16]}"
+    cache.mkdir(parents=True, exist_ok=True)
+    with lock.making(folder.with_suffix(".lock")):
+        found = _load(folder, made_from)
+        if found is not None:
+            return found
+        bad_rows = BadRows()
+        tokens = tokenize(
+            parts, tokenizer, max_length=max_length, too_long=too_long, objective=objective, bad_rows=bad_rows
+        )
+        bad_rows.stop_if(on_bad_row)
+        if tokens is None:
+            why = bad_rows.mistakes() or [f"All rows are longer than data.max_length {max_length}; raise it"]
+            raise RecipeError([f"{place}: no row left to train on", *why])
+        num_dropped = dict(bad_rows.num_by_reason)
+        try:
+            _save(folder, tokens, {"made_from": made_from, "num_dropped": num_dropped})
+        except OSError as error:
+            shutil.rmtree(folder.with_suffix(".unfinished"), ignore_errors=True)
+            print(f"{folder} could not be written: {error}; these tokens stay in memory", file=sys.stderr)
+        return _load(folder, made_from) or (tokens, num_dropped)
+
+
+def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """SHA-256 of everything that determines the tokens of a text, chat template included."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    for state in ("truncation", "padding"):  # left behind by the last call; every call sets them
+        backend.pop(state, None)
+    special = [tokenizer.bos_token_id, tokenizer.eos_token_id, sorted(tokenizer.all_special_ids)]
+    text = json.dumps([backend, tokenizer.chat_template, special], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+ARRAYS = ("ids", "is_label", "offsets")
+OPTIONAL_ARRAYS = ("values", "row_lengths")
+META_FIELDS = ("group_size", "part_sizes", "num_cut")
+
+
+def _save(folder: Path, tokens: TokenSet, meta: dict[str, Any]) -> None:
+    """Write the entry atomically. The caller holds the lock."""
+    unfinished = folder.with_suffix(".unfinished")
+    for leftover in (unfinished, folder):
+        shutil.rmtree(leftover, ignore_errors=True)
+    unfinished.mkdir()
+    for name in (*ARRAYS, *OPTIONAL_ARRAYS):
+        if getattr(tokens, name) is not None:
+            np.save(unfinished / f"{name}.npy", getattr(tokens, name))
+    meta |= {name: getattr(tokens, name) for name in (*META_FIELDS, "fingerprint")}
+    (unfinished / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+    unfinished.rename(folder)
+
+
+def _load(folder: Path, made_from: dict[str, Any]) -> tuple[TokenSet, dict[str, int]] | None:
+    """The entry, or None if it is missing or damaged."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        fields = {name: meta[name] for name in META_FIELDS} | {"part_sizes": tuple(meta["part_sizes"])}
+        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
+        present = [name for name in OPTIONAL_ARRAYS if (folder / f"{name}.npy").exists()]
+        arrays |= {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in present}
+        tokens = TokenSet(**arrays, **fields)
+        is_good = meta["made_from"] == made_from and meta["fingerprint"] == tokens.fingerprint
+        return (tokens, meta["num_dropped"]) if is_good else None
+    except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError):
+        return None

@@ -1,0 +1,463 @@
+"""What all strategies share: the loop over micro-batches, the step, evaluation, and the check of what is in effect.
+
+Each family of strategies subclasses `Engine` in a file of its own. The methods here serve whole parameters and DTensors
+in plain torch.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.distributed.device_mesh import DeviceMesh
+
+from cookbook.config.objectives.forward import Batch, LossOutput
+from cookbook.config.strategy import Strategy
+from cookbook.planning.launch import World
+from cookbook.planning.plan import Plan
+from cookbook.system import faults
+from cookbook.training.engine import state
+from cookbook.training.engine.collectives import Collectives, to_device
+from cookbook.training.engine.findings import Comparison, as_json, describe_optimizer, num_shards
+from cookbook.training.engine.norm import clip, square_sum
+from cookbook.training.engine.start import prepare_process
+
+EVALUATION_BATCHES = 8
+"""Batches between two checks for a stop request: an evaluation may take longer than a scheduler waits."""
+
+LossFunction = Callable[[torch.nn.Module, Batch], LossOutput]
+"""`compute` of an objective: from the model and a micro-batch to its loss sum and metrics."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """Result of an optimizer step, the same on every rank."""
+
+    means: dict[str, float]
+    """`loss` and the objective's metrics, each the mean over the global batch."""
+    grad_norm: float
+    """Before clipping. If it is not finite, the weights were not updated."""
+    maxima: list[float]
+    """Maximum over the ranks of each value passed to `Engine.step`."""
+
+
+class Engine:
+    """A running strategy. All methods are collective: every rank must call them.
+
+    A family overrides, where it differs: `_start`, `load_options`, `frozen_dtype` and `_wrap`; `_synchronise`,
+    `_backward` and `_update`, or of the last only `_num_shards` and `_clear_gradients`; `_forward`, `_end_evaluation`;
+    `held_pieces`, `_finish_restore`, `base_optimizer` and the loss scaler; `_findings`; `close`.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        plan: Plan,
+        world: World,
+        *,
+        mixed_precision: str,
+        micro_batch_size: int,
+        max_grad_norm: float,
+        run_name: str,
+        timeout: timedelta,
+    ) -> None:
+        """Start the process group.
+
+        Args:
+            run_name: names the swap folders of this run, which other runs on the machine must not share.
+            timeout: limit for a collective. Longer than the watchdog's, which can report more; it ends a run in which a
+                rank stays busy for ever and never reaches the collective.
+
+        Raises:
+            RecipeError: more processes than GPUs.
+        """
+        self.strategy, self.plan, self.world, self.mesh = strategy, plan, world, plan.mesh
+        self.mixed_precision, self.max_grad_norm = mixed_precision, max_grad_norm
+        self.micro_batch_size, self.run_name, self.timeout = micro_batch_size, run_name, timeout
+        prepare_process(plan)
+        self.accelerator = self._start(on_cpu=not torch.cuda.is_available())
+        self.device: torch.device = self.accelerator.device
+        self.collectives = Collectives(world, self.mesh, self.device, lambda doing: self.beat(doing, self.current_step))
+        self.sequence_mesh: DeviceMesh | None = None
+        """The ranks that share the tokens of the same samples, if the strategy splits sequences."""
+        if (size := self.mesh.sequence) > 1:
+            # init_device_mesh would split NCCL's communicator, and so need one for the groups of other samples as well.
+            groups = [dist.new_group(range(i * size, (i + 1) * size)) for i in range(self.mesh.data_parallel_size)]
+            self.sequence_mesh = DeviceMesh.from_group(groups[self.data_parallel_rank], self.device.type)
+        self.current_step = 0
+        self._losses: list[torch.Tensor] = []
+        self.beat: Callable[[str, int], None] = lambda doing, step: None
+        """Heartbeat for the watchdog: called with the work that begins, and its step."""
+        # Any: DDP, FSDP and DeepSpeed each wrap the model in a class of their own.
+        self.model: Any
+        self.optimizer: Any
+
+    def _start(self, *, on_cpu: bool, **options: Any) -> Accelerator:
+        """Create the Accelerator, after the process group if there is one.
+
+        On CPU most families must change accelerate's state first, or it silently trains plain DDP.
+        """
+        return Accelerator(cpu=on_cpu, mixed_precision=self.mixed_precision, **options)
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that prints and writes."""
+        return self.world.rank == 0
+
+    def describe(self) -> dict[str, Any]:
+        """The strategy in effect, for run.json."""
+        found = {what: as_json(value) for what, _, value in self.findings()}
+        return {"file": self.strategy.path, "kind": self.strategy.kind, "processes": self.plan.num_processes, **found}
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Rank among the processes that see different samples."""
+        return self.mesh.data_parallel_rank(self.world.rank)
+
+    @property
+    def low_dtype(self) -> torch.dtype | None:
+        """The dtype of forwards and backwards; None for float32."""
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision)
+
+    @property
+    def frozen_dtype(self) -> torch.dtype:
+        """The dtype of frozen weights: that of the forward, since no optimizer needs more."""
+        return self.low_dtype or torch.float32
+
+    def load_options(self, *, is_quantized: bool) -> dict[str, Any]:
+        """Arguments of `from_pretrained` that keep weights out of host memory where they are not needed.
+
+        Weights that stay whole on a GPU are read straight to it.
+
+        Args:
+            is_quantized: whether the model is quantized to 4 bits.
+        """
+        return {"device_map": {"": self.device}} if self.device.type == "cuda" else {}
+
+    def prepare(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, counts_beside: str | None = None
+    ) -> None:
+        """Wrap model and optimizer, then check that the strategy asked for is in effect.
+
+        Args:
+            counts_beside: the state tensor beside which the optimizer keeps `step`; needed to restore it.
+
+        Raises:
+            RuntimeError: another strategy is in effect; lists every difference.
+        """
+        self.counts_beside = counts_beside
+        # Whole shapes, also where ZeRO-3 has placeholders and tensor parallel has shards.
+        self.num_parameters = sum(_num_elements(parameter) for parameter in model.parameters())
+        self.num_trained = sum(_num_elements(p) for p in model.parameters() if p.requires_grad)
+        self._shapes = {
+            name: tuple(getattr(parameter, "ds_shape", parameter.shape))
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        self.asked_optimizer = describe_optimizer(optimizer)
+        self.model, self.optimizer = self._wrap(model, optimizer)
+        self.assert_in_force()
+
+    def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        """Wrap model and optimizer for training."""
+        return self.accelerator.prepare(model, optimizer)
+
+    def assert_in_force(self) -> None:
+        """Compare the running state with strategy, recipe and plan.
+
+        Raises:
+            RuntimeError: lists every difference.
+        """
+        wrong = [(what, asked, found) for what, asked, found in self.findings() if asked != found]
+        if wrong:
+            lines = [f"  {what}: asked for {asked!r}, found {found!r}" for what, asked, found in wrong]
+            raise RuntimeError("\n".join([f"{self.strategy.path} is not what runs:", *lines]))
+
+    def findings(self) -> Iterator[Comparison]:
+        """Everything that a library could have changed: strategy, precision and clipping do change silently."""
+        yield "processes", self.plan.num_processes, dist.get_world_size() if dist.is_initialized() else 1
+        yield "processes seen by accelerate", self.plan.num_processes, self.accelerator.num_processes
+        shared = getattr(self.transformer(), "sequence_mesh", None)
+        yield "processes that share a row", self.mesh.sequence, 1 if shared is None else shared.size()
+        yield "optimizer and its groups", self.asked_optimizer, describe_optimizer(self.optimizer)
+        yield from self._findings()
+
+    def _findings(self) -> Iterator[Comparison]:
+        """Findings of the family; these are common to all that train in plain torch."""
+        yield "precision", self.mixed_precision, self.accelerator.mixed_precision
+        trained = self._trained()
+        yield "dtype of the trained weights", {torch.float32}, {parameter.dtype for parameter in trained}
+        owned = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        yield "trained parameters or others in the optimizer alone", 0, len(owned ^ {id(p) for p in trained})
+
+    def gradients(self, loss_function: LossFunction, micro_batches: list[Batch], count: int) -> dict[str, torch.Tensor]:
+        """Run every forward and backward of one optimizer step.
+
+        Every engine averages gradients over the D ranks that see different tokens, and we want d(sum of all losses)/N.
+        Hence each rank runs backward on  loss sum x D / N,  where N counts the whole global batch. Accumulation adds up
+        micro-batches and needs no factor: accelerate has 1, and DeepSpeed's backward `scale_wrt_gas=False`.
+
+        Args:
+            count: N, the number of targets or samples that the loss is a mean of, over all ranks.
+
+        Returns:
+            This rank's contribution to the mean over the global batch of `loss` and each metric, on the device. `step`
+            adds them up over the ranks.
+        """
+        scale = self.mesh.token_parallel_size / count
+        totals: dict[str, torch.Tensor] = {}
+        self._losses = []
+        for i, batch in enumerate(micro_batches):
+            last = i == len(micro_batches) - 1
+            self.beat(f"micro-batch {i + 1} of {len(micro_batches)}", self.current_step)
+            faults.at("step.forward", self.current_step)
+            with self._synchronise(last):
+                outcome = self._forward(loss_function, batch)
+                _add(totals, outcome)
+                loss = outcome.loss_sum * scale
+                if i == 0 and faults.at("step.loss", self.current_step):
+                    loss = loss * math.nan
+                self._losses.append(loss.detach())
+                self._backward(loss)
+                # Before the next forward: bitsandbytes' part of the graph holds its weights, which ZeRO-3 gathered.
+                del outcome, loss
+        return {name: total / count for name, total in totals.items()}
+
+    def _synchronise(self, last: bool) -> contextlib.AbstractContextManager:
+        """Context of a micro-batch; decides whether its gradients are reduced.
+
+        DDP waits for the last micro-batch. Strategies that shard gradients (FSDP, ZeRO-2, -3) reduce each one: keeping
+        whole gradients until the last would cost the memory that they are there to save.
+        """
+        return contextlib.nullcontext()
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        self.accelerator.backward(loss)
+
+    def nonfinite_micro_batches(self) -> list[int]:
+        """Indices of this rank's micro-batches of the last step whose loss is not finite."""
+        return [i for i, loss in enumerate(self._losses) if not torch.isfinite(loss)]
+
+    def begin_step(self, number: int, seed: int) -> None:
+        """Seed dropout from step and token-parallel rank alone, so that a checkpoint needs no random state."""
+        self.current_step = number
+        sequence = np.random.SeedSequence([seed, number, self.mesh.token_parallel_rank(self.world.rank)])
+        torch.manual_seed(int(sequence.generate_state(1)[0]))
+
+    def step(self, shares: dict[str, torch.Tensor], *values: float) -> StepResult:
+        """Clip, update the weights and clear the gradients. If the global gradient norm is not finite, the weights stay
+        unchanged, under every strategy and on every rank alike.
+
+        Synchronizes with the device once, for all values that the host needs. On a GPU the update stays queued, so its
+        time shows in the next synchronization.
+
+        Args:
+            shares: the result of `gradients`.
+            values: numbers whose maximum over the ranks is wanted.
+        """
+        self.beat("update", self.current_step)
+        faults.at("step.update", self.current_step)
+        return self._update(shares, values)
+
+    def _update(self, shares: dict[str, torch.Tensor], values: tuple[float, ...]) -> StepResult:
+        if self.accelerator.scaler is not None:
+            self.accelerator.unscale_gradients()
+        squares = square_sum(self.model.parameters(), self._num_shards, self._on_device)
+        rows = self.collectives.all_gather(*shares.values(), squares, *values)
+        rows[:, len(shares)] = np.sqrt(rows[:, len(shares)].mean())
+        result = self._result(shares, rows)
+        # Under fp16 the scaler must see a step that is not finite: it skips it and lowers its scale.
+        if math.isfinite(result.grad_norm) or self.accelerator.scaler is not None:
+            if self.max_grad_norm:
+                clip(self.model.parameters(), result.grad_norm, self.max_grad_norm)
+            self.optimizer.step()
+        self._clear_gradients()
+        return result
+
+    def _num_shards(self, gradient: torch.Tensor) -> int:
+        """Into how many different parts the ranks divide this gradient."""
+        return num_shards(gradient)
+
+    def _clear_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _result(self, shares: dict[str, torch.Tensor], rows: np.ndarray) -> StepResult:
+        """Reduce `rows` [ranks, columns] over the ranks; the columns are shares, gradient norm and values."""
+        means = self.collectives.sums(rows[:, : len(shares)])
+        norm, *maxima = rows[:, len(shares) :].max(0).tolist()
+        return StepResult(means=dict(zip(shares, means, strict=True)), grad_norm=norm, maxima=maxima)
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        loss_function: LossFunction,
+        batches: Iterable[Batch],
+        stop_reason: Callable[[], str | None] = lambda: None,
+    ) -> dict[str, float] | str:
+        """Means over the whole set of `loss` and the objective's metrics, and `num_tokens`, the targets in it.
+
+        Args:
+            batches: the same number on every rank.
+            stop_reason: called on every rank every few batches, may be collective; a reason ends the evaluation and is
+                returned.
+        """
+        self.model.eval()
+        totals: dict[str, torch.Tensor] = {}
+        count = num_tokens = 0.0
+        for i, batch in enumerate(batches):
+            self.beat(f"evaluation batch {i + 1}", self.current_step)
+            faults.at("eval.batch", self.current_step)
+            if i % EVALUATION_BATCHES == 0 and (reason := stop_reason()):
+                self._end_evaluation()
+                return reason
+            outcome = self._forward(loss_function, batch)
+            _add(totals, outcome)
+            count += outcome.count
+            num_tokens += len(batch["targets"])
+        self._end_evaluation()
+        *sums, count, num_tokens = self.collectives.sums(
+            self.collectives.all_gather(*totals.values(), count, num_tokens)
+        )
+        means = {name: total / count for name, total in zip(totals, sums, strict=True)}
+        return means | {"num_tokens": round(num_tokens)}
+
+    @torch.no_grad()
+    def collect(
+        self, function: Callable[[Any, Batch], torch.Tensor], batches: Iterable[tuple[Batch, torch.Tensor]], size: int
+    ) -> np.ndarray:
+        """Evaluate a function on every sequence; all values on every rank, float64 [size].
+
+        Args:
+            function: from the model and a batch to a value for each of its sequences.
+            batches: with the indices of their sequences; each sequence once over all data-parallel ranks, and the same
+                number of batches on every rank.
+        """
+        self.model.eval()
+        values = torch.zeros(size, dtype=torch.float64, device=self.device)
+        for i, (batch, indices) in enumerate(batches):
+            self.beat(f"reference batch {i + 1}", self.current_step)
+            values[self._on_device(indices)] = self._forward(function, batch).double()
+        self._end_evaluation()
+        return self.collectives.all_reduce_sum(values).cpu().numpy()
+
+    def _end_evaluation(self) -> None:
+        """Return to training mode. FSDP must reshard here: it keeps gathered weights for a backward that never comes,
+        while state is read and written in shards, and the next forward must see what was written.
+        """
+        self.model.train()
+
+    def parameter_shapes(self) -> dict[str, list[int]]:
+        """Whole shapes of the trained parameters by their names in the transformers model; tied ones come once."""
+        return {name: list(shape) for name, shape in self._shapes.items()}
+
+    def pieces(self) -> Iterator[state.Piece]:
+        """The part of weights and optimizer state that this rank writes; all ranks together write everything once.
+
+        Use each piece before the next is drawn, see `held_pieces`.
+        """
+        return (share for piece in self.held_pieces() if (share := piece.share()).data.numel())
+
+    def held_pieces(self, create: state.KindsOf | None = None) -> Iterator[state.Piece]:
+        """What this rank holds of every trained parameter and its optimizer state; tied parameters come once.
+
+        A piece is valid until the next is drawn: state on NVMe is swapped in only that long.
+
+        Args:
+            create: the optimizer state to create, in zeros, where there is none yet; what is then written into pieces
+                is kept. Without it, pieces are read-only.
+        """
+        return state.held_pieces(self.trained_parameters(), state.Moments(self.base_optimizer), self.world, create)
+
+    def restore(
+        self, fill: Callable[[Iterable[state.Piece]], None], kinds: state.KindsOf, counts: dict[str, Any]
+    ) -> None:
+        """Restore weights, optimizer state, and the result of `counts` from when they were saved.
+
+        Args:
+            fill: writes into the pieces, each before it draws the next.
+            kinds: see `state.KindsOf`.
+        """
+        fill(self.held_pieces(kinds))
+        self._finish_restore(counts["updates"])
+        if counts["loss_scaler"] is not None and self.mixed_precision == "fp16":
+            self._set_loss_scaler(counts["loss_scaler"])
+
+    def _finish_restore(self, num_updates: int | None) -> None:
+        """Restore the optimizer's count and the copies that forwards read, after all pieces were written."""
+        if num_updates is None:
+            return
+        for parameter, moments in self.base_optimizer.state.items():
+            if self.counts_beside in moments:  # what lacks it, as Muon's matrices do, counts nothing
+                # On the device where fused AdamW creates it. DeepSpeed's own and bitsandbytes' count in an int.
+                fresh = torch.zeros((), device=parameter.device)
+                old = moments.get("step", fresh)
+                moments["step"] = torch.full_like(old, num_updates) if isinstance(old, torch.Tensor) else num_updates
+
+    def counts(self) -> dict[str, Any]:
+        """The optimizer's number of updates, for Adam's bias correction, and under fp16 the loss scaler's state."""
+        # An optimizer may not count, and a rank may hold no part of what is trained.
+        mine = {int(moments["step"]) for moments in self.base_optimizer.state.values() if "step" in moments}
+        assert len(mine) <= 1, f"the optimizer counts different updates: {sorted(mine)}"
+        updates = int(self.collectives.all_reduce_max(*mine or [-1])[0])
+        scaler = self._loss_scaler() if self.mixed_precision == "fp16" else None
+        return {"updates": None if updates < 0 else updates, "loss_scaler": scaler}
+
+    def _loss_scaler(self) -> dict[str, Any]:
+        return self.accelerator.scaler.state_dict()
+
+    def _set_loss_scaler(self, values: dict[str, Any]) -> None:
+        """Restore the scale under any strategy, and its growth counter under the family that saved it."""
+        known = self.accelerator.scaler.state_dict()
+        kept = {name: value for name, value in values.items() if name in known}
+        self.accelerator.scaler.load_state_dict(known | kept)
+
+    @property
+    def base_optimizer(self) -> Any:
+        """torch's optimizer inside its wrappers."""
+        return self.optimizer.optimizer
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [parameter for _, parameter in self.trained_parameters()]
+
+    def trained_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Trained parameters in the model's order, by names without the wrappers' prefixes; tied ones come once."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                yield name.removeprefix("module.").replace("_fsdp_wrapped_module.", ""), parameter
+
+    def transformer(self) -> Any:
+        """The transformers model inside the wrapper."""
+        return getattr(self.model, "module", self.model)
+
+    def close(self) -> None:
+        """End the process group together with all other ranks."""
+        self.collectives.leave(self.timeout)
+
+    def _forward(self, function: Callable[[Any, Batch], Any], batch: Batch) -> Any:
+        batch = {
+            name: self._on_device(value) if isinstance(value, torch.Tensor) else value for name, value in batch.items()
+        }
+        return function(self.model, batch)
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return to_device(tensor, self.device)
+
+
+def _add(totals: dict[str, torch.Tensor], outcome: LossOutput) -> None:
+    """Add loss and metrics of a micro-batch, in float64 on the device."""
+    for name, value in {"loss": outcome.loss_sum.detach(), **outcome.metrics}.items():
+        totals[name] = totals.get(name, 0) + value.double()
+
+
+def _num_elements(parameter: torch.nn.Parameter) -> int:
+    """Size of the whole parameter, also where it is a placeholder (ZeRO-3) or holds two weights a byte (4 bits)."""
+    quantized = getattr(parameter, "quant_state", None)
+    if quantized is not None:
+        return math.prod(quantized.shape)
+    return getattr(parameter, "ds_numel", parameter.numel())

@@ -1,0 +1,114 @@
+"""Collectives besides those of gradients and parameters, and an orderly end of the process group."""
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from cookbook.config.mesh import Mesh
+from cookbook.planning.launch import World
+
+EXPORT_TIMEOUT = timedelta(days=1)
+"""For the main process to write the model, longer than any collective may take."""
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy without blocking the host, which a copy from pageable memory would."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+class Collectives:
+    """Exchange of small values and texts. Every rank must call each method, with the same number of values; a single
+    process needs no group.
+    """
+
+    def __init__(self, world: World, mesh: Mesh, device: torch.device, beat: Callable[[str], None]) -> None:
+        """
+        Args:
+            beat: called with the name of a wait that may be long, before it.
+        """
+        self.world, self.mesh, self.device, self.beat = world, mesh, device, beat
+        self._num_texts = 0
+
+    def all_gather(self, *values: torch.Tensor | float) -> np.ndarray:
+        """The values of every rank, float64 [ranks, values]. Synchronizes with the device once."""
+        numbers = [0.0 if isinstance(value, torch.Tensor) else value for value in values]
+        mine = to_device(torch.tensor(numbers, dtype=torch.float64), self.device)
+        for i, value in enumerate(values):
+            if isinstance(value, torch.Tensor):
+                mine[i] = value
+        if not dist.is_initialized():
+            return mine.cpu().numpy()[None]
+        rows = mine.new_empty(self.world.num_processes * len(values))
+        dist.all_gather_into_tensor(rows, mine)
+        return rows.view(-1, len(values)).cpu().numpy()
+
+    def sums(self, rows: np.ndarray) -> list[float]:
+        """Sum of each column of an `all_gather` over the ranks that see different tokens; see `all_reduce_sum`."""
+        return rows[:: self.mesh.tensor].sum(0).tolist()
+
+    def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks that see different tokens, in place. A tensor-parallel group computes one value together,
+        which counts once.
+        """
+        if dist.is_initialized() and self.mesh.token_parallel_size > 1:
+            dist.all_reduce(values)
+            values /= self.mesh.tensor
+        return values
+
+    def all_reduce_max(self, *values: float) -> list[float]:
+        """Maximum of each value over the ranks."""
+        return self.all_gather(*values).max(0).tolist() if dist.is_initialized() else [float(value) for value in values]
+
+    def all_true(self, value: bool) -> bool:
+        """Whether `value` is true on every rank."""
+        return -self.all_reduce_max(-float(value))[0] > 0
+
+    def broadcast_text(self, text: str) -> str:
+        """The main process's text, on every rank."""
+        if not dist.is_initialized():
+            return text
+        store = dist.distributed_c10d._get_default_store()
+        self._num_texts += 1
+        key = f"cookbook/text/{self._num_texts}"
+        if self.world.rank == 0:
+            store.set(key, text)
+        else:
+            self.beat("waiting for the main process")
+        return store.get(key).decode()
+
+    def leave(self, timeout: timedelta) -> None:
+        """End the process group. A rank that exits while another still reads its last message would fail a run that
+        succeeded.
+
+        A barrier is not enough: gloo loses its own last message if the sender's sockets close too soon. So each rank
+        notes in the store that it passed the barrier, and waits for the notes of the others. The store may live in the
+        main process, where no launcher holds it (srun, ranks in the environment), so rank 0 exits last.
+
+        Args:
+            timeout: limit of each wait, except that for rank 0, which may still be writing the model.
+        """
+        if not dist.is_initialized():
+            return
+        self.beat("meeting the others")
+        store, is_main = dist.distributed_c10d._get_default_store(), self.world.rank == 0
+        self._store_barrier(store, "done", timeout if is_main else EXPORT_TIMEOUT)
+        # Without the device, NCCL's barrier guesses it and warns.
+        dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+        self._store_barrier(store, "left", timeout)
+        try:
+            dist.destroy_process_group()
+        finally:
+            if not is_main:
+                store.set(f"cookbook/gone/{self.world.rank}", "1")
+        if is_main:
+            self._store_barrier(store, "gone", timeout)
+
+    def _store_barrier(self, store: dist.Store, place: str, timeout: timedelta) -> None:
+        """Barrier without a collective."""
+        store.set(f"cookbook/{place}/{self.world.rank}", "1")
+        store.wait([f"cookbook/{place}/{rank}" for rank in range(self.world.num_processes)], timeout)

@@ -1,0 +1,46 @@
+"""One process, and DDP: every rank holds all weights, and gradients are averaged after the last micro-batch."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from torch.nn.parallel import DistributedDataParallel
+
+from cookbook.training.engine.base import Engine
+from cookbook.training.engine.findings import Comparison, is_sharded
+from cookbook.training.engine.start import start_processes
+
+
+class Single(Engine):
+    def _findings(self) -> Iterator[Comparison]:
+        yield from super()._findings()
+        yield "wrapper", False, isinstance(self.model, DistributedDataParallel)
+        yield "sharded parameters", 0, sum(is_sharded(parameter) for parameter in self._trained())
+
+
+class Ddp(Engine):
+    def _start(self, *, on_cpu: bool, **options: Any) -> Accelerator:
+        start_processes(self.timeout, as_gpus=False)
+        ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
+        return super()._start(on_cpu=on_cpu, kwargs_handlers=[ddp])
+
+    @property
+    def _is_wrapped(self) -> bool:
+        return isinstance(self.model, DistributedDataParallel)
+
+    def _synchronise(self, last: bool) -> contextlib.AbstractContextManager:
+        return self.model.no_sync() if self._is_wrapped and not last else contextlib.nullcontext()
+
+    def _clear_gradients(self) -> None:
+        # Gradients are views of DDP's buckets. Set to None, all but the last micro-batch would allocate copies of them.
+        self.optimizer.zero_grad(set_to_none=not self._is_wrapped)
+
+    def _findings(self) -> Iterator[Comparison]:
+        yield from super()._findings()
+        # With one process there is nothing to synchronize, wrapped or not.
+        yield "wrapper", self._is_wrapped or self.plan.num_processes > 1, self._is_wrapped
+        yield "sharded parameters", 0, sum(is_sharded(parameter) for parameter in self._trained())
+        if self._is_wrapped:
+            asked = {"gradient_as_bucket_view": True, "broadcast_buffers": False, "find_unused_parameters": False}
+            yield "DDP", asked, {name: getattr(self.model, name) for name in asked}

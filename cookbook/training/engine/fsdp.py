@@ -1,0 +1,46 @@
+"""What FSDP1 and FSDP2 share: how accelerate starts them, and which ranks read the weights."""
+
+import os
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import ParallelismConfig
+
+from cookbook.config.strategy import FsdpBlock
+from cookbook.training.engine.base import Engine
+from cookbook.training.engine.start import start_processes
+
+
+class Fsdp(Engine):
+    @property
+    def _block(self) -> FsdpBlock:
+        assert self.strategy.fsdp is not None
+        return self.strategy.fsdp
+
+    def _start(self, *, on_cpu: bool, **options: Any) -> Accelerator:
+        # PartialState reads the environment, not the plugin, to learn of CPU offload, which adds gloo to NCCL.
+        os.environ["ACCELERATE_USE_FSDP"] = "true"
+        os.environ["FSDP_OFFLOAD_PARAMS"] = str(self._block.fsdp_offload_params).lower()
+        start_processes(self.timeout, as_gpus=True)
+        # Only now: the plugin reads the device of the process.
+        options["fsdp_plugin"] = self._plugin(on_cpu=on_cpu)
+        if self.mesh.replicate > 1:
+            options["parallelism_config"] = ParallelismConfig(
+                dp_replicate_size=self.mesh.replicate, dp_shard_size=self.mesh.shard
+            )
+        return super()._start(on_cpu=on_cpu, **options)
+
+    def _plugin(self, *, on_cpu: bool) -> Any:
+        """accelerate's FullyShardedDataParallelPlugin."""
+        raise NotImplementedError
+
+    def load_options(self, *, is_quantized: bool) -> dict[str, Any]:
+        """Keep all but the first process of a machine from the files: rank 0 sends every rank its shards, but
+        transformers 5.23 reads the files everywhere (modeling_utils.py, _load_pretrained_model).
+
+        4-bit weights are not sent (accelerate 1.15, fsdp_utils.py, fsdp2_prepare_model): each process reads and
+        quantizes all of them.
+        """
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        receives = plugin is not None and plugin.cpu_ram_efficient_loading and self.world.local_rank != 0
+        return {"device_map": {"": "meta"}} if receives and not is_quantized else {}

@@ -1,0 +1,81 @@
+"""FSDP2: each parameter a DTensor, sharded by rows, alone or with replicas of the shards (HSDP)."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from cookbook.training.engine.findings import Comparison, is_sharded
+from cookbook.training.engine.fsdp import Fsdp
+
+
+class Fsdp2(Fsdp):
+    casts_output = True
+    """Whether the output of a layer has its dtype from FSDP2."""
+
+    def _plugin(self, *, on_cpu: bool) -> Any:
+        from accelerate.utils import FullyShardedDataParallelPlugin
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+        block, low = self._block, self.low_dtype
+        # accelerate's default rounds the returned loss sum to bf16 (8.3240 for 8.3414) and reduces gradients in it.
+        policy = low and MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, output_dtype=torch.float32)
+        return FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy=block.fsdp_auto_wrap_policy,
+            reshard_after_forward=block.fsdp_reshard_after_forward,
+            cpu_ram_efficient_loading=block.fsdp_cpu_ram_efficient_loading,
+            cpu_offload=CPUOffloadPolicy(pin_memory=not on_cpu) if block.fsdp_offload_params else None,
+            mixed_precision_policy=policy,
+        )
+
+    def _synchronise(self, last: bool) -> contextlib.AbstractContextManager:
+        """Reduce-scatter inside a shard group each time; all-reduce between replicas at the last micro-batch."""
+        self.model.set_requires_all_reduce(last)
+        return contextlib.nullcontext()
+
+    def _end_evaluation(self) -> None:
+        super()._end_evaluation()
+        for unit in self._units():
+            unit.reshard()
+
+    def _units(self) -> list[Any]:
+        from torch.distributed.fsdp import FSDPModule
+
+        return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+
+    def _meshes(self) -> set[tuple[int, ...]]:
+        """The shapes of the parameters' device meshes."""
+        sharded = (self.mesh.shard * self.mesh.sequence,)
+        return {(self.mesh.replicate, *sharded) if self.mesh.replicate > 1 else sharded}
+
+    def _findings(self) -> Iterator[Comparison]:
+        from torch.distributed.fsdp import FSDPModule
+
+        yield from super()._findings()
+        model: Any = self.model
+        if FSDPModule not in type(model).__mro__:
+            yield "wrapper", "FSDPModule", type(model).__name__
+            return
+        yield "whole parameters", 0, sum(not is_sharded(parameter) for parameter in model.parameters())
+        yield "mesh", self._meshes(), {tuple(p.device_mesh.shape) for p in self._trained() if isinstance(p, DTensor)}
+        # FSDP2 replaces the class of a module by a subclass of another name, so look at the bases.
+        bases = [(unit, {base.__name__ for base in type(unit).__mro__}) for unit in self._units()]
+        layers = [unit for unit, names in bases if names & set(model._no_split_modules)]
+        yield "layers that are units", model.config.num_hidden_layers, len(layers)
+        # torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, class FSDPParamGroup
+        groups: list[Any] = [unit._get_fsdp_state()._fsdp_param_group for unit in layers]
+        reshards = {group.post_forward_mesh_info is not None for group in groups}
+        yield "reshard after forward", {self._block.fsdp_reshard_after_forward}, reshards
+        policies = {
+            (group.mp_policy.param_dtype, group.mp_policy.reduce_dtype, group.mp_policy.output_dtype)
+            for group in groups
+        }
+        full = torch.float32 if self.low_dtype else None
+        dtypes = self.low_dtype, full, full if self.casts_output else None
+        yield "dtypes of a layer's weights, reductions and output", {dtypes}, policies
+        offloaded = {type(group.offload_policy).__name__ for group in groups}
+        asked = "CPUOffloadPolicy" if self._block.fsdp_offload_params else "OffloadPolicy"
+        yield "parameter offload", {asked}, offloaded

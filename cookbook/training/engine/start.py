@@ -1,0 +1,80 @@
+"""The process before its Accelerator, on GPU and on CPU: nothing is left for a library to guess."""
+
+import importlib
+import os
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+
+from cookbook.planning.launch import CUBLAS_DETERMINISTIC, CUBLAS_VARIABLE
+from cookbook.planning.plan import Plan
+from cookbook.system.files import RecipeError
+
+
+def make_deterministic() -> None:
+    """Restrict torch to deterministic kernels. Call before CUDA starts: cuBLAS reads its variable then.
+
+    Otherwise flash attention's backward and accumulating writes (index_add, the embedding's backward) add in any order.
+    """
+    os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_DETERMINISTIC[0])
+    torch.use_deterministic_algorithms(True)
+    # Debugging aid that the line above switches on: it costs a pass over each new tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+
+
+def prepare_process(plan: Plan) -> None:
+    """Check the GPUs that torch sees, and silence and repair what the libraries do to a process.
+
+    Raises:
+        RecipeError: more processes than GPUs, or a torch that cannot use them.
+    """
+    _separate_restarts()
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu and plan.num_gpus:
+        raise RecipeError([f"this machine has {plan.num_gpus} GPUs that this torch ({torch.__version__}) cannot use"])
+    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if not on_cpu and local_processes > torch.cuda.device_count():
+        seen = torch.cuda.device_count()
+        raise RecipeError([f"{local_processes} processes on this machine, but torch sees {seen} GPUs"])
+    # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 retires: a line for each call, thousands in a run.
+    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
+    # accelerate 1.15 has no argument for the successor.
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+
+
+def start_processes(timeout: timedelta, *, as_gpus: bool) -> None:
+    """Start the process group and accelerate's PartialState, before there is an Accelerator.
+
+    Args:
+        as_gpus: make accelerate treat CPU processes as GPUs. Else it silently trains plain DDP (accelerate 1.15,
+            state.py:986 excludes FSDP for MULTI_CPU).
+    """
+    if torch.cuda.is_available():
+        PartialState(timeout=timeout)
+        return
+    dist.init_process_group("gloo", timeout=timeout)
+    PartialState(cpu=True)
+    if as_gpus:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def _separate_restarts() -> None:
+    """Give processes that a launcher restarted a key prefix of their own in its store.
+
+    torch assumes a new store for each restart (distributed/rendezvous.py, _create_c10d_store). Under the static
+    rendezvous, accelerate's default, it is the first one, with the addresses of the dead processes.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0":
+        return
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # the package has a function so named
+    create = rendezvous._create_c10d_store
+    rendezvous._create_c10d_store = lambda *args, **options: dist.PrefixStore(
+        f"restart-{restarts}", create(*args, **options)
+    )

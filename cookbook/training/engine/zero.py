@@ -1,0 +1,271 @@
+"""ZeRO through DeepSpeed: optimizer state, gradients (stage 2) and weights (stage 3) sharded, on GPU, host or NVMe."""
+
+import contextlib
+import math
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DeepSpeedPlugin
+
+from cookbook.config.strategy import Strategy
+from cookbook.planning.ds_config import deepspeed_config, separate_swap
+from cookbook.system import lock
+from cookbook.system.files import RecipeError
+from cookbook.training.engine import state
+from cookbook.training.engine.base import Engine, StepResult
+from cookbook.training.engine.findings import Comparison
+
+
+def build_ops(strategy: Strategy, cache: Path) -> None:
+    """Compile DeepSpeed's asynchronous I/O for NVMe offload, once per machine, before a process group could time out
+    over it: it takes minutes the first time. Does nothing for other strategies.
+
+    Raises:
+        RecipeError: compiler or headers are missing. `launch.check_machine` has checked what a GPU needs.
+    """
+    if not strategy.offloads_to_nvme:
+        return
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    # ninja is installed beside the interpreter, which is not on PATH unless the environment was activated.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str((cache / "torch_extensions").resolve())))
+    folder.mkdir(parents=True, exist_ok=True)
+    with lock.making(folder / "cookbook.lock"):
+        if not AsyncIOBuilder().is_compatible(verbose=False):
+            needs = "a C++ compiler, libaio and its headers: apt-get install g++ libaio-dev"
+            raise RecipeError([f"{strategy.path}: NVMe offload needs {needs}"])
+        # A killed build leaves a lock that torch waits for endlessly (torch/utils/cpp_extension.py, FileBaton). Under
+        # our own lock it can only be a stale one.
+        for stale in folder.glob("**/lock"):
+            stale.unlink()
+        AsyncIOBuilder().load(verbose=False)
+
+
+class Zero(Engine):
+    """`self.model` is DeepSpeed's engine, `self.model.optimizer` its ZeRO optimizer."""
+
+    def _start(self, *, on_cpu: bool, **options: Any) -> Accelerator:
+        import deepspeed
+
+        config = deepspeed_config(
+            self.strategy, self.plan, self.mixed_precision, self.micro_batch_size, self.max_grad_norm
+        )
+        assert config is not None
+        self.deepspeed_config = config
+        self.swap_folders = separate_swap(config, self.run_name)
+        self._swap_seen = not self.swap_folders
+        if on_cpu:
+            # A shared-memory collective that takes 80 s to compile at first use; gloo does as well.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # PartialState reads the environment, not the plugin
+        plugin = DeepSpeedPlugin(hf_ds_config=config)
+        PartialState(timeout=self.timeout, **({"backend": "gloo"} if on_cpu else {}))
+        steps = self.plan.gradient_accumulation_steps
+        # on_cpu=False: with cpu=True accelerate 1.15 excludes DeepSpeed (state.py:974).
+        return super()._start(on_cpu=False, deepspeed_plugin=plugin, gradient_accumulation_steps=steps)
+
+    @property
+    def _is_stage3(self) -> bool:
+        return self.strategy.zero_stage == 3
+
+    def load_options(self, *, is_quantized: bool) -> dict[str, Any]:
+        """Stage 3 shards each weight as it is created."""
+        return {} if self._is_stage3 else super().load_options(is_quantized=is_quantized)
+
+    def _synchronise(self, last: bool) -> contextlib.AbstractContextManager:
+        # The last step of an epoch may have fewer micro-batches than gradient_accumulation_steps.
+        self.model.set_gradient_accumulation_boundary(last)
+        return contextlib.nullcontext()
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        self.model.backward(loss, scale_wrt_gas=False)
+
+    def _update(self, shares: dict[str, torch.Tensor], values: tuple[float, ...]) -> StepResult:
+        self.model.step()  # skips the update itself if the norm is not finite
+        overflow = self.model.optimizer.overflow
+        norm = math.nan if overflow else self.model.get_global_grad_norm()
+        if not self._swap_seen and not overflow:
+            self._assert_swapped()
+        return self._result(shares, self.collectives.all_gather(*shares.values(), norm, *values))
+
+    def _assert_swapped(self) -> None:
+        """Check after the first step that state meant for NVMe is there.
+
+        DeepSpeed keeps tensors under 1 MiB in memory (runtime/swap_tensor/utils.py, MIN_AIO_BYTES).
+        """
+        self._swap_seen = True
+        optimizer = self.swap_folders.get("offload_optimizer")
+        # An adapter's state may be too small to be swapped; its frozen weights are.
+        has_state = all(parameter.requires_grad for parameter in self.model.parameters())
+        swapped = list(optimizer.glob(f"**/optimizer/rank{self.world.rank}/*.swp")) if optimizer else []
+        if optimizer is not None and has_state and not swapped:
+            raise RuntimeError(
+                f"{self.strategy.path} is not what runs: no optimizer state reached {optimizer}. Tensors under 1 MiB"
+                " stay in memory, so a model this small has no use for NVMe: take zero3_offload"
+            )
+        parameters = self.swap_folders.get("offload_param")
+        shares = [p.ds_tensor.ds_numel * p.ds_tensor.element_size() for p in self.model.parameters()]
+        if parameters is not None and max(shares) >= 2**20 and not list(parameters.glob("**/*params/**/*.swp")):
+            raise RuntimeError(f"{self.strategy.path} is not what runs: no parameter reached {parameters}")
+
+    def close(self) -> None:
+        super().close()
+        if self.world.local_rank == 0:
+            for folder in self.swap_folders.values():
+                shutil.rmtree(folder, ignore_errors=True)
+
+    # State.
+
+    @property
+    def base_optimizer(self) -> Any:
+        return self.model.optimizer.optimizer
+
+    def _loss_scaler(self) -> dict[str, Any]:
+        scaler = self.model.optimizer.loss_scaler
+        numbers = {name: value for name, value in vars(scaler).items() if isinstance(value, int | float)}
+        return {"scale": float(scaler.cur_scale)} | numbers
+
+    def _set_loss_scaler(self, values: dict[str, Any]) -> None:
+        known = vars(self.model.optimizer.loss_scaler)
+        known.update({name: value for name, value in values.items() if name in known} | {"cur_scale": values["scale"]})
+
+    def held_pieces(self, create: state.KindsOf | None = None) -> Iterator[state.Piece]:
+        return self._sub_group_pieces(create) if self._is_stage3 else self._partition_pieces(create)
+
+    def _partition_pieces(self, create: state.KindsOf | None) -> Iterator[state.Piece]:
+        """Stages 1 and 2: a group's parameters lie end to end in a flat tensor, partitioned over the ranks."""
+        moments = state.Moments(self.base_optimizer)
+        for name, parameter in self.trained_parameters():
+            # deepspeed/utils/tensor_fragment.py: lp is the whole 16-bit parameter, hp its float32 part on this rank.
+            mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+            if mapping is None:  # all of it is on other ranks
+                continue
+            flat = self.model.optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+            held = {state.WEIGHT: flat.detach(), **moments.of(flat, create and create(name))}
+            place = mapping.hp_fragment_address
+            parts = {kind: tensor.narrow(0, place.start, place.numel) for kind, tensor in held.items()}
+            yield from state.flat_pieces(name, parameter.shape, mapping.lp_fragment_address.start, parts)
+        moments.keep(create)
+
+    def _sub_group_pieces(self, create: state.KindsOf | None) -> Iterator[state.Piece]:
+        """Stage 3: every rank has an equal part of each parameter, the last padded; sub-groups may lie on NVMe."""
+        zero = self.model.optimizer
+        moments = state.Moments(self.base_optimizer)
+        names = {id(parameter): name for name, parameter in self.trained_parameters()}
+        zero._set_fp32_optimizer_param_groups()  # else the optimizer's groups are empty (stage3.py)
+        try:
+            for i, group in enumerate(zero.fp16_groups):
+                with _swapped_in(zero, i, changed=create is not None):
+                    for parameter in group:
+                        name, flat = names[id(parameter)], zero.fp32_partitioned_groups_flat[i]
+                        held = {state.WEIGHT: flat.detach(), **moments.of(flat, create and create(name))}
+                        # Sub-group, offset in its flat tensor, and length with padding (stage3.py:1955).
+                        index, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
+                        assert index == i
+                        part = parameter.ds_tensor.ds_numel
+                        start = self.world.rank * part
+                        length = min(part, parameter.ds_numel - start)
+                        if length > 0:
+                            parts = {kind: tensor.narrow(0, offset, length) for kind, tensor in held.items()}
+                            yield from state.flat_pieces(name, parameter.ds_shape, start, parts)
+                    moments.keep(create)
+        finally:  # the run may continue after a save that failed
+            zero._clear_fp32_optimizer_param_groups()
+
+    def _finish_restore(self, num_updates: int | None) -> None:
+        super()._finish_restore(num_updates)
+        zero = self.model.optimizer
+        if self._is_stage3:
+            for i in range(len(zero.fp16_groups)):
+                with _swapped_in(zero, i, changed=True):
+                    zero._reassign_or_swap_out_partitioned_parameters(i)
+            for parameter in zero.persistent_parameters:
+                parameter.partition()
+            if zero.persistent_parameters:
+                zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+            zero.invalidate_secondary_tensor()
+            return
+        from deepspeed.runtime.utils import all_gather_dp_groups
+
+        # As at the end of DeepSpeed's step (stage_1_and_2.py): each rank copies its part, and all-gathers the others.
+        for i, master in enumerate(zero.single_partition_of_fp32_groups):
+            rank = dist.get_rank(zero.real_dp_process_group[i])
+            zero.parallel_partitioned_bit16_groups[i][rank].data.copy_(master.data)
+        all_gather_dp_groups(
+            groups_flat=zero.bit16_groups_flat,
+            partitioned_param_groups=zero.parallel_partitioned_bit16_groups,
+            dp_process_group=zero.real_dp_process_group,
+            start_alignment_factor=zero.nccl_start_alignment_factor,
+            allgather_bucket_size=zero.allgather_bucket_size,
+        )
+
+    def _findings(self) -> Iterator[Comparison]:
+        from deepspeed import DeepSpeedEngine
+
+        strategy, plan, model = self.strategy, self.plan, self.model
+        yield "wrapper", "DeepSpeedEngine", type(model).__name__
+        if not isinstance(model, DeepSpeedEngine):
+            return
+        config, zero = self.deepspeed_config, model._config.zero_config
+        yield "ZeRO stage", strategy.zero_stage, model.zero_optimization_stage()
+        for name in ("offload_optimizer", "offload_param"):
+            block = getattr(zero, name)
+            is_off = block is None or block.device == "none"
+            yield name, getattr(strategy, name), None if is_off else str(getattr(block.device, "value", block.device))
+        yield "micro-batch size", config["train_micro_batch_size_per_gpu"], model.train_micro_batch_size_per_gpu()
+        yield "gradient accumulation", plan.gradient_accumulation_steps, model.gradient_accumulation_steps()
+        yield "clipping", self.max_grad_norm, model.gradient_clipping()
+        found_precision = "bf16" if model.bfloat16_enabled() else "fp16" if model.fp16_enabled() else "no"
+        yield "precision", self.mixed_precision, found_precision
+        wrapper = "DeepSpeedZeroOptimizer_Stage3" if self._is_stage3 else "DeepSpeedZeroOptimizer"
+        yield "optimizer wrapper", wrapper, type(model.optimizer).__name__
+        yield "data-parallel processes", self.plan.num_processes, dist.get_world_size(model.data_parallel_group)
+        asked, in_force = config["zero_optimization"], zero.model_dump(by_alias=True)
+        for key in sorted(asked.keys() & in_force.keys() - {"stage", "offload_optimizer", "offload_param"}):
+            if asked[key] != "auto":
+                yield f"zero_optimization.{key}", asked[key], in_force[key]
+        for name, handle in _aio_handles(model):
+            for key, value in config.get("aio", {}).items():
+                yield f"aio.{key}, {name}", value, getattr(handle, f"get_{key}")()
+        partitioned = [hasattr(parameter, "ds_tensor") for parameter in model.parameters()]
+        yield "partitioned parameters", self._is_stage3, all(partitioned)
+        if self._is_stage3:
+            persistent = zero.param_persistence_threshold
+            states = {p.ds_status.name for p in model.parameters() if p.ds_numel > persistent}
+            yield "parameters between steps", {"NOT_AVAILABLE"}, states or {"NOT_AVAILABLE"}
+
+
+@contextlib.contextmanager
+def _swapped_in(zero: Any, i: int, *, changed: bool) -> Iterator[None]:
+    """Swap a sub-group's state in from NVMe, if it lies there, and always release its buffers, which are few."""
+    if not zero._swappable_optimizer_subgroup(i):
+        yield
+        return
+    zero._optimizer_states_and_gradient_swap_in(i)
+    try:
+        yield
+    finally:
+        if changed:
+            zero._optimizer_states_and_gradient_swap_out(i)
+        else:
+            zero._release_swap_buffers(i)
+
+
+def _aio_handles(model: Any) -> Iterator[tuple[str, Any]]:
+    """DeepSpeed's handles for swap files, which hold the settings of their I/O threads."""
+    swappers = [getattr(model.optimizer, "optimizer_swapper", None)]
+    swappers += [getattr(parameter, "nvme_swapper", None) for parameter in list(model.parameters())[:1]]
+    for swapper in filter(None, swappers):
+        for name in ("aio_handle", "read_aio_handle", "write_aio_handle", "aio_read_handle", "aio_write_handle"):
+            handle = getattr(swapper, name, None)
+            # `aio_handle` of the parameters' swapper is the class.
+            if hasattr(handle, "get_block_size") and not isinstance(handle, type):
+                yield f"{type(swapper).__name__}.{name}", handle

@@ -1,0 +1,305 @@
+"""A run's records: metrics.jsonl, run.json, recipe.yaml, and a progress bar for users."""
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from tqdm import tqdm
+
+from cookbook.planning import simulated_gpus
+from cookbook.planning.costs.flops import ModelSizes, Step, work
+from cookbook.system.hardware import GIB, peak_flops
+
+SPEEDS = ("step_seconds", "tokens_per_second", "mfu")
+"""Not logged on simulated GPUs, where they would look like measurements."""
+PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "peft", "tokenizers", "numpy")
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak memory of this process so far: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+
+
+def device_peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s of a known GPU."""
+    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_reserved_gib(device: torch.device) -> float:
+    """Peak memory that torch has reserved on the GPU, with fragments; 0 if unknown: on CPU and on simulated GPUs."""
+    is_known = device.type == "cuda" and not simulated_gpus.is_active()
+    return torch.cuda.max_memory_reserved(device) / GIB if is_known else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlopCounter:
+    """Model FLOPs utilization by the rules of docs/flops.md; recomputation is not counted."""
+
+    sizes: ModelSizes | None
+    """None if unknown: then mfu is not logged."""
+    peak: float | None
+    """FLOP/s of a GPU; None if unknown."""
+
+    def mfu(self, batch: Any, seconds: float, num_processes: int) -> dict[str, float]:
+        """`{"mfu": fraction of the peak}`, or empty if it is unknown.
+
+        Args:
+            batch: a `cookbook.training.data.batches.StepBatch`.
+        """
+        if self.sizes is None or self.peak is None:
+            return {}
+        length = batch.num_tokens / batch.num_sequences
+        step = Step(num_tokens=batch.num_tokens, num_labelled=batch.num_targets, length=length)
+        return {"mfu": work(self.sizes, step).total / seconds / (self.peak * num_processes)}
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Rename a folder with an earlier run to the first free `folder.N`; returns the new path."""
+    if not (folder / "run.json").is_file():
+        return None
+    number = next(n for n in itertools.count(1) if not folder.with_name(f"{folder.name}.{n}").exists())
+    return folder.rename(folder.with_name(f"{folder.name}.{number}"))
+
+
+def _truncate_lines(path: Path, last_step: int) -> str | None:
+    """Remove the lines of steps after `last_step`, and unreadable ones. Returns a warning about the latter, of which a
+    copy is kept, or None; a last line that a crash cut off needs no warning.
+    """
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    steps = [_step_of(line) for line in lines]
+    kept = b"".join(line for line, step in zip(lines, steps, strict=True) if step is not None and step <= last_step)
+    num_damaged = sum(step is None and line.endswith(b"\n") for line, step in zip(lines, steps, strict=True))
+    if not num_damaged and b"".join(lines).startswith(kept):
+        if lines:
+            os.truncate(path, len(kept))  # works on a full disk too
+        return None
+    build, damaged = path.with_suffix(".tmp"), path.with_name("metrics.damaged.jsonl")
+    build.write_bytes(kept)
+    path.replace(damaged)
+    build.replace(path)
+    return f"{path}: {num_damaged} lines cannot be read and were removed; the original is {damaged}"
+
+
+def _step_of(line: bytes) -> float | None:
+    try:
+        step = json.loads(line)["step"] if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return step if isinstance(step, int | float) else None
+
+
+class _Lines:
+    """Appends to a file; what a full disk refuses is kept and written later."""
+
+    def __init__(self, path: Path, mode: str, say: Callable[[str], None]) -> None:
+        """
+        Args:
+            mode: of `open`, w or a.
+            say: logs when writing fails, once, and when it works again.
+        """
+        self.path, self.say = path, say
+        self._waiting, self._is_stuck = b"", False
+        self._file = path.open(f"{mode}b", buffering=0)
+
+    def append(self, text: str) -> None:
+        self._waiting += text.encode()
+        self.flush()
+
+    def flush(self) -> None:
+        """Try to write what is pending."""
+        try:
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                self._file.close()
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self.path.open("ab", buffering=0)
+                self.say(f"{self.path} was removed during the run; a new one is started")
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            if not self._is_stuck:
+                self.say(f"{self.path} could not be written: {error}; the run continues, and retries with each line")
+            self._is_stuck = True
+        else:
+            if self._is_stuck:
+                self.say(f"{self.path} is written again, with all pending lines")
+            self._is_stuck = False
+
+    def close(self) -> None:
+        self.flush()
+        if self._waiting:
+            self.say(f"{self.path}: the last {self._waiting.count(bytes([10]))} lines are lost")
+        self._file.close()
+
+
+class Follower(Protocol):
+    """Gets the lines of metrics.jsonl; neither call may raise."""
+
+    def log(self, line: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class RunLog:
+    """Writes into the output folder from rank 0; does nothing on the others."""
+
+    def __init__(self, folder: Path, *, is_main: bool, max_steps: int, resumed_step: int | None = None) -> None:
+        """Set an earlier run aside, or continue its log.
+
+        Args:
+            resumed_step: step of the checkpoint in `folder` that this run resumes from; later lines are removed.
+        """
+        self.folder, self.is_main = folder, is_main
+        self.followers: list[Follower] = []
+        if not is_main:
+            return
+        earlier = set_aside(folder) if resumed_step is None else None
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "metrics.jsonl"
+        damage = _truncate_lines(path, resumed_step) if resumed_step is not None else None
+        self._texts: dict[str, str] = {}
+        self._bar = tqdm(
+            total=max_steps,
+            initial=resumed_step or 0,
+            unit="step",
+            dynamic_ncols=True,
+            mininterval=1.0,
+            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}" if simulated_gpus.is_active() else None,
+            file=sys.stderr,
+        )
+        self._lines = _Lines(path, "w" if resumed_step is None else "a", self.say)
+        if damage is not None:
+            self.say(damage)
+        if earlier is not None:
+            self.say(f"{folder} held an earlier run, which was moved to {earlier}")
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append a line to metrics.jsonl at full precision; a training line advances the progress bar."""
+        if not self.is_main:
+            return
+        if simulated_gpus.is_active():
+            line = {key: value for key, value in line.items() if key not in SPEEDS}
+        # JSON has no nan.
+        finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in line.items()}
+        self._lines.append(json.dumps(finite) + "\n")
+        self._write_texts()
+        for follower in self.followers:
+            follower.log(finite)
+        if "loss" in line:
+            speed = f", {line['tokens_per_second']:.0f} tokens/s" if "tokens_per_second" in line else ", simulated GPUs"
+            self._bar.set_postfix_str(f"loss {line['loss']:.3f}{speed}", refresh=False)
+            self._bar.update()
+        else:
+            name = f"{line['eval_set']}: " if "eval_set" in line else ""
+            text = f"held-out loss {line['eval_loss']:.4f} ({line['eval_num_tokens']} tokens)"
+            self.say(f"step {line['step']}: {name}{text}")
+
+    def event(self, what: str, step: int, **details: Any) -> None:
+        """Append to events.jsonl, which keeps the events of all starts; from any thread. A full disk loses one."""
+        if self.is_main:
+            line = {"event": what, "step": step, "time": time.time(), **details}
+            with contextlib.suppress(OSError), (self.folder / "events.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def say(self, text: str) -> None:
+        """Print a line for users above the progress bar."""
+        if self.is_main:
+            tqdm.write(text, file=sys.stderr)
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a text file in the output folder atomically, now or when the disk has room."""
+        if self.is_main:
+            self._texts[name] = text
+            self._write_texts(is_new=True)
+
+    def _write_texts(self, *, is_new: bool = False) -> None:
+        for name, text in list(self._texts.items()):
+            build = self.folder / f".{name}.tmp"
+            try:
+                build.write_text(text, encoding="utf-8")
+                build.replace(self.folder / name)
+                del self._texts[name]
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    build.unlink(missing_ok=True)
+                if is_new:
+                    self.say(f"{self.folder / name} could not be written: {error}; the run continues, and retries")
+
+    def write_record(self, name: str, record: dict[str, Any]) -> None:
+        """Write a JSON file in the output folder."""
+        self.write_text(name, json.dumps(record, indent=2) + "\n")
+
+    def close(self) -> None:
+        if self.is_main:
+            self._lines.close()
+            self._write_texts(is_new=True)
+            for follower in self.followers:
+                follower.close()
+            self._bar.close()
+
+
+def record_nonfinite(
+    folder: Path,
+    step: int,
+    rank: int,
+    batch: Any,
+    bad: list[int],
+    decode: Callable[[list[int]], str],
+    *,
+    what: str,
+) -> None:
+    """Print and write to a file the samples of this rank's micro-batches that are not finite.
+
+    Args:
+        batch: a `cookbook.training.data.batches.StepBatch`.
+        bad: indices of the micro-batches.
+        decode: from token ids to text.
+        what: what is not finite: "loss", or "gradient" if every loss is finite.
+    """
+    for i in bad:
+        text = decode(batch.micro_batches[i]["input_ids"].flatten().tolist())
+        record = {"step": step, "process": rank, "not_finite": what, "samples": batch.sample_numbers[i], "text": text}
+        path = folder / f"nonfinite-step-{step}-process-{rank}-{i}.json"
+        try:
+            path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            where = f"see {path}"
+        except OSError as error:
+            where = f"{path} could not be written: {error}"
+        samples = batch.sample_numbers[i]
+        print(f"step {step}: the {what} of samples {samples} is not finite; {where}", file=sys.stderr)
+
+
+def environment_record(device: torch.device) -> dict[str, Any]:
+    """Command, versions, commit and hardware of this run."""
+    hardware = {"machine": platform.machine(), "cores": os.cpu_count(), "device": device.type}
+    if device.type == "cuda":
+        name, count = torch.cuda.get_device_name(device), torch.cuda.device_count()
+        hardware |= {"gpu": name, "gpus": count, "cuda": torch.version.cuda, "simulated": simulated_gpus.is_active()}
+    versions: dict[str, str | None] = {"python": platform.python_version()} | dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return {"command": sys.argv, "versions": versions, "commit": _commit(), "hardware": hardware}
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        described = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return described.stdout.strip() or None

@@ -1,0 +1,256 @@
+"""Models and tokenizers: from the Hub, from a folder, or new ones.
+
+A model has its loss inside (`loss`), and for packed rows attention of ours (`attention`); `speed` makes it faster or
+smaller with equal results.
+"""
+
+import hashlib
+import json
+import re
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from jinja2 import TemplateError
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from cookbook.config.recipe import ModelSection, ScratchModel
+from cookbook.system import lock
+from cookbook.system.digests import sha256_of
+from cookbook.system.files import RecipeError, first_line
+from cookbook.training.models.attention import PACKED, packing_problem, sequence_problem
+from cookbook.training.models.loss import add_loss
+from cookbook.training.models.speed import compile_layers, patch_kernels, save_activations
+from cookbook.training.models.speed import kernel_notes as kernel_notes  # for `stages`
+from cookbook.training.models.structure import not_served, scratch_config
+
+SCRATCH_FORMAT = 2
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+"""Files of a model, without weights in formats that can contain code."""
+ADAPTER_FILE = "adapter_config.json"
+"""A file by which transformers recognizes an adapter in a model's folder."""
+CHATML = Path(__file__).parents[3] / "recipes" / "chat_templates" / "chatml.jinja"
+
+
+def resolve_model(model: ModelSection, *, seed: int, texts: Iterable[str], fingerprint: str, cache: Path) -> str:
+    """The folder to load from. A `from_scratch` model is built into the cache, once per machine; one from the Hub is
+    downloaded here, before a process group could time out over it, so that all ranks load the same commit.
+
+    Args:
+        texts: training data of a new tokenizer; read only if the model must be built.
+        fingerprint: SHA-256 of the rows behind `texts`.
+    """
+    if model.from_scratch is None:
+        assert model.name_or_path is not None
+        folder, place = fetch_model(model.name_or_path, model.revision), f"model.name_or_path is {model.name_or_path!r}"
+        if not _has_safetensors(Path(folder)):
+            raise RecipeError([f"{place}: it has no weights in safetensors, and no other format is read"])
+        if (Path(folder) / ADAPTER_FILE).exists():
+            why = f"{ADAPTER_FILE} lies beside the weights, and transformers would load that adapter unasked"
+            raise RecipeError([f"{place}: {why}; move its files to another folder, or merge it into the weights"])
+        return folder
+    sizes = model.from_scratch
+    description = [SCRATCH_FORMAT, sizes.model_dump(mode="json"), seed, fingerprint, CHATML.read_text()]
+    key = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:16]
+    built = cache / f"model-{key}"
+    cache.mkdir(parents=True, exist_ok=True)
+    with lock.making(cache / f"model-{key}.lock"):
+        if not built.is_dir():
+            with tempfile.TemporaryDirectory(prefix=f"model-{key}.", dir=cache) as build:
+                tokenizer = train_tokenizer(texts, sizes.vocab_size)
+                tokenizer.save_pretrained(build)
+                new_model(sizes, tokenizer, seed).save_pretrained(build)
+                Path(build).rename(built)
+    return str(built)
+
+
+def _has_safetensors(folder: Path) -> bool:
+    """Whether the weights that transformers would read are safetensors: one file, or an index of nothing else."""
+    if (folder / "model.safetensors").is_file():
+        return True
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        names = set(index["weight_map"].values())
+        return bool(names) and all(re.fullmatch(r"[\w.-]+\.safetensors", name) for name in names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def fetch_model(name: str, revision: str | None, patterns: list[str] = HUB_FILES) -> str:
+    """The folder of a local model, or of a model downloaded from the Hub."""
+    if Path(name).is_dir():
+        return name
+    try:
+        return snapshot_download(name, revision=revision, allow_patterns=patterns)
+    except (OSError, ValueError) as error:  # the Hub's errors are OSErrors, a malformed name is a ValueError
+        mistake = f"model.name_or_path is {name!r}: not a folder, and not fetched ({first_line(error)})"
+        raise RecipeError([mistake]) from None
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens, with ChatML's special tokens and template."""
+    specials = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|im_end|>")
+    fast.chat_template = CHATML.read_text()
+    return fast
+
+
+def new_model(sizes: ScratchModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    """A new model of the given sizes, its weights drawn from `seed`."""
+    config = scratch_config(sizes, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config)
+
+
+def load_tokenizer(name: str, chat_template: str | None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model; `chat_template` is a Jinja file that replaces the tokenizer's own."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise RecipeError([f"model.name_or_path is {name!r}: no tokenizer there ({first_line(error)})"]) from None
+    if chat_template is not None:
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # any token will do: padding is never attended to and carries no loss
+    return tokenizer
+
+
+def load_config(name: str, max_length: int, packing: bool) -> PreTrainedConfig:
+    """The model's configuration.
+
+    Raises:
+        RecipeError: no such model, or one for which loss or attention would be wrong.
+    """
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise RecipeError([f"model.name_or_path is {name!r}: no model there ({first_line(error)})"]) from None
+    problem = not_served(config)
+    if problem is not None:
+        raise RecipeError([f"model.name_or_path is {name!r}: {problem}"])
+    mistakes = _check_positions(config, max_length)
+    if packing and (problem := packing_problem(config, max_length)):
+        mistakes.append(f"data.packing is true, but {name!r} cannot be packed: {problem}; write data.packing: false")
+    if mistakes:
+        raise RecipeError(mistakes)
+    return config
+
+
+def _check_positions(config: PreTrainedConfig, max_length: int) -> list[str]:
+    positions = getattr(config, "max_position_embeddings", None) or max_length
+    if max_length > positions:
+        return [f"data.max_length is {max_length}, but the model has {positions} positions; use at most those"]
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind, original = rope.get("rope_type"), rope.get("original_max_position_embeddings") or positions
+    if kind in ("dynamic", "longrope") and max_length > original:
+        return [
+            f"data.max_length is {max_length}, but above {original} tokens this model's rotary embedding ({kind})"
+            f" depends on the longest sample of a micro-batch; use at most {original}"
+        ]
+    return []
+
+
+def load_model(
+    name: str,
+    settings: ModelSection,
+    *,
+    packing: bool,
+    dtype: torch.dtype = torch.float32,
+    sequence_mesh: DeviceMesh | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """Load a model with its loss inside (see `add_loss`), in training mode.
+
+    Under ZeRO-3 and tensor parallel every rank must call. The engine sets the dtype of the forward.
+
+    Args:
+        dtype: float32 if an optimizer updates the weights; frozen weights may be smaller.
+        sequence_mesh: the ranks that share the tokens of each row, if any.
+        options: further arguments of `from_pretrained`, from engine and adapter.
+
+    Raises:
+        RecipeError: the heads cannot be divided over `sequence_mesh`.
+    """
+    if packing or sequence_mesh is not None:
+        options["attn_implementation"] = PACKED
+    model = AutoModelForCausalLM.from_pretrained(
+        name, dtype=dtype, trust_remote_code=False, use_safetensors=True, **options
+    )
+    _allocate_meta_weights(model)
+    model.config.use_cache = False
+    if sequence_mesh is not None and (problem := sequence_problem(model.config, sequence_mesh.size())):
+        raise RecipeError([f"model {name}: {problem}"])
+    if model.config._attn_implementation == "sdpa" and packing_problem(model.config) is None:
+        # Our attention for padded rows too: transformers would synchronize with the device to look for packed rows
+        # (masking_utils.py, find_packed_sequence_indices), and in float32 use a kernel with T x T scores.
+        model.set_attn_implementation(PACKED)
+    if settings.liger_kernels:
+        patch_kernels(model)
+    if settings.gradient_checkpointing:
+        save_activations(model, selective=settings.gradient_checkpointing == "selective")
+    if settings.compile:
+        compile_layers(model)
+    add_loss(model, sequence_mesh)
+    model.train()
+    return model
+
+
+def _allocate_meta_weights(model: PreTrainedModel) -> None:
+    """Allocate weights whose values another rank will send, since accelerate identifies parameters by their addresses
+    (accelerator.py, _prepare_fsdp2). The kernel provides no memory until they are written.
+    """
+    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                empty = torch.empty_like(parameter, device="cpu")
+                setattr(module, name, made.setdefault(parameter, torch.nn.Parameter(empty, parameter.requires_grad)))
+
+
+def revision_of(folder: str) -> str | None:
+    """The commit of a folder in the Hub's cache."""
+    found = re.search(r"/snapshots/([0-9a-f]{40})/?$", folder)
+    return found.group(1) if found else None
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that ends an assistant's turn in the chat template, or None."""
+    if not tokenizer.chat_template:
+        return None
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    try:
+        ids = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
+    except TemplateError:  # the template requires other messages
+        return None
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return next((i for i in reversed(ids) if i in special), None)
+
+
+def weights_digest(folder: Path, *, cache: Path | None = None) -> str:
+    """SHA-256 over names and digests of a model's configuration and safetensors files; for `cache` see `sha256_of`."""
+    paths = sorted((*folder.glob("*.safetensors"), folder / "config.json"))
+    digests = sha256_of(paths, cache=cache)
+    lines = "".join(f"{path.name} {digests[path]}\n" for path in paths)
+    return hashlib.sha256(lines.encode()).hexdigest()

@@ -1,0 +1,197 @@
+"""Attention within each sample of a packed row, and for padded rows; registered with transformers."""
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, PreTrainedConfig
+
+PACKED = "cookbook_packed"
+"""Name for `attn_implementation`. transformers has no mask function of this name, so it builds no mask."""
+
+# A list, since no attribute reveals it: stablelm, nemotron and nanochat silently use attention code of their own.
+PACKABLE = (
+    "ernie4_5",
+    "exaone4",
+    "gemma",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "gpt_neox",
+    "helium",
+    "llama",
+    "ministral",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+    "starcoder2",
+)
+"""Architectures for which tests/test_packed_attention.py shows that samples stay apart."""
+
+VARLEN_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
+"""They differ by version: torch 2.10 has is_causal and no scale, 2.13 window_size; grouped heads came last."""
+
+
+class Lengths:
+    """Tokens of each sample, on the host, so that nothing waits for the device.
+
+    An opaque object: a compiled layer would recompile for each new tuple among its arguments.
+    """
+
+    def __init__(self, values: tuple[int, ...]) -> None:
+        self.values = values
+
+
+class Segments(NamedTuple):
+    """Boundaries of the samples in a packed row."""
+
+    offsets: torch.Tensor
+    """(samples + 1,) int32, on the model's device."""
+    longest: int
+    """Tokens of the longest sample."""
+    lengths: Lengths
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    *,
+    scaling: float | None = None,
+    segments: Segments | None = None,
+    sequence_mesh: DeviceMesh | None = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each sample of one packed row; without `segments`, within each row.
+
+    Args:
+        query: (B, query heads, T, D); key and value have their own number of heads.
+        sequence_mesh: the N ranks that hold consecutive T tokens each of these rows. Collective for them.
+
+    Returns:
+        (B, T, query heads, D), as transformers expects.
+    """
+    assert attention_mask is None, "a mask reached the packed attention, which would ignore it"
+    if sequence_mesh is None:
+        return _attend(query, key, value, scaling, segments), None
+    # Ulysses (Jacobs et al. 2023, section 3.1): from all heads of T tokens to 1/N of the heads of all tokens, and back.
+    if (repeats := sequence_mesh.size() // key.shape[1]) > 1:
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    query, key, value = (_exchange(x, sequence_mesh) for x in (query, key, value))
+    return _exchange(_attend(query, key, value, scaling, segments), sequence_mesh), None
+
+
+def _exchange(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """All-to-all from shards along dimension 2 to shards along dimension 1, and back in the backward."""
+    return DTensor.from_local(local, mesh, [Shard(2)], run_check=False).redistribute(placements=[Shard(1)]).to_local()
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, segments: Segments | None
+) -> torch.Tensor:
+    if segments is None:
+        return _causal(query, key, value, scaling).transpose(1, 2)
+    dtype = _computed_in(query)
+    if query.is_cuda and dtype in (torch.bfloat16, torch.float16):
+        query, key, value = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))
+        return _varlen(query, key, value, segments, scaling).unsqueeze(0)
+    return _one_by_one(query, key, value, segments, scaling)
+
+
+def _computed_in(query: torch.Tensor) -> torch.dtype:
+    """The dtype that reaches a kernel: autocast lowers what rotary embeddings in float32 have raised."""
+    if query.is_cuda and torch.is_autocast_enabled("cuda"):
+        return torch.get_autocast_dtype("cuda")
+    return query.dtype
+
+
+def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and query.is_cuda and _computed_in(query) == torch.float32:
+        # On CUDA only the flash and the math kernel support groups (torch/nn/functional.py, enable_gqa), and flash has
+        # no float32. The math kernel holds T x T scores; with repeated keys the memory-efficient kernel serves.
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+
+
+@torch.compiler.disable  # else a compiled layer would recompile for each new list of lengths
+def _one_by_one(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scaling: float | None
+) -> torch.Tensor:
+    lengths = list(segments.lengths.values)
+    # split, not slices: the backward of each slice would allocate a gradient of the whole row.
+    parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+    return torch.cat([_causal(q, k, v, scaling).transpose(1, 2) for q, k, v in parts], dim=1)
+
+
+def _varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scaling: float | None
+) -> torch.Tensor:
+    """torch's kernel for ragged samples, (T, heads, D) in and out. It has no CPU version; simulated GPUs check its
+    arguments and compute its numbers, and the kernel itself has not been run yet.
+    """
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in VARLEN_ARGUMENTS else {"is_causal": True}
+    if "enable_gqa" in VARLEN_ARGUMENTS:
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+    else:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    if "scale" in VARLEN_ARGUMENTS:
+        options["scale"] = scaling
+    elif scaling is not None:
+        query = query * (scaling * query.shape[-1] ** 0.5)  # the kernel divides by the root of the head size
+    offsets, longest, _ = segments
+    result: Any = varlen_attn(query, key, value, offsets, offsets, longest, longest, **options)
+    return result
+
+
+AttentionInterface.register(PACKED, attend)
+
+
+def sequence_problem(config: PreTrainedConfig, size: int) -> str | None:
+    """Why `size` ranks cannot share the tokens of this model's rows, or None: each takes a part of the heads."""
+    if problem := packing_problem(config):
+        return f"sequence parallel needs the attention of packed rows, and {problem}"
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    if heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0):
+        return None
+    return f"{heads} query and {key_heads} key heads cannot be divided over sp_size {size}; use a divisor of both"
+
+
+def packing_problem(config: PreTrainedConfig, max_length: int | None = None) -> str | None:
+    """Why this model would mix the samples of a packed row, or None.
+
+    Args:
+        max_length: longest sample in tokens; default: the model's positions.
+    """
+    max_length = max_length or getattr(config, "max_position_embeddings", None) or 2**62
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if window is not None and window < max_length:
+        return f"its attention window is {window} tokens, less than data.max_length {max_length}"
+    foreign = sorted(kinds - {"full_attention", "sliding_attention"})
+    if foreign:
+        return f"it has layers of {', '.join(foreign)}"
+    if getattr(config, "attention_dropout", 0.0):
+        return f"its attention_dropout {config.attention_dropout} is not in the packed attention"
+    if config.model_type not in PACKABLE:
+        return f"{config.model_type} is not among the architectures that were shown to keep samples apart"
+    return None

@@ -1,0 +1,75 @@
+"""Saves memory or time with equal results: recomputed activations, compiled layers, Liger's kernels."""
+
+import importlib.util
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from cookbook.config.recipe import ModelSection
+from cookbook.system.files import RecipeError
+
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "_scaled_mm"}
+
+
+def save_activations(model: PreTrainedModel, *, selective: bool) -> None:
+    """Recompute each layer in the backward pass; `selective`: all but matrix products and attention."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if selective:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    # transformers 5.23 renamed the method.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(options)
+
+
+def is_saved(operation: str) -> bool:
+    """Whether selective checkpointing keeps the result of an operation, by its name in ATen."""
+    # Every attention kernel has the word in its name: _scaled_dot_product_flash_attention, _varlen_attn, ...
+    return operation in PRODUCTS or "attention" in operation or "attn" in operation
+
+
+def _policy(context: object, operation: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_saved(operation._opname) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compile each decoder layer in place, for any batch size and length.
+
+    Seen on CPU (torch 2.13): one compilation serves all layers, and from the second packed row on, all lengths. There
+    the split attention breaks the graph; checkpointed layers cannot have a graph break, so they run uncompiled.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    assert layers, f"{type(model).__name__} has no layers to compile"
+    for layer in layers:
+        layer.compile(dynamic=True)
+
+
+def kernel_notes(settings: ModelSection, config: PreTrainedConfig) -> list[str]:
+    """Notes on `model.liger_kernels` for the user.
+
+    Raises:
+        RecipeError: there is a GPU, and Liger is not installed or does not know this architecture.
+    """
+    if not settings.liger_kernels:
+        return []
+    if not torch.cuda.is_available():
+        return ["model.liger_kernels: ignored, its kernels need a GPU"]
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise RecipeError(["model.liger_kernels is true, but Liger is not installed: pip install liger-kernel"])
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # type: ignore[import-not-found]
+
+    if config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise RecipeError([f"model.liger_kernels is true, but Liger has none for {config.model_type}; remove it"])
+    return []
+
+
+def patch_kernels(model: PreTrainedModel) -> None:
+    """Replace layers by Liger's kernels if there is a GPU, but not the loss. Not run on a GPU yet."""
+    if not torch.cuda.is_available():
+        return
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance  # type: ignore[import-not-found]
+
+    _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)

@@ -1,0 +1,80 @@
+"""Finds a model's configuration: in the recipe, a folder, the Hub or its cache, or `recipes/offline_facts.json`."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+
+from cookbook.config.recipe import ModelSection, ScratchModel
+from cookbook.planning.library import hub_answers, known_model
+from cookbook.system.files import RecipeError, first_line
+
+FROM_MODEL = "its own configuration"
+OFFLINE_FACTS = "recipes/offline_facts.json"
+
+# Configuration keys of transformations after the head, which our loss would skip.
+LOGIT_TRANSFORMS = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+    "logits_soft_cap",
+    "output_logit_soft_cap",
+)
+
+
+def find_config(model: ModelSection) -> tuple[PreTrainedConfig, str]:
+    """The configuration of a recipe's model, and its origin, `FROM_MODEL` or (without the Hub) `OFFLINE_FACTS`.
+
+    Raises:
+        RecipeError: there is no model of that name.
+    """
+    if model.from_scratch is not None:
+        return scratch_config(model.from_scratch), FROM_MODEL
+    name = model.name_or_path
+    assert name is not None
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False, **hub_options(model)), FROM_MODEL
+    except (OSError, ValueError) as error:
+        facts = known_model(name)
+        if facts is None:
+            mistake = (
+                f"model.name_or_path is {name!r}: neither a folder, nor on the Hub or in its cache"
+                f" ({first_line(error)}), nor in {OFFLINE_FACTS}. Connect, or add its structure there"
+            )
+            raise RecipeError([mistake]) from None
+    return AutoConfig.for_model(**facts["config"]), OFFLINE_FACTS
+
+
+def hub_options(model: ModelSection) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that use the Hub only if it answers."""
+    is_online = not Path(str(model.name_or_path)).is_dir() and hub_answers()
+    return {"revision": model.revision, "local_files_only": not is_online}
+
+
+def scratch_config(sizes: ScratchModel, **tokens: int | None) -> PreTrainedConfig:
+    """The configuration of a new model.
+
+    Args:
+        tokens: special tokens of the tokenizer, such as `pad_token_id`.
+    """
+    return AutoConfig.for_model(
+        **sizes.model_dump(), head_dim=sizes.hidden_size // sizes.num_attention_heads, bos_token_id=None, **tokens
+    )
+
+
+def not_served(config: PreTrainedConfig) -> str | None:
+    """Why loss or attention would be wrong for this model, or None."""
+    if config.get_text_config() is not config:
+        return f"{config.model_type} holds more than a language model (images, sound); take a text-only model"
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
+        return f"{config.model_type} is not a causal language model"
+    # Without a mask, only causal attention does not see the padding.
+    is_encoder = getattr(config, "is_decoder", None) is False and config.model_type != "gpt_neox"  # false by oversight
+    both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    if is_encoder or both_ways or getattr(config, "is_causal", None) is False:
+        return "its attention looks ahead, so it cannot learn to predict the next token"
+    for key in LOGIT_TRANSFORMS:
+        if getattr(config, key, None) not in (None, 1, 1.0):
+            return f"its {key} changes the logits after the head, not served yet"
+    return None

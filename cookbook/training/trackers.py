@@ -1,0 +1,167 @@
+"""Experiment trackers get the lines of metrics.jsonl and the recipe's settings, through accelerate's tracker classes.
+
+Each has a thread of its own on the main process: a slow server delays no step, and an error ends its tracker alone.
+"""
+
+import json
+import os
+import queue
+import re
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from accelerate.tracking import GeneralTracker, MLflowTracker, TensorBoardTracker, TrackioTracker, WandBTracker
+
+PROJECT = "cookbook"
+"""Where a tracker groups runs, unless its own environment variable names a group."""
+Config: TypeAlias = dict[str, str | float]
+Started: TypeAlias = tuple[GeneralTracker, str]
+CLOSE_SECONDS = 30.0
+"""How long the end of a run waits for a tracker."""
+
+
+def _start_tensorboard(folder: Path, name: str, run_id: str | None, config: Config) -> Started:
+    tracker = TensorBoardTracker("", folder)
+    tracker.start()
+    if run_id is None:
+        tracker.store_init_configuration(config)
+    return tracker, name
+
+
+def _start_wandb(folder: Path, name: str, run_id: str | None, config: Config) -> Started:
+    import wandb
+
+    run_id = run_id or uuid.uuid4().hex
+    # Not the console, the code or the diff: they may hold what nobody meant to publish.
+    settings = wandb.Settings(console="off", disable_git=True, disable_code=True, login_timeout=30)
+    project = os.environ.get("WANDB_PROJECT", PROJECT)
+    tracker = WandBTracker(project, name=name, id=run_id, resume="allow", dir=str(folder), settings=settings)
+    tracker.start()
+    tracker.store_init_configuration(config)
+    return tracker, run_id
+
+
+def _start_mlflow(folder: Path, name: str, run_id: str | None, config: Config) -> Started:
+    # One database beside the folders of runs; mlflow's own default depends on the version and the current folder.
+    os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{folder.parents[2].resolve() / 'mlflow.db'}")
+    tracker = MLflowTracker(PROJECT, run_name=name, run_id=run_id)
+    tracker.start()
+    if run_id is None:  # mlflow refuses another value of a parameter
+        tracker.store_init_configuration(config)
+    return tracker, tracker.tracker.info.run_id
+
+
+def _start_trackio(folder: Path, name: str, run_id: str | None, config: Config) -> Started:
+    run_id = run_id or f"{name}-{uuid.uuid4().hex[:8]}"  # trackio knows a run by its name
+    tracker = TrackioTracker(PROJECT, name=run_id, resume="allow")
+    tracker.start()
+    tracker.store_init_configuration(config)  # also of a resumed run, whose settings it would forget
+    return tracker, run_id
+
+
+STARTS: dict[str, Callable[[Path, str, str | None, Config], Started]] = {
+    "tensorboard": _start_tensorboard,
+    "wandb": _start_wandb,
+    "mlflow": _start_mlflow,
+    "trackio": _start_trackio,
+}
+"""From the tracker's folder, the run's name, the id under which an earlier start logged it, if there is one, and the
+settings; returns the tracker and its id of the run."""
+
+
+def logged_after(metrics: Path, step: int) -> dict[str, int]:
+    """The lines of a metrics.jsonl after `step`, which a run that resumes from it repeats: their steps by `_key`.
+
+    Call it before the log is opened, which removes them. Lines that cannot be read are passed over.
+    """
+    found = {}
+    for text in metrics.read_bytes().splitlines() if metrics.is_file() else []:
+        try:
+            line = json.loads(text)
+            found[_key(line)] = int(line["step"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return {key: number for key, number in found.items() if number > step}
+
+
+def _key(line: Mapping[str, Any]) -> str:
+    return f"{line['step']} {'training' if 'loss' in line else line.get('eval_set', '')}"
+
+
+class Tracker(threading.Thread):
+    """One tracker of a run; `log` and `close` never raise. Create it on rank 0, after the process group."""
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        config: Mapping[str, Any],
+        *,
+        step: int,
+        repeated: Mapping[str, int],
+        say: Callable[[str], None],
+    ) -> None:
+        """
+        Args:
+            name: a key of `STARTS`.
+            folder: the run's output folder; the tracker's own is trackers/NAME in it.
+            config: settings by `section.key`.
+            step: the run goes on from here.
+            repeated: the result of `logged_after`.
+            say: logs the one warning of a tracker that fails.
+        """
+        super().__init__(name=f"tracker {name}", daemon=True)  # one that hangs must not keep the process
+        self._tracker_name, self._folder, self._run_name = name, folder / "trackers" / name, folder.resolve().name
+        self._config = {key: _plain(value) for key, value in config.items()}
+        self._step, self._repeated, self._say = step, repeated, say
+        self._lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self.start()
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Log a line of metrics.jsonl soon."""
+        if self.is_alive():
+            self._lines.put(line)
+
+    def close(self) -> None:
+        """Wait until everything is logged, but not for ever."""
+        self._lines.put(None)
+        self.join(CLOSE_SECONDS)
+        if self.is_alive():
+            self._warn(f"did not end within {CLOSE_SECONDS:.0f} s, and is left")
+
+    def run(self) -> None:
+        try:
+            self._follow()
+        except BaseException as error:  # some end the process where they cannot go on
+            self._warn(f"failed and is off: {type(error).__name__}: {error}")
+
+    def _warn(self, what: str) -> None:
+        self._say(f"run.trackers: {self._tracker_name} {what}; the run and its metrics.jsonl go on without it")
+
+    def _follow(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / "state.json"
+        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        done: dict[str, int] = {}
+        if known is not None:
+            done = {key: step for key, step in (known["logged"] | self._repeated).items() if step > self._step}
+        start, earlier = STARTS[self._tracker_name], known and known["id"]
+        tracker, run_id = start(self._folder, self._run_name, earlier, self._config)
+        path.write_text(json.dumps({"id": run_id, "logged": done}) + "\n", encoding="utf-8")
+        while (line := self._lines.get()) is not None:
+            if _key(line) not in done:
+                tracker.log(_values(line), step=line["step"])
+        tracker.finish()
+
+
+def _values(line: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a line by their names in metrics.jsonl; those of a named set as `set/name`."""
+    prefix = re.sub(r"[^\w. -]", "_", line["eval_set"]) + "/" if "eval_set" in line else ""
+    return {f"{prefix}{key}": value for key, value in line.items() if key != "step" and isinstance(value, int | float)}
+
+
+def _plain(value: Any) -> str | float:
+    return value if isinstance(value, str | int | float) else json.dumps(value)

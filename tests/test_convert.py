@@ -1,0 +1,500 @@
+"""Protects `convert`: each project's file becomes exact values, and nothing in it is dropped in silence.
+
+python -m pytest -q tests/test_convert.py
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT
+
+from cookbook.commands.cli import main
+from cookbook.config.foreign import PROJECTS, answers
+from cookbook.config.recipe import OWNED_ELSEWHERE, Recipe, leaves
+from cookbook.config.strategy import load_strategy
+from cookbook.system.files import Document, validate
+
+TRL = """\
+model_name_or_path: some/model
+dataset_name: some/chats
+dataset_test_split: test
+learning_rate: 2.0e-4
+lr_scheduler_type: cosine
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 8
+max_steps: 200
+warmup_ratio: 0.05
+use_peft: true
+load_in_4bit: true
+lora_r: 32
+lora_alpha: 16
+lora_target_modules: [q_proj, v_proj]
+assistant_only_loss: true
+packing: true
+eval_strategy: steps
+eval_steps: 100
+logging_steps: 5
+surprise: 7
+"""
+HANDBOOK = """\
+model_name_or_path: some/model
+dataset_mixer: {some/pairs: 1.0, other/pairs: 0.5}
+dataset_splits: [train_prefs, test_prefs]
+beta: 0.01
+bf16: true
+gradient_accumulation_steps: 2
+gradient_checkpointing: true
+learning_rate: 5.0e-7
+lr_scheduler_type: cosine
+max_length: 512
+num_train_epochs: 1
+per_device_train_batch_size: 8
+warmup_ratio: 0.1
+"""
+LLAMA_FACTORY = """\
+model_name_or_path: some/model
+stage: sft
+finetuning_type: lora
+lora_rank: 4
+lora_target: all
+dataset: first,second
+template: llama3
+cutoff_len: 1000
+output_dir: outputs/saved
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_steps: 20
+bf16: true
+fsdp: full_shard auto_wrap offload
+"""
+AXOLOTL = """\
+base_model: some/model
+datasets:
+  - path: some/chats
+    type: chat_template
+    field_messages: talk
+    shards: 3
+val_set_size: 0.05
+sequence_len: 4096
+sample_packing: true
+adapter: qlora
+lora_r: 32
+lora_alpha: 16
+lora_target_linear: true
+wandb_project:
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+num_epochs: 4
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+learning_rate: 0.0002
+bf16: auto
+evals_per_epoch: 4
+"""
+TORCHTUNE = """\
+output_dir: outputs/tuned
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: /tmp/m/tokenizer.model, max_seq_len: 900}
+model:
+  _component_: torchtune.models.llama3_1.lora_llama3_1_8b
+  lora_attn_modules: [q_proj, output_proj]
+  apply_lora_to_mlp: true
+  lora_rank: 8
+  lora_alpha: 16
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: some/model}
+dataset: {_component_: torchtune.datasets.chat_dataset, source: some/chats, split: "train[:10%]"}
+batch_size: 2
+epochs: 1
+gradient_accumulation_steps: 4
+optimizer: {_component_: torch.optim.AdamW, lr: 3e-4, fused: true}
+loss: {_component_: torchtune.modules.loss.CEWithChunkedOutputLoss}
+dtype: bf16
+enable_activation_checkpointing: true
+fsdp_cpu_offload: true
+"""
+TRAINER = json.dumps(
+    {"per_device_train_batch_size": 16, "learning_rate": 1e-5, "max_steps": 90, "seed": 7, "fp16": True}
+)
+ACCELERATE = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config: {zero_stage: 3, offload_optimizer_device: none, zero3_init_flag: true}
+mixed_precision: bf16
+num_processes: 8
+"""
+
+RECIPES = {
+    "trl": {
+        "strategy": "ddp",
+        "mixed_precision": "bf16",
+        "model": {"name_or_path": "some/model", "gradient_checkpointing": True},
+        "data": {
+            "train": "some/chats",
+            "eval": {"path": "some/chats", "split": "test"},
+            "max_length": 1024,
+            "packing": True,
+        },
+        "objective": {"train_on": "assistant"},
+        "adapter": {"name": "qlora", "rank": 32, "alpha": 16.0, "dropout": 0.05, "targets": ["q_proj", "v_proj"]},
+        "batch": {"global_batch_size": 32, "micro_batch_size": 4},
+        "optim": {"learning_rate": 2e-4},
+        "schedule": {"name": "cosine", "warmup_steps": 10},
+        "run": {"max_steps": 200, "eval_every_steps": 100},
+    },
+    "alignment-handbook": {
+        "strategy": "ddp",
+        "mixed_precision": "bf16",
+        "model": {"name_or_path": "some/model", "gradient_checkpointing": True},
+        "data": {
+            "train": [
+                {"path": "some/pairs", "split": "train_prefs"},
+                {"path": "other/pairs", "split": "train_prefs", "weight": 0.5},
+            ],
+            "eval": {
+                "some-pairs-test_prefs": {"path": "some/pairs", "split": "test_prefs"},
+                "other-pairs-test_prefs": {"path": "other/pairs", "split": "test_prefs"},
+            },
+            "max_length": 512,
+        },
+        "objective": {"name": "dpo", "beta": 0.01},
+        "batch": {"global_batch_size": 16, "micro_batch_size": 8},
+        "optim": {"learning_rate": 5e-7},
+        "schedule": {"name": "cosine"},
+        "run": {"num_epochs": 1},
+    },
+    "llama-factory": {
+        "strategy": "fsdp2_offload",
+        "mixed_precision": "bf16",
+        "model": {"name_or_path": "some/model", "gradient_checkpointing": True},
+        "data": {"train": [{"path": "path/to/first.jsonl"}, {"path": "path/to/second.jsonl"}], "max_length": 1000},
+        "objective": {"name": "sft"},
+        "adapter": {"name": "lora", "rank": 4, "alpha": 8.0, "targets": ["all-linear"]},
+        "batch": {"global_batch_size": 8, "micro_batch_size": 1},
+        "optim": {"learning_rate": 1e-4},
+        "schedule": {"name": "cosine", "warmup_steps": 20},
+        "run": {"num_epochs": 3, "output_dir": "outputs/saved"},
+    },
+    "axolotl": {
+        "strategy": "ddp",
+        "mixed_precision": "bf16",
+        "model": {"name_or_path": "some/model"},
+        "data": {
+            "train": {"path": "some/chats", "columns": {"messages": "talk"}},
+            "holdout": 0.05,
+            "max_length": 4096,
+            "packing": True,
+        },
+        "adapter": {"name": "qlora", "rank": 32, "alpha": 16.0, "targets": ["all-linear"]},
+        "batch": {"global_batch_size": 8, "micro_batch_size": 2},
+        "optim": {"name": "adamw_8bit", "learning_rate": 2e-4},
+        "schedule": {"name": "cosine"},
+        "run": {"num_epochs": 4},
+    },
+    "torchtune": {
+        "strategy": "fsdp2_offload",
+        "mixed_precision": "bf16",
+        "model": {"name_or_path": "some/model", "gradient_checkpointing": True},
+        "data": {"train": "some/chats", "max_length": 900},
+        "adapter": {
+            "name": "lora",
+            "rank": 8,
+            "alpha": 16.0,
+            "targets": ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        },
+        "batch": {"global_batch_size": 8, "micro_batch_size": 2},
+        "optim": {"name": "adamw", "learning_rate": 3e-4, "weight_decay": 0.01, "max_grad_norm": 0.0},
+        "schedule": {"name": "constant"},
+        "run": {"num_epochs": 1, "output_dir": "outputs/tuned"},
+    },
+    "trainer": {
+        "strategy": "ddp",
+        "mixed_precision": "fp16",
+        "seed": 7,
+        "batch": {"global_batch_size": 16, "micro_batch_size": 16},
+        "optim": {"learning_rate": 1e-5},
+        "schedule": {"name": "linear"},
+        "run": {"max_steps": 90},
+    },
+}
+FILES = {
+    "trl": TRL,
+    "alignment-handbook": HANDBOOK,
+    "llama-factory": LLAMA_FACTORY,
+    "axolotl": AXOLOTL,
+    "torchtune": TORCHTUNE,
+    "trainer": TRAINER,
+}
+LISTED = {
+    "trl": ["file.yaml:19: logging_steps is 5: every step", "file.yaml:20: surprise is 7: no counterpart is known"],
+    "alignment-handbook": ["file.yaml:13: warmup_ratio is 0.1: write schedule.warmup_steps", ":2: dataset_mixer is"],
+    "llama-factory": ["file.yaml:6: dataset is 'first,second': names in dataset_info.json", ":7: template is 'llama3'"],
+    "axolotl": ["file.yaml:2: datasets is list of 1: shards 3: no counterpart", ":22: evals_per_epoch is 4: write"],
+    "torchtune": ["file.yaml:2: tokenizer.path is", ":10: dataset.split is 'train[:10%]': write data.train.max_rows"],
+    "trainer": ["to correct before it runs:", "model: is missing"],
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The shipped strategies, and room for what is written."""
+    for name in ("accelerate_configs", "ds_configs"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path
+
+
+def convert(text: str, *arguments: str, name: str = "file.yaml") -> int:
+    Path(name).write_text(text)
+    return main(["convert", name, *arguments])
+
+
+@pytest.mark.parametrize("project", FILES)
+def test_a_file_becomes_exactly_this_recipe_and_the_rest_is_listed(folder, capsys, project):
+    assert convert(FILES[project]) == 0
+    printed = capsys.readouterr().out
+    assert PROJECTS[project].name in printed
+    assert yaml.safe_load(Path("recipes/file.yaml").read_text()) == _as_yaml(RECIPES[project])
+    for line in LISTED[project]:
+        assert line in printed, printed
+    if project not in ("trainer", "llama-factory"):  # the one has no model, the other no path
+        assert "recipes/file.yaml: fine under" in printed or "batch.global_batch_size is" in printed
+
+
+def _as_yaml(values):
+    """As PyYAML, whose YAML 1.1 reads 2e-05 as text, reads what `convert` wrote."""
+    return yaml.safe_load(yaml.safe_dump(values))
+
+
+@pytest.mark.parametrize("project", FILES)
+def test_every_key_is_in_the_recipe_or_listed(folder, capsys, project):
+    """Negative control of the tables: a key that they do not know, at each depth, is listed with its line."""
+    values = yaml.safe_load(FILES[project])
+    values["not_known"] = 1
+    sections = [key for key, value in values.items() if isinstance(value, dict) and key not in PROJECTS[project].keys]
+    for key in sections:
+        values[key]["not_known"] = 1
+    assert convert(json.dumps(values, indent=1), name="file.json") == 0
+    printed = capsys.readouterr().out
+    for key in ["not_known", *[f"{section}.not_known" for section in sections]]:
+        assert f": {key} is 1: no counterpart is known" in printed
+
+
+def test_accelerate_and_training_file_give_one_pair(folder, capsys):
+    Path("acc.yaml").write_text(ACCELERATE)
+    assert convert(TRL, "acc.yaml") == 0
+    recipe = yaml.safe_load(Path("recipes/file.yaml").read_text())
+    assert recipe["strategy"] == "zero3" and recipe["batch"]["global_batch_size"] == 4 * 8 * 8
+    printed = capsys.readouterr().out
+    assert "fine under accelerate_configs/zero3.yaml; 256 sequences" in printed
+    assert "acc.yaml:3: deepspeed_config.zero3_init_flag is true:" in printed
+
+
+DISTRIBUTIONS = {
+    "zero2": {"zero_optimization": {"stage": 2}},
+    "zero2_offload": {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "bf16": {"enabled": "auto"},
+    },
+    "zero3_nvme": {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}
+    },
+    "ddp": {"distributed_type": "MULTI_GPU", "num_processes": 2},
+    "single": {"distributed_type": "NO", "num_processes": 1},
+    "fsdp1": {"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}},
+    "fsdp2_grad_op": {
+        "distributed_type": "FSDP",
+        "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False},
+    },
+    "fsdp2_sp": {
+        "distributed_type": "FSDP",
+        "fsdp_config": {"fsdp_version": 2},
+        "parallelism_config": {"parallelism_config_sp_size": 2},
+    },
+    "tp": {"distributed_type": "MULTI_GPU", "parallelism_config": {"parallelism_config_tp_size": 2}},
+}
+
+
+@pytest.mark.parametrize("strategy", DISTRIBUTIONS)
+def test_a_distribution_alone_names_its_strategy_and_writes_nothing(folder, capsys, strategy):
+    before = sorted(folder.rglob("*"))
+    assert convert(json.dumps(DISTRIBUTIONS[strategy]), name="dist.json") == 0
+    printed = capsys.readouterr().out
+    assert f"strategy: {strategy}\n" in printed and "no recipe" in printed
+    assert sorted(folder.rglob("*")) == sorted([*before, folder / "dist.json"])
+
+
+NEW = {
+    "zero1 with offload": (
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+        {"kind": "zero", "zero_stage": 1, "offload_optimizer": "cpu"},
+    ),
+    "zero3, optimizer on disk": (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "fast"}}},
+        {"kind": "zero", "zero_stage": 3, "offload_optimizer": "nvme", "offload_param": None},
+    ),
+    "zero3 with a second copy": (
+        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
+        {"kind": "zero", "zero_stage": 3, "secondary_group_size": 8},
+    ),
+    "tp of 4": (
+        {"distributed_type": "MULTI_GPU", "parallelism_config": {"parallelism_config_tp_size": 4}},
+        {"kind": "tp", "tp_size": 4},
+    ),
+    "hsdp of 4 groups": (
+        {
+            "distributed_type": "FSDP",
+            "fsdp_config": {"fsdp_version": 2},
+            "parallelism_config": {"parallelism_config_dp_replicate_size": 4},
+        },
+        {"kind": "fsdp2", "dp_replicate_size": 4, "dp_shard_size": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize(("values", "wanted"), NEW.values(), ids=NEW)
+def test_what_no_shipped_strategy_has_becomes_a_valid_one(folder, capsys, values, wanted):
+    assert convert(json.dumps(values), "--out", "recipes/mine.yaml", name="dist.json") == 0
+    assert "to correct" not in capsys.readouterr().out
+    loaded = load_strategy(Path("accelerate_configs/mine.yaml"))
+    assert {key: getattr(loaded, key) for key in wanted} == wanted
+
+
+def test_a_deepspeed_file_named_in_the_training_file_is_read(folder, capsys):
+    Path("ds.json").write_text('{"zero_optimization": {"stage": 3, "reduce_bucket_size": 1}}')
+    assert convert(f"{AXOLOTL}deepspeed: ds.json\n") == 0
+    assert yaml.safe_load(Path("recipes/file.yaml").read_text())["strategy"] == "zero3"
+    assert "ds.json:1: zero_optimization.reduce_bucket_size is 1:" in capsys.readouterr().out
+    assert convert(f"{AXOLOTL}deepspeed: gone.json\n", "--out", "recipes/other.yaml") == 0
+    assert "deepspeed is 'gone.json': no such file" in capsys.readouterr().out
+
+
+SILENT = {
+    "a data set beside a mixture": (f"{HANDBOOK}dataset_name: some/third\n", "dataset_name is 'some/third': left out"),
+    "a test split of a mixture": (f"{HANDBOOK}dataset_test_split: held\n", "dataset_test_split is 'held': left out"),
+    "a loss of another stage": (f"{LLAMA_FACTORY}pref_loss: ipo\n", "pref_loss is 'ipo': goes with stage dpo"),
+    "an adapter's key without adapter": (
+        TRL.replace("use_peft: true", ""),
+        "lora_r is 32: without an adapter, left out",
+    ),
+    "4 bits without adapter": (TRL.replace("use_peft: true", ""), "load_in_4bit is true: without an adapter, left out"),
+    "epochs beside steps": (f"{TRL}num_train_epochs: 2\n", "num_train_epochs is 2: max_steps has precedence"),
+    "steps without evaluation": (TRL.replace("steps\n", "'no'\n"), "eval_steps is 100: eval_strategy is no; left out"),
+    "a key twice under two names": (f"{TRL}max_seq_length: 9\nmax_length: 8\n", "data.max_length is 9 already"),
+}
+
+
+@pytest.mark.parametrize(("text", "line"), SILENT.values(), ids=SILENT)
+def test_a_key_that_another_makes_void_is_listed(folder, capsys, text, line):
+    assert convert(text, "--from", "llama-factory" if "stage" in text else "alignment-handbook") == 0
+    assert line in capsys.readouterr().out
+
+
+def test_a_value_without_a_counterpart_does_not_become_a_default(folder, capsys):
+    text = TRL.replace("max_steps: 200", "num_train_epochs: 0.5").replace("cosine", "cosine_with_restarts")
+    assert convert(text) == 0
+    recipe, printed = yaml.safe_load(Path("recipes/file.yaml").read_text()), capsys.readouterr().out
+    assert "num_epochs" not in recipe["run"] and "schedule" not in recipe
+    assert "num_train_epochs is 0.5: epochs are whole here" in printed
+    assert "lr_scheduler_type is 'cosine_with_restarts': no counterpart; schedule.name can be cosine, linear" in printed
+    assert "neither num_epochs nor max_steps is given" in printed
+
+
+def test_nothing_is_overwritten(folder, capsys):
+    assert convert(TRL) == 0
+    before = Path("recipes/file.yaml").read_bytes()
+    assert convert(AXOLOTL) == 2
+    assert "recipes/file.yaml: exists, and is not overwritten" in capsys.readouterr().err
+    assert Path("recipes/file.yaml").read_bytes() == before
+
+
+REFUSED = {
+    "two projects fit": ("model_name_or_path: m\nlearning_rate: 1e-4\n", [], "may be a file of trl or llama-factory"),
+    "nobody's": ("a: 1\nb: 2\nc: 3\n", [], "of its 3 keys 0 are known"),
+    "a recipe of ours": ("batch: {}\noptim: {}\nrun: {}\n", [], "is a recipe already"),
+    "no YAML name": (TRL, ["--out", "mine.json"], "--out is 'mine.json'; name a .yaml file"),
+    "two trainings": (TRL, ["file.yaml"], "give one of them"),
+    "no such file": (TRL, ["gone.yaml"], "gone.yaml: no such file"),
+}
+
+
+@pytest.mark.parametrize(("text", "arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_mistake_ends_with_2_and_writes_nothing(folder, capsys, text, arguments, message):
+    assert convert(text, *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("recipes").exists()
+
+
+def test_from_decides_between_two_and_leaves_a_distribution_alone(folder):
+    Path("ds.json").write_text(json.dumps({**DISTRIBUTIONS["zero2"], "gradient_accumulation_steps": 2}))
+    assert convert("model_name_or_path: m\nlearning_rate: 1e-4\n", "ds.json", "--from", "trl") == 0
+    recipe = yaml.safe_load(Path("recipes/file.yaml").read_text())
+    assert recipe["strategy"] == "zero2" and recipe["data"]["max_length"] == 1024
+
+
+def test_every_counterpart_is_a_key_of_ours_and_every_other_key_has_advice():
+    known = set(leaves(Recipe))
+    for name, project in PROJECTS.items():
+        for path, key in project.keys.items():
+            if key.ours is None:
+                assert key.why, (name, path)
+            elif not key.ours.startswith(("~", "strategy.")):
+                assert key.ours in known, (name, path, key.ours)
+        assert {key for key in project.defaults if key[0] != "~"} <= known, name
+
+
+def test_each_key_of_another_project_is_answered_in_a_recipe():
+    own = {path.rpartition(".")[2] for path in leaves(Recipe)}
+    foreign = sorted(answers().keys() - own)
+    assert len(foreign) > 150
+    _, mistakes = validate(Document("mine.yaml", dict.fromkeys(foreign, 1)), Recipe, OWNED_ELSEWHERE)
+    for key in foreign:
+        (answer,) = [line for line in mistakes if line.startswith(f"mine.yaml: {key}: ")]
+        assert "does not belong here; " in answer and not answer.endswith("; "), answer
+
+
+ANSWERS = {
+    "lr": "write it as optim.learning_rate",
+    "num_train_epochs": "write it as run.num_epochs",
+    "per_device_train_batch_size": "write it as batch.micro_batch_size",
+    "max_seq_length": "write it as data.max_length",
+    "lora_r": "write it as adapter.rank",
+    "load_in_4bit": "write adapter.name: qlora",
+    "report_to": "write it as run.trackers",
+    "warmup_ratio": "write schedule.warmup_steps: the share x the steps of the run",
+    "gradient_accumulation_steps": "it is derived: global_batch_size / (micro_batch_size x data-parallel processes)",
+}
+
+
+@pytest.mark.parametrize("key", ANSWERS)
+def test_the_answer_in_a_recipe_is_our_key(key):
+    assert OWNED_ELSEWHERE[key].startswith(ANSWERS[key])
+
+
+def test_a_name_that_the_user_chose_is_no_foreign_key():
+    values = {"data": {"train": "python-stdlib", "eval": {"dataset": {"split": "test"}}}}
+    _, mistakes = validate(Document("mine.yaml", values), Recipe, OWNED_ELSEWHERE)
+    assert "mine.yaml: data.eval.dataset.path: is missing; this key has no default" in mistakes
+
+
+@pytest.mark.parametrize(
+    "value", [0, -1, 0.5, "x", "", True, [1], ["a"], {"a": 1}, [{"a": 1}], [{"path": 3}]], ids=repr
+)
+def test_no_value_of_any_key_is_a_traceback(folder, value):
+    for name, project in PROJECTS.items():
+        values: dict = {}
+        for path in project.keys:
+            *sections, last = path.split(".")
+            home = values
+            for section in sections:
+                home = home.setdefault(section, {})
+                if not isinstance(home, dict):
+                    break
+            else:
+                home.setdefault(last, value)
+        assert convert(json.dumps(values), "--from", name, "--out", f"recipes/{name}.yaml", name="file.json") in (0, 2)

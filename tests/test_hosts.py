@@ -1,0 +1,177 @@
+"""Protects runs over several machines: their command line, the network between them, and that it changes no curve.
+
+python -m pytest -q tests/test_hosts.py
+python -m pytest -q -m slow tests/test_hosts.py    as root, with iproute2: two network namespaces are the machines
+"""
+
+import shlex
+from pathlib import Path
+
+import pytest
+from conftest import RECIPE
+from curves import Curve, distance, done_of
+
+from cookbook.commands import launch
+from cookbook.commands.cli import main
+from cookbook.config.strategy import load_strategy
+from cookbook.planning.plan import launch_command
+from cookbook.system import hosts
+from tests import simulated_driver
+from tests.needs import need_simulated_gpus
+from tests.two_machines import ADDRESSES, two_machines
+
+LOCAL = ["--first", "127.0.0.1"]
+
+
+@pytest.fixture
+def launched(book, monkeypatch):
+    """The command lines and environments that `cookbook launch` would run."""
+    found = []
+    monkeypatch.setattr(launch, "run_child", lambda command, environment, folder: found.append((command, environment)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in hosts.INTERFACES:
+        monkeypatch.delenv(name, raising=False)
+    return found
+
+
+def test_launch_hands_the_machines_to_accelerate_with_the_interface_between_them(launched):
+    main(["launch", RECIPE, "--machines", "2", "--machine", "1", *LOCAL, "--port", "29511", "--processes", "2"])
+    ((command, environment),) = launched
+    flags = "--num_processes 2 --num_machines 2 --machine_rank 1 --main_process_ip 127.0.0.1 --main_process_port 29511"
+    assert shlex.join(command).partition("ddp.yaml ")[2] == f"{flags} train.py {RECIPE}"
+    assert [environment[name] for name in hosts.INTERFACES] == ["lo", "=lo"]
+
+
+def test_an_interface_of_the_user_s_is_kept(launched, monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^docker")
+    main(["launch", RECIPE, "--machines", "2", "--machine", "0", *LOCAL, "--processes", "2"])
+    ((_, environment),) = launched
+    assert [environment[name] for name in hosts.INTERFACES] == ["lo", "^docker"]
+
+
+def test_without_a_count_each_machine_has_as_many_processes_as_alone(launched):
+    main(["launch", RECIPE])
+    main(["launch", RECIPE, "--machines", "2", "--machine", "0", *LOCAL, "--set", "batch.micro_batch_size=4"])
+    alone, two = (int(command[command.index("--num_processes") + 1]) for command, _ in launched)
+    assert two == 2 * alone
+    assert launched[0][1]["OMP_NUM_THREADS"] == launched[1][1]["OMP_NUM_THREADS"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--machines 2", ["--machine is missing: write", "--first is missing: write the address of machine 0"]),
+        ("--machines 2 --machine 2 --first 127.0.0.1", ["--machine is 2, with --machines 2; write 0 to 1"]),
+        ("--machines 2 --machine -1 --first 127.0.0.1", ["--machine is -1, with --machines 2; write 0 to 1"]),
+        ("--machines 0", ["--machines is 0; write a number above 0"]),
+        ("--machine 1 --first here", ["--machine, --first: would be ignored without --machines; add it"]),
+        ("--machines 2 --machine 0 --first 127.0.0.1 --port 70000", ["--port is 70000; write 1 to 65535"]),
+        (
+            "--machines 2 --machine 0 --first 127.0.0.1 --processes 3 --set batch.global_batch_size=24",
+            ["3 processes, which 2 machines cannot split evenly; write a multiple with --processes"],
+        ),
+        (
+            "--machines 2 --machine 0 --first nowhere.invalid",
+            ["machine 0 at nowhere.invalid: ", "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (one of "],
+        ),
+        ("--machines 2 --machine 0 --first localhost", ["this name resolves to 127.0.0.1 here, which no other"]),
+        (
+            "--machines 3 --machine 5 --processes 4 --set batch.global_batch_size=30",
+            [
+                "--machine is 5, with --machines 3; write 0 to 2",
+                "--first is missing",
+                "4 processes, which 3 machines cannot split evenly",
+                "batch.global_batch_size is 30, but 4 processes",
+            ],
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_mistakes_in_the_machines_are_answered_together(launched, capsys, flags, expected):
+    assert main(["launch", RECIPE, *flags.split()]) == 2
+    answer = capsys.readouterr().err
+    assert [text for text in expected if text not in answer] == [] and launched == [], answer
+
+
+def test_an_interface_that_is_not_here_is_refused(launched, monkeypatch, capsys):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    assert main(["launch", RECIPE, "--machines", "2", "--machine", "0", *LOCAL]) == 2
+    assert "GLOO_SOCKET_IFNAME=eth77: no such network interface; here are " in capsys.readouterr().err
+
+
+def ranks(rank, **extra):
+    """The variables of a process of two machines of two."""
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank % 2), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    return place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"} | extra
+
+
+FOUR = ["--set", "batch.micro_batch_size=4", "--dry-run"]
+
+
+def test_four_processes_on_two_machines_of_two_gpus_pass_and_on_one_do_not(book):
+    """As torchrun starts them: the strategy's file knows nothing of machines."""
+    need_simulated_gpus()
+    gpus = simulated_driver.variables(book.root, "count 2")
+    done = book.train(RECIPE, *FOUR, **gpus, **ranks(0))
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    alone = book.train(RECIPE, *FOUR, **gpus, **ranks(0, LOCAL_WORLD_SIZE="4"))
+    assert alone.returncode == 2 and "4 processes on this machine, which has 2 GPUs" in alone.stderr
+
+
+def test_a_process_whose_machine_does_not_reach_the_first_says_so(book):
+    done = book.train(RECIPE, *FOUR, **ranks(2, MASTER_ADDR="nowhere.invalid"), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2 and "machine 0 at nowhere.invalid: " in done.stderr
+    told = book.train(
+        RECIPE,
+        *FOUR,
+        **ranks(2, MASTER_ADDR="nowhere.invalid", GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo"),
+        CUDA_VISIBLE_DEVICES="",
+    )
+    assert told.returncode == 0, told.stderr
+
+
+@pytest.fixture(scope="module")
+def machines():
+    with two_machines() as names:
+        yield names
+
+
+def run_on(machines, lab, logs, strategy, settings, *, disks=()):
+    """A process on each machine, as `cookbook launch` starts it. Returns what each machine's launch came to.
+
+    Args:
+        logs: a folder.
+        disks: of the second machine, see tests/warm_parent.py.
+    """
+    loaded, jobs = load_strategy(Path(f"accelerate_configs/{strategy}.yaml")), []
+    for index, name in enumerate(machines):
+        this = hosts.Hosts(count=2, index=index, first=ADDRESSES[0])
+        command = launch_command("recipe", loaded, num_processes=2, assignments=[], hosts=this)
+        (logs / str(index)).mkdir()
+        job = lab.job(logs / str(index), strategy, settings, 2, launched=True, limit=240)
+        job |= {"accelerate": command[2 : command.index("train.py")], "host": name}
+        jobs.append(job | {"disks": disks if index else []})
+    return list(map(done_of, jobs, lab.parent.ask_all(jobs, at_once=2)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_two_machines_have_the_curve_of_one_process(machines, lab, tmp_path, strategy):
+    folder = tmp_path / "run"
+    ends = run_on(machines, lab, tmp_path, strategy, {"run.output_dir": str(folder)})
+    assert [end.returncode for end in ends] == [0, 0], "".join(end.stdout[-3000:] for end in ends)
+    found = distance(Curve(folder), lab.run("single"))
+    assert found.loss < 2e-6 and found.norm < 1e-6 and found.weight < 1e-6, found
+
+
+@pytest.mark.slow
+def test_machines_without_a_common_output_folder_are_refused_before_the_first_step(machines, lab, tmp_path):
+    own, shared = tmp_path / "own", tmp_path / "shared"
+    own.mkdir()
+    shared.mkdir()
+    settings = {"run.output_dir": str(shared / "run"), "run.max_steps": "8", "run.hang_timeout_minutes": "0.3"}
+    ends = run_on(machines, lab, tmp_path, "ddp", settings, disks=[[str(own), str(shared)]])
+    for end in ends:
+        assert "rank 1 cannot see what rank 0 wrote there; several machines need one folder" in end.stdout, end.stdout
+        assert "Traceback" not in end.stdout.split("run.output_dir ")[0], end.stdout
+    assert not list(tmp_path.rglob("metrics.jsonl")) and not list(tmp_path.rglob("step-*"))

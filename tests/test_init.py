@@ -1,0 +1,199 @@
+"""Protects `init`: the recipe it writes is the one that counting by hand gives, and what `plan` says fits.
+
+python -m pytest -q tests/test_init.py
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from small_data import chat, make_tokenizer
+from transformers import AutoConfig
+
+from cookbook.commands.cli import main
+from cookbook.commands.init import ANY, EXAMPLES
+from cookbook.config.recipe import load_recipe
+from cookbook.planning.library import read_label
+from cookbook.system.hardware import Machines
+
+OUT = "recipes/mine.yaml"
+CHATS = [chat("hi", "a" * 50)] * 298 + [chat("hi", "a" * 400)] * 2
+PAIRS = [{"prompt": f"q{i}", "chosen": "yes", "rejected": "no"} for i in range(50)]
+
+
+@pytest.fixture
+def model(book, monkeypatch):
+    """Makes a model's folder with a tokenizer of one token per letter, and without weights."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def model(hidden=64, layers=2, template=None):
+        tokenizer = make_tokenizer()
+        if template is not None:
+            tokenizer.chat_template = template
+        tokenizer.save_pretrained("model")
+        sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": hidden // 4}
+        config = AutoConfig.for_model("llama", vocab_size=300, max_position_embeddings=512, **sizes, **heads)
+        config.save_pretrained("model")
+        return "./model"
+
+    return model
+
+
+def write(rows, name="rows.jsonl"):
+    Path(name).write_text("\n".join(map(json.dumps, rows)))
+    return name
+
+
+def made(*arguments):
+    assert main(["init", *arguments]) == 0
+    return load_recipe(Path(OUT))
+
+
+def test_chats_on_two_gpus(model, capsys):
+    recipe = made(model(), write(CHATS), "--gpus", "2x8GB")
+    # 23 tokens of ChatML, "hi" included, and the answer: 73 for 298 rows, 423 for two, which are less than 1 %.
+    assert (recipe.data.max_length, recipe.data.holdout, recipe.data.packing) == (128, 0.05, True)
+    assert (recipe.objective.name, recipe.adapter, Path(recipe.strategy).stem) == ("sft", None, "ddp")
+    # 285 rows are left: ten steps of 16, where the example has 128. Both ranks take 8.
+    assert (recipe.batch.global_batch_size, recipe.batch.micro_batch_size) == (16, 8)
+    assert (recipe.optim.learning_rate, recipe.schedule.name) == (1e-3, "cosine")  # as smollm2_135m/sft
+    # Two epochs of 18 steps, a tenth of them warm-up.
+    assert (recipe.run.num_epochs, recipe.schedule.warmup_steps, recipe.run.save_every_steps) == (2, 4, 3)
+    assert (recipe.run.eval_every_steps, recipe.run.keep_best, recipe.run.resume) == (3, 1, "auto")
+    text, printed = Path(OUT).read_text(), capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 120
+    assert "# Needs:     2 GPUs of 8 GB. " in text and "SmolLM2-135M-Instruct" in text
+    assert "  # 99.3% of the rows are not longer; the longest has 423 tokens\n  max_length: 128\n" in text
+    *_, fine, preview, launch = printed.splitlines()
+    assert fine.startswith(f"{OUT}: fine under accelerate_configs/ddp.yaml")
+    assert (preview, launch) == (f"python -m cookbook preview {OUT}", f"python -m cookbook launch {OUT}")
+
+
+def test_preferences_on_a_gpu(model):
+    recipe = made(model(), write(PAIRS), "--gpus", "1x8GB")
+    assert (recipe.objective.name, recipe.objective.beta, recipe.data.holdout) == ("dpo", 0.01, 0)
+    assert (recipe.adapter.name, recipe.adapter.rank, recipe.optim.learning_rate) == ("lora", 16, 5e-6)
+    assert (recipe.batch.global_batch_size, recipe.data.max_length) == (8, 64)
+    assert (recipe.run.num_epochs, recipe.schedule.warmup_steps, recipe.run.keep_best) == (1, 1, 0)
+
+
+def test_texts_without_a_gpu(model, book):
+    for name in "ab":
+        book.write(f"texts/{name}.txt", "a" * 999)
+    recipe = made(model(), "texts", "--gpus", "cpu")
+    assert (recipe.objective.name, recipe.data.max_length, recipe.data.too_long) == ("cpt", 512, None)
+    assert (recipe.mixed_precision, Path(recipe.strategy).stem, recipe.adapter.name) == ("no", "single", "lora")
+    assert recipe.run.save_every_steps == 1
+    text = Path(OUT).read_text()
+    assert "# no GPU" in text and "the longest has 1,000 tokens; limited to the model's positions" in text
+
+
+def test_a_guess_at_columns_is_stated(model):
+    rows = [{"id": i, "Frage": f"Was ist {i}?", "Antwort": f"Das ist {i}."} for i in range(20)]
+    recipe = made(model(), write(rows), "--gpus", "1x8GB")
+    assert (recipe.objective.name, recipe.data.columns) == ("sft", {"user": "Frage", "assistant": "Antwort"})
+    assert "  # a guess by the types of the first row's values: look at it\n  columns:\n" in Path(OUT).read_text()
+
+
+def test_shapes_of_others_and_a_few_bad_rows_are_noted(model):
+    rows = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}] * 9 + [{"x": 1}]
+    recipe = made(model(), write(rows), "--gpus", "1x8GB")
+    assert recipe.data.on_bad_row == "drop" and recipe.data.columns is None
+    text = Path(OUT).read_text()
+    assert "# rows look like ShareGPT: conversations -> messages" in text and "# 1 rows: missing keys" in text
+
+
+def test_rows_that_are_mostly_bad_are_an_error(model, capsys):
+    rows = [{"prompt": "a", "completion": "b"}] + [chat("hi", "ho")] * 9
+    assert main(["init", model(), write(rows), "--gpus", "1x8GB"]) == 2
+    assert "another kind of row" in capsys.readouterr().err and not Path(OUT).exists()
+
+
+def test_a_template_that_can_be_trained_with_is_found(model):
+    recipe = made(model(template="{{ messages[0]['content'] }}"), write(CHATS[:9]), "--gpus", "1x8GB")
+    assert recipe.data.chat_template == "recipes/chat_templates/chatml.jinja"
+    assert "the first that serves;" in Path(OUT).read_text()
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("messages", "sft"), ("judged", "kto_zero"), ("completion", "sft")])
+def test_the_task_is_that_of_the_rows(model, kind, expected):
+    completion = {"prompt": "q", "completion": "a"}
+    rows = {"messages": chat("q", "a"), "judged": completion | {"label": True}, "completion": completion}
+    assert made(model(), write([rows[kind]] * 3), "--gpus", "1x8GB").objective.name == expected
+
+
+def test_another_task_for_the_same_rows(model):
+    assert made(model(), write(PAIRS), "--gpus", "1x8GB", "--task", "orpo").optim.learning_rate == 8e-5
+    assert "`chosen` and `rejected`" in Path(OUT).read_text()
+
+
+def test_a_task_for_other_rows_is_an_error(model, capsys):
+    assert main(["init", model(), write(PAIRS), "--gpus", "1x8GB", "--task", "sft"]) == 2
+    error = capsys.readouterr().err
+    assert "--task is sft" in error and "rows.jsonl has `chosen` and `rejected`; use --task dpo" in error
+    assert not Path(OUT).exists()
+
+
+def test_a_file_is_never_overwritten(model, capsys):
+    Path(OUT).write_text("mine")
+    assert main(["init", model(), write(CHATS), "--gpus", "1x8GB"]) == 2
+    assert f"--out is {OUT}, which exists" in capsys.readouterr().err and Path(OUT).read_text() == "mine"
+
+
+def test_mistakes_are_reported_together(book, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["init", "./none", "none.jsonl", "--gpus", "1x8GX", "--out", "mine.txt"]) == 2
+    error = capsys.readouterr().err
+    for mistake in ("'./none': no such folder", "'none.jsonl': no such file", "8GX", "--out is mine.txt"):
+        assert mistake in error
+    assert main(["init", "no/model", write([{"x": []}])]) == 2
+    error = capsys.readouterr().err
+    assert "'no/model': not a folder, and not fetched" in error and "rows.jsonl:1: missing keys" in error
+
+
+@pytest.mark.parametrize(("gpus", "adapter"), [("1x24GB", "lora"), ("1x12GB", "qlora")])
+def test_what_is_chosen_fits_by_plan_and_what_is_not_does_not(model, gpus, adapter, capsys):
+    """7 B parameters."""
+    recipe = made(model(hidden=4096, layers=32), write(CHATS), "--gpus", gpus)
+    assert recipe.adapter.name == adapter and Path(recipe.strategy).stem == "single"
+    plan = ["plan", OUT, "--gpus", gpus, "--strategy", "single"]
+    assert main(plan) == 0
+    heavier = {"lora": "adapter=null", "qlora": "adapter.name=lora"}[adapter]
+    assert main([*plan, "--set", heavier]) == 1
+
+
+def test_nothing_fits(model, monkeypatch, capsys):
+    here = Machines(text="cpu", host_gib=0.5)
+    monkeypatch.setattr("cookbook.commands.init.this_machine", lambda: here)
+    assert main(["init", model(), write(CHATS)]) == 2
+    assert "nothing fits 0 GiB of memory: ./model has 0.00 B parameters" in capsys.readouterr().err
+    assert not Path(OUT).exists()
+
+
+def test_a_note_cannot_become_keys(model):
+    breaks = "{{ raise_exception('no' + '\u2028' + 'seed: 7') }}"
+    assert made(model(template=breaks), write(CHATS[:9]), "--gpus", "1x8GB").seed == 42
+    assert "no seed: 7" in Path(OUT).read_text()
+
+
+@pytest.mark.parametrize(("task", "has_adapter"), EXAMPLES)
+def test_every_example_is_a_shipped_recipe_for_its_task(book, task, has_adapter):
+    examples = EXAMPLES[task, has_adapter]
+    assert [one.billions for one in examples] == sorted(one.billions for one in examples)
+    assert examples[-1].billions == ANY
+    for example in examples:
+        recipe = load_recipe(example.path)
+        assert (recipe.adapter is not None) == has_adapter
+        assert recipe.objective.name == task or (task, has_adapter) == ("cpt", True)
+        assert (recipe.schedule.warmup_steps > 0) == (example.warmup > 0)
+        assert read_label(example.path)["Settings"]
+
+
+def test_what_fits_no_gpu_is_offloaded_last(model):
+    recipe = made(model(hidden=4096, layers=32), write(CHATS), "--gpus", "1x4GB")
+    assert (recipe.adapter.name, Path(recipe.strategy).stem) == ("lora", "fsdp2_offload")
+    text = Path(OUT).read_text()
+    assert "# all weights do not fit on these GPUs without offloading" in text
+    assert "host memory unknown, needs" in text and "GB of host memory." in text

@@ -1,0 +1,273 @@
+"""Protects `report`, `compare` and `watch`: every number of metrics.jsonl is drawn, nothing is fetched or executed.
+
+python -m pytest -q tests/test_report.py -m "slow or not slow"
+"""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import threading
+import time
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cookbook.commands.cli import main
+from cookbook.commands.history import read_history
+from tests.needs import need_chromium
+
+HOSTILE = """<script>alert("1")</script> & $x_1$ '"><img src=x>"""
+VOID = {"meta", "br", "img", "link", "input"}
+
+
+def write_run(folder: Path, *, num_steps: int = 40, rate: float = 2e-5) -> Path:
+    """A run that was resumed at step 20 under another strategy, with a skipped step and two evaluation sets."""
+    folder.mkdir(parents=True)
+    lines: list[dict[str, Any]] = []
+    for step in range(num_steps + 1):
+        if step:
+            loss = None if step == 9 else 4.0 / step
+            numbers = {"loss": loss, "grad_norm": loss, "learning_rate": rate, "peak_memory_gib": 41.5}
+            speed = {"step_seconds": 2.0, "tokens_per_second": 500.0, "signed_reward": 0.5}
+            lines.append({"step": step, "epoch": step / 8, **numbers, "num_tokens": 1000, **speed})
+        if step % 10 == 0:
+            for name in ("chats", HOSTILE):
+                lines.append({"step": step, "eval_set": name, "eval_loss": 5.0 / (step + 1), "eval_num_tokens": 7})
+    events = [
+        {"event": "start", "step": 0, "time": 1.0, "strategy": "zero3", "processes": 8, "resumed_from": None},
+        {"event": "skip", "step": 9, "time": 2.0},
+        {"event": "save", "step": 20, "time": 3.0},
+        {"event": "start", "step": 20, "time": 4.0, "strategy": "fsdp2", "processes": 4, "resumed_from": HOSTILE},
+    ]
+    record = {
+        "command": ["train.py", "recipes/x.yaml", "--set", f"optim.learning_rate={rate}"],
+        "strategy": {"file": "accelerate_configs/fsdp2.yaml", "processes": 4},
+        "hardware": {"gpu": "Some GPU", "cores": 8, "device": "cuda"},
+        "versions": {"torch": "2.13.0"},
+        "forecast": {"allocated": 43 * 2**30},
+        "max_steps": num_steps,
+        "written_settings": ["model.name_or_path", "optim.learning_rate"],
+    }
+    status = {"state": "failed", "reason": HOSTILE, "step": num_steps, "pid": 1, "host": "elsewhere"}
+    recipe = {"model": {"name_or_path": HOSTILE}, "optim": {"learning_rate": rate, "eps": 1e-8}}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 41, "lo')
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (folder / "run.json").write_text(json.dumps(record))
+    (folder / "status.json").write_text(json.dumps(status))
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    return folder
+
+
+class Page(HTMLParser):
+    """A page whose tags must be closed in order."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.text = path.read_text()
+        self.open: list[str] = []
+        self.tags: Counter[str] = Counter()
+        self.attributes: list[tuple[str, str]] = []
+        self.words: list[str] = []
+        self.feed(self.text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    def curves(self) -> list[int]:
+        """The number of points of each line."""
+        groups = re.findall(r'<g id="c\w+-curve-\d+">\s*<path d="([^"]*)"', self.text)
+        return [len(re.findall("[ML]", path)) for path in groups]
+
+
+def offences(page: Page) -> list[str]:
+    """What would fetch or execute something."""
+    found = [tag for tag in page.tags if tag in {"script", "img", "link", "iframe", "object", "embed", "base", "form"}]
+    for name, value in page.attributes:
+        is_reference = name in {"href", "src", "xlink:href", "action"} and not value.startswith("#")
+        if is_reference or name.startswith("on") or "://" in value or re.search(r"url\((?!#)", value):
+            found.append(f"{name}={value}")
+    return found + re.findall(r"@import|url\([^#]", page.text)
+
+
+def test_the_page_of_a_run_has_every_number_and_loads_nothing(tmp_path: Path, capsys) -> None:
+    folder = write_run(tmp_path / "run <b>1")
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
+    page = Page(folder / "report.html")
+    assert offences(page) == []
+    # Loss with its two sets; rate, norm, tokens/s, seconds, memory with its forecast, and the objective's own metric.
+    assert page.curves() == [39, 5, 5, 40, 39, 40, 40, 40, 2, 40]
+    assert page.tags["svg"] == page.tags["figure"] == 7
+    ids = [value for name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids)) > 50
+    text = "".join(page.words)
+    assert text.count(HOSTILE) >= 5, "the name of a set, of a model, and of a checkpoint, and why it failed; as text"
+    for words in ("strategy zero3, processes 8", "strategy fsdp2, processes 4", "skip", "save"):
+        assert words in text
+    assert re.findall(r"<td>((?:optim|model)\.[^<]+)</td><td>[^<]*</td><td>([^<]*)</td>", page.text) == [
+        ("model.name_or_path", "recipe"),
+        ("optim.learning_rate", "--set"),
+        ("optim.eps", "default"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "evil",
+    ["<script>1</script>", '<a href="http://a.b">x</a>', '<p onclick="x">x</p>', "<style>@import 'a'</style>"],
+)
+def test_a_page_that_would_load_or_execute_something_is_found(evil: str, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(f"<!DOCTYPE html><html><body>{evil}</body></html>")
+    assert offences(Page(path))
+
+
+def test_runs_lie_over_one_another_by_step_and_by_tokens(tmp_path: Path, capsys) -> None:
+    folders = [write_run(tmp_path / f"run {i}", num_steps=steps, rate=rate) for i, (steps, rate) in enumerate(
+        [(40, 2e-5), (30, 1e-5), (20, 2e-5)]
+    )]  # fmt: skip
+    record = json.loads((folders[2] / "run.json").read_text())
+    record["strategy"]["processes"], record["versions"] = 2, {"torch": "2.12.0"}
+    (folders[2] / "run.json").write_text(json.dumps(record))
+    assert main(["compare", *map(str, folders), "--out", str(tmp_path / "all.html")]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"optim.learning_rate +2e-05 +1e-05 +2e-05 +curve", printed) and "eps" not in printed
+    assert re.search(r"processes +4 +4 +2 +speed", printed) and re.search(
+        r"versions.torch +2.13.0 +2.13.0 +2.12.0", printed
+    )
+    page = Page(tmp_path / "all.html")
+    assert offences(page) == []
+    losses = [39, 29, 19, 5, 4, 3, 5, 4, 3]
+    assert page.curves()[: len(losses)] == losses
+    half = len(page.curves()) // 2
+    assert page.curves()[:half] == page.curves()[half:] and half > 20
+    assert page.tags["svg"] == 18
+
+
+def test_a_compared_run_stands_where_its_tokens_are(tmp_path: Path) -> None:
+    from cookbook.commands.report import _tokens
+
+    run = read_history(write_run(tmp_path / "run", num_steps=20))
+    assert [_tokens(run)(line) for line in run.evaluations] == [0, 0, 10_000, 10_000, 20_000, 20_000]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["report", "nowhere"], "nowhere/metrics.jsonl: no such file"),
+        (["compare", "run"], "run is one run; name two or more"),
+        (["watch", "nowhere"], "nowhere: no such folder"),
+        (["watch", "run", "--every", "0"], "--every is 0"),
+        (["report", "run", "--out", "nowhere/page.html"], "nowhere/page.html cannot be written"),
+    ],
+)
+def test_what_cannot_be_shown_ends_with_2_and_a_message(arguments, message, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("run"))
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_real_run_records_its_events_and_has_a_page(lab) -> None:
+    run = lab.run("ddp", {"run.trackers": "[tensorboard]"})  # as tests/test_trackers.py
+    history = read_history(run.folder)
+    assert [(event["event"], event["step"]) for event in history.events] == [("start", 0), ("save", 20), ("finish", 20)]
+    assert history.events[0]["strategy"] == "ddp" and history.record["max_steps"] == 20 and history.state == "finished"
+    assert main(["report", str(run.folder)]) == 0
+    page = Page(run.folder / "report.html")
+    assert offences(page) == [] and page.curves()[:2] == [20, 2]
+    assert re.search(r"<td>optim.learning_rate</td><td>0.1</td><td>recipe</td>", page.text)
+    assert re.search(r"<td>run.keep_last</td><td>2</td><td>default</td>", page.text)
+
+
+def write_status(folder: Path, **record: Any) -> None:
+    build = folder / "status.tmp"
+    build.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "reason": None} | record))
+    build.replace(folder / "status.json")
+
+
+def test_watch_prints_a_line_for_each_step_until_all_runs_have_ended(tmp_path: Path, capsys) -> None:
+    ended, other = write_run(tmp_path / "ended"), write_run(tmp_path / "other", num_steps=5)
+    write_status(other, state="running")
+    end = threading.Timer(1.0, write_status, (other,), {"state": "finished"})
+    started = time.monotonic()
+    end.start()
+    assert main(["watch", str(ended), str(other), "--every", "0.05"]) == 0
+    assert time.monotonic() - started >= 1.0
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"run {ended}, state failed: <script>") and "step 40 of 40, loss 0.11" in first
+    numbers = "loss 1.8267, held out 5.0000, tokens/s 500, left 0:00:00"
+    assert second == f"run {other}, state running, step 5 of 5, {numbers}"
+    assert third.startswith(f"run {other}, state finished, step 5 of 5, loss 1.8267")
+
+
+def test_watch_ends_with_a_run_that_was_killed(tmp_path: Path, capsys) -> None:
+    folder = write_run(tmp_path / "run")
+    process = subprocess.Popen(["true"])
+    process.wait()
+    write_status(folder, state="running", pid=process.pid)
+    assert main(["watch", str(folder)]) == 0
+    assert "state killed" in capsys.readouterr().out
+
+
+def test_watch_draws_a_table_on_a_terminal(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    folder = write_run(tmp_path / "run")
+    write_status(folder, state="finished")
+    assert main(["watch", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "tokens/s" in printed and "40 of 40" in printed and "\x1b[" in printed
+
+
+SCRIPT = """<script>parent.postMessage(JSON.stringify([innerWidth, document.documentElement.scrollWidth,
+getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector('[id$=curve-0] path')).stroke,
+[...document.querySelectorAll('svg')].filter(svg => svg.getBoundingClientRect().height > 100).length]), '*')</script>"""
+FRAME = """<!DOCTYPE html><script>onmessage = event => document.title = event.data</script>
+<iframe src="PAGE" width="WIDTH" height="2000" style="border: 0"></iframe>"""
+"""A browser without a display has no window narrower than 500 pixels."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_browser_shows_the_pages_in_both_themes_and_widths(width: int, is_dark: bool, tmp_path: Path) -> None:
+    chromium = need_chromium()
+    folders = [str(write_run(tmp_path / name)) for name in ("a", "b")]
+    assert main(["report", folders[0]]) == main(["compare", *folders]) == 0
+    for path, num_charts in ((tmp_path / "a/report.html", 7), (tmp_path / "compare.html", 18)):
+        measured = path.with_suffix(".measured.html")
+        measured.write_text(path.read_text().replace("</body>", f"{SCRIPT}</body>"))
+        frame = path.with_suffix(".frame.html")
+        frame.write_text(FRAME.replace("PAGE", measured.as_uri()).replace("WIDTH", str(width)))
+        flags = ["--headless", "--hide-scrollbars", "--virtual-time-budget=10000", "--no-sandbox", "--disable-gpu"]
+        flags += ["--enable-logging=stderr", f"--blink-settings=preferredColorScheme={int(not is_dark)}"]
+        flags += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", frame.as_uri()]
+        done = subprocess.run([chromium, *flags], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0 and "CONSOLE" not in done.stderr, done.stderr
+        title = re.search(r"<title>(.*?)</title>", done.stdout)
+        assert title is not None
+        inner, scrolled, background, stroke, drawn = json.loads(title[1])
+        assert (inner, scrolled) == (width, width), "something stands out to the side"
+        assert background == ("rgb(13, 17, 23)" if is_dark else "rgb(255, 255, 255)")
+        assert stroke == ("rgb(68, 147, 248)" if is_dark else "rgb(9, 105, 218)")
+        assert drawn == num_charts

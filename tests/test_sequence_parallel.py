@@ -1,0 +1,88 @@
+"""Sequence parallel: the parts of a row are the row, and heads that cannot be divided are refused.
+
+The curves of the shipped files are in the matrix (tests/test_equivalence*.py); here are mistakes and arithmetic.
+"""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from cookbook.config.mesh import Mesh
+from cookbook.training.data.batches import collate, sequence_part
+from cookbook.training.models.attention import sequence_problem
+from tests.curves import SGD, Lab, distance
+from tests.small_data import PAD, token_set
+from tests.test_equivalence import SGD_LOSS, SGD_NORM
+
+LENGTHS = [5, 9, 3, 14]
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_parts_of_a_micro_batch_are_the_micro_batch(size: int, packing: bool):
+    whole = collate(token_set(LENGTHS), [0, 1, 2, 3], PAD, packing=packing, multiple=size)
+    parts = [sequence_part(whole, size, rank) for rank in range(size)]
+    assert torch.equal(torch.cat([part["input_ids"] for part in parts], dim=1), whole["input_ids"])
+    length = whole["input_ids"].shape[1]
+    positions = torch.cat([part["position_ids"] for part in parts], dim=1)
+    assert torch.equal(positions, whole["position_ids"] if packing else torch.arange(length)[None])
+    # Each target once, of the same sequence, at the place in the whole rows that its part points to.
+    found = []
+    for rank, part in enumerate(parts):
+        width = length // size
+        row, column = part["target_positions"] // width, part["target_positions"] % width + rank * width
+        places = (row * length + column).tolist()
+        found += zip(places, part["targets"].tolist(), part["target_sequences"].tolist(), strict=True)
+    names = ("target_positions", "targets", "target_sequences")
+    expected = zip(*(whole[name].tolist() for name in names), strict=True)
+    assert sorted(found) == sorted(expected) and len(found) == sum(LENGTHS) - len(LENGTHS)
+    assert all(part.get("lengths") == whole.get("lengths") for part in parts)
+
+
+def test_ranks_of_a_mesh_by_hand():
+    mesh = Mesh(shard=2, sequence=2)
+    assert (mesh.num_processes, mesh.data_parallel_size, mesh.token_parallel_size) == (4, 2, 4)
+    assert [mesh.data_parallel_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
+    assert [mesh.sequence_rank(rank) for rank in range(4)] == [0, 1, 0, 1]
+    assert [mesh.length_multiple(100) for mesh in (Mesh(), Mesh(sequence=3), Mesh(tensor=2))] == [1, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "size", "fits"),
+    [(8, 8, 4, True), (8, 2, 2, True), (8, 2, 4, True), (8, 2, 8, True), (8, 8, 3, False), (12, 3, 2, False)],
+)
+def test_every_process_takes_a_part_of_the_heads(heads: int, key_heads: int, size: int, fits: bool):
+    config = LlamaConfig(hidden_size=96, num_attention_heads=heads, num_key_value_heads=key_heads)
+    problem = sequence_problem(config, size)
+    assert (problem is None) == fits
+    assert fits or f"{heads} query and {key_heads} key heads" in problem
+
+
+def test_a_window_is_refused():
+    config = LlamaConfig(num_attention_heads=8, sliding_window=64)
+    assert "its attention window is 64 tokens" in sequence_problem(config, 2)
+
+
+def test_fewer_key_heads_than_processes_are_repeated(lab: Lab):
+    settings = SGD | {"model.from_scratch.num_key_value_heads": "1"}
+    found = distance(lab.run("ddp_sp", settings, processes=2), lab.run("single", settings))
+    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+
+
+def test_groups_that_see_other_samples(lab: Lab):
+    settings = SGD | {"batch.micro_batch_size": "2", "data.packing": "true"}
+    found = distance(lab.run("fsdp2_sp", settings, processes=4), lab.run("single", SGD))
+    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+
+
+@pytest.mark.parametrize("mistake", ["no_exchange_of_heads_and_tokens", "gradient_divided_by_samples_processes"])
+def test_a_mistake_leaves_the_curve(lab: Lab, mistake: str):
+    found = distance(lab.run("ddp_sp", SGD, processes=2, sabotage=mistake), lab.run("single", SGD))
+    assert found.loss > 100 * SGD_LOSS or found.norm > 100 * SGD_NORM, found
+
+
+def test_an_odd_number_of_processes_is_refused(lab: Lab):
+    folder, said = lab.attempt("ddp_sp", SGD, processes=3)
+    assert (folder / "exit_code").read_text() == "2"
+    assert "is a mesh of 2 processes, but 3 were requested" in said and "or a multiple" in said
+    assert not (folder / "metrics.jsonl").exists()

@@ -1,0 +1,51 @@
+"""Tensor parallel beside data parallel: groups that see other samples are averaged over once, whatever shares a shard.
+
+The curves of the shipped files are in the matrix (tests/test_equivalence*.py); here are mistakes and arithmetic.
+"""
+
+import pytest
+import torch
+
+from cookbook.training.engine.state import _distance, _holders
+from tests.curves import ROOT, SGD, Lab, distance
+from tests.test_equivalence import SGD_LOSS, SGD_NORM
+
+QWEN3 = {"model.from_scratch.model_type": "qwen3", "batch.micro_batch_size": "2"}
+EIGHT = {"batch.micro_batch_size": "2"}
+
+
+def test_the_holders_of_a_shard_by_hand():
+    # Ranks 0 to 7 are 2 copies x 2 shards x 2 of tensor parallel: distances 4, 2, 1.
+    assert _holders(((2, 2), (1, 2)), 8, 5) == [1, 5]  # a matrix, sharded both ways
+    assert _holders(((2, 2),), 8, 5) == [0, 1, 4, 5]  # a norm, which tensor parallel leaves whole
+    assert _holders(((1, 2),), 4, 2) == [0, 2]  # a matrix of copies of two
+    assert _holders((), 3, 1) == [0, 1, 2]
+
+
+def test_the_distances_of_a_mesh_by_hand():
+    ranks = torch.arange(8).view(2, 2, 2)
+    assert [_distance(ranks, dim) for dim in range(3)] == [4, 2, 1]
+    assert _distance(torch.tensor([1, 3, 5]), 0) == 2 and _distance(torch.tensor([[5]]), 1) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp_tp", "fsdp2_tp"])
+def test_gradients_that_transformers_sums_by_itself_count_once(lab: Lab, strategy: str):
+    """Those of Qwen3's norms of queries and keys, over several micro-batches."""
+    found = distance(lab.run(strategy, QWEN3, processes=4), lab.run("single", QWEN3))
+    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+
+
+@pytest.mark.slow
+def test_copies_shards_and_tensor_parallel_in_one_mesh(lab: Lab):
+    path = lab.folder / "hsdp_tp.yaml"
+    text = (ROOT / "accelerate_configs/fsdp2_tp.yaml").read_text()
+    path.write_text(text + "  parallelism_config_dp_replicate_size: 2\n")
+    found = distance(lab.run(str(path), EIGHT, processes=8), lab.run("single", SGD))
+    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+
+
+@pytest.mark.parametrize("mistake", ["copies_not_averaged", "norm_of_a_process"])
+def test_a_mistake_leaves_the_curve(lab: Lab, mistake: str):
+    found = distance(lab.run("ddp_tp", SGD, processes=4, sabotage=mistake), lab.run("single", SGD))
+    assert found.loss > 100 * SGD_LOSS or found.norm > 100 * SGD_NORM, found

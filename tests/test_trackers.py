@@ -1,0 +1,261 @@
+"""Protects run.trackers: each tracker, offline, holds the numbers of metrics.jsonl once, and none can end a run.
+
+python -m pytest -q tests/test_trackers.py
+"""
+
+import json
+import sqlite3
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import PartialState
+from conftest import RECIPE
+
+from cookbook.commands.cli import main
+from cookbook.training import trackers
+from cookbook.training.metrics import RunLog
+from tests.needs import need_trackers
+
+Series = dict[str, list[tuple[int, float]]]
+"""By name: step and value."""
+CONFIG = {"optim.learning_rate": 3e-3, "data.train": [{"path": "python-stdlib"}], "strategy": "ddp.yaml"}
+
+
+def line(step: int, **values: float) -> dict[str, Any]:
+    return {"step": step, "loss": 4.0 / (step + 1), "tokens_per_second": 100.5 + step, **values}
+
+
+def held_out(step: int, name: str) -> dict[str, Any]:
+    return {"step": step, "eval_set": name, "eval_loss": 5.0 / (step + 1), "eval_num_tokens": 7}
+
+
+def of_metrics(path: Path) -> Series:
+    """What a tracker must have."""
+    found: Series = {}
+    for one in map(json.loads, path.read_text().splitlines()):
+        prefix = f"{one.pop('eval_set')}/" if "eval_set" in one else ""
+        step = one.pop("step")
+        for key, value in one.items():
+            if value is not None:
+                found.setdefault(prefix + key, []).append((step, value))
+    return found
+
+
+def of_tensorboard(folder: Path) -> Series:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def of_mlflow(folder: Path) -> Series:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient()
+    (run,) = client.search_runs([one.experiment_id for one in client.search_experiments()])
+    assert run.data.params["optim.learning_rate"] == "0.003"
+    histories = {key: client.get_metric_history(run.info.run_id, key) for key in run.data.metrics}
+    return {key: sorted((one.step, one.value) for one in history) for key, history in histories.items()}
+
+
+def of_trackio(folder: Path) -> Series:
+    (path,) = (folder.parents[2] / "trackio").glob("*.db")
+    found: Series = {}
+    with sqlite3.connect(path) as database:
+        rows = database.execute("select step, metrics, run_name from metrics order by step").fetchall()
+        ((config,),) = database.execute("select config from configs").fetchall()
+    assert len({name for _, _, name in rows}) == 1 and json.loads(config)["strategy"] == "ddp.yaml"
+    for step, metrics, _ in rows:
+        for key, value in json.loads(metrics).items():
+            found.setdefault(key, []).append((step, value))
+    return found
+
+
+def of_wandb(folder: Path) -> Series:
+    """Its files are of records in blocks of 32 KiB, as a log of LevelDB, after 7 bytes of its own."""
+    import wandb
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    wandb.teardown()  # its other process writes the last record when it ends
+    found: Series = {}
+    for path in sorted((folder / "wandb").rglob("*.wandb")):
+        data, at, whole = path.read_bytes(), 7, b""
+        while at < len(data):
+            if 32768 - at % 32768 < 7:
+                at += 32768 - at % 32768
+                continue
+            length, kind = struct.unpack_from("<xxxxHB", data, at)
+            whole, at = whole + data[at + 7 : at + 7 + length], at + 7 + length
+            if kind in (1, 4):  # whole, or the last part
+                record, whole = Record.FromString(whole), b""
+                items = {one.key or ".".join(one.nested_key): one.value_json for one in record.history.item}
+                step = int(items.get("_step", record.history.step.num))
+                for key in items.keys() - {"_step", "_runtime", "_timestamp"}:
+                    found.setdefault(key, []).append((step, json.loads(items[key])))
+    return found
+
+
+READERS: dict[str, Callable[[Path], Series]] = {
+    "tensorboard": of_tensorboard,
+    "mlflow": of_mlflow,
+    "trackio": of_trackio,
+    "wandb": of_wandb,
+}
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    PartialState(cpu=True)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'mlruns'}")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for secret in ("HF_TOKEN", "SOME_API_KEY"):
+        monkeypatch.setenv(secret, "canary-4711")
+
+
+def start(folder: Path, name: str, resumed: int | None = None) -> RunLog:
+    """The logs of a run with a tracker, as `stages.start_services` opens them."""
+    step = resumed or 0
+    repeated = {} if resumed is None else trackers.logged_after(folder / "metrics.jsonl", step)
+    log = RunLog(folder, is_main=True, max_steps=9, resumed_step=resumed)
+    log.write_record("run.json", {})
+    log.followers.append(trackers.Tracker(name, folder, CONFIG, step=step, repeated=repeated, say=log.say))
+    return log
+
+
+def test_there_is_a_test_for_each_tracker() -> None:
+    assert set(READERS) == set(trackers.STARTS)
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("name", READERS)
+def test_a_tracker_has_the_numbers_of_the_metrics_once(name: str, tmp_path: Path, capsys) -> None:
+    """Of three starts: the second repeats steps 3 and 4 and is killed in between, the third repeats both."""
+    need_trackers()
+    folder = tmp_path / "outputs/run"
+    for resumed, last in ((None, 4), (2, 3), (2, 6)):
+        log = start(folder, name, resumed)
+        for step in range(resumed or 0, last + 1):
+            if step > (resumed or 0):
+                log.write(line(step, grad_norm=float("nan") if step == 6 else 1 / step))
+            if step % 3 == 0:
+                log.write(held_out(step, "chats"))
+        log.close()
+    assert "run.trackers" not in capsys.readouterr().err
+    expected, found = of_metrics(folder / "metrics.jsonl"), READERS[name](folder / "trackers")
+    assert expected["loss"] == [(step, 4.0 / (step + 1)) for step in range(1, 7)]
+    assert len(expected["grad_norm"]) == 5 and len(expected["chats/eval_loss"]) == 3
+    assert found.keys() == expected.keys()
+    for key, points in expected.items():
+        assert [step for step, _ in found[key]] == [step for step, _ in points], key
+        assert [value for _, value in found[key]] == pytest.approx([value for _, value in points], rel=1e-6), key
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(written) > 2 and not [path for path in written if b"canary-4711" in path.read_bytes()]
+
+
+@pytest.mark.usefixtures("offline")
+def test_steps_would_be_logged_twice_without_what_the_first_start_logged(tmp_path: Path, monkeypatch) -> None:
+    need_trackers()
+    monkeypatch.setattr(trackers, "logged_after", lambda *_: {})
+    for resumed in (None, 2):
+        log = start(tmp_path / "run", "tensorboard", resumed)
+        for step in range((resumed or 0) + 1, 5):
+            log.write(line(step))
+        log.close()
+    assert [step for step, _ in of_tensorboard(tmp_path / "run/trackers")["loss"]] == [1, 2, 3, 4, 3, 4]
+
+
+class Fails:
+    """A tracker that raises at one moment."""
+
+    def __init__(self, moment: str, error: BaseException) -> None:
+        self.moment, self.error, self.logged = moment, error, 0
+
+    def start(self, *_: Any) -> tuple["Fails", str]:
+        self._at("start")
+        return self, "id"
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.logged += 1
+        self._at(f"log {step}")
+
+    def finish(self) -> None:
+        self._at("finish")
+
+    def _at(self, moment: str) -> None:
+        if moment == self.moment:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [OSError("no route to host"), SystemExit(1)], ids=["error", "exit"])
+@pytest.mark.parametrize("moment", ["start", "log 2", "finish", "never"])
+def test_a_tracker_that_fails_is_off_with_one_warning(moment: str, error, tmp_path: Path, monkeypatch, capsys) -> None:
+    tracker = Fails(moment, error)
+    monkeypatch.setitem(trackers.STARTS, "wandb", tracker.start)
+    log = start(tmp_path / "run", "wandb")
+    for step in range(1, 6):
+        log.write(line(step))
+    log.close()
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 5
+    warnings = [text for text in capsys.readouterr().err.splitlines() if "run.trackers" in text]
+    assert len(warnings) == (moment != "never")
+    assert tracker.logged == {"start": 0, "log 2": 2}.get(moment, 5)
+
+
+def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(tmp_path: Path, monkeypatch, capsys) -> None:
+    tracker = Fails("never", OSError())
+    tracker.log = lambda *_, **__: time.sleep(60)
+    monkeypatch.setitem(trackers.STARTS, "wandb", tracker.start)
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.2)
+    started = time.monotonic()
+    log = start(tmp_path / "run", "wandb")
+    for step in range(1, 6):
+        log.write(line(step))
+    log.close()
+    assert time.monotonic() - started < 30
+    assert "wandb did not end within" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", trackers.STARTS)
+def test_a_tracker_that_is_not_installed_is_answered_before_the_run(name: str, book, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    book.edit(RECIPE, ("run:\n", f"run:\n  trackers: [{name}]\n"))
+    assert main(["check", RECIPE]) == 2
+    answer = capsys.readouterr().err
+    assert f"has {name}, which is not installed: pip install -r requirements-trackers.txt" in answer
+    assert f"{RECIPE}:" in answer
+
+
+def test_a_folder_with_the_name_of_a_tracker_is_no_package(book, monkeypatch, capsys) -> None:
+    """wandb's own, in the folder where people work."""
+    monkeypatch.setattr(sys, "path", [str(book.root)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    (book.root / "wandb").mkdir()
+    assert main(["check", RECIPE, "--set", "run.trackers=[wandb]"]) == 2
+    assert "wandb, which is not installed" in capsys.readouterr().err
+
+
+def test_an_unknown_tracker_and_one_named_twice_are_mistakes(book, capsys) -> None:
+    need_trackers()
+    assert main(["check", RECIPE, "--set", "run.trackers=[tensorbord]"]) == 2
+    assert "tensorbord" in capsys.readouterr().err
+    assert main(["check", RECIPE, "--set", "run.trackers=[wandb, wandb]"]) == 2
+    assert "has wandb more than once" in capsys.readouterr().err
+
+
+def test_one_of_two_processes_of_a_run_logs_what_the_metrics_have(lab) -> None:
+    need_trackers()
+    run = lab.run("ddp", {"run.trackers": "[tensorboard]"})
+    expected, found = of_metrics(run.folder / "metrics.jsonl"), of_tensorboard(run.folder / "trackers")
+    assert len(list((run.folder / "trackers/tensorboard").glob("events.*"))) == 1
+    assert found.keys() == expected.keys() and len(found["loss"]) == 20 and len(found["eval_loss"]) == 2
+    for key, points in expected.items():
+        assert [step for step, _ in found[key]] == [step for step, _ in points], key
+        assert [value for _, value in found[key]] == pytest.approx([value for _, value in points], rel=1e-6), key
