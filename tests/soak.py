@@ -57,15 +57,15 @@ GPU_SHARE = 0.4
 SETTINGS = ADAMW | {
     "optim.eps": "1e-4",
     "optim.learning_rate": "1e-4",
-    "batch.global_batch_size": "24",
-    "batch.micro_batch_size": "2",
+    "batch.global_batch_size": "12",
+    "batch.micro_batch_size": "1",
     "run.save_every_steps": "5",
     "run.eval_every_steps": "50",
     "run.keep_last": "3",
     "run.resume": "auto",
     "run.hang_timeout_minutes": "2",
 }
-STEPS_PER_KILL = 30
+STEPS_PER_KILL = 20
 
 
 class Soak:
@@ -93,7 +93,7 @@ class Soak:
             thread = threading.Thread(target=lambda: answers.append(self.parents[place].ask(job)))
             thread.start()
             if way is not None and point is None:
-                seconds = self.chance.uniform(0.5, 12.0) + (0 if self.started[place] else 15.0)  # its imports
+                seconds = self.chance.uniform(0.5, 8.0) + (0 if self.started[place] else 15.0)  # its imports
                 thread.join(seconds)
                 hurt(self.parents[place].pid, way, self.chance)
             thread.join()
