@@ -54,12 +54,13 @@ EXPORT_SHARE = 0.1
 LIMIT_SECONDS = 300.0
 REFERENCE_SECONDS = 3600.0
 GPU_SHARE = 0.4
+SAVE_EVERY = 5
 SETTINGS = ADAMW | {
     "optim.eps": "1e-4",
     "optim.learning_rate": "1e-4",
     "batch.global_batch_size": "12",
     "batch.micro_batch_size": "1",
-    "run.save_every_steps": "5",
+    "run.save_every_steps": str(SAVE_EVERY),
     "run.eval_every_steps": "50",
     "run.keep_last": "3",
     "run.resume": "auto",
@@ -85,7 +86,8 @@ class Soak:
             rank = self.chance.randrange(processes) if point.startswith(("phase", "data", "step")) else 0
             faults = [{"rank": rank, "at": point, "do": "SIGKILL"}]
             if not point.startswith("phase"):
-                faults[0]["step"] = self._next_step() + self.chance.randrange(STEPS_PER_KILL)
+                step = self._next_step() + self.chance.randrange(STEPS_PER_KILL)
+                faults[0]["step"] = -(-step // SAVE_EVERY) * SAVE_EVERY if point.startswith("save") else step
         with tempfile.TemporaryDirectory(prefix="soak-logs-") as logs:
             job = self.lab.job(Path(logs), strategy, settings, processes, limit=LIMIT_SECONDS)
             job["variables"] = {"COOKBOOK_FAULTS": json.dumps(faults)}
