@@ -227,20 +227,21 @@ class GpuLab:
         for name, value in {"strategy": file_of(case["strategy"], self.folder), **case["settings"]}.items():
             words += ["--set", f"{name}={value}"]
         job = {name: case[name] for name in ("processes", "sabotage", "shared", "variables")}
+        if case["memory"] is not None:
+            job["variables"] = {**job["variables"], "SIMULATED_GPU_MEMORY": str(case["memory"])}
         job |= {"folder": str(folder), "words": words, "limit": LIMIT_SECONDS}
         job["sabotage"] = case["sabotage"] and f"tests.gpu_sabotage:{case['sabotage']}"
-        asked = _RealGpus(case["memory"]) if REAL and case["on"] == "gpu" else self.parent(case["on"], case["memory"])
+        asked = _RealGpus(case["memory"]) if REAL and case["on"] == "gpu" else self.parent(case["on"])
         answer = asked.ask(job)
         (folder / "case.json").write_text(json.dumps(case | {"seconds": answer["seconds"]}))
         (folder / "codes.json").write_text(json.dumps(answer["codes"]))
 
-    def parent(self, on: str, memory: int | None = None) -> WarmParent:
-        """Of runs on the CPU, or on simulated GPUs of so many bytes."""
-        name = on if memory is None else f"{on}-{memory}"
-        if name not in self._parents:
+    def parent(self, on: str) -> WarmParent:
+        """Of runs on the CPU, or on simulated GPUs."""
+        if on not in self._parents:
             need_simulated_gpus()
-            self._parents[name] = WarmParent(simulated_gpus.environment(NUM_GPUS, memory=memory))
-        return self._parents[name]
+            self._parents[on] = WarmParent(simulated_gpus.environment(NUM_GPUS))
+        return self._parents[on]
 
     def close(self) -> None:
         for parent in self._parents.values():

@@ -126,12 +126,21 @@ def test_a_damaged_last_line_is_kept_beside_too(tmp_path: Path):
     assert (tmp_path / "metrics.damaged.jsonl").is_file()
 
 
+@pytest.mark.parametrize("is_evaluated", [True, False])
+def test_an_evaluation_that_runs_again_stands_once(tmp_path: Path, is_evaluated: bool):
+    """A stop after a step saves before the evaluation; a start evaluates and is killed before it saves again."""
+    trained, evaluated = [b'{"step": 1}\n', b'{"step": 2}\n'], b'{"step": 2, "eval_loss": 1.0}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(trained) + evaluated)
+    RunLog(tmp_path, is_main=True, max_steps=5, resumed_step=2, is_evaluated=is_evaluated).close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(trained) + (evaluated if is_evaluated else b"")
+
+
 def test_later_lines_are_taken_out_without_room_for_another_file(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
     try:
-        assert metrics._truncate_lines(path, 2) is None
+        assert metrics._truncate_lines(path, (2, True)) is None
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'

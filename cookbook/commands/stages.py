@@ -337,6 +337,7 @@ def start_services(run: Run, failed_after: list[int], notes: list[str], watch: W
         is_main=engine.is_main,
         max_steps=run.inputs.max_steps,
         resumed_step=run.progress.step if is_own else None,
+        is_evaluated=run.progress.is_evaluated,
     )
     log.write_text("recipe.yaml", dump_recipe(run.recipe))
     if engine.is_main:

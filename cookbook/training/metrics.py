@@ -76,14 +76,17 @@ def set_aside(folder: Path) -> Path | None:
     return folder.rename(folder.with_name(f"{folder.name}.{number}"))
 
 
-def _truncate_lines(path: Path, last_step: int) -> str | None:
-    """Remove the lines of steps after `last_step`, and unreadable ones. Returns a warning about the latter, of which a
-    copy is kept, or None; a last line that a crash cut off needs no warning.
+def _truncate_lines(path: Path, last: tuple[int, bool]) -> str | None:
+    """Remove the lines after `last`, and unreadable ones. Returns a warning about the latter, of which a copy is kept,
+    or None; a last line that a crash cut off needs no warning.
+
+    Args:
+        last: as `_place_of`.
     """
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    steps = [_step_of(line) for line in lines]
-    kept = b"".join(line for line, step in zip(lines, steps, strict=True) if step is not None and step <= last_step)
-    num_damaged = sum(step is None and line.endswith(b"\n") for line, step in zip(lines, steps, strict=True))
+    places = [_place_of(line) for line in lines]
+    kept = b"".join(line for line, place in zip(lines, places, strict=True) if place is not None and place <= last)
+    num_damaged = sum(place is None and line.endswith(b"\n") for line, place in zip(lines, places, strict=True))
     if not num_damaged and b"".join(lines).startswith(kept):
         if lines:
             os.truncate(path, len(kept))  # works on a full disk too
@@ -95,12 +98,14 @@ def _truncate_lines(path: Path, last_step: int) -> str | None:
     return f"{path}: {num_damaged} lines cannot be read and were removed; the original is {damaged}"
 
 
-def _step_of(line: bytes) -> float | None:
+def _place_of(line: bytes) -> tuple[float, bool] | None:
+    """A line's step, and whether it is of the evaluation after that step."""
     try:
-        step = json.loads(line)["step"] if line.endswith(b"\n") else None
+        found = json.loads(line) if line.endswith(b"\n") else {}
+        step = found["step"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return step if isinstance(step, int | float) else None
+    return (step, "eval_loss" in found) if isinstance(step, int | float) else None
 
 
 class _Lines:
@@ -157,11 +162,20 @@ class Follower(Protocol):
 class RunLog:
     """Writes into the output folder from rank 0; does nothing on the others."""
 
-    def __init__(self, folder: Path, *, is_main: bool, max_steps: int, resumed_step: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        is_main: bool,
+        max_steps: int,
+        resumed_step: int | None = None,
+        is_evaluated: bool = True,
+    ) -> None:
         """Set an earlier run aside, or continue its log.
 
         Args:
             resumed_step: step of the checkpoint in `folder` that this run resumes from; later lines are removed.
+            is_evaluated: False if the evaluation after that step runs again, so that its lines are removed too.
         """
         self.folder, self.is_main = folder, is_main
         self.followers: list[Follower] = []
@@ -170,7 +184,7 @@ class RunLog:
         earlier = set_aside(folder) if resumed_step is None else None
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
-        damage = _truncate_lines(path, resumed_step) if resumed_step is not None else None
+        damage = _truncate_lines(path, (resumed_step, is_evaluated)) if resumed_step is not None else None
         self._texts: dict[str, str] = {}
         self._bar = tqdm(
             total=max_steps,
