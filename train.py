@@ -24,7 +24,8 @@ from cookbook.planning import launch
 from cookbook.planning.plan import Plan, begun_elsewhere, describe_batch, load_pair, make_plan
 from cookbook.system import faults, lock, machine, signals, status, watch
 from cookbook.system.files import RecipeError
-from cookbook.training.data.sets import read_data
+from cookbook.system.imports import imports
+from cookbook.training.data.known import known_rows
 
 if TYPE_CHECKING:
     from cookbook.commands.stages import Run, Services
@@ -119,18 +120,19 @@ def train(
     """
     # Rows come first: a broken file is reported before the imports, which take seconds, and before a process group.
     watching.enter("reading the rows", is_alone=True)
-    rows = read_data(recipe.data, recipe.objective)
+    rows = known_rows(recipe.data, recipe.objective, cache=CACHE)
     is_restarted, failed_after = take_folder(recipe, world)
 
     watching.enter("importing the libraries", is_alone=True)
-    import torch
+    with imports():
+        import torch
 
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns from every process
+        if not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns from every process
 
-    from cookbook.commands import stages
-    from cookbook.training.checkpoint import resume
-    from cookbook.training.engine import build_ops
+        from cookbook.commands import stages
+        from cookbook.training.checkpoint import resume
+        from cookbook.training.engine import build_ops
 
     # Compiled operations, model folder, tokenizer and tokens: once per machine, under file locks.
     watching.enter("preparing model folder and tokens", is_alone=True)
@@ -181,8 +183,9 @@ def loop(run: "Run", services: "Services") -> str | None:
     """Evaluate, save and train, step by step, up to the last one. Returns the reason for an earlier stop."""
     settings, first_step = run.recipe.run, run.progress.step
     reason, is_time_to_save = stop_reason(run.engine), False
+    since = time.perf_counter()
     while True:
-        step = run.progress.step
+        began, step = time.perf_counter(), run.progress.step
         is_last = step == run.inputs.max_steps
         if step == 0 or is_last or is_due(step, settings.eval_every_steps):
             reason = reason or evaluate(run, services)
@@ -194,12 +197,18 @@ def loop(run: "Run", services: "Services") -> str | None:
         if reason is not None or is_last:
             return reason
         faults.at("data.next", step + 1)
-        reason, is_time_to_save = train_step(run, services, next(run.steps))
+        since += time.perf_counter() - began  # evaluations and saves are no part of a step
+        reason, is_time_to_save, since = train_step(run, services, next(run.steps), since)
 
 
-def train_step(run: "Run", services: "Services", batch: "StepBatch") -> tuple[str | None, bool]:
-    """Perform one optimizer step over the global batch. Returns a reason to stop, and whether it is time to save; the
-    same on all ranks.
+def train_step(run: "Run", services: "Services", batch: "StepBatch", since: float) -> tuple[str | None, bool, float]:
+    """Perform one optimizer step over the global batch.
+
+    Args:
+        since: time at which the last step ended: what lies between two steps, such as waiting for rows, counts.
+
+    Returns:
+        A reason to stop, and whether it is time to save, the same on all ranks; and the time at which this step ended.
 
     Raises:
         FloatingPointError: more steps were skipped than run.skip_nonfinite_steps allows.
@@ -208,7 +217,6 @@ def train_step(run: "Run", services: "Services", batch: "StepBatch") -> tuple[st
     from cookbook.training import metrics
 
     recipe, engine, progress = run.recipe, run.engine, run.progress
-    started = time.perf_counter()
     peak = schedule.peak_learning_rate(recipe.optim, recipe.schedule, recipe.batch.global_batch_size)
     lr = schedule.learning_rate(progress.step, run.inputs.max_steps, peak, recipe.schedule)
     set_learning_rate(engine.optimizer, lr)
@@ -219,7 +227,8 @@ def train_step(run: "Run", services: "Services", batch: "StepBatch") -> tuple[st
     is_due_by_time = services.saver.is_time(recipe.run.save_every_minutes)
     result = engine.step(shares, metrics.peak_memory_gib(engine.device), stop_vote(), is_due_by_time)
     memory, vote, is_time_to_save = result.maxima
-    seconds = time.perf_counter() - started  # a GPU may still run the update, whose time then counts for the next step
+    ended = time.perf_counter()  # a GPU may still run the update, whose time then counts for the next step
+    seconds = ended - since
     # Under fp16 such steps are normal: the loss scaler lowers its scale.
     is_skipped = not math.isfinite(result.grad_norm) and recipe.mixed_precision != "fp16"
     progress.advance(batch, is_skipped=is_skipped)
@@ -248,7 +257,7 @@ def train_step(run: "Run", services: "Services", batch: "StepBatch") -> tuple[st
         metrics.record_nonfinite(run.output_dir, step, engine.world.rank, batch, bad, decode, what=what)
         if progress.num_skipped > limit:
             raise FloatingPointError(f"step {step}: run.skip_nonfinite_steps is {limit}")
-    return signals.REASONS[int(vote)], bool(is_time_to_save)
+    return signals.REASONS[int(vote)], bool(is_time_to_save), ended
 
 
 def evaluate(run: "Run", services: "Services") -> str | None:

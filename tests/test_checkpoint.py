@@ -3,14 +3,24 @@
 What `python -m cookbook export` makes of them: tests/test_export.py. The format: tests/test_checkpoint_format.py.
 """
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from safetensors import safe_open
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from cookbook.training.checkpoint import folder
-from cookbook.training.checkpoint.export import building, joined_weights, write_generation_config, write_model
+from cookbook.training.checkpoint.export import building, weights_of, write_generation_config, write_model
 from cookbook.training.checkpoint.folder import BrokenCheckpoint, Checkpoint
 from cookbook.training.checkpoint.saver import Saver
 from cookbook.training.checkpoint.tensors import StagedPiece
@@ -26,7 +36,7 @@ def model(**changes: object) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **changes}))
 
 
-def save(trained: LlamaForCausalLM, root: Path, *, without: str | None = None) -> Checkpoint:
+def save(trained: PreTrainedModel, root: Path, *, without: str | None = None) -> Checkpoint:
     """As one process saves it; optimizer state lies beside the weights."""
     tensors = {name: parameter.detach() for name, parameter in trained.named_parameters()}
     state = {"parameters": {name: list(tensor.shape) for name, tensor in tensors.items()}}
@@ -48,8 +58,8 @@ def save(trained: LlamaForCausalLM, root: Path, *, without: str | None = None) -
 def test_the_folder_gives_the_weights_back_in_the_dtype_asked_for(tmp_path: Path, tied: bool, dtype: torch.dtype):
     trained = model(tie_word_embeddings=tied)
     target = tmp_path / "export"
-    with building(target) as build, joined_weights(save(trained, tmp_path / "saved"), build, dtype) as weights:
-        write_model(weights, build, config=trained.config)
+    with building(target) as build:
+        write_model(weights_of(save(trained, tmp_path / "saved")), build, config=trained.config, dtype=dtype)
     assert {path.name for path in target.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
     again = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
     assert again.dtype == dtype and again.config.dtype == dtype
@@ -57,6 +67,42 @@ def test_the_folder_gives_the_weights_back_in_the_dtype_asked_for(tmp_path: Path
     found = dict(again.named_parameters())
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("shard_size", ["5GB", "4KB"])
+def test_the_files_are_those_of_save_pretrained(tmp_path: Path, shard_size: str):
+    trained = model()
+    (tmp_path / "ours").mkdir()
+    weights = weights_of(save(trained, tmp_path / "saved"))
+    write_model(weights, tmp_path / "ours", config=trained.config, dtype=torch.bfloat16, shard_size=shard_size)
+    trained.to(torch.bfloat16).save_pretrained(tmp_path / "theirs", max_shard_size=shard_size)
+    files = sorted(path.name for path in (tmp_path / "theirs").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "ours").iterdir())
+    assert len(files) == 3 or "model.safetensors.index.json" in files
+    for name in files:
+        ours, theirs = tmp_path / "ours" / name, tmp_path / "theirs" / name
+        if name.endswith(".json"):
+            assert json.loads(ours.read_text()) == json.loads(theirs.read_text())
+            continue
+        with safe_open(ours, "pt") as one, safe_open(theirs, "pt") as other:
+            assert one.metadata() == other.metadata() and sorted(one.keys()) == sorted(other.keys())
+            assert all(torch.equal(one.get_tensor(key), other.get_tensor(key)) for key in other.keys())  # noqa: SIM118
+
+
+def test_experts_that_are_stacked_in_memory_are_apart_in_the_files(tmp_path: Path):
+    """By the way of two writes; the check of an export opens such a model as any other."""
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    trained = Qwen3MoeForCausalLM(config)
+    (tmp_path / "ours").mkdir()
+    write_model(weights_of(save(trained, tmp_path / "saved")), tmp_path / "ours", config=config, dtype=torch.float32)
+    with safe_open(tmp_path / "ours" / "model.safetensors", "pt") as file:
+        assert any("experts.3." in key for key in file.keys())  # noqa: SIM118
+    again = dict(Qwen3MoeForCausalLM.from_pretrained(tmp_path / "ours").named_parameters())
+    assert all(torch.equal(again[name], parameter) for name, parameter in trained.named_parameters())
+    assert not (tmp_path / "ours" / "whole.tmp").exists()
 
 
 def test_missing_elements_are_told_and_the_older_folder_stays(tmp_path: Path):
@@ -67,9 +113,8 @@ def test_missing_elements_are_told_and_the_older_folder_stays(tmp_path: Path):
     with (
         pytest.raises(BrokenCheckpoint, match=r"model.norm.weight: 0 of 16 elements"),
         building(target) as build,
-        joined_weights(broken, build, torch.float32),
     ):
-        pass
+        write_model(weights_of(broken), build, config=model().config, dtype=torch.float32)
     assert [path.name for path in target.iterdir()] == ["older"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "saved"]
 

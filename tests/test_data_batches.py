@@ -96,6 +96,41 @@ def test_deal_gives_each_sample_once_in_counts_that_differ_by_at_most_one(num_sa
         assert [lengths[i] for i in mine] == sorted((lengths[i] for i in mine), reverse=True)
 
 
+def dealt_slowly(lengths, num_ranks):
+    """The rule as it is written down: look at all ranks for each sample."""
+    shares, num_tokens = [[] for _ in range(num_ranks)], [0] * num_ranks
+    quota, num_extra = divmod(len(lengths), num_ranks)
+    for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        room = [rank for rank in range(num_ranks) if len(shares[rank]) < quota + (num_extra > 0)]
+        rank = min(room, key=lambda rank: (num_tokens[rank], rank))
+        num_extra -= len(shares[rank]) == quota
+        shares[rank].append(position)
+        num_tokens[rank] += lengths[position]
+    return shares
+
+
+def test_deal_is_that_of_the_rule_for_any_lengths():
+    """A run resumes in the middle of an epoch with the samples of each rank as before."""
+    random = np.random.default_rng(0)
+    for _ in range(2000):
+        num_ranks, num_samples = int(random.integers(1, 20)), int(random.integers(0, 60))
+        lengths = random.integers(1, int(random.integers(2, 300)), num_samples).tolist()  # many equal ones too
+        assert balance_over_ranks(lengths, num_ranks) == dealt_slowly(lengths, num_ranks)
+    lengths = random.lognormal(5, 1, 4099).astype(int).tolist()
+    assert balance_over_ranks(lengths, 512) == dealt_slowly(lengths, 512)
+
+
+def test_every_rank_runs_as_many_micro_batches_as_the_rank_with_most():
+    """Their number is computed from counts where it can be; here by splitting for every rank."""
+    tokens = token_set([2] * 21)
+    for num_ranks, size in ((1, 4), (2, 3), (4, 2), (5, 1), (8, 3)):
+        layout = Layout(num_ranks=num_ranks, rank=num_ranks - 1, pad_id=PAD, micro_batch_size=size)
+        shares = balance_over_ranks([2] * 21, num_ranks)
+        splits = [split_micro_batches(tokens.lengths[:, None], share, layout) for share in shares]
+        step = next(train_steps(tokens, layout, seed=0, global_batch_size=21))
+        assert len(step.micro_batches) == max(map(len, splits))
+
+
 def test_deal_balances_better_than_round_robin():
     lengths = np.random.default_rng(0).lognormal(5, 1, 64).astype(int).tolist()
 

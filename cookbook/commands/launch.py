@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from io import TextIOWrapper
+from itertools import compress
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +34,7 @@ from cookbook.planning.library import gpus_needed, read_label, read_needs, recip
 from cookbook.system import hosts
 from cookbook.system.files import KeyPath, RecipeError, read_document, validate
 from cookbook.system.machine import num_cores, num_gpus
+from cookbook.training.data.known import known_rows
 from cookbook.training.data.rows import read_rows
 
 
@@ -70,10 +72,7 @@ def launch(
     command = plan.launch_command(str(path), loaded, num_processes=count, assignments=assignments, hosts=found)
     if not dry_run and simulate_gpus is None and gpus * num_machines < gpus_needed(read_label(path), loaded.name):
         raise RecipeError([what_it_takes(path), f"To run it here all the same: {plan.show_command(command)}"])
-    for source in () if recipe.data.streaming else (*recipe.data.train, *recipe.data.eval.values()):
-        if Path(source.path).exists():
-            # The processes read them again; here, broken rows are reported without torchrun's own report behind them.
-            read_rows(source, recipe.data.on_bad_row, recipe.objective)
+    _check_rows(recipe)
     command += ["--dry-run"] if dry_run else []
     print(plan.show_command(command), flush=True)
     # The accelerate beside this Python, and the compilers' ninja, also when the virtual environment is not activated.
@@ -85,6 +84,18 @@ def launch(
     if program is None:
         raise RecipeError([f"accelerate is not installed beside {sys.executable}; run make setup"])
     return run_child([program, *command[1:]], environment, Path(recipe.run.output_dir))
+
+
+def _check_rows(recipe: Recipe) -> None:
+    """Report broken rows of local files here, without torchrun's own report behind them."""
+    data = recipe.data
+    sources = () if data.streaming else (*data.train, *data.eval.values())
+    is_here = [Path(source.path).exists() for source in sources]
+    if all(is_here) and not data.streaming:
+        known_rows(data, recipe.objective, cache=Path(".cache"))  # which the processes then need not read
+        return
+    for source in compress(sources, is_here):
+        read_rows(source, data.on_bad_row, recipe.objective)
 
 
 def _misfits(found: hosts.Hosts, strategy: Strategy, num_processes: int) -> list[str]:

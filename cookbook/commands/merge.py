@@ -11,7 +11,8 @@ from transformers.utils import logging
 
 from cookbook.system.files import RecipeError
 from cookbook.training.adapters import BASE_RECORD, Base
-from cookbook.training.checkpoint.export import SHARD_SIZE, building
+from cookbook.training.checkpoint.export import Weight, building, write_model
+from cookbook.training.checkpoint.tensors import CHUNK
 from cookbook.training.models import fetch_model, weights_digest
 
 PROBE_TOKENS = 16
@@ -39,7 +40,7 @@ def merge(run: Path, dtype: str | None) -> int:
 def write_merged(folder: Path, build: Path, dtype: torch.dtype | None) -> str:
     """Write the adapter of `folder` and its base model into `build` as one model, with the tokenizer, and reopen it.
 
-    Merges in float32 on the CPU, which must hold the whole model three times, and stores `dtype`, by default that of
+    Merges in float32 on the CPU, which must hold the whole model once, and stores `dtype`, by default that of
     the base model. For qlora, the base is the unquantized model.
 
     Returns:
@@ -66,7 +67,9 @@ def write_merged(folder: Path, build: Path, dtype: torch.dtype | None) -> str:
     model = PeftModel.from_pretrained(base_model, str(folder))
     expected = _probe_logits(model)
     merged: PreTrainedModel = model.merge_and_unload(safe_merge=True)
-    merged.to(stored).save_pretrained(build, max_shard_size=SHARD_SIZE)
+    weights = {name: _as_weight(parameter.detach()) for name, parameter in merged.named_parameters()}
+    write_model(weights, build, config=merged.config, dtype=stored)
+    del base_model, model, merged, weights  # before it is opened again
     AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(build)
     shutil.copyfile(folder / "generation_config.json", build / "generation_config.json")
     reopened = AutoModelForCausalLM.from_pretrained(
@@ -77,6 +80,10 @@ def write_merged(folder: Path, build: Path, dtype: torch.dtype | None) -> str:
     if not error < limit:
         raise RuntimeError(f"{build}: its logits are {error:.1e} from those of the adapter; it was removed")
     return f"{str(stored).removeprefix('torch.')}; reopened, its logits are within {error:.0e} of the adapter's"
+
+
+def _as_weight(tensor: torch.Tensor) -> Weight:
+    return Weight(list(tensor.shape), lambda dtype: (part.to(dtype) for part in tensor.reshape(-1).split(CHUNK)))
 
 
 def _base_of(folder: Path) -> Base:

@@ -26,8 +26,8 @@ from cookbook.training.adapters import BASE_RECORD, Base
 from cookbook.training.checkpoint import folder
 from cookbook.training.checkpoint.export import (
     building,
-    joined_weights,
     sweep_builds,
+    weights_of,
     write_generation_config,
     write_model,
 )
@@ -137,11 +137,12 @@ def export(
     with building(target) as build:
         part = build / "adapter.tmp" if merged else build
         part.mkdir(exist_ok=True)
-        with joined_weights(checkpoint, part, stored) as weights:
-            if recipe.adapter is None:
-                write_model(weights, part, config=config)
-            else:
-                adapters.write_adapter(weights, part, config=config, settings=recipe.adapter, base=base)
+        weights = weights_of(checkpoint)
+        if recipe.adapter is None:
+            write_model(weights, part, config=config, dtype=stored)
+        else:
+            trained = {name: weight.read(stored) for name, weight in weights.items()}
+            adapters.write_adapter(trained, part, config=config, settings=recipe.adapter, base=base)
         ignore = shutil.ignore_patterns("config.json", BASE_RECORD)
         shutil.copytree(model_files, part, dirs_exist_ok=True, ignore=ignore)
         checked = _reopen(part, model_files, checkpoint.path, stored) if reopened else {}
@@ -200,10 +201,9 @@ def _check_export(
 
 
 def _check_room(target: Path, state: dict[str, Any], dtype: torch.dtype) -> None:
-    """Weights are joined in one file and then written in parts, so for a moment they exist twice."""
     parent = next(path for path in (target.resolve(), *target.resolve().parents) if path.is_dir())
     elements = sum(torch.Size(shape).numel() for shape in state["parameters"].values())
-    needed, free = 2 * elements * dtype.itemsize, shutil.disk_usage(parent).free
+    needed, free = elements * dtype.itemsize, shutil.disk_usage(parent).free
     if needed > free:
         raise RecipeError([f"{parent}: {free / 2**30:.1f} GiB are free, and the export needs {needed / 2**30:.1f}"])
 

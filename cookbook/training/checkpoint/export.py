@@ -5,13 +5,17 @@ import copy
 import ctypes
 import errno
 import fcntl
+import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -19,6 +23,8 @@ from transformers import (
     GenerationConfig,
     PreTrainedConfig,
 )
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from cookbook.training.checkpoint.folder import Checkpoint
 from cookbook.training.checkpoint.tensors import Reader, Tensor, room_for, write_tensors
@@ -104,39 +110,75 @@ def _exchange(one: Path, other: Path) -> bool:
     return rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
 
-@contextlib.contextmanager
-def joined_weights(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
-    """The whole trained parameters by name, in a file mapped into memory, so that the machine need not hold them.
+class Weight(NamedTuple):
+    """A whole tensor that need not be in memory as a whole."""
 
-    Args:
-        folder: where the file lies until the end.
+    shape: list[int]
+    parts: Callable[[torch.dtype], Iterable[torch.Tensor]]
+    """Its elements, in order, in a dtype."""
 
-    Raises:
-        BrokenCheckpoint: elements are missing.
-    """
-    path = folder / "whole.tmp"
-    try:
-        reader = Reader(checkpoint.pieces)
-        shapes: dict[str, list[int]] = checkpoint.state()["parameters"]
-        tensors = (
-            Tensor(name, shape, dtype, reader.parts(name, "weight", math.prod(shape), dtype))
-            for name, shape in shapes.items()
-        )
-        write_tensors(path, tensors, room=room_for(shapes))
-        yield load_file(path)
-    finally:
-        path.unlink(missing_ok=True)
+    def read(self, dtype: torch.dtype) -> torch.Tensor:
+        """All of it."""
+        return torch.cat([torch.empty(0, dtype=dtype), *self.parts(dtype)]).view(self.shape)
+
+
+def weights_of(checkpoint: Checkpoint) -> dict[str, Weight]:
+    """The trained parameters of a checkpoint by name. Reading them raises BrokenCheckpoint if elements are missing."""
+    reader = Reader(checkpoint.pieces)
+    shapes: dict[str, list[int]] = checkpoint.state()["parameters"]
+    return {
+        name: Weight(shape, partial(reader.parts, name, "weight", math.prod(shape))) for name, shape in shapes.items()
+    }
 
 
 def write_model(
-    weights: dict[str, torch.Tensor], folder: Path, *, config: PreTrainedConfig, shard_size: str = SHARD_SIZE
+    weights: dict[str, Weight],
+    folder: Path,
+    *,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    shard_size: str = SHARD_SIZE,
 ) -> None:
-    """Write a whole model for `from_pretrained`, all weights in one dtype."""
-    dtype = next(iter(weights.values())).dtype
-    # A model without data writes the files: the trained model's save_pretrained would gather all weights on one rank.
+    """Write a whole model for `from_pretrained`, all weights in one dtype: the files of `save_pretrained`, written once
+    and in parts. A model whose files have other tensors than the model itself (experts that are stacked in memory, for
+    example) is written twice.
+    """
     with torch.device("meta"):
         empty = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](copy.deepcopy(config)).to(dtype)
-    empty.save_pretrained(folder, state_dict=weights, max_shard_size=shard_size)
+        ignored = empty._keys_to_ignore_on_save or ()
+        planned = {name: torch.empty(w.shape, dtype=dtype) for name, w in weights.items() if name not in ignored}
+    names = {id(tensor): name for name, tensor in planned.items()}
+    in_files = revert_weight_conversion(empty, dict(planned))
+    if not all(id(tensor) in names for tensor in in_files.values()):
+        with _joined(weights, folder, dtype) as tensors:
+            empty.save_pretrained(folder, state_dict=tensors, max_shard_size=shard_size)
+        return
+    files = split_torch_state_dict_into_shards(in_files, max_shard_size=shard_size)
+    for file, keys in files.filename_to_tensors.items():
+        own = {key: weights[names[id(in_files[key])]] for key in keys}
+        tensors = (Tensor(key, weight.shape, dtype, weight.parts(dtype)) for key, weight in own.items())
+        write_tensors(folder / file, tensors, room=room_for(keys), metadata={"format": "pt"})
+    if files.is_sharded:
+        metadata = {"total_parameters": empty.num_parameters(), **files.metadata}
+        index = {"metadata": metadata, "weight_map": files.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
+    empty.config.dtype, empty.config.architectures = str(dtype).removeprefix("torch."), [type(empty).__name__]
+    empty.config.save_pretrained(folder)
+    if empty.can_generate():
+        empty.generation_config.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _joined(weights: dict[str, Weight], folder: Path, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
+    """The weights in a file mapped into memory, so that the machine need not hold them."""
+    path = folder / "whole.tmp"
+    try:
+        tensors = (Tensor(name, weight.shape, dtype, weight.parts(dtype)) for name, weight in weights.items())
+        write_tensors(path, tensors, room=room_for(weights))
+        yield load_file(path)
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def write_generation_config(folder: Path, *, like: Path, end_of_turn: int | None) -> None:

@@ -103,13 +103,15 @@ def write_pieces(path: Path, pieces: Iterable[StatePiece], *, room: int, step: i
     return write_tensors(path, tensors(), room=room)
 
 
-def write_tensors(path: Path, tensors: Iterable[Tensor], *, room: int) -> FileRecord:
+def write_tensors(
+    path: Path, tensors: Iterable[Tensor], *, room: int, metadata: dict[str, str] | None = None
+) -> FileRecord:
     """Write a safetensors file, holding one part of a tensor at a time.
 
     The header precedes the data but is known only after it, so its room is reserved and padded with spaces, as the
     format allows. The digest therefore hashes the data first, then the header.
     """
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     digest = xxhash.xxh3_128()
     offset = flushed = 0
     with path.open("wb") as file:

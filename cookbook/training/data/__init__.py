@@ -7,6 +7,7 @@ encode    encode:         rows + tokenizer -> token ids with labels
 tokens    cached_tokens:  rows + tokenizer -> flat arrays of ids, labels and offsets, on disk
 stream    Stream:         the same without end, read while training
 sets      read_data, tokenize_data:  all of this for the sets of a recipe
+known     known_rows:     the rows of files that were read before, not read again while their tokens are cached
 batches   train_steps:    tokens + seed + position -> the micro-batches of each optimizer step; alone imports torch
 
 Which samples make up a step depends on the seed and on the number of samples consumed, never on the processes.

@@ -7,6 +7,7 @@ A sample is what the recipe counts: a sequence of tokens, or a pair of them (cho
 B rows, T tokens, S sequences, L targets in a micro-batch, W samples in a step, N samples in all, R ranks.
 """
 
+import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,14 +100,16 @@ def balance_over_ranks(lengths: Sequence[int], num_ranks: int) -> list[list[int]
     at most one.
     """
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    num_tokens = [0] * num_ranks
     quota, num_extra = divmod(len(lengths), num_ranks)
+    open_ranks = [(0, rank) for rank in range(num_ranks)]  # a heap of tokens and ranks
     for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        room = [rank for rank in range(num_ranks) if len(shares[rank]) < quota + (num_extra > 0)]
-        rank = min(room, key=lambda rank: (num_tokens[rank], rank))
+        num_tokens, rank = heapq.heappop(open_ranks)
+        while len(shares[rank]) == quota and not num_extra:  # full since the last extra sample was dealt
+            num_tokens, rank = heapq.heappop(open_ranks)
         num_extra -= len(shares[rank]) == quota
         shares[rank].append(position)
-        num_tokens[rank] += int(lengths[position])
+        if len(shares[rank]) <= quota:
+            heapq.heappush(open_ranks, (num_tokens + int(lengths[position]), rank))
     return shares
 
 
@@ -137,10 +140,13 @@ def split_micro_batches(lengths: np.ndarray, samples: Sequence[int], layout: Lay
 
 
 def _micro_batches_of_rank(lengths: np.ndarray, shares: Sequence[Sequence[int]], layout: Layout) -> list[list[int]]:
-    """Each rank computes the split of all ranks, so that all know without communication how many forwards to run."""
-    splits = [split_micro_batches(lengths, share, layout) for share in shares]
-    mine = splits[layout.rank]
-    return mine + [[]] * (max(map(len, splits)) - len(mine))
+    """As many on every rank, which each computes without communication: those that the rank with most of them needs."""
+    mine = split_micro_batches(lengths, shares[layout.rank], layout)
+    if layout.micro_batch_size is not None:
+        most = -(-max(map(len, shares)) // layout.micro_batch_size)
+    else:
+        most = max(len(split_micro_batches(lengths, share, layout)) for share in shares)
+    return mine + [[]] * (most - len(mine))
 
 
 def collate(

@@ -39,7 +39,7 @@ class Rows:
 
     kind: str
     """Name of the kind, see `cookbook.config.row_kinds`."""
-    rows: list[dict[str, Any]]
+    rows: Sequence[dict[str, Any]]
     """Normalized by the kind's check: `{"messages": [{"role", "content"}, ...]}`, for example. A preference is
     `{"prompt", "chosen", "rejected"}`: texts, or (chat_preference) messages, the prompt being all that both share."""
     num_dropped: dict[str, int] = field(default_factory=dict)

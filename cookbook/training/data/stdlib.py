@@ -57,7 +57,7 @@ def _pairs(root: Path) -> list[tuple[str, str]]:
 
 
 def _functions(root: Path) -> Iterator[tuple[str, str]]:
-    for path in sorted(_python_files(root)):
+    for path in sorted(python_files(root)):
         try:
             source = path.read_text(encoding="utf-8")  # also turns \r\n into \n
             with warnings.catch_warnings():
@@ -71,7 +71,7 @@ def _functions(root: Path) -> Iterator[tuple[str, str]]:
                 yield pair
 
 
-def _python_files(folder: Path) -> Iterator[Path]:
+def python_files(folder: Path) -> Iterator[Path]:
     try:
         entries = list(folder.iterdir())
     except OSError:
@@ -82,7 +82,7 @@ def _python_files(folder: Path) -> Iterator[Path]:
         if entry.suffix == ".py":
             yield entry
         elif entry.is_dir():
-            yield from _python_files(entry)
+            yield from python_files(entry)
 
 
 def _request_and_answer(node: ast.FunctionDef, lines: list[str]) -> tuple[str, str] | None:

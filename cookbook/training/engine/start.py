@@ -2,10 +2,12 @@
 
 import importlib
 import os
+import sys
 import warnings
 from datetime import timedelta
 from typing import Any
 
+import accelerate.utils.other
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
@@ -35,6 +37,9 @@ def prepare_process(plan: Plan) -> None:
         RecipeError: more processes than GPUs, or a torch that cannot use them.
     """
     _separate_restarts()
+    # accelerate 1.15 imports DeepSpeed, which takes a second, to ask whether a model is one of its engines
+    # (utils/other.py, extract_model_from_parallel): none is while it is not imported.
+    accelerate.utils.other.is_deepspeed_available = lambda: "deepspeed" in sys.modules
     on_cpu = not torch.cuda.is_available()
     if on_cpu and plan.num_gpus:
         raise RecipeError([f"this machine has {plan.num_gpus} GPUs that this torch ({torch.__version__}) cannot use"])

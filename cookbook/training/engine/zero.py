@@ -1,12 +1,14 @@
 """ZeRO through DeepSpeed: optimizer state, gradients (stage 2) and weights (stage 3) sharded, on GPU, host or NVMe."""
 
 import contextlib
+import importlib
 import math
 import os
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from cookbook.config.strategy import Strategy
 from cookbook.planning.ds_config import deepspeed_config, separate_swap
 from cookbook.system import lock
 from cookbook.system.files import RecipeError
+from cookbook.system.imports import imports
 from cookbook.training.engine import state
 from cookbook.training.engine.base import Engine, StepResult
 from cookbook.training.engine.findings import Comparison
@@ -49,12 +52,33 @@ def build_ops(strategy: Strategy, cache: Path) -> None:
         AsyncIOBuilder().load(verbose=False)
 
 
+def import_deepspeed() -> ModuleType:
+    """DeepSpeed 0.19.8, without what it imports for features that are not used here: mlflow for its autotuner, and
+    torch's compiler for its Muon, a class that each engine compares with (zero/utils.py, is_zero_supported_optimizer).
+    """
+    hides_mlflow = "mlflow" not in sys.modules
+    with imports():
+        if hides_mlflow:
+            sys.modules["mlflow"] = None  # type: ignore[assignment]
+        try:
+            import deepspeed
+            from deepspeed.runtime import compiler
+        finally:
+            if hides_mlflow:
+                del sys.modules["mlflow"]
+        compiled, compiler.compile = compiler.compile, lambda: lambda function: function
+        try:
+            importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+        finally:
+            compiler.compile = compiled
+    return deepspeed
+
+
 class Zero(Engine):
     """`self.model` is DeepSpeed's engine, `self.model.optimizer` its ZeRO optimizer."""
 
     def _start(self, *, on_cpu: bool, **options: Any) -> Accelerator:
-        import deepspeed
-
+        deepspeed = import_deepspeed()
         config = deepspeed_config(
             self.strategy, self.plan, self.mixed_precision, self.micro_batch_size, self.max_grad_norm
         )

@@ -1,0 +1,144 @@
+"""Rows of files that were read before: what is known of them, while nobody needs the rows themselves.
+
+Tokens are cached by a digest of the rows. A start that finds digests of the same files here therefore reads no row.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache as once
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+from cookbook.config import plugins, registry, row_kinds
+from cookbook.config.objectives import Objective
+from cookbook.config.recipe import BUILTIN_SOURCE, DataSection, Source
+from cookbook.system import lock
+from cookbook.system.digests import sha256_of
+from cookbook.system.files import RecipeError
+from cookbook.training.data.rows import Rows
+from cookbook.training.data.sets import RowSets, read_data
+from cookbook.training.data.sources import local_files
+from cookbook.training.data.stdlib import python_files
+
+Item = TypeVar("Item")
+KEPT = ("kind", "num_dropped", "place", "renamed", "fingerprint")
+NOT_OF_ROWS = {"max_length", "too_long", "packing", "chat_template", "streaming", "shuffle_rows"}
+
+
+class Later(Sequence[Item]):
+    """A sequence of known length that is read when somebody asks for an item."""
+
+    def __init__(self, length: int, read: Callable[[], Sequence[Item]]) -> None:
+        self._length, self._read = length, read
+
+    @cached_property
+    def _items(self) -> Sequence[Item]:
+        return self._read()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self._items)
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Item]: ...
+    def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
+        return self._items[index]
+
+
+def known_rows(data: DataSection, objective: Objective, *, cache: Path) -> RowSets:
+    """The rows as `read_data` has them; read at once only if no process has read the same content with the same
+    settings before, and then by one process of a machine, under a file lock.
+
+    Raises:
+        RecipeError: as `read_data`. A row that is asked for later may also find changed files.
+    """
+    key = _key_of(data, objective, cache)
+    if key is None:
+        return read_data(data, objective)
+    cache.mkdir(parents=True, exist_ok=True)
+    record = cache / f"rows-{key}.json"
+    with lock.making(record.with_suffix(".lock")):
+        if (known := _load(record, data, objective)) is not None:
+            return known
+        sets = read_data(data, objective)
+        _save(record, sets)
+        return sets
+
+
+def _key_of(data: DataSection, objective: Objective, cache: Path) -> str | None:
+    """A digest of all that rows depend on; None if a source may change without a trace in a local file."""
+    try:
+        content = [_content(source, cache) for source in (*data.train, *data.eval.values())]
+    except (OSError, RecipeError):  # a missing file, which `read_data` reports
+        return None
+    if data.streaming or None in content:
+        return None
+    code = [*sorted(Path(__file__).parent.glob("*.py")), Path(row_kinds.__file__)]
+    made_from = [
+        content,
+        data.model_dump(mode="json", exclude=NOT_OF_ROWS),
+        [objective.name, sorted(objective.rows), plugins.digest(registry.plugin_files())],
+        [hashlib.sha256(path.read_bytes()).hexdigest() for path in code],
+    ]
+    return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _content(source: Source, cache: Path) -> Any:
+    if source.path == BUILTIN_SOURCE:
+        stats = ((str(path), path.stat()) for path in python_files(Path(sysconfig.get_path("stdlib"))))
+        return [sys.version, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)]
+    files = local_files(source)
+    digests = sha256_of(files, cache=cache)
+    return [[path.name, digests[path]] for path in files] or None
+
+
+def _save(record: Path, sets: RowSets) -> None:
+    def facts(parts: list[Rows]) -> list[dict[str, Any]]:
+        return [{name: getattr(rows, name) for name in KEPT} | {"num_rows": len(rows.rows)} for rows in parts]
+
+    found = {"train": facts(sets.train), "eval": {name: facts(parts) for name, parts in sets.eval.items()}}
+    build = record.with_name(f".{record.name}.{os.getpid()}")
+    build.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    build.replace(record)
+
+
+def _load(record: Path, data: DataSection, objective: Objective) -> RowSets | None:
+    """The sets of a record, or None if it is missing or damaged."""
+
+    @once
+    def read() -> RowSets:
+        return read_data(data, objective)
+
+    def part(facts: dict[str, Any], name: str | None, i: int) -> Rows:
+        num_rows, fingerprint = int(facts["num_rows"]), str(facts["fingerprint"])
+
+        def checked() -> Rows:
+            rows = (read().train if name is None else read().eval[name])[i]
+            if rows.fingerprint != fingerprint:
+                raise RecipeError([f"{rows.place}: its files were changed since this run began to read; try again"])
+            return rows
+
+        known = Rows(
+            **{key: facts[key] for key in KEPT if key != "fingerprint"},
+            rows=Later(num_rows, lambda: checked().rows),
+            numbers=Later(num_rows, lambda: checked().numbers or range(1, num_rows + 1)),
+        )
+        vars(known)["fingerprint"] = fingerprint  # what the cached property would compute from the rows
+        return known
+
+    try:
+        found = json.loads(record.read_text(encoding="utf-8"))
+        train = [part(facts, None, i) for i, facts in enumerate(found["train"])]
+        evals = {name: [part(one, name, i) for i, one in enumerate(parts)] for name, parts in found["eval"].items()}
+        return RowSets(train=train, eval=evals)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
