@@ -90,12 +90,13 @@ def measure(engine: Any, folder: Path) -> dict[str, Any]:
             seconds += timed(engine, lambda: flush(target, engine))[0]
         found.setdefault(what, []).append({"seconds": seconds, "memory": memory, "bytes": target and size_of(target)})
 
+    background = folder / "background"
+    later = Saver(background, attempt="b", in_background=True, say=print, **options)  # one, as in a run
     for i in range(ROUNDS):
-        ours, background, theirs = (folder / f"{name}-{i}" for name in ("ours", "background", "theirs"))
+        ours, theirs = (folder / f"{name}-{i}" for name in ("ours", "theirs"))
         saver = Saver(ours, attempt="a", in_background=False, say=print, **options)
         note("ours", lambda saver=saver: saver.save(1, engine.pieces(), state), ours)
-        later = Saver(background, attempt="b", in_background=True, say=print, **options)
-        note("ours, in the background", lambda later=later: later.save(1, engine.pieces(), state), None)
+        note("ours, in the background", lambda step=i + 1: later.save(step, engine.pieces(), state), None)
         later.wait()
         engine.collectives.all_reduce_max(0)
         note("accelerate", lambda theirs=theirs: engine.accelerator.save_state(str(theirs)), theirs)
@@ -122,9 +123,11 @@ def measure(engine: Any, folder: Path) -> dict[str, Any]:
             found["accelerate, load"] = [{"failed": str(error)[:200]}]
         engine.collectives.all_reduce_max(0)
         if engine.is_main:
-            for path in (ours, background, theirs):
+            for path in (ours, theirs):
                 shutil.rmtree(path)
         engine.collectives.all_reduce_max(0)
+    if engine.is_main:
+        shutil.rmtree(background)
     return found
 
 

@@ -545,6 +545,8 @@ def change_meta(folder, **values):
     [
         lambda folder: flip_byte(folder / "ids.npy"),
         lambda folder: flip_byte(folder / "is_label.npy"),
+        lambda folder: flip_byte(folder / "target_counts.npy"),  # a count that is wrong would scale the loss
+        lambda folder: change_meta(folder, digests={}),
         lambda folder: (folder / "offsets.npy").write_bytes(b""),
         lambda folder: (folder / "ids.npy").write_bytes((folder / "ids.npy").read_bytes()[:-7]),
         lambda folder: (folder / "ids.npy").unlink(),

@@ -150,8 +150,8 @@ def write_model(
     names = {id(tensor): name for name, tensor in planned.items()}
     in_files = revert_weight_conversion(empty, dict(planned))
     if not all(id(tensor) in names for tensor in in_files.values()):
-        with _joined(weights, folder, dtype) as tensors:
-            empty.save_pretrained(folder, state_dict=tensors, max_shard_size=shard_size)
+        with _joined(weights, folder, dtype) as joined:
+            empty.save_pretrained(folder, state_dict=joined, max_shard_size=shard_size)
         return
     files = split_torch_state_dict_into_shards(in_files, max_shard_size=shard_size)
     for file, keys in files.filename_to_tensors.items():

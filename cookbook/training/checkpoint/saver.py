@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cookbook.system import faults
 from cookbook.training.checkpoint import folder
 from cookbook.training.checkpoint.tensors import StagedPiece, StatePiece, room_for, write_pieces
@@ -65,6 +67,8 @@ class Saver:
         """Why the last save failed, as far as this rank knows."""
         self._saved_at = time.monotonic()
         self._thread: threading.Thread | None = None
+        self._buffers: dict[tuple[str, str, int], torch.Tensor] = {}
+        """What a save in the background writes from, kept for the next."""
         self._build = root
         """Folder of the last save's files."""
         self._broken: OSError | None = None
@@ -109,7 +113,11 @@ class Saver:
             self._save(step, pieces, state, best_by)
             self._raise_if_broken()
             return
-        staged = [StagedPiece.copy_of(piece) for piece in pieces]
+        staged = []
+        for piece in pieces:
+            place = (piece.name, piece.kind, piece.start)
+            staged.append(StagedPiece.copy_of(piece, self._buffers.get(place)))
+            self._buffers[place] = staged[-1].data
         self._thread = threading.Thread(target=self._save, args=(step, staged, state, best_by), name="save")
         self._thread.start()
 

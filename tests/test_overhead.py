@@ -1,0 +1,36 @@
+"""Protects the page of what a run costs besides training: it shows its results, and every measurement runs.
+
+python -m pytest -q tests/test_overhead.py
+"""
+
+import json
+
+import pytest
+
+from benchmarks import overhead
+
+
+def test_the_page_shows_the_results():
+    results = json.loads(overhead.RESULTS.read_text(encoding="utf-8"))
+    text = overhead.PAGE.read_text(encoding="utf-8")
+    assert text.split(overhead.BEGIN)[1].split(overhead.END)[0].strip() == overhead.render(results)
+    assert [row["strategy"] for row in results["found"]["start"]] == list(overhead.STRATEGIES)
+    assert [row["size"] for row in results["found"]["ranks"]] == list(overhead.RANKS)
+
+
+@pytest.mark.parametrize("section", overhead.SLOPES)
+def test_every_slope_is_measured(section, tmp_path):
+    rows = overhead.slopes(section, True, tmp_path)
+    assert rows and all(key in row for row in rows for key, _ in overhead.SLOPES[section][2].values())
+
+
+@pytest.mark.runs
+def test_a_start_is_measured(tmp_path):
+    (row,) = overhead.start(True, tmp_path)
+    assert list(row["phases"])[:2] == ["reading the rows", "importing the libraries"]
+    assert row["files"] + sum(row["phases"].values()) == pytest.approx(row["cpu"])
+
+
+def test_growth_is_that_of_the_last_size_over_the_first():
+    rows = [{"size": 1, "a": 2.0, "b": 0.0}, {"size": 8, "a": 16.0, "b": 5.0}]
+    assert (overhead.growth(rows, "a"), overhead.growth(rows, "b")) == ("x 8.0", "-")
