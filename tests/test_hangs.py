@@ -65,7 +65,7 @@ CASES = [
     if (phase, rank) != ("exporting", 1)  # which only the main process does
 ]
 CASES += [
-    Case("lock.held", rank, do, sign=START, settings=(("seed", str(seed)),))  # each with a model of its own
+    Case("model.held", rank, do, sign=START, settings=(("seed", str(seed)),))  # each with a model of its own
     for seed, (rank, do) in enumerate(itertools.product((0, 1), ("hang", "SIGSTOP")))
 ]
 CASES += [
@@ -75,7 +75,7 @@ CASES += [
     for do in ("hang", "SIGSTOP")
 ]
 FEW = [
-    Case("lock.held", 0, "hang", sign=START, settings=(("seed", "0"),)),
+    Case("model.held", 0, "hang", sign=START, settings=(("seed", "0"),)),
     Case("phase.joining the process group", 1, "hang"),
     Case("phase.restoring", 0, "hang"),
     Case("phase.exporting", 0, "SIGSTOP"),

@@ -86,7 +86,7 @@ def making(path: Path) -> Iterator[None]:
     try:
         _sign(path)
         _making.append(path)
-        faults.at("lock.held", 0)
+        faults.at(f"{path.name.partition('-')[0]}.held", 0)
         yield
     finally:
         if path in _making:

@@ -66,6 +66,8 @@ def known_rows(data: DataSection, objective: Objective, *, cache: Path) -> RowSe
         return read_data(data, objective)
     cache.mkdir(parents=True, exist_ok=True)
     record = cache / f"rows-{key}.json"
+    if (known := _load(record, data, objective)) is not None:
+        return known
     with lock.making(record.with_suffix(".lock")):
         if (known := _load(record, data, objective)) is not None:
             return known
