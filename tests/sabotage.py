@@ -226,6 +226,21 @@ def silently_ddp() -> None:
         family._start = start
 
 
+def batches_take_half_a_second() -> None:
+    """No mistake: the making of a batch waits, as for a network."""
+    import time
+
+    from cookbook.training.data import batches
+
+    collate = batches._collate
+
+    def slowly(*given):
+        time.sleep(0.5)
+        return collate(*given)
+
+    batches._collate = slowly
+
+
 if __name__ == "__main__":
     mistake = sys.argv.pop(1)
     globals()[mistake]()

@@ -1,4 +1,4 @@
-"""Protects the time to the first step: a run imports what it uses, and nothing that takes seconds besides.
+"""Protects the time to the first step and that of a step: a run imports what it uses, and its steps hide no waiting.
 
 python -m pytest -q tests/test_start.py
 """
@@ -57,3 +57,11 @@ assert compiler.compile() is torch.compile or callable(compiler.compile())
 def test_by_itself_it_imports_the_compiler():
     """Else the test above would pass for nothing."""
     assert "torch._inductor.compile_fx" in heavy_after(MUON)
+
+
+def test_the_time_of_a_step_has_the_wait_for_its_batch(lab):
+    """Six batches take three seconds at least, made one after the other and one step ahead."""
+    settings = {"run.max_steps": "6", "batch.micro_batch_size": "16"}
+    found = lab.run("single", settings, sabotage="batches_take_half_a_second")
+    seconds = [step["step_seconds"] for step in found.steps]
+    assert len(seconds) == 6 and sum(seconds) >= 3.0
