@@ -553,7 +553,7 @@ def change_meta(folder, **values):
         lambda folder: (folder / "meta.json").write_text("[]"),
         lambda folder: change_meta(folder, group_size=2),
     ],
-    ids=["id", "label", "empty", "torn", "missing", "meta", "pairs"],
+    ids=["id", "label", "count", "digests", "empty", "torn", "missing", "meta", "pairs"],
 )
 def test_corrupt_cache_entry_is_made_anew(tmp_path, tokenizer, spoil):
     made, _ = run_tokenize(CACHE_ROWS, tokenizer, max_length=50, on_bad_row="drop")

@@ -416,6 +416,7 @@ def _save(folder: Path, tokens: TokenSet, meta: dict[str, Any]) -> None:
             np.save(unfinished / f"{name}.npy", array)
             digests[name] = _digest(array)
     meta |= {name: getattr(tokens, name) for name in (*META_FIELDS, "fingerprint")} | {"digests": digests}
+    meta["seal"] = _seal(meta)
     (unfinished / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
     unfinished.rename(folder)
 
@@ -424,12 +425,17 @@ def _digest(array: np.ndarray) -> str:
     return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data)
 
 
+def _seal(meta: dict[str, Any]) -> str:
+    rest = {key: value for key, value in meta.items() if key != "seal"}
+    return xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True).encode())
+
+
 def _load(folder: Path, made_from: dict[str, Any]) -> tuple[TokenSet, dict[str, int]] | None:
     """The entry, or None if it is missing or damaged."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         fields = {name: meta[name] for name in META_FIELDS} | {"part_sizes": tuple(meta["part_sizes"])}
-        if meta["made_from"] != made_from or not meta["digests"].keys() >= {*ARRAYS}:
+        if meta["made_from"] != made_from or meta["seal"] != _seal(meta):
             return None
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in meta["digests"]}
         if any(_digest(array) != meta["digests"][name] for name, array in arrays.items()):
