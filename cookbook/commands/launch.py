@@ -34,7 +34,6 @@ from cookbook.planning.library import gpus_needed, read_label, read_needs, recip
 from cookbook.system import hosts
 from cookbook.system.files import KeyPath, RecipeError, read_document, validate
 from cookbook.system.machine import num_cores, num_gpus
-from cookbook.training.data.known import known_rows
 from cookbook.training.data.rows import read_rows
 
 
@@ -92,6 +91,8 @@ def _check_rows(recipe: Recipe) -> None:
     sources = () if data.streaming else (*data.train, *data.eval.values())
     is_here = [Path(source.path).exists() for source in sources]
     if all(is_here) and not data.streaming:
+        from cookbook.training.data.known import known_rows
+
         known_rows(data, recipe.objective, cache=Path(".cache"))  # which the processes then need not read
         return
     for source in compress(sources, is_here):
