@@ -32,6 +32,7 @@ PACKAGES = ("torch", "accelerate", "deepspeed", "transformers")
 STRATEGIES = ("single", "ddp", "fsdp2", "zero2", "zero3")
 RANKS = (1, 8, 64, 512)
 SAMPLES = (10_000, 100_000, 1_000_000)
+ROWS = (10_000, 50_000, 250_000)
 LENGTHS = (256, 1024, 4096)
 WIDTHS = (512, 768, 1024)
 """Hidden sizes of models with 8 layers: their parameters double twice."""
@@ -193,7 +194,7 @@ def one_count_of_samples(num_samples: int, base: str) -> dict[str, Any]:
     return {"size": num_samples, "file_mb": files, **mine, "memory_mb": own_memory() - before}
 
 
-def rows_of_samples(num_rows: int, base: str) -> dict[str, Any]:
+def one_count_of_rows(num_rows: int, base: str) -> dict[str, Any]:
     from cookbook.config.objectives import Objective
     from cookbook.config.recipe import DataSection
     from cookbook.training.data.known import known_rows
@@ -204,9 +205,9 @@ def rows_of_samples(num_rows: int, base: str) -> dict[str, Any]:
             {"prompt": "a question of some words? " * 4, "completion": "an answer, longer than that. " * 15}
         )
         path.write_text((line + "\n") * num_rows)
-    before = own_memory()
+    before, held = own_memory(), []
     data, objective = DataSection(train=str(path)), Objective.of(name="sft")
-    seconds = cpu_seconds(lambda: known_rows(data, objective, cache=Path(base) / "cache"), 1)
+    seconds = cpu_seconds(lambda: held.append(known_rows(data, objective, cache=Path(base) / "cache")), 1)
     return {"size": num_rows, "file_mb": path.stat().st_size / 1e6, "cpu": seconds, "memory_mb": own_memory() - before}
 
 
@@ -253,9 +254,9 @@ def slopes(section: str, quick: bool, base: Path) -> Rows:
         return [in_process(one_length, size) for size in (LENGTHS[:2] if quick else LENGTHS)]
     if section == "model":
         return [in_process(one_model, size, str(base)) for size in (WIDTHS[:1] if quick else WIDTHS)]
-    measure = {"samples": one_count_of_samples, "rows": rows_of_samples}[section]
+    measure, sizes = {"samples": (one_count_of_samples, SAMPLES), "rows": (one_count_of_rows, ROWS)}[section]
     found = []
-    for size in SAMPLES[:1] if quick else SAMPLES:
+    for size in sizes[:1] if quick else sizes:
         first = in_process(measure, size, str(base))  # which fills the cache
         found.append(in_process(measure, size, str(base)))
         if first:
@@ -342,7 +343,8 @@ def start_table(rows: Rows) -> list[str]:
 def render(results: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     lines = [f"{results['hardware']}; {packages}; {results['date']}; `{results['command']}`, beside other work."]
-    lines += start_table(results["found"]["start"])
+    start_rows = results["found"].get("start")
+    lines += start_table(start_rows) if start_rows else ["\nThe start by phase: not measured yet with this program."]
     return "\n".join([*lines, *(line for name in SLOPES for line in slope(name, results["found"][name]))])
 
 
