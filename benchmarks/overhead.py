@@ -372,7 +372,7 @@ def main() -> None:
     if arguments.quick:
         return
     results = {
-        "command": "python benchmarks/overhead.py",
+        "command": " ".join(["python benchmarks/overhead.py", *sys.argv[1:]]),
         "date": date.today().isoformat(),
         "versions": {name: version(name) for name in PACKAGES},
         "hardware": f"{os.cpu_count()} cores of {processor()}, no GPU",
