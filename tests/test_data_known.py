@@ -5,7 +5,6 @@ python -m pytest -q tests/test_data_known.py
 
 import json
 import os
-import shutil
 
 import pytest
 from small_data import make_tokenizer
@@ -104,13 +103,16 @@ def test_files_that_change_after_the_start_are_an_error_and_no_mixture(tmp_path,
         list(late.train[0].rows)
 
 
-def test_bad_rows_are_reported_at_every_start(tmp_path, reads):
-    data = DataSection(train=text_file(tmp_path / "x.jsonl", "a", ""))
+@pytest.mark.parametrize("is_first", [True, False])
+def test_bad_rows_are_reported_at_every_start(tmp_path, reads, is_first):
+    data, cache = DataSection(train=text_file(tmp_path / "x.jsonl", "a", "")), tmp_path / "cache"
+    if not is_first:
+        cache.mkdir()
     for _ in range(2):
         with pytest.raises(RecipeError, match=r"x\.jsonl:2"):
-            known_rows(data, SFT, cache=tmp_path / "cache")
-    missing = DataSection(train=str(tmp_path / "x.jsonl"))
-    shutil.rmtree(tmp_path / "cache")
+            known_rows(data, SFT, cache=cache)
+    assert cache.exists() != is_first, "a first start with bad rows leaves nothing behind"
+    assert not list(cache.glob("rows-*.json"))
     (tmp_path / "x.jsonl").unlink()
     with pytest.raises(RecipeError, match="cannot be read"):
-        known_rows(missing, SFT, cache=tmp_path / "cache")
+        known_rows(data, SFT, cache=cache)

@@ -61,22 +61,28 @@ def known_rows(data: DataSection, objective: Objective, *, cache: Path) -> RowSe
     Raises:
         RecipeError: as `read_data`. A row that is asked for later may also find changed files.
     """
-    key = _key_of(data, objective, cache)
+    is_first = not cache.is_dir()  # of all starts here: with bad rows it leaves nothing behind
+    key = _key_of(data, objective, None if is_first else cache)
     if key is None:
         return read_data(data, objective)
-    cache.mkdir(parents=True, exist_ok=True)
     record = cache / f"rows-{key}.json"
+    if is_first:
+        return _read_and_record(record, data, objective)
     if (known := _load(record, data, objective)) is not None:
         return known
     with lock.making(record.with_suffix(".lock")):
-        if (known := _load(record, data, objective)) is not None:
-            return known
-        sets = read_data(data, objective)
+        return _load(record, data, objective) or _read_and_record(record, data, objective)
+
+
+def _read_and_record(record: Path, data: DataSection, objective: Objective) -> RowSets:
+    sets = read_data(data, objective)
+    record.parent.mkdir(parents=True, exist_ok=True)
+    if record.name == f"rows-{_key_of(data, objective, record.parent)}.json":  # else a file was changed meanwhile
         _save(record, sets)
-        return sets
+    return sets
 
 
-def _key_of(data: DataSection, objective: Objective, cache: Path) -> str | None:
+def _key_of(data: DataSection, objective: Objective, cache: Path | None) -> str | None:
     """A digest of all that rows depend on; None if a source may change without a trace in a local file."""
     try:
         content = [_content(source, cache) for source in (*data.train, *data.eval.values())]
@@ -94,7 +100,7 @@ def _key_of(data: DataSection, objective: Objective, cache: Path) -> str | None:
     return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _content(source: Source, cache: Path) -> Any:
+def _content(source: Source, cache: Path | None) -> Any:
     if source.path == BUILTIN_SOURCE:
         stats = ((str(path), path.stat()) for path in python_files(Path(sysconfig.get_path("stdlib"))))
         return [sys.version, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)]
