@@ -3,6 +3,7 @@
 Tokens are cached by a digest of the rows. A start that finds digests of the same files here therefore reads no row.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -115,8 +116,9 @@ def _save(record: Path, sets: RowSets) -> None:
 
     found = {"train": facts(sets.train), "eval": {name: facts(parts) for name, parts in sets.eval.items()}}
     build = record.with_name(f".{record.name}.{os.getpid()}")
-    build.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    build.replace(record)
+    with contextlib.suppress(OSError):  # the record only saves time
+        build.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        build.replace(record)
 
 
 def _load(record: Path, data: DataSection, objective: Objective) -> RowSets | None:
