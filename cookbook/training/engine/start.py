@@ -17,6 +17,10 @@ from cookbook.planning.launch import CUBLAS_DETERMINISTIC, CUBLAS_VARIABLE
 from cookbook.planning.plan import Plan
 from cookbook.system.files import RecipeError
 
+# accelerate 1.15 imports DeepSpeed, which takes a second, to ask whether a model is one of its engines (utils/other.py,
+# extract_model_from_parallel): none is while it is not imported. Here, since a new model is saved before any engine.
+accelerate.utils.other.is_deepspeed_available = lambda: "deepspeed" in sys.modules
+
 
 def make_deterministic() -> None:
     """Restrict torch to deterministic kernels. Call before CUDA starts: cuBLAS reads its variable then.
@@ -37,9 +41,6 @@ def prepare_process(plan: Plan) -> None:
         RecipeError: more processes than GPUs, or a torch that cannot use them.
     """
     _separate_restarts()
-    # accelerate 1.15 imports DeepSpeed, which takes a second, to ask whether a model is one of its engines
-    # (utils/other.py, extract_model_from_parallel): none is while it is not imported.
-    accelerate.utils.other.is_deepspeed_available = lambda: "deepspeed" in sys.modules
     on_cpu = not torch.cuda.is_available()
     if on_cpu and plan.num_gpus:
         raise RecipeError([f"this machine has {plan.num_gpus} GPUs that this torch ({torch.__version__}) cannot use"])
