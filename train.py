@@ -53,7 +53,7 @@ def main() -> int:
             return train(recipe, strategy, plan, world, notes, watching)
         except Exception as error:
             if shortage.is_shortage(error):
-                return shortage.end_run(error, recipe, strategy, plan, arguments.recipe)
+                return shortage.end_run(error, recipe, strategy, plan, arguments.recipe, arguments.assignments)
             status.fail(Path(recipe.run.output_dir), error)
             raise
         finally:
@@ -92,7 +92,7 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
         mistakes += error.mistakes
     if mistakes:
         raise RecipeError(mistakes)
-    notes = [note] if note else []
+    notes = [*([note] if note else []), *shortage.unanswered(recipe)]
     return recipe, strategy, plan, world, notes + begun_elsewhere(Path(recipe_name), recipe, strategy)
 
 
@@ -224,6 +224,7 @@ def train_step(run: "Run", services: "Services", batch: "StepBatch", since: floa
     objective = recipe.objective
     count = batch.num_targets if objective.mean_over == "tokens" else batch.num_samples
     shares = engine.gradients(objective.compute, batch.micro_batches, count)
+    scale = None if engine.loss_scale is None else engine.loss_scale.scale
     is_due_by_time = services.saver.is_time(recipe.run.save_every_minutes)
     result = engine.step(shares, metrics.peak_memory_gib(engine.device), stop_vote(), is_due_by_time)
     memory, vote, is_time_to_save = result.maxima
@@ -239,6 +240,7 @@ def train_step(run: "Run", services: "Services", batch: "StepBatch", since: floa
             **result.means,
             "grad_norm": result.grad_norm,
             "learning_rate": lr,
+            **({} if scale is None else {"loss_scale": scale}),
             "num_tokens": batch.num_tokens,
             "step_seconds": seconds,
             "tokens_per_second": batch.num_tokens / seconds,

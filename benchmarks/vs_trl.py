@@ -236,6 +236,7 @@ class Ours:
             mixed_precision=recipe.mixed_precision,
             micro_batch_size=MICRO_BATCH_SIZE,
             max_grad_norm=recipe.optim.max_grad_norm,
+            loss_scale=recipe.loss_scaling,
             run_name="ours",
             timeout=timedelta(minutes=30),
         )

@@ -254,6 +254,11 @@ RECIPE_MISTAKES = {
     ),
     "bare no": ("'no'", "no", r"3: mixed_precision is false (YAML reads a bare no so); write 'no' in quotes"),
     "unknown precision": ("'no'", "fp32", "3: mixed_precision is 'fp32'; use 'no', 'bf16' or 'fp16'"),
+    "loss scale without fp16": (
+        "seed: 42",
+        "loss_scale: {window: 10}\nseed: 42",
+        "4: loss_scale: would be ignored with mixed_precision no; ...",
+    ),
     "precision in capitals": ("'no'", "BF16", r"3: mixed_precision is 'BF16'; ... (did you mean 'bf16'?)"),
     "accumulation": (
         "seed: 42",
@@ -671,6 +676,13 @@ STRATEGY_MISTAKES = {
         '"stage": 3,',
         '"stage": 3, "stage": 2,',
         r":13: zero_optimization.stage: given twice (first in line 13); ...",
+    ),
+    "JSON loss scale": (
+        "zero3",
+        JSON,
+        '"fp16": {',
+        '"fp16": {"hysteresis": 2,',
+        ":5: fp16.hysteresis: does not belong here; the recipe owns it (loss_scale.hysteresis)",
     ),
     "JSON clipping": (
         "zero3",

@@ -47,3 +47,13 @@ def test_a_run_that_does_not_fit_ends_with_one_sentence(gpu_lab):
     found = json.loads((run.output / "status.json").read_text())
     assert (found["state"], found["exit_code"]) == ("failed", 1)
     assert "CUDA out of memory" in found["reason"]
+
+
+def test_without_our_launcher_it_ends_with_the_line_that_goes_on(gpu_lab):
+    run = gpu_lab.run(
+        "fsdp2", {"run.on_out_of_memory": "smaller_micro_batch"}, recipe="memory", memory=170_000_000, ends=None
+    )
+    told = "".join(run.log(rank) for rank in range(2))
+    line = next(line for line in told.splitlines() if "To go on: " in line)
+    assert "accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes 2" in line
+    assert "--set batch.micro_batch_size=1" in line and "--set run.on_out_of_memory=smaller_micro_batch" in line

@@ -12,7 +12,6 @@ from conftest import ROOT
 
 from cookbook.config.mesh import Mesh
 from cookbook.config.strategy import find_strategy, known_strategies, load_strategy
-from cookbook.planning.ds_config import LOSS_SCALE
 from cookbook.system.files import RecipeError
 
 # kind, ZeRO stage, offload of optimizer and of parameters, (replicate, shard, tensor) mesh
@@ -188,15 +187,3 @@ def test_an_unknown_strategy_is_answered_with_the_nearest_name(book):
     with pytest.raises(RecipeError) as caught:
         find_strategy("zerro3")
     assert "did you mean zero3?" in str(caught.value)
-
-
-def test_the_loss_scale_of_fp16_starts_halves_and_waits_alike_under_every_strategy():
-    """DeepSpeed has its own, with other defaults: the steps that fp16 leaves out would depend on the strategy."""
-    import torch
-    from deepspeed.runtime.precision_config import get_float16_config
-
-    scaler = torch.amp.GradScaler("cpu")
-    deepspeed = get_float16_config({"fp16": {"enabled": True, **LOSS_SCALE}})
-    assert 2**deepspeed.initial_scale_power == scaler.get_scale()
-    assert deepspeed.loss_scale_window == scaler.get_growth_interval()
-    assert (deepspeed.hysteresis, scaler.get_backoff_factor()) == (1, 0.5)

@@ -13,6 +13,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from cookbook.commands import escalation
 from cookbook.commands.arguments import (
     QUICKSTART,
     RECIPE,
@@ -60,10 +61,14 @@ def launch(
     num_machines = max(found.count, loaded.num_machines)
     count = processes or loaded.num_processes or plan.default_num_processes(loaded, gpus) * num_machines
     environment = dict(os.environ)
-    mistakes += _misfits(found, loaded, count) + (hosts.set_interfaces(found.first, environment) if found.first else [])
+    mistakes += _misfits(found, recipe, loaded, count) + (
+        hosts.set_interfaces(found.first, environment) if found.first else []
+    )
     num_local = max(1, count // num_machines)
     try:
-        plan.make_plan(recipe, loaded, num_processes=count, num_local=num_local, num_gpus=gpus, recipe_name=str(path))
+        planned = plan.make_plan(
+            recipe, loaded, num_processes=count, num_local=num_local, num_gpus=gpus, recipe_name=str(path)
+        )
     except RecipeError as error:
         mistakes += error.mistakes
     if mistakes:
@@ -72,17 +77,28 @@ def launch(
     if not dry_run and simulate_gpus is None and gpus * num_machines < gpus_needed(read_label(path), loaded.name):
         raise RecipeError([what_it_takes(path), f"To run it here all the same: {plan.show_command(command)}"])
     _check_rows(recipe)
-    command += ["--dry-run"] if dry_run else []
+    if dry_run:
+        command.append("--dry-run")
     print(plan.show_command(command), flush=True)
-    # The accelerate beside this Python, and the compilers' ninja, also when the virtual environment is not activated.
-    folder = str(Path(sys.executable).parent)
-    environment["PATH"] = os.pathsep.join([folder, environment.get("PATH", "")])
     # torchrun would give each process one thread, whatever the machine has: too few on CPU, and for offloaded updates.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_local)))
+    if dry_run or recipe.run.on_out_of_memory == "stop":
+        return _run(command, environment, Path(recipe.run.output_dir))
+    start = escalation.Start(
+        recipe_name=str(path), assignments=assignments, recipe=recipe, strategy=loaded, plan=planned
+    )
+    return escalation.run(start, _run, environment)
+
+
+def _run(command: list[str], environment: dict[str, str], output_dir: Path) -> int:
+    """`run_child` of a command whose program lies beside this Python, and may not be on PATH."""
+    # The compilers' ninja is there too.
+    folder = str(Path(sys.executable).parent)
+    environment = environment | {"PATH": os.pathsep.join([folder, environment.get("PATH", "")])}
     program = shutil.which(command[0], path=environment["PATH"])
     if program is None:
-        raise RecipeError([f"accelerate is not installed beside {sys.executable}; run make setup"])
-    return run_child([program, *command[1:]], environment, Path(recipe.run.output_dir))
+        raise RecipeError([f"{command[0]} is not installed beside {sys.executable}; run make setup"])
+    return run_child([program, *command[1:]], environment, output_dir)
 
 
 def _check_rows(recipe: Recipe) -> None:
@@ -99,11 +115,14 @@ def _check_rows(recipe: Recipe) -> None:
         read_rows(source, data.on_bad_row, recipe.objective)
 
 
-def _misfits(found: hosts.Hosts, strategy: Strategy, num_processes: int) -> list[str]:
+def _misfits(found: hosts.Hosts, recipe: Recipe, strategy: Strategy, num_processes: int) -> list[str]:
     """What keeps the machines of the command line from running a strategy."""
-    if found.count == 1:
-        return []
     mistakes = []
+    if max(found.count, strategy.num_machines) > 1 and recipe.run.on_out_of_memory != "stop":
+        what = "each machine has a launcher of its own, and they do not agree on the next start"
+        mistakes.append(f"run.on_out_of_memory is {recipe.run.on_out_of_memory}: {what}; write stop")
+    if found.count == 1:
+        return mistakes
     if strategy.num_machines not in (1, found.count):
         mistakes.append(f"--machines is {found.count}, but {strategy.path} has num_machines {strategy.num_machines}")
     if num_processes % found.count:

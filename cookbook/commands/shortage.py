@@ -1,18 +1,25 @@
 """Ends a run that ran out of memory: with one sentence, and the first change that makes it fit."""
 
+import contextlib
+import json
 import os
 import re
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy, load_strategy
-from cookbook.planning.plan import Plan
+from cookbook.planning.plan import Plan, show_command
 from cookbook.system import signals, status
 from cookbook.system.hardware import this_machine
 
+NOTE_FILE = "COOKBOOK_SHORTAGE_FILE"
+"""Environment variable with the file by which `python -m cookbook launch` learns of a shortage that it may answer."""
+HISTORY = "COOKBOOK_SHORTAGES"
+"""Environment variable with the shortages that it has answered, see `history`."""
 STAGGER_SECONDS = 0.5
 """Delay between the processes of a machine: mostly all run out at once, and the first reports for all."""
 REPORT_SECONDS = 300.0
@@ -32,7 +39,14 @@ def is_shortage(error: BaseException) -> bool:
     )
 
 
-def end_run(error: BaseException, recipe: Recipe, strategy: Strategy, plan: Plan, recipe_name: str) -> int:
+def end_run(
+    error: BaseException,
+    recipe: Recipe,
+    strategy: Strategy,
+    plan: Plan,
+    recipe_name: str,
+    assignments: list[str],
+) -> int:
     """Report the shortage in status.json, from any process, and once on stderr. Returns the exit code: 1, since the
     files are correct, and would run on a larger GPU.
     """
@@ -53,12 +67,56 @@ def end_run(error: BaseException, recipe: Recipe, strategy: Strategy, plan: Plan
             f"{fragments:.1f} GiB lie in fragments: PYTORCH_ALLOC_CONF=expandable_segments:True may be enough."
         )
     print("\n" + "\n  ".join(lines), file=sys.stderr, flush=True)
-    if "CUDA" in str(error) or "CUBLAS" in str(error):
+    on_gpu = "CUDA" in str(error) or "CUBLAS" in str(error)
+    is_answered = recipe.run.on_out_of_memory != "stop" and (on_gpu or not plan.num_gpus)
+    if is_answered and _note(lines[0]):
+        return 1
+    if is_answered and (line := _by_hand(recipe, strategy, plan, recipe_name, assignments)):
+        advice = f"To go on: {line}"
+    elif on_gpu:
         advice = f"Next: {suggestion(recipe, strategy, plan, recipe_name)}."
     else:
         advice = f"python -m cookbook plan {recipe_name} shows how much host memory each strategy takes."
     print(f"  {advice}\n", file=sys.stderr, flush=True)
     return 1
+
+
+def history() -> list[dict[str, Any]]:
+    """The shortages that this launch has answered, the oldest first: `from`, `to` and `reason` of each."""
+    return json.loads(os.environ.get(HISTORY, "[]"))
+
+
+def unanswered(recipe: Recipe) -> list[str]:
+    """A note for a run that nobody will start again as run.on_out_of_memory says."""
+    what = recipe.run.on_out_of_memory
+    if what == "stop" or NOTE_FILE in os.environ:
+        return []
+    how = "python -m cookbook launch (make train) starts a run again"
+    return [f"run.on_out_of_memory {what}: {how}; started otherwise, it ends with the line to go on"]
+
+
+def _note(reason: str) -> bool:
+    """Leave the answer to `python -m cookbook launch`. Returns whether it started this run."""
+    path = os.environ.get(NOTE_FILE)
+    if path:
+        with contextlib.suppress(FileExistsError), open(path, "x", encoding="utf-8") as file:
+            json.dump({"reason": reason}, file)
+    return bool(path)
+
+
+def _by_hand(recipe: Recipe, strategy: Strategy, plan: Plan, recipe_name: str, assignments: list[str]) -> str | None:
+    """The command with which a run that `python -m cookbook launch` did not start goes on; None if there is none."""
+    if plan.num_gpus and plan.num_processes > plan.num_gpus:
+        return None  # of several machines
+    try:
+        from cookbook.commands.escalation import Start, next_start
+
+        start = Start(recipe_name=recipe_name, assignments=assignments, recipe=recipe, strategy=strategy, plan=plan)
+        folder = Path(recipe.run.output_dir)
+        following = next_start(start, start, {strategy.path}, resumes=any(folder.glob("checkpoints/step-*")))
+    except Exception:  # the line is optional, the report is not
+        return None
+    return show_command(following.command) if following is not None else None
 
 
 def first_sentence(text: str) -> str:

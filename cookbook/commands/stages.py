@@ -19,7 +19,7 @@ from accelerate.utils import set_seed
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from cookbook.commands import publish
+from cookbook.commands import publish, shortage
 from cookbook.config import plugins
 from cookbook.config.objectives.forward import Batch, sequence_logps
 from cookbook.config.optim.groups import build_optimizer
@@ -197,6 +197,7 @@ def start_engine(
         mixed_precision=recipe.mixed_precision,
         micro_batch_size=recipe.batch.micro_batch_size or 1,
         max_grad_norm=recipe.optim.max_grad_norm,
+        loss_scale=recipe.loss_scaling,
         run_name=run_name(Path(recipe.run.output_dir)),
         # Data and downloads are done; under ZeRO-3 rank 0 may still read weights for minutes.
         timeout=timedelta(minutes=max(30.0, recipe.run.hang_timeout_minutes) + 10),
@@ -357,7 +358,11 @@ def start_services(run: Run, failed_after: list[int], notes: list[str], watch: W
         record["forecast"] = {name: getattr(expected, name) for name in ("allocated", "reserved", "moment")}
     written = run.recipe.model_dump(mode="json", exclude_unset=True)
     record |= {"max_steps": run.inputs.max_steps, "written_settings": list(flatten(written))}
+    if shortages := shortage.history():
+        record["out_of_memory"] = shortages
     log.write_record("run.json", record)
+    for answered in shortages[-1:] if is_own else shortages:
+        log.event("out_of_memory", run.progress.step, **answered)
     started = {"strategy": engine.strategy.name, "processes": engine.plan.num_processes}
     log.event("start", run.progress.step, **started, resumed_from=record["resumed_from"])
     for line in (*notes, *_headline(run)):

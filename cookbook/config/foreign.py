@@ -588,10 +588,11 @@ DEEPSPEED = {
     "gradient_clipping": Key("optim.max_grad_norm", _number),
     "bf16.enabled": TRAINER["bf16"],
     "fp16.enabled": TRAINER["fp16"],
-    **{
-        f"fp16.{key}": Key(why="fp16 uses the loss scaling of torch's GradScaler")
-        for key in ("loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis", "min_loss_scale")
-    },
+    "fp16.loss_scale": Key(why="the loss scale of fp16 is dynamic, as with 0 here"),
+    "fp16.initial_scale_power": Key(why="under mixed_precision: fp16 write loss_scale.initial, the scale itself"),
+    "fp16.loss_scale_window": Key(why="under mixed_precision: fp16 write loss_scale.window"),
+    "fp16.hysteresis": Key(why="under mixed_precision: fp16 write loss_scale.hysteresis"),
+    "fp16.min_loss_scale": Key(why="under mixed_precision: fp16 write loss_scale.minimum"),
     "optimizer.type": Key("optim.name", OPTIMIZERS),
     "optimizer.params.lr": Key("optim.learning_rate", _number),
     "optimizer.params.betas": Key("optim.betas"),

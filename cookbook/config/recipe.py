@@ -6,6 +6,7 @@ recipe while it is typed.
 
 import difflib
 import importlib.util
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -322,6 +323,34 @@ class BatchSection(Section):
         return self
 
 
+def _power_of_two(value: float) -> float:
+    if math.frexp(value)[0] != 0.5:
+        raise ValueError(f"is {value:g}; write a power of two, as 65536, so that scaling does not round")
+    return value
+
+
+PowerOfTwo = Annotated[float, Field(gt=0, le=2.0**24), AfterValidator(_power_of_two)]
+
+
+class LossScaleSection(Section):
+    """Losses are multiplied by it, and gradients divided again, since small ones would be 0 in fp16."""
+
+    initial: PowerOfTwo = 65536.0
+    """The first scale. It halves where a gradient is not finite, and that step is skipped."""
+    window: int = Field(default=2000, gt=0)
+    """It doubles after so many steps in a row without that."""
+    hysteresis: int = Field(default=1, gt=0)
+    """It halves at the Nth such step since it last doubled, and at each one after it."""
+    minimum: PowerOfTwo = 1.0
+    """A gradient that is not finite at this scale ends the run."""
+
+    @model_validator(mode="after")
+    def _minimum_below(self):
+        if self.minimum > self.initial:
+            raise ValueError(f"minimum {self.minimum:g} is above initial {self.initial:g}")
+        return self
+
+
 class RunSection(Section):
     num_epochs: int | None = Field(default=None, gt=0)
     max_steps: int | None = Field(default=None, gt=0)
@@ -355,6 +384,10 @@ class RunSection(Section):
     """Maximum number of steps to skip because a loss or gradient is not finite; one more ends the run."""
     hang_timeout_minutes: float = Field(default=30.0, gt=0, le=10_080)
     """End a run that makes no progress for this long and name the process at fault. Must exceed the longest forward."""
+    on_out_of_memory: Literal["stop", "smaller_micro_batch", "next_strategy"] = "stop"
+    """What `python -m cookbook launch` does when GPU memory runs out: end the run | start it again from its newest
+    checkpoint with at most half the micro-batch | and, where that is not enough, with the next strategy that fits by
+    the forecast. The global batch stays, and so does the curve."""
     check_export: bool = True
     """At the end, open the export in a fresh process and compare it with the checkpoint. Takes one start plus reading
     both."""
@@ -383,6 +416,8 @@ class Recipe(Section):
     overrides it, and the run logs that."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "bf16"
     """'no' is float32; fp16 uses loss scaling and needs a GPU."""
+    loss_scale: LossScaleSection | None = None
+    """Of fp16 only."""
     seed: int = Field(default=42, ge=0, lt=2**32)
     """Seed of data order, new weights and dropout."""
     plugins: list[PathText] = []
@@ -396,6 +431,11 @@ class Recipe(Section):
     optim: SerializeAsAny[Optimizer]
     schedule: SerializeAsAny[Schedule] = Cosine()
     run: RunSection
+
+    @property
+    def loss_scaling(self) -> LossScaleSection | None:
+        """The loss scale of fp16; None without it."""
+        return (self.loss_scale or LossScaleSection()) if self.mixed_precision == "fp16" else None
 
 
 def read_recipe(path: Path) -> Document:
@@ -482,6 +522,9 @@ def _check_across_keys(document: Document) -> Iterator[str]:
     strategy = document.values.get("strategy")
     if isinstance(strategy, str) and path_problem(strategy) is None:
         yield from missing_strategy(strategy, lambda: place("strategy"))
+    precision = document.values.get("mixed_precision", "bf16")
+    if document.values.get("loss_scale") is not None and precision != "fp16":
+        yield f"{place('loss_scale')}: would be ignored with mixed_precision {precision}; take it out, or write fp16"
     model = part(document, "model", ModelSection)
     name = model.name_or_path if model is not None else None
     if name is not None and name.startswith((".", "/")) and not Path(name).is_dir():

@@ -2,34 +2,50 @@
 
 import copy
 import hashlib
+import math
 from pathlib import Path
 from typing import Any
 
+from cookbook.config.recipe import LossScaleSection
 from cookbook.config.strategy import Strategy
 from cookbook.planning.plan import Plan
 
-LOSS_SCALE = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
-"""fp16 loss scaling as in torch's GradScaler; DeepSpeed's default hysteresis of 2 keeps the scale at the first overflow
-and so skips one step more."""
-
 
 def deepspeed_config(
-    strategy: Strategy, plan: Plan, mixed_precision: str, micro_batch_size: int, max_grad_norm: float
+    strategy: Strategy,
+    plan: Plan,
+    mixed_precision: str,
+    micro_batch_size: int,
+    max_grad_norm: float,
+    loss_scale: LossScaleSection | None,
 ) -> dict[str, Any] | None:
-    """The strategy's JSON with every "auto" replaced by the recipe's value; None without DeepSpeed."""
+    """The strategy's JSON with every "auto" replaced by the recipe's value; None without DeepSpeed.
+
+    Args:
+        loss_scale: None unless mixed_precision is fp16.
+    """
     if strategy.deepspeed is None:
         return None
     accumulation = plan.gradient_accumulation_steps
     return {
         **copy.deepcopy(strategy.deepspeed),
         "bf16": {"enabled": mixed_precision == "bf16"},
-        "fp16": {"enabled": True, **LOSS_SCALE} if mixed_precision == "fp16" else {"enabled": False},
+        "fp16": {"enabled": True, **_loss_scale(loss_scale)} if loss_scale else {"enabled": False},
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation,
         "train_batch_size": micro_batch_size * accumulation * plan.num_processes,  # as DeepSpeed counts
         "gradient_clipping": max_grad_norm,
         "zero_allow_untested_optimizer": True,  # torch's AdamW and SGD; DeepSpeed knows its own only
         "steps_per_print": 2**31,
+    }
+
+
+def _loss_scale(settings: LossScaleSection) -> dict[str, Any]:
+    return {
+        "initial_scale_power": round(math.log2(settings.initial)),
+        "loss_scale_window": settings.window,
+        "hysteresis": settings.hysteresis,
+        "min_loss_scale": settings.minimum,
     }
 
 

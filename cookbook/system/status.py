@@ -226,6 +226,13 @@ def fail(folder: Path, error: BaseException, *, is_of_all: bool = False) -> None
         _replace(folder, record | {"state": "failed", "exit_code": 1, "reason": f"{type(error).__name__}: {error}"})
 
 
+def answered(folder: Path, reason: str) -> None:
+    """Marks a failed start as stopped: the next one is not the same, so it is none of `past_failures`."""
+    record = read(folder)
+    if record is not None and record["state"] in ("failed", "running"):
+        _replace(folder, record | {"state": "stopped", "reason": reason})
+
+
 def has_ended(record: dict[str, Any]) -> bool:
     """Whether a run has nothing left to do, not even its export; one that was killed still has "running"."""
     return record["state"] != "running" and (record["state"] != "stopped" or record.get("reason") != EXPORTING)

@@ -13,7 +13,7 @@ from cookbook.commands.forecast.skeleton import skeleton as skeleton_of
 from cookbook.commands.forecast.speed import Range, caveat, no_forecast, step_seconds
 from cookbook.commands.forecast.trace import ActivationTrace, Untraceable, bound
 from cookbook.commands.forecast.trace import trace as trace_pass
-from cookbook.config.recipe import AdapterSection, Recipe
+from cookbook.config.recipe import AdapterSection, BatchSection, Recipe
 from cookbook.config.strategy import Strategy
 from cookbook.planning.costs.flops import Step, sizes_of
 from cookbook.planning.costs.inputs import CostInputs, Skeleton, cost_inputs
@@ -28,7 +28,16 @@ from cookbook.training.models.attention import sequence_problem
 from cookbook.training.models.loss import LOGITS_BUDGET
 from cookbook.training.models.structure import find_config, not_served
 
-__all__ = ["Forecast", "PlanReport", "forecast", "forecast_all", "of_run", "rung_below"]
+__all__ = [
+    "Forecast",
+    "PlanReport",
+    "forecast",
+    "forecast_all",
+    "next_strategy",
+    "of_run",
+    "rung_below",
+    "smaller_micro_batch",
+]
 
 FSDP: dict[str, Literal[1, 2]] = {"fsdp1": 1, "fsdp2": 2}
 """FSDP version by kind of strategy."""
@@ -138,11 +147,50 @@ def rung_below(
         others: strategies to suggest.
     """
     traces = TraceCache(find_config(recipe.model)[0], recipe)
+    return _suggestion(traces, [strategy], others, _less_than(traces, strategy, machines, recipe_name), recipe_name)
+
+
+def _less_than(traces: "TraceCache", strategy: Strategy, machines: Machines, recipe_name: str) -> Machines:
+    """The machines with at most the GPU memory that is forecast for a run."""
     memory = forecast(traces, strategy, machines, recipe_name, limits=False).memory
-    if memory is not None:
-        needed = memory.needed[0] / GIB
-        machines = replace(machines, usable_gib=min(needed, machines.usable_gib or needed))
-    return _suggestion(traces, [strategy], others, machines, recipe_name)
+    if memory is None:
+        return machines
+    needed = memory.needed[0] / GIB
+    return replace(machines, usable_gib=min(needed, machines.usable_gib or needed))
+
+
+def smaller_micro_batch(
+    recipe: Recipe, strategy: Strategy, machines: Machines, recipe_name: str, batches: Sequence[BatchSection]
+) -> BatchSection | None:
+    """The first of `batches` with which a run may fit; each is taken where the forecast is only a bound."""
+    traces = TraceCache(find_config(recipe.model)[0], recipe)
+    for batch in batches:
+        shop = TraceCache(traces.config, recipe.model_copy(update={"batch": batch}))
+        found = forecast(shop, strategy, machines, recipe_name, limits=False)
+        if found.verdict in MAY_RUN or (found.is_bound and found.verdict != "cannot run"):
+            return batch
+    return None
+
+
+def next_strategy(
+    recipe: Recipe,
+    strategy: Strategy,
+    machines: Machines,
+    recipe_name: str,
+    others: Sequence[Strategy],
+    batches: Sequence[BatchSection],
+) -> tuple[Strategy, BatchSection] | None:
+    """The best strategy of `others` that needs less than was forecast for a run which ran out of GPU memory, with the
+    first of `batches` under which one does.
+    """
+    traces = TraceCache(find_config(recipe.model)[0], recipe)
+    machines = _less_than(traces, strategy, machines, recipe_name)
+    for batch in batches:
+        shop = TraceCache(traces.config, recipe.model_copy(update={"batch": batch}))
+        found = _best(shop, others, machines, recipe_name, ("fits",))
+        if found is not None:
+            return found.strategy, batch
+    return None
 
 
 TRACES: dict[tuple[Any, ...], ActivationTrace] = {}
@@ -414,15 +462,10 @@ def _suggestion(
 ) -> str | None:
     """The first change that makes something fit: another strategy, a smaller micro-batch, recomputation, both, an
     adapter."""
-    recipe = traces.recipe
-
-    def best_of(shop: TraceCache, candidates: Sequence[Strategy]) -> Forecast | None:
-        found = (forecast(shop, strategy, machines, recipe_name, limits=False) for strategy in candidates)
-        return min((one for one in found if one.verdict in ("fits", *UNKNOWN)), key=_rank, default=None)
-
+    recipe, verdicts = traces.recipe, ("fits", *UNKNOWN)
     known = {strategy.path for strategy in strategies}
     new = [strategy for strategy in others if strategy.path not in known]
-    best = best_of(traces, new)
+    best = _best(traces, new, machines, recipe_name, verdicts)
     if best is not None:
         return f"strategy {best.strategy.name} fits{_if_there(best)}"
     small = recipe.batch.model_copy(update={"micro_batch_size": 1, "micro_batch_tokens": None})
@@ -440,10 +483,22 @@ def _suggestion(
             ladder.append((f"adapter: {{name: {name}}}, micro_batch_size: 1 and gradient_checkpointing: true", less))
     for words, changes in ladder:
         shop = TraceCache(traces.config, recipe.model_copy(update=changes))
-        best = best_of(shop, [*strategies, *new])
+        best = _best(shop, [*strategies, *new], machines, recipe_name, verdicts)
         if best is not None:
             return f"with {words}, {best.strategy.name} fits{_if_there(best)}"
     return None
+
+
+def _best(
+    traces: TraceCache,
+    strategies: Sequence[Strategy],
+    machines: Machines,
+    recipe_name: str,
+    verdicts: Sequence[Verdict],
+) -> Forecast | None:
+    """The best forecast with one of these verdicts."""
+    found = (forecast(traces, strategy, machines, recipe_name, limits=False) for strategy in strategies)
+    return min((one for one in found if one.verdict in verdicts), key=_rank, default=None)
 
 
 def _if_there(one: Forecast) -> str:

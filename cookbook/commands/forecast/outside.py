@@ -6,6 +6,7 @@ fits a GPU and nowhere else. tests/test_forecast_outside.py has the measurements
 
 from cookbook.commands.forecast.memory import CONTEXT
 from cookbook.config.strategy import Strategy
+from cookbook.planning import simulated_gpus
 from cookbook.system.hardware import Gpu, Machines
 
 MIB = 2**20
@@ -36,6 +37,8 @@ CODE = round(0.73 * 2**30)
 
 def outside(strategy: Strategy, machines: Machines, num_processes: int) -> tuple[int, int]:
     """Memory of one process outside the forecast, least and most."""
+    if simulated_gpus.is_active():  # they have none of these
+        return 0, 0
     low, high = (CONTEXT + size for size in WORKSPACES)
     if num_processes == 1:
         return low, high

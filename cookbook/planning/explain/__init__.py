@@ -407,7 +407,9 @@ def _deepspeed(
 ) -> tuple[dict[str, Any] | None, dict[str, tuple[Any, Any]]]:
     """The configuration, and in what it is not the file."""
     micro = recipe.batch.micro_batch_size or 1  # as cookbook/commands/stages.py hands it to the engine
-    config = deepspeed_config(strategy, plan, recipe.mixed_precision, micro, recipe.optim.max_grad_norm)
+    config = deepspeed_config(
+        strategy, plan, recipe.mixed_precision, micro, recipe.optim.max_grad_norm, recipe.loss_scaling
+    )
     if config is None or strategy.deepspeed is None:
         return None, {}
     separate_swap(config, run_name(Path(recipe.run.output_dir)))

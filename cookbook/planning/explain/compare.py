@@ -39,6 +39,7 @@ ONLY_THE_RUN = (
     "run.allow_changes",
     "run.stop_after_steps",
     "run.hang_timeout_minutes",
+    "run.on_out_of_memory",
     "run.check_export",
     "run.trackers",
 )

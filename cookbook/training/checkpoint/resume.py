@@ -27,7 +27,7 @@ FREE = (
     "model.liger_kernels",
 )
 """They change speed, memory, or what is logged."""
-WITH_CONSENT = ("optim.", "schedule.", "mixed_precision", "run.max_steps", "run.num_epochs")
+WITH_CONSENT = ("optim.", "schedule.", "mixed_precision", "loss_scale.", "run.max_steps", "run.num_epochs")
 """They change the curve from here on, so `run.allow_changes` must list them."""
 BY_CONTENT = {"data.": "data", "model.": "model", "plugins": "plugins"}
 """They may change if the fingerprint of what they lead to is the same: a file that was moved, for example."""

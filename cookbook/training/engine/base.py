@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from torch.distributed.device_mesh import DeviceMesh
 
 from cookbook.config.objectives.forward import Batch, LossOutput
+from cookbook.config.recipe import LossScaleSection
 from cookbook.config.strategy import Strategy
 from cookbook.planning.launch import World
 from cookbook.planning.plan import Plan
@@ -25,6 +26,7 @@ from cookbook.system import faults
 from cookbook.training.engine import state
 from cookbook.training.engine.collectives import Collectives, to_device
 from cookbook.training.engine.findings import Comparison, as_json, describe_optimizer, num_shards
+from cookbook.training.engine.loss_scale import LossScale, grad_scaler
 from cookbook.training.engine.norm import clip, square_sum
 from cookbook.training.engine.start import prepare_process
 
@@ -52,7 +54,8 @@ class Engine:
 
     A family overrides, where it differs: `_start`, `load_options`, `frozen_dtype` and `_wrap`; `_synchronise`,
     `_backward` and `_update`, or of the last only `_num_shards` and `_clear_gradients`; `_forward`, `_end_evaluation`;
-    `held_pieces`, `_finish_restore`, `base_optimizer` and the loss scaler; `_findings`; `close`.
+    `held_pieces`, `_finish_restore`, `base_optimizer`, `_scaler_class` and
+    `_apply_loss_scale`; `_findings`; `close`.
     """
 
     def __init__(
@@ -64,12 +67,14 @@ class Engine:
         mixed_precision: str,
         micro_batch_size: int,
         max_grad_norm: float,
+        loss_scale: LossScaleSection | None,
         run_name: str,
         timeout: timedelta,
     ) -> None:
         """Start the process group.
 
         Args:
+            loss_scale: None unless mixed_precision is fp16.
             run_name: names the swap folders of this run, which other runs on the machine must not share.
             timeout: limit for a collective. Longer than the watchdog's, which can report more; it ends a run in which a
                 rank stays busy for ever and never reaches the collective.
@@ -80,6 +85,8 @@ class Engine:
         self.strategy, self.plan, self.world, self.mesh = strategy, plan, world, plan.mesh
         self.mixed_precision, self.max_grad_norm = mixed_precision, max_grad_norm
         self.micro_batch_size, self.run_name, self.timeout = micro_batch_size, run_name, timeout
+        self.loss_scale = LossScale(settings=loss_scale) if loss_scale is not None else None
+        """fp16's; its `scale` is that of the step to come."""
         prepare_process(plan)
         self.accelerator = self._start(on_cpu=not torch.cuda.is_available())
         self.device: torch.device = self.accelerator.device
@@ -103,7 +110,14 @@ class Engine:
 
         On CPU most families must change accelerate's state first, or it silently trains plain DDP.
         """
-        return Accelerator(cpu=on_cpu, mixed_precision=self.mixed_precision, **options)
+        accelerator = Accelerator(cpu=on_cpu, mixed_precision=self.mixed_precision, **options)
+        if accelerator.scaler is not None and self.loss_scale is not None:
+            accelerator.scaler = grad_scaler(self._scaler_class(accelerator), self.loss_scale)
+        return accelerator
+
+    def _scaler_class(self, accelerator: Accelerator) -> type:
+        """Of torch's scaler, which finds and skips what is not finite."""
+        return type(accelerator.scaler)
 
     @property
     def is_main(self) -> bool:
@@ -276,6 +290,8 @@ class Engine:
         if math.isfinite(result.grad_norm) or self.accelerator.scaler is not None:
             if self.max_grad_norm:
                 clip(self.model.parameters(), result.grad_norm, self.max_grad_norm)
+            if self.loss_scale is not None:
+                self.loss_scale.update(overflowed=not math.isfinite(result.grad_norm))
             self.optimizer.step()
         self._clear_gradients()
         return result
@@ -385,8 +401,9 @@ class Engine:
         """
         fill(self.held_pieces(kinds))
         self._finish_restore(counts["updates"])
-        if counts["loss_scaler"] is not None and self.mixed_precision == "fp16":
-            self._set_loss_scaler(counts["loss_scaler"])
+        if counts["loss_scaler"] is not None and self.loss_scale is not None:
+            self.loss_scale.restore(counts["loss_scaler"])
+            self._apply_loss_scale(self.loss_scale.scale)
 
     def _finish_restore(self, num_updates: int | None) -> None:
         """Restore the optimizer's count and the copies that forwards read, after all pieces were written."""
@@ -405,17 +422,13 @@ class Engine:
         mine = {int(moments["step"]) for moments in self.base_optimizer.state.values() if "step" in moments}
         assert len(mine) <= 1, f"the optimizer counts different updates: {sorted(mine)}"
         updates = int(self.collectives.all_reduce_max(*mine or [-1])[0])
-        scaler = self._loss_scaler() if self.mixed_precision == "fp16" else None
+        scaler = None if self.loss_scale is None else self.loss_scale.state()
         return {"updates": None if updates < 0 else updates, "loss_scaler": scaler}
 
-    def _loss_scaler(self) -> dict[str, Any]:
-        return self.accelerator.scaler.state_dict()
-
-    def _set_loss_scaler(self, values: dict[str, Any]) -> None:
-        """Restore the scale under any strategy, and its growth counter under the family that saved it."""
-        known = self.accelerator.scaler.state_dict()
-        kept = {name: value for name, value in values.items() if name in known}
-        self.accelerator.scaler.load_state_dict(known | kept)
+    def _apply_loss_scale(self, scale: float) -> None:
+        """Hand a restored scale to the library."""
+        scaler = self.accelerator.scaler
+        scaler.load_state_dict(scaler.state_dict() | {"scale": scale})
 
     @property
     def base_optimizer(self) -> Any:

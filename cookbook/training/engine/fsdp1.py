@@ -12,11 +12,8 @@ from cookbook.training.engine.fsdp import Fsdp
 
 
 class Fsdp1(Fsdp):
-    def _start(self, *, on_cpu: bool, **options: Any) -> Accelerator:
-        accelerator = super()._start(on_cpu=on_cpu, **options)
-        if self.mixed_precision == "fp16":
-            accelerator.scaler = _loss_scaler()
-        return accelerator
+    def _scaler_class(self, accelerator: Accelerator) -> type:
+        return _scaler_class()
 
     def _plugin(self, *, on_cpu: bool) -> Any:
         from accelerate.utils import FullyShardedDataParallelPlugin
@@ -99,8 +96,8 @@ class Fsdp1(Fsdp):
         yield "dtypes of a unit's weights and reductions", {(low, torch.float32 if low else None)}, policies
 
 
-def _loss_scaler() -> Any:
-    """FSDP1's loss scaler, which shares overflows between the ranks, in a form that fused AdamW accepts.
+def _scaler_class() -> type:
+    """FSDP1's scaler, which shares overflows between the ranks, in a form that fused AdamW accepts.
 
     torch 2.13's (distributed/fsdp/sharded_grad_scaler.py:254) gives `found_inf` the shape (1,), and fused AdamW
     subtracts it from counts of shape () (optim/adam.py:897), which fails. It also sums it over the ranks, while the
@@ -115,7 +112,7 @@ def _loss_scaler() -> Any:
             for device, value in found_inf.items():
                 found_inf[device] = value.reshape(()).clamp(max=1)
 
-    return ScalarFoundInf()
+    return ScalarFoundInf
 
 
 def _wrap_on_cpu(accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:

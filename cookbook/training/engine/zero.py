@@ -24,6 +24,7 @@ from cookbook.system.imports import imports
 from cookbook.training.engine import state
 from cookbook.training.engine.base import Engine, StepResult
 from cookbook.training.engine.findings import Comparison
+from cookbook.training.engine.loss_scale import LossScale
 
 
 def build_ops(strategy: Strategy, cache: Path) -> None:
@@ -80,7 +81,12 @@ class Zero(Engine):
     def _start(self, *, on_cpu: bool, **options: Any) -> Accelerator:
         deepspeed = import_deepspeed()
         config = deepspeed_config(
-            self.strategy, self.plan, self.mixed_precision, self.micro_batch_size, self.max_grad_norm
+            self.strategy,
+            self.plan,
+            self.mixed_precision,
+            self.micro_batch_size,
+            self.max_grad_norm,
+            self.loss_scale.settings if self.loss_scale else None,
         )
         assert config is not None
         self.deepspeed_config = config
@@ -103,6 +109,12 @@ class Zero(Engine):
     def load_options(self, *, is_quantized: bool) -> dict[str, Any]:
         """Stage 3 shards each weight as it is created."""
         return {} if self._is_stage3 else super().load_options(is_quantized=is_quantized)
+
+    def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        wrapped = super()._wrap(model, optimizer)
+        if self.loss_scale is not None:
+            wrapped[0].optimizer.loss_scaler = _ruled_scaler(self.loss_scale)
+        return wrapped
 
     def _synchronise(self, last: bool) -> contextlib.AbstractContextManager:
         # The last step of an epoch may have fewer micro-batches than gradient_accumulation_steps.
@@ -152,14 +164,8 @@ class Zero(Engine):
     def base_optimizer(self) -> Any:
         return self.model.optimizer.optimizer
 
-    def _loss_scaler(self) -> dict[str, Any]:
-        scaler = self.model.optimizer.loss_scaler
-        numbers = {name: value for name, value in vars(scaler).items() if isinstance(value, int | float)}
-        return {"scale": float(scaler.cur_scale)} | numbers
-
-    def _set_loss_scaler(self, values: dict[str, Any]) -> None:
-        known = vars(self.model.optimizer.loss_scaler)
-        known.update({name: value for name, value in values.items() if name in known} | {"cur_scale": values["scale"]})
+    def _apply_loss_scale(self, scale: float) -> None:
+        self.model.optimizer.loss_scaler.cur_scale = scale
 
     def held_pieces(self, create: state.KindsOf | None = None) -> Iterator[state.Piece]:
         return self._sub_group_pieces(create) if self._is_stage3 else self._partition_pieces(create)
@@ -265,6 +271,18 @@ class Zero(Engine):
             persistent = zero.param_persistence_threshold
             states = {p.ds_status.name for p in model.parameters() if p.ds_numel > persistent}
             yield "parameters between steps", {"NOT_AVAILABLE"}, states or {"NOT_AVAILABLE"}
+
+
+def _ruled_scaler(rule: LossScale) -> Any:
+    """DeepSpeed's loss scaler with the scale of `rule`."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
+
+    class Ruled(LossScalerBase):
+        def update_scale(self, overflow: bool) -> None:
+            rule.update(overflowed=bool(overflow))
+            self.cur_scale = rule.scale
+
+    return Ruled(rule.scale)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,160 @@
+"""A run whose GPU memory ran out goes on: with a smaller micro-batch, then under another strategy, on the same curve.
+
+python -m pytest -q tests/test_escalation.py
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from cookbook.commands import escalation, shortage
+from cookbook.commands.cli import main
+from cookbook.commands.escalation import Start, smaller_batches
+from cookbook.config.recipe import BatchSection
+from cookbook.planning import simulated_gpus
+from cookbook.planning.plan import load_pair, make_plan
+from cookbook.system import status
+from tests.curves import file_of
+from tests.gpu_runs import LIMIT_SECONDS, NUM_GPUS, RECIPE, RECIPES, GpuLab
+from tests.needs import need_simulated_gpus
+
+BATCH = "{global_batch_size: 16, micro_batch_size: 8}"
+BAND = 2e-3
+"""In loss, under bf16: another micro-batch rounds otherwise."""
+
+
+def start_of(path: Path, strategy: str, assignments: list[str], num_gpus: int = NUM_GPUS) -> Start:
+    recipe, loaded = load_pair(path, assignments, Path(strategy))
+    plan = make_plan(recipe, loaded, num_processes=2, num_gpus=num_gpus, recipe_name=str(path))
+    return Start(recipe_name=str(path), assignments=assignments, recipe=recipe, strategy=loaded, plan=plan)
+
+
+def write_recipe(folder: Path, rows: Path, batch: str = BATCH) -> Path:
+    text = RECIPE.format(**RECIPES["memory"] | {"batch": batch, "steps": 3}).replace("LONG", str(rows))
+    (folder / "recipe.yaml").write_text(text.replace("OUTPUT", str(folder / "run")))
+    return folder / "recipe.yaml"
+
+
+def losses(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.fixture
+def gpus_of(gpu_lab: GpuLab, monkeypatch):
+    """Runs `escalation.run` on two simulated GPUs of so much memory; returns its exit code and the command lines."""
+    need_simulated_gpus()
+
+    def climb(folder: Path, strategy: str, memory: int, *settings: str) -> tuple[int, list[list[str]]]:
+        for name, value in simulated_gpus.environment(NUM_GPUS, memory=memory).items():
+            monkeypatch.setenv(name, value)
+        commands = []
+
+        def run_child(command: list[str], environment: dict[str, str], output_dir: Path) -> int:
+            commands.append(command)
+            program = command.index("train.py")
+            names = (shortage.NOTE_FILE, shortage.HISTORY)
+            job = {"folder": str(folder), "words": command[program:], "accelerate": command[2:program]}
+            job |= {"processes": 2, "limit": LIMIT_SECONDS, "variables": {name: environment[name] for name in names}}
+            return gpu_lab.parent("gpu", memory).ask(job)["codes"][0]
+
+        path = write_recipe(folder, gpu_lab.folder / "long.jsonl")
+        return escalation.run(start_of(path, strategy, list(settings)), run_child, {}), commands
+
+    return climb
+
+
+@pytest.mark.runs
+@pytest.mark.simulated
+@pytest.mark.parametrize(("strategy", "memory"), [("fsdp2", 225_000_000), ("zero3", 700_000_000)])
+def test_a_run_goes_on_with_a_smaller_micro_batch(gpus_of, gpu_lab, tmp_path, capsys, strategy, memory):
+    settings = ["run.on_out_of_memory=smaller_micro_batch", "run.save_every_steps=1"]
+    code, commands = gpus_of(tmp_path, file_of(strategy, tmp_path), memory, *settings)
+    told = (tmp_path / "log_0").read_text() + (tmp_path / "log_1").read_text()
+    assert code == 0, told[-3000:]
+    assert len(commands) == 2 and "batch.micro_batch_size=4" in commands[1]
+    assert f"out of memory under {strategy} with micro-batch 8: starts again" in capsys.readouterr().err
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    (step,) = record["out_of_memory"]
+    assert (step["from"], step["to"]) == (f"{strategy} with micro-batch 8", f"{strategy} with micro-batch 4")
+    assert "CUDA out of memory" in step["reason"]
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    (event,) = [event for event in events if event["event"] == "out_of_memory"]
+    assert event["step"] == 1 and record["resumed_from"], "the first step fitted: no optimizer state yet"
+    plenty = tmp_path / "plenty"
+    plenty.mkdir()
+    assert gpus_of(plenty, file_of(strategy, plenty), 80 << 30, *settings)[0] == 0
+    assert losses(tmp_path) == pytest.approx(losses(plenty), abs=BAND)
+
+
+@pytest.mark.runs
+@pytest.mark.simulated
+def test_where_no_micro_batch_fits_it_goes_on_under_another_strategy(gpus_of, tmp_path, capsys):
+    settings = ["run.on_out_of_memory=next_strategy", "run.save_every_steps=1"]
+    code, commands = gpus_of(tmp_path, "accelerate_configs/zero3.yaml", 480_000_000, *settings)
+    told = (tmp_path / "log_0").read_text() + (tmp_path / "log_1").read_text()
+    assert code == 0, told[-3000:]
+    assert "accelerate_configs/fsdp2.yaml" in commands[-1]
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    (step,) = record["out_of_memory"]
+    assert (step["from"], step["to"]) == ("zero3 with micro-batch 8", "fsdp2 with micro-batch 8")
+    assert record["strategy"]["file"] == "accelerate_configs/fsdp2.yaml"
+    assert "still 16 sequences a step" in capsys.readouterr().err
+
+
+@pytest.mark.runs
+@pytest.mark.simulated
+def test_without_the_key_or_a_rung_it_ends_as_before(gpus_of, tmp_path, capsys):
+    code, commands = gpus_of(
+        tmp_path, "accelerate_configs/fsdp2.yaml", 90_000_000, "run.on_out_of_memory=smaller_micro_batch"
+    )
+    assert code == 1 and len(commands) == 1, "no smaller micro-batch fits by the forecast"
+    assert "nothing is left to try. Next: " in capsys.readouterr().err
+
+
+def test_a_micro_batch_shrinks_by_half_or_more_and_splits_the_batch(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
+    recipe, _ = load_pair(write_recipe(tmp_path, rows, "{global_batch_size: 24, micro_batch_size: 12}"))
+    assert [batch.micro_batch_size for batch in smaller_batches(recipe, 2)] == [6, 3, 1]
+    assert [batch.micro_batch_size for batch in smaller_batches(recipe, 3)] == [4, 2, 1]
+    tokens = BatchSection(global_batch_size=24, micro_batch_tokens=1000)
+    found = smaller_batches(recipe.model_copy(update={"batch": tokens}), 2)
+    assert [batch.micro_batch_tokens for batch in found] == [500, 250, 192], "a sample has up to 192"
+
+
+def test_what_is_passed_on_is_the_same_run(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
+    path = write_recipe(tmp_path, rows)
+    start = start_of(path, "accelerate_configs/ddp.yaml", ["seed=7", "batch.micro_batch_size=8"])
+    found = start.changed(start.strategy, start.recipe.batch.model_copy(update={"micro_batch_size": 2}), resumes=True)
+    assert found.recipe.run.resume == "auto" and found.plan.gradient_accumulation_steps == 4
+    same = found.recipe.model_copy(update={"batch": start.recipe.batch, "run": start.recipe.run})
+    assert same == start.recipe
+    assert found.command.count("batch.micro_batch_size=2") == 1 and "batch.micro_batch_size=8" not in found.command
+
+
+def test_the_first_process_that_ran_out_leaves_the_answer_to_the_launcher(tmp_path, monkeypatch):
+    monkeypatch.setenv(shortage.NOTE_FILE, str(tmp_path / "note"))
+    assert shortage._note("first") and shortage._note("second")
+    assert json.loads((tmp_path / "note").read_text()) == {"reason": "first"}
+    monkeypatch.delenv(shortage.NOTE_FILE)
+    assert not shortage._note("third"), "nobody would read it"
+
+
+def test_several_machines_are_refused(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    words = ["--machines", "2", "--machine", "0", "--first", "127.0.0.1"]
+    assert main(["launch", *words, "--set", "run.on_out_of_memory=next_strategy"]) == 2
+    assert "run.on_out_of_memory is next_strategy: each machine has a launcher" in capsys.readouterr().err
+
+
+def test_a_shortage_that_was_answered_is_no_failure_of_the_next_start(tmp_path):
+    for attempt in range(status.MAX_FAILURES + 1):
+        failures = status.past_failures(tmp_path)
+        assert failures == [], attempt
+        status.Status(tmp_path, is_main=True, failed_after=failures).end("failed", exit_code=1)
+        status.answered(tmp_path, "out of memory")
