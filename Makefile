@@ -18,7 +18,7 @@ TESTS ?= tests
 BUILD_NEEDS = sh system.sh .venv/bin/python build
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart train finetune-7b preview plan rehearse watch report compare merge export checkpoint check doctor explain schema library combinations test test-quick test-long test-all soak steady matrix simulated-gpus gpu-memory test-gpu lint lock audit clean
+.PHONY: help setup quickstart train finetune-7b preview plan tune rehearse watch report compare merge export checkpoint check doctor explain schema library combinations test test-quick test-long test-all soak steady matrix simulated-gpus gpu-memory test-gpu lint lock audit clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 14
@@ -39,6 +39,10 @@ finetune-7b: $(STAMP)  ## full fine-tuning of Qwen2.5-7B with ZeRO-3, or the har
 
 plan: $(STAMP)  ## [RECIPE=...] [GPUS=8xH100] [HOST_GIB=2000] [NVME_GIB=4000] [SAMPLES=10000] [PRICE=2.5]: will it fit, how fast, under which strategy
 	@$(COOKBOOK) plan $(RECIPE) $(if $(GPUS),--gpus $(GPUS)) $(if $(HOST_GIB),--host-gib $(HOST_GIB)) $(if $(NVME_GIB),--nvme-gib $(NVME_GIB)) $(STRATEGY_FLAG) $(if $(SAMPLES),--samples $(SAMPLES)) $(if $(PRICE),--price $(PRICE)) $(SET_FLAGS)
+
+tune: $(if $(RECIPE),$(STAMP))  ## RECIPE=... [GPUS=cpu] [STRATEGY=...] [TRIALS=4] [STEPS=8]: try the forecast's best settings here, and write the fastest into the recipe
+	@$(if $(RECIPE),,echo 'make tune: write RECIPE=..., for example: make tune RECIPE=recipes/quickstart.yaml GPUS=cpu' >&2; exit 2)
+	@$(COOKBOOK) tune $(RECIPE) $(if $(GPUS),--gpus $(GPUS)) $(STRATEGY_FLAG) $(if $(TRIALS),--trials $(TRIALS)) $(if $(STEPS),--steps $(STEPS)) $(SET_FLAGS)
 
 rehearse: $(if $(RECIPE),$(STAMP))  ## RECIPE=... [STRATEGY=...] [PROCESSES=2] [ON=cpu]: a scaled-down run on simulated GPUs, with save and reload
 	@$(if $(RECIPE),,echo 'make rehearse: write RECIPE=..., for example: make rehearse RECIPE=recipes/qwen25_7b/sft.yaml' >&2; exit 2)

@@ -35,6 +35,7 @@ VERBS = [
     "evaluate",
     "preview",
     "plan",
+    "tune",
     "rehearse",
     "merge",
     "export",

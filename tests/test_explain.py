@@ -139,6 +139,17 @@ def test_a_wrong_place_would_be_found(in_root):
     assert len(wrong) > looked / 2
 
 
+def test_a_loss_scale_and_what_follows_a_shortage_are_shown_where_they_are(in_root):
+    plain = explain(ZERO3).sections
+    assert "loss scale" not in plain["OPTIMIZER"] and "out of memory" not in plain["LENGTH"]
+    words = ["mixed_precision=fp16", "loss_scale={window: 500, hysteresis: 2}", "run.on_out_of_memory=next_strategy"]
+    found = explain(ZERO3, assignments=words).sections
+    scale = found["OPTIMIZER"]["loss scale"]
+    assert scale.text == "65536, doubles after 500 steps, halves at each overflow from number 2 on"
+    assert scale.sources == ("command line", "default")
+    assert found["LENGTH"]["out of memory"].text == "goes on with a smaller micro-batch or strategy"
+
+
 def test_a_default_and_the_command_line_are_told_apart_from_the_file(in_root):
     assignments = ["batch.micro_batch_size=2", "run={num_epochs: 3, output_dir: outputs/x}"]
     found = explain(ZERO3, assignments=assignments).sections

@@ -25,6 +25,7 @@ from cookbook.commands.init import init
 from cookbook.commands.launch import check, explain, launch
 from cookbook.commands.plan import plan
 from cookbook.commands.results import checkpoint, compare, export, merge, report, summary
+from cookbook.commands.tune import tune
 from cookbook.commands.watch import watch
 from cookbook.config.recipe import recipe_schema
 from cookbook.config.strategy import load_strategy
@@ -158,6 +159,7 @@ for command in (
     evaluate,
     preview,
     plan,
+    tune,
     rehearse,
     merge,
     export,

@@ -83,14 +83,14 @@ def launch(
     # torchrun would give each process one thread, whatever the machine has: too few on CPU, and for offloaded updates.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_local)))
     if dry_run or recipe.run.on_out_of_memory == "stop":
-        return _run(command, environment, Path(recipe.run.output_dir))
+        return run_command(command, environment, Path(recipe.run.output_dir))
     start = escalation.Start(
         recipe_name=str(path), assignments=assignments, recipe=recipe, strategy=loaded, plan=planned
     )
-    return escalation.run(start, _run, environment)
+    return escalation.run(start, run_command, environment)
 
 
-def _run(command: list[str], environment: dict[str, str], output_dir: Path) -> int:
+def run_command(command: list[str], environment: dict[str, str], output_dir: Path) -> int:
     """`run_child` of a command whose program lies beside this Python, and may not be on PATH."""
     # The compilers' ninja is there too.
     folder = str(Path(sys.executable).parent)

@@ -33,7 +33,7 @@ def plan(
     shipped = sorted(Path("accelerate_configs").glob("*.yaml"))
     paths = [find_strategy(name) for name in strategy or ()] or shipped
     recipe, _ = load_pair(path, assignments, paths[0] if strategy else None)
-    machines = _machines_for(path, gpus, {"fabric_gbits": fabric, "host_gib": host_gib, "nvme_gib": nvme_gib})
+    machines = machines_for(path, gpus, {"fabric_gbits": fabric, "host_gib": host_gib, "nvme_gib": nvme_gib})
     strategies = [load_strategy(path) for path in paths]
 
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns on stdout
@@ -49,7 +49,7 @@ def plan(
     return 0 if outlook.forecasts[0].verdict in MAY_RUN else 1
 
 
-def _machines_for(recipe: Path, text: str | None, options: dict[str, float | None]) -> Machines:
+def machines_for(recipe: Path, text: str | None, options: dict[str, float | None]) -> Machines:
     """What was asked for, else what is here, else what the recipe's label needs."""
     if text is None:
         here = this_machine()

@@ -334,6 +334,10 @@ def _saving(recipe: Recipe, document: Document) -> Section:
     if run.stop_after_steps is not None:
         text = f"{run.stop_after_steps:,} steps of each start, with a checkpoint"
         found["stops after"] = of(run.stop_after_steps, text, "run.stop_after_steps")
+    if run.on_out_of_memory != "stop":
+        next_one = " or strategy" * (run.on_out_of_memory == "next_strategy")
+        text = f"goes on with a smaller micro-batch{next_one}"
+        found["out of memory"] = of(run.on_out_of_memory, text, "run.on_out_of_memory")
     return found
 
 
@@ -355,7 +359,7 @@ def _optimizer(
     shape = schedule.ends()
     if drawn_steps is not None and num_steps is None:
         shape += f"; drawn for {drawn_steps:,} steps, the length being unknown"
-    return {
+    found = {
         "optimizer": of(
             optim.name, f"{optim.name}: {'; '.join(optim.words())}", "optim.name", *_given(recipe, document)
         ),
@@ -364,6 +368,11 @@ def _optimizer(
         "warm-up": of(schedule.warmup_steps, warmup, "schedule.warmup_steps"),
         "schedule": of(schedule.name, f"{schedule.name}, {shape}", "schedule.name"),
     }
+    if (scale := recipe.loss_scaling) is not None:
+        text = f"{scale.initial:g}, doubles after {scale.window:,} steps, halves at each overflow"
+        text += f" from number {scale.hysteresis} on" * (scale.hysteresis > 1)
+        found["loss scale"] = of(scale.initial, text, *(f"loss_scale.{name}" for name in type(scale).model_fields))
+    return found
 
 
 def _given(recipe: Recipe, document: Document) -> list[str]:

@@ -1,0 +1,205 @@
+"""`cookbook tune`: tries the best settings of the forecast for some steps each, and writes the fastest down."""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from typer import Option
+
+from cookbook.commands.arguments import RECIPE, Assignments, positive, strategies
+from cookbook.commands.launch import run_command
+from cookbook.commands.plan import machines_for
+from cookbook.config.recipe import Recipe
+from cookbook.config.strategy import Strategy, find_strategy, known_strategies, load_strategy
+from cookbook.planning import simulated_gpus
+from cookbook.planning.plan import default_num_processes, launch_command, load_pair
+from cookbook.system import signals
+from cookbook.system.files import RecipeError
+from cookbook.system.hardware import Machines
+from cookbook.system.machine import num_cores, num_gpus
+
+WARM_UP = 2
+"""First steps of a trial, which are not counted: kernels are chosen and memory is allocated."""
+QUIET = {
+    "run.resume": "never",
+    "run.check_export": "false",
+    "run.eval_every_steps": "null",
+    "run.save_every_steps": "null",
+    "run.save_every_minutes": "null",
+    "run.save_first_step": "false",
+    "run.keep_best": "0",
+    "run.trackers": "[]",
+    "run.on_out_of_memory": "stop",
+    "data.eval": "{}",
+    "data.holdout": "0",
+}
+"""A trial trains; it does not evaluate, and saves at its end only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is chosen; none of it changes the curve."""
+
+    strategy: Strategy
+    micro_batch: int
+    checkpointing: bool | str
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """The keys of a recipe, with their values in YAML."""
+        return {
+            "strategy": self.strategy.name if self.strategy.name in known_strategies() else self.strategy.path,
+            "batch.micro_batch_size": str(self.micro_batch),
+            "model.gradient_checkpointing": str(self.checkpointing).lower(),
+        }
+
+    @property
+    def words(self) -> str:
+        return ", ".join(f"{key.split('.')[-1]} {value}" for key, value in self.keys.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    settings: Settings
+    why: str
+    rank: tuple[Any, ...]
+
+
+MANY = Option(metavar="NAME|PATH", autocompletion=strategies, help="only this; may be repeated")
+
+
+def tune(
+    path: Annotated[Path, RECIPE],
+    *,
+    gpus: Annotated[str | None, Option(metavar="8xH100", help="or cpu; default: here, or the label")] = None,
+    strategy: Annotated[list[str] | None, MANY] = None,
+    trials: Annotated[int, Option(callback=positive, help="settings to try")] = 4,
+    steps: Annotated[int, Option(callback=positive, help="of each, beyond the first two")] = 8,
+    assignments: Assignments,
+) -> int:
+    """Try the forecast's best settings here, and write the fastest into the recipe."""
+    recipe, own = load_pair(path, assignments, None)
+    if recipe.batch.micro_batch_size is None:
+        raise RecipeError([f"{path}: batch.micro_batch_tokens is not tuned; write batch.micro_batch_size"])
+    found = [load_strategy(find_strategy(name)) for name in strategy or known_strategies()]
+    machines = machines_for(path, gpus, {})
+    chosen = candidates(recipe, own, found, machines, str(path))[:trials]
+    if not chosen:
+        raise RecipeError([f"{path}: nothing fits on {machines.text}; see python -m cookbook plan {path}"])
+    print(f"TUNE of {path} on {machines.text}: {steps} steps each, after {WARM_UP} that are not counted")
+    for one in chosen:
+        print(f"  {one.settings.words}: {one.why}")
+    here = num_gpus()
+    if simulated_gpus.is_active() or machines.num_gpus != here:
+        there = "simulated GPUs" if simulated_gpus.is_active() else f"{here} GPUs"
+        print(f"nothing was tried: this machine has {there}, whose speed says nothing of {machines.text}")
+        return 0
+    speeds = {one.settings: measure(path, one.settings, recipe, assignments, steps) for one in chosen}
+    for settings, speed in speeds.items():
+        print(f"  {settings.words}: {'failed' if speed is None else f'{speed:,.0f} tokens/s'}")
+    best = max((one for one in speeds if speeds[one] is not None), key=lambda one: speeds[one] or 0.0, default=None)
+    if best is None:
+        return 1
+    path.write_text(with_values(path.read_text(encoding="utf-8"), best.keys), encoding="utf-8")
+    print(f"{path}: {best.words}")
+    return 0
+
+
+def candidates(
+    recipe: Recipe, own: Strategy, strategies: list[Strategy], machines: Machines, name: str
+) -> list[Candidate]:
+    """The recipe's own settings first, then one micro-batch for each strategy and checkpointing that may run: by the
+    forecast of time, or without one by what costs least: no recomputation, no offload, large products.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns on stdout
+    from cookbook.commands.forecast import MAY_RUN, forecast_all
+
+    kinds = (False, "selective", True) if machines.num_gpus else (recipe.model.gradient_checkpointing,)
+    found = []
+    for kind in kinds:
+        model = recipe.model.model_copy(update={"gradient_checkpointing": kind})
+        changed = recipe.model_copy(update={"model": model})
+        report = forecast_all(changed, strategies, machines, name)
+        for place, one in enumerate(report.forecasts):
+            if one.verdict not in MAY_RUN or one.plan is None:
+                continue
+            for size in _sizes(recipe, one.plan.data_parallel_size, one.largest_micro_batch):
+                settings = Settings(strategy=one.strategy, micro_batch=size, checkpointing=kind)
+                seconds = (one.time.low + one.time.high) / 2 if one.time else 0.0
+                is_own = (one.strategy.path, size, kind) == (own.path, *_written(recipe))
+                why = f"{one.verdict}" + (f", {seconds:.2f} s a step by the forecast" if one.time else "")
+                rank = (not is_own, seconds, kinds.index(kind), place, -size)
+                found.append(Candidate(settings=settings, why="the recipe's own; " * is_own + why, rank=rank))
+    return sorted(found, key=lambda one: one.rank)
+
+
+def _written(recipe: Recipe) -> tuple[int | None, bool | str]:
+    return recipe.batch.micro_batch_size, recipe.model.gradient_checkpointing
+
+
+def _sizes(recipe: Recipe, data_parallel_size: int, largest: int | None) -> Iterator[int]:
+    """The largest micro-batch that fits and splits the batch, and the recipe's own."""
+    most = recipe.batch.global_batch_size // data_parallel_size
+    even = [size for size in range(1, most + 1) if most % size == 0 and size <= (largest or most)]
+    own = recipe.batch.micro_batch_size
+    yield from sorted({*even[-1:], *(size for size in even if size == own)}, reverse=True)
+
+
+def measure(path: Path, settings: Settings, recipe: Recipe, assignments: list[str], steps: int) -> float | None:
+    """Tokens per second of a short run with these settings; None if it failed. Each trains on the same samples."""
+    strategy = settings.strategy
+    parent = Path(recipe.run.output_dir).resolve().parent  # a disk with room for a checkpoint
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="tune-", dir=parent) as folder:
+        keys = QUIET | settings.keys | {"run.output_dir": f"{folder}/run", "run.stop_after_steps": str(steps + WARM_UP)}
+        words = [*assignments, *(f"{key}={value}" for key, value in keys.items())]
+        try:
+            load_pair(path, words, Path(strategy.path))
+        except RecipeError as error:
+            print(error)
+            return None
+        count = default_num_processes(strategy, num_gpus())
+        command = launch_command(str(path), strategy, num_processes=count, assignments=words)
+        threads = {"OMP_NUM_THREADS": str(max(1, num_cores() // count))}
+        code = run_command(command, threads | dict(os.environ), Path(folder) / "run")
+        if code not in (0, signals.EXIT_CODE):
+            return None
+        return _speed(Path(folder) / "run/metrics.jsonl")
+
+
+def _speed(metrics: Path) -> float | None:
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    counted = [line for line in lines if "step_seconds" in line][WARM_UP:]
+    seconds = sum(line["step_seconds"] for line in counted)
+    return sum(line["num_tokens"] for line in counted) / seconds if seconds else None
+
+
+def with_values(text: str, values: dict[str, str]) -> str:
+    """A recipe's text with other values at some dotted keys of at most two parts; all else stays, comments included."""
+    for key, value in values.items():
+        text = _with_value(text, key.split("."), value)
+    return text
+
+
+def _with_value(text: str, keys: list[str], value: str) -> str:
+    node = yaml.compose(text)
+    for i, name in enumerate(keys):
+        assert isinstance(node, yaml.MappingNode)
+        found = next((child for key, child in node.value if key.value == name), None)
+        if found is None:
+            return _inserted(text, node, ": ".join(keys[i:]), value)
+        node = found
+    assert node is not None
+    return text[: node.start_mark.index] + value + text[node.end_mark.index :]
+
+
+def _inserted(text: str, mapping: yaml.MappingNode, key: str, value: str) -> str:
+    """A new first key of a mapping, in its style."""
+    at = mapping.value[0][0].start_mark
+    end = ", " if mapping.flow_style else "\n" + " " * at.column
+    return f"{text[: at.index]}{key}: {value}{end}{text[at.index :]}"
