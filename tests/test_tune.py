@@ -62,10 +62,10 @@ def recipe(tmp_path, monkeypatch):
 def test_without_the_gpus_it_tells_what_it_would_try_and_leaves_the_recipe(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     before = LLAMA.read_text()
-    assert main(["tune", str(LLAMA), "--gpus", "8xH100", "--strategy", "zero3", "--strategy", "ddp"]) == 0
+    assert main(["tune", str(LLAMA), "--gpus", "8xH100", "--strategy", "fsdp2", "--strategy", "ddp"]) == 0
     printed = capsys.readouterr().out
     lines = [line for line in printed.splitlines() if line.startswith("  strategy ")]
-    assert 1 < len(lines) <= 4 and all("strategy zero3" in line for line in lines), "DDP does not fit"
+    assert 1 < len(lines) <= 4 and all("strategy fsdp2" in line for line in lines), "DDP does not fit"
     assert "the recipe's own" in lines[0] and "s a step by the forecast" in lines[0]
     assert "nothing was tried: this machine has 0 GPUs" in printed
     assert LLAMA.read_text() == before
