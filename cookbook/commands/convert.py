@@ -18,6 +18,7 @@ from cookbook.config.foreign import ADAPTER, EVALUATION, PROJECTS, SAVING, WARMU
 from cookbook.config.recipe import RECIPES, Recipe, leaves
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
 from cookbook.system.files import Document, KeyPath, RecipeError, dump_yaml, read_document, show
+from cookbook.system.shipped import located
 
 ORDER = list(dict.fromkeys(leaves(Recipe)))
 """The keys of a recipe, in the order in which they are written."""
@@ -566,9 +567,9 @@ def _new_strategy(name: str, wanted: dict[str, Any]) -> dict[Path, str]:
 def _deepspeed(wanted: dict[str, Any]) -> dict[str, Any]:
     devices = {key: wanted.get(key) for key in ("offload_optimizer", "offload_param")}
     on_disk = "nvme" in devices.values()
-    values = read_document(Path(f"ds_configs/zero{wanted['zero_stage']}.json")).values
+    values = read_document(Path(located(f"ds_configs/zero{wanted['zero_stage']}.json"))).values
     zero = values["zero_optimization"]
-    disk = read_document(Path("ds_configs/zero3_nvme.json")).values
+    disk = read_document(Path(located("ds_configs/zero3_nvme.json"))).values
     for key, device in devices.items():
         if device is not None:
             values["zero_force_ds_cpu_optimizer"] = False

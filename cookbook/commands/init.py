@@ -20,10 +20,11 @@ from cookbook.commands.launch import check
 from cookbook.config.objectives import Objective
 from cookbook.config.recipe import RECIPES, Recipe, Source, parse_recipe, read_recipe
 from cookbook.config.row_kinds import Row, kinds, readings, rename, suggested_columns
-from cookbook.config.strategy import Strategy, load_strategy
+from cookbook.config.strategy import Strategy, load_known
 from cookbook.planning.library import read_label
 from cookbook.system.files import Document, RecipeError, dump_yaml
 from cookbook.system.hardware import GIB, Machines, parse_machines, this_machine
+from cookbook.system.shipped import located, own_folder
 from cookbook.training.data.rows import BadRows, Rows, read_rows
 from cookbook.training.data.sources import raw_rows
 
@@ -45,7 +46,7 @@ class Example(NamedTuple):
 
     @property
     def path(self) -> Path:
-        return RECIPES / f"{self.recipe}.yaml"
+        return Path(located(str(RECIPES / f"{self.recipe}.yaml")))
 
 
 ANY = float("inf")
@@ -271,7 +272,7 @@ class _Draft:
             try:
                 tokens = tokenize(
                     [self.rows],
-                    load_tokenizer(folder, template),
+                    load_tokenizer(folder, template and located(template)),
                     max_length=UNCUT,
                     objective=self.objective,
                     bad_rows=bad_rows,
@@ -301,7 +302,7 @@ class _Draft:
         machines = self.machines
         whole = _recipe(self._values("lora", True, "single")).model_copy(update={"adapter": None})
         self.billions = TraceCache(self.config, whole).sizes.num_parameters / 1e9
-        shipped = [load_strategy(path) for path in sorted(Path("accelerate_configs").glob("*.yaml"))]
+        shipped = load_known()
         usual = [one for one in shipped if not one.offloads and (one.name == "single") == (machines.num_gpus < 2)]
         methods = [name for name in METHODS if (self.task, name is not None) in EXAMPLES]
         ways = [(usual, one) for one in product(methods if machines.num_gpus else methods[-2:], (False, True))]
@@ -421,12 +422,12 @@ class _Draft:
             "Measured": "not yet",
             "Settings": f"borrowed from {self.example.path} for this model and these rows: {settings}",
         }
-        schema = os.path.relpath(RECIPES / "schema.json", self.out.parent)
+        schema = os.path.relpath(located(str(RECIPES / "schema.json")), self.out.parent)
         lines = [f"# yaml-language-server: $schema={schema}"]
         for word, said in label.items():
             lines += [f"# {f'{word}:' if i == 0 else '':11}{line}" for i, line in enumerate(_wrap(said, 107))]
         section = ""
-        for line in dump_yaml(self.values).splitlines():
+        for line in dump_yaml(self._from(own_folder(self.out))).splitlines():
             if key := re.match(r"(  )?(\w+):", line):
                 section = section if key[1] else key[2]
                 place = f"{section}.{key[2]}" if key[1] else section
@@ -434,6 +435,15 @@ class _Draft:
                     lines += [f"{key[1] or ''}# {part}" for part in _wrap(note, 116)]
             lines.append(line)
         return "\n".join(lines) + "\n"
+
+    def _from(self, folder: Path) -> Values:
+        """The values, with local paths as a recipe in this folder reaches them."""
+        values = deepcopy(self.values)
+        for section, key in (("model", "name_or_path"), ("data", "train")):
+            path = Path(values[section][key])
+            if path.exists() and not path.is_absolute() and folder != Path.cwd():
+                values[section][key] = os.path.relpath(path, folder)
+        return values
 
     def _needs(self) -> str:
         """In the form that `read_needs` reads."""

@@ -24,7 +24,7 @@ from cookbook.commands.arguments import (
     strategies,
 )
 from cookbook.config.recipe import OWNED_ELSEWHERE, Recipe, read_recipe
-from cookbook.config.strategy import Strategy, find_strategy, load_strategy
+from cookbook.config.strategy import Strategy, find_strategy, known_strategies, load_strategy, strategy_path
 from cookbook.planning import plan, simulated_gpus
 from cookbook.planning.child import run_child
 from cookbook.planning.explain import as_dict, compare, in_words
@@ -129,7 +129,7 @@ def check(
             print(_check_recipe(path, strategy, assignments, processes))
         except RecipeError as error:
             mistakes += error.mistakes
-    for path in () if paths else sorted(Path("accelerate_configs").glob("*.yaml")):
+    for path in () if paths else map(strategy_path, known_strategies()):
         try:
             load_strategy(path)
             print(f"{path}: fine")

@@ -13,6 +13,7 @@ from cookbook.config.optim import number
 from cookbook.config.recipe import RECIPES, Recipe, load_recipe
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import parse_machines
+from cookbook.system.shipped import located, starts
 
 PAGE = RECIPES / "README.md"
 FACTS = RECIPES / "offline_facts.json"
@@ -33,8 +34,9 @@ class Needs:
 
 
 def recipe_files() -> list[Path]:
-    """Every shipped recipe."""
-    return sorted(RECIPES.rglob("*.yaml"))
+    """Every recipe, here and shipped, as `located` reaches it."""
+    found = {path.relative_to(start) for start in starts() for path in (start / RECIPES).rglob("*.yaml")}
+    return [Path(located(str(name))) for name in sorted(found)]
 
 
 def read_label(path: Path) -> dict[str, str]:
@@ -105,7 +107,7 @@ def hub_answers() -> bool:
 
 def _facts() -> dict[str, Any]:
     try:
-        return json.loads(FACTS.read_text(encoding="utf-8"))
+        return json.loads(Path(located(str(FACTS))).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RecipeError([f"{FACTS}: cannot be read ({error})"]) from None
 
