@@ -19,7 +19,7 @@ from typer import Argument, Option
 from cookbook.commands.launch import check
 from cookbook.config.objectives import Objective
 from cookbook.config.recipe import RECIPES, Recipe, Source, parse_recipe, read_recipe
-from cookbook.config.row_kinds import Row, kinds, readings, rename, suggested_columns
+from cookbook.config.row_kinds import kinds, kinds_of, rename, suggested_columns
 from cookbook.config.strategy import Strategy, load_known
 from cookbook.planning.library import read_label
 from cookbook.system.files import Document, RecipeError, dump_yaml
@@ -173,7 +173,7 @@ def _read(data: str, task: Task | None) -> tuple[Task, Source, Rows]:
     source = Source(path=data)
     seen = [raw for _, raw in islice(raw_rows(source), ROWS_SEEN) if isinstance(raw, dict)]
     guess = suggested_columns(seen[0], Objective.of(name=task or "sft").rows) if seen else {}
-    found = next(filter(None, map(_kinds_of, seen)), set()) or (_kinds_of(rename(seen[0], guess)) if seen else set())
+    found = next(filter(None, map(kinds_of, seen)), set()) or (kinds_of(rename(seen[0], guess)) if seen else set())
     fitting = [name for name in TASKS if found.intersection(Objective.of(name=name).rows)]
     usual: Task = "cpt" if found == {"text"} else fitting[0] if fitting else "sft"
     chosen = task or usual
@@ -195,13 +195,6 @@ def _read(data: str, task: Task | None) -> tuple[Task, Source, Rows]:
     if sum(rows.num_dropped.values()) > len(rows.rows):
         read_rows(source, "error", objective)  # raises: these are not a few rows to be left out
     return chosen, source, rows
-
-
-def _kinds_of(raw: Row) -> set[str]:
-    """The kinds that a row may be read as: by this project's own names, else by others."""
-    found = readings({key for key, value in raw.items() if value is not None})
-    found = [one for one in found if one.kind.matches(one.of(raw))]
-    return {one.kind.name for one in [one for one in found if one.is_own] or found}
 
 
 class _Draft:
@@ -362,7 +355,7 @@ class _Draft:
             **({"adapter": like.get("adapter", {}) | {"name": method}} if method else {}),
             "batch": {"global_batch_size": batch, "micro_batch_size": 1},
             "optim": like["optim"],
-            "schedule": like["schedule"] | {"warmup_steps": round(num_steps * example.warmup)},
+            "schedule": like["schedule"] | {"warmup_steps": example.warmup},
             "run": {"num_epochs": epochs} | evaluation | {"save_every_steps": often, "resume": "auto"},
         }
 
@@ -402,8 +395,6 @@ class _Draft:
         notes["optim"] = (
             f"{self.example.path} is the example for this, schedule{', adapter' if method else ''} and batch"
         )
-        if self.example.warmup:
-            notes["schedule"] = f"the warm-up is {self.example.warmup:.0%} of the run"
         notes["run.num_epochs"] = (
             "as in the example" if "num_epochs" in like["run"] else "few; the example counts steps"
         )
