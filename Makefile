@@ -172,7 +172,7 @@ $(TOOLS)/.installed:
 	@touch $@
 
 clean:  ## remove caches and .venv; outputs/ stays
-	rm -rf .venv .cache .pytest_cache .ruff_cache .mypy_cache nvme_swap
+	rm -rf .venv .cache .pytest_cache .ruff_cache .mypy_cache nvme_swap build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): requirements.txt

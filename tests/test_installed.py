@@ -162,6 +162,12 @@ def test_the_installed_command_checks_and_explains_in_another_folder(tool, tmp_p
             assert f"{packaged / path.relative_to(ROOT)}: fine" in answer
     answer = run(tool, "explain", "recipes/qwen25_7b/sft.yaml", "--strategy", "zero2", cwd=tmp_path)
     assert "accelerate launch" in answer and str(packaged / "train.py") in answer
+    refused = subprocess.run(
+        [tool, "launch", "recipes/qwen25_7b/sft.yaml"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert refused.returncode == 2
+    assert f"  cookbook rehearse {packaged}/recipes/qwen25_7b/sft.yaml" in refused.stderr
+    assert "  cookbook launch recipes/quickstart.yaml" in refused.stderr and "make " not in refused.stderr
     assert os.listdir(tmp_path) == []
 
 

@@ -350,7 +350,9 @@ def _optimizer(
         rate += f" = {number(optim.learning_rate)} x {how}"
         keys += ["schedule.scale_lr", "batch.global_batch_size", "schedule.base_batch_size"]
     steps = (schedule.for_length(num_steps) if num_steps else schedule).warmup_steps
-    warmup = "none" if not steps else f"{steps} steps" if steps >= 1 else f"{100 * steps:.3g} % of the run"
+    warmup = (
+        "none" if not steps else f"{steps} step{'s' * (steps > 1)}" if steps >= 1 else f"{100 * steps:.3g} % of the run"
+    )
     if num_steps and steps:
         warmup += f", {100 * steps / num_steps:.3g} % of the run"
     shape = schedule.ends()
