@@ -18,7 +18,7 @@ TESTS ?= tests
 BUILD_NEEDS = sh system.sh .venv/bin/python build
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart train finetune-7b preview plan tune rehearse watch report compare merge export checkpoint check doctor explain schema library combinations test test-quick test-long test-all soak steady matrix simulated-gpus gpu-memory test-gpu lint lock audit clean
+.PHONY: help setup quickstart init convert train finetune-7b preview plan tune rehearse watch report compare chat evaluate merge export checkpoint check doctor explain schema library combinations test test-quick test-long test-all soak steady matrix simulated-gpus gpu-memory test-gpu lint lock audit clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 14
@@ -63,6 +63,22 @@ compare: $(if $(RUNS),$(STAMP))  ## RUNS="outputs/a outputs/b": write a page tha
 	@$(if $(RUNS),,echo 'make compare: write RUNS="outputs/a outputs/b", the run.output_dir of two or more recipes' >&2; exit 2)
 	@$(COOKBOOK) compare $(RUNS)
 
+init: $(if $(and $(MODEL),$(DATA)),$(STAMP))  ## MODEL=Qwen/Qwen3-0.6B DATA=path/to/chats.jsonl [GPUS=1x24GB] [TASK=dpo] [OUT=recipes/mine.yaml]: write a recipe
+	@$(if $(and $(MODEL),$(DATA)),,echo 'make init: write MODEL=... DATA=..., for example: make init MODEL=Qwen/Qwen3-0.6B DATA=path/to/chats.jsonl' >&2; exit 2)
+	@$(COOKBOOK) init "$(MODEL)" "$(DATA)" $(if $(GPUS),--gpus $(GPUS)) $(if $(TASK),--task $(TASK)) $(if $(OUT),--out "$(OUT)")
+
+convert: $(if $(FILES),$(STAMP))  ## FILES="trl.yaml zero3.json" [OUT=recipes/mine.yaml]: turn another project's files into a recipe and a strategy
+	@$(if $(FILES),,echo 'make convert: write FILES="...", a training file, an accelerate YAML, a DeepSpeed JSON' >&2; exit 2)
+	@$(COOKBOOK) convert $(FILES) $(if $(OUT),--out "$(OUT)")
+
+chat: $(if $(RUN),$(STAMP))  ## RUN=outputs/... [COMPARE=1]: talk with the model of a run, beside the one before training
+	@$(if $(RUN),,echo 'make chat: write RUN=..., the run.output_dir of a recipe' >&2; exit 2)
+	@$(COOKBOOK) chat $(RUN) $(if $(COMPARE),--compare)
+
+evaluate: $(if $(RUN),$(STAMP))  ## RUN=outputs/... [DATA=path/to/rows.jsonl] [SET=...]: loss and perplexity on held-out rows, or on any
+	@$(if $(RUN),,echo 'make evaluate: write RUN=..., the run.output_dir of a recipe' >&2; exit 2)
+	@$(COOKBOOK) evaluate $(RUN) $(if $(DATA),"$(DATA)") $(SET_FLAGS)
+
 merge: $(if $(RUN),$(STAMP))  ## RUN=outputs/...: merge a trained adapter and its base into one model
 	@$(if $(RUN),,echo 'make merge: write RUN=..., the run.output_dir of a recipe with an adapter' >&2; exit 2)
 	@$(COOKBOOK) merge $(RUN)
@@ -75,8 +91,8 @@ checkpoint: $(if $(RUN),$(STAMP))  ## RUN=outputs/...: its checkpoints, complete
 	@$(if $(RUN),,echo 'make checkpoint: write RUN=..., the run.output_dir of a recipe' >&2; exit 2)
 	@$(COOKBOOK) checkpoint $(RUN)
 
-check: $(STAMP)  ## validate all recipes and strategies, or RECIPE=... [STRATEGY=...] [PROCESSES=8] [SET=...]; takes a moment
-	@$(COOKBOOK) check $(RECIPE) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)
+check: $(STAMP)  ## validate all recipes and strategies, or RECIPE=... [STRATEGY=...] [PROCESSES=8] [DATA=1: and every row] [SET=...]
+	@$(COOKBOOK) check $(RECIPE) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(if $(DATA),--data) $(SET_FLAGS)
 
 explain: $(STAMP)  ## [RECIPE=...] [STRATEGY=...] [WITH=...]: what will run, and where each value comes from; WITH=zero2: the differences
 	@$(COOKBOOK) explain $(or $(RECIPE),recipes/quickstart.yaml) $(WITH) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)
@@ -160,7 +176,7 @@ $(TOOLS)/.installed:
 	@touch $@
 
 clean:  ## remove caches and .venv; outputs/ stays
-	rm -rf .venv .cache .pytest_cache .ruff_cache .mypy_cache nvme_swap
+	rm -rf .venv .cache .pytest_cache .ruff_cache .mypy_cache nvme_swap build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): requirements.txt

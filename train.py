@@ -25,6 +25,7 @@ from cookbook.planning.plan import Plan, begun_elsewhere, describe_batch, load_p
 from cookbook.system import faults, lock, machine, signals, status, watch
 from cookbook.system.files import RecipeError
 from cookbook.system.imports import imports
+from cookbook.system.shipped import located
 from cookbook.training.data.known import known_rows
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="check files and machine, read no data, train nothing")
     arguments = parser.parse_args()
     try:
+        arguments.recipe = located(arguments.recipe)
         recipe, strategy, plan, world, notes = check(arguments.recipe, arguments.assignments)
         if arguments.dry_run:
             if world.rank == 0:

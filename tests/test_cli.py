@@ -150,7 +150,7 @@ def folder(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "accelerate_configs").mkdir()
-    for name in ("ddp", "zero2", "zero3"):
+    for name in ("ddp", "zebra"):
         (tmp_path / f"accelerate_configs/{name}.yaml").touch()
     for name in ("a", "b", "no_run"):
         (tmp_path / "outputs" / name).mkdir(parents=True)
@@ -159,15 +159,20 @@ def folder(tmp_path):
     return tmp_path
 
 
+SHIPPED = [path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")]
+RECIPES = [str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml")]
+Z_NAMES = sorted(["zebra", *(name for name in SHIPPED if name.startswith("z"))])
+
+
 @pytest.mark.parametrize(
     ("line", "found"),
     [
         ("cookbook che", ["check", "checkpoint"]),
-        ("cookbook launch rec", ["recipes/quickstart.yaml", "recipes/small/dpo.yaml", "recipes/small/sft.yaml"]),
+        ("cookbook launch rec", sorted(["recipes/small/dpo.yaml", "recipes/small/sft.yaml", *RECIPES])),
         ("cookbook check recipes/quickstart.yaml recipes/small/d", ["recipes/small/dpo.yaml"]),
-        ("cookbook launch recipes/quickstart.yaml --strategy ", ["ddp", "zero2", "zero3"]),
-        ("cookbook plan --strategy ddp --strategy z", ["zero2", "zero3"]),
-        ("cookbook explain recipes/quickstart.yaml z", ["zero2", "zero3"]),
+        ("cookbook launch recipes/quickstart.yaml --strategy ", sorted(["zebra", *SHIPPED])),
+        ("cookbook plan --strategy ddp --strategy z", Z_NAMES),
+        ("cookbook explain recipes/quickstart.yaml z", Z_NAMES),
         ("cookbook summary ", ["outputs/a", "outputs/b"]),
         ("cookbook export outputs/a --dtype f", ["fp32", "fp16"]),
         ("cookbook rehearse --on ", ["gpus", "cpu"]),

@@ -143,7 +143,7 @@ RECIPES = {
         "adapter": {"name": "qlora", "rank": 32, "alpha": 16.0, "dropout": 0.05, "targets": ["q_proj", "v_proj"]},
         "batch": {"global_batch_size": 32, "micro_batch_size": 4},
         "optim": {"learning_rate": 2e-4},
-        "schedule": {"name": "cosine", "warmup_steps": 10},
+        "schedule": {"name": "cosine", "warmup_steps": 0.05},
         "run": {"max_steps": 200, "eval_every_steps": 100},
     },
     "alignment-handbook": {
@@ -164,7 +164,7 @@ RECIPES = {
         "objective": {"name": "dpo", "beta": 0.01},
         "batch": {"global_batch_size": 16, "micro_batch_size": 8},
         "optim": {"learning_rate": 5e-7},
-        "schedule": {"name": "cosine"},
+        "schedule": {"name": "cosine", "warmup_steps": 0.1},
         "run": {"num_epochs": 1},
     },
     "llama-factory": {
@@ -231,7 +231,7 @@ FILES = {
 }
 LISTED = {
     "trl": ["file.yaml:19: logging_steps is 5: every step", "file.yaml:20: surprise is 7: no counterpart is known"],
-    "alignment-handbook": ["file.yaml:13: warmup_ratio is 0.1: write schedule.warmup_steps", ":2: dataset_mixer is"],
+    "alignment-handbook": [":2: dataset_mixer is"],
     "llama-factory": ["file.yaml:6: dataset is 'first,second': names in dataset_info.json", ":7: template is 'llama3'"],
     "axolotl": ["file.yaml:2: datasets is list of 1: shards 3: no counterpart", ":22: evals_per_epoch is 4: write"],
     "torchtune": ["file.yaml:2: tokenizer.path is", ":10: dataset.split is 'train[:10%]': write data.train.max_rows"],
@@ -399,7 +399,7 @@ def test_a_value_without_a_counterpart_does_not_become_a_default(folder, capsys)
     text = TRL.replace("max_steps: 200", "num_train_epochs: 0.5").replace("cosine", "cosine_with_restarts")
     assert convert(text) == 0
     recipe, printed = yaml.safe_load(Path("recipes/file.yaml").read_text()), capsys.readouterr().out
-    assert "num_epochs" not in recipe["run"] and "schedule" not in recipe
+    assert "num_epochs" not in recipe["run"] and recipe["schedule"] == {"warmup_steps": 0.05}
     assert "num_train_epochs is 0.5: epochs are whole here" in printed
     assert "lr_scheduler_type is 'cosine_with_restarts': no counterpart; schedule.name can be cosine, linear" in printed
     assert "neither num_epochs nor max_steps is given" in printed
@@ -466,7 +466,7 @@ ANSWERS = {
     "lora_r": "write it as adapter.rank",
     "load_in_4bit": "write adapter.name: qlora",
     "report_to": "write it as run.trackers",
-    "warmup_ratio": "write schedule.warmup_steps: the share x the steps of the run",
+    "warmup_ratio": "write schedule.warmup_steps, a number of steps or a share of the run, as 0.03",
     "gradient_accumulation_steps": "it is derived: global_batch_size / (micro_batch_size x data-parallel processes)",
 }
 

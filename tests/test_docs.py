@@ -134,6 +134,10 @@ def attempt(line: str, folder: Path) -> list[list[str]]:
             assert (ROOT / script).is_file(), f"{script} is not there"
         case ["pip", "install", "-r", name] | ["pip", "install", "--require-hashes", "-r", name]:
             assert (ROOT / name).is_file(), f"{name} is not there"
+        case ["pip", "install", "."] | ["pip", "wheel", "--no-deps", "-w", _, "."]:
+            assert (ROOT / "pyproject.toml").is_file()  # tests/test_installed.py does both
+        case ["cookbook", *arguments]:
+            return attempt_cookbook(arguments, folder)
         case ["cp", source, target]:
             shutil.copy(folder / source, folder / target)
         case ["sbatch", *arguments]:

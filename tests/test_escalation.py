@@ -48,7 +48,8 @@ def gpus_of(gpu_lab: GpuLab, monkeypatch):
     need_simulated_gpus()
 
     def climb(folder: Path, strategy: str, memory: int, *settings: str) -> tuple[int, list[list[str]]]:
-        for name, value in simulated_gpus.environment(NUM_GPUS, memory=memory).items():
+        limit = {"SIMULATED_GPU_MEMORY": str(memory)}
+        for name, value in (simulated_gpus.environment(NUM_GPUS) | limit).items():
             monkeypatch.setenv(name, value)
         commands = []
 
@@ -57,8 +58,9 @@ def gpus_of(gpu_lab: GpuLab, monkeypatch):
             program = command.index("train.py")
             names = (shortage.NOTE_FILE, shortage.HISTORY)
             job = {"folder": str(folder), "words": command[program:], "accelerate": command[2:program]}
-            job |= {"processes": 2, "limit": LIMIT_SECONDS, "variables": {name: environment[name] for name in names}}
-            return gpu_lab.parent("gpu", memory).ask(job)["codes"][0]
+            job |= {"processes": 2, "limit": LIMIT_SECONDS}
+            job["variables"] = {name: environment[name] for name in names} | limit
+            return gpu_lab.parent("gpu").ask(job)["codes"][0]
 
         path = write_recipe(folder, gpu_lab.folder / "long.jsonl")
         return escalation.run(start_of(path, strategy, list(settings)), run_child, {}), commands

@@ -60,7 +60,7 @@ def test_chats_on_two_gpus(model, capsys):
     assert (recipe.batch.global_batch_size, recipe.batch.micro_batch_size) == (16, 8)
     assert (recipe.optim.learning_rate, recipe.schedule.name) == (1e-3, "cosine")  # as smollm2_135m/sft
     # Two epochs of 18 steps, a tenth of them warm-up.
-    assert (recipe.run.num_epochs, recipe.schedule.warmup_steps, recipe.run.save_every_steps) == (2, 4, 3)
+    assert (recipe.run.num_epochs, recipe.schedule.warmup_steps, recipe.run.save_every_steps) == (2, 0.1, 3)
     assert (recipe.run.eval_every_steps, recipe.run.keep_best, recipe.run.resume) == (3, 1, "auto")
     text, printed = Path(OUT).read_text(), capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 120
@@ -76,7 +76,7 @@ def test_preferences_on_a_gpu(model):
     assert (recipe.objective.name, recipe.objective.beta, recipe.data.holdout) == ("dpo", 0.01, 0)
     assert (recipe.adapter.name, recipe.adapter.rank, recipe.optim.learning_rate) == ("lora", 16, 5e-6)
     assert (recipe.batch.global_batch_size, recipe.data.max_length) == (8, 64)
-    assert (recipe.run.num_epochs, recipe.schedule.warmup_steps, recipe.run.keep_best) == (1, 1, 0)
+    assert (recipe.run.num_epochs, recipe.schedule.warmup_steps, recipe.run.keep_best) == (1, 0.1, 0)
 
 
 def test_texts_without_a_gpu(model, book):

@@ -46,6 +46,27 @@ def test_learning_rates_by_hand(schedule: dict, expected: list[float]):
     )
 
 
+@pytest.mark.parametrize(("share", "max_steps", "steps"), [(0.03, 100, 3), (0.07, 100, 7), (0.03, 101, 4), (0.1, 5, 1)])
+@pytest.mark.parametrize(
+    "name", [{"name": "cosine"}, {"name": "inverse_sqrt"}, {"name": "wsd", "decay_steps": 2}], ids=str
+)
+def test_a_warm_up_may_be_a_share_of_the_run_rounded_up(share, max_steps, steps, name):
+    counted, shared = Schedule.of(warmup_steps=steps, **name), Schedule.of(warmup_steps=share, **name)
+    for step in range(max_steps):
+        assert learning_rate(step, max_steps, 0.8, shared) == learning_rate(step, max_steps, 0.8, counted)
+    assert learning_rate(steps, 20 * max_steps, 0.8, shared) < 0.8  # the warm-up of a longer run is longer
+
+
+@pytest.mark.parametrize("value", [1.5, -0.1, float("inf"), float("nan"), True, "0.03"])
+def test_what_is_neither_steps_nor_a_share_is_refused(value):
+    with pytest.raises(ValueError, match="warmup_steps"):
+        Schedule.of(warmup_steps=value)
+
+
+def test_whole_steps_are_recorded_as_before():
+    assert repr(Schedule.of(warmup_steps=10).warmup_steps) == "10" and repr(Schedule.of().warmup_steps) == "0"
+
+
 def test_the_first_step_of_a_warm_up_trains():
     assert learning_rate(0, 100, 0.8, Schedule.of(warmup_steps=10)) == pytest.approx(0.08)
 

@@ -9,13 +9,14 @@ from cookbook.config.recipe import RECIPES
 from cookbook.config.strategy import find_strategy, known_strategies
 from cookbook.planning.library import recipe_files
 from cookbook.system.files import RecipeError
+from cookbook.system.shipped import HOME, located
 
 QUICKSTART = RECIPES / "quickstart.yaml"
 
 
 def recipes() -> list[str]:
     """Completions of a recipe."""
-    return [str(path) for path in recipe_files()]
+    return sorted(str(path.relative_to(HOME) if path.is_relative_to(HOME) else path) for path in recipe_files())
 
 
 def strategies() -> list[str]:
@@ -48,7 +49,14 @@ def _find(strategy: Path | None) -> Path | None:
     return None if strategy is None else find_strategy(str(strategy))
 
 
-RECIPE = Argument(metavar="RECIPE", autocompletion=recipes)
+def _locate(given: Path | str | list[Path] | None) -> Any:
+    """Recipes that are not here are shipped ones."""
+    if isinstance(given, list):
+        return [_locate(path) for path in given]
+    return given and type(given)(located(str(given)))
+
+
+RECIPE = Argument(metavar="RECIPE", autocompletion=recipes, callback=_locate)
 StrategyFile = Annotated[
     Path | None,
     Option("--strategy", metavar="NAME|PATH", callback=_find, autocompletion=strategies, help="in the recipe's place"),

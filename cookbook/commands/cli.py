@@ -33,8 +33,9 @@ from cookbook.planning.combinations import page as combinations_page
 from cookbook.planning.library import PAGE, library_page
 from cookbook.planning.plan import load_pair
 from cookbook.system.files import RecipeError
+from cookbook.system.shipped import HOME
 
-CITATION = Path(__file__).parents[2] / "CITATION.cff"
+CITATION = HOME / "CITATION.cff"
 
 
 def main(arguments: list[str] | None = None) -> int:

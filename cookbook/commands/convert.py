@@ -4,7 +4,6 @@
 """
 
 import json
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +13,11 @@ from typer import Argument, Option
 
 from cookbook.commands.arguments import positive
 from cookbook.commands.launch import check
-from cookbook.config.foreign import ADAPTER, EVALUATION, PROJECTS, SAVING, WARMUP, NoCounterpart, Project
+from cookbook.config.foreign import ADAPTER, EVALUATION, PROJECTS, SAVING, NoCounterpart, Project
 from cookbook.config.recipe import RECIPES, Recipe, leaves
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
 from cookbook.system.files import Document, KeyPath, RecipeError, dump_yaml, read_document, show
+from cookbook.system.shipped import located
 
 ORDER = list(dict.fromkeys(leaves(Recipe)))
 """The keys of a recipe, in the order in which they are written."""
@@ -444,15 +444,10 @@ class Conversion:
         if (steps := self._take("steps_per_epoch")) is not None:
             self.recipe["run.max_steps"] = steps * (self.recipe.pop("run.num_epochs", None) or 1)
         warmup, ratio = self._take("warmup"), self._take("warmup_ratio")
-        name = "~warmup_ratio"
-        if warmup is not None and 0 < warmup < 1:  # as transformers 5 reads it
-            warmup, ratio, name = None, warmup, "~warmup"
-        if warmup:
-            self.recipe["schedule.warmup_steps"] = int(warmup)
-        elif ratio and "run.max_steps" in self.recipe:
-            self.recipe["schedule.warmup_steps"] = math.ceil(ratio * self.recipe["run.max_steps"])
+        if warmup:  # transformers 5 reads a share here too
+            self.recipe["schedule.warmup_steps"] = warmup if warmup < 1 else int(warmup)
         elif ratio:
-            self._note(name, WARMUP)
+            self.recipe["schedule.warmup_steps"] = ratio
         micro, accumulation = self.recipe.get("batch.micro_batch_size"), self._take("accumulation", 1)
         listed, mesh = self._take("processes"), self.other
         self.processes = self.processes or listed
@@ -566,9 +561,9 @@ def _new_strategy(name: str, wanted: dict[str, Any]) -> dict[Path, str]:
 def _deepspeed(wanted: dict[str, Any]) -> dict[str, Any]:
     devices = {key: wanted.get(key) for key in ("offload_optimizer", "offload_param")}
     on_disk = "nvme" in devices.values()
-    values = read_document(Path(f"ds_configs/zero{wanted['zero_stage']}.json")).values
+    values = read_document(Path(located(f"ds_configs/zero{wanted['zero_stage']}.json"))).values
     zero = values["zero_optimization"]
-    disk = read_document(Path("ds_configs/zero3_nvme.json")).values
+    disk = read_document(Path(located("ds_configs/zero3_nvme.json"))).values
     for key, device in devices.items():
         if device is not None:
             values["zero_force_ds_cpu_optimizer"] = False

@@ -19,11 +19,12 @@ from typer import Argument, Option
 from cookbook.commands.launch import check
 from cookbook.config.objectives import Objective
 from cookbook.config.recipe import RECIPES, Recipe, Source, parse_recipe, read_recipe
-from cookbook.config.row_kinds import Row, kinds, readings, rename, suggested_columns
-from cookbook.config.strategy import Strategy, load_strategy
+from cookbook.config.row_kinds import kinds, kinds_of, rename, suggested_columns
+from cookbook.config.strategy import Strategy, load_known
 from cookbook.planning.library import read_label
 from cookbook.system.files import Document, RecipeError, dump_yaml
 from cookbook.system.hardware import GIB, Machines, parse_machines, this_machine
+from cookbook.system.shipped import located, own_folder
 from cookbook.training.data.rows import BadRows, Rows, read_rows
 from cookbook.training.data.sources import raw_rows
 
@@ -45,7 +46,7 @@ class Example(NamedTuple):
 
     @property
     def path(self) -> Path:
-        return RECIPES / f"{self.recipe}.yaml"
+        return Path(located(str(RECIPES / f"{self.recipe}.yaml")))
 
 
 ANY = float("inf")
@@ -172,7 +173,7 @@ def _read(data: str, task: Task | None) -> tuple[Task, Source, Rows]:
     source = Source(path=data)
     seen = [raw for _, raw in islice(raw_rows(source), ROWS_SEEN) if isinstance(raw, dict)]
     guess = suggested_columns(seen[0], Objective.of(name=task or "sft").rows) if seen else {}
-    found = next(filter(None, map(_kinds_of, seen)), set()) or (_kinds_of(rename(seen[0], guess)) if seen else set())
+    found = next(filter(None, map(kinds_of, seen)), set()) or (kinds_of(rename(seen[0], guess)) if seen else set())
     fitting = [name for name in TASKS if found.intersection(Objective.of(name=name).rows)]
     usual: Task = "cpt" if found == {"text"} else fitting[0] if fitting else "sft"
     chosen = task or usual
@@ -194,13 +195,6 @@ def _read(data: str, task: Task | None) -> tuple[Task, Source, Rows]:
     if sum(rows.num_dropped.values()) > len(rows.rows):
         read_rows(source, "error", objective)  # raises: these are not a few rows to be left out
     return chosen, source, rows
-
-
-def _kinds_of(raw: Row) -> set[str]:
-    """The kinds that a row may be read as: by this project's own names, else by others."""
-    found = readings({key for key, value in raw.items() if value is not None})
-    found = [one for one in found if one.kind.matches(one.of(raw))]
-    return {one.kind.name for one in [one for one in found if one.is_own] or found}
 
 
 class _Draft:
@@ -271,7 +265,7 @@ class _Draft:
             try:
                 tokens = tokenize(
                     [self.rows],
-                    load_tokenizer(folder, template),
+                    load_tokenizer(folder, template and located(template)),
                     max_length=UNCUT,
                     objective=self.objective,
                     bad_rows=bad_rows,
@@ -301,7 +295,7 @@ class _Draft:
         machines = self.machines
         whole = _recipe(self._values("lora", True, "single")).model_copy(update={"adapter": None})
         self.billions = TraceCache(self.config, whole).sizes.num_parameters / 1e9
-        shipped = [load_strategy(path) for path in sorted(Path("accelerate_configs").glob("*.yaml"))]
+        shipped = load_known()
         usual = [one for one in shipped if not one.offloads and (one.name == "single") == (machines.num_gpus < 2)]
         methods = [name for name in METHODS if (self.task, name is not None) in EXAMPLES]
         ways = [(usual, one) for one in product(methods if machines.num_gpus else methods[-2:], (False, True))]
@@ -361,7 +355,7 @@ class _Draft:
             **({"adapter": like.get("adapter", {}) | {"name": method}} if method else {}),
             "batch": {"global_batch_size": batch, "micro_batch_size": 1},
             "optim": like["optim"],
-            "schedule": like["schedule"] | {"warmup_steps": round(num_steps * example.warmup)},
+            "schedule": like["schedule"] | {"warmup_steps": example.warmup},
             "run": {"num_epochs": epochs} | evaluation | {"save_every_steps": often, "resume": "auto"},
         }
 
@@ -401,8 +395,6 @@ class _Draft:
         notes["optim"] = (
             f"{self.example.path} is the example for this, schedule{', adapter' if method else ''} and batch"
         )
-        if self.example.warmup:
-            notes["schedule"] = f"the warm-up is {self.example.warmup:.0%} of the run"
         notes["run.num_epochs"] = (
             "as in the example" if "num_epochs" in like["run"] else "few; the example counts steps"
         )
@@ -421,12 +413,12 @@ class _Draft:
             "Measured": "not yet",
             "Settings": f"borrowed from {self.example.path} for this model and these rows: {settings}",
         }
-        schema = os.path.relpath(RECIPES / "schema.json", self.out.parent)
+        schema = os.path.relpath(located(str(RECIPES / "schema.json")), self.out.parent)
         lines = [f"# yaml-language-server: $schema={schema}"]
         for word, said in label.items():
             lines += [f"# {f'{word}:' if i == 0 else '':11}{line}" for i, line in enumerate(_wrap(said, 107))]
         section = ""
-        for line in dump_yaml(self.values).splitlines():
+        for line in dump_yaml(self._from(own_folder(self.out))).splitlines():
             if key := re.match(r"(  )?(\w+):", line):
                 section = section if key[1] else key[2]
                 place = f"{section}.{key[2]}" if key[1] else section
@@ -434,6 +426,15 @@ class _Draft:
                     lines += [f"{key[1] or ''}# {part}" for part in _wrap(note, 116)]
             lines.append(line)
         return "\n".join(lines) + "\n"
+
+    def _from(self, folder: Path) -> Values:
+        """The values, with local paths as a recipe in this folder reaches them."""
+        values = deepcopy(self.values)
+        for section, key in (("model", "name_or_path"), ("data", "train")):
+            path = Path(values[section][key])
+            if path.exists() and not path.is_absolute() and folder != Path.cwd():
+                values[section][key] = os.path.relpath(path, folder)
+        return values
 
     def _needs(self) -> str:
         """In the form that `read_needs` reads."""

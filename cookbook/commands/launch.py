@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from io import TextIOWrapper
 from itertools import compress
 from pathlib import Path
@@ -24,8 +24,9 @@ from cookbook.commands.arguments import (
     process_count,
     strategies,
 )
+from cookbook.commands.doubts import doubts, read_all
 from cookbook.config.recipe import OWNED_ELSEWHERE, Recipe, read_recipe
-from cookbook.config.strategy import Strategy, find_strategy, load_strategy
+from cookbook.config.strategy import Strategy, find_strategy, known_strategies, load_strategy, strategy_path
 from cookbook.planning import plan, simulated_gpus
 from cookbook.planning.child import run_child
 from cookbook.planning.explain import as_dict, compare, in_words
@@ -137,6 +138,7 @@ def check(
     strategy: StrategyFile = None,
     processes: Annotated[int | None, process_count("as many as GPUs are on the recipe's label")] = None,
     assignments: Assignments,
+    data: Annotated[bool, Option("--data", help="read every row as well, without a model")] = False,
 ) -> int:
     """Check recipes with their strategies; or all that are here."""
     mistakes: list[str] = []
@@ -145,10 +147,11 @@ def check(
         raise RecipeError([f"recipes/: no recipe there (looked in {Path.cwd()})"])
     for path in found:
         try:
-            print(_check_recipe(path, strategy, assignments, processes))
+            for line in _check_recipe(path, strategy, assignments, processes, data=data):
+                print(line)
         except RecipeError as error:
             mistakes += error.mistakes
-    for path in () if paths else sorted(Path("accelerate_configs").glob("*.yaml")):
+    for path in () if paths else map(strategy_path, known_strategies()):
         try:
             load_strategy(path)
             print(f"{path}: fine")
@@ -160,13 +163,20 @@ def check(
     return 0
 
 
-def _check_recipe(path: Path, override: Path | None, assignments: list[str], processes: int | None) -> str:
+def _check_recipe(
+    path: Path, override: Path | None, assignments: list[str], processes: int | None, *, data: bool
+) -> Iterator[str]:
     try:
         recipe, strategy = plan.load_pair(path, assignments, strategy_path=override)
     except RecipeError as error:
         raise RecipeError([*error.mistakes, *_clashes_behind(path, override)]) from None
     batch = plan.describe_batch(recipe, _plan_of_label(path, recipe, strategy, processes))
-    return f"{path}: fine under {strategy.path}; {batch}"
+    yield f"{path}: fine under {strategy.path}; {batch}"
+    lines = read_document(path).lines
+    for doubt in doubts(recipe):
+        yield f"warning: {_with_line(f'{path}: {doubt}', path, lines)}"
+    if data:
+        yield from read_all(recipe)
 
 
 def _plan_of_label(path: Path, recipe: Recipe, strategy: Strategy, processes: int | None = None) -> plan.Plan:

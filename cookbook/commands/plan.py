@@ -8,7 +8,7 @@ from typing import Annotated
 from typer import Option
 
 from cookbook.commands.arguments import QUICKSTART, RECIPE, AsJson, Assignments, positive, strategies
-from cookbook.config.strategy import find_strategy, load_strategy
+from cookbook.config.strategy import find_strategy, known_strategies, load_known, load_strategy
 from cookbook.planning.library import read_label, read_needs
 from cookbook.planning.plan import load_pair
 from cookbook.system.hardware import GIB, Machines, parse_machines, this_machine, with_room
@@ -30,8 +30,7 @@ def plan(
     assignments: Assignments,
 ) -> int:
     """Forecast memory, speed and price; 1 if nothing fits."""
-    shipped = sorted(Path("accelerate_configs").glob("*.yaml"))
-    paths = [find_strategy(name) for name in strategy or ()] or shipped
+    paths = [find_strategy(name) for name in strategy or known_strategies()]
     recipe, _ = load_pair(path, assignments, paths[0] if strategy else None)
     machines = machines_for(path, gpus, {"fabric_gbits": fabric, "host_gib": host_gib, "nvme_gib": nvme_gib})
     strategies = [load_strategy(path) for path in paths]
@@ -40,7 +39,7 @@ def plan(
     from cookbook.commands.forecast import MAY_RUN, forecast_all
     from cookbook.commands.forecast.show import as_record, in_words
 
-    others = [load_strategy(path) for path in shipped] if strategy else []
+    others = load_known() if strategy else []
     outlook = forecast_all(recipe, strategies, machines, str(path), others)
     if as_json:
         print(json.dumps(as_record(outlook, str(path), num_samples=samples, price=price), indent=1))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.config.recipe import Recipe
-from cookbook.config.strategy import Strategy, load_strategy
+from cookbook.config.strategy import Strategy, load_known
 from cookbook.planning.plan import Plan, show_command
 from cookbook.system import signals, status
 from cookbook.system.hardware import this_machine
@@ -141,7 +141,7 @@ def suggestion(recipe: Recipe, strategy: Strategy, plan: Plan, recipe_name: str)
 
         here = this_machine()
         machines = replace(here, num_machines=max(1, -(-plan.num_processes // max(1, here.gpus_each))))
-        others = [load_strategy(path) for path in sorted(Path("accelerate_configs").glob("*.yaml"))]
+        others = load_known()
         found = rung_below(recipe, strategy, machines, recipe_name, others)
     except Exception as trouble:  # the advice is optional, the report is not
         return f"python -m cookbook plan {recipe_name} (no advice from here: {trouble})"

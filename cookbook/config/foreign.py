@@ -167,7 +167,7 @@ RESUME = Key(why="write run.resume: auto, or the path of a checkpoint")
 LAUNCHER = Key(why="owned by the launch command (make train PROCESSES=..., docs/several_machines.md)")
 DOES_SO = Key(why="done here in any case")
 REFERENCE = Key(why="the reference is the model before training, computed once before the first step")
-WARMUP = "write schedule.warmup_steps: the share x the steps of the run (rows / batch.global_batch_size x epochs)"
+WARMUP = "write schedule.warmup_steps, a number of steps or a share of the run, as 0.03"
 ACCUMULATION = "it is derived: global_batch_size / (micro_batch_size x data-parallel processes)"
 ADAPTER = "write adapter: {name: lora}, or dora, or qlora for weights in 4 bits"
 EVALUATION = "write run.eval_every_steps, and data.eval or data.holdout"

@@ -19,9 +19,10 @@ from cookbook.config.objectives.token_loss import SFT
 from cookbook.config.optim import Optimizer
 from cookbook.config.registry import Named, Section
 from cookbook.config.schedule import Cosine, Schedule
-from cookbook.config.strategy import missing_strategy, strategy_path
+from cookbook.config.strategy import STRATEGIES, is_short, missing_strategy, strategy_path
 from cookbook.system.files import (
     Document,
+    KeyPath,
     PathText,
     RecipeError,
     apply_overrides,
@@ -32,6 +33,7 @@ from cookbook.system.files import (
     read_document,
     validate,
 )
+from cookbook.system.shipped import HOME, located
 
 BUILTIN_SOURCE = "python-stdlib"
 TEXT_FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".md")
@@ -458,7 +460,8 @@ def read_recipe(path: Path) -> Document:
 def default_output_dir(path: Path, strategy: str) -> str:
     """`outputs/llama31_8b-sft-zero3` for recipes/llama31_8b/sft.yaml under `zero3` or its file."""
     file = path.resolve()
-    folders = (folder for folder in (RECIPES.resolve(), Path.cwd()) if file.is_relative_to(folder))
+    known = (RECIPES.resolve(), (HOME / RECIPES).resolve(), Path.cwd())
+    folders = (folder for folder in known if file.is_relative_to(folder))
     parts = file.relative_to(next(folders, file.parent)).with_suffix("").parts
     return f"outputs/{'-'.join([*parts, Path(strategy).stem])}"
 
@@ -480,6 +483,7 @@ def parse_recipe(document: Document, path: Path, assignments: list[str] | None, 
     mistakes = apply_overrides(document, assignments or [])
     if missing := _use_plugins(document, path.parent):
         raise RecipeError(mistakes + missing)  # their names would be reported as unknown too
+    _locate_paths(document, path)
     run, named = document.values.get("run"), document.values.get("strategy")
     if isinstance(run, dict) and run.get("output_dir") is None:
         is_path = isinstance(named, str) and path_problem(named) is None
@@ -489,6 +493,35 @@ def parse_recipe(document: Document, path: Path, assignments: list[str] | None, 
     if mistakes or recipe is None:
         raise RecipeError(list(dict.fromkeys(mistakes)))
     return recipe
+
+
+LOCAL = (("model", "name_or_path"), ("data", "chat_template"), ("data", "train"), ("data", "eval"))
+"""Keys whose relative paths are the recipe's own. What a run writes goes into the current folder."""
+
+
+def _locate_paths(document: Document, file: Path) -> None:
+    """Relative paths of the recipe as they are reached from the current folder; --set names what is there already."""
+    for section, key in LOCAL:
+        values = document.values.get(section)
+        if isinstance(values, dict) and key in values:
+            values[key] = _located(values[key], document, file, (section, key))
+    named = document.values.get("strategy")
+    if isinstance(named, str) and path_problem(named) is None and ("strategy",) not in document.overrides:
+        path = located(str(STRATEGIES / f"{named}.yaml") if is_short(named) else named, file)
+        document.values["strategy"] = path if Path(path).is_file() else named
+
+
+def _located(value: Any, document: Document, file: Path, where: KeyPath) -> Any:
+    if where in document.overrides:
+        return value
+    if isinstance(value, str) and value != BUILTIN_SOURCE and path_problem(value) is None:
+        return located(value, file)
+    inner = {"path": value["path"]} if isinstance(value, dict) and "path" in value else value
+    if isinstance(inner, dict):
+        return value | {key: _located(one, document, file, (*where, key)) for key, one in inner.items()}
+    if isinstance(value, list):
+        return [_located(one, document, file, (*where, i)) for i, one in enumerate(value)]
+    return value
 
 
 def _use_plugins(document: Document, folder: Path) -> list[str]:

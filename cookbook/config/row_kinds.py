@@ -209,6 +209,13 @@ def readings(present: Set[str]) -> list[Reading]:
     return found
 
 
+def kinds_of(raw: Row) -> set[str]:
+    """The kinds that a row may be read as: by this project's own names, else by others."""
+    found = readings({key for key, value in raw.items() if value is not None})
+    found = [one for one in found if one.kind.matches(one.of(raw))]
+    return {one.kind.name for one in [one for one in found if one.is_own] or found}
+
+
 def shapes() -> str:
     """The required keys of all kinds, for messages."""
     *some, last = dict.fromkeys(kind.keys_in_words for kind in kinds().values())

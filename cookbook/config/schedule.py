@@ -1,12 +1,18 @@
 """Learning-rate schedules: the learning rate as a pure function of the step. No torch."""
 
 import math
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from cookbook.config.optim import Optimizer
 from cookbook.config.registry import Named, register
+
+
+def _steps_or_share(value: float) -> float:
+    if value >= 1 and not value.is_integer():
+        raise ValueError(f"is {value}; write a whole number of steps, or a share of the run below 1")
+    return int(value) if value >= 1 or value == 0 else value
 
 
 class Schedule(Named):
@@ -15,8 +21,9 @@ class Schedule(Named):
     family = "schedule"
     default = "cosine"
     name: str
-    warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps of linear warm-up; the first step uses 1/warmup_steps of the peak learning rate."""
+    warmup_steps: Annotated[float, AfterValidator(_steps_or_share)] = Field(default=0, ge=0, allow_inf_nan=False)
+    """Optimizer steps of linear warm-up, or their share of the run (0.03), rounded up. The first step uses 1/steps of
+    the peak learning rate."""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
     """Multiply optim.learning_rate by global_batch_size / base_batch_size (linear) or by its square root (sqrt)."""
     base_batch_size: int | None = Field(default=None, gt=0)
@@ -34,17 +41,24 @@ class Schedule(Named):
         return self
 
     def factor(self, step: int, max_steps: int) -> float:
-        """Learning rate over peak learning rate, for a step after the warm-up; steps count from 0."""
+        """Learning rate over peak learning rate, for a step (from 0) after a warm-up of whole steps."""
         raise NotImplementedError
 
     def ends(self) -> str:
         """Where the learning rate goes after the warm-up, for `explain`."""
         return "to 0"
 
+    def for_length(self, max_steps: int) -> Self:
+        """The schedule with the steps of its warm-up where the recipe has a share."""
+        if self.warmup_steps >= 1 or self.warmup_steps == 0:
+            return self
+        steps = math.ceil(round(self.warmup_steps * max_steps, 6))  # 0.07 x 100 is 7.000000000000001
+        return self.model_copy(update={"warmup_steps": steps})
+
     @property
     def fixed_steps(self) -> int:
         """Number of steps that do not depend on the length of the run."""
-        return self.warmup_steps + sum(getattr(self, key) for key in self.stretches)
+        return int(self.warmup_steps) + sum(getattr(self, key) for key in self.stretches)
 
     def progress(self, step: int, max_steps: int) -> float:
         """Progress after the warm-up: 0 at its end, 1 at `max_steps`."""
@@ -52,12 +66,12 @@ class Schedule(Named):
 
     def misfits(self, max_steps: int) -> list[str]:
         """One mistake if warm-up and further keys do not fit into `max_steps`, else none."""
-        if self.warmup_steps >= max_steps:
+        before = self.for_length(max_steps).warmup_steps
+        if before >= max_steps:
             return [
                 f"warmup_steps is {self.warmup_steps}, but the run has {max_steps} steps: the peak learning rate would"
                 f" never be reached; write less than {max_steps}"
             ]
-        before = self.warmup_steps
         for key in self.stretches:
             if before + getattr(self, key) > max_steps:
                 return [
@@ -153,6 +167,7 @@ def learning_rate(step: int, max_steps: int, peak: float, schedule: Schedule) ->
     A function instead of a torch scheduler: `accelerator.prepare` would step that once per process
     (accelerate/scheduler.py, AcceleratedScheduler.step).
     """
+    schedule = schedule.for_length(max_steps)
     if step < schedule.warmup_steps:
         return peak * (step + 1) / schedule.warmup_steps
     return peak * schedule.factor(step, max_steps)

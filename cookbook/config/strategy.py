@@ -26,7 +26,9 @@ from cookbook.system.files import (
     show,
     validate,
 )
+from cookbook.system.shipped import located, starts
 
+STRATEGIES = Path("accelerate_configs")
 Kind = Literal["single", "ddp", "fsdp1", "fsdp2", "zero", "tp"]
 
 OWNED_BY_THE_RECIPE = {
@@ -205,6 +207,8 @@ class Strategy:
     deepspeed: dict[str, Any] | None = None
     """The DeepSpeed JSON as written, with its "auto" values."""
     deepspeed_file: str | None = None
+    deepspeed_name: str | None = None
+    """`deepspeed_file` as the YAML has it, and accelerate hands it on."""
     fsdp: FsdpBlock | None = None
     dp_replicate_size: int = 1
     dp_shard_size: int = 1
@@ -252,9 +256,14 @@ class Strategy:
 
 
 def strategy_path(name: str) -> Path:
-    """`fsdp2` or `accelerate_configs/fsdp2.yaml` -> the path of the file."""
+    """`fsdp2` or `accelerate_configs/fsdp2.yaml` -> the path of the file, here or shipped."""
+    return Path(located(str(STRATEGIES / f"{name}.yaml") if is_short(name) else name))
+
+
+def is_short(name: str) -> bool:
+    """Whether a strategy is given by its name, and not as a path."""
     path = Path(name)
-    return path if path.suffix or len(path.parts) > 1 else Path("accelerate_configs") / f"{name}.yaml"
+    return not path.suffix and len(path.parts) == 1
 
 
 def load_strategy(path: Path) -> Strategy:
@@ -265,7 +274,8 @@ def load_strategy(path: Path) -> Strategy:
     """
     document = read_document(path)
     parsed, mistakes = validate(document, AccelerateFile, OWNED_BY_THE_RECIPE)
-    deepspeed_name = _deepspeed_file(document)
+    written = _deepspeed_file(document)
+    deepspeed_name = located(written, path) if written is not None else None
     deepspeed, deepspeed_document = None, None
     if deepspeed_name is not None:
         missing = find_file(deepspeed_name, lambda: document.place("deepspeed_config", "deepspeed_config_file"))
@@ -283,7 +293,7 @@ def load_strategy(path: Path) -> Strategy:
         mistakes += _check_zero(deepspeed_document)
     if mistakes or parsed is None:
         raise RecipeError(mistakes)
-    return _strategy(str(path), parsed, deepspeed, deepspeed_document)
+    return _strategy(str(path), parsed, deepspeed, deepspeed_document, deepspeed_name)
 
 
 def _deepspeed_file(document: Document) -> str | None:
@@ -431,7 +441,13 @@ def _check_zero(document: Document) -> Iterator[str]:
         yield f"{document.place('aio')}: would be ignored: nothing is offloaded to nvme"
 
 
-def _strategy(path: str, parsed: AccelerateFile, deepspeed: DeepspeedFile | None, source: Document | None) -> Strategy:
+def _strategy(
+    path: str,
+    parsed: AccelerateFile,
+    deepspeed: DeepspeedFile | None,
+    source: Document | None,
+    deepspeed_file: str | None,
+) -> Strategy:
     mesh = parsed.parallelism_config or ParallelismBlock()
     zero = deepspeed.zero_optimization if deepspeed else None
     kind: Kind
@@ -454,7 +470,8 @@ def _strategy(path: str, parsed: AccelerateFile, deepspeed: DeepspeedFile | None
         offload_optimizer=zero.offload_optimizer.device if zero and zero.offload_optimizer else None,
         offload_param=zero.offload_param.device if zero and zero.offload_param else None,
         deepspeed=source.values if source else None,
-        deepspeed_file=parsed.deepspeed_config.deepspeed_config_file if parsed.deepspeed_config else None,
+        deepspeed_file=deepspeed_file,
+        deepspeed_name=parsed.deepspeed_config.deepspeed_config_file if parsed.deepspeed_config else None,
         fsdp=parsed.fsdp_config,
         dp_replicate_size=mesh.parallelism_config_dp_replicate_size,
         dp_shard_size=mesh.parallelism_config_dp_shard_size,
@@ -464,8 +481,13 @@ def _strategy(path: str, parsed: AccelerateFile, deepspeed: DeepspeedFile | None
 
 
 def known_strategies() -> list[str]:
-    """The names of the files in accelerate_configs/."""
-    return sorted(path.stem for path in Path("accelerate_configs").glob("*.yaml"))
+    """The names of the files in accelerate_configs/, here and shipped."""
+    return sorted({path.stem for start in starts() for path in (start / STRATEGIES).glob("*.yaml")})
+
+
+def load_known() -> list[Strategy]:
+    """All of `known_strategies`."""
+    return [load_strategy(strategy_path(name)) for name in known_strategies()]
 
 
 def find_strategy(name: str) -> Path:
@@ -483,6 +505,6 @@ def find_strategy(name: str) -> Path:
 def missing_strategy(name: str, place: Callable[[], str]) -> list[str]:
     """One mistake if the strategy that a recipe names, by name or path, does not exist."""
     path = strategy_path(name)
-    if path == Path(name):
-        return find_file(name, place, Path("accelerate_configs"))
+    if not is_short(name) and path == Path(name):
+        return find_file(name, place, STRATEGIES)
     return [] if path.is_file() else [f"{place()} is {name!r}: no such strategy; {nearest(name, known_strategies())}"]

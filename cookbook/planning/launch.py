@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from cookbook.config.strategy import OWNED_BY_THE_RECIPE, Strategy
+from cookbook.config.strategy import OWNED_BY_THE_RECIPE, Strategy, strategy_path
 from cookbook.system import hosts
 from cookbook.system.files import RecipeError
 from cookbook.system.machine import CPU_PROCESSES, toolkit_problem, torch_cuda
@@ -131,7 +131,7 @@ def strategy_in_force(launcher: Launcher, world: World, recipe_strategy: str) ->
         return path, f"strategy {path} (from the command line) instead of the recipe's {recipe_strategy}"
     if world.is_launched:
         return Path(recipe_strategy), None
-    single = Path("accelerate_configs/single.yaml")
+    single = strategy_path("single")
     if single.resolve() == Path(recipe_strategy).resolve():
         return single, None
     return single, f"one process: no launcher started this run; make train uses the recipe's {recipe_strategy}"
@@ -268,7 +268,7 @@ def _expected_variables(strategy: Strategy) -> dict[str, str]:
     if strategy.kind == "zero":
         expected |= {
             "ACCELERATE_USE_DEEPSPEED": "true",
-            "ACCELERATE_DEEPSPEED_CONFIG_FILE": strategy.deepspeed_file or "",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": strategy.deepspeed_name or "",
         }
     if strategy.fsdp is not None:
         block = strategy.fsdp

@@ -13,6 +13,7 @@ from cookbook.config.optim import number
 from cookbook.config.recipe import RECIPES, Recipe, load_recipe
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import parse_machines
+from cookbook.system.shipped import IS_INSTALLED, located, starts
 
 PAGE = RECIPES / "README.md"
 FACTS = RECIPES / "offline_facts.json"
@@ -33,8 +34,9 @@ class Needs:
 
 
 def recipe_files() -> list[Path]:
-    """Every shipped recipe."""
-    return sorted(RECIPES.rglob("*.yaml"))
+    """Every recipe, here and shipped, as `located` reaches it."""
+    found = {path.relative_to(start) for start in starts() for path in (start / RECIPES).rglob("*.yaml")}
+    return [Path(located(str(name))) for name in sorted(found)]
 
 
 def read_label(path: Path) -> dict[str, str]:
@@ -105,7 +107,7 @@ def hub_answers() -> bool:
 
 def _facts() -> dict[str, Any]:
     try:
-        return json.loads(FACTS.read_text(encoding="utf-8"))
+        return json.loads(Path(located(str(FACTS))).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RecipeError([f"{FACTS}: cannot be read ({error})"]) from None
 
@@ -114,13 +116,22 @@ def what_it_takes(path: Path) -> str:
     """What a recipe needs and the alternatives, for a machine that cannot train it."""
     label = read_label(path)
     lines = [f"{path} needs {label.get('Needs', 'hardware that its label does not name')}", "Instead, here:"]
-    lines.append(f"  make rehearse RECIPE={path}    the same strategy and kind of model, tiny, on simulated GPUs")
-    lines.append(f"  make train RECIPE={RECIPES / 'quickstart.yaml'}    a small model")
+    lines.append(f"  {_command('rehearse', path)}    the same strategy and kind of model, tiny, on simulated GPUs")
+    lines.append(f"  {_command('train', RECIPES / 'quickstart.yaml')}    a small model")
     fits = [f"  {name:9} {text}" for name, text in read_fits(label).items()]
     if fits:
         lines.append(f"What fits (STRATEGY=...), in {label['Fits'].split('. ')[0]}:")
-    smaller = [f"  make train RECIPE={other}    {what}" for other, what in _smaller(path, read_needs(label))]
+    smaller = [f"  {_command('train', other)}    {what}" for other, what in _smaller(path, read_needs(label))]
     return "\n".join([*lines, *fits, *(["On less hardware:"] if smaller else []), *smaller])
+
+
+def _command(target: str, recipe: Path) -> str:
+    """By make, which the repository has alone."""
+    return (
+        f"cookbook {'launch' if target == 'train' else target} {recipe}"
+        if IS_INSTALLED
+        else f"make {target} RECIPE={recipe}"
+    )
 
 
 def _smaller(path: Path, needs: Needs) -> list[tuple[Path, str]]:

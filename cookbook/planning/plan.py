@@ -13,6 +13,7 @@ from cookbook.planning.combinations import refusals
 from cookbook.system.files import Document, RecipeError, path_problem
 from cookbook.system.hosts import Hosts
 from cookbook.system.machine import CPU_PROCESSES, num_cores
+from cookbook.system.shipped import program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +199,7 @@ def launch_command(
         command += ["--main_process_ip", hosts.first, "--main_process_port", str(hosts.port)]
     elif num_processes > 1 and strategy.num_machines == 1 and strategy.main_process_port is None:
         command += ["--main_process_port", "0"]  # a free port, so that several runs share a machine
-    command += ["train.py", recipe]
+    command += [program(), recipe]
     for assignment in assignments:
         command += ["--set", assignment]
     return command

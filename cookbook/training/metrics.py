@@ -22,6 +22,7 @@ from tqdm import tqdm
 from cookbook.planning import simulated_gpus
 from cookbook.planning.costs.flops import ModelSizes, Step, work
 from cookbook.system.hardware import GIB, peak_flops
+from cookbook.system.shipped import IS_INSTALLED
 
 SPEEDS = ("step_seconds", "tokens_per_second", "mfu")
 """Not logged on simulated GPUs, where they would look like measurements."""
@@ -311,6 +312,8 @@ def environment_record(device: torch.device) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
+    if IS_INSTALLED:  # whatever repository holds the virtual environment, it is not this project's
+        return None
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         described = subprocess.run(command, capture_output=True, text=True, timeout=10)

@@ -16,6 +16,7 @@ class AdamW8bit(WithBetas):
     """AdamW that keeps its moments in 8 bits (bitsandbytes)."""
 
     counts_beside = "state1"
+    most_for_all_weights = 1e-3  # of SmolLM2-135M, a small model (recipes/smollm2_135m/sft.yaml)
     caveat = "the strategy's sharding decides where its blocks begin, so its band is wider"
     refusals = (
         Refusal(

@@ -35,6 +35,8 @@ class Optimizer(Named):
     """Name of its state in a table of bytes."""
     caveat: ClassVar[str | None] = None
     """Why its curve differs in the last digits between strategies, if it does."""
+    most_for_all_weights: ClassVar[float | None] = None
+    """The highest learning rate that is usual for all weights of an existing model; `check` warns above it."""
     refusals: ClassVar[tuple[Refusal, ...]] = ()
     """Strategies that it does not support."""
 

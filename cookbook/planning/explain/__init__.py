@@ -353,9 +353,12 @@ def _optimizer(
         how = ratio if schedule.scale_lr == "linear" else f"sqrt({ratio})"
         rate += f" = {number(optim.learning_rate)} x {how}"
         keys += ["schedule.scale_lr", "batch.global_batch_size", "schedule.base_batch_size"]
-    warmup = "none" if not schedule.warmup_steps else f"{schedule.warmup_steps} steps"
-    if num_steps and schedule.warmup_steps:
-        warmup += f", {100 * schedule.warmup_steps / num_steps:.3g} % of the run"
+    steps = (schedule.for_length(num_steps) if num_steps else schedule).warmup_steps
+    warmup = (
+        "none" if not steps else f"{steps} step{'s' * (steps > 1)}" if steps >= 1 else f"{100 * steps:.3g} % of the run"
+    )
+    if num_steps and steps:
+        warmup += f", {100 * steps / num_steps:.3g} % of the run"
     shape = schedule.ends()
     if drawn_steps is not None and num_steps is None:
         shape += f"; drawn for {drawn_steps:,} steps, the length being unknown"

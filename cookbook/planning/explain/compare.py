@@ -7,13 +7,14 @@ from typing import Any
 
 from cookbook.config.optim import number
 from cookbook.config.recipe import Recipe, Source, read_recipe
-from cookbook.config.strategy import Strategy, find_strategy, load_strategy, strategy_path
+from cookbook.config.strategy import Strategy, find_strategy, is_short, load_strategy
 from cookbook.planning.costs import per_parameter as costs
 from cookbook.planning.costs.inputs import CostInputs
 from cookbook.planning.explain import Explanation, explain, shorten, source
 from cookbook.planning.plan import load_pair
 from cookbook.system.console import Row, page
 from cookbook.system.files import RecipeError, apply_overrides, read_document, show
+from cookbook.system.shipped import located
 
 NEVER_THE_CURVE = (
     "strategy",
@@ -88,10 +89,9 @@ class Comparison:
 
 def is_strategy(name: str) -> bool:
     """Whether an argument names a strategy, by its name or its file, and not a recipe."""
-    path = strategy_path(name)
-    if path != Path(name):
+    if is_short(name):
         return True
-    values = read_recipe(path).values
+    values = read_recipe(Path(located(name))).values
     return "distributed_type" in values or "compute_environment" in values
 
 

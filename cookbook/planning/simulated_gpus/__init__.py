@@ -21,9 +21,10 @@ from filelock import FileLock
 
 from cookbook.system.files import RecipeError
 from cookbook.system.machine import torch_cuda
+from cookbook.system.shipped import IS_INSTALLED
 
 HERE = Path(__file__).resolve().parent
-CACHE = HERE.parents[2] / ".cache" / "simulated_gpus"
+CACHE = (Path.cwd() if IS_INSTALLED else HERE.parents[2]) / ".cache" / "simulated_gpus"
 DEVICE, NCCL = ("device.cpp", "attention.cpp"), ("nccl.cpp",)
 COUNT = "SIMULATED_GPUS"
 """The variable that says how many there are."""

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.registry import RECORDED
-from cookbook.config.strategy import load_strategy
+from cookbook.config.strategy import known_strategies, load_strategy, strategy_path
 from cookbook.planning.combinations import refusals
 from cookbook.system.console import Row, page
 from cookbook.system.files import RecipeError
@@ -152,10 +152,10 @@ def _strategies(recipe: dict[str, Any]) -> list[str]:
     """Names of strategy files under which the recipe may run on this machine."""
     values = recipe_of(recipe)
     names = []
-    for path in sorted(Path("accelerate_configs").glob("*.yaml")):
+    for name in known_strategies():
         with contextlib.suppress(RecipeError):  # `check` reports a broken file
-            if not refusals(values, load_strategy(path), num_gpus(), ""):
-                names.append(path.stem)
+            if not refusals(values, load_strategy(strategy_path(name)), num_gpus(), ""):
+                names.append(name)
     return names
 
 

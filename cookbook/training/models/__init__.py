@@ -31,6 +31,7 @@ from cookbook.config.recipe import ModelSection, ScratchModel
 from cookbook.system import lock
 from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, first_line
+from cookbook.system.shipped import HOME
 from cookbook.training.models.attention import PACKED, packing_problem, sequence_problem
 from cookbook.training.models.loss import add_loss
 from cookbook.training.models.speed import compile_layers, patch_kernels, save_activations
@@ -42,7 +43,7 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 """Files of a model, without weights in formats that can contain code."""
 ADAPTER_FILE = "adapter_config.json"
 """A file by which transformers recognizes an adapter in a model's folder."""
-CHATML = Path(__file__).parents[3] / "recipes" / "chat_templates" / "chatml.jinja"
+CHATML = HOME / "recipes" / "chat_templates" / "chatml.jinja"
 
 
 def resolve_model(model: ModelSection, *, seed: int, texts: Iterable[str], fingerprint: str, cache: Path) -> str:

@@ -1,0 +1,71 @@
+"""What `check` warns of: settings that are allowed and contradict each other, and what the rows are."""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from cookbook.config.optim import number
+from cookbook.config.recipe import BUILTIN_SOURCE, Recipe, Source
+from cookbook.config.row_kinds import kinds, kinds_of, rename
+from cookbook.config.schedule import peak_learning_rate
+from cookbook.system.files import RecipeError
+from cookbook.training.data.rows import read_rows
+from cookbook.training.data.sources import raw_rows
+
+ROWS_SEEN = 20
+"""To find out the kind of a source."""
+
+
+def doubts(recipe: Recipe) -> Iterator[str]:
+    """Warnings, each beginning with its key."""
+    most, optim = type(recipe.optim).most_for_all_weights, recipe.optim
+    peak = peak_learning_rate(optim, recipe.schedule, recipe.batch.global_batch_size)
+    is_existing = recipe.adapter is None and recipe.model.from_scratch is None
+    if is_existing and most is not None and peak > most:
+        yield (
+            f"optim.learning_rate is {number(peak)} for all weights of an existing model, above {number(most)}: it may"
+            " forget more than it learns; recipes/README.md has published rates"
+        )
+    trains_on_builtin = any(source.path == BUILTIN_SOURCE for source in recipe.data.train)
+    trained = set().union(*(_kinds_here(source) for source in recipe.data.train))
+    for name, source in recipe.data.eval.items():
+        key = f"data.eval{f'.{name}' if name else ''}"
+        if source.path == BUILTIN_SOURCE and not trains_on_builtin:
+            yield f"{key} is {BUILTIN_SOURCE}, which data.train is not: name held-out rows of your own, or data.holdout"
+        held = _kinds_here(source)
+        if trained and held and not trained & held:
+            what, other = (" or ".join(kinds()[kind].words for kind in sorted(found)) for found in (held, trained))
+            yield f"{key} has rows of {what}, and data.train of {other}: its loss is that of another task"
+
+
+def _kinds_here(source: Source) -> set[str]:
+    """The kinds of a local source's first rows; empty where it takes more to find out."""
+    if source.path == BUILTIN_SOURCE or not Path(source.path).exists():
+        return set()
+    try:
+        seen = [raw for _, raw in islice(raw_rows(source), ROWS_SEEN) if isinstance(raw, dict)]
+    except RecipeError:  # reported by whoever reads the rows
+        return set()
+    return set().union(*(kinds_of(rename(raw, source.columns or {})) for raw in seen))
+
+
+def read_all(recipe: Recipe) -> Iterator[str]:
+    """Every row of every source, read and checked without a model. Yields a line for each source.
+
+    Raises:
+        RecipeError: the mistakes in all sources.
+    """
+    mistakes: list[str] = []
+    named = [("data.train", source) for source in recipe.data.train]
+    named += [(f"data.eval{f'.{name}' if name else ''}", source) for name, source in recipe.data.eval.items()]
+    for key, source in named:
+        try:
+            found = read_rows(source, recipe.data.on_bad_row, recipe.objective)
+        except RecipeError as error:
+            mistakes += error.mistakes
+            continue
+        line = f"{key}: {source.path}: {len(found.rows):,} rows of {kinds()[found.kind].words}"
+        dropped = (f"{count:,} dropped: {reason}" for reason, count in found.num_dropped.items())
+        yield "; ".join([line, *filter(None, [found.renamed]), *dropped])
+    if mistakes:
+        raise RecipeError(mistakes)

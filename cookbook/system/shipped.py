@@ -1,0 +1,42 @@
+"""Where a relative path leads: beside the file that names it, in the current folder, or to what is shipped with the
+project: recipes, strategies and train.py, in the repository or in an installed package.
+"""
+
+import os
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1]
+IS_INSTALLED = (PACKAGE / "shipped").is_dir()
+"""From a wheel, where pyproject.toml puts them into the package."""
+HOME = PACKAGE / "shipped" if IS_INSTALLED else PACKAGE.parent
+FOLDERS = ("recipes", "accelerate_configs")
+
+
+def own_folder(file: Path) -> Path:
+    """Where relative paths in a recipe or a strategy start: the folder that holds recipes/ or accelerate_configs/ if
+    the file lies in one of these, else the file's own.
+    """
+    parents = Path(os.path.abspath(file)).parents
+    return next((one.parent for one in parents if one.name in FOLDERS), parents[0])
+
+
+def starts(file: Path | None = None) -> list[Path]:
+    """The folders where a relative path may start, the first one first.
+
+    Args:
+        file: the recipe or strategy that names the path; None: the command line does.
+    """
+    return list(dict.fromkeys([*([own_folder(file)] if file is not None else []), Path.cwd(), HOME]))
+
+
+def located(name: str, file: Path | None = None) -> str:
+    """A path as it is reached from the current folder; as it is written if nothing is there."""
+    here = Path.cwd()
+    start = next((one for one in starts(file) if (one / name).exists()), here)
+    return name if start == here else str(start / name)
+
+
+def program() -> str:
+    """train.py as it is reached from the current folder; never somebody else's file of that name."""
+    ours, here = HOME / "train.py", Path("train.py")
+    return str(here) if here.is_file() and here.samefile(ours) else str(ours)

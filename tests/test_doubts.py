@@ -1,0 +1,123 @@
+"""`check` warns of settings that contradict each other, and reads every row if asked, all without torch.
+
+python -m pytest -q tests/test_doubts.py
+"""
+
+import json
+import os
+import re
+import subprocess
+
+import pytest
+from conftest import ROOT, clean_environment
+
+from cookbook.commands.cli import main
+from tests.test_cli import cookbook_without_torch
+
+TEXTS = [{"text": f"text {i}"} for i in range(5)]
+CHATS = [
+    {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "yes"}]} for i in range(5)
+]
+EXISTING = "model={name_or_path: some/model}"
+HIGH = r"recipes/small.yaml:\d+: optim.learning_rate is 3e-3 for all weights of an existing model, above 1e-3"
+
+
+def write_rows(book, name: str, rows: list) -> None:
+    book.write(name, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def warnings(capsys, *assignments: str) -> list[str]:
+    flags = [word for assignment in assignments for word in ("--set", assignment)]
+    assert main(["check", "recipes/small.yaml", *flags]) == 0
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+
+
+@pytest.mark.parametrize(
+    ("assignments", "warns"),
+    [
+        ([], False),  # a new model
+        ([EXISTING], True),
+        ([EXISTING, "optim.learning_rate=1e-3"], False),
+        ([EXISTING, "adapter={name: lora}"], False),
+        ([EXISTING, "optim={name: adamw_8bit, learning_rate: 3e-3}"], True),
+        ([EXISTING, "optim={name: muon, learning_rate: 2e-2}"], False),  # whose rates are others
+        ([EXISTING, "optim.learning_rate=1e-3", "schedule={scale_lr: linear, base_batch_size: 4}"], True),  # 4e-3
+    ],
+)
+def test_the_rate_of_a_new_model_on_all_weights_of_an_existing_one_is_warned_of(book, capsys, assignments, warns):
+    found = warnings(capsys, *assignments)
+    assert len(found) == warns
+    if assignments == [EXISTING]:
+        assert re.match(f"warning: {HIGH}", found[0])
+
+
+def test_the_quickstarts_evaluation_on_own_rows_is_warned_of(book, capsys):
+    write_rows(book, "mine.jsonl", CHATS)
+    (found,) = warnings(capsys, "data.train=mine.jsonl")
+    assert re.match(r"warning: recipes/small.yaml:\d+: data.eval is python-stdlib, which data.train is not", found)
+    assert warnings(capsys, "data.train=mine.jsonl", "data.eval=mine.jsonl") == []
+
+
+@pytest.mark.parametrize(("rows", "warns"), [(CHATS, False), (TEXTS, True)], ids=["chats", "texts"])
+def test_an_evaluation_set_of_another_kind_is_warned_of(book, capsys, rows, warns):
+    write_rows(book, "mine.jsonl", CHATS)
+    write_rows(book, "held.jsonl", rows)
+    found = warnings(capsys, "data.train=mine.jsonl", "data.eval={chosen: {path: held.jsonl}}")
+    assert (
+        found
+        == [
+            "warning: recipes/small.yaml: data.eval.chosen has rows of `text`, and data.train of `messages`:"
+            " its loss is that of another task"
+        ]
+        * warns
+    )
+
+
+def test_no_shipped_recipe_has_a_doubt(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main(["check"]) == 0
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_every_row_is_read_without_a_model_and_without_torch(tmp_path):
+    shares = [
+        {"conversations": [{"from": "human", "value": f"{i}?"}, {"from": "gpt", "value": "yes"}]} for i in range(7)
+    ]
+    (tmp_path / "good.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shares))
+    (tmp_path / "bad.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in CHATS) + '{"messages": []}\nnot json\n'
+    )
+    good, bad = (f"{tmp_path}/{name}.jsonl" for name in ("good", "bad"))
+    asked = ("check", "recipes/quickstart.yaml", "--data", "--set", EXISTING.replace("some/model", "not/there"))
+    asked += ("--set", "optim.learning_rate=1e-5", "--set", f"data.train={good}")
+    answer = cookbook_without_torch(*asked, "--set", f"data.eval={good}")
+    assert answer.returncode == 0, answer.stderr
+    assert f"data.train: {good}: 7 rows of `messages`; rows look like ShareGPT" in answer.stdout
+    answer = cookbook_without_torch(*asked, "--set", f"data.eval={bad}")
+    assert answer.returncode == 2
+    assert f"{bad}:6: " in answer.stderr and f"{bad}:7: not JSON" in answer.stderr
+    answer = cookbook_without_torch(*asked, "--set", f"data.eval={bad}", "--set", "data.on_bad_row=drop")
+    assert answer.returncode == 0 and "5 rows of `messages`; 1 dropped: " in answer.stdout
+    answer = cookbook_without_torch(*(word for word in asked if word != "--data"), "--set", f"data.eval={bad}")
+    assert answer.returncode == 0 and "7 rows" not in answer.stdout  # files only
+
+
+@pytest.mark.parametrize(
+    ("given", "command"),
+    [
+        (["init", "MODEL=a/b", "DATA=own words.jsonl", "GPUS=1x24GB"], 'init "a/b" "own words.jsonl" --gpus 1x24GB'),
+        (["convert", "FILES=a.yaml b.json", "OUT=recipes/x.yaml"], 'convert a.yaml b.json --out "recipes/x.yaml"'),
+        (["chat", "RUN=outputs/a", "COMPARE=1"], "chat outputs/a --compare"),
+        (["evaluate", "RUN=outputs/a", "DATA=rows.jsonl"], 'evaluate outputs/a "rows.jsonl"'),
+        (["check", "RECIPE=a.yaml", "DATA=1"], "check a.yaml --data"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_make_has_the_commands_of_the_first_and_the_last_hour(given, command):
+    done = subprocess.run(["make", "-n", *given], cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if " -m cookbook " in line and "exec" not in line]
+    assert line.split(" -m cookbook ")[1].split() == command.split()
+    if given[0] != "check":
+        done = subprocess.run(["make", given[0]], cwd=ROOT, env=dict(os.environ), capture_output=True, text=True)
+        assert done.returncode == 2 and f"make {given[0]}: write " in done.stderr

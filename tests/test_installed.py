@@ -1,0 +1,188 @@
+"""Installed from its wheel, the project is a tool: a `cookbook` command that works in any folder, with the recipes and
+strategies that it ships; a recipe's relative paths are its own.
+
+    python -m pytest -q -m "slow or not slow" tests/test_installed.py
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, clean_environment
+
+from cookbook.system.shipped import located, own_folder
+
+SHIPPED = ("accelerate_configs", "ds_configs", "recipes")
+RECIPE = """\
+strategy: zero2
+mixed_precision: 'no'
+model: {from_scratch: {vocab_size: 300, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1,
+  num_attention_heads: 2, num_key_value_heads: 2}}
+data: {train: data/rows.jsonl, max_length: 32}
+objective: {name: cpt}
+batch: {global_batch_size: 4, micro_batch_size: 2}
+optim: {learning_rate: 1e-3}
+run: {max_steps: 2}
+"""
+
+
+def project(folder: Path) -> Path:
+    """A recipe with its rows beside it. Returns the recipe."""
+    (folder / "data").mkdir(parents=True)
+    (folder / "mine.yaml").write_text(RECIPE)
+    rows = ({"text": f"def name{i}(self): return self.value{i}"} for i in range(16))
+    (folder / "data/rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "mine.yaml"
+
+
+@pytest.mark.parametrize(
+    ("file", "folder"),
+    [
+        ("project/recipes/mine.yaml", "project"),
+        ("project/recipes/llama/mine.yaml", "project"),
+        ("project/accelerate_configs/mine.yaml", "project"),
+        ("project/mine.yaml", "project"),
+    ],
+)
+def test_relative_paths_of_a_file_start_in_the_folder_of_its_project(file, folder, tmp_path):
+    assert own_folder(tmp_path / file) == tmp_path / folder
+
+
+def test_a_path_is_sought_beside_its_file_then_here_then_among_what_is_shipped(tmp_path, monkeypatch):
+    here, there = tmp_path / "here", tmp_path / "there"
+    (here / "recipes").mkdir(parents=True)
+    there.mkdir()
+    monkeypatch.chdir(here)
+    name, recipe = "recipes/quickstart.yaml", there / "mine.yaml"
+    assert located(name, recipe) == str(ROOT / name)
+    (here / name).touch()
+    assert located(name, recipe) == name
+    (there / "recipes").mkdir()
+    (there / name).touch()
+    assert located(name, recipe) == str(there / name)
+    assert located(name) == name
+    assert located("rows.jsonl", recipe) == "rows.jsonl"
+
+
+def test_a_recipe_elsewhere_trains_on_the_rows_beside_it_and_not_on_those_here(tmp_path, monkeypatch):
+    from cookbook.planning.plan import load_pair
+
+    recipe = project(tmp_path / "there")
+    here = project(tmp_path / "here").parent
+    monkeypatch.chdir(here)
+    found, strategy = load_pair(recipe)
+    assert [source.path for source in found.data.train] == [str(recipe.parent / "data/rows.jsonl")]
+    assert found.run.output_dir == "outputs/mine-zero2"  # what a run writes is here
+    assert Path(strategy.path) == ROOT / "accelerate_configs/zero2.yaml"
+    assert strategy.deepspeed_file == str(ROOT / "ds_configs/zero2.json")
+    found, _ = load_pair(recipe, ["data.train=data/rows.jsonl"])  # typed here
+    assert [source.path for source in found.data.train] == ["data/rows.jsonl"]
+
+
+def run(*command: str | Path, cwd: Path, **extra: str) -> str:
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=clean_environment(**extra), capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory) -> Path:
+    """The sdist, and the wheel that is built from it as pip does; from the files that Git has."""
+    folder = tmp_path_factory.mktemp("packages")
+    listed = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    names = run(*listed, cwd=ROOT).split("\0")[:-1]
+    for name in filter(lambda name: (ROOT / name).is_file(), names):
+        (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / "source" / name)
+    build = "from setuptools import build_meta; build_meta.build_sdist('..')"
+    run(sys.executable, "-c", build, cwd=folder / "source")
+    (sdist,) = folder.glob("*.tar.gz")
+    offline = ("--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
+    run(sys.executable, "-m", "pip", "wheel", "-q", *offline, "-w", folder, sdist, cwd=folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_sdist_and_wheel_hold_recipes_strategies_and_jsons_as_they_are_here(packages):
+    ours = [path for name in SHIPPED for path in sorted((ROOT / name).rglob("*")) if path.is_file()]
+    code = [path for path in sorted((ROOT / "cookbook").rglob("*")) if path.is_file() and path.suffix != ".pyc"]
+    assert len(ours) > 40 and len(code) > 150
+    (wheel,), (sdist,) = packages.glob("*.whl"), packages.glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as archive:
+        for path in [*ours, ROOT / "train.py"]:
+            assert archive.read(f"cookbook/shipped/{path.relative_to(ROOT)}") == path.read_bytes()
+        for path in code:
+            assert archive.read(str(path.relative_to(ROOT))) == path.read_bytes()
+        assert {name.split("/")[0].removesuffix("-0.1.0.dist-info") for name in archive.namelist()} == {
+            "cookbook",
+            wheel.name.split("-")[0],
+        }
+        needed = archive.read(f"{'-'.join(wheel.name.split('-')[:2])}.dist-info/METADATA").decode()
+    pinned = [line.strip() for line in (ROOT / "requirements.txt").read_text().splitlines() if not line.startswith("#")]
+    assert [line.split(": ")[1] for line in needed.splitlines() if line.startswith("Requires-Dist")] == pinned
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert {str(path.relative_to(ROOT)) for path in [*ours, *code, ROOT / "train.py"]} <= held
+
+
+@pytest.fixture(scope="module")
+def tool(packages) -> Path:
+    """The command, in an environment of its own that sees the libraries of this one."""
+    venv = packages / "venv"
+    run(sys.executable, "-m", "venv", "--without-pip", venv, cwd=packages)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(venv), "platbase": str(venv)}))
+    (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (wheel,) = packages.glob("*.whl")
+    offline = ("--no-index", "--no-deps", "--disable-pip-version-check")
+    run(sys.executable, "-m", "pip", "--python", venv / "bin/python", "install", "-q", *offline, wheel, cwd=packages)
+    # As pip writes it where accelerate is installed too.
+    program = venv / "bin/accelerate"
+    program.write_text(f"#!{venv}/bin/python\nfrom accelerate.commands.accelerate_cli import main\nmain()\n")
+    program.chmod(0o755)
+    return venv / "bin/cookbook"
+
+
+@pytest.mark.slow
+def test_the_installed_command_checks_and_explains_in_another_folder(tool, tmp_path):
+    packaged = next((tool.parents[1] / "lib").glob("python*/site-packages/cookbook/shipped"))
+    answer = run(tool, "--version", cwd=tmp_path)
+    assert answer.startswith("cookbook 0.1.0\n")
+    answer = run(tool, "check", cwd=tmp_path)
+    for name in SHIPPED[::2]:
+        for path in (ROOT / name).rglob("*.yaml"):
+            assert f"{packaged / path.relative_to(ROOT)}: fine" in answer
+    answer = run(tool, "explain", "recipes/qwen25_7b/sft.yaml", "--strategy", "zero2", cwd=tmp_path)
+    assert "accelerate launch" in answer and str(packaged / "train.py") in answer
+    refused = subprocess.run(
+        [tool, "launch", "recipes/qwen25_7b/sft.yaml"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert refused.returncode == 2
+    assert f"  cookbook rehearse {packaged}/recipes/qwen25_7b/sft.yaml" in refused.stderr
+    assert "  cookbook launch recipes/quickstart.yaml" in refused.stderr and "make " not in refused.stderr
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_the_installed_command_trains_a_recipe_of_another_folder(tool, tmp_path):
+    recipe = project(tmp_path / "own words" / "project")
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "train.py").write_text("raise SystemExit('not ours')")
+    dry = run(tool, "launch", recipe, "--strategy", "zero3", "--processes", "2", "--dry-run", cwd=here)
+    assert "fine under" in dry and "zero3.yaml" in dry
+    run(tool, "launch", recipe, "--strategy", "ddp", "--processes", "2", cwd=here)
+    steps = [json.loads(line) for line in (here / "outputs/mine-ddp/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps if "loss" in line] == [1, 2]
+    assert (here / "outputs/mine-ddp/export/model.safetensors").is_file()
+    record = json.loads((here / "outputs/mine-ddp/run.json").read_text())
+    assert record["commit"] is None
+    assert sorted(os.listdir(recipe.parent)) == ["data", "mine.yaml"]
