@@ -210,8 +210,8 @@ def test_a_script_of_submit_has_the_curve_of_one_process(slurm, lab, tmp_path, m
     assert main(["submit", str(lab.folder / "recipe.yaml"), *words]) == 0
     script.write_text(capsys.readouterr().out)
     job = slurm.call("sbatch", "--parsable", f"--output={log}", str(script)).strip()
-    assert (slurm.job(job)["JobName"], slurm.job(job)["NumNodes"]) == ("submitted", "2")
     until(lambda: slurm.job(job)["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), "its end", 240)
-    assert slurm.job(job)["JobState"] == "COMPLETED", log.read_text()
+    ended = slurm.job(job)
+    assert (ended["JobState"], ended["JobName"], ended["NumNodes"]) == ("COMPLETED", "submitted", "2"), log.read_text()
     found = distance(Curve(folder), lab.run("single"))
     assert found.loss < 2e-6 and found.norm < 1e-6 and found.weight < 1e-6, found
