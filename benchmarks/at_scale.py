@@ -168,7 +168,7 @@ def plot(results: dict[str, Any]) -> str:
             axes.set_xticks(GPUS, [f"{gpus:,}" for gpus in GPUS])
             axes.set_ylim(bottom=0)
             axes.grid(alpha=0.3)
-        memory.legend()
+        figure.legend(*memory.get_legend_handles_labels(), loc="outside right center")
         time.text(0.02, 0.03, "dotted: all overlaps, best rates", transform=time.transAxes)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
