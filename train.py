@@ -80,15 +80,20 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
     world = launch.trim_world(world, strategy, launcher, num_gpus)
     mistakes += launch.check_count(world, launcher)
     mistakes += launch.choose_network(world)
+    sizes = launch.elastic_sizes(world)
+    mistakes += launch.check_elastic(sizes, recipe.run.resume)
     mistakes += launch.check_machine(strategy, num_gpus, deterministic=recipe.run.deterministic)
     try:
-        plan = make_plan(
-            recipe,
-            strategy,
-            num_processes=world.num_processes,
-            num_local=world.num_local,
-            num_gpus=num_gpus,
-            recipe_name=recipe_name,
+        plan, *_ = (
+            make_plan(
+                recipe,
+                strategy,
+                num_processes=count,
+                num_local=world.num_local,
+                num_gpus=num_gpus,
+                recipe_name=recipe_name,
+            )
+            for count in (world.num_processes, *sizes)
         )
     except RecipeError as error:
         mistakes += error.mistakes

@@ -179,7 +179,12 @@ def attempt_cookbook(arguments: list[str], folder: Path) -> list[list[str]]:
     if verb in ("check", "explain", "--help"):
         run_cookbook(folder, *arguments)
         return []
-    if verb in ("preview", "plan", "rehearse"):  # run for real by their own tests; the recipe must be a good one
+    if verb in (
+        "preview",
+        "plan",
+        "rehearse",
+        "submit",
+    ):  # run for real by their own tests; the recipe must be a good one
         for name in (word for word in arguments if word.endswith(".yaml")):
             run_cookbook(folder, "check", name)
     explained = run_cookbook(folder, verb, "--help")

@@ -14,6 +14,7 @@ from curves import Curve, distance, done_of
 from cookbook.commands import launch
 from cookbook.commands.cli import main
 from cookbook.config.strategy import load_strategy
+from cookbook.planning import launch as planning
 from cookbook.planning.plan import launch_command
 from cookbook.system import hosts
 from tests import simulated_driver
@@ -128,6 +129,36 @@ def test_a_process_whose_machine_does_not_reach_the_first_says_so(book):
         CUDA_VISIBLE_DEVICES="",
     )
     assert told.returncode == 0, told.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("torchrun --nnodes 1:2 --nproc-per-node 2 train.py", [2, 4]),
+        ("python -m torch.distributed.run --nnodes=2:4 train.py", [4, 6, 8]),
+        ("torchrun --nnodes 2 train.py", []),
+        ("torchrun --nproc-per-node 2 train.py --nnodes 1:2x", []),
+    ],
+)
+def test_the_sizes_of_a_group_that_may_change_are_those_of_torchrun_s_flag(monkeypatch, words, expected):
+    monkeypatch.setattr(planning, "_ancestors", lambda: iter([["bash"], words.split()]))
+    assert (
+        planning.elastic_sizes(planning.World(rank=0, local_rank=0, num_processes=2, num_local=2, is_launched=True))
+        == expected
+    )
+
+
+def test_what_keeps_a_group_that_changes_from_going_on_is_refused_before_its_first_step(book):
+    """Here two machines of two are there, and a third may come, for which the batch has no share."""
+    elastic = {"PET_NNODES": "1:3", "CUDA_VISIBLE_DEVICES": "", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    done = book.train(RECIPE, *FOUR, **ranks(0), **elastic)
+    assert done.returncode == 2
+    assert "run.resume is never: each time the group changes it would start there; write auto" in done.stderr
+    assert "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each machine" in done.stderr
+    assert "batch.global_batch_size is 16, but 6 processes x micro_batch_size 4" in done.stderr
+    resuming = ["--set", "run.resume=auto", "--set", "batch.global_batch_size=48"]
+    good = book.train(RECIPE, *FOUR, *resuming, **ranks(0), **elastic | {"TORCHELASTIC_USE_AGENT_STORE": "False"})
+    assert (good.returncode, good.stderr) == (0, ""), good.stderr
 
 
 @pytest.fixture(scope="module")

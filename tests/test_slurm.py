@@ -1,4 +1,5 @@
-"""Protects slurm/job.sh, on a real Slurm of two nodes: signal, save, queue again, resume; and when it must not.
+"""Protects slurm/job.sh, on a real Slurm of two nodes: signal, save, queue again, resume; and when it must not. And
+the script that `cookbook submit` makes of it.
 
 python -m pytest -q -m slow tests/test_slurm.py    as root, with iproute2, slurm-wlm and munge
 """
@@ -19,6 +20,7 @@ import pytest
 from conftest import ROOT, clean_environment
 from curves import Curve, distance
 
+from cookbook.commands.cli import main
 from tests.needs import need_slurm
 from tests.two_machines import ADDRESSES, two_machines
 
@@ -199,3 +201,17 @@ def test_a_mistake_ends_the_job_with_its_own_code(slurm, lab, tmp_path):
     until(lambda: slurm.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), "the end of the job")
     assert slurm.job(job)["ExitCode"] == "2:0", log.read_text()
     assert log.read_text().count("3 processes, which 2 machines cannot split evenly") == 2
+
+
+def test_a_script_of_submit_has_the_curve_of_one_process(slurm, lab, tmp_path, monkeypatch, capsys):
+    folder, log, script = tmp_path / "submitted", tmp_path / "log.txt", tmp_path / "script.sh"
+    monkeypatch.chdir(slurm.folder)
+    words = ["--to", "slurm", "--gpus", "2xcpu", "--strategy", "ddp", "--set", f"run.output_dir={folder}"]
+    assert main(["submit", str(lab.folder / "recipe.yaml"), *words]) == 0
+    script.write_text(capsys.readouterr().out)
+    job = slurm.call("sbatch", "--parsable", f"--output={log}", str(script)).strip()
+    until(lambda: slurm.job(job)["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), "its end", 240)
+    ended = slurm.job(job)
+    assert (ended["JobState"], ended["JobName"], ended["NumNodes"]) == ("COMPLETED", "submitted", "2"), log.read_text()
+    found = distance(Curve(folder), lab.run("single"))
+    assert found.loss < 2e-6 and found.norm < 1e-6 and found.weight < 1e-6, found

@@ -25,6 +25,7 @@ from cookbook.commands.init import init
 from cookbook.commands.launch import check, explain, launch
 from cookbook.commands.plan import plan
 from cookbook.commands.results import checkpoint, compare, export, merge, report, summary
+from cookbook.commands.submit import submit
 from cookbook.commands.tune import tune
 from cookbook.commands.watch import watch
 from cookbook.config.recipe import recipe_schema
@@ -149,6 +150,7 @@ app = Typer(
 for command in (
     init,
     launch,
+    submit,
     check,
     explain,
     watch,

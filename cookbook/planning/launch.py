@@ -4,8 +4,10 @@ accelerate prefers environment variables over a program's arguments, and `accele
 variables. They are compared with the strategy file here and then removed; the engine passes plugins instead.
 """
 
+import contextlib
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,15 +76,7 @@ LAUNCHERS = (
 
 def find_launcher() -> Launcher:
     """The `accelerate launch` among this process's ancestors, if any."""
-    try:
-        ancestors = psutil.Process().parents()[:4]
-    except psutil.Error:
-        return Launcher()
-    for process in ancestors:
-        try:
-            words = process.cmdline()
-        except psutil.Error:
-            continue
+    for words in _ancestors():
         for i, word in enumerate(words):
             name = Path(word).name
             if (name == "accelerate" and words[i + 1 : i + 2] == ["launch"]) or name in LAUNCHERS:
@@ -90,6 +84,14 @@ def find_launcher() -> Launcher:
             if word.endswith(os.path.join("accelerate", "commands", "launch.py")):
                 return _read_flags(words[i + 1 :])
     return Launcher()
+
+
+def _ancestors() -> Iterator[list[str]]:
+    """Command lines of the processes above this one."""
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process().parents()[:4]:
+            with contextlib.suppress(psutil.Error):
+                yield process.cmdline()
 
 
 def _read_flags(words: list[str]) -> Launcher:
@@ -162,6 +164,26 @@ def read_world(environment: Mapping[str, str] = os.environ) -> World:
         num_local=int(local_size),
         is_launched="WORLD_SIZE" in environment,
     )
+
+
+def elastic_sizes(world: World) -> list[int]:
+    """Each number of processes that the run may come to have: of `torchrun --nnodes 1:2` those of one machine and of
+    two. Empty for a fixed number.
+    """
+    lines = [" ".join(words) for words in _ancestors()] + [f"--nnodes {os.environ.get('PET_NNODES')}"]
+    found = next(filter(None, (re.search(r"--nnodes[ =](\d+):(\d+)(?!\S)", line) for line in lines)), None)
+    return [count * world.num_local for count in range(int(found[1]), int(found[2]) + 1)] if found else []
+
+
+def check_elastic(sizes: list[int], resume: str) -> list[str]:
+    """What would keep a group of processes that changes from going on where it was. `sizes`: see `elastic_sizes`."""
+    mistakes = []
+    if sizes and resume != "auto":
+        mistakes.append(f"run.resume is {resume}: each time the group changes it would start there; write auto")
+    if sizes and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        why = "without it torch 2.13 gives a group that has changed the addresses of the one before (pytorch#135712)"
+        mistakes.append(f"torchrun --nnodes MIN:MAX: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each machine; {why}")
+    return mistakes
 
 
 def trim_world(world: World, strategy: Strategy, launcher: Launcher, num_gpus: int) -> World:

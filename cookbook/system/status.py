@@ -72,8 +72,15 @@ def attempt_id() -> str:
     else:
         names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
         start = [variables.get(name, "") for name in names]
-    text = "/".join([*start, variables.get("TORCHELASTIC_RESTART_COUNT", "0")])
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    return hashlib.sha256("/".join([*start, common_restarts()]).encode()).hexdigest()[:8]
+
+
+def common_restarts() -> str:
+    """How often the launcher restarted the run, where all machines agree on it; else 0. Under `torchrun --nnodes 1:2`
+    each counts by itself, but each group has a port of its own (torch 2.13, dynamic_rendezvous.py, next_rendezvous).
+    """
+    is_fixed = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "True") == "True"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_fixed else "0"
 
 
 def is_restart(folder: Path) -> bool:

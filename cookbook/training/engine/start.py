@@ -15,6 +15,7 @@ from accelerate.utils import DistributedType
 
 from cookbook.planning.launch import CUBLAS_DETERMINISTIC, CUBLAS_VARIABLE
 from cookbook.planning.plan import Plan
+from cookbook.system import status
 from cookbook.system.files import RecipeError
 
 # accelerate 1.15 imports DeepSpeed, which takes a second, to ask whether a model is one of its engines (utils/other.py,
@@ -76,7 +77,7 @@ def _separate_restarts() -> None:
     torch assumes a new store for each restart (distributed/rendezvous.py, _create_c10d_store). Under the static
     rendezvous, accelerate's default, it is the first one, with the addresses of the dead processes.
     """
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    restarts = status.common_restarts()
     if restarts == "0":
         return
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # the package has a function so named

@@ -1,0 +1,239 @@
+"""`cookbook submit`: a file with which Slurm, SkyPilot or Kubernetes starts a recipe on machines of theirs.
+
+Each starts `cookbook launch` once on every machine, with the numbers that it gives that machine.
+"""
+
+import os
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from typer import Option
+
+from cookbook.commands.arguments import RECIPE, Assignments, StrategyFile
+from cookbook.config.recipe import Recipe
+from cookbook.config.strategy import Strategy
+from cookbook.planning.plan import default_num_processes, describe_batch, load_pair, make_plan
+from cookbook.system.files import RecipeError, dump_yaml
+from cookbook.system.hardware import GIB, Machines, parse_machines
+from cookbook.system.signals import EXIT_CODE
+
+JOB_SCRIPT = Path("slurm/job.sh")
+OUTPUTS = "/outputs"
+"""Where the volume is in a machine of SkyPilot or Kubernetes."""
+SECONDS_TO_SAVE = 120
+"""Between Kubernetes' SIGTERM and SIGKILL."""
+MISTAKE = 2
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a system shall start."""
+
+    name: str
+    """Letters, digits and hyphens, as Kubernetes wants of its names."""
+    machines: Machines
+    words: list[str]
+    """Of `cookbook launch`, without those that differ between machines."""
+    image: str
+    volume: str
+    """Both empty where the system takes none."""
+
+    def command(self, where: str) -> str:
+        """The line of bash that trains on one machine. `where`: the flags of several, from the system's variables."""
+        line = shlex.join([".venv/bin/python", "-m", "cookbook", "launch", *self.words])
+        return f"{line} {where}" if self.machines.num_machines > 1 else line
+
+
+def slurm(task: Task) -> str:
+    """slurm/job.sh with the size of the job and the words of `launch` in it."""
+    comments, _, body = JOB_SCRIPT.read_text(encoding="utf-8").partition("\n\n")
+    asked = [f"--job-name={task.name}", f"--nodes={task.machines.num_machines}"]
+    asked += [f"--gpus-per-node={task.machines.gpus_each}"] if task.machines.gpus_each else []
+    options = [f"#SBATCH {words}" for words in asked]
+    options += [line for line in comments.splitlines() if line.startswith("#SBATCH")]
+    return "\n".join([*options, "", f"set -- {shlex.join(task.words)}", body])
+
+
+def sky(task: Task) -> str:
+    """A SkyPilot task, for `sky jobs launch`."""
+    where = '--machines "$SKYPILOT_NUM_NODES" --machine "$SKYPILOT_NODE_RANK"'
+    where += ' --first "$(echo "$SKYPILOT_NODE_IPS" | head -n1)"'
+    values: Values = {"name": task.name, "num_nodes": task.machines.num_machines}
+    values["resources"] = {"job_recovery": {"recover_on_exit_codes": [EXIT_CODE]}}
+    if task.machines.gpu:
+        values["resources"]["accelerators"] = f"{task.machines.gpu.name}:{task.machines.gpus_each}"
+    values |= {"workdir": ".", "setup": "make setup", "run": task.command(where)}
+    return dump_yaml(values | ({"volumes": {OUTPUTS: task.volume}} if task.volume else {}))
+
+
+def k8s(task: Task) -> str:
+    """An indexed Job, and the service that gives its pods names."""
+    first = f"{task.name}-0.{task.name}"
+    where = f'--machines {task.machines.num_machines} --machine "$JOB_COMPLETION_INDEX" --first {first}'
+    # A pod has a name only once it runs, which the first may do last.
+    command = f"until getent hosts {first}; do sleep 1; done; exec {task.command(where)}"
+    pod, mounts = _pod(task)
+    container = {
+        "name": "node",
+        "image": task.image,
+        "command": ["bash", "-c", command],
+        **_resources("resources", task),
+    }
+    rules = [
+        {"action": action, "onExitCodes": {"operator": "In", "values": [code]}}
+        for action, code in (("FailJob", MISTAKE), ("Ignore", EXIT_CODE))
+    ]
+    job = {
+        "completions": task.machines.num_machines,
+        "parallelism": task.machines.num_machines,
+        "completionMode": "Indexed",
+        "podFailurePolicy": {"rules": rules},
+        "template": {
+            "spec": {"subdomain": task.name, "restartPolicy": "Never", "containers": [container | mounts], **pod}
+        },
+    }
+    service = {"clusterIP": "None", "selector": {"batch.kubernetes.io/job-name": task.name}}
+    return f"{_object('v1', 'Service', task, service)}---\n{_object('batch/v1', 'Job', task, job)}"
+
+
+def trainjob(task: Task) -> str:
+    """A TrainJob of Kubeflow Trainer, whose runtime for torch has a job and a container of the name `node`."""
+    variables = {"machines": "NNODES", "machine": "NODE_RANK", "first": "MASTER_ADDR", "port": "MASTER_PORT"}
+    where = " ".join(f'--{flag} "$PET_{name}"' for flag, name in variables.items())
+    command = f'until getent hosts "$PET_MASTER_ADDR"; do sleep 1; done; exec {task.command(where)}'
+    pod, mounts = _pod(task)
+    pod["containers"] = [{"name": "node", **mounts}]
+    node = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
+    spec = {
+        "runtimeRef": {"name": "torch-distributed"},
+        "trainer": {
+            "image": task.image,
+            "command": ["bash", "-c", command],
+            "numNodes": task.machines.num_machines,
+            **_resources("resourcesPerNode", task),
+        },
+        "runtimePatches": [
+            {
+                "manager": "cookbook",
+                "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [node]}}},
+            }
+        ],
+    }
+    return _object("trainer.kubeflow.org/v1alpha1", "TrainJob", task, spec)
+
+
+def _object(version: str, kind: str, task: Task, spec: Values) -> str:
+    return dump_yaml({"apiVersion": version, "kind": kind, "metadata": {"name": task.name}, "spec": spec})
+
+
+def _resources(key: str, task: Task) -> Values:
+    vendor = "amd" if task.machines.gpu and task.machines.gpu.is_amd else "nvidia"
+    return {key: {"limits": {f"{vendor}.com/gpu": task.machines.gpus_each}}} if task.machines.gpus_each else {}
+
+
+def _pod(task: Task) -> tuple[Values, Values]:
+    """Values of a pod and of its container: time to save, the volume, and shared memory, through which NCCL's
+    processes of a machine talk; a container has 64 MiB of it otherwise."""
+    volumes = {
+        "outputs": {"persistentVolumeClaim": {"claimName": task.volume}},
+        "shm": {"emptyDir": {"medium": "Memory"}},
+    }
+    places = {"outputs": OUTPUTS, "shm": "/dev/shm"}
+    mounts = [{"name": name, "mountPath": path} for name, path in places.items()]
+    pod = {"terminationGracePeriodSeconds": SECONDS_TO_SAVE}
+    return pod | {"volumes": [{"name": name, **source} for name, source in volumes.items()]}, {"volumeMounts": mounts}
+
+
+SYSTEMS: dict[str, tuple[Callable[[Task], str], str]] = {
+    "slurm": (slurm, "sbatch FILE"),
+    "sky": (sky, "sky jobs launch FILE"),
+    "k8s": (k8s, "kubectl apply -f FILE"),
+    "trainjob": (trainjob, "kubectl apply -f FILE"),
+}
+"""How each writes its file, and the command that takes it."""
+
+
+def submit(
+    path: Annotated[Path, RECIPE],
+    *,
+    to: Annotated[Literal["slurm", "sky", "k8s", "trainjob"], Option(help="k8s: an indexed Job; trainjob: Kubeflow's")],
+    gpus: Annotated[str, Option(metavar="2x8xH100", help="machines x GPUs x GPU")],
+    strategy: StrategyFile = None,
+    image: Annotated[str | None, Option(help="of Kubernetes: this project and its .venv, as working directory")] = None,
+    volume: Annotated[str | None, Option(help="for the run's folder, which all machines can write")] = None,
+    assignments: Assignments,
+) -> int:
+    """Print a file for Slurm, SkyPilot or Kubernetes."""
+    mistakes = []
+    try:
+        machines = parse_machines(gpus)
+        mistakes += _misfits(to, machines, path, {"--image": image, "--volume": volume})
+    except RecipeError as error:
+        mistakes += error.mistakes
+    try:
+        recipe, loaded = load_pair(path, assignments, strategy)
+    except RecipeError as error:
+        mistakes += error.mistakes
+    if mistakes:
+        raise RecipeError(mistakes)
+    facts, count = _plan(recipe, loaded, machines, path)
+    run = Path(recipe.run.output_dir).name
+    settings = [*assignments, *([f"run.output_dir={OUTPUTS}/{run}"] if volume else [])]
+    settings += ["run.resume=auto"] if to != "slurm" else []  # its script has that, from the second start on
+    words = [str(path), *(["--strategy", str(strategy)] if strategy else []), "--processes", str(count)]
+    words += [word for setting in settings for word in ("--set", setting)]
+    task = Task(name=_name(run), machines=machines, words=words, image=image or "", volume=volume or "")
+    write, start = SYSTEMS[to]
+    head = ["#!/bin/bash"] if to == "slurm" else []
+    print("\n".join([*head, *(f"# {line}" for line in (*facts, f"{start}")), write(task)]), end="")
+    return 0
+
+
+def _misfits(to: str, machines: Machines, path: Path, given: dict[str, str | None]) -> list[str]:
+    """What keeps a system from running a recipe on machines. `given`: flags that only some systems read."""
+    needed = {"slurm": [], "sky": ["--volume"] if machines.num_machines > 1 else []}.get(to, list(given))
+    taken = {"slurm": [], "sky": ["--volume"]}.get(to, list(given))
+    mistakes = [f"{flag} is missing: --to {to} needs it" for flag in needed if not given[flag]]
+    mistakes += [
+        f"{flag}: would be ignored by --to {to}; leave it out" for flag in given if given[flag] and flag not in taken
+    ]
+    if to == "sky" and machines.gpus_each and machines.gpu is None:
+        mistakes.append(f"--gpus is {machines.text}: SkyPilot asks for a GPU by its name; write one, as in 2x8xH100")
+    if to != "slurm" and not path.resolve().is_relative_to(Path.cwd()):
+        mistakes.append(f"{path}: not in this folder, which is all that the machines get; copy it to recipes/")
+    return mistakes
+
+
+def _plan(recipe: Recipe, strategy: Strategy, machines: Machines, path: Path) -> tuple[list[str], int]:
+    """What the file is for, in words, and the number of processes.
+
+    Raises:
+        RecipeError: the recipe, the strategy and the machines do not fit together, or the memory does not suffice.
+    """
+    each = default_num_processes(strategy, machines.gpus_each)
+    count = each * machines.num_machines
+    plan = make_plan(
+        recipe, strategy, num_processes=count, num_local=each, num_gpus=machines.gpus_each, recipe_name=str(path)
+    )
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns on stdout
+    from cookbook.commands.forecast import MAY_RUN, forecast_all
+
+    (found,) = forecast_all(recipe, [strategy], machines, str(path), limits=False).forecasts
+    if found.verdict not in MAY_RUN:
+        advice = f"python -m cookbook plan {path} --gpus {machines.text} has what would"
+        raise RecipeError([f"{path} under {strategy.path} {found.verdict} on {machines.text}; {advice}", *found.why])
+    facts = [f"{path} under {strategy.path} on {machines.text}", describe_batch(recipe, plan)]
+    if found.memory and machines.gpus_each:
+        low, high = (f"{size / GIB:.0f}" for size in found.memory.needed)
+        facts.append(f"forecast: {found.verdict}, {low} to {high} GiB a GPU")
+    return facts, count
+
+
+def _name(run: str) -> str:
+    """The name of a run's folder as Kubernetes takes it for a service: lower case, a letter first, and short."""
+    return re.sub(r"[^a-z0-9]+", "-", run.lower()).lstrip("0123456789-")[:40].strip("-") or "run"

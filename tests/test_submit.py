@@ -1,0 +1,224 @@
+"""Protects the files of `cookbook submit`: what each system reads in them, and that their commands train.
+
+python -m pytest -q tests/test_submit.py
+python -m pytest -q -m slow tests/test_submit.py    as root, with iproute2: two network namespaces are the machines
+"""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT, clean_environment
+from curves import Curve, distance
+from kubeflow_trainer_api import models
+
+from cookbook.commands.cli import main
+from tests.two_machines import ADDRESSES, two_machines
+
+RECIPE = "recipes/qwen25_7b/sft.yaml"
+NAME = "qwen25-7b-sft-zero3"
+FLAGS = {
+    "slurm": [],
+    "sky": ["--volume", "runs"],
+    "k8s": ["--image", "me/cookbook:1", "--volume", "runs"],
+    "trainjob": ["--image", "me/cookbook:1", "--volume", "runs"],
+}
+KINDS = {
+    "Service": models.IoK8sApiCoreV1Service,
+    "Job": models.IoK8sApiBatchV1Job,
+    "TrainJob": models.TrainerV1alpha1TrainJob,
+}
+SKY_KEYS = {
+    "name": str,
+    "num_nodes": int,
+    "resources": {"accelerators": str, "job_recovery": {"recover_on_exit_codes": list}},
+    "workdir": str,
+    "setup": str,
+    "run": str,
+    "volumes": {"/outputs": str},
+}
+"""Of what SkyPilot 0.14.1 reads (sky/utils/schemas.py, get_task_schema and get_resources_schema), what is used here."""
+
+
+def submit(capsys, to, recipe=RECIPE, gpus="2x8xH100", *words):
+    """The file that `cookbook submit` prints."""
+    code = main(["submit", recipe, "--to", to, "--gpus", gpus, *FLAGS[to], *words])
+    found = capsys.readouterr()
+    assert code == 0, found.err
+    return found.out
+
+
+def unknown_keys(values, read, place=""):
+    """Keys of a document that its schema, which drops them, did not read."""
+    if isinstance(values, dict):
+        if not isinstance(read, dict):
+            return [place]
+        return [lost for key, value in values.items() for lost in unknown_keys(value, read.get(key), f"{place}.{key}")]
+    if isinstance(values, list):
+        pairs = zip(values, read or [None] * len(values), strict=True)
+        return [lost for i, (value, other) in enumerate(pairs) for lost in unknown_keys(value, other, f"{place}[{i}]")]
+    return [] if values == read else [place]
+
+
+@pytest.mark.parametrize(("to", "kinds"), [("k8s", ["Service", "Job"]), ("trainjob", ["TrainJob"])])
+def test_kubernetes_reads_every_key_and_kubeflow_too(capsys, to, kinds):
+    """By the models of kubeflow-trainer-api, which are made from both projects' schemas."""
+    documents = list(yaml.safe_load_all(submit(capsys, to)))
+    assert [document["kind"] for document in documents] == kinds
+    for document in documents:
+        assert unknown_keys(document, KINDS[document["kind"]].from_dict(document).to_dict()) == []
+        assert document["metadata"]["name"] == NAME
+    spec = documents[-1]["spec"]
+    trainer, pod = spec.get("trainer"), spec.get("template", {}).get("spec")
+    asked = trainer["resourcesPerNode"] if trainer else pod["containers"][0]["resources"]
+    assert asked == {"limits": {"nvidia.com/gpu": 8}}
+    assert (trainer["numNodes"] if trainer else spec["completions"]) == 2
+
+
+def test_a_misspelt_or_mistyped_key_of_kubernetes_would_be_found(capsys):
+    (document,) = yaml.safe_load_all(submit(capsys, "trainjob"))
+    document["spec"]["trainer"]["numNods"] = document["spec"]["trainer"].pop("numNodes")
+    assert unknown_keys(document, KINDS["TrainJob"].from_dict(document).to_dict()) == [".spec.trainer.numNods"]
+    document["spec"]["trainer"] |= {"numNodes": "two"}
+    with pytest.raises(ValueError, match="valid integer"):
+        KINDS["TrainJob"].from_dict(document)
+
+
+def test_a_sky_task_has_keys_that_skypilot_reads(capsys):
+    def check(values, expected):
+        assert values.keys() == expected.keys()
+        for key, kind in expected.items():
+            if isinstance(kind, dict):
+                check(values[key], kind)
+            else:
+                assert isinstance(values[key], kind), key
+
+    task = yaml.safe_load(submit(capsys, "sky"))
+    check(task, SKY_KEYS)
+    assert (task["num_nodes"], task["resources"]["accelerators"]) == (2, "H100:8")
+
+
+def test_the_slurm_script_is_job_sh_with_the_size_of_the_job(capsys):
+    script = submit(capsys, "slurm").splitlines()
+    own = (ROOT / "slurm/job.sh").read_text().splitlines()
+    directives = [line for line in own if line.startswith("#SBATCH")]
+    asked = [f"#SBATCH --job-name={NAME}", "#SBATCH --nodes=2", "#SBATCH --gpus-per-node=8"]
+    assert script[0] == "#!/bin/bash" and [line for line in script if line.startswith("#SBATCH")] == asked + directives
+    words = f"set -- {RECIPE} --processes 16"
+    assert script[script.index("") + 1 :] == [words, *own[own.index("") + 1 :]]
+
+
+def command_of(to, text):
+    """The line of bash in a file of SkyPilot or Kubernetes."""
+    document = list(yaml.safe_load_all(text))[-1]
+    if to == "sky":
+        return document["run"]
+    place = document["spec"]["trainer"] if to == "trainjob" else document["spec"]["template"]["spec"]["containers"][0]
+    shell, flag, command = place["command"]
+    assert (shell, flag) == ("bash", "-c")
+    return command
+
+
+def variables_of(to, machine, name):
+    """What a system gives to a machine of two, and how it calls the first one. `name`: of the job."""
+    if to == "sky":  # sky/backends/task_codegen.py, 0.14.1: a line for each machine
+        addresses = "\n".join(ADDRESSES)
+        found = {"NUM_NODES": "2", "NODE_RANK": str(machine), "NODE_IPS": addresses, "NUM_GPUS_PER_NODE": "0"}
+        return {f"SKYPILOT_{key}": value for key, value in found.items()}, ADDRESSES[0]
+    if to == "k8s":  # kubernetes.io, Job with Pod-to-Pod Communication
+        return {"JOB_COMPLETION_INDEX": str(machine)}, f"{name}-0.{name}"
+    # Kubeflow Trainer, pkg/runtime/framework/plugins/torch/torch.go
+    first = f"{name}-node-0-0.{name}"
+    found = {"NNODES": "2", "NPROC_PER_NODE": "auto", "NODE_RANK": str(machine), "MASTER_PORT": "29500"}
+    return {f"PET_{key}": value for key, value in (found | {"MASTER_ADDR": first}).items()}, first
+
+
+@pytest.mark.parametrize("to", ["sky", "k8s", "trainjob"])
+def test_each_machine_starts_launch_with_the_numbers_that_its_system_gives_it(capsys, tmp_path, to):
+    """Also a setting with blanks and quotes; names are resolved by a `getent` of the test's."""
+    setting = "data.eval={path: 'python-stdlib', split: test}"
+    text = submit(capsys, to, "recipes/quickstart.yaml", "2x1xH100", "--set", setting, "--strategy", "ddp")
+    command = command_of(to, text)
+    for path, script in {".venv/bin/python": 'printf "%s\\n" "$@"', "getent": "true"}.items():
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"#!/bin/bash\n{script}\n")
+        file.chmod(0o755)
+    for machine in range(2):
+        variables, first = variables_of(to, machine, "quickstart")
+        environment = variables | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        words = ["-m", "cookbook", "launch", "recipes/quickstart.yaml", "--strategy", "accelerate_configs/ddp.yaml"]
+        words += ["--processes", "2", "--set", setting, "--set", "run.output_dir=/outputs/quickstart"]
+        words += ["--set", "run.resume=auto", "--machines", "2", "--machine", str(machine), "--first", first]
+        assert done.stdout.splitlines() == words + (["--port", "29500"] if to == "trainjob" else [])
+
+
+def test_one_machine_needs_no_numbers(capsys):
+    task = yaml.safe_load(submit(capsys, "sky", RECIPE, "8xH100"))
+    assert task["num_nodes"] == 1 and "--machine" not in task["run"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--to slurm --gpus 2x8xH100 --volume runs", ["--volume: would be ignored by --to slurm; leave it out"]),
+        ("--to sky --gpus 2x8x80GB", ["--volume is missing", "SkyPilot asks for a GPU by its name; write one"]),
+        ("--to sky --gpus 8xH100 --image x", ["--image: would be ignored by --to sky"]),
+        ("--to k8s --gpus 8xH100", ["--image is missing: --to k8s needs it", "--volume is missing"]),
+        ("--to slurm --gpus 8xH9000 --set seed=x", ["H9000", "seed"]),
+        ("--to slurm --gpus 2x3xH100", ["but 6 processes x micro_batch_size 4"]),
+        ("--to slurm --gpus 8xH100 --strategy ddp", ["does not fit on 8xH100; python -m cookbook plan"]),
+        ("--to cloud --gpus 8xH100", ["'cloud' is not one of"]),
+    ],
+)
+def test_mistakes_are_answered_together(capsys, words, expected):
+    assert main(["submit", RECIPE, *words.split()]) == 2
+    answer = capsys.readouterr().err
+    assert [text for text in expected if text not in answer] == [], answer
+
+
+def test_a_recipe_that_the_machines_would_not_get_is_refused(capsys, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text((ROOT / RECIPE).read_text())
+    assert main(["submit", str(path), "--to", "sky", "--gpus", "8xH100"]) == 2
+    assert "not in this folder, which is all that the machines get" in capsys.readouterr().err
+
+
+THOROUGH = pytest.param("k8s", marks=pytest.mark.thorough)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["sky", "trainjob", THOROUGH])
+def test_two_machines_of_a_system_have_the_curve_of_one_process(capsys, lab, tmp_path, monkeypatch, to):
+    """The file's own command, unchanged but for /outputs, with the system's variables and names."""
+    for name in ("cookbook", "train.py", "accelerate_configs", "ds_configs", "slurm"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / ".venv").symlink_to(Path(sys.executable).parents[1])
+    (tmp_path / "recipe.yaml").write_text((lab.folder / "recipe.yaml").read_text())
+    monkeypatch.chdir(tmp_path)
+    command = command_of(to, submit(capsys, to, "recipe.yaml", "2xcpu", "--strategy", "ddp"))
+    command = command.replace("/outputs", str(tmp_path / "outputs"))
+    with two_machines() as machines, ThreadPoolExecutor() as pool:
+
+        def train(machine):
+            variables, first = variables_of(to, machine, "out")
+            own = Path("/etc/netns") / machines[machine] / "hosts"  # `ip netns exec` puts it over /etc/hosts
+            own.parent.mkdir(parents=True)
+            own.write_text(f"127.0.0.1 localhost\n{ADDRESSES[0]} {first}\n")
+            environment = clean_environment(**variables, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+            line = ["ip", "netns", "exec", machines[machine], "bash", "-c", command]
+            try:
+                return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=300)
+            finally:
+                own.unlink()
+                own.parent.rmdir()
+
+        ends = list(pool.map(train, range(2)))
+    assert [end.returncode for end in ends] == [0, 0], "".join(end.stdout[-2000:] + end.stderr[-2000:] for end in ends)
+    found = distance(Curve(tmp_path / "outputs/out"), lab.run("single"))
+    assert found.loss < 2e-6 and found.norm < 1e-6 and found.weight < 1e-6, found
