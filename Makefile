@@ -188,6 +188,7 @@ $(STAMP): requirements.txt
 	@chmod +x .venv/bin/cookbook
 	@touch $@
 
-$(DEV_STAMP): requirements-dev.txt requirements-trackers.txt $(STAMP)
+$(DEV_STAMP): requirements-dev.txt requirements-trackers.txt requirements-peers.txt $(STAMP)
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -r requirements-trackers.txt
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-peers.txt
 	@touch $@

@@ -1,6 +1,6 @@
 """Our checkpoints beside accelerate's `save_state`: the same strategy, the same processes, one after the other.
 
-    python benchmarks/checkpoints.py [--strategies ddp fsdp2 zero2 ...] [--processes 2]
+    python benchmarks/checkpoints.py [--strategies ddp fsdp2 zero2 ...] [--processes 2] [--quick]
 
 Writes benchmarks/results/checkpoints.json and the table of docs/checkpoints.md. Trains a Llama of 76 M parameters (306
 MB in float32, 917 MB with AdamW's moments) for one step on CPU, then saves and loads it in turn, three times each.
@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ MODEL = dict(
     num_key_value_heads=12,
     tie_word_embeddings=True,
 )
+SMALL_MODEL = MODEL | dict(vocab_size=512, hidden_size=96, intermediate_size=192, num_hidden_layers=2)
 
 
 # In each process of a launch.
@@ -60,11 +62,11 @@ def work(arguments: list[str]) -> None:
     result = Path(os.environ["CHECKPOINT_BENCHMARK"])
     leave = Engine.close
 
-    def measure_and_leave(engine: Engine) -> None:
-        found = measure(engine, result.parent)
-        if engine.is_main:
+    def measure_and_leave(self: Engine) -> None:
+        found = measure(self, result.parent)
+        if self.is_main:
             result.write_text(json.dumps(found))
-        leave(engine)
+        leave(self)
 
     Engine.close = measure_and_leave  # type: ignore[method-assign]
     sys.argv = ["train.py", *arguments]
@@ -90,20 +92,22 @@ def measure(engine: Any, folder: Path) -> dict[str, Any]:
             seconds += timed(engine, lambda: flush(target, engine))[0]
         found.setdefault(what, []).append({"seconds": seconds, "memory": memory, "bytes": target and size_of(target)})
 
+    def save(saver: Saver, step: int) -> None:
+        saver.save(step, engine.pieces(), state)
+
     background = folder / "background"
     later = Saver(background, attempt="b", in_background=True, say=print, **options)  # one, as in a run
     for i in range(ROUNDS):
         ours, theirs = (folder / f"{name}-{i}" for name in ("ours", "theirs"))
         saver = Saver(ours, attempt="a", in_background=False, say=print, **options)
-        note("ours", lambda saver=saver: saver.save(1, engine.pieces(), state), ours)
-        note("ours, in the background", lambda step=i + 1: later.save(step, engine.pieces(), state), None)
+        note("ours", partial(save, saver, 1), ours)
+        note("ours, in the background", partial(save, later, i + 1))
         later.wait()
         engine.collectives.all_reduce_max(0)
-        note("accelerate", lambda theirs=theirs: engine.accelerator.save_state(str(theirs)), theirs)
+        note("accelerate", partial(engine.accelerator.save_state, str(theirs)), theirs)
         found.setdefault("accelerate, with fsync", []).append(
             {
-                "seconds": found["accelerate"][-1]["seconds"]
-                + timed(engine, lambda theirs=theirs: flush(theirs, engine))[0],
+                "seconds": found["accelerate"][-1]["seconds"] + timed(engine, partial(flush, theirs, engine))[0],
                 "memory": None,
                 "bytes": None,
             }
@@ -118,7 +122,7 @@ def measure(engine: Any, folder: Path) -> dict[str, Any]:
 
         note("ours, load", load)
         try:
-            note("accelerate, load", lambda theirs=theirs: engine.accelerator.load_state(str(theirs)))
+            note("accelerate, load", partial(engine.accelerator.load_state, str(theirs)))
         except Exception as error:
             found["accelerate, load"] = [{"failed": str(error)[:200]}]
         engine.collectives.all_reduce_max(0)
@@ -174,13 +178,13 @@ def size_of(folder: Path) -> int:
 # In the program that launches them.
 
 
-def run(strategy: str, processes: int, base: Path) -> dict[str, Any]:
+def run(strategy: str, processes: int, model: dict[str, int], base: Path) -> dict[str, Any]:
     folder = base / strategy
     folder.mkdir()
-    recipe = {
+    recipe: dict[str, Any] = {
         "strategy": f"accelerate_configs/{strategy}.yaml",
         "mixed_precision": "no",
-        "model": {"from_scratch": MODEL},
+        "model": {"from_scratch": model},
         "data": {"train": "python-stdlib", "max_length": 256},
         "batch": {"global_batch_size": 2, "micro_batch_size": 1},
         "optim": {"learning_rate": 1e-4},
@@ -249,6 +253,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Our checkpoints beside accelerate's.")
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="a small model; prints the table, and writes nothing")
     parser.add_argument("--work", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work is not None:
@@ -260,10 +265,15 @@ def main() -> None:
         "hardware": {"cores": os.cpu_count(), "processor": processor()},
         "strategies": {},
     }
+    model = SMALL_MODEL if arguments.quick else MODEL
+    (ROOT / "outputs").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=ROOT / "outputs") as base:
         for strategy in arguments.strategies:
-            results["strategies"][strategy] = run(strategy, arguments.processes, Path(base))
+            results["strategies"][strategy] = run(strategy, arguments.processes, model, Path(base))
             print(strategy, json.dumps(results["strategies"][strategy]), flush=True)
+    if arguments.quick:
+        print(render(results))
+        return
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     text = PAGE.read_text()
     head, tail = text.split(BEGIN)[0], text.split(END)[1]

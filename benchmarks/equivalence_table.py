@@ -135,7 +135,7 @@ def plot(results: dict[str, Any]) -> str:
         f'<text x="{LEFT[0]}" y="22" class="title">Training loss</text>',
         f'<text x="{LEFT[1]}" y="22" class="title">Its distance from one process</text>',
     ]
-    scales = (
+    scales: tuple[tuple[float, float, list[tuple[float, str]]], ...] = (
         (low, high, [(value / 2, f"{value / 2:.1f}") for value in range(math.ceil(2 * low), math.floor(2 * high) + 1)]),
         (floor, ceiling, [(power, f"1e{power}") for power in range(floor, ceiling + 1, 3)]),
     )

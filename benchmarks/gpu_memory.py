@@ -48,9 +48,8 @@ def settings_of(strategy: str, adapter: str, checkpointing: str, accumulates: bo
     return found if adapter == "full" else found | {"adapter": f"{{name: {adapter}, rank: 8}}"}
 
 
-def measure(folder: Path, strategies: list[str]) -> Iterator[dict[str, Any]]:
+def measure(lab: GpuLab, strategies: list[str]) -> Iterator[dict[str, Any]]:
     """A row for each combination: the peak of the GPU that had most, and the forecast; or that it was refused."""
-    lab = GpuLab(folder, WarmParent({"CUDA_VISIBLE_DEVICES": ""}))
     for strategy, adapter, checkpointing, accumulates in product(strategies, ADAPTERS, CHECKPOINTING, (True, False)):
         settings = settings_of(strategy, adapter, checkpointing, accumulates)
         run = lab.run(strategy, settings, recipe="memory", ends=None)
@@ -61,7 +60,6 @@ def measure(folder: Path, strategies: list[str]) -> Iterator[dict[str, Any]]:
         elif REFUSED not in run.codes:
             sys.exit(f"{row} ended with {run.codes}\n{run.log()[-2000:]}")
         yield row
-    lab.close()
 
 
 def error_of(row: dict[str, Any]) -> float | None:
@@ -107,12 +105,14 @@ def main() -> None:
     rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.exists() else []
     if not arguments.page:
         with tempfile.TemporaryDirectory() as made:
-            for row in measure(arguments.folder or Path(made), arguments.strategies):
+            lab = GpuLab(arguments.folder or Path(made), WarmParent({"CUDA_VISIBLE_DEVICES": ""}))
+            for row in measure(lab, arguments.strategies):
                 key = list(row.items())[:4]
                 rows = [one for one in rows if list(one.items())[:4] != key] + [row]
                 error = error_of(row)
                 write_results(rows)
                 print(*(value for _, value in key), "refused" if error is None else f"{error:+.2%}", flush=True)
+            lab.close()
     write_page(rows)
 
 

@@ -65,7 +65,7 @@ def work(arguments: list[str]) -> None:
         mark("end of step 1")
         return result
 
-    Watch.enter, train.train_step = mark_and_enter, step_and_mark  # type: ignore[method-assign]
+    Watch.enter, train.train_step = mark_and_enter, step_and_mark  # type: ignore[method-assign, assignment]
     sys.argv = ["train.py", *arguments]
     code = train.main()
     if os.environ.get("RANK", "0") == "0":
@@ -206,7 +206,7 @@ def one_count_of_rows(num_rows: int, base: str) -> dict[str, Any]:
         )
         path.write_text((line + "\n") * num_rows)
     before, held = own_memory(), []
-    data, objective = DataSection(train=str(path)), Objective.of(name="sft")
+    data, objective = DataSection.model_validate({"train": str(path)}), Objective.of(name="sft")
     seconds = cpu_seconds(lambda: held.append(known_rows(data, objective, cache=Path(base) / "cache")), 1)
     return {"size": num_rows, "file_mb": path.stat().st_size / 1e6, "cpu": seconds, "memory_mb": own_memory() - before}
 

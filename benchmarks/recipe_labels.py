@@ -71,7 +71,8 @@ def _entry(one: Forecast) -> str:
 
 
 def main() -> int:
-    for path in map(Path, sys.argv[1:] or [path for path in recipe_files() if re.search(FITS, path.read_text())]):
+    named = [Path(name) for name in sys.argv[1:]]
+    for path in named or [path for path in recipe_files() if re.search(FITS, path.read_text())]:
         text = re.sub(FITS, fits(path), path.read_text(encoding="utf-8"))
         path.write_text(text, encoding="utf-8")
         print(path)

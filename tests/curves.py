@@ -330,7 +330,7 @@ class Lab:
         # bitsandbytes compiles what it has no CPU kernel for.
         eager = not {"qlora", "adamw_8bit"}.isdisjoint(settings.values())
         count = processes or processes_of(strategy)
-        job = {"folder": str(logs), "words": words, "processes": count, "limit": limit, "eager": eager}
+        job: dict[str, Any] = {"folder": str(logs), "words": words, "processes": count, "limit": limit, "eager": eager}
         if launched:
             job["accelerate"] = ["--config_file", path, "--main_process_port", "0"]
             job["accelerate"] += ["--num_processes", str(processes)] if processes else []

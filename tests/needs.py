@@ -36,6 +36,12 @@ def need_trackers() -> None:
         _end(f"needs pip install -r requirements-trackers.txt: {', '.join(missing)}")
 
 
+def need_trl() -> None:
+    """Ends the test where the package of requirements-peers.txt is missing."""
+    if find_spec("trl") is None:
+        _end("needs pip install --no-deps -r requirements-peers.txt")
+
+
 def need_chromium() -> str:
     """The path of a browser; ends the test where there is none."""
     return shutil.which("chromium") or _end("needs chromium: apt-get install --no-install-recommends chromium")

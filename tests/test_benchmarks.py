@@ -1,4 +1,4 @@
-"""Protects the figures: the tables of docs/speed.md are those of the results, and a missed goal or a failure shows.
+"""Protects the race's figures: the tables of docs/speed.md are those of the results; a missed goal or a failure shows.
 
 python -m pytest -q tests/test_benchmarks.py
 """
@@ -6,24 +6,28 @@ python -m pytest -q tests/test_benchmarks.py
 import copy
 import json
 import re
+from dataclasses import asdict
 
 import pytest
 from conftest import ROOT
 
-from benchmarks import vs_trl
+from benchmarks import vs_peers
+from benchmarks.race.cells import PEERS, Cell, all_cells, cell_of
+from benchmarks.race.page import compare, loss_difference, render, speed_table
 
 
 @pytest.fixture(scope="module")
 def results():
-    return json.loads(vs_trl.RESULTS.read_text(encoding="utf-8"))
+    return json.loads(vs_peers.RESULTS.read_text(encoding="utf-8"))
 
 
-def pair(ours, theirs, **changes):
-    """A row of paired steps, after two of warm-up that would change every figure."""
-    seconds = [(9.0, 1.0), (9.0, 1.0), *zip(ours, theirs, strict=True)]
-    keys = ("seconds", "their_seconds", "clock_seconds", "their_clock_seconds")
-    steps = [dict(zip(keys, (a, b, a, b), strict=True), num_targets=600) for a, b in seconds]
-    return {"model": "5 M", "precision": "no", "baseline": "trl", "measured": steps, **changes}
+def row(cell, ours, theirs, **changes):
+    """Of steps that took so many seconds."""
+    sides = {
+        name: {"clock": seconds, "cpu": seconds, "losses": [2.0, 1.5, 1.0], "tokens": [600] * len(seconds)}
+        for name, seconds in (("ours", ours), ("theirs", theirs))
+    }
+    return {**asdict(cell), **sides, **changes}
 
 
 def cells(line):
@@ -31,62 +35,85 @@ def cells(line):
 
 
 def test_the_page_shows_the_results(results):
-    text = vs_trl.PAGE.read_text(encoding="utf-8")
-    assert text.split(vs_trl.BEGIN)[1].split(vs_trl.END)[0].strip() == vs_trl.render(results)
+    text = vs_peers.PAGE.read_text(encoding="utf-8")
+    assert text.split(vs_peers.BEGIN)[1].split(vs_peers.END)[0].strip() == render(results)
 
 
-def test_the_results_are_complete(results):
-    assert set(results["measured"]) == set(vs_trl.SECTIONS)
-    kinds = {(row["model"], row["precision"], row["baseline"]) for row in results["pairs"]}
-    assert {(m, p, b) for m in vs_trl.MODELS for p in vs_trl.PRECISIONS for b in vs_trl.BASELINES} <= kinds
-    assert {row["strategy"] for row in results["launched"]} == {"ddp", "zero2"}
-    assert results["hardware"]["gpu"] is None, "the page says that no GPU was used"
+def test_each_cell_is_measured_or_named_as_not_measured(results):
+    assert len(all_cells()) == len(set(all_cells())) >= 30
+    (line,) = [line for line in render(results).splitlines() if line.startswith("Not measured: ")] or [""]
+    for cell in all_cells():
+        rows = [row for row in results["cpu"]["rows"] if cell_of(row) == cell]
+        assert len(rows) == 1 or cell.words().replace(" | ", ", ").rstrip(", ") in line
+    missing = render({"cpu": {**results["cpu"], "rows": results["cpu"]["rows"][1:]}})
+    assert cell_of(results["cpu"]["rows"][0]).words().replace(" | ", ", ").rstrip(", ") in missing
+    assert "### On a GPU\n\nNot measured." in render({"cpu": results["cpu"]})
 
 
-def test_both_sides_began_with_the_same_loss(results):
-    rows = [row for row in results["pairs"] if "measured" in row]
-    assert len(rows) >= 10
+def test_both_sides_have_the_same_losses(results):
+    """To five decimals in float32, where they train on the same batches from the same weights."""
+    rows = [row for row in results["cpu"]["rows"] if "ours" in row and not row["packed_rows"]]
+    assert {row["peer"] for row in rows} == PEERS.keys() and len(rows) >= 10
     for row in rows:
-        limit = 1e-4 if row["precision"] == "no" else 1e-2
-        assert row["first_loss"] == pytest.approx(row["their_first_loss"], abs=limit)
+        few = 1 if row["lora"] else None  # its matrices are drawn
+        ours, theirs = (row[side]["losses"][:few] for side in ("ours", "theirs"))
+        assert len(ours) == len(theirs) >= (1 if few else 5)
+        assert ours == pytest.approx(theirs, abs=2e-5 if row["precision"] == "no" else 2e-2), cell_of(row)
+        assert few or len(set(ours)) == len(ours), "it trains"
 
 
 def test_the_versions_are_the_pinned_ones(results):
-    files = [ROOT / "requirements.txt", ROOT / "benchmarks/requirements-trl.txt"]
+    files = [ROOT / "requirements.txt", ROOT / "requirements-peers.txt"]
     pins = dict(re.findall(r"(?m)^(\w+)==(\S+)$", "\n".join(path.read_text() for path in files)))
-    found = {name: number.partition("+")[0] for name, number in results["versions"].items()}
+    found = {name: number.partition("+")[0] for name, number in results["cpu"]["versions"].items()}
     assert len(found) >= 6
     assert found == {name: pins[name] for name in found}
 
 
 def test_a_ratio_is_the_median_of_pairs_and_not_of_sides():
-    # Theirs over ours is 3, 2 and 4; the medians of the sides would say 2 over 1, and the sums 9 over 4.
-    middle, shown = vs_trl.compare([1.0, 2.0, 1.0], [3.0, 4.0, 4.0])
-    assert middle == 3.0
-    assert shown == "**3.00** [2.50..3.50] | 2.75"
+    # Theirs over ours is 3, 2 and 4; the medians of the sides would say 2 over 1, and the sums say 11 over 4.
+    found = cells(speed_table([row(Cell("trl"), [1.0, 2.0, 1.0], [3.0, 4.0, 4.0])], "cpu")[-1])
+    assert compare([3.0, 2.0, 4.0]) == (3.0, "3.00 [2.50..3.50]")
+    assert found[5:9] == ["3", "3.00 [2.50..3.50]", "2.75", "3.00 [2.50..3.50]"]
 
 
-@pytest.mark.parametrize(
-    ("num_steps", "seconds", "verdict"),
-    [(14, 2.1, "2.0: reached"), (14, 1.9, "2.0: missed"), (3, 2.1, "2.0: reached in few steps")],
-)
-def test_a_row_says_whether_its_goal_is_reached(num_steps, seconds, verdict):
-    row = cells(vs_trl.speed_table([pair([1.0] * num_steps, [seconds] * num_steps)])[-1])
-    assert row[:5] == ["5 M", "fp32", "TRL", str(num_steps), "600"]
-    assert row[-1] == verdict
+def test_other_batches_are_compared_by_their_tokens():
+    one = row(Cell("trl", packed_rows=1), [1.0] * 3, [3.0] * 3)
+    one["theirs"]["tokens"] = [1200] * 3
+    found = cells(speed_table([one], "cpu")[-1])
+    assert found[6:8] == ["1.50 [1.50..1.50]", "1.50"] and found[9] == "other batches"
 
 
-def test_a_run_that_failed_is_a_row_with_its_reason(results):
+@pytest.mark.parametrize(("peer", "seconds", "verdict"), [("trl", 2.1, "2.0: reached"), ("trl", 1.9, "2.0: missed")])
+def test_a_row_says_whether_its_goal_is_reached(peer, seconds, verdict):
+    found = cells(speed_table([row(Cell(peer), [1.0] * 8, [seconds] * 8)], "cpu")[-1])
+    assert found[:6] == ["TRL", "single", "5 M", "fp32", "", "8"] and found[-1] == verdict
+
+
+def test_on_a_gpu_the_clock_decides():
+    one = row(Cell("trl"), [1.0] * 3, [1.5] * 3)
+    one["theirs"]["clock"] = [2.5] * 3
+    verdicts = [cells(speed_table([one], device)[-1])[-1] for device in ("cpu", "cuda")]
+    assert verdicts == ["2.0: missed", "2.0: reached"]
+
+
+def test_losses_that_differ_show():
+    one = row(Cell("trl"), [1.0] * 3, [2.0] * 3)
+    one["theirs"]["losses"] = [2.0, 1.5, 1.01]
+    assert loss_difference(one) == "1e-02"
+
+
+def test_a_program_that_failed_is_a_row_with_its_reason(results):
     reason = "ValueError: no such thing"
-    assert reason in vs_trl.speed_table([{**pair([], []), "failed": reason}])[-1]
+    failed = {**asdict(Cell("trl")), "failed": reason}
+    assert reason in speed_table([failed], "cpu")[-1]
     broken = copy.deepcopy(results)
-    for row in broken["launched"]:
-        row["failed"] = reason
-    assert vs_trl.render(broken).count(reason) == 2
+    broken["cpu"]["rows"][0] = {**results["cpu"]["rows"][0], "failed": reason}
+    assert render(broken).count(reason) == 1
 
 
 def test_results_of_other_versions_are_not_mixed(results):
-    other = copy.deepcopy(results)
+    other = copy.deepcopy(results["cpu"])
     other["versions"]["trl"] = "0.1"
     with pytest.raises(AssertionError, match=re.escape("trl")):
-        vs_trl.merged(results, other)
+        vs_peers.merged(results, "cpu", other)

@@ -221,6 +221,7 @@ def workplace(folder: Path) -> Path:
         "requirements.txt",
         "requirements-dev.txt",
         "requirements-trackers.txt",
+        "requirements-peers.txt",
     ):
         (folder / name).symlink_to(ROOT / name)
     return folder

@@ -112,7 +112,7 @@ class WarmParent:
     @property
     def pid(self) -> int | None:
         """Of the parent, once it was asked: its children are launchers, and theirs the processes of a run."""
-        return self._process and self._process.pid
+        return self._process.pid if self._process else None
 
     def close(self) -> None:
         if self._process is not None and self._process.stdin is not None:
@@ -129,7 +129,7 @@ def warm_up() -> None:
     # transformers builds it with the first model that a process loads.
     importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
     # DeepSpeed asks it at each load of what it has compiled, which takes a second (ops/op_builder/builder.py:436).
-    cpuinfo = importlib.import_module("cpuinfo")
+    cpuinfo: Any = importlib.import_module("cpuinfo")
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     cpuinfo.get_cpu_info()
     gc.collect()
@@ -242,7 +242,8 @@ class Forked:
     """What torchrun's agent needs of a `subprocess.Popen`."""
 
     def __init__(self, job: dict, env: dict[str, str]) -> None:
-        self.args, self.returncode = job["words"], None
+        self.args: list[str] = job["words"]
+        self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
             os.setsid()
@@ -278,7 +279,8 @@ def fork_ranks(job: dict, deadline: float) -> list[int]:
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a launcher's agent holds it so
-    pids, codes = [], {}
+    pids: list[int] = []
+    codes: dict[int, int] = {}
     for rank in range(job["processes"]):
         pid = os.fork()
         if pid == 0:

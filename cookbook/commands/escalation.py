@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cookbook.commands import shortage
 from cookbook.config.recipe import BatchSection, Recipe
-from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
+from cookbook.config.strategy import Strategy, load_known
 from cookbook.planning import simulated_gpus
 from cookbook.planning.plan import Plan, launch_command, load_pair, make_plan
 from cookbook.system import signals, status
@@ -115,9 +115,8 @@ def next_start(start: Start, first: Start, tried: set[str], *, resumes: bool) ->
         return start.changed(strategy, batch, resumes=resumes)
     if recipe.run.on_out_of_memory != "next_strategy" or not start.plan.num_gpus:
         return None
-    known = [load_strategy(strategy_path(other)) for other in known_strategies()]
     counts = (None, start.plan.num_processes)
-    others = [other for other in known if other.path not in tried and other.num_processes in counts]
+    others = [other for other in load_known() if other.path not in tried and other.num_processes in counts]
     sizes = [first.recipe.batch, *smaller_batches(first.recipe, first.plan.data_parallel_size)]
     found = forecast.next_strategy(recipe, strategy, machines, name, others, sizes)
     return start.changed(*found, resumes=resumes) if found is not None else None

@@ -1,0 +1,132 @@
+"""Protects the benchmarks from rotting unnoticed: each of their programs runs, in as few steps as it can.
+
+python -m pytest -q tests/test_benchmarks_run.py
+
+`--page` programs write into a copy of the pages, which must come out as they are here. What else plan_accuracy.py and
+recipe_labels.py compute, tests/test_plan_accuracy.py and tests/test_recipes.py compute anew; tests/test_overhead.py
+runs overhead.py.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from benchmarks import gpu_memory
+from tests.curves import Lab, done_of, environment
+from tests.gpu_runs import GpuLab
+from tests.needs import need_trl
+
+COPIED = ("benchmarks", "docs")
+TRIED = {"checkpoints", "equivalence_table", "gpu_memory", "gpu_runs", "overhead", "plan_accuracy", "recipe_labels"}
+TRIED |= {"vs_peers"}
+PARTS = {"plan_accuracy_page", "published_rows", "published_runs", "unsaid_rows"}
+"""Of plan_accuracy."""
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The project, with pages and results that a program may write."""
+    for path in ROOT.iterdir():
+        if path.name in COPIED:
+            shutil.copytree(path, tmp_path / path.name)
+        elif path.name not in (".git", "outputs"):
+            (tmp_path / path.name).symlink_to(path)
+    return tmp_path
+
+
+def run(lab: Lab, copy: Path, *words: str) -> str:
+    """A program in the copy, forked from the parent that has torch; what it prints."""
+    logs = copy / "logs"
+    logs.mkdir(exist_ok=True)
+    job = {"folder": str(logs), "words": [str(copy / "benchmarks" / words[0]), *words[1:]], "limit": 120.0}
+    done = done_of(job, lab.parent.ask(job | {"processes": 1, "cwd": str(copy)}))
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout
+
+
+def changed(copy: Path) -> list[str]:
+    """Files whose text is not that of the project."""
+    files = [path for name in COPIED for path in (copy / name).rglob("*") if path.suffix != ".pyc" and path.is_file()]
+    assert len(files) > 40
+    return [
+        str(path.relative_to(copy))
+        for path in files
+        if path.read_bytes() != (ROOT / path.relative_to(copy)).read_bytes()
+    ]
+
+
+def test_every_program_is_tried():
+    assert {path.stem for path in (ROOT / "benchmarks").glob("*.py")} == TRIED | PARTS
+    programs = [
+        path.stem for path in (ROOT / "benchmarks").glob("*.py") if '__name__ == "__main__"' in path.read_text()
+    ]
+    assert set(programs) == TRIED
+
+
+@pytest.mark.parametrize("name", ["gpu_memory", "plan_accuracy", "vs_peers"])
+def test_a_page_comes_out_as_it_is_here(lab: Lab, copy: Path, name: str):
+    run(lab, copy, f"{name}.py", "--page")
+    assert changed(copy) == []
+
+
+def test_the_table_of_equivalence_is_made_from_what_the_tests_leave(lab: Lab, copy: Path):
+    path = copy / "benchmarks/results/equivalence.json"
+    results, folder = json.loads(path.read_text()), copy / "curves"
+    folder.mkdir()
+    for strategy, row in results["strategies"].items():
+        for column in row.keys() - {"processes"}:
+            told = row[column] | {"strategy": strategy, "column": column, "processes": row["processes"]}
+            told |= results["curves"][strategy]
+            (folder / f"matrix-{strategy}-{column}.json").write_text(json.dumps(told))
+    for name, losses in results["mistakes"].items():
+        (folder / f"mistake-{name}.json").write_text(json.dumps(losses))
+    run(lab, copy, "equivalence_table.py", str(folder))
+    anew = json.loads(path.read_text())
+    assert anew["strategies"] == results["strategies"] and anew["mistakes"] == results["mistakes"]
+    assert "docs/equivalence.svg" not in changed(copy)
+
+
+def test_memory_is_measured_and_its_runs_are_compared(lab: Lab, gpu_lab: GpuLab, copy: Path):
+    row = next(gpu_memory.measure(gpu_lab, ["ddp"]))
+    error = gpu_memory.error_of(row)
+    assert error is not None and abs(error) < 0.02
+    lines = run(lab, copy, "gpu_runs.py", str(gpu_lab.folder), "--compare").splitlines()
+    assert lines[0].split()[:3] == ["run", "loss", "norm"]
+
+
+def test_a_label_is_filled_in(lab: Lab, copy: Path):
+    text = (ROOT / "recipes/smollm2_135m/sft.yaml").read_text()
+    text = re.sub(r"(?m)^# +8x24GB .*\n", "", text)  # which takes longer
+    assert text.count("GB     nothing\n") == text.count(" single 13\n") == 1
+    (copy / "one.yaml").write_text(text.replace(" single 13\n", " single 99\n"))
+    run(lab, copy, "recipe_labels.py", "one.yaml")
+    assert (copy / "one.yaml").read_text() == text
+
+
+def test_checkpoints_are_compared():
+    words = [sys.executable, "benchmarks/checkpoints.py", "--quick", "--strategies", "single"]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    row = next(line for line in done.stdout.splitlines() if line.startswith("| `single`"))
+    assert len(re.findall(r"\d\.\d\d", row)) == 6 and "fails" not in row
+
+
+def test_all_peers_race_and_have_our_losses():
+    need_trl()
+    words = [sys.executable, "benchmarks/vs_peers.py", "--quick"]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout[done.stdout.index("{\n") :])
+    assert found.keys() == {"ours", "trl", "trainer", "accelerate"}
+    for name, side in found.items():
+        assert side["losses"] == pytest.approx(found["ours"]["losses"], abs=1e-5), name
+        assert len(side["cpu"]) == len(side["clock"]) == 1 and min(side["cpu"]) > 0, name
+        assert side["parts"]["matrices"] > 0, name
+    assert len(set(found["ours"]["losses"])) == len(found["ours"]["losses"]) == 4, "it trains"
+    assert found["trl"]["tokens"] == found["ours"]["tokens"], "both count the same tokens"
