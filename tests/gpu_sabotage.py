@@ -30,13 +30,8 @@ def strided_tensor_in_a_collective() -> None:
 
 
 def host_tensor_beside_the_loss() -> None:
-    plain = Engine._forward
-
-    def forward(self: Engine, function: Any, batch: Any) -> Any:
-        outcome = plain(self, function, batch)
-        return type(outcome)(outcome.loss_sum * torch.ones(1), outcome.count)
-
-    Engine._forward = forward
+    plain = Engine._backward
+    Engine._backward = lambda self, loss: plain(self, loss * torch.ones(1))  # type: ignore[method-assign]
 
 
 def two_processes_on_one_gpu() -> None:

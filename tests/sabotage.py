@@ -60,6 +60,55 @@ def copies_not_averaged() -> None:
     TensorParallel._average_over_copies = lambda self: None
 
 
+def tied_gradients_not_added() -> None:
+    """Of a pipeline, first and last stage each update their copy of a tied embedding by their own gradients."""
+    from cookbook.training.engine.pipeline import Pipeline
+
+    Pipeline._add_up_tied = lambda self: None
+
+
+def copies_of_stages_not_averaged() -> None:
+    """Each pipeline updates its copy by its own samples."""
+    from cookbook.training.engine.pipeline import Pipeline
+
+    Pipeline._average_over_copies = lambda self: None
+
+
+def counts_of_all_stages() -> None:
+    """What the stages of a pipeline say of the samples that pass through all of them is added up."""
+    from cookbook.training.engine.collectives import Collectives
+
+    Collectives.sums = lambda self, rows: rows.sum(0).tolist()
+
+
+def adapter_drawn_by_the_layers_of_a_process() -> None:
+    """Which of its layers it is decides about an adapter's first weights, and not which of the model's."""
+    from itertools import count
+    from types import SimpleNamespace
+
+    from cookbook.training import adapters
+
+    numbers = count()
+    adapters.zlib = SimpleNamespace(crc32=lambda name: next(numbers))
+
+
+def no_memory_in_step_2() -> None:
+    """On the last process, in a forward."""
+    from cookbook.config.objectives.token_loss import TokenLoss
+
+    right, seen = TokenLoss.compute, []
+
+    def compute(self, model, batch):
+        import torch.distributed as dist
+
+        seen.append(batch)
+        if len(seen) == 12 and dist.get_rank() == dist.get_world_size() - 1:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return right(self, model, batch)
+
+    TokenLoss.compute = compute
+
+
 def norm_of_a_process() -> None:
     """A part of a gradient is taken for the whole."""
     from cookbook.training.engine import Engine

@@ -298,8 +298,8 @@ RECIPE_MISTAKES = {
     ),
     "missing strategy": (
         "ddp.yaml",
-        "dpp.yaml",
-        "2: strategy is 'accelerate_configs/dpp.yaml': no such file; did you mean accelerate_configs/ddp.yaml?",
+        "ddpx.yaml",
+        "2: strategy is 'accelerate_configs/ddpx.yaml': no such file; did you mean accelerate_configs/ddp.yaml?",
     ),
     "name of no strategy": (
         "accelerate_configs/ddp.yaml",
@@ -612,6 +612,20 @@ STRATEGY_MISTAKES = {
         "parallelism_config_dp_shard_size: 2",
         "parallelism_config_dp_shard_size: 1",
         ":7: parallelism_config: tensor parallel with FSDP needs a dp_shard_size from 2 on",
+    ),
+    "pipeline and tensor parallel": (
+        "pp",
+        YAML,
+        "pp_size: 2",
+        "pp_size: 2\n  parallelism_config_tp_size: 2",
+        ":3: parallelism_config: pp_size goes with dp_replicate_size only; take the other sizes out",
+    ),
+    "pipeline and FSDP": (
+        "fsdp2_tp",
+        YAML,
+        "parallelism_config_tp_size: 2",
+        "parallelism_config_pp_size: 2",
+        ":7: parallelism_config: pp_size with distributed_type FSDP is not supported; write MULTI_GPU",
     ),
     "tensor parallel and offload": (
         "fsdp2_tp",

@@ -15,6 +15,7 @@ DPO = "objective={name: dpo}"
 CLASHES = {
     "mixed_precision: fp16 without a GPU": (["mixed_precision=fp16"], "ddp", 0),
     "mixed_precision: fp16 with tensor parallel": (["mixed_precision=fp16"], "tp", 2),
+    "mixed_precision: fp16 with pipeline parallel": (["mixed_precision=fp16"], "pp", 2),
     "adapter.name: dora or qlora with tensor parallel": ([DORA], "tp", 0),
     "adapter with FSDP2 over tensor parallel": ([LORA], "fsdp2_tp", 0),
     "adapter.name: qlora with FSDP1": ([QLORA], "fsdp1", 0),
@@ -22,6 +23,7 @@ CLASHES = {
     "model.gradient_checkpointing: selective with ZeRO-3": (["model.gradient_checkpointing=selective"], "zero3", 0),
     "an objective over whole sequences (dpo, orpo, kto_zero) with sequence parallel": ([DPO], "ddp_sp", 0),
     "model.compile with sequence parallel": (["model.compile=true"], "fsdp2_sp", 0),
+    "model.liger_kernels with pipeline parallel, on GPUs": (["model.liger_kernels=true"], "pp", 2),
     "model.compile with tensor parallel": (["model.compile=true"], "tp", 0),
     "optim.name: adamw_8bit with optimizer state on NVMe": (
         ["optim={name: adamw_8bit, learning_rate: 1e-3}"],
@@ -34,6 +36,10 @@ CLASHES = {
 BESIDE = [
     ([DPO], "ddp"),
     ([LORA], "zero3_sp"),
+    ([QLORA], "pp"),
+    ([DPO], "pp"),
+    (["model.liger_kernels=true"], "pp"),
+    (["model.compile=true"], "pp"),
     ([LORA], "fsdp1"),
     ([LORA], "tp"),
     ([LORA], "ddp_tp"),

@@ -155,12 +155,12 @@ def rows(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-SHARED = {"D": 8, "S": 4, "T": 2}
+SHARED = {"D": 8, "S": 4, "T": 2, "L": 2}
 
 
 def bytes_of_cell(cell: str) -> float:
     """`2 P + (2 + 12) P/D` -> 3.75 for D = 8."""
-    terms = re.findall(r"(\d+|\([\d +]+\)) P(?:/([DST]))?", cell)
+    terms = re.findall(r"(\d+|\([\d +]+\)) P(?:/([DSTL]))?", cell)
     return sum(sum(map(int, re.findall(r"\d+", number))) / SHARED.get(cut, 1) for number, cut in terms)
 
 

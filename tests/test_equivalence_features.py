@@ -39,10 +39,10 @@ COLUMNS = {
     "lora": (LORA, ADAPTED),
     "dora": (DORA, [name for name in ADAPTED if name not in ("tp", "ddp_tp", "ddp_sp", "zero3_sp")]),
     "qlora": (QLORA, [name for name in ADAPTED if name not in ("tp", "ddp_tp", "fsdp1", "zero3_nvme", "zero3_sp")]),
-    "dpo": (None, ["ddp", "fsdp2", "fsdp2_tp", "tp", "zero2", "zero3"]),
-    "orpo": (None, ["ddp", "fsdp2", "tp", "zero3"]),
-    "kto_zero": (None, ["ddp", "fsdp2", "tp", "zero3"]),
-    "muon": (MUON, ["ddp", "fsdp2", "fsdp2_offload", "fsdp2_tp", "hsdp", "tp"]),
+    "dpo": (None, ["ddp", "fsdp2", "fsdp2_tp", "pp", "tp", "zero2", "zero3"]),
+    "orpo": (None, ["ddp", "fsdp2", "pp", "tp", "zero3"]),
+    "kto_zero": (None, ["ddp", "fsdp2", "pp", "tp", "zero3"]),
+    "muon": (MUON, ["ddp", "fsdp2", "fsdp2_offload", "fsdp2_tp", "hsdp", "pp", "tp"]),
 }
 CASES = [(column, strategy) for column, (_, strategies) in COLUMNS.items() for strategy in strategies]
 

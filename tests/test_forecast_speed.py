@@ -221,6 +221,34 @@ def test_tensor_parallel_reduces_activations_and_not_weights():
     assert recomputed.num_bytes == 1.5 * activations.num_bytes
 
 
+def test_a_pipeline_sends_hidden_states_and_averages_over_its_copies():
+    """By hand: 20 tokens of width 4 in float32, forward and back, over two pipelines of two stages."""
+    step = replace(STEP, micro_batches=3)
+    hidden, gradients = transfers(shipped("pp"), SMALL, step, 4)
+    assert (hidden.kind, hidden.num_bytes, hidden.times) == ("send", 2 * 4 * 4 * 20 / 2, 6)
+    assert (hidden.ranks, hidden.stride, gradients.ranks, gradients.stride) == (2, 2, 2, 1)
+    assert gradients.num_bytes == 4 * SMALL.num_trained / 2
+    # A stage in each of two machines: what is sent leaves them, gradients do not.
+    assert hidden.over_links(2) == (0.0, 2 * hidden.sent) and gradients.over_links(2) == (gradients.sent, 0.0)
+    assert len(transfers(shipped("pp"), SMALL, step, 2)) == 1
+    (frozen,) = transfers(shipped("pp"), FROZEN, step, 2)
+    assert frozen.num_bytes == 2 * 2 * 4 * 20
+
+
+def test_stages_wait_at_both_ends_of_a_step():
+    """Of two stages each waits for one micro-batch: of one it computes half the time, of seven 7/8."""
+    machines = parse_machines("2xH100")
+    times = {}
+    for micro in (1, 7):
+        step = Step(num_tokens=8192, num_labelled=8192, length=4096, micro_batches=micro)
+        found = {name: speed.step_seconds(shipped(name), decoder(**LLAMA_8B), step, machines) for name in ("pp", "tp")}
+        times[micro] = {
+            name: next(part.low for part in one.parts if part.name == "compute") for name, one in found.items()
+        }
+    assert times[1]["pp"] == pytest.approx(2 * times[1]["tp"])
+    assert times[7]["pp"] == pytest.approx(8 / 7 * times[7]["tp"])
+
+
 COUNTER = """
 import collections, functools, json, runpy, sys
 import torch.distributed as dist

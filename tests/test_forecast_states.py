@@ -88,7 +88,9 @@ def run(strategy: str, processes: int, *settings: str) -> Run:
 
 
 def counts(strategy: str) -> list[int]:
-    return {"single": [1], "tp": [2], "hsdp": [4], "ddp_tp": [4], "fsdp2_tp": [4]}.get(strategy, [1, 2, 3, 4])
+    return {"single": [1], "tp": [2], "hsdp": [4], "ddp_tp": [4], "fsdp2_tp": [4], "pp": [2, 4]}.get(
+        strategy, [1, 2, 3, 4]
+    )
 
 
 QUICK = [
@@ -243,6 +245,8 @@ def test_each_process_holds_the_predicted_bytes(scale: Scale, case: Run):
         predicted = scale.predicted(case, rank)
         assert {place: held[place] for place in ("gpu", "host", "disk")} == places(predicted), f"process {rank}"
         before = [predicted.gradients_at_first, predicted.gradients_between]
+        if case.strategy == "pp" and rank < case.processes // 2:  # begins two micro-batches before the first backward
+            before[1] = 0
         assert held["gradients_before"] == before[: len(held["gradients_before"])], f"process {rank}"
         # DDP's buckets, whose views they are: beside them nothing is held.
         assert held["gradients_stay"] or case.strategy != "ddp" or case.processes == 1, f"process {rank}"

@@ -104,6 +104,7 @@ ALL_LEGS = [
     "zero3_sp:2",
     "fsdp2_tp:4",
     "ddp_tp:4",
+    "pp:4",
     "single",
 ]
 EXACT = ADAMW | {"optim.eps": "1e-4", "batch.global_batch_size": "24", "batch.micro_batch_size": "2"}
@@ -125,12 +126,12 @@ def test_every_strategy_file_is_in_a_chain():
 CHAINS: dict[str, tuple[list[str], dict[str, str]]] = {
     "adamw": (ALL_LEGS, EXACT),
     "sgd, tied, clipped, packed": (
-        ["fsdp1:2", "zero3:2", "tp:2", "zero1:3", "fsdp2:3", "single"],
+        ["fsdp1:2", "zero3:2", "tp:2", "pp:2", "zero1:3", "fsdp2:3", "pp:4", "single"],
         {"data.packing": "true"},
     ),
     "nvme": (["zero3_nvme:2", "ddp:2", "zero3_nvme:2", "fsdp2:2"], EXACT | {"model.from_scratch.vocab_size": "8192"}),
     "muon": (["fsdp2:2", "tp:2", "ddp:3", "hsdp:4", "single"], EXACT | {"optim.name": "muon"}),
-    "lora": (["zero3:2", "fsdp2:2", "tp:2", "fsdp1:2", "zero2:3", "ddp:2"], EXACT | {"adapter.name": "lora"}),
+    "lora": (["zero3:2", "fsdp2:2", "pp:2", "tp:2", "fsdp1:2", "zero2:3", "ddp:2"], EXACT | {"adapter.name": "lora"}),
     "dora": (["zero3:2", "fsdp2:2", "ddp:3", "zero1:2"], EXACT | {"adapter.name": "dora"}),
     "qlora": (["zero2:2", "fsdp2:2", "ddp:3", "zero3:2"], EXACT | {"adapter.name": "qlora"}),
 }

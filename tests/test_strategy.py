@@ -14,27 +14,28 @@ from cookbook.config.mesh import Mesh
 from cookbook.config.strategy import find_strategy, known_strategies, load_strategy
 from cookbook.system.files import RecipeError
 
-# kind, ZeRO stage, offload of optimizer and of parameters, (replicate, shard, tensor) mesh
+# kind, ZeRO stage, offload of optimizer and of parameters, (replicate, shard, sequence, tensor, pipeline) mesh
 STRATEGIES = {
-    "single": ("single", 0, None, None, (1, 1, 1, 1)),
-    "ddp": ("ddp", 0, None, None, (1, 1, 1, 1)),
-    "ddp_sp": ("ddp", 0, None, None, (1, 1, 2, 1)),
-    "fsdp1": ("fsdp1", 0, None, None, (1, 1, 1, 1)),
-    "fsdp2": ("fsdp2", 0, None, None, (1, 1, 1, 1)),
-    "fsdp2_grad_op": ("fsdp2", 0, None, None, (1, 1, 1, 1)),
-    "fsdp2_offload": ("fsdp2", 0, None, None, (1, 1, 1, 1)),
-    "fsdp2_sp": ("fsdp2", 0, None, None, (1, 1, 2, 1)),
-    "hsdp": ("fsdp2", 0, None, None, (2, 2, 1, 1)),
-    "tp": ("tp", 0, None, None, (1, 1, 1, 2)),
-    "ddp_tp": ("tp", 0, None, None, (2, 1, 1, 2)),
-    "fsdp2_tp": ("fsdp2", 0, None, None, (1, 2, 1, 2)),
-    "zero1": ("zero", 1, None, None, (1, 1, 1, 1)),
-    "zero2": ("zero", 2, None, None, (1, 1, 1, 1)),
-    "zero2_offload": ("zero", 2, "cpu", None, (1, 1, 1, 1)),
-    "zero3": ("zero", 3, None, None, (1, 1, 1, 1)),
-    "zero3_offload": ("zero", 3, "cpu", "cpu", (1, 1, 1, 1)),
-    "zero3_nvme": ("zero", 3, "nvme", "nvme", (1, 1, 1, 1)),
-    "zero3_sp": ("zero", 3, None, None, (1, 1, 2, 1)),
+    "single": ("single", 0, None, None, (1, 1, 1, 1, 1)),
+    "ddp": ("ddp", 0, None, None, (1, 1, 1, 1, 1)),
+    "ddp_sp": ("ddp", 0, None, None, (1, 1, 2, 1, 1)),
+    "fsdp1": ("fsdp1", 0, None, None, (1, 1, 1, 1, 1)),
+    "fsdp2": ("fsdp2", 0, None, None, (1, 1, 1, 1, 1)),
+    "fsdp2_grad_op": ("fsdp2", 0, None, None, (1, 1, 1, 1, 1)),
+    "fsdp2_offload": ("fsdp2", 0, None, None, (1, 1, 1, 1, 1)),
+    "fsdp2_sp": ("fsdp2", 0, None, None, (1, 1, 2, 1, 1)),
+    "hsdp": ("fsdp2", 0, None, None, (2, 2, 1, 1, 1)),
+    "tp": ("tp", 0, None, None, (1, 1, 1, 2, 1)),
+    "ddp_tp": ("tp", 0, None, None, (2, 1, 1, 2, 1)),
+    "fsdp2_tp": ("fsdp2", 0, None, None, (1, 2, 1, 2, 1)),
+    "pp": ("pp", 0, None, None, (1, 1, 1, 1, 2)),
+    "zero1": ("zero", 1, None, None, (1, 1, 1, 1, 1)),
+    "zero2": ("zero", 2, None, None, (1, 1, 1, 1, 1)),
+    "zero2_offload": ("zero", 2, "cpu", None, (1, 1, 1, 1, 1)),
+    "zero3": ("zero", 3, None, None, (1, 1, 1, 1, 1)),
+    "zero3_offload": ("zero", 3, "cpu", "cpu", (1, 1, 1, 1, 1)),
+    "zero3_nvme": ("zero", 3, "nvme", "nvme", (1, 1, 1, 1, 1)),
+    "zero3_sp": ("zero", 3, None, None, (1, 1, 2, 1, 1)),
 }
 
 
@@ -62,7 +63,7 @@ def test_the_table_above_has_every_shipped_strategy():
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_is_what_its_name_says(book, name):
     strategy = load_strategy(Path(f"accelerate_configs/{name}.yaml"))
-    mesh = (strategy.dp_replicate_size, strategy.dp_shard_size, strategy.sp_size, strategy.tp_size)
+    mesh = (strategy.dp_replicate_size, strategy.dp_shard_size, strategy.sp_size, strategy.tp_size, strategy.pp_size)
     found = (strategy.kind, strategy.zero_stage, strategy.offload_optimizer, strategy.offload_param, mesh)
     assert found == STRATEGIES[name]
     assert strategy.name == name
@@ -145,6 +146,7 @@ MESHES = {
     ("hsdp", 8): (Mesh(replicate=2, shard=4), list(range(8))),
     ("fsdp2_tp", 8): (Mesh(shard=4, tensor=2), [0, 0, 1, 1, 2, 2, 3, 3]),
     ("ddp_tp", 8): (Mesh(replicate=4, tensor=2), [0, 0, 1, 1, 2, 2, 3, 3]),
+    ("pp", 8): (Mesh(replicate=4, pipeline=2), [0, 1, 2, 3, 0, 1, 2, 3]),
 }
 
 
@@ -161,7 +163,7 @@ def test_the_drawing_of_who_has_what_is_that_of_the_meshes():
     text = (ROOT / "docs/strategies.md").read_text().partition("\n## Who has what\n")[2]
     blocks = text.partition("```text\n")[2].partition("\n```")[0].split("\n\n")
     drawn = [[line.split("  ") for line in block.splitlines()] for block in blocks]
-    assert len(drawn) == 7
+    assert len(drawn) == 8
     for block, (weights, samples) in zip(blocks, drawn, strict=True):
         names, shards = block[:15].strip().split(", "), [cell.strip() for cell in weights[1:] if cell.strip()]
         parts = [cell.strip() for cell in samples if cell.strip()]
@@ -169,7 +171,10 @@ def test_the_drawing_of_who_has_what_is_that_of_the_meshes():
             mesh = load_strategy(find_strategy(name)).mesh(8)
             # Data parallel alone keeps whole weights; every other dimension but the replicas shards them.
             sharing = 8 // mesh.replicate if mesh.shard * mesh.tensor > 1 else 1
-            assert shards == [f"W{rank % sharing}" if sharing > 1 else "W" for rank in range(8)], name
+            held = [f"W{rank % sharing}" if sharing > 1 else "W" for rank in range(8)]
+            if mesh.pipeline > 1:
+                held = [f"L{mesh.stage(rank)}" for rank in range(8)]
+            assert shards == held, name
             ranks = [(mesh.data_parallel_rank(rank), mesh.sequence_rank(rank)) for rank in range(8)]
             assert parts == [f"s{sample}.{part}" if mesh.sequence > 1 else f"s{sample}" for sample, part in ranks], name
 

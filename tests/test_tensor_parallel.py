@@ -16,10 +16,10 @@ EIGHT = {"batch.micro_batch_size": "2"}
 
 def test_the_holders_of_a_shard_by_hand():
     # Ranks 0 to 7 are 2 copies x 2 shards x 2 of tensor parallel: distances 4, 2, 1.
-    assert _holders(((2, 2), (1, 2)), 8, 5) == [1, 5]  # a matrix, sharded both ways
-    assert _holders(((2, 2),), 8, 5) == [0, 1, 4, 5]  # a norm, which tensor parallel leaves whole
-    assert _holders(((1, 2),), 4, 2) == [0, 2]  # a matrix of copies of two
-    assert _holders((), 3, 1) == [0, 1, 2]
+    assert _holders(((2, 2), (1, 2)), range(8), 5) == [1, 5]  # a matrix, sharded both ways
+    assert _holders(((2, 2),), range(8), 5) == [0, 1, 4, 5]  # a norm, which tensor parallel leaves whole
+    assert _holders(((1, 2),), range(4), 2) == [0, 2]  # a matrix of copies of two
+    assert _holders((), range(3), 1) == [0, 1, 2]
 
 
 def test_the_distances_of_a_mesh_by_hand():

@@ -9,7 +9,7 @@ PLANNED_LENGTHS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The processes of a run as replicate x shard x sequence x tensor; the last dimension has consecutive ranks.
+    """The processes of a run as pipeline x replicate x shard x sequence x tensor; the last has consecutive ranks.
 
     Training uses three numbers of it: `data_parallel_size` to distribute batches, `token_parallel_size` to sum losses
     and gradients, and `replicate` to count replicated state once.
@@ -23,9 +23,16 @@ class Mesh:
     """Processes that see different tokens of the same samples. They hold what processes with other samples hold."""
     tensor: int = 1
     """Processes that compute the same tokens together."""
+    pipeline: int = 1
+    """Stages: groups of processes that hold different layers. The same samples pass through all of them."""
 
     @property
     def num_processes(self) -> int:
+        return self.stage_size * self.pipeline
+
+    @property
+    def stage_size(self) -> int:
+        """Number of processes that hold the same layers, or parts of them."""
         return self.token_parallel_size * self.tensor
 
     @property
@@ -40,7 +47,11 @@ class Mesh:
 
     def token_parallel_rank(self, rank: int) -> int:
         """The group of a rank among those that see different tokens."""
-        return rank // self.tensor
+        return rank % self.stage_size // self.tensor
+
+    def stage(self, rank: int) -> int:
+        """The stage of a rank, from 0; the last computes the loss."""
+        return rank // self.stage_size
 
     def data_parallel_rank(self, rank: int) -> int:
         """The group of a rank among those that see different samples."""

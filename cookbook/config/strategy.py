@@ -29,7 +29,7 @@ from cookbook.system.files import (
 from cookbook.system.shipped import located, starts
 
 STRATEGIES = Path("accelerate_configs")
-Kind = Literal["single", "ddp", "fsdp1", "fsdp2", "zero", "tp"]
+Kind = Literal["single", "ddp", "fsdp1", "fsdp2", "zero", "tp", "pp"]
 
 OWNED_BY_THE_RECIPE = {
     "mixed_precision": "the recipe owns it (mixed_precision)",
@@ -97,6 +97,8 @@ class ParallelismBlock(Block):
     parallelism_config_dp_shard_size: int = Field(default=1, gt=0)
     parallelism_config_tp_size: int = Field(default=1, gt=0)
     parallelism_config_sp_size: int = Field(default=1, gt=0)
+    # Ours: accelerate 1.15 has no pipelines, and passes over keys in this block that it does not know.
+    parallelism_config_pp_size: int = Field(default=1, gt=0)
 
 
 class AccelerateFile(Block):
@@ -214,6 +216,7 @@ class Strategy:
     dp_shard_size: int = 1
     tp_size: int = 1
     sp_size: int = 1
+    pp_size: int = 1
 
     @property
     def name(self) -> str:
@@ -237,7 +240,7 @@ class Strategy:
     @property
     def written_mesh(self) -> Mesh:
         """The sizes in the file, 1 where it leaves one out."""
-        sizes = {"sequence": self.sp_size, "tensor": self.tp_size}
+        sizes = {"sequence": self.sp_size, "tensor": self.tp_size, "pipeline": self.pp_size}
         return Mesh(replicate=self.dp_replicate_size, shard=self.dp_shard_size, **sizes)
 
     def mesh(self, num_processes: int) -> Mesh:
@@ -340,6 +343,8 @@ def _mesh_problem(parsed: AccelerateFile, mesh: ParallelismBlock) -> str | None:
     tensor, sequence = mesh.parallelism_config_tp_size, mesh.parallelism_config_sp_size
     if family == "NO":
         return "would be ignored with distributed_type NO"
+    if mesh.parallelism_config_pp_size > 1:
+        return _pipeline_problem(family, max(sequence, tensor, shard))
     if sequence > 1 and max(tensor, replicate, shard) > 1:
         return "sp_size goes with no other size; the processes beyond it see other samples"
     if block is not None and block.fsdp_version == 1:
@@ -353,6 +358,12 @@ def _mesh_problem(parsed: AccelerateFile, mesh: ParallelismBlock) -> str | None:
     if family != "FSDP" and replicate > 1 and tensor == 1:
         return "dp_replicate_size goes with distributed_type FSDP or with tp_size"
     return None
+
+
+def _pipeline_problem(family: str, others: int) -> str | None:
+    if family != "MULTI_GPU":
+        return f"pp_size with distributed_type {family} is not supported; write MULTI_GPU"
+    return "pp_size goes with dp_replicate_size only; take the other sizes out" if others > 1 else None
 
 
 def _sharded_tensor_problem(block: FsdpBlock, shard: int) -> str | None:
@@ -451,7 +462,9 @@ def _strategy(
     mesh = parsed.parallelism_config or ParallelismBlock()
     zero = deepspeed.zero_optimization if deepspeed else None
     kind: Kind
-    if parsed.distributed_type == "DEEPSPEED":
+    if mesh.parallelism_config_pp_size > 1:
+        kind = "pp"
+    elif parsed.distributed_type == "DEEPSPEED":
         kind = "zero"
     elif parsed.distributed_type == "FSDP":
         assert parsed.fsdp_config is not None
@@ -477,6 +490,7 @@ def _strategy(
         dp_shard_size=mesh.parallelism_config_dp_shard_size,
         tp_size=mesh.parallelism_config_tp_size,
         sp_size=mesh.parallelism_config_sp_size,
+        pp_size=mesh.parallelism_config_pp_size,
     )
 
 

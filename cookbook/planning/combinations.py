@@ -40,6 +40,13 @@ OF_KEYS: tuple[Combination, ...] = (
         way_out="mixed_precision: bf16",
     ),
     Combination(
+        what="mixed_precision: fp16 with pipeline parallel",
+        clashes=lambda recipe, strategy, num_gpus: recipe.mixed_precision == "fp16" and strategy.pp_size > 1,
+        why="torch's GradScaler would skip a step on the stages whose own gradients are not finite, not on the others",
+        seen="torch 2.13",
+        way_out="mixed_precision: bf16",
+    ),
+    Combination(
         what="adapter.name: dora or qlora with tensor parallel",
         clashes=lambda recipe, strategy, num_gpus: _with_adapter("dora", "qlora")(recipe) and strategy.tp_size > 1,
         why="dora adds sharded and whole tensors, and bitsandbytes cannot shard its 4-bit weights",
@@ -91,6 +98,13 @@ OF_KEYS: tuple[Combination, ...] = (
         why="the exchange between tokens and heads lies inside each layer, and compiling it has not been tried",
         seen="torch 2.13",
         way_out="model.compile: false",
+    ),
+    Combination(
+        what="model.liger_kernels with pipeline parallel, on GPUs",
+        clashes=lambda recipe, strategy, num_gpus: recipe.model.liger_kernels and strategy.pp_size > 1 and num_gpus > 0,
+        why="Liger patches the MLP of every layer, and a stage has identities in place of the others' layers",
+        seen="liger-kernel's source",
+        way_out="model.liger_kernels: false",
     ),
     Combination(
         what="model.compile with tensor parallel",

@@ -4,6 +4,7 @@ peft is imported inside functions: with bitsandbytes it takes two seconds, which
 """
 
 import json
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -156,14 +157,15 @@ def _set_dtypes(model: PreTrainedModel) -> None:
 @torch.no_grad()
 def _draw_first_weights(model: PreTrainedModel, seed: int) -> None:
     """Draw every A as peft does, uniform within 1 / sqrt(its inputs), but whole: peft would draw the same shard on each
-    rank of a tensor-parallel group. B is zero, so that the adapter does not change the model yet.
+    rank of a tensor-parallel group. Each by its layer's name, since a stage of a pipeline has only some of the layers.
+    B is zero, so that the adapter does not change the model yet.
     """
     from peft.tuners.lora import LoraLayer
 
-    generator = torch.Generator().manual_seed(seed)
-    for layer in model.modules():
+    for layer_name, layer in model.named_modules():
         if not isinstance(layer, LoraLayer):
             continue
+        generator = torch.Generator().manual_seed(seed + zlib.crc32(layer_name.encode()))
         base: Any = layer.get_base_layer()
         num_inputs: int = base.in_features
         matrices: list[Any] = list(layer.lora_A.values())

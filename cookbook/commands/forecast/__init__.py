@@ -16,7 +16,7 @@ from cookbook.commands.forecast.trace import trace as trace_pass
 from cookbook.config.recipe import AdapterSection, BatchSection, Recipe
 from cookbook.config.strategy import Strategy
 from cookbook.planning.costs.flops import Step, sizes_of
-from cookbook.planning.costs.inputs import CostInputs, Skeleton, cost_inputs
+from cookbook.planning.costs.inputs import CostInputs, Skeleton, cost_inputs, stage_layers, stage_of
 from cookbook.planning.costs.loading import loading as loading_of
 from cookbook.planning.costs.loading import machine_bytes
 from cookbook.planning.costs.memory import States, checkpoint_bytes
@@ -26,7 +26,7 @@ from cookbook.system.files import RecipeError
 from cookbook.system.hardware import HOST_AT_LEAST, Machines
 from cookbook.training.models.attention import sequence_problem
 from cookbook.training.models.loss import LOGITS_BUDGET
-from cookbook.training.models.structure import find_config, not_served
+from cookbook.training.models.structure import find_config, not_served, pipeline_problem
 
 __all__ = [
     "Forecast",
@@ -213,7 +213,7 @@ class TraceCache:
 
     def work(self, strategy: Strategy, micro_batch: int) -> ActivationTrace:
         """The trace of a micro-batch of samples of data.max_length, or a bound."""
-        autocast = strategy.kind in ("single", "ddp", "tp")
+        autocast = strategy.kind in ("single", "ddp", "tp", "pp")
         fsdp: Literal[0, 1, 2] = FSDP.get(strategy.kind, 0)
         tp_size, is_zero3, recipe = strategy.tp_size, strategy.zero_stage == 3, self.recipe
         sequences = micro_batch * len(recipe.objective.sequences)
@@ -256,9 +256,12 @@ def of_run(config: PreTrainedConfig, recipe: Recipe, strategy: Strategy, plan: P
 
 
 def _of_heaviest(found: Skeleton, inputs: CostInputs) -> States:
-    """The states of the rank that holds most: equal shards of flat tensors differ in padding and touched weights."""
+    """The states of the rank that holds most: equal shards of flat tensors differ in padding and touched weights, and
+    stages of a pipeline in what lies at both ends.
+    """
     strategy = inputs.strategy
-    ranks = range(inputs.num_processes) if strategy.kind == "fsdp1" or strategy.zero_stage in (1, 2) else range(1)
+    differ = strategy.kind in ("fsdp1", "pp") or strategy.zero_stage in (1, 2)
+    ranks = range(inputs.num_processes) if differ else range(1)
     return max((states_of(found, inputs, rank) for rank in ranks), key=lambda one: one.gpu.total)
 
 
@@ -287,6 +290,8 @@ def forecast(
             raise RecipeError([f"{recipe_name}: {lacks}"])
         _check_nvme_buffers(strategy, found, count)
         if strategy.sp_size > 1 and (problem := sequence_problem(traces.config, strategy.sp_size)):
+            raise RecipeError([f"{strategy.path}: {problem}"])
+        if problem := pipeline_problem(traces.config, strategy.pp_size):
             raise RecipeError([f"{strategy.path}: {problem}"])
         spread = replace(strategy, num_machines=-(-count // each))
         num_gpus = min(count, each) if machines.gpus_each else 0
@@ -369,12 +374,44 @@ def _gpu_memory(
     work: ActivationTrace,
     outside: tuple[int, int] = (CONTEXT, CONTEXT),
 ) -> Memory:
+    if strategy.pp_size > 1:
+        stages = (_stage_memory(traces, strategy, plan, work, stage) for stage in range(strategy.pp_size))
+        return replace(max(stages, key=lambda one: one.allocated), outside=outside)
     is_sharded = plan.num_processes > 1 and (strategy.kind in ("fsdp1", "fsdp2") or strategy.zero_stage == 3)
     accumulates = plan.gradient_accumulation_steps > 1
     inputs = cost_inputs(traces.recipe, strategy, plan.num_processes)
     start = loading_of(traces.skeleton, inputs, held, local=1)
     found = peak(traces.skeleton, held, work, accumulates=accumulates, is_sharded=is_sharded, loading=start.gpu)
     return replace(found, outside=outside)
+
+
+def _stage_memory(traces: TraceCache, strategy: Strategy, plan: Plan, work: ActivationTrace, stage: int) -> Memory:
+    """The memory of a process of a stage. Under 1F1B stage i of S begins S - i micro-batches before its first backward.
+    At the beginning of a step torch allocates a message for each micro-batch (torch 2.13, pipelining/stage.py,
+    `_setup_forward_recv_info` and `_create_grad_recv_info`).
+    """
+    num_stages, count, recipe = strategy.pp_size, plan.gradient_accumulation_steps, traces.recipe
+    layers = stage_layers(traces.skeleton.num_layers, stage, num_stages)
+    skeleton = stage_of(traces.skeleton, stage, num_stages)
+    inputs = cost_inputs(recipe, strategy, plan.num_processes)
+    held = states_of(traces.skeleton, inputs, stage * plan.num_processes // num_stages)
+    begun, is_last = min(count, num_stages - stage), stage == num_stages - 1
+    tokens = micro_batch_of(recipe) * len(recipe.objective.sequences) * recipe.data.max_length
+    message = tokens * traces.sizes.hidden * (4 if recipe.adapter is None else inputs.low_bytes)
+    start = loading_of(skeleton, inputs, held, local=1)
+
+    def at(num_waiting: int, *, accumulates: bool) -> Memory:
+        own = work.of_stage(layers, traces.skeleton.num_layers, num_waiting=num_waiting, message=message)
+        # Those to receive, and what was sent of each micro-batch whose backward is still to come.
+        messages = message * (count * (stage > 0) + (count + num_waiting + 1) * (not is_last))
+        with_messages = replace(held, gpu=replace(held.gpu, buffers=held.gpu.buffers + messages))
+        return peak(skeleton, with_messages, own, accumulates=accumulates, is_sharded=False, loading=start.gpu)
+
+    # At the first backward of a step there are no gradients yet; at the next one fewer may wait.
+    found = [at(begun - 1, accumulates=False)]
+    if count > 1:
+        found.append(at(begun - 1 if count > begun else begun - 2, accumulates=True))
+    return max(found, key=lambda one: one.allocated)
 
 
 LARGEST = 2**20
@@ -442,7 +479,7 @@ def _verdict(
     return verdict, why, shortage
 
 
-SIMPLICITY = ("single", "ddp", "fsdp2", "zero", "fsdp1", "tp")
+SIMPLICITY = ("single", "ddp", "fsdp2", "zero", "fsdp1", "tp", "pp")
 
 
 def _rank(one: Forecast) -> tuple:

@@ -148,10 +148,12 @@ def step_seconds(
     gpus_each = min(count, machines.gpus_each)
     messages = transfers(strategy, sizes, step, count)
     host = host_traffic(strategy, sizes, step, num_processes=count, gpus_each=gpus_each, adam_bytes=adam_bytes)
+    # A process of a pipeline computes its share of each micro-batch, and waits for the others at both ends of a step.
+    waits = (step.micro_batches + strategy.pp_size - 1) / step.micro_batches
     parts = [
-        _products(work(sizes, step).total / count, gpu),
-        _pointwise(sizes, step, count, gpu),
-        _launches(strategy, sizes, step),
+        _products(waits * work(sizes, step).total / count, gpu),
+        _pointwise(sizes, step, count / waits, gpu),
+        _launches(strategy, sizes, step, waits / strategy.pp_size),
         *_links(messages, machines, gpu, gpus_each),
         _update(strategy, sizes, count, host, gpu, adam_bytes),
         *_offload(host, gpu),
@@ -180,8 +182,8 @@ def combined(parts: Iterable[Portion]) -> Range:
     )
 
 
-def _launches(strategy: Strategy, sizes: ModelSizes, step: Step) -> Portion:
-    """The host's work for the micro-batches of a process."""
+def _launches(strategy: Strategy, sizes: ModelSizes, step: Step, share: float = 1.0) -> Portion:
+    """The host's work for the micro-batches of a process, which has a share of the layers."""
     passes = 4 if step.recompute is True else 3  # a backward is two
     adapted = 2 if sizes.num_matrix_trained < sizes.num_matrix else 1
     launches = passes * (LAUNCHES_COMPILED if step.is_compiled else LAUNCHES * adapted)
@@ -190,7 +192,7 @@ def _launches(strategy: Strategy, sizes: ModelSizes, step: Step) -> Portion:
         hook, times = ZERO3_HOOK, (passes - 1) * ZERO_MODULES * adapted
     elif strategy.kind == "zero":
         hook, times = ZERO_HOOK, ZERO_MODULES
-    layers = sizes.num_layers * step.micro_batches
+    layers = sizes.num_layers * step.micro_batches * share
     low, high = (layers * (launches * LAUNCH[end] + times * hook[end]) for end in (0, 1))
     return Portion(name=OF_HOST, low=low, high=high)
 
@@ -200,7 +202,7 @@ def _products(flops: float, gpu: Gpu) -> Portion:
     return Portion(name="compute", low=flops / (best * gpu.half_flops), high=flops / (worst * gpu.half_flops))
 
 
-def _pointwise(sizes: ModelSizes, step: Step, count: int, gpu: Gpu) -> Portion:
+def _pointwise(sizes: ModelSizes, step: Step, count: float, gpu: Gpu) -> Portion:
     """Norms, rotary embedding, activation functions and the softmax of the loss: bound by the GPU's memory."""
     moved = step.num_tokens * sizes.num_layers * sizes.hidden * ACTIVATION_BYTES
     moved += step.num_labelled * sizes.vocab * LOGIT_BYTES

@@ -83,6 +83,39 @@ class ActivationTrace:
         )
         return ActivationTrace(phases=tuple(phases))
 
+    def of_stage(self, layers: range, num_layers: int, *, num_waiting: int, message: int) -> "ActivationTrace":
+        """The phases of a pipeline's stage, its layers counted from 0.
+
+        Args:
+            layers: those of the stage.
+            num_waiting: micro-batches whose backward is still to come while another one is computed.
+            message: bytes of the hidden states of a micro-batch.
+        """
+        is_first, is_last = layers.start == 0, layers.stop == num_layers
+        held = {(phase.name, phase.layer): phase.held for phase in self.phases}
+        # What the stages before hold; in the forward also autocast's copies of their weights.
+        before = {"forward": 0, "backward": 0}
+        if not is_first:
+            before["forward"] = held["forward", layers.start]
+            before["backward"] = held["backward", layers.start - 1] - message
+        waiting = num_waiting * (held["backward", layers.stop - 1] - message - before["backward"])
+
+        def is_here(phase: Phase) -> bool:
+            if phase.layer is not None:
+                return phase.layer in layers
+            return is_first if phase.name in ("embed", "end") else is_last
+
+        def here(phase: Phase) -> Phase:
+            elsewhere = before["forward" if phase.name in ("embed", "forward", "head") else "backward"]
+            return replace(
+                phase,
+                layer=None if phase.layer is None else phase.layer - layers.start,
+                held=max(0, phase.held - elsewhere) + waiting,
+                peak=max(0, phase.peak - elsewhere) + waiting,
+            )
+
+        return ActivationTrace(phases=tuple(here(phase) for phase in self.phases if is_here(phase)))
+
 
 def trace(
     config: PreTrainedConfig,
@@ -175,12 +208,12 @@ def bound(config: PreTrainedConfig, recipe: Recipe, *, tokens: int, tp_size: int
         inputs = 6 * text.hidden_size + (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
         layer += (size + 1) * tokens * inputs // tp_size
     kept = size * tokens * text.hidden_size if recipe.model.gradient_checkpointing is True else layer
-    layers = text.num_hidden_layers
+    layers = range(text.num_hidden_layers)
     head = (size + 12) * min(tokens * text.vocab_size, LOGITS_BUDGET)
     phases = (
-        Phase(name="head", layer=None, held=layers * kept, peak=layers * kept + head),
-        Phase(name="backward", layer=layers - 1, held=layers * kept, peak=layers * kept + layer),
-        Phase(name="backward", layer=0, held=kept, peak=kept + layer),
+        *(Phase(name="forward", layer=i, held=i * kept, peak=i * kept + layer) for i in layers),
+        Phase(name="head", layer=None, held=len(layers) * kept, peak=len(layers) * kept + head),
+        *(Phase(name="backward", layer=i, held=(i + 1) * kept, peak=(i + 1) * kept + layer) for i in reversed(layers)),
     )
     return ActivationTrace(phases=phases)
 

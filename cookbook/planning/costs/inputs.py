@@ -1,7 +1,7 @@
 """The inputs of the ledger, as plain values: the weights of a model, and a recipe under a strategy."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from cookbook.config.optim.adamw import AdamW
@@ -48,6 +48,34 @@ class Skeleton:
     """Whether embedding and head are one matrix."""
     buffers: tuple[int, ...]
     """Elements of each float32 buffer, such as the frequencies of rotary embeddings."""
+
+
+def stage_layers(num_layers: int, stage: int, num_stages: int) -> range:
+    """The layers of a stage: as many in each, the rest in the last (transformers 5.23, pipeline_parallel.py,
+    PipelineStage.layer_range_for_rank).
+    """
+    each = num_layers // num_stages
+    return range(stage * each, num_layers if stage == num_stages - 1 else (stage + 1) * each)
+
+
+def stage_of(skeleton: Skeleton, stage: int, num_stages: int) -> Skeleton:
+    """What a stage of a pipeline has of a model, its layers counted from 0. The last keeps an embedding that is tied to
+    the head.
+    """
+    layers, is_last = stage_layers(skeleton.num_layers, stage, num_stages), stage == num_stages - 1
+
+    def is_here(weight: Weight) -> bool:
+        if weight.layer is not None:
+            return weight.layer in layers
+        if weight.part == "embedding":
+            return stage == 0 or (is_last and skeleton.is_tied)
+        return is_last
+
+    def counted(weight: Weight) -> Weight:
+        return weight if weight.layer is None else replace(weight, layer=weight.layer - layers.start)
+
+    weights = tuple(counted(weight) for weight in skeleton.weights if is_here(weight))
+    return replace(skeleton, weights=weights, num_layers=len(layers))
 
 
 def sketch(config: dict[str, Any], num_parameters: int) -> Skeleton:
@@ -106,6 +134,8 @@ class CostInputs:
         """Number of shards of each sharded tensor."""
         if self.strategy.kind == "tp":
             return self.strategy.tp_size
+        if self.strategy.kind == "pp":
+            return self.strategy.pp_size
         return self.num_processes // self.strategy.dp_replicate_size
 
 

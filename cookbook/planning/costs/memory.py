@@ -7,6 +7,7 @@ Bytes of a trained parameter under AdamW and bf16 over D processes, by place (G 
                     weights  masters  gradients        moments  another copy of the weights
     single, ddp     G 4      -        G 4              G 8      -
     fsdp, tp        G 4/D    -        G 4/D            G 8/D    -
+    pp              G 4/D    -        G 4/D            G 8/D    -                 D stages, if they were equal
     fsdp2_offload   H 4/D    -        H 4/D            H 8/D    -
     zero1           G 2      G 4/D    G 2              G 8/D    -
     zero2           G 2      G 4/D    G 2/D            G 8/D    -
@@ -33,7 +34,7 @@ from typing import Any
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
-from cookbook.planning.costs.inputs import CostInputs, Skeleton, Weight
+from cookbook.planning.costs.inputs import CostInputs, Skeleton, Weight, stage_of
 
 FLOAT32 = 4
 MIN_SWAP = 2**20
@@ -130,6 +131,9 @@ def states(skeleton: Skeleton, inputs: CostInputs, rank: int = 0) -> States:
     match inputs.strategy.kind:
         case "single" | "ddp":
             return _whole(skeleton, inputs)
+        case "pp":
+            num_stages = inputs.strategy.pp_size
+            return _whole(stage_of(skeleton, rank * num_stages // inputs.num_processes, num_stages), inputs)
         case "tp":
             return _tensor_parallel(skeleton, inputs, rank)
         case "fsdp2":

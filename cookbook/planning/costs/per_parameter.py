@@ -39,6 +39,8 @@ def precision(inputs: CostInputs) -> dict[str, str]:
         autocast = "matrix products, by autocast; the rest float32"
         detail = "" if low == "float32" else f" ({how.get(strategy.kind, autocast)})"
         reductions = "float32"
+        if strategy.pp_size > 1 and strategy.pp_size == inputs.num_processes:
+            reductions = "none: each parameter is on one process"
         if strategy.tp_size > 1:
             is_alone = strategy.tp_size == inputs.num_processes
             reductions = f"{low}, of activations" if is_alone else f"{low} of activations, float32 of gradients"
@@ -89,6 +91,7 @@ def _state_shares(inputs: CostInputs, *, is_trained: bool) -> list[StateShare]:
         strategy=replace(
             strategy,
             tp_size=2 * strategy.tp_size if strategy.kind == "tp" else strategy.tp_size,
+            pp_size=2 * strategy.pp_size if strategy.kind == "pp" else strategy.pp_size,
             dp_shard_size=2 * strategy.dp_shard_size,
         ),
     )
@@ -118,14 +121,16 @@ def _numel(inputs: CostInputs) -> int:
 
 
 def _matrices(inputs: CostInputs, number: int, is_trained: bool) -> Skeleton:
-    """A layer of equal matrices, in multiples of the processes, so that shards of flat tensors are whole matrices."""
-    numel, count = _numel(inputs), inputs.num_processes
+    """Equal matrices, in multiples of the processes, so that shards of flat tensors are whole matrices: in one layer,
+    for a pipeline each in a layer of its own.
+    """
+    numel, count, is_piped = _numel(inputs), inputs.num_processes, inputs.strategy.kind == "pp"
     trained = [is_trained] * number + ([] if is_trained else [True] * count)
     weights = tuple(
         Weight(
             name=f"{i}.weight",
             shape=(count * 2**25, numel // (count * 2**25)),
-            layer=0,
+            layer=i if is_piped else 0,
             part="layer",
             is_trained=each,
             is_quantized=inputs.adapter is not None and inputs.adapter.is_quantized and not each,
@@ -134,7 +139,7 @@ def _matrices(inputs: CostInputs, number: int, is_trained: bool) -> Skeleton:
         )
         for i, each in enumerate(trained)
     )
-    return Skeleton(weights=weights, num_layers=1, is_tied=False, buffers=())
+    return Skeleton(weights=weights, num_layers=len(weights) if is_piped else 1, is_tied=False, buffers=())
 
 
 def _by_place(found: States, inputs: CostInputs) -> dict[tuple[Where, str], float]:
@@ -196,6 +201,9 @@ def traffic_in_words(inputs: CostInputs) -> str:
     sentences = [f"{' + '.join(terms)} = {total_traffic(inputs):.4g} a step"] if terms else []
     if inputs.strategy.tp_size > 1:
         sentences.insert(0, "for each micro-batch and layer two all-reduces of activations in each direction")
+    if inputs.strategy.pp_size > 1:
+        words = "for each micro-batch hidden states to the next stage and their gradients back"
+        sentences.insert(0, words)
     if inputs.adapter is not None:
         gathers = inputs.strategy.zero_stage == 3 or inputs.strategy.fsdp is not None
         sentences.append("of a frozen one the gathers" if gathers else "of a frozen one nothing")

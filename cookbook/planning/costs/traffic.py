@@ -1,6 +1,6 @@
 """Traffic of a step: messages between processes, and bytes between GPU, host and disk."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from cookbook.config.strategy import Strategy
@@ -10,17 +10,20 @@ ADAMW_BYTES = 28
 """AdamW in float32 reads weight, gradient and two moments, and writes all but the gradient."""
 
 
-TransferKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+TransferKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """The collectives of one kind in a step, which run in all groups of `ranks` processes at the same time."""
+    """The collectives of one kind in a step, which run in all groups of `ranks` processes at the same time; or messages
+    from each process of a group to the next.
+    """
 
     what: str
     kind: TransferKind
     num_bytes: float
-    """Bytes of the whole tensors that are gathered or reduced in a step; of an all-to-all, the part of a process."""
+    """Bytes of the whole tensors that are gathered, reduced or sent in a step; of an all-to-all, the part of a
+    process."""
     times: int = 1
     """Number of collectives in a step."""
     ranks: int
@@ -35,7 +38,7 @@ class Transfer:
 
     @property
     def sent(self) -> float:
-        """Bytes that each process sends: (N-1)/N of the volume around a ring."""
+        """Bytes that each process sends: (N-1)/N of the volume around a ring; along a line this is the mean."""
         return (self.ranks - 1) / self.ranks * self.volume
 
     def over_links(self, gpus_each: int) -> tuple[float, float]:
@@ -80,6 +83,8 @@ def _state_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_proc
         groups, size = num_processes // strategy.tp_size, strategy.tp_size
         gradients = _repeated("gradients", "all-reduce", 4 * trained / size, groups, stride=size)
         return [*_tp_transfers(strategy, sizes, step, half, groups), *([gradients] if groups > 1 else [])]
+    if strategy.kind == "pp":
+        return _pp_transfers(strategy, sizes, step, num_processes)
     if strategy.kind == "ddp":  # float32 gradients, reduced at the last micro-batch
         return [_repeated("gradients", "all-reduce", 4 * trained, num_processes)]
     if strategy.fsdp is not None:
@@ -146,6 +151,20 @@ def _tp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, half: int, 
         # transformers shards the head by vocabulary and gathers its output (colwise_gather_output).
         _repeated("logits", "all-gather", half * step.num_labelled / groups * sizes.vocab, strategy.tp_size),
     ]
+
+
+def _pp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int) -> list[Transfer]:
+    """Hidden states forward and their gradients back, in the dtype of the residual stream: float32 under autocast, that
+    of the frozen weights beside an adapter. Copies of a stage average their gradients after the last micro-batch.
+    """
+    copies = num_processes // strategy.pp_size
+    is_adapted = sizes.num_trained < sizes.num_parameters
+    each = (4 if step.precision == "no" or not is_adapted else 2) * sizes.hidden
+    sent = _repeated("hidden states", "send", 2 * each * step.num_tokens / copies, strategy.pp_size, stride=copies)
+    found = [replace(sent, times=2 * step.micro_batches)]
+    if copies > 1:
+        found.append(_repeated("gradients", "all-reduce", 4 * sizes.num_trained / strategy.pp_size, copies))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -231,7 +231,10 @@ def _batch(recipe: Recipe, plan: Plan, document: Document, processes: Quantity, 
     of = partial(_quantity, document)
     found = {"processes": processes}
     if size != plan.num_processes:
-        group, key = ("sequence", "sp_size") if plan.mesh.sequence > 1 else ("tensor", "tp_size")
+        mesh = plan.mesh
+        sizes = {"sequence": ("sp_size", mesh.sequence), "tensor": ("tp_size", mesh.tensor)}
+        sizes["pipeline"] = ("pp_size", mesh.pipeline)
+        group, key = next((name, key) for name, (key, number) in sizes.items() if number > 1)
         text = f"{size}: the processes of a {group}-parallel group share their samples"
         place = source(yaml_file, f"parallelism_config.parallelism_config_{key}")
         found["data-parallel"] = Quantity(value=size, text=text, sources=(place,))

@@ -1,5 +1,5 @@
 // NCCL without a GPU: a process group that refuses what NCCL refuses and lets gloo move the bytes. A collective is done
-// when its call returns. On simulated GPUs gloo works on the bytes where they lie; with SHARED_GPU set, on copies, so that
+// when its call returns, a message when it was waited for. On simulated GPUs gloo works on the bytes where they lie; with SHARED_GPU set, on copies, so that
 // several processes can share a real GPU, which NCCL refuses.
 
 #include <ATen/ATen.h>
@@ -44,6 +44,30 @@ class Done final : public Work {
  private:
   Tensors out_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+// A message, which the two processes may begin in any order, as NCCL's of a batch.
+class Message final : public Work {
+ public:
+  Message(int rank, c10d::OpType type, c10::intrusive_ptr<Work> work, Tensors out, Tensors on_host)
+      : Work(rank, type), work_(std::move(work)), out_(std::move(out)), on_host_(std::move(on_host)) {}
+  bool isCompleted() override { return is_done_; }
+  bool isSuccess() const override { return is_done_; }
+  bool wait(std::chrono::milliseconds timeout) override {
+    if (!is_done_) {
+      work_->wait(timeout);
+      for (size_t i = 0; i < out_.size() && is_shared(); i++) out_[i].copy_(on_host_[i]);
+      is_done_ = true;
+    }
+    return true;
+  }
+  void synchronize() override { wait(kNoTimeout); }
+  Tensors result() override { return out_; }
+
+ private:
+  bool is_done_ = false;
+  c10::intrusive_ptr<Work> work_;
+  Tensors out_, on_host_;
 };
 
 class SimulatedNCCL : public c10d::Backend {
@@ -169,13 +193,13 @@ class SimulatedNCCL : public c10d::Backend {
   }
   c10::intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override {
     auto on_host = begin("send", tensors);
-    gloo_->send(on_host, to, tag)->wait();
-    return done(c10d::OpType::SEND, tensors);
+    auto work = gloo_->send(on_host, to, tag);
+    return c10::make_intrusive<Message>(rank_, c10d::OpType::SEND, work, Tensors{}, on_host);
   }
   c10::intrusive_ptr<Work> recv(Tensors& tensors, int from, int tag) override {
     auto on_host = begin("recv", tensors);
-    gloo_->recv(on_host, from, tag)->wait();
-    return end(c10d::OpType::RECV, tensors, on_host);
+    auto work = gloo_->recv(on_host, from, tag);
+    return c10::make_intrusive<Message>(rank_, c10d::OpType::RECV, work, tensors, on_host);
   }
   c10::intrusive_ptr<Work> barrier(const c10d::BarrierOptions& options) override {
     gloo_->barrier(options)->wait();

@@ -9,6 +9,7 @@ from cookbook.training.engine.base import Engine, StepResult
 from cookbook.training.engine.ddp import Ddp, Single
 from cookbook.training.engine.fsdp1 import Fsdp1
 from cookbook.training.engine.fsdp2 import Fsdp2
+from cookbook.training.engine.pipeline import Pipeline
 from cookbook.training.engine.start import make_deterministic
 from cookbook.training.engine.tensor_parallel import ShardedTensorParallel, TensorParallel
 from cookbook.training.engine.zero import Zero, build_ops
@@ -22,6 +23,7 @@ FAMILIES: dict[Kind, type[Engine]] = {
     "fsdp2": Fsdp2,
     "zero": Zero,
     "tp": TensorParallel,
+    "pp": Pipeline,
 }
 
 

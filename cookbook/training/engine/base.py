@@ -6,9 +6,11 @@ in plain torch.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -52,9 +54,9 @@ class StepResult:
 class Engine:
     """A running strategy. All methods are collective: every rank must call them.
 
-    A family overrides, where it differs: `_start`, `load_options`, `frozen_dtype` and `_wrap`; `_synchronise`,
-    `_backward` and `_update`, or of the last only `_num_shards` and `_clear_gradients`; `_forward`, `_end_evaluation`;
-    `held_pieces`, `_finish_restore`, `base_optimizer`, `_scaler_class` and
+    A family overrides, where it differs: `_start`, `load_options`, `frozen_dtype` and `_wrap`; `_accumulate`, or only
+    `_synchronise` and `_backward`; `_update`, or only `_num_shards` and `_clear_gradients`; `_forward`, `_forwards`,
+    `_end_evaluation`; `held_pieces`, or only `_ranks_with`; `_finish_restore`, `base_optimizer`, `_scaler_class` and
     `_apply_loss_scale`; `_findings`; `close`.
     """
 
@@ -167,10 +169,10 @@ class Engine:
         """
         self.counts_beside = counts_beside
         # Whole shapes, also where ZeRO-3 has placeholders and tensor parallel has shards.
-        self.num_parameters = sum(_num_elements(parameter) for parameter in model.parameters())
-        self.num_trained = sum(_num_elements(p) for p in model.parameters() if p.requires_grad)
+        self.num_parameters = sum(num_elements(parameter) for parameter in model.parameters())
+        self.num_trained = sum(num_elements(p) for p in model.parameters() if p.requires_grad)
         self._shapes = {
-            name: tuple(getattr(parameter, "ds_shape", parameter.shape))
+            name: list(getattr(parameter, "ds_shape", parameter.shape))
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
@@ -227,21 +229,31 @@ class Engine:
         scale = self.mesh.token_parallel_size / count
         totals: dict[str, torch.Tensor] = {}
         self._losses = []
-        for i, batch in enumerate(micro_batches):
-            last = i == len(micro_batches) - 1
-            self.beat(f"micro-batch {i + 1} of {len(micro_batches)}", self.current_step)
-            faults.at("step.forward", self.current_step)
-            with self._synchronise(last):
-                outcome = self._forward(loss_function, batch)
-                _add(totals, outcome)
-                loss = outcome.loss_sum * scale
-                if i == 0 and faults.at("step.loss", self.current_step):
-                    loss = loss * math.nan
-                self._losses.append(loss.detach())
-                self._backward(loss)
-                # Before the next forward: bitsandbytes' part of the graph holds its weights, which ZeRO-3 gathered.
-                del outcome, loss
+
+        def scaled_loss(model: Any, batch: Batch) -> torch.Tensor:
+            outcome = loss_function(model, batch)
+            _add(totals, outcome)
+            loss = outcome.loss_sum * scale
+            if not self._losses and faults.at("step.loss", self.current_step):
+                loss = loss * math.nan
+            self._losses.append(loss.detach())
+            return loss
+
+        self._accumulate(scaled_loss, micro_batches)
         return {name: total / count for name, total in totals.items()}
+
+    def _accumulate(self, loss: Callable[[Any, Batch], torch.Tensor], micro_batches: list[Batch]) -> None:
+        """Run forward and backward of each micro-batch, and reduce the gradients."""
+        for i, batch in enumerate(micro_batches):
+            self._begin_micro_batch(i, len(micro_batches))
+            with self._synchronise(last=i == len(micro_batches) - 1):
+                # Without a name: bitsandbytes' part of the graph holds its weights, which ZeRO-3 gathered, and has to
+                # be gone before the next forward.
+                self._backward(self._forward(loss, batch))
+
+    def _begin_micro_batch(self, i: int, count: int) -> None:
+        self.beat(f"micro-batch {i + 1} of {count}", self.current_step)
+        faults.at("step.forward", self.current_step)
 
     def _synchronise(self, last: bool) -> contextlib.AbstractContextManager:
         """Context of a micro-batch; decides whether its gradients are reduced.
@@ -259,9 +271,11 @@ class Engine:
         return [i for i, loss in enumerate(self._losses) if not torch.isfinite(loss)]
 
     def begin_step(self, number: int, seed: int) -> None:
-        """Seed dropout from step and token-parallel rank alone, so that a checkpoint needs no random state."""
+        """Seed dropout from step and rank alone, so that a checkpoint needs no random state; alike in a tensor-parallel
+        group.
+        """
         self.current_step = number
-        sequence = np.random.SeedSequence([seed, number, self.mesh.token_parallel_rank(self.world.rank)])
+        sequence = np.random.SeedSequence([seed, number, self.world.rank // self.mesh.tensor])
         torch.manual_seed(int(sequence.generate_state(1)[0]))
 
     def step(self, shares: dict[str, torch.Tensor], *values: float) -> StepResult:
@@ -296,7 +310,7 @@ class Engine:
         self._clear_gradients()
         return result
 
-    def _num_shards(self, gradient: torch.Tensor) -> int:
+    def _num_shards(self, gradient: torch.Tensor) -> float:
         """Into how many different parts the ranks divide this gradient."""
         return num_shards(gradient)
 
@@ -326,16 +340,15 @@ class Engine:
         self.model.eval()
         totals: dict[str, torch.Tensor] = {}
         count = num_tokens = 0.0
-        for i, batch in enumerate(batches):
-            self.beat(f"evaluation batch {i + 1}", self.current_step)
-            faults.at("eval.batch", self.current_step)
-            if i % EVALUATION_BATCHES == 0 and (reason := stop_reason()):
+        for start, group in _in_groups(batches):
+            if reason := stop_reason():
                 self._end_evaluation()
                 return reason
-            outcome = self._forward(loss_function, batch)
-            _add(totals, outcome)
-            count += outcome.count
-            num_tokens += len(batch["targets"])
+            outcomes = self._forwards(loss_function, group, partial(self._begin_evaluation_batch, start))
+            for batch, outcome in zip(group, outcomes, strict=True):
+                _add(totals, outcome)
+                count += outcome.count
+                num_tokens += len(batch["targets"])
         self._end_evaluation()
         *sums, count, num_tokens = self.collectives.sums(
             self.collectives.all_gather(*totals.values(), count, num_tokens)
@@ -356,11 +369,28 @@ class Engine:
         """
         self.model.eval()
         values = torch.zeros(size, dtype=torch.float64, device=self.device)
-        for i, (batch, indices) in enumerate(batches):
-            self.beat(f"reference batch {i + 1}", self.current_step)
-            values[self._on_device(indices)] = self._forward(function, batch).double()
+        for start, group in _in_groups(batches):
+            begin = partial(self._begin_reference_batch, start)
+            results = self._forwards(function, [batch for batch, _ in group], begin)
+            for (_, indices), found in zip(group, results, strict=True):
+                values[self._on_device(indices)] = found.double()
         self._end_evaluation()
         return self.collectives.all_reduce_sum(values).cpu().numpy()
+
+    def _forwards(
+        self, function: Callable[[Any, Batch], Any], batches: list[Batch], begin: Callable[[int], None]
+    ) -> Iterable[Any]:
+        """The function's result for each batch, without gradients; before each, `begin` is called with its index."""
+        for i, batch in enumerate(batches):
+            begin(i)
+            yield self._forward(function, batch)
+
+    def _begin_evaluation_batch(self, start: int, i: int) -> None:
+        self.beat(f"evaluation batch {start + i + 1}", self.current_step)
+        faults.at("eval.batch", self.current_step)
+
+    def _begin_reference_batch(self, start: int, i: int) -> None:
+        self.beat(f"reference batch {start + i + 1}", self.current_step)
 
     def _end_evaluation(self) -> None:
         """Return to training mode. FSDP must reshard here: it keeps gathered weights for a backward that never comes,
@@ -370,7 +400,7 @@ class Engine:
 
     def parameter_shapes(self) -> dict[str, list[int]]:
         """Whole shapes of the trained parameters by their names in the transformers model; tied ones come once."""
-        return {name: list(shape) for name, shape in self._shapes.items()}
+        return self._shapes
 
     def pieces(self) -> Iterator[state.Piece]:
         """The part of weights and optimizer state that this rank writes; all ranks together write everything once.
@@ -388,7 +418,12 @@ class Engine:
             create: the optimizer state to create, in zeros, where there is none yet; what is then written into pieces
                 is kept. Without it, pieces are read-only.
         """
-        return state.held_pieces(self.trained_parameters(), state.Moments(self.base_optimizer), self.world, create)
+        parameters = ((name, parameter, self._ranks_with(parameter)) for name, parameter in self.trained_parameters())
+        return state.held_pieces(parameters, state.Moments(self.base_optimizer), self.world.rank, create)
+
+    def _ranks_with(self, parameter: torch.nn.Parameter) -> Sequence[int]:
+        """The ranks that hold a parameter of this rank, or parts of it."""
+        return range(self.world.num_processes)
 
     def restore(
         self, fill: Callable[[Iterable[state.Piece]], None], kinds: state.KindsOf, counts: dict[str, Any]
@@ -462,13 +497,21 @@ class Engine:
         return to_device(tensor, self.device)
 
 
+def _in_groups(batches: Iterable[Any]) -> Iterator[tuple[int, list[Any]]]:
+    """Groups of at most EVALUATION_BATCHES, each with the number of batches before it."""
+    rest, start = iter(batches), 0
+    while group := list(islice(rest, EVALUATION_BATCHES)):
+        yield start, group
+        start += len(group)
+
+
 def _add(totals: dict[str, torch.Tensor], outcome: LossOutput) -> None:
     """Add loss and metrics of a micro-batch, in float64 on the device."""
     for name, value in {"loss": outcome.loss_sum.detach(), **outcome.metrics}.items():
         totals[name] = totals.get(name, 0) + value.double()
 
 
-def _num_elements(parameter: torch.nn.Parameter) -> int:
+def num_elements(parameter: torch.nn.Parameter) -> int:
     """Size of the whole parameter, also where it is a placeholder (ZeRO-3) or holds two weights a byte (4 bits)."""
     quantized = getattr(parameter, "quant_state", None)
     if quantized is not None:

@@ -1,6 +1,6 @@
 """Collectives besides those of gradients and parameters, and an orderly end of the process group."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import numpy as np
@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from cookbook.config.mesh import Mesh
 from cookbook.planning.launch import World
+from cookbook.training.engine.norm import local
 
 EXPORT_TIMEOUT = timedelta(days=1)
 """For the main process to write the model, longer than any collective may take."""
@@ -19,6 +20,15 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def average_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Average gradients, or the shards that the ranks hold of them, over a group, in place."""
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    works = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]
+    for work in works:
+        work.wait()
+    torch._foreach_div_(gradients, group.size())
 
 
 class Collectives:
@@ -48,14 +58,16 @@ class Collectives:
         return rows.view(-1, len(values)).cpu().numpy()
 
     def sums(self, rows: np.ndarray) -> list[float]:
-        """Sum of each column of an `all_gather` over the ranks that see different tokens; see `all_reduce_sum`."""
-        return rows[:: self.mesh.tensor].sum(0).tolist()
+        """Sum of each column of an `all_gather` over the ranks that see different tokens; see `all_reduce_sum`. Of a
+        pipeline only the last stage computes losses.
+        """
+        return rows[-self.mesh.stage_size :: self.mesh.tensor].sum(0).tolist()
 
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks that see different tokens, in place. A tensor-parallel group computes one value together,
-        which counts once.
+        which counts once. The stages of a pipeline but the last must pass zeros.
         """
-        if dist.is_initialized() and self.mesh.token_parallel_size > 1:
+        if dist.is_initialized():
             dist.all_reduce(values)
             values /= self.mesh.tensor
         return values
@@ -80,6 +92,14 @@ class Collectives:
         else:
             self.beat("waiting for the main process")
         return store.get(key).decode()
+
+    def gather_texts(self, text: str) -> list[str]:
+        """The text of every rank, in their order."""
+        store = dist.distributed_c10d._get_default_store()
+        self._num_texts += 1
+        keys = [f"cookbook/text/{self._num_texts}/{rank}" for rank in range(self.world.num_processes)]
+        store.set(keys[self.world.rank], text)
+        return [store.get(key).decode() for key in keys]
 
     def leave(self, timeout: timedelta) -> None:
         """End the process group. A rank that exits while another still reads its last message would fail a run that

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 def square_sum(
     parameters: Iterable[torch.nn.Parameter],
-    num_shards: Callable[[torch.Tensor], int],
+    num_shards: Callable[[torch.Tensor], float],
     to_device: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """Sum of squares of this rank's part of the gradients, each times its number of shards. The mean over all ranks is
@@ -22,7 +22,7 @@ def square_sum(
         to_device: moves a sum to the device of the result. Gradients elsewhere (offload) are summed there first: one
             copy for each device, not for each parameter.
     """
-    norms: dict[tuple[int, torch.device], list[torch.Tensor]] = defaultdict(list)
+    norms: dict[tuple[float, torch.device], list[torch.Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is None:
             continue

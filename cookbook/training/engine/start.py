@@ -13,6 +13,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
+from cookbook.config.mesh import Mesh
 from cookbook.planning.launch import CUBLAS_DETERMINISTIC, CUBLAS_VARIABLE
 from cookbook.planning.plan import Plan
 from cookbook.system import status
@@ -69,6 +70,25 @@ def start_processes(timeout: timedelta, *, as_gpus: bool) -> None:
     PartialState(cpu=True)
     if as_gpus:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def shard_while_loading(mesh: Mesh, **options: Any) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that let transformers shard the model, or leave a stage's layers in it, before it
+    reads the weights: each process reads its own, straight to its GPU.
+
+    Args:
+        options: further ones of transformers' DistributedConfig.
+    """
+    from transformers.distributed import DistributedConfig
+
+    class Config(DistributedConfig):
+        @property
+        def dp_size(self) -> int:
+            """With 1 transformers leaves copies alone. It would apply FSDP2 to them, before there is an adapter."""
+            return 1 if self.fsdp_size == 1 else super().dp_size
+
+    sizes = {"dp_replicate_size": mesh.replicate, "fsdp_size": mesh.shard}
+    return {"distributed_config": Config(**sizes, tp_size=mesh.tensor, pp_size=mesh.pipeline, **options)}
 
 
 def _separate_restarts() -> None:

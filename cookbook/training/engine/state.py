@@ -29,8 +29,9 @@ optimizer updates; each tensor of the optimizer's state is sharded like its weig
     A: | rank 0: 0-3 | rank 1: 4-7 |    W: | rank 0: 0-11 | rank 1: 12-23 |    B: | rank 0: 0-2 | rank 1: 3-5 |
     flat tensor of rank 1: | A: 4-7 | W: 12-23 | B: 3-5 |
 
-    Replicated (ddp, hsdp, norms under tensor parallel): several ranks have a Piece of the same elements; `copies` is
-    their number, `copy` the index of this rank among them, and `share` the part that this rank writes.
+    Replicated (ddp, hsdp, norms under tensor parallel, a tied embedding at both ends of a pipeline): several ranks have
+    a Piece of the same elements; `copies` is their number, `copy` the index of this rank among them, and `share` the
+    part that this rank writes.
 """
 
 import functools
@@ -42,7 +43,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from cookbook.planning.launch import World
 from cookbook.training.engine.findings import sharded_dims
 from cookbook.training.engine.norm import local
 
@@ -130,11 +130,18 @@ class Moments:
 
 
 def held_pieces(
-    parameters: Iterable[tuple[str, torch.nn.Parameter]], moments: Moments, world: World, create: KindsOf | None
+    parameters: Iterable[tuple[str, torch.nn.Parameter, Sequence[int]]],
+    moments: Moments,
+    rank: int,
+    create: KindsOf | None,
 ) -> Iterator[Piece]:
-    """Pieces of whole parameters and DTensors; see `Engine.held_pieces`."""
-    for name, parameter in parameters:
-        start, stride, count, copies, copy = _placement(parameter, world)
+    """Pieces of whole parameters and DTensors; see `Engine.held_pieces`.
+
+    Args:
+        parameters: name, parameter, and the ranks that hold it or parts of it, `rank` among them.
+    """
+    for name, parameter, ranks in parameters:
+        start, stride, count, copies, copy = _placement(parameter, ranks, rank)
         for kind, tensor in {WEIGHT: parameter.detach(), **moments.of(parameter, create and create(name))}.items():
             part = local(tensor)
             if part.numel():
@@ -161,17 +168,17 @@ def flat_pieces(name: str, shape: Sequence[int], start: int, parts: dict[str, to
         yield Piece(name=name, kind=kind, shape=tuple(shape), start=start, stride=0, data=part.view(1, -1))
 
 
-def _placement(parameter: torch.Tensor, world: World) -> tuple[int, int, int, int, int]:
+def _placement(parameter: torch.Tensor, ranks: Sequence[int], rank: int) -> tuple[int, int, int, int, int]:
     """Start, stride and number of the runs that this rank holds; number of ranks with the same runs, and its index."""
     if not isinstance(parameter, DTensor):
-        return 0, 0, 1, world.num_processes, world.rank
+        return 0, 0, 1, len(ranks), ranks.index(rank)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh, shape = parameter.device_mesh, parameter.shape
     part, offsets = compute_local_shape_and_global_offset(shape, mesh, parameter.placements)
     strides = tuple((_distance(mesh.mesh, dim), mesh.size(dim)) for dim in sharded_dims(parameter))
-    holders = _holders(strides, world.num_processes, world.rank)
-    copies, copy = len(holders), holders.index(world.rank)
+    holders = _holders(strides, ranks, rank)
+    copies, copy = len(holders), holders.index(rank)
     dims = [dim for dim, (length, whole) in enumerate(zip(part, shape, strict=True)) if length != whole]
     if not dims:
         return 0, 0, 1, copies, copy
@@ -189,8 +196,8 @@ def _distance(ranks: torch.Tensor, dim: int) -> int:
 
 
 @functools.cache
-def _holders(strides: tuple[tuple[int, int], ...], num_processes: int, rank: int) -> list[int]:
-    """The ranks that hold the same part as `rank`.
+def _holders(strides: tuple[tuple[int, int], ...], ranks: Sequence[int], rank: int) -> list[int]:
+    """Those of `ranks` that hold the same part as `rank`.
 
     Args:
         strides: distance between neighbouring ranks, and number of ranks, of each dimension that shards.
@@ -199,4 +206,4 @@ def _holders(strides: tuple[tuple[int, int], ...], num_processes: int, rank: int
     def place(other: int) -> list[int]:
         return [other // distance % size for distance, size in strides]
 
-    return [other for other in range(num_processes) if place(other) == place(rank)]
+    return [other for other in ranks if place(other) == place(rank)]

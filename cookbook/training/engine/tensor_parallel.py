@@ -12,27 +12,12 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
-from cookbook.config.mesh import Mesh
 from cookbook.config.objectives.forward import Batch
 from cookbook.training.engine.base import Engine
+from cookbook.training.engine.collectives import average_gradients
 from cookbook.training.engine.findings import Comparison, is_sharded
 from cookbook.training.engine.fsdp2 import Fsdp2
-from cookbook.training.engine.norm import local
-from cookbook.training.engine.start import start_processes
-
-
-def _load_options(mesh: Mesh, **options: Any) -> dict[str, Any]:
-    """Let transformers shard the model while reading it, each shard straight to its GPU."""
-    from transformers.distributed import DistributedConfig
-
-    class Config(DistributedConfig):
-        @property
-        def dp_size(self) -> int:
-            """With 1 transformers leaves copies alone. It would apply FSDP2 to them, before there is an adapter."""
-            return 1 if self.fsdp_size == 1 else super().dp_size
-
-    sizes = {"dp_replicate_size": mesh.replicate, "fsdp_size": mesh.shard, "tp_size": mesh.tensor}
-    return {"distributed_config": Config(**sizes, **options)}
+from cookbook.training.engine.start import shard_while_loading, start_processes
 
 
 def _shards_of_matrices(engine: Engine) -> Iterator[Comparison]:
@@ -54,7 +39,7 @@ class TensorParallel(Engine):
         return accelerator
 
     def load_options(self, *, is_quantized: bool) -> dict[str, Any]:
-        return _load_options(self.mesh)
+        return shard_while_loading(self.mesh)
 
     def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         # accelerate's own preparation would wrap the model in DDP.
@@ -82,11 +67,7 @@ class TensorParallel(Engine):
             self._average_over_copies()
 
     def _average_over_copies(self) -> None:
-        gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
-        works = [dist.all_reduce(gradient, group=self._replicas, async_op=True) for gradient in gradients]
-        for work in works:
-            work.wait()
-        torch._foreach_div_(gradients, self.mesh.replicate)
+        average_gradients(self.model.parameters(), self._replicas)
 
     def _findings(self) -> Iterator[Comparison]:
         yield from super()._findings()
@@ -104,7 +85,7 @@ class ShardedTensorParallel(Fsdp2):
         return Engine._start(self, on_cpu=on_cpu, **options)
 
     def load_options(self, *, is_quantized: bool) -> dict[str, Any]:
-        return _load_options(self.mesh, fsdp_mixed_precision=self.mixed_precision == "bf16")
+        return shard_while_loading(self.mesh, fsdp_mixed_precision=self.mixed_precision == "bf16")
 
     def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         return model, self.accelerator.prepare(optimizer)

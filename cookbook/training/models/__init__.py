@@ -36,7 +36,7 @@ from cookbook.training.models.attention import PACKED, packing_problem, sequence
 from cookbook.training.models.loss import add_loss
 from cookbook.training.models.speed import compile_layers, patch_kernels, save_activations
 from cookbook.training.models.speed import kernel_notes as kernel_notes  # for `stages`
-from cookbook.training.models.structure import not_served, scratch_config
+from cookbook.training.models.structure import not_served, pipeline_problem, scratch_config
 
 SCRATCH_FORMAT = 2
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -192,7 +192,7 @@ def load_model(
         options: further arguments of `from_pretrained`, from engine and adapter.
 
     Raises:
-        RecipeError: the heads cannot be divided over `sequence_mesh`.
+        RecipeError: the heads cannot be divided over `sequence_mesh`, or the layers over stages.
     """
     if packing or sequence_mesh is not None:
         options["attn_implementation"] = PACKED
@@ -201,6 +201,9 @@ def load_model(
     )
     _allocate_meta_weights(model)
     model.config.use_cache = False
+    stages = getattr(model, "_pp_stage", None)
+    if stages is not None and (problem := pipeline_problem(model.config, stages.pp_size)):
+        raise RecipeError([f"model {name}: {problem}"])
     if sequence_mesh is not None and (problem := sequence_problem(model.config, sequence_mesh.size())):
         raise RecipeError([f"model {name}: {problem}"])
     if model.config._attn_implementation == "sdpa" and packing_problem(model.config) is None:

@@ -53,11 +53,16 @@ def add_loss(model: PreTrainedModel, sequence_mesh: DeviceMesh | None = None) ->
     for packing. There is no attention mask: causal attention never sees padding on the right. A micro-batch without
     targets calls the head on zero rows, since the collectives of a sharded head must happen on every rank.
 
+    A stage of a pipeline but the first takes `hidden`, (B, T, hidden size), of the stage before instead of embeddings;
+    all but the last return that.
+
     Args:
         sequence_mesh: the ranks that share the tokens of each row; each passes its `sequence_part`.
     """
+    stage = getattr(model, "_pp_stage", None)  # of transformers/distributed/pipeline_parallel.py
+    model.has_head = stage is None or stage.pp_is_last_stage
     head = model.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear) or model.base_model is model:
+    if model.has_head and (not isinstance(head, torch.nn.Linear) or model.base_model is model):
         raise RecipeError([f"model {type(model).__name__}: not a backbone with a linear head, which is not served yet"])
     # A quantized head, or one sharded by tensor parallel, has a forward of its own that must run.
     if type(head) is torch.nn.Linear and not isinstance(head.weight, DTensor):
@@ -72,6 +77,7 @@ def _forward(
     input_ids: torch.Tensor,
     targets: torch.Tensor,
     target_positions: torch.Tensor,
+    hidden: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
     lengths: tuple[int, ...] | None = None,
     offsets: torch.Tensor | None = None,
@@ -90,7 +96,10 @@ def _forward(
         assert (len(input_ids), whole) == (1, sum(lengths)), f"{tuple(input_ids.shape)} is not one row of {lengths}"
         options["segments"] = Segments(offsets, max(lengths), Lengths(lengths))
     backbone = self.base_model
-    hidden = backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False, **options).last_hidden_state
+    inputs = {"input_ids": input_ids} if hidden is None else {"inputs_embeds": hidden}
+    hidden = backbone(**inputs, position_ids=position_ids, use_cache=False, **options).last_hidden_state
+    if not self.has_head:
+        return hidden
     # By index: with a mask the host would wait for the number of rows, here and in the backward pass.
     return nll_of_targets(self, hidden.flatten(0, 1).index_select(0, target_positions), targets)
 

@@ -23,6 +23,22 @@ LOGIT_TRANSFORMS = (
 )
 
 
+PIPELINED = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types that can be cut into stages: between embedding and norm their code is the layers and nothing else.
+Gemma's scales the embeddings there, which each stage would repeat."""
+
+
+def pipeline_problem(config: PreTrainedConfig, num_stages: int) -> str | None:
+    """Why a model cannot be cut into so many stages, or None."""
+    if num_stages == 1:
+        return None
+    if config.model_type not in PIPELINED:
+        return f"{config.model_type} is not one of the models that a pipeline is known to suit: {', '.join(PIPELINED)}"
+    if config.num_hidden_layers < num_stages:
+        return f"{config.num_hidden_layers} layers cannot be divided over pp_size {num_stages}"
+    return None
+
+
 def find_config(model: ModelSection) -> tuple[PreTrainedConfig, str]:
     """The configuration of a recipe's model, and its origin, `FROM_MODEL` or (without the Hub) `OFFLINE_FACTS`.
 

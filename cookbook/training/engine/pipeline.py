@@ -1,0 +1,193 @@
+"""Pipeline parallel: each group of processes, a stage, holds some layers; micro-batches pass through all stages.
+
+transformers leaves a stage's layers in the model and puts identities in place of the others, so that names stay those
+of the whole model. Schedule and messages are torch's. What torch splits into micro-batches are only their numbers:
+every stage has the batches themselves.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from cookbook.config.objectives.forward import Batch
+from cookbook.training.engine.base import Engine, num_elements
+from cookbook.training.engine.collectives import average_gradients
+from cookbook.training.engine.findings import Comparison
+from cookbook.training.engine.start import shard_while_loading, start_processes
+
+
+class Pipeline(Engine):
+    """Stages of whole layers; the ranks of a stage hold copies and see different samples."""
+
+    def _start(self, *, on_cpu: bool, **options: Any) -> Accelerator:
+        start_processes(self.timeout, as_gpus=True)
+        accelerator = super()._start(on_cpu=on_cpu, **options)
+        size, num_stages = self.mesh.stage_size, self.mesh.pipeline
+        self._index = self.mesh.stage(self.world.rank)
+        stages = [dist.new_group(self._ranks_of(index)) for index in range(num_stages)]
+        pipelines = [dist.new_group(range(i, self.mesh.num_processes, size)) for i in range(size)]
+        ends = [dist.new_group([i, i + (num_stages - 1) * size]) for i in range(size)]
+        within = self.world.rank % size
+        self._copies, self._group, self._ends = stages[self._index], pipelines[within], ends[within]
+        # NCCL makes a communicator at the first use, and of a batch of messages not all stages would take part in that.
+        dist.all_reduce(torch.zeros(1, device=accelerator.device), group=self._group)
+        return accelerator
+
+    def _ranks_of(self, stage: int) -> range:
+        return range(stage * self.mesh.stage_size, (stage + 1) * self.mesh.stage_size)
+
+    @property
+    def _is_last(self) -> bool:
+        return self._index == self.mesh.pipeline - 1
+
+    def load_options(self, *, is_quantized: bool) -> dict[str, Any]:
+        return shard_while_loading(self.mesh)
+
+    def prepare(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, counts_beside: str | None = None
+    ) -> None:
+        super().prepare(model, optimizer, counts_beside=counts_beside)
+        sizes = {
+            name: (num_elements(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()
+        }
+        parts = [json.loads(text) for text in self.collectives.gather_texts(json.dumps([self._shapes, sizes]))]
+        self._shapes = {name: shape for shapes, _ in parts for name, shape in shapes.items()}
+        whole = {name: found for _, part in parts for name, found in part.items()}
+        self.num_parameters = sum(count for count, _ in whole.values())
+        self.num_trained = sum(count for count, is_trained in whole.values() if is_trained)
+
+    def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        is_adapted = any(not parameter.requires_grad for parameter in model.parameters())
+        # That of one process, which adds up what the layers return in the dtype of the embedding.
+        self._hidden_dtype = self.frozen_dtype if is_adapted else torch.float32
+        found: Any = model
+        is_tied = found.config.tie_word_embeddings and self._index in (0, self.mesh.pipeline - 1)
+        self._tied = found.get_input_embeddings().weight if is_tied else None
+        return model if self.device.type == "cpu" else model.to(self.device), self.accelerator.prepare(optimizer)
+
+    def _forward(self, function: Callable[[Any, Batch], Any], batch: Batch) -> Any:
+        with self.accelerator.autocast():  # accelerate adds it only to models that it prepares
+            return super()._forward(function, batch)
+
+    def _accumulate(self, loss: Callable[[Any, Batch], torch.Tensor], micro_batches: list[Batch]) -> None:
+        self._run(loss, micro_batches, lambda i: self._begin_micro_batch(i, len(micro_batches)))
+        self._add_up_tied()
+        if self.mesh.replicate > 1:
+            self._average_over_copies()
+
+    def _add_up_tied(self) -> None:
+        """An embedding that is tied to the head has gradients in the first stage and in the last."""
+        if self._tied is not None and self._tied.grad is not None:
+            dist.all_reduce(self._tied.grad, group=self._ends)
+
+    def _average_over_copies(self) -> None:
+        average_gradients(self.model.parameters(), self._copies)
+
+    def _forwards(
+        self, function: Callable[[Any, Batch], Any], batches: list[Batch], begin: Callable[[int], None]
+    ) -> Iterable[Any]:
+        return self._run(function, batches, begin)
+
+    def _run(
+        self, function: Callable[[Any, Batch], Any], batches: list[Batch], begin: Callable[[int], None]
+    ) -> list[Any]:
+        """Pass micro-batches through all stages: their forwards, and if gradients are on, their backwards.
+
+        Args:
+            function: from the model and a batch to a result; with gradients on, to a loss.
+            begin: called with the index of a micro-batch before its forward.
+
+        Returns:
+            The results; on all stages but the last those of a model that returns zeros.
+        """
+        has_backward = torch.is_grad_enabled()
+        on_meta: dict[str, Any] = {"device": "meta", "requires_grad": has_backward}
+        # torch declares one shape for all messages, so they are as long as the longest.
+        num_tokens = max(batch["input_ids"].numel() for batch in batches)
+        message = torch.empty(num_tokens, self.model.config.hidden_size, dtype=self._hidden_dtype, **on_meta)
+        stage = _Stage(self, function, batches, begin, message)
+        piped = PipelineStage(
+            stage,
+            self._index,
+            self.mesh.pipeline,
+            self.device,
+            input_args=(message,) if self._index else (),
+            output_args=(torch.empty((), **on_meta) if self._is_last else message,),
+            group=self._group,
+        )
+        # 1F1B needs a micro-batch for each stage; with fewer it would be GPipe: all forwards, then all backwards.
+        kind = Schedule1F1B if len(batches) >= self.mesh.pipeline else ScheduleGPipe
+        loss = (lambda output, number: output) if has_backward else None
+        schedule: Any = kind(piped, len(batches), loss_fn=loss, scale_grads=False)
+        numbers = torch.arange(len(batches))
+        try:
+            schedule.step(
+                number=numbers, target=numbers if self._is_last and has_backward else None, return_outputs=False
+            )
+        except RuntimeError as error:  # torch hides that of a forward, such as a want of memory, behind its own
+            raise error.__cause__ or error from None
+        return stage.results
+
+    def _num_shards(self, gradient: torch.Tensor) -> float:
+        is_tied = self._tied is not None and gradient is self._tied.grad
+        return super()._num_shards(gradient) * self.mesh.pipeline / (2 if is_tied else 1)
+
+    def _ranks_with(self, parameter: torch.nn.Parameter) -> Sequence[int]:
+        if parameter is self._tied:
+            return (*self._ranks_of(0), *self._ranks_of(self.mesh.pipeline - 1))
+        return self._ranks_of(self._index)
+
+    def _findings(self) -> Iterator[Comparison]:
+        yield from super()._findings()
+        stage = self.transformer()._pp_stage
+        yield "stage", (self._index, self.mesh.pipeline), (stage.pp_rank, stage.pp_size)
+        asked, found = (dist.get_process_group_ranks(group) for group in (self._group, stage.pp_group))
+        yield "ranks of the pipeline", asked, found
+        yield "copies", self.mesh.replicate, self._copies.size()
+
+
+class _Stage(torch.nn.Module):
+    """What torch calls with the number of a micro-batch, and with what came from the stage before."""
+
+    def __init__(
+        self,
+        engine: Pipeline,
+        function: Callable[[Any, Batch], Any],
+        batches: list[Batch],
+        begin: Callable[[int], None],
+        message: torch.Tensor,
+    ) -> None:
+        super().__init__()
+        self.engine, self.function, self.batches, self.begin = engine, function, batches, begin
+        self.message = message
+        self.results: list[Any] = []
+
+    def forward(self, *received: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        """A message to the next stage, or on the last the loss, a scalar.
+
+        Args:
+            received: the message of the stage before, if there is one.
+        """
+        i = int(number)
+        self.begin(i)
+        rows, length = self.batches[i]["input_ids"].shape
+        hidden = received[0][: rows * length].view(rows, length, -1) if received else None
+        sent: list[torch.Tensor] = []
+
+        def model(**inputs: Any) -> torch.Tensor:
+            found = self.engine.model(hidden=hidden, **inputs)
+            if self.engine._is_last:
+                return found
+            sent.append(found.flatten(0, 1).to(self.message.dtype))
+            return found.new_zeros(len(inputs["targets"]), dtype=torch.float32)
+
+        self.results.append(self.engine._forward(lambda _, batch: self.function(model, batch), self.batches[i]))
+        if sent:
+            return F.pad(sent[0], (0, 0, 0, len(self.message) - len(sent[0])))
+        return self.results[-1] if torch.is_grad_enabled() else received[0].new_zeros(())

@@ -1,0 +1,185 @@
+"""Pipeline parallel: stages of layers, through which the same samples pass, and copies of them for other samples.
+
+The curves of the shipped file are in the matrix (tests/test_equivalence*.py); here are mistakes, sizes and arithmetic.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from cookbook.commands.forecast.trace import ActivationTrace, Phase
+from cookbook.config.mesh import Mesh
+from cookbook.planning.costs.inputs import sketch, stage_layers, stage_of
+from cookbook.training.models.structure import pipeline_problem
+from tests.curves import ROOT, SGD, Lab, distance
+from tests.test_equivalence import SGD_LOSS, SGD_NORM
+from tests.test_equivalence_features import LORA
+
+FOUR_LAYERS = {"model.from_scratch.num_hidden_layers": "4"}
+LLAMA = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 5, "vocab_size": 32}
+
+
+def stages(lab: Lab, count: int) -> str:
+    """The path of a file of so many stages."""
+    path = lab.folder / f"pp_{count}.yaml"
+    text = (ROOT / "accelerate_configs/pp.yaml").read_text()
+    path.write_text(text.replace("pp_size: 2", f"pp_size: {count}"))
+    return str(path)
+
+
+def test_the_stage_of_a_rank_by_hand():
+    mesh = Mesh(replicate=2, tensor=2, pipeline=3)
+    assert (mesh.num_processes, mesh.stage_size, mesh.data_parallel_size) == (12, 4, 2)
+    assert [mesh.stage(rank) for rank in range(12)] == [0] * 4 + [1] * 4 + [2] * 4
+    assert [mesh.data_parallel_rank(rank) for rank in range(12)] == 3 * [0, 0, 1, 1]
+
+
+def test_the_layers_of_a_stage_are_those_that_transformers_gives_it():
+    from transformers.distributed.pipeline_parallel import PipelineStage
+
+    for num_layers, num_stages in ((5, 2), (5, 3), (4, 4), (32, 5), (80, 8)):
+        theirs = PipelineStage.__new__(PipelineStage)
+        theirs.pp_size = num_stages
+        for stage in range(num_stages):
+            ours = stage_layers(num_layers, stage, num_stages)
+            assert (ours.start, ours.stop) == theirs.layer_range_for_rank(stage, num_layers)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_stages_together_have_each_weight_once_and_a_tied_one_twice(is_tied: bool):
+    whole = sketch(LLAMA | {"tie_word_embeddings": is_tied}, 10_000)
+    parts = [stage_of(whole, stage, 3) for stage in range(3)]
+    found = sum(weight.num_elements for part in parts for weight in part.weights)
+    expected = sum(weight.num_elements for weight in whole.weights)
+    assert found == expected + (32 * 8 if is_tied else 0)
+    assert [part.num_layers for part in parts] == [1, 1, 3]
+    assert [{weight.part for weight in part.weights} for part in parts] == [
+        {"embedding", "layer"},
+        {"layer"},
+        {"layer", "embedding" if is_tied else "head"},
+    ]
+
+
+def test_what_a_stage_holds_by_hand():
+    """A layer keeps 100 bytes, hidden states are 10, and so is their gradient."""
+    forward = [Phase(name="forward", layer=i, held=10 + 100 * i, peak=110 + 100 * i) for i in range(4)]
+    backward = [Phase(name="backward", layer=i, held=120 + 100 * i, peak=150 + 100 * i) for i in (3, 2, 1, 0)]
+    embed, end = (Phase(name=name, layer=None, held=held, peak=20) for name, held in (("embed", 0), ("end", 10)))
+    head, back = (Phase(name=name, layer=None, held=410, peak=500) for name in ("head", "head backward"))
+    trace = ActivationTrace(phases=(embed, *forward, head, back, *backward, end))
+    first = trace.of_stage(range(2), 4, num_waiting=1, message=10)
+    assert [(phase.name, phase.layer, phase.held) for phase in first.phases] == [
+        ("embed", None, 210),
+        ("forward", 0, 220),
+        ("forward", 1, 320),
+        ("backward", 1, 430),
+        ("backward", 0, 330),
+        ("end", None, 220),
+    ]
+    last = trace.of_stage(range(2, 4), 4, num_waiting=0, message=10)
+    assert [(phase.name, phase.layer, phase.held, phase.peak) for phase in last.phases] == [
+        ("forward", 0, 0, 100),
+        ("forward", 1, 100, 200),
+        ("head", None, 200, 290),
+        ("head backward", None, 200, 290),
+        ("backward", 1, 210, 240),
+        ("backward", 0, 110, 140),
+    ]
+
+
+def test_models_whose_code_has_more_between_the_layers_are_refused():
+    from transformers import AutoConfig
+
+    assert pipeline_problem(AutoConfig.for_model("gemma"), 1) is None
+    assert "gemma is not one of the models" in str(pipeline_problem(AutoConfig.for_model("gemma"), 2))
+    assert pipeline_problem(AutoConfig.for_model("qwen2", num_hidden_layers=3), 3) is None
+    assert "3 layers cannot be divided" in str(pipeline_problem(AutoConfig.for_model("qwen2", num_hidden_layers=3), 4))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "processes"), [("tied_gradients_not_added", 2), ("copies_of_stages_not_averaged", 4)]
+)
+def test_a_mistake_leaves_the_curve(lab: Lab, mistake: str, processes: int):
+    settings = {"batch.micro_batch_size": "2"} if processes == 4 else SGD
+    found = distance(lab.run("pp", settings, processes=processes, sabotage=mistake), lab.run("single", SGD))
+    assert found.loss > 100 * SGD_LOSS, found
+
+
+def test_an_adapter_that_each_stage_draws_by_itself_leaves_the_curve(lab: Lab):
+    wrong = lab.run("pp", LORA, sabotage="adapter_drawn_by_the_layers_of_a_process")
+    assert distance(wrong, lab.run("single", LORA)).loss > 100 * SGD_LOSS
+
+
+def test_counts_of_all_stages_are_noticed(lab: Lab):
+    wrong = lab.run("pp", SGD, sabotage="counts_of_all_stages")
+    with pytest.raises(AssertionError, match="evaluations count other tokens"):
+        distance(wrong, lab.run("single", SGD))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(FOUR_LAYERS, id="plain"),
+        pytest.param(FOUR_LAYERS | {"data.packing": "true"}, id="packed"),
+        pytest.param(FOUR_LAYERS | {"model.gradient_checkpointing": "true"}, id="checkpointing"),
+        pytest.param(FOUR_LAYERS | {"batch.micro_batch_size": "8"}, id="fewer micro-batches than stages"),
+        pytest.param({"model.from_scratch.num_hidden_layers": "5"}, id="uneven layers"),
+        pytest.param(FOUR_LAYERS | {"model.from_scratch.model_type": "qwen3"}, id="qwen3"),
+    ],
+)
+def test_four_stages_have_the_curve_of_one_process(lab: Lab, settings: dict[str, str]):
+    found = distance(lab.run(stages(lab, 4), settings, processes=4), lab.run("single", settings))
+    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mistral", "qwen2"])
+def test_the_other_models_have_the_curve_of_one_process_too(lab: Lab, kind: str):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = lab.folder / f"tiny_{kind}"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            shutil.copytree(lab.run("single", SGD).folder / "export", folder)
+            sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+            sizes += ("num_key_value_heads", "tie_word_embeddings", "pad_token_id", "eos_token_id")
+            llama = AutoConfig.from_pretrained(folder)
+            config = AutoConfig.for_model(kind, **{name: getattr(llama, name) for name in sizes})
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    settings = {"model": f"{{name_or_path: {folder}}}"}
+    found = distance(lab.run("pp", settings), lab.run("single", settings))
+    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+
+
+@pytest.mark.slow
+def test_a_token_budget_makes_micro_batches_of_many_shapes(lab: Lab):
+    budget = {"batch": "{global_batch_size: 16, micro_batch_tokens: 300}"}
+    found = distance(lab.run("pp", budget, processes=4), lab.run("single", SGD))
+    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+
+
+@pytest.mark.slow
+def test_bf16_stays_in_the_band_of_one_process(lab: Lab):
+    settings = {"model.from_scratch.num_hidden_layers": "3", "mixed_precision": "bf16"}
+    found = distance(lab.run("pp", settings), lab.run("single", settings))
+    assert found.loss < 5e-3 and found.norm < 2e-2, found
+
+
+def test_a_want_of_memory_in_a_stage_is_told_as_such(lab: Lab):
+    """torch hides what a forward raised behind an error of its own."""
+    folder, output = lab.attempt("pp", SGD, sabotage="no_memory_in_step_2")
+    assert (folder / "exit_code").read_text() != "0"
+    assert "rank 1: CUDA out of memory" in output and "failed to run forward" not in output, output[-3000:]
+
+
+def test_more_stages_than_layers_are_refused(lab: Lab):
+    folder, output = lab.attempt(stages(lab, 3), {"batch.micro_batch_size": "4"}, processes=3)
+    assert (folder / "exit_code").read_text() == "2" and "2 layers cannot be divided over pp_size 3" in output
+
+
+def test_run_json_counts_the_parameters_of_the_whole_model(lab: Lab):
+    assert Path(lab.run("pp", SGD).folder / "export/model.safetensors").is_file()
+    assert lab.run("pp", SGD).record["strategy"]["stage"] == [0, 2]
