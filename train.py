@@ -240,7 +240,7 @@ def train_step(run: "Run", services: "Services", batch: "StepBatch") -> tuple[st
     if is_skipped:
         step, limit = progress.step, recipe.run.skip_nonfinite_steps
         services.log.event("skip", step)
-        services.log.say(f"step {step} skipped: loss or gradient is not finite; weights unchanged")
+        services.log.say(f"step {step} skipped: loss or gradient is not finite; weights unchanged", "bold red")
         bad, what = engine.nonfinite_micro_batches(), "loss"
         if engine.collectives.all_true(not bad):  # every loss is finite on all ranks: any sample may be the cause
             bad, what = list(range(len(batch.micro_batches))), "gradient"

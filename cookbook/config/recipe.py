@@ -361,6 +361,8 @@ class RunSection(Section):
     deterministic: bool = False
     """Use only kernels that give the same bits each time on the same GPUs; an operation without one is an error. Slower
     on GPUs; CPU kernels are deterministic anyway."""
+    log_every_steps: int = Field(default=10, gt=0)
+    """Print a line every N steps; metrics.jsonl has every step."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
     """Experiment trackers that get the numbers of metrics.jsonl and these settings; needs
     `pip install -r requirements-trackers.txt`."""

@@ -1,4 +1,4 @@
-"""A run's records: metrics.jsonl, run.json, recipe.yaml, and a progress bar for users."""
+"""A run's records: metrics.jsonl, run.json, recipe.yaml, and lines for users."""
 
 import contextlib
 import itertools
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from tqdm import tqdm
 
 from cookbook.planning import simulated_gpus
 from cookbook.planning.costs.flops import ModelSizes, Step, work
 from cookbook.system.hardware import GIB, peak_flops
+from cookbook.system.screen import Screen
 
 SPEEDS = ("step_seconds", "tokens_per_second", "mfu")
 """Not logged on simulated GPUs, where they would look like measurements."""
@@ -157,11 +157,14 @@ class Follower(Protocol):
 class RunLog:
     """Writes into the output folder from rank 0; does nothing on the others."""
 
-    def __init__(self, folder: Path, *, is_main: bool, max_steps: int, resumed_step: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, is_main: bool, max_steps: int, resumed_step: int | None = None, log_every_steps: int = 1
+    ) -> None:
         """Set an earlier run aside, or continue its log.
 
         Args:
             resumed_step: step of the checkpoint in `folder` that this run resumes from; later lines are removed.
+            log_every_steps: see `RunSection`.
         """
         self.folder, self.is_main = folder, is_main
         self.followers: list[Follower] = []
@@ -172,15 +175,7 @@ class RunLog:
         path = folder / "metrics.jsonl"
         damage = _truncate_lines(path, resumed_step) if resumed_step is not None else None
         self._texts: dict[str, str] = {}
-        self._bar = tqdm(
-            total=max_steps,
-            initial=resumed_step or 0,
-            unit="step",
-            dynamic_ncols=True,
-            mininterval=1.0,
-            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}" if simulated_gpus.is_active() else None,
-            file=sys.stderr,
-        )
+        self.screen = Screen(max_steps=max_steps, first_step=resumed_step or 0, every=log_every_steps)
         self._lines = _Lines(path, "w" if resumed_step is None else "a", self.say)
         if damage is not None:
             self.say(damage)
@@ -188,7 +183,7 @@ class RunLog:
             self.say(f"{folder} held an earlier run, which was moved to {earlier}")
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line to metrics.jsonl at full precision; a training line advances the progress bar."""
+        """Append a line to metrics.jsonl at full precision, and show it."""
         if not self.is_main:
             return
         if simulated_gpus.is_active():
@@ -200,13 +195,11 @@ class RunLog:
         for follower in self.followers:
             follower.log(finite)
         if "loss" in line:
-            speed = f", {line['tokens_per_second']:.0f} tokens/s" if "tokens_per_second" in line else ", simulated GPUs"
-            self._bar.set_postfix_str(f"loss {line['loss']:.3f}{speed}", refresh=False)
-            self._bar.update()
+            self.screen.step(finite)
         else:
             name = f"{line['eval_set']}: " if "eval_set" in line else ""
             text = f"held-out loss {line['eval_loss']:.4f} ({line['eval_num_tokens']} tokens)"
-            self.say(f"step {line['step']}: {name}{text}")
+            self.say(f"step {line['step']}: {name}{text}", "bold green")
 
     def event(self, what: str, step: int, **details: Any) -> None:
         """Append to events.jsonl, which keeps the events of all starts; from any thread. A full disk loses one."""
@@ -215,10 +208,10 @@ class RunLog:
             with contextlib.suppress(OSError), (self.folder / "events.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
-    def say(self, text: str) -> None:
-        """Print a line for users above the progress bar."""
+    def say(self, text: str, style: str = "") -> None:
+        """Print a line for users; see `Screen.say`."""
         if self.is_main:
-            tqdm.write(text, file=sys.stderr)
+            self.screen.say(text, style)
 
     def write_text(self, name: str, text: str) -> None:
         """Write a text file in the output folder atomically, now or when the disk has room."""
@@ -249,7 +242,7 @@ class RunLog:
             self._write_texts(is_new=True)
             for follower in self.followers:
                 follower.close()
-            self._bar.close()
+            self.screen.close()
 
 
 def record_nonfinite(
