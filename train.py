@@ -317,6 +317,7 @@ def finish(run: "Run", services: "Services") -> int:
         peaks = {"allocated": allocated, "reserved": reserved or None}
         log.write_record("run.json", services.record | {"peak_memory_gib": peaks})
 
+    log.end_monitor()
     signals.stop_deferring(engine.is_main)
     if engine.is_main:
         services.watch.enter("exporting", is_alone=True)

@@ -73,7 +73,7 @@ from cookbook.system.screen import Screen
 screen = Screen(max_steps=30, first_step=0, every=10)
 screen.header("RUN [x]", [("model", "llama " * 30), ("machine", "2 GPUs")])
 for step in range(1, 31):
-    screen.step({{"step": step, **{LINE!r}}}, gpu="GPU 97 %")
+    screen.step({{"step": step, **{LINE!r}}}, hardware=lambda: "GPU 97 %")
     time.sleep(0.05)
     if step == 15:
         screen.say("saved")

@@ -33,6 +33,7 @@ from cookbook.system import lock, signals
 from cookbook.system.files import RecipeError, flatten
 from cookbook.system.hardware import GIB
 from cookbook.system.machine import num_cores
+from cookbook.system.monitor import Monitor
 from cookbook.system.status import Status
 from cookbook.system.watch import Watch, put_away_report
 from cookbook.training import adapters, metrics, models, trackers
@@ -375,6 +376,11 @@ def start_services(run: Run, failed_after: list[int], notes: list[str], watch: W
             for name in run.recipe.run.trackers
         ]
     attempt = engine.collectives.broadcast_text(uuid.uuid4().hex[:8])
+    world = engine.world
+    if run.recipe.run.monitor and world.local_rank == 0:  # an earlier run's folder was set aside before the broadcast
+        log.monitor = Monitor(
+            run.output_dir, first_rank=world.rank, num_ranks=world.num_local, machine=world.rank // world.num_local
+        )
     status = Status(run.output_dir, is_main=engine.is_main, step=run.progress.step, failed_after=failed_after)
     saver = _start_saver(run, log, watch, attempt)
     return Services(log=log, record=record, expected=expected, flops=flops, status=status, watch=watch, saver=saver)

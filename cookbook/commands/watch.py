@@ -91,7 +91,7 @@ def _look(folder: Path) -> tuple[tuple[str, ...], bool]:
 def _details(folder: Path) -> str:
     """The header of a run, and the numbers of its last step."""
     header, lines = read_json(folder / "run.json").get("header", {}), _last_lines(folder / METRICS)
-    last = next((line for line in reversed(lines) if line.get("loss") is not None), {})
+    last: dict[str, Any] = next((line for line in reversed(lines) if line.get("loss") is not None), {})
     numbers = "  ".join(words for words, _ in step_words(last))
     return page(*((name, str(value)) for name, value in header.items()), ("now", numbers), indent=0)
 

@@ -363,6 +363,8 @@ class RunSection(Section):
     on GPUs; CPU kernels are deterministic anyway."""
     log_every_steps: int = Field(default=10, gt=0)
     """Print a line every N steps; metrics.jsonl has every step."""
+    monitor: bool = True
+    """Measure what GPUs and CPU do, each second, into monitor.jsonl; a small process for each machine."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
     """Experiment trackers that get the numbers of metrics.jsonl and these settings; needs
     `pip install -r requirements-trackers.txt`."""

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime, timedelta
 from typing import Any, TextIO
 
@@ -48,11 +48,11 @@ class Screen:
         """
         tqdm.write(_drawn([(text, style)], self.file) if style else text, file=self.file)
 
-    def step(self, line: dict[str, Any], *, gpu: str = "") -> None:
+    def step(self, line: dict[str, Any], *, hardware: Callable[[], str] = str) -> None:
         """Show a training line of metrics.jsonl.
 
         Args:
-            gpu: what the GPU does, for the line that changes.
+            hardware: what the GPU does, for the line that changes.
         """
         number = line["step"]
         self._began = self._began or time.monotonic()  # after the first step, which compiles and warms up
@@ -63,7 +63,9 @@ class Screen:
         parts = [(f"step {number:>{width}}/{self.max_steps}", "cyan"), *step_words(line), (self._end(number), "dim")]
         if is_due:
             tqdm.write(_drawn(parts, self.file), file=self.file)
-        self._bar.set_description_str(_drawn([*parts[:-1], (gpu, "dim"), parts[-1]], self.file), refresh=False)
+        if self._bar.disable:
+            return
+        self._bar.set_description_str(_drawn([*parts[:-1], (hardware(), "dim"), parts[-1]], self.file), refresh=False)
         self._bar.update(number - self._bar.n)
 
     def _end(self, number: int) -> str:

@@ -21,6 +21,7 @@ import torch
 from cookbook.planning import simulated_gpus
 from cookbook.planning.costs.flops import ModelSizes, Step, work
 from cookbook.system.hardware import GIB, peak_flops
+from cookbook.system.monitor import Monitor
 from cookbook.system.screen import Screen
 
 SPEEDS = ("step_seconds", "tokens_per_second", "mfu")
@@ -168,6 +169,7 @@ class RunLog:
         """
         self.folder, self.is_main = folder, is_main
         self.followers: list[Follower] = []
+        self.monitor: Monitor | None = None
         if not is_main:
             return
         earlier = set_aside(folder) if resumed_step is None else None
@@ -195,7 +197,7 @@ class RunLog:
         for follower in self.followers:
             follower.log(finite)
         if "loss" in line:
-            self.screen.step(finite)
+            self.screen.step(finite, hardware=self.monitor.words if self.monitor else str)
         else:
             name = f"{line['eval_set']}: " if "eval_set" in line else ""
             text = f"held-out loss {line['eval_loss']:.4f} ({line['eval_num_tokens']} tokens)"
@@ -236,7 +238,13 @@ class RunLog:
         """Write a JSON file in the output folder."""
         self.write_text(name, json.dumps(record, indent=2) + "\n")
 
+    def end_monitor(self) -> None:
+        """Measure the hardware no longer."""
+        if self.monitor is not None:
+            self.monitor.close()
+
     def close(self) -> None:
+        self.end_monitor()
         if self.is_main:
             self._lines.close()
             self._write_texts(is_new=True)
