@@ -179,27 +179,46 @@ def take_folder(recipe: Recipe, world: launch.World) -> tuple[bool, list[int]]:
 
 def loop(run: "Run", services: "Services") -> str | None:
     """Evaluate, save and train, step by step, up to the last one. Returns the reason for an earlier stop."""
+    from cookbook.training.profiling import phase
+
     settings, first_step = run.recipe.run, run.progress.step
     reason, is_time_to_save = stop_reason(run.engine), False
     while True:
         step = run.progress.step
         is_last = step == run.inputs.max_steps
+        began = time.perf_counter()
         if step == 0 or is_last or is_due(step, settings.eval_every_steps):
-            reason = reason or evaluate(run, services)
+            with phase("evaluation"):
+                reason = reason or evaluate(run, services)
+        evaluated = time.perf_counter()
         is_first_save = step == 1 and settings.save_first_step
         if is_last or is_time_to_save or is_due(step, settings.save_every_steps) or is_first_save:
-            save(run, services)
+            with phase("save"):
+                save(run, services)
+        saved = time.perf_counter()
+        services.profile.end_step(step)
         if settings.stop_after_steps and step - first_step >= settings.stop_after_steps and not is_last:
             reason = reason or "run.stop_after_steps"
         if reason is not None or is_last:
             return reason
-        faults.at("data.next", step + 1)
-        reason, is_time_to_save = train_step(run, services, next(run.steps))
+        services.profile.begin_step(step + 1)
+        waited = time.perf_counter()
+        with phase("data"):
+            faults.at("data.next", step + 1)
+            batch = next(run.steps)
+        waits = {"eval_seconds": evaluated - began, "save_seconds": saved - evaluated}
+        waits["data_seconds"] = time.perf_counter() - waited
+        reason, is_time_to_save = train_step(run, services, batch, waits)
 
 
-def train_step(run: "Run", services: "Services", batch: "StepBatch") -> tuple[str | None, bool]:
+def train_step(
+    run: "Run", services: "Services", batch: "StepBatch", waits: dict[str, float]
+) -> tuple[str | None, bool]:
     """Perform one optimizer step over the global batch. Returns a reason to stop, and whether it is time to save; the
     same on all ranks.
+
+    Args:
+        waits: seconds that this process did other things since the step before, by their names in metrics.jsonl.
 
     Raises:
         FloatingPointError: more steps were skipped than run.skip_nonfinite_steps allows.
@@ -232,6 +251,7 @@ def train_step(run: "Run", services: "Services", batch: "StepBatch") -> tuple[st
             "learning_rate": lr,
             "num_tokens": batch.num_tokens,
             "step_seconds": seconds,
+            **waits,
             "tokens_per_second": batch.num_tokens / seconds,
             "peak_memory_gib": memory,
             **services.flops.mfu(batch, seconds, engine.plan.num_processes),
@@ -285,6 +305,7 @@ def save(run: "Run", services: "Services") -> None:
 def stop(run: "Run", services: "Services", reason: str) -> int:
     """End a run that is to be resumed. Returns the exit code."""
     save(run, services)
+    services.profile.close()
     services.saver.wait()
     is_saved = run.engine.collectives.all_true(services.saver.failed is None)
     code = signals.EXIT_CODE if is_saved else 1
@@ -307,6 +328,7 @@ def finish(run: "Run", services: "Services") -> int:
 
     engine, log, saver = run.engine, services.log, services.saver
     saver.wait()
+    services.profile.close()
     for note in run.inputs.data.closing_notes():
         log.say(note)
     allocated, reserved = engine.collectives.all_reduce_max(

@@ -4,6 +4,7 @@ Each mistake is one that projects of the field have made. Usage: sabotage.py MIS
 """
 
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -211,6 +212,46 @@ def another_bucket() -> None:
         return plugin
 
     zero.DeepSpeedPlugin = plugin
+
+
+def slow_data() -> None:
+    """Each batch comes late."""
+    from cookbook.training.data import batches
+
+    right = batches.train_steps
+
+    def late(*arguments, **options):
+        for batch in right(*arguments, **options):
+            time.sleep(1.0)
+            yield batch
+
+    batches.train_steps = late
+
+
+def slow_rank() -> None:
+    """One process takes long for its forwards."""
+    from cookbook.training.engine import Engine
+
+    right = Engine._forward
+
+    def forward(self, *arguments):
+        time.sleep(0.5 if self.world.rank == 1 and self.model.training else 0.0)
+        return right(self, *arguments)
+
+    Engine._forward = forward
+
+
+def slow_saves() -> None:
+    """The disk is slow."""
+    from cookbook.training.checkpoint.saver import Saver
+
+    right = Saver._save
+
+    def save(self, *arguments):
+        time.sleep(1.0)
+        return right(self, *arguments)
+
+    Saver._save = save
 
 
 def silently_ddp() -> None:

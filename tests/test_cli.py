@@ -30,6 +30,7 @@ VERBS = [
     "summary",
     "report",
     "compare",
+    "why-slow",
     "chat",
     "sample",
     "evaluate",

@@ -26,6 +26,7 @@ from cookbook.commands.launch import check, explain, launch
 from cookbook.commands.plan import plan
 from cookbook.commands.results import checkpoint, compare, export, merge, report, summary
 from cookbook.commands.watch import watch
+from cookbook.commands.why_slow import why_slow
 from cookbook.config.recipe import recipe_schema
 from cookbook.config.strategy import load_strategy
 from cookbook.planning.combinations import page as combinations_page
@@ -153,6 +154,7 @@ for command in (
     summary,
     report,
     compare,
+    why_slow,
     chat,
     sample,
     evaluate,

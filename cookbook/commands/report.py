@@ -22,6 +22,9 @@ TITLES = {
     "grad_norm": "Gradient norm",
     "tokens_per_second": "Tokens per second, all processes",
     "step_seconds": "Seconds a step",
+    "data_seconds": "Seconds that a step waited for its batch",
+    "eval_seconds": "Seconds of evaluation before a step",
+    "save_seconds": "Seconds that a save took before a step",
     "mfu": "Model FLOPs utilization",
     "peak_memory_gib": "Peak memory, GiB, largest process",
 }

@@ -46,6 +46,7 @@ from cookbook.training.data.reference import with_reference
 from cookbook.training.data.sets import RowSets, TokenSets, tokenize_data
 from cookbook.training.data.tokens import TokenSet
 from cookbook.training.engine import Engine, engine_class, make_deterministic
+from cookbook.training.profiling import Profile
 
 if TYPE_CHECKING:
     from cookbook.commands.forecast.memory import Memory
@@ -140,6 +141,7 @@ class Services:
     status: Status
     watch: Watch
     saver: Saver
+    profile: Profile
 
 
 def load_inputs(recipe: Recipe, rows: RowSets, *, cache: Path, notes: list[str]) -> Inputs:
@@ -383,7 +385,16 @@ def start_services(run: Run, failed_after: list[int], notes: list[str], watch: W
         )
     status = Status(run.output_dir, is_main=engine.is_main, step=run.progress.step, failed_after=failed_after)
     saver = _start_saver(run, log, watch, attempt)
-    return Services(log=log, record=record, expected=expected, flops=flops, status=status, watch=watch, saver=saver)
+    return Services(
+        log=log,
+        record=record,
+        expected=expected,
+        flops=flops,
+        status=status,
+        watch=watch,
+        saver=saver,
+        profile=Profile(run.recipe.run.profile, run.output_dir, world.rank, engine.transformer(), log.say),
+    )
 
 
 def _forecast(run: Run, notes: list[str]) -> "Memory | None":

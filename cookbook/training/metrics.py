@@ -24,7 +24,7 @@ from cookbook.system.hardware import GIB, peak_flops
 from cookbook.system.monitor import Monitor
 from cookbook.system.screen import Screen
 
-SPEEDS = ("step_seconds", "tokens_per_second", "mfu")
+SPEEDS = ("step_seconds", "tokens_per_second", "mfu", "data_seconds", "eval_seconds", "save_seconds")
 """Not logged on simulated GPUs, where they would look like measurements."""
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "peft", "tokenizers", "numpy")
 

@@ -16,12 +16,14 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import record_function
 
 from cookbook.config.objectives.forward import Batch, LossOutput
 from cookbook.config.strategy import Strategy
 from cookbook.planning.launch import World
 from cookbook.planning.plan import Plan
 from cookbook.system import faults
+from cookbook.system.divided import PHASE
 from cookbook.training.engine import state
 from cookbook.training.engine.collectives import Collectives, to_device
 from cookbook.training.engine.findings import Comparison, as_json, describe_optimizer, num_shards
@@ -218,13 +220,15 @@ class Engine:
             self.beat(f"micro-batch {i + 1} of {len(micro_batches)}", self.current_step)
             faults.at("step.forward", self.current_step)
             with self._synchronise(last):
-                outcome = self._forward(loss_function, batch)
-                _add(totals, outcome)
+                with record_function(f"{PHASE}forward"):
+                    outcome = self._forward(loss_function, batch)
+                    _add(totals, outcome)
                 loss = outcome.loss_sum * scale
                 if i == 0 and faults.at("step.loss", self.current_step):
                     loss = loss * math.nan
                 self._losses.append(loss.detach())
-                self._backward(loss)
+                with record_function(f"{PHASE}backward"):
+                    self._backward(loss)
                 # Before the next forward: bitsandbytes' part of the graph holds its weights, which ZeRO-3 gathered.
                 del outcome, loss
         return {name: total / count for name, total in totals.items()}
@@ -263,7 +267,8 @@ class Engine:
         """
         self.beat("update", self.current_step)
         faults.at("step.update", self.current_step)
-        return self._update(shares, values)
+        with record_function(f"{PHASE}update"):
+            return self._update(shares, values)
 
     def _update(self, shares: dict[str, torch.Tensor], values: tuple[float, ...]) -> StepResult:
         if self.accelerator.scaler is not None:
