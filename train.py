@@ -242,6 +242,8 @@ def train_step(
     # Under fp16 such steps are normal: the loss scaler lowers its scale.
     is_skipped = not math.isfinite(result.grad_norm) and recipe.mixed_precision != "fp16"
     progress.advance(batch, is_skipped=is_skipped)
+    if is_due(progress.step, recipe.run.check_ranks_every_steps):
+        engine.check_ranks({"samples trained on": progress.num_samples, "stream": progress.stream_digest})
     services.log.write(
         {
             "step": progress.step,

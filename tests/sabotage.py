@@ -214,6 +214,38 @@ def another_bucket() -> None:
     zero.DeepSpeedPlugin = plugin
 
 
+def weights_diverge() -> None:
+    """In step 3 a weight of one process changes, by less than a curve would show."""
+    from cookbook.training.engine import Engine
+
+    right = Engine.step
+
+    def step(self, *arguments):
+        found = right(self, *arguments)
+        if self.current_step == 3 and self.world.rank == self.world.num_processes - 1:
+            for name, tensor in self._replicated():
+                if name.startswith("weight of model.norm"):
+                    tensor.detach().view(-1)[5] += 1e-6
+        return found
+
+    Engine.step = step
+
+
+def position_diverges() -> None:
+    """After step 3 one process believes to have seen another sample."""
+    from cookbook.commands.stages import Progress
+
+    right = Progress.advance
+
+    def advance(self, batch, **options):
+        import torch.distributed as dist
+
+        right(self, batch, **options)
+        self.num_samples += self.step == 3 and dist.get_rank() == 1
+
+    Progress.advance = advance
+
+
 def slow_data() -> None:
     """Each batch comes late."""
     from cookbook.training.data import batches

@@ -258,7 +258,8 @@ def _svg(lines: Sequence[Line], prefix: str, marks: Sequence[int], starts: Seque
             if line.has_dots or len(x) == 1:
                 drawn.set(marker="o", markersize=3.5)
             drawn.set_gid(f"curve-{i}")
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        if axes.get_xlim()[1] >= 1000:
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # which calls half a minute 500m
         file = io.StringIO()
         figure.savefig(
             file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))

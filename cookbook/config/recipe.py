@@ -380,6 +380,9 @@ class RunSection(Section):
     """Print a line every N steps; metrics.jsonl has every step."""
     monitor: bool = True
     """Measure what GPUs and CPU do, each second, into monitor.jsonl; a small process for each machine."""
+    check_ranks_every_steps: int | None = Field(default=None, gt=0)
+    """Every N steps, compare what several processes hold (weights, optimizer state, position in the data) to the bit;
+    a difference ends the run. Default: never."""
     profile: ProfileSection | None = None
     """Steps to profile, as {steps: [10, 14], ranks: [0]}: a trace and where the time went, in profile/. These steps are
     slower. Default: none."""

@@ -24,7 +24,7 @@ from cookbook.planning.launch import World
 from cookbook.planning.plan import Plan
 from cookbook.system import faults
 from cookbook.system.divided import PHASE
-from cookbook.training.engine import state
+from cookbook.training.engine import agreement, state
 from cookbook.training.engine.collectives import Collectives, to_device
 from cookbook.training.engine.findings import Comparison, as_json, describe_optimizer, num_shards
 from cookbook.training.engine.norm import clip, square_sum
@@ -356,6 +356,25 @@ class Engine:
         while state is read and written in shards, and the next forward must see what was written.
         """
         self.model.train()
+
+    def check_ranks(self, position: dict[str, Any]) -> None:
+        """Compare weights and optimizer state that several ranks hold, and the position in the data, by digest.
+
+        Args:
+            position: of this rank.
+
+        Raises:
+            RuntimeError: see `agreement.check`.
+        """
+        found = agreement.digests(self._replicated())
+        agreement.check({**position, **found}, self.collectives, self.current_step)
+
+    def _replicated(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What several ranks hold alike, by a name that is the same on these."""
+        for piece in self.held_pieces():
+            if piece.copies > 1:
+                where = f", from element {piece.start}" if piece.start else ""
+                yield f"{piece.kind} of {piece.name}{where}", piece.data
 
     def parameter_shapes(self) -> dict[str, list[int]]:
         """Whole shapes of the trained parameters by their names in the transformers model; tied ones come once."""

@@ -81,6 +81,22 @@ class Collectives:
             self.beat("waiting for the main process")
         return store.get(key).decode()
 
+    def gather_texts(self, text: str) -> list[str]:
+        """The texts of all ranks, in their order, on the main process; empty on the others."""
+        if not dist.is_initialized():
+            return [text]
+        store = dist.distributed_c10d._get_default_store()
+        self._num_texts += 1
+        keys = [f"cookbook/text/{self._num_texts}/{rank}" for rank in range(self.world.num_processes)]
+        store.set(keys[self.world.rank], text)
+        if self.world.rank:
+            return []
+        self.beat("waiting for the others")
+        found = [store.get(key).decode() for key in keys]
+        for key in keys:
+            store.delete_key(key)
+        return found
+
     def leave(self, timeout: timedelta) -> None:
         """End the process group. A rank that exits while another still reads its last message would fail a run that
         succeeded.
