@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cookbook.commands.cli import main
 from cookbook.commands.history import History, read_history
 from cookbook.commands.why_slow import advice, read_profiles, shares
+from cookbook.config.recipe import ProfileSection
 from cookbook.system.divided import PARTS, Event, divide, in_words
+from cookbook.training.profiling import Profile
 from tests.curves import Lab
 from tests.gpu_runs import GpuLab
 
@@ -179,6 +182,20 @@ def test_times_of_simulated_gpus_are_not_explained(gpu_lab: GpuLab, capsys):
     assert "step_seconds" not in read_history(run.output).steps[0]
     assert main(["why-slow", str(run.output)]) == 2
     assert "simulated GPUs, whose times mean nothing" in capsys.readouterr().err
+
+
+def test_steps_that_were_not_reached_are_told(tmp_path):
+    said: list[str] = []
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    for ranks, reached in ([0], 4), ([1], 4), ([0], 5):
+        one = Profile(ProfileSection(steps=[5, 6], ranks=ranks), tmp_path, 0, model, said.append)
+        for step in range(1, reached + 1):
+            one.begin_step(step)
+            model(torch.ones(2))
+            one.end_step(step)
+        one.close()
+        assert sum("nothing was profiled, as no step of [5, 6] was reached" in text for text in said) == 1
+    assert any(text.startswith("PROFILE of steps 5 to 5, rank 0") for text in said), "a run that stops within"
 
 
 @pytest.mark.parametrize(

@@ -43,13 +43,15 @@ class Profile:
         self._profiler: profile | None = None
         self._step: record_function | None = None
         self._hooks: list[Any] = []
-        self._first = self._last = 0
+        self._first = self._last = self._reached = 0
 
     def begin_step(self, step: int) -> None:
         """Before the batch of a step is taken."""
         if self._settings is None:
             return
-        if step == self._settings.steps[0]:
+        self._reached = step
+        first, last = self._settings.steps
+        if not self._first and first <= step <= last:  # later than the first in a run that was resumed among them
             self._start()
         if self._profiler is not None:
             self._first = self._first or step
@@ -79,6 +81,8 @@ class Profile:
         """Write trace and table, if steps are being profiled. A disk that is full loses them, and not the run."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
+            if self._settings is not None and self._reached < self._settings.steps[0]:
+                self._say(f"run.profile: nothing was profiled, as no step of {self._settings.steps} was reached")
             return
         profiler.stop()
         for hook in self._hooks:
