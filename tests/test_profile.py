@@ -1,6 +1,6 @@
 """Protects the profile and why-slow: time is divided as by hand, and planted faults are named first.
 
-python -m pytest -q tests/test_profile.py
+python -m pytest -q tests/test_profile.py -m "slow or not slow"
 """
 
 import gzip
@@ -107,10 +107,11 @@ def check_profile(folder: Path, layers: set[str]) -> list[dict[str, Any]]:
     return records
 
 
+SLOW = pytest.mark.slow
 LAYERS = {"model.layers.0", "model.layers.1"}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3", "tp"])
+@pytest.mark.parametrize("strategy", ["zero3", *(pytest.param(one, marks=SLOW) for one in ("ddp", "fsdp2", "tp"))])
 def test_a_run_is_profiled_under_every_kind_of_strategy_and_keeps_its_curve(lab: Lab, strategy: str):
     curve = lab.run(strategy, PROFILED)
     check_profile(curve.folder, LAYERS)
@@ -118,7 +119,7 @@ def test_a_run_is_profiled_under_every_kind_of_strategy_and_keeps_its_curve(lab:
     assert curve.losses == lab.run(strategy, plain).losses, "to the bit"
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", ["fsdp2", *(pytest.param(one, marks=SLOW) for one in ("ddp", "zero3"))])
 def test_a_run_on_simulated_gpus_is_profiled(gpu_lab: GpuLab, strategy: str):
     run = gpu_lab.run(strategy, {"run.profile": "{steps: [2, 3], ranks: [0, 1]}"})
     check_profile(run.output, LAYERS)
@@ -128,9 +129,15 @@ def test_a_run_on_simulated_gpus_is_profiled(gpu_lab: GpuLab, strategy: str):
     ("strategy", "sabotage", "settings", "said"),
     [
         ("ddp", "slow_data", {}, ["steps wait for their batch for", "data.streaming"]),
-        ("ddp", "slow_saves", {"run.save_every_steps": "1"}, ["saving takes", "run.save_every_steps 1,"]),
+        pytest.param(
+            "ddp",
+            "slow_saves",
+            {"run.save_every_steps": "1"},
+            ["saving takes", "run.save_every_steps 1,"],
+            marks=SLOW,
+        ),
         ("ddp", "slow_rank", {}, ["rank 1 is slower than the others, in its forward,"]),
-        ("fsdp2", "slow_rank", {}, ["rank 1 is slower than the others, in its forward,"]),
+        pytest.param("fsdp2", "slow_rank", {}, ["rank 1 is slower than the others, in its forward,"], marks=SLOW),
         (
             "single",
             None,
