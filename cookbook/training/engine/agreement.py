@@ -23,7 +23,10 @@ def digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
     for name, tensor in tensors:
         names.append(name)
         sums.append(_sums(tensor.detach()))
-    return dict(zip(names, torch.stack(sums).tolist(), strict=True)) if sums else {}
+    if not sums:
+        return {}
+    together = torch.stack([one.to(sums[0].device) for one in sums])  # some may be offloaded
+    return dict(zip(names, together.tolist(), strict=True))
 
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor:
