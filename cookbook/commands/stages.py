@@ -436,7 +436,10 @@ def _header(run: Run, record: dict[str, Any], expected: "Memory | None") -> dict
         else "stream"
     )
     simulated = " (simulated: no speeds)" if hardware.get("simulated") else ""
-    device = f"GPUs, {hardware['gpu']}{simulated}" if "gpu" in hardware else f"CPU processes, {num_cores()} cores"
+    many = "s" if plan.num_processes > 1 else ""
+    device = f"process{many and 'es'} on {num_cores()} CPU cores"
+    if "gpu" in hardware:
+        device = f"GPU{many}, {hardware['gpu']}{simulated}"
     machines = plan.num_processes // engine.world.num_local
     rows = {
         "model": f"{inputs.config.model_type}, {engine.num_parameters:,} parameters, {trained}",
