@@ -37,12 +37,8 @@ def test_the_rank_that_differs_is_named_among_those_that_hold_the_same():
     ("strategy", "is_replicated"),
     [
         ("ddp", True),
-        ("zero2", True),
-        ("zero3", True),
-        ("hsdp", False),
-        ("tp", True),
-        ("fsdp2", False),
-        ("fsdp1", False),
+        *(pytest.param(one, True, marks=pytest.mark.slow) for one in ("zero2", "zero3", "hsdp", "tp")),
+        *(pytest.param(one, False, marks=pytest.mark.slow) for one in ("fsdp1", "fsdp2")),
     ],
 )
 def test_ranks_that_agree_go_on_and_one_that_does_not_ends_the_run(lab: Lab, strategy: str, is_replicated: bool):
