@@ -18,7 +18,7 @@ TESTS ?= tests
 BUILD_NEEDS = sh system.sh .venv/bin/python build
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart init convert train finetune-7b preview plan tune rehearse watch report compare chat evaluate merge export checkpoint check doctor explain schema library combinations test test-quick test-long test-all soak steady matrix simulated-gpus gpu-memory test-gpu lint lock audit clean
+.PHONY: help setup quickstart init convert train finetune-7b preview plan tune rehearse watch report compare why-slow chat evaluate merge export checkpoint check doctor explain schema library combinations test test-quick test-long test-all soak steady matrix simulated-gpus gpu-memory test-gpu lint lock audit clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 14
@@ -62,6 +62,10 @@ report: $(if $(RUN),$(STAMP))  ## RUN=outputs/...: write a page with the curves,
 compare: $(if $(RUNS),$(STAMP))  ## RUNS="outputs/a outputs/b": write a page that lays runs over one another
 	@$(if $(RUNS),,echo 'make compare: write RUNS="outputs/a outputs/b", the run.output_dir of two or more recipes' >&2; exit 2)
 	@$(COOKBOOK) compare $(RUNS)
+
+why-slow: $(if $(RUN),$(STAMP))  ## RUN=outputs/...: where the time of a run goes, and what to change first
+	@$(if $(RUN),,echo 'make why-slow: write RUN=..., the run.output_dir of a recipe' >&2; exit 2)
+	@$(COOKBOOK) why-slow $(RUN)
 
 init: $(if $(and $(MODEL),$(DATA)),$(STAMP))  ## MODEL=Qwen/Qwen3-0.6B DATA=path/to/chats.jsonl [GPUS=1x24GB] [TASK=dpo] [OUT=recipes/mine.yaml]: write a recipe
 	@$(if $(and $(MODEL),$(DATA)),,echo 'make init: write MODEL=... DATA=..., for example: make init MODEL=Qwen/Qwen3-0.6B DATA=path/to/chats.jsonl' >&2; exit 2)

@@ -188,6 +188,8 @@ def take_folder(recipe: Recipe, world: launch.World) -> tuple[bool, list[int]]:
 
 def loop(run: "Run", services: "Services") -> str | None:
     """Evaluate, save and train, step by step, up to the last one. Returns the reason for an earlier stop."""
+    from cookbook.training.profiling import phase
+
     settings, first_step = run.recipe.run, run.progress.step
     reason, is_time_to_save = stop_reason(run.engine), False
     since = time.perf_counter()
@@ -195,24 +197,38 @@ def loop(run: "Run", services: "Services") -> str | None:
         began, step = time.perf_counter(), run.progress.step
         is_last = step == run.inputs.max_steps
         if step == 0 or is_last or is_due(step, settings.eval_every_steps):
-            reason = reason or evaluate(run, services)
+            with phase("evaluation"):
+                reason = reason or evaluate(run, services)
+        evaluated = time.perf_counter()
         is_first_save = step == 1 and settings.save_first_step
         if is_last or is_time_to_save or is_due(step, settings.save_every_steps) or is_first_save:
-            save(run, services)
+            with phase("save"):
+                save(run, services)
+        saved = time.perf_counter()
+        services.profile.end_step(step)
         if settings.stop_after_steps and step - first_step >= settings.stop_after_steps and not is_last:
             reason = reason or "run.stop_after_steps"
         if reason is not None or is_last:
             return reason
-        faults.at("data.next", step + 1)
-        since += time.perf_counter() - began  # evaluations and saves are no part of a step
-        reason, is_time_to_save, since = train_step(run, services, next(run.steps), since)
+        services.profile.begin_step(step + 1)
+        waited = time.perf_counter()
+        with phase("data"):
+            faults.at("data.next", step + 1)
+            batch = next(run.steps)
+        waits = {"eval_seconds": evaluated - began, "save_seconds": saved - evaluated}
+        waits["data_seconds"] = time.perf_counter() - waited
+        since += saved - began  # evaluations and saves are no part of a step
+        reason, is_time_to_save, since = train_step(run, services, batch, since, waits)
 
 
-def train_step(run: "Run", services: "Services", batch: "StepBatch", since: float) -> tuple[str | None, bool, float]:
+def train_step(
+    run: "Run", services: "Services", batch: "StepBatch", since: float, waits: dict[str, float]
+) -> tuple[str | None, bool, float]:
     """Perform one optimizer step over the global batch.
 
     Args:
         since: time at which the last step ended: what lies between two steps, such as waiting for rows, counts.
+        waits: seconds of it and of the evaluation and the save before it, by their names in metrics.jsonl.
 
     Returns:
         A reason to stop, and whether it is time to save, the same on all ranks; and the time at which this step ended.
@@ -240,6 +256,8 @@ def train_step(run: "Run", services: "Services", batch: "StepBatch", since: floa
     # Under fp16 such steps are normal: the loss scaler lowers its scale.
     is_skipped = not math.isfinite(result.grad_norm) and recipe.mixed_precision != "fp16"
     progress.advance(batch, is_skipped=is_skipped)
+    if is_due(progress.step, recipe.run.check_ranks_every_steps):
+        engine.check_ranks({"samples trained on": progress.num_samples, "stream": progress.stream_digest})
     services.log.write(
         {
             "step": progress.step,
@@ -250,6 +268,7 @@ def train_step(run: "Run", services: "Services", batch: "StepBatch", since: floa
             **({} if scale is None else {"loss_scale": scale}),
             "num_tokens": batch.num_tokens,
             "step_seconds": seconds,
+            **waits,
             "tokens_per_second": batch.num_tokens / seconds,
             "peak_memory_gib": memory,
             **services.flops.mfu(batch, seconds, engine.plan.num_processes),
@@ -258,7 +277,7 @@ def train_step(run: "Run", services: "Services", batch: "StepBatch", since: floa
     if is_skipped:
         step, limit = progress.step, recipe.run.skip_nonfinite_steps
         services.log.event("skip", step)
-        services.log.say(f"step {step} skipped: loss or gradient is not finite; weights unchanged")
+        services.log.say(f"step {step} skipped: loss or gradient is not finite; weights unchanged", "bold red")
         bad, what = engine.nonfinite_micro_batches(), "loss"
         if engine.collectives.all_true(not bad):  # every loss is finite on all ranks: any sample may be the cause
             bad, what = list(range(len(batch.micro_batches))), "gradient"
@@ -303,6 +322,7 @@ def save(run: "Run", services: "Services") -> None:
 def stop(run: "Run", services: "Services", reason: str) -> int:
     """End a run that is to be resumed. Returns the exit code."""
     save(run, services)
+    services.profile.close()
     services.saver.wait()
     is_saved = run.engine.collectives.all_true(services.saver.failed is None)
     code = signals.EXIT_CODE if is_saved else 1
@@ -325,6 +345,7 @@ def finish(run: "Run", services: "Services") -> int:
 
     engine, log, saver = run.engine, services.log, services.saver
     saver.wait()
+    services.profile.close()
     for note in run.inputs.data.closing_notes():
         log.say(note)
     allocated, reserved = engine.collectives.all_reduce_max(
@@ -335,6 +356,7 @@ def finish(run: "Run", services: "Services") -> int:
         peaks = {"allocated": allocated, "reserved": reserved or None}
         log.write_record("run.json", services.record | {"peak_memory_gib": peaks})
 
+    log.end_monitor()
     signals.stop_deferring(engine.is_main)
     if engine.is_main:
         services.watch.enter("exporting", is_alone=True)

@@ -66,7 +66,7 @@ def _hsdp(num_machines: int) -> Strategy:
 
 def published() -> list[dict[str, Any]]:
     """Throughputs of several machines, from the records that hold the forecast (tests/test_forecast_speed.py)."""
-    from test_forecast_speed import RECORDS
+    from tests.test_forecast_speed import RECORDS
 
     rows = []
     for record in RECORDS:

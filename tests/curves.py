@@ -42,7 +42,7 @@ data:
 batch: {global_batch_size: 16, micro_batch_size: 4}
 optim: {name: sgd, learning_rate: 0.1, weight_decay: 0.01, max_grad_norm: 1.0}
 schedule: {name: cosine, warmup_steps: 4}
-run: {max_steps: 20, output_dir: OUTPUT, check_export: false}
+run: {max_steps: 20, output_dir: OUTPUT, check_export: false, monitor: false}
 """
 
 SGD: dict[str, str] = {}

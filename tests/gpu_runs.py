@@ -44,7 +44,7 @@ data: {data}
 objective: {objective}
 batch: {batch}
 optim: {{learning_rate: 1e-3, weight_decay: 0.1}}
-run: {{max_steps: {steps}{evaluations}, output_dir: OUTPUT, check_export: false}}
+run: {{max_steps: {steps}{evaluations}, output_dir: OUTPUT, check_export: false, monitor: false}}
 """
 RECIPES = {
     # Every part of a run in seconds: rows of uneven length, two micro-batches, evaluations.

@@ -4,6 +4,7 @@ Each mistake is one that projects of the field have made. Usage: sabotage.py MIS
 """
 
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -260,6 +261,78 @@ def another_bucket() -> None:
         return plugin
 
     zero.DeepSpeedPlugin = plugin
+
+
+def weights_diverge() -> None:
+    """In step 3 a weight of one process changes, by less than a curve would show."""
+    from cookbook.training.engine import Engine
+
+    right = Engine.step
+
+    def step(self, *arguments):
+        found = right(self, *arguments)
+        if self.current_step == 3 and self.world.rank == self.world.num_processes - 1:
+            for name, tensor in self._replicated():
+                if name.startswith("weight of model.norm"):
+                    tensor.detach().view(-1)[5] += 1e-6
+        return found
+
+    Engine.step = step
+
+
+def position_diverges() -> None:
+    """After step 3 one process believes to have seen another sample."""
+    from cookbook.commands.stages import Progress
+
+    right = Progress.advance
+
+    def advance(self, batch, **options):
+        import torch.distributed as dist
+
+        right(self, batch, **options)
+        self.num_samples += self.step == 3 and dist.get_rank() == 1
+
+    Progress.advance = advance
+
+
+def slow_data() -> None:
+    """Each batch comes late."""
+    from cookbook.training.data import batches
+
+    right = batches.train_steps
+
+    def late(*arguments, **options):
+        for batch in right(*arguments, **options):
+            time.sleep(1.0)
+            yield batch
+
+    batches.train_steps = late
+
+
+def slow_rank() -> None:
+    """One process takes long for its forwards."""
+    from cookbook.training.engine import Engine
+
+    right = Engine._forward
+
+    def forward(self, *arguments):
+        time.sleep(0.5 if self.world.rank == 1 and self.model.training else 0.0)
+        return right(self, *arguments)
+
+    Engine._forward = forward
+
+
+def slow_saves() -> None:
+    """The disk is slow."""
+    from cookbook.training.checkpoint.saver import Saver
+
+    right = Saver._save
+
+    def save(self, *arguments):
+        time.sleep(1.0)
+        return right(self, *arguments)
+
+    Saver._save = save
 
 
 def silently_ddp() -> None:

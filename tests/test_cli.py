@@ -31,6 +31,7 @@ VERBS = [
     "summary",
     "report",
     "compare",
+    "why-slow",
     "chat",
     "sample",
     "evaluate",
@@ -83,7 +84,7 @@ def in_root(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_help_lists_every_command_in_plain_text_of_80_columns():
     answer = cookbook("--help", COLUMNS="80", FORCE_COLOR="1")
     assert answer.returncode == 0
-    rows = re.findall(r"^  ([a-z]+)  +(\S.*)$", answer.stdout.partition("Commands:")[2], flags=re.MULTILINE)
+    rows = re.findall(r"^  ([a-z-]+)  +(\S.*)$", answer.stdout.partition("Commands:")[2], flags=re.MULTILINE)
     assert [verb for verb, _ in rows] == VERBS
     assert not [text for _, text in rows if text.endswith("...")], "cut off"
     assert answer.stdout.isascii() and "\x1b" not in answer.stdout and max(map(len, answer.stdout.splitlines())) <= 80

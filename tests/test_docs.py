@@ -52,9 +52,11 @@ MADE = (
     "hang/",
     "step-",
     "model/",
+    "profile/",
 )
 WRITTEN_BY_A_RUN = {"recipe.yaml", "run.json", "metrics.jsonl", "status.json", "adapter_config.json", "base_model.json"}
 WRITTEN_BY_A_RUN |= {"manifest.json", "state.json", "export.json", "events.jsonl", "report.html", "compare.html"}
+WRITTEN_BY_A_RUN |= {"monitor.jsonl", "monitor-1.jsonl"}
 
 
 def text_of(page: str) -> str:

@@ -28,6 +28,7 @@ from cookbook.commands.results import checkpoint, compare, export, merge, report
 from cookbook.commands.submit import submit
 from cookbook.commands.tune import tune
 from cookbook.commands.watch import watch
+from cookbook.commands.why_slow import why_slow
 from cookbook.config.recipe import recipe_schema
 from cookbook.config.strategy import load_strategy
 from cookbook.planning.combinations import page as combinations_page
@@ -157,6 +158,7 @@ for command in (
     summary,
     report,
     compare,
+    why_slow,
     chat,
     sample,
     evaluate,

@@ -30,6 +30,8 @@ class History:
     settings: dict[str, Any]
     """recipe.yaml by `section.key`."""
     state: str
+    monitor: list[dict[str, Any]]
+    """Of monitor.jsonl and those of other machines, in the order of time."""
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -58,21 +60,32 @@ def read_history(folder: Path) -> History:
         record=read_json(folder / "run.json"),
         settings=flatten(read_document(recipe).values) if recipe.is_file() else {},
         state=state_of(folder)[0],
+        monitor=_monitor(folder),
     )
     if not found.steps:
         raise RecipeError([f"{path}: no training step in it; the run ended before its first"])
     return found
 
 
-def parse_lines(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    """The objects of JSON lines; one that is not whole, as the last of a running run may be, is left out."""
+def _monitor(folder: Path) -> list[dict[str, Any]]:
+    files = sorted(folder.glob("monitor*.jsonl"))
+    found = [line for file in files for line in parse_lines(file.read_bytes().splitlines(), "time")]
+    return sorted(found, key=lambda line: line["time"])
+
+
+def parse_lines(lines: Iterable[bytes], number: str = "step") -> list[dict[str, Any]]:
+    """The objects of JSON lines; one that is not whole, as the last of a running run may be, is left out.
+
+    Args:
+        number: what every line must have.
+    """
     found = []
     for line in lines:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(value, dict) and isinstance(value.get("step"), int):
+        if isinstance(value, dict) and isinstance(value.get(number), int | float):
             found.append(value)
     return found
 

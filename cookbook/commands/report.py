@@ -3,13 +3,14 @@
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from html import escape
 from itertools import pairwise
 from typing import Any
 
+from cookbook.commands import health
 from cookbook.commands.history import History
 from cookbook.planning.explain.compare import effect_of
 from cookbook.system.files import flatten
@@ -21,11 +22,27 @@ TITLES = {
     "grad_norm": "Gradient norm",
     "tokens_per_second": "Tokens per second, all processes",
     "step_seconds": "Seconds a step",
+    "data_seconds": "Seconds that a step waited for its batch",
+    "eval_seconds": "Seconds of evaluation before a step",
+    "save_seconds": "Seconds that a save took before a step",
     "mfu": "Model FLOPs utilization",
     "peak_memory_gib": "Peak memory, GiB, largest process",
 }
 """Of what has a curve in every run, in their order on the page; the metrics of an objective follow by their names."""
+HARDWARE = {
+    "busy_percent": "Busy, percent of the time",
+    "memory_gib": "Memory in use, GiB",
+    "celsius": "Temperature, degrees Celsius",
+    "watts": "Power, watts",
+    "clock_mhz": "Clock, MHz",
+    "disk_read_mb_s": "Read from disks, MB/s",
+    "disk_write_mb_s": "Written to disks, MB/s",
+    "network_mb_s": "Sent over the network, MB/s",
+}
+"""Of what has a curve where monitor.jsonl is."""
 POSITIONS = ("step", "epoch", "num_tokens")
+MOST_POINTS = 2000
+"""Of a curve: more than a page has pixels."""
 INKS = 8
 """Colours of lines; a ninth line has the first again."""
 STYLE = """\
@@ -79,10 +96,25 @@ def run_page(run: History, summary: Iterable[tuple[str, str]]) -> str:
     body = [_table(("", ""), [("state", run.state), *summary]), "<h2>Curves</h2>", _grid(charts)]
     if starts or marks:
         body.append('<p class="soft">Dotted: the run was started again. Red: a step was skipped.</p>')
+    if run.monitor:
+        body += ["<h2>Hardware</h2>", *_hardware(run)]
     body += ["<h2>Events</h2>", _table(("time", "step", "event", ""), _event_rows(run))]
     rows = [(key, _shown(value), _source(run, key)) for key, value in run.settings.items()]
     body += ["<h2>Settings</h2>", _table(("key", "value", "from"), rows)]
     return _page(f"Run {run.folder}", body)
+
+
+def _hardware(run: History) -> Iterator[str]:
+    """What the monitor saw, by minutes."""
+    found = health.findings(run) or ["Nothing to complain of."]
+    yield f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in found)}</ul>"
+    measured, charts = health.series(run), []
+    for i, (key, title) in enumerate(HARDWARE.items()):
+        lines = [Line(name=who, points=of, ink=j) for j, (who, of) in enumerate(measured.get(key, {}).items())]
+        if lines:
+            legend = _legend((line.ink, line.name) for line in lines)
+            charts.append(_chart(f"{title}, by minutes", lines, legend=legend, number=f"h{i}"))
+    yield _grid(charts)
 
 
 def compare_page(runs: Sequence[History]) -> str:
@@ -203,7 +235,7 @@ def _svg(lines: Sequence[Line], prefix: str, marks: Sequence[int], starts: Seque
         "svg.hashsalt": "page",
         "font.family": "sans-serif",
         "font.size": 10,
-        "path.simplify": False,  # every point of the metrics is there
+        "path.simplify": False,  # each of the points of `thinned` is there
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.edgecolor": rule,
@@ -220,13 +252,14 @@ def _svg(lines: Sequence[Line], prefix: str, marks: Sequence[int], starts: Seque
         for step in marks:
             axes.axvline(step, color="#000001", linewidth=1)
         for i, line in enumerate(lines):
-            x, y = zip(*line.points, strict=True) if line.points else ((), ())
+            x, y = zip(*thinned(line.points), strict=True) if line.points else ((), ())
             style, color = "--" if line.is_dashed else "-", f"#0000{line.ink % INKS:02x}"
             (drawn,) = axes.plot(x, y, color=color, linestyle=style, linewidth=1.6)
             if line.has_dots or len(x) == 1:
                 drawn.set(marker="o", markersize=3.5)
             drawn.set_gid(f"curve-{i}")
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        if axes.get_xlim()[1] >= 1000:
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # which calls half a minute 500m
         file = io.StringIO()
         figure.savefig(
             file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -238,6 +271,19 @@ def _svg(lines: Sequence[Line], prefix: str, marks: Sequence[int], starts: Seque
     for colour, variable in {**inks, soft: "var(--soft)", rule: "var(--rule)"}.items():
         text = text.replace(colour, variable)
     return text
+
+
+def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most `MOST_POINTS`: the least and the greatest of each part of a longer curve, so that no spike is lost."""
+    if len(points) <= MOST_POINTS:
+        return points
+    edges = [round(i * len(points) / (MOST_POINTS // 2)) for i in range(MOST_POINTS // 2 + 1)]
+    found = []
+    for begin, end in pairwise(edges):
+        part = range(begin, end)
+        ends = {min(part, key=lambda i: points[i][1]), max(part, key=lambda i: points[i][1])}
+        found += [points[i] for i in sorted(ends)]
+    return found
 
 
 def _event_rows(run: History) -> list[tuple[str, ...]]:

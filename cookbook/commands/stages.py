@@ -31,6 +31,9 @@ from cookbook.planning.launch import World
 from cookbook.planning.plan import Plan, describe_batch
 from cookbook.system import lock, signals
 from cookbook.system.files import RecipeError, flatten
+from cookbook.system.hardware import GIB
+from cookbook.system.machine import num_cores
+from cookbook.system.monitor import Monitor
 from cookbook.system.status import Status
 from cookbook.system.watch import Watch, put_away_report
 from cookbook.training import adapters, metrics, models, trackers
@@ -41,7 +44,9 @@ from cookbook.training.data import batches
 from cookbook.training.data.ahead import Ahead
 from cookbook.training.data.reference import with_reference
 from cookbook.training.data.sets import RowSets, TokenSets, tokenize_data
+from cookbook.training.data.tokens import TokenSet
 from cookbook.training.engine import Engine, engine_class, make_deterministic
+from cookbook.training.profiling import Profile
 
 if TYPE_CHECKING:
     from cookbook.commands.forecast.memory import Memory
@@ -136,6 +141,7 @@ class Services:
     status: Status
     watch: Watch
     saver: Saver
+    profile: Profile
 
 
 def load_inputs(recipe: Recipe, rows: RowSets, *, cache: Path, notes: list[str]) -> Inputs:
@@ -339,6 +345,7 @@ def start_services(run: Run, failed_after: list[int], notes: list[str], watch: W
         max_steps=run.inputs.max_steps,
         resumed_step=run.progress.step if is_own else None,
         is_evaluated=run.progress.is_evaluated,
+        log_every_steps=run.recipe.run.log_every_steps,
     )
     log.write_text("recipe.yaml", dump_recipe(run.recipe))
     if engine.is_main:
@@ -358,6 +365,7 @@ def start_services(run: Run, failed_after: list[int], notes: list[str], watch: W
         record["forecast"] = {name: getattr(expected, name) for name in ("allocated", "reserved", "moment")}
     written = run.recipe.model_dump(mode="json", exclude_unset=True)
     record |= {"max_steps": run.inputs.max_steps, "written_settings": list(flatten(written))}
+    record["header"] = _header(run, record, expected)
     if shortages := shortage.history():
         record["out_of_memory"] = shortages
     log.write_record("run.json", record)
@@ -365,9 +373,10 @@ def start_services(run: Run, failed_after: list[int], notes: list[str], watch: W
         log.event("out_of_memory", run.progress.step, **answered)
     started = {"strategy": engine.strategy.name, "processes": engine.plan.num_processes}
     log.event("start", run.progress.step, **started, resumed_from=record["resumed_from"])
-    for line in (*notes, *_headline(run)):
+    for line in notes:
         log.say(line)
     if engine.is_main:
+        log.screen.header(f"RUN {run.output_dir}", record["header"].items())
         settings = flatten(run.recipe.model_dump(mode="json", exclude_none=True))
         settings |= {"strategy": engine.strategy.path, "processes": engine.plan.num_processes}
         log.followers += [
@@ -375,9 +384,23 @@ def start_services(run: Run, failed_after: list[int], notes: list[str], watch: W
             for name in run.recipe.run.trackers
         ]
     attempt = engine.collectives.broadcast_text(uuid.uuid4().hex[:8])
+    world = engine.world
+    if run.recipe.run.monitor and world.local_rank == 0:  # an earlier run's folder was set aside before the broadcast
+        log.monitor = Monitor(
+            run.output_dir, first_rank=world.rank, num_ranks=world.num_local, machine=world.rank // world.num_local
+        )
     status = Status(run.output_dir, is_main=engine.is_main, step=run.progress.step, failed_after=failed_after)
     saver = _start_saver(run, log, watch, attempt)
-    return Services(log=log, record=record, expected=expected, flops=flops, status=status, watch=watch, saver=saver)
+    return Services(
+        log=log,
+        record=record,
+        expected=expected,
+        flops=flops,
+        status=status,
+        watch=watch,
+        saver=saver,
+        profile=Profile(run.recipe.run.profile, run.output_dir, world.rank, engine.transformer(), log.say),
+    )
 
 
 def _forecast(run: Run, notes: list[str]) -> "Memory | None":
@@ -404,16 +427,41 @@ def _flop_counter(run: Run, notes: list[str]) -> metrics.FlopCounter:
     return metrics.FlopCounter(sizes=sizes, peak=peak)
 
 
-def _headline(run: Run) -> list[str]:
-    recipe, inputs, engine = run.recipe, run.inputs, run.engine
-    where = f"{engine.plan.num_processes} processes on {engine.device.type}, precision {recipe.mixed_precision}"
-    epoch = f"{inputs.steps_per_epoch or 'an unknown number'} an epoch"
-    batch = describe_batch(recipe, engine.plan)
-    lines = [f"{engine.strategy.name}: {where}; {batch}; {inputs.max_steps} steps, {epoch}"]
+def _header(run: Run, record: dict[str, Any], expected: "Memory | None") -> dict[str, str]:
+    """What the run is, for people."""
+    recipe, inputs, engine, plan = run.recipe, run.inputs, run.engine, run.engine.plan
+    trained = "all trained"
+    if engine.num_trained != engine.num_parameters:
+        trained = f"{engine.num_trained:,} trained ({engine.num_trained / engine.num_parameters:.2%})"
     if recipe.adapter is not None:
-        share = f"{engine.num_trained:,} of {engine.num_parameters:,} parameters are trained"
-        lines.append(f"adapter {recipe.adapter.name} of rank {recipe.adapter.rank}: {share}")
-    return lines
+        trained += f", {recipe.adapter.name} of rank {recipe.adapter.rank}"
+    train, hardware = inputs.data.train, record["hardware"]
+    size = (
+        f"{len(train):,} {recipe.objective.sample}s, {len(train.ids):,} tokens"
+        if isinstance(train, TokenSet)
+        else "stream"
+    )
+    simulated = " (simulated: no speeds)" if hardware.get("simulated") else ""
+    many = "s" if plan.num_processes > 1 else ""
+    device = f"process{many and 'es'} on {num_cores()} CPU cores"
+    if "gpu" in hardware:
+        device = f"GPU{many}, {hardware['gpu']}{simulated}"
+    machines = plan.num_processes // engine.world.num_local
+    rows = {
+        "model": f"{inputs.config.model_type}, {engine.num_parameters:,} parameters, {trained}",
+        "data": f"{size}; at most {recipe.data.max_length:,} tokens each",
+        "machine": f"{plan.num_processes} {device}" + (f" on {machines} machines" if machines > 1 else ""),
+        "strategy": f"{engine.strategy.name}, precision {recipe.mixed_precision}",
+        "batch": describe_batch(recipe, plan),
+        "steps": f"{inputs.max_steps:,}, {inputs.steps_per_epoch or 'an unknown number'} an epoch",
+    }
+    if run.progress.step:
+        rows["steps"] += f"; goes on after step {run.progress.step:,}"
+    if expected is not None:
+        low, high = (size / GIB for size in expected.reserved)
+        rows["memory"] = f"forecast {expected.allocated / GIB:.2f} GiB a GPU at {expected.moment}"
+        rows["memory"] += f", {low:.2f} to {high:.2f} reserved"
+    return rows
 
 
 def _start_saver(run: Run, log: metrics.RunLog, watch: Watch, attempt: str) -> Saver:

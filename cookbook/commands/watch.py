@@ -13,6 +13,7 @@ from cookbook.commands.arguments import positive, run_folder
 from cookbook.commands.history import METRICS, parse_lines, read_json, state_of
 from cookbook.system.console import console, page
 from cookbook.system.files import RecipeError
+from cookbook.system.screen import step_words
 
 TAIL_BYTES = 65536
 """Of metrics.jsonl, read each time."""
@@ -39,7 +40,10 @@ def _watch_live(folders: Sequence[Path], every: float) -> None:
     with Live(console=console(), auto_refresh=False) as live:
         while True:
             looks = [_look(folder) for folder in folders]
-            live.update(Text(page(HEAD, *(row for row, _ in looks), indent=0)), refresh=True)
+            shown = page(HEAD, *(row for row, _ in looks), indent=0)
+            if len(folders) == 1:
+                shown = f"{_details(folders[0])}\n{shown}"
+            live.update(Text(shown), refresh=True)
             if all(has_ended for _, has_ended in looks):
                 return
             time.sleep(every)
@@ -82,6 +86,14 @@ def _look(folder: Path) -> tuple[tuple[str, ...], bool]:
         left,
     )
     return cells, has_ended
+
+
+def _details(folder: Path) -> str:
+    """The header of a run, and the numbers of its last step."""
+    header, lines = read_json(folder / "run.json").get("header", {}), _last_lines(folder / METRICS)
+    last: dict[str, Any] = next((line for line in reversed(lines) if line.get("loss") is not None), {})
+    numbers = "  ".join(words for words, _ in step_words(last))
+    return page(*((name, str(value)) for name, value in header.items()), ("now", numbers), indent=0)
 
 
 def _last_lines(path: Path) -> list[dict[str, Any]]:

@@ -353,6 +353,21 @@ class LossScaleSection(Section):
         return self
 
 
+class ProfileSection(Section):
+    """Steps that torch's profiler records."""
+
+    steps: list[Annotated[int, Field(gt=0)]] = Field(min_length=2, max_length=2)
+    """The first and the last one. The first steps of a start are slower than the others."""
+    ranks: list[Annotated[int, Field(ge=0)]] = Field(default=[0], min_length=1)
+    """Of which processes; with all of them, the slowest is known."""
+
+    @model_validator(mode="after")
+    def _in_order(self):
+        if self.steps[0] > self.steps[1]:
+            raise ValueError(f"steps is {self.steps}; write the first step before the last")
+        return self
+
+
 class RunSection(Section):
     num_epochs: int | None = Field(default=None, gt=0)
     max_steps: int | None = Field(default=None, gt=0)
@@ -396,6 +411,16 @@ class RunSection(Section):
     deterministic: bool = False
     """Use only kernels that give the same bits each time on the same GPUs; an operation without one is an error. Slower
     on GPUs; CPU kernels are deterministic anyway."""
+    log_every_steps: int = Field(default=10, gt=0)
+    """Print a line every N steps; metrics.jsonl has every step."""
+    monitor: bool = True
+    """Measure what GPUs and CPU do, each second, into monitor.jsonl; a small process for each machine."""
+    check_ranks_every_steps: int | None = Field(default=None, gt=0)
+    """Every N steps, compare what several processes hold (weights, optimizer state, position in the data) to the bit;
+    a difference ends the run. Default: never."""
+    profile: ProfileSection | None = None
+    """Steps to profile, as {steps: [10, 14], ranks: [0]}: a trace and where the time went, in profile/. These steps are
+    slower. Default: none."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
     """Experiment trackers that get the numbers of metrics.jsonl and these settings; needs
     `pip install -r requirements-trackers.txt`."""
@@ -582,6 +607,9 @@ def _check_across_keys(document: Document) -> Iterator[str]:
                 yield f"{place('schedule', key)} {problem}"
         yield from _check_saving(run, data, place)
         yield from _check_trackers(run, place("run", "trackers"))
+        if run.profile is not None and run.max_steps is not None and run.profile.steps[1] > run.max_steps:
+            given = f"{place('run', 'profile', 'steps')} is {run.profile.steps}"
+            yield f"{given}, but the run has {run.max_steps} steps; name earlier ones"
         if run.eval_every_steps is not None and data is not None and not data.eval and not data.holdout:
             given = f"{place('run', 'eval_every_steps')} is {run.eval_every_steps}"
             yield f"{given}, but there is no data.eval; add it, or take this key out"

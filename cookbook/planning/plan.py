@@ -140,6 +140,9 @@ def make_plan(
             f" GPU{'s' if num_gpus > 1 else ''}; ask for at most {num_gpus} (or hide them with CUDA_VISIBLE_DEVICES=)"
         )
     mistakes += refusals(recipe, strategy, num_gpus, recipe_name)
+    if recipe.run.profile is not None and max(recipe.run.profile.ranks) >= num_processes:
+        ranks = f"{recipe_name}: run.profile.ranks is {recipe.run.profile.ranks}"
+        mistakes.append(f"{ranks}, but there are {num_processes} processes; the last is {num_processes - 1}")
     batch = recipe.batch
     # Under a token budget the number of forwards depends on the lengths: at most one per sequence.
     per_forward = (batch.micro_batch_size or 1) * mesh.data_parallel_size

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TextIO, TypeAlias
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,11 +16,11 @@ BEYOND = 10_000
 """More columns than any page has."""
 
 
-def console() -> "Console":
-    """A console on stdout that takes nothing for markup; coloured on a terminal, unless NO_COLOR is set."""
+def console(file: TextIO | None = None) -> "Console":
+    """A console on stdout or `file` that takes nothing for markup; coloured on a terminal, unless NO_COLOR is set."""
     from rich.console import Console  # takes 0.1 s
 
-    found = Console(markup=False, highlight=False, emoji=False)
+    found = Console(file=file, markup=False, highlight=False, emoji=False)
     found.width = min(found.width, WIDTH) if found.is_terminal else WIDTH
     return found
 
@@ -32,15 +32,15 @@ def coloured(text: str, style: str) -> "Text":
     return Text(text, style)
 
 
-def page(*rows: Row, indent: int = 2) -> str:
-    """Text for `print`: a line stays as it is, cells stand in columns that all rows share.
+def page(*rows: Row, indent: int = 2, file: TextIO | None = None) -> str:
+    """Text for `print`, to stdout or `file`: a line stays as it is, cells stand in columns that all rows share.
 
     Where the rows are wider than the terminal, the widest columns wrap. A word is broken on a terminal alone, where it
     is longer than half of it. A row of fewer cells gives its last one the columns that it lacks.
     """
     from rich.table import Table
 
-    to = console()
+    to = console(file)
     room, longest = to.width - indent, to.width // 2 if to.is_terminal else BEYOND
     to.width = BEYOND  # rich narrows a column below its longest word, though another one could wrap
     cells = [() if isinstance(row, str) else row for row in rows]

@@ -1,4 +1,4 @@
-"""A run's records: metrics.jsonl, run.json, recipe.yaml, and a progress bar for users."""
+"""A run's records: metrics.jsonl, run.json, recipe.yaml, and lines for users."""
 
 import contextlib
 import itertools
@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from tqdm import tqdm
 
 from cookbook.planning import simulated_gpus
 from cookbook.planning.costs.flops import ModelSizes, Step, work
 from cookbook.system.hardware import GIB, peak_flops
+from cookbook.system.monitor import Monitor
+from cookbook.system.screen import Screen
 from cookbook.system.shipped import IS_INSTALLED
 
-SPEEDS = ("step_seconds", "tokens_per_second", "mfu")
+SPEEDS = ("step_seconds", "tokens_per_second", "mfu", "data_seconds", "eval_seconds", "save_seconds")
 """Not logged on simulated GPUs, where they would look like measurements."""
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "peft", "tokenizers", "numpy")
 
@@ -171,15 +172,18 @@ class RunLog:
         max_steps: int,
         resumed_step: int | None = None,
         is_evaluated: bool = True,
+        log_every_steps: int = 1,
     ) -> None:
         """Set an earlier run aside, or continue its log.
 
         Args:
             resumed_step: step of the checkpoint in `folder` that this run resumes from; later lines are removed.
             is_evaluated: False if the evaluation after that step runs again, so that its lines are removed too.
+            log_every_steps: see `RunSection`.
         """
         self.folder, self.is_main = folder, is_main
         self.followers: list[Follower] = []
+        self.monitor: Monitor | None = None
         if not is_main:
             return
         earlier = set_aside(folder) if resumed_step is None else None
@@ -187,15 +191,7 @@ class RunLog:
         path = folder / "metrics.jsonl"
         damage = _truncate_lines(path, (resumed_step, is_evaluated)) if resumed_step is not None else None
         self._texts: dict[str, str] = {}
-        self._bar = tqdm(
-            total=max_steps,
-            initial=resumed_step or 0,
-            unit="step",
-            dynamic_ncols=True,
-            mininterval=1.0,
-            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}" if simulated_gpus.is_active() else None,
-            file=sys.stderr,
-        )
+        self.screen = Screen(max_steps=max_steps, first_step=resumed_step or 0, every=log_every_steps)
         self._lines = _Lines(path, "w" if resumed_step is None else "a", self.say)
         if damage is not None:
             self.say(damage)
@@ -203,7 +199,7 @@ class RunLog:
             self.say(f"{folder} held an earlier run, which was moved to {earlier}")
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line to metrics.jsonl at full precision; a training line advances the progress bar."""
+        """Append a line to metrics.jsonl at full precision, and show it."""
         if not self.is_main:
             return
         if simulated_gpus.is_active():
@@ -215,13 +211,11 @@ class RunLog:
         for follower in self.followers:
             follower.log(finite)
         if "loss" in line:
-            speed = f", {line['tokens_per_second']:.0f} tokens/s" if "tokens_per_second" in line else ", simulated GPUs"
-            self._bar.set_postfix_str(f"loss {line['loss']:.3f}{speed}", refresh=False)
-            self._bar.update()
+            self.screen.step(finite, hardware=self.monitor.words if self.monitor else str)
         else:
             name = f"{line['eval_set']}: " if "eval_set" in line else ""
             text = f"held-out loss {line['eval_loss']:.4f} ({line['eval_num_tokens']} tokens)"
-            self.say(f"step {line['step']}: {name}{text}")
+            self.say(f"step {line['step']}: {name}{text}", "bold green")
 
     def event(self, what: str, step: int, **details: Any) -> None:
         """Append to events.jsonl, which keeps the events of all starts; from any thread. A full disk loses one."""
@@ -230,10 +224,10 @@ class RunLog:
             with contextlib.suppress(OSError), (self.folder / "events.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
-    def say(self, text: str) -> None:
-        """Print a line for users above the progress bar."""
+    def say(self, text: str, style: str = "") -> None:
+        """Print a line for users; see `Screen.say`."""
         if self.is_main:
-            tqdm.write(text, file=sys.stderr)
+            self.screen.say(text, style)
 
     def write_text(self, name: str, text: str) -> None:
         """Write a text file in the output folder atomically, now or when the disk has room."""
@@ -258,13 +252,19 @@ class RunLog:
         """Write a JSON file in the output folder."""
         self.write_text(name, json.dumps(record, indent=2) + "\n")
 
+    def end_monitor(self) -> None:
+        """Measure the hardware no longer."""
+        if self.monitor is not None:
+            self.monitor.close()
+
     def close(self) -> None:
+        self.end_monitor()
         if self.is_main:
             self._lines.close()
             self._write_texts(is_new=True)
             for follower in self.followers:
                 follower.close()
-            self._bar.close()
+            self.screen.close()
 
 
 def record_nonfinite(

@@ -181,7 +181,8 @@ def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
         notes.missing.append("mixed_precision fp16, which needs a GPU; rehearsed in float32")
     run = values["run"]
     run.pop("num_epochs", None)
-    run.pop("trackers", None)  # a rehearsal is no experiment
+    for key in ("trackers", "profile"):  # a rehearsal is no experiment, and ends before most steps that are profiled
+        run.pop(key, None)
     run |= {"max_steps": NUM_STEPS, "output_dir": str(rehearsal.folder / "out")}
     run["eval_every_steps"] = 2
     if "save_every_steps" in run:

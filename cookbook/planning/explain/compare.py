@@ -43,6 +43,10 @@ ONLY_THE_RUN = (
     "run.on_out_of_memory",
     "run.check_export",
     "run.trackers",
+    "run.log_every_steps",
+    "run.monitor",
+    "run.check_ranks_every_steps",
+    "run.profile",
 )
 """Keys of what is written and measured on the way."""
 EFFECTS = {

@@ -91,6 +91,9 @@ struct Memory2 {  // nvmlMemory_v2_t
   unsigned version;
   unsigned long long total, reserved, free, used;
 };
+struct Utilization {  // nvmlUtilization_t
+  unsigned gpu, memory;
+};
 struct Pci {  // nvmlPciInfo_t
   char legacy[16];
   unsigned domain, bus, device, id, subsystem;
@@ -160,6 +163,22 @@ int nvmlDeviceGetMemoryInfo_v2(Device gpu, Memory2* out) {
 int nvmlDeviceGetMaxPcieLinkGeneration(Device gpu, unsigned* out) { return number(of_gpu(gpu, "pcie.generation"), out); }
 int nvmlDeviceGetCurrPcieLinkWidth(Device gpu, unsigned* out) { return number(of_gpu(gpu, "pcie.width"), out); }
 int nvmlDeviceGetMaxPcieLinkWidth(Device gpu, unsigned* out) { return number(of_gpu(gpu, "pcie.width.max"), out); }
+
+int nvmlDeviceGetUtilizationRates(Device gpu, Utilization* out) {
+  out->memory = 0;
+  return number(of_gpu(gpu, "busy"), &out->gpu);
+}
+int nvmlDeviceGetPowerUsage(Device gpu, unsigned* out) { return number(of_gpu(gpu, "power"), out); }
+int nvmlDeviceGetEnforcedPowerLimit(Device gpu, unsigned* out) { return number(of_gpu(gpu, "power.limit"), out); }
+int nvmlDeviceGetTemperature(Device gpu, int, unsigned* out) { return number(of_gpu(gpu, "temperature"), out); }
+int nvmlDeviceGetClockInfo(Device gpu, int, unsigned* out) { return number(of_gpu(gpu, "clock"), out); }
+int nvmlDeviceGetMaxClockInfo(Device gpu, int, unsigned* out) { return number(of_gpu(gpu, "clock.max"), out); }
+int nvmlDeviceGetCurrentClocksEventReasons(Device gpu, unsigned long long* out) {
+  return number(of_gpu(gpu, "clock.reasons"), out);
+}
+int nvmlDeviceGetTotalEccErrors(Device gpu, int, int, unsigned long long* out) {
+  return number(of_gpu(gpu, "errors"), out);
+}
 
 // `processes` are their ids, each with a name at `process.<id>`.
 int nvmlDeviceGetComputeRunningProcesses_v3(Device gpu, unsigned* count, Process* out) {

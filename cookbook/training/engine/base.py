@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import record_function
 
 from cookbook.config.objectives.forward import Batch, LossOutput
 from cookbook.config.recipe import LossScaleSection
@@ -25,7 +26,8 @@ from cookbook.config.strategy import Strategy
 from cookbook.planning.launch import World
 from cookbook.planning.plan import Plan
 from cookbook.system import faults
-from cookbook.training.engine import state
+from cookbook.system.divided import PHASE
+from cookbook.training.engine import agreement, state
 from cookbook.training.engine.collectives import Collectives, to_device
 from cookbook.training.engine.findings import Comparison, as_json, describe_optimizer, num_shards
 from cookbook.training.engine.loss_scale import LossScale, grad_scaler
@@ -247,9 +249,11 @@ class Engine:
         for i, batch in enumerate(micro_batches):
             self._begin_micro_batch(i, len(micro_batches))
             with self._synchronise(last=i == len(micro_batches) - 1):
-                # Without a name: bitsandbytes' part of the graph holds its weights, which ZeRO-3 gathered, and has to
-                # be gone before the next forward.
-                self._backward(self._forward(loss, batch))
+                with record_function(f"{PHASE}forward"):
+                    scaled = self._forward(loss, batch)
+                with record_function(f"{PHASE}backward"):
+                    self._backward(scaled)
+                del scaled  # before the next forward: bitsandbytes' graph holds its weights, which ZeRO-3 gathered
 
     def _begin_micro_batch(self, i: int, count: int) -> None:
         self.beat(f"micro-batch {i + 1} of {count}", self.current_step)
@@ -291,7 +295,8 @@ class Engine:
         """
         self.beat("update", self.current_step)
         faults.at("step.update", self.current_step)
-        return self._update(shares, values)
+        with record_function(f"{PHASE}update"):
+            return self._update(shares, values)
 
     def _update(self, shares: dict[str, torch.Tensor], values: tuple[float, ...]) -> StepResult:
         if self.accelerator.scaler is not None:
@@ -397,6 +402,25 @@ class Engine:
         while state is read and written in shards, and the next forward must see what was written.
         """
         self.model.train()
+
+    def check_ranks(self, position: dict[str, Any]) -> None:
+        """Compare weights and optimizer state that several ranks hold, and the position in the data, by digest.
+
+        Args:
+            position: of this rank.
+
+        Raises:
+            RuntimeError: see `agreement.check`.
+        """
+        found = agreement.digests(self._replicated())
+        agreement.check({**position, **found}, self.collectives, self.current_step)
+
+    def _replicated(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What several ranks hold alike, by a name that is the same on these."""
+        for piece in self.held_pieces():
+            if piece.copies > 1:
+                where = f", from element {piece.start}" if piece.start else ""
+                yield f"{piece.kind} of {piece.name}{where}", piece.data
 
     def parameter_shapes(self) -> dict[str, list[int]]:
         """Whole shapes of the trained parameters by their names in the transformers model; tied ones come once."""

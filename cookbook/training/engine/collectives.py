@@ -43,6 +43,7 @@ class Collectives:
         """
         self.world, self.mesh, self.device, self.beat = world, mesh, device, beat
         self._num_texts = 0
+        self._gathered: str | None = None
 
     def all_gather(self, *values: torch.Tensor | float) -> np.ndarray:
         """The values of every rank, float64 [ranks, values]. Synchronizes with the device once."""
@@ -94,12 +95,19 @@ class Collectives:
         return store.get(key).decode()
 
     def gather_texts(self, text: str) -> list[str]:
-        """The text of every rank, in their order."""
-        store = dist.distributed_c10d._get_default_store()
+        """The texts of all ranks, in their order."""
+        if not dist.is_initialized():
+            return [text]
+        store, rank = dist.distributed_c10d._get_default_store(), self.world.rank
         self._num_texts += 1
-        keys = [f"cookbook/text/{self._num_texts}/{rank}" for rank in range(self.world.num_processes)]
-        store.set(keys[self.world.rank], text)
-        return [store.get(key).decode() for key in keys]
+        keys = [f"cookbook/text/{self._num_texts}/{other}" for other in range(self.world.num_processes)]
+        store.set(keys[rank], text)
+        self.beat("waiting for the others")
+        found = [store.get(key).decode() for key in keys]
+        if self._gathered is not None:  # all have written this text, and so have read the one before
+            store.delete_key(self._gathered)
+        self._gathered = keys[rank]
+        return found
 
     def leave(self, timeout: timedelta) -> None:
         """End the process group. A rank that exits while another still reads its last message would fail a run that

@@ -170,6 +170,12 @@ class Zero(Engine):
     def held_pieces(self, create: state.KindsOf | None = None) -> Iterator[state.Piece]:
         return self._sub_group_pieces(create) if self._is_stage3 else self._partition_pieces(create)
 
+    def _replicated(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Stages 1 and 2: the whole weights of the forward. Stage 3: those too small to be partitioned."""
+        for name, parameter in self.trained_parameters():
+            if not self._is_stage3 or parameter.ds_status.name == "AVAILABLE":  # type: ignore[attr-defined]
+                yield f"{state.WEIGHT} of {name}", parameter
+
     def _partition_pieces(self, create: state.KindsOf | None) -> Iterator[state.Piece]:
         """Stages 1 and 2: a group's parameters lie end to end in a flat tensor, partitioned over the ranks."""
         moments = state.Moments(self.base_optimizer)

@@ -1,0 +1,97 @@
+"""What the monitor saw of the hardware, held against what a healthy run has."""
+
+from collections.abc import Iterable
+from statistics import mean, median
+from typing import Any
+
+from cookbook.commands.history import History
+
+LEAST_BUSY, MOST_CELSIUS, LEAST_MEMORY, MOST_HOST_MEMORY, LEAST_CLOCK = 90, 80, 0.7, 0.9, 0.9
+"""Percent of the time that a GPU computes; degrees; shares of the GPU's and the host's memory; of the others' clock."""
+
+
+def series(run: History) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """For each measured name, such as busy_percent, the points (minutes since the first line, value) of each rank's GPU
+    ("rank 0") and of the machines ("CPU").
+    """
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    begin = run.monitor[0]["time"] if run.monitor else 0.0
+    for line in run.monitor:
+        minutes = (line["time"] - begin) / 60
+        for who, sample in _samples(line):
+            for name, value in sample.items():
+                if isinstance(value, int | float) and name != "rank":
+                    found.setdefault(name, {}).setdefault(who, []).append((minutes, value))
+    return found
+
+
+def _samples(line: dict[str, Any]) -> Iterable[tuple[str, dict[str, Any]]]:
+    yield from ((f"rank {gpu['rank']}", gpu) for gpu in line.get("gpus", []))
+    yield "CPU", line.get("cpu", {})
+
+
+def findings(run: History) -> list[str]:
+    """What is not as it should be, with what to do about it; empty if all is well or nothing was measured."""
+    values = {
+        name: {who: [value for _, value in points] for who, points in of_name.items()}
+        for name, of_name in series(run).items()
+    }
+    return [*_of_gpus(values), *_of_clocks(run, values), *_of_host(values)]
+
+
+Values = dict[str, dict[str, list[float]]]
+
+
+def _of_gpus(values: Values) -> Iterable[str]:
+    gpus = {name: {who: of for who, of in by_who.items() if who != "CPU"} for name, by_who in values.items()}
+    idle = {who: mean(busy) for who, busy in gpus.get("busy_percent", {}).items() if mean(busy) < LEAST_BUSY}
+    if idle:
+        yield f"GPU busy {_range(idle)} % of the time ({_who(idle)}), not {LEAST_BUSY}: see cookbook why-slow"
+    hot = {who: max(heat) for who, heat in gpus.get("celsius", {}).items() if max(heat) >= MOST_CELSIUS}
+    if hot:
+        yield f"GPU at {_range(hot)} degrees ({_who(hot)}), not below {MOST_CELSIUS}: look at fans and air"
+    total, shares = gpus.get("memory_total_gib", {}), {}
+    for who, used in gpus.get("memory_gib", {}).items():
+        shares[who] = max(used) / total[who][0] if total.get(who) else 1.0
+    if shares and max(shares.values()) < LEAST_MEMORY:
+        yield (
+            f"GPU memory at most {max(shares.values()):.0%} used: a larger batch.micro_batch_size may fit"
+            " (cookbook plan says so)"
+        )
+    broken = {who: max(count) for who, count in gpus.get("uncorrected_errors", {}).items() if max(count)}
+    if broken:
+        yield f"uncorrected memory errors since its driver started: {_range(broken)} ({_who(broken)}): replace the GPU"
+
+
+def _of_clocks(run: History, values: Values) -> Iterable[str]:
+    seen: dict[str, dict[str, float]] = {}
+    for line in run.monitor:
+        for gpu in line.get("gpus", []):
+            for reason in gpu.get("throttled", []):
+                of_reason = seen.setdefault(reason, {})
+                of_reason[f"rank {gpu['rank']}"] = of_reason.get(f"rank {gpu['rank']}", 0) + 100 / len(run.monitor)
+    for reason, shares in seen.items():
+        yield f"clocks lowered in {_range(shares)} % of the time ({_who(shares)}) by {reason}"
+    clocks = {who: mean(clock) for who, clock in values.get("clock_mhz", {}).items()}
+    usual = median(clocks.values()) if clocks else 0
+    slow = {who: clock for who, clock in clocks.items() if clock < LEAST_CLOCK * usual}
+    if slow:
+        yield f"clock of {_range(slow)} MHz ({_who(slow)}), {usual:.0f} on the others: the slowest rank sets the pace"
+
+
+def _of_host(values: Values) -> Iterable[str]:
+    memory = {name: values.get(name, {}).get("CPU", []) for name in ("memory_gib", "memory_total_gib")}
+    if memory["memory_gib"]:
+        share = max(memory["memory_gib"]) / memory["memory_total_gib"][0]
+        if share > MOST_HOST_MEMORY:
+            yield f"host memory {share:.0%} used: the kernel ends processes when it is full"
+
+
+def _who(values: dict[str, float]) -> str:
+    names = list(values)
+    return ", ".join(names) if len(names) < 5 else f"{len(names)} ranks, {names[0]} among them"
+
+
+def _range(values: dict[str, float]) -> str:
+    low, high = min(values.values()), max(values.values())
+    return f"{low:.0f}" if round(low) == round(high) else f"{low:.0f} to {high:.0f}"

@@ -1,0 +1,145 @@
+"""Where a run's time goes, and what to change first."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Annotated, Any
+
+from cookbook.commands.arguments import run_folder
+from cookbook.commands.history import History, read_history, read_json
+from cookbook.system.console import page
+from cookbook.system.divided import PARTS, in_words
+from cookbook.system.files import RecipeError
+
+WARM_UP = 2
+"""Steps of a run that are not counted: they compile and allocate."""
+PAUSES = {"data": "data_seconds", "evaluation": "eval_seconds", "saving": "save_seconds"}
+WORTH = 0.03
+"""A share of the time below which nothing is advised."""
+MOST_ADVICE = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    what: str
+    """What takes the time, and what to change."""
+    gain: float
+    """At most so large a share of the time."""
+
+
+def why_slow(folder: Annotated[Path, run_folder()]) -> int:
+    """Show where a run's time goes, and what to change first."""
+    run = read_history(folder)
+    steps = run.steps[WARM_UP:] or run.steps
+    if "step_seconds" not in steps[0]:
+        raise RecipeError([f"{folder}: ran on simulated GPUs, whose times mean nothing"])
+    print(page(f"TIME of {folder}, {len(steps)} steps", *_rows(run, steps)))
+    profiles = read_profiles(folder)
+    for record in profiles:
+        title = f"PROFILE of steps {record['first_step']} to {record['last_step']}, rank {record['rank']}"
+        print(in_words(record, title))
+    found = sorted(advice(run, profiles), key=lambda one: -one.gain)[:MOST_ADVICE]
+    rows = [(f"{number}.", one.what, f"up to {one.gain:.0%}") for number, one in enumerate(found, 1)]
+    print(page("CHANGE FIRST", *rows) if rows else "Nothing stands out.")
+    if not profiles:
+        print(f"For more, profile some steps: --set 'run.profile={{steps: [10, 14], ranks: {_ranks(run)}}}'")
+    return 0
+
+
+def read_profiles(folder: Path) -> list[dict[str, Any]]:
+    """The divisions of `run.profile`, by rank."""
+    found = [read_json(path) for path in folder.glob("profile/rank_*.json")]
+    return sorted((record for record in found if "phases" in record), key=lambda record: record["rank"])
+
+
+def shares(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """Shares of the time: `step`, without its wait for the batch, and what else takes time."""
+    seconds = {name: sum(line.get(key, 0.0) for line in steps) for name, key in PAUSES.items()}
+    seconds["step"] = sum(line["step_seconds"] for line in steps) - seconds["data"]
+    total = sum(seconds.values()) or 1.0
+    return {name: of / total for name, of in seconds.items()}
+
+
+def _rows(run: History, steps: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    found = shares(steps)
+    whole = sum(line["step_seconds"] + line.get("eval_seconds", 0.0) + line.get("save_seconds", 0.0) for line in steps)
+    for name, share in found.items():
+        yield name, f"{share:.1%}", f"{share * whole / len(steps):.3f} s a step"
+    yield "tokens/s", f"{sum(line['num_tokens'] for line in steps) / whole:,.0f}", "with all pauses"
+    mfu = [line["mfu"] for line in steps if "mfu" in line]
+    if mfu:
+        yield "MFU", f"{mean(mfu):.1%}", "of the steps alone"
+
+
+def advice(run: History, profiles: list[dict[str, Any]]) -> Iterator[Advice]:
+    """What would make the run faster, in no order."""
+    steps = run.steps[WARM_UP:] or run.steps
+    found, settings = shares(steps), run.settings
+    if found["saving"] > WORTH:
+        every = settings.get("run.save_every_steps") or f"{settings.get('run.save_every_minutes')} minutes"
+        what = f"saving takes {found['saving']:.0%}: save less often than run.save_every_steps {every},"
+        yield Advice(what=f"{what} or set run.save_in_background: true", gain=found["saving"])
+    if found["evaluation"] > WORTH:
+        what = f"evaluation takes {found['evaluation']:.0%}: raise run.eval_every_steps"
+        yield Advice(
+            what=f"{what} {settings.get('run.eval_every_steps')}, or lower data.eval.max_rows", gain=found["evaluation"]
+        )
+    if found["data"] > WORTH:
+        what = f"steps wait for their batch for {found['data']:.0%}: rows come too slowly; put them on a local disk,"
+        yield Advice(what=f"{what} and take data.streaming out if they fit", gain=found["data"])
+    if profiles:
+        yield from _of_profiles(profiles, found["step"], run)
+
+
+def _of_profiles(profiles: list[dict[str, Any]], step: float, run: History) -> Iterator[Advice]:
+    """What the profiled steps show; `step` is the share of the whole that steps take."""
+    seconds = max(record["seconds"] for record in profiles)
+    own = {record["rank"]: record["seconds"] - _sum(record, "communication") for record in profiles}
+    slowest = max(own, key=lambda rank: own[rank])
+    lost = (own[slowest] - min(own.values())) / seconds
+    if lost > 2 * WORTH:
+        phases = next(record for record in profiles if record["rank"] == slowest)["phases"]
+        where = max(phases, key=lambda name: _own(phases[name]) - _least(profiles, name))
+        what = f"rank {slowest} is slower than the others, in its {where}, and they wait for it: look at its GPU and"
+        yield Advice(what=f"{what} machine (cookbook report, cookbook doctor)", gain=step * lost)
+    # The rank that waits least has the price of sending; the others wait for it as well.
+    exposed = min(_sum(record, "communication") for record in profiles) / seconds
+    if exposed > WORTH:
+        what = f"communication that nothing hides takes {exposed:.0%}: raise batch.micro_batch_size, or take a strategy"
+        yield Advice(what=f"{what} that sends less (cookbook plan ranks them)", gain=step * exposed)
+    idle = min(_idle(record) for record in profiles) / seconds
+    accumulation, micro = _accumulation(run), run.settings.get("batch.micro_batch_size")
+    if idle > WORTH and accumulation > 1:
+        what = f"{idle:.0%} is Python between the operations of {accumulation} micro-batches a step: raise"
+        what = f"{what} batch.micro_batch_size {micro}, which changes no result"
+        yield Advice(what=what, gain=step * idle * (1 - 1 / accumulation))
+
+
+def _idle(record: dict[str, Any]) -> float:
+    """Seconds of forwards and backwards in which nothing runs."""
+    return sum(parts["other"] for name, parts in record["phases"].items() if name in ("forward", "backward"))
+
+
+def _accumulation(run: History) -> int:
+    """Micro-batches of a step on a process; 1 if unknown."""
+    size, micro = run.settings.get("batch.global_batch_size"), run.settings.get("batch.micro_batch_size")
+    processes = run.record.get("strategy", {}).get("processes", 1)
+    return max(1, size // (micro * processes)) if size and micro else 1
+
+
+def _own(parts: dict[str, float]) -> float:
+    return sum(parts[part] for part in PARTS if part != "communication")
+
+
+def _least(profiles: list[dict[str, Any]], phase: str) -> float:
+    return min(_own(record["phases"][phase]) for record in profiles if phase in record["phases"])
+
+
+def _sum(record: dict[str, Any], part: str) -> float:
+    return sum(parts[part] for parts in record["phases"].values())
+
+
+def _ranks(run: History) -> str:
+    return json.dumps(list(range(min(8, run.record.get("strategy", {}).get("processes", 1)))))

@@ -1,0 +1,221 @@
+"""Protects the profile and why-slow: time is divided as by hand, and planted faults are named first.
+
+python -m pytest -q tests/test_profile.py -m "slow or not slow"
+"""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cookbook.commands.cli import main
+from cookbook.commands.history import History, read_history
+from cookbook.commands.why_slow import advice, read_profiles, shares
+from cookbook.config.recipe import ProfileSection
+from cookbook.system.divided import PARTS, Event, divide, in_words
+from cookbook.training.profiling import Profile
+from tests.curves import Lab
+from tests.gpu_runs import GpuLab
+
+PROFILED = {"run.profile": "{steps: [5, 6], ranks: [0, 1]}", "run.max_steps": "8", "schedule.warmup_steps": "2"}
+MS = 1_000_000
+
+
+def event(name: str, start: float, end: float, **more: Any) -> Event:
+    return Event(name, int(start * MS), int(end * MS), **more)
+
+
+def note(name: str, start: float, end: float, **more: Any) -> Event:
+    return event(name, start, end, is_note=True, **more)
+
+
+BY_HAND = [
+    note("run: step", 0, 100),
+    note("run: data", 0, 10),  # nothing runs: other
+    note("run: forward", 10, 40),
+    note("layer: model.layers.0", 12, 38),
+    event("aten::linear", 15, 30, sequence=7),  # 10 of its own: compute
+    event("aten::copy_", 20, 25),  # 5: copies
+    event("MyFunction", 30, 35),  # Python's: other
+    note("run: backward", 40, 90),
+    event("autograd::engine::evaluate_function: X", 40, 70, sequence=7),  # its own time is no work
+    event("aten::mm", 45, 65),  # 20: compute
+    event("gloo:all_reduce", 50, 80, thread=3, is_async=True),  # 15 hidden behind mm, 15 exposed
+    event("c10d::barrier", 92, 95),  # outside of the inner phases: of the step
+]
+
+
+def ms(record: dict[str, Any], phase: str) -> list[float]:
+    return [round(record["phases"][phase][part] * 1000, 6) for part in PARTS]
+
+
+def test_time_is_divided_as_by_hand():
+    found = divide(BY_HAND, num_steps=1)
+    assert {name: ms(found, name) for name in found["phases"]} == {
+        "data": [0, 0, 0, 10],
+        "forward": [10, 5, 0, 15],
+        "backward": [20, 0, 15, 15],
+        "step": [0, 0, 3, 7],
+    }
+    assert found["seconds"] == pytest.approx(0.1) and found["hidden"] == pytest.approx(0.015)
+    assert found["operations"]["aten::linear"] == pytest.approx(0.010), "without what it calls"
+    assert found["layers"] == {"model.layers.0": pytest.approx({"forward": 0.026, "backward": 0.030})}
+    assert divide(BY_HAND, num_steps=2)["seconds"] == pytest.approx(0.05)
+
+
+def test_with_a_gpu_its_own_events_are_the_work():
+    device = {"on_device": True, "thread": 7}
+    on_gpu = [
+        note("run: step", 0, 100, **device),
+        note("run: forward", 10, 60, **device),
+        event("gemm", 10, 40, **device),
+        event("ncclDevKernel_AllGather", 30, 50, on_device=True, thread=8),
+        event("Memcpy HtoD", 50, 55, **device),
+    ]
+    found = divide(BY_HAND + on_gpu, num_steps=1)
+    assert ms(found, "forward") == [30, 5, 10, 5] and found["hidden"] == pytest.approx(0.010)
+    assert ms(found, "step") == [0, 0, 0, 50] and "aten::mm" not in found["operations"]
+
+
+def test_the_table_has_shares_of_a_step():
+    lines = in_words(divide(BY_HAND, 1), "PROFILE").splitlines()
+    assert lines[0] == "PROFILE: 0.100 s a step"
+    cells = {words[0]: words[1:] for words in (line.replace(" %", "").split() for line in lines) if words}
+    assert cells["backward"] == ["20.0", "-", "15.0", "15.0", "50.0"]
+    assert cells["all"] == ["30.0", "5.0", "18.0", "47.0", "100.0"]
+    assert "  communication: 0.033 s a step, 45% hidden behind work" in lines
+
+
+def check_profile(folder: Path, layers: set[str]) -> list[dict[str, Any]]:
+    """That of a run with PROFILED, its trace read as Perfetto and TensorBoard do."""
+    records = read_profiles(folder)
+    assert [(record["rank"], record["steps"]) for record in records] == [(0, 2), (1, 2)]
+    for record in records:
+        trace = json.loads(gzip.decompress((folder / f"profile/rank_{record['rank']}.pt.trace.json.gz").read_bytes()))
+        steps = [one for one in trace["traceEvents"] if one.get("name") == "run: step" and one.get("ph") == "X"]
+        assert len(steps) >= 2 and "schemaVersion" in trace
+        # In microseconds; of two, the host's.
+        assert record["seconds"] == pytest.approx(sum(one["dur"] for one in steps[:2]) / 2e6, rel=0.01)
+        assert {"data", "forward", "backward", "update"} <= set(record["phases"])
+        assert set(record["layers"]) == layers
+        for parts in (record["phases"][name] for name in ("forward", "backward", "update")):
+            assert parts["compute"] > 0
+        assert sum(parts["communication"] for parts in record["phases"].values()) + record["hidden"] > 0
+    return records
+
+
+SLOW = pytest.mark.slow
+LAYERS = {"model.layers.0", "model.layers.1"}
+
+
+@pytest.mark.parametrize("strategy", ["zero3", *(pytest.param(one, marks=SLOW) for one in ("ddp", "fsdp2", "tp"))])
+def test_a_run_is_profiled_under_every_kind_of_strategy_and_keeps_its_curve(lab: Lab, strategy: str):
+    curve = lab.run(strategy, PROFILED)
+    check_profile(curve.folder, LAYERS)
+    plain = {name: value for name, value in PROFILED.items() if name != "run.profile"}
+    assert curve.losses == lab.run(strategy, plain).losses, "to the bit"
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", *(pytest.param(one, marks=SLOW) for one in ("ddp", "zero3"))])
+def test_a_run_on_simulated_gpus_is_profiled(gpu_lab: GpuLab, strategy: str):
+    run = gpu_lab.run(strategy, {"run.profile": "{steps: [2, 3], ranks: [0, 1]}"})
+    check_profile(run.output, LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sabotage", "settings", "said"),
+    [
+        ("ddp", "slow_data", {}, ["steps wait for their batch for", "data.streaming"]),
+        pytest.param(
+            "ddp",
+            "slow_saves",
+            {"run.save_every_steps": "1"},
+            ["saving takes", "run.save_every_steps 1,"],
+            marks=SLOW,
+        ),
+        ("ddp", "slow_rank", {}, ["rank 1 is slower than the others, in its forward,"]),
+        pytest.param("fsdp2", "slow_rank", {}, ["rank 1 is slower than the others, in its forward,"], marks=SLOW),
+        (
+            "single",
+            None,
+            {"batch.micro_batch_size": "1", "run.profile": "{steps: [5, 6]}"},
+            ["Python between the operations of 16 micro-batches a step: raise batch.micro_batch_size 1,"],
+        ),
+    ],
+    ids=["data", "saves", "rank", "rank under fsdp2", "micro-batches"],
+)
+def test_a_planted_fault_is_the_first_thing_to_change(lab: Lab, strategy, sabotage, settings, said, capsys):
+    curve = lab.run(strategy, PROFILED | settings, sabotage=sabotage)
+    assert main(["why-slow", str(curve.folder)]) == 0
+    printed = capsys.readouterr().out
+    first = " ".join(printed.partition("CHANGE FIRST")[2].partition("2.")[0].split())
+    assert first.startswith("1.") and all(words in first for words in said), printed
+
+
+def history_of(**of_each_step: float) -> History:
+    line = {"loss": 1.0, "num_tokens": 100, "step_seconds": 1.0, "data_seconds": 0.0, "eval_seconds": 0.0}
+    lines = [line | {"step": step, "save_seconds": 0.0} | of_each_step for step in range(1, 11)]
+    settings = {"batch.global_batch_size": 16, "batch.micro_batch_size": 8}
+    record = {"strategy": {"processes": 2}}
+    return History(folder=Path("x"), lines=lines, events=[], record=record, settings=settings, state="", monitor=[])
+
+
+def profile_of(rank: int, communication: float, other: float) -> dict[str, Any]:
+    parts = {"compute": 1 - communication - other, "copies": 0.0, "communication": communication, "other": other}
+    return {"rank": rank, "seconds": 1.0, "phases": {"forward": parts}, "hidden": 0.0}
+
+
+def test_a_healthy_run_gets_no_advice_and_gains_are_shares_of_the_whole():
+    healthy = [profile_of(rank, communication=0.02, other=0.02) for rank in (0, 1)]
+    assert list(advice(history_of(), healthy)) == []
+    (one,) = advice(history_of(data_seconds=1.0), healthy)
+    assert one.gain == pytest.approx(0.5) and "for 50%" in one.what
+    waits, slow = profile_of(0, communication=0.42, other=0.02), profile_of(1, communication=0.02, other=0.42)
+    (one,) = advice(history_of(), [waits, slow])
+    assert one.gain == pytest.approx(0.4) and one.what.startswith("rank 1 is slower"), (
+        "and no word on sending or Python"
+    )
+    sends = [profile_of(rank, communication=0.4, other=0.02) for rank in (0, 1)]
+    (one,) = advice(history_of(eval_seconds=0.0), sends)
+    assert one.what.startswith("communication that nothing hides takes 40%")
+    assert shares(history_of(save_seconds=3.0).lines)["saving"] == pytest.approx(0.75)
+
+
+def test_times_of_simulated_gpus_are_not_explained(gpu_lab: GpuLab, capsys):
+    run = gpu_lab.run("fsdp2")
+    assert "step_seconds" not in read_history(run.output).steps[0]
+    assert main(["why-slow", str(run.output)]) == 2
+    assert "simulated GPUs, whose times mean nothing" in capsys.readouterr().err
+
+
+def test_steps_that_were_not_reached_are_told(tmp_path):
+    said: list[str] = []
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    for ranks, reached in ([0], 4), ([1], 4), ([0], 5):
+        one = Profile(ProfileSection(steps=[5, 6], ranks=ranks), tmp_path, 0, model, said.append)
+        for step in range(1, reached + 1):
+            one.begin_step(step)
+            model(torch.ones(2))
+            one.end_step(step)
+        one.close()
+        assert sum("nothing was profiled, as no step of [5, 6] was reached" in text for text in said) == 1
+    assert any(text.startswith("PROFILE of steps 5 to 5, rank 0") for text in said), "a run that stops within"
+
+
+@pytest.mark.parametrize(
+    ("profile", "said"),
+    [
+        ("{steps: [6, 5]}", "write the first step before the last"),
+        ("{steps: [5]}", "run.profile.steps"),
+        ("{steps: [5, 99]}", "but the run has 20 steps; name earlier ones"),
+        ("{steps: [5, 6], ranks: [2]}", "run.profile.ranks is [2], but there are 2 processes; the last is 1"),
+        ("{step: [5, 6]}", "unknown key"),
+    ],
+)
+def test_a_profile_that_cannot_be_is_a_mistake_of_the_recipe(lab: Lab, profile: str, said: str, capsys):
+    words = ["check", str(lab.folder / "recipe.yaml"), "--set", f"run.profile={profile}"]
+    assert main([*words, "--strategy", "ddp", "--processes", "2"]) == 2
+    assert said in capsys.readouterr().err
