@@ -20,6 +20,8 @@
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/library.h>
 
+#include <pthread.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
@@ -56,12 +58,17 @@ struct Counts {
 };
 static Counts counts[kMaxDevices];
 
+constexpr int64_t kUnread = -1;
+static std::atomic<int64_t> capacity_bytes{kUnread};
+// A forked process may have another limit in its environment.
+[[maybe_unused]] static const int at_fork = pthread_atfork(nullptr, nullptr, [] { capacity_bytes = kUnread; });
+
 static int64_t capacity() {
-  static const int64_t bytes = [] {
+  if (capacity_bytes == kUnread) {
     const char* text = std::getenv("SIMULATED_GPU_MEMORY");
-    return text ? std::atoll(text) : int64_t{80} << 30;
-  }();
-  return bytes;
+    capacity_bytes = text ? std::atoll(text) : int64_t{80} << 30;
+  }
+  return capacity_bytes;
 }
 
 static int64_t in_blocks(size_t bytes) { return static_cast<int64_t>((bytes + kBlock - 1) / kBlock * kBlock); }
