@@ -4,7 +4,7 @@ python -m pytest -q tests/test_benchmarks_run.py
 
 `--page` programs write into a copy of the pages, which must come out as they are here. What else plan_accuracy.py and
 recipe_labels.py compute, tests/test_plan_accuracy.py and tests/test_recipes.py compute anew; tests/test_overhead.py
-runs overhead.py.
+runs overhead.py, and tests/test_at_scale.py computes what at_scale.py writes.
 """
 
 import json
@@ -24,7 +24,7 @@ from tests.needs import need_trl
 
 COPIED = ("benchmarks", "docs")
 TRIED = {"checkpoints", "equivalence_table", "gpu_memory", "gpu_runs", "overhead", "plan_accuracy", "recipe_labels"}
-TRIED |= {"vs_peers"}
+TRIED |= {"at_scale", "vs_peers"}
 PARTS = {"plan_accuracy_page", "published_rows", "published_runs", "unsaid_rows"}
 """Of plan_accuracy."""
 

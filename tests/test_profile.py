@@ -171,7 +171,7 @@ def profile_of(rank: int, communication: float, other: float) -> dict[str, Any]:
 def test_a_healthy_run_gets_no_advice_and_gains_are_shares_of_the_whole():
     healthy = [profile_of(rank, communication=0.02, other=0.02) for rank in (0, 1)]
     assert list(advice(history_of(), healthy)) == []
-    (one,) = advice(history_of(data_seconds=1.0), healthy)
+    (one,) = advice(history_of(step_seconds=2.0, data_seconds=1.0), healthy)
     assert one.gain == pytest.approx(0.5) and "for 50%" in one.what
     waits, slow = profile_of(0, communication=0.42, other=0.02), profile_of(1, communication=0.02, other=0.42)
     (one,) = advice(history_of(), [waits, slow])

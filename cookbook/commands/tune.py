@@ -82,7 +82,7 @@ def tune(
     steps: Annotated[int, Option(callback=positive, help="of each, beyond the first two")] = 8,
     assignments: Assignments,
 ) -> int:
-    """Try the forecast's best settings here, and write the fastest into the recipe."""
+    """Try the best settings of the forecast; keep the fastest."""
     recipe, own = load_pair(path, assignments, None)
     if recipe.batch.micro_batch_size is None:
         raise RecipeError([f"{path}: batch.micro_batch_tokens is not tuned; write batch.micro_batch_size"])
