@@ -23,9 +23,9 @@ def set_room(step: int) -> None:
 if __name__ == "__main__":
     train_step = train.train_step
 
-    def step_with_room(run, books, batch, since):
+    def step_with_room(run, *arguments):
         set_room(run.progress.step + 1)
-        return train_step(run, books, batch, since)
+        return train_step(run, *arguments)
 
     train.train_step = step_with_room
     if FIRST == 0:

@@ -170,6 +170,7 @@ def line_of(samples: list[tuple[list[Sample], Sample]], first_rank: int) -> Samp
 def _follow(path: Path, first_rank: int, num_ranks: int) -> None:
     """Measure until standard input ends."""
     handles, cpu = gpu_handles(num_ranks), cpu_samples()
+    next(cpu)  # the first sample has no time behind it
     samples: list[tuple[list[Sample], Sample]] = []
     is_open, began = True, time.monotonic()
     while is_open:
