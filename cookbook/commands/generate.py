@@ -73,7 +73,7 @@ class Generator:
                 ]
             )
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-        with self.context(), torch.inference_mode():
+        with self.context():
             self.model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=printer, **sampling)
 
     def check_system(self, system: str) -> None:
