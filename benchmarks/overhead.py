@@ -342,7 +342,8 @@ def start_table(rows: Rows) -> list[str]:
 
 def render(results: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
-    lines = [f"{results['hardware']}; {packages}; {results['date']}; `{results['command']}`, beside other work."]
+    commands = " and ".join(f"`{command}`" for command in dict.fromkeys(results["commands"].values()))
+    lines = [f"{results['hardware']}; {packages}; {results['date']}; {commands}, the slopes beside other work."]
     start_rows = results["found"].get("start")
     lines += start_table(start_rows) if start_rows else ["\nThe start by phase: not measured yet with this program."]
     return "\n".join([*lines, *(line for name in SLOPES for line in slope(name, results["found"][name]))])
@@ -363,7 +364,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.work is not None:
         work(arguments.work)
-    found = json.loads(RESULTS.read_text())["found"] if RESULTS.exists() else {}
+    earlier = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"found": {}, "commands": {}}
+    found, command = earlier["found"], " ".join(["python benchmarks/overhead.py", *sys.argv[1:]])
     with tempfile.TemporaryDirectory(prefix="overhead-") as base:
         for section in arguments.sections:
             given = arguments.quick, Path(base)
@@ -372,7 +374,7 @@ def main() -> None:
     if arguments.quick:
         return
     results = {
-        "command": " ".join(["python benchmarks/overhead.py", *sys.argv[1:]]),
+        "commands": earlier["commands"] | dict.fromkeys(arguments.sections, command),
         "date": date.today().isoformat(),
         "versions": {name: version(name) for name in PACKAGES},
         "hardware": f"{os.cpu_count()} cores of {processor()}, no GPU",
