@@ -355,19 +355,9 @@ def start_services(run: Run, failed_after: list[int], notes: list[str], watch: W
             run.write_model_files()
         except Exception as error:  # for a full disk, tokenizers raises something other than OSError
             log.say(f"{run.output_dir / publish.MODEL_FILES} could not be written: {error}; retried at the end")
-    record = metrics.environment_record(engine.device)
-    if run.recipe.plugins:
-        record["plugins"] = plugins.record(run.recipe.plugins)
-    record["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    record |= {"strategy": engine.describe(), "resumed_from": None if checkpoint is None else str(checkpoint.path)}
     expected, flops = _forecast(run, notes), _flop_counter(run, notes)
-    if expected is not None:
-        record["forecast"] = {name: getattr(expected, name) for name in ("allocated", "reserved", "moment")}
-    written = run.recipe.model_dump(mode="json", exclude_unset=True)
-    record |= {"max_steps": run.inputs.max_steps, "written_settings": list(flatten(written))}
-    record["header"] = _header(run, record, expected)
-    if shortages := shortage.history():
-        record["out_of_memory"] = shortages
+    shortages = shortage.history()
+    record = _record(run, expected, shortages)
     log.write_record("run.json", record)
     for answered in shortages[-1:] if is_own else shortages:
         log.event("out_of_memory", run.progress.step, **answered)
@@ -401,6 +391,24 @@ def start_services(run: Run, failed_after: list[int], notes: list[str], watch: W
         saver=saver,
         profile=Profile(run.recipe.run.profile, run.output_dir, world.rank, engine.transformer(), log.say),
     )
+
+
+def _record(run: Run, expected: "Memory | None", shortages: list[dict[str, Any]]) -> dict[str, Any]:
+    """What run.json has before the first step."""
+    engine, checkpoint = run.engine, run.checkpoint
+    record = metrics.environment_record(engine.device)
+    if run.recipe.plugins:
+        record["plugins"] = plugins.record(run.recipe.plugins)
+    record["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    record |= {"strategy": engine.describe(), "resumed_from": None if checkpoint is None else str(checkpoint.path)}
+    if expected is not None:
+        record["forecast"] = {name: getattr(expected, name) for name in ("allocated", "reserved", "moment")}
+    written = run.recipe.model_dump(mode="json", exclude_unset=True)
+    record |= {"max_steps": run.inputs.max_steps, "written_settings": list(flatten(written))}
+    record["header"] = _header(run, record, expected)
+    if shortages:
+        record["out_of_memory"] = shortages
+    return record
 
 
 def _forecast(run: Run, notes: list[str]) -> "Memory | None":
