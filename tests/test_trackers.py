@@ -124,7 +124,7 @@ def start(folder: Path, name: str, resumed: int | None = None) -> RunLog:
     """The logs of a run with a tracker, as `stages.start_services` opens them."""
     step = resumed or 0
     repeated = {} if resumed is None else trackers.logged_after(folder / "metrics.jsonl", step)
-    log = RunLog(folder, is_main=True, max_steps=9, resumed_step=resumed)
+    log = RunLog(folder, is_main=True, max_steps=9, resumed_step=resumed, is_evaluated=False)
     log.write_record("run.json", {})
     log.followers.append(trackers.Tracker(name, folder, CONFIG, step=step, repeated=repeated, say=log.say))
     return log
@@ -137,10 +137,11 @@ def test_there_is_a_test_for_each_tracker() -> None:
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("name", READERS)
 def test_a_tracker_has_the_numbers_of_the_metrics_once(name: str, tmp_path: Path, capsys) -> None:
-    """Of three starts: the second repeats steps 3 and 4 and is killed in between, the third repeats both."""
+    """Of four starts: the second repeats steps 3 and 4 and is killed in between, the third repeats both, and the last
+    the evaluation after step 6, which was saved before it."""
     need_trackers()
     folder = tmp_path / "outputs/run"
-    for resumed, last in ((None, 4), (2, 3), (2, 6)):
+    for resumed, last in ((None, 4), (2, 3), (2, 6), (6, 6)):
         log = start(folder, name, resumed)
         for step in range(resumed or 0, last + 1):
             if step > (resumed or 0):

@@ -73,7 +73,7 @@ settings; returns the tracker and its id of the run."""
 
 
 def logged_after(metrics: Path, step: int) -> dict[str, int]:
-    """The lines of a metrics.jsonl after `step`, which a run that resumes from it repeats: their steps by `_key`.
+    """The lines of a metrics.jsonl from `step` on, which a run that resumes from it may repeat: their steps by `_key`.
 
     Call it before the log is opened, which removes them. Lines that cannot be read are passed over.
     """
@@ -84,7 +84,7 @@ def logged_after(metrics: Path, step: int) -> dict[str, int]:
             found[_key(line)] = int(line["step"])
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
-    return {key: number for key, number in found.items() if number > step}
+    return {key: number for key, number in found.items() if number >= step}
 
 
 def _key(line: Mapping[str, Any]) -> str:
@@ -147,7 +147,7 @@ class Tracker(threading.Thread):
         known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         done: dict[str, int] = {}
         if known is not None:
-            done = {key: step for key, step in (known["logged"] | self._repeated).items() if step > self._step}
+            done = {key: step for key, step in (known["logged"] | self._repeated).items() if step >= self._step}
         start, earlier = STARTS[self._tracker_name], known and known["id"]
         tracker, run_id = start(self._folder, self._run_name, earlier, self._config)
         path.write_text(json.dumps({"id": run_id, "logged": done}) + "\n", encoding="utf-8")
