@@ -21,30 +21,30 @@ ROOT = Path(__file__).parents[1]
 def need_simulated_gpus() -> None:
     """Ends the test where GPUs cannot be simulated."""
     if why := simulated_gpus.problem():
-        _end(f"needs simulated GPUs: {why}")
+        end_without(f"needs simulated GPUs: {why}")
 
 
 def need_compiler() -> None:
     """Ends the test where nothing can be compiled, such as a model's layers."""
     if why := simulated_gpus.compiler_problem():
-        _end(f"needs a C++ compiler and Python's headers: {why}")
+        end_without(f"needs a C++ compiler and Python's headers: {why}")
 
 
 def need_trackers() -> None:
     """Ends the test where the packages of requirements-trackers.txt are missing."""
     if missing := [name for name in ("tensorboard", "wandb", "mlflow", "trackio") if find_spec(name) is None]:
-        _end(f"needs pip install -r requirements-trackers.txt: {', '.join(missing)}")
+        end_without(f"needs pip install -r requirements-trackers.txt: {', '.join(missing)}")
 
 
 def need_trl() -> None:
     """Ends the test where the package of requirements-peers.txt is missing."""
     if find_spec("trl") is None:
-        _end("needs pip install --no-deps -r requirements-peers.txt")
+        end_without("needs pip install --no-deps -r requirements-peers.txt")
 
 
 def need_chromium() -> str:
     """The path of a browser; ends the test where there is none."""
-    return shutil.which("chromium") or _end("needs chromium: apt-get install --no-install-recommends chromium")
+    return shutil.which("chromium") or end_without("needs chromium: apt-get install --no-install-recommends chromium")
 
 
 def need_builds_of(strategy: str, *, on_gpus: bool = False) -> None:
@@ -54,7 +54,7 @@ def need_builds_of(strategy: str, *, on_gpus: bool = False) -> None:
     if not Path(strategy).stem.startswith("zero3_nvme"):
         return
     if why := _nvme_problem(on_gpus):
-        _end(f"needs offload to NVMe: {why}")
+        end_without(f"needs offload to NVMe: {why}")
     if not on_gpus:
         _build_nvme()
 
@@ -81,22 +81,22 @@ def _build_nvme() -> None:
 def need_namespaces() -> None:
     """Ends the test where two network namespaces cannot stand for two machines."""
     if os.geteuid() != 0:
-        _end("needs root, for network namespaces")
+        end_without("needs root, for network namespaces")
     if shutil.which("ip") is None:
-        _end("needs iproute2, for network namespaces: apt-get install iproute2")
+        end_without("needs iproute2, for network namespaces: apt-get install iproute2")
     tried = subprocess.run(["ip", "netns", "add", "cookbook-try"], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "delete", "cookbook-try"], capture_output=True)
     if tried.returncode:
-        _end(f"needs a kernel that lets root make network namespaces: {tried.stderr.strip()}")
+        end_without(f"needs a kernel that lets root make network namespaces: {tried.stderr.strip()}")
 
 
 def need_slurm() -> None:
     """Ends the test where no Slurm can be started."""
     if not all(map(shutil.which, ("slurmctld", "slurmd", "munged"))):
-        _end("needs Slurm: apt-get install --no-install-recommends slurm-wlm munge")
+        end_without("needs Slurm: apt-get install --no-install-recommends slurm-wlm munge")
     need_namespaces()
 
 
-def _end(reason: str) -> NoReturn:
+def end_without(reason: str) -> NoReturn:
     """Where nothing may be missing, as in CI, the test fails."""
     (pytest.fail if "SKIP_NOTHING" in os.environ else pytest.skip)(reason)
