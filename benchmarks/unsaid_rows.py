@@ -124,7 +124,7 @@ def place(row: Row) -> Placed:
         recipe, strategy, num_processes=machines.num_gpus, num_gpus=machines.num_gpus, recipe_name=row["id"]
     )
     config = _config(setup)
-    memory = of_run(config, recipe, strategy, plan)
+    memory = of_run(config, recipe, strategy, plan, machines.gpu)
     memory = replace(memory, outside=outside(strategy, machines, machines.num_gpus))
     published = float(row["reported_GiB_or_GB"])
     if row["what_is_measured"].startswith("sum over"):

@@ -23,7 +23,7 @@ def prepare_and_forecast(engine: Engine, model: Any, optimizer: Any, **options: 
 
         assignments = [sys.argv[i + 1] for i, word in enumerate(sys.argv) if word == "--set"]
         recipe = load_recipe(Path(sys.argv[1]), assignments)
-        print("forecast", of_run(model.config, recipe, engine.strategy, engine.plan).allocated, file=sys.stderr)
+        print("forecast", of_run(model.config, recipe, engine.strategy, engine.plan, None).allocated, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from cookbook.config.strategy import load_strategy
 from cookbook.planning.costs.inputs import Skeleton, Weight
 from cookbook.planning.costs.memory import ResidentBytes, States
 from cookbook.planning.plan import make_plan
-from cookbook.system.hardware import parse_machines
+from cookbook.system.hardware import find_gpu, parse_machines
 from cookbook.training.models.structure import find_config
 
 LLAMA = "recipes/llama31_8b/sft.yaml"
@@ -270,7 +270,7 @@ def test_the_answer_fits_a_terminal(llama, gpus):
 def test_a_run_forecasts_as_the_plan_does(llama):
     strategy = load_strategy(Path("accelerate_configs/zero3.yaml"))
     plan = make_plan(llama, strategy, num_processes=8, num_gpus=8, recipe_name="recipe")
-    found = of_run(find_config(llama.model)[0], llama, strategy, plan)
+    found = of_run(find_config(llama.model)[0], llama, strategy, plan, find_gpu("H100"))
     assert found == replace(only(llama, "8xH100", "zero3").memory, outside=found.outside)
 
 

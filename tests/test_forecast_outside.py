@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cookbook.commands.forecast.memory import CONTEXT, GIB, Memory
-from cookbook.commands.forecast.outside import WORKSPACES, outside
+from cookbook.commands.forecast.outside import outside, workspaces
 from cookbook.config.strategy import load_strategy
 from cookbook.system.hardware import parse_machines
 
@@ -19,7 +19,7 @@ MB = 2**20  # as nvidia-smi counts
 def of_nccl(gpus, num_processes=None, strategy="ddp"):
     machines = parse_machines(gpus)
     low, high = outside(shipped(strategy), machines, num_processes or machines.num_gpus)
-    return low - CONTEXT - WORKSPACES[0], high - CONTEXT - WORKSPACES[1]
+    return low - CONTEXT, high - CONTEXT
 
 
 def shipped(name):
@@ -68,6 +68,13 @@ def test_each_group_has_its_own():
 
 def test_several_machines_take_more():
     assert of_nccl("2x8xH100")[1] > of_nccl("8xH100")[1]
+
+
+def test_two_threads_have_a_workspace_each_larger_from_hopper_on():
+    """52 runs on an H100 allocated 64 MiB beyond their tensors: 2 handles x 8 buffers of 4,096 KiB."""
+    h100, a100 = (parse_machines(name).gpu for name in ("1xH100", "1xA100"))
+    assert workspaces(h100) == workspaces(None) == 2 * 8 * 4096 * 1024
+    assert workspaces(a100) == 2 * (2 * 4096 + 8 * 16) * 1024
 
 
 def test_it_is_needed_and_not_reserved():

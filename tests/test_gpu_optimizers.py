@@ -7,8 +7,11 @@ import json
 
 import pytest
 
+from tests.gpu_runs import REAL
+
 NAN_ON_ONE_RANK = {"COOKBOOK_FAULTS": json.dumps([{"rank": 1, "at": "step.loss", "step": 2, "do": "nan"}])}
 FP16 = {"mixed_precision": "fp16"}
+BAND = 5e-5 if REAL else 1e-6
 SELDOM = [pytest.mark.slow, pytest.mark.thorough]
 
 
@@ -47,9 +50,10 @@ def test_an_overflow_on_one_rank_is_left_out_on_all_and_its_scale_goes_along(gpu
 
 
 def test_fp16_under_fsdp1_is_that_of_fsdp2(gpu_lab):
+    """Bit for bit on simulated GPUs; real ones add some sums up in another order each time."""
     one, two = (gpu_lab.run(strategy, FP16) for strategy in ("fsdp1", "fsdp2"))
-    assert one.losses == pytest.approx(two.losses, rel=1e-6)
-    assert one.norms == pytest.approx(two.norms, rel=1e-6)
+    assert one.losses == pytest.approx(two.losses, rel=BAND)
+    assert one.norms == pytest.approx(two.norms, rel=BAND)
 
 
 @pytest.mark.simulated

@@ -31,7 +31,7 @@ from cookbook.planning.launch import World
 from cookbook.planning.plan import Plan, describe_batch
 from cookbook.system import lock, signals
 from cookbook.system.files import RecipeError, flatten
-from cookbook.system.hardware import GIB
+from cookbook.system.hardware import GIB, find_gpu
 from cookbook.system.machine import num_cores
 from cookbook.system.monitor import Monitor
 from cookbook.system.status import Status
@@ -417,7 +417,8 @@ def _forecast(run: Run, notes: list[str]) -> "Memory | None":
     from cookbook.commands import forecast
 
     try:
-        return forecast.of_run(run.inputs.config, run.recipe, run.engine.strategy, run.engine.plan)
+        gpu = find_gpu(torch.cuda.get_device_name(run.engine.device))
+        return forecast.of_run(run.inputs.config, run.recipe, run.engine.strategy, run.engine.plan, gpu)
     except Exception as error:  # the run does not depend on it
         notes.append(f"no forecast of memory: {error}")
         return None

@@ -1,7 +1,7 @@
 """Forecast of a run: memory, time and the best strategy, from a trace of the model's own code without data (`trace`),
 the ledger of costs, and data sheets (`speed`)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from cookbook.commands.forecast.memory import CONTEXT, GIB, Memory, peak
 from cookbook.commands.forecast.outside import outside as outside_of
+from cookbook.commands.forecast.outside import workspaces
 from cookbook.commands.forecast.skeleton import skeleton as skeleton_of
 from cookbook.commands.forecast.speed import Range, caveat, no_forecast, step_seconds
 from cookbook.commands.forecast.trace import ActivationTrace, Untraceable, bound
@@ -23,7 +24,7 @@ from cookbook.planning.costs.memory import States, checkpoint_bytes
 from cookbook.planning.costs.memory import states as states_of
 from cookbook.planning.plan import Plan, default_num_processes, make_plan
 from cookbook.system.files import RecipeError
-from cookbook.system.hardware import HOST_AT_LEAST, Machines
+from cookbook.system.hardware import HOST_AT_LEAST, Gpu, Machines
 from cookbook.training.models.attention import sequence_problem
 from cookbook.training.models.loss import LOGITS_BUDGET
 from cookbook.training.models.structure import find_config, not_served, pipeline_problem
@@ -241,7 +242,7 @@ class TraceCache:
         return bound(self.config, recipe, tokens=sequences * length, tp_size=tp_size)
 
 
-def of_run(config: PreTrainedConfig, recipe: Recipe, strategy: Strategy, plan: Plan) -> Memory:
+def of_run(config: PreTrainedConfig, recipe: Recipe, strategy: Strategy, plan: Plan, gpu: Gpu | None) -> Memory:
     """The GPU memory forecast of a run that is starting. Not collective.
 
     Raises:
@@ -252,7 +253,7 @@ def of_run(config: PreTrainedConfig, recipe: Recipe, strategy: Strategy, plan: P
     work = traces.work(strategy, micro_batch_of(recipe))
     if traces.untraceable is not None:
         raise Untraceable(traces.untraceable)
-    return _gpu_memory(traces, strategy, held, plan, work)
+    return _gpu_memory(traces, strategy, held, plan, work, gpu)
 
 
 def _of_heaviest(found: Skeleton, inputs: CostInputs) -> States:
@@ -301,13 +302,17 @@ def forecast(
     inputs = cost_inputs(recipe, strategy, count)
     held = _of_heaviest(found, inputs)
     outside = outside_of(strategy, machines, count)
-    memory = _gpu_memory(traces, strategy, held, plan, traces.work(strategy, micro_batch_of(recipe)), outside)
+
+    def memory_of(work: ActivationTrace) -> Memory:
+        return _gpu_memory(traces, strategy, held, plan, work, machines.gpu, outside)
+
+    memory = memory_of(traces.work(strategy, micro_batch_of(recipe)))
     local = min(count, each)
     host, offloaded, disk = machine_bytes(found, inputs, held, local, on_gpus=machines.gpus_each > 0)
     verdict, why, shortage = _verdict(memory, host, disk, machines, offloaded=offloaded)
     largest = longest = None
     if limits and machines.usable_gib is not None and held.gpu.total < machines.usable_gib * GIB:
-        largest = _largest(traces, strategy, held, plan, machines.usable_gib * GIB, outside)
+        largest = _largest(traces, strategy, memory_of, machines.usable_gib * GIB)
     if largest is not None:
         tokens = int(largest * recipe.data.max_length)
         positions = getattr(traces.config, "max_position_embeddings", None) or tokens
@@ -372,20 +377,28 @@ def _gpu_memory(
     held: States,
     plan: Plan,
     work: ActivationTrace,
+    gpu: Gpu | None,
     outside: tuple[int, int] = (CONTEXT, CONTEXT),
 ) -> Memory:
     if strategy.pp_size > 1:
-        stages = (_stage_memory(traces, strategy, plan, work, stage) for stage in range(strategy.pp_size))
+        stages = (_stage_memory(traces, strategy, plan, work, stage, gpu) for stage in range(strategy.pp_size))
         return replace(max(stages, key=lambda one: one.allocated), outside=outside)
     is_sharded = plan.num_processes > 1 and (strategy.kind in ("fsdp1", "fsdp2") or strategy.zero_stage == 3)
     accumulates = plan.gradient_accumulation_steps > 1
     inputs = cost_inputs(traces.recipe, strategy, plan.num_processes)
     start = loading_of(traces.skeleton, inputs, held, local=1)
+    held = _with_buffers(held, workspaces(gpu))
     found = peak(traces.skeleton, held, work, accumulates=accumulates, is_sharded=is_sharded, loading=start.gpu)
     return replace(found, outside=outside)
 
 
-def _stage_memory(traces: TraceCache, strategy: Strategy, plan: Plan, work: ActivationTrace, stage: int) -> Memory:
+def _with_buffers(held: States, size: int) -> States:
+    return replace(held, gpu=replace(held.gpu, buffers=held.gpu.buffers + size))
+
+
+def _stage_memory(
+    traces: TraceCache, strategy: Strategy, plan: Plan, work: ActivationTrace, stage: int, gpu: Gpu | None
+) -> Memory:
     """The memory of a process of a stage. Under 1F1B stage i of S begins S - i micro-batches before its first backward.
     At the beginning of a step torch allocates a message for each micro-batch (torch 2.13, pipelining/stage.py,
     `_setup_forward_recv_info` and `_create_grad_recv_info`).
@@ -404,8 +417,8 @@ def _stage_memory(traces: TraceCache, strategy: Strategy, plan: Plan, work: Acti
         own = work.of_stage(layers, traces.skeleton.num_layers, num_waiting=num_waiting, message=message)
         # Those to receive, and what was sent of each micro-batch whose backward is still to come.
         messages = message * (count * (stage > 0) + (count + num_waiting + 1) * (not is_last))
-        with_messages = replace(held, gpu=replace(held.gpu, buffers=held.gpu.buffers + messages))
-        return peak(skeleton, with_messages, own, accumulates=accumulates, is_sharded=False, loading=start.gpu)
+        with_all = _with_buffers(held, messages + workspaces(gpu))
+        return peak(skeleton, with_all, own, accumulates=accumulates, is_sharded=False, loading=start.gpu)
 
     # At the first backward of a step there are no gradients yet; at the next one fewer may wait.
     found = [at(begun - 1, accumulates=False)]
@@ -418,7 +431,7 @@ LARGEST = 2**20
 
 
 def _largest(
-    traces: TraceCache, strategy: Strategy, held: States, plan: Plan, usable: float, outside: tuple[int, int]
+    traces: TraceCache, strategy: Strategy, memory_of: Callable[[ActivationTrace], Memory], usable: float
 ) -> float | None:
     """The number of samples of max_length in a forward that surely fit; below 1 for shorter samples.
 
@@ -434,7 +447,7 @@ def _largest(
 
     def fits(size: float) -> bool:
         work = one.towards(two, size / small - 1)
-        return _gpu_memory(traces, strategy, held, plan, work, outside).needed[1] <= usable
+        return memory_of(work).needed[1] <= usable
 
     low, high = 0.0, 1.0
     while fits(high) and high < LARGEST:

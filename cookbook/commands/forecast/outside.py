@@ -1,7 +1,7 @@
-"""GPU memory of a process outside the forecast of allocated memory: CUDA context, cuBLAS workspaces, NCCL buffers.
+"""GPU memory of a process that no tensor of the run takes: cuBLAS workspaces, CUDA context, NCCL buffers.
 
-Bytes, least and most. Of these, torch's statistics include the workspaces only, so they are used to judge whether a run
-fits a GPU and nowhere else. tests/test_forecast_outside.py has the measurements behind the figures.
+torch allocates the workspaces, so its statistics include them. The rest, bytes, least and most, is used to judge
+whether a run fits a GPU and nowhere else. tests/test_forecast_outside.py has the measurements behind the figures.
 """
 
 from cookbook.commands.forecast.memory import CONTEXT
@@ -11,9 +11,8 @@ from cookbook.system.hardware import Gpu, Machines
 
 MIB = 2**20
 
-WORKSPACES = (2 * 8_519_680, 2 * 32 * MIB)
-"""cuBLAS: 8 MiB per handle, 32 from Hopper on (PyTorch, CublasHandlePool.cpp, `parseChosenWorkspaceSize`), with one
-handle each for the threads of forward and backward. Allocated by torch, but not part of the trace."""
+WORKSPACE, LARGE_WORKSPACE = 8_519_680, 32 * MIB
+"""cuBLAS, per handle: the second from Hopper on (PyTorch, CublasHandlePool.cpp, `parseChosenWorkspaceSize`)."""
 
 CONNECTION = 10 * MIB
 """NCCL's receive buffers per neighbour and channel: 512 KiB for protocol LL, 4,800 for LL128, 4 MiB (NCCL_BUFFSIZE) for
@@ -35,16 +34,24 @@ CODE = round(0.73 * 2**30)
 2026-11: 0.55 GB before, 2.00 with the group, 1.28 after it)."""
 
 
+def workspaces(gpu: Gpu | None) -> int:
+    """Bytes of cuBLAS's workspaces, the larger for an unknown GPU. The threads of forward and of backward have a handle
+    each: 52 runs on one H100 allocated 64 MiB more than their tensors (benchmarks/results/real_gpus.json).
+    """
+    if simulated_gpus.is_active():
+        return 0
+    return 2 * (LARGE_WORKSPACE if gpu is None or gpu.generation in ("hopper", "blackwell") else WORKSPACE)
+
+
 def outside(strategy: Strategy, machines: Machines, num_processes: int) -> tuple[int, int]:
     """Memory of one process outside the forecast, least and most."""
     if simulated_gpus.is_active():  # they have none of these
         return 0, 0
-    low, high = (CONTEXT + size for size in WORKSPACES)
     if num_processes == 1:
-        return low, high
+        return CONTEXT, CONTEXT
     local = min(num_processes, max(1, machines.gpus_each))
     least, most = _communicator(machines.gpu, local, is_alone=num_processes <= local)
-    return low + least, high + most * _num_communicators(strategy, num_processes) + CODE
+    return CONTEXT + least, CONTEXT + most * _num_communicators(strategy, num_processes) + CODE
 
 
 def _communicator(gpu: Gpu | None, local: int, *, is_alone: bool) -> tuple[int, int]:

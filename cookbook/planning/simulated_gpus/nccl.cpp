@@ -56,7 +56,7 @@ class Message final : public Work {
   bool wait(std::chrono::milliseconds timeout) override {
     if (!is_done_) {
       work_->wait(timeout);
-      for (size_t i = 0; i < out_.size() && is_shared(); i++) out_[i].copy_(on_host_[i]);
+      for (size_t i = 0; i < out_.size() && is_shared(); i++) out_[i].detach().copy_(on_host_[i]);  // autograd may await it
       is_done_ = true;
     }
     return true;
@@ -243,7 +243,7 @@ class SimulatedNCCL : public c10d::Backend {
 
   c10::intrusive_ptr<Work> end(c10d::OpType type, const Tensors& tensors, const Tensors& on_host) {
     if (is_shared()) {
-      for (size_t i = 0; i < tensors.size(); i++) tensors[i].copy_(on_host[i]);
+      for (size_t i = 0; i < tensors.size(); i++) tensors[i].detach().copy_(on_host[i]);
     }
     return done(type, tensors);
   }

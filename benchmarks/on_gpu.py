@@ -1,0 +1,240 @@
+"""Recipes of the library on this machine's GPU: speed and peak memory beside the forecast.
+
+    python benchmarks/on_gpu.py [--cells WORD ...] [--folder FOLDER]
+
+Each cell runs a recipe for a few steps on one GPU, with a model of the recipe's sizes and random weights, and rows that
+fill every sequence: neither changes speed or memory, and neither has to be fetched. Appends to
+benchmarks/results/on_gpu.json as cells end; `--page` writes the tables of docs/on_gpu.md from it.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from cookbook.commands.forecast import Forecast, forecast_all, tokens_of_step  # noqa: E402
+from cookbook.commands.rehearse.standins import stand_in_tokenizer  # noqa: E402
+from cookbook.config.recipe import Recipe, load_recipe  # noqa: E402
+from cookbook.config.strategy import load_strategy  # noqa: E402
+from cookbook.planning.library import known_model  # noqa: E402
+from cookbook.system.files import dump_yaml, read_document  # noqa: E402
+from cookbook.system.hardware import GIB, Machines, parse_machines  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "on_gpu.json"
+PAGE = ROOT / "docs" / "on_gpu.md"
+BEGIN, END = "<!-- benchmarks/on_gpu.py -->\n", "<!-- end -->\n"
+PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes", "triton")
+NUM_STEPS, NUM_WARMUP = 8, 3
+"""Of a cell; the first are not timed: kernels are chosen, compiled and loaded."""
+LIMIT_SECONDS = 240
+NUM_ROWS = {"messages": 4000, "chat_preference": 400, "text": 20000}
+NUM_WORDS = {"messages": 900, "chat_preference": 1400, "text": 250}
+"""Of an answer: more than a sequence of preferences holds, since those are not packed to their full length."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    recipe: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    """By dotted key, in place of the recipe's."""
+
+    @property
+    def name(self) -> str:
+        changed = (f"{key.rpartition('.')[2]}={value}" for key, value in self.settings.items())
+        return " ".join([self.recipe, *changed])
+
+
+QWEN, LLAMA = "qwen3_0_6b/sft", "llama31_8b/sft_qlora"
+CELLS = [
+    Cell(QWEN),
+    Cell("qwen3_0_6b/sft_lora"),
+    Cell(QWEN, {"batch.micro_batch_size": 8}),
+    Cell(QWEN, {"batch.micro_batch_size": 8, "model.gradient_checkpointing": True}),
+    Cell(QWEN, {"batch.micro_batch_size": 8, "model.gradient_checkpointing": "selective"}),
+    Cell("qwen3_4b/sft_lora"),
+    Cell(LLAMA),
+    Cell("llama31_8b/sft_dora"),
+    Cell("llama31_8b/sft_lora", {"strategy": "single", "batch.global_batch_size": 8}),
+    Cell("qwen3_4b/orpo_lora"),
+    Cell("smollm2_135m/sft"),
+    Cell("tinystories_7m/cpt"),
+    Cell(QWEN, {"strategy": "fsdp2"}),
+    Cell(QWEN, {"strategy": "zero3"}),
+    Cell(QWEN, {"strategy": "fsdp2_offload"}),
+    Cell(QWEN, {"strategy": "zero2_offload"}),
+    Cell(QWEN, {"batch.micro_batch_size": 8, "model.compile": True}),
+    Cell(QWEN, {"batch.micro_batch_size": 8, "model.liger_kernels": True}),
+    Cell(QWEN, {"batch.micro_batch_size": 8, "optim.name": "adamw_8bit"}),
+    Cell(LLAMA, {"batch.micro_batch_size": 8}),
+]
+
+
+def write_model(name: str, folder: Path) -> None:
+    """A model of its sizes with random weights, made on the GPU, and a small tokenizer with its special tokens."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    facts = known_model(name)
+    assert facts is not None
+    config = AutoConfig.for_model(**facts["config"])
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    stand_in_tokenizer(facts, [text_of(random.Random(0), 4000)]).save_pretrained(folder)
+
+
+def text_of(chance: random.Random, num_words: int) -> str:
+    return " ".join("".join(chance.choices("abcdefghij", k=chance.randint(2, 5))) for _ in range(num_words))
+
+
+def write_rows(kind: str, path: Path) -> None:
+    chance = random.Random(0)
+
+    def turn(role: str, num_words: int) -> dict[str, str]:
+        return {"role": role, "content": text_of(chance, num_words)}
+
+    def row() -> dict[str, Any]:
+        size = NUM_WORDS[kind]
+        if kind == "text":
+            return {"text": text_of(chance, size)}
+        prompt = turn("user", 30)
+        if kind == "messages":
+            return {"messages": [prompt, turn("assistant", size)]}
+        return {"chosen": [prompt, turn("assistant", size)], "rejected": [prompt, turn("assistant", size)]}
+
+    path.write_text("".join(json.dumps(row()) + "\n" for _ in range(NUM_ROWS[kind])))
+
+
+def write_recipe(cell: Cell, folder: Path) -> Path:
+    """The recipe of a cell with what it needs beside it, in `folder`."""
+    source = ROOT / "recipes" / f"{cell.recipe}.yaml"
+    recipe, values = load_recipe(source), read_document(source).values
+    model = values["model"]
+    if name := model.get("name_or_path"):
+        model["name_or_path"] = str(folder / name)
+        model.pop("revision", None)
+        if not (folder / name).exists():
+            write_model(name, folder / name)
+    kind = recipe.objective.rows[0]
+    if not (rows := folder / f"{kind}.jsonl").exists():
+        write_rows(kind, rows)
+    data = {key: values["data"][key] for key in ("max_length", "packing", "chat_template") if key in values["data"]}
+    values["data"] = data | {"train": str(rows)}
+    values["run"] = {"max_steps": NUM_STEPS, "output_dir": str(folder / "run"), "check_export": False}
+    values["schedule"] = {"name": "constant"}
+    for key, value in cell.settings.items():
+        section, _, name = key.rpartition(".")
+        (values[section] if section else values)[name] = value
+    path = folder / "recipe.yaml"
+    path.write_text(dump_yaml(values))
+    return path
+
+
+def measure(cell: Cell, folder: Path, machines: Machines) -> dict[str, Any]:
+    """Runs a cell. Returns its row; `error` where it failed."""
+    path = write_recipe(cell, folder)
+    shutil.rmtree(folder / "run", ignore_errors=True)
+    started = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "cookbook", "launch", str(path), "--processes", "1"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT_SECONDS,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )
+        code, said = done.returncode, done.stdout
+    except subprocess.TimeoutExpired as error:
+        code, said = 124, str(error.stdout)
+    row: dict[str, Any] = {"cell": cell.name, "recipe": cell.recipe, "settings": cell.settings}
+    row["whole_seconds"] = round(time.monotonic() - started, 1)
+    if code:
+        return row | {"error": f"exit code {code}: {said[-3000:]}"}
+    recipe = load_recipe(path)
+    plan = forecast_of(recipe, machines, str(path))
+    record = json.loads((folder / "run" / "run.json").read_text())
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line][NUM_WARMUP:]
+    seconds = statistics.median(line["step_seconds"] for line in steps)
+    tokens = statistics.median(line["num_tokens"] for line in steps)
+    assert plan.memory is not None
+    row |= {
+        "strategy": record["strategy"]["file"],
+        "tokens_per_second": round(tokens / seconds),
+        "mfu": round(statistics.median(line.get("mfu") or 0.0 for line in steps), 4),
+        "step_seconds": [round(line["step_seconds"], 4) for line in steps],
+        "data_seconds": round(statistics.median(line["data_seconds"] for line in steps), 5),
+        "tokens_a_step": tokens,
+        "most_tokens_a_step": tokens_of_step(recipe),
+        "peak_allocated": round(record["peak_memory_gib"]["allocated"] * GIB),
+        "peak_reserved": round(record["peak_memory_gib"]["reserved"] * GIB),
+        "forecast_allocated": record["forecast"]["allocated"],
+        "forecast_reserved": record["forecast"]["reserved"],
+        "forecast_moment": record["forecast"]["moment"],
+        "losses": [round(line["loss"], 4) for line in lines if "loss" in line],
+    }
+    if plan.time is not None:
+        row["forecast_tokens_per_second"] = [round(one) for one in plan.time.tokens_per_second(tokens, 1)]
+    return row
+
+
+def forecast_of(recipe: Recipe, machines: Machines, name: str) -> Forecast:
+    strategy = load_strategy(Path(recipe.strategy))
+    return forecast_all(recipe, [strategy], machines, name, limits=False).forecasts[0]
+
+
+def describe_gpu() -> tuple[str, str]:
+    """Its name, and as `plan --gpus` takes it."""
+    import torch
+
+    name = torch.cuda.get_device_name(0)
+    found = re.search(r"H100|H200|A100|B200|L40S|4090|A10G?|T4|V100", name)
+    total = torch.cuda.get_device_properties(0).total_memory
+    return name, f"1x{found[0]}" if found else f"1x{round(total / 1e9)}GB"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", nargs="*", default=[], help="only those whose name has one of these words")
+    parser.add_argument("--folder", type=Path, help="where models and rows are kept; a temporary folder unless given")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    name, short = describe_gpu()
+    machines = parse_machines(short)
+    chosen = [cell for cell in CELLS if not arguments.cells or any(word in cell.name for word in arguments.cells)]
+    about = {
+        "command": "python benchmarks/on_gpu.py",
+        "gpu": name,
+        "versions": {one: version(one) for one in PACKAGES},
+        "steps": [NUM_STEPS, NUM_WARMUP],
+    }
+    with tempfile.TemporaryDirectory() as made:
+        folder = (arguments.folder or Path(made)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        rows: list[dict[str, Any]] = []
+        for cell in chosen:
+            row = measure(cell, folder, machines)
+            rows.append(row)
+            arguments.results.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+            shown = {key: row[key] for key in row if key not in ("settings", "recipe", "step_seconds", "losses")}
+            print(json.dumps(shown)[:3500], flush=True)
+
+
+if __name__ == "__main__":
+    main()
