@@ -38,12 +38,11 @@ RESULTS = ROOT / "benchmarks" / "results" / "on_gpu.json"
 PAGE = ROOT / "docs" / "on_gpu.md"
 BEGIN, END = "<!-- benchmarks/on_gpu.py -->\n", "<!-- end -->\n"
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes", "triton")
-NUM_STEPS, NUM_WARMUP = 8, 3
+NUM_STEPS, NUM_WARMUP = 6, 2
 """Of a cell; the first are not timed: kernels are chosen, compiled and loaded."""
 LIMIT_SECONDS = 240
-NUM_ROWS = {"messages": 4000, "chat_preference": 400, "text": 20000}
-NUM_WORDS = {"messages": 900, "chat_preference": 1400, "text": 250}
-"""Of an answer: more than a sequence of preferences holds, since those are not packed to their full length."""
+NUM_ROWS, NUM_WORDS = 256, 2600
+"""Of an answer: more than any sequence holds, so that all are of full length, as the forecast has them."""
 
 
 @dataclass(frozen=True)
@@ -58,28 +57,30 @@ class Cell:
         return " ".join([self.recipe, *changed])
 
 
-QWEN, LLAMA = "qwen3_0_6b/sft", "llama31_8b/sft_qlora"
+QWEN, QWEN_LORA = "qwen3_0_6b/sft", "qwen3_4b/sft_lora"
+LARGER, SMALL_STEP = {"batch.micro_batch_size": 8}, {"batch.global_batch_size": 4}
+"""A step of few samples has the speed of a step of many: it is their time that is measured."""
 CELLS = [
+    Cell("llama31_8b/sft_qlora", SMALL_STEP),
+    Cell("llama31_8b/sft_lora", {"strategy": "single"} | SMALL_STEP),
+    Cell("llama31_8b/sft_dora", SMALL_STEP),
+    Cell("qwen3_4b/orpo_lora", SMALL_STEP),
     Cell(QWEN),
     Cell("qwen3_0_6b/sft_lora"),
-    Cell(QWEN, {"batch.micro_batch_size": 8}),
-    Cell(QWEN, {"batch.micro_batch_size": 8, "model.gradient_checkpointing": True}),
-    Cell(QWEN, {"batch.micro_batch_size": 8, "model.gradient_checkpointing": "selective"}),
-    Cell("qwen3_4b/sft_lora"),
-    Cell(LLAMA),
-    Cell("llama31_8b/sft_dora"),
-    Cell("llama31_8b/sft_lora", {"strategy": "single", "batch.global_batch_size": 8}),
-    Cell("qwen3_4b/orpo_lora"),
+    Cell(QWEN, LARGER),
+    Cell(QWEN, LARGER | {"model.compile": True}),
+    Cell(QWEN, LARGER | {"model.liger_kernels": True}),
+    Cell(QWEN, LARGER | {"model.gradient_checkpointing": True}),
+    Cell(QWEN, LARGER | {"model.gradient_checkpointing": "selective"}),
+    Cell(QWEN, LARGER | {"model.gradient_checkpointing": True, "model.compile": True}),
+    Cell(QWEN_LORA, LARGER),
+    Cell(QWEN_LORA, LARGER | {"model.compile": True}),
     Cell("smollm2_135m/sft"),
     Cell("tinystories_7m/cpt"),
     Cell(QWEN, {"strategy": "fsdp2"}),
     Cell(QWEN, {"strategy": "zero3"}),
     Cell(QWEN, {"strategy": "fsdp2_offload"}),
     Cell(QWEN, {"strategy": "zero2_offload"}),
-    Cell(QWEN, {"batch.micro_batch_size": 8, "model.compile": True}),
-    Cell(QWEN, {"batch.micro_batch_size": 8, "model.liger_kernels": True}),
-    Cell(QWEN, {"batch.micro_batch_size": 8, "optim.name": "adamw_8bit"}),
-    Cell(LLAMA, {"batch.micro_batch_size": 8}),
 ]
 
 
@@ -108,15 +109,14 @@ def write_rows(kind: str, path: Path) -> None:
         return {"role": role, "content": text_of(chance, num_words)}
 
     def row() -> dict[str, Any]:
-        size = NUM_WORDS[kind]
         if kind == "text":
-            return {"text": text_of(chance, size)}
+            return {"text": text_of(chance, NUM_WORDS)}
         prompt = turn("user", 30)
         if kind == "messages":
-            return {"messages": [prompt, turn("assistant", size)]}
-        return {"chosen": [prompt, turn("assistant", size)], "rejected": [prompt, turn("assistant", size)]}
+            return {"messages": [prompt, turn("assistant", NUM_WORDS)]}
+        return {"chosen": [prompt, turn("assistant", NUM_WORDS)], "rejected": [prompt, turn("assistant", NUM_WORDS)]}
 
-    path.write_text("".join(json.dumps(row()) + "\n" for _ in range(NUM_ROWS[kind])))
+    path.write_text("".join(json.dumps(row()) + "\n" for _ in range(NUM_ROWS)))
 
 
 def write_recipe(cell: Cell, folder: Path) -> Path:
@@ -144,14 +144,15 @@ def write_recipe(cell: Cell, folder: Path) -> Path:
     return path
 
 
-def measure(cell: Cell, folder: Path, machines: Machines) -> dict[str, Any]:
+def measure(cell: Cell, folder: Path, machines: Machines, *, has_speed: bool) -> dict[str, Any]:
     """Runs a cell. Returns its row; `error` where it failed."""
     path = write_recipe(cell, folder)
     shutil.rmtree(folder / "run", ignore_errors=True)
     started = time.monotonic()
+    words = ["launch", str(path), "--processes", "1", "--set", f"run.output_dir={folder / 'run'}"]
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "cookbook", "launch", str(path), "--processes", "1"],
+            [sys.executable, "-m", "cookbook", *words],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -176,10 +177,6 @@ def measure(cell: Cell, folder: Path, machines: Machines) -> dict[str, Any]:
     assert plan.memory is not None
     row |= {
         "strategy": record["strategy"]["file"],
-        "tokens_per_second": round(tokens / seconds),
-        "mfu": round(statistics.median(line.get("mfu") or 0.0 for line in steps), 4),
-        "step_seconds": [round(line["step_seconds"], 4) for line in steps],
-        "data_seconds": round(statistics.median(line["data_seconds"] for line in steps), 5),
         "tokens_a_step": tokens,
         "most_tokens_a_step": tokens_of_step(recipe),
         "peak_allocated": round(record["peak_memory_gib"]["allocated"] * GIB),
@@ -189,7 +186,14 @@ def measure(cell: Cell, folder: Path, machines: Machines) -> dict[str, Any]:
         "forecast_moment": record["forecast"]["moment"],
         "losses": [round(line["loss"], 4) for line in lines if "loss" in line],
     }
-    if plan.time is not None:
+    if has_speed:
+        row |= {
+            "tokens_per_second": round(tokens / seconds),
+            "mfu": round(statistics.median(line["mfu"] for line in steps), 4),
+            "step_seconds": [round(line["step_seconds"], 4) for line in steps],
+            "data_seconds": round(statistics.median(line["data_seconds"] for line in steps), 5),
+        }
+    if has_speed and plan.time is not None:
         row["forecast_tokens_per_second"] = [round(one) for one in plan.time.tokens_per_second(tokens, 1)]
     return row
 
@@ -211,13 +215,14 @@ def describe_gpu() -> tuple[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", nargs="*", default=[], help="only those whose name has one of these words")
+    parser.add_argument("--cells", nargs="*", default=[], help="only those of these names or recipes")
+    parser.add_argument("--memory-only", action="store_true", help="beside other work on the machine")
     parser.add_argument("--folder", type=Path, help="where models and rows are kept; a temporary folder unless given")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     name, short = describe_gpu()
     machines = parse_machines(short)
-    chosen = [cell for cell in CELLS if not arguments.cells or any(word in cell.name for word in arguments.cells)]
+    chosen = [cell for cell in CELLS if not arguments.cells or {cell.name, cell.recipe} & set(arguments.cells)]
     about = {
         "command": "python benchmarks/on_gpu.py",
         "gpu": name,
@@ -229,7 +234,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         rows: list[dict[str, Any]] = []
         for cell in chosen:
-            row = measure(cell, folder, machines)
+            row = measure(cell, folder, machines, has_speed=not arguments.memory_only)
             rows.append(row)
             arguments.results.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
             shown = {key: row[key] for key in row if key not in ("settings", "recipe", "step_seconds", "losses")}

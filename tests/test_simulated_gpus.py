@@ -62,6 +62,20 @@ tell(cuda.memory_allocated())
     assert evaluate(code) == [1024, 1536, 2048, 512, 512, "CUDA out of memory", 512, 0]
 
 
+def test_copying_many_tensors_at_once_gives_every_nan_of_16_bits_the_same_bits():
+    """As an H100 did, with which FSDP2 broke 4-bit weights that lie in bf16; `copy_` moves the bytes."""
+    code = """
+words = torch.tensor([0x7F81, -0x0001, 0x7F80, 0x3F80, -0x0080], dtype=torch.int16, device="cuda")
+for copy in (lambda to, of: torch._foreach_copy_([to], [of]), lambda to, of: to.copy_(of)):
+    for dtype in (torch.bfloat16, torch.int16):
+        to = torch.zeros(5, dtype=dtype, device="cuda")
+        copy(to, words.view(dtype))
+        tell([value & 0xFFFF for value in to.view(torch.int16).tolist()])
+"""
+    same = [0x7F81, 0xFFFF, 0x7F80, 0x3F80, 0xFF80]
+    assert evaluate(code) == [[0x7FFF, 0x7FFF, *same[2:]], same, same, same]
+
+
 def test_what_cuda_refuses_is_refused():
     code = """
 def refusal(call):

@@ -424,6 +424,24 @@ static void product_in_4_bits(const c10::OperatorHandle& op, c10::DispatchKeySet
   fallback(op, keys, stack);
 }
 
+// CUDA's kernel computes in float32 (aten/src/ATen/native/cuda/ForeachBinaryOpList.cu, `Copy`), which gives every NaN of
+// 16 bits the same bits: 0x7FFF as seen on an H100. Numbers stay, but not bytes that only lie in such tensors.
+static void foreach_copy(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const size_t first = stack->size() - op.schema().arguments().size();
+  const auto targets = (*stack)[first].toTensorVector(), sources = (*stack)[first + 1].toTensorVector();
+  fallback(op, keys, stack);
+  for (size_t i = 0; i < targets.size(); i++) {
+    const auto type = targets[i].scalar_type();
+    if (sources[i].scalar_type() != type || (type != at::kBFloat16 && type != at::kHalf)) continue;
+    if (!targets[i].is_contiguous()) continue;
+    const uint16_t infinity = type == at::kHalf ? 0x7C00 : 0x7F80;
+    auto* words = static_cast<uint16_t*>(targets[i].mutable_data_ptr());
+    for (int64_t k = 0; k < targets[i].numel(); k++) {
+      if ((words[k] & 0x7FFF) > infinity) words[k] = 0x7FFF;
+    }
+  }
+}
+
 // Operations that need a kernel of their own.
 
 static at::Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides, std::optional<at::ScalarType> type,
@@ -520,6 +538,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
   m.impl("copy_", &copy_);
+  m.impl("_foreach_copy_", torch::CppFunction::makeFromBoxedFunction<&foreach_copy>());
   m.impl("resize_", &resize_);
   m.impl("set_.source_Storage_storage_offset", &set_part_of_storage);
   m.impl("set_.source_Storage", &set_storage);

@@ -31,6 +31,11 @@ class Fsdp2(Fsdp):
             mixed_precision_policy=policy,
         )
 
+    def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        if any(hasattr(parameter, "quant_state") for parameter in model.parameters()):
+            _gather_as_bytes()
+        return super()._wrap(model, optimizer)
+
     def _synchronise(self, last: bool) -> contextlib.AbstractContextManager:
         """Reduce-scatter inside a shard group each time; all-reduce between replicas at the last micro-batch."""
         self.model.set_requires_all_reduce(last)
@@ -79,3 +84,21 @@ class Fsdp2(Fsdp):
         offloaded = {type(group.offload_policy).__name__ for group in groups}
         asked = "CPUOffloadPolicy" if self._block.fsdp_offload_params else "OffloadPolicy"
         yield "parameter offload", {asked}, offloaded
+
+
+def _gather_as_bytes() -> None:
+    """Have FSDP2 gather all weights of this process as bytes.
+
+    4-bit weights lie in 16-bit floats here, and CUDA's `_foreach_copy_`, with which FSDP2 fills the buffer that it
+    gathers, gives every NaN among them the same bits (seen on an H100; bitsandbytes issue 1945). FSDP2 itself takes
+    bytes where dtypes differ (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_all_gather`).
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    read: Any = collectives._get_all_gather_input_metadatas
+
+    def as_bytes(inputs: list[list[torch.Tensor]]) -> tuple[list[list[torch.dtype]], list[list[int]], torch.dtype]:
+        dtypes, sizes, _ = read(inputs)
+        return dtypes, sizes, torch.uint8
+
+    collectives._get_all_gather_input_metadatas = as_bytes
