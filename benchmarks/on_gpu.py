@@ -1,17 +1,18 @@
 """Recipes of the library on this machine's GPU: speed and peak memory beside the forecast.
 
-    python benchmarks/on_gpu.py [--cells WORD ...] [--folder FOLDER]
+    python benchmarks/on_gpu.py [--cells NAME ...] [--folder FOLDER] [--memory-only]
+    python benchmarks/on_gpu.py --page
 
 Each cell runs a recipe for a few steps on one GPU, with a model of the recipe's sizes and random weights, and rows that
-fill every sequence: neither changes speed or memory, and neither has to be fetched. Appends to
-benchmarks/results/on_gpu.json as cells end; `--page` writes the tables of docs/on_gpu.md from it.
+fill every sequence: neither changes speed or memory, and neither has to be fetched. Writes
+benchmarks/results/on_gpu.json as cells end. `--page` needs no GPU: it writes the tables of docs/on_gpu.md from the
+results and today's forecasts.
 """
 
 import argparse
 import json
 import os
 import random
-import re
 import shutil
 import statistics
 import subprocess
@@ -28,11 +29,11 @@ sys.path.insert(0, str(ROOT))
 
 from cookbook.commands.forecast import Forecast, forecast_all, tokens_of_step  # noqa: E402
 from cookbook.commands.rehearse.standins import stand_in_tokenizer  # noqa: E402
-from cookbook.config.recipe import Recipe, load_recipe  # noqa: E402
+from cookbook.config.recipe import load_recipe  # noqa: E402
 from cookbook.config.strategy import load_strategy  # noqa: E402
 from cookbook.planning.library import known_model  # noqa: E402
 from cookbook.system.files import dump_yaml, read_document  # noqa: E402
-from cookbook.system.hardware import GIB, Machines, parse_machines  # noqa: E402
+from cookbook.system.hardware import GIB, Machines, find_gpu, parse_machines  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "on_gpu.json"
 PAGE = ROOT / "docs" / "on_gpu.md"
@@ -144,7 +145,7 @@ def write_recipe(cell: Cell, folder: Path) -> Path:
     return path
 
 
-def measure(cell: Cell, folder: Path, machines: Machines, *, has_speed: bool) -> dict[str, Any]:
+def measure(cell: Cell, folder: Path, *, has_speed: bool) -> dict[str, Any]:
     """Runs a cell. Returns its row; `error` where it failed."""
     path = write_recipe(cell, folder)
     shutil.rmtree(folder / "run", ignore_errors=True)
@@ -168,22 +169,17 @@ def measure(cell: Cell, folder: Path, machines: Machines, *, has_speed: bool) ->
     if code:
         return row | {"error": f"exit code {code}: {said[-3000:]}"}
     recipe = load_recipe(path)
-    plan = forecast_of(recipe, machines, str(path))
     record = json.loads((folder / "run" / "run.json").read_text())
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line][NUM_WARMUP:]
     seconds = statistics.median(line["step_seconds"] for line in steps)
     tokens = statistics.median(line["num_tokens"] for line in steps)
-    assert plan.memory is not None
     row |= {
         "strategy": record["strategy"]["file"],
         "tokens_a_step": tokens,
         "most_tokens_a_step": tokens_of_step(recipe),
         "peak_allocated": round(record["peak_memory_gib"]["allocated"] * GIB),
         "peak_reserved": round(record["peak_memory_gib"]["reserved"] * GIB),
-        "forecast_allocated": record["forecast"]["allocated"],
-        "forecast_reserved": record["forecast"]["reserved"],
-        "forecast_moment": record["forecast"]["moment"],
         "losses": [round(line["loss"], 4) for line in lines if "loss" in line],
     }
     if has_speed:
@@ -193,14 +189,57 @@ def measure(cell: Cell, folder: Path, machines: Machines, *, has_speed: bool) ->
             "step_seconds": [round(line["step_seconds"], 4) for line in steps],
             "data_seconds": round(statistics.median(line["data_seconds"] for line in steps), 5),
         }
-    if has_speed and plan.time is not None:
-        row["forecast_tokens_per_second"] = [round(one) for one in plan.time.tokens_per_second(tokens, 1)]
     return row
 
 
-def forecast_of(recipe: Recipe, machines: Machines, name: str) -> Forecast:
-    strategy = load_strategy(Path(recipe.strategy))
-    return forecast_all(recipe, [strategy], machines, name, limits=False).forecasts[0]
+def forecast_of(row: dict[str, Any], machines: Machines) -> Forecast:
+    """Of a row of the results, as its recipe is today."""
+    path = ROOT / "recipes" / f"{row['recipe']}.yaml"
+    recipe = load_recipe(path, [f"{key}={value}" for key, value in row["settings"].items()])
+    (found,) = forecast_all(recipe, [load_strategy(Path(recipe.strategy))], machines, str(path), limits=False).forecasts
+    return found
+
+
+def is_full(row: dict[str, Any]) -> bool:
+    """Whether every sequence had data.max_length tokens, as the forecast has them."""
+    return "error" not in row and row["tokens_a_step"] == row["most_tokens_a_step"]
+
+
+def tables(results: dict[str, Any]) -> str:
+    """Memory and speed of the rows of full length, then what else was run."""
+    machines = parse_machines(f"1x{results['forecast_as']}")
+    lines = ["| recipe, and what was changed | GiB allocated | forecast | GiB reserved | reserved / allocated |"]
+    lines.append("|---" * 5 + "|")
+    speeds = ["| recipe, and what was changed | tokens/s | MFU | forecast |", "|---" * 4 + "|"]
+    for row in filter(is_full, results["rows"]):
+        found = forecast_of(row, machines)
+        assert found.memory is not None and found.time is not None
+        peak, reserved = row["peak_allocated"], row["peak_reserved"]
+        difference = f"{found.memory.allocated / GIB:.2f} ({found.memory.allocated / peak - 1:+.1%})"
+        sizes = f"{peak / GIB:.2f} | {difference} | {reserved / GIB:.2f} | {reserved / peak:.2f}"
+        lines.append(f"| `{row['cell']}` | {sizes} |")
+        if "tokens_per_second" in row:
+            low, high = found.time.tokens_per_second(row["tokens_a_step"], 1)
+            speed = f"{row['tokens_per_second']:,} | {row['mfu']:.1%} | {low:,.0f} to {high:,.0f}"
+            speeds.append(f"| `{row['cell']}` | {speed} |")
+    other = ["| recipe, and what was changed | tokens/s | GiB allocated | reserved / allocated |", "|---" * 4 + "|"]
+    for row in results["rows"]:
+        if "error" in row:
+            other.append(f"| `{row['cell']}` | {row['error']} | | |")
+        elif not is_full(row):
+            ratio = row["peak_reserved"] / row["peak_allocated"]
+            sizes = f"{row['tokens_per_second']:,} | {row['peak_allocated'] / GIB:.2f} | {ratio:.2f}"
+            other.append(f"| `{row['cell']}` | {sizes} |")
+    return "\n\n".join("\n".join(one) for one in (lines, speeds, other)) + "\n"
+
+
+def write_page() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(
+        before + BEGIN + "\n" + tables(json.loads(RESULTS.read_text())) + "\n" + END + after, encoding="utf-8"
+    )
 
 
 def describe_gpu() -> tuple[str, str]:
@@ -208,9 +247,8 @@ def describe_gpu() -> tuple[str, str]:
     import torch
 
     name = torch.cuda.get_device_name(0)
-    found = re.search(r"H100|H200|A100|B200|L40S|4090|A10G?|T4|V100", name)
-    total = torch.cuda.get_device_properties(0).total_memory
-    return name, f"1x{found[0]}" if found else f"1x{round(total / 1e9)}GB"
+    gpu = find_gpu(name)
+    return name, gpu.name if gpu else f"{round(torch.cuda.get_device_properties(0).total_memory / 1e9)}GB"
 
 
 def main() -> None:
@@ -219,13 +257,17 @@ def main() -> None:
     parser.add_argument("--memory-only", action="store_true", help="beside other work on the machine")
     parser.add_argument("--folder", type=Path, help="where models and rows are kept; a temporary folder unless given")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--page", action="store_true", help="write docs/on_gpu.md, and run nothing")
     arguments = parser.parse_args()
+    if arguments.page:
+        write_page()
+        return
     name, short = describe_gpu()
-    machines = parse_machines(short)
     chosen = [cell for cell in CELLS if not arguments.cells or {cell.name, cell.recipe} & set(arguments.cells)]
     about = {
         "command": "python benchmarks/on_gpu.py",
         "gpu": name,
+        "forecast_as": short,
         "versions": {one: version(one) for one in PACKAGES},
         "steps": [NUM_STEPS, NUM_WARMUP],
     }
@@ -234,7 +276,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         rows: list[dict[str, Any]] = []
         for cell in chosen:
-            row = measure(cell, folder, machines, has_speed=not arguments.memory_only)
+            row = measure(cell, folder, has_speed=not arguments.memory_only)
             rows.append(row)
             arguments.results.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
             shown = {key: row[key] for key in row if key not in ("settings", "recipe", "step_seconds", "losses")}

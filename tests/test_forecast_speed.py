@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from conftest import RECIPE
 
-from cookbook.commands.forecast import speed
+from cookbook.commands.forecast import forecast_all, speed
 from cookbook.commands.forecast.speed import Portion, combined, no_forecast, step_seconds
+from cookbook.commands.forecast.trace import ActivationTrace, Phase
+from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import load_strategy
 from cookbook.planning.costs.flops import ModelSizes, Recompute, Step, work
 from cookbook.planning.costs.traffic import host_traffic, transfers
@@ -744,19 +746,52 @@ def test_where_the_gpu_has_little_to_do_launches_are_the_limit():
 
 def test_launches_by_hand():
     """Three layers, two micro-batches; a forward, two for the backward, and one more where it is recomputed."""
-    step = replace(STEP, micro_batches=2)
     hand = {
-        ("single", False): 3 * 40 * 20e-6,
-        ("single", True): 4 * 40 * 20e-6,
-        ("zero2", False): 3 * 40 * 20e-6 + 9 * 200e-6,
-        ("zero3", False): 3 * 40 * 20e-6 + 2 * 9 * 500e-6,
-        ("zero3", True): 4 * 40 * 20e-6 + 3 * 9 * 500e-6,
+        ("single", False): 3 * 40 * 25e-6,
+        ("single", True): 4 * 40 * 25e-6,
+        ("zero2", False): 3 * 40 * 25e-6 + 9 * 200e-6,
+        ("zero3", False): 3 * 40 * 25e-6 + 2 * 9 * 500e-6,
+        ("zero3", True): 4 * 40 * 25e-6 + 3 * 9 * 500e-6,
     }
     for (name, recompute), seconds in hand.items():
-        part = speed._launches(shipped(name), SMALL, replace(step, recompute=recompute))
+        part = speed._launches(shipped(name), SMALL, replace(STEP, recompute=recompute), 2, None)
         assert part.high == pytest.approx(3 * 2 * seconds), name
-    adapted = speed._launches(shipped("single"), FROZEN, step)
-    assert adapted.high == pytest.approx(3 * 2 * 3 * 80 * 20e-6)
+    adapted = speed._launches(shipped("single"), FROZEN, STEP, 2, None)
+    assert adapted.high == pytest.approx(3 * 2 * 3 * 80 * 25e-6)
+
+
+def test_kernels_of_a_trace_take_the_memory_s_time_and_the_host_s():
+    """10 GB of 12 in kernels beyond a cache: at 90 % of 3.35 TB/s; all 12 at 60 %; 1,000 launches of 5 to 25 us."""
+    phases = (Phase(name="forward", layer=0, held=0, peak=0, kernels=1000, moved=12 * 10**9, streamed=10 * 10**9),)
+    machines = parse_machines("1xH100")
+    sizes = decoder(**LLAMA_8B)
+    step = Step(num_tokens=4096, num_labelled=4096, length=4096, micro_batches=2)
+    found = step_seconds(shipped("single"), sizes, step, machines, trace=ActivationTrace(phases=phases))
+    parts = {part.name: (part.low, part.high) for part in found.parts}
+    bandwidth = machines.gpu.bandwidth
+    assert parts["GPU memory"] == pytest.approx((2 * 10e9 / 0.9 / bandwidth, 2 * 12e9 / 0.6 / bandwidth))
+    assert parts["kernel launches"] == pytest.approx((2 * 1000 * 5e-6, 2 * 1000 * 25e-6))
+    # One kernel runs after another: products, then those, then the update.
+    assert found.low == pytest.approx(sum(parts[name][0] for name in ("compute", "GPU memory", "update")))
+
+
+MEASURED = json.loads(Path("benchmarks/results/on_gpu.json").read_text())
+FULL = [
+    row
+    for row in MEASURED["rows"]
+    if row.get("tokens_per_second") and row["tokens_a_step"] == row["most_tokens_a_step"]
+]
+
+
+@pytest.mark.parametrize("row", FULL, ids=[row["cell"] for row in FULL])
+def test_steps_measured_on_an_h100_lie_in_their_range(row):
+    recipe = load_recipe(
+        Path(f"recipes/{row['recipe']}.yaml"), [f"{key}={value}" for key, value in row["settings"].items()]
+    )
+    machines = parse_machines("1xH100")
+    (found,) = forecast_all(recipe, [load_strategy(Path(recipe.strategy))], machines, "recipe", limits=False).forecasts
+    low, high = found.time.tokens_per_second(row["most_tokens_a_step"], 1)
+    assert low < row["tokens_per_second"] < high
 
 
 def test_launches_run_beside_the_gpu():

@@ -67,17 +67,23 @@ def test_time_is_divided_as_by_hand():
 
 
 def test_with_a_gpu_its_own_events_are_the_work():
+    """A kernel has the phase of its launch: the last of the forward runs while the host is in the backward, whose own
+    are launched by autograd's thread."""
     device = {"on_device": True, "thread": 7}
     on_gpu = [
-        note("run: step", 0, 100, **device),
-        note("run: forward", 10, 60, **device),
-        event("gemm", 10, 40, **device),
-        event("ncclDevKernel_AllGather", 30, 50, on_device=True, thread=8),
-        event("Memcpy HtoD", 50, 55, **device),
+        event("aten::matmul", 12, 14, link=1),
+        event("aten::all_gather", 15, 16, link=2),
+        event("aten::mm_backward", 42, 43, thread=9, link=3),
+        note("run: forward", 12, 30, **device),  # torch's own, which ends with what the forward's thread launched
+        event("gemm", 20, 40, link=1, **device),
+        event("ncclDevKernel_AllGather", 30, 50, on_device=True, thread=8, link=2),
+        event("gemm", 60, 85, link=3, **device),
+        event("Memcpy DtoH", 95, 97, **device),  # launched by nobody here, after all phases
     ]
     found = divide(BY_HAND + on_gpu, num_steps=1)
-    assert ms(found, "forward") == [30, 5, 10, 5] and found["hidden"] == pytest.approx(0.010)
-    assert ms(found, "step") == [0, 0, 0, 50] and "aten::mm" not in found["operations"]
+    assert ms(found, "forward") == [20, 0, 10, 10] and found["hidden"] == pytest.approx(0.010)
+    assert ms(found, "backward") == [25, 0, 0, 10], "it began to wait when the last of the forward had ended"
+    assert ms(found, "step") == [0, 2, 0, 23] and "aten::mm" not in found["operations"]
 
 
 def test_the_table_has_shares_of_a_step():

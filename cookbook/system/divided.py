@@ -4,9 +4,10 @@ Works on plain intervals, as torch's profiler records them on a CPU or a GPU.
 """
 
 import re
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cookbook.system.console import Row, page
@@ -39,6 +40,8 @@ class Event:
     on_device: bool = False
     sequence: int = -1
     """Of autograd: the same for an operation and its backward."""
+    link: int = 0
+    """The same for an operation of the host and the GPU's kernels that it launched; 0: none."""
 
 
 def divide(events: list[Event], num_steps: int) -> dict[str, Any]:
@@ -50,8 +53,9 @@ def divide(events: list[Event], num_steps: int) -> dict[str, Any]:
     """
     has_device = any(event.on_device and not event.is_note for event in events)
     work = [event for event in events if event.on_device == has_device]
-    notes = [event for event in work if event.is_note] or [event for event in events if event.is_note]
-    phases = [event for event in notes if event.name.startswith(PHASE)]
+    phases = [event for event in events if event.name.startswith(PHASE) and not event.on_device]
+    if has_device:
+        phases = [*_on_device(events, phases), *(one for one in phases if one.name == PHASE + STEP)]
     stretches = list(_innermost(work))
     changes: list[tuple[int, int, str]] = []
     operations: Counter[str] = Counter()
@@ -79,6 +83,23 @@ def divide(events: list[Event], num_steps: int) -> dict[str, Any]:
         "communications": _largest(communications, scale),
         "layers": _of_layers(events, scale),
     }
+
+
+def _on_device(events: list[Event], phases: list[Event]) -> Iterator[Event]:
+    """The phases on the GPU's clock, which runs behind the host's: each kernel, and the wait before it, belongs to the
+    phase in which the host launched it, from whatever thread (the backward has its own).
+    """
+    launched = {event.link: event.start for event in events if event.link and not event.on_device}
+    inner = sorted((one for one in phases if one.name != PHASE + STEP), key=lambda one: one.start)
+    starts, before = [one.start for one in inner], 0
+    kernels = (event for event in events if event.on_device and not event.is_note)
+    for kernel in sorted(kernels, key=lambda event: event.start):
+        at = launched.get(kernel.link, kernel.start)
+        number = bisect_right(starts, at) - 1
+        if number >= 0 and at <= inner[number].end:
+            phase = inner[number]
+            yield replace(phase, start=max(before, phase.start), end=max(before, kernel.end))
+        before = max(before, kernel.end)
 
 
 def _part_of(name: str, *, on_device: bool) -> str | None:

@@ -116,6 +116,10 @@ def _annotate(module: torch.nn.Module, name: str) -> list[Any]:
 
 def _events(profiler: profile) -> list[Event]:
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+
+    def is_on_device(event: Any) -> bool:
+        return event.device_type() != torch.autograd.DeviceType.CPU
+
     return [
         Event(
             name=event.name(),
@@ -124,8 +128,9 @@ def _events(profiler: profile) -> list[Event]:
             thread=event.start_thread_id(),
             is_note=event.is_user_annotation() and not event.is_async(),
             is_async=event.is_async(),
-            on_device=event.device_type() != torch.autograd.DeviceType.CPU,
+            on_device=is_on_device(event),
             sequence=event.sequence_nr(),
+            link=event.linked_correlation_id() if is_on_device(event) else event.correlation_id(),
         )
         for event in profiler.profiler.kineto_results.events()
     ]

@@ -363,7 +363,9 @@ def _step_time(traces: TraceCache, strategy: Strategy, plan: Plan, machines: Mac
         precision=recipe.mixed_precision,
         is_compiled=recipe.model.compile,
     )
-    return step_seconds(strategy, traces.sizes, step, machines, num_processes=count)
+    work = None if step.is_compiled else traces.work(strategy, micro_batch_of(recipe))
+    trace = work if work is not None and work.total("kernels") else None  # a bound counts none
+    return step_seconds(strategy, traces.sizes, step, machines, num_processes=count, trace=trace)
 
 
 def tokens_of_step(recipe: Recipe) -> int:

@@ -7,6 +7,7 @@ at the worst.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from cookbook.commands.forecast.trace import ActivationTrace
 from cookbook.config.strategy import Strategy
 from cookbook.planning.costs.flops import ModelSizes, Precision, Step, work
 from cookbook.planning.costs.traffic import ADAMW_BYTES, HostTraffic, Transfer, host_traffic, transfers
@@ -38,7 +39,8 @@ messages between GPUs go through host memory."""
 HOST_SHARE = (0.50, 0.85)
 """Share of PCIe's rate that copies from and to pinned host memory reach; an assumption."""
 MEMORY_SHARE = (0.60, 0.90)
-"""Share of a GPU's memory bandwidth that pointwise kernels reach; an assumption."""
+"""Share of a GPU's memory bandwidth that pointwise kernels reach; an assumption that encloses what was measured on an
+H100 (docs/on_gpu.md)."""
 
 CPU_ADAM = (25e9, 100e9)
 """Bytes/s of an AdamW update on the CPUs of a machine. DeepSpeed's, published: Llama-2-7B in more than 4 s beside 4
@@ -46,18 +48,19 @@ A100 (47 GB/s; ZenFlow blog); whole steps of Qwen2.5-3B beside 2 A100 in 2.4 to 
 7474). Widened to half and twice these; the update here is PyTorch's fused one."""
 ACTIVATION_BYTES = 4 * 34
 """Per token, layer and hidden unit: a layer saves 34 bytes (Korthikanti et al. 2022, equation 2), written and read in
-the forward, as are their gradients in the backward. Used for the slow end only, as compiled layers move less."""
+the forward, as are their gradients in the backward. For layers that were not traced in eager mode, and for the slow end
+only, as compiled layers move less."""
 LOGIT_BYTES = 24
 """Per labelled position and word: written and read in bf16, in float32, and as a gradient."""
-LAUNCH = (5e-6, 20e-6)
+LAUNCH = (5e-6, 25e-6)
 """Host seconds per operation in eager mode, from the bare launch to the overhead of modules and autograd in Python.
 With enough tokens the host runs ahead of the GPU; with few it limits the step. This and ZERO3_HOOK enclose Qwen's table
 (its README, "Profiling of Memory and Speed"; one A100, micro-batches of a sample, recomputed): 256 and 512 tokens take
 the same time, 5.2 ms per layer and micro-batch with LoRA, 10.9 when all weights are trained under DeepSpeed (stage not
 given, assumed to be 3)."""
 LAUNCHES = 40
-"""Operations in a layer's forward: 34 of Llama, 46 of Qwen3, counted in transformers 5.23; twice as many in the
-backward. Adapters on all matrices multiply the forward by 2.4 and the backward by 1.6."""
+"""Operations in the forward of a layer that was not traced: 34 of Llama, 46 of Qwen3, counted in transformers 5.23;
+twice as many in the backward. Adapters on all matrices multiply the forward by 2.4 and the backward by 1.6."""
 LAUNCHES_COMPILED = 12
 """The same for compiled layers: products and attention, with a fused kernel between any two; an assumption."""
 ZERO3_HOOK = (1e-4, 5e-4)
@@ -77,6 +80,8 @@ class Portion:
     high: float
     overlaps: bool = True
     """Whether it overlaps with the matrix products; the update of the weights does not."""
+    is_kernel: bool = False
+    """Whether it is in the GPU's own queue, one kernel after another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,11 +141,13 @@ def step_seconds(
     *,
     num_processes: int | None = None,
     adam_bytes: float = ADAMW_BYTES,
+    trace: ActivationTrace | None = None,
 ) -> Range:
     """The time of an optimizer step, if `no_forecast` returns None.
 
     Args:
         num_processes: default: the strategy's number, else one per GPU.
+        trace: a micro-batch of a process in eager mode, with all layers; without it, formulas count its kernels.
     """
     gpu = machines.gpu
     assert gpu is not None and no_forecast(machines, step.precision) is None
@@ -150,10 +157,11 @@ def step_seconds(
     host = host_traffic(strategy, sizes, step, num_processes=count, gpus_each=gpus_each, adam_bytes=adam_bytes)
     # A process of a pipeline computes its share of each micro-batch, and waits for the others at both ends of a step.
     waits = (step.micro_batches + strategy.pp_size - 1) / step.micro_batches
+    num_traced = waits / strategy.pp_size * step.micro_batches
     parts = [
         _products(waits * work(sizes, step).total / count, gpu),
-        _pointwise(sizes, step, count / waits, gpu),
-        _launches(strategy, sizes, step, waits / strategy.pp_size),
+        _traced_pointwise(trace, num_traced, gpu) if trace else _pointwise(sizes, step, count / waits, gpu),
+        _launches(strategy, sizes, step, num_traced, trace),
         *_links(messages, machines, gpu, gpus_each),
         _update(strategy, sizes, count, host, gpu, adam_bytes),
         *_offload(host, gpu),
@@ -165,14 +173,16 @@ OF_HOST = "kernel launches"
 
 
 def combined(parts: Iterable[Portion]) -> Range:
-    """The time of all parts. Fast end: the longest overlapping part, then all others. Slow end: the sum of all but the
-    launches, or of launches and non-overlapping parts if that is more, as the GPU computes while the host launches."""
+    """The time of all parts. Fast end: the GPU's kernels or the longest part that overlaps with them, then all others.
+    Slow end: the sum of all but the launches, or of launches and non-overlapping parts if that is more, as the GPU
+    computes while the host launches."""
     kept = tuple(part for part in parts if part.high > 0)
-    together = [part.low for part in kept if part.overlaps]
+    together = [part.low for part in kept if part.overlaps and not part.is_kernel]
+    together.append(sum(part.low for part in kept if part.is_kernel))
     after = [part for part in kept if not part.overlaps]
     on_host = [part.high for part in kept if part.name == OF_HOST]
     return Range(
-        low=max(together, default=0.0) + sum(part.low for part in after),
+        low=max(together) + sum(part.low for part in after),
         high=max(
             sum(part.high for part in kept if part.name != OF_HOST),
             sum(on_host) + sum(part.high for part in after),
@@ -182,24 +192,39 @@ def combined(parts: Iterable[Portion]) -> Range:
     )
 
 
-def _launches(strategy: Strategy, sizes: ModelSizes, step: Step, share: float = 1.0) -> Portion:
-    """The host's work for the micro-batches of a process, which has a share of the layers."""
+def _launches(
+    strategy: Strategy, sizes: ModelSizes, step: Step, num_micro: float, trace: ActivationTrace | None
+) -> Portion:
+    """The host's work for the micro-batches of a process.
+
+    Args:
+        num_micro: micro-batches, each with all layers.
+    """
     passes = 4 if step.recompute is True else 3  # a backward is two
     adapted = 2 if sizes.num_matrix_trained < sizes.num_matrix else 1
-    launches = passes * (LAUNCHES_COMPILED if step.is_compiled else LAUNCHES * adapted)
+    launches = passes * (LAUNCHES_COMPILED if step.is_compiled else LAUNCHES * adapted) * sizes.num_layers
     hook, times = (0.0, 0.0), 0
     if strategy.zero_stage == 3:
         hook, times = ZERO3_HOOK, (passes - 1) * ZERO_MODULES * adapted
     elif strategy.kind == "zero":
         hook, times = ZERO_HOOK, ZERO_MODULES
-    layers = sizes.num_layers * step.micro_batches * share
-    low, high = (layers * (launches * LAUNCH[end] + times * hook[end]) for end in (0, 1))
+    if trace is not None:
+        launches = trace.total("kernels")
+    low, high = (num_micro * (launches * LAUNCH[end] + sizes.num_layers * times * hook[end]) for end in (0, 1))
     return Portion(name=OF_HOST, low=low, high=high)
 
 
 def _products(flops: float, gpu: Gpu) -> Portion:
     worst, best = EFFICIENCY[gpu.generation]
-    return Portion(name="compute", low=flops / (best * gpu.half_flops), high=flops / (worst * gpu.half_flops))
+    low, high = flops / (best * gpu.half_flops), flops / (worst * gpu.half_flops)
+    return Portion(name="compute", low=low, high=high, is_kernel=True)
+
+
+def _traced_pointwise(trace: ActivationTrace, num_micro: float, gpu: Gpu) -> Portion:
+    """All kernels but products and attention: bound by the GPU's memory, or by its cache where they move little."""
+    worst, best = (share * gpu.bandwidth / num_micro for share in MEMORY_SHARE)
+    low, high = trace.total("streamed") / best, trace.total("moved") / worst
+    return Portion(name="GPU memory", low=low, high=high, is_kernel=True)
 
 
 def _pointwise(sizes: ModelSizes, step: Step, count: float, gpu: Gpu) -> Portion:

@@ -40,6 +40,14 @@ ALLOCATION_BYTES = 512
 COMPUTE_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "traced_flash_attention", "traced_flash_attention_backward")
+"""Operations bound by FLOPs and not by memory."""
+FREE = ("device", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "_unsafe_view")
+"""Operations that start no kernel, beside views."""
+CACHE_BYTES = 64 * 2**20
+"""More than the caches of most GPUs hold (50 MiB of an H100, 72 of an RTX 4090)."""
+
+
 class Untraceable(Exception):
     """The model's code needs values that a fake tensor does not have."""
 
@@ -58,6 +66,12 @@ class Phase:
     """Peak if each gradient of a weight is freed as soon as it is computed."""
     making: int = 0
     """How much higher the peak is if these gradients live to its end."""
+    kernels: int = 0
+    """Operations that start a kernel."""
+    moved: int = 0
+    """Read and written by the kernels that memory bounds: all but products and attention."""
+    streamed: int = 0
+    """Of it, by kernels that move more than a GPU's cache holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +96,10 @@ class ActivationTrace:
             for one, more in zip(self.phases, other.phases, strict=True)
         )
         return ActivationTrace(phases=tuple(phases))
+
+    def total(self, name: Literal["kernels", "moved", "streamed"]) -> int:
+        """Of all phases; 0 for a bound."""
+        return sum(getattr(phase, name) for phase in self.phases)
 
     def of_stage(self, layers: range, num_layers: int, *, num_waiting: int, message: int) -> "ActivationTrace":
         """The phases of a pipeline's stage, its layers counted from 0.
@@ -384,6 +402,7 @@ class _Ledger(TorchDispatchMode):
     def __init__(self, known: Iterator[torch.Tensor]) -> None:
         super().__init__()
         self.live = self.peak = self.made = self.peak_with_made = 0
+        self.kernels = self.moved = self.streamed = 0
         self.phases: list[Phase] = []
         self._deadline = time.monotonic() + TIMEOUT_SECONDS
         self._open: tuple[str, int | None, int] | None = None
@@ -397,7 +416,20 @@ class _Ledger(TorchDispatchMode):
         for value in tree_iter(result):
             if isinstance(value, torch.Tensor):
                 self._see(value.untyped_storage())
+        if self._counts and not function.is_view and function._opname not in FREE:
+            self.kernels += 1
+            if function._opname not in PRODUCTS:
+                self._count_bytes(function._opname, (args, kwargs), result)
         return result
+
+    def _count_bytes(self, name: str, given: Any, result: Any) -> None:
+        read, written = (
+            sum(min(one.nbytes, one.untyped_storage().nbytes()) for one in tree_iter(some) if torch.is_tensor(one))
+            for some in (given, result)
+        )
+        size = read if name in ("copy_", "fill_", "zero_") else read + written  # `given` has what these write
+        self.moved += size
+        self.streamed += size if size > CACHE_BYTES else 0
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -440,10 +472,11 @@ class _Ledger(TorchDispatchMode):
         if self._open is not None:
             before, of_layer, held = self._open
             making = self.peak_with_made - self.peak
-            self.phases.append(Phase(name=before, layer=of_layer, held=held, peak=self.peak, making=making))
+            counted = dict(kernels=self.kernels, moved=self.moved, streamed=self.streamed)
+            self.phases.append(Phase(name=before, layer=of_layer, held=held, peak=self.peak, making=making, **counted))
         self._open = name, layer, self.live
         self.peak = self.peak_with_made = self.live
-        self.made = 0
+        self.made = self.kernels = self.moved = self.streamed = 0
 
 
 class _Mark(torch.autograd.Function):

@@ -101,4 +101,4 @@ def _gather_as_bytes() -> None:
         dtypes, sizes, _ = read(inputs)
         return dtypes, sizes, torch.uint8
 
-    collectives._get_all_gather_input_metadatas = as_bytes
+    collectives._get_all_gather_input_metadatas = as_bytes  # type: ignore[assignment]
