@@ -205,6 +205,11 @@ def is_full(row: dict[str, Any]) -> bool:
     return "error" not in row and row["tokens_a_step"] == row["most_tokens_a_step"]
 
 
+def shown(row: dict[str, Any]) -> str:
+    changed = ", ".join(f"`{key}: {value}`" for key, value in row["settings"].items())
+    return f"`recipes/{row['recipe']}.yaml`" + (f", {changed}" if changed else "")
+
+
 def tables(results: dict[str, Any]) -> str:
     """Memory and speed of the rows of full length, then what else was run."""
     machines = parse_machines(f"1x{results['forecast_as']}")
@@ -217,19 +222,19 @@ def tables(results: dict[str, Any]) -> str:
         peak, reserved = row["peak_allocated"], row["peak_reserved"]
         difference = f"{found.memory.allocated / GIB:.2f} ({found.memory.allocated / peak - 1:+.1%})"
         sizes = f"{peak / GIB:.2f} | {difference} | {reserved / GIB:.2f} | {reserved / peak:.2f}"
-        lines.append(f"| `{row['cell']}` | {sizes} |")
+        lines.append(f"| {shown(row)} | {sizes} |")
         if "tokens_per_second" in row:
             low, high = found.time.tokens_per_second(row["tokens_a_step"], 1)
             speed = f"{row['tokens_per_second']:,} | {row['mfu']:.1%} | {low:,.0f} to {high:,.0f}"
-            speeds.append(f"| `{row['cell']}` | {speed} |")
+            speeds.append(f"| {shown(row)} | {speed} |")
     other = ["| recipe, and what was changed | tokens/s | GiB allocated | reserved / allocated |", "|---" * 4 + "|"]
     for row in results["rows"]:
         if "error" in row:
-            other.append(f"| `{row['cell']}` | {row['error']} | | |")
+            other.append(f"| {shown(row)} | {row['error']} | | |")
         elif not is_full(row):
             ratio = row["peak_reserved"] / row["peak_allocated"]
             sizes = f"{row['tokens_per_second']:,} | {row['peak_allocated'] / GIB:.2f} | {ratio:.2f}"
-            other.append(f"| `{row['cell']}` | {sizes} |")
+            other.append(f"| {shown(row)} | {sizes} |")
     return "\n\n".join("\n".join(one) for one in (lines, speeds, other)) + "\n"
 
 

@@ -24,7 +24,7 @@ from tests.needs import need_trl
 
 COPIED = ("benchmarks", "docs")
 TRIED = {"checkpoints", "equivalence_table", "gpu_memory", "gpu_runs", "overhead", "plan_accuracy", "recipe_labels"}
-TRIED |= {"at_scale", "vs_peers"}
+TRIED |= {"at_scale", "on_gpu", "vs_peers"}
 PARTS = {"plan_accuracy_page", "published_rows", "published_runs", "unsaid_rows"}
 """Of plan_accuracy."""
 
@@ -69,7 +69,7 @@ def test_every_program_is_tried():
     assert set(programs) == TRIED
 
 
-@pytest.mark.parametrize("name", ["gpu_memory", "plan_accuracy", "vs_peers"])
+@pytest.mark.parametrize("name", ["gpu_memory", "on_gpu", "plan_accuracy", "vs_peers"])
 def test_a_page_comes_out_as_it_is_here(lab: Lab, copy: Path, name: str):
     run(lab, copy, f"{name}.py", "--page")
     assert changed(copy) == []
@@ -103,8 +103,8 @@ def test_memory_is_measured_and_its_runs_are_compared(lab: Lab, gpu_lab: GpuLab,
 def test_a_label_is_filled_in(lab: Lab, copy: Path):
     text = (ROOT / "recipes/smollm2_135m/sft.yaml").read_text()
     text = re.sub(r"(?m)^# +8x24GB .*\n", "", text)  # which takes longer
-    assert text.count("GB     nothing\n") == text.count(" single 13\n") == 1
-    (copy / "one.yaml").write_text(text.replace(" single 13\n", " single 99\n"))
+    assert text.count("GB     nothing\n") == text.count(" single 11\n") == 1
+    (copy / "one.yaml").write_text(text.replace(" single 11\n", " single 99\n"))
     run(lab, copy, "recipe_labels.py", "one.yaml")
     assert (copy / "one.yaml").read_text() == text
 

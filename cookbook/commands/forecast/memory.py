@@ -16,7 +16,7 @@ debug/pytorch.md, read 2026-08)."""
 
 RESERVED_WHOLE = (1.01, 1.09)
 """Reserved over allocated memory where weights are not sharded: nanotron's published runs, 60,780 to 60,096 MiB
-and 14,332 to 13,153."""
+and 14,332 to 13,153. On an H100 up to the size of the tensors of head and loss was added to it (docs/on_gpu.md)."""
 RESERVED_SHARDED = (1.07, 1.24)
 """The same where weights are gathered and freed: nanotron 9,170 to 8,570 MiB, answer.ai's FSDP with LoRA 10.24 to 8.28
 GiB and 10.22 to 9.16."""
@@ -47,9 +47,10 @@ class Memory:
 
     @property
     def reserved(self) -> tuple[int, int]:
-        """What torch.cuda.max_memory_reserved reports, least and most by published runs."""
+        """What torch.cuda.max_memory_reserved reports, least and most by published and own runs."""
         low, high = RESERVED_SHARDED if self.is_sharded else RESERVED_WHOLE
-        return round(self.allocated * low), round(self.allocated * high)
+        holes = 0 if self.is_sharded else self.logits  # chunks of the loss, of other sizes in each micro-batch
+        return round(self.allocated * low), round(self.allocated * high) + holes
 
     @property
     def needed(self) -> tuple[int, int]:

@@ -146,7 +146,7 @@ def _varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scaling: float | None
 ) -> torch.Tensor:
     """torch's kernel for ragged samples, (T, heads, D) in and out. It has no CPU version; simulated GPUs check its
-    arguments and compute its numbers, and the kernel itself has not been run yet.
+    arguments and compute its numbers.
     """
     options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in VARLEN_ARGUMENTS else {"is_causal": True}
     if "enable_gqa" in VARLEN_ARGUMENTS:
