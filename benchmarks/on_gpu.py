@@ -13,13 +13,16 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -151,23 +154,27 @@ def measure(cell: Cell, folder: Path, *, has_speed: bool) -> dict[str, Any]:
     shutil.rmtree(folder / "run", ignore_errors=True)
     started = time.monotonic()
     words = ["launch", str(path), "--processes", "1", "--set", f"run.output_dir={folder / 'run'}"]
-    try:
-        done = subprocess.run(
+    with (folder / "log").open("w+") as log:
+        run = subprocess.Popen(
             [sys.executable, "-m", "cookbook", *words],
             cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LIMIT_SECONDS,
+            stdout=log,
+            stderr=log,
             env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            start_new_session=True,
         )
-        code, said = done.returncode, done.stdout
-    except subprocess.TimeoutExpired as error:
-        code, said = 124, str(error.stdout)
+        try:
+            code = run.wait(LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(run.pid, signal.SIGKILL)  # its processes would keep the GPU
+            code = run.wait()
+        log.seek(0)
+        said = log.read()
     row: dict[str, Any] = {"cell": cell.name, "recipe": cell.recipe, "settings": cell.settings}
-    row["whole_seconds"] = round(time.monotonic() - started, 1)
+    row |= {"steps": [NUM_STEPS, NUM_WARMUP], "whole_seconds": round(time.monotonic() - started, 1)}
     if code:
-        return row | {"error": f"exit code {code}: {said[-3000:]}"}
+        errors = re.findall(r"(?m)^.*\w+Error: .*$", said) or [f"not within {LIMIT_SECONDS} s" if code < 0 else ""]
+        return row | {"error": f"exit code {code}: {errors[-1][-200:]}"}
     recipe = load_recipe(path)
     record = json.loads((folder / "run" / "run.json").read_text())
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -233,7 +240,8 @@ def tables(results: dict[str, Any]) -> str:
             other.append(f"| {shown(row)} | {row['error']} | | |")
         elif not is_full(row):
             ratio = row["peak_reserved"] / row["peak_allocated"]
-            sizes = f"{row['tokens_per_second']:,} | {row['peak_allocated'] / GIB:.2f} | {ratio:.2f}"
+            speed = f"{row['tokens_per_second']:,}" if "tokens_per_second" in row else ""
+            sizes = f"{speed} | {row['peak_allocated'] / GIB:.2f} | {ratio:.2f}"
             other.append(f"| {shown(row)} | {sizes} |")
     return "\n\n".join("\n".join(one) for one in (lines, speeds, other)) + "\n"
 
@@ -273,8 +281,9 @@ def main() -> None:
         "command": "python benchmarks/on_gpu.py",
         "gpu": name,
         "forecast_as": short,
+        "machine": f"{os.cpu_count()} cores",
+        "date": date.today().isoformat(),
         "versions": {one: version(one) for one in PACKAGES},
-        "steps": [NUM_STEPS, NUM_WARMUP],
     }
     with tempfile.TemporaryDirectory() as made:
         folder = (arguments.folder or Path(made)).resolve()

@@ -71,7 +71,7 @@ def test_several_machines_take_more():
 
 
 def test_two_threads_have_a_workspace_each_larger_from_hopper_on():
-    """52 runs on an H100 allocated 64 MiB beyond their tensors: 2 handles x 8 buffers of 4,096 KiB."""
+    """Runs on an H100 allocated 64 MiB beyond their tensors: 2 handles x 8 buffers of 4,096 KiB."""
     h100, a100 = (parse_machines(name).gpu for name in ("1xH100", "1xA100"))
     assert workspaces(h100) == workspaces(None) == 2 * 8 * 4096 * 1024
     assert workspaces(a100) == 2 * (2 * 4096 + 8 * 16) * 1024

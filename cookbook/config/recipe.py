@@ -133,7 +133,7 @@ class ModelSection(Section):
     """torch.compile for each layer. Changes speed and the last bits, and takes seconds to minutes at the start."""
     liger_kernels: bool = False
     """Use Liger's fused Triton kernels for norms, rotary embedding and MLP; needs `pip install liger-kernel`. Skipped,
-    with a note, on a machine without a GPU."""
+    with a note, on a machine without a GPU. On an H100 a run with them failed (docs/on_gpu.md)."""
 
     @model_validator(mode="after")
     def _one_model(self):

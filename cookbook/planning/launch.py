@@ -20,7 +20,8 @@ from cookbook.system.machine import CPU_PROCESSES, toolkit_problem, torch_cuda
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_DETERMINISTIC = (":4096:8", ":16:8")
-"""Workspaces for reproducible results (NVIDIA's cuBLAS documentation). The first takes about 24 MiB and is faster."""
+"""Workspaces for reproducible results (NVIDIA's cuBLAS documentation). The first takes 32 MiB for each handle and is
+faster."""
 
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 

@@ -4,7 +4,7 @@ Works on plain intervals, as torch's profiler records them on a CPU or a GPU.
 """
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -86,20 +86,29 @@ def divide(events: list[Event], num_steps: int) -> dict[str, Any]:
 
 
 def _on_device(events: list[Event], phases: list[Event]) -> Iterator[Event]:
-    """The phases on the GPU's clock, which runs behind the host's: each kernel, and the wait before it, belongs to the
-    phase in which the host launched it, from whatever thread (the backward has its own).
+    """The phases on the GPU's clock, which runs behind the host's: each kernel belongs to the phase in which the host
+    launched it, from whatever thread (the backward has its own); while there is none, the host's phase counts.
     """
     launched = {event.link: event.start for event in events if event.link and not event.on_device}
     inner = sorted((one for one in phases if one.name != PHASE + STEP), key=lambda one: one.start)
-    starts, before = [one.start for one in inner], 0
+    starts, before = [one.start for one in inner], min(one.start for one in phases) if phases else 0
+
+    def at(time: int) -> Event | None:
+        number = bisect_right(starts, time) - 1
+        return inner[number] if number >= 0 and time <= inner[number].end else None
+
+    def waiting(start: int, end: int) -> Iterator[Event]:
+        for one in inner[max(0, bisect_right(starts, start) - 1) : bisect_left(starts, end)]:
+            if max(one.start, start) < min(one.end, end):
+                yield replace(one, start=max(one.start, start), end=min(one.end, end))
+
     kernels = (event for event in events if event.on_device and not event.is_note)
     for kernel in sorted(kernels, key=lambda event: event.start):
-        at = launched.get(kernel.link, kernel.start)
-        number = bisect_right(starts, at) - 1
-        if number >= 0 and at <= inner[number].end:
-            phase = inner[number]
-            yield replace(phase, start=max(before, phase.start), end=max(before, kernel.end))
+        yield from waiting(before, kernel.start)
+        if kernel.end > before and (phase := at(launched.get(kernel.link, kernel.start))):
+            yield replace(phase, start=max(before, kernel.start), end=kernel.end)
         before = max(before, kernel.end)
+    yield from waiting(before, max((one.end for one in phases), default=before))
 
 
 def _part_of(name: str, *, on_device: bool) -> str | None:

@@ -120,6 +120,11 @@ def _events(profiler: profile) -> list[Event]:
     def is_on_device(event: Any) -> bool:
         return event.device_type() != torch.autograd.DeviceType.CPU
 
+    def link_of(event: Any) -> int:
+        """The host's calls of CUDA are linked to an operation as well, and number themselves otherwise."""
+        linked = event.linked_correlation_id()
+        return linked if is_on_device(event) else 0 if linked else event.correlation_id()
+
     return [
         Event(
             name=event.name(),
@@ -130,7 +135,7 @@ def _events(profiler: profile) -> list[Event]:
             is_async=event.is_async(),
             on_device=is_on_device(event),
             sequence=event.sequence_nr(),
-            link=event.linked_correlation_id() if is_on_device(event) else event.correlation_id(),
+            link=link_of(event),
         )
         for event in profiler.profiler.kineto_results.events()
     ]

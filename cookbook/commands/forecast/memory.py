@@ -1,7 +1,7 @@
 """Peak GPU memory of one process: the states of its strategy plus the activations of a micro-batch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from cookbook.commands.forecast import units
@@ -31,12 +31,14 @@ class Memory:
     gradients: int = 0
     optimizer: int = 0
     gathered: int = 0
-    """Temporarily gathered weights, gradient buckets, buffers of the engine."""
+    """Temporarily gathered weights, gradient buckets, buffers of the engine, cuBLAS's workspaces."""
     activations: int = 0
     """Activations, copies of weights in low precision, and temporaries."""
     logits: int = 0
     """Head and loss: logits, their softmax and gradient, and the gradient of the head's weight."""
     is_sharded: bool
+    head: int = 0
+    """The most that `logits` is at any moment."""
     outside: tuple[int, int] = (CONTEXT, CONTEXT)
     """Memory outside torch's allocator, least and most; see outside.py for several processes."""
 
@@ -49,7 +51,8 @@ class Memory:
     def reserved(self) -> tuple[int, int]:
         """What torch.cuda.max_memory_reserved reports, least and most by published and own runs."""
         low, high = RESERVED_SHARDED if self.is_sharded else RESERVED_WHOLE
-        holes = 0 if self.is_sharded else self.logits  # chunks of the loss, of other sizes in each micro-batch
+        # The loss is computed in chunks whose sizes differ between micro-batches, which fragments memory.
+        holes = 0 if self.is_sharded else self.head
         return round(self.allocated * low), round(self.allocated * high) + holes
 
     @property
@@ -96,7 +99,8 @@ def peak(
         )
     update = at(moment="the update", gradients=gpu.gradients + states.update, gathered=gpu.buffers)
     start = Memory(moment="the start", parameters=loading, is_sharded=is_sharded)
-    return max([*moments, update, start], key=lambda one: one.allocated)
+    largest = max([*moments, update, start], key=lambda one: one.allocated)
+    return replace(largest, head=max(one.logits for one in moments))
 
 
 def _at_phase(

@@ -11,8 +11,9 @@ from cookbook.system.hardware import Gpu, Machines
 
 MIB = 2**20
 
-WORKSPACE, LARGE_WORKSPACE = 8_519_680, 32 * MIB
-"""cuBLAS, per handle: the second from Hopper on (PyTorch, CublasHandlePool.cpp, `parseChosenWorkspaceSize`)."""
+WORKSPACE, LARGE_WORKSPACE, ROCM_WORKSPACE = 8_519_680, 32 * MIB, 128 * MIB
+"""cuBLAS, per handle: the second from Hopper on, the third on an MI300X (PyTorch, CublasHandlePool.cpp,
+`parseChosenWorkspaceSize`)."""
 
 CONNECTION = 10 * MIB
 """NCCL's receive buffers per neighbour and channel: 512 KiB for protocol LL, 4,800 for LL128, 4 MiB (NCCL_BUFFSIZE) for
@@ -36,15 +37,18 @@ CODE = round(0.73 * 2**30)
 
 def workspaces(gpu: Gpu | None) -> int:
     """Bytes of cuBLAS's workspaces, the larger for an unknown GPU. The threads of forward and of backward have a handle
-    each: 52 runs on one H100 allocated 64 MiB more than their tensors (benchmarks/results/real_gpus.json).
+    each: of 86 runs on one H100, 59 peaked 64 MiB (to 0.25) above the same run on simulated GPUs
+    (benchmarks/results/real_gpus.json).
     """
     if simulated_gpus.is_active():
         return 0
+    if gpu is not None and gpu.is_amd:
+        return 2 * ROCM_WORKSPACE
     return 2 * (LARGE_WORKSPACE if gpu is None or gpu.generation in ("hopper", "blackwell") else WORKSPACE)
 
 
 def outside(strategy: Strategy, machines: Machines, num_processes: int) -> tuple[int, int]:
-    """Memory of one process outside the forecast, least and most."""
+    """Memory of one process outside torch's allocator, least and most."""
     if simulated_gpus.is_active():  # they have none of these
         return 0, 0
     if num_processes == 1:

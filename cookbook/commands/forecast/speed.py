@@ -39,8 +39,8 @@ messages between GPUs go through host memory."""
 HOST_SHARE = (0.50, 0.85)
 """Share of PCIe's rate that copies from and to pinned host memory reach; an assumption."""
 MEMORY_SHARE = (0.60, 0.90)
-"""Share of a GPU's memory bandwidth that pointwise kernels reach; an assumption that encloses what was measured on an
-H100 (docs/on_gpu.md)."""
+"""Share of a GPU's memory bandwidth that pointwise kernels reach; an assumption, with which the steps measured on an
+H100 lie in their ranges (docs/on_gpu.md)."""
 
 CPU_ADAM = (25e9, 100e9)
 """Bytes/s of an AdamW update on the CPUs of a machine. DeepSpeed's, published: Llama-2-7B in more than 4 s beside 4
@@ -48,7 +48,7 @@ A100 (47 GB/s; ZenFlow blog); whole steps of Qwen2.5-3B beside 2 A100 in 2.4 to 
 7474). Widened to half and twice these; the update here is PyTorch's fused one."""
 ACTIVATION_BYTES = 4 * 34
 """Per token, layer and hidden unit: a layer saves 34 bytes (Korthikanti et al. 2022, equation 2), written and read in
-the forward, as are their gradients in the backward. For layers that were not traced in eager mode, and for the slow end
+the forward, as are their gradients in the backward. For layers that were not traced or are compiled; for the slow end
 only, as compiled layers move less."""
 LOGIT_BYTES = 24
 """Per labelled position and word: written and read in bf16, in float32, and as a gradient."""

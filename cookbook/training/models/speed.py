@@ -67,7 +67,8 @@ def kernel_notes(settings: ModelSection, config: PreTrainedConfig) -> list[str]:
 
 
 def patch_kernels(model: PreTrainedModel) -> None:
-    """Replace layers by Liger's kernels if there is a GPU, but not the loss. Not run on a GPU yet."""
+    """Replace layers by Liger's kernels if there is a GPU, but not the loss. A run with them failed on an H100
+    (docs/on_gpu.md)."""
     if not torch.cuda.is_available():
         return
     from liger_kernel.transformers import _apply_liger_kernel_to_instance  # type: ignore[import-not-found]
