@@ -38,9 +38,6 @@ def build_ops(strategy: Strategy, cache: Path) -> None:
         return
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    flags = AsyncIOBuilder.cxx_args
-    # Of DeepSpeed's loads in this process too, which would compile all again with other flags.
-    AsyncIOBuilder.cxx_args = lambda builder: [flag for flag in flags(builder) if flag != "-g"]  # half of the time
     # ninja is installed beside the interpreter, which is not on PATH unless the environment was activated.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str((cache / "torch_extensions").resolve())))
