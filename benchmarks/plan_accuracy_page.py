@@ -38,8 +38,7 @@ NOTES = {
 UNSAID = """\
 Nobody says whether torch's allocated or reserved memory was read, or all that nvidia-smi saw. So these have a band of
 their own: from what the plan expects to be allocated to the most that it expects on the GPU, with fragments, CUDA and
-NCCL, and with whole logits, which these programs held (`benchmarks/unsaid_rows.py`). They are in no figure above. m418
-is 1 % above its band, and inside if its GB have 1e9 bytes."""
+NCCL, and with whole logits, which these programs held (`benchmarks/unsaid_rows.py`). They are in no figure above."""
 FAILURES = """\
 "Needed" is reserved memory and CUDA's own: the middle of the forecast's band, and its ends. `make plan` counts NCCL's
 buffers too, and says "tight" of a few more. A run is tight where the GPU's memory lies between the ends. m061 and m063
