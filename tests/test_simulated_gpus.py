@@ -63,7 +63,7 @@ tell(cuda.memory_allocated())
 
 
 def test_copying_many_tensors_at_once_gives_every_nan_of_16_bits_the_same_bits():
-    """As an H100 did, with which FSDP2 broke 4-bit weights that lie in bf16; `copy_` moves the bytes."""
+    """So FSDP2 broke 4-bit weights that lie in bf16 (bitsandbytes issue 1945); `copy_` moves the bytes."""
     code = """
 words = torch.tensor([0x7F81, -0x0001, 0x7F80, 0x3F80, -0x0080], dtype=torch.int16, device="cuda")
 for copy in (lambda to, of: torch._foreach_copy_([to], [of]), lambda to, of: to.copy_(of)):
