@@ -293,8 +293,7 @@ def main() -> None:
             row = measure(cell, folder, has_speed=not arguments.memory_only)
             rows.append(row)
             arguments.results.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
-            shown = {key: row[key] for key in row if key not in ("settings", "recipe", "step_seconds", "losses")}
-            print(json.dumps(shown)[:3500], flush=True)
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ the forward, as are their gradients in the backward. For layers that were not tr
 only, as compiled layers move less."""
 LOGIT_BYTES = 24
 """Per labelled position and word: written and read in bf16, in float32, and as a gradient."""
-LAUNCH = (5e-6, 25e-6)
+LAUNCH = (5e-6, 20e-6)
 """Host seconds per operation in eager mode, from the bare launch to the overhead of modules and autograd in Python.
 With enough tokens the host runs ahead of the GPU; with few it limits the step. This and ZERO3_HOOK enclose Qwen's table
 (its README, "Profiling of Memory and Speed"; one A100, micro-batches of a sample, recomputed): 256 and 512 tokens take
