@@ -90,8 +90,8 @@ def _gather_as_bytes() -> None:
     """Have FSDP2 gather all weights of this process as bytes.
 
     4-bit weights lie in 16-bit floats here, and CUDA's `_foreach_copy_`, with which FSDP2 fills the buffer that it
-    gathers, gives every NaN among them the same bits (bitsandbytes issue 1945; losses seen on an H100). FSDP2 itself takes
-    bytes where dtypes differ (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_all_gather`).
+    gathers, gives every NaN among them the same bits (bitsandbytes issue 1945; losses seen on an H100). FSDP2 itself
+    takes bytes where dtypes differ (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_all_gather`).
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
