@@ -151,10 +151,10 @@ steady: $(DEV_STAMP)  ## [STEPS=2000]: one long run with evaluations and saves, 
 gpu-memory: $(DEV_STAMP)  ## peak memory on simulated GPUs against the forecast, every strategy; about 25 minutes
 	@.venv/bin/python benchmarks/gpu_memory.py
 
-test-gpu: $(DEV_STAMP)  ## the same tests on this machine's GPUs, with the error of the simulation
+test-gpu: $(DEV_STAMP)  ## [WORKERS=4]: the same tests on this machine's GPUs, with the error of the simulation
 	@$(BUILD_NEEDS)
 	@rm -rf outputs/real_gpus
-	@REAL_GPUS=1 GPU_RUNS=outputs/real_gpus .venv/bin/python -m pytest -q -n 4 --dist worksteal -m "not thorough" tests/test_gpu_*.py; code=$$?; \
+	@REAL_GPUS=1 GPU_RUNS=outputs/real_gpus .venv/bin/python -m pytest -q -n $(or $(WORKERS),4) --dist worksteal -m "not thorough" tests/test_gpu_*.py; code=$$?; \
 	  .venv/bin/python benchmarks/gpu_runs.py outputs/real_gpus --compare && exit $$code
 
 lint: $(DEV_STAMP)  ## style, format and types
