@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from target_grid import IGNORE_INDEX, from_grid
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, Gemma3Config, LlamaConfig, LlamaForCausalLM
@@ -142,6 +143,29 @@ def test_a_frozen_head_gets_no_gradient_and_no_work_for_one(monkeypatch: pytest.
 
     assert most_rows_of_hidden_size(frozen=False) == SIZES["vocab_size"]
     assert most_rows_of_hidden_size(frozen=True) < SIZES["vocab_size"]
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["at once", "chunked"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_gradients_in_16_bits_are_rounded_once(dtype: torch.dtype, chunked: bool, monkeypatch: pytest.MonkeyPatch):
+    """The weight is the identity, so that the gradient of the hidden states is that of the logits. One target is
+    certain to 1e-3: p - 1 of a p in bf16 is 0. In fp16 many probabilities are 0 without a loss scale."""
+    vocab = 2048
+    if chunked:
+        monkeypatch.setattr(loss, "LOGITS_BUDGET", 3 * vocab)
+    logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(2)).mul(3).to(dtype)
+    targets = torch.arange(8) * 7
+    logits[0, 0] = 19
+    scale = torch.linspace(0.5, 1.5, 8) * (1e4 if dtype == torch.float16 else 1)
+    exact = (logits.double().softmax(-1) - F.one_hot(targets, vocab)) * scale.double().unsqueeze(1)
+
+    head = torch.nn.Linear(vocab, vocab, bias=False, dtype=dtype).requires_grad_(False)
+    head.weight.copy_(torch.eye(vocab))
+    head.__class__ = loss.LossHead
+    (head(logits.requires_grad_(), targets) * scale).sum().backward()
+    assert -2e-3 < exact[0, 0] / scale[0] < 0
+    # Two roundings where the scale comes after the product, and the smallest numbers that fp16 has.
+    torch.testing.assert_close(logits.grad.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=6e-8)
 
 
 @pytest.mark.parametrize("targets", ["head kept whole", "head with LoRA"])

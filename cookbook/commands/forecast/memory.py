@@ -35,7 +35,7 @@ class Memory:
     activations: int = 0
     """Activations, copies of weights in low precision, and temporaries."""
     logits: int = 0
-    """Head and loss: logits, their softmax and gradient, and the gradient of the head's weight."""
+    """Head and loss: logits, their log-probabilities or gradient, and the gradient of the head's weight."""
     is_sharded: bool
     head: int = 0
     """The most that `logits` is at any moment."""

@@ -217,7 +217,7 @@ LAYER_BYTES = 96
 
 def bound(config: PreTrainedConfig, recipe: Recipe, *, tokens: int, tp_size: int) -> ActivationTrace:
     """An upper bound by formula for a model that cannot be traced: each layer keeps `LAYER_BYTES`, or only its input
-    under checkpointing, and the loss has logits in 16 bits and float32, their softmax and gradient."""
+    under checkpointing, and the loss has logits, those of 16 bits once more in float32, and log-probabilities."""
     text = config.get_text_config()
     size = COMPUTE_DTYPES[recipe.mixed_precision].itemsize
     layer = LAYER_BYTES * size // 2 * tokens * text.hidden_size // tp_size
@@ -227,7 +227,7 @@ def bound(config: PreTrainedConfig, recipe: Recipe, *, tokens: int, tp_size: int
         layer += (size + 1) * tokens * inputs // tp_size
     kept = size * tokens * text.hidden_size if recipe.model.gradient_checkpointing is True else layer
     layers = range(text.num_hidden_layers)
-    head = (size + 12) * min(tokens * text.vocab_size, LOGITS_BUDGET)
+    head = (size + 8) * min(tokens * text.vocab_size, LOGITS_BUDGET)
     phases = (
         *(Phase(name="forward", layer=i, held=i * kept, peak=i * kept + layer) for i in layers),
         Phase(name="head", layer=None, held=len(layers) * kept, peak=len(layers) * kept + head),

@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from cookbook.system.files import RecipeError
 from cookbook.training.models.attention import PACKED, Lengths, Segments
 
 LOGITS_BUDGET = 2**27
-"""Largest number of logits in one matrix product: 0.5 GiB in float32. Below it, a single product is fastest."""
+"""Largest number of logits in one matrix product of the forward. With the float32 copy and the log-probabilities they
+take 1.25 GiB in bf16. Below it, a single product is fastest."""
 
 
 class LossHead(torch.nn.Linear):
@@ -24,25 +24,103 @@ class LossHead(torch.nn.Linear):
     """
 
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """(L, hidden size) -> negative log-likelihoods, (L,) float32; without targets, the logits.
-
-        Above the budget, logits exist for one chunk at a time and are recomputed in the backward pass.
-        """
+        """(L, hidden size) -> negative log-likelihoods, (L,) float32; without targets, the logits."""
         if targets is None:
             return super().forward(hidden)
-        chunk = max(1, LOGITS_BUDGET // self.out_features)
-        if len(targets) <= chunk:
-            return self._chunk(hidden, targets)
-        parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
-        return torch.cat([checkpoint(self._chunk, *part, use_reentrant=False) for part in parts])
-
-    def _chunk(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         # A head that an adapter trains is float32, and without autocast the hidden states may not be.
-        return _nll(super().forward(hidden.to(self.weight.dtype)), targets)
+        device = hidden.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        hidden = hidden.to(autocast or self.weight.dtype)
+        return _LossOfHead.apply(hidden, self.weight, self.bias, targets, torch.is_grad_enabled())
+
+
+class _LossOfHead(torch.autograd.Function):
+    """The product with the head's weight and the loss in one step, as in Liger's fused linear cross-entropy (Hsu et
+    al., 2024, arXiv:2410.10989), whose gradient of the logits never exists in float32 either.
+
+    Above the budget, logits exist for one chunk of rows at a time, and the backward computes them again. Each position
+    may have a gradient of its own: it scales what is small, the hidden states before the product for the weight's
+    gradient and those after the other product, and not the logits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        has_backward: bool,
+    ) -> torch.Tensor:
+        rows = max(1, LOGITS_BUDGET // len(weight))
+        cast, parts, gradient = weight.to(hidden.dtype), [], None
+        for part, answers in zip(hidden.split(rows), targets.split(rows), strict=True):
+            logits = _logits(part, cast, bias)
+            parts.append(_nll(logits, answers))
+            if has_backward and len(targets) <= rows:
+                gradient = _gradient_of_logits(logits, answers, parts[0])
+            del logits
+        nll = torch.cat(parts)
+        ctx.save_for_backward(hidden, weight, bias, targets, nll, gradient)
+        return nll
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, targets, nll, known = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        cast = weight.to(hidden.dtype)
+        # In bf16 nothing here is float32, so that the bytes of the forward hold twice as many rows.
+        rows = max(1, LOGITS_BUDGET // len(weight)) * (2 if hidden.dtype == torch.bfloat16 else 1)
+        of_hidden: list[torch.Tensor] = []
+        of_weight, of_bias = None, None
+        parts = (one.split(rows) for one in (hidden, targets, nll, gradients[0].unsqueeze(1)))
+        for part, answers, loss, scale in zip(*parts, strict=True):
+            gradient = _gradient_of_logits(_logits(part, cast, bias), answers, loss) if known is None else known
+            if gradient.dtype != part.dtype:
+                gradient, scale = (gradient * scale).to(part.dtype), torch.ones_like(scale)
+            if needs_hidden:
+                of_hidden.append(((gradient @ cast) * scale).to(part.dtype))
+            if needs_weight:
+                of_weight = _add_product(of_weight, gradient.t(), (part * scale).to(part.dtype), weight.dtype)
+            if needs_bias:
+                of_bias = _add_product(of_bias, gradient.t(), scale.to(part.dtype), weight.dtype)
+            del gradient
+        return (
+            torch.cat(of_hidden) if needs_hidden else None,
+            of_weight,
+            None if of_bias is None else of_bias.squeeze(1),
+            None,
+            None,
+        )
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return hidden @ weight.t() if bias is None else torch.addmm(bias.to(hidden.dtype), hidden, weight.t())
 
 
 def _nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float(), targets, reduction="none")
+
+
+def _gradient_of_logits(logits: torch.Tensor, targets: torch.Tensor, nll: torch.Tensor) -> torch.Tensor:
+    """Of the sum of the losses: probabilities, (L, V), less 1 at the target.
+
+    In the dtype of the logits, but float32 for fp16, whose smallest number is 6e-8: its loss scale must come first.
+    """
+    probabilities = (logits.float() if logits.dtype == torch.float16 else logits).softmax(-1)
+    # By way of the loss: a probability near 1 that was rounded to bf16 has no digits left after subtracting 1.
+    return probabilities.scatter_(1, targets.unsqueeze(1), torch.expm1(-nll).unsqueeze(1).to(probabilities.dtype))
+
+
+def _add_product(
+    total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """total + left @ right, in place; the first total in `dtype`."""
+    if total is None:
+        return (left @ right).to(dtype)
+    if total.dtype == left.dtype:
+        return total.addmm_(left, right)
+    return total.add_(left @ right)
 
 
 def add_loss(model: PreTrainedModel, sequence_mesh: DeviceMesh | None = None) -> None:
