@@ -218,7 +218,7 @@ def shown(row: dict[str, Any]) -> str:
 
 
 def tables(results: dict[str, Any]) -> str:
-    """Memory and speed of the rows of full length, then what else was run."""
+    """Memory and speed of the rows of full length, then what else was run, then what an earlier loss took."""
     machines = parse_machines(f"1x{results['forecast_as']}")
     lines = ["| recipe, and what was changed | GiB allocated | forecast | GiB reserved | reserved / allocated |"]
     lines.append("|---" * 5 + "|")
@@ -235,10 +235,10 @@ def tables(results: dict[str, Any]) -> str:
             speed = f"{row['tokens_per_second']:,} | {row['mfu']:.1%} | {low:,.0f} to {high:,.0f}"
             speeds.append(f"| {shown(row)} | {speed} |")
     other = ["| recipe, and what was changed | tokens/s | GiB allocated | reserved / allocated |", "|---" * 4 + "|"]
-    for row in results["rows"]:
+    for row in [row for row in results["rows"] if not is_full(row)] + results["earlier"]["rows"]:
         if "error" in row:
             other.append(f"| {shown(row)} | {row['error']} | | |")
-        elif not is_full(row):
+        else:
             ratio = row["peak_reserved"] / row["peak_allocated"]
             speed = f"{row['tokens_per_second']:,}" if "tokens_per_second" in row else ""
             sizes = f"{speed} | {row['peak_allocated'] / GIB:.2f} | {ratio:.2f}"

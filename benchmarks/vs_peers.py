@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.race.cells import (  # noqa: E402
     LEARNING_RATE,
     MAX_LENGTH,
-    MICRO_BATCH_SIZE,
+    MICRO_BATCH_SIZES,
     MODELS,
     PEERS,
     RANK,
@@ -46,7 +46,6 @@ PAGE = ROOT / "docs" / "speed.md"
 BEGIN, END = "<!-- vs_peers:begin -->", "<!-- vs_peers:end -->"
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "trl", "peft", "datasets")
 
-OBJECTIVES = ("sft", "dpo")
 NUM_WARMUP_STEPS = 2
 CHARACTERS = (80, 400)
 """Of an answer. Padding then wastes no more than with GSM8K's chats (65 % of a batch are tokens there)."""
@@ -74,10 +73,12 @@ def make_workplace(folder: Path) -> dict[str, Any]:
     least, most = CHARACTERS
     chats = [row for row in load_stdlib("train") if least <= len(row["messages"][-1]["content"]) <= most]
     tokenizer = models.train_tokenizer((message["content"] for row in chats for message in row["messages"]), 4096)
-    for name, sizes in MODELS.items():
+    cells = all_cells(device())
+    for name in {cell.model for cell in cells}:
+        sizes = MODELS[name]
         scratch = ScratchModel.model_validate(sizes | {"num_key_value_heads": sizes["num_attention_heads"] // 2})
         model = models.new_model(scratch, tokenizer, SEED)
-        for objective in OBJECTIVES:
+        for objective in {cell.objective for cell in cells}:
             model.save_pretrained(folder / folder_of(name, objective))
             templated(tokenizer, objective).save_pretrained(folder / folder_of(name, objective))
     write_rows(folder / "sft", chats, tokenizer, folder / "cache")
@@ -88,7 +89,8 @@ def make_workplace(folder: Path) -> dict[str, Any]:
     ]
     write_rows(folder / "dpo", pairs, tokenizer, folder / "cache")
     tokens, order = order_of(folder / "sft.jsonl", "sft", tokenizer, folder / "cache")
-    lengths = tokens.lengths[order[: len(order) // MICRO_BATCH_SIZE * MICRO_BATCH_SIZE]].reshape(-1, MICRO_BATCH_SIZE)
+    rows = MICRO_BATCH_SIZES[device()]
+    lengths = tokens.lengths[order[: len(order) // rows * rows]].reshape(-1, rows)
     return {
         "source": f"python-stdlib, answers of {least} to {most} characters",
         "chats": len(chats),
@@ -96,7 +98,7 @@ def make_workplace(folder: Path) -> dict[str, Any]:
         "median_tokens": float(np.median(tokens.lengths)),
         "max_tokens": int(tokens.lengths.max()),
         "label_share": round(float(tokens.num_targets.sum() / tokens.lengths.sum()), 3),
-        "padding_efficiency": round(float(lengths.sum() / (lengths.max(1) * MICRO_BATCH_SIZE).sum()), 3),
+        "padding_efficiency": round(float(lengths.sum() / (lengths.max(1) * rows).sum()), 3),
     }
 
 
@@ -144,6 +146,7 @@ def templated(tokenizer: Any, objective: str) -> Any:
 
 
 def our_recipe(cell: Cell, num_steps: int) -> dict[str, Any]:
+    rows = MICRO_BATCH_SIZES[device()]
     recipe: dict[str, Any] = {
         "strategy": f"accelerate_configs/{cell.strategy}.yaml",
         "mixed_precision": cell.precision,
@@ -151,7 +154,7 @@ def our_recipe(cell: Cell, num_steps: int) -> dict[str, Any]:
         "model": {"name_or_path": folder_of(cell.model, cell.objective), "gradient_checkpointing": cell.checkpointing},
         "data": {"train": f"{cell.objective}.jsonl", "max_length": MAX_LENGTH, "packing": cell.packing},
         "objective": {"name": cell.objective},
-        "batch": {"global_batch_size": MICRO_BATCH_SIZE * cell.processes, "micro_batch_size": MICRO_BATCH_SIZE},
+        "batch": {"global_batch_size": rows * cell.processes, "micro_batch_size": rows},
         "optim": {"learning_rate": LEARNING_RATE},
         "schedule": {"name": "constant"},
         "run": {"max_steps": num_steps, "output_dir": "outputs", "check_export": False},
@@ -173,7 +176,7 @@ def their_settings(cell: Cell, num_steps: int) -> dict[str, Any]:
         "cpu": on_cpu and not is_zero,  # accelerate leaves DeepSpeed out where it is told to use the CPU
         "arguments": {
             "output_dir": "outputs",
-            "per_device_train_batch_size": cell.packed_rows or MICRO_BATCH_SIZE,
+            "per_device_train_batch_size": cell.packed_rows or MICRO_BATCH_SIZES[device()],
             "max_steps": num_steps,
             "learning_rate": LEARNING_RATE,
             "lr_scheduler_type": "constant",
@@ -277,7 +280,7 @@ def merged(results: dict[str, Any], name: str, new: dict[str, Any]) -> dict[str,
         assert old[key] == new[key], f"{key} is {new[key]}, and the other rows are of {old[key]}"
     rows = {cell_of(row): row for row in [*old["rows"], *new["rows"]]}
     commands = list(dict.fromkeys([*old["commands"], *new["commands"]]))
-    ordered = [rows[cell] for cell in all_cells() if cell in rows]
+    ordered = [rows[cell] for cell in all_cells(name) if cell in rows]
     return {**results, name: new | {"commands": commands, "rows": ordered}}
 
 
@@ -298,9 +301,9 @@ def main() -> None:
         new = {**environment(), "data": make_workplace(shared)}
         new["commands"] = [" ".join(["python benchmarks/vs_peers.py", *sys.argv[1:]])]
         if arguments.quick:
-            print(json.dumps(race(["ours", *PEERS], shared, Cell("trl"), 1), indent=1))
+            print(json.dumps(race(["ours", *PEERS], shared, all_cells(device())[0], 1), indent=1))
             return
-        for cell in all_cells():
+        for cell in all_cells(device()):
             if set(arguments.cells) <= set(re.findall(r"[^\s|,]+", cell.words())):
                 row = measure(cell, shared, arguments.pairs)
                 print(*(speed_table([row], device())[2:]), flush=True)

@@ -39,14 +39,21 @@ def test_the_page_shows_the_results(results):
     assert text.split(vs_peers.BEGIN)[1].split(vs_peers.END)[0].strip() == render(results)
 
 
-def test_each_cell_is_measured_or_named_as_not_measured(results):
-    assert len(all_cells()) == len(set(all_cells())) >= 30
-    (line,) = [line for line in render(results).splitlines() if line.startswith("Not measured: ")] or [""]
-    for cell in all_cells():
-        rows = [row for row in results["cpu"]["rows"] if cell_of(row) == cell]
-        assert len(rows) == 1 or cell.words().replace(" | ", ", ").rstrip(", ") in line
-    missing = render({"cpu": {**results["cpu"], "rows": results["cpu"]["rows"][1:]}})
-    assert cell_of(results["cpu"]["rows"][0]).words().replace(" | ", ", ").rstrip(", ") in missing
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_each_cell_is_measured_or_named_as_not_measured(device, results):
+    def name(cell: Cell) -> str:
+        return cell.words().replace(" | ", ", ").rstrip(", ")
+
+    def unmeasured(found: dict) -> list[str]:
+        lines = [line for line in render({device: found}).splitlines() if line.startswith("Not measured: ")] or [": ."]
+        return lines[0].split(": ", 1)[1].removesuffix(".").split("; ")
+
+    cells = all_cells(device)
+    assert len(cells) == len(set(cells)) >= {"cpu": 30, "cuda": 7}[device]
+    measured = [name(cell_of(row)) for row in results[device]["rows"]]
+    assert sorted(measured + list(filter(None, unmeasured(results[device])))) == sorted(map(name, cells))
+    fewer = results[device] | {"rows": results[device]["rows"][1:]}
+    assert measured[0] in unmeasured(fewer)
     assert "### On a GPU\n\nNot measured." in render({"cpu": results["cpu"]})
 
 

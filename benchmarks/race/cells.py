@@ -1,6 +1,7 @@
 """The cells of the race: what benchmarks/vs_peers.py compares with what."""
 
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 MODELS: dict[str, dict[str, int]] = {
@@ -8,11 +9,16 @@ MODELS: dict[str, dict[str, int]] = {
     "50 M": dict(
         vocab_size=32000, hidden_size=512, intermediate_size=1408, num_hidden_layers=11, num_attention_heads=8
     ),
+    "0.6 B": dict(
+        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16
+    ),
 }
+"""The last is for GPUs, with the sizes of Qwen3-0.6B."""
 PEERS = {"trl": "TRL", "trainer": "Trainer", "accelerate": "accelerate loop"}
 GOALS = {"trl": 2.0, "trainer": 1.5}
 PRECISIONS = {"no": "fp32", "bf16": "bf16"}
-SEED, MICRO_BATCH_SIZE, LEARNING_RATE, MAX_LENGTH, RANK = 0, 8, 1e-4, 512, 16
+SEED, LEARNING_RATE, MAX_LENGTH, RANK = 0, 1e-4, 512, 16
+MICRO_BATCH_SIZES = {"cpu": 8, "cuda": 64}
 ROW_LENGTH = {1: 768, 8: 512}
 """Tokens of a row under TRL's packing. One row has as many as eight samples, which is kind to it: on CPU it makes one
 mask over all of a batch, and its own defaults are 8 rows of 1024."""
@@ -52,11 +58,16 @@ class Cell:
         return " | ".join(parts)
 
 
-def all_cells() -> list[Cell]:
-    """In the order of the table."""
+def all_cells(device: str) -> list[Cell]:
+    """In the order of the table; "cpu" or "cuda"."""
     trl, trainer, loop = PEERS
     found = []
-    for model in MODELS:
+    *small, large = MODELS
+    if device == "cuda":
+        cell = partial(Cell, model=large, precision="bf16")
+        found = [cell(trl), cell(trl, packed_rows=8), cell(trainer), cell(loop), cell(trl, packing=False)]
+        return [*found, cell(trl, checkpointing=True), cell(trl, lora=True)]
+    for model in small:
         for precision in PRECISIONS:
             kind: dict[str, Any] = {"model": model, "precision": precision}
             found += [Cell(trl, **kind), Cell(trl, packed_rows=1, **kind), Cell(trainer, **kind)]

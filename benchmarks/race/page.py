@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from benchmarks.race.cells import GOALS, MICRO_BATCH_SIZE, PEERS, Cell, all_cells, cell_of
+from benchmarks.race.cells import GOALS, MICRO_BATCH_SIZES, PEERS, Cell, all_cells, cell_of
 from benchmarks.race.gate import PARTS
 
 DEVICES = {"cpu": "On CPU", "cuda": "On a GPU"}
@@ -107,25 +107,25 @@ def render_device(name: str, results: dict[str, Any]) -> list[str]:
     days, loads = sorted({row["date"] for row in rows}), [row["load"] for row in rows]
     versions = ", ".join(f"{package} {number}" for package, number in found["versions"].items())
     commands = ", ".join(f"`{command}`" for command in found["commands"])
-    missing = [cell.words().replace(" | ", ", ").rstrip(", ") for cell in all_cells() if cell not in map(cell_of, rows)]
+    missing = [
+        cell.words().replace(" | ", ", ").rstrip(", ") for cell in all_cells(name) if cell not in map(cell_of, rows)
+    ]
     lines += [
         f"{hardware['cores']} cores of {hardware['cpu']}, {hardware['gpu'] or '**no GPU**'}; {versions}. {commands};"
         f" {' and '.join(days)}; load of the machine when a cell began: {min(loads)} to {max(loads)}.",
         "",
         f"{data['chats']:,} chats from {data['source']}. Tokens of a chat: mean {data['mean_tokens']:.0f}, median"
         f" {data['median_tokens']:.0f}, at most {data['max_tokens']}; {data['label_share']:.0%} of them carry loss. Of"
-        f" a batch of {MICRO_BATCH_SIZE} padded to its longest, {data['padding_efficiency']:.0%} are tokens.",
+        f" a batch of {MICRO_BATCH_SIZES[name]} padded to its longest, {data['padding_efficiency']:.0%} are tokens.",
         "",
         *speed_table(rows, name),
         "",
         *([f"Not measured: {'; '.join(missing)}.", ""] if missing else []),
         *start_table(ran),
         "",
-        "Where the time of one profiled step goes, fp32:",
-        "",
-        *parts_table(ran),
-        "",
     ]
+    if name == "cpu":
+        lines += ["Where the time of one profiled step goes, fp32:", "", *parts_table(ran), ""]
     return lines
 
 
