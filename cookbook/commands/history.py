@@ -51,7 +51,7 @@ def read_history(folder: Path) -> History:
     """
     path = folder / METRICS
     if not path.is_file():
-        raise RecipeError([f"{path}: no such file; name the run.output_dir of a run, for example outputs/quickstart"])
+        raise RecipeError(f"{path}: no such file; name the run.output_dir of a run, for example outputs/quickstart")
     recipe = folder / "recipe.yaml"
     found = History(
         folder=folder,
@@ -63,7 +63,7 @@ def read_history(folder: Path) -> History:
         monitor=_monitor(folder),
     )
     if not found.steps:
-        raise RecipeError([f"{path}: no training step in it; the run ended before its first"])
+        raise RecipeError(f"{path}: no training step in it; the run ended before its first")
     return found
 
 

@@ -119,7 +119,7 @@ def init(
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise RecipeError([f"--out is {out}: cannot be written ({error.strerror})"]) from None
+        raise RecipeError(f"--out is {out}: cannot be written ({error.strerror})") from None
     print(text)
     check([out], assignments=[])
     print(f"python -m cookbook preview {shlex.quote(str(out))}")
@@ -181,7 +181,7 @@ def _read(data: str, task: Task | None) -> tuple[Task, Source, Rows]:
     if found and not found.intersection(objective.rows):
         has, wants = (" or ".join(kinds()[name].words for name in names) for names in (sorted(found), objective.rows))
         advice = f"--task {' or '.join(fitting)}" if fitting else "other rows"
-        raise RecipeError([f"--task is {chosen}, which trains on {wants}, but {data} has {has}; use {advice}"])
+        raise RecipeError(f"--task is {chosen}, which trains on {wants}, but {data} has {has}; use {advice}")
     try:
         rows = read_rows(source, "drop", objective)
     except RecipeError as error:
@@ -282,7 +282,7 @@ class _Draft:
             elif is_chat:
                 self.notes["data"] = "chats go through the tokenizer's own template"
             return tokens, self.rows.num_dropped | dict(bad_rows.num_by_reason)
-        raise RecipeError([problem])
+        raise RecipeError(problem)
 
     def choose(self) -> None:
         """Chooses method, strategy and micro-batch by the forecast.
@@ -308,12 +308,10 @@ class _Draft:
                 return self._settle(best, method, recompute)
         have = machines.text if machines.num_gpus else f"{machines.host_gib or 0:.0f} GiB of memory"
         raise RecipeError(
-            [
-                f"nothing fits {have}: {self.model} has {self.billions:.2f} B parameters, and data.max_length for these"
-                f" rows is {self.data['max_length']}. The last that was tried, {method or 'all weights'} under"
-                f" {best.strategy.name}: {'; '.join(best.why) or 'too large'}. Use a smaller model, shorter rows, or"
-                " larger or more GPUs (--gpus)"
-            ]
+            f"nothing fits {have}: {self.model} has {self.billions:.2f} B parameters, and data.max_length for these"
+            f" rows is {self.data['max_length']}. The last that was tried, {method or 'all weights'} under"
+            f" {best.strategy.name}: {'; '.join(best.why) or 'too large'}. Use a smaller model, shorter rows, or"
+            " larger or more GPUs (--gpus)"
         )
 
     def _forecast(self, values: Values, strategies: list[Strategy], *, limits: bool = False) -> "Forecast":

@@ -85,12 +85,12 @@ def tune(
     """Try the best settings of the forecast; keep the fastest."""
     recipe, own = load_pair(path, assignments, None)
     if recipe.batch.micro_batch_size is None:
-        raise RecipeError([f"{path}: batch.micro_batch_tokens is not tuned; write batch.micro_batch_size"])
+        raise RecipeError(f"{path}: batch.micro_batch_tokens is not tuned; write batch.micro_batch_size")
     found = [load_strategy(find_strategy(name)) for name in strategy or known_strategies()]
     machines = machines_for(path, gpus, {})
     chosen = candidates(recipe, own, found, machines, str(path))[:trials]
     if not chosen:
-        raise RecipeError([f"{path}: nothing fits on {machines.text}; see python -m cookbook plan {path}"])
+        raise RecipeError(f"{path}: nothing fits on {machines.text}; see python -m cookbook plan {path}")
     print(f"TUNE of {path} on {machines.text}: {steps} steps each, after {WARM_UP} that are not counted")
     for one in chosen:
         print(f"  {one.settings.words}: {one.why}")

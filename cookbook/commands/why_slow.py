@@ -34,7 +34,7 @@ def why_slow(folder: Annotated[Path, run_folder()]) -> int:
     run = read_history(folder)
     steps = run.steps[WARM_UP:] or run.steps
     if "step_seconds" not in steps[0]:
-        raise RecipeError([f"{folder}: ran on simulated GPUs, whose times mean nothing"])
+        raise RecipeError(f"{folder}: ran on simulated GPUs, whose times mean nothing")
     print(page(f"TIME of {folder}, {len(steps)} steps", *_rows(run, steps)))
     profiles = read_profiles(folder)
     for record in profiles:

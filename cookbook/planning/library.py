@@ -109,7 +109,7 @@ def _facts() -> dict[str, Any]:
     try:
         return json.loads(Path(located(str(FACTS))).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RecipeError([f"{FACTS}: cannot be read ({error})"]) from None
+        raise RecipeError(f"{FACTS}: cannot be read ({error})") from None
 
 
 def what_it_takes(path: Path) -> str:

@@ -114,7 +114,7 @@ def past_failures(folder: Path) -> list[int]:
     failures.append(last)
     latest = failures[-MAX_FAILURES:]
     if len(latest) == MAX_FAILURES and len(set(latest)) == 1:
-        raise RecipeError([_report(folder, record, last)])
+        raise RecipeError(_report(folder, record, last))
     return failures
 
 

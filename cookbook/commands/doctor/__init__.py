@@ -95,7 +95,7 @@ def examine(
         RecipeError: a deadline in which nothing could be learned.
     """
     if not deadline >= LEAST_SECONDS:
-        raise RecipeError([f"--deadline is {deadline:g}; write at least {LEAST_SECONDS:g} seconds"])
+        raise RecipeError(f"--deadline is {deadline:g}; write at least {LEAST_SECONDS:g} seconds")
     begun = time.monotonic()
     with (
         _signals_end_this(),

@@ -141,7 +141,7 @@ def _count(
     place = source(yaml_file, "num_processes")
     if processes is not None:
         if processes < 1:
-            raise RecipeError([f"--processes is {processes}; it must be at least 1"])
+            raise RecipeError(f"--processes is {processes}; it must be at least 1")
         return processes, str(processes), (COMMAND_LINE,)
     if strategy.num_processes is not None:
         return strategy.num_processes, str(strategy.num_processes), (place,)

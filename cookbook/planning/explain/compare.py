@@ -314,9 +314,9 @@ def compare(
     """
     if is_strategy(first):
         if not is_strategy(second):
-            raise RecipeError([f"explain {first} {second}: write the recipe first"])
+            raise RecipeError(f"explain {first} {second}: write the recipe first")
         if assignments or override:
-            raise RecipeError(["--set and --strategy go with a recipe; two strategies have none"])
+            raise RecipeError("--set and --strategy go with a recipe; two strategies have none")
         return compare_strategies(find_strategy(first), find_strategy(second), processes)
     recipes, strategies = [Path(first)], [override, override]
     if is_strategy(second):

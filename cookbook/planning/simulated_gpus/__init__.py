@@ -65,9 +65,9 @@ def environment(count: int, *, memory: int | None = None, report: Path | None = 
         RecipeError: see `problem`; or the compiler failed.
     """
     if not 1 <= count <= MOST:
-        raise RecipeError([f"{count} simulated GPUs; write a number from 1 to {MOST}"])
+        raise RecipeError(f"{count} simulated GPUs; write a number from 1 to {MOST}")
     if why := problem():
-        raise RecipeError([f"GPUs cannot be simulated here: {why}"])
+        raise RecipeError(f"GPUs cannot be simulated here: {why}")
     library = build()
     others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     found = {
@@ -157,7 +157,7 @@ def _run(commands: list[list[str]]) -> None:
     errors = [process.communicate(timeout=BUILD_SECONDS)[1] for process in running]
     failed = [error for process, error in zip(running, errors, strict=True) if process.returncode]
     if failed:
-        raise RecipeError([f"GPUs cannot be simulated here, since the compiler failed:\n{failed[0][-2000:]}"])
+        raise RecipeError(f"GPUs cannot be simulated here, since the compiler failed:\n{failed[0][-2000:]}")
 
 
 def _compiler() -> str | None:

@@ -38,13 +38,13 @@ def find_folders(path: Path) -> list[Path]:
         RecipeError: `path` is none of these.
     """
     if not path.exists():
-        raise RecipeError([f"{path}: no such folder"])
+        raise RecipeError(f"{path}: no such folder")
     if (path / folder.MANIFEST).is_file() or path.name.startswith("step-"):
         if not path.is_dir():
-            raise RecipeError([f"{path}: not a folder"])
+            raise RecipeError(f"{path}: not a folder")
         version = _format_of(path)
         if version not in (None, folder.FORMAT):
-            raise RecipeError([f"{path}: its format is {version!r}, and this program reads {folder.FORMAT}"])
+            raise RecipeError(f"{path}: its format is {version!r}, and this program reads {folder.FORMAT}")
         return [path]
     root = path / "checkpoints" if is_run(path) else path
     found = folder.list_folders(root)

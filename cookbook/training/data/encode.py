@@ -44,8 +44,7 @@ def encode(rows: Rows, tokenizer: "PreTrainedTokenizerBase", train_on: TrainOn) 
         RecipeError: a tokenizer or template that cannot be trained with, and the row that shows it.
     """
     if not tokenizer.is_fast:
-        mistake = f"{rows.place}: {type(tokenizer).__name__} has no tokenizer.json; a fast tokenizer is needed"
-        raise RecipeError([mistake])
+        raise RecipeError(f"{rows.place}: {type(tokenizer).__name__} has no tokenizer.json; a fast tokenizer is needed")
     kind = kinds()[rows.kind]
     train_on = train_on if kind.prompt_may_train else "assistant"
     if kind.chats is not None:
@@ -77,7 +76,7 @@ def _encode_plain_rows(
 def _start_and_end(tokenizer: "PreTrainedTokenizerBase", place: str) -> tuple[int | None, int]:
     """The begin-of-sequence id, if this tokenizer adds one, and the end-of-sequence id."""
     if tokenizer.eos_token_id is None:
-        raise RecipeError([f"{place}: the tokenizer has no end-of-sequence token; the model would never learn to stop"])
+        raise RecipeError(f"{place}: the tokenizer has no end-of-sequence token; the model would never learn to stop")
     bos = tokenizer.bos_token_id
     adds_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
     return bos if adds_bos else None, tokenizer.eos_token_id
@@ -113,7 +112,7 @@ def _encode_chats(
         template = tokenizer.get_chat_template()
     except ValueError:
         hint = f"give one in data.chat_template, for example {SHIPPED_TEMPLATE}"
-        raise RecipeError([f"{rows.place}: has chats, but the tokenizer has no chat template; {hint}"]) from None
+        raise RecipeError(f"{rows.place}: has chats, but the tokenizer has no chat template; {hint}") from None
     special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     special_ids.update(tokenizer.all_special_ids)
     # The chats of each row, with the index of the row and the number of leading turns that carry no label.
@@ -303,13 +302,12 @@ def _render_turns(asked: _Asked, tokenizer: "PreTrainedTokenizerBase") -> tuple[
         before = render(chat[:k], add_generation_prompt=True)
         after = whole if k + 1 == len(chat) else render(chat[: k + 1])
         if not (after.startswith(before) and whole.startswith(after) and len(before) < len(after)):
-            mistake = (
+            raise RecipeError(
                 f"{asked.where}: the chat template has no generation markers, and does not write message {k + 1} as it"
                 " would be prompted for and continued, so the assistant's tokens cannot be found. Give one with markers"
                 f" in data.chat_template, for example {SHIPPED_TEMPLATE}, or train on all tokens with"
                 " objective.train_on: all, or on the last turn with last"
             )
-            raise RecipeError([mistake])
         turns.append((len(before), len(after)))
     return whole, turns
 
@@ -329,20 +327,18 @@ def _check_turns(
     merge, which the count detects.
     """
     if len(turns) != num_turns:
-        mistake = (
+        raise RecipeError(
             f"{where}: the chat template marks {len(turns)} stretches of assistant tokens for {num_turns} assistant"
             f" turns; enclose each turn of its own, as {SHIPPED_TEMPLATE} does, and give it in data.chat_template"
         )
-        raise RecipeError([mistake])
     for first, end in turns:
         turn = ids[first:end]
         while turn and turn[-1] not in special_ids and not tokenizer.decode(turn[-1:]).strip():
             turn.pop()
         if not turn or turn[-1] not in special_ids:
             cure = "put the end-of-turn token " + ("before {% endgeneration %}" if has_markers else "after each turn")
-            mistake = (
+            raise RecipeError(
                 f"{where}: the trained part of an assistant turn ends with {tokenizer.decode(turn[-3:])!r} and no"
                 f" special token, so the model would never learn to stop. In data.chat_template {cure}, as"
                 f" {SHIPPED_TEMPLATE} does; the tokenizer must know it as a special token"
             )
-            raise RecipeError([mistake])

@@ -134,7 +134,7 @@ def _load(record: Path, data: DataSection, objective: Objective) -> RowSets | No
         def checked() -> Rows:
             rows = (read().train if name is None else read().eval[name])[i]
             if rows.fingerprint != fingerprint:
-                raise RecipeError([f"{rows.place}: its files were changed since this run began to read; try again"])
+                raise RecipeError(f"{rows.place}: its files were changed since this run began to read; try again")
             return rows
 
         known = Rows(

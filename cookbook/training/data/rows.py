@@ -235,7 +235,7 @@ class _Reader:
                 raise BadRow("missing keys", f"with columns {{{given}}} it has {seen}; a row must have {shapes()}")
             raise BadRow("missing keys", f"found {seen}; a row must have {shapes()}")
         if not served:
-            raise RecipeError([f"{place}: {self._unserved(found[0].kind)}"])
+            raise RecipeError(f"{place}: {self._unserved(found[0].kind)}")
         # A row in a shape of this project is read by it, whatever other columns it has.
         served = [one for one in served if one.is_own] or served
         if len(served) > 1:

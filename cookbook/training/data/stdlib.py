@@ -29,7 +29,7 @@ TEST_BUCKETS_OF_256 = 13  # about 5 %
 def load_stdlib(split: str) -> list[dict[str, Any]]:
     """The chats of split "train" or "test", ordered by file and line. A hash of the function decides its split."""
     if split not in ("train", "test"):
-        raise RecipeError([f"python-stdlib: split is {split!r}; it has train and test"])
+        raise RecipeError(f"python-stdlib: split is {split!r}; it has train and test")
     rows = []
     for request, answer in _pairs(Path(sysconfig.get_path("stdlib"))):
         is_test = hashlib.sha256(answer.encode()).digest()[0] < TEST_BUCKETS_OF_256

@@ -147,11 +147,10 @@ class Stream:
     def _compare(self, ends: list[tuple[int, str]], position: int, expected: str) -> None:
         """Raise if the blocks up to sample `position` of a pass are not those of `expected`."""
         if next(digest for end, digest in ends if end >= position) != expected:
-            mistake = (
+            raise RecipeError(
                 "data.train: the stream is not what the checkpoint was made with: the samples before number"
                 f" {position} of a pass differ. Resume with the same rows, or start over (run.resume: never)"
             )
-            raise RecipeError([mistake])
 
     def _count(self, block: TokenSet, num_dropped: Counter[str]) -> None:
         assert block.row_lengths is not None
