@@ -8,10 +8,11 @@ from statistics import mean
 from typing import Annotated, Any
 
 from cookbook.commands.arguments import run_folder
-from cookbook.commands.history import History, read_history, read_json
+from cookbook.commands.history import History, read_history
 from cookbook.system.console import page
 from cookbook.system.divided import PARTS, in_words
 from cookbook.system.files import RecipeError
+from cookbook.system.records import read_json
 
 WARM_UP = 2
 """Steps of a run that are not counted: they compile and allocate."""

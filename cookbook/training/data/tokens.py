@@ -25,6 +25,7 @@ from cookbook.config.row_kinds import BadRow, kinds
 from cookbook.system import lock, signals
 from cookbook.system.files import RecipeError
 from cookbook.system.machine import num_cores
+from cookbook.system.records import seal_of
 from cookbook.training.data.encode import encode
 from cookbook.training.data.rows import BadRows, OnBadRow, Rows
 
@@ -414,20 +415,16 @@ def _save(folder: Path, tokens: TokenSet, meta: dict[str, Any]) -> None:
     for name in (*ARRAYS, *OPTIONAL_ARRAYS):
         if (array := getattr(tokens, name)) is not None:
             np.save(unfinished / f"{name}.npy", array)
-            digests[name] = _digest(array)
+            digests[name] = digest_of(array)
     meta |= {name: getattr(tokens, name) for name in (*META_FIELDS, "fingerprint")} | {"digests": digests}
-    meta["seal"] = _seal(meta)
+    meta["seal"] = seal_of(meta)
     (unfinished / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
     unfinished.rename(folder)
 
 
-def _digest(array: np.ndarray) -> str:
+def digest_of(array: np.ndarray) -> str:
+    """XXH3 of its elements, 128 bits."""
     return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data)
-
-
-def _seal(meta: dict[str, Any]) -> str:
-    rest = {key: value for key, value in meta.items() if key != "seal"}
-    return xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True).encode())
 
 
 def _load(folder: Path, made_from: dict[str, Any]) -> tuple[TokenSet, dict[str, int]] | None:
@@ -435,10 +432,10 @@ def _load(folder: Path, made_from: dict[str, Any]) -> tuple[TokenSet, dict[str, 
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         fields = {name: meta[name] for name in META_FIELDS} | {"part_sizes": tuple(meta["part_sizes"])}
-        if meta["made_from"] != made_from or meta["seal"] != _seal(meta):
+        if meta["made_from"] != made_from or meta["seal"] != seal_of(meta):
             return None
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in meta["digests"]}
-        if any(_digest(array) != meta["digests"][name] for name, array in arrays.items()):
+        if any(digest_of(array) != meta["digests"][name] for name, array in arrays.items()):
             return None
         tokens = TokenSet(**arrays, **fields)
         vars(tokens)["fingerprint"] = meta["fingerprint"]  # what the cached property would compute, in 15 times as long
