@@ -22,7 +22,7 @@ from cookbook.config.recipe import RECIPES, Recipe, Source, parse_recipe, read_r
 from cookbook.config.row_kinds import kinds, kinds_of, rename, suggested_columns
 from cookbook.config.strategy import Strategy, load_known
 from cookbook.planning.library import read_label
-from cookbook.system.files import Document, RecipeError, dump_yaml
+from cookbook.system.files import Document, RecipeError, dump_yaml, gathered
 from cookbook.system.hardware import GIB, Machines, parse_machines, this_machine
 from cookbook.system.shipped import located, own_folder
 from cookbook.training.data.rows import BadRows, Rows, read_rows
@@ -100,14 +100,10 @@ def init(
     machines = _check_arguments(model, data, gpus, out)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns on stdout
     mistakes: list[str] = []
-    try:
+    with gathered(mistakes):
         folder, config = _read_model(model)
-    except RecipeError as error:
-        mistakes += error.mistakes
-    try:
+    with gathered(mistakes):
         found = _read(data, task)
-    except RecipeError as error:
-        mistakes += error.mistakes
     if mistakes:
         raise RecipeError(mistakes)
     draft = _Draft(model, *found, config, machines, out)
@@ -134,18 +130,14 @@ def _check_arguments(model: str, data: str, gpus: str | None, out: Path) -> Mach
     elif out.suffix != ".yaml":
         mistakes.append(f"--out is {out}; a recipe ends in .yaml")
     machines = Machines(text="cpu")
-    try:
+    with gathered(mistakes):
         machines = this_machine() if gpus is None else parse_machines(gpus)
         if gpus is not None and not machines.num_gpus:
             machines = replace(machines, host_gib=this_machine().host_gib)
-    except RecipeError as error:
-        mistakes += error.mistakes
     values = {"strategy": "single", "model": {"name_or_path": model}, "data": {"train": data}}
     values |= {"batch": {"global_batch_size": 1, "micro_batch_size": 1}, "optim": {"learning_rate": 1.0}}
-    try:
+    with gathered(mistakes):
         _recipe(values | {"run": {"num_epochs": 1}})
-    except RecipeError as error:
-        mistakes += error.mistakes
     if mistakes:
         raise RecipeError(mistakes)
     return machines

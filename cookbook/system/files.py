@@ -1,10 +1,11 @@
 """Strict YAML and JSON files, validated by any pydantic model, with the place of every mistake."""
 
+import contextlib
 import copy
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -31,6 +32,15 @@ class RecipeError(ValueError):
 
     def __reduce__(self) -> tuple[type["RecipeError"], tuple[list[str]]]:
         return type(self), (self.mistakes,)  # an exception is unpickled with its text otherwise
+
+
+@contextlib.contextmanager
+def gathered(mistakes: list[str]) -> Iterator[None]:
+    """Adds the mistakes that end a block to a list, so that they can be reported with others."""
+    try:
+        yield
+    except RecipeError as error:
+        mistakes += error.mistakes
 
 
 @dataclass

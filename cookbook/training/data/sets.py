@@ -15,7 +15,7 @@ import numpy as np
 
 from cookbook.config.objectives import Objective, TooLong
 from cookbook.config.recipe import BUILTIN_SOURCE, DataSection, Source
-from cookbook.system.files import RecipeError
+from cookbook.system.files import RecipeError, gathered
 from cookbook.training.data.rows import BadRows, Rows, place_of, read_rows, row_blocks, row_bytes, texts
 from cookbook.training.data.stream import Stream
 from cookbook.training.data.tokens import TokenSet, cached_tokens
@@ -86,11 +86,9 @@ def read_data(data: DataSection, objective: Objective) -> RowSets:
     def read(source: Source, place: str) -> list[Rows]:
         if mistakes and source.path == BUILTIN_SOURCE:
             return []  # takes seconds, and can have no mistake
-        try:
+        with gathered(mistakes):
             return [read_rows(source, data.on_bad_row, objective, place=place)]
-        except RecipeError as error:
-            mistakes.extend(error.mistakes)
-            return []
+        return []
 
     if data.streaming:
         bad_rows = BadRows()
