@@ -65,4 +65,8 @@ Assignments = Annotated[
     list[str],
     Option("--set", metavar="section.key=value", default_factory=list, show_default=False, help="may be repeated"),
 ]
+Strategies = Annotated[
+    list[str] | None,
+    Option("--strategy", metavar="NAME|PATH", autocompletion=strategies, help="only this; may be repeated"),
+]
 AsJson = Annotated[bool, Option("--json", help="everything that is known, for programs")]

@@ -127,7 +127,10 @@ def recognize(document: Document, name: str | None = None) -> str:
     """
     if {"batch", "optim", "run"} <= document.values.keys():
         raise RecipeError(f"{document.name}: is a recipe already; check it with `python -m cookbook check`")
-    fits = {one: _fit(document, project) for one, project in PROJECTS.items()}
+    fits = {
+        one: len({path.split(".")[0] for path in project.keys} & document.values.keys())
+        for one, project in PROJECTS.items()
+    }
     most = max(fits.values())
     best = [one for one, number in fits.items() if number == most]
     best = [one for one in best if PROJECTS[one].base not in best]  # the base knows them all
@@ -141,12 +144,6 @@ def recognize(document: Document, name: str | None = None) -> str:
     if len(best) > 1:
         raise RecipeError(f"{document.name}: may be a file of {' or '.join(best)}; write --from {best[0]}, for example")
     return best[0]
-
-
-def _fit(document: Document, project: Project) -> int:
-    """How many of a file's keys a project has."""
-    known = {path.split(".")[0] for path in project.keys}
-    return len(known & document.values.keys())
 
 
 class Conversion:

@@ -406,12 +406,8 @@ def _known_keys(model: type[BaseModel], path: KeyPath, values: Any) -> list[str]
         if not candidates:
             return []
         model = candidates[0]
-    return list(_kind_at(model, values).model_fields)
-
-
-def _kind_at(model: type[BaseModel], values: Any) -> type[BaseModel]:
-    """The kind of a section whose keys depend on its name (`registry.Named`); any other section itself."""
-    return model.kind_of(values) if hasattr(model, "kind_of") else model
+    # The keys of some sections depend on their name (`registry.Named`).
+    return list((model.kind_of(values) if hasattr(model, "kind_of") else model).model_fields)
 
 
 def _collect_models(annotation: Any, found: list[type[BaseModel]]) -> None:

@@ -215,7 +215,7 @@ class Watch:
         text = hang_report(stuck, beats, num_ranks=self.num_ranks, timeout_seconds=self.timeout_seconds)
         _say(f"\n{text}\n")
         place = self.folder
-        if self._claim(_first_fault(text)):
+        if self._claim("hang: " + text.splitlines()[1].removesuffix(".")):
             place = self.output_dir / "hang"
             with contextlib.suppress(OSError):
                 place.mkdir(parents=True, exist_ok=True)
@@ -449,11 +449,6 @@ def _behind(stuck: dict[int, Record], num_ranks: int) -> list[int]:
 
 def _moment(record: Record) -> str:
     return f"{record['doing']} of step {record['step']}" if record["step"] else record["doing"]
-
-
-def _first_fault(text: str) -> str:
-    """The most important line of a report."""
-    return "hang: " + text.splitlines()[1].removesuffix(".")
 
 
 def _describe_fault(

@@ -53,11 +53,6 @@ def wanted(recipe: Recipe | None) -> list[Wanted]:
     return found
 
 
-def check_hub_for(recipe: Recipe | None) -> Iterator[Finding]:
-    """All that the recipe names on the Hub."""
-    yield from check_hub(wanted(recipe))
-
-
 def check_hub(things: list[Wanted]) -> Iterator[Finding]:
     """Each thing, from the cache or from the Hub; without things, whether the Hub answers."""
     from huggingface_hub import constants, get_token

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from cookbook.planning.explain.chart import draw
 from cookbook.planning.library import read_label, read_needs
 from cookbook.planning.plan import Plan, default_num_processes, launch_command, load_pair, make_plan, show_command
 from cookbook.system.console import Row, page
-from cookbook.system.files import Document, RecipeError, apply_overrides, read_document
+from cookbook.system.files import Document, RecipeError, apply_overrides, flatten, read_document
 from cookbook.system.machine import num_gpus
 
 COSTS = "BYTES OF A TRAINED PARAMETER, on each process; activations and buffers come on top"
@@ -428,17 +427,8 @@ def _deepspeed(
     if config is None or strategy.deepspeed is None:
         return None, {}
     separate_swap(config, run_name(Path(recipe.run.output_dir)))
-    before, after = dict(leaves(strategy.deepspeed)), dict(leaves(config))
+    before, after = flatten(strategy.deepspeed), flatten(config)
     return config, {key: (before.get(key), value) for key, value in after.items() if before.get(key) != value}
-
-
-def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(`section.key`, value) at every depth of nested mappings; an empty one is a value."""
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def in_words(found: Explanation, *, plain: bool = False) -> str:

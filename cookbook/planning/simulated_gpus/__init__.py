@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -161,11 +161,8 @@ def _run(commands: list[list[str]]) -> None:
 
 
 def _compiler() -> str | None:
-    return next((found for name in _compilers() if (found := shutil.which(name))), None)
-
-
-def _compilers() -> Iterator[str]:
-    yield from filter(None, (os.environ.get("CXX"), "c++", "g++"))
+    names = filter(None, (os.environ.get("CXX"), "c++", "g++"))
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 def _torch_folder() -> Path:
