@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.config.optim import number
-from cookbook.config.recipe import BUILTIN_SOURCE, Recipe, Source
+from cookbook.config.recipe import BUILTIN_SOURCE, Recipe, Source, data_format
 from cookbook.config.schedule import learning_rate, peak_learning_rate
 from cookbook.config.strategy import Strategy
 from cookbook.planning.costs import per_parameter as costs
@@ -215,8 +215,8 @@ def _what(recipe: Recipe, document: Document) -> Section:
 def _name(one: Source) -> str:
     rows = f", first {one.max_rows:,} rows" if one.max_rows else ""
     weight = f" x {one.weight:g}" if one.weight is not None else ""
-    is_file = one.path.endswith((".jsonl", ".parquet"))
-    return f"{one.path}{'' if is_file else f' ({one.split})'}{rows}{weight}"
+    split = "" if data_format(one.path) else f" ({one.split})"
+    return f"{one.path}{split}{rows}{weight}"
 
 
 def _quantity(document: Document, value: Any, text: str, *keys: str) -> Quantity:
