@@ -14,8 +14,6 @@ class NoCounterpart(ValueError):
 
 @dataclass(frozen=True)
 class Key:
-    """A key of another project."""
-
     ours: str | None = None
     """A key of a recipe; `strategy.X`, a property of a strategy; `~X`, from which several of ours are derived (see
     `cookbook.commands.convert`); None: there is none."""
@@ -57,8 +55,6 @@ class Key:
 
 @dataclass(frozen=True)
 class Project:
-    """A project whose configuration files are read."""
-
     name: str
     keys: Mapping[str, Key]
     """By dotted path in its file."""

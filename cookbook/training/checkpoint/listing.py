@@ -22,7 +22,6 @@ from cookbook.training.checkpoint.folder import BrokenCheckpoint, Checkpoint
 
 
 def is_run(path: Path) -> bool:
-    """Whether `path` is the output folder of a run."""
     return (path / "run.json").is_file() or (path / "checkpoints").is_dir()
 
 

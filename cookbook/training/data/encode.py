@@ -131,8 +131,6 @@ def _encode_chats(
 
 
 class _Asked(NamedTuple):
-    """A chat to be encoded."""
-
     chat: Chat
     tools: list[dict[str, Any]] | None
     trained: list[int]
