@@ -215,11 +215,8 @@ def _keys_of(table: dict[str, Any]) -> dict[str, Key]:
 
 PROJECTS = {
     name: Project(
-        name=table["name"],
         keys=_keys_of(table),
-        base=table.get("base"),
-        defaults=table.get("defaults", {}),
-        is_distribution=table.get("is_distribution", False),
+        **{key: value for key, value in table.items() if key not in ("keys", "like", "without", "advice")},
     )
     for name, table in _TABLES.items()
     if "name" in table
