@@ -133,8 +133,9 @@ def _compile_nvml(folder: Path) -> None:
 
 
 def _compile(folder: Path) -> None:
-    compiler, torch = _compiler(), _torch_folder()
-    assert compiler is not None
+    compiler, spec = _compiler(), importlib.util.find_spec("torch")
+    assert compiler is not None and spec is not None and spec.origin is not None
+    torch = Path(spec.origin).parent
     flags = ["-std=c++20", "-O0", "-fPIC", f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
     flags += [f"-I{sysconfig.get_path('include')}", "-DUSE_C10D_GLOO", "-DTORCH_EXTENSION_NAME=simulated_nccl"]
     names = NCCL if torch_cuda() else (*DEVICE, *NCCL)
@@ -163,9 +164,3 @@ def _run(commands: list[list[str]]) -> None:
 def _compiler() -> str | None:
     names = filter(None, (os.environ.get("CXX"), "c++", "g++"))
     return next(filter(None, map(shutil.which, names)), None)
-
-
-def _torch_folder() -> Path:
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent
