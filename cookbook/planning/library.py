@@ -18,8 +18,6 @@ from cookbook.system.shipped import IS_INSTALLED, located, starts
 PAGE = RECIPES / "README.md"
 FACTS = RECIPES / "offline_facts.json"
 LABEL = ("What", "Run", "Needs", "Fits", "Measured", "Settings")
-FITS = r"(?m)^# Fits:.*\n(?:# {12}.*\n)*"
-"""The lines of a label that benchmarks/recipe_labels.py writes."""
 
 
 @dataclass(frozen=True, kw_only=True)

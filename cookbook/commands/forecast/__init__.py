@@ -29,17 +29,6 @@ from cookbook.training.models.attention import sequence_problem
 from cookbook.training.models.loss import LOGITS_BUDGET
 from cookbook.training.models.structure import find_config, not_served, pipeline_problem
 
-__all__ = [
-    "Forecast",
-    "PlanReport",
-    "forecast",
-    "forecast_all",
-    "next_strategy",
-    "of_run",
-    "rung_below",
-    "smaller_micro_batch",
-]
-
 FSDP: dict[str, Literal[1, 2]] = {"fsdp1": 1, "fsdp2": 2}
 """FSDP version by kind of strategy."""
 Verdict = Literal["fits", "host memory unknown", "disk unknown", "tight", "not judged", "does not fit", "cannot run"]
