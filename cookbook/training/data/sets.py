@@ -193,16 +193,7 @@ def _tokens_of(
     notes: list[str],
 ) -> TokenSet:
     """The tokens of one set; adds its notes for the user."""
-    tokens, dropped = cached_tokens(
-        parts,
-        tokenizer,
-        cache=cache,
-        max_length=data.max_length,
-        objective=objective,
-        too_long=data.too_long,
-        on_bad_row=data.on_bad_row,
-        place=place,
-    )
+    tokens, dropped = cached_tokens(parts, tokenizer, data, objective, cache=cache, place=place)
     counts = sum((Counter(part.num_dropped) for part in parts), Counter(dropped))
     notes.extend(_dropped_notes(place, counts))
     lengths, how = tokens.row_lengths, objective.long_rows(data.too_long)
