@@ -92,7 +92,7 @@ def read_data(data: DataSection, objective: Objective) -> RowSets:
 
     if data.streaming:
         bad_rows = BadRows()
-        train = next(row_blocks(data.train, data.shuffle_rows, data.on_bad_row, objective, bad_rows), [])
+        train = next(row_blocks(data, objective, bad_rows), [])
         if not train:
             raise RecipeError(["data.train: no row left to train on", *bad_rows.mistakes()])
     else:

@@ -161,7 +161,7 @@ class Stream:
     def _blocks(self, bad_rows: BadRows) -> Iterator[tuple[TokenSet, Counter[str]]]:
         """One pass over the sources: blocks, and the rows dropped up to the end of each."""
         data = self.data
-        for parts in row_blocks(data.train, data.shuffle_rows, data.on_bad_row, self.objective, bad_rows):
+        for parts in row_blocks(data, self.objective, bad_rows):
             block = tokenize(
                 parts,
                 self.tokenizer,
