@@ -18,12 +18,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from cookbook.commands.forecast import MAY_RUN, Forecast, forecast_all
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.strategy import Strategy, load_strategy
-from cookbook.planning.library import FITS, recipe_files
+from cookbook.planning.library import recipe_files
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import GIB, Machines, parse_machines
 
 LONG = 16384
 """Tokens of a sample from which sequence parallel is worth its messages; our choice."""
+FITS = r"(?m)^# Fits:.*\n(?:# {12}.*\n)*"
+"""The lines of a label that this program writes."""
 HEADER = "GiB of each GPU at the peak + of a machine's memory + of its disk. Forecast by plan, not measured."
 
 

@@ -343,10 +343,10 @@ def test_a_process_that_cannot_even_say_that_it_failed_ends_the_run(tmp_path: Pa
 
 
 def test_on_a_disk_without_room_for_a_receipt_an_empty_one_tells(tmp_path: Path, capsys, monkeypatch):
-    def no_room(*_):
+    def no_room(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(folder, "write_file", no_room)
+    monkeypatch.setattr(saver_module, "replace_file", no_room)
     first, second = (saver(tmp_path, rank=rank, num_ranks=2, in_background=True) for rank in range(2))
     for each in (second, first):
         each.save(1, [], {"parameters": {}})

@@ -405,6 +405,11 @@ def test_a_value_without_a_counterpart_does_not_become_a_default(folder, capsys)
     assert "neither num_epochs nor max_steps is given" in printed
 
 
+def test_one_module_to_save_is_a_list_of_one(folder):
+    assert convert(TRL + "lora_modules_to_save: lm_head\n") == 0
+    assert yaml.safe_load(Path("recipes/file.yaml").read_text())["adapter"]["modules_to_save"] == ["lm_head"]
+
+
 def test_nothing_is_overwritten(folder, capsys):
     assert convert(TRL) == 0
     before = Path("recipes/file.yaml").read_bytes()

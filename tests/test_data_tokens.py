@@ -445,14 +445,9 @@ def test_mistake_found_by_a_worker_names_the_row(monkeypatch):
         run_tokenize(rows, make_tokenizer(forgetful), num_processes=2)
 
 
-def run_cached(cache, rows, tokenizer, **changes):
-    settings = {
-        "max_length": 50,
-        "on_bad_row": "drop",
-        "place": "data.train",
-        "objective": Objective.of(),
-    } | changes
-    return cached_tokens([rows], tokenizer, cache=cache, **settings)
+def run_cached(cache, rows, tokenizer, objective=None, **changes):
+    data = DataSection(**{"train": "python-stdlib", "max_length": 50, "on_bad_row": "drop"} | changes)
+    return cached_tokens([rows], tokenizer, data, objective or Objective.of(), cache=cache, place="data.train")
 
 
 def assert_same_tokens(one, other):

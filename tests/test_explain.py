@@ -167,6 +167,14 @@ def test_a_section_that_only_the_command_line_has_comes_from_there(in_root):
     assert found["WHAT"]["trained"].sources == ("command line", "default")
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.jsonl.gz"])
+def test_a_file_is_shown_without_a_split_and_a_folder_with_one(book, name):
+    book.write(name, "text\nx\n")
+    book.write("chats/train.csv", "text\nx\n")
+    found = explain(Path(RECIPE), assignments=[f"data.train=[{name}, chats]"]).sections
+    assert found["WHAT"]["data"].text == f"{name}; chats (train)"
+
+
 # Length.
 
 

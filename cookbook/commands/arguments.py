@@ -31,7 +31,7 @@ def _runs() -> list[str]:
 def positive(param: CallbackParam, value: float | None) -> float | None:
     """The value of an argument, which must be above 0 if somebody wrote it."""
     if value is not None and not 0 < value < 1e15:
-        raise RecipeError([f"{param.opts[0]} is {value}; write a number above 0"])
+        raise RecipeError(f"{param.opts[0]} is {value}; write a number above 0")
     return value
 
 
@@ -64,5 +64,9 @@ StrategyFile = Annotated[
 Assignments = Annotated[
     list[str],
     Option("--set", metavar="section.key=value", default_factory=list, show_default=False, help="may be repeated"),
+]
+Strategies = Annotated[
+    list[str] | None,
+    Option("--strategy", metavar="NAME|PATH", autocompletion=strategies, help="only this; may be repeated"),
 ]
 AsJson = Annotated[bool, Option("--json", help="everything that is known, for programs")]

@@ -37,7 +37,7 @@ def chat(
     Ctrl-C ends an answer; /reset forgets the conversation; /exit or Ctrl-D ends the chat.
     """
     if not 0 <= temperature <= 100:
-        raise RecipeError([f"--temperature is {temperature}; write a number from 0 to 100"])
+        raise RecipeError(f"--temperature is {temperature}; write a number from 0 to 100")
     found = find_model(folder)
     generate = _machinery()
     tuned = generate.open_model(found)
@@ -112,7 +112,7 @@ def sample(
 ) -> int:
     """Let a trained model answer prompts, without sampling."""
     if prompt is not None and from_eval is not None:
-        raise RecipeError(["--prompt would be ignored beside --from-eval; take one of them out"])
+        raise RecipeError("--prompt would be ignored beside --from-eval; take one of them out")
     found = find_model(folder)
     rows = [] if from_eval is None else list(_held_out_prompts(folder, from_eval))
     generate = _machinery()
@@ -145,11 +145,11 @@ def _held_out_prompts(folder: Path, count: int) -> Iterator[tuple[str | Chat, An
 
     run = find_run(folder)
     if run is None:
-        raise RecipeError([f"--from-eval: {folder} is no run's, which alone has held-out rows; name a run.output_dir"])
+        raise RecipeError(f"--from-eval: {folder} is no run's, which alone has held-out rows; name a run.output_dir")
     recipe = recipe_of_run(run)
     sets = read_eval(recipe.data, recipe.objective)
     if not sets:
-        raise RecipeError([f"--from-eval: {run} has no held-out rows (neither data.eval nor data.holdout)"])
+        raise RecipeError(f"--from-eval: {run} has no held-out rows (neither data.eval nor data.holdout)")
     rows = ((kinds()[part.kind], row) for parts in sets.values() for part in parts for row in part.rows)
     for kind, row in islice(rows, count):
         yield _prompt_of(kind, row)
@@ -165,7 +165,7 @@ def _prompt_of(kind: RowKind, row: Row) -> tuple[str | Chat, Any, str]:
     assert kind.texts is not None
     prompt, (answer, *_) = kind.texts(row)
     if prompt is None:
-        raise RecipeError([f"--from-eval: held-out rows of {kind.words} have no prompt; write one with --prompt"])
+        raise RecipeError(f"--from-eval: held-out rows of {kind.words} have no prompt; write one with --prompt")
     return prompt, None, answer
 
 

@@ -78,7 +78,7 @@ def cookbook(
 def preview(path: Annotated[Path, RECIPE] = QUICKSTART, *, samples: int = 3, assignments: Assignments) -> int:
     """Show samples as the model will see them, and their lengths."""
     if samples < 0:
-        raise RecipeError([f"--samples is {samples}; it must be at least 0"])
+        raise RecipeError(f"--samples is {samples}; it must be at least 0")
     from cookbook.commands.preview import preview
 
     return preview(path, assignments, samples)

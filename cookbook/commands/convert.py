@@ -54,12 +54,12 @@ def convert(
     """Turn another project's files into a recipe and a strategy."""
     out = out or RECIPES / f"{files[0].stem}.yaml"
     if out.suffix not in (".yaml", ".yml"):
-        raise RecipeError([f"--out is {str(out)!r}; name a .yaml file"])
+        raise RecipeError(f"--out is {str(out)!r}; name a .yaml file")
     documents = [read_document(path) for path in files]
     projects = [recognize(document, project) for document in documents]
     names = [PROJECTS[name] for name in projects]
     if sum(not one.is_distribution for one in names) > 1:
-        raise RecipeError([f"{files[0]} and another file each have the settings of a training; give one of them"])
+        raise RecipeError(f"{files[0]} and another file each have the settings of a training; give one of them")
     found = Conversion(processes)
     for document, one in sorted(zip(documents, names, strict=True), key=lambda pair: pair[1].is_distribution):
         found.read(document, one)
@@ -77,7 +77,7 @@ def convert(
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise RecipeError([f"{path}: cannot be written ({error.strerror})"]) from None
+            raise RecipeError(f"{path}: cannot be written ({error.strerror})") from None
         print(f"{path}: written")
     print(f"from {source}\nstrategy: {name}")
     if training is None:
@@ -126,8 +126,11 @@ def recognize(document: Document, name: str | None = None) -> str:
         RecipeError: too few keys are known, it is a recipe of ours, or two projects fit equally.
     """
     if {"batch", "optim", "run"} <= document.values.keys():
-        raise RecipeError([f"{document.name}: is a recipe already; check it with `python -m cookbook check`"])
-    fits = {one: _fit(document, project) for one, project in PROJECTS.items()}
+        raise RecipeError(f"{document.name}: is a recipe already; check it with `python -m cookbook check`")
+    fits = {
+        one: len({path.split(".")[0] for path in project.keys} & document.values.keys())
+        for one, project in PROJECTS.items()
+    }
     most = max(fits.values())
     best = [one for one, number in fits.items() if number == most]
     best = [one for one in best if PROJECTS[one].base not in best]  # the base knows them all
@@ -135,22 +138,12 @@ def recognize(document: Document, name: str | None = None) -> str:
         return name
     if most * 2 < len(document.values):
         raise RecipeError(
-            [
-                f"{document.name}: of its {len(document.values)} keys {most} are known, as {PROJECTS[best[0]].name}'s;"
-                f" files of {', '.join(one.name for one in PROJECTS.values())} can be converted; name yours with --from"
-            ]
+            f"{document.name}: of its {len(document.values)} keys {most} are known, as {PROJECTS[best[0]].name}'s;"
+            f" files of {', '.join(one.name for one in PROJECTS.values())} can be converted; name yours with --from"
         )
     if len(best) > 1:
-        raise RecipeError(
-            [f"{document.name}: may be a file of {' or '.join(best)}; write --from {best[0]}, for example"]
-        )
+        raise RecipeError(f"{document.name}: may be a file of {' or '.join(best)}; write --from {best[0]}, for example")
     return best[0]
-
-
-def _fit(document: Document, project: Project) -> int:
-    """How many of a file's keys a project has."""
-    known = {path.split(".")[0] for path in project.keys}
-    return len(known & document.values.keys())
 
 
 class Conversion:

@@ -8,7 +8,7 @@ from cookbook.config.optim import number
 from cookbook.config.recipe import BUILTIN_SOURCE, Recipe, Source
 from cookbook.config.row_kinds import kinds, kinds_of, rename
 from cookbook.config.schedule import peak_learning_rate
-from cookbook.system.files import RecipeError
+from cookbook.system.files import RecipeError, gathered
 from cookbook.training.data.rows import read_rows
 from cookbook.training.data.sources import raw_rows
 
@@ -59,13 +59,10 @@ def read_all(recipe: Recipe) -> Iterator[str]:
     named = [("data.train", source) for source in recipe.data.train]
     named += [(f"data.eval{f'.{name}' if name else ''}", source) for name, source in recipe.data.eval.items()]
     for key, source in named:
-        try:
+        with gathered(mistakes):
             found = read_rows(source, recipe.data.on_bad_row, recipe.objective)
-        except RecipeError as error:
-            mistakes += error.mistakes
-            continue
-        line = f"{key}: {source.path}: {len(found.rows):,} rows of {kinds()[found.kind].words}"
-        dropped = (f"{count:,} dropped: {reason}" for reason, count in found.num_dropped.items())
-        yield "; ".join([line, *filter(None, [found.renamed]), *dropped])
+            line = f"{key}: {source.path}: {len(found.rows):,} rows of {kinds()[found.kind].words}"
+            dropped = (f"{count:,} dropped: {reason}" for reason, count in found.num_dropped.items())
+            yield "; ".join([line, *filter(None, [found.renamed]), *dropped])
     if mistakes:
         raise RecipeError(mistakes)

@@ -24,8 +24,6 @@ RunChild = Callable[[list[str], dict[str, str], Path], int]
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """One start of a run."""
-
     recipe_name: str
     assignments: list[str]
     recipe: Recipe

@@ -77,17 +77,15 @@ def _recipe_for(folder: Path, model: Path, data: str | None, assignments: list[s
             "run": {"max_steps": 1},
         }
         if data is None:
-            raise RecipeError([f"{folder} is no run's, so there are no held-out rows; name DATA as well"])
+            raise RecipeError(f"{folder} is no run's, so there are no held-out rows; name DATA as well")
         recipe = parse_recipe(Document(str(model), values), model, assignments, None)
     if not recipe.data.eval and not recipe.data.holdout:
-        raise RecipeError([f"{run}: its recipe has no held-out rows; name DATA as well"])
+        raise RecipeError(f"{run}: its recipe has no held-out rows; name DATA as well")
     if recipe.objective.needs_reference:
         name = recipe.objective.name
         raise RecipeError(
-            [
-                f"objective.name is {name}, whose loss compares with the model before training, which is not there; for"
-                " the loss of its answers name DATA with chats or completions, and add --set objective='{name: sft}'"
-            ]
+            f"objective.name is {name}, whose loss compares with the model before training, which is not there; for"
+            " the loss of its answers name DATA with chats or completions, and add --set objective='{name: sft}'"
         )
     return recipe
 

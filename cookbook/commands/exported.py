@@ -22,9 +22,9 @@ def find_model(folder: Path) -> Path:
         return found
     if any(folder.glob("checkpoints/step-*")):
         raise RecipeError(
-            [f"{folder}: the run is not finished; write its newest checkpoint first: cookbook export {folder}"]
+            f"{folder}: the run is not finished; write its newest checkpoint first: cookbook export {folder}"
         )
-    raise RecipeError([f"{found}: no model there; name a run's folder, for example outputs/quickstart"])
+    raise RecipeError(f"{found}: no model there; name a run's folder, for example outputs/quickstart")
 
 
 def find_run(folder: Path) -> Path | None:

@@ -67,10 +67,8 @@ class Generator:
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if positions is not None and length + max_new_tokens > positions:
             raise RecipeError(
-                [
-                    f"the prompt has {length} tokens, and with --max-new-tokens {max_new_tokens} it would exceed the"
-                    f" model's {positions} positions; write a smaller number, or a shorter prompt (in a chat: /reset)"
-                ]
+                f"the prompt has {length} tokens, and with --max-new-tokens {max_new_tokens} it would exceed the"
+                f" model's {positions} positions; write a smaller number, or a shorter prompt (in a chat: /reset)"
             )
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         with self.context():
@@ -83,11 +81,11 @@ class Generator:
             RecipeError: it refuses the prompt or leaves it out, or there is no template.
         """
         if not self.tokenizer.chat_template:
-            raise RecipeError(["--system: the model has no chat template, so there is no place for it; take it out"])
+            raise RecipeError("--system: the model has no chat template, so there is no place for it; take it out")
         chat = [{"role": "system", "content": system}, {"role": "user", "content": "a"}]
         ids = self._encode(chat)["input_ids"][0]
         if system.strip() not in self.tokenizer.decode(ids):
-            raise RecipeError(["--system: the model's chat template leaves it out; take it out"])
+            raise RecipeError("--system: the model's chat template leaves it out; take it out")
 
     def _encode(self, prompt: str | Chat, tools: list[dict[str, Any]] | None = None) -> dict[str, torch.Tensor]:
         """`input_ids` and `attention_mask`, each (1, T) int64, on the device."""
@@ -98,7 +96,7 @@ class Generator:
             try:
                 found = self.tokenizer.apply_chat_template(prompt, tools=tools, **options)
             except TemplateError as error:
-                raise RecipeError([f"the model's chat template refuses the chat: {first_line(error)}"]) from None
+                raise RecipeError(f"the model's chat template refuses the chat: {first_line(error)}") from None
         # Some tokenizers return token types as well, which a causal model does not take.
         return {name: found[name].to(self.model.device) for name in ("input_ids", "attention_mask")}
 
@@ -122,7 +120,7 @@ def open_model(folder: Path) -> Generator:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         model = opener.from_pretrained(folder, dtype="auto", trust_remote_code=False, use_safetensors=True)
     except (OSError, ValueError) as error:
-        raise RecipeError([f"{folder}: cannot be opened ({first_line(error)})"]) from None
+        raise RecipeError(f"{folder}: cannot be opened ({first_line(error)})") from None
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return Generator(model=_placed(model), tokenizer=tokenizer, is_adapter=is_adapter)
@@ -144,15 +142,15 @@ def open_base(tuned: Generator, folder: Path) -> Generator:
         record = json.loads((run / MODEL_FILES / BASE_RECORD).read_text(encoding="utf-8"))
         name, revision, is_new = record["name_or_path"], record["revision"], record.get("is_new")
     except (OSError, ValueError, KeyError) as error:
-        raise RecipeError([f"--compare: {folder} has no record of its base model ({first_line(error)})"]) from None
+        raise RecipeError(f"--compare: {folder} has no record of its base model ({first_line(error)})") from None
     if is_new:
-        raise RecipeError([f"--compare: the model of {run} was trained from scratch and has no base; take it out"])
+        raise RecipeError(f"--compare: the model of {run} was trained from scratch and has no base; take it out")
     try:
         model = AutoModelForCausalLM.from_pretrained(
             fetch_model(name, revision), dtype="auto", trust_remote_code=False, use_safetensors=True
         )
     except (OSError, ValueError) as error:
-        raise RecipeError([f"--compare: {name} cannot be opened ({first_line(error)})"]) from None
+        raise RecipeError(f"--compare: {name} cannot be opened ({first_line(error)})") from None
     model.generation_config = tuned.model.generation_config
     return replace(tuned, model=_placed(model))
 

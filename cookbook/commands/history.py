@@ -1,8 +1,6 @@
 """What a run has written so far, read from its folder while it runs or afterwards."""
 
-import json
 import socket
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ import psutil
 
 from cookbook.system import status
 from cookbook.system.files import RecipeError, flatten, read_document
+from cookbook.system.records import read_json, read_lines
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
@@ -51,43 +50,25 @@ def read_history(folder: Path) -> History:
     """
     path = folder / METRICS
     if not path.is_file():
-        raise RecipeError([f"{path}: no such file; name the run.output_dir of a run, for example outputs/quickstart"])
+        raise RecipeError(f"{path}: no such file; name the run.output_dir of a run, for example outputs/quickstart")
     recipe = folder / "recipe.yaml"
     found = History(
         folder=folder,
-        lines=parse_lines(path.read_bytes().splitlines()),
-        events=parse_lines(_bytes_of(folder / EVENTS).splitlines()),
+        lines=read_lines(path),
+        events=read_lines(folder / EVENTS),
         record=read_json(folder / "run.json"),
         settings=flatten(read_document(recipe).values) if recipe.is_file() else {},
         state=state_of(folder)[0],
         monitor=_monitor(folder),
     )
     if not found.steps:
-        raise RecipeError([f"{path}: no training step in it; the run ended before its first"])
+        raise RecipeError(f"{path}: no training step in it; the run ended before its first")
     return found
 
 
 def _monitor(folder: Path) -> list[dict[str, Any]]:
-    files = sorted(folder.glob("monitor*.jsonl"))
-    found = [line for file in files for line in parse_lines(file.read_bytes().splitlines(), "time")]
+    found = [line for file in sorted(folder.glob("monitor*.jsonl")) for line in read_lines(file, "time")]
     return sorted(found, key=lambda line: line["time"])
-
-
-def parse_lines(lines: Iterable[bytes], number: str = "step") -> list[dict[str, Any]]:
-    """The objects of JSON lines; one that is not whole, as the last of a running run may be, is left out.
-
-    Args:
-        number: what every line must have.
-    """
-    found = []
-    for line in lines:
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict) and isinstance(value.get(number), int | float):
-            found.append(value)
-    return found
 
 
 def state_of(folder: Path) -> tuple[str, bool]:
@@ -102,16 +83,3 @@ def state_of(folder: Path) -> tuple[str, bool]:
             return "killed", True
         return ("exporting" if state == "stopped" else state), False
     return (f"{state}: {reason.splitlines()[0]}" if reason else state), True
-
-
-def _bytes_of(path: Path) -> bytes:
-    return path.read_bytes() if path.is_file() else b""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is none."""
-    try:
-        found = json.loads(_bytes_of(path))
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -22,7 +22,7 @@ from cookbook.config.recipe import RECIPES, Recipe, Source, parse_recipe, read_r
 from cookbook.config.row_kinds import kinds, kinds_of, rename, suggested_columns
 from cookbook.config.strategy import Strategy, load_known
 from cookbook.planning.library import read_label
-from cookbook.system.files import Document, RecipeError, dump_yaml
+from cookbook.system.files import Document, RecipeError, dump_yaml, gathered
 from cookbook.system.hardware import GIB, Machines, parse_machines, this_machine
 from cookbook.system.shipped import located, own_folder
 from cookbook.training.data.rows import BadRows, Rows, read_rows
@@ -100,14 +100,10 @@ def init(
     machines = _check_arguments(model, data, gpus, out)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns on stdout
     mistakes: list[str] = []
-    try:
+    with gathered(mistakes):
         folder, config = _read_model(model)
-    except RecipeError as error:
-        mistakes += error.mistakes
-    try:
+    with gathered(mistakes):
         found = _read(data, task)
-    except RecipeError as error:
-        mistakes += error.mistakes
     if mistakes:
         raise RecipeError(mistakes)
     draft = _Draft(model, *found, config, machines, out)
@@ -119,7 +115,7 @@ def init(
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise RecipeError([f"--out is {out}: cannot be written ({error.strerror})"]) from None
+        raise RecipeError(f"--out is {out}: cannot be written ({error.strerror})") from None
     print(text)
     check([out], assignments=[])
     print(f"python -m cookbook preview {shlex.quote(str(out))}")
@@ -134,18 +130,14 @@ def _check_arguments(model: str, data: str, gpus: str | None, out: Path) -> Mach
     elif out.suffix != ".yaml":
         mistakes.append(f"--out is {out}; a recipe ends in .yaml")
     machines = Machines(text="cpu")
-    try:
+    with gathered(mistakes):
         machines = this_machine() if gpus is None else parse_machines(gpus)
         if gpus is not None and not machines.num_gpus:
             machines = replace(machines, host_gib=this_machine().host_gib)
-    except RecipeError as error:
-        mistakes += error.mistakes
     values = {"strategy": "single", "model": {"name_or_path": model}, "data": {"train": data}}
     values |= {"batch": {"global_batch_size": 1, "micro_batch_size": 1}, "optim": {"learning_rate": 1.0}}
-    try:
+    with gathered(mistakes):
         _recipe(values | {"run": {"num_epochs": 1}})
-    except RecipeError as error:
-        mistakes += error.mistakes
     if mistakes:
         raise RecipeError(mistakes)
     return machines
@@ -181,7 +173,7 @@ def _read(data: str, task: Task | None) -> tuple[Task, Source, Rows]:
     if found and not found.intersection(objective.rows):
         has, wants = (" or ".join(kinds()[name].words for name in names) for names in (sorted(found), objective.rows))
         advice = f"--task {' or '.join(fitting)}" if fitting else "other rows"
-        raise RecipeError([f"--task is {chosen}, which trains on {wants}, but {data} has {has}; use {advice}"])
+        raise RecipeError(f"--task is {chosen}, which trains on {wants}, but {data} has {has}; use {advice}")
     try:
         rows = read_rows(source, "drop", objective)
     except RecipeError as error:
@@ -282,7 +274,7 @@ class _Draft:
             elif is_chat:
                 self.notes["data"] = "chats go through the tokenizer's own template"
             return tokens, self.rows.num_dropped | dict(bad_rows.num_by_reason)
-        raise RecipeError([problem])
+        raise RecipeError(problem)
 
     def choose(self) -> None:
         """Chooses method, strategy and micro-batch by the forecast.
@@ -308,12 +300,10 @@ class _Draft:
                 return self._settle(best, method, recompute)
         have = machines.text if machines.num_gpus else f"{machines.host_gib or 0:.0f} GiB of memory"
         raise RecipeError(
-            [
-                f"nothing fits {have}: {self.model} has {self.billions:.2f} B parameters, and data.max_length for these"
-                f" rows is {self.data['max_length']}. The last that was tried, {method or 'all weights'} under"
-                f" {best.strategy.name}: {'; '.join(best.why) or 'too large'}. Use a smaller model, shorter rows, or"
-                " larger or more GPUs (--gpus)"
-            ]
+            f"nothing fits {have}: {self.model} has {self.billions:.2f} B parameters, and data.max_length for these"
+            f" rows is {self.data['max_length']}. The last that was tried, {method or 'all weights'} under"
+            f" {best.strategy.name}: {'; '.join(best.why) or 'too large'}. Use a smaller model, shorter rows, or"
+            " larger or more GPUs (--gpus)"
         )
 
     def _forecast(self, values: Values, strategies: list[Strategy], *, limits: bool = False) -> "Forecast":

@@ -27,7 +27,7 @@ def merge(run: Path, dtype: str | None) -> int:
     """
     folder, target = run / "export", run / "merged"
     if not (folder / BASE_RECORD).is_file():
-        raise RecipeError([f"{folder}: no adapter there; name the run.output_dir of a finished run with an adapter"])
+        raise RecipeError(f"{folder}: no adapter there; name the run.output_dir of a finished run with an adapter")
     with building(target) as build:
         checked = write_merged(folder, build, getattr(torch, dtype) if dtype else None)
         for name in ("README.md", "export.json"):  # of an adapter that `cookbook.commands.publish` wrote
@@ -56,7 +56,7 @@ def write_merged(folder: Path, build: Path, dtype: torch.dtype | None) -> str:
     base_folder = Path(fetch_model(base.name_or_path, base.revision))
     if weights_digest(base_folder) != base.sha256:
         raise RecipeError(
-            [f"{base.name_or_path}: its weights are not those that {folder} was trained on (another SHA-256)"]
+            f"{base.name_or_path}: its weights are not those that {folder} was trained on (another SHA-256)"
         )
     logging.disable_progress_bar()
     own_dtype = AutoConfig.from_pretrained(base_folder, trust_remote_code=False).dtype

@@ -7,20 +7,18 @@ from typing import Annotated
 
 from typer import Option
 
-from cookbook.commands.arguments import QUICKSTART, RECIPE, AsJson, Assignments, positive, strategies
+from cookbook.commands.arguments import QUICKSTART, RECIPE, AsJson, Assignments, Strategies, positive
 from cookbook.config.strategy import find_strategy, known_strategies, load_known, load_strategy
 from cookbook.planning.library import read_label, read_needs
 from cookbook.planning.plan import load_pair
 from cookbook.system.hardware import GIB, Machines, parse_machines, this_machine, with_room
-
-MANY = Option(metavar="NAME|PATH", autocompletion=strategies, help="only this; may be repeated")
 
 
 def plan(
     path: Annotated[Path, RECIPE] = QUICKSTART,
     *,
     gpus: Annotated[str | None, Option(metavar="8xH100", help="or 2x8x80GB, cpu; default: here, or the label")] = None,
-    strategy: Annotated[list[str] | None, MANY] = None,
+    strategy: Strategies = None,
     host_gib: Annotated[float | None, Option(help="memory of each machine, for offloading")] = None,
     nvme_gib: Annotated[float | None, Option(help="free on the disk of each machine, for offloading")] = None,
     fabric: Annotated[float | None, Option(help="Gbit/s of each GPU's network card; default: 100 to 400")] = None,

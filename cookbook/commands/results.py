@@ -40,7 +40,7 @@ def compare(
     """Write an HTML page that lays runs over one another."""
     runs = [read_history(folder) for folder in folders]
     if len(runs) < 2:
-        raise RecipeError([f"{folders[0]} is one run; name two or more, or write: cookbook report {folders[0]}"])
+        raise RecipeError(f"{folders[0]} is one run; name two or more, or write: cookbook report {folders[0]}")
     rows = pages.differences(runs)
     print(page("WHAT DIFFERS", ("key", *map(str, folders), "affects"), *rows) if rows else "Nothing differs.")
     return _write_page(out or folders[0].resolve().parent / "compare.html", pages.compare_page(runs))
@@ -50,7 +50,7 @@ def _write_page(path: Path, text: str) -> int:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise RecipeError([f"{path} cannot be written ({error.strerror}); name another file with --out"]) from None
+        raise RecipeError(f"{path} cannot be written ({error.strerror}); name another file with --out") from None
     print(path)
     return 0
 
@@ -112,9 +112,9 @@ def export(
     The exit code is 1 if what was written is not what the checkpoint holds.
     """
     if public and not push:
-        raise RecipeError(["--public would be ignored without --push; take it out"])
+        raise RecipeError("--public would be ignored without --push; take it out")
     if not is_run(folder):  # before seconds go into imports
-        raise RecipeError([f"{folder}: not a run's folder; name its run.output_dir, as outputs/quickstart"])
+        raise RecipeError(f"{folder}: not a run's folder; name its run.output_dir, as outputs/quickstart")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers imports, warns on stdout
     from transformers.utils import logging
 

@@ -17,7 +17,7 @@ from cookbook.commands.arguments import RECIPE, Assignments, StrategyFile
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
 from cookbook.planning.plan import default_num_processes, describe_batch, load_pair, make_plan
-from cookbook.system.files import RecipeError, dump_yaml
+from cookbook.system.files import RecipeError, dump_yaml, gathered
 from cookbook.system.hardware import GIB, Machines, parse_machines
 from cookbook.system.signals import EXIT_CODE
 
@@ -169,16 +169,12 @@ def submit(
     assignments: Assignments,
 ) -> int:
     """Print a file for Slurm, SkyPilot or Kubernetes."""
-    mistakes = []
-    try:
+    mistakes: list[str] = []
+    with gathered(mistakes):
         machines = parse_machines(gpus)
         mistakes += _misfits(to, machines, path, {"--image": image, "--volume": volume})
-    except RecipeError as error:
-        mistakes += error.mistakes
-    try:
+    with gathered(mistakes):
         recipe, loaded = load_pair(path, assignments, strategy)
-    except RecipeError as error:
-        mistakes += error.mistakes
     if mistakes:
         raise RecipeError(mistakes)
     facts, count = _plan(recipe, loaded, machines, path)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import yaml
 from typer import Option
 
-from cookbook.commands.arguments import RECIPE, Assignments, positive, strategies
+from cookbook.commands.arguments import RECIPE, Assignments, Strategies, positive
 from cookbook.commands.launch import run_command
 from cookbook.commands.plan import machines_for
 from cookbook.config.recipe import Recipe
@@ -70,14 +70,11 @@ class Candidate:
     rank: tuple[Any, ...]
 
 
-MANY = Option(metavar="NAME|PATH", autocompletion=strategies, help="only this; may be repeated")
-
-
 def tune(
     path: Annotated[Path, RECIPE],
     *,
     gpus: Annotated[str | None, Option(metavar="8xH100", help="or cpu; default: here, or the label")] = None,
-    strategy: Annotated[list[str] | None, MANY] = None,
+    strategy: Strategies = None,
     trials: Annotated[int, Option(callback=positive, help="settings to try")] = 4,
     steps: Annotated[int, Option(callback=positive, help="of each, beyond the first two")] = 8,
     assignments: Assignments,
@@ -85,12 +82,12 @@ def tune(
     """Try the best settings of the forecast; keep the fastest."""
     recipe, own = load_pair(path, assignments, None)
     if recipe.batch.micro_batch_size is None:
-        raise RecipeError([f"{path}: batch.micro_batch_tokens is not tuned; write batch.micro_batch_size"])
+        raise RecipeError(f"{path}: batch.micro_batch_tokens is not tuned; write batch.micro_batch_size")
     found = [load_strategy(find_strategy(name)) for name in strategy or known_strategies()]
     machines = machines_for(path, gpus, {})
     chosen = candidates(recipe, own, found, machines, str(path))[:trials]
     if not chosen:
-        raise RecipeError([f"{path}: nothing fits on {machines.text}; see python -m cookbook plan {path}"])
+        raise RecipeError(f"{path}: nothing fits on {machines.text}; see python -m cookbook plan {path}")
     print(f"TUNE of {path} on {machines.text}: {steps} steps each, after {WARM_UP} that are not counted")
     for one in chosen:
         print(f"  {one.settings.words}: {one.why}")

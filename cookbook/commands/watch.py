@@ -10,9 +10,10 @@ from typing import Annotated, Any
 from typer import Option
 
 from cookbook.commands.arguments import positive, run_folder
-from cookbook.commands.history import METRICS, parse_lines, read_json, state_of
+from cookbook.commands.history import METRICS, state_of
 from cookbook.system.console import console, page
 from cookbook.system.files import RecipeError
+from cookbook.system.records import parse_lines, read_json
 from cookbook.system.screen import step_words
 
 TAIL_BYTES = 65536

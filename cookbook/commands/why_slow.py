@@ -8,10 +8,11 @@ from statistics import mean
 from typing import Annotated, Any
 
 from cookbook.commands.arguments import run_folder
-from cookbook.commands.history import History, read_history, read_json
+from cookbook.commands.history import History, read_history
 from cookbook.system.console import page
 from cookbook.system.divided import PARTS, in_words
 from cookbook.system.files import RecipeError
+from cookbook.system.records import read_json
 
 WARM_UP = 2
 """Steps of a run that are not counted: they compile and allocate."""
@@ -34,7 +35,7 @@ def why_slow(folder: Annotated[Path, run_folder()]) -> int:
     run = read_history(folder)
     steps = run.steps[WARM_UP:] or run.steps
     if "step_seconds" not in steps[0]:
-        raise RecipeError([f"{folder}: ran on simulated GPUs, whose times mean nothing"])
+        raise RecipeError(f"{folder}: ran on simulated GPUs, whose times mean nothing")
     print(page(f"TIME of {folder}, {len(steps)} steps", *_rows(run, steps)))
     profiles = read_profiles(folder)
     for record in profiles:

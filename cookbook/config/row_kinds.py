@@ -97,7 +97,6 @@ class MadeUp:
 
 
 def kinds() -> Mapping[str, RowKind]:
-    """All kinds by name."""
     return registry.known("row")
 
 

@@ -18,8 +18,6 @@ from cookbook.system.shipped import IS_INSTALLED, located, starts
 PAGE = RECIPES / "README.md"
 FACTS = RECIPES / "offline_facts.json"
 LABEL = ("What", "Run", "Needs", "Fits", "Measured", "Settings")
-FITS = r"(?m)^# Fits:.*\n(?:# {12}.*\n)*"
-"""The lines of a label that benchmarks/recipe_labels.py writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +107,7 @@ def _facts() -> dict[str, Any]:
     try:
         return json.loads(Path(located(str(FACTS))).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RecipeError([f"{FACTS}: cannot be read ({error})"]) from None
+        raise RecipeError(f"{FACTS}: cannot be read ({error})") from None
 
 
 def what_it_takes(path: Path) -> str:

@@ -10,7 +10,7 @@ from cookbook.config.mesh import Mesh
 from cookbook.config.recipe import Recipe, default_output_dir, parse_recipe, read_recipe
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
 from cookbook.planning.combinations import refusals
-from cookbook.system.files import Document, RecipeError, path_problem
+from cookbook.system.files import Document, RecipeError, gathered, path_problem
 from cookbook.system.hosts import Hosts
 from cookbook.system.machine import CPU_PROCESSES, num_cores
 from cookbook.system.shipped import program
@@ -50,18 +50,15 @@ def load_pair(
     Raises:
         RecipeError: all mistakes of the recipe, the YAML and the JSON together.
     """
-    document, recipe, strategy, mistakes = None, None, None, []
-    try:
+    document, recipe, strategy = None, None, None
+    mistakes: list[str] = []
+    with gathered(mistakes):
         document = read_recipe(recipe_path)
         recipe = parse_recipe(document, recipe_path, assignments, strategy_path)
-    except RecipeError as error:
-        mistakes += error.mistakes
     strategy_path = strategy_path or _named_strategy(document, recipe)
     if strategy_path is not None:
-        try:
+        with gathered(mistakes):
             strategy = load_strategy(strategy_path)
-        except RecipeError as error:
-            mistakes += error.mistakes
     if mistakes or recipe is None or strategy is None:
         raise RecipeError(list(dict.fromkeys(mistakes)))
     return recipe, strategy

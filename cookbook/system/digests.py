@@ -3,9 +3,10 @@
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
+
+from cookbook.system.records import read_json, replace_file
 
 CACHE_FILE = "digests.json"
 
@@ -27,17 +28,12 @@ def sha256_of(paths: Iterable[Path], *, cache: Path | None = None) -> dict[Path,
 
 
 def _read_cache(cache: Path | None) -> dict[str, str]:
-    try:
-        known = json.loads((cache / CACHE_FILE).read_text(encoding="utf-8")) if cache is not None else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    is_good = isinstance(known, dict) and all(isinstance(value, str) and len(value) == 64 for value in known.values())
+    known = read_json(cache / CACHE_FILE) if cache is not None else {}
+    is_good = all(isinstance(value, str) and len(value) == 64 for value in known.values())
     return known if is_good else {}
 
 
 def _write_cache(cache: Path, known: dict[str, str]) -> None:
-    build = cache / f".{CACHE_FILE}.{os.getpid()}"
     with contextlib.suppress(OSError):  # the cache only saves time
         cache.mkdir(parents=True, exist_ok=True)
-        build.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-        build.replace(cache / CACHE_FILE)
+        replace_file(cache / CACHE_FILE, json.dumps(known, indent=1) + "\n")

@@ -1,10 +1,11 @@
 """Strict YAML and JSON files, validated by any pydantic model, with the place of every mistake."""
 
+import contextlib
 import copy
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -24,13 +25,22 @@ KeyPath = tuple[str | int, ...]
 class RecipeError(ValueError):
     """Mistakes that a user can fix in a file or on the command line: exit code 2, no traceback."""
 
-    def __init__(self, mistakes: list[str]) -> None:
+    def __init__(self, mistakes: str | list[str]) -> None:
         assert mistakes
-        self.mistakes = mistakes
-        super().__init__("\n".join(mistakes))
+        self.mistakes = [mistakes] if isinstance(mistakes, str) else mistakes
+        super().__init__("\n".join(self.mistakes))
 
     def __reduce__(self) -> tuple[type["RecipeError"], tuple[list[str]]]:
         return type(self), (self.mistakes,)  # an exception is unpickled with its text otherwise
+
+
+@contextlib.contextmanager
+def gathered(mistakes: list[str]) -> Iterator[None]:
+    """Adds the mistakes that end a block to a list, so that they can be reported with others."""
+    try:
+        yield
+    except RecipeError as error:
+        mistakes += error.mistakes
 
 
 @dataclass
@@ -150,22 +160,22 @@ def read_document(path: Path) -> Document:
     try:
         if not path.is_file():
             raise RecipeError(
-                [f"{name}: {'a folder, not a' if path.is_dir() else 'no such'} file (looked in {Path.cwd()})"]
+                f"{name}: {'a folder, not a' if path.is_dir() else 'no such'} file (looked in {Path.cwd()})"
             )
         if path.stat().st_size > MAX_FILE_BYTES:
             raise RecipeError(
-                [f"{name}: {path.stat().st_size:,} bytes are too many for a settings file ({MAX_FILE_BYTES:,})"]
+                f"{name}: {path.stat().st_size:,} bytes are too many for a settings file ({MAX_FILE_BYTES:,})"
             )
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise RecipeError([f"{name}: not UTF-8 text ({error})"]) from None
+        raise RecipeError(f"{name}: not UTF-8 text ({error})") from None
     except OSError as error:
-        raise RecipeError([f"{show(name)}: cannot be read ({error.strerror})"]) from None
+        raise RecipeError(f"{show(name)}: cannot be read ({error.strerror})") from None
     document = _parse_json(name, text) if path.suffix == ".json" else _parse_yaml(name, text)
     if document.values is None:
-        raise RecipeError([f"{name}: the file is empty"])
+        raise RecipeError(f"{name}: the file is empty")
     if not isinstance(document.values, dict):
-        raise RecipeError([f"{name}: expected `key: value` lines, found {_type_name(document.values)}"])
+        raise RecipeError(f"{name}: expected `key: value` lines, found {_type_name(document.values)}")
     return document
 
 
@@ -215,12 +225,12 @@ def _parse_yaml(name: str, text: str) -> Document:
         place = f"{name}:{error.problem_mark.line + 1}" if error.problem_mark else name
         problem = ", ".join(part for part in (error.context, error.problem) if part)
         hint = " (indent with spaces)" if "'\\t'" in problem else ""
-        raise RecipeError([f"{place}: not valid YAML: {problem}{hint}"]) from None
+        raise RecipeError(f"{place}: not valid YAML: {problem}{hint}") from None
     except yaml.reader.ReaderError as error:
         place = f"{name}:{text.count(chr(10), 0, error.position) + 1}"
-        raise RecipeError([f"{place}: not valid YAML: character {chr(error.character)!r} is not allowed"]) from None
+        raise RecipeError(f"{place}: not valid YAML: character {chr(error.character)!r} is not allowed") from None
     except RecursionError:
-        raise RecipeError([f"{name}: not valid YAML: nested too deeply"]) from None
+        raise RecipeError(f"{name}: not valid YAML: nested too deeply") from None
     if mistakes:
         raise RecipeError(mistakes)
     document.lines[()] = 1
@@ -238,11 +248,11 @@ def _parse_json(name: str, text: str) -> Document:
     try:
         values = json.loads(text, parse_float=lambda number: _int_if_whole(number, float(number)))
     except json.JSONDecodeError as error:
-        raise RecipeError([f"{name}:{error.lineno}: not valid JSON: {error.msg}"]) from None
+        raise RecipeError(f"{name}:{error.lineno}: not valid JSON: {error.msg}") from None
     except RecursionError:
-        raise RecipeError([f"{name}: not valid JSON: nested too deeply"]) from None
+        raise RecipeError(f"{name}: not valid JSON: nested too deeply") from None
     except ValueError:
-        raise RecipeError([f"{name}: not valid JSON: a number with too many digits"]) from None
+        raise RecipeError(f"{name}: not valid JSON: a number with too many digits") from None
     # JSON without tabs is valid YAML, whose parser records lines and detects duplicate keys.
     return Document(name, values, _parse_yaml(name, text.replace("\t", " ")).lines)
 
@@ -396,12 +406,8 @@ def _known_keys(model: type[BaseModel], path: KeyPath, values: Any) -> list[str]
         if not candidates:
             return []
         model = candidates[0]
-    return list(_kind_at(model, values).model_fields)
-
-
-def _kind_at(model: type[BaseModel], values: Any) -> type[BaseModel]:
-    """The kind of a section whose keys depend on its name (`registry.Named`); any other section itself."""
-    return model.kind_of(values) if hasattr(model, "kind_of") else model
+    # The keys of some sections depend on their name (`registry.Named`).
+    return list((model.kind_of(values) if hasattr(model, "kind_of") else model).model_fields)
 
 
 def _collect_models(annotation: Any, found: list[type[BaseModel]]) -> None:

@@ -71,19 +71,19 @@ def read_driver(seconds: float = TIMEOUT_SECONDS) -> Driver:
         answer, errors = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         problem = f"the NVIDIA driver does not answer within {seconds:.0f} s"
-        raise RecipeError([f"{problem}; fix it, or hide the GPUs with CUDA_VISIBLE_DEVICES="]) from None
+        raise RecipeError(f"{problem}; fix it, or hide the GPUs with CUDA_VISIBLE_DEVICES=") from None
     finally:
         child.kill()  # and not waited for: inside the driver it may never end
     if child.returncode:
         reason = (errors.strip() or f"exit code {child.returncode}").splitlines()[-1]
-        raise RecipeError([f"the NVIDIA driver cannot be asked: {reason}; reinstall requirements.txt, or the driver"])
+        raise RecipeError(f"the NVIDIA driver cannot be asked: {reason}; reinstall requirements.txt, or the driver")
     found = json.loads(answer)
     if "error" in found:
         if found["code"] == NO_LIBRARY:
             return Driver(gpus=unnamed_gpus())
         if found["code"] == NOT_LOADED:
             return Driver(gpus=[], is_loaded=False)
-        raise RecipeError([f"the NVIDIA driver fails: {found['error']}; reboot, or reinstall it"])
+        raise RecipeError(f"the NVIDIA driver fails: {found['error']}; reboot, or reinstall it")
     return Driver(
         gpus=[InstalledGpu(**gpu) for gpu in found["gpus"]], pairs=[GpuPair(**pair) for pair in found["pairs"]]
     )

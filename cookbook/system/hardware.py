@@ -256,7 +256,7 @@ def parse_machines(
     plain = re.sub(r"\s+", "", text).replace("*", "x").replace("×", "x")  # noqa: RUF001
     shape = re.fullmatch(r"(?i)(?:(\d+)x)?(?:(\d+)x)?([a-z0-9][\w.\-]*)", plain)
     if shape is None:
-        raise RecipeError([f"GPUS={text}: not understood; write 8x80GB, 8xH100, 2x8xH100 or cpu"])
+        raise RecipeError(f"GPUS={text}: not understood; write 8x80GB, 8xH100, 2x8xH100 or cpu")
     first, second, kind = shape.groups()
     machines = with_room(Machines(text=plain), fabric_gbits=fabric_gbits, host_gib=host_gib, nvme_gib=nvme_gib)
     if kind.lower() == "cpu" and second is None:
@@ -278,9 +278,7 @@ def _spread(text: str, count: int, kind: str) -> tuple[str, str, str]:
     if left:
         each = 4 if count % 4 == 0 else max(size for size in range(1, USUAL_GPUS) if count % size == 0)
         ways = "; ".join(filter(None, (f"write machines x GPUs, as in {count // each}x{each}x{kind}", whole)))
-        raise RecipeError(
-            [f"GPUS={text}: how are {count} GPUs spread? Most machines have {USUAL_GPUS} at most; {ways}"]
-        )
+        raise RecipeError(f"GPUS={text}: how are {count} GPUs spread? Most machines have {USUAL_GPUS} at most; {ways}")
     note = f"{text} is taken for {machines} machines of {USUAL_GPUS}{whole and '; '}{whole}"
     return str(machines), str(USUAL_GPUS), note
 
@@ -294,24 +292,24 @@ def _count(text: str, digits: str, what: str, most: int) -> int:
     count = _size(digits)
     if 1 <= count <= most:
         return count
-    raise RecipeError([f"GPUS={text}: {digits} {what}; write 1 to {most}"])
+    raise RecipeError(f"GPUS={text}: {digits} {what}; write 1 to {most}")
 
 
 def _gpu_or_size(text: str, kind: str) -> tuple[Gpu | None, float]:
     size = re.fullmatch(r"(?i)(\d+(?:\.\d+)?)([a-z]*)", kind)
     if size and (size[2] or find_gpu(kind) is None):
         if size[2].upper() not in ("GB", "GIB", "G"):
-            raise RecipeError([f"GPUS={text}: {kind} is no memory of a GPU; write its GB, as in 8x80GB"])
+            raise RecipeError(f"GPUS={text}: {kind} is no memory of a GPU; write its GB, as in 8x80GB")
         sold_gb = float(size[1])
         if not 4 <= sold_gb <= 300:
-            raise RecipeError([f"GPUS={text}: no GPU has {size[1]} GB; write what one has, as in 8x80GB"])
+            raise RecipeError(f"GPUS={text}: no GPU has {size[1]} GB; write what one has, as in 8x80GB")
         return None, _usable(sold_gb)
     gpu = find_gpu(kind)
     if gpu is None:
         names = {gpu.name.upper(): gpu.name for gpu in GPUS}
         close = difflib.get_close_matches(kind.upper(), names, n=1, cutoff=0.4)
         hint = f"did you mean {names[close[0]]}?" if close else f"known here: {', '.join(names.values())}."
-        raise RecipeError([f"GPUS={text}: no GPU {kind} in the table; {hint} Or write its memory, as in 8x80GB"])
+        raise RecipeError(f"GPUS={text}: no GPU {kind} in the table; {hint} Or write its memory, as in 8x80GB")
     return gpu, gpu.usable_gib
 
 
@@ -342,5 +340,5 @@ def this_machine() -> Machines:
     gpus = visible_gpus(read_driver().gpus)
     if not all(gpu.total_bytes for gpu in gpus):
         count = len(gpus)
-        raise RecipeError([f"the driver does not report the memory of all {count} GPUs here; write GPUS=8xH100"])
+        raise RecipeError(f"the driver does not report the memory of all {count} GPUs here; write GPUS=8xH100")
     return from_driver(gpus, host_gib)

@@ -39,13 +39,13 @@ def hold(folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
-        raise RecipeError([f"run.output_dir {folder} is in use{_owner(path)}; wait, or name another"]) from None
+        raise RecipeError(f"run.output_dir {folder} is in use{_owner(path)}; wait, or name another") from None
     except OSError as error:
         if error.errno in (ENOSYS, EOPNOTSUPP, ENOLCK):
             print(f"{path}: this file system has no locks; nothing keeps a second run out of {folder}", file=sys.stderr)
         else:
             problem = f"cannot write to {folder.parent} ({error.strerror})"
-            raise RecipeError([f"run.output_dir {folder}: {problem}"]) from None
+            raise RecipeError(f"run.output_dir {folder}: {problem}") from None
     else:
         _held_locks.append(lock)
     _sign(path)

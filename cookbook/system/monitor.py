@@ -12,7 +12,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -21,6 +21,7 @@ import psutil
 import pynvml as nvml
 
 from cookbook.system.gpus import InstalledGpu, visible_gpus
+from cookbook.system.nvml import ask, open_handles
 
 FILE = "monitor.jsonl"
 SAMPLE_SECONDS = 1.0
@@ -83,30 +84,21 @@ class Monitor:
             self._child = None
 
 
-def _ask(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The answer, or None where driver or GPU do not support the question."""
-    try:
-        return function(*arguments)
-    except nvml.NVMLError:
-        return None
-
-
 def gpu_handles(num_ranks: int) -> list[Any]:
     """NVML's handles of the GPUs of this machine's ranks; none without a driver."""
     try:
-        nvml.nvmlInit()
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        handles = open_handles()
     except nvml.NVMLError:
         return []
-    gpus = [InstalledGpu(index=i, uuid=_ask(nvml.nvmlDeviceGetUUID, one) or "") for i, one in enumerate(handles)]
+    gpus = [InstalledGpu(index=i, uuid=ask(nvml.nvmlDeviceGetUUID, one) or "") for i, one in enumerate(handles)]
     return [handles[gpu.index] for gpu in visible_gpus(gpus)][:num_ranks]
 
 
 def gpu_sample(handle: Any) -> Sample:
     """What a GPU does now; what its driver does not tell is left out."""
-    use, memory = _ask(nvml.nvmlDeviceGetUtilizationRates, handle), _ask(nvml.nvmlDeviceGetMemoryInfo, handle)
-    watts, most_watts = _ask(nvml.nvmlDeviceGetPowerUsage, handle), _ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
-    reasons = _ask(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle) or 0
+    use, memory = ask(nvml.nvmlDeviceGetUtilizationRates, handle), ask(nvml.nvmlDeviceGetMemoryInfo, handle)
+    watts, most_watts = ask(nvml.nvmlDeviceGetPowerUsage, handle), ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+    reasons = ask(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle) or 0
     clock = (handle, nvml.NVML_CLOCK_SM)
     found = {
         "busy_percent": use.gpu if use else None,
@@ -114,10 +106,10 @@ def gpu_sample(handle: Any) -> Sample:
         "memory_total_gib": memory.total / 2**30 if memory else None,
         "watts": watts / 1000 if watts is not None else None,
         "watts_limit": most_watts / 1000 if most_watts is not None else None,
-        "celsius": _ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
-        "clock_mhz": _ask(nvml.nvmlDeviceGetClockInfo, *clock),
-        "clock_limit_mhz": _ask(nvml.nvmlDeviceGetMaxClockInfo, *clock),
-        "uncorrected_errors": _ask(
+        "celsius": ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+        "clock_mhz": ask(nvml.nvmlDeviceGetClockInfo, *clock),
+        "clock_limit_mhz": ask(nvml.nvmlDeviceGetMaxClockInfo, *clock),
+        "uncorrected_errors": ask(
             nvml.nvmlDeviceGetTotalEccErrors, handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         ),
         "throttled": [name for bit, name in THROTTLES.items() if reasons & bit] or None,

@@ -16,6 +16,7 @@ import psutil
 
 from cookbook.system import signals
 from cookbook.system.files import RecipeError
+from cookbook.system.records import read_json, read_lines, replace_file
 
 FILE = "status.json"
 EXPORTING = "export"
@@ -35,11 +36,8 @@ def read(folder: Path) -> dict[str, Any] | None:
     Keys: `state` (running, stopped, finished, failed), `step`, `exit_code`, `reason`, `checkpoint`, `pid`, `host`,
     `started`, `launch`, `failed_after`. A run that was killed still has "running"; the folder's lock tells them apart.
     """
-    try:
-        record = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("state"), str) else None
+    record = read_json(folder / FILE)
+    return record if isinstance(record.get("state"), str) else None
 
 
 def launch_id() -> str:
@@ -114,25 +112,13 @@ def past_failures(folder: Path) -> list[int]:
     failures.append(last)
     latest = failures[-MAX_FAILURES:]
     if len(latest) == MAX_FAILURES and len(set(latest)) == 1:
-        raise RecipeError([_report(folder, record, last)])
+        raise RecipeError(_report(folder, record, last))
     return failures
 
 
 def last_step(metrics: Path) -> int:
     """The last training step in a metrics.jsonl, 0 without one; truncated lines are skipped."""
-    step = 0
-    try:
-        lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return step
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict) and "loss" in record and isinstance(record.get("step"), int):
-            step = record["step"]
-    return step
+    return next((int(line["step"]) for line in reversed(read_lines(metrics)) if "loss" in line), 0)
 
 
 def _report(folder: Path, record: dict[str, Any], step: int) -> str:
@@ -201,17 +187,10 @@ class Status:
 
 def _replace(folder: Path, record: dict[str, Any]) -> None:
     """Writes atomically; a failure is printed, so that a full disk neither ends a run nor hides why it ends."""
-    path = folder / FILE
-    build = path.with_name(f".{FILE}.{os.getpid()}")
     try:
-        with build.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(record, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(build, path)
+        replace_file(folder / FILE, json.dumps(record, indent=2) + "\n", flush=True)
     except OSError as error:
-        build.unlink(missing_ok=True)
-        print(f"{path} could not be written: {error}", file=sys.stderr)
+        print(f"{folder / FILE} could not be written: {error}", file=sys.stderr)
 
 
 def fail(folder: Path, error: BaseException, *, is_of_all: bool = False) -> None:

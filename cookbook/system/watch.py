@@ -35,6 +35,7 @@ from typing import Any
 import psutil
 
 from cookbook.system import faults, lock
+from cookbook.system.records import read_json, replace_file
 
 GRACE_SECONDS = 5.0
 """Extra time for other ranks to write their files; at most a quarter of the timeout."""
@@ -214,7 +215,7 @@ class Watch:
         text = hang_report(stuck, beats, num_ranks=self.num_ranks, timeout_seconds=self.timeout_seconds)
         _say(f"\n{text}\n")
         place = self.folder
-        if self._claim(_first_fault(text)):
+        if self._claim("hang: " + text.splitlines()[1].removesuffix(".")):
             place = self.output_dir / "hang"
             with contextlib.suppress(OSError):
                 place.mkdir(parents=True, exist_ok=True)
@@ -258,17 +259,12 @@ class Watch:
     def _write(self, name: str, content: str | Record) -> None:
         with contextlib.suppress(OSError):  # the main thread reports a broken folder
             self.folder.mkdir(parents=True, exist_ok=True)
-            build = self.folder / f".{name}.{self.rank}"
-            build.write_text(content if isinstance(content, str) else json.dumps(content, indent=1), encoding="utf-8")
-            os.replace(build, self.folder / name)
+            replace_file(self.folder / name, content if isinstance(content, str) else json.dumps(content, indent=1))
 
     def _read_all(self, kind: str) -> dict[int, Record]:
         """The files of all ranks, by rank."""
-        found = {}
-        for rank in range(self.num_ranks):
-            with contextlib.suppress(OSError, ValueError):
-                found[rank] = json.loads((self.folder / f"{kind}_{rank}.json").read_text(encoding="utf-8"))
-        return found
+        found = {rank: read_json(self.folder / f"{kind}_{rank}.json") for rank in range(self.num_ranks)}
+        return {rank: record for rank, record in found.items() if record}
 
 
 class _Activity:
@@ -453,11 +449,6 @@ def _behind(stuck: dict[int, Record], num_ranks: int) -> list[int]:
 
 def _moment(record: Record) -> str:
     return f"{record['doing']} of step {record['step']}" if record["step"] else record["doing"]
-
-
-def _first_fault(text: str) -> str:
-    """The most important line of a report."""
-    return "hang: " + text.splitlines()[1].removesuffix(".")
 
 
 def _describe_fault(

@@ -114,7 +114,7 @@ def inject(model: PreTrainedModel, settings: AdapterSection) -> None:
         ways = {"lora_dropout": "adapter.dropout: 0", "use_dora": "adapter.name: lora"}
         way = next((f"; write {way}" for word, way in ways.items() if word in str(error)), "")
         name = f"adapter.name {settings.name} with dropout {settings.dropout:g}"
-        raise RecipeError([f"{name}: peft cannot put it into {type(model).__name__}: {error}{way}"]) from None
+        raise RecipeError(f"{name}: peft cannot put it into {type(model).__name__}: {error}{way}") from None
 
 
 def add_adapter(model: PreTrainedModel, settings: AdapterSection, *, seed: int) -> None:

@@ -22,6 +22,7 @@ from cookbook.planning import simulated_gpus
 from cookbook.planning.costs.flops import ModelSizes, Step, work
 from cookbook.system.hardware import GIB, peak_flops
 from cookbook.system.monitor import Monitor
+from cookbook.system.records import replace_file
 from cookbook.system.screen import Screen
 from cookbook.system.shipped import IS_INSTALLED
 
@@ -237,14 +238,10 @@ class RunLog:
 
     def _write_texts(self, *, is_new: bool = False) -> None:
         for name, text in list(self._texts.items()):
-            build = self.folder / f".{name}.tmp"
             try:
-                build.write_text(text, encoding="utf-8")
-                build.replace(self.folder / name)
+                replace_file(self.folder / name, text)
                 del self._texts[name]
             except OSError as error:
-                with contextlib.suppress(OSError):
-                    build.unlink(missing_ok=True)
                 if is_new:
                     self.say(f"{self.folder / name} could not be written: {error}; the run continues, and retries")
 

@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 
 from accelerate.tracking import GeneralTracker, MLflowTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
+from cookbook.system.records import read_lines
+
 PROJECT = "cookbook"
 """Where a tracker groups runs, unless its own environment variable names a group."""
 Config: TypeAlias = dict[str, str | float]
@@ -77,13 +79,7 @@ def logged_after(metrics: Path, step: int) -> dict[str, int]:
 
     Call it before the log is opened, which removes them. Lines that cannot be read are passed over.
     """
-    found = {}
-    for text in metrics.read_bytes().splitlines() if metrics.is_file() else []:
-        try:
-            line = json.loads(text)
-            found[_key(line)] = int(line["step"])
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
+    found = {_key(line): int(line["step"]) for line in read_lines(metrics)}
     return {key: number for key, number in found.items() if number >= step}
 
 

@@ -29,7 +29,7 @@ from cookbook.commands.doctor.host import (
     check_shared_memory,
     read_limits,
 )
-from cookbook.commands.doctor.hub import check_hub_for
+from cookbook.commands.doctor.hub import check_hub, wanted
 from cookbook.commands.doctor.nvme import check_nvme, nvme_folders
 from cookbook.commands.doctor.sizes import sizes
 from cookbook.commands.doctor.software import check_build, check_python, check_torch_build, check_versions
@@ -95,7 +95,7 @@ def examine(
         RecipeError: a deadline in which nothing could be learned.
     """
     if not deadline >= LEAST_SECONDS:
-        raise RecipeError([f"--deadline is {deadline:g}; write at least {LEAST_SECONDS:g} seconds"])
+        raise RecipeError(f"--deadline is {deadline:g}; write at least {LEAST_SECONDS:g} seconds")
     begun = time.monotonic()
     with (
         _signals_end_this(),
@@ -113,7 +113,7 @@ def examine(
 def _examine(visit: _Visit, recipe: Recipe | None, strategy: Strategy | None, path: Path | None) -> None:
     precision = recipe.mixed_precision if recipe else "bf16"
     folders = nvme_folders(strategy) if strategy else []
-    hub = visit.begin("Hub", as_said(check_hub_for, recipe), HUB_SECONDS)  # meanwhile
+    hub = visit.begin("Hub", as_said(lambda: check_hub(wanted(recipe))), HUB_SECONDS)  # meanwhile
     first = [
         visit.begin("software", as_said(check_python)),
         visit.begin("versions", as_said(check_versions)),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 
 from cookbook.commands.doctor.finding import Finding, failure, ok, warning
-from cookbook.config.recipe import BUILTIN_SOURCE, Recipe
+from cookbook.config.recipe import BUILTIN_SOURCE, Recipe, data_format
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
@@ -46,16 +46,10 @@ def wanted(recipe: Recipe | None) -> list[Wanted]:
         *(("data.train", source) for source in recipe.data.train),
         *(("data.eval", source) for source in recipe.data.eval.values()),
     ]:
-        path = Path(source.path)
-        is_local = path.exists() or path.suffix in (".jsonl", ".parquet")
+        is_local = Path(source.path).exists() or data_format(source.path)
         if source.path != BUILTIN_SOURCE and not is_local and source.path not in {one.name for one in found}:
             found.append(Wanted(key=key, name=source.path, revision=source.revision, is_model=False))
     return found
-
-
-def check_hub_for(recipe: Recipe | None) -> Iterator[Finding]:
-    """All that the recipe names on the Hub."""
-    yield from check_hub(wanted(recipe))
 
 
 def check_hub(things: list[Wanted]) -> Iterator[Finding]:

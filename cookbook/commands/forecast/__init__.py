@@ -29,17 +29,6 @@ from cookbook.training.models.attention import sequence_problem
 from cookbook.training.models.loss import LOGITS_BUDGET
 from cookbook.training.models.structure import find_config, not_served, pipeline_problem
 
-__all__ = [
-    "Forecast",
-    "PlanReport",
-    "forecast",
-    "forecast_all",
-    "next_strategy",
-    "of_run",
-    "rung_below",
-    "smaller_micro_batch",
-]
-
 FSDP: dict[str, Literal[1, 2]] = {"fsdp1": 1, "fsdp2": 2}
 """FSDP version by kind of strategy."""
 Verdict = Literal["fits", "host memory unknown", "disk unknown", "tight", "not judged", "does not fit", "cannot run"]
@@ -118,7 +107,7 @@ def forecast_all(
     """
     config, origin = find_config(recipe.model)
     if problem := not_served(config):
-        raise RecipeError([f"model.name_or_path is {recipe.model.name_or_path!r}: {problem}"])
+        raise RecipeError(f"model.name_or_path is {recipe.model.name_or_path!r}: {problem}")
     traces = TraceCache(config, recipe)
     found = [forecast(traces, strategy, machines, recipe_name, limits=limits) for strategy in strategies]
     ranked = sorted(found, key=_rank)
@@ -285,15 +274,15 @@ def forecast(
     count = default_num_processes(strategy, machines.num_gpus)
     try:
         if machines.num_gpus and count > machines.num_gpus:
-            raise RecipeError([f"{strategy.path}: needs {count} GPUs, but there are only {machines.num_gpus}"])
+            raise RecipeError(f"{strategy.path}: needs {count} GPUs, but there are only {machines.num_gpus}")
         if machines.gpu is not None and recipe.mixed_precision == "bf16" and not machines.gpu.has_bf16:
             lacks = f"mixed_precision is bf16, which a {machines.gpu.name} does not have; write mixed_precision: fp16"
-            raise RecipeError([f"{recipe_name}: {lacks}"])
+            raise RecipeError(f"{recipe_name}: {lacks}")
         _check_nvme_buffers(strategy, found, count)
         if strategy.sp_size > 1 and (problem := sequence_problem(traces.config, strategy.sp_size)):
-            raise RecipeError([f"{strategy.path}: {problem}"])
+            raise RecipeError(f"{strategy.path}: {problem}")
         if problem := pipeline_problem(traces.config, strategy.pp_size):
-            raise RecipeError([f"{strategy.path}: {problem}"])
+            raise RecipeError(f"{strategy.path}: {problem}")
         spread = replace(strategy, num_machines=-(-count // each))
         num_gpus = min(count, each) if machines.gpus_each else 0
         plan = make_plan(recipe, spread, num_processes=count, num_gpus=num_gpus, recipe_name=recipe_name)
@@ -346,7 +335,7 @@ def _check_nvme_buffers(strategy: Strategy, found: Skeleton, count: int) -> None
     part = -(-max(weight.num_elements for weight in found.weights) // count)
     if part > buffer:
         asked = f"write at least {part:,}, a process's shard of the largest weight"
-        raise RecipeError([f"{strategy.deepspeed_file}: offload_param.buffer_size is {buffer:,}; {asked}"])
+        raise RecipeError(f"{strategy.deepspeed_file}: offload_param.buffer_size is {buffer:,}; {asked}")
 
 
 def _step_time(traces: TraceCache, strategy: Strategy, plan: Plan, machines: Machines, count: int) -> Range | None:

@@ -140,7 +140,6 @@ def step_seconds(
     machines: Machines,
     *,
     num_processes: int | None = None,
-    adam_bytes: float = ADAMW_BYTES,
     trace: ActivationTrace | None = None,
 ) -> Range:
     """The time of an optimizer step, if `no_forecast` returns None.
@@ -154,7 +153,7 @@ def step_seconds(
     count = num_processes or strategy.num_processes or machines.num_gpus
     gpus_each = min(count, machines.gpus_each)
     messages = transfers(strategy, sizes, step, count)
-    host = host_traffic(strategy, sizes, step, num_processes=count, gpus_each=gpus_each, adam_bytes=adam_bytes)
+    host = host_traffic(strategy, sizes, step, num_processes=count, gpus_each=gpus_each, adam_bytes=ADAMW_BYTES)
     # A process of a pipeline computes its share of each micro-batch, and waits for the others at both ends of a step.
     waits = (step.micro_batches + strategy.pp_size - 1) / step.micro_batches
     num_traced = waits / strategy.pp_size * step.micro_batches
@@ -163,7 +162,7 @@ def step_seconds(
         _traced_pointwise(trace, num_traced, gpu) if trace else _pointwise(sizes, step, count / waits, gpu),
         _launches(strategy, sizes, step, num_traced, trace),
         *_links(messages, machines, gpu, gpus_each),
-        _update(strategy, sizes, count, host, gpu, adam_bytes),
+        _update(strategy, sizes, count, host, gpu),
         *_offload(host, gpu),
     ]
     return combined(parts)
@@ -247,13 +246,11 @@ def _links(messages: list[Transfer], machines: Machines, gpu: Gpu, gpus_each: in
     ]
 
 
-def _update(
-    strategy: Strategy, sizes: ModelSizes, count: int, host: HostTraffic, gpu: Gpu, adam_bytes: float
-) -> Portion:
+def _update(strategy: Strategy, sizes: ModelSizes, count: int, host: HostTraffic, gpu: Gpu) -> Portion:
     if host.update:
         return Portion(name="CPU update", low=host.update / CPU_ADAM[1], high=host.update / CPU_ADAM[0], overlaps=False)
     whole = strategy.kind in ("single", "ddp")
-    moved = adam_bytes * sizes.num_trained / (1 if whole else count // strategy.mesh(count).replicate)
+    moved = ADAMW_BYTES * sizes.num_trained / (1 if whole else count // strategy.mesh(count).replicate)
     worst, best = MEMORY_SHARE
     return Portion(
         name="update", low=moved / (best * gpu.bandwidth), high=moved / (worst * gpu.bandwidth), overlaps=False

@@ -305,10 +305,6 @@ def _flash_makes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
     return out, query.new_empty(batch, heads, length, dtype=torch.float32)
 
 
-def _flash_keeps(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*inputs, *output)
-
-
 def _flash_makes_backward(
     gradient: torch.Tensor,
     query: torch.Tensor,
@@ -326,10 +322,6 @@ def _flash_makes_backward(
     return found
 
 
-def _flash_backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(_flash_gradients(gradient, *ctx.saved_tensors)[:3])
-
-
 # A custom operation, whose results selective checkpointing keeps by its name.
 _flash = torch.library.custom_op("cookbook::traced_flash_attention", _flash_makes, mutates_args=())
 _flash.register_fake(_flash_makes)
@@ -337,7 +329,10 @@ _flash_gradients = torch.library.custom_op(
     "cookbook::traced_flash_attention_backward", _flash_makes_backward, mutates_args=()
 )
 _flash_gradients.register_fake(_flash_makes_backward)
-_flash.register_autograd(_flash_backward, setup_context=_flash_keeps)
+_flash.register_autograd(
+    lambda ctx, gradient, _: tuple(_flash_gradients(gradient, *ctx.saved_tensors)[:3]),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
+)
 
 
 def _traced_attention(

@@ -89,16 +89,16 @@ def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
     root = run / "checkpoints"
     there = folder.list_folders(root)
     if not there:
-        raise RecipeError([f"{root}: no checkpoint in it"])
+        raise RecipeError(f"{root}: no checkpoint in it")
     path = there[0] if step is None else root / folder.folder_name(step)
     if path not in there:
-        raise RecipeError([f"{run}: no checkpoint after step {step}; {steps_there(root)}"])
+        raise RecipeError(f"{run}: no checkpoint after step {step}; {steps_there(root)}")
     try:
         checkpoint = folder.open_checkpoint(path)
         folder.verify(checkpoint)
     except (BrokenCheckpoint, OSError) as reason:
         rest = steps_there(root, but=path)
-        raise RecipeError([f"{path} cannot be exported: {reason}; {rest}"]) from None
+        raise RecipeError(f"{path} cannot be exported: {reason}; {rest}") from None
     return checkpoint
 
 
@@ -185,18 +185,18 @@ def _check_export(
     """Raise every mistake that is known before anything is written; returns the base model, and whether it is new."""
     is_ours = (target / RECORD).is_file() or (target.is_dir() and not any(target.iterdir()))
     if (target.exists() or target.is_symlink()) and not is_ours:
-        raise RecipeError([f"{target}: exists, and is no export of ours (no {RECORD}); name another folder"])
+        raise RecipeError(f"{target}: exists, and is no export of ours (no {RECORD}); name another folder")
     if merged and recipe.adapter is None:
-        raise RecipeError(["--merged: the run trained all weights, so there is no adapter to merge; remove it"])
+        raise RecipeError("--merged: the run trained all weights, so there is no adapter to merge; remove it")
     try:
         record = json.loads((model_files / BASE_RECORD).read_text(encoding="utf-8"))
         base, is_new = Base(record["name_or_path"], record["revision"], record["sha256"]), bool(record.get("is_new"))
     except FileNotFoundError:
-        raise RecipeError([f"{model_files}: missing; a run writes it at its start, and an export needs it"]) from None
+        raise RecipeError(f"{model_files}: missing; a run writes it at its start, and an export needs it") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RecipeError([f"{model_files / BASE_RECORD}: cannot be read ({error})"]) from None
+        raise RecipeError(f"{model_files / BASE_RECORD}: cannot be read ({error})") from None
     if base.sha256 != state["made_from"]["model"]:
-        raise RecipeError([f"{model_files}: is of another model than the checkpoint was made with (another SHA-256)"])
+        raise RecipeError(f"{model_files}: is of another model than the checkpoint was made with (another SHA-256)")
     return base, is_new
 
 
@@ -205,7 +205,7 @@ def _check_room(target: Path, state: dict[str, Any], dtype: torch.dtype) -> None
     elements = sum(torch.Size(shape).numel() for shape in state["parameters"].values())
     needed, free = elements * dtype.itemsize, shutil.disk_usage(parent).free
     if needed > free:
-        raise RecipeError([f"{parent}: {free / 2**30:.1f} GiB are free, and the export needs {needed / 2**30:.1f}"])
+        raise RecipeError(f"{parent}: {free / 2**30:.1f} GiB are free, and the export needs {needed / 2**30:.1f}")
 
 
 def _reopen(export: Path, model_files: Path, checkpoint: Path, dtype: torch.dtype) -> dict[str, str]:

@@ -1,11 +1,11 @@
 """The model card of an export: README.md, whose front matter the Hub reads."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from cookbook.config.recipe import Recipe, Source, dump_recipe
 from cookbook.system.files import dump_yaml
+from cookbook.system.records import read_lines
 from cookbook.training.data.sources import BUILTIN_SOURCE
 
 
@@ -115,13 +115,8 @@ def _describe_source(source: Source) -> str:
 def _metrics(path: Path, step: int) -> dict[str, str]:
     """The last losses up to a step."""
     rows = {"training loss": ""}
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
-        try:
-            line = json.loads(text)
-            at = line["step"]
-        except (ValueError, KeyError, TypeError):  # truncated by a crash
-            continue
-        name = line.get("eval_set", "")
+    for line in read_lines(path):
+        at, name = line["step"], line.get("eval_set", "")
         for key, row in (("loss", "training loss"), ("eval_loss", f"evaluation loss{name and f' of {name}'}")):
             if at <= step and line.get(key) is not None:
                 rows[row] = f"{line[key]:.4f} at step {at}"

@@ -13,9 +13,9 @@ def check_push(repository: str) -> None:
     """Raise mistakes that are known before an export is written."""
     parts = repository.split("/")
     if len(parts) != 2 or not all(parts):
-        raise RecipeError([f"--push is {repository!r}; write OWNER/NAME"])
+        raise RecipeError(f"--push is {repository!r}; write OWNER/NAME")
     if not os.environ.get(TOKEN):
-        raise RecipeError([f"--push: no {TOKEN} in the environment; set it to a token that may write to {repository}"])
+        raise RecipeError(f"--push: no {TOKEN} in the environment; set it to a token that may write to {repository}")
 
 
 def push(folder: Path, repository: str, *, public: bool) -> str:
@@ -34,10 +34,9 @@ def push(folder: Path, repository: str, *, public: bool) -> str:
         except RepositoryNotFoundError:
             is_private = None
         if is_private is False and not public:
-            mistake = (
+            raise RecipeError(
                 f"--push: {repository} is public; add --public if that is meant, or name another. Nothing was pushed"
             )
-            raise RecipeError([mistake])
         kind = "a new repository" if is_private is None else "an existing repository"
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         print(f"pushing to {repository}, {kind}, {'public' if public and not is_private else 'private'}:")
@@ -48,5 +47,5 @@ def push(folder: Path, repository: str, *, public: bool) -> str:
     except (HTTPError, OSError, ValueError) as error:
         if isinstance(error, RecipeError):
             raise
-        raise RecipeError([f"--push: the Hub refused {repository} ({first_line(error)})"]) from None
+        raise RecipeError(f"--push: the Hub refused {repository} ({first_line(error)})") from None
     return commit.commit_url

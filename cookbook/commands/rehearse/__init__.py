@@ -115,7 +115,7 @@ def _choose_place(on: str | None) -> tuple[Place, str | None]:
     if why is None:
         return "simulated GPUs", None
     if on == "gpus":
-        raise RecipeError([f"--on gpus: there are none, and they cannot be simulated: {why}"])
+        raise RecipeError(f"--on gpus: there are none, and they cannot be simulated: {why}")
     return "CPU", f"GPUs cannot be simulated here: {why}. Rehearsing on the CPU instead."
 
 

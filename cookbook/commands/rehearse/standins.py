@@ -119,7 +119,7 @@ def _describe_model(recipe: Recipe, rows: Rows) -> tuple[Any, Any, str]:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **hub_options(recipe.model))
     except (OSError, ValueError) as error:
         if facts is None:
-            raise RecipeError([f"model.name_or_path is {name!r}: no tokenizer there ({first_line(error)})"]) from None
+            raise RecipeError(f"model.name_or_path is {name!r}: no tokenizer there ({first_line(error)})") from None
         return config, stand_in_tokenizer(facts, texts(rows)), OFFLINE_FACTS.rpartition("/")[2]
     return config, tokenizer, f"{origin}, with its own tokenizer"
 

@@ -29,6 +29,5 @@ def build_optimizer(model: torch.nn.Module, settings: Optimizer, mixed_precision
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Writes `lr` into every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr

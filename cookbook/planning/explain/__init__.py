@@ -2,14 +2,13 @@
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cookbook.config.optim import number
-from cookbook.config.recipe import BUILTIN_SOURCE, Recipe, Source
+from cookbook.config.recipe import BUILTIN_SOURCE, Recipe, Source, data_format
 from cookbook.config.schedule import learning_rate, peak_learning_rate
 from cookbook.config.strategy import Strategy
 from cookbook.planning.costs import per_parameter as costs
@@ -19,7 +18,7 @@ from cookbook.planning.explain.chart import draw
 from cookbook.planning.library import read_label, read_needs
 from cookbook.planning.plan import Plan, default_num_processes, launch_command, load_pair, make_plan, show_command
 from cookbook.system.console import Row, page
-from cookbook.system.files import Document, RecipeError, apply_overrides, read_document
+from cookbook.system.files import Document, RecipeError, apply_overrides, flatten, read_document
 from cookbook.system.machine import num_gpus
 
 COSTS = "BYTES OF A TRAINED PARAMETER, on each process; activations and buffers come on top"
@@ -141,7 +140,7 @@ def _count(
     place = source(yaml_file, "num_processes")
     if processes is not None:
         if processes < 1:
-            raise RecipeError([f"--processes is {processes}; it must be at least 1"])
+            raise RecipeError(f"--processes is {processes}; it must be at least 1")
         return processes, str(processes), (COMMAND_LINE,)
     if strategy.num_processes is not None:
         return strategy.num_processes, str(strategy.num_processes), (place,)
@@ -216,8 +215,8 @@ def _what(recipe: Recipe, document: Document) -> Section:
 def _name(one: Source) -> str:
     rows = f", first {one.max_rows:,} rows" if one.max_rows else ""
     weight = f" x {one.weight:g}" if one.weight is not None else ""
-    is_file = one.path.endswith((".jsonl", ".parquet"))
-    return f"{one.path}{'' if is_file else f' ({one.split})'}{rows}{weight}"
+    split = "" if data_format(one.path) else f" ({one.split})"
+    return f"{one.path}{split}{rows}{weight}"
 
 
 def _quantity(document: Document, value: Any, text: str, *keys: str) -> Quantity:
@@ -428,17 +427,8 @@ def _deepspeed(
     if config is None or strategy.deepspeed is None:
         return None, {}
     separate_swap(config, run_name(Path(recipe.run.output_dir)))
-    before, after = dict(leaves(strategy.deepspeed)), dict(leaves(config))
+    before, after = flatten(strategy.deepspeed), flatten(config)
     return config, {key: (before.get(key), value) for key, value in after.items() if before.get(key) != value}
-
-
-def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(`section.key`, value) at every depth of nested mappings; an empty one is a value."""
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def in_words(found: Explanation, *, plain: bool = False) -> str:

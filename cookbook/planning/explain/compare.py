@@ -13,7 +13,7 @@ from cookbook.planning.costs.inputs import CostInputs
 from cookbook.planning.explain import Explanation, explain, shorten, source
 from cookbook.planning.plan import load_pair
 from cookbook.system.console import Row, page
-from cookbook.system.files import RecipeError, apply_overrides, read_document, show
+from cookbook.system.files import RecipeError, apply_overrides, gathered, read_document, show
 from cookbook.system.shipped import located
 
 NEVER_THE_CURVE = (
@@ -105,12 +105,11 @@ def compare_strategies(first: Path, second: Path, processes: int | None) -> Comp
     Raises:
         RecipeError: the mistakes of both.
     """
-    strategies, mistakes = [], []
+    strategies: list[Strategy] = []
+    mistakes: list[str] = []
     for path in (first, second):
-        try:
+        with gathered(mistakes):
             strategies.append(load_strategy(path))
-        except RecipeError as error:
-            mistakes += error.mistakes
     if mistakes:
         raise RecipeError(list(dict.fromkeys(mistakes)))
     one, other = strategies
@@ -314,9 +313,9 @@ def compare(
     """
     if is_strategy(first):
         if not is_strategy(second):
-            raise RecipeError([f"explain {first} {second}: write the recipe first"])
+            raise RecipeError(f"explain {first} {second}: write the recipe first")
         if assignments or override:
-            raise RecipeError(["--set and --strategy go with a recipe; two strategies have none"])
+            raise RecipeError("--set and --strategy go with a recipe; two strategies have none")
         return compare_strategies(find_strategy(first), find_strategy(second), processes)
     recipes, strategies = [Path(first)], [override, override]
     if is_strategy(second):
@@ -324,14 +323,13 @@ def compare(
         strategies[1] = find_strategy(second)
     else:
         recipes.append(Path(second))
-    runs, mistakes = [], []
+    runs: list[Explanation] = []
+    mistakes: list[str] = []
     for path, strategy in zip(recipes, strategies, strict=True):
-        try:
+        with gathered(mistakes):
             _, loaded = load_pair(path, assignments, strategy)
             asked = processes if loaded.num_processes is None else None  # some strategies have a number of their own
             runs.append(explain(path, strategy_path=strategy, assignments=assignments, processes=asked))
-        except RecipeError as error:
-            mistakes += error.mistakes
     if mistakes:
         raise RecipeError(list(dict.fromkeys(mistakes)))
     return compare_runs(runs[0], runs[1], assignments)

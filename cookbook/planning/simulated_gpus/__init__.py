@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -65,9 +65,9 @@ def environment(count: int, *, memory: int | None = None, report: Path | None = 
         RecipeError: see `problem`; or the compiler failed.
     """
     if not 1 <= count <= MOST:
-        raise RecipeError([f"{count} simulated GPUs; write a number from 1 to {MOST}"])
+        raise RecipeError(f"{count} simulated GPUs; write a number from 1 to {MOST}")
     if why := problem():
-        raise RecipeError([f"GPUs cannot be simulated here: {why}"])
+        raise RecipeError(f"GPUs cannot be simulated here: {why}")
     library = build()
     others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     found = {
@@ -133,8 +133,9 @@ def _compile_nvml(folder: Path) -> None:
 
 
 def _compile(folder: Path) -> None:
-    compiler, torch = _compiler(), _torch_folder()
-    assert compiler is not None
+    compiler, spec = _compiler(), importlib.util.find_spec("torch")
+    assert compiler is not None and spec is not None and spec.origin is not None
+    torch = Path(spec.origin).parent
     flags = ["-std=c++20", "-O0", "-fPIC", f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
     flags += [f"-I{sysconfig.get_path('include')}", "-DUSE_C10D_GLOO", "-DTORCH_EXTENSION_NAME=simulated_nccl"]
     names = NCCL if torch_cuda() else (*DEVICE, *NCCL)
@@ -157,18 +158,9 @@ def _run(commands: list[list[str]]) -> None:
     errors = [process.communicate(timeout=BUILD_SECONDS)[1] for process in running]
     failed = [error for process, error in zip(running, errors, strict=True) if process.returncode]
     if failed:
-        raise RecipeError([f"GPUs cannot be simulated here, since the compiler failed:\n{failed[0][-2000:]}"])
+        raise RecipeError(f"GPUs cannot be simulated here, since the compiler failed:\n{failed[0][-2000:]}")
 
 
 def _compiler() -> str | None:
-    return next((found for name in _compilers() if (found := shutil.which(name))), None)
-
-
-def _compilers() -> Iterator[str]:
-    yield from filter(None, (os.environ.get("CXX"), "c++", "g++"))
-
-
-def _torch_folder() -> Path:
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent
+    names = filter(None, (os.environ.get("CXX"), "c++", "g++"))
+    return next(filter(None, map(shutil.which, names)), None)

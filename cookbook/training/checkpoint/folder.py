@@ -26,6 +26,7 @@ from typing import Any
 import xxhash
 
 from cookbook.system import faults
+from cookbook.system.records import replace_file, seal_of
 
 FORMAT = 1
 MANIFEST, STATE, LATEST = "manifest.json", "state.json", "LATEST"
@@ -73,16 +74,6 @@ class Checkpoint:
 
 def folder_name(step: int) -> str:
     return f"step-{step:08d}"
-
-
-def write_file(path: Path, text: str) -> None:
-    """Write a small file atomically and flush it to the disk."""
-    build = path.with_name(f".{path.name}.{os.getpid()}")
-    with build.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(build, path)
 
 
 def flush_folder(path: Path) -> None:
@@ -165,7 +156,7 @@ def commit(build: Path, root: Path, manifest: dict[str, Any]) -> Checkpoint:
     for path in build.glob("receipt-*.json"):
         path.unlink()
     faults.at("save.before_manifest", step)
-    write_file(build / MANIFEST, sealed({"format": FORMAT, **manifest}))
+    replace_file(build / MANIFEST, sealed({"format": FORMAT, **manifest}), flush=True)
     flush_folder(build)
     faults.at("save.before_rename", step)
     final = root / folder_name(step)
@@ -193,19 +184,14 @@ def _left(path: Path, attempt: str) -> Path:
 def name_latest(root: Path, checkpoint: Checkpoint) -> None:
     """Point LATEST to a checkpoint. Rank 0 calls."""
     faults.at("save.before_latest", checkpoint.step)
-    write_file(root / LATEST, checkpoint.path.name + "\n")
+    replace_file(root / LATEST, checkpoint.path.name + "\n", flush=True)
     flush_folder(root)
     faults.at("save.after_latest", checkpoint.step)
 
 
 def sealed(manifest: dict[str, Any]) -> str:
     """The manifest as JSON, with its own digest as `seal`."""
-    return json.dumps({**manifest, "seal": _seal(manifest)}, indent=1) + "\n"
-
-
-def _seal(manifest: dict[str, Any]) -> str:
-    text = json.dumps({key: value for key, value in manifest.items() if key != "seal"}, sort_keys=True)
-    return xxhash.xxh3_128(text.encode()).hexdigest()
+    return json.dumps({**manifest, "seal": seal_of(manifest)}, indent=1) + "\n"
 
 
 def digest_file(path: Path) -> str:
@@ -255,7 +241,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         found = json.loads(text)
         version, seal, step, files = found["format"], found["seal"], found["step"], found["files"]
         sizes = {str(name): int(record["bytes"]) for name, record in files.items()}
-        is_sealed = seal == _seal(found)
+        is_sealed = seal == seal_of(found)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise BrokenCheckpoint(f"{MANIFEST} is damaged") from None
     if version != FORMAT:

@@ -16,12 +16,12 @@ from cookbook.planning.combinations import refusals
 from cookbook.system.console import Row, page
 from cookbook.system.files import RecipeError
 from cookbook.system.machine import num_gpus
+from cookbook.system.records import read_json
 from cookbook.training.checkpoint import folder, resume
 from cookbook.training.checkpoint.folder import BrokenCheckpoint, Checkpoint
 
 
 def is_run(path: Path) -> bool:
-    """Whether `path` is the output folder of a run."""
     return (path / "run.json").is_file() or (path / "checkpoints").is_dir()
 
 
@@ -38,13 +38,13 @@ def find_folders(path: Path) -> list[Path]:
         RecipeError: `path` is none of these.
     """
     if not path.exists():
-        raise RecipeError([f"{path}: no such folder"])
+        raise RecipeError(f"{path}: no such folder")
     if (path / folder.MANIFEST).is_file() or path.name.startswith("step-"):
         if not path.is_dir():
-            raise RecipeError([f"{path}: not a folder"])
-        version = _format_of(path)
+            raise RecipeError(f"{path}: not a folder")
+        version = read_json(path / folder.MANIFEST).get("format")
         if version not in (None, folder.FORMAT):
-            raise RecipeError([f"{path}: its format is {version!r}, and this program reads {folder.FORMAT}"])
+            raise RecipeError(f"{path}: its format is {version!r}, and this program reads {folder.FORMAT}")
         return [path]
     root = path / "checkpoints" if is_run(path) else path
     found = folder.list_folders(root)
@@ -55,13 +55,6 @@ def find_folders(path: Path) -> list[Path]:
             else [f"{path}: neither a run, nor its checkpoints/, nor one checkpoint"]
         )
     return found
-
-
-def _format_of(path: Path) -> Any:
-    try:
-        return json.loads((path / folder.MANIFEST).read_text(encoding="utf-8"))["format"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def recipe_of(values: Mapping[str, Any]) -> Recipe:
@@ -184,9 +177,7 @@ def list_checkpoints(path: Path) -> list[dict[str, Any]]:
 def _resumed_from(root: Path, found: list[dict[str, Any]]) -> list[str]:
     """Checkpoints of this run that it was resumed from, according to later ones and run.json."""
     names = [one["resumed_from"] for one in found if one.get("resumed_from")]
-    with contextlib.suppress(OSError, ValueError):
-        record = json.loads((root.parent / "run.json").read_text(encoding="utf-8"))
-        names.append(record.get("resumed_from") or "")
+    names.append(read_json(root.parent / "run.json").get("resumed_from") or "")
     return [name for name in names if name and Path(name).resolve().parent == root.resolve()]
 
 

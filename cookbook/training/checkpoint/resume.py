@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.registry import Named
+from cookbook.system import files
 from cookbook.system.files import RecipeError
 from cookbook.training.checkpoint import folder
 from cookbook.training.checkpoint.folder import BrokenCheckpoint, Checkpoint
@@ -87,15 +88,9 @@ def _why_broken(path: Path, rank: int, num_ranks: int) -> str | None:
     return None
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A recipe's values by their dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}." if key else prefix)  # the set without a name
-        else:
-            flat[prefix + key] = value
-    return flat
+def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe's values by their dotted keys, in which the evaluation set without a name leaves no trace."""
+    return {key.replace("..", "."): value for key, value in files.flatten(values).items() if value != {}}
 
 
 def rule_of(key: str) -> str:
@@ -171,7 +166,7 @@ def load(checkpoint: Checkpoint, trained: Mapping[str, list[int]], restore: Call
         differ = sorted(name for name in shapes.keys() | trained.keys() if shapes.get(name) != trained.get(name))
         there, here = (found.get(differ[0], "absent") for found in (shapes, trained))
         mistake = f"{differ[0]} is {there} there and {here} here ({len(differ)} parameters differ)"
-        raise RecipeError([f"run.resume: {checkpoint.path} is of another model: {mistake}"])
+        raise RecipeError(f"run.resume: {checkpoint.path} is of another model: {mistake}")
     from cookbook.training.checkpoint.tensors import Reader  # torch: `python -m cookbook checkpoint` does without
 
     reader = Reader(checkpoint.pieces)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from cookbook.system import faults
+from cookbook.system.records import replace_file
 from cookbook.training.checkpoint import folder
 from cookbook.training.checkpoint.tensors import StagedPiece, StatePiece, room_for, write_pieces
 
@@ -197,7 +198,7 @@ class Saver:
             faults.at("save.after_file", step)
             if self.rank == 0:
                 file = build / folder.STATE
-                folder.write_file(file, json.dumps(state, indent=1) + "\n")
+                replace_file(file, json.dumps(state, indent=1) + "\n", flush=True)
                 receipt[file.name] = {"bytes": file.stat().st_size, "digest": folder.digest_file(file)}
         except Exception as error:  # of any kind: rank 0 must learn of it
             with contextlib.suppress(OSError):
@@ -214,7 +215,7 @@ class Saver:
         while True:
             try:
                 build.mkdir(parents=True, exist_ok=True)
-                folder.write_file(path, json.dumps(receipt))
+                replace_file(path, json.dumps(receipt), flush=True)
                 return
             except OSError as error:
                 receipt.setdefault("error", str(error))

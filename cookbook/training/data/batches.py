@@ -292,11 +292,10 @@ def _epoch_windows(
     num_samples = sum(tokens.epoch_sizes)
     epoch, start = divmod(num_samples_consumed, num_samples)
     if start % global_batch_size:
-        mistake = (
+        raise RecipeError(
             f"batch.global_batch_size is {global_batch_size}, but the run to resume has consumed {start} samples of an"
             " epoch, where no step of that size ends. Use the size that it was started with"
         )
-        raise RecipeError([mistake])
     while True:
         order = epoch_order(tokens, seed, epoch)
         for begin in range(start, num_samples, global_batch_size):

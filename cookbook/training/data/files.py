@@ -41,9 +41,9 @@ def file_rows(path: Path, source: Source) -> Iterator[tuple[str, Any]]:
         with _opened(path) as file:
             yield from READERS[kind](path, file)
     except OSError as error:
-        raise RecipeError([f"{path}: cannot be read: {error.strerror or first_line(error)}"]) from None
+        raise RecipeError(f"{path}: cannot be read: {error.strerror or first_line(error)}") from None
     except (pyarrow.ArrowException, EOFError, zlib.error) as error:
-        raise RecipeError([f"{path}: not a readable {kind[1:]} file: {first_line(error)}"]) from None
+        raise RecipeError(f"{path}: not a readable {kind[1:]} file: {first_line(error)}") from None
 
 
 def _opened(path: Path) -> io.BufferedReader:
@@ -73,7 +73,7 @@ def _json_rows(path: Path, file: io.BufferedReader) -> Iterator[tuple[str, Any]]
     try:
         rows = json.loads(file.read().decode("utf-8-sig"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise RecipeError([f"{path}: not a list of objects in JSON: {first_line(error)}"]) from None
+        raise RecipeError(f"{path}: not a list of objects in JSON: {first_line(error)}") from None
     yield from numbered(str(path), rows)
 
 
@@ -87,7 +87,7 @@ def _csv_rows(path: Path, file: io.BufferedReader, delimiter: str = ",") -> Iter
             names = next(lines, [])
             twice = [name for name, count in Counter(names).items() if count > 1]
             if twice:
-                raise RecipeError([f"{path}: two columns are called {twice[0]!r}"])
+                raise RecipeError(f"{path}: two columns are called {twice[0]!r}")
             for cells in lines:
                 place = f"{path}:{lines.line_num}"
                 if len(cells) > len(names):
@@ -95,7 +95,7 @@ def _csv_rows(path: Path, file: io.BufferedReader, delimiter: str = ",") -> Iter
                 elif cells:
                     yield place, {name: cell or None for name, cell in zip_longest(names, cells)}
         except csv.Error as error:
-            raise RecipeError([f"{path}:{lines.line_num}: not readable as cells: {error}"]) from None
+            raise RecipeError(f"{path}:{lines.line_num}: not readable as cells: {error}") from None
 
 
 def _text_rows(path: Path, file: io.BufferedReader) -> Iterator[tuple[str, Any]]:

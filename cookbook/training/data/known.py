@@ -6,7 +6,6 @@ Tokens are cached by a digest of the rows. A start that finds digests of the sam
 import contextlib
 import hashlib
 import json
-import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from cookbook.config.recipe import BUILTIN_SOURCE, DataSection, Source
 from cookbook.system import lock
 from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError
+from cookbook.system.records import replace_file
 from cookbook.training.data.rows import Rows
 from cookbook.training.data.sets import RowSets, read_data
 from cookbook.training.data.sources import local_files
@@ -115,10 +115,8 @@ def _save(record: Path, sets: RowSets) -> None:
         return [{name: getattr(rows, name) for name in KEPT} | {"num_rows": len(rows.rows)} for rows in parts]
 
     found = {"train": facts(sets.train), "eval": {name: facts(parts) for name, parts in sets.eval.items()}}
-    build = record.with_name(f".{record.name}.{os.getpid()}")
     with contextlib.suppress(OSError):  # the record only saves time
-        build.write_text(json.dumps(found, indent=1), encoding="utf-8")
-        build.replace(record)
+        replace_file(record, json.dumps(found, indent=1))
 
 
 def _load(record: Path, data: DataSection, objective: Objective) -> RowSets | None:
@@ -134,7 +132,7 @@ def _load(record: Path, data: DataSection, objective: Objective) -> RowSets | No
         def checked() -> Rows:
             rows = (read().train if name is None else read().eval[name])[i]
             if rows.fingerprint != fingerprint:
-                raise RecipeError([f"{rows.place}: its files were changed since this run began to read; try again"])
+                raise RecipeError(f"{rows.place}: its files were changed since this run began to read; try again")
             return rows
 
         known = Rows(

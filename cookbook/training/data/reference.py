@@ -9,13 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from cookbook.training.data.sets import TokenSets
 from cookbook.training.data.stream import Stream
-from cookbook.training.data.tokens import TokenSet
+from cookbook.training.data.tokens import TokenSet, digest_of
 
 
 def with_reference(
@@ -54,7 +53,7 @@ def _save_logps(path: Path, values: np.ndarray) -> None:
     """Write atomically. On a full disk, the next start computes them again."""
     unfinished = path.with_suffix(f".{os.getpid()}")
     try:
-        save_file({"logps": values}, unfinished, metadata={"digest": _digest(values)})
+        save_file({"logps": values}, unfinished, metadata={"digest": digest_of(values)})
         unfinished.replace(path)
     except (OSError, SafetensorError) as error:
         unfinished.unlink(missing_ok=True)
@@ -68,9 +67,5 @@ def _load_logps(path: Path, size: int) -> np.ndarray | None:
             values, digest = file.get_tensor("logps"), (file.metadata() or {}).get("digest")
     except (OSError, SafetensorError):
         return None
-    is_good = values.shape == (size,) and values.dtype == np.float64 and digest == _digest(values)
+    is_good = values.shape == (size,) and values.dtype == np.float64 and digest == digest_of(values)
     return values if is_good and np.isfinite(values).all() else None
-
-
-def _digest(values: np.ndarray) -> str:
-    return xxhash.xxh3_128(np.ascontiguousarray(values).tobytes()).hexdigest()

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from cookbook.config.objectives import Objective
-from cookbook.config.recipe import Source
+from cookbook.config.recipe import DataSection, Source
 from cookbook.config.registry import known
 from cookbook.config.row_kinds import (
     BadRow,
@@ -118,29 +118,27 @@ def read_rows(source: Source, on_bad_row: OnBadRow, objective: Objective, *, pla
     return Rows(kind=reader.kind, rows=rows, num_dropped=num_dropped, place=place, renamed=reader.renamed)
 
 
-def row_blocks(
-    sources: Sequence[Source], size: int, on_bad_row: OnBadRow, objective: Objective, bad_rows: BadRows
-) -> Iterator[list[Rows]]:
-    """One pass over the sources, in order, in blocks of `size` good rows (the last may have fewer), each as one `Rows`
-    per source in it. Holds one block in memory.
+def row_blocks(data: DataSection, objective: Objective, bad_rows: BadRows) -> Iterator[list[Rows]]:
+    """One pass over data.train, in order, in blocks of data.shuffle_rows good rows (the last may have fewer), each as
+    one `Rows` per source in it. Holds one block in memory.
 
     Raises:
         RecipeError: as `read_rows`, when the block with the bad row is full or the pass ends.
     """
     parts: list[Rows] = []
-    room = size
-    for i, source in enumerate(sources):
+    room = data.shuffle_rows
+    for i, source in enumerate(data.train):
         reader, number = _Reader(source, objective), 1
-        good, place = _good_rows(reader, bad_rows, streaming=True), place_of("data.train", sources, i)
+        good, place = _good_rows(reader, bad_rows, streaming=True), place_of("data.train", data.train, i)
         while rows := list(islice(good, room)):
             numbers = range(number, number + len(rows))
             parts.append(Rows(kind=reader.kind, rows=rows, place=place, numbers=numbers, renamed=reader.renamed))
             room, number = room - len(rows), number + len(rows)
             if not room:
-                bad_rows.stop_if(on_bad_row)
+                bad_rows.stop_if(data.on_bad_row)
                 yield parts
-                parts, room = [], size
-    bad_rows.stop_if(on_bad_row)
+                parts, room = [], data.shuffle_rows
+    bad_rows.stop_if(data.on_bad_row)
     if parts:
         yield parts
 
@@ -235,7 +233,7 @@ class _Reader:
                 raise BadRow("missing keys", f"with columns {{{given}}} it has {seen}; a row must have {shapes()}")
             raise BadRow("missing keys", f"found {seen}; a row must have {shapes()}")
         if not served:
-            raise RecipeError([f"{place}: {self._unserved(found[0].kind)}"])
+            raise RecipeError(f"{place}: {self._unserved(found[0].kind)}")
         # A row in a shape of this project is read by it, whatever other columns it has.
         served = [one for one in served if one.is_own] or served
         if len(served) > 1:

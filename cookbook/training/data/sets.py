@@ -15,7 +15,7 @@ import numpy as np
 
 from cookbook.config.objectives import Objective, TooLong
 from cookbook.config.recipe import BUILTIN_SOURCE, DataSection, Source
-from cookbook.system.files import RecipeError
+from cookbook.system.files import RecipeError, gathered
 from cookbook.training.data.rows import BadRows, Rows, place_of, read_rows, row_blocks, row_bytes, texts
 from cookbook.training.data.stream import Stream
 from cookbook.training.data.tokens import TokenSet, cached_tokens
@@ -86,15 +86,13 @@ def read_data(data: DataSection, objective: Objective) -> RowSets:
     def read(source: Source, place: str) -> list[Rows]:
         if mistakes and source.path == BUILTIN_SOURCE:
             return []  # takes seconds, and can have no mistake
-        try:
+        with gathered(mistakes):
             return [read_rows(source, data.on_bad_row, objective, place=place)]
-        except RecipeError as error:
-            mistakes.extend(error.mistakes)
-            return []
+        return []
 
     if data.streaming:
         bad_rows = BadRows()
-        train = next(row_blocks(data.train, data.shuffle_rows, data.on_bad_row, objective, bad_rows), [])
+        train = next(row_blocks(data, objective, bad_rows), [])
         if not train:
             raise RecipeError(["data.train: no row left to train on", *bad_rows.mistakes()])
     else:
@@ -137,7 +135,7 @@ def _hold_out(train: list[Rows], share: float) -> tuple[list[Rows], list[Rows]]:
     num_rows, num_kept = (sum(len(rows.rows) for rows in side) for side in (train, kept))
     if num_kept in (0, num_rows):
         taken = "none" if num_kept else "all"
-        raise RecipeError([f"data.holdout is {share}: it takes {taken} of the {num_rows} rows of data.train"])
+        raise RecipeError(f"data.holdout is {share}: it takes {taken} of the {num_rows} rows of data.train")
     return kept, [rows for rows in held_out if rows.rows]
 
 
@@ -195,16 +193,7 @@ def _tokens_of(
     notes: list[str],
 ) -> TokenSet:
     """The tokens of one set; adds its notes for the user."""
-    tokens, dropped = cached_tokens(
-        parts,
-        tokenizer,
-        cache=cache,
-        max_length=data.max_length,
-        objective=objective,
-        too_long=data.too_long,
-        on_bad_row=data.on_bad_row,
-        place=place,
-    )
+    tokens, dropped = cached_tokens(parts, tokenizer, data, objective, cache=cache, place=place)
     counts = sum((Counter(part.num_dropped) for part in parts), Counter(dropped))
     notes.extend(_dropped_notes(place, counts))
     lengths, how = tokens.row_lengths, objective.long_rows(data.too_long)

@@ -64,7 +64,7 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
         return files
     found = f"; it has {', '.join(file.name for file in files[:5])}" if files else ""
     raise RecipeError(
-        [f"{folder}: no folder {split}/ and no file {split}*.jsonl or {split}*.parquet for split {split!r}{found}"]
+        f"{folder}: no folder {split}/ and no file {split}*.jsonl or {split}*.parquet for split {split!r}{found}"
     )
 
 
@@ -84,7 +84,7 @@ def _saved_files(folder: Path, state: Path) -> list[Path]:
     try:
         names = [one["filename"] for one in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RecipeError([f"{state}: not as save_to_disk writes it: {first_line(error)}"]) from None
+        raise RecipeError(f"{state}: not as save_to_disk writes it: {first_line(error)}") from None
     return [folder / Path(name).name for name in names]
 
 
@@ -98,10 +98,9 @@ def _hub_rows(source: Source, streaming: bool) -> Iterator[Any]:
             source.path, source.name, split=source.split, revision=source.revision, streaming=streaming
         )
     except (OSError, ValueError, RuntimeError, HTTPError) as error:
-        mistake = (
+        raise RecipeError(
             f"{name}: cannot be loaded from the Hub: {first_line(error)}."
             f" Check the name, the split and the network, or use a local file or {BUILTIN_SOURCE!r}"
-        )
-        raise RecipeError([mistake]) from error
+        ) from error
     # A stream may not know its columns before its first row.
     yield from dataset.select_columns(known_columns(dataset.column_names, source)) if dataset.column_names else dataset

@@ -8,6 +8,7 @@ import ast
 import gc
 import hashlib
 import inspect
+import os
 import sysconfig
 import warnings
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ TEST_BUCKETS_OF_256 = 13  # about 5 %
 def load_stdlib(split: str) -> list[dict[str, Any]]:
     """The chats of split "train" or "test", ordered by file and line. A hash of the function decides its split."""
     if split not in ("train", "test"):
-        raise RecipeError([f"python-stdlib: split is {split!r}; it has train and test"])
+        raise RecipeError(f"python-stdlib: split is {split!r}; it has train and test")
     rows = []
     for request, answer in _pairs(Path(sysconfig.get_path("stdlib"))):
         is_test = hashlib.sha256(answer.encode()).digest()[0] < TEST_BUCKETS_OF_256
@@ -71,18 +72,12 @@ def _functions(root: Path) -> Iterator[tuple[str, str]]:
                 yield pair
 
 
-def python_files(folder: Path) -> Iterator[Path]:
-    try:
-        entries = list(folder.iterdir())
-    except OSError:
-        return
-    for entry in entries:
-        if entry.name in SKIPPED or entry.name.startswith(("config-", "_sysconfigdata")):
-            continue
-        if entry.suffix == ".py":
-            yield entry
-        elif entry.is_dir():
-            yield from python_files(entry)
+def python_files(root: Path) -> Iterator[Path]:
+    for folder, folders, names in os.walk(root, followlinks=True):
+        folders[:] = [name for name in folders if name not in SKIPPED and not name.startswith("config-")]
+        for name in names:
+            if name.endswith(".py") and not name.startswith("_sysconfigdata"):
+                yield Path(folder, name)
 
 
 def _request_and_answer(node: ast.FunctionDef, lines: list[str]) -> tuple[str, str] | None:

@@ -147,11 +147,10 @@ class Stream:
     def _compare(self, ends: list[tuple[int, str]], position: int, expected: str) -> None:
         """Raise if the blocks up to sample `position` of a pass are not those of `expected`."""
         if next(digest for end, digest in ends if end >= position) != expected:
-            mistake = (
+            raise RecipeError(
                 "data.train: the stream is not what the checkpoint was made with: the samples before number"
                 f" {position} of a pass differ. Resume with the same rows, or start over (run.resume: never)"
             )
-            raise RecipeError([mistake])
 
     def _count(self, block: TokenSet, num_dropped: Counter[str]) -> None:
         assert block.row_lengths is not None
@@ -162,7 +161,7 @@ class Stream:
     def _blocks(self, bad_rows: BadRows) -> Iterator[tuple[TokenSet, Counter[str]]]:
         """One pass over the sources: blocks, and the rows dropped up to the end of each."""
         data = self.data
-        for parts in row_blocks(data.train, data.shuffle_rows, data.on_bad_row, self.objective, bad_rows):
+        for parts in row_blocks(data, self.objective, bad_rows):
             block = tokenize(
                 parts,
                 self.tokenizer,

@@ -21,12 +21,14 @@ import xxhash
 
 from cookbook.config import plugins, registry
 from cookbook.config.objectives import Objective, TooLong
+from cookbook.config.recipe import DataSection
 from cookbook.config.row_kinds import BadRow, kinds
 from cookbook.system import lock, signals
 from cookbook.system.files import RecipeError
 from cookbook.system.machine import num_cores
+from cookbook.system.records import seal_of
 from cookbook.training.data.encode import encode
-from cookbook.training.data.rows import BadRows, OnBadRow, Rows
+from cookbook.training.data.rows import BadRows, Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -337,13 +339,11 @@ def _piece(ids: list[int], labels: list[int]) -> TokenArrays:
 def cached_tokens(
     parts: Sequence[Rows],
     tokenizer: "PreTrainedTokenizerBase",
+    data: DataSection,
+    objective: Objective,
     *,
     cache: Path,
-    max_length: int,
-    objective: Objective,
-    on_bad_row: OnBadRow,
     place: str,
-    too_long: TooLong | None = None,
 ) -> tuple[TokenSet, dict[str, int]]:
     """The token set, and the number of rows dropped by reason; cached, and read from there as memory maps.
 
@@ -357,11 +357,11 @@ def cached_tokens(
         "format": FORMAT_VERSION,
         "rows": [rows.fingerprint for rows in parts],
         "tokenizer": tokenizer_fingerprint(tokenizer),
-        "max_length": max_length,
+        "max_length": data.max_length,
         "objective": objective.name,
         "train_on": objective.labels,
-        "on_bad_row": on_bad_row,
-        "too_long": objective.long_rows(too_long),
+        "on_bad_row": data.on_bad_row,
+        "too_long": objective.long_rows(data.too_long),
     }
     if files := registry.plugin_files():
         made_from["plugins"] = plugins.digest(files)
@@ -374,11 +374,11 @@ def cached_tokens(
             return found
         bad_rows = BadRows()
         tokens = tokenize(
-            parts, tokenizer, max_length=max_length, too_long=too_long, objective=objective, bad_rows=bad_rows
+            parts, tokenizer, max_length=data.max_length, too_long=data.too_long, objective=objective, bad_rows=bad_rows
         )
-        bad_rows.stop_if(on_bad_row)
+        bad_rows.stop_if(data.on_bad_row)
         if tokens is None:
-            why = bad_rows.mistakes() or [f"All rows are longer than data.max_length {max_length}; raise it"]
+            why = bad_rows.mistakes() or [f"All rows are longer than data.max_length {data.max_length}; raise it"]
             raise RecipeError([f"{place}: no row left to train on", *why])
         num_dropped = dict(bad_rows.num_by_reason)
         try:
@@ -414,20 +414,16 @@ def _save(folder: Path, tokens: TokenSet, meta: dict[str, Any]) -> None:
     for name in (*ARRAYS, *OPTIONAL_ARRAYS):
         if (array := getattr(tokens, name)) is not None:
             np.save(unfinished / f"{name}.npy", array)
-            digests[name] = _digest(array)
+            digests[name] = digest_of(array)
     meta |= {name: getattr(tokens, name) for name in (*META_FIELDS, "fingerprint")} | {"digests": digests}
-    meta["seal"] = _seal(meta)
+    meta["seal"] = seal_of(meta)
     (unfinished / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
     unfinished.rename(folder)
 
 
-def _digest(array: np.ndarray) -> str:
+def digest_of(array: np.ndarray) -> str:
+    """XXH3 of its elements, 128 bits."""
     return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data)
-
-
-def _seal(meta: dict[str, Any]) -> str:
-    rest = {key: value for key, value in meta.items() if key != "seal"}
-    return xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True).encode())
 
 
 def _load(folder: Path, made_from: dict[str, Any]) -> tuple[TokenSet, dict[str, int]] | None:
@@ -435,10 +431,10 @@ def _load(folder: Path, made_from: dict[str, Any]) -> tuple[TokenSet, dict[str, 
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         fields = {name: meta[name] for name in META_FIELDS} | {"part_sizes": tuple(meta["part_sizes"])}
-        if meta["made_from"] != made_from or meta["seal"] != _seal(meta):
+        if meta["made_from"] != made_from or meta["seal"] != seal_of(meta):
             return None
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in meta["digests"]}
-        if any(_digest(array) != meta["digests"][name] for name, array in arrays.items()):
+        if any(digest_of(array) != meta["digests"][name] for name, array in arrays.items()):
             return None
         tokens = TokenSet(**arrays, **fields)
         vars(tokens)["fingerprint"] = meta["fingerprint"]  # what the cached property would compute, in 15 times as long

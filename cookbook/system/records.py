@@ -1,0 +1,73 @@
+"""JSON files that one process writes while others read them, or that a crash may cut."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+
+def replace_file(path: Path, text: str, *, flush: bool = False) -> None:
+    """Write a small file atomically.
+
+    Args:
+        flush: also wait until it is on the disk.
+
+    Raises:
+        OSError: it could not be written, and is as it was.
+    """
+    build = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with build.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if flush:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(build, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            build.unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty if it is missing or damaged."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_lines(path: Path, number: str = "step") -> list[dict[str, Any]]:
+    """`parse_lines` of a file; none if it is missing."""
+    try:
+        return parse_lines(path.read_bytes().splitlines(), number)
+    except OSError:
+        return []
+
+
+def parse_lines(lines: Iterable[bytes], number: str = "step") -> list[dict[str, Any]]:
+    """The objects of JSON lines; one that is not whole, as the last of a running run may be, is left out.
+
+    Args:
+        number: what every line must have.
+    """
+    found = []
+    for line in lines:
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict) and isinstance(value.get(number), int | float):
+            found.append(value)
+    return found
+
+
+def seal_of(record: dict[str, Any]) -> str:
+    """XXH3 with 128 bits of a record without its own `seal`: against damage, not against forgery."""
+    text = json.dumps({key: value for key, value in record.items() if key != "seal"}, sort_keys=True)
+    return xxhash.xxh3_128_hexdigest(text.encode())
