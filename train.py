@@ -199,6 +199,9 @@ def loop(run: "Run", services: "Services") -> str | None:
         if step == 0 or is_last or is_due(step, settings.eval_every_steps):
             with phase("evaluation"):
                 reason = reason or evaluate(run, services)
+        if settings.sample_every_steps and (step == 0 or is_last or is_due(step, settings.sample_every_steps)):
+            with phase("evaluation"):
+                reason = reason or sample(run, services)
         evaluated = time.perf_counter()
         is_first_save = step == 1 and settings.save_first_step
         if is_last or is_time_to_save or is_due(step, settings.save_every_steps) or is_first_save:
@@ -303,6 +306,20 @@ def evaluate(run: "Run", services: "Services") -> str | None:
     for line in lines:
         services.log.write(line)
     progress.is_evaluated, progress.eval_loss = True, lines[0]["eval_loss"] if lines else None
+    return None
+
+
+def sample(run: "Run", services: "Services") -> str | None:
+    """Continue held-out prompts, unless that was done after this step. Returns a reason to stop."""
+    from cookbook.commands import samples
+
+    if run.progress.is_sampled:
+        return None
+    found = samples.continuations(run, lambda: stop_reason(run.engine))
+    if isinstance(found, str):
+        return found
+    services.log.samples(found)
+    run.progress.is_sampled = True
     return None
 
 

@@ -79,6 +79,8 @@ class Progress:
     """Steps skipped because loss or gradient was not finite."""
     is_evaluated: bool = False
     """Whether the evaluation after this step is done."""
+    is_sampled: bool = False
+    """Whether the continuations after this step are written."""
     eval_loss: float | None = None
     """Loss on the first evaluation set after this step."""
     stream_digest: str | None = None
@@ -90,7 +92,7 @@ class Progress:
         self.num_samples += batch.num_samples
         self.stream_digest = batch.stream_digest
         self.num_skipped += is_skipped
-        self.is_evaluated, self.eval_loss = False, None
+        self.is_evaluated, self.is_sampled, self.eval_loss = False, False, None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +111,7 @@ class Run:
     progress: Progress
     steps: Ahead[batches.StepBatch]
     """The remaining steps."""
+    layout: batches.Layout
     eval_sets: dict[str, Callable[[], Iterable[Batch]]]
     """By name; each call iterates over a set once."""
 
@@ -297,7 +300,7 @@ def make_run(
             cache=cache,
             all_true=engine.collectives.all_true,
             compute=lambda tokens: engine.collect(
-                sequence_logps, batches.indexed_batches(tokens, layout), len(tokens.lengths)
+                sequence_logps, batches.indexed_batches(tokens, layout), len(tokens.lengths), what="reference"
             ),
         )
     # After the reference, which the untrained model computes.
@@ -323,6 +326,7 @@ def make_run(
         checkpoint=checkpoint,
         progress=progress,
         steps=Ahead(islice(steps, inputs.max_steps - progress.step)),
+        layout=layout,
         eval_sets={name: partial(batches.eval_batches, tokens, layout) for name, tokens in data.eval.items()},
     )
 
@@ -345,6 +349,7 @@ def start_services(run: Run, failed_after: list[int], notes: list[str], watch: W
         max_steps=run.inputs.max_steps,
         resumed_step=run.progress.step if is_own else None,
         is_evaluated=run.progress.is_evaluated,
+        is_sampled=run.progress.is_sampled,
         log_every_steps=run.recipe.run.log_every_steps,
     )
     log.write_text("recipe.yaml", dump_recipe(run.recipe))

@@ -29,6 +29,8 @@ QUIET = {
     "run.resume": "never",
     "run.check_export": "false",
     "run.eval_every_steps": "null",
+    "run.sample_every_steps": "null",
+    "run.sample_tokens": "null",
     "run.save_every_steps": "null",
     "run.save_every_minutes": "null",
     "run.save_first_step": "false",

@@ -363,7 +363,12 @@ class Engine:
 
     @torch.no_grad()
     def collect(
-        self, function: Callable[[Any, Batch], torch.Tensor], batches: Iterable[tuple[Batch, torch.Tensor]], size: int
+        self,
+        function: Callable[[Any, Batch], torch.Tensor],
+        batches: Iterable[tuple[Batch, torch.Tensor]],
+        size: int,
+        *,
+        what: str,
     ) -> np.ndarray:
         """Evaluate a function on every sequence; all values on every rank, float64 [size].
 
@@ -371,11 +376,12 @@ class Engine:
             function: from the model and a batch to a value for each of its sequences.
             batches: with the indices of their sequences; each sequence once over all data-parallel ranks, and the same
                 number of batches on every rank.
+            what: names the batches to the watchdog.
         """
         self.model.eval()
         values = torch.zeros(size, dtype=torch.float64, device=self.device)
         for start, group in _in_groups(batches):
-            begin = partial(self._begin_reference_batch, start)
+            begin = partial(self._begin_batch_of, what, start)
             results = self._forwards(function, [batch for batch, _ in group], begin)
             for (_, indices), found in zip(group, results, strict=True):
                 values[self._on_device(indices)] = found.double()
@@ -394,8 +400,8 @@ class Engine:
         self.beat(f"evaluation batch {start + i + 1}", self.current_step)
         faults.at("eval.batch", self.current_step)
 
-    def _begin_reference_batch(self, start: int, i: int) -> None:
-        self.beat(f"reference batch {start + i + 1}", self.current_step)
+    def _begin_batch_of(self, what: str, start: int, i: int) -> None:
+        self.beat(f"{what} batch {start + i + 1}", self.current_step)
 
     def _end_evaluation(self) -> None:
         """Return to training mode. FSDP must reshard here: it keeps gathered weights for a backward that never comes,
