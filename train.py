@@ -241,6 +241,7 @@ def train_step(
     """
     from cookbook.config.optim.groups import set_learning_rate
     from cookbook.training import metrics
+    from cookbook.training.engine import in_words
 
     recipe, engine, progress = run.recipe, run.engine, run.progress
     peak = schedule.peak_learning_rate(recipe.optim, recipe.schedule, recipe.batch.global_batch_size)
@@ -250,6 +251,9 @@ def train_step(
     objective = recipe.objective
     count = batch.num_targets if objective.mean_over == "tokens" else batch.num_samples
     shares = engine.gradients(objective.compute, batch.micro_batches, count)
+    if unreached := engine.unreached():
+        what = f"{len(unreached)} trained parameters get no gradient and stay as they are"
+        services.log.say(f"{what}: {in_words(unreached)}", "bold red")
     scale = None if engine.loss_scale is None else engine.loss_scale.scale
     is_due_by_time = services.saver.is_time(recipe.run.save_every_minutes)
     result = engine.step(shares, metrics.peak_memory_gib(engine.device), stop_vote(), is_due_by_time)
