@@ -165,7 +165,7 @@ def train(
     watching.enter("opening the logs")
     services = stages.start_services(run, failed_after, notes, watching)
     watching.enter("training")
-    with run.steps:
+    with run.steps, services.memory_history:
         reason = loop(run, services)
     return finish(run, services) if reason is None else stop(run, services, reason)
 

@@ -36,7 +36,7 @@ from cookbook.system.machine import num_cores
 from cookbook.system.monitor import Monitor
 from cookbook.system.status import Status
 from cookbook.system.watch import Watch, put_away_report
-from cookbook.training import adapters, metrics, models, trackers
+from cookbook.training import adapters, memory_history, metrics, models, trackers
 from cookbook.training.checkpoint import resume
 from cookbook.training.checkpoint.folder import Checkpoint
 from cookbook.training.checkpoint.saver import Saver
@@ -46,6 +46,7 @@ from cookbook.training.data.reference import with_reference
 from cookbook.training.data.sets import RowSets, TokenSets, tokenize_data
 from cookbook.training.data.tokens import TokenSet
 from cookbook.training.engine import Engine, engine_class, make_deterministic
+from cookbook.training.memory_history import MemoryHistory
 from cookbook.training.profiling import Profile
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ class Services:
     watch: Watch
     saver: Saver
     profile: Profile
+    memory_history: MemoryHistory
 
 
 def load_inputs(recipe: Recipe, rows: RowSets, *, cache: Path, notes: list[str]) -> Inputs:
@@ -255,6 +257,8 @@ def take_fingerprints(recipe: Recipe, inputs: Inputs, engine: Engine, *, cache: 
 
 def prepare_model(recipe: Recipe, inputs: Inputs, engine: Engine) -> None:
     """Load model and adapter, build the optimizer, and wrap them in the engine."""
+    if recipe.run.memory_snapshot:
+        memory_history.start()
     quantization = adapters.quantization_options(recipe.adapter, recipe.mixed_precision)
     model = models.load_model(
         inputs.folder,
@@ -395,6 +399,9 @@ def start_services(run: Run, failed_after: list[int], notes: list[str], watch: W
         watch=watch,
         saver=saver,
         profile=Profile(run.recipe.run.profile, run.output_dir, world.rank, engine.transformer(), log.say),
+        memory_history=MemoryHistory(
+            run.recipe.run.memory_snapshot, run.output_dir, world.rank, engine.device, log.say
+        ),
     )
 
 

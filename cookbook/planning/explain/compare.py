@@ -49,6 +49,7 @@ ONLY_THE_RUN = (
     "run.monitor",
     "run.check_ranks_every_steps",
     "run.profile",
+    "run.memory_snapshot",
 )
 """Keys of what is written and measured on the way."""
 EFFECTS = {
