@@ -8,6 +8,7 @@ DEV_STAMP := .venv/.installed-dev
 # RECIPE=... STRATEGY=... PROCESSES=... SIMULATE_GPUS=2 SET="a.b=c d.e=f" on the command line, as flags of `python -m cookbook`.
 STRATEGY_FLAG = $(if $(STRATEGY),--strategy $(STRATEGY))
 PROCESSES_FLAG = $(if $(PROCESSES),--processes $(PROCESSES))
+LOGS_FLAG = $(if $(RANK_LOGS),--rank-logs)
 SIMULATE_FLAG = $(if $(SIMULATE_GPUS),--simulate-gpus $(SIMULATE_GPUS))
 ON_FLAG = $(if $(ON),--on $(ON))
 SET_FLAGS = $(foreach assignment,$(SET),--set '$(assignment)')
@@ -30,9 +31,9 @@ quickstart: $(STAMP)  ## train a small model on this machine, with or without GP
 	@$(COOKBOOK) summary outputs/quickstart
 	@$(COOKBOOK) sample outputs/quickstart
 
-train: $(if $(RECIPE),$(STAMP))  ## RECIPE=recipes/mine.yaml [STRATEGY=fsdp2] [PROCESSES=2] [SIMULATE_GPUS=2] [SET="optim.learning_rate=1e-5 seed=7"]
+train: $(if $(RECIPE),$(STAMP))  ## RECIPE=recipes/mine.yaml [STRATEGY=fsdp2] [PROCESSES=2] [SIMULATE_GPUS=2] [RANK_LOGS=1] [SET="optim.learning_rate=1e-5 seed=7"]
 	@$(if $(RECIPE),,echo 'make train: write RECIPE=..., for example: make train RECIPE=recipes/quickstart.yaml' >&2; exit 2)
-	@$(COOKBOOK) launch $(RECIPE) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SIMULATE_FLAG) $(SET_FLAGS)
+	@$(COOKBOOK) launch $(RECIPE) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SIMULATE_FLAG) $(LOGS_FLAG) $(SET_FLAGS)
 
 finetune-7b: $(STAMP)  ## full fine-tuning of Qwen2.5-7B with ZeRO-3, or the hardware that it needs
 	@$(COOKBOOK) launch recipes/qwen25_7b/sft.yaml $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)

@@ -165,7 +165,7 @@ def train(
     watching.enter("opening the logs")
     services = stages.start_services(run, failed_after, notes, watching)
     watching.enter("training")
-    with run.steps:
+    with run.steps, services.memory_history:
         reason = loop(run, services)
     return finish(run, services) if reason is None else stop(run, services, reason)
 
@@ -199,6 +199,9 @@ def loop(run: "Run", services: "Services") -> str | None:
         if step == 0 or is_last or is_due(step, settings.eval_every_steps):
             with phase("evaluation"):
                 reason = reason or evaluate(run, services)
+        if settings.sample_every_steps and (step == 0 or is_last or is_due(step, settings.sample_every_steps)):
+            with phase("evaluation"):
+                reason = reason or sample(run, services)
         evaluated = time.perf_counter()
         is_first_save = step == 1 and settings.save_first_step
         if is_last or is_time_to_save or is_due(step, settings.save_every_steps) or is_first_save:
@@ -238,6 +241,7 @@ def train_step(
     """
     from cookbook.config.optim.groups import set_learning_rate
     from cookbook.training import metrics
+    from cookbook.training.engine import in_words
 
     recipe, engine, progress = run.recipe, run.engine, run.progress
     peak = schedule.peak_learning_rate(recipe.optim, recipe.schedule, recipe.batch.global_batch_size)
@@ -247,6 +251,9 @@ def train_step(
     objective = recipe.objective
     count = batch.num_targets if objective.mean_over == "tokens" else batch.num_samples
     shares = engine.gradients(objective.compute, batch.micro_batches, count)
+    if unreached := engine.unreached():
+        what = f"{len(unreached)} trained parameters get no gradient and stay as they are"
+        services.log.say(f"{what}: {in_words(unreached)}", "bold red")
     scale = None if engine.loss_scale is None else engine.loss_scale.scale
     is_due_by_time = services.saver.is_time(recipe.run.save_every_minutes)
     result = engine.step(shares, metrics.peak_memory_gib(engine.device), stop_vote(), is_due_by_time)
@@ -303,6 +310,20 @@ def evaluate(run: "Run", services: "Services") -> str | None:
     for line in lines:
         services.log.write(line)
     progress.is_evaluated, progress.eval_loss = True, lines[0]["eval_loss"] if lines else None
+    return None
+
+
+def sample(run: "Run", services: "Services") -> str | None:
+    """Continue held-out prompts, unless that was done after this step. Returns a reason to stop."""
+    from cookbook.commands import samples
+
+    if run.progress.is_sampled:
+        return None
+    found = samples.continuations(run, lambda: stop_reason(run.engine))
+    if isinstance(found, str):
+        return found
+    services.log.samples(found)
+    run.progress.is_sampled = True
     return None
 
 

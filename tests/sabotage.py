@@ -29,6 +29,22 @@ def mean_of_means() -> None:
     Engine.gradients = gradients
 
 
+def unused_module() -> None:
+    """The model has a layer that its forward does not use."""
+    import torch
+
+    from cookbook.training import models
+
+    right = models.load_model
+
+    def load_model(*arguments, **options):
+        model = right(*arguments, **options)
+        model.planted = torch.nn.LayerNorm(8)
+        return model
+
+    models.load_model = load_model
+
+
 def no_exchange_of_heads_and_tokens() -> None:
     """Under sequence parallel, attention sees this process's part of each row alone."""
     from cookbook.training.models import attention

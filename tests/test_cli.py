@@ -298,6 +298,7 @@ def test_launch_refuses_a_bad_recipe_in_a_moment_and_without_torch(tmp_path):
     [
         (["launch", "nowhere.yaml"], "nowhere.yaml: no such file"),
         (["launch", "--strategy", "zero33"], "did you mean zero3?"),
+        (["launch", "--strategy", "single", "--rank-logs"], "--rank-logs: one process runs, and its output is that of"),
         (["launch", "--processes", "0"], "--processes is 0; write a number above 0"),
         (["launch", "--processes", "5"], "recipes/quickstart.yaml: batch.global_batch_size is"),
         (["launch", "--set", "run.max_steps=soon"], "--set run.max_steps is 'soon'"),
@@ -312,23 +313,26 @@ def test_what_the_user_can_fix_ends_with_2_and_a_message(arguments, message, in_
     assert message in capsys.readouterr().err
 
 
-def test_launch_prints_the_accelerate_line_and_runs_it_without_an_activated_environment():
+def test_launch_prints_the_accelerate_line_and_runs_it_without_an_activated_environment(tmp_path):
     # PATH as in a fresh shell: accelerate is found beside the interpreter only.
     answer = cookbook(
         *("launch", "recipes/quickstart.yaml", "--strategy", "zero2", "--processes", "2"),
-        *("--set", "seed=7", "--set", "run.max_steps=300", "--dry-run"),
+        *("--set", "seed=7", "--set", f"run.output_dir={tmp_path / 'out'}", "--dry-run", "--rank-logs"),
         PATH="/usr/local/bin:/usr/bin:/bin",
     )
     assert answer.returncode == 0, answer.stderr
     lines = answer.stdout.splitlines()
-    assert lines[0] == (
-        "accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 --main_process_port 0 train.py"
-        " recipes/quickstart.yaml --set seed=7 --set run.max_steps=300 --dry-run"
+    (start,) = (tmp_path / "out.logs").iterdir()
+    assert lines[0].startswith(f"the output of each process: {start}/") and lines[1] == (
+        "accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 --main_process_port 0 --tee 3"
+        f" --log_dir {start} train.py recipes/quickstart.yaml --set seed=7 --set run.output_dir={tmp_path / 'out'}"
+        " --dry-run"
     )
-    # train.py's own line: the files reached it.
-    assert any(
-        line.startswith("recipes/quickstart.yaml: fine under accelerate_configs/zero2.yaml") for line in lines[1:]
-    )
+    # train.py's own line: the files reached it. Only rank 0 prints it, here and into its own file.
+    fine = "recipes/quickstart.yaml: fine under accelerate_configs/zero2.yaml"
+    assert any(line.startswith(f"[0] {fine}") for line in lines[2:])
+    written = {path.parent.name: path.read_text() for path in start.glob("*/attempt_0/*/stdout.log")}
+    assert written.keys() == {"0", "1"} and written["0"].startswith(fine) and not written["1"]
 
 
 def test_launch_takes_the_accelerate_beside_its_python_and_forwards_its_exit_code(tmp_path):

@@ -16,6 +16,7 @@ CLASHES = {
     "mixed_precision: fp16 without a GPU": (["mixed_precision=fp16"], "ddp", 0),
     "mixed_precision: fp16 with tensor parallel": (["mixed_precision=fp16"], "tp", 2),
     "mixed_precision: fp16 with pipeline parallel": (["mixed_precision=fp16"], "pp", 2),
+    "run.memory_snapshot without a real GPU": (["run.memory_snapshot=true"], "ddp", 0),
     "adapter.name: dora or qlora with tensor parallel": ([DORA], "tp", 0),
     "adapter with FSDP2 over tensor parallel": ([LORA], "fsdp2_tp", 0),
     "adapter.name: qlora with FSDP1": ([QLORA], "fsdp1", 0),

@@ -125,7 +125,7 @@ def history_of(*samples: dict[str, Any], cpu: dict[str, Any] | None = None) -> H
     cpu = {"busy_percent": 50, "memory_gib": 100, "memory_total_gib": 1000} | (cpu or {})
     gpus = [{"rank": rank, **MEASURED, **sample} for rank, sample in enumerate(samples)]
     lines = [{"time": 10.0 * i, "gpus": gpus, "cpu": cpu} for i in range(20)]
-    return History(folder=Path("x"), lines=[], events=[], record={}, settings={}, state="", monitor=lines)
+    return History(folder=Path("x"), lines=[], events=[], record={}, settings={}, state="", samples=[], monitor=lines)
 
 
 @pytest.mark.parametrize(

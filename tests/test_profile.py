@@ -166,7 +166,9 @@ def history_of(**of_each_step: float) -> History:
     lines = [line | {"step": step, "save_seconds": 0.0} | of_each_step for step in range(1, 11)]
     settings = {"batch.global_batch_size": 16, "batch.micro_batch_size": 8}
     record = {"strategy": {"processes": 2}}
-    return History(folder=Path("x"), lines=lines, events=[], record=record, settings=settings, state="", monitor=[])
+    return History(
+        folder=Path("x"), lines=lines, events=[], record=record, settings=settings, state="", samples=[], monitor=[]
+    )
 
 
 def profile_of(rank: int, communication: float, other: float) -> dict[str, Any]:

@@ -57,6 +57,8 @@ def write_run(folder: Path, *, num_steps: int = 40, rate: float = 2e-5) -> Path:
     recipe = {"model": {"name_or_path": HOSTILE}, "optim": {"learning_rate": rate, "eps": 1e-8}}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 41, "lo')
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    samples = [{"step": step, "sample": 0, "prompt": HOSTILE, "completion": f"{step} of it"} for step in range(20)]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
     (folder / "run.json").write_text(json.dumps(record))
     (folder / "status.json").write_text(json.dumps(status))
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
@@ -124,6 +126,8 @@ def test_the_page_of_a_run_has_every_number_and_loads_nothing(tmp_path: Path, ca
     assert text.count(HOSTILE) >= 5, "the name of a set, of a model, and of a checkpoint, and why it failed; as text"
     for words in ("strategy zero3, processes 8", "strategy fsdp2, processes 4", "skip", "save"):
         assert words in text
+    shown = [int(step) for step in re.findall(r"<td>(\d+) of it</td>", page.text)]
+    assert shown == [0, *range(9, 20)] and "samples.jsonl has 8 more" in text, "the first and the newest"
     assert re.findall(r"<td>((?:optim|model)\.[^<]+)</td><td>[^<]*</td><td>([^<]*)</td>", page.text) == [
         ("model.name_or_path", "recipe"),
         ("optim.learning_rate", "--set"),

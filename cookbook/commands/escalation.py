@@ -29,6 +29,8 @@ class Start:
     recipe: Recipe
     strategy: Strategy
     plan: Plan
+    logs: Path | None = None
+    """See `launch_command`."""
 
     @property
     def words(self) -> str:
@@ -40,7 +42,11 @@ class Start:
     def command(self) -> list[str]:
         """The `accelerate launch` line, for one machine."""
         return launch_command(
-            self.recipe_name, self.strategy, num_processes=self.plan.num_processes, assignments=self.assignments
+            self.recipe_name,
+            self.strategy,
+            num_processes=self.plan.num_processes,
+            assignments=self.assignments,
+            logs=self.logs,
         )
 
     def changed(self, strategy: Strategy, batch: BatchSection, *, resumes: bool) -> "Start":

@@ -13,6 +13,7 @@ from cookbook.system.records import read_json, read_lines
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
+SAMPLES = "samples.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,8 @@ class History:
     settings: dict[str, Any]
     """recipe.yaml by `section.key`."""
     state: str
+    samples: list[dict[str, Any]]
+    """Of samples.jsonl."""
     monitor: list[dict[str, Any]]
     """Of monitor.jsonl and those of other machines, in the order of time."""
 
@@ -59,6 +62,7 @@ def read_history(folder: Path) -> History:
         record=read_json(folder / "run.json"),
         settings=flatten(read_document(recipe).values) if recipe.is_file() else {},
         state=state_of(folder)[0],
+        samples=parse_lines(_bytes_of(folder / SAMPLES).splitlines()),
         monitor=_monitor(folder),
     )
     if not found.steps:

@@ -5,10 +5,12 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from io import TextIOWrapper
 from itertools import compress
 from pathlib import Path
+from socket import gethostname
 from typing import Annotated
 
 from typer import Argument, Option
@@ -51,6 +53,9 @@ def launch(
     machine: Annotated[int | None, Option(help="number of this one, from 0")] = None,
     first: Annotated[str | None, Option(metavar="ADDRESS", help="of machine 0, as the others reach it")] = None,
     port: Annotated[int | None, Option(help=f"free on machine 0; default: {hosts.PORT}")] = None,
+    rank_logs: Annotated[
+        bool, Option("--rank-logs", help="write each process's output to a file of its own too")
+    ] = False,
 ) -> int:
     """Train a recipe: check it, print the accelerate line, run it."""
     if simulate_gpus is not None:
@@ -65,6 +70,8 @@ def launch(
     mistakes += _misfits(found, recipe, loaded, count) + (
         hosts.set_interfaces(found.first, environment) if found.first else []
     )
+    if rank_logs and count == 1:
+        mistakes.append("--rank-logs: one process runs, and its output is that of this command; take it out")
     num_local = max(1, count // num_machines)
     try:
         planned = plan.make_plan(
@@ -74,21 +81,32 @@ def launch(
         mistakes += error.mistakes
     if mistakes:
         raise RecipeError(mistakes)
-    command = plan.launch_command(str(path), loaded, num_processes=count, assignments=assignments, hosts=found)
+    logs = rank_logs_folder(Path(recipe.run.output_dir)) if rank_logs else None
+    command = plan.launch_command(
+        str(path), loaded, num_processes=count, assignments=assignments, hosts=found, logs=logs
+    )
     if not dry_run and simulate_gpus is None and gpus * num_machines < gpus_needed(read_label(path), loaded.name):
         raise RecipeError([what_it_takes(path), f"To run it here all the same: {plan.show_command(command)}"])
     _check_rows(recipe)
     if dry_run:
         command.append("--dry-run")
+    if logs is not None:
+        environment.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
+        print(f"the output of each process: {logs}/*/attempt_*/RANK/stdout.log and stderr.log", flush=True)
     print(plan.show_command(command), flush=True)
     # torchrun would give each process one thread, whatever the machine has: too few on CPU, and for offloaded updates.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_local)))
     if dry_run or recipe.run.on_out_of_memory == "stop":
         return run_command(command, environment, Path(recipe.run.output_dir))
     start = escalation.Start(
-        recipe_name=str(path), assignments=assignments, recipe=recipe, strategy=loaded, plan=planned
+        recipe_name=str(path), assignments=assignments, recipe=recipe, strategy=loaded, plan=planned, logs=logs
     )
     return escalation.run(start, run_command, environment)
+
+
+def rank_logs_folder(output_dir: Path) -> Path:
+    """Of this start on this machine. Beside the folder of the run, which is renamed when another run begins there."""
+    return output_dir.with_name(f"{output_dir.name}.logs") / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{gethostname()}"
 
 
 def run_command(command: list[str], environment: dict[str, str], output_dir: Path) -> int:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from cookbook.commands import health
-from cookbook.commands.history import History
+from cookbook.commands.history import SAMPLES, History
 from cookbook.planning.explain.compare import effect_of
 from cookbook.system.files import flatten
 from cookbook.system.hardware import GIB
@@ -43,6 +43,8 @@ HARDWARE = {
 POSITIONS = ("step", "epoch", "num_tokens")
 MOST_POINTS = 2000
 """Of a curve: more than a page has pixels."""
+MOST_SAMPLES = 12
+"""Continuations of one prompt."""
 INKS = 8
 """Colours of lines; a ninth line has the first again."""
 STYLE = """\
@@ -98,10 +100,25 @@ def run_page(run: History, summary: Iterable[tuple[str, str]]) -> str:
         body.append('<p class="soft">Dotted: the run was started again. Red: a step was skipped.</p>')
     if run.monitor:
         body += ["<h2>Hardware</h2>", *_hardware(run)]
+    if run.samples:
+        body += ["<h2>Samples</h2>", _samples(run.samples)]
     body += ["<h2>Events</h2>", _table(("time", "step", "event", ""), _event_rows(run))]
     rows = [(key, _shown(value), _source(run, key)) for key, value in run.settings.items()]
     body += ["<h2>Settings</h2>", _table(("key", "value", "from"), rows)]
     return _page(f"Run {run.folder}", body)
+
+
+def _samples(lines: Sequence[dict[str, Any]]) -> str:
+    """Each prompt with its continuations: the first, and the newest."""
+    by_prompt: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        by_prompt.setdefault(str(line.get("prompt")), []).append(line)
+    rows = []
+    for prompt, of_prompt in by_prompt.items():
+        shown = of_prompt if len(of_prompt) <= MOST_SAMPLES else [of_prompt[0], *of_prompt[1 - MOST_SAMPLES :]]
+        rows += [(prompt, str(line["step"]), str(line.get("completion"))) for line in shown]
+    left_out = "" if len(rows) == len(lines) else f'<p class="soft">{SAMPLES} has {len(lines) - len(rows)} more.</p>'
+    return _table(("prompt", "step", "continuation"), rows) + left_out
 
 
 def _hardware(run: History) -> Iterator[str]:

@@ -36,7 +36,7 @@ from cookbook.system.machine import num_cores
 from cookbook.system.monitor import Monitor
 from cookbook.system.status import Status
 from cookbook.system.watch import Watch, put_away_report
-from cookbook.training import adapters, metrics, models, trackers
+from cookbook.training import adapters, memory_history, metrics, models, trackers
 from cookbook.training.checkpoint import resume
 from cookbook.training.checkpoint.folder import Checkpoint
 from cookbook.training.checkpoint.saver import Saver
@@ -46,6 +46,7 @@ from cookbook.training.data.reference import with_reference
 from cookbook.training.data.sets import RowSets, TokenSets, tokenize_data
 from cookbook.training.data.tokens import TokenSet
 from cookbook.training.engine import Engine, engine_class, make_deterministic
+from cookbook.training.memory_history import MemoryHistory
 from cookbook.training.profiling import Profile
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ class Progress:
     """Steps skipped because loss or gradient was not finite."""
     is_evaluated: bool = False
     """Whether the evaluation after this step is done."""
+    is_sampled: bool = False
+    """Whether the continuations after this step are written."""
     eval_loss: float | None = None
     """Loss on the first evaluation set after this step."""
     stream_digest: str | None = None
@@ -90,7 +93,7 @@ class Progress:
         self.num_samples += batch.num_samples
         self.stream_digest = batch.stream_digest
         self.num_skipped += is_skipped
-        self.is_evaluated, self.eval_loss = False, None
+        self.is_evaluated, self.is_sampled, self.eval_loss = False, False, None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +112,7 @@ class Run:
     progress: Progress
     steps: Ahead[batches.StepBatch]
     """The remaining steps."""
+    layout: batches.Layout
     eval_sets: dict[str, Callable[[], Iterable[Batch]]]
     """By name; each call iterates over a set once."""
 
@@ -142,6 +146,7 @@ class Services:
     watch: Watch
     saver: Saver
     profile: Profile
+    memory_history: MemoryHistory
 
 
 def load_inputs(recipe: Recipe, rows: RowSets, *, cache: Path, notes: list[str]) -> Inputs:
@@ -252,6 +257,8 @@ def take_fingerprints(recipe: Recipe, inputs: Inputs, engine: Engine, *, cache: 
 
 def prepare_model(recipe: Recipe, inputs: Inputs, engine: Engine) -> None:
     """Load model and adapter, build the optimizer, and wrap them in the engine."""
+    if recipe.run.memory_snapshot:
+        memory_history.start()
     quantization = adapters.quantization_options(recipe.adapter, recipe.mixed_precision)
     model = models.load_model(
         inputs.folder,
@@ -297,7 +304,7 @@ def make_run(
             cache=cache,
             all_true=engine.collectives.all_true,
             compute=lambda tokens: engine.collect(
-                sequence_logps, batches.indexed_batches(tokens, layout), len(tokens.lengths)
+                sequence_logps, batches.indexed_batches(tokens, layout), len(tokens.lengths), what="reference"
             ),
         )
     # After the reference, which the untrained model computes.
@@ -323,6 +330,7 @@ def make_run(
         checkpoint=checkpoint,
         progress=progress,
         steps=Ahead(islice(steps, inputs.max_steps - progress.step)),
+        layout=layout,
         eval_sets={name: partial(batches.eval_batches, tokens, layout) for name, tokens in data.eval.items()},
     )
 
@@ -345,6 +353,7 @@ def start_services(run: Run, failed_after: list[int], notes: list[str], watch: W
         max_steps=run.inputs.max_steps,
         resumed_step=run.progress.step if is_own else None,
         is_evaluated=run.progress.is_evaluated,
+        is_sampled=run.progress.is_sampled,
         log_every_steps=run.recipe.run.log_every_steps,
     )
     log.write_text("recipe.yaml", dump_recipe(run.recipe))
@@ -390,6 +399,9 @@ def start_services(run: Run, failed_after: list[int], notes: list[str], watch: W
         watch=watch,
         saver=saver,
         profile=Profile(run.recipe.run.profile, run.output_dir, world.rank, engine.transformer(), log.say),
+        memory_history=MemoryHistory(
+            run.recipe.run.memory_snapshot, run.output_dir, world.rank, engine.device, log.say
+        ),
     )
 
 

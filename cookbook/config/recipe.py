@@ -374,6 +374,11 @@ class RunSection(Section):
     """Optimizer steps, instead of num_epochs."""
     eval_every_steps: int | None = Field(default=None, gt=0)
     """Evaluate data.eval every N steps. Default: before the first step and at the end only."""
+    sample_every_steps: int | None = Field(default=None, gt=0)
+    """Before the first step, every N steps and at the end, continue the beginnings of the first four held-out samples,
+    taking the most probable token each time, into samples.jsonl. Default: never."""
+    sample_tokens: int | None = Field(default=None, gt=0)
+    """Maximum number of tokens of such a continuation. Default: 64."""
     output_dir: PathText = Field(default_factory=str)  # load_recipe fills it in
     """Folder for everything that a run writes; `.NAME.lock` next to it keeps a second run out. Default: outputs/ plus
     the names of recipe and strategy, as in outputs/llama31_8b-sft-zero3."""
@@ -421,6 +426,9 @@ class RunSection(Section):
     profile: ProfileSection | None = None
     """Steps to profile, as {steps: [10, 14], ranks: [0]}: a trace and where the time went, in profile/. These steps are
     slower. Default: none."""
+    memory_snapshot: bool = False
+    """Record every allocation on the GPUs from the loading of the model on, and write at the end, or when memory runs
+    out, what was there at the peak, into memory/. Slower."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
     """Experiment trackers that get the numbers of metrics.jsonl and these settings; needs
     `pip install -r requirements-trackers.txt`."""
@@ -428,6 +436,12 @@ class RunSection(Section):
     @model_validator(mode="after")
     def _one_length(self):
         _one_of(self, "num_epochs", "max_steps", UNSET)
+        return self
+
+    @model_validator(mode="after")
+    def _tokens_of_samples(self):
+        if self.sample_tokens is not None and self.sample_every_steps is None:
+            raise ValueError(f"sample_tokens {self.sample_tokens} would be ignored without sample_every_steps")
         return self
 
     def total_steps(self, steps_per_epoch: int | None) -> int:
@@ -610,9 +624,11 @@ def _check_across_keys(document: Document) -> Iterator[str]:
         if run.profile is not None and run.max_steps is not None and run.profile.steps[1] > run.max_steps:
             given = f"{place('run', 'profile', 'steps')} is {run.profile.steps}"
             yield f"{given}, but the run has {run.max_steps} steps; name earlier ones"
-        if run.eval_every_steps is not None and data is not None and not data.eval and not data.holdout:
-            given = f"{place('run', 'eval_every_steps')} is {run.eval_every_steps}"
-            yield f"{given}, but there is no data.eval; add it, or take this key out"
+        if data is not None and not data.eval and not data.holdout:
+            for key in ("eval_every_steps", "sample_every_steps"):
+                if (every := getattr(run, key)) is not None:
+                    given = f"{place('run', key)} is {every}"
+                    yield f"{given}, but there is no data.eval; add it, or take this key out"
 
 
 def _check_data(data: DataSection, run: RunSection | None, document: Document) -> Iterator[str]:

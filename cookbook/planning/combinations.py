@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from cookbook.config.recipe import Recipe
 from cookbook.config.registry import Refusal, known
 from cookbook.config.strategy import Strategy
+from cookbook.planning import simulated_gpus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,15 @@ OF_KEYS: tuple[Combination, ...] = (
         why="torch's GradScaler would skip a step on the stages whose own gradients are not finite, not on the others",
         seen="torch 2.13",
         way_out="mixed_precision: bf16",
+    ),
+    Combination(
+        what="run.memory_snapshot without a real GPU",
+        clashes=lambda recipe, strategy, num_gpus: (
+            recipe.run.memory_snapshot and (not num_gpus or simulated_gpus.is_active())
+        ),
+        why="torch records the allocations of its CUDA allocator only, which simulated GPUs do not have",
+        seen="torch 2.13",
+        way_out="run.memory_snapshot: false, or a machine with GPUs",
     ),
     Combination(
         what="adapter.name: dora or qlora with tensor parallel",

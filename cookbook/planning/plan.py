@@ -186,12 +186,19 @@ def _impossible_split(recipe: Recipe, data_parallel_size: int, num_processes: in
 
 
 def launch_command(
-    recipe: str, strategy: Strategy, *, num_processes: int, assignments: list[str], hosts: Hosts | None = None
+    recipe: str,
+    strategy: Strategy,
+    *,
+    num_processes: int,
+    assignments: list[str],
+    hosts: Hosts | None = None,
+    logs: Path | None = None,
 ) -> list[str]:
     """The `accelerate launch` line of a run, as an argument list.
 
     Args:
         hosts: None: those of the strategy file.
+        logs: folder in which torchrun writes the output of each process to files of its own.
     """
     command = ["accelerate", "launch", "--config_file", strategy.path, "--num_processes", str(num_processes)]
     if hosts is not None and hosts.count > 1:
@@ -199,6 +206,8 @@ def launch_command(
         command += ["--main_process_ip", hosts.first, "--main_process_port", str(hosts.port)]
     elif num_processes > 1 and strategy.num_machines == 1 and strategy.main_process_port is None:
         command += ["--main_process_port", "0"]  # a free port, so that several runs share a machine
+    if logs is not None:
+        command += ["--tee", "3", "--log_dir", str(logs)]  # 3: stdout and stderr
     command += [program(), recipe]
     for assignment in assignments:
         command += ["--set", assignment]

@@ -31,6 +31,11 @@ SPEEDS = ("step_seconds", "tokens_per_second", "mfu", "data_seconds", "eval_seco
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "peft", "tokenizers", "numpy")
 
 
+SAMPLES = "samples.jsonl"
+SHOWN = 60
+"""Characters of a prompt's end and of its continuation that the screen shows."""
+
+
 def peak_memory_gib(device: torch.device) -> float:
     """Peak memory of this process so far: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
@@ -94,7 +99,7 @@ def _truncate_lines(path: Path, last: tuple[int, bool]) -> str | None:
         if lines:
             os.truncate(path, len(kept))  # works on a full disk too
         return None
-    build, damaged = path.with_suffix(".tmp"), path.with_name("metrics.damaged.jsonl")
+    build, damaged = path.with_suffix(".tmp"), path.with_name(f"{path.stem}.damaged.jsonl")
     build.write_bytes(kept)
     path.replace(damaged)
     build.replace(path)
@@ -154,6 +159,10 @@ class _Lines:
         self._file.close()
 
 
+def _in_one_line(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
 class Follower(Protocol):
     """Gets the lines of metrics.jsonl; neither call may raise."""
 
@@ -173,6 +182,7 @@ class RunLog:
         max_steps: int,
         resumed_step: int | None = None,
         is_evaluated: bool = True,
+        is_sampled: bool = True,
         log_every_steps: int = 1,
     ) -> None:
         """Set an earlier run aside, or continue its log.
@@ -180,6 +190,7 @@ class RunLog:
         Args:
             resumed_step: step of the checkpoint in `folder` that this run resumes from; later lines are removed.
             is_evaluated: False if the evaluation after that step runs again, so that its lines are removed too.
+            is_sampled: likewise of the continuations.
             log_every_steps: see `RunSection`.
         """
         self.folder, self.is_main = folder, is_main
@@ -189,12 +200,16 @@ class RunLog:
             return
         earlier = set_aside(folder) if resumed_step is None else None
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "metrics.jsonl"
-        damage = _truncate_lines(path, (resumed_step, is_evaluated)) if resumed_step is not None else None
+        path, samples = folder / "metrics.jsonl", folder / SAMPLES
+        damages: list[str | None] = []
+        if resumed_step is not None:
+            damages.append(_truncate_lines(path, (resumed_step, is_evaluated)))
+            damages.append(_truncate_lines(samples, (resumed_step if is_sampled else resumed_step - 1, True)))
         self._texts: dict[str, str] = {}
         self.screen = Screen(max_steps=max_steps, first_step=resumed_step or 0, every=log_every_steps)
         self._lines = _Lines(path, "w" if resumed_step is None else "a", self.say)
-        if damage is not None:
+        self._samples: _Lines | None = None
+        for damage in filter(None, damages):
             self.say(damage)
         if earlier is not None:
             self.say(f"{folder} held an earlier run, which was moved to {earlier}")
@@ -217,6 +232,16 @@ class RunLog:
             name = f"{line['eval_set']}: " if "eval_set" in line else ""
             text = f"held-out loss {line['eval_loss']:.4f} ({line['eval_num_tokens']} tokens)"
             self.say(f"step {line['step']}: {name}{text}", "bold green")
+
+    def samples(self, lines: list[dict[str, Any]]) -> None:
+        """Append continuations to samples.jsonl, and show them."""
+        if not self.is_main:
+            return
+        self._samples = self._samples or _Lines(self.folder / SAMPLES, "a", self.say)
+        self._samples.append("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        for line in lines:
+            shown = (_in_one_line(line["prompt"][-SHOWN:]), _in_one_line(line["completion"][:SHOWN]))
+            self.say(f"step {line['step']}: sample {line['sample']}: ...{shown[0]} -> {shown[1]}")
 
     def event(self, what: str, step: int, **details: Any) -> None:
         """Append to events.jsonl, which keeps the events of all starts; from any thread. A full disk loses one."""
@@ -258,6 +283,8 @@ class RunLog:
         self.end_monitor()
         if self.is_main:
             self._lines.close()
+            if self._samples is not None:
+                self._samples.close()
             self._write_texts(is_new=True)
             for follower in self.followers:
                 follower.close()

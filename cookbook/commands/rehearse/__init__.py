@@ -181,7 +181,11 @@ def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
         notes.missing.append("mixed_precision fp16, which needs a GPU; rehearsed in float32")
     run = values["run"]
     run.pop("num_epochs", None)
-    for key in ("trackers", "profile"):  # a rehearsal is no experiment, and ends before most steps that are profiled
+    for key in (
+        "trackers",
+        "profile",
+        "memory_snapshot",
+    ):  # a rehearsal is no experiment, and ends before most profiled steps
         run.pop(key, None)
     run |= {"max_steps": NUM_STEPS, "output_dir": str(rehearsal.folder / "out")}
     run["eval_every_steps"] = 2

@@ -48,6 +48,14 @@ def sums_by_sequence(values: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, 
     return zeros.index_add(0, owner, values.double()), zeros.index_add(0, owner, torch.ones_like(values).double())
 
 
+def next_tokens(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """The most probable token at the target of each sequence, int64 (S,), of which a sequence has one at most; 0 where
+    it has none, as on the ranks that see other parts of it. Collective.
+    """
+    found = model(**{name: batch[name] for name in INPUTS if name in batch and name != "targets"})
+    return found.new_zeros(batch["num_sequences"]).index_copy(0, batch["target_sequences"], found)
+
+
 def sequence_logps(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Log-probability of the targets of each sequence, float64 (S,)."""
     return sums_by_sequence(-negative_log_likelihood(model, batch), batch)[0]

@@ -29,6 +29,8 @@ ONLY_ROUNDING = ("model.compile", "model.liger_kernels", "run.deterministic")
 ONLY_THE_RUN = (
     "data.eval",
     "run.eval_every_steps",
+    "run.sample_every_steps",
+    "run.sample_tokens",
     "run.output_dir",
     "run.save_every_steps",
     "run.save_every_minutes",
@@ -47,6 +49,7 @@ ONLY_THE_RUN = (
     "run.monitor",
     "run.check_ranks_every_steps",
     "run.profile",
+    "run.memory_snapshot",
 )
 """Keys of what is written and measured on the way."""
 EFFECTS = {

@@ -5,7 +5,7 @@ file of a family what it does differently; nothing outside these files asks whic
 """
 
 from cookbook.config.strategy import Kind, Strategy
-from cookbook.training.engine.base import Engine, StepResult
+from cookbook.training.engine.base import Engine, StepResult, in_words
 from cookbook.training.engine.ddp import Ddp, Single
 from cookbook.training.engine.fsdp1 import Fsdp1
 from cookbook.training.engine.fsdp2 import Fsdp2
@@ -14,7 +14,7 @@ from cookbook.training.engine.start import make_deterministic
 from cookbook.training.engine.tensor_parallel import ShardedTensorParallel, TensorParallel
 from cookbook.training.engine.zero import Zero, build_ops
 
-__all__ = ["Engine", "StepResult", "build_ops", "engine_class", "make_deterministic"]
+__all__ = ["Engine", "StepResult", "build_ops", "engine_class", "in_words", "make_deterministic"]
 
 FAMILIES: dict[Kind, type[Engine]] = {
     "single": Single,

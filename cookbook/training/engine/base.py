@@ -5,6 +5,7 @@ in plain torch.
 """
 
 import contextlib
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from cookbook.training.engine.loss_scale import LossScale, grad_scaler
 from cookbook.training.engine.norm import clip, square_sum
 from cookbook.training.engine.start import prepare_process
 
+MOST_NAMED = 10
 EVALUATION_BATCHES = 8
 """Batches between two checks for a stop request: an evaluation may take longer than a scheduler waits."""
 
@@ -58,8 +60,8 @@ class Engine:
 
     A family overrides, where it differs: `_start`, `load_options`, `frozen_dtype` and `_wrap`; `_accumulate`, or only
     `_synchronise` and `_backward`; `_update`, or only `_num_shards` and `_clear_gradients`; `_forward`, `_forwards`,
-    `_end_evaluation`; `held_pieces`, or only `_ranks_with`; `_finish_restore`, `base_optimizer`, `_scaler_class` and
-    `_apply_loss_scale`; `_findings`; `close`.
+    `_end_evaluation`; `unreached`, or only `_is_reached`; `held_pieces`, or only `_ranks_with`; `_finish_restore`,
+    `base_optimizer`, `_scaler_class` and `_apply_loss_scale`; `_findings`; `close`.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Engine:
             self.sequence_mesh = DeviceMesh.from_group(groups[self.data_parallel_rank], self.device.type)
         self.current_step = 0
         self._losses: list[torch.Tensor] = []
+        self._are_reached = False
         self.beat: Callable[[str, int], None] = lambda doing, step: None
         """Heartbeat for the watchdog: called with the work that begins, and its step."""
         # Any: DDP, FSDP and DeepSpeed each wrap the model in a class of their own.
@@ -274,6 +277,31 @@ class Engine:
         """Indices of this rank's micro-batches of the last step whose loss is not finite."""
         return [i for i, loss in enumerate(self._losses) if not torch.isfinite(loss)]
 
+    def unreached(self) -> list[str]:
+        """Trained parameters that no rank's loss depends on, so that they would not change. Only the first call looks.
+
+        To be called after the first step's `gradients`.
+
+        Raises:
+            RecipeError: on every rank, after the process group has ended, where the strategy cannot train then.
+        """
+        if self._are_reached:
+            return []
+        self._are_reached = True
+        mine = {name for name, parameter in self.trained_parameters() if not self._is_reached(parameter)}
+        candidates = self._of_any_rank(mine)
+        if not candidates:
+            return []
+        # A rank may hold no part of a parameter that others have a gradient for.
+        held = {name for name, _ in self.trained_parameters()}
+        return sorted(candidates - self._of_any_rank(candidates & held - mine))
+
+    def _is_reached(self, parameter: torch.nn.Parameter) -> bool:
+        return parameter.grad is not None
+
+    def _of_any_rank(self, names: set[str]) -> set[str]:
+        return {name for text in self.collectives.gather_texts(json.dumps(sorted(names))) for name in json.loads(text)}
+
     def begin_step(self, number: int, seed: int) -> None:
         """Seed dropout from step and rank alone, so that a checkpoint needs no random state; alike in a tensor-parallel
         group.
@@ -363,7 +391,12 @@ class Engine:
 
     @torch.no_grad()
     def collect(
-        self, function: Callable[[Any, Batch], torch.Tensor], batches: Iterable[tuple[Batch, torch.Tensor]], size: int
+        self,
+        function: Callable[[Any, Batch], torch.Tensor],
+        batches: Iterable[tuple[Batch, torch.Tensor]],
+        size: int,
+        *,
+        what: str,
     ) -> np.ndarray:
         """Evaluate a function on every sequence; all values on every rank, float64 [size].
 
@@ -371,11 +404,12 @@ class Engine:
             function: from the model and a batch to a value for each of its sequences.
             batches: with the indices of their sequences; each sequence once over all data-parallel ranks, and the same
                 number of batches on every rank.
+            what: names the batches to the watchdog.
         """
         self.model.eval()
         values = torch.zeros(size, dtype=torch.float64, device=self.device)
         for start, group in _in_groups(batches):
-            begin = partial(self._begin_reference_batch, start)
+            begin = partial(self._begin_batch_of, what, start)
             results = self._forwards(function, [batch for batch, _ in group], begin)
             for (_, indices), found in zip(group, results, strict=True):
                 values[self._on_device(indices)] = found.double()
@@ -394,8 +428,8 @@ class Engine:
         self.beat(f"evaluation batch {start + i + 1}", self.current_step)
         faults.at("eval.batch", self.current_step)
 
-    def _begin_reference_batch(self, start: int, i: int) -> None:
-        self.beat(f"reference batch {start + i + 1}", self.current_step)
+    def _begin_batch_of(self, what: str, start: int, i: int) -> None:
+        self.beat(f"{what} batch {start + i + 1}", self.current_step)
 
     def _end_evaluation(self) -> None:
         """Return to training mode. FSDP must reshard here: it keeps gathered weights for a backward that never comes,
@@ -533,6 +567,12 @@ def _add(totals: dict[str, torch.Tensor], outcome: LossOutput) -> None:
     """Add loss and metrics of a micro-batch, in float64 on the device."""
     for name, value in {"loss": outcome.loss_sum.detach(), **outcome.metrics}.items():
         totals[name] = totals.get(name, 0) + value.double()
+
+
+def in_words(names: list[str]) -> str:
+    """The first of many names."""
+    rest = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f", and {rest} more" if rest > 0 else "")
 
 
 def num_elements(parameter: torch.nn.Parameter) -> int:

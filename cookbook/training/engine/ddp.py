@@ -7,7 +7,8 @@ from typing import Any
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch.nn.parallel import DistributedDataParallel
 
-from cookbook.training.engine.base import Engine
+from cookbook.system.files import RecipeError
+from cookbook.training.engine.base import Engine, in_words
 from cookbook.training.engine.findings import Comparison, is_sharded
 from cookbook.training.engine.start import start_processes
 
@@ -31,6 +32,17 @@ class Ddp(Engine):
 
     def _synchronise(self, last: bool) -> contextlib.AbstractContextManager:
         return self.model.no_sync() if self._is_wrapped and not last else contextlib.nullcontext()
+
+    def unreached(self) -> list[str]:
+        """DDP reduces a bucket when all its gradients have come. Those beside a parameter that gets none stay as each
+        rank has them, and torch raises only in the next step, without names.
+        """
+        found = super().unreached()
+        if found and self._is_wrapped:
+            self.close()
+            what = f"{len(found)} trained parameters get no gradient, and DDP waits for them: {in_words(found)}"
+            raise RecipeError([f"{self.strategy.path}: {what}; take fsdp2 or zero2, or take them out of the model"])
+        return found
 
     def _clear_gradients(self) -> None:
         # Gradients are views of DDP's buckets. Set to None, all but the last micro-batch would allocate copies of them.

@@ -185,7 +185,7 @@ class _Stage(torch.nn.Module):
             if self.engine._is_last:
                 return found
             sent.append(found.flatten(0, 1).to(self.message.dtype))
-            return found.new_zeros(len(inputs["targets"]), dtype=torch.float32)
+            return found.new_zeros(len(inputs["target_positions"]), dtype=torch.float32)
 
         self.results.append(self.engine._forward(lambda _, batch: self.function(model, batch), self.batches[i]))
         if sent:

@@ -92,6 +92,7 @@ class Zero(Engine):
         self.deepspeed_config = config
         self.swap_folders = separate_swap(config, self.run_name)
         self._swap_seen = not self.swap_folders
+        self._hooks: list[Any] = []
         if on_cpu:
             # A shared-memory collective that takes 80 s to compile at first use; gloo does as well.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -114,7 +115,19 @@ class Zero(Engine):
         wrapped = super()._wrap(model, optimizer)
         if self.loss_scale is not None:
             wrapped[0].optimizer.loss_scaler = _ruled_scaler(self.loss_scale)
+        self._with_gradient: set[torch.Tensor] = set()
+        for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._with_gradient.add))
         return wrapped
+
+    def unreached(self) -> list[str]:
+        found = super().unreached()
+        while self._hooks:
+            self._hooks.pop().remove()
+        return found
+
+    def _is_reached(self, parameter: torch.nn.Parameter) -> bool:
+        return parameter in self._with_gradient  # DeepSpeed takes a gradient away as soon as it has come
 
     def _synchronise(self, last: bool) -> contextlib.AbstractContextManager:
         # The last step of an epoch may have fewer micro-batches than gradient_accumulation_steps.

@@ -124,7 +124,8 @@ def _add_product(
 
 
 def add_loss(model: PreTrainedModel, sequence_mesh: DeviceMesh | None = None) -> None:
-    """Make `model(...)` return the negative log-likelihoods of the targets, (L,) float32, in their order.
+    """Make `model(...)` return the negative log-likelihoods of the targets, (L,) float32, in their order; without
+    `targets`, the most probable token at each of `target_positions`, (L,) int64.
 
     It takes `input_ids`, `targets` and `target_positions` of `collate` in data/batches.py, and for a packed row
     `position_ids`, `lengths` and `offsets`; then samples attend only to themselves, and the model must have been loaded
@@ -153,8 +154,8 @@ def _forward(
     self: PreTrainedModel,
     *,
     input_ids: torch.Tensor,
-    targets: torch.Tensor,
     target_positions: torch.Tensor,
+    targets: torch.Tensor | None = None,
     hidden: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
     lengths: tuple[int, ...] | None = None,
@@ -179,7 +180,11 @@ def _forward(
     if not self.has_head:
         return hidden
     # By index: with a mask the host would wait for the number of rows, here and in the backward pass.
-    return nll_of_targets(self, hidden.flatten(0, 1).index_select(0, target_positions), targets)
+    hidden = hidden.flatten(0, 1).index_select(0, target_positions)
+    if targets is None:
+        head = self.get_output_embeddings()
+        return head(hidden.to(head.weight.dtype)).argmax(-1)
+    return nll_of_targets(self, hidden, targets)
 
 
 def nll_of_targets(model: PreTrainedModel, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
