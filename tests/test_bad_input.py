@@ -747,6 +747,13 @@ STRATEGY_MISTAKES = {
         '"scheduler": {}, "bf16"',
         ":2: scheduler: does not belong here; the recipe owns it ...",
     ),
+    "group of half a machine": (
+        "zero3_hpz",
+        JSON,
+        '"auto",\n    "overlap',
+        '"half",\n    "overlap',
+        ":14: zero_optimization.zero_hpz_partition_size is 'half'; use auto (the processes of a machine) or ...",
+    ),
     "stage 4": ("zero3", JSON, '"stage": 3', '"stage": 4', ":13: zero_optimization.stage is 4; use 1, 2 or 3"),
     "stage true": (
         "zero1",

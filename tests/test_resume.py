@@ -102,6 +102,7 @@ ALL_LEGS = [
     "ddp_sp:2",
     "fsdp2_sp:4",
     "zero3_sp:2",
+    "zero3_hpz:4",
     "fsdp2_tp:4",
     "ddp_tp:4",
     "pp:4",

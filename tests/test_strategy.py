@@ -33,6 +33,7 @@ STRATEGIES = {
     "zero2": ("zero", 2, None, None, (1, 1, 1, 1, 1)),
     "zero2_offload": ("zero", 2, "cpu", None, (1, 1, 1, 1, 1)),
     "zero3": ("zero", 3, None, None, (1, 1, 1, 1, 1)),
+    "zero3_hpz": ("zero", 3, None, None, (1, 1, 1, 1, 1)),
     "zero3_offload": ("zero", 3, "cpu", "cpu", (1, 1, 1, 1, 1)),
     "zero3_nvme": ("zero", 3, "nvme", "nvme", (1, 1, 1, 1, 1)),
     "zero3_sp": ("zero", 3, None, None, (1, 1, 2, 1, 1)),
@@ -88,6 +89,7 @@ NVME_KEYS = {"offload_optimizer", "offload_param", "zero_force_ds_cpu_optimizer"
         ("zero2_offload", "zero2", {"offload_optimizer", "zero_force_ds_cpu_optimizer"}),
         ("zero1", "zero2", {"stage"}),
         ("zero3_sp", "zero3", set()),
+        ("zero3_hpz", "zero3", {"zero_hpz_partition_size"}),
     ],
 )
 def test_deepspeed_files_differ_only_in_what_their_names_say(name, base, without):

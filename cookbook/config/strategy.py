@@ -64,10 +64,13 @@ def _integer(value: Any) -> Any:
     return value
 
 
-def _count_or_auto(value: Any) -> Any:
+def _count_or_auto(value: Any, *, auto: str = "one per GPU") -> Any:
     if value != "auto" and (type(value) is not int or value < 1):
-        raise ValueError(f"is {show(value)}; use auto (one per GPU) or a count from 1")
+        raise ValueError(f"is {show(value)}; use auto ({auto}) or a count from 1")
     return value
+
+
+_group_or_auto = partial(_count_or_auto, auto="the processes of a machine")
 
 
 class Block(BaseModel):
@@ -155,7 +158,7 @@ class ZeroBlock(Block):
     stage3_param_persistence_threshold: int | None = Field(default=None, ge=0)
     stage3_max_live_parameters: int | None = Field(default=None, ge=0)
     stage3_max_reuse_distance: int | None = Field(default=None, ge=0)
-    zero_hpz_partition_size: int | None = Field(default=None, gt=0)
+    zero_hpz_partition_size: Annotated[int | Literal["auto"] | None, BeforeValidator(_group_or_auto)] = None
     offload_optimizer: OffloadOptimizerBlock | None = None
     offload_param: OffloadParamBlock | None = None
 
@@ -233,9 +236,22 @@ class Strategy:
         return "nvme" in (self.offload_optimizer, self.offload_param)
 
     @property
-    def secondary_group_size(self) -> int:
-        """Processes that share a second copy of the weights (ZeRO++'s hpZ, Wang et al. 2023); 1: there is none."""
+    def written_secondary_group_size(self) -> int | Literal["auto"]:
+        """The `secondary_group_size` in the file; `auto`: the processes of a machine."""
         return ((self.deepspeed or {}).get("zero_optimization") or {}).get("zero_hpz_partition_size") or 1
+
+    def secondary_group_size(self, num_local: int) -> int:
+        """Processes that share a second copy of the weights (ZeRO++'s hpZ, Wang et al. 2023); 1: there is none.
+
+        Args:
+            num_local: processes of a machine.
+        """
+        written = self.written_secondary_group_size
+        return num_local if written == "auto" else written
+
+    def num_local(self, num_processes: int) -> int:
+        """Processes of a machine, if each of the machines that the file counts has an equal share."""
+        return max(1, num_processes // self.num_machines)
 
     @property
     def written_mesh(self) -> Mesh:
@@ -444,7 +460,7 @@ def _check_zero(document: Document) -> Iterator[str]:
         # for the end of the forward and once for the start of the backward.
         problem = "DeepSpeed 0.19.8 swaps a parameter in twice and stops at the second step"
         yield f"{place('stage3_prefetch_bucket_size')} must be 0 with parameters on nvme: {problem}"
-    if "offload_param" in on_nvme and (zero.zero_hpz_partition_size or 1) > 1:
+    if "offload_param" in on_nvme and zero.zero_hpz_partition_size not in (None, 1):
         # partition_parameters.py, _partition_param_sec
         problem = "DeepSpeed 0.19.8 cannot put its second copy of the weights on nvme; take it out"
         yield f"{place('zero_hpz_partition_size')}: {problem}"

@@ -249,7 +249,7 @@ def of_run(config: PreTrainedConfig, recipe: Recipe, strategy: Strategy, plan: P
         Untraceable: only a bound is available.
     """
     traces = TraceCache(config, recipe)
-    held = _of_heaviest(traces.skeleton, cost_inputs(recipe, strategy, plan.num_processes))
+    held = _of_heaviest(traces.skeleton, cost_inputs(recipe, strategy, plan.num_processes, num_local=plan.num_local))
     work = traces.work(strategy, micro_batch_of(recipe))
     if traces.untraceable is not None:
         raise Untraceable(traces.untraceable)
@@ -299,7 +299,7 @@ def forecast(
         plan = make_plan(recipe, spread, num_processes=count, num_gpus=num_gpus, recipe_name=recipe_name)
     except RecipeError as error:
         return Forecast(strategy=strategy, verdict="cannot run", why=error.mistakes, num_processes=count)
-    inputs = cost_inputs(recipe, strategy, count)
+    inputs = cost_inputs(recipe, strategy, count, num_local=plan.num_local)
     held = _of_heaviest(found, inputs)
     outside = outside_of(strategy, machines, count)
 
@@ -387,7 +387,7 @@ def _gpu_memory(
         return replace(max(stages, key=lambda one: one.allocated), outside=outside)
     is_sharded = plan.num_processes > 1 and (strategy.kind in ("fsdp1", "fsdp2") or strategy.zero_stage == 3)
     accumulates = plan.gradient_accumulation_steps > 1
-    inputs = cost_inputs(traces.recipe, strategy, plan.num_processes)
+    inputs = cost_inputs(traces.recipe, strategy, plan.num_processes, num_local=plan.num_local)
     start = loading_of(traces.skeleton, inputs, held, local=1)
     held = _with_buffers(held, workspaces(gpu))
     found = peak(traces.skeleton, held, work, accumulates=accumulates, is_sharded=is_sharded, loading=start.gpu)
@@ -408,7 +408,7 @@ def _stage_memory(
     num_stages, count, recipe = strategy.pp_size, plan.gradient_accumulation_steps, traces.recipe
     layers = stage_layers(traces.skeleton.num_layers, stage, num_stages)
     skeleton = stage_of(traces.skeleton, stage, num_stages)
-    inputs = cost_inputs(recipe, strategy, plan.num_processes)
+    inputs = cost_inputs(recipe, strategy, plan.num_processes, num_local=plan.num_local)
     held = states_of(traces.skeleton, inputs, stage * plan.num_processes // num_stages)
     begun, is_last = min(count, num_stages - stage), stage == num_stages - 1
     tokens = micro_batch_of(recipe) * len(recipe.objective.sequences) * recipe.data.max_length

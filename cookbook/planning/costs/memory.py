@@ -110,6 +110,8 @@ class States:
     """The gather's output buffer, which lives until all weights in it have been used (ZeRO-3)."""
     is_sent_again: bool = False
     """Whether the backward gathers again, because not all weights can stay until then."""
+    buffers_late: int = 0
+    """Part of `gpu.buffers` that a step has only from the end of its first micro-batch on."""
     gradient_buckets: int = 0
     """Gradient buckets on the GPU, allocated from the first gradient of a backward to its end."""
     bucket: int = 0
@@ -431,9 +433,10 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     parts = sum(size(weight) * part(weight) for weight in skeleton.weights)
     # hpZ: a forward keeps a second copy of the gathered weights, sharded over a smaller group, for all gathers until
     # the update. Frozen weights have it from the start; small trained parameters have none.
-    group = strategy.secondary_group_size
+    group = inputs.secondary_group_size
     left = [weight for weight in skeleton.weights if not weight.is_trained or numel(weight) > threshold]
-    second = sum(size(weight) * (part(weight) * num_processes // group) for weight in left) * (group > 1)
+    copies = [(weight, size(weight) * (part(weight) * num_processes // group)) for weight in left if group > 1]
+    second = sum(num_bytes for _, num_bytes in copies)
     subgroups = list(_subgroups(skeleton, part, zero.get("sub_group_size", 10**9)))
     subgroup_parts = [[part(weight) for weight in subgroup] for subgroup in subgroups]
     trained = sum(map(sum, subgroup_parts))
@@ -450,6 +453,9 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
         "gathered_weights": low * min(sum(released), live + max(released, default=0)),
         "sent": 0 if strategy.offload_param == "nvme" else low * min(sum(released), ahead + max(released, default=0)),
         "is_sent_again": sum(released) > live,
+        # The second copy is made as weights are released: in the backward, if all can stay until then.
+        "buffers_late": sum(num_bytes for weight, num_bytes in copies if weight.is_trained)
+        * (sum(released) <= live and strategy.offload_param is None),
         "bucket": bucket,
         "gradients_before": 0 if strategy.offload_optimizer else gradients,
         "whole_gradients": whole,

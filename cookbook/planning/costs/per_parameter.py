@@ -187,7 +187,7 @@ def messages(inputs: CostInputs) -> list[Transfer]:
     sizes = ModelSizes(num_parameters=1, num_trained=1, num_matrix=1, num_matrix_trained=1)
     micro, precision = inputs.accumulation, inputs.mixed_precision
     step = Step(num_tokens=0, num_labelled=0, length=1, micro_batches=micro, precision=precision)
-    found = transfers(inputs.strategy, sizes, step, inputs.num_processes)
+    found = transfers(inputs.strategy, sizes, step, inputs.num_processes, num_local=inputs.num_local)
     return [one for one in found if one.num_bytes]
 
 

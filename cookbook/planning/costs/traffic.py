@@ -54,13 +54,15 @@ class Transfer:
         return inside, self.sent * gpus_each / members_here
 
 
-def transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int) -> list[Transfer]:
-    """The collectives of a step, except small ones (loss sums, norms).
+def transfers(
+    strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int, *, num_local: int | None = None
+) -> list[Transfer]:
+    """The collectives of a step, except small ones (loss sums, norms). `num_local`: see `CostInputs`.
 
     Frozen weights are gathered and have no gradients. Recomputation uses the weights gathered for the backward.
     tests/test_forecast_speed.py counts the collectives of real runs of FSDP2 and ZeRO-1 to -3.
     """
-    found = _state_transfers(strategy, sizes, step, num_processes)
+    found = _state_transfers(strategy, sizes, step, num_processes, num_local or strategy.num_local(num_processes))
     return [*found, _exchanges(strategy, sizes, step, num_processes)] if strategy.sp_size > 1 else found
 
 
@@ -74,7 +76,9 @@ def _exchanges(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes:
     return Transfer(what="heads and tokens", kind="all-to-all", num_bytes=sent, times=times, ranks=strategy.sp_size)
 
 
-def _state_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int) -> list[Transfer]:
+def _state_transfers(
+    strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int, num_local: int
+) -> list[Transfer]:
     half = 4 if step.precision == "no" else 2
     weights, trained, micro = half * sizes.num_parameters, sizes.num_trained, step.micro_batches
     if num_processes == 1:
@@ -100,7 +104,7 @@ def _state_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_proc
             _repeated("weights", "all-gather", half * trained, num_processes),
         ]
     gathers = [_repeated(f"weights, {name}", "all-gather", weights, num_processes, micro) for name in PASSES]
-    if (group := strategy.secondary_group_size) > 1:
+    if (group := strategy.secondary_group_size(num_local)) > 1:
         # A forward leaves a second copy in each group, for all gathers until the update (partition_parameters.py,
         # _partition_param_sec; stage3.py, invalidate_secondary_tensor): of frozen weights for good.
         times = 2 * micro - 1
