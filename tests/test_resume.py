@@ -106,6 +106,7 @@ ALL_LEGS = [
     "fsdp2_tp:4",
     "ddp_tp:4",
     "pp:4",
+    "pp_fsdp2:4",
     "single",
 ]
 EXACT = ADAMW | {"optim.eps": "1e-4", "batch.global_batch_size": "24", "batch.micro_batch_size": "2"}
@@ -126,6 +127,8 @@ def test_every_strategy_file_is_in_a_chain():
 
 CHAINS: dict[str, tuple[list[str], dict[str, str]]] = {
     "adamw": (ALL_LEGS, EXACT),
+    "stages of shards": (["fsdp2:2", "pp_fsdp2:4", "zero3_hpz:4", "pp_fsdp2:4", "single"], EXACT),
+    "stages of shards, tied": (["pp_fsdp2:4", "pp:2", "pp_fsdp2:4", "single"], {}),
     "sgd, tied, clipped, packed": (
         ["fsdp1:2", "zero3:2", "tp:2", "pp:2", "zero1:3", "fsdp2:3", "pp:4", "single"],
         {"data.packing": "true"},

@@ -40,8 +40,6 @@ __all__ = [
     "smaller_micro_batch",
 ]
 
-FSDP: dict[str, Literal[1, 2]] = {"fsdp1": 1, "fsdp2": 2}
-"""FSDP version by kind of strategy."""
 Verdict = Literal["fits", "host memory unknown", "disk unknown", "tight", "not judged", "does not fit", "cannot run"]
 """On a CPU, whose memory is shared with everything else, the verdict is `not judged`. With `host memory unknown` and
 `disk unknown` the GPUs suffice, and the machine's memory or disk was not given."""
@@ -214,8 +212,8 @@ class TraceCache:
 
     def work(self, strategy: Strategy, micro_batch: int) -> ActivationTrace:
         """The trace of a micro-batch of samples of data.max_length, or a bound."""
-        autocast = strategy.kind in ("single", "ddp", "tp", "pp")
-        fsdp: Literal[0, 1, 2] = FSDP.get(strategy.kind, 0)
+        autocast = strategy.kind in ("single", "ddp", "tp", "pp") and strategy.fsdp is None
+        fsdp: Literal[0, 1, 2] = 0 if strategy.fsdp is None else strategy.fsdp.fsdp_version
         tp_size, is_zero3, recipe = strategy.tp_size, strategy.zero_stage == 3, self.recipe
         sequences = micro_batch * len(recipe.objective.sequences)
         length = -(-recipe.data.max_length // strategy.sp_size)
@@ -412,7 +410,8 @@ def _stage_memory(
     held = states_of(traces.skeleton, inputs, stage * plan.num_processes // num_stages)
     begun, is_last = min(count, num_stages - stage), stage == num_stages - 1
     tokens = micro_batch_of(recipe) * len(recipe.objective.sequences) * recipe.data.max_length
-    message = tokens * traces.sizes.hidden * (4 if recipe.adapter is None else inputs.low_bytes)
+    is_full = recipe.adapter is None and strategy.fsdp is None
+    message = tokens * traces.sizes.hidden * (4 if is_full else inputs.low_bytes)
     start = loading_of(skeleton, inputs, held, local=1)
 
     def at(num_waiting: int, *, accumulates: bool) -> Memory:
@@ -420,7 +419,7 @@ def _stage_memory(
         # Those to receive, and what was sent of each micro-batch whose backward is still to come.
         messages = message * (count * (stage > 0) + (count + num_waiting + 1) * (not is_last))
         with_all = _with_buffers(held, messages + workspaces(gpu))
-        return peak(skeleton, with_all, own, accumulates=accumulates, is_sharded=False, loading=start.gpu)
+        return peak(skeleton, with_all, own, accumulates=accumulates, is_sharded=bool(held.units), loading=start.gpu)
 
     # At the first backward of a step there are no gradients yet; at the next one fewer may wait.
     found = [at(begun - 1, accumulates=False)]

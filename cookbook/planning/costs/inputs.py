@@ -141,7 +141,7 @@ class CostInputs:
         """Number of shards of each sharded tensor."""
         if self.strategy.kind == "tp":
             return self.strategy.tp_size
-        if self.strategy.kind == "pp":
+        if self.strategy.kind == "pp" and self.strategy.fsdp is None:
             return self.strategy.pp_size
         return self.num_processes // self.strategy.dp_replicate_size
 

@@ -8,6 +8,7 @@ Bytes of a trained parameter under AdamW and bf16 over D processes, by place (G 
     single, ddp     G 4      -        G 4              G 8      -
     fsdp, tp        G 4/D    -        G 4/D            G 8/D    -
     pp              G 4/D    -        G 4/D            G 8/D    -                 D stages, if they were equal
+    pp_fsdp2        G 4/D    -        G 4/D            G 8/D    -                 stages x shards
     fsdp2_offload   H 4/D    -        H 4/D            H 8/D    -
     zero1           G 2      G 4/D    G 2              G 8/D    -
     zero2           G 2      G 4/D    G 2/D            G 8/D    -
@@ -135,7 +136,9 @@ def states(skeleton: Skeleton, inputs: CostInputs, rank: int = 0) -> States:
             return _whole(skeleton, inputs)
         case "pp":
             num_stages = inputs.strategy.pp_size
-            return _whole(stage_of(skeleton, rank * num_stages // inputs.num_processes, num_stages), inputs)
+            stage, within = divmod(rank, inputs.num_processes // num_stages)
+            own = stage_of(skeleton, stage, num_stages)
+            return _whole(own, inputs) if inputs.strategy.fsdp is None else _fsdp2(own, inputs, within)
         case "tp":
             return _tensor_parallel(skeleton, inputs, rank)
         case "fsdp2":
@@ -206,7 +209,8 @@ def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     """Parameters and gradients are sharded along dimension 0, and shards padded to equal size
     (fsdp/_fully_shard/_fsdp_param.py, _init_sharded_param); copies on the host may lack the padding.
     """
-    strategy, shards = inputs.strategy, inputs.num_shards // inputs.strategy.tp_size
+    strategy = inputs.strategy
+    shards = inputs.num_shards // strategy.tp_size // strategy.pp_size
     assert strategy.fsdp is not None
 
     def padded(weight: Weight) -> int:
