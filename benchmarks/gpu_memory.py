@@ -38,7 +38,8 @@ REFUSED = 2
 
 def settings_of(strategy: str, adapter: str, checkpointing: str, accumulates: bool) -> dict[str, str]:
     """As for `--set`: a step of 8 samples, in one micro-batch or in as many as there are in half of it."""
-    sharers = 1 if strategy in ("single", "tp", "pp") or strategy.endswith("_sp") else {"hsdp": 4}.get(strategy, 2)
+    is_one = strategy in ("single", "tp", "pp") or strategy.endswith("_sp")
+    sharers = 1 if is_one else 4 if strategy in ("hsdp", "zero3_hpz") else 2
     micro = max(1, 4 // sharers) if accumulates else 8 // sharers
     found = {
         "data.packing": "true",

@@ -85,9 +85,16 @@ def processes_of(strategy: str) -> int:
     """How many processes a test runs: those of the strategy's mesh, or two."""
     if strategy == "single":
         return 1
+    if machines_of(strategy) > 1:
+        return 2 * machines_of(strategy)
     path = ROOT / "accelerate_configs" / f"{strategy}.yaml"
     mesh = yaml.safe_load(path.read_text()).get("parallelism_config", {}) if path.exists() else {}
     return max(2, math.prod(mesh.values()))
+
+
+def machines_of(strategy: str) -> int:
+    """Over how many machines the processes of a test believe to be spread."""
+    return 2 if "hpz" in strategy else 1
 
 
 @dataclass(frozen=True)
@@ -182,18 +189,27 @@ def done_of(job: dict[str, Any], answer: dict[str, Any]) -> subprocess.Completed
     return subprocess.CompletedProcess(job["words"], code, "".join(printed), "")
 
 
+FOR_SMALL_MODELS: dict[str, dict[str, Any]] = {
+    # Each process pins and clears its buffers, 3 GB as the file is shipped.
+    "zero3_nvme": {"offload_param": {"buffer_size": 2_000_000}},
+    # As the file is shipped, no trained weight of a small model is large enough for a second copy.
+    "zero3_hpz": {"stage3_param_persistence_threshold": 0},
+}
+"""Other values in the `zero_optimization` of strategies. `make matrix` has one column of the files as they are."""
+
+
 def file_of(strategy: str, folder: Path) -> str:
-    """The path of a strategy; of `zero3_nvme` a copy with small buffers: each process pins and clears them, 3 GB as the
-    file is shipped. `make matrix` has one column of that.
-    """
-    if strategy != "zero3_nvme":
+    """The path of a strategy, or of a copy with the values of FOR_SMALL_MODELS."""
+    if strategy not in FOR_SMALL_MODELS:
         return f"accelerate_configs/{strategy}.yaml"
-    copy = folder / "small_buffers" / f"{strategy}.yaml"
-    with FileLock(folder / "small_buffers.lock"):
+    copy = folder / "small_models" / f"{strategy}.yaml"
+    with FileLock(folder / "small_models.lock"):
         if not copy.exists():
-            copy.parent.mkdir()
+            copy.parent.mkdir(exist_ok=True)
             config = json.loads((ROOT / "ds_configs" / f"{strategy}.json").read_text())
-            config["zero_optimization"]["offload_param"]["buffer_size"] = 2_000_000
+            zero = config["zero_optimization"]
+            for key, value in FOR_SMALL_MODELS[strategy].items():
+                zero[key] = {**zero[key], **value} if isinstance(value, dict) else value
             copy.with_suffix(".json").write_text(json.dumps(config))
             text = (ROOT / "accelerate_configs" / f"{strategy}.yaml").read_text()
             copy.write_text(text.replace(f"ds_configs/{strategy}.json", str(copy.with_suffix(".json"))))
@@ -331,6 +347,7 @@ class Lab:
         eager = not {"qlora", "adamw_8bit"}.isdisjoint(settings.values())
         count = processes or processes_of(strategy)
         job: dict[str, Any] = {"folder": str(logs), "words": words, "processes": count, "limit": limit, "eager": eager}
+        job["machines"] = machines_of(strategy)
         if launched:
             job["accelerate"] = ["--config_file", path, "--main_process_port", "0"]
             job["accelerate"] += ["--num_processes", str(processes)] if processes else []

@@ -69,8 +69,8 @@ def count_plain(engine: Any, count: Count) -> None:
     strategy = engine.strategy
     place = "host" if strategy.fsdp is not None and strategy.fsdp.fsdp_offload_params else "gpu"
     parameters = list(engine.model.parameters())
-    if strategy.tp_size > 1:
-        count.add_slices(place, "weights", padded(engine.model) if strategy.kind == "fsdp2" else parameters)
+    if strategy.tp_size > 1 or strategy.is_sharded_while_read:
+        count.add_slices(place, "weights", parameters if strategy.fsdp is None else padded(engine.model))
     else:
         count.add(place, "weights", parameters)
     if strategy.kind == "fsdp1":  # what is not trained may still be in its gathered form, which is no parameter

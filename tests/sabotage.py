@@ -70,6 +70,13 @@ def gradient_divided_by_samples_processes() -> None:
     Engine.gradients = gradients
 
 
+def second_copy_outlives_the_update() -> None:
+    """ZeRO++'s second copy of the weights is not made again after an update."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    DeepSpeedZeroOptimizer_Stage3.invalidate_secondary_tensor = lambda self: None
+
+
 def copies_not_averaged() -> None:
     """Each tensor-parallel group updates its copy by its own samples."""
     from cookbook.training.engine.tensor_parallel import TensorParallel

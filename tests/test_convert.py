@@ -340,7 +340,7 @@ NEW = {
     ),
     "zero3 with a second copy": (
         {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
-        {"kind": "zero", "zero_stage": 3, "secondary_group_size": 8},
+        {"kind": "zero", "zero_stage": 3, "written_secondary_group_size": 8},
     ),
     "tp of 4": (
         {"distributed_type": "MULTI_GPU", "parallelism_config": {"parallelism_config_tp_size": 4}},

@@ -68,7 +68,8 @@ def test_bytes_a_parameter_are_the_bytes_of_the_model(recipe: Recipe, name: str)
     model = skeleton(find_config(recipe.model)[0], recipe)
     numel = sum(weight.num_elements for weight in model.weights)
     held = states(model, inputs)
-    on_gpu = [share for share in shares(inputs) if share.what != "gathered weights"]
+    buffers = ("gathered weights", "second copy of the weights")
+    on_gpu = [share for share in shares(inputs) if share.what not in buffers]
     gpu = held.gpu.total - held.gpu.buffers + max(0, held.gradients_between - held.gpu.gradients)
     assert gpu == pytest.approx(total(on_gpu, "GPU") * numel, rel=0.02, abs=0.001 * numel)
     host = held.host.total - (held.host.buffers if name == "zero3_nvme" else 0)
@@ -155,12 +156,12 @@ def rows(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-SHARED = {"D": 8, "S": 4, "T": 2, "L": 2}
+SHARED = {"D": 8, "M": 4, "S": 4, "T": 2, "L": 2}
 
 
 def bytes_of_cell(cell: str) -> float:
     """`2 P + (2 + 12) P/D` -> 3.75 for D = 8."""
-    terms = re.findall(r"(\d+|\([\d +]+\)) P(?:/([DSTL]))?", cell)
+    terms = re.findall(r"(\d+|\([\d +]+\)) P(?:/([DMSTL]))?", cell)
     return sum(sum(map(int, re.findall(r"\d+", number))) / SHARED.get(cut, 1) for number, cut in terms)
 
 
@@ -169,7 +170,8 @@ def wrong_cells(table: list[list[str]]) -> list[str]:
     for names, gpu, elsewhere in table:
         for name in re.findall(r"`(\w+)`", names):
             strategy = shipped(name)
-            inputs = CostInputs(strategy=strategy, num_processes=strategy.num_processes or 8, accumulation=2)
+            count = strategy.num_processes or 8
+            inputs = CostInputs(strategy=strategy, num_processes=count, num_local=SHARED["M"], accumulation=2)
             found = [total(shares(inputs), where) for where in PLACES]
             if [bytes_of_cell(gpu), bytes_of_cell(elsewhere)] != pytest.approx([found[0], found[1] + found[2]]):
                 wrong.append(name)
@@ -202,7 +204,8 @@ def test_the_table_of_communication_is_the_ledgers():
         cell = full.partition("; activations")[0]  # which are no parameters
         for name in re.findall(r"`(\w+)`", names):
             strategy = shipped(name)
-            inputs = CostInputs(strategy=strategy, num_processes=strategy.num_processes or 8, accumulation=3)
+            count = strategy.num_processes or 8
+            inputs = CostInputs(strategy=strategy, num_processes=count, num_local=SHARED["M"], accumulation=3)
             found = {"all-gather": 0.0, "reduce-scatter": 0.0, "all-reduce": 0.0}
             for message in messages(inputs):
                 found[message.kind] += message.times
@@ -238,6 +241,8 @@ def test_hpz_costs_memory_and_lowers_the_traffic_between_machines():
     assert between["plain"] == pytest.approx((4 * 2 + 2 * 2) * 15 / 16)
     assert between["hpz"] == pytest.approx((1 * 2 + 2 * 2) * 15 / 16)
     assert sum(one.volume for one in messages(hpz)) == sum(one.volume for one in messages(plain))
+    by_itself = replace(plain, strategy=shipped("zero3_hpz"), num_local=8)
+    assert shares(by_itself) == shares(hpz) and messages(by_itself) == messages(hpz)
 
 
 def test_hpz_beside_offloaded_weights_lies_on_the_host_and_beside_nvme_is_refused(tmp_path: Path):

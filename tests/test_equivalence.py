@@ -113,6 +113,14 @@ def test_zero3_gives_the_same_curve_when_every_parameter_is_released_after_use(l
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
 
 
+def test_a_second_copy_of_the_weights_that_outlives_the_update_leaves_the_curve(lab: Lab):
+    """Two machines of two processes, each with a copy that all gathers but the first of a step read."""
+    settings, mistake = smaller_for(4, 2), "second_copy_outlives_the_update"
+    wrong = lab.run("zero3_hpz", settings, processes=4, sabotage=mistake)
+    assert wrong.record["strategy"]["processes that share a second copy of the weights"] == 2
+    assert distance(wrong, lab.run("single", SGD)).loss > 100 * SGD_LOSS
+
+
 @pytest.mark.slow
 def test_tensor_parallel_accumulates_right_where_transformers_sums_gradients_of_whole_parameters(lab: Lab):
     """Qwen3's norms of queries and keys: summed again with each micro-batch, they were off by 9e-3."""

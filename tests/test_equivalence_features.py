@@ -32,17 +32,18 @@ PACKED = {"data.packing": "true"}
 # Blocks of 256 values share a scale, and lie elsewhere in a flat partition or a shard: 1.6e-4 and 3.2e-4 were measured.
 EIGHT_BIT_LOSS, EIGHT_BIT_NORM = 5e-4, 1e-3
 
-# How rows are split over processes is nothing that an adapter knows of: two of the three files stand for all.
-ADAPTED = [name for name in DISTRIBUTED if name not in ("fsdp2_sp", "fsdp2_tp")]
+# How rows are split over processes is nothing that an adapter knows of: two of the three files stand for all. What
+# transformers shards while it reads the model is refused.
+ADAPTED = [name for name in DISTRIBUTED if name not in ("fsdp2_sp", "fsdp2_tp", "pp_fsdp2")]
 COLUMNS = {
     "packed": (PACKED, DISTRIBUTED),
     "lora": (LORA, ADAPTED),
     "dora": (DORA, [name for name in ADAPTED if name not in ("tp", "ddp_tp", "ddp_sp", "zero3_sp")]),
     "qlora": (QLORA, [name for name in ADAPTED if name not in ("tp", "ddp_tp", "fsdp1", "zero3_nvme", "zero3_sp")]),
-    "dpo": (None, ["ddp", "fsdp2", "fsdp2_tp", "pp", "tp", "zero2", "zero3"]),
+    "dpo": (None, ["ddp", "fsdp2", "fsdp2_tp", "pp", "pp_fsdp2", "tp", "zero2", "zero3"]),
     "orpo": (None, ["ddp", "fsdp2", "pp", "tp", "zero3"]),
     "kto_zero": (None, ["ddp", "fsdp2", "pp", "tp", "zero3"]),
-    "muon": (MUON, ["ddp", "fsdp2", "fsdp2_offload", "fsdp2_tp", "hsdp", "pp", "tp"]),
+    "muon": (MUON, ["ddp", "fsdp2", "fsdp2_offload", "fsdp2_tp", "hsdp", "pp", "pp_fsdp2", "tp"]),
 }
 CASES = [(column, strategy) for column, (_, strategies) in COLUMNS.items() for strategy in strategies]
 

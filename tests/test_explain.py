@@ -325,6 +325,12 @@ def test_the_differences_from_the_json_are_all_shown(in_root):
     assert "auto" not in json.dumps(found.deepspeed)
 
 
+def test_a_second_copy_of_the_weights_is_shared_by_the_processes_of_a_machine(in_root):
+    found = explain(ZERO3, strategy_path=strategy("zero3_hpz"), processes=8)
+    assert found.deepspeed_changes["zero_optimization.zero_hpz_partition_size"] == ("auto", 8)
+    assert "auto" not in json.dumps(found.deepspeed)
+
+
 def test_a_swap_folder_is_that_of_the_run(in_root):
     found = explain(Path("recipes/llama31_70b/sft.yaml"), strategy_path=strategy("zero3_nvme"))
     before, after = found.deepspeed_changes["zero_optimization.offload_param.nvme_path"]
@@ -357,12 +363,14 @@ STATES = {
     "fsdp2_grad_op": (8, 16 / 8 + 2, 0, 0),
     "fsdp2_sp": (8, 16 / 8, 0, 0),
     "zero3_sp": (8, 16 / 8, 0, 0),
+    "zero3_hpz": (8, (16 + 2) / 8, 0, 0),  # one machine
     "fsdp2_offload": (8, 0, 16 / 8, 0),
     "hsdp": (4, 16 / 2, 0, 0),
     "tp": (2, 16 / 2, 0, 0),
     "ddp_tp": (8, 16 / 2, 0, 0),
     "fsdp2_tp": (8, 16 / 8, 0, 0),
     "pp": (8, 16 / 2, 0, 0),
+    "pp_fsdp2": (8, 16 / 8, 0, 0),
     "zero2_offload": (8, 2, (12 + 4 + 2 + 2) / 8, 0),
     "zero3_offload": (8, 0, (14 + 6) / 8, 0),
     "zero3_nvme": (8, 0, 2 / 8, (14 + 4) / 8),

@@ -118,13 +118,10 @@ def test_six_legs_under_six_strategies_are_one_run(lab: Lab, tmp_path: Path):
     assert found.loss < 1e-5 and found.norm < 1e-4 and found.weight < 1e-5, found
 
 
-def test_every_strategy_file_is_in_a_chain():
-    shipped = {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
-    assert {where.partition(":")[0] for where in ALL_LEGS} | {"zero3_nvme"} == shipped
-
-
 CHAINS: dict[str, tuple[list[str], dict[str, str]]] = {
     "adamw": (ALL_LEGS, EXACT),
+    "stages of shards": (["fsdp2:2", "pp_fsdp2:4", "zero3_hpz:4", "pp_fsdp2:4", "single"], EXACT),
+    "stages of shards, tied": (["pp_fsdp2:4", "pp:2", "pp_fsdp2:4", "single"], {}),
     "sgd, tied, clipped, packed": (
         ["fsdp1:2", "zero3:2", "tp:2", "pp:2", "zero1:3", "fsdp2:3", "pp:4", "single"],
         {"data.packing": "true"},
@@ -137,12 +134,18 @@ CHAINS: dict[str, tuple[list[str], dict[str, str]]] = {
 }
 
 
+def test_every_strategy_file_is_in_a_chain():
+    shipped = {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
+    assert {where.partition(":")[0] for legs, _ in CHAINS.values() for where in legs} == shipped
+
+
 THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
+NOT_THOROUGH = ("adamw", "stages of shards", "lora", "qlora")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("adamw", "lora", "qlora") else THOROUGH) for name in CHAINS]
+    "name", [pytest.param(name, marks=[] if name in NOT_THOROUGH else THOROUGH) for name in CHAINS]
 )
 def test_a_chain_of_strategies_is_one_run(lab: Lab, tmp_path: Path, name: str):
     legs, settings = CHAINS[name]

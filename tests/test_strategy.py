@@ -29,10 +29,12 @@ STRATEGIES = {
     "ddp_tp": ("tp", 0, None, None, (2, 1, 1, 2, 1)),
     "fsdp2_tp": ("fsdp2", 0, None, None, (1, 2, 1, 2, 1)),
     "pp": ("pp", 0, None, None, (1, 1, 1, 1, 2)),
+    "pp_fsdp2": ("pp", 0, None, None, (1, 2, 1, 1, 2)),
     "zero1": ("zero", 1, None, None, (1, 1, 1, 1, 1)),
     "zero2": ("zero", 2, None, None, (1, 1, 1, 1, 1)),
     "zero2_offload": ("zero", 2, "cpu", None, (1, 1, 1, 1, 1)),
     "zero3": ("zero", 3, None, None, (1, 1, 1, 1, 1)),
+    "zero3_hpz": ("zero", 3, None, None, (1, 1, 1, 1, 1)),
     "zero3_offload": ("zero", 3, "cpu", "cpu", (1, 1, 1, 1, 1)),
     "zero3_nvme": ("zero", 3, "nvme", "nvme", (1, 1, 1, 1, 1)),
     "zero3_sp": ("zero", 3, None, None, (1, 1, 2, 1, 1)),
@@ -88,6 +90,7 @@ NVME_KEYS = {"offload_optimizer", "offload_param", "zero_force_ds_cpu_optimizer"
         ("zero2_offload", "zero2", {"offload_optimizer", "zero_force_ds_cpu_optimizer"}),
         ("zero1", "zero2", {"stage"}),
         ("zero3_sp", "zero3", set()),
+        ("zero3_hpz", "zero3", {"zero_hpz_partition_size"}),
     ],
 )
 def test_deepspeed_files_differ_only_in_what_their_names_say(name, base, without):
@@ -118,12 +121,13 @@ def test_every_deepspeed_file_leaves_the_recipes_values_to_the_recipe():
         ("hsdp", {}),
         ("fsdp2_sp", {}),
         ("fsdp2_tp", {}),
+        ("pp_fsdp2", {}),
     ],
 )
 def test_fsdp2_files_differ_only_in_what_their_names_say(name, difference):
     base, values = accelerate_yaml("fsdp2"), accelerate_yaml(name)
     assert values["fsdp_config"] == base["fsdp_config"] | difference
-    mesh_keys = {"parallelism_config"} if name in ("hsdp", "fsdp2_sp", "fsdp2_tp") else set()
+    mesh_keys = {"parallelism_config"} if name in ("hsdp", "fsdp2_sp", "fsdp2_tp", "pp_fsdp2") else set()
     rest = {key: value for key, value in values.items() if key not in mesh_keys | {"fsdp_config"}}
     assert rest == {key: base[key] for key in base if key not in mesh_keys | {"fsdp_config"}}
 
@@ -147,6 +151,7 @@ MESHES = {
     ("fsdp2_tp", 8): (Mesh(shard=4, tensor=2), [0, 0, 1, 1, 2, 2, 3, 3]),
     ("ddp_tp", 8): (Mesh(replicate=4, tensor=2), [0, 0, 1, 1, 2, 2, 3, 3]),
     ("pp", 8): (Mesh(replicate=4, pipeline=2), [0, 1, 2, 3, 0, 1, 2, 3]),
+    ("pp_fsdp2", 8): (Mesh(shard=4, pipeline=2), [0, 1, 2, 3, 0, 1, 2, 3]),
 }
 
 

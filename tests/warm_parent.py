@@ -76,7 +76,8 @@ class WarmParent:
             limit: seconds, after which all are killed.
             options: `variables` of the environment of its processes; `restarts`; `accelerate`, the flags of an
                 `accelerate launch`, which then starts them in torchrun's place; `sabotage`, "module:function" to be
-                called first; `shared`, all on one GPU; `eager`, nothing compiled by torch, whose compiler does not
+                called first; `shared`, all on one GPU; `machines`, a number to which these processes believe to
+                belong; `eager`, nothing compiled by torch, whose compiler does not
                 survive a fork; `cwd`; `host`, the network namespace of the run, and `disks`, pairs of a folder
                 and the place where this run alone finds it (as root).
 
@@ -315,9 +316,17 @@ def run_rank(job: dict, rank: int, port: int) -> None:
     end_as_rank(job, rank)
 
 
+def spread(rank: int, count: int, machines: int) -> None:
+    """The variables of a process of one of several machines, as torchrun sets them there."""
+    each = count // machines
+    os.environ.update(LOCAL_RANK=str(rank % each), LOCAL_WORLD_SIZE=str(each), GROUP_RANK=str(rank // each))
+
+
 def end_as_rank(job: dict, rank: int) -> None:
     """Runs the program, and ends with its exit code."""
     folder = Path(job["folder"])
+    if job.get("machines", 1) > 1:
+        spread(rank, int(os.environ["WORLD_SIZE"]), job["machines"])
     os.environ.update(job.get("variables") or {})
     write_to(folder / f"log_{rank}")
     code = 1

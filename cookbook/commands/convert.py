@@ -518,7 +518,7 @@ def traits_of(strategy: Strategy) -> tuple[Any, ...]:
         "kind": "ddp" if strategy.kind == "tp" else strategy.kind,
         "reshard": reshard,
         "offload": fsdp is not None and fsdp.fsdp_offload_params,
-        "zero_hpz_partition_size": strategy.secondary_group_size,
+        "zero_hpz_partition_size": strategy.written_secondary_group_size,
     }
     return tuple(values[trait] if trait in values else getattr(strategy, trait) for trait in TRAITS)
 

@@ -62,7 +62,7 @@ def read_history(folder: Path) -> History:
         record=read_json(folder / "run.json"),
         settings=flatten(read_document(recipe).values) if recipe.is_file() else {},
         state=state_of(folder)[0],
-        samples=parse_lines(_bytes_of(folder / SAMPLES).splitlines()),
+        samples=read_lines(folder / SAMPLES),
         monitor=_monitor(folder),
     )
     if not found.steps:

@@ -64,10 +64,13 @@ def _integer(value: Any) -> Any:
     return value
 
 
-def _count_or_auto(value: Any) -> Any:
+def _count_or_auto(value: Any, *, auto: str = "one per GPU") -> Any:
     if value != "auto" and (type(value) is not int or value < 1):
-        raise ValueError(f"is {show(value)}; use auto (one per GPU) or a count from 1")
+        raise ValueError(f"is {show(value)}; use auto ({auto}) or a count from 1")
     return value
+
+
+_group_or_auto = partial(_count_or_auto, auto="the processes of a machine")
 
 
 class Block(BaseModel):
@@ -155,7 +158,7 @@ class ZeroBlock(Block):
     stage3_param_persistence_threshold: int | None = Field(default=None, ge=0)
     stage3_max_live_parameters: int | None = Field(default=None, ge=0)
     stage3_max_reuse_distance: int | None = Field(default=None, ge=0)
-    zero_hpz_partition_size: int | None = Field(default=None, gt=0)
+    zero_hpz_partition_size: Annotated[int | Literal["auto"] | None, BeforeValidator(_group_or_auto)] = None
     offload_optimizer: OffloadOptimizerBlock | None = None
     offload_param: OffloadParamBlock | None = None
 
@@ -228,14 +231,32 @@ class Strategy:
         return bool(self.offload_optimizer or self.offload_param or (self.fsdp and self.fsdp.fsdp_offload_params))
 
     @property
+    def is_sharded_while_read(self) -> bool:
+        """Whether transformers applies FSDP2, to what tensor or pipeline parallel left, before it reads the weights."""
+        return self.fsdp is not None and max(self.tp_size, self.pp_size) > 1
+
+    @property
     def offloads_to_nvme(self) -> bool:
         """Whether training keeps weights or optimizer state on a disk."""
         return "nvme" in (self.offload_optimizer, self.offload_param)
 
     @property
-    def secondary_group_size(self) -> int:
-        """Processes that share a second copy of the weights (ZeRO++'s hpZ, Wang et al. 2023); 1: there is none."""
+    def written_secondary_group_size(self) -> int | Literal["auto"]:
+        """The `secondary_group_size` in the file; `auto`: the processes of a machine."""
         return ((self.deepspeed or {}).get("zero_optimization") or {}).get("zero_hpz_partition_size") or 1
+
+    def secondary_group_size(self, num_local: int) -> int:
+        """Processes that share a second copy of the weights (ZeRO++'s hpZ, Wang et al. 2023); 1: there is none.
+
+        Args:
+            num_local: processes of a machine.
+        """
+        written = self.written_secondary_group_size
+        return num_local if written == "auto" else written
+
+    def num_local(self, num_processes: int) -> int:
+        """Processes of a machine, if each of the machines that the file counts has an equal share."""
+        return max(1, num_processes // self.num_machines)
 
     @property
     def written_mesh(self) -> Mesh:
@@ -344,7 +365,7 @@ def _mesh_problem(parsed: AccelerateFile, mesh: ParallelismBlock) -> str | None:
     if family == "NO":
         return "would be ignored with distributed_type NO"
     if mesh.parallelism_config_pp_size > 1:
-        return _pipeline_problem(family, max(sequence, tensor, shard))
+        return _pipeline_problem(family, block, max(sequence, tensor), replicate, shard)
     if sequence > 1 and max(tensor, replicate, shard) > 1:
         return "sp_size goes with no other size; the processes beyond it see other samples"
     if block is not None and block.fsdp_version == 1:
@@ -352,7 +373,7 @@ def _mesh_problem(parsed: AccelerateFile, mesh: ParallelismBlock) -> str | None:
     if tensor > 1 and family == "DEEPSPEED":
         return "tensor parallel together with DEEPSPEED is not supported; use tp_size 1"
     if tensor > 1 and block is not None:
-        return _sharded_tensor_problem(block, shard)
+        return _sharded_while_read_problem(block, shard, "tp_size")
     if family == "MULTI_GPU" and shard > 1:
         return "dp_shard_size goes with distributed_type FSDP"
     if family != "FSDP" and replicate > 1 and tensor == 1:
@@ -360,22 +381,31 @@ def _mesh_problem(parsed: AccelerateFile, mesh: ParallelismBlock) -> str | None:
     return None
 
 
-def _pipeline_problem(family: str, others: int) -> str | None:
-    if family != "MULTI_GPU":
-        return f"pp_size with distributed_type {family} is not supported; write MULTI_GPU"
-    return "pp_size goes with dp_replicate_size only; take the other sizes out" if others > 1 else None
+def _pipeline_problem(family: str, block: FsdpBlock | None, others: int, replicate: int, shard: int) -> str | None:
+    if family not in ("MULTI_GPU", "FSDP"):
+        return f"pp_size with distributed_type {family} is not supported; write MULTI_GPU or FSDP"
+    if max(others, shard if block is None else replicate) > 1:
+        key = "dp_replicate_size" if block is None else "dp_shard_size"
+        return f"pp_size with distributed_type {family} goes with {key} only; take the other sizes out"
+    if block is not None and block.fsdp_version == 1:
+        return "needs fsdp_version 2"
+    return None if block is None else _sharded_while_read_problem(block, shard, "pp_size")
 
 
-def _sharded_tensor_problem(block: FsdpBlock, shard: int) -> str | None:
-    """What transformers, which applies FSDP2 to what tensor parallel left, does not take from the file."""
+def _sharded_while_read_problem(block: FsdpBlock, shard: int, key: str) -> str | None:
+    """What transformers, which applies FSDP2 to what tensor or pipeline parallel left, does not take from the file.
+
+    Args:
+        key: the size in the file that makes transformers do so.
+    """
     if shard == 1:
-        return "tensor parallel with FSDP needs a dp_shard_size from 2 on"
+        return f"{key} with distributed_type FSDP needs a dp_shard_size from 2 on"
     if block.fsdp_offload_params:
-        return "fsdp_offload_params with tp_size is not supported; take one of them out"
+        return f"fsdp_offload_params with {key} is not supported; take one of them out"
     if block.fsdp_reshard_after_forward is False:
-        return "fsdp_reshard_after_forward: false would be ignored with tp_size; write true"
+        return f"fsdp_reshard_after_forward: false would be ignored with {key}; write true"
     if "fsdp_cpu_ram_efficient_loading" in block.model_fields_set:
-        return "fsdp_cpu_ram_efficient_loading would be ignored with tp_size: each process reads its own shards"
+        return f"fsdp_cpu_ram_efficient_loading would be ignored with {key}: each process reads its own shards"
     return None
 
 
@@ -444,7 +474,7 @@ def _check_zero(document: Document) -> Iterator[str]:
         # for the end of the forward and once for the start of the backward.
         problem = "DeepSpeed 0.19.8 swaps a parameter in twice and stops at the second step"
         yield f"{place('stage3_prefetch_bucket_size')} must be 0 with parameters on nvme: {problem}"
-    if "offload_param" in on_nvme and (zero.zero_hpz_partition_size or 1) > 1:
+    if "offload_param" in on_nvme and zero.zero_hpz_partition_size not in (None, 1):
         # partition_parameters.py, _partition_param_sec
         problem = "DeepSpeed 0.19.8 cannot put its second copy of the weights on nvme; take it out"
         yield f"{place('zero_hpz_partition_size')}: {problem}"

@@ -64,13 +64,11 @@ OF_KEYS: tuple[Combination, ...] = (
         way_out="adapter.name: lora, or accelerate_configs/fsdp2.yaml, which shards the frozen weights as well",
     ),
     Combination(
-        what="adapter with FSDP2 over tensor parallel",
-        clashes=lambda recipe, strategy, num_gpus: (
-            recipe.adapter is not None and strategy.tp_size > 1 and strategy.fsdp is not None
-        ),
+        what="adapter with FSDP2 over tensor or pipeline parallel",
+        clashes=lambda recipe, strategy, num_gpus: recipe.adapter is not None and strategy.is_sharded_while_read,
         why="transformers applies FSDP2 while it reads the model, and so not to the adapter that comes later",
         seen="transformers 5.23, peft 0.21.2",
-        way_out="accelerate_configs/ddp_tp.yaml or fsdp2.yaml",
+        way_out="accelerate_configs/ddp_tp.yaml, pp.yaml or fsdp2.yaml",
     ),
     Combination(
         what="adapter.name: qlora with FSDP1",
@@ -115,6 +113,15 @@ OF_KEYS: tuple[Combination, ...] = (
         why="Liger patches the MLP of every layer, and a stage has identities in place of the others' layers",
         seen="liger-kernel's source",
         way_out="model.liger_kernels: false",
+    ),
+    Combination(
+        what="model.compile with FSDP2 over pipeline parallel",
+        clashes=lambda recipe, strategy, num_gpus: (
+            recipe.model.compile and strategy.pp_size > 1 and strategy.fsdp is not None
+        ),
+        why="layers would be compiled after FSDP2 was applied to them, which has not been tried",
+        seen="torch 2.13, transformers 5.23",
+        way_out="model.compile: false",
     ),
     Combination(
         what="model.compile with tensor parallel",

@@ -26,9 +26,11 @@ def deepspeed_config(
     """
     if strategy.deepspeed is None:
         return None
-    accumulation = plan.gradient_accumulation_steps
+    accumulation, config = plan.gradient_accumulation_steps, copy.deepcopy(strategy.deepspeed)
+    if "zero_hpz_partition_size" in config["zero_optimization"]:
+        config["zero_optimization"]["zero_hpz_partition_size"] = strategy.secondary_group_size(plan.num_local)
     return {
-        **copy.deepcopy(strategy.deepspeed),
+        **config,
         "bf16": {"enabled": mixed_precision == "bf16"},
         "fp16": {"enabled": True, **_loss_scale(loss_scale)} if loss_scale else {"enabled": False},
         "train_micro_batch_size_per_gpu": micro_batch_size,

@@ -21,6 +21,8 @@ class Plan:
     """The derived quantities of a run."""
 
     num_processes: int
+    num_local: int
+    """Processes of this machine."""
     num_gpus: int
     """GPUs of this machine; 0: the run uses the CPU."""
     mesh: Mesh
@@ -124,13 +126,13 @@ def make_plan(
             f"{strategy.path}: parallelism_config is a mesh of {written} processes, but {num_processes} were requested;"
             f" change its sizes, or run {written}{multiple}"
         )
-    group = strategy.secondary_group_size
+    num_local = num_local or strategy.num_local(num_processes)
+    group = strategy.secondary_group_size(num_local)
     if num_processes % group:
         mistakes.append(
             f"{strategy.path}: zero_hpz_partition_size is {group}, which does not divide {num_processes} processes, so"
             " DeepSpeed would use another size; write the number of GPUs of a machine"
         )
-    num_local = num_local or num_processes // strategy.num_machines
     if num_gpus and num_local > num_gpus:
         mistakes.append(
             f"{strategy.path}: {num_local} processes on this machine, which has {num_gpus}"
@@ -150,6 +152,7 @@ def make_plan(
         raise RecipeError(mistakes)
     return Plan(
         num_processes=num_processes,
+        num_local=num_local,
         num_gpus=num_gpus,
         mesh=mesh,
         gradient_accumulation_steps=math.ceil(batch.global_batch_size / per_forward),

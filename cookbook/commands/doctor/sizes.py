@@ -36,7 +36,7 @@ def sizes(recipe: Recipe, strategy: Strategy, local: int, *, on_gpus: bool) -> S
     skeleton = sketch(known["config"], count)
     num_processes = strategy.num_processes or local * strategy.num_machines
     local = num_processes // strategy.num_machines
-    inputs = cost_inputs(recipe, strategy, num_processes)
+    inputs = cost_inputs(recipe, strategy, num_processes, num_local=local)
     found = states(skeleton, inputs)
     host, offloaded, nvme = machine_bytes(skeleton, inputs, found, local, on_gpus=on_gpus)
     billions = f"{count / 1e9:.2f} billion parameters"

@@ -29,8 +29,6 @@ from cookbook.training.models.attention import sequence_problem
 from cookbook.training.models.loss import LOGITS_BUDGET
 from cookbook.training.models.structure import find_config, not_served, pipeline_problem
 
-FSDP: dict[str, Literal[1, 2]] = {"fsdp1": 1, "fsdp2": 2}
-"""FSDP version by kind of strategy."""
 Verdict = Literal["fits", "host memory unknown", "disk unknown", "tight", "not judged", "does not fit", "cannot run"]
 """On a CPU, whose memory is shared with everything else, the verdict is `not judged`. With `host memory unknown` and
 `disk unknown` the GPUs suffice, and the machine's memory or disk was not given."""
@@ -203,8 +201,8 @@ class TraceCache:
 
     def work(self, strategy: Strategy, micro_batch: int) -> ActivationTrace:
         """The trace of a micro-batch of samples of data.max_length, or a bound."""
-        autocast = strategy.kind in ("single", "ddp", "tp", "pp")
-        fsdp: Literal[0, 1, 2] = FSDP.get(strategy.kind, 0)
+        autocast = strategy.kind in ("single", "ddp", "tp", "pp") and strategy.fsdp is None
+        fsdp: Literal[0, 1, 2] = 0 if strategy.fsdp is None else strategy.fsdp.fsdp_version
         tp_size, is_zero3, recipe = strategy.tp_size, strategy.zero_stage == 3, self.recipe
         sequences = micro_batch * len(recipe.objective.sequences)
         length = -(-recipe.data.max_length // strategy.sp_size)
@@ -238,7 +236,7 @@ def of_run(config: PreTrainedConfig, recipe: Recipe, strategy: Strategy, plan: P
         Untraceable: only a bound is available.
     """
     traces = TraceCache(config, recipe)
-    held = _of_heaviest(traces.skeleton, cost_inputs(recipe, strategy, plan.num_processes))
+    held = _of_heaviest(traces.skeleton, cost_inputs(recipe, strategy, plan.num_processes, num_local=plan.num_local))
     work = traces.work(strategy, micro_batch_of(recipe))
     if traces.untraceable is not None:
         raise Untraceable(traces.untraceable)
@@ -288,7 +286,7 @@ def forecast(
         plan = make_plan(recipe, spread, num_processes=count, num_gpus=num_gpus, recipe_name=recipe_name)
     except RecipeError as error:
         return Forecast(strategy=strategy, verdict="cannot run", why=error.mistakes, num_processes=count)
-    inputs = cost_inputs(recipe, strategy, count)
+    inputs = cost_inputs(recipe, strategy, count, num_local=plan.num_local)
     held = _of_heaviest(found, inputs)
     outside = outside_of(strategy, machines, count)
 
@@ -376,7 +374,7 @@ def _gpu_memory(
         return replace(max(stages, key=lambda one: one.allocated), outside=outside)
     is_sharded = plan.num_processes > 1 and (strategy.kind in ("fsdp1", "fsdp2") or strategy.zero_stage == 3)
     accumulates = plan.gradient_accumulation_steps > 1
-    inputs = cost_inputs(traces.recipe, strategy, plan.num_processes)
+    inputs = cost_inputs(traces.recipe, strategy, plan.num_processes, num_local=plan.num_local)
     start = loading_of(traces.skeleton, inputs, held, local=1)
     held = _with_buffers(held, workspaces(gpu))
     found = peak(traces.skeleton, held, work, accumulates=accumulates, is_sharded=is_sharded, loading=start.gpu)
@@ -397,11 +395,12 @@ def _stage_memory(
     num_stages, count, recipe = strategy.pp_size, plan.gradient_accumulation_steps, traces.recipe
     layers = stage_layers(traces.skeleton.num_layers, stage, num_stages)
     skeleton = stage_of(traces.skeleton, stage, num_stages)
-    inputs = cost_inputs(recipe, strategy, plan.num_processes)
+    inputs = cost_inputs(recipe, strategy, plan.num_processes, num_local=plan.num_local)
     held = states_of(traces.skeleton, inputs, stage * plan.num_processes // num_stages)
     begun, is_last = min(count, num_stages - stage), stage == num_stages - 1
     tokens = micro_batch_of(recipe) * len(recipe.objective.sequences) * recipe.data.max_length
-    message = tokens * traces.sizes.hidden * (4 if recipe.adapter is None else inputs.low_bytes)
+    is_full = recipe.adapter is None and strategy.fsdp is None
+    message = tokens * traces.sizes.hidden * (4 if is_full else inputs.low_bytes)
     start = loading_of(skeleton, inputs, held, local=1)
 
     def at(num_waiting: int, *, accumulates: bool) -> Memory:
@@ -409,7 +408,7 @@ def _stage_memory(
         # Those to receive, and what was sent of each micro-batch whose backward is still to come.
         messages = message * (count * (stage > 0) + (count + num_waiting + 1) * (not is_last))
         with_all = _with_buffers(held, messages + workspaces(gpu))
-        return peak(skeleton, with_all, own, accumulates=accumulates, is_sharded=False, loading=start.gpu)
+        return peak(skeleton, with_all, own, accumulates=accumulates, is_sharded=bool(held.units), loading=start.gpu)
 
     # At the first backward of a step there are no gradients yet; at the next one fewer may wait.
     found = [at(begun - 1, accumulates=False)]

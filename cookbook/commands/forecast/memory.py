@@ -114,7 +114,8 @@ def _at_phase(
     """
     gpu = states.gpu
     there = states.gradients_between if accumulates else states.gradients_at_first
-    gathered, making, reduced = gpu.buffers + states.gathered_weights, phase.making, begun
+    buffers = gpu.buffers - (0 if accumulates else states.buffers_late)
+    gathered, making, reduced = buffers + states.gathered_weights, phase.making, begun
     is_backward = phase.name in ("head backward", "backward", "end")
     if not is_backward or states.is_sent_again:
         gathered += states.sent

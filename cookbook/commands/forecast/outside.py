@@ -55,7 +55,7 @@ def outside(strategy: Strategy, machines: Machines, num_processes: int) -> tuple
         return CONTEXT, CONTEXT
     local = min(num_processes, max(1, machines.gpus_each))
     least, most = _communicator(machines.gpu, local, is_alone=num_processes <= local)
-    return CONTEXT + least, CONTEXT + most * _num_communicators(strategy, num_processes) + CODE
+    return CONTEXT + least, CONTEXT + most * _num_communicators(strategy, num_processes, local) + CODE
 
 
 def _communicator(gpu: Gpu | None, local: int, *, is_alone: bool) -> tuple[int, int]:
@@ -76,14 +76,14 @@ def _communicator(gpu: Gpu | None, local: int, *, is_alone: bool) -> tuple[int, 
     return low, high
 
 
-def _num_communicators(strategy: Strategy, num_processes: int) -> int:
+def _num_communicators(strategy: Strategy, num_processes: int, local: int) -> int:
     """Maximum number of communicators, each with its own buffers: the world, one per dimension of a mesh of several,
     and for DeepSpeed a clone of the world (utils/groups.py, `_clone_world_group`)."""
     sequence = int(strategy.sp_size > 1)
     if strategy.kind == "zero":
-        return sequence + (3 if strategy.secondary_group_size > 1 else 2)
+        return sequence + (3 if strategy.secondary_group_size(local) > 1 else 2)
     mesh = strategy.mesh(num_processes)
-    if strategy.kind == "pp":  # for hidden states, for the gradients of a tied embedding, and for those of copies
-        return 3 + int(mesh.replicate > 1)
+    if strategy.kind == "pp":  # for hidden states, for the gradients of a tied embedding, and inside a stage
+        return 3 + int(mesh.stage_size > 1)
     num_dims = sum(size > 1 for size in (mesh.replicate, mesh.shard, mesh.tensor))
     return 1 + sequence + (num_dims if num_dims > 1 else 0)

@@ -152,7 +152,7 @@ def step_seconds(
     assert gpu is not None and no_forecast(machines, step.precision) is None
     count = num_processes or strategy.num_processes or machines.num_gpus
     gpus_each = min(count, machines.gpus_each)
-    messages = transfers(strategy, sizes, step, count)
+    messages = transfers(strategy, sizes, step, count, num_local=gpus_each)
     host = host_traffic(strategy, sizes, step, num_processes=count, gpus_each=gpus_each, adam_bytes=ADAMW_BYTES)
     # A process of a pipeline computes its share of each micro-batch, and waits for the others at both ends of a step.
     waits = (step.micro_batches + strategy.pp_size - 1) / step.micro_batches

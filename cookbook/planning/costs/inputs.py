@@ -117,6 +117,8 @@ class CostInputs:
 
     strategy: Strategy
     num_processes: int
+    num_local: int | None = None
+    """Processes of a machine; None: all, or an equal share on each machine that the strategy file counts."""
     accumulation: int = 1
     """Micro-batches per step and process; at least 2 under a token budget, where it varies."""
     mixed_precision: Literal["bf16", "fp16", "no"] = "bf16"
@@ -130,17 +132,22 @@ class CostInputs:
         return 4 if self.mixed_precision == "no" else 2
 
     @property
+    def secondary_group_size(self) -> int:
+        """See `Strategy.secondary_group_size`."""
+        return self.strategy.secondary_group_size(self.num_local or self.strategy.num_local(self.num_processes))
+
+    @property
     def num_shards(self) -> int:
         """Number of shards of each sharded tensor."""
         if self.strategy.kind == "tp":
             return self.strategy.tp_size
-        if self.strategy.kind == "pp":
+        if self.strategy.kind == "pp" and self.strategy.fsdp is None:
             return self.strategy.pp_size
         return self.num_processes // self.strategy.dp_replicate_size
 
 
-def cost_inputs(recipe: Recipe, strategy: Strategy, num_processes: int) -> CostInputs:
-    """The cost inputs of a run."""
+def cost_inputs(recipe: Recipe, strategy: Strategy, num_processes: int, *, num_local: int | None = None) -> CostInputs:
+    """The cost inputs of a run; `num_local`: see `CostInputs`."""
     batch = recipe.batch
     accumulation = math.ceil(
         batch.global_batch_size / ((batch.micro_batch_size or 1) * strategy.data_parallel_size(num_processes))
@@ -148,6 +155,7 @@ def cost_inputs(recipe: Recipe, strategy: Strategy, num_processes: int) -> CostI
     return CostInputs(
         strategy=strategy,
         num_processes=num_processes,
+        num_local=num_local,
         accumulation=accumulation if batch.micro_batch_size is not None else max(2, accumulation),
         mixed_precision=recipe.mixed_precision,
         optim=recipe.optim,

@@ -30,7 +30,7 @@ def loading(skeleton: Skeleton, inputs: CostInputs, states: States, local: int) 
         # The first process maps the files; each weight is sharded on the GPU before the next is created.
         return Loading(host=stays, gpu=0)
     whole = _as_read(skeleton, inputs)
-    if strategy.fsdp is not None and strategy.tp_size == 1 and not is_quantized:
+    if strategy.fsdp is not None and not strategy.is_sharded_while_read and not is_quantized:
         # A machine's first process holds the whole model until the last weight is sent (accelerate 1.15, fsdp_utils.py,
         # fsdp2_load_full_state_dict), in addition to offloaded shards.
         copies = 1 if strategy.fsdp.fsdp_cpu_ram_efficient_loading else local
@@ -43,7 +43,8 @@ def loading(skeleton: Skeleton, inputs: CostInputs, states: States, local: int) 
         whole += min(whole, BROADCAST_BUCKETS)
     largest = sorted((weight.num_elements for weight in skeleton.weights), reverse=True)
     on_the_way = FLOAT32 * sum(largest[: 1 if is_quantized else READERS])
-    return Loading(host=on_the_way * local + stays, gpu=0 if strategy.tp_size > 1 else whole)
+    is_sharded = strategy.tp_size > 1 or strategy.is_sharded_while_read
+    return Loading(host=on_the_way * local + stays, gpu=0 if is_sharded else whole)
 
 
 def _as_read(skeleton: Skeleton, inputs: CostInputs) -> int:

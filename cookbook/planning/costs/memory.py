@@ -8,6 +8,7 @@ Bytes of a trained parameter under AdamW and bf16 over D processes, by place (G 
     single, ddp     G 4      -        G 4              G 8      -
     fsdp, tp        G 4/D    -        G 4/D            G 8/D    -
     pp              G 4/D    -        G 4/D            G 8/D    -                 D stages, if they were equal
+    pp_fsdp2        G 4/D    -        G 4/D            G 8/D    -                 stages x shards
     fsdp2_offload   H 4/D    -        H 4/D            H 8/D    -
     zero1           G 2      G 4/D    G 2              G 8/D    -
     zero2           G 2      G 4/D    G 2/D            G 8/D    -
@@ -110,6 +111,8 @@ class States:
     """The gather's output buffer, which lives until all weights in it have been used (ZeRO-3)."""
     is_sent_again: bool = False
     """Whether the backward gathers again, because not all weights can stay until then."""
+    buffers_late: int = 0
+    """Part of `gpu.buffers` that a step has only from the end of its first micro-batch on."""
     gradient_buckets: int = 0
     """Gradient buckets on the GPU, allocated from the first gradient of a backward to its end."""
     bucket: int = 0
@@ -133,7 +136,9 @@ def states(skeleton: Skeleton, inputs: CostInputs, rank: int = 0) -> States:
             return _whole(skeleton, inputs)
         case "pp":
             num_stages = inputs.strategy.pp_size
-            return _whole(stage_of(skeleton, rank * num_stages // inputs.num_processes, num_stages), inputs)
+            stage, within = divmod(rank, inputs.num_processes // num_stages)
+            own = stage_of(skeleton, stage, num_stages)
+            return _whole(own, inputs) if inputs.strategy.fsdp is None else _fsdp2(own, inputs, within)
         case "tp":
             return _tensor_parallel(skeleton, inputs, rank)
         case "fsdp2":
@@ -204,7 +209,8 @@ def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     """Parameters and gradients are sharded along dimension 0, and shards padded to equal size
     (fsdp/_fully_shard/_fsdp_param.py, _init_sharded_param); copies on the host may lack the padding.
     """
-    strategy, shards = inputs.strategy, inputs.num_shards // inputs.strategy.tp_size
+    strategy = inputs.strategy
+    shards = inputs.num_shards // strategy.tp_size // strategy.pp_size
     assert strategy.fsdp is not None
 
     def padded(weight: Weight) -> int:
@@ -431,9 +437,10 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     parts = sum(size(weight) * part(weight) for weight in skeleton.weights)
     # hpZ: a forward keeps a second copy of the gathered weights, sharded over a smaller group, for all gathers until
     # the update. Frozen weights have it from the start; small trained parameters have none.
-    group = strategy.secondary_group_size
+    group = inputs.secondary_group_size
     left = [weight for weight in skeleton.weights if not weight.is_trained or numel(weight) > threshold]
-    second = sum(size(weight) * (part(weight) * num_processes // group) for weight in left) * (group > 1)
+    copies = [(weight, size(weight) * (part(weight) * num_processes // group)) for weight in left if group > 1]
+    second = sum(num_bytes for _, num_bytes in copies)
     subgroups = list(_subgroups(skeleton, part, zero.get("sub_group_size", 10**9)))
     subgroup_parts = [[part(weight) for weight in subgroup] for subgroup in subgroups]
     trained = sum(map(sum, subgroup_parts))
@@ -450,6 +457,9 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
         "gathered_weights": low * min(sum(released), live + max(released, default=0)),
         "sent": 0 if strategy.offload_param == "nvme" else low * min(sum(released), ahead + max(released, default=0)),
         "is_sent_again": sum(released) > live,
+        # The second copy is made as weights are released: in the backward, if all can stay until then.
+        "buffers_late": sum(num_bytes for weight, num_bytes in copies if weight.is_trained)
+        * (sum(released) <= live and strategy.offload_param is None),
         "bucket": bucket,
         "gradients_before": 0 if strategy.offload_optimizer else gradients,
         "whole_gradients": whole,

@@ -35,9 +35,9 @@ def precision(inputs: CostInputs) -> dict[str, str]:
             "master copy": "float32, beside the weights",
         }
     else:
-        how = {"fsdp1": "weights are gathered in it", "fsdp2": "weights are gathered in it"}
         autocast = "matrix products, by autocast; the rest float32"
-        detail = "" if low == "float32" else f" ({how.get(strategy.kind, autocast)})"
+        how = autocast if strategy.fsdp is None else "weights are gathered in it"
+        detail = "" if low == "float32" else f" ({how})"
         reductions = "float32"
         if strategy.pp_size > 1 and strategy.pp_size == inputs.num_processes:
             reductions = "none: each parameter is on one process"
@@ -187,7 +187,7 @@ def messages(inputs: CostInputs) -> list[Transfer]:
     sizes = ModelSizes(num_parameters=1, num_trained=1, num_matrix=1, num_matrix_trained=1)
     micro, precision = inputs.accumulation, inputs.mixed_precision
     step = Step(num_tokens=0, num_labelled=0, length=1, micro_batches=micro, precision=precision)
-    found = transfers(inputs.strategy, sizes, step, inputs.num_processes)
+    found = transfers(inputs.strategy, sizes, step, inputs.num_processes, num_local=inputs.num_local)
     return [one for one in found if one.num_bytes]
 
 

@@ -54,13 +54,15 @@ class Transfer:
         return inside, self.sent * gpus_each / members_here
 
 
-def transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int) -> list[Transfer]:
-    """The collectives of a step, except small ones (loss sums, norms).
+def transfers(
+    strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int, *, num_local: int | None = None
+) -> list[Transfer]:
+    """The collectives of a step, except small ones (loss sums, norms). `num_local`: see `CostInputs`.
 
     Frozen weights are gathered and have no gradients. Recomputation uses the weights gathered for the backward.
     tests/test_forecast_speed.py counts the collectives of real runs of FSDP2 and ZeRO-1 to -3.
     """
-    found = _state_transfers(strategy, sizes, step, num_processes)
+    found = _state_transfers(strategy, sizes, step, num_processes, num_local or strategy.num_local(num_processes))
     return [*found, _exchanges(strategy, sizes, step, num_processes)] if strategy.sp_size > 1 else found
 
 
@@ -74,7 +76,9 @@ def _exchanges(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes:
     return Transfer(what="heads and tokens", kind="all-to-all", num_bytes=sent, times=times, ranks=strategy.sp_size)
 
 
-def _state_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int) -> list[Transfer]:
+def _state_transfers(
+    strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int, num_local: int
+) -> list[Transfer]:
     half = 4 if step.precision == "no" else 2
     weights, trained, micro = half * sizes.num_parameters, sizes.num_trained, step.micro_batches
     if num_processes == 1:
@@ -100,7 +104,7 @@ def _state_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_proc
             _repeated("weights", "all-gather", half * trained, num_processes),
         ]
     gathers = [_repeated(f"weights, {name}", "all-gather", weights, num_processes, micro) for name in PASSES]
-    if (group := strategy.secondary_group_size) > 1:
+    if (group := strategy.secondary_group_size(num_local)) > 1:
         # A forward leaves a second copy in each group, for all gathers until the update (partition_parameters.py,
         # _partition_param_sec; stage3.py, invalidate_secondary_tensor): of frozen weights for good.
         times = 2 * micro - 1
@@ -123,12 +127,13 @@ def _repeated(what: str, kind: TransferKind, num_bytes: float, ranks: int, times
 def _fsdp_transfers(strategy: Strategy, sizes: ModelSizes, micro: int, num_processes: int, half: int) -> list[Transfer]:
     assert strategy.fsdp is not None
     tensor, replicas = strategy.tp_size, strategy.dp_replicate_size
-    group = num_processes // replicas // tensor
+    divided = tensor * strategy.pp_size
+    group = num_processes // replicas // divided
     keeps = strategy.fsdp.fsdp_reshard_after_forward is False
     keeps = keeps or strategy.fsdp.fsdp_sharding_strategy == "SHARD_GRAD_OP"
-    again = 0 if keeps else sizes.num_parameters - (sizes.head if strategy.kind == "fsdp2" else 0)
-    weights, regathered = half * sizes.num_parameters / tensor, half * again / tensor
-    gradients = 4 * sizes.num_trained / tensor  # reduced in float32
+    again = 0 if keeps else sizes.num_parameters - (sizes.head if strategy.kind != "fsdp1" else 0)
+    weights, regathered = half * sizes.num_parameters / divided, half * again / divided
+    gradients = 4 * sizes.num_trained / divided  # reduced in float32
     found = [
         _repeated("weights, forward", "all-gather", weights, group, micro, stride=tensor),
         _repeated("weights, backward", "all-gather", regathered, group, micro, stride=tensor),
@@ -155,14 +160,18 @@ def _tp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, half: int, 
 
 def _pp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int) -> list[Transfer]:
     """Hidden states forward and their gradients back, in the dtype of the residual stream: float32 under autocast, that
-    of the frozen weights beside an adapter. Copies of a stage average their gradients after the last micro-batch.
+    of the frozen weights beside an adapter, that of the forward under FSDP2. Copies of a stage average their gradients
+    after the last micro-batch; shards of one are gathered and reduced as under FSDP2 alone.
     """
     copies = num_processes // strategy.pp_size
-    is_adapted = sizes.num_trained < sizes.num_parameters
-    each = (4 if step.precision == "no" or not is_adapted else 2) * sizes.hidden
+    is_full = step.precision == "no" or (strategy.fsdp is None and sizes.num_trained == sizes.num_parameters)
+    each = (4 if is_full else 2) * sizes.hidden
     sent = _repeated("hidden states", "send", 2 * each * step.num_tokens / copies, strategy.pp_size, stride=copies)
     found = [replace(sent, times=2 * step.micro_batches)]
-    if copies > 1:
+    if strategy.fsdp is not None:
+        half = 4 if step.precision == "no" else 2
+        found += _fsdp_transfers(strategy, sizes, step.micro_batches, num_processes, half)
+    elif copies > 1:
         found.append(_repeated("gradients", "all-reduce", 4 * sizes.num_trained / strategy.pp_size, copies))
     return found
 

@@ -9,7 +9,7 @@ from cookbook.training.engine.base import Engine, StepResult, in_words
 from cookbook.training.engine.ddp import Ddp, Single
 from cookbook.training.engine.fsdp1 import Fsdp1
 from cookbook.training.engine.fsdp2 import Fsdp2
-from cookbook.training.engine.pipeline import Pipeline
+from cookbook.training.engine.pipeline import Pipeline, ShardedPipeline
 from cookbook.training.engine.start import make_deterministic
 from cookbook.training.engine.tensor_parallel import ShardedTensorParallel, TensorParallel
 from cookbook.training.engine.zero import Zero, build_ops
@@ -29,5 +29,6 @@ FAMILIES: dict[Kind, type[Engine]] = {
 
 def engine_class(strategy: Strategy) -> type[Engine]:
     """The engine of a strategy's family."""
-    is_both = strategy.fsdp is not None and strategy.tp_size > 1
-    return ShardedTensorParallel if is_both else FAMILIES[strategy.kind]
+    if strategy.is_sharded_while_read:
+        return ShardedPipeline if strategy.pp_size > 1 else ShardedTensorParallel
+    return FAMILIES[strategy.kind]

@@ -56,6 +56,10 @@ class Fsdp2(Fsdp):
         sharded = (self.mesh.shard * self.mesh.sequence,)
         return {(self.mesh.replicate, *sharded) if self.mesh.replicate > 1 else sharded}
 
+    def _num_layers(self) -> int:
+        """Number of layers of this process."""
+        return self.model.config.num_hidden_layers
+
     def _findings(self) -> Iterator[Comparison]:
         from torch.distributed.fsdp import FSDPModule
 
@@ -69,7 +73,7 @@ class Fsdp2(Fsdp):
         # FSDP2 replaces the class of a module by a subclass of another name, so look at the bases.
         bases = [(unit, {base.__name__ for base in type(unit).__mro__}) for unit in self._units()]
         layers = [unit for unit, names in bases if names & set(model._no_split_modules)]
-        yield "layers that are units", model.config.num_hidden_layers, len(layers)
+        yield "layers that are units", self._num_layers(), len(layers)
         # torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, class FSDPParamGroup
         groups: list[Any] = [unit._get_fsdp_state()._fsdp_param_group for unit in layers]
         reshards = {group.post_forward_mesh_info is not None for group in groups}
@@ -84,6 +88,30 @@ class Fsdp2(Fsdp):
         offloaded = {type(group.offload_policy).__name__ for group in groups}
         asked = "CPUOffloadPolicy" if self._block.fsdp_offload_params else "OffloadPolicy"
         yield "parameter offload", {asked}, offloaded
+
+
+def gather_tied_once(model: torch.nn.Module) -> None:
+    """Have FSDP2 gather a tied weight once, for all modules that have it. Before the first forward.
+
+    transformers 5.23 applies FSDP2 to embedding and head before it ties them, and torch 2.13 then keeps two states of
+    what has become one parameter. If its rows do not divide evenly each pads a copy, and one is never updated.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    owners: dict[torch.nn.Parameter, Any] = {}
+    for module in reversed(list(model.modules())):  # the root, which has what others left, comes last
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        for group in state._fsdp_param_groups:
+            for held in list(group.fsdp_params):
+                place = held._module_info
+                owner = owners.setdefault(getattr(place.module, place.param_name), held)
+                if owner is not held:
+                    owner._module_info.shared_modules.append(place.module)
+                    owner._module_info.shared_param_names.append(place.param_name)
+                    group.fsdp_params.remove(held)
+        state._fsdp_param_groups[:] = [group for group in state._fsdp_param_groups if group.fsdp_params]
 
 
 def _gather_as_bytes() -> None:

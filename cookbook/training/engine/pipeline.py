@@ -16,9 +16,12 @@ from accelerate import Accelerator
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from cookbook.config.objectives.forward import Batch
+from cookbook.planning.costs.inputs import stage_layers
 from cookbook.training.engine.base import Engine, num_elements
 from cookbook.training.engine.collectives import average_gradients
 from cookbook.training.engine.findings import Comparison
+from cookbook.training.engine.fsdp2 import Fsdp2, gather_tied_once
+from cookbook.training.engine.norm import local
 from cookbook.training.engine.start import shard_while_loading, start_processes
 
 
@@ -27,7 +30,7 @@ class Pipeline(Engine):
 
     def _start(self, *, on_cpu: bool, **options: Any) -> Accelerator:
         start_processes(self.timeout, as_gpus=True)
-        accelerator = super()._start(on_cpu=on_cpu, **options)
+        accelerator = Engine._start(self, on_cpu=on_cpu, **options)
         size, num_stages = self.mesh.stage_size, self.mesh.pipeline
         self._index = self.mesh.stage(self.world.rank)
         stages = [dist.new_group(self._ranks_of(index)) for index in range(num_stages)]
@@ -84,7 +87,7 @@ class Pipeline(Engine):
     def _add_up_tied(self) -> None:
         """An embedding that is tied to the head has gradients in the first stage and in the last."""
         if self._tied is not None and self._tied.grad is not None:
-            dist.all_reduce(self._tied.grad, group=self._ends)
+            dist.all_reduce(local(self._tied.grad), group=self._ends)
 
     def _average_over_copies(self) -> None:
         average_gradients(self.model.parameters(), self._copies)
@@ -149,7 +152,32 @@ class Pipeline(Engine):
         yield "stage", (self._index, self.mesh.pipeline), (stage.pp_rank, stage.pp_size)
         asked, found = (dist.get_process_group_ranks(group) for group in (self._group, stage.pp_group))
         yield "ranks of the pipeline", asked, found
-        yield "copies", self.mesh.replicate, self._copies.size()
+        yield "processes of a stage", self.mesh.stage_size, self._copies.size()
+
+
+class ShardedPipeline(Pipeline, Fsdp2):
+    """Stages whose ranks share their layers by FSDP2, which transformers applies; accelerate has no part in it.
+
+    A layer's weights are gathered for the forward of each micro-batch and again for its backward, and its gradients
+    are reduced after that: between them a process has its shards only.
+    """
+
+    casts_output = False
+
+    def load_options(self, *, is_quantized: bool) -> dict[str, Any]:
+        return shard_while_loading(self.mesh, fsdp_mixed_precision=self.mixed_precision == "bf16")
+
+    def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        gather_tied_once(model)
+        wrapped = super()._wrap(model, optimizer)
+        self._hidden_dtype = self.low_dtype or torch.float32  # of what FSDP2's layers return
+        return wrapped
+
+    def _forward(self, function: Callable[[Any, Batch], Any], batch: Batch) -> Any:
+        return Engine._forward(self, function, batch)  # without autocast: FSDP2 casts
+
+    def _num_layers(self) -> int:
+        return len(stage_layers(self.model.config.num_hidden_layers, self._index, self.mesh.pipeline))
 
 
 class _Stage(torch.nn.Module):

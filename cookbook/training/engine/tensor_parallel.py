@@ -16,7 +16,7 @@ from cookbook.config.objectives.forward import Batch
 from cookbook.training.engine.base import Engine
 from cookbook.training.engine.collectives import average_gradients
 from cookbook.training.engine.findings import Comparison, is_sharded
-from cookbook.training.engine.fsdp2 import Fsdp2
+from cookbook.training.engine.fsdp2 import Fsdp2, gather_tied_once
 from cookbook.training.engine.start import shard_while_loading, start_processes
 
 
@@ -88,6 +88,7 @@ class ShardedTensorParallel(Fsdp2):
         return shard_while_loading(self.mesh, fsdp_mixed_precision=self.mixed_precision == "bf16")
 
     def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        gather_tied_once(model)
         return model, self.accelerator.prepare(optimizer)
 
     def _meshes(self) -> set[tuple[int, ...]]:

@@ -279,8 +279,7 @@ class Zero(Engine):
         yield "data-parallel processes", self.plan.num_processes, dist.get_world_size(model.data_parallel_group)
         asked, in_force = config["zero_optimization"], zero.model_dump(by_alias=True)
         for key in sorted(asked.keys() & in_force.keys() - {"stage", "offload_optimizer", "offload_param"}):
-            if asked[key] != "auto":
-                yield f"zero_optimization.{key}", asked[key], in_force[key]
+            yield f"zero_optimization.{key}", asked[key], in_force[key]
         for name, handle in _aio_handles(model):
             for key, value in config.get("aio", {}).items():
                 yield f"aio.{key}, {name}", value, getattr(handle, f"get_{key}")()
@@ -290,6 +289,9 @@ class Zero(Engine):
             persistent = zero.param_persistence_threshold
             states = {p.ds_status.name for p in model.parameters() if p.ds_numel > persistent}
             yield "parameters between steps", {"NOT_AVAILABLE"}, states or {"NOT_AVAILABLE"}
+        if (group := asked.get("zero_hpz_partition_size", 1)) > 1:
+            found = {parameter.ds_secondary_tensor_group_size for parameter in model.parameters()}
+            yield "processes that share a second copy of the weights", {group}, found
 
 
 def _ruled_scaler(rule: LossScale) -> Any:
