@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -143,9 +144,11 @@ def add_loss(model: PreTrainedModel, sequence_mesh: DeviceMesh | None = None) ->
     head = model.get_output_embeddings()
     if model.has_head and (not isinstance(head, torch.nn.Linear) or model.base_model is model):
         raise RecipeError([f"model {type(model).__name__}: not a backbone with a linear head, which is not served yet"])
-    # A quantized head, or one sharded by tensor parallel, has a forward of its own that must run.
+    # A quantized head, or one split by tensor parallel, has a forward of its own that must run.
     if type(head) is torch.nn.Linear and not isinstance(head.weight, DTensor):
         head.__class__ = LossHead
+    elif model.has_head and isinstance(head, FSDPModule) and "tp" not in head.weight.device_mesh.mesh_dim_names:
+        head.__class__ = type("FSDPLossHead", (LossHead, type(head)), {})
     model.sequence_mesh = sequence_mesh
     model.forward = MethodType(_forward, model)
 
