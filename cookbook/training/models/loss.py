@@ -141,7 +141,7 @@ def add_loss(model: PreTrainedModel, sequence_mesh: DeviceMesh | None = None) ->
     """
     stage = getattr(model, "_pp_stage", None)  # of transformers/distributed/pipeline_parallel.py
     model.has_head = stage is None or stage.pp_is_last_stage
-    head = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()
     if model.has_head and (not isinstance(head, torch.nn.Linear) or model.base_model is model):
         raise RecipeError([f"model {type(model).__name__}: not a backbone with a linear head, which is not served yet"])
     # A quantized head, or one split by tensor parallel, has a forward of its own that must run.
