@@ -24,7 +24,7 @@ from cookbook.config.strategy import Strategy, load_known
 from cookbook.planning.library import read_label
 from cookbook.system.files import Document, RecipeError, dump_yaml
 from cookbook.system.hardware import GIB, Machines, parse_machines, this_machine
-from cookbook.system.shipped import located, own_folder
+from cookbook.system.shipped import located, own_folder, typed
 from cookbook.training.data.rows import BadRows, Rows, read_rows
 from cookbook.training.data.sources import raw_rows
 
@@ -405,10 +405,11 @@ class _Draft:
         """The recipe's file."""
         method = self.values.get("adapter", {}).get("name", "all weights")
         what = f"{self.task}, {method}, of {self.model} ({self.billions * 1000:,.1f} M parameters); written by init."
+        out = shlex.quote(str(self.out))
         settings = read_label(self.example.path)["Settings"]
         label = {
             "What": what,
-            "Run": f"make train RECIPE={shlex.quote(str(self.out))}",
+            "Run": typed(f"train RECIPE={out}", f"launch {out}"),
             "Needs": f"{self._needs()} {self.memory}",
             "Measured": "not yet",
             "Settings": f"borrowed from {self.example.path} for this model and these rows: {settings}",

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cookbook.system.shipped import typed
+
 
 class NoCounterpart(ValueError):
     """A value that we do not have; the message is what to write instead."""
@@ -164,7 +166,8 @@ ATTENTION = Key(why="the model's own choice; packed rows stay apart with every k
 STRATEGY = "it is part of a strategy; name one, as in strategy: fsdp2 (docs/strategies.md)"
 CHAT = Key(why="the tokenizer's own template is used; data.chat_template names a Jinja file")
 RESUME = Key(why="write run.resume: auto, or the path of a checkpoint")
-LAUNCHER = Key(why="owned by the launch command (make train PROCESSES=..., docs/several_machines.md)")
+PROCESSES = typed("train PROCESSES=...", "launch --processes ...")
+LAUNCHER = Key(why=f"owned by the launch command ({PROCESSES}, docs/several_machines.md)")
 DOES_SO = Key(why="done here in any case")
 REFERENCE = Key(why="the reference is the model before training, computed once before the first step")
 WARMUP = "write schedule.warmup_steps, a number of steps or a share of the run, as 0.03"
