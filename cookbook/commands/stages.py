@@ -38,6 +38,7 @@ from cookbook.system.status import Status
 from cookbook.system.watch import Watch, put_away_report
 from cookbook.training import adapters, metrics, models, trackers
 from cookbook.training.checkpoint import resume
+from cookbook.training.checkpoint.export import saved_buffers
 from cookbook.training.checkpoint.folder import Checkpoint
 from cookbook.training.checkpoint.saver import Saver
 from cookbook.training.data import batches
@@ -125,6 +126,7 @@ class Run:
             config=self.inputs.config,
             tokenizer=self.inputs.tokenizer,
             digest=self.made_from["model"],
+            buffers=saved_buffers(self.engine.transformer()) if self.recipe.adapter is None else None,
         )
 
 

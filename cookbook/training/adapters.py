@@ -115,6 +115,25 @@ def inject(model: PreTrainedModel, settings: AdapterSection) -> None:
         way = next((f"; write {way}" for word, way in ways.items() if word in str(error)), "")
         name = f"adapter.name {settings.name} with dropout {settings.dropout:g}"
         raise RecipeError([f"{name}: peft cannot put it into {type(model).__name__}: {error}{way}"]) from None
+    _refuse_stacked(model)
+
+
+def _refuse_stacked(model: PreTrainedModel) -> None:
+    """peft 0.21.2 takes experts and routers for linear layers, and wraps their parameters; the first weights, sharding
+    and export of these wrappers are not served.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import ParamWrapper
+
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    wrapped = {type(layer.get_base_layer()).__name__ for layer in layers.values() if isinstance(layer, ParamWrapper)}
+    if wrapped:
+        linear = {name.rpartition(".")[2]: 1 for name, layer in layers.items() if not isinstance(layer, ParamWrapper)}
+        mistake = (
+            f"adapter.targets: {', '.join(sorted(wrapped))} of {type(model).__name__} are no linear layers; peft would"
+            f" adapt their parameters, which is not served yet; write adapter.targets: [{', '.join(linear)}]"
+        )
+        raise RecipeError([mistake])
 
 
 def add_adapter(model: PreTrainedModel, settings: AdapterSection, *, seed: int) -> None:

@@ -36,7 +36,7 @@ from cookbook.training.models.attention import PACKED, packing_problem, sequence
 from cookbook.training.models.loss import add_loss
 from cookbook.training.models.speed import compile_layers, patch_kernels, save_activations
 from cookbook.training.models.speed import kernel_notes as kernel_notes  # for `stages`
-from cookbook.training.models.structure import not_served, pipeline_problem, scratch_config
+from cookbook.training.models.structure import not_served, pipeline_problem, scratch_config, tensor_problem
 
 SCRATCH_FORMAT = 2
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -192,17 +192,27 @@ def load_model(
         options: further arguments of `from_pretrained`, from engine and adapter.
 
     Raises:
-        RecipeError: the heads cannot be divided over `sequence_mesh`, or the layers over stages.
+        RecipeError: the heads cannot be divided over `sequence_mesh`, or the layers over stages, or tensor parallel
+            would leave matrices whole.
     """
     if packing or sequence_mesh is not None:
         options["attn_implementation"] = PACKED
-    model = AutoModelForCausalLM.from_pretrained(
-        name, dtype=dtype, trust_remote_code=False, use_safetensors=True, **options
-    )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, trust_remote_code=False, use_safetensors=True, **options
+        )
+    except ValueError as error:
+        if "has no `tp_plan`" not in str(error):
+            raise
+        why = "transformers has no plan for tensor parallel of this architecture; use fsdp2 or zero3"
+        raise RecipeError([f"model {name}: {why}"]) from None
     _allocate_meta_weights(model)
     model.config.use_cache = False
     stages = getattr(model, "_pp_stage", None)
     if stages is not None and (problem := pipeline_problem(model.config, stages.pp_size)):
+        raise RecipeError([f"model {name}: {problem}"])
+    distributed = options.get("distributed_config")
+    if distributed is not None and distributed.tp_size > 1 and (problem := tensor_problem(model)):
         raise RecipeError([f"model {name}: {problem}"])
     if sequence_mesh is not None and (problem := sequence_problem(model.config, sequence_mesh.size())):
         raise RecipeError([f"model {name}: {problem}"])
@@ -222,8 +232,8 @@ def load_model(
 
 
 def _allocate_meta_weights(model: PreTrainedModel) -> None:
-    """Allocate weights whose values another rank will send, since accelerate identifies parameters by their addresses
-    (accelerator.py, _prepare_fsdp2). The kernel provides no memory until they are written.
+    """Allocate weights and buffers whose values another rank will send, since accelerate identifies parameters by their
+    addresses (accelerator.py, _prepare_fsdp2). The kernel provides no memory until they are written.
     """
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for module in model.modules():
@@ -231,6 +241,9 @@ def _allocate_meta_weights(model: PreTrainedModel) -> None:
             if parameter.is_meta:
                 empty = torch.empty_like(parameter, device="cpu")
                 setattr(module, name, made.setdefault(parameter, torch.nn.Parameter(empty, parameter.requires_grad)))
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(module, name, torch.empty_like(buffer, device="cpu"))
 
 
 def revision_of(folder: str) -> str | None:

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+from torch.distributed.tensor import DTensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from cookbook.config.recipe import ModelSection, ScratchModel
 from cookbook.planning.library import hub_answers, known_model
@@ -20,7 +21,16 @@ LOGIT_TRANSFORMS = (
     "lm_head_multiplier",
     "logits_soft_cap",
     "output_logit_soft_cap",
+    "logits_mup_width_multiplier",
+    "unpadded_vocab_size",
 )
+NOT_SERVED = {
+    "cpmant": "its tokens see a prompt of its own, and each other",
+    "modernbert-decoder": "it has a layer between the backbone and the head, which our loss would skip",
+    "xlnet": "its attention looks ahead, so it cannot learn to predict the next token",
+}
+"""Model types whose configuration does not reveal it; found by benchmarks/architectures.py among all that transformers
+5.23 has."""
 
 
 PIPELINED = ("llama", "mistral", "qwen2", "qwen3")
@@ -37,6 +47,23 @@ def pipeline_problem(config: PreTrainedConfig, num_stages: int) -> str | None:
     if config.num_hidden_layers < num_stages:
         return f"{config.num_hidden_layers} layers cannot be divided over pp_size {num_stages}"
     return None
+
+
+def tensor_problem(model: PreTrainedModel) -> str | None:
+    """Why tensor parallel cannot train this model, which transformers has sharded, or None."""
+    whole = [
+        name.removesuffix(".weight")
+        for name, parameter in model.named_parameters()
+        if parameter.ndim > 1
+        and not (isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()))
+    ]
+    if not whole:
+        return None
+    leaves = dict.fromkeys(".".join(name.split(".")[-2:]) for name in whole)
+    return (
+        f"tensor parallel needs every matrix sharded, and transformers leaves {len(whole)} of {model.config.model_type}"
+        f" whole: {', '.join(leaves)}; use fsdp2 or zero3"
+    )
 
 
 def find_config(model: ModelSection) -> tuple[PreTrainedConfig, str]:
@@ -81,10 +108,14 @@ def scratch_config(sizes: ScratchModel, **tokens: int | None) -> PreTrainedConfi
 
 def not_served(config: PreTrainedConfig) -> str | None:
     """Why loss or attention would be wrong for this model, or None."""
+    if config.is_encoder_decoder:
+        return f"{config.model_type} is not a causal language model"
     if config.get_text_config() is not config:
         return f"{config.model_type} holds more than a language model (images, sound); take a text-only model"
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
         return f"{config.model_type} is not a causal language model"
+    if config.model_type in NOT_SERVED:
+        return NOT_SERVED[config.model_type]
     # Without a mask, only causal attention does not see the padding.
     is_encoder = getattr(config, "is_decoder", None) is False and config.model_type != "gpt_neox"  # false by oversight
     both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
