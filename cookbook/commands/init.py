@@ -18,7 +18,7 @@ from typer import Argument, Option
 
 from cookbook.commands.launch import check
 from cookbook.config.objectives import Objective
-from cookbook.config.recipe import RECIPES, Recipe, Source, parse_recipe, read_recipe
+from cookbook.config.recipe import ALL_LINEAR, RECIPES, Recipe, Source, parse_recipe, read_recipe
 from cookbook.config.row_kinds import kinds, kinds_of, rename, suggested_columns
 from cookbook.config.strategy import Strategy, load_known
 from cookbook.planning.library import read_label
@@ -352,12 +352,19 @@ class _Draft:
             "model": self.model_keys | ({"gradient_checkpointing": True} if recompute else {}),
             "data": self.data,
             "objective": objective if objective.get("name") == self.task else {"name": self.task},
-            **({"adapter": like.get("adapter", {}) | {"name": method}} if method else {}),
+            **({"adapter": like.get("adapter", {}) | {"name": method} | self._targets()} if method else {}),
             "batch": {"global_batch_size": batch, "micro_batch_size": 1},
             "optim": like["optim"],
             "schedule": like["schedule"] | {"warmup_steps": example.warmup},
             "run": {"num_epochs": epochs} | evaluation | {"save_every_steps": often, "resume": "auto"},
         }
+
+    def _targets(self) -> dict[str, list[str]]:
+        """`adapter.targets`, for a model that cannot have its default."""
+        from cookbook.training.adapters import usual_targets
+
+        targets = usual_targets(self.config)
+        return {} if targets == [ALL_LINEAR] else {"targets": targets}
 
     def _settle(self, found: "Forecast", method: str | None, recompute: bool) -> None:
         """Writes the values of what was chosen, with the largest micro-batch that fits, and the notes on them."""

@@ -115,25 +115,44 @@ def inject(model: PreTrainedModel, settings: AdapterSection) -> None:
         way = next((f"; write {way}" for word, way in ways.items() if word in str(error)), "")
         name = f"adapter.name {settings.name} with dropout {settings.dropout:g}"
         raise RecipeError([f"{name}: peft cannot put it into {type(model).__name__}: {error}{way}"]) from None
-    _refuse_stacked(model)
+    if stacked := _stacked(model):
+        raise RecipeError(
+            [
+                f"adapter.targets: {', '.join(stacked)} of {type(model).__name__} are no linear layers; peft would"
+                " adapt their parameters, which is not served yet; write adapter.targets:"
+                f" [{', '.join(_adapted_linear(model))}]"
+            ]
+        )
 
 
-def _refuse_stacked(model: PreTrainedModel) -> None:
-    """peft 0.21.2 takes experts and routers for linear layers, and wraps their parameters; the first weights, sharding
-    and export of these wrappers are not served.
+def usual_targets(config: PreTrainedConfig) -> list[str]:
+    """`all-linear`, or the linear layers of a model for which that is refused."""
+    model = _empty_model(config)
+    try:
+        with torch.device("meta"):
+            inject(model, AdapterSection(name="lora"))
+    except RecipeError:
+        return _adapted_linear(model)
+    return [ALL_LINEAR]
+
+
+def _stacked(model: PreTrainedModel) -> list[str]:
+    """Classes of modules whose parameters peft has wrapped. peft 0.21.2 takes experts and routers for linear layers;
+    the first weights, sharding and export of its wrappers are not served.
     """
-    from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper
 
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-    wrapped = {type(layer.get_base_layer()).__name__ for layer in layers.values() if isinstance(layer, ParamWrapper)}
-    if wrapped:
-        linear = {name.rpartition(".")[2]: 1 for name, layer in layers.items() if not isinstance(layer, ParamWrapper)}
-        mistake = (
-            f"adapter.targets: {', '.join(sorted(wrapped))} of {type(model).__name__} are no linear layers; peft would"
-            f" adapt their parameters, which is not served yet; write adapter.targets: [{', '.join(linear)}]"
-        )
-        raise RecipeError([mistake])
+    wrappers = (module for module in model.modules() if isinstance(module, ParamWrapper))
+    return sorted({type(wrapper.get_base_layer()).__name__ for wrapper in wrappers})
+
+
+def _adapted_linear(model: PreTrainedModel) -> list[str]:
+    """The last parts of the names of linear layers that have an adapter."""
+    from peft.tuners.lora.layer import Linear
+
+    return list(
+        dict.fromkeys(name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, Linear))
+    )
 
 
 def add_adapter(model: PreTrainedModel, settings: AdapterSection, *, seed: int) -> None:
