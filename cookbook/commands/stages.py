@@ -161,6 +161,9 @@ def load_inputs(recipe: Recipe, rows: RowSets, *, cache: Path, notes: list[str])
     )
     config = models.load_config(folder, recipe.data.max_length, recipe.data.packing)
     notes += models.kernel_notes(recipe.model, config)
+    if drawn := models.random_parts(config):
+        keys = ", ".join(f"{key} {value:g}" for key, value in drawn.items())
+        notes.append(f"{config.model_type} has {keys}: what is drawn, and so the curve, depends on processes")
     text = config.get_text_config()
     has_experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     if recipe.run.deterministic and torch.cuda.is_available() and has_experts:

@@ -37,6 +37,7 @@ from cookbook.training.models.loss import add_loss
 from cookbook.training.models.speed import compile_layers, patch_kernels, save_activations
 from cookbook.training.models.speed import kernel_notes as kernel_notes  # for `stages`
 from cookbook.training.models.structure import not_served, pipeline_problem, scratch_config, tensor_problem
+from cookbook.training.models.structure import random_parts as random_parts  # for `stages`
 
 SCRATCH_FORMAT = 2
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]

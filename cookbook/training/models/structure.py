@@ -106,6 +106,18 @@ def scratch_config(sizes: ScratchModel, **tokens: int | None) -> PreTrainedConfi
     )
 
 
+def random_parts(config: PreTrainedConfig) -> dict[str, float]:
+    """Keys by which a model's forward draws random numbers in training, with their values."""
+    return {
+        key: value
+        for key, value in config.to_dict().items()
+        if key.endswith(("dropout", "dropout_prob", "pdrop", "layerdrop", "jitter_noise"))
+        and not key.startswith(("classifier_", "summary_"))
+        and isinstance(value, float)
+        and value > 0
+    }
+
+
 def not_served(config: PreTrainedConfig) -> str | None:
     """Why loss or attention would be wrong for this model, or None."""
     if config.is_encoder_decoder:
