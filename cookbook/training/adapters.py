@@ -205,7 +205,8 @@ def _draw_first_weights(model: PreTrainedModel, seed: int) -> None:
             continue
         generator = torch.Generator().manual_seed(seed + zlib.crc32(layer_name.encode()))
         base: Any = layer.get_base_layer()
-        num_inputs: int = base.in_features
+        sized: Any = base if isinstance(base, torch.nn.Linear) else layer  # GPT-2 has Conv1D
+        num_inputs: int = sized.in_features
         matrices: list[Any] = list(layer.lora_A.values())
         for a in matrices:
             # For a matrix sharded along its inputs, peft 0.21.2 records the size of a shard, and later relies on it.
