@@ -45,7 +45,7 @@ MIXTURE = {
     "moe_intermediate_size": 16,
 }
 # Windows at least as long as the samples: no sample can tell.
-WINDOWED = {"afmoe", "exaone4", "exaone_moe", "gemma3_text", "ministral", "mistral", "olmo3"}
+WINDOWED = {"exaone4", "exaone_moe", "gemma3_text", "ministral", "mistral", "olmo3"}
 
 
 def tiny(model_type: str, attention: str) -> PreTrainedModel:

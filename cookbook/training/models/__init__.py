@@ -193,27 +193,23 @@ def load_model(
         options: further arguments of `from_pretrained`, from engine and adapter.
 
     Raises:
-        RecipeError: the heads cannot be divided over `sequence_mesh`, or the layers over stages, or tensor parallel
-            would leave matrices whole.
+        RecipeError: the heads cannot be divided over `sequence_mesh`, or the layers over stages; or tensor parallel
+            is not known to suit the model.
     """
     if packing or sequence_mesh is not None:
         options["attn_implementation"] = PACKED
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, trust_remote_code=False, use_safetensors=True, **options
-        )
-    except ValueError as error:
-        if "has no `tp_plan`" not in str(error):
-            raise
-        why = "transformers has no plan for tensor parallel of this architecture; use fsdp2 or zero3"
-        raise RecipeError([f"model {name}: {why}"]) from None
+    distributed = options.get("distributed_config")
+    if distributed is not None and distributed.tp_size > 1:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        if problem := tensor_problem(config):
+            raise RecipeError([f"model {name}: {problem}; use fsdp2 or zero3"])
+    model = AutoModelForCausalLM.from_pretrained(
+        name, dtype=dtype, trust_remote_code=False, use_safetensors=True, **options
+    )
     _allocate_meta_weights(model)
     model.config.use_cache = False
     stages = getattr(model, "_pp_stage", None)
     if stages is not None and (problem := pipeline_problem(model.config, stages.pp_size)):
-        raise RecipeError([f"model {name}: {problem}"])
-    distributed = options.get("distributed_config")
-    if distributed is not None and distributed.tp_size > 1 and (problem := tensor_problem(model)):
         raise RecipeError([f"model {name}: {problem}"])
     if sequence_mesh is not None and (problem := sequence_problem(model.config, sequence_mesh.size())):
         raise RecipeError([f"model {name}: {problem}"])

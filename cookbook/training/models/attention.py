@@ -15,12 +15,10 @@ PACKED = "cookbook_packed"
 
 # A list, since no attribute reveals it: stablelm, nemotron and nanochat silently use attention code of their own.
 PACKABLE = (
-    "afmoe",
     "apertus",
     "arcee",
     "dots1",
     "ernie4_5",
-    "ernie4_5_moe",
     "exaone4",
     "exaone_moe",
     "flex_olmo",
