@@ -163,13 +163,21 @@ def test_merging_what_is_no_adapter_is_refused_with_exit_code_2(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("adapter", "way"), [({"dropout": 0.1}, "adapter.dropout: 0"), ({"name": "dora"}, "adapter.name: lora")]
+    ("adapter", "way"),
+    [
+        ({"dropout": 0.1}, "adapter.dropout: 0"),
+        ({"name": "dora"}, "adapter.name: lora"),
+        ({}, r"adapter.targets: \[q_proj, k_proj, v_proj, o_proj\]"),
+    ],
 )
 def test_what_peft_cannot_put_into_a_mixture_of_experts_is_refused_by_plan_and_run(adapter: dict, way: str):
-    """It adapts experts whose weights are one tensor by a wrapper without dropout and magnitudes."""
+    """It adapts experts whose weights are one tensor by a wrapper without dropout and magnitudes, whose first weights
+    we do not draw."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 300}
     config = MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)
-    good, bad = AdapterSection(name="lora", rank=4), AdapterSection(**{"name": "lora", "rank": 4, **adapter})
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    good = AdapterSection(name="lora", rank=4, targets=attention)
+    bad = AdapterSection(**{"name": "lora", "rank": 4, **adapter})
     recipe = load_recipe(ROOT / "recipes/quickstart.yaml", [])
     adapters.check_names(config, good)
     assert any(weight.is_trained for weight in skeleton(config, recipe.model_copy(update={"adapter": good})).weights)

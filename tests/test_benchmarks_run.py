@@ -4,7 +4,8 @@ python -m pytest -q tests/test_benchmarks_run.py
 
 `--page` programs write into a copy of the pages, which must come out as they are here. What else plan_accuracy.py and
 recipe_labels.py compute, tests/test_plan_accuracy.py and tests/test_recipes.py compute anew; tests/test_overhead.py
-runs overhead.py, and tests/test_at_scale.py computes what at_scale.py writes.
+runs overhead.py, tests/test_at_scale.py computes what at_scale.py writes, and tests/test_architectures.py tries one of
+architectures.py.
 """
 
 import json
@@ -24,7 +25,7 @@ from tests.needs import need_trl
 
 COPIED = ("benchmarks", "docs")
 TRIED = {"checkpoints", "equivalence_table", "gpu_memory", "gpu_runs", "overhead", "plan_accuracy", "recipe_labels"}
-TRIED |= {"at_scale", "on_gpu", "vs_peers"}
+TRIED |= {"architectures", "at_scale", "on_gpu", "vs_peers"}
 PARTS = {"plan_accuracy_page", "published_rows", "published_runs", "unsaid_rows"}
 """Of plan_accuracy."""
 
@@ -69,7 +70,7 @@ def test_every_program_is_tried():
     assert set(programs) == TRIED
 
 
-@pytest.mark.parametrize("name", ["gpu_memory", "on_gpu", "plan_accuracy", "vs_peers"])
+@pytest.mark.parametrize("name", ["architectures", "gpu_memory", "on_gpu", "plan_accuracy", "vs_peers"])
 def test_a_page_comes_out_as_it_is_here(lab: Lab, copy: Path, name: str):
     run(lab, copy, f"{name}.py", "--page")
     assert changed(copy) == []

@@ -27,14 +27,14 @@ def model(book, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
-    def model(hidden=64, layers=2, template=None):
+    def model(hidden=64, layers=2, template=None, kind="llama"):
         tokenizer = make_tokenizer()
         if template is not None:
             tokenizer.chat_template = template
         tokenizer.save_pretrained("model")
         sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": hidden // 4}
-        config = AutoConfig.for_model("llama", vocab_size=300, max_position_embeddings=512, **sizes, **heads)
+        config = AutoConfig.for_model(kind, vocab_size=300, max_position_embeddings=512, **sizes, **heads)
         config.save_pretrained("model")
         return "./model"
 
@@ -77,6 +77,12 @@ def test_preferences_on_a_gpu(model):
     assert (recipe.adapter.name, recipe.adapter.rank, recipe.optim.learning_rate) == ("lora", 16, 5e-6)
     assert (recipe.batch.global_batch_size, recipe.data.max_length) == (8, 64)
     assert (recipe.run.num_epochs, recipe.schedule.warmup_steps, recipe.run.keep_best) == (1, 0.1, 0)
+
+
+def test_an_adapter_of_a_mixture_of_experts_names_its_layers(model):
+    """all-linear is refused for it."""
+    recipe = made(model(kind="mixtral"), write(PAIRS), "--gpus", "1x8GB")
+    assert recipe.adapter.targets == ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def test_texts_without_a_gpu(model, book):

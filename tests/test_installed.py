@@ -4,8 +4,10 @@ strategies that it ships; a recipe's relative paths are its own.
     python -m pytest -q -m "slow or not slow" tests/test_installed.py
 """
 
+import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, clean_environment
 
-from cookbook.system.shipped import located, own_folder
+from cookbook.system.shipped import located, own_folder, typed
 
 SHIPPED = ("accelerate_configs", "ds_configs", "recipes")
 RECIPE = """\
@@ -84,6 +86,33 @@ def test_a_recipe_elsewhere_trains_on_the_rows_beside_it_and_not_on_those_here(t
     assert strategy.deepspeed_file == str(ROOT / "ds_configs/zero2.json")
     found, _ = load_pair(recipe, ["data.train=data/rows.jsonl"])  # typed here
     assert [source.path for source in found.data.train] == ["data/rows.jsonl"]
+
+
+def test_make_is_named_in_the_folder_of_the_repository_alone(tmp_path, monkeypatch):
+    both = ("train RECIPE=mine.yaml", "launch mine.yaml")
+    monkeypatch.chdir(ROOT)
+    assert typed(*both) == "make train RECIPE=mine.yaml"
+    monkeypatch.chdir(tmp_path)
+    assert typed(*both) == "cookbook launch mine.yaml"
+    (tmp_path / "Makefile").write_text("train:\n\techo somebody else's\n")
+    assert typed(*both) == "cookbook launch mine.yaml"
+
+
+PAGES = {"cookbook/planning/combinations.py", "cookbook/planning/library.py", "cookbook/commands/submit.py"}
+"""They write pages of the repository, and jobs that run in its folder."""
+
+
+def test_no_message_names_a_target_of_make_by_itself():
+    targets = "|".join(re.findall(r"(?m)^([a-z0-9-]+):.*##", (ROOT / "Makefile").read_text()))
+    found = set()
+    for path in [*(ROOT / "cookbook").rglob("*.py"), ROOT / "train.py"]:
+        tree = ast.parse(path.read_text())
+        asides = {id(one.value) for one in ast.walk(tree) if isinstance(one, ast.Expr)}  # docstrings
+        texts = (n for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+        if any(re.search(rf"\bmake ({targets})\b", text.value) for text in texts if id(text) not in asides):
+            found.add(str(path.relative_to(ROOT)))
+    asking = {"cookbook/commands/doctor/software.py", "cookbook/commands/launch.py"}  # `in_repository`
+    assert found == PAGES | asking
 
 
 def run(*command: str | Path, cwd: Path, **extra: str) -> str:
@@ -168,6 +197,10 @@ def test_the_installed_command_checks_and_explains_in_another_folder(tool, tmp_p
     assert refused.returncode == 2
     assert f"  cookbook rehearse {packaged}/recipes/qwen25_7b/sft.yaml" in refused.stderr
     assert "  cookbook launch recipes/quickstart.yaml" in refused.stderr and "make " not in refused.stderr
+    words = ["submit", "recipes/quickstart.yaml", "--to", "slurm", "--gpus", "8xH100"]
+    refused = subprocess.run([tool, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert refused.returncode == 2 and "type it in the repository" in refused.stderr
+    assert "Traceback" not in refused.stderr
     assert os.listdir(tmp_path) == []
 
 

@@ -22,6 +22,7 @@ from cookbook.training.models import (
     weights_digest,
 )
 from cookbook.training.models.loss import add_loss
+from cookbook.training.models.structure import random_parts
 
 SIZES = {
     "vocab_size": 384,
@@ -349,3 +350,9 @@ def test_a_blob_of_the_hub_s_cache_is_read_and_not_believed_by_its_name(tmp_path
     assert weights_digest(folder, cache=tmp_path / "cache") == weights_digest(folder) == first
     blob.write_bytes(b"weightz")
     assert weights_digest(folder, cache=tmp_path / "cache") == weights_digest(folder) != first
+
+
+def test_dropout_of_a_configuration_is_found():
+    assert random_parts(LlamaConfig(**SIZES)) == {}
+    assert random_parts(LlamaConfig(**SIZES, attention_dropout=0.1)) == {"attention_dropout": 0.1}
+    assert random_parts(AutoConfig.for_model("gpt2")).keys() == {"attn_pdrop", "embd_pdrop", "resid_pdrop"}

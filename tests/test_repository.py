@@ -3,6 +3,8 @@
 Run alone: pytest -q tests/test_repository.py
 """
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,3 +61,41 @@ def test_the_hooks_are_valid_and_run_what_make_lint_runs() -> None:
     for words in (["ruff", "check"], ["ruff", "format"], ["mypy"]):
         command = f".venv/bin/{' '.join(words)}"
         assert command in lint and any(entry.startswith(command) for entry in hooks)
+
+
+DOCKERFILE = ROOT / "Dockerfile"
+
+
+def copied() -> set[str]:
+    """What the Dockerfile copies."""
+    lines = re.findall(r"(?m)^COPY (.+)$", DOCKERFILE.read_text())
+    return {path for line in lines for path in line.split()[:-1]}
+
+
+def test_the_image_holds_what_the_wheel_ships_and_nothing_that_is_not_here() -> None:
+    assert len(copied()) > 12 and all((ROOT / path).exists() for path in copied())
+    assert {"cookbook", "recipes", "accelerate_configs", "ds_configs", "train.py", "Makefile", "slurm"} <= copied()
+    ignored, *kept = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    assert ignored == "*" and {line.removeprefix("!") for line in kept if line.startswith("!")} == copied()
+
+
+def test_the_image_is_made_as_the_readme_says_and_its_user_has_no_privileges() -> None:
+    text, install = DOCKERFILE.read_text(), (ROOT / "docs/install.md").read_text()
+    page = (ROOT / "README.md").read_text() + install
+    targets = set(re.findall(r"make ([a-z][a-z-]+)", text.replace("install -y --no-install-recommends make", "")))
+    assert targets == {"setup", "quickstart", "train"} and all(f"make {target}" in page for target in targets)
+    assert "venv --system-site-packages" in text, "a torch of the base image stays"
+    assert int(re.search(r"(?m)^USER (\d+)$", text)[1]) > 999
+    assert not re.search(r"(?i)(token|secret|password|api_key)", text)
+    commands = [re.split(r"  +|\\", line)[0].strip() for line in re.findall(r"(?m)^#   (docker .+)$", text)]
+    assert len(commands) == 4 and all(command in install for command in commands)
+
+
+def test_the_dev_container_runs_what_the_readme_says() -> None:
+    settings = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
+    # Keys of the published schema, devcontainers/spec at 08c3f97, which check-jsonschema does not have.
+    known = {"name", "image", "onCreateCommand", "postCreateCommand", "containerEnv", "customizations"}
+    assert settings.keys() == known
+    assert settings["postCreateCommand"] == "make setup" and "sh system.sh" in settings["onCreateCommand"]
+    python = settings["customizations"]["vscode"]["settings"]["python.defaultInterpreterPath"]
+    assert python == "${containerWorkspaceFolder}/.venv/bin/python"

@@ -18,13 +18,13 @@ from typer import Argument, Option
 
 from cookbook.commands.launch import check
 from cookbook.config.objectives import Objective
-from cookbook.config.recipe import RECIPES, Recipe, Source, parse_recipe, read_recipe
+from cookbook.config.recipe import ALL_LINEAR, RECIPES, Recipe, Source, parse_recipe, read_recipe
 from cookbook.config.row_kinds import kinds, kinds_of, rename, suggested_columns
 from cookbook.config.strategy import Strategy, load_known
 from cookbook.planning.library import read_label
 from cookbook.system.files import Document, RecipeError, dump_yaml, gathered
 from cookbook.system.hardware import GIB, Machines, parse_machines, this_machine
-from cookbook.system.shipped import located, own_folder
+from cookbook.system.shipped import located, own_folder, typed
 from cookbook.training.data.rows import BadRows, Rows, read_rows
 from cookbook.training.data.sources import raw_rows
 
@@ -342,12 +342,19 @@ class _Draft:
             "model": self.model_keys | ({"gradient_checkpointing": True} if recompute else {}),
             "data": self.data,
             "objective": objective if objective.get("name") == self.task else {"name": self.task},
-            **({"adapter": like.get("adapter", {}) | {"name": method}} if method else {}),
+            **({"adapter": like.get("adapter", {}) | {"name": method} | self._targets()} if method else {}),
             "batch": {"global_batch_size": batch, "micro_batch_size": 1},
             "optim": like["optim"],
             "schedule": like["schedule"] | {"warmup_steps": example.warmup},
             "run": {"num_epochs": epochs} | evaluation | {"save_every_steps": often, "resume": "auto"},
         }
+
+    def _targets(self) -> dict[str, list[str]]:
+        """`adapter.targets`, for a model that cannot have its default."""
+        from cookbook.training.adapters import usual_targets
+
+        targets = usual_targets(self.config)
+        return {} if targets == [ALL_LINEAR] else {"targets": targets}
 
     def _settle(self, found: "Forecast", method: str | None, recompute: bool) -> None:
         """Writes the values of what was chosen, with the largest micro-batch that fits, and the notes on them."""
@@ -395,10 +402,11 @@ class _Draft:
         """The recipe's file."""
         method = self.values.get("adapter", {}).get("name", "all weights")
         what = f"{self.task}, {method}, of {self.model} ({self.billions * 1000:,.1f} M parameters); written by init."
+        out = shlex.quote(str(self.out))
         settings = read_label(self.example.path)["Settings"]
         label = {
             "What": what,
-            "Run": f"make train RECIPE={shlex.quote(str(self.out))}",
+            "Run": typed(f"train RECIPE={out}", f"launch {out}"),
             "Needs": f"{self._needs()} {self.memory}",
             "Measured": "not yet",
             "Settings": f"borrowed from {self.example.path} for this model and these rows: {settings}",

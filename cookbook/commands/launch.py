@@ -38,6 +38,7 @@ from cookbook.planning.library import gpus_needed, read_label, read_needs, recip
 from cookbook.system import hosts
 from cookbook.system.files import KeyPath, RecipeError, read_document, validate
 from cookbook.system.machine import num_cores, num_gpus
+from cookbook.system.shipped import in_repository
 from cookbook.training.data.rows import read_rows
 
 
@@ -116,7 +117,8 @@ def run_command(command: list[str], environment: dict[str, str], output_dir: Pat
     environment = environment | {"PATH": os.pathsep.join([folder, environment.get("PATH", "")])}
     program = shutil.which(command[0], path=environment["PATH"])
     if program is None:
-        raise RecipeError([f"{command[0]} is not installed beside {sys.executable}; run make setup"])
+        how = "run make setup" if in_repository() else "install the project again: pip install ."
+        raise RecipeError([f"{command[0]} is not installed beside {sys.executable}; {how}"])
     return run_child([program, *command[1:]], environment, output_dir)
 
 

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from cookbook.system.files import RecipeError
 from cookbook.training.adapters import BASE_RECORD, Base
-from cookbook.training.checkpoint.export import Weight, building, write_model
+from cookbook.training.checkpoint.export import Weight, as_weight, building, saved_buffers, write_model
 from cookbook.training.checkpoint.tensors import CHUNK
 from cookbook.training.models import fetch_model, weights_digest
 
@@ -68,6 +68,7 @@ def write_merged(folder: Path, build: Path, dtype: torch.dtype | None) -> str:
     expected = _probe_logits(model)
     merged: PreTrainedModel = model.merge_and_unload(safe_merge=True)
     weights = {name: _as_weight(parameter.detach()) for name, parameter in merged.named_parameters()}
+    weights |= {name: as_weight(buffer) for name, buffer in saved_buffers(merged).items()}
     write_model(weights, build, config=merged.config, dtype=stored)
     del base_model, model, merged, weights  # before it is opened again
     AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(build)

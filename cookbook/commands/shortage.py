@@ -15,6 +15,7 @@ from cookbook.config.strategy import Strategy, load_known
 from cookbook.planning.plan import Plan, show_command
 from cookbook.system import signals, status
 from cookbook.system.hardware import this_machine
+from cookbook.system.shipped import typed
 
 NOTE_FILE = "COOKBOOK_SHORTAGE_FILE"
 """Environment variable with the file by which `python -m cookbook launch` learns of a shortage that it may answer."""
@@ -91,7 +92,7 @@ def unanswered(recipe: Recipe) -> list[str]:
     what = recipe.run.on_out_of_memory
     if what == "stop" or NOTE_FILE in os.environ:
         return []
-    how = "python -m cookbook launch (make train) starts a run again"
+    how = f"{typed('train', 'launch')} starts a run again"
     return [f"run.on_out_of_memory {what}: {how}; started otherwise, it ends with the line to go on"]
 
 

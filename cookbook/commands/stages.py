@@ -38,6 +38,7 @@ from cookbook.system.status import Status
 from cookbook.system.watch import Watch, put_away_report
 from cookbook.training import adapters, memory_history, metrics, models, trackers
 from cookbook.training.checkpoint import resume
+from cookbook.training.checkpoint.export import saved_buffers
 from cookbook.training.checkpoint.folder import Checkpoint
 from cookbook.training.checkpoint.saver import Saver
 from cookbook.training.data import batches
@@ -129,6 +130,7 @@ class Run:
             config=self.inputs.config,
             tokenizer=self.inputs.tokenizer,
             digest=self.made_from["model"],
+            buffers=saved_buffers(self.engine.transformer()) if self.recipe.adapter is None else None,
         )
 
 
@@ -164,6 +166,9 @@ def load_inputs(recipe: Recipe, rows: RowSets, *, cache: Path, notes: list[str])
     )
     config = models.load_config(folder, recipe.data.max_length, recipe.data.packing)
     notes += models.kernel_notes(recipe.model, config)
+    if drawn := models.random_parts(config):
+        keys = ", ".join(f"{key} {value:g}" for key, value in drawn.items())
+        notes.append(f"{config.model_type} has {keys}: what is drawn, and so the curve, depends on processes")
     text = config.get_text_config()
     has_experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     if recipe.run.deterministic and torch.cuda.is_available() and has_experts:

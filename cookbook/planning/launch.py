@@ -17,6 +17,7 @@ from cookbook.config.strategy import OWNED_BY_THE_RECIPE, Strategy, strategy_pat
 from cookbook.system import hosts
 from cookbook.system.files import RecipeError
 from cookbook.system.machine import CPU_PROCESSES, toolkit_problem, torch_cuda
+from cookbook.system.shipped import typed
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_DETERMINISTIC = (":4096:8", ":16:8")
@@ -125,7 +126,7 @@ def strategy_in_force(launcher: Launcher, world: World, recipe_strategy: str) ->
             raise RecipeError(
                 [
                     "accelerate launch: without --config_file it uses this user account's defaults, not the recipe's"
-                    " strategy. Write --config_file accelerate_configs/<name>.yaml, or use make train"
+                    f" strategy. Write --config_file accelerate_configs/<name>.yaml, or use {typed('train', 'launch')}"
                 ]
             )
         path = Path(launcher.config_file)
@@ -137,7 +138,8 @@ def strategy_in_force(launcher: Launcher, world: World, recipe_strategy: str) ->
     single = strategy_path("single")
     if single.resolve() == Path(recipe_strategy).resolve():
         return single, None
-    return single, f"one process: no launcher started this run; make train uses the recipe's {recipe_strategy}"
+    how = typed("train", "launch")
+    return single, f"one process: no launcher started this run; {how} uses the recipe's {recipe_strategy}"
 
 
 def read_world(environment: Mapping[str, str] = os.environ) -> World:
@@ -155,7 +157,7 @@ def read_world(environment: Mapping[str, str] = os.environ) -> World:
         raise RecipeError(
             [
                 f"environment: RANK={rank} LOCAL_RANK={local_rank} WORLD_SIZE={size} LOCAL_WORLD_SIZE={local_size} do"
-                " not fit together; unset them or use make train"
+                f" not fit together; unset them or use {typed('train', 'launch')}"
             ]
         )
     return World(

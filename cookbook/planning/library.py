@@ -13,7 +13,7 @@ from cookbook.config.optim import number
 from cookbook.config.recipe import RECIPES, Recipe, load_recipe
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import parse_machines
-from cookbook.system.shipped import IS_INSTALLED, located, starts
+from cookbook.system.shipped import in_repository, located, starts, typed
 
 PAGE = RECIPES / "README.md"
 FACTS = RECIPES / "offline_facts.json"
@@ -118,18 +118,14 @@ def what_it_takes(path: Path) -> str:
     lines.append(f"  {_command('train', RECIPES / 'quickstart.yaml')}    a small model")
     fits = [f"  {name:9} {text}" for name, text in read_fits(label).items()]
     if fits:
-        lines.append(f"What fits (STRATEGY=...), in {label['Fits'].split('. ')[0]}:")
+        chosen_by = "STRATEGY=..." if in_repository() else "--strategy ..."
+        lines.append(f"What fits ({chosen_by}), in {label['Fits'].split('. ')[0]}:")
     smaller = [f"  {_command('train', other)}    {what}" for other, what in _smaller(path, read_needs(label))]
     return "\n".join([*lines, *fits, *(["On less hardware:"] if smaller else []), *smaller])
 
 
 def _command(target: str, recipe: Path) -> str:
-    """By make, which the repository has alone."""
-    return (
-        f"cookbook {'launch' if target == 'train' else target} {recipe}"
-        if IS_INSTALLED
-        else f"make {target} RECIPE={recipe}"
-    )
+    return typed(f"{target} RECIPE={recipe}", f"{'launch' if target == 'train' else target} {recipe}")
 
 
 def _smaller(path: Path, needs: Needs) -> list[tuple[Path, str]]:

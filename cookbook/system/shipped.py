@@ -36,6 +36,22 @@ def located(name: str, file: Path | None = None) -> str:
     return name if start == here else str(start / name)
 
 
+def typed(target: str, command: str) -> str:
+    """What to type where the user is: a target of make in the repository's folder, `cookbook` and its words elsewhere.
+
+    Args:
+        target: with its variables, such as "train RECIPE=recipes/mine.yaml".
+        command: with its arguments, such as "launch recipes/mine.yaml".
+    """
+    return f"make {target}" if in_repository() else f"cookbook {command}"
+
+
+def in_repository() -> bool:
+    """Whether the current folder is the repository's, whose Makefile no package has."""
+    ours, here = HOME / "Makefile", Path("Makefile")
+    return not IS_INSTALLED and here.is_file() and here.samefile(ours)
+
+
 def program() -> str:
     """train.py as it is reached from the current folder; never somebody else's file of that name."""
     ours, here = HOME / "train.py", Path("train.py")

@@ -115,6 +115,41 @@ def inject(model: PreTrainedModel, settings: AdapterSection) -> None:
         way = next((f"; write {way}" for word, way in ways.items() if word in str(error)), "")
         name = f"adapter.name {settings.name} with dropout {settings.dropout:g}"
         raise RecipeError(f"{name}: peft cannot put it into {type(model).__name__}: {error}{way}") from None
+    if stacked := _stacked(model):
+        raise RecipeError(
+            f"adapter.targets: {', '.join(stacked)} of {type(model).__name__} are no linear layers; peft would adapt"
+            f" their parameters, which is not served yet; write adapter.targets: [{', '.join(_adapted_linear(model))}]"
+        )
+
+
+def usual_targets(config: PreTrainedConfig) -> list[str]:
+    """`all-linear`, or the linear layers of a model for which that is refused."""
+    model = _empty_model(config)
+    try:
+        with torch.device("meta"):
+            inject(model, AdapterSection(name="lora"))
+    except RecipeError:
+        return _adapted_linear(model)
+    return [ALL_LINEAR]
+
+
+def _stacked(model: PreTrainedModel) -> list[str]:
+    """Classes of modules whose parameters peft has wrapped. peft 0.21.2 takes experts and routers for linear layers;
+    the first weights, sharding and export of its wrappers are not served.
+    """
+    from peft.tuners.lora.layer import ParamWrapper
+
+    wrappers = (module for module in model.modules() if isinstance(module, ParamWrapper))
+    return sorted({type(wrapper.get_base_layer()).__name__ for wrapper in wrappers})
+
+
+def _adapted_linear(model: PreTrainedModel) -> list[str]:
+    """The last parts of the names of linear layers that have an adapter."""
+    from peft.tuners.lora.layer import Linear
+
+    return list(
+        dict.fromkeys(name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, Linear))
+    )
 
 
 def add_adapter(model: PreTrainedModel, settings: AdapterSection, *, seed: int) -> None:
@@ -167,7 +202,8 @@ def _draw_first_weights(model: PreTrainedModel, seed: int) -> None:
             continue
         generator = torch.Generator().manual_seed(seed + zlib.crc32(layer_name.encode()))
         base: Any = layer.get_base_layer()
-        num_inputs: int = base.in_features
+        sized: Any = base if isinstance(base, torch.nn.Linear) else layer  # GPT-2 has Conv1D
+        num_inputs: int = sized.in_features
         matrices: list[Any] = list(layer.lora_A.values())
         for a in matrices:
             # For a matrix sharded along its inputs, peft 0.21.2 records the size of a shard, and later relies on it.

@@ -7,6 +7,7 @@ from cookbook.commands.doctor.finding import Finding, failure, in_bytes, ok, war
 from cookbook.planning.library import Needs
 from cookbook.system.gpus import Driver, GpuPair, InstalledGpu
 from cookbook.system.hardware import PCIE_X16, find_gpu
+from cookbook.system.shipped import typed
 
 BUSY_SHARE = 0.05
 """Of a GPU's memory in use before a run starts: more is worth a warning."""
@@ -95,7 +96,8 @@ def check_needs(needs: Needs, gpus: list[InstalledGpu], used: int, recipe: str) 
     asked = f"{recipe} needs {needs.num_gpus} GPU{'s' if needs.num_gpus > 1 else ''} of {needs.gpu_gb} GB"
     least = min((gpu.total_bytes for gpu in gpus), default=None)
     if used < needs.num_gpus:
-        yield failure("GPUs", f"{asked}; a run would see {used or 'none'}", f"make rehearse RECIPE={recipe}")
+        way_out = typed(f"rehearse RECIPE={recipe}", f"rehearse {recipe}")
+        yield failure("GPUs", f"{asked}; a run would see {used or 'none'}", way_out)
     elif least is not None and needs.gpu_gb and least < needs.gpu_gb * 1e9:
         text = f"{asked}; the smallest here has {in_bytes(least)}"
         yield warning("GPUs", text, f"python -m cookbook plan {recipe} tells which strategy fits")

@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 from cookbook.commands.doctor.finding import Finding, failure, ok, warning
 from cookbook.planning import simulated_gpus
 from cookbook.system.machine import toolkit_problem, torch_cuda
+from cookbook.system.shipped import in_repository
 
 REQUIREMENTS = Path("requirements.txt")
 EXTENSIONS = Path(".cache/torch_extensions")
@@ -49,7 +50,9 @@ def read_pins(text: str) -> dict[str, str]:
 def check_python() -> Iterator[Finding]:
     here, tested = platform.python_version(), ".".join(map(str, TESTED_PYTHON))
     if sys.version_info < TESTED_PYTHON:
-        yield failure("Python", f"{here}; the project needs {tested}", "make setup PYTHON=python3.11")
+        elsewhere = f"install the project into an environment of Python {tested} or newer"
+        way_out = f"make setup PYTHON=python{tested}" if in_repository() else elsewhere
+        yield failure("Python", f"{here}; the project needs {tested}", way_out)
     else:
         yield ok("Python", here if sys.version_info[:2] == TESTED_PYTHON else f"{here}; figures are from {tested}")
     kernel = version_numbers(platform.release())[:2]

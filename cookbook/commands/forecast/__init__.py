@@ -27,7 +27,7 @@ from cookbook.system.files import RecipeError
 from cookbook.system.hardware import HOST_AT_LEAST, Gpu, Machines
 from cookbook.training.models.attention import sequence_problem
 from cookbook.training.models.loss import LOGITS_BUDGET
-from cookbook.training.models.structure import find_config, not_served, pipeline_problem
+from cookbook.training.models.structure import find_config, not_served, pipeline_problem, tensor_problem
 
 Verdict = Literal["fits", "host memory unknown", "disk unknown", "tight", "not judged", "does not fit", "cannot run"]
 """On a CPU, whose memory is shared with everything else, the verdict is `not judged`. With `host memory unknown` and
@@ -278,6 +278,8 @@ def forecast(
             raise RecipeError(f"{recipe_name}: {lacks}")
         _check_nvme_buffers(strategy, found, count)
         if strategy.sp_size > 1 and (problem := sequence_problem(traces.config, strategy.sp_size)):
+            raise RecipeError(f"{strategy.path}: {problem}")
+        if strategy.tp_size > 1 and (problem := tensor_problem(traces.config)):
             raise RecipeError(f"{strategy.path}: {problem}")
         if problem := pipeline_problem(traces.config, strategy.pp_size):
             raise RecipeError(f"{strategy.path}: {problem}")

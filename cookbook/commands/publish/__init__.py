@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from cookbook.commands.merge import write_merged
@@ -25,6 +26,8 @@ from cookbook.training import adapters, models
 from cookbook.training.adapters import BASE_RECORD, Base
 from cookbook.training.checkpoint import folder
 from cookbook.training.checkpoint.export import (
+    BUFFERS,
+    as_weight,
     building,
     sweep_builds,
     weights_of,
@@ -52,6 +55,7 @@ def write_model_files(
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     digest: str,
+    buffers: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Write `model/` in a run's folder: everything that an export needs but weights. Rank 0 calls.
 
@@ -59,10 +63,13 @@ def write_model_files(
         name: the model's folder, see `models.resolve_model`.
         tokenizer: with the chat template of the run.
         digest: `models.weights_digest` of that folder.
+        buffers: see `saved_buffers`.
     """
     base = Base(model.name_or_path or name, model.revision or models.revision_of(name), digest)
     with building(run / MODEL_FILES) as build:
         config.save_pretrained(build)
+        if buffers:
+            save_file(buffers, build / BUFFERS)
         tokenizer.save_pretrained(build)
         write_generation_config(build, like=Path(name), end_of_turn=models.end_of_turn(tokenizer))
         record = asdict(base) | {"is_new": model.from_scratch is not None}
@@ -139,11 +146,13 @@ def export(
         part.mkdir(exist_ok=True)
         weights = weights_of(checkpoint)
         if recipe.adapter is None:
+            buffers = load_file(model_files / BUFFERS) if (model_files / BUFFERS).is_file() else {}
+            weights |= {name: as_weight(buffer) for name, buffer in buffers.items()}
             write_model(weights, part, config=config, dtype=stored)
         else:
             trained = {name: weight.read(stored) for name, weight in weights.items()}
             adapters.write_adapter(trained, part, config=config, settings=recipe.adapter, base=base)
-        ignore = shutil.ignore_patterns("config.json", BASE_RECORD)
+        ignore = shutil.ignore_patterns("config.json", BASE_RECORD, BUFFERS)
         shutil.copytree(model_files, part, dirs_exist_ok=True, ignore=ignore)
         checked = _reopen(part, model_files, checkpoint.path, stored) if reopened else {}
         if merged:

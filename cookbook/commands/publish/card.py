@@ -43,7 +43,7 @@ def model_card(
         "precision": {"no": "float32"}.get(recipe.mixed_precision, recipe.mixed_precision),
         **_metrics(run / "metrics.jsonl", state["step"]),
         "versions": ", ".join(f"{name} {number}" for name, number in versions.items() if number),
-        "checked": f"{checked['tensors']}; {checked['logits']}" if checked else "not yet: make export does",
+        "checked": f"{checked['tensors']}; {checked['logits']}" if checked else "not yet: cookbook export does",
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     data = "\n".join(_data_lines(recipe))

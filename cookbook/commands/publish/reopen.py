@@ -16,9 +16,11 @@ from typing import Any
 import psutil
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
+from cookbook.training.checkpoint.export import BUFFERS
 from cookbook.training.checkpoint.folder import open_checkpoint
 from cookbook.training.checkpoint.tensors import CHUNK, Reader
 
@@ -83,13 +85,15 @@ def reopen(export: Path, model_files: Path, checkpoint: Path, dtype: torch.dtype
     GenerationConfig.from_pretrained(export)
     too_large = _too_large(config)
     if settings is None:
-        tensors, logits = _check_model(export, config, expected, too_large)
+        tensors, logits = _check_model(export, config, expected, too_large, model_files)
     else:
         tensors, logits = _check_adapter(export, config, expected, too_large, settings, model_files)
     return {"tensors": tensors, "logits": logits}
 
 
-def _check_model(export: Path, config: PreTrainedConfig, expected: Expected, too_large: str | None) -> tuple[str, str]:
+def _check_model(
+    export: Path, config: PreTrainedConfig, expected: Expected, too_large: str | None, model_files: Path
+) -> tuple[str, str]:
     same = {name: name for name in expected.shapes}
     names = _check_tensor_files(export, expected, same, strict=False)
     where = {"device_map": "meta"} if too_large else {}
@@ -109,6 +113,8 @@ def _check_model(export: Path, config: PreTrainedConfig, expected: Expected, too
     del model
     reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     expected.fill(reference)
+    if (model_files / BUFFERS).is_file():
+        reference.load_state_dict(load_file(model_files / BUFFERS), strict=False)
     return count, _compare_logits(logits, _sample_logits(reference, config))
 
 

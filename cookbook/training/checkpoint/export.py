@@ -30,6 +30,8 @@ from cookbook.training.checkpoint.folder import Checkpoint
 from cookbook.training.checkpoint.tensors import Reader, Tensor, room_for, write_tensors
 
 BUILD, OLD = "build", "old"
+BUFFERS = "buffers.safetensors"
+"""In `model/` of a run, if its model has such; see `saved_buffers`."""
 SHARD_SIZE = "5GB"
 """Largest weight file: the Hub accepts larger ones, but an interrupted transfer restarts its file."""
 
@@ -116,10 +118,29 @@ class Weight(NamedTuple):
     shape: list[int]
     parts: Callable[[torch.dtype], Iterable[torch.Tensor]]
     """Its elements, in order, in a dtype."""
+    own_dtype: torch.dtype | None = None
+    """In which it is written, whatever the model's."""
 
     def read(self, dtype: torch.dtype) -> torch.Tensor:
         """All of it."""
         return torch.cat([torch.empty(0, dtype=dtype), *self.parts(dtype)]).view(self.shape)
+
+
+def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that belong into a model's files, such as the biases of DeepSeek-V3's router, on the CPU. No optimizer
+    changes them, and a checkpoint does not have them.
+    """
+    return {
+        f"{prefix}.{name}".replace("_fsdp_wrapped_module.", ""): buffer.detach().cpu().contiguous()
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+
+
+def as_weight(tensor: torch.Tensor) -> Weight:
+    """A tensor that is in memory, and is written in its own dtype."""
+    return Weight(list(tensor.shape), lambda dtype: [tensor.to(dtype).reshape(-1)], tensor.dtype)
 
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, Weight]:
@@ -139,14 +160,16 @@ def write_model(
     dtype: torch.dtype,
     shard_size: str = SHARD_SIZE,
 ) -> None:
-    """Write a whole model for `from_pretrained`, all weights in one dtype: the files of `save_pretrained`, written once
-    and in parts. A model whose files have other tensors than the model itself (experts that are stacked in memory, for
-    example) is written twice.
+    """Write a whole model for `from_pretrained`, all weights in one dtype (buffers keep theirs): the files of
+    `save_pretrained`, written once and in parts. A model whose files have other tensors than the model itself (experts
+    that are stacked in memory, for example) is written twice.
     """
     with torch.device("meta"):
         empty = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](copy.deepcopy(config)).to(dtype)
         ignored = empty._keys_to_ignore_on_save or ()
-        planned = {name: torch.empty(w.shape, dtype=dtype) for name, w in weights.items() if name not in ignored}
+        planned = {
+            name: torch.empty(w.shape, dtype=w.own_dtype or dtype) for name, w in weights.items() if name not in ignored
+        }
     names = {id(tensor): name for name, tensor in planned.items()}
     in_files = revert_weight_conversion(empty, dict(planned))
     if not all(id(tensor) in names for tensor in in_files.values()):
@@ -156,7 +179,7 @@ def write_model(
     files = split_torch_state_dict_into_shards(in_files, max_shard_size=shard_size)
     for file, keys in files.filename_to_tensors.items():
         own = {key: weights[names[id(in_files[key])]] for key in keys}
-        tensors = (Tensor(key, weight.shape, dtype, weight.parts(dtype)) for key, weight in own.items())
+        tensors = (_in_file(key, weight, dtype) for key, weight in own.items())
         write_tensors(folder / file, tensors, room=room_for(keys), metadata={"format": "pt"})
     if files.is_sharded:
         metadata = {"total_parameters": empty.num_parameters(), **files.metadata}
@@ -169,12 +192,17 @@ def write_model(
         empty.generation_config.save_pretrained(folder)
 
 
+def _in_file(name: str, weight: Weight, dtype: torch.dtype) -> Tensor:
+    stored = weight.own_dtype or dtype
+    return Tensor(name, weight.shape, stored, weight.parts(stored))
+
+
 @contextlib.contextmanager
 def _joined(weights: dict[str, Weight], folder: Path, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
     """The weights in a file mapped into memory, so that the machine need not hold them."""
     path = folder / "whole.tmp"
     try:
-        tensors = (Tensor(name, weight.shape, dtype, weight.parts(dtype)) for name, weight in weights.items())
+        tensors = (_in_file(name, weight, dtype) for name, weight in weights.items())
         write_tensors(path, tensors, room=room_for(weights))
         yield load_file(path)
     finally:

@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import ParallelismConfig
 
@@ -29,6 +30,13 @@ class Fsdp(Engine):
                 dp_replicate_size=self.mesh.replicate, dp_shard_size=self.mesh.shard
             )
         return super()._start(on_cpu=on_cpu, **options)
+
+    def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        # Gemma 4's language model names layers of images too, and accelerate refuses a class that is not there.
+        found: Any = model
+        there = {type(module).__name__ for module in model.modules()}
+        found._no_split_modules = [name for name in found._no_split_modules or () if name in there]
+        return super()._wrap(model, optimizer)
 
     def _plugin(self, *, on_cpu: bool) -> Any:
         """accelerate's FullyShardedDataParallelPlugin."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from cookbook.training.engine.findings import Comparison, is_sharded
@@ -34,7 +35,30 @@ class Fsdp2(Fsdp):
     def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         if any(hasattr(parameter, "quant_state") for parameter in model.parameters()):
             _gather_as_bytes()
-        return super()._wrap(model, optimizer)
+        with self._saved_buffers_sent(model):
+            return super()._wrap(model, optimizer)
+
+    @contextlib.contextmanager
+    def _saved_buffers_sent(self, model: torch.nn.Module) -> Iterator[None]:
+        """Send rank 0's values of the buffers that a checkpoint holds, such as the biases of DeepSeek-V3's router.
+        Collective.
+
+        accelerate 1.15 sends the state dict as if all of it were sharded parameters (fsdp_utils.py,
+        fsdp2_load_full_state_dict); buffers outside of the state dict it leaves as they are.
+        """
+        saved = [
+            (module, name)
+            for module in model.modules()
+            for name, _ in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set
+        ]
+        for module, name in saved:
+            sent = getattr(module, name).to(self.device)
+            dist.broadcast(sent, src=0)
+            module.register_buffer(name, sent, persistent=False)
+        yield
+        for module, name in saved:
+            module._non_persistent_buffers_set.discard(name)
 
     def _synchronise(self, last: bool) -> contextlib.AbstractContextManager:
         """Reduce-scatter inside a shard group each time; all-reduce between replicas at the last micro-batch."""

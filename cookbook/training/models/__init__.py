@@ -36,7 +36,8 @@ from cookbook.training.models.attention import PACKED, packing_problem, sequence
 from cookbook.training.models.loss import add_loss
 from cookbook.training.models.speed import compile_layers, patch_kernels, save_activations
 from cookbook.training.models.speed import kernel_notes as kernel_notes  # for `stages`
-from cookbook.training.models.structure import not_served, pipeline_problem, scratch_config
+from cookbook.training.models.structure import not_served, pipeline_problem, scratch_config, tensor_problem
+from cookbook.training.models.structure import random_parts as random_parts  # for `stages`
 
 SCRATCH_FORMAT = 2
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -192,10 +193,16 @@ def load_model(
         options: further arguments of `from_pretrained`, from engine and adapter.
 
     Raises:
-        RecipeError: the heads cannot be divided over `sequence_mesh`, or the layers over stages.
+        RecipeError: the heads cannot be divided over `sequence_mesh`, or the layers over stages; or tensor parallel
+            is not known to suit the model.
     """
     if packing or sequence_mesh is not None:
         options["attn_implementation"] = PACKED
+    distributed = options.get("distributed_config")
+    if distributed is not None and distributed.tp_size > 1:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        if problem := tensor_problem(config):
+            raise RecipeError([f"model {name}: {problem}; use fsdp2 or zero3"])
     model = AutoModelForCausalLM.from_pretrained(
         name, dtype=dtype, trust_remote_code=False, use_safetensors=True, **options
     )
@@ -222,8 +229,8 @@ def load_model(
 
 
 def _allocate_meta_weights(model: PreTrainedModel) -> None:
-    """Allocate weights whose values another rank will send, since accelerate identifies parameters by their addresses
-    (accelerator.py, _prepare_fsdp2). The kernel provides no memory until they are written.
+    """Allocate weights and buffers whose values another rank will send, since accelerate identifies parameters by their
+    addresses (accelerator.py, _prepare_fsdp2). The kernel provides no memory until they are written.
     """
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for module in model.modules():
@@ -231,6 +238,9 @@ def _allocate_meta_weights(model: PreTrainedModel) -> None:
             if parameter.is_meta:
                 empty = torch.empty_like(parameter, device="cpu")
                 setattr(module, name, made.setdefault(parameter, torch.nn.Parameter(empty, parameter.requires_grad)))
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(module, name, torch.empty_like(buffer, device="cpu"))
 
 
 def revision_of(folder: str) -> str | None:

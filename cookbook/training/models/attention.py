@@ -15,15 +15,24 @@ PACKED = "cookbook_packed"
 
 # A list, since no attribute reveals it: stablelm, nemotron and nanochat silently use attention code of their own.
 PACKABLE = (
+    "apertus",
+    "arcee",
+    "dots1",
     "ernie4_5",
     "exaone4",
+    "exaone_moe",
+    "flex_olmo",
     "gemma",
     "gemma3_text",
     "glm",
     "glm4",
+    "glm4_moe",
     "gpt_neox",
     "helium",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
     "llama",
+    "minimax_m2",
     "ministral",
     "ministral3",
     "mistral",
@@ -42,6 +51,9 @@ PACKABLE = (
     "starcoder2",
 )
 """Architectures for which tests/test_packed_attention.py shows that samples stay apart."""
+
+CHANGES_ATTENTION = frozenset(("block_indices", "indices", "position_bias", "s_aux", "sinks", "softcap"))
+"""Arguments by which models of transformers 5.23 ask for another attention than `attend` computes."""
 
 VARLEN_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
 """They differ by version: torch 2.10 has is_causal and no scale, 2.13 window_size; grouped heads came last."""
@@ -77,7 +89,7 @@ def attend(
     scaling: float | None = None,
     segments: Segments | None = None,
     sequence_mesh: DeviceMesh | None = None,
-    **unused: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each sample of one packed row; without `segments`, within each row.
 
@@ -89,6 +101,8 @@ def attend(
         (B, T, query heads, D), as transformers expects.
     """
     assert attention_mask is None, "a mask reached the packed attention, which would ignore it"
+    ignored = sorted(name for name in CHANGES_ATTENTION & others.keys() if others[name] is not None)
+    assert not ignored, f"{', '.join(ignored)} reached the packed attention, which would ignore them"
     if sequence_mesh is None:
         return _attend(query, key, value, scaling, segments), None
     # Ulysses (Jacobs et al. 2023, section 3.1): from all heads of T tokens to 1/N of the heads of all tokens, and back.

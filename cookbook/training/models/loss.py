@@ -147,7 +147,7 @@ def add_loss(model: PreTrainedModel, sequence_mesh: DeviceMesh | None = None) ->
     # A quantized head, or one split by tensor parallel, has a forward of its own that must run.
     if type(head) is torch.nn.Linear and not isinstance(head.weight, DTensor):
         head.__class__ = LossHead
-    elif model.has_head and isinstance(head, FSDPModule) and "tp" not in head.weight.device_mesh.mesh_dim_names:
+    elif model.has_head and issubclass(type(head), FSDPModule) and "tp" not in head.weight.device_mesh.mesh_dim_names:
         head.__class__ = type("FSDPLossHead", (LossHead, type(head)), {})
     model.sequence_mesh = sequence_mesh
     model.forward = MethodType(_forward, model)

@@ -20,12 +20,43 @@ LOGIT_TRANSFORMS = (
     "lm_head_multiplier",
     "logits_soft_cap",
     "output_logit_soft_cap",
+    "logits_mup_width_multiplier",
+    "unpadded_vocab_size",
 )
+FROZEN_IN_PART = "transformers 5.23 loads weights that its code keeps frozen as if they were trained"
+NOT_SERVED = {
+    "afmoe": FROZEN_IN_PART,
+    "blt": FROZEN_IN_PART,
+    "cpmant": "its tokens see a prompt of its own, and each other",
+    "ernie4_5_moe": FROZEN_IN_PART,
+    "hrm_text": FROZEN_IN_PART,
+    "laguna": FROZEN_IN_PART,
+    "minimax": "its linear attention gave padded samples another loss than alone",
+    "modernbert-decoder": "it has a layer between the backbone and the head, which our loss would skip",
+    "xlnet": "its attention looks ahead, so it cannot learn to predict the next token",
+}
+"""Model types whose configuration does not reveal it; found by benchmarks/architectures.py among all that transformers
+5.23 has."""
 
 
 PIPELINED = ("llama", "mistral", "qwen2", "qwen3")
 """Model types that can be cut into stages: between embedding and norm their code is the layers and nothing else.
 Gemma's scales the embeddings there, which each stage would repeat."""
+
+
+TENSOR_PARALLEL = (
+    "arcee",
+    "gemma3_text",
+    "llama",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+)
+"""Model types for which docs/architectures.md has the curve of one process. transformers has plans for more: some leave
+matrices of experts' routers whole, and a whole weight between sharded ones gets a part of its gradient, as Apertus's
+activations do (the loss was off by 3e-4 after four steps, and nothing failed)."""
 
 
 def pipeline_problem(config: PreTrainedConfig, num_stages: int) -> str | None:
@@ -37,6 +68,13 @@ def pipeline_problem(config: PreTrainedConfig, num_stages: int) -> str | None:
     if config.num_hidden_layers < num_stages:
         return f"{config.num_hidden_layers} layers cannot be divided over pp_size {num_stages}"
     return None
+
+
+def tensor_problem(config: PreTrainedConfig) -> str | None:
+    """Why tensor parallel cannot train this model, or None."""
+    if config.model_type in TENSOR_PARALLEL:
+        return None
+    return f"{config.model_type} is not among the architectures whose curve under tensor parallel was compared"
 
 
 def find_config(model: ModelSection) -> tuple[PreTrainedConfig, str]:
@@ -79,12 +117,28 @@ def scratch_config(sizes: ScratchModel, **tokens: int | None) -> PreTrainedConfi
     )
 
 
+def random_parts(config: PreTrainedConfig) -> dict[str, float]:
+    """Keys by which a model's forward draws random numbers in training, with their values."""
+    return {
+        key: value
+        for key, value in config.to_dict().items()
+        if key.endswith(("dropout", "dropout_prob", "pdrop", "layerdrop", "jitter_noise"))
+        and not key.startswith(("classifier_", "summary_"))
+        and isinstance(value, float)
+        and value > 0
+    }
+
+
 def not_served(config: PreTrainedConfig) -> str | None:
     """Why loss or attention would be wrong for this model, or None."""
+    if config.is_encoder_decoder:
+        return f"{config.model_type} is not a causal language model"
     if config.get_text_config() is not config:
         return f"{config.model_type} holds more than a language model (images, sound); take a text-only model"
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
         return f"{config.model_type} is not a causal language model"
+    if config.model_type in NOT_SERVED:
+        return NOT_SERVED[config.model_type]
     # Without a mask, only causal attention does not see the padding.
     is_encoder = getattr(config, "is_decoder", None) is False and config.model_type != "gpt_neox"  # false by oversight
     both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")

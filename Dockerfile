@@ -1,0 +1,38 @@
+# The project, its .venv and what DeepSpeed compiles with, for a user without privileges. No image was built of it yet.
+#
+#   docker build -t cookbook .                                             for CPUs
+#   docker build -t cookbook --build-arg BASE=CUDA_IMAGE .                 for GPUs: Debian or Ubuntu with CUDA's toolkit
+#   docker run --rm cookbook make quickstart
+#   docker run --rm --gpus all --shm-size 8g -v "$PWD/outputs:/app/outputs" cookbook \
+#     make train RECIPE=recipes/quickstart.yaml STRATEGY=zero3
+ARG BASE=python:3.11-slim-bookworm
+# hadolint ignore=DL3006
+FROM ${BASE}
+
+WORKDIR /app
+COPY Makefile requirements.txt system.sh ./
+# A torch of the base image stays if its version is that of requirements.txt: the environment sees the image's packages.
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends make \
+ && { command -v python3 || DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends python3; } \
+ && sh system.sh python3 venv \
+ && python3 -m venv --system-site-packages .venv \
+ && sh system.sh .venv/bin/python build \
+ && PIP_NO_CACHE_DIR=1 make setup \
+ && rm -rf /var/lib/apt/lists/*
+
+COPY CITATION.cff LICENSE README.md pyproject.toml requirements-trackers.txt train.py ./
+COPY accelerate_configs accelerate_configs
+COPY cookbook cookbook
+COPY ds_configs ds_configs
+COPY recipes recipes
+COPY slurm slurm
+
+# Runs write below the working directory: outputs/ and .cache/. By number, as Kubernetes asks of runAsNonRoot.
+RUN useradd --create-home --uid 10001 cookbook \
+ && mkdir outputs .cache \
+ && chown cookbook:cookbook . outputs .cache
+USER 10001
+ENV PATH=/app/.venv/bin:$PATH
+CMD ["cookbook", "--help"]
