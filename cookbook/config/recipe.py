@@ -726,7 +726,8 @@ def _check_source(source: Source, place: Callable[..., str], where: tuple[str | 
 _OWN_NAMES = {path.rpartition(".")[2] for path in leaves(Recipe)}
 OWNED_ELSEWHERE = {
     **{key: answer for key, answer in foreign.answers().items() if key not in _OWN_NAMES},
-    "num_processes": f"the accelerate YAML or the launch command owns it ({typed('train PROCESSES=...', 'launch --processes ...')})",
+    "num_processes": "the accelerate YAML or the launch command owns it"
+    f" ({typed('train PROCESSES=...', 'launch --processes ...')})",
     "gradient_clipping": "write optim.max_grad_norm",
     "deepspeed": "name an accelerate YAML in `strategy`; it names its DeepSpeed JSON",
     "fsdp": "name an accelerate YAML in `strategy`",
