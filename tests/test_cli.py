@@ -9,7 +9,6 @@ import platform
 import re
 import subprocess
 import sys
-import sysconfig
 import time
 from importlib import metadata
 from pathlib import Path
@@ -335,13 +334,17 @@ def test_launch_prints_the_accelerate_line_and_runs_it_without_an_activated_envi
     assert written.keys() == {"0", "1"} and written["0"].startswith(fine) and not written["1"]
 
 
-def test_launch_takes_the_accelerate_beside_its_python_and_forwards_its_exit_code(tmp_path):
-    (tmp_path / "python").symlink_to(sys.executable)
-    stand_in = tmp_path / "accelerate"
-    stand_in.write_text('#!/bin/sh\necho "stand-in $*"\nexit 75\n')
-    stand_in.chmod(0o755)
-    packages = sysconfig.get_path("purelib")  # the link alone does not lead to them
-    answer = run(str(tmp_path / "python"), "-m", "cookbook", "launch", "--strategy", "single", PYTHONPATH=packages)
+def test_launch_takes_the_accelerate_of_its_python_and_forwards_its_exit_code(tmp_path):
+    package, programs = tmp_path / "accelerate" / "commands", tmp_path / "bin"
+    package.mkdir(parents=True)
+    programs.mkdir()
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    for path, code in ((package / "accelerate_cli.py", 75), (programs / "accelerate", 1)):
+        path.write_text(f"#!{sys.executable}\nimport sys\nprint('stand-in', *sys.argv[1:])\nsys.exit({code})\n")
+        path.chmod(0o755)
+    found = {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(tmp_path)}
+    answer = run(sys.executable, "-m", "cookbook", "launch", "--strategy", "single", **found)
     assert answer.returncode == 75, answer.stderr
     printed, received = answer.stdout.splitlines()
     assert received.split()[1:] == printed.split()[1:]

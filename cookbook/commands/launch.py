@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -38,7 +37,6 @@ from cookbook.planning.library import gpus_needed, read_label, read_needs, recip
 from cookbook.system import hosts
 from cookbook.system.files import KeyPath, RecipeError, read_document, validate
 from cookbook.system.machine import num_cores, num_gpus
-from cookbook.system.shipped import in_repository
 from cookbook.training.data.rows import read_rows
 
 
@@ -111,15 +109,11 @@ def rank_logs_folder(output_dir: Path) -> Path:
 
 
 def run_command(command: list[str], environment: dict[str, str], output_dir: Path) -> int:
-    """`run_child` of a command whose program lies beside this Python, and may not be on PATH."""
-    # The compilers' ninja is there too.
-    folder = str(Path(sys.executable).parent)
-    environment = environment | {"PATH": os.pathsep.join([folder, environment.get("PATH", "")])}
-    program = shutil.which(command[0], path=environment["PATH"])
-    if program is None:
-        how = "run make setup" if in_repository() else "install the project again: pip install ."
-        raise RecipeError([f"{command[0]} is not installed beside {sys.executable}; {how}"])
-    return run_child([program, *command[1:]], environment, output_dir)
+    """`run_child` of an `accelerate launch`, that of this Python: on PATH there may be another one's, or none."""
+    # The compilers' ninja is beside this Python.
+    path = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
+    program = [sys.executable, "-P", "-m", "accelerate.commands.accelerate_cli"]
+    return run_child([*program, *command[1:]], environment | {"PATH": path}, output_dir)
 
 
 def _check_rows(recipe: Recipe) -> None:
