@@ -231,7 +231,9 @@ def library_loss(lab: Lab, folder: Path, export: Path | None, quantized: bool) -
     is_adapter = export is not None and (export / "adapter_config.json").exists()
     source = folder if export is None or is_adapter else export
     options = quantization_options(AdapterSection(name="qlora"), "no") if quantized else {}
-    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, trust_remote_code=False, use_safetensors=True, **options
+    )
     if is_adapter:
         from peft import PeftModel
 
@@ -239,7 +241,7 @@ def library_loss(lab: Lab, folder: Path, export: Path | None, quantized: bool) -
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # its repacked weights must have whole blocks in each row
-    return lab.held_out_loss(model.eval(), AutoTokenizer.from_pretrained(folder))[0]
+    return lab.held_out_loss(model.eval(), AutoTokenizer.from_pretrained(folder, trust_remote_code=False))[0]
 
 
 def distance(curve: Curve, reference: Curve) -> float:
@@ -255,7 +257,7 @@ def try_column(lab: Lab, folder: Path, column: str, plain: Curve | None) -> tupl
     Args:
         plain: the curve of one process, with which those of strategies are compared.
     """
-    if problem := predicted(column, AutoConfig.from_pretrained(folder)):
+    if problem := predicted(column, AutoConfig.from_pretrained(folder, trust_remote_code=False)):
         return {"refused": problem}, None
     strategy, settings = COLUMNS[column]
     settings = {**COMMON, "model": f"{{name_or_path: {folder}}}", **settings}
@@ -319,7 +321,9 @@ def tokenizer_folder(lab: Lab) -> Path:
     """The files of a tokenizer and template that fit the rows of `lab`."""
     folder = lab.folder / "tokenizer"
     if not folder.exists():
-        AutoTokenizer.from_pretrained(lab.run("single").folder / "export").save_pretrained(folder)
+        AutoTokenizer.from_pretrained(lab.run("single").folder / "export", trust_remote_code=False).save_pretrained(
+            folder
+        )
     return folder
 
 

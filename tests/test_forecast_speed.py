@@ -747,21 +747,21 @@ def test_where_the_gpu_has_little_to_do_launches_are_the_limit():
 def test_launches_by_hand():
     """Three layers, two micro-batches; a forward, two for the backward, and one more where it is recomputed."""
     hand = {
-        ("single", False): 3 * 40 * 20e-6,
-        ("single", True): 4 * 40 * 20e-6,
-        ("zero2", False): 3 * 40 * 20e-6 + 9 * 200e-6,
-        ("zero3", False): 3 * 40 * 20e-6 + 2 * 9 * 500e-6,
-        ("zero3", True): 4 * 40 * 20e-6 + 3 * 9 * 500e-6,
+        ("single", False): 3 * 40 * 60e-6,
+        ("single", True): 4 * 40 * 60e-6,
+        ("zero2", False): 3 * 40 * 60e-6 + 9 * 200e-6,
+        ("zero3", False): 3 * 40 * 60e-6 + 2 * 9 * 500e-6,
+        ("zero3", True): 4 * 40 * 60e-6 + 3 * 9 * 500e-6,
     }
     for (name, recompute), seconds in hand.items():
         part = speed._launches(shipped(name), SMALL, replace(STEP, recompute=recompute), 2, None)
         assert part.high == pytest.approx(3 * 2 * seconds), name
     adapted = speed._launches(shipped("single"), FROZEN, STEP, 2, None)
-    assert adapted.high == pytest.approx(3 * 2 * 3 * 80 * 20e-6)
+    assert adapted.high == pytest.approx(3 * 2 * 3 * 80 * 60e-6)
 
 
 def test_kernels_of_a_trace_take_the_memory_s_time_and_the_host_s():
-    """10 GB of 12 in kernels beyond a cache: at 90 % of 3.35 TB/s; all 12 at 60 %; 1,000 launches of 5 to 20 us."""
+    """10 GB of 12 in kernels beyond a cache: at 90 % of 3.35 TB/s; all 12 at 60 %; 1,000 launches of 5 to 60 us."""
     phases = (Phase(name="forward", layer=0, held=0, peak=0, kernels=1000, moved=12 * 10**9, streamed=10 * 10**9),)
     machines = parse_machines("1xH100")
     sizes = decoder(**LLAMA_8B)
@@ -770,7 +770,7 @@ def test_kernels_of_a_trace_take_the_memory_s_time_and_the_host_s():
     parts = {part.name: (part.low, part.high) for part in found.parts}
     bandwidth = machines.gpu.bandwidth
     assert parts["GPU memory"] == pytest.approx((2 * 10e9 / 0.9 / bandwidth, 2 * 12e9 / 0.6 / bandwidth))
-    assert parts["kernel launches"] == pytest.approx((2 * 1000 * 5e-6, 2 * 1000 * 20e-6))
+    assert parts["kernel launches"] == pytest.approx((2 * 1000 * 5e-6, 2 * 1000 * 60e-6))
     # One kernel runs after another: products, then those, then the update.
     assert found.low == pytest.approx(sum(parts[name][0] for name in ("compute", "GPU memory", "update")))
 
