@@ -92,7 +92,6 @@ class Zero(Engine):
         self.deepspeed_config = config
         self.swap_folders = separate_swap(config, self.run_name)
         self._swap_seen = not self.swap_folders
-        self._hooks: list[Any] = []
         if on_cpu:
             # A shared-memory collective that takes 80 s to compile at first use; gloo does as well.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -116,8 +115,11 @@ class Zero(Engine):
         if self.loss_scale is not None:
             wrapped[0].optimizer.loss_scaler = _ruled_scaler(self.loss_scale)
         self._with_gradient: set[torch.Tensor] = set()
-        for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._with_gradient.add))
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._with_gradient.add)
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        ]
         return wrapped
 
     def unreached(self) -> list[str]:
