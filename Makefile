@@ -5,10 +5,10 @@ COOKBOOK := .venv/bin/python -m cookbook
 STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
 
-# RECIPE=... STRATEGY=... PROCESSES=... SIMULATE_GPUS=2 SET="a.b=c d.e=f" on the command line, as flags of `python -m cookbook`.
+# RECIPE=... STRATEGY=... PROCESSES=... SIMULATE_GPUS=2 RANK_LOGS=1 SET="a.b=c d.e=f" on the command line, as flags of `python -m cookbook`.
 STRATEGY_FLAG = $(if $(STRATEGY),--strategy $(STRATEGY))
 PROCESSES_FLAG = $(if $(PROCESSES),--processes $(PROCESSES))
-LOGS_FLAG = $(if $(RANK_LOGS),--rank-logs)
+LOGS_FLAG = $(if $(filter-out 0,$(RANK_LOGS)),--rank-logs)
 SIMULATE_FLAG = $(if $(SIMULATE_GPUS),--simulate-gpus $(SIMULATE_GPUS))
 ON_FLAG = $(if $(ON),--on $(ON))
 SET_FLAGS = $(foreach assignment,$(SET),--set '$(assignment)')
@@ -36,7 +36,7 @@ train: $(if $(RECIPE),$(STAMP))  ## RECIPE=recipes/mine.yaml [STRATEGY=fsdp2] [P
 	@$(COOKBOOK) launch $(RECIPE) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SIMULATE_FLAG) $(LOGS_FLAG) $(SET_FLAGS)
 
 finetune-7b: $(STAMP)  ## full fine-tuning of Qwen2.5-7B with ZeRO-3, or the hardware that it needs
-	@$(COOKBOOK) launch recipes/qwen25_7b/sft.yaml $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)
+	@$(COOKBOOK) launch recipes/qwen25_7b/sft.yaml $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(LOGS_FLAG) $(SET_FLAGS)
 
 plan: $(STAMP)  ## [RECIPE=...] [GPUS=8xH100] [HOST_GIB=2000] [NVME_GIB=4000] [SAMPLES=10000] [PRICE=2.5]: will it fit, how fast, under which strategy
 	@$(COOKBOOK) plan $(RECIPE) $(if $(GPUS),--gpus $(GPUS)) $(if $(HOST_GIB),--host-gib $(HOST_GIB)) $(if $(NVME_GIB),--nvme-gib $(NVME_GIB)) $(STRATEGY_FLAG) $(if $(SAMPLES),--samples $(SAMPLES)) $(if $(PRICE),--price $(PRICE)) $(SET_FLAGS)

@@ -144,7 +144,7 @@ def train(
     # Compiled operations, model folder, tokenizer and tokens: once per machine, under file locks.
     watching.enter("preparing model folder and tokens", is_alone=True)
     build_ops(strategy, CACHE)
-    inputs = stages.load_inputs(recipe, rows, cache=CACHE, notes=notes)
+    inputs = stages.load_inputs(recipe, plan, rows, cache=CACHE, notes=notes)
     del rows
     if misfits := recipe.schedule.misfits(inputs.max_steps):
         raise RecipeError([f"schedule.{mistake}" for mistake in misfits])
@@ -252,7 +252,7 @@ def train_step(
     count = batch.num_targets if objective.mean_over == "tokens" else batch.num_samples
     shares = engine.gradients(objective.compute, batch.micro_batches, count)
     if unreached := engine.unreached():
-        what = f"{len(unreached)} trained parameters get no gradient and stay as they are"
+        what = f"{len(unreached)} trained parameters got no gradient in the first step"
         services.log.say(f"{what}: {in_words(unreached)}", "bold red")
     scale = None if engine.loss_scale is None else engine.loss_scale.scale
     is_due_by_time = services.saver.is_time(recipe.run.save_every_minutes)

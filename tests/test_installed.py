@@ -111,7 +111,7 @@ def test_no_message_names_a_target_of_make_by_itself():
         texts = (n for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str))
         if any(re.search(rf"\bmake ({targets})\b", text.value) for text in texts if id(text) not in asides):
             found.add(str(path.relative_to(ROOT)))
-    asking = {"cookbook/commands/doctor/software.py", "cookbook/commands/launch.py"}  # `in_repository`
+    asking = {"cookbook/commands/doctor/software.py"}  # `in_repository`
     assert found == PAGES | asking
 
 
@@ -199,7 +199,7 @@ def test_the_installed_command_checks_and_explains_in_another_folder(tool, tmp_p
     assert "  cookbook launch recipes/quickstart.yaml" in refused.stderr and "make " not in refused.stderr
     words = ["submit", "recipes/quickstart.yaml", "--to", "slurm", "--gpus", "8xH100"]
     refused = subprocess.run([tool, *words], cwd=tmp_path, capture_output=True, text=True)
-    assert refused.returncode == 2 and "type it in the repository" in refused.stderr
+    assert refused.returncode == 2 and "type it in a clone" in refused.stderr
     assert "Traceback" not in refused.stderr
     assert os.listdir(tmp_path) == []
 

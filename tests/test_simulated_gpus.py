@@ -76,6 +76,22 @@ for copy in (lambda to, of: torch._foreach_copy_([to], [of]), lambda to, of: to.
     assert evaluate(code) == [[0x7FFF, 0x7FFF, *same[2:]], same, same, same]
 
 
+def test_the_loss_keeps_no_logits_in_float32_under_autocast_of_cuda():
+    """There `softmax` makes its result float32, other than under that of the CPU. fp16 needs its loss scale first."""
+    code = """
+from cookbook.training.models.loss import LossHead
+for dtype in (torch.bfloat16, torch.float16):
+    head = torch.nn.Linear(8, 16, device="cuda")
+    head.__class__ = LossHead
+    kept = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one)
+    with torch.autocast("cuda", dtype=dtype), hooks:
+        head(torch.ones(4, 8, device="cuda", requires_grad=True), torch.arange(4, device="cuda"))
+    tell([str(one.dtype) for one in kept if one.shape == (4, 16)])
+"""
+    assert evaluate(code) == [["torch.bfloat16"], ["torch.float32"]]
+
+
 def test_what_cuda_refuses_is_refused():
     code = """
 def refusal(call):

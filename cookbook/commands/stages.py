@@ -151,20 +151,22 @@ class Services:
     memory_history: MemoryHistory
 
 
-def load_inputs(recipe: Recipe, rows: RowSets, *, cache: Path, notes: list[str]) -> Inputs:
+def load_inputs(recipe: Recipe, plan: Plan, rows: RowSets, *, cache: Path, notes: list[str]) -> Inputs:
     """Prepare model folder, configuration, tokenizer and tokens, once per machine, under file locks.
 
     Args:
         notes: receives notes for the user.
 
     Raises:
-        RecipeError: a model that cannot be loaded or trained, or data without a target.
+        RecipeError: a model that cannot be loaded, or trained under this plan, or data without a target.
     """
     transformers_logging.disable_progress_bar()
     folder = models.resolve_model(
         recipe.model, seed=recipe.seed, texts=rows.texts(), fingerprint=rows.fingerprint, cache=cache
     )
     config = models.load_config(folder, recipe.data.max_length, recipe.data.packing)
+    if problem := models.mesh_problem(config, plan.mesh):
+        raise RecipeError(f"model {folder}: {problem}")
     notes += models.kernel_notes(recipe.model, config)
     if drawn := models.random_parts(config):
         keys = ", ".join(f"{key} {value:g}" for key, value in drawn.items())

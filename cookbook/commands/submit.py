@@ -19,7 +19,7 @@ from cookbook.config.strategy import Strategy
 from cookbook.planning.plan import default_num_processes, describe_batch, load_pair, make_plan
 from cookbook.system.files import RecipeError, dump_yaml, gathered
 from cookbook.system.hardware import GIB, Machines, parse_machines
-from cookbook.system.shipped import in_repository
+from cookbook.system.shipped import IS_INSTALLED
 from cookbook.system.signals import EXIT_CODE
 
 JOB_SCRIPT = Path("slurm/job.sh")
@@ -170,7 +170,7 @@ def submit(
     assignments: Assignments,
 ) -> int:
     """Print a file for Slurm, SkyPilot or Kubernetes."""
-    mistakes = [] if in_repository() else ["submit: its jobs run the project in its folder; type it in the repository"]
+    mistakes = ["submit: its jobs run the project in its folder; type it in a clone"] if IS_INSTALLED else []
     with gathered(mistakes):
         machines = parse_machines(gpus)
         mistakes += _misfits(to, machines, path, {"--image": image, "--volume": volume})

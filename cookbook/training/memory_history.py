@@ -89,8 +89,10 @@ class MemoryHistory:
             return
         try:
             self._write()
-        except (OSError, RuntimeError) as error:  # which must not hide that of the run
-            self._say(f"run.memory_snapshot: {self._path} could not be written: {error}")
+        except (OSError, RuntimeError, LookupError) as error:  # which must not hide that of the run
+            self._say(f"run.memory_snapshot: {self._path} could not be written: {type(error).__name__}: {error}")
+        finally:
+            torch.cuda.memory._record_memory_history(None)
 
     def _write(self) -> None:
         snapshot, index = torch.cuda.memory._snapshot(self._device), torch.cuda.current_device()

@@ -25,9 +25,8 @@ from cookbook.planning.costs.memory import states as states_of
 from cookbook.planning.plan import Plan, default_num_processes, make_plan
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import HOST_AT_LEAST, Gpu, Machines
-from cookbook.training.models.attention import sequence_problem
 from cookbook.training.models.loss import LOGITS_BUDGET
-from cookbook.training.models.structure import find_config, not_served, pipeline_problem, tensor_problem
+from cookbook.training.models.structure import find_config, mesh_problem, not_served
 
 Verdict = Literal["fits", "host memory unknown", "disk unknown", "tight", "not judged", "does not fit", "cannot run"]
 """On a CPU, whose memory is shared with everything else, the verdict is `not judged`. With `host memory unknown` and
@@ -277,11 +276,7 @@ def forecast(
             lacks = f"mixed_precision is bf16, which a {machines.gpu.name} does not have; write mixed_precision: fp16"
             raise RecipeError(f"{recipe_name}: {lacks}")
         _check_nvme_buffers(strategy, found, count)
-        if strategy.sp_size > 1 and (problem := sequence_problem(traces.config, strategy.sp_size)):
-            raise RecipeError(f"{strategy.path}: {problem}")
-        if strategy.tp_size > 1 and (problem := tensor_problem(traces.config)):
-            raise RecipeError(f"{strategy.path}: {problem}")
-        if problem := pipeline_problem(traces.config, strategy.pp_size):
+        if problem := mesh_problem(traces.config, strategy.mesh(count)):
             raise RecipeError(f"{strategy.path}: {problem}")
         spread = replace(strategy, num_machines=-(-count // each))
         num_gpus = min(count, each) if machines.gpus_each else 0

@@ -40,8 +40,10 @@ class Ddp(Engine):
         found = super().unreached()
         if found and self._is_wrapped:
             self.close()
-            what = f"{len(found)} trained parameters get no gradient, and DDP waits for them: {in_words(found)}"
-            raise RecipeError([f"{self.strategy.path}: {what}; take fsdp2 or zero2, or take them out of the model"])
+            what = f"{len(found)} trained parameters got no gradient in the first step, and DDP waits for them"
+            raise RecipeError(
+                [f"{self.strategy.path}: {what}: {in_words(found)}; take fsdp2 or zero2, or take them out of the model"]
+            )
         return found
 
     def _clear_gradients(self) -> None:

@@ -32,11 +32,12 @@ from cookbook.system import lock
 from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, first_line
 from cookbook.system.shipped import HOME
-from cookbook.training.models.attention import PACKED, packing_problem, sequence_problem
+from cookbook.training.models.attention import PACKED, packing_problem
 from cookbook.training.models.loss import add_loss
 from cookbook.training.models.speed import compile_layers, patch_kernels, save_activations
 from cookbook.training.models.speed import kernel_notes as kernel_notes  # for `stages`
-from cookbook.training.models.structure import not_served, pipeline_problem, scratch_config, tensor_problem
+from cookbook.training.models.structure import mesh_problem as mesh_problem  # for `stages`
+from cookbook.training.models.structure import not_served, scratch_config
 from cookbook.training.models.structure import random_parts as random_parts  # for `stages`
 
 SCRATCH_FORMAT = 2
@@ -191,28 +192,14 @@ def load_model(
         dtype: float32 if an optimizer updates the weights; frozen weights may be smaller.
         sequence_mesh: the ranks that share the tokens of each row, if any.
         options: further arguments of `from_pretrained`, from engine and adapter.
-
-    Raises:
-        RecipeError: the heads cannot be divided over `sequence_mesh`, or the layers over stages; or tensor parallel
-            is not known to suit the model.
     """
     if packing or sequence_mesh is not None:
         options["attn_implementation"] = PACKED
-    distributed = options.get("distributed_config")
-    if distributed is not None and distributed.tp_size > 1:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        if problem := tensor_problem(config):
-            raise RecipeError([f"model {name}: {problem}; use fsdp2 or zero3"])
     model = AutoModelForCausalLM.from_pretrained(
         name, dtype=dtype, trust_remote_code=False, use_safetensors=True, **options
     )
     _allocate_meta_weights(model)
     model.config.use_cache = False
-    stages = getattr(model, "_pp_stage", None)
-    if stages is not None and (problem := pipeline_problem(model.config, stages.pp_size)):
-        raise RecipeError([f"model {name}: {problem}"])
-    if sequence_mesh is not None and (problem := sequence_problem(model.config, sequence_mesh.size())):
-        raise RecipeError([f"model {name}: {problem}"])
     if model.config._attn_implementation == "sdpa" and packing_problem(model.config) is None:
         # Our attention for padded rows too: transformers would synchronize with the device to look for packed rows
         # (masking_utils.py, find_packed_sequence_indices), and in float32 use a kernel with T x T scores.

@@ -108,7 +108,8 @@ def _gradient_of_logits(logits: torch.Tensor, targets: torch.Tensor, nll: torch.
 
     In the dtype of the logits, but float32 for fp16, whose smallest number is 6e-8: its loss scale must come first.
     """
-    probabilities = (logits.float() if logits.dtype == torch.float16 else logits).softmax(-1)
+    wide = logits.float() if logits.dtype == torch.float16 else logits
+    probabilities = wide.softmax(-1, dtype=wide.dtype)  # CUDA's autocast, unlike that of the CPU, makes it float32
     # By way of the loss: a probability near 1 that was rounded to bf16 has no digits left after subtracting 1.
     return probabilities.scatter_(1, targets.unsqueeze(1), torch.expm1(-nll).unsqueeze(1).to(probabilities.dtype))
 

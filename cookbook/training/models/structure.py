@@ -5,9 +5,11 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
+from cookbook.config.mesh import Mesh
 from cookbook.config.recipe import ModelSection, ScratchModel
 from cookbook.planning.library import hub_answers, known_model
 from cookbook.system.files import RecipeError, first_line
+from cookbook.training.models.attention import sequence_problem
 
 FROM_MODEL = "its own configuration"
 OFFLINE_FACTS = "recipes/offline_facts.json"
@@ -75,6 +77,15 @@ def tensor_problem(config: PreTrainedConfig) -> str | None:
     if config.model_type in TENSOR_PARALLEL:
         return None
     return f"{config.model_type} is not among the architectures whose curve under tensor parallel was compared"
+
+
+def mesh_problem(config: PreTrainedConfig, mesh: Mesh) -> str | None:
+    """Why a model cannot be trained on this mesh, or None."""
+    if mesh.tensor > 1 and (problem := tensor_problem(config)):
+        return f"{problem}; use fsdp2 or zero3"
+    if mesh.sequence > 1 and (problem := sequence_problem(config, mesh.sequence)):
+        return problem
+    return pipeline_problem(config, mesh.pipeline)
 
 
 def find_config(model: ModelSection) -> tuple[PreTrainedConfig, str]:
