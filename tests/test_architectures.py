@@ -17,7 +17,7 @@ from cookbook.system.files import RecipeError
 from cookbook.training.checkpoint.export import saved_buffers
 from cookbook.training.models import load_config
 from cookbook.training.models.attention import PACKABLE
-from cookbook.training.models.structure import NOT_SERVED, PIPELINED, TENSOR_PARALLEL
+from cookbook.training.models.structure import FROZEN_IN_PART, NOT_SERVED, PIPELINED, TENSOR_PARALLEL, not_served
 from tests.curves import Lab
 from tests.test_equivalence import SGD_LOSS
 
@@ -92,14 +92,15 @@ def test_tensor_parallel_is_refused_where_no_curve_was_compared(lab: Lab, model_
 
 
 @pytest.mark.slow
-def test_no_other_architecture_has_frozen_weights():
+def test_no_architecture_that_is_served_has_frozen_weights():
     """transformers forgets requires_grad when it reads them."""
     found = set()
     for name in set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         with contextlib.suppress(Exception), torch.device("meta"):  # sizes that do not suit it
             model = AutoModelForCausalLM.from_config(architectures.tiny_config(name))
             found |= {name} if any(not parameter.requires_grad for parameter in model.parameters()) else set()
-    assert found and found <= NOT_SERVED.keys()
+    assert {name for name, why in NOT_SERVED.items() if why == FROZEN_IN_PART} <= found
+    assert all(not_served(architectures.tiny_config(name)) for name in found), found
 
 
 TRIED = [
