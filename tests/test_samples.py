@@ -25,8 +25,10 @@ TOKENS = 9
 SAMPLED = {"run.sample_every_steps": "8", "run.sample_tokens": str(TOKENS)}
 SLOW = pytest.mark.slow
 QUICK = ("ddp", "fsdp2", "zero3", "tp")
-OTHERS = ("single", "fsdp1", "hsdp", "zero1", "zero2", "zero3_offload", "fsdp2_offload", "ddp_tp", "fsdp2_tp", "pp",
-          "ddp_sp", "fsdp2_sp", "zero3_sp")  # fmt: skip
+LONG = ("single", "fsdp1", "hsdp", "zero2", "zero3_offload", "fsdp2_tp", "pp", "pp_fsdp2", "fsdp2_sp")
+REST = ("zero1", "zero2_offload", "zero3_hpz", "fsdp2_grad_op", "fsdp2_offload", "ddp_tp", "ddp_sp", "zero3_sp")
+MARKS = dict.fromkeys(LONG, (SLOW,)) | dict.fromkeys(REST, (SLOW, pytest.mark.thorough))
+"""zero3_nvme is zero3 for a forward; its parameters come from disk."""
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -46,7 +48,7 @@ def by_the_library(curve: Curve, prompts: list[str]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("strategy", [*QUICK, *(pytest.param(one, marks=SLOW) for one in OTHERS)])
+@pytest.mark.parametrize("strategy", [*QUICK, *(pytest.param(one, marks=marks) for one, marks in MARKS.items())])
 def test_a_run_says_what_its_model_says_and_keeps_its_curve(lab: Lab, strategy: str):
     curve, plain = lab.run(strategy, SAMPLED), lab.run(strategy)
     numbers = ("step", "epoch", "loss", "grad_norm", "learning_rate", "num_tokens", "eval_loss")
