@@ -1,5 +1,6 @@
 """Collectives besides those of gradients and parameters, and an orderly end of the process group."""
 
+import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
@@ -13,6 +14,9 @@ from cookbook.training.engine.norm import local
 
 EXPORT_TIMEOUT = timedelta(days=1)
 """For the main process to write the model, longer than any collective may take."""
+LEAVE_SECONDS = 1.0
+"""By how much rank 0 exits after the other machines' processes. Its torchrun holds the store: one that still enters
+torchrun's exit barrier (torch 2.13 elastic/agent/server/api.py:976) when it ends prints a traceback of a good run."""
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -135,6 +139,8 @@ class Collectives:
                 store.set(f"cookbook/gone/{self.world.rank}", "1")
         if is_main:
             self._store_barrier(store, "gone", timeout)
+            if self.world.num_local < self.world.num_processes:
+                time.sleep(LEAVE_SECONDS)
 
     def _store_barrier(self, store: dist.Store, place: str, timeout: timedelta) -> None:
         """Barrier without a collective."""
