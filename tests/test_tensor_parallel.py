@@ -3,10 +3,18 @@
 The curves of the shipped files are in the matrix (tests/test_equivalence*.py); here are mistakes and arithmetic.
 """
 
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from cookbook.training.engine.state import _distance, _holders
+from cookbook.training.models import loss
 from tests.curves import ROOT, SGD, Lab, distance
 from tests.test_equivalence import SGD_LOSS, SGD_NORM
 
@@ -50,6 +58,47 @@ def test_copies_shards_and_tensor_parallel_in_one_mesh(lab: Lab):
     path.write_text(text + "  parallelism_config_dp_replicate_size: 2\n")
     found = distance(lab.run(str(path), EIGHT, processes=8), lab.run("single", SGD))
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+
+
+def _head_of_a_rank(rank: int, folder: Path, chunk: int, errors: Any) -> None:
+    """Loss and gradients of a head of 11 tokens over two ranks, against those of the whole one."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    loss.LOGITS_BUDGET = chunk * 6  # rows of the first shard
+    torch.manual_seed(3)
+    whole, hidden, targets = torch.nn.Linear(8, 11), torch.randn(5, 8), torch.tensor([0, 5, 6, 10, 6])
+    scale = torch.linspace(0.5, 1.5, 5)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    head = torch.nn.Linear(8, 11)
+    for name, parameter in whole.named_parameters():
+        head.register_parameter(name, torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+    head.__class__ = loss.ShardedLossHead
+    inputs = [hidden.clone().requires_grad_() for _ in range(2)]
+    found = head(inputs[0], targets)
+    expected = torch.nn.functional.cross_entropy(whole(inputs[1]), targets, reduction="none")
+    for losses in (found, expected):
+        (losses * scale).sum().backward()
+    pairs = [(found, expected), (inputs[0].grad, inputs[1].grad)]
+    pairs += [(head.get_parameter(name).grad.full_tensor(), one.grad) for name, one in whole.named_parameters()]
+    errors.put(max((left - right).abs().max().item() for left, right in pairs))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("chunk", [100, 2], ids=["at once", "chunked"])
+def test_a_head_whose_vocabulary_is_divided_gives_loss_and_gradients_of_the_whole(tmp_path: Path, chunk: int):
+    fork = multiprocessing.get_context("fork")
+    errors = fork.SimpleQueue()
+    ranks = [fork.Process(target=_head_of_a_rank, args=(rank, tmp_path, chunk, errors)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    assert [process.exitcode for process in ranks] == [0, 0]
+    assert max(errors.get(), errors.get()) < 1e-6
+
+
+def test_a_loss_of_a_shard_alone_leaves_the_curve(lab: Lab):
+    found = distance(lab.run("tp", SGD, sabotage="loss_of_a_shard"), lab.run("single", SGD))
+    assert found.loss > 100 * SGD_LOSS or found.norm > 100 * SGD_NORM, found
 
 
 @pytest.mark.parametrize("mistake", ["copies_not_averaged", "norm_of_a_process"])

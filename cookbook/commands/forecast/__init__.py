@@ -426,7 +426,8 @@ def _largest(
     loss, whose logits do not grow further.
     """
     recipe = traces.recipe
-    in_chunks = 2 * LOGITS_BUDGET * strategy.sp_size // (traces.sizes.vocab * recipe.data.max_length) + 1
+    ranks = strategy.sp_size * strategy.tp_size  # which share the logits of a micro-batch
+    in_chunks = 2 * LOGITS_BUDGET * ranks // (traces.sizes.vocab * recipe.data.max_length) + 1
     small = max(micro_batch_of(recipe), in_chunks)
     one, two = (traces.work(strategy, size) for size in (small, 2 * small))
     if len(one.phases) != len(two.phases):  # one was traced and the other took too long

@@ -6,6 +6,7 @@ the loss determine what is kept and for how long. Runs on any CPU in seconds and
 
 import copy
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -227,7 +228,7 @@ def bound(config: PreTrainedConfig, recipe: Recipe, *, tokens: int, tp_size: int
         layer += (size + 1) * tokens * inputs // tp_size
     kept = size * tokens * text.hidden_size if recipe.model.gradient_checkpointing is True else layer
     layers = range(text.num_hidden_layers)
-    head = (size + 8) * min(tokens * text.vocab_size, LOGITS_BUDGET)
+    head = (size + 8) * min(tokens * text.vocab_size // tp_size, LOGITS_BUDGET)
     phases = (
         *(Phase(name="forward", layer=i, held=i * kept, peak=i * kept + layer) for i in layers),
         Phase(name="head", layer=None, held=len(layers) * kept, peak=len(layers) * kept + head),
@@ -255,13 +256,16 @@ def _with_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
 
 
 def _share_of(config: PreTrainedConfig, tp_size: int) -> PreTrainedConfig:
-    """The configuration of one tensor-parallel rank: its share of heads and inner features, whole hidden states."""
+    """The configuration of one tensor-parallel rank: its share of heads, inner features and vocabulary, whole hidden
+    states.
+    """
     if tp_size == 1:
         return config
     config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if getattr(config, key, None):
             setattr(config, key, max(1, getattr(config, key) // tp_size))
+    config.vocab_size = math.ceil(config.vocab_size / tp_size)
     return config
 
 

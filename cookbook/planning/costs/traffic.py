@@ -144,17 +144,18 @@ def _fsdp_transfers(strategy: Strategy, sizes: ModelSizes, micro: int, num_proce
 
 
 def _tp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, half: int, groups: int) -> list[Transfer]:
-    """All-reduces after attention and MLP in the forward and before them in the backward (Shoeybi et al. 2019, 3).
+    """All-reduces after attention and MLP in the forward and before them and the head in the backward, and what the
+    head's loss needs (Shoeybi et al. 2019, 3).
 
     Args:
         groups: number of tensor-parallel groups, which share the tokens of the step.
     """
     reductions = 6 if step.recompute is True else 4
-    activations = half * step.num_tokens / groups * sizes.hidden
+    labelled, tokens = (half * count / groups * sizes.hidden for count in (step.num_labelled, step.num_tokens))
+    terms = 2 * 4 * strategy.tp_size * step.num_labelled / groups  # training/models/loss.py, _VocabularyShard
     return [
-        _repeated("activations", "all-reduce", reductions * sizes.num_layers * activations, strategy.tp_size),
-        # transformers shards the head by vocabulary and gathers its output (colwise_gather_output).
-        _repeated("logits", "all-gather", half * step.num_labelled / groups * sizes.vocab, strategy.tp_size),
+        _repeated("activations", "all-reduce", reductions * sizes.num_layers * tokens + labelled, strategy.tp_size),
+        _repeated("loss", "all-gather", terms, strategy.tp_size),
     ]
 
 

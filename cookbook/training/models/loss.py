@@ -1,13 +1,16 @@
 """The loss inside the model: only labelled positions pass through the head, in chunks if their logits are many."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from cookbook.system.files import RecipeError
@@ -28,11 +31,84 @@ class LossHead(torch.nn.Linear):
         """(L, hidden size) -> negative log-likelihoods, (L,) float32; without targets, the logits."""
         if targets is None:
             return super().forward(hidden)
+        return self._loss(hidden, self.weight, self.bias, targets)
+
+    def _loss(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        shard: "_VocabularyShard | None" = None,
+    ) -> torch.Tensor:
         # A head that an adapter trains is float32, and without autocast the hidden states may not be.
         device = hidden.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        hidden = hidden.to(autocast or self.weight.dtype)
-        return _LossOfHead.apply(hidden, self.weight, self.bias, targets, torch.is_grad_enabled())
+        hidden = hidden.to(autocast or weight.dtype)
+        return _LossOfHead.apply(hidden, weight, bias, targets, torch.is_grad_enabled(), shard)
+
+
+class ShardedLossHead(LossHead):
+    """A `LossHead` of which tensor parallel gives each rank some rows."""
+
+    whole_logits: Callable[[torch.Tensor], torch.Tensor]
+    """transformers' forward, which gathers the logits of the vocabulary."""
+
+    def forward(self, hidden: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        """As of `LossHead`; collective over the tensor-parallel group, whose ranks pass the same."""
+        if targets is None:
+            return self.whole_logits(hidden)
+        assert isinstance(self.weight, DTensor)
+        bias = self.bias.to_local(grad_placements=[Shard(0)]) if isinstance(self.bias, DTensor) else None
+        weight = self.weight.to_local(grad_placements=[Shard(0)])
+        return self._loss(hidden, weight, bias, targets, _shard_of(self.weight))
+
+
+@dataclass(frozen=True)
+class _VocabularyShard:
+    """Rows of a head's weight that a rank of a tensor-parallel group holds. Its loss needs two numbers a position from
+    each rank, instead of logits of the whole vocabulary (Shoeybi et al., 2019, arXiv:1909.08053, section 3).
+    """
+
+    start: int
+    """Token of its first row."""
+    group: dist.ProcessGroup
+
+    def terms(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """(L, shard) logits, (L,) targets -> (2, L) float32: the log-sum-exp of the logits here, and that of the target
+        or, where another rank has it, 0."""
+        columns, is_here = self._columns(logits, targets)
+        wide = logits.float()
+        return torch.stack([wide.logsumexp(-1), wide.gather(1, columns).squeeze(1) * is_here])
+
+    def join(self, terms: torch.Tensor) -> torch.Tensor:
+        """All ranks' terms -> (2, L): negative log-likelihoods, and the log-sum-exp over the vocabulary. Collective."""
+        found = terms.new_empty(self.group.size() * len(terms), terms.shape[1])
+        dist.all_gather_into_tensor(found, terms, self.group)
+        sums = found[::2].logsumexp(0)
+        return torch.stack([sums - found[1::2].sum(0), sums])
+
+    def gradient_of_logits(self, logits: torch.Tensor, targets: torch.Tensor, joined: torch.Tensor) -> torch.Tensor:
+        """(L, shard): this rank's columns of `_gradient_of_logits`."""
+        columns, is_here = self._columns(logits, targets)
+        nll, sums = joined.unsqueeze(-1)
+        probabilities = (logits.float() - sums).exp_()
+        rest = probabilities.gather(1, columns)
+        probabilities.scatter_(1, columns, torch.where(is_here.unsqueeze(1), torch.expm1(-nll), rest))
+        return probabilities.to(torch.float32 if logits.dtype == torch.float16 else logits.dtype)
+
+    def _columns(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The targets' columns here, (L, 1), 0 where another rank has it; and whether it is here, (L,)."""
+        columns = targets - self.start
+        is_here = (columns >= 0) & (columns < logits.shape[1])
+        return (columns * is_here).unsqueeze(1), is_here
+
+
+def _shard_of(weight: DTensor) -> _VocabularyShard:
+    mesh = weight.device_mesh
+    assert mesh.ndim == 1 and weight.placements == (Shard(0),), f"a head over {mesh}, {weight.placements}"
+    rows = -(-len(weight) // mesh.size())  # of all ranks but the last ones, as torch.chunk divides
+    return _VocabularyShard(start=min(mesh.get_local_rank() * rows, len(weight)), group=mesh.get_group())
 
 
 class _LossOfHead(torch.autograd.Function):
@@ -52,31 +128,35 @@ class _LossOfHead(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         has_backward: bool,
+        shard: _VocabularyShard | None,
     ) -> torch.Tensor:
         rows = max(1, LOGITS_BUDGET // len(weight))
         cast, parts, gradient = weight.to(hidden.dtype), [], None
         for part, answers in zip(hidden.split(rows), targets.split(rows), strict=True):
             logits = _logits(part, cast, bias)
-            parts.append(_nll(logits, answers))
-            if has_backward and len(targets) <= rows:
-                gradient = _gradient_of_logits(logits, answers, parts[0])
-            del logits
-        nll = torch.cat(parts)
-        ctx.save_for_backward(hidden, weight, bias, targets, nll, gradient)
-        return nll
+            parts.append(_nll(logits, answers).unsqueeze(0) if shard is None else shard.terms(logits, answers))
+        found = torch.cat(parts, -1)
+        found = found if shard is None else shard.join(found)
+        if has_backward and len(parts) == 1:
+            gradient = _gradient_of_logits(logits, targets, found, shard)
+        ctx.save_for_backward(hidden, weight, bias, targets, found, gradient)
+        ctx.shard = shard
+        return found[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, targets, nll, known = ctx.saved_tensors
+        hidden, weight, bias, targets, found, known = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         cast = weight.to(hidden.dtype)
         # In bf16 nothing here is float32, so that the bytes of the forward hold twice as many rows.
         rows = max(1, LOGITS_BUDGET // len(weight)) * (2 if hidden.dtype == torch.bfloat16 else 1)
         of_hidden: list[torch.Tensor] = []
         of_weight, of_bias = None, None
-        parts = (one.split(rows) for one in (hidden, targets, nll, gradients[0].unsqueeze(1)))
-        for part, answers, loss, scale in zip(*parts, strict=True):
-            gradient = _gradient_of_logits(_logits(part, cast, bias), answers, loss) if known is None else known
+        parts = (one.split(rows) for one in (hidden, targets, gradients[0].unsqueeze(1)))
+        for part, answers, scale, terms in zip(*parts, found.split(rows, -1), strict=True):
+            gradient = known
+            if gradient is None:
+                gradient = _gradient_of_logits(_logits(part, cast, bias), answers, terms, ctx.shard)
             if gradient.dtype != part.dtype:
                 gradient, scale = (gradient * scale).to(part.dtype), torch.ones_like(scale)
             if needs_hidden:
@@ -86,13 +166,10 @@ class _LossOfHead(torch.autograd.Function):
             if needs_bias:
                 of_bias = _add_product(of_bias, gradient.t(), scale.to(part.dtype), weight.dtype)
             del gradient
-        return (
-            torch.cat(of_hidden) if needs_hidden else None,
-            of_weight,
-            None if of_bias is None else of_bias.squeeze(1),
-            None,
-            None,
-        )
+        whole = torch.cat(of_hidden) if needs_hidden else None
+        if ctx.shard is not None and whole is not None:
+            dist.all_reduce(whole, group=ctx.shard.group)
+        return whole, of_weight, None if of_bias is None else of_bias.squeeze(1), None, None, None
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -103,15 +180,22 @@ def _nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float(), targets, reduction="none")
 
 
-def _gradient_of_logits(logits: torch.Tensor, targets: torch.Tensor, nll: torch.Tensor) -> torch.Tensor:
+def _gradient_of_logits(
+    logits: torch.Tensor, targets: torch.Tensor, found: torch.Tensor, shard: _VocabularyShard | None
+) -> torch.Tensor:
     """Of the sum of the losses: probabilities, (L, V), less 1 at the target.
 
     In the dtype of the logits, but float32 for fp16, whose smallest number is 6e-8: its loss scale must come first.
+
+    Args:
+        found: (1, L) losses; with a shard, what its `join` returns.
     """
+    if shard is not None:
+        return shard.gradient_of_logits(logits, targets, found)
     wide = logits.float() if logits.dtype == torch.float16 else logits
     probabilities = wide.softmax(-1, dtype=wide.dtype)  # CUDA's autocast, unlike that of the CPU, makes it float32
     # By way of the loss: a probability near 1 that was rounded to bf16 has no digits left after subtracting 1.
-    return probabilities.scatter_(1, targets.unsqueeze(1), torch.expm1(-nll).unsqueeze(1).to(probabilities.dtype))
+    return probabilities.scatter_(1, targets.unsqueeze(1), torch.expm1(-found[0]).unsqueeze(1).to(probabilities.dtype))
 
 
 def _add_product(
@@ -145,11 +229,15 @@ def add_loss(model: PreTrainedModel, sequence_mesh: DeviceMesh | None = None) ->
     head: Any = model.get_output_embeddings()
     if model.has_head and (not isinstance(head, torch.nn.Linear) or model.base_model is model):
         raise RecipeError([f"model {type(model).__name__}: not a backbone with a linear head, which is not served yet"])
-    # A quantized head, or one split by tensor parallel, has a forward of its own that must run.
-    if type(head) is torch.nn.Linear and not isinstance(head.weight, DTensor):
-        head.__class__ = LossHead
-    elif model.has_head and issubclass(type(head), FSDPModule) and "tp" not in head.weight.device_mesh.mesh_dim_names:
-        head.__class__ = type("FSDPLossHead", (LossHead, type(head)), {})
+    loss_head: type[LossHead] = LossHead
+    if model.has_head and isinstance(head.weight, DTensor) and "forward" in vars(head):
+        loss_head = ShardedLossHead
+        head.whole_logits = vars(head).pop("forward")
+    # A quantized head has a forward of its own that must run.
+    if type(head) is torch.nn.Linear:
+        head.__class__ = loss_head
+    elif model.has_head and issubclass(type(head), FSDPModule):
+        head.__class__ = type("FSDPLossHead", (loss_head, type(head)), {})
     model.sequence_mesh = sequence_mesh
     model.forward = MethodType(_forward, model)
 
