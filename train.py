@@ -156,10 +156,12 @@ def train(
     made_from = stages.take_fingerprints(recipe, inputs, engine, cache=CACHE)
     watching.enter("choosing the checkpoint")
     checkpoint = resume.choose(recipe, made_from, engine.collectives, is_restarted=is_restarted, say=notes.append)
+    packing = stages.choose_packing(recipe, inputs, checkpoint)
+    recipe = packing.settle(recipe)
     watching.enter("loading the model")
     stages.prepare_model(recipe, inputs, engine)
     watching.enter("restoring")
-    run = stages.make_run(recipe, inputs, made_from, engine, checkpoint, cache=CACHE)
+    run = stages.make_run(recipe, inputs, packing, made_from, engine, checkpoint, cache=CACHE)
 
     signals.defer()  # from here on there is something to save
     watching.enter("opening the logs")

@@ -28,10 +28,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from cookbook.config.recipe import AdapterSection  # noqa: E402
+from cookbook.planning.packing import packing_problem  # noqa: E402
 from cookbook.system.files import RecipeError  # noqa: E402
 from cookbook.training.adapters import quantization_options  # noqa: E402
 from cookbook.training.checkpoint.export import saved_buffers  # noqa: E402
-from cookbook.training.models.attention import packing_problem, sequence_problem  # noqa: E402
+from cookbook.training.models.attention import sequence_problem  # noqa: E402
 from cookbook.training.models.loss import add_loss  # noqa: E402
 from cookbook.training.models.structure import not_served, pipeline_problem, random_parts, tensor_problem  # noqa: E402
 from tests.curves import Curve, Lab  # noqa: E402

@@ -164,7 +164,7 @@ def recipe_of(setup: Setup) -> Recipe:
                 "gradient_checkpointing": checkpointing[setup.checkpointing],
                 "compile": setup.is_compiled,
             },
-            "data": {"train": "python-stdlib", "max_length": setup.length},
+            "data": {"train": "python-stdlib", "max_length": setup.length, "packing": False},
             "adapter": adapter,
             "batch": {"global_batch_size": setup.rows * setup.processes, "micro_batch_size": setup.rows},
             "optim": {"learning_rate": 1e-5},

@@ -159,7 +159,7 @@ def _recipe(setup: Unsaid, num_processes: int) -> Recipe:
         {
             "strategy": f"accelerate_configs/{setup.strategy}.yaml",
             "model": {"name_or_path": "published", "gradient_checkpointing": True},
-            "data": {"train": "python-stdlib", "max_length": setup.length},
+            "data": {"train": "python-stdlib", "max_length": setup.length, "packing": False},
             "adapter": adapter,
             "batch": {"global_batch_size": num_processes * setup.accumulation, "micro_batch_size": 1},
             "optim": {"learning_rate": 1e-5},

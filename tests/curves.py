@@ -39,6 +39,7 @@ data:
   train: DATA
   eval: {path: DATA, max_rows: 21}
   max_length: 96
+  packing: false
 batch: {global_batch_size: 16, micro_batch_size: 4}
 optim: {name: sgd, learning_rate: 0.1, weight_decay: 0.01, max_grad_norm: 1.0}
 schedule: {name: cosine, warmup_steps: 4}

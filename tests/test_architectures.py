@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks import architectures
+from cookbook.planning.packing import PACKABLE
 from cookbook.system.files import RecipeError
 from cookbook.training.checkpoint.export import saved_buffers
 from cookbook.training.models import load_config
-from cookbook.training.models.attention import PACKABLE
 from cookbook.training.models.structure import FROZEN_IN_PART, NOT_SERVED, PIPELINED, TENSOR_PARALLEL, not_served
 from tests.curves import Lab
 from tests.test_equivalence import SGD_LOSS
@@ -61,7 +61,7 @@ def test_all_others_have_transformers_loss_or_are_refused():
 def test_what_a_configuration_does_not_reveal_is_refused(model_type: str, tmp_path):
     AutoConfig.for_model(model_type).save_pretrained(tmp_path)
     with pytest.raises(RecipeError, match=r"model\.name_or_path"):
-        load_config(str(tmp_path), 64, packing=False)
+        load_config(str(tmp_path), 64)
 
 
 def test_a_transformation_of_the_logits_that_is_not_known_would_be_found(monkeypatch: pytest.MonkeyPatch):

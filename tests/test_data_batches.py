@@ -20,6 +20,7 @@ from cookbook.training.data.batches import (
     epoch_order,
     eval_batches,
     indexed_batches,
+    measure,
     split_micro_batches,
     steps_per_epoch,
     train_steps,
@@ -335,6 +336,19 @@ def test_packing_limit_and_ranks_do_not_change_what_a_step_shows(num_ranks, limi
             assert counts == (one.num_targets, one.num_tokens, one.num_samples, one.epoch)
         if "micro_batch_tokens" in limit:
             assert all(batch["input_ids"].numel() <= limit["micro_batch_tokens"] for batch in batches)
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("limit", [{"micro_batch_size": 2}, {"micro_batch_tokens": 37, "length_multiple": 4}], ids=str)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_padding_of_an_epoch_is_what_its_batches_have(num_ranks, limit, packing):
+    tokens, limit = token_set(LENGTHS), limit | {"packing": packing}
+    steps = [one for rank in range(num_ranks) for one in steps_of(tokens, rank, num_ranks, 3, **limit)]
+    batches = [batch["input_ids"] for one in steps for batch in one.micro_batches if batch["num_sequences"]]
+    layout = Layout(num_ranks=num_ranks, rank=0, pad_id=PAD, **limit)
+    found = measure(tokens, epoch_order(tokens, 7, 0), layout, global_batch_size=4)
+    assert found.padding == pytest.approx(1 - sum(LENGTHS) / sum(ids.numel() for ids in batches))
+    assert found.forwards == pytest.approx(len(batches) / 3 / num_ranks)
 
 
 @pytest.mark.parametrize(

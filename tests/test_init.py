@@ -54,7 +54,7 @@ def made(*arguments):
 def test_chats_on_two_gpus(model, capsys):
     recipe = made(model(), write(CHATS), "--gpus", "2x8GB")
     # 23 tokens of ChatML, "hi" included, and the answer: 73 for 298 rows, 423 for two, which are less than 1 %.
-    assert (recipe.data.max_length, recipe.data.holdout, recipe.data.packing) == (128, 0.05, True)
+    assert (recipe.data.max_length, recipe.data.holdout, recipe.data.packing) == (128, 0.05, "auto")
     assert (recipe.objective.name, recipe.adapter, Path(recipe.strategy).stem) == ("sft", None, "ddp")
     # 285 rows are left: ten steps of 16, where the example has 128. Both ranks take 8.
     assert (recipe.batch.global_batch_size, recipe.batch.micro_batch_size) == (16, 8)

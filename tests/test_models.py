@@ -233,7 +233,7 @@ def test_a_new_model_is_built_once_and_only_its_seed_and_data_change_it(tmp_path
     assert build(1, "a") == first and (Path(first) / "model.safetensors").stat().st_mtime_ns == stamp
     assert weights(build(2, "a")) != weights(first)
     assert weights(build(1, "b")) == weights(first) and build(1, "b") != first
-    assert load_config(first, 64, packing=True).vocab_size == SIZES["vocab_size"]
+    assert load_config(first, 64).vocab_size == SIZES["vocab_size"]
     assert [path.name for path in tmp_path.iterdir() if path.name.count(".") and path.is_dir()] == []
 
 
@@ -249,18 +249,18 @@ def test_a_new_tokenizer_gives_text_back(tmp_path: Path):
 def test_logits_that_are_changed_after_the_head_are_refused(tmp_path: Path):
     LlamaConfig(**SIZES, final_logit_softcapping=30.0).save_pretrained(tmp_path)
     with pytest.raises(RecipeError, match="final_logit_softcapping"):
-        load_config(str(tmp_path), 64, packing=False)
+        load_config(str(tmp_path), 64)
 
 
 def test_a_folder_without_a_model_is_one_clear_line(tmp_path: Path):
     with pytest.raises(RecipeError, match="no model there"):
-        load_config(str(tmp_path), 64, packing=False)
+        load_config(str(tmp_path), 64)
 
 
 def test_more_tokens_than_positions_are_refused(tmp_path: Path):
     LlamaConfig(**SIZES, max_position_embeddings=32).save_pretrained(tmp_path)
     with pytest.raises(RecipeError, match=r"data\.max_length is 64, but the model has 32 positions"):
-        load_config(str(tmp_path), 64, packing=False)
+        load_config(str(tmp_path), 64)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_more_tokens_than_positions_are_refused(tmp_path: Path):
 def test_what_is_no_causal_language_model_is_refused(config, reason: str, tmp_path: Path):
     config.save_pretrained(tmp_path)
     with pytest.raises(RecipeError, match=reason):
-        load_config(str(tmp_path), 64, packing=False)
+        load_config(str(tmp_path), 64)
 
 
 @pytest.mark.parametrize(
@@ -285,9 +285,9 @@ def test_what_is_no_causal_language_model_is_refused(config, reason: str, tmp_pa
 def test_a_rotary_embedding_that_depends_on_the_longest_sample_is_refused(kind: str, options: dict, tmp_path: Path):
     rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32, **options}
     LlamaConfig(**SIZES, head_dim=2, max_position_embeddings=128, rope_parameters=rope).save_pretrained(tmp_path)
-    load_config(str(tmp_path), 32, packing=False)
+    load_config(str(tmp_path), 32)
     with pytest.raises(RecipeError, match=rf"above 32 tokens this model's rotary embedding \({kind}\).*at most 32"):
-        load_config(str(tmp_path), 33, packing=False)
+        load_config(str(tmp_path), 33)
 
 
 def test_frozen_weights_may_be_small_and_a_loss_is_float32_all_the_same(tmp_path: Path):

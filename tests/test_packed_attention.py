@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from cookbook.config.recipe import ModelSection
+from cookbook.config.recipe import ModelSection, Recipe, load_recipe
+from cookbook.planning import library
+from cookbook.planning.packing import PACKABLE, Packing, decide, known_config
 from cookbook.system.files import RecipeError
 from cookbook.training.models import attention, load_config, load_model
-from cookbook.training.models.attention import PACKABLE, PACKED, Lengths, Segments, _varlen, attend
+from cookbook.training.models.attention import PACKED, Lengths, Segments, _varlen, attend
 from cookbook.training.models.loss import add_loss
 from cookbook.training.models.speed import save_activations
+from cookbook.training.models.structure import find_config
 
 LENGTHS = [7, 1, 12, 3, 9, 5, 2, 8]
 SIZES = {
@@ -156,16 +160,24 @@ def test_the_kernel_for_ragged_samples_is_called_right_under_each_signature(vers
     assert torch.allclose(found[None], expected, atol=1e-6)
 
 
-def test_on_a_gpu_the_installed_kernel_takes_our_call():
+@pytest.mark.parametrize(
+    ("capability", "head_size", "is_called"),
+    [((8, 0), 16, True), ((9, 0), 256, True), ((7, 5), 16, False), ((8, 0), 20, False), ((8, 0), 512, False)],
+)
+def test_on_a_gpu_the_installed_kernel_takes_our_call_or_samples_go_one_by_one(
+    capability: tuple[int, int], head_size: int, is_called: bool, monkeypatch: pytest.MonkeyPatch
+):
     """Fake tensors have shape, type and device, and no data: torch checks the call, and no GPU is needed."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with FakeTensorMode(), torch.no_grad():
-        query = torch.empty(1, 4, 47, 16, device="cuda", dtype=torch.bfloat16)
-        key, value = (torch.empty(1, 2, 47, 16, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        query = torch.empty(1, 4, 47, head_size, device="cuda", dtype=torch.bfloat16)
+        key, value = (torch.empty(1, 2, 47, head_size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         parts = segments()._replace(offsets=torch.empty(len(LENGTHS) + 1, device="cuda", dtype=torch.int32))
-        with Operations() as operations:
+        with Operations() as operations, Attentions() as attentions:
             found, _ = attend(torch.nn.Module(), query, key, value, None, scaling=0.2, segments=parts)
-    assert found.shape == (1, 47, 4, 16) and found.dtype == torch.bfloat16 and found.is_cuda
-    assert "_varlen_attn" in operations.names
+    assert found.shape == (1, 47, 4, head_size) and found.dtype == torch.bfloat16 and found.is_cuda
+    assert ("_varlen_attn" in operations.names) == is_called
+    assert len(attentions.calls) == (0 if is_called else len(LENGTHS))
 
 
 class Attentions(TorchFunctionMode):
@@ -249,6 +261,14 @@ def test_a_saved_model_does_not_name_our_attention(tmp_path: Path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config._attn_implementation == "sdpa"
 
 
+def recipe_with(packing: str, model: Path, others: dict[str, str] | None = None) -> Recipe:
+    """The quickstart's recipe for another model, with samples of 64 tokens."""
+    settings = {"data.packing": packing, "data.max_length": "64", "model": f"{{name_or_path: {model}}}"} | (
+        others or {}
+    )
+    return load_recipe(Path("recipes/quickstart.yaml"), [f"{key}={value}" for key, value in settings.items()])
+
+
 NOT_PACKABLE = [
     ("mistral", {"sliding_window": 32}, "window is 32 tokens, less than data.max_length 64"),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}, "window is 32"),
@@ -264,11 +284,34 @@ NOT_PACKABLE = [
 @pytest.mark.parametrize(("model_type", "changes", "reason"), NOT_PACKABLE, ids=[row[0] for row in NOT_PACKABLE])
 def test_what_cannot_keep_samples_apart_is_refused_with_the_way_out(tmp_path, model_type, changes, reason):
     AutoConfig.for_model(model_type, num_hidden_layers=2, **changes).save_pretrained(tmp_path)
-    load_config(str(tmp_path), 64, packing=False)
+    config = load_config(str(tmp_path), 64)
+    assert not decide(recipe_with("false", tmp_path), config).is_on
+    assert re.search(reason, decide(recipe_with("auto", tmp_path), config).why)
     with pytest.raises(RecipeError, match=f"{reason}.*data.packing: false"):
-        load_config(str(tmp_path), 64, packing=True)
+        decide(recipe_with("true", tmp_path), config)
+    # From the file alone, as `explain` reads it.
+    assert not decide(recipe_with("auto", tmp_path), known_config(ModelSection(name_or_path=str(tmp_path)))).is_on
 
 
 def test_a_window_that_holds_a_whole_sample_is_no_obstacle(tmp_path: Path):
-    AutoConfig.for_model("mistral", num_hidden_layers=2, sliding_window=64).save_pretrained(tmp_path)
-    assert load_config(str(tmp_path), 64, packing=True).sliding_window == 64
+    config = AutoConfig.for_model("mistral", num_hidden_layers=2, sliding_window=64)
+    assert decide(recipe_with("true", tmp_path), config).is_on and decide(recipe_with("auto", tmp_path), config).is_on
+
+
+def test_auto_keeps_what_a_run_had_and_what_its_recipe_asks_for(tmp_path: Path):
+    config = AutoConfig.for_model("llama")
+    recipe = recipe_with("auto", tmp_path)
+    assert decide(recipe, config, before=True) == decide(recipe, config) == Packing(True, "")
+    assert decide(recipe, config, before=False).why.startswith("the run was started so")
+    assert decide(recipe_with("true", tmp_path), config, before=False).is_on
+    compiled = {"model.compile": "true", "model.gradient_checkpointing": "true"}
+    assert "uncompiled" in decide(recipe_with("auto", tmp_path, compiled | {"mixed_precision": "'no'"}), config).why
+    assert decide(recipe_with("auto", tmp_path, compiled | {"mixed_precision": "bf16"}), config).is_on
+
+
+@pytest.mark.parametrize("path", library.recipe_files(), ids=str)
+def test_what_is_known_of_a_model_without_torch_decides_as_its_configuration(path: Path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    recipe = load_recipe(path)
+    known = known_config(recipe.model)
+    assert known is not None and decide(recipe, known) == decide(recipe, find_config(recipe.model)[0])

@@ -17,6 +17,7 @@ from cookbook.config.recipe import BUILTIN_SOURCE, RENAMED, Recipe, Section, loa
 from cookbook.config.registry import Named
 from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.planning import library
+from cookbook.planning.packing import decide, known_config
 from cookbook.planning.plan import begun_elsewhere, load_pair, make_plan
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import GIB, parse_machines
@@ -118,8 +119,9 @@ def test_the_quickstart_is_short_enough_to_begin_anew():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_packs_and_holds_rows_out_where_it_can(name):
-    data, run = load_recipe(Path(name)).data, load_recipe(Path(name)).run
-    assert data.packing or name == QUICKSTART
+    recipe = load_recipe(Path(name))
+    data, run, config = recipe.data, recipe.run, known_config(recipe.model)
+    assert decide(recipe, config).is_on or name == QUICKSTART
     assert bool((data.eval or data.holdout) and run.eval_every_steps) != data.streaming
 
 

@@ -290,6 +290,25 @@ def test_a_run_can_begin_at_a_checkpoint_of_another(lab: Lab, stopped: Path, tmp
     assert [line["step"] for line in Curve(output).steps] == [3, 4]
 
 
+def test_auto_packs_a_new_run_and_resumes_a_padded_one_as_it_was(lab: Lab, stopped: Path, tmp_path: Path):
+    auto, old, new = SGD_STEPS | {"data.packing": "auto"}, tmp_path / "old", tmp_path / "new"
+    said = leg(lab, new, "ddp:2", auto, num_steps=2)
+    assert Curve(new).record["packing"] == {"is_on": True} and "none, samples are packed" in said
+    assert "  packing: true\n" in (new / "recipe.yaml").read_text()
+    assert "data.packing" not in Curve(new).record["written_settings"]
+    assert Curve(new).losses == pytest.approx(Curve(stopped).losses, abs=2e-6)
+    leg(lab, new, "single", auto, num_steps=1)
+    assert Curve(new).record["packing"]["is_on"]
+
+    shutil.copytree(stopped, old)
+    said = leg(lab, old, "single", auto, num_steps=1)
+    packing = Curve(old).record["packing"]
+    assert not packing["is_on"] and packing["why"].startswith("the run was started so")
+    assert 0.05 < packing["padding"] < 0.5 and f"{packing['padding']:.0%} of all positions: {packing['why']}" in said
+    leg(lab, old, "single", auto | {"data.packing": "true"}, num_steps=None)
+    assert Curve(old).record["packing"]["is_on"]
+
+
 def test_a_path_that_is_no_checkpoint_is_refused(lab: Lab, stopped: Path, tmp_path: Path):
     for path, reason in ((tmp_path / "nothing", "no such folder"), (stopped, "no manifest.json in it")):
         done = start(lab, tmp_path / "out", "single", SGD_STEPS | {"run.resume": str(path)})

@@ -422,7 +422,7 @@ def open_model(folder: Path) -> None:
     """What train.py does with a model of others."""
     settings = ModelSection(name_or_path=str(folder))
     name = resolve_model(settings, seed=0, texts=[], fingerprint="", cache=folder.parent / "cache")
-    load_config(name, 32, packing=False)
+    load_config(name, 32)
     load_tokenizer(name, None)
     load_model(name, settings, packing=False)
 

@@ -15,6 +15,7 @@ from cookbook.config.objectives.token_loss import TokenLoss
 from cookbook.config.recipe import Recipe, parse_recipe
 from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.planning import launch
+from cookbook.planning.packing import decide
 from cookbook.planning.plan import make_plan
 from cookbook.system.console import page
 from cookbook.system.files import Document, RecipeError
@@ -122,14 +123,14 @@ def evaluate_model(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
         print(note, file=sys.stderr)
     world = launch.World(rank=0, local_rank=0, num_processes=1, num_local=1, is_launched=False)
     engine = stages.start_engine(recipe, strategy, plan, world, beat=lambda doing, step: None)
-    _prepare_model(folder, recipe, engine)
+    recipe = _prepare_model(folder, recipe, engine)
     layout = batches.Layout(
         num_ranks=1,
         rank=0,
         pad_id=tokenizer.pad_token_id,
         micro_batch_size=recipe.batch.micro_batch_size,
         micro_batch_tokens=recipe.batch.micro_batch_tokens,
-        packing=recipe.data.packing,
+        packing=recipe.data.is_packed,
     )
     lines = []
     for name, tokens in sets.items():
@@ -144,8 +145,12 @@ def evaluate_model(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
     return lines
 
 
-def _prepare_model(folder: Path, recipe: Recipe, engine: "Engine") -> None:
-    """Load model and adapter in the dtypes of training. An engine needs an optimizer, which is never used."""
+def _prepare_model(folder: Path, recipe: Recipe, engine: "Engine") -> Recipe:
+    """Load model and adapter in the dtypes of training. An engine needs an optimizer, which is never used.
+
+    Returns:
+        The recipe, with `data.packing` decided.
+    """
     import torch
 
     from cookbook.training import adapters, models
@@ -156,12 +161,13 @@ def _prepare_model(folder: Path, recipe: Recipe, engine: "Engine") -> None:
 
         settings = PeftConfig.from_pretrained(str(folder))
         base = models.fetch_model(str(settings.base_model_name_or_path), settings.revision)
-    models.load_config(base, recipe.data.max_length, recipe.data.packing)
+    config = models.load_config(base, recipe.data.max_length)
+    recipe = decide(recipe, config).settle(recipe)
     quantization = adapters.quantization_options(recipe.adapter if is_adapter else None, recipe.mixed_precision)
     model = models.load_model(
         base,
         recipe.model,
-        packing=recipe.data.packing,
+        packing=recipe.data.is_packed,
         dtype=engine.frozen_dtype if is_adapter else torch.float32,
         **engine.load_options(is_quantized=bool(quantization)),
         **quantization,
@@ -170,3 +176,4 @@ def _prepare_model(folder: Path, recipe: Recipe, engine: "Engine") -> None:
         adapters.open_adapter(model, folder)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine.prepare(model, torch.optim.SGD(trained, lr=0.0))
+    return recipe

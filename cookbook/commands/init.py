@@ -153,7 +153,7 @@ def _read_model(model: str) -> tuple[str, Any]:
     from cookbook.training.models import fetch_model, load_config
 
     folder = fetch_model(model, None, TOKENIZER_FILES)
-    return folder, load_config(folder, 1, packing=False)
+    return folder, load_config(folder, 1)
 
 
 def _read(data: str, task: Task | None) -> tuple[Task, Source, Rows]:
@@ -218,7 +218,6 @@ class _Draft:
 
         from cookbook.training.data.sets import SHARE_TO_KEEP
         from cookbook.training.models import revision_of
-        from cookbook.training.models.attention import packing_problem
 
         if revision := revision_of(folder):
             self.model_keys["revision"] = revision
@@ -240,8 +239,6 @@ class _Draft:
             num_samples = int(num_samples * (1 - self.data["holdout"]))
         self.num_samples = num_samples
         self.data["max_length"], self.notes["data.max_length"] = length, note
-        if packing_problem(self.config, length) is None:
-            self.data["packing"] = True
         if num_bad:
             self.data["on_bad_row"] = "drop"
             self.notes["data.on_bad_row"] = ", ".join(f"{count:,} rows: {reason}" for reason, count in num_bad.items())

@@ -6,7 +6,7 @@
 import os
 import sys
 from collections.abc import Callable
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ import numpy as np
 from cookbook.config.objectives import Objective
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.planning.explain.chart import can_draw
+from cookbook.planning.packing import Packing, decide
 from cookbook.system.console import Row, coloured, console, page
 from cookbook.system.machine import num_gpus
 from cookbook.training.data.sets import RowSets, read_data, tokenize_data
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
-MAX_STEPS_MEASURED = 100
 NUM_RANGES, BAR_WIDTH = 10, 40
 """Of the histogram of lengths."""
 
@@ -42,7 +42,11 @@ def preview(recipe_path: Path, assignments: list[str], num_samples: int = 3, *, 
     rows = read_data(recipe.data, recipe.objective)
     if not num_gpus():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns on stdout
-    tokenizer = _tokenizer(recipe, rows, cache)
+    folder = _folder(recipe, rows, cache)
+
+    from cookbook.training.models import load_tokenizer
+
+    tokenizer, packing = load_tokenizer(folder, recipe.data.chat_template), _packing(recipe, folder)
     sets = tokenize_data(rows, tokenizer, recipe.data, recipe.objective, cache=cache)
 
     from rich.style import Style
@@ -66,7 +70,7 @@ def preview(recipe_path: Path, assignments: list[str], num_samples: int = 3, *, 
         figures(name, train, recipe.objective),
         *sets.notes,
         *sets.closing_notes(),
-        padding(train, order, recipe),
+        padding(train, order, recipe, packing),
     ]:
         print(f"  {line}")
     print("\n".join(histogram(train, recipe.data.max_length)))
@@ -78,18 +82,26 @@ def preview(recipe_path: Path, assignments: list[str], num_samples: int = 3, *, 
     return 0
 
 
-def _tokenizer(recipe: Recipe, rows: RowSets, cache: Path) -> "PreTrainedTokenizerBase":
+def _folder(recipe: Recipe, rows: RowSets, cache: Path) -> str:
+    """Where the tokenizer is, and the configuration if the model has one."""
     from cookbook.training import models
 
     model = recipe.model
     if model.from_scratch is not None:
-        name = models.resolve_model(
+        return models.resolve_model(
             model, seed=recipe.seed, texts=rows.texts(), fingerprint=rows.fingerprint, cache=cache
         )
-    else:
-        assert model.name_or_path is not None
-        name = models.fetch_model(model.name_or_path, model.revision, TOKENIZER_FILES)
-    return models.load_tokenizer(name, recipe.data.chat_template)
+    assert model.name_or_path is not None
+    return models.fetch_model(model.name_or_path, model.revision, TOKENIZER_FILES)
+
+
+def _packing(recipe: Recipe, folder: str) -> Packing:
+    from transformers import AutoConfig
+
+    try:
+        return decide(recipe, AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    except (OSError, ValueError):
+        return Packing(False, f"{folder} has no configuration that is understood")
 
 
 def marked(tokens: TokenSet, sequence: int, tokenizer: "PreTrainedTokenizerBase", mark: Callable[[str], str]) -> str:
@@ -144,13 +156,11 @@ def histogram(tokens: TokenSet, max_length: int) -> list[str]:
     return page(*lines, indent=4).split("\n")
 
 
-def padding(tokens: TokenSet, order: np.ndarray, recipe: Recipe) -> str:
+def padding(tokens: TokenSet, order: np.ndarray, recipe: Recipe, chosen: Packing) -> str:
     """Forwards per step and the padding in them, padded and packed, over the first steps on one process."""
-    from cookbook.training.data.batches import Layout, balance_over_ranks, split_micro_batches
+    from cookbook.training.data.batches import Layout, measure
 
     batch, found = recipe.batch, {}
-    lengths = tokens.lengths.reshape(-1, tokens.group_size)
-    windows = range(0, len(order), batch.global_batch_size)
     for packing in (False, True):
         layout = Layout(
             num_ranks=1,
@@ -160,18 +170,9 @@ def padding(tokens: TokenSet, order: np.ndarray, recipe: Recipe) -> str:
             micro_batch_tokens=batch.micro_batch_tokens,
             packing=packing,
         )
-        num_tokens = num_cells = num_forwards = num_steps = 0
-        for begin in islice(windows, MAX_STEPS_MEASURED):
-            window = lengths[order[begin : begin + batch.global_batch_size]]
-            cuts = split_micro_batches(window, balance_over_ranks(window.sum(1).tolist(), 1)[0], layout)
-            num_steps, num_forwards = num_steps + 1, num_forwards + len(cuts)
-            num_tokens += int(window.sum())
-            num_cells += (
-                int(window.sum()) if packing else sum(window[one].size * int(window[one].max()) for one in cuts)
-            )
-        found[packing] = f"{num_forwards / num_steps:.1f} forwards a step, {num_tokens / num_cells:.1%} of them tokens"
+        fill = measure(tokens, order, layout, global_batch_size=batch.global_batch_size)
+        found[packing] = f"{fill.forwards:.1f} forwards a step, {1 - fill.padding:.1%} of them tokens"
     limit = f"micro_batch_size {batch.micro_batch_size}"
     if batch.micro_batch_tokens is not None:
         limit = f"micro_batch_tokens {batch.micro_batch_tokens}"
-    chosen = "packing: true" if recipe.data.packing else "packing: false"
-    return f"{limit}, one process: padded {found[False]}; packed {found[True]} (the recipe has {chosen})"
+    return f"{limit}, one process: padded {found[False]}; packed {found[True]} (a run's rows are {chosen.words})"

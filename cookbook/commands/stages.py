@@ -28,6 +28,7 @@ from cookbook.config.strategy import Strategy
 from cookbook.planning.costs.flops import sizes_of
 from cookbook.planning.ds_config import run_name
 from cookbook.planning.launch import World
+from cookbook.planning.packing import Packing, decide
 from cookbook.planning.plan import Plan, describe_batch
 from cookbook.system import lock, signals
 from cookbook.system.files import RecipeError, flatten
@@ -104,6 +105,7 @@ class Run:
     recipe: Recipe
     inputs: Inputs
     """With the reference log-probabilities, if the objective needs them."""
+    packing: Packing
     made_from: dict[str, str]
     """Fingerprints of "data", "model" and "plugins", see `take_fingerprints`."""
     engine: Engine
@@ -164,7 +166,8 @@ def load_inputs(recipe: Recipe, plan: Plan, rows: RowSets, *, cache: Path, notes
     folder = models.resolve_model(
         recipe.model, seed=recipe.seed, texts=rows.texts(), fingerprint=rows.fingerprint, cache=cache
     )
-    config = models.load_config(folder, recipe.data.max_length, recipe.data.packing)
+    config = models.load_config(folder, recipe.data.max_length)
+    decide(recipe, config)  # refuses what cannot be packed before any process waits for another
     if problem := models.mesh_problem(config, plan.mesh):
         raise RecipeError(f"model {folder}: {problem}")
     notes += models.kernel_notes(recipe.model, config)
@@ -262,6 +265,12 @@ def take_fingerprints(recipe: Recipe, inputs: Inputs, engine: Engine, *, cache: 
     return json.loads(engine.collectives.broadcast_text(json.dumps(found)))
 
 
+def choose_packing(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint | None) -> Packing:
+    """Decide `data.packing`, equally on all ranks; `auto` keeps what the run to resume had."""
+    before = None if checkpoint is None else bool(checkpoint.state()["recipe"]["data"].get("packing"))
+    return decide(recipe, inputs.config, before=before)
+
+
 def prepare_model(recipe: Recipe, inputs: Inputs, engine: Engine) -> None:
     """Load model and adapter, build the optimizer, and wrap them in the engine."""
     if recipe.run.memory_snapshot:
@@ -270,7 +279,7 @@ def prepare_model(recipe: Recipe, inputs: Inputs, engine: Engine) -> None:
     model = models.load_model(
         inputs.folder,
         recipe.model,
-        packing=recipe.data.packing,
+        packing=recipe.data.is_packed,
         dtype=engine.frozen_dtype if recipe.adapter else torch.float32,
         sequence_mesh=engine.sequence_mesh,
         **engine.load_options(is_quantized=bool(quantization)),
@@ -285,6 +294,7 @@ def prepare_model(recipe: Recipe, inputs: Inputs, engine: Engine) -> None:
 def make_run(
     recipe: Recipe,
     inputs: Inputs,
+    packing: Packing,
     made_from: dict[str, str],
     engine: Engine,
     checkpoint: Checkpoint | None,
@@ -298,7 +308,7 @@ def make_run(
         pad_id=inputs.tokenizer.pad_token_id,
         micro_batch_size=recipe.batch.micro_batch_size,
         micro_batch_tokens=recipe.batch.micro_batch_tokens,
-        packing=recipe.data.packing,
+        packing=recipe.data.is_packed,
         length_multiple=engine.mesh.length_multiple(recipe.data.max_length),
         sequence_size=engine.mesh.sequence,
         sequence_rank=engine.mesh.sequence_rank(engine.world.rank),
@@ -332,6 +342,7 @@ def make_run(
     return Run(
         recipe=recipe,
         inputs=replace(inputs, data=data),
+        packing=packing,
         made_from=made_from,
         engine=engine,
         checkpoint=checkpoint,
@@ -424,10 +435,24 @@ def _record(run: Run, expected: "Memory | None", shortages: list[dict[str, Any]]
         record["forecast"] = {name: getattr(expected, name) for name in ("allocated", "reserved", "moment")}
     written = run.recipe.model_dump(mode="json", exclude_unset=True)
     record |= {"max_steps": run.inputs.max_steps, "written_settings": list(flatten(written))}
+    record["packing"] = _padding(run)
     record["header"] = _header(run, record, expected)
     if shortages:
         record["out_of_memory"] = shortages
     return record
+
+
+def _padding(run: Run) -> dict[str, Any]:
+    """Whether rows are packed; else why not, and what share of the positions of the first steps is padding."""
+    found: dict[str, Any] = {"is_on": run.packing.is_on}
+    if run.packing.is_on:
+        return found
+    train, size = run.inputs.data.train, run.recipe.batch.global_batch_size
+    share = None  # not known of a stream
+    if isinstance(train, TokenSet) and run.engine.is_main:
+        order = batches.epoch_order(train, run.recipe.seed, 0)
+        share = batches.measure(train, order, run.layout, global_batch_size=size).padding
+    return found | {"why": run.packing.why, "padding": share}
 
 
 def _forecast(run: Run, notes: list[str]) -> "Memory | None":
@@ -481,6 +506,7 @@ def _header(run: Run, record: dict[str, Any], expected: "Memory | None") -> dict
         "machine": f"{plan.num_processes} {device}" + (f" on {machines} machines" if machines > 1 else ""),
         "strategy": f"{engine.strategy.name}, precision {recipe.mixed_precision}",
         "batch": describe_batch(recipe, plan),
+        "padding": _padding_in_words(record["packing"]),
         "steps": f"{inputs.max_steps:,}, {inputs.steps_per_epoch or 'an unknown number'} an epoch",
     }
     if run.progress.step:
@@ -490,6 +516,13 @@ def _header(run: Run, record: dict[str, Any], expected: "Memory | None") -> dict
         rows["memory"] = f"forecast {expected.allocated / GIB:.2f} GiB a GPU at {expected.moment}"
         rows["memory"] += f", {low:.2f} to {high:.2f} reserved"
     return rows
+
+
+def _padding_in_words(packing: dict[str, Any]) -> str:
+    if packing["is_on"]:
+        return "none, samples are packed"
+    share = "an unknown share" if packing["padding"] is None else f"{packing['padding']:.0%}"
+    return f"{share} of all positions: {packing['why']}"
 
 
 def _start_saver(run: Run, log: metrics.RunLog, watch: Watch, attempt: str) -> Saver:

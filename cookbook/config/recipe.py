@@ -112,11 +112,15 @@ def _one_of(section: BaseModel, first: str, second: str, hint: str = "") -> None
 UNSET = " (null unsets a key)"
 
 
-def _no_number(value: Any) -> Any:
-    # Literal compares by ==, so it would accept 1 for true.
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        raise ValueError(f"is {value}; use false, true or 'selective'")
-    return value
+def _no_number(word: str) -> BeforeValidator:
+    """For a key that is false, true or `word`: Literal compares by ==, so it would accept 1 for true."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            raise ValueError(f"is {value}; use false, true or {word!r}")
+        return value
+
+    return BeforeValidator(check)
 
 
 class ModelSection(Section):
@@ -126,7 +130,7 @@ class ModelSection(Section):
     """Commit, tag or branch on the Hub."""
     from_scratch: ScratchModel | None = None
     """Sizes of a new model, instead of name_or_path."""
-    gradient_checkpointing: Annotated[Literal[False, True, "selective"], BeforeValidator(_no_number)] = False
+    gradient_checkpointing: Annotated[Literal[False, True, "selective"], _no_number("selective")] = False
     """true recomputes each layer in the backward pass: less memory, about a third more compute. `selective` keeps the
     outputs of matrix products and attention, and recomputes only the cheap operations between them."""
     compile: bool = False
@@ -230,9 +234,9 @@ class DataSection(Section):
     too_long: TooLong | None = None
     """Rows longer than max_length: `cut` truncates at the end, `drop` leaves them out, `split` makes several samples,
     `error` stops. They are counted in any case. Default: cut, and split for cpt."""
-    packing: bool = False
+    packing: Annotated[Literal[False, True, "auto"], _no_number("auto")] = "auto"
     """Concatenate the samples of a micro-batch into one row without padding; each attends to itself only. Changes speed
-    and memory, never the curve."""
+    and memory, never the curve. `auto`: for architectures that were shown to keep samples apart."""
     streaming: bool = False
     """Read data.train during training, for sets larger than memory or disk; needs run.max_steps. Rows are shuffled
     within blocks of shuffle_rows."""
@@ -242,6 +246,12 @@ class DataSection(Section):
     """A Jinja file. Default: the tokenizer's own template."""
     on_bad_row: Literal["error", "drop"] = "error"
     """How to treat rows that cannot be trained on: stop and list the first 20, or drop and count them."""
+
+    @property
+    def is_packed(self) -> bool:
+        """`packing`, once `cookbook.planning.packing` has decided it."""
+        assert self.packing != "auto", "data.packing is asked for before it is decided"
+        return self.packing
 
     @model_validator(mode="after")
     def _columns_of_sources(self):

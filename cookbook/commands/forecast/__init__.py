@@ -22,6 +22,7 @@ from cookbook.planning.costs.loading import loading as loading_of
 from cookbook.planning.costs.loading import machine_bytes
 from cookbook.planning.costs.memory import States, checkpoint_bytes
 from cookbook.planning.costs.memory import states as states_of
+from cookbook.planning.packing import decide
 from cookbook.planning.plan import Plan, default_num_processes, make_plan
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import HOST_AT_LEAST, Gpu, Machines
@@ -110,7 +111,7 @@ def forecast_all(
     ranked = sorted(found, key=_rank)
     nothing_fits = ranked[0].verdict == "does not fit"
     return PlanReport(
-        recipe=recipe,
+        recipe=traces.recipe,
         machines=machines,
         forecasts=ranked,
         origin=origin,
@@ -189,7 +190,7 @@ class TraceCache:
     """The model's skeleton and its traces, which strategies share."""
 
     def __init__(self, config: PreTrainedConfig, recipe: Recipe) -> None:
-        self.config, self.recipe = config, recipe
+        self.config, self.recipe = config, (recipe := decide(recipe, config).settle(recipe))
         parts = recipe.model_dump_json(include={"model", "data", "objective", "adapter", "mixed_precision"})
         self._key = config.to_json_string(), parts
         if self._key not in SKELETONS:
@@ -205,7 +206,7 @@ class TraceCache:
         tp_size, is_zero3, recipe = strategy.tp_size, strategy.zero_stage == 3, self.recipe
         sequences = micro_batch * len(recipe.objective.sequences)
         length = -(-recipe.data.max_length // strategy.sp_size)
-        rows, row = (1, sequences * length) if recipe.data.packing else (sequences, length)
+        rows, row = (1, sequences * length) if recipe.data.is_packed else (sequences, length)
         if self.untraceable is None:
             key = (*self._key, autocast, tp_size, fsdp, is_zero3, micro_batch, strategy.sp_size)
             try:

@@ -207,7 +207,7 @@ def trace(
 
 def _is_compiled(recipe: Recipe) -> bool:
     """Packed float32 attention breaks a layer's graph, which checkpointing does not support (models/speed.py)."""
-    is_cut = recipe.data.packing and recipe.mixed_precision == "no"
+    is_cut = recipe.data.is_packed and recipe.mixed_precision == "no"
     return recipe.model.compile and not (is_cut and recipe.model.gradient_checkpointing)
 
 

@@ -24,6 +24,7 @@ from cookbook.config.recipe import Recipe, dump_recipe
 from cookbook.config.strategy import Strategy
 from cookbook.planning import simulated_gpus
 from cookbook.planning.library import read_label, read_needs
+from cookbook.planning.packing import decide
 from cookbook.planning.plan import describe_batch, launch_command, load_pair, make_plan
 from cookbook.system.console import page
 from cookbook.system.files import RecipeError, dump_yaml, read_document
@@ -139,7 +140,10 @@ def _plan_full_size(rehearsal: Rehearsal, recipe_path: Path) -> None:
 
 def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
     """Write the user's recipe with a tiny model, few rows and few steps."""
+    from cookbook.training.models.structure import find_config
+
     recipe, strategy, notes = rehearsal.recipe, rehearsal.strategy, rehearsal.notes
+    recipe = decide(recipe, find_config(recipe.model)[0]).settle(recipe)  # by its own max_length
     own = rehearsal.folder / "own.yaml"
     own.write_text(dump_recipe(recipe), encoding="utf-8")
     values = read_document(own).values

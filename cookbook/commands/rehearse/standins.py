@@ -53,7 +53,7 @@ def few_rows(recipe: Recipe, num_rows: int, folder: Path, notes: Notes) -> tuple
         found = read_rows(small, recipe.data.on_bad_row, recipe.objective)
         sample = sample or found
     assert sample is not None
-    described = f"rows of {sample.kind}" + (", packed" if recipe.data.packing else "")
+    described = f"rows of {sample.kind}" + (", packed" if recipe.data.is_packed else "")
     notes.covered.append(f"objective {recipe.objective.name} on {described}")
     if made_up:
         notes.missing.append(f"rows of {', '.join(dict.fromkeys(made_up))}: made up, since the Hub was not reached")

@@ -16,6 +16,7 @@ from cookbook.planning.costs.inputs import CostInputs, cost_inputs
 from cookbook.planning.ds_config import deepspeed_config, run_name, separate_swap
 from cookbook.planning.explain.chart import draw
 from cookbook.planning.library import read_label, read_needs
+from cookbook.planning.packing import decide, known_config
 from cookbook.planning.plan import Plan, default_num_processes, launch_command, load_pair, make_plan, show_command
 from cookbook.system.console import Row, page
 from cookbook.system.files import Document, RecipeError, apply_overrides, flatten, read_document
@@ -197,9 +198,14 @@ def _what(recipe: Recipe, document: Document) -> Section:
     held_out += [f"{data.holdout:.3g} of data.train"] if data.holdout else []
     text = "; ".join(held_out) or "nothing"
     found["evaluated on"] = of(text, text, *(["data.holdout"] if data.holdout else []), "data.eval")
-    packed = ", packed" if data.packing else ""
-    text, keys = f"at most {data.max_length:,} tokens{packed}", ["data.packing"] if data.packing else []
-    found["sample"] = of(data.max_length, text, "data.max_length", *keys)
+    found["sample"] = of(data.max_length, f"at most {data.max_length:,} tokens", "data.max_length")
+    config = known_config(model)
+    if config is not None:
+        packing = decide(recipe, config)
+        found["rows"] = of(packing.is_on, packing.words, "data.packing")
+    else:
+        text = {True: "packed", False: "padded", "auto": "packed, if its architecture can be"}[data.packing]
+        found["rows"] = of(data.packing, text, "data.packing")
     what = "all" if model.gradient_checkpointing is True else "what is cheap"
     layers = {
         "gradient_checkpointing": f"{what} computed again in the backward pass",

@@ -10,7 +10,8 @@ B rows, T tokens, S sequences, L targets in a micro-batch, W samples in a step, 
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from cookbook.training.data.stream import Stream, Window
 from cookbook.training.data.tokens import TokenSet
 
 IGNORE_INDEX = -100
+MAX_STEPS_MEASURED = 100
+"""By `measure`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +140,41 @@ def split_micro_batches(lengths: np.ndarray, samples: Sequence[int], layout: Lay
             num_tokens, longest = total, maximum
         micro_batches[-1].append(sample)
     return micro_batches
+
+
+class Fill(NamedTuple):
+    """How full micro-batches are."""
+
+    forwards: float
+    """A step, on one rank."""
+    padding: float
+    """Share of the computed positions that is padding."""
+
+
+def measure(tokens: TokenSet, order: np.ndarray, layout: Layout, *, global_batch_size: int) -> Fill:
+    """Measure the first steps, over all ranks.
+
+    Args:
+        order: samples, int64 [N], as `epoch_order` has them.
+    """
+    lengths = tokens.lengths.reshape(-1, tokens.group_size)
+    num_tokens = num_positions = num_forwards = num_steps = 0
+    for begin in islice(range(0, len(order), global_batch_size), MAX_STEPS_MEASURED):
+        window = lengths[order[begin : begin + global_batch_size]]
+        cuts = [
+            window[one]
+            for share in balance_over_ranks(window.sum(1).tolist(), layout.num_ranks)
+            for one in split_micro_batches(window, share, layout)
+        ]
+        num_steps, num_forwards, num_tokens = num_steps + 1, num_forwards + len(cuts), num_tokens + int(window.sum())
+        num_positions += sum(_num_positions(one, layout) for one in cuts)
+    return Fill(num_forwards / num_steps / layout.num_ranks, 1 - num_tokens / num_positions)
+
+
+def _num_positions(lengths: np.ndarray, layout: Layout) -> int:
+    """Positions of a micro-batch with samples of these lengths, int64 [samples, group_size]."""
+    row = int(lengths.sum() if layout.packing else lengths.max())
+    return (row + -row % layout.length_multiple) * (1 if layout.packing else lengths.size)
 
 
 def _micro_batches_of_rank(lengths: np.ndarray, shares: Sequence[Sequence[int]], layout: Layout) -> list[list[int]]:

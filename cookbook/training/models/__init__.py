@@ -28,11 +28,12 @@ from transformers import (
 )
 
 from cookbook.config.recipe import ModelSection, ScratchModel
+from cookbook.planning.packing import packing_problem
 from cookbook.system import lock
 from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, first_line
 from cookbook.system.shipped import HOME
-from cookbook.training.models.attention import PACKED, packing_problem
+from cookbook.training.models.attention import PACKED
 from cookbook.training.models.loss import add_loss
 from cookbook.training.models.speed import compile_layers, patch_kernels, save_activations
 from cookbook.training.models.speed import kernel_notes as kernel_notes  # for `stages`
@@ -140,7 +141,7 @@ def load_tokenizer(name: str, chat_template: str | None) -> PreTrainedTokenizerB
     return tokenizer
 
 
-def load_config(name: str, max_length: int, packing: bool) -> PreTrainedConfig:
+def load_config(name: str, max_length: int) -> PreTrainedConfig:
     """The model's configuration.
 
     Raises:
@@ -153,10 +154,7 @@ def load_config(name: str, max_length: int, packing: bool) -> PreTrainedConfig:
     problem = not_served(config)
     if problem is not None:
         raise RecipeError([f"model.name_or_path is {name!r}: {problem}"])
-    mistakes = _check_positions(config, max_length)
-    if packing and (problem := packing_problem(config, max_length)):
-        mistakes.append(f"data.packing is true, but {name!r} cannot be packed: {problem}; write data.packing: false")
-    if mistakes:
+    if mistakes := _check_positions(config, max_length):
         raise RecipeError(mistakes)
     return config
 

@@ -10,47 +10,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedConfig
 
+from cookbook.planning.packing import packing_problem
+
 PACKED = "cookbook_packed"
 """Name for `attn_implementation`. transformers has no mask function of this name, so it builds no mask."""
-
-# A list, since no attribute reveals it: stablelm, nemotron and nanochat silently use attention code of their own.
-PACKABLE = (
-    "apertus",
-    "arcee",
-    "dots1",
-    "ernie4_5",
-    "exaone4",
-    "exaone_moe",
-    "flex_olmo",
-    "gemma",
-    "gemma3_text",
-    "glm",
-    "glm4",
-    "glm4_moe",
-    "gpt_neox",
-    "helium",
-    "hunyuan_v1_dense",
-    "hunyuan_v1_moe",
-    "llama",
-    "minimax_m2",
-    "ministral",
-    "ministral3",
-    "mistral",
-    "mixtral",
-    "olmo",
-    "olmo2",
-    "olmo3",
-    "olmoe",
-    "phi",
-    "phi3",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "smollm3",
-    "starcoder2",
-)
-"""Architectures for which tests/test_packed_attention.py shows that samples stay apart."""
 
 CHANGES_ATTENTION = frozenset(("block_indices", "indices", "position_bias", "s_aux", "sinks", "softcap"))
 """Arguments by which models of transformers 5.23 ask for another attention than `attend` computes."""
@@ -123,10 +86,16 @@ def _attend(
     if segments is None:
         return _causal(query, key, value, scaling).transpose(1, 2)
     dtype = _computed_in(query)
-    if query.is_cuda and dtype in (torch.bfloat16, torch.float16):
+    if query.is_cuda and dtype in (torch.bfloat16, torch.float16) and _has_kernel(query):
         query, key, value = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))
         return _varlen(query, key, value, segments, scaling).unsqueeze(0)
     return _one_by_one(query, key, value, segments, scaling)
+
+
+def _has_kernel(query: torch.Tensor) -> bool:
+    """Whether FlashAttention, which `varlen_attn` calls, serves this GPU and head size (torch's flash_api.cpp)."""
+    size = query.shape[-1]
+    return torch.cuda.get_device_capability(query.device) >= (8, 0) and size % 8 == 0 and size <= 256
 
 
 def _computed_in(query: torch.Tensor) -> torch.dtype:
@@ -188,24 +157,3 @@ def sequence_problem(config: PreTrainedConfig, size: int) -> str | None:
     if heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0):
         return None
     return f"{heads} query and {key_heads} key heads cannot be divided over sp_size {size}; use a divisor of both"
-
-
-def packing_problem(config: PreTrainedConfig, max_length: int | None = None) -> str | None:
-    """Why this model would mix the samples of a packed row, or None.
-
-    Args:
-        max_length: longest sample in tokens; default: the model's positions.
-    """
-    max_length = max_length or getattr(config, "max_position_embeddings", None) or 2**62
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if window is not None and window < max_length:
-        return f"its attention window is {window} tokens, less than data.max_length {max_length}"
-    foreign = sorted(kinds - {"full_attention", "sliding_attention"})
-    if foreign:
-        return f"it has layers of {', '.join(foreign)}"
-    if getattr(config, "attention_dropout", 0.0):
-        return f"its attention_dropout {config.attention_dropout} is not in the packed attention"
-    if config.model_type not in PACKABLE:
-        return f"{config.model_type} is not among the architectures that were shown to keep samples apart"
-    return None
