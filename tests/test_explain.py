@@ -71,6 +71,21 @@ def test_quantities_are_those_worked_out_by_hand(case, in_root, monkeypatch):
     assert batch["tokens a step"].text.startswith(tokens)
 
 
+def test_rows_are_packed_unless_that_is_known_to_be_wrong(in_root, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "opt"}')
+    found = {
+        name: explain(ZERO3, assignments=[name]).sections["WHAT"]["rows"]
+        for name in ("seed=1", "data.packing=false", f"model.name_or_path={tmp_path}", "model.name_or_path=no/such")
+    }
+    assert [one.text for one in found.values()] == [
+        "packed",
+        "padded: data.packing is false",
+        "padded: opt is not among the architectures that were shown to keep samples apart",
+        "packed, if its architecture can be",
+    ]
+    assert [one.sources for one in found.values()] == [("default",), ("command line",), ("default",), ("default",)]
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=str)
 def test_every_shipped_recipe_is_explained(path, in_root):
     found = explain(path)
@@ -109,7 +124,8 @@ WORDS = {
     "steps": ["max_steps", "num_epochs", "global_batch_size"],
     "written to": ["output_dir"],
     "evaluation": ["eval_every_steps"],
-    "sample": ["max_length", "packing"],
+    "sample": ["max_length"],
+    "rows": ["packing"],
     "compute": ["mixed_precision"],
 }
 
@@ -157,7 +173,7 @@ def test_a_default_and_the_command_line_are_told_apart_from_the_file(in_root):
     assert found["LENGTH"]["epochs"].sources == ("command line",)
     assert found["LENGTH"]["evaluation"].sources == ("default",)
     assert found["OPTIMIZER"]["clipping"].sources == ("default",)
-    assert found["BATCH"]["step"].sources == (f"{ZERO3}:32",)
+    assert found["BATCH"]["step"].sources == (f"{ZERO3}:31",)
     assert found["BATCH"]["accumulation"].text == "16 = 128 / (2 x 4)"
 
 
@@ -697,7 +713,7 @@ def test_json_says_the_same_for_programs(in_root, capsys):
     found = json.loads(capsys.readouterr().out)
     accumulation = found["quantities"]["batch"]["accumulation"]
     assert accumulation["value"] == 8
-    assert accumulation["from"] == [f"{ZERO3}:32", f"{ZERO3}:33", "accelerate_configs/zero3.yaml:5"]
+    assert accumulation["from"] == [f"{ZERO3}:31", f"{ZERO3}:32", "accelerate_configs/zero3.yaml:5"]
     assert found["deepspeed"]["train_batch_size"] == 128 and found["learning_rate"]["num_steps"] is None
     assert main(["explain", "zero2", "zero3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["same_curve"] is True

@@ -315,3 +315,12 @@ def test_what_is_known_of_a_model_without_torch_decides_as_its_configuration(pat
     recipe = load_recipe(path)
     known = known_config(recipe.model)
     assert known is not None and decide(recipe, known) == decide(recipe, find_config(recipe.model)[0])
+
+
+def test_what_is_decided_does_not_count_as_written():
+    recipe = load_recipe(Path("recipes/qwen3_4b/sft.yaml"))
+    settled = Packing(True, "").settle(recipe)
+    assert settled.data.is_packed and "packing" not in settled.data.model_fields_set
+    assert recipe.data.packing == "auto"
+    with pytest.raises(AssertionError, match="before it is decided"):
+        assert recipe.data.is_packed

@@ -17,6 +17,7 @@ from cookbook.commands.rehearse import _what_went_wrong, standins
 from cookbook.config.objectives import Objective
 from cookbook.config.strategy import find_strategy
 from cookbook.planning import library
+from cookbook.planning.packing import Packing
 from cookbook.planning.plan import load_pair
 from cookbook.system.files import RecipeError
 from tests.needs import need_builds_of, need_simulated_gpus
@@ -175,7 +176,7 @@ def test_rows_of_the_hub_are_read_when_it_answers(monkeypatch, tmp_path):
 
     monkeypatch.setattr(standins, "hub_answers", lambda: True)
     monkeypatch.setattr(standins, "raw_rows", raw_rows)
-    recipe = rehearse.load_pair(Path("recipes/qwen3_0_6b/sft.yaml"))[0]
+    recipe = Packing(True, "").settle(rehearse.load_pair(Path("recipes/qwen3_0_6b/sft.yaml"))[0])
     sources, rows, are_own = standins.few_rows(recipe, 5, tmp_path, standins.Notes())
     assert asked == [("trl-lib/Capybara", True)]
     assert are_own
