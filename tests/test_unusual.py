@@ -43,9 +43,16 @@ def test_the_layer_that_explodes_is_named_once_with_the_share_that_one_process_f
     assert broken["norm"] is None and broken["not_finite"] == [WEIGHT] and broken["parameters"] == "1 of 20"
     printed = (folder / "output.txt").read_text()
     assert printed.count("step 14: gradient norm ") == printed.count("step 17: the gradient is not finite in 1 of") == 1
+    assert "of its square" in printed
+
+
+def test_the_report_shows_the_layers(lab: Lab):
+    folder = lab.run("single", ON, sabotage="layer_1_explodes").folder
     assert main(["report", str(folder)]) == 0
     page = (folder / "report.html").read_text()
-    assert "of its square" in printed and WEIGHT in page and f"{large['layers'][LAYER]:.0%} {LAYER}" in page
+    share = gradients(folder)[0]["layers"][LAYER]
+    assert f"layers {share:.0%} {LAYER}, " in page and f"most in {WEIGHT}" in page and f"not finite {WEIGHT}" in page
+    assert "Red: a step was skipped, or its gradient was unusual" in page
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2"])
