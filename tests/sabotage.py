@@ -202,6 +202,21 @@ def layer_1_explodes() -> None:
     Engine.gradients = gradients
 
 
+def weight_scaled_up_in_step_14() -> None:
+    """Of the last norm, which scales the logits, so that the tied head's gradient explodes."""
+    from cookbook.training.engine import Engine
+
+    right = Engine.gradients
+
+    def gradients(self, *arguments):
+        for name, parameter in self.trained_parameters():
+            if name == "model.norm.weight" and self.current_step == 14:
+                parameter.data.mul_(20)
+        return right(self, *arguments)
+
+    Engine.gradients = gradients
+
+
 def export_not_what_was_trained() -> None:
     """The last weight of the export is another."""
     from cookbook.commands import publish

@@ -46,6 +46,12 @@ def test_the_layer_that_explodes_is_named_once_with_the_share_that_one_process_f
     assert "of its square" in printed
 
 
+def test_a_weight_that_is_scaled_up_is_seen_in_the_layer_whose_gradient_follows(lab: Lab):
+    (event,) = gradients(lab.run("single", sabotage="weight_scaled_up_in_step_14").folder)
+    assert event["step"] == 14 and event["norm"] > TIMES * event["usual"]
+    assert next(iter(event["layers"])) == "model.embed_tokens" and event["layers"]["model.embed_tokens"] > 0.9
+
+
 def test_the_report_shows_the_layers(lab: Lab):
     folder = lab.run("single", ON, sabotage="layer_1_explodes").folder
     assert main(["report", str(folder)]) == 0
