@@ -283,6 +283,9 @@ def train_step(
             **services.flops.mfu(batch, seconds, engine.plan.num_processes),
         }
     )
+    if result.unusual is not None:
+        services.log.event("gradient", progress.step, **result.unusual.details())
+        services.log.say(f"step {progress.step}: {result.unusual.in_words()}", "bold red")
     if is_skipped:
         step, limit = progress.step, recipe.run.skip_nonfinite_steps
         services.log.event("skip", step)

@@ -90,6 +90,14 @@ def need_namespaces() -> None:
         end_without(f"needs a kernel that lets root make network namespaces: {tried.stderr.strip()}")
 
 
+def need_tun() -> None:
+    """Ends the test where no slow cable can be laid."""
+    try:
+        os.close(os.open("/dev/net/tun", os.O_RDWR))
+    except OSError as error:
+        end_without(f"needs /dev/net/tun, for a slow cable: {error.strerror}")
+
+
 def need_slurm() -> None:
     """Ends the test where no Slurm can be started."""
     if not all(map(shutil.which, ("slurmctld", "slurmd", "munged"))):

@@ -5,6 +5,7 @@ Each mistake is one that projects of the field have made. Usage: sabotage.py MIS
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -168,6 +169,50 @@ def gradient_not_finite_in_step_3() -> None:
         if hook is not None:
             hook.remove()
         return found
+
+    Engine.gradients = gradients
+
+
+def layer_1_explodes() -> None:
+    """The gradient of a weight in the second layer is a million times as large in steps 14 and 15, with that in the
+    first a third of this, and not finite from step 17 on.
+    """
+    from cookbook.training.engine import Engine
+
+    right, hooks = Engine.gradients, {}
+    large = {"layers.1.mlp.up_proj": 1e6, "layers.0.mlp.up_proj": 3e5}
+    planted = {14: large, 15: large} | {step: {"layers.1.mlp.up_proj": float("nan")} for step in range(17, 100)}
+
+    def gradients(self, *arguments):
+        def before(factor, module, inputs):  # where FSDP has the whole weight
+            if (weight := module.weight).requires_grad and id(weight) not in hooks:
+                hooks[id(weight)] = weight.register_hook(lambda gradient: gradient * factor)
+
+        watched = []
+        for name, module in self.model.named_modules():
+            for place, factor in planted.get(self.current_step, {}).items():
+                if name.replace("_fsdp_wrapped_module.", "").endswith(place) and hasattr(module, "weight"):
+                    watched.append(module.register_forward_pre_hook(partial(before, factor)))
+        found = right(self, *arguments)
+        for hook in [*watched, *hooks.values()]:
+            hook.remove()
+        hooks.clear()
+        return found
+
+    Engine.gradients = gradients
+
+
+def weight_scaled_up_in_step_14() -> None:
+    """Of the last norm, which scales the logits, so that the tied head's gradient explodes."""
+    from cookbook.training.engine import Engine
+
+    right = Engine.gradients
+
+    def gradients(self, *arguments):
+        for name, parameter in self.trained_parameters():
+            if name == "model.norm.weight" and self.current_step == 14:
+                parameter.data.mul_(20)
+        return right(self, *arguments)
 
     Engine.gradients = gradients
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from cookbook.training import memory_history
 from cookbook.training.memory_history import NO_PYTHON, TORCH, MemoryHistory, start, summarize
 
 
@@ -52,6 +53,30 @@ def test_the_peak_and_its_places_by_hand():
     }
     assert found["at_peak"][1]["stack"] == [f"{TORCH}/x.py:1 torch", "our.py:1 forward", "our.py:1 main"]
     json.dumps(found)
+
+
+def test_the_bytes_over_time_are_divided_by_the_work_that_allocated_them(monkeypatch):
+    monkeypatch.setattr(memory_history, "OURS", "our.py")
+    trace = [
+        entry("alloc", 20, 1, "torch", "_forward", "main"),
+        entry("alloc", 9, 2, "torch"),  # by a thread of autograd
+        entry("free_completed", 20, 1, "torch", "_forward", "main"),
+        entry("alloc", 4, 3, "torch", "step", "_update", "main"),
+        entry("alloc", 1, 4, "somewhere", "main"),
+    ]
+    blocks = [block(100, 7, "load", "prepare_model"), block(9, 2, "torch"), block(4, 3, "_update"), block(1, 4, "main")]
+    found = summarize(trace, blocks)
+    assert found["over_time"] == {
+        "weights": [100] * 6,
+        "activations": [0, 20, 20, 0, 0, 0],
+        "backward": [0, 0, 9, 9, 9, 9],
+        "update": [0, 0, 0, 0, 4, 4],
+        "others": [0, 0, 0, 0, 0, 1],
+    }
+    assert [sum(sizes) for sizes in zip(*found["over_time"].values(), strict=True)] == found["bytes_over_time"]
+    monkeypatch.setattr(memory_history, "MAX_POINTS", 2)
+    found = summarize(trace, blocks)
+    assert found["over_time"]["activations"] == [20, 0] and found["bytes_over_time"] == [129, 114]
 
 
 def test_without_an_allocation_what_is_in_use_is_the_peak():

@@ -37,6 +37,14 @@ HEALTHY = {
     "clock.max": 1980,
     "clock.reasons": 0,
     "errors": 0,
+    "errors.corrected": 4,
+    "rows": "1 0 0 0",
+    "pcie.sent": 2_500_000,
+    "pcie.received": 40_000,
+    "field.138": 7_000_000,
+    "field.59": 0,
+    "field.94": 12,
+    "xids": "",
 }
 MEASURED = {
     "busy_percent": 97,
@@ -48,7 +56,14 @@ MEASURED = {
     "clock_mhz": 1755,
     "clock_limit_mhz": 1980,
     "uncorrected_errors": 0,
+    "corrected_errors": 4,
+    "pcie_sent_mb_s": 2500,
+    "pcie_received_mb_s": 40,
+    "nvlink_mb_s": 0,
+    "nvlink_recoveries": 0,
+    "pcie_replays": 0,
 }
+TOTAL = {"memory_total_gib": 80}
 
 
 def facts(**of_gpu_1: object) -> str:
@@ -74,6 +89,25 @@ def test_each_rank_has_the_numbers_of_its_own_gpu_in_usual_units(tmp_path, monke
     expected = {"rank": 8, **MEASURED, **changed, "throttled": ["heat, hardware slowdown", "power cap"]}
     del expected["watts"]  # which this driver does not tell
     assert first == expected
+
+
+def test_errors_of_a_gpu_and_what_its_links_carry_are_measured(tmp_path, monkeypatch):
+    """An Xid is delivered once; counters count from the run's beginning, whatever they were before it."""
+    grows = {"field.138": f"grows {5e6 / 1.024}", "field.59": "grows 1000000", "xids": "79 31 79", "rows": "0 2 1 0"}
+    healthy, sick = measure(tmp_path, facts(**grows), monkeypatch)
+    assert healthy == {"rank": 8, **MEASURED}
+    assert sick["xids"] == [31, 79] and sick["remapping"] == "pending" and sick["nvlink_recoveries"] >= 1
+    assert sick["nvlink_mb_s"] == pytest.approx(5000, rel=0.2), "of KiB a second"
+
+
+def test_what_a_driver_does_not_offer_is_left_out(tmp_path, monkeypatch):
+    text = "count 1\ngpu.*.busy 50\n"
+    assert measure(tmp_path, text, monkeypatch) == [{"rank": 8, "busy_percent": 50, "memory_gib": 0, **TOTAL}]
+
+
+def test_an_error_is_kept_beside_samples_without_one():
+    found = monitor.summarised([{"xids": [48], "remapping": "pending"}, {"nvlink_recoveries": 2}, {}])
+    assert found == {"xids": [48], "remapping": "pending", "nvlink_recoveries": 2}
 
 
 def test_a_driver_that_hangs_delays_the_end_of_a_run_for_two_seconds_at_most(tmp_path, monkeypatch):
@@ -137,6 +171,23 @@ def history_of(*samples: dict[str, Any], cpu: dict[str, Any] | None = None) -> H
         ([{"memory_gib": 30}, {"memory_gib": 40}], {}, ["GPU memory at most 50% used: a larger batch.micro_batch"]),
         ([{"memory_gib": 30}, {}], {}, []),
         ([{}, {"uncorrected_errors": 3}], {}, ["uncorrected memory errors since its driver started: 3 (rank 1)"]),
+        (
+            [{"xids": [13]}, {"xids": [79, 999]}],
+            {},
+            ["Xid 13 (rank 0): ", "Xid 79 (rank 1): the GPU has", "Xid 999 (rank 1): see"],
+        ),
+        ([{}, {"remapping": "pending"}], {}, ["rows of GPU memory wait to be replaced (rank 1): reset"]),
+        (
+            [{}, {"nvlink_recoveries": 3, "pcie_replays": 7}],
+            {},
+            ["NVLinks failed and recovered 3 times (rank 1)", "PCIe sent again 7 times (rank 1)"],
+        ),
+        (
+            [{"nvlink_mb_s": 9000}, {"nvlink_mb_s": 5000}, {"nvlink_mb_s": 8}],
+            {},
+            ["NVLinks carried 8 MB/s (rank 2), 5,000 on the others"],
+        ),
+        ([{"corrected_errors": 900}, {"nvlink_mb_s": 0}], {}, []),
         ([{}, {"throttled": ["heat"]}], {}, ["clocks lowered in 100 % of the time (rank 1) by heat"]),
         ([{}, {}, {"clock_mhz": 1200}], {}, ["clock of 1200 MHz (rank 2), 1755 on the others"]),
         ([{}], {"memory_gib": 950}, ["host memory 95% used"]),
@@ -154,8 +205,9 @@ def test_the_report_draws_what_was_measured(tmp_path):
     (folder / monitor.FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert main(["report", str(folder)]) == 0
     page = Page(folder / "report.html")
-    assert offences(page) == [] and page.tags["svg"] == 7 + 5
-    assert page.curves()[-12:] == [20] * 12, "busy and memory of 2 GPUs and the CPU; heat, power and clock of 2 GPUs"
+    assert offences(page) == [] and page.tags["svg"] == 7 + 8
+    expected = "busy and memory of 2 GPUs and the CPU; heat, power, clock, NVLink and PCIe both ways of 2 GPUs"
+    assert page.curves()[-18:] == [20] * 18, expected
     assert "GPU busy 71 % of the time (rank 1), not 90" in "".join(page.words)
 
 

@@ -13,12 +13,14 @@ import torch
 
 from cookbook.commands.cli import main
 from cookbook.commands.history import History, read_history
-from cookbook.commands.why_slow import advice, read_profiles, shares
+from cookbook.commands.why_slow import advice, beside_forecast, read_profiles, shares
 from cookbook.config.recipe import ProfileSection
 from cookbook.system.divided import PARTS, Event, divide, in_words
 from cookbook.training.profiling import Profile
 from tests.curves import Lab
 from tests.gpu_runs import GpuLab
+from tests.test_hosts import run_on
+from tests.two_machines import two_machines
 
 PROFILED = {"run.profile": "{steps: [5, 6], ranks: [0, 1]}", "run.max_steps": "8", "schedule.warmup_steps": "2"}
 MS = 1_000_000
@@ -159,6 +161,63 @@ def test_a_planted_fault_is_the_first_thing_to_change(lab: Lab, strategy, sabota
     printed = capsys.readouterr().out
     first = " ".join(printed.partition("CHANGE FIRST")[2].partition("2.")[0].split())
     assert first.startswith("1.") and all(words in first for words in said), printed
+
+
+@SLOW
+def test_a_slow_link_between_machines_is_the_first_thing_to_change(lab: Lab, tmp_path: Path, capsys):
+    folder = tmp_path / "run"
+    with two_machines(delay=0.1) as machines:
+        ends = run_on(machines, lab, tmp_path, "ddp", PROFILED | {"run.output_dir": str(folder)})
+    assert [end.returncode for end in ends] == [0, 0], "".join(end.stdout[-3000:] for end in ends)
+    assert main(["why-slow", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    first = " ".join(printed.partition("CHANGE FIRST")[2].partition("2.")[0].split())
+    assert first.startswith("1. communication that nothing hides") and "the link of the 2 machines" in first, printed
+    assert "FORECAST of a step: there is none for a CPU" in printed
+
+
+def test_what_a_step_takes_stands_beside_what_was_forecast():
+    parts = {"compute": (0.3, 0.4), "GPU memory": (0.1, 0.2), "NVLink": (0.01, 0.02), "update": (0.05, 0.06)}
+    of_parts = [{"name": name, "low": low, "high": high} for name, (low, high) in parts.items()]
+    run = history_of(step_seconds=1.3, data_seconds=0.3)
+    run.record["step_forecast"] = {"low": 0.4, "high": 0.7, "parts": of_parts}
+    without = beside_forecast(run, run.steps, [])
+    assert "1.000 s" in without and "0.400 to 0.700 s" in without and "1.4 times the most" in without
+    assert "compute" not in without
+    forward = {"compute": 0.5, "copies": 0.0, "communication": 0.2, "other": 0.1}
+    update = {"compute": 0.04, "copies": 0.0, "communication": 0.06, "other": 0.0}
+    profiles = [
+        {"rank": rank, "seconds": 1.0, "hidden": 0.04, "phases": {"forward": forward, "update": update}}
+        for rank in (0, 1)
+    ]
+    lines = {
+        line.split()[0]: " ".join(line.split()[1:]) for line in beside_forecast(run, run.steps, profiles).splitlines()
+    }
+    assert lines["compute"] == "0.500 s 0.400 to 0.600 s"
+    assert lines["communication"] == "0.300 s 0.010 to 0.020 s 15.0 times the most"
+    assert lines["update"] == "0.040 s 0.050 to 0.060 s less" and lines["copies"] == "0.000 s 0.000 to 0.000 s"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "machines", "said"),
+    [
+        ("zero3", 1, "raise batch.micro_batch_size 2, as each sends; take strategy zero2 or fsdp2_grad_op"),
+        ("zero2", 1, "raise batch.micro_batch_size 2, as each sends; take a strategy that sends less"),
+        ("ddp", 1, "take a strategy that sends less (cookbook plan ranks them)"),
+        (
+            "fsdp2",
+            2,
+            "measure the link of the 2 machines (ping, iperf3); raise batch.micro_batch_size 2",
+        ),
+    ],
+)
+def test_what_sends_less_is_named_for_the_strategy(strategy: str, machines: int, said: str):
+    run = history_of()
+    run.settings["batch.micro_batch_size"] = 2
+    run.record.update(strategy={"file": f"accelerate_configs/{strategy}.yaml", "processes": 2}, machines=machines)
+    sends = [profile_of(rank, communication=0.4, other=0.02) for rank in (0, 1)]
+    (one,) = advice(run, sends)
+    assert one.what.startswith(f"communication that nothing hides takes 40%: {said}") and one.gain == pytest.approx(0.4)
 
 
 def history_of(**of_each_step: float) -> History:

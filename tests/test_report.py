@@ -135,6 +135,33 @@ def test_the_page_of_a_run_has_every_number_and_loads_nothing(tmp_path: Path, ca
     ]
 
 
+def test_the_page_has_the_memory_by_what_allocated_it_else_over_the_forecast(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    gpus = [[{"rank": rank, "memory_gib": minute + rank} for rank in (0, 1)] for minute in range(5)]
+    lines = [{"time": 60.0 * minute, "gpus": of, "cpu": {}} for minute, of in enumerate(gpus)]
+    (folder / "monitor.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["report", str(folder)]) == 0
+    assert "<h2>Memory</h2>" not in (folder / "report.html").read_text(), "a forecast without parts"
+    record = json.loads((folder / "run.json").read_text())
+    record["forecast"] |= {"moment": "the update", "parts": {"weights": 2**30, "gradients": 0, "optimizer": 2**31}}
+    (folder / "run.json").write_text(json.dumps(record))
+    assert main(["report", str(folder)]) == 0
+    page = Page(folder / "report.html")
+    assert offences(page) == [] and page.curves()[-3:] == [2, 2, 5] and "over the forecast of the update" in page.text
+    assert "measured, rank 1, which has most" in page.text and "forecast: gradients" not in page.text
+    assert page.text.count("fill-opacity: 0.35") == 2, "an area for each part"
+    (folder / "memory").mkdir()
+    for rank in (0, 1):
+        sizes = {"weights": [2**30] * 7, "activations": [0, 2**30, 0] * 2 + [0]}
+        total = [sum(pair) for pair in zip(*sizes.values(), strict=True)]
+        recorded = {"rank": rank, "is_whole": True, "bytes_over_time": total, "over_time": sizes}
+        (folder / f"memory/rank_{rank}.json").write_text(json.dumps(recorded))
+    assert main(["report", str(folder)]) == 0
+    page = Page(folder / "report.html")
+    assert offences(page) == [] and page.curves()[-4:] == [7] * 4 and "by what allocated it, GiB, rank 1" in page.text
+    assert "over the forecast" not in page.text
+
+
 @pytest.mark.parametrize(
     "evil",
     ["<script>1</script>", '<a href="http://a.b">x</a>', '<p onclick="x">x</p>', "<style>@import 'a'</style>"],

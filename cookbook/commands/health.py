@@ -6,8 +6,27 @@ from typing import Any
 
 from cookbook.commands.history import History
 
+XIDS = {
+    13: "a kernel failed: the program's mistake, or the GPU's",
+    31: "a kernel read or wrote where it must not: the program's mistake, or the GPU's",
+    43: "the GPU stopped working for a program",
+    45: "a program's work was taken from the GPU, as after another error",
+    48: "an uncorrected memory error: reset the GPU",
+    63: "a row of the memory is to be replaced: reset the GPU when the run has ended",
+    64: "a row of the memory could not be replaced: replace the GPU",
+    74: "an NVLink failed: look at its connection",
+    79: "the GPU has fallen off the bus: look at its power, seat and heat",
+    92: "many corrected memory errors",
+    94: "an uncorrected memory error that ended one program: reset the GPU",
+    95: "an uncorrected memory error that ended all programs: reset the GPU",
+    119: "the GPU's own processor does not answer: reset the GPU",
+    120: "the GPU's own processor failed: reset the GPU",
+}
+"""NVIDIA's driver reports errors by these numbers: "XID Errors" in NVIDIA's documentation of GPU deployment (r580)."""
 LEAST_BUSY, MOST_CELSIUS, LEAST_MEMORY, MOST_HOST_MEMORY, LEAST_CLOCK = 90, 80, 0.7, 0.9, 0.9
 """Percent of the time that a GPU computes; degrees; shares of the GPU's and the host's memory; of the others' clock."""
+LEAST_SENT = 0.1
+"""Share of what the others send over NVLink. The stages of a pipeline differ, by less."""
 
 
 def series(run: History) -> dict[str, dict[str, list[tuple[float, float]]]]:
@@ -36,7 +55,7 @@ def findings(run: History) -> list[str]:
         name: {who: [value for _, value in points] for who, points in of_name.items()}
         for name, of_name in series(run).items()
     }
-    return [*_of_gpus(values), *_of_clocks(run, values), *_of_host(values)]
+    return [*_of_xids(run), *_of_gpus(values), *_of_links(values), *_of_clocks(run, values), *_of_host(values)]
 
 
 Values = dict[str, dict[str, list[float]]]
@@ -61,6 +80,40 @@ def _of_gpus(values: Values) -> Iterable[str]:
     broken = {who: max(count) for who, count in gpus.get("uncorrected_errors", {}).items() if max(count)}
     if broken:
         yield f"uncorrected memory errors since its driver started: {_range(broken)} ({_who(broken)}): replace the GPU"
+
+
+def _of_xids(run: History) -> Iterable[str]:
+    """Errors that the driver reported, and rows of memory that wait to be replaced."""
+    xids: dict[int, dict[str, float]] = {}
+    rows: dict[str, dict[str, float]] = {}
+    for line in run.monitor:
+        for gpu in line.get("gpus", []):
+            for xid in gpu.get("xids", []):
+                xids.setdefault(xid, {}).setdefault(f"rank {gpu['rank']}", 1)
+            if "remapping" in gpu:
+                rows.setdefault(gpu["remapping"], {}).setdefault(f"rank {gpu['rank']}", 1)
+    for xid, ranks in xids.items():
+        yield f"Xid {xid} ({_who(ranks)}): {XIDS.get(xid, 'see NVIDIA, XID Errors')}"
+    if "failed" in rows:
+        yield f"rows of GPU memory that could not be replaced ({_who(rows['failed'])}): replace the GPU"
+    if "pending" in rows:
+        yield f"rows of GPU memory wait to be replaced ({_who(rows['pending'])}): reset the GPU after the run"
+
+
+def _of_links(values: Values) -> Iterable[str]:
+    """Links that fail, and a GPU that sends nothing over its NVLinks while the others do."""
+    failing = (("nvlink_recoveries", "NVLinks failed and recovered"), ("pcie_replays", "PCIe sent again"))
+    for name, what in failing:
+        times = {who: max(of) for who, of in values.get(name, {}).items() if max(of)}
+        if times:
+            yield f"{what} {_range(times)} times ({_who(times)}): look at the GPU's seat and cables"
+    sent = {who: mean(of) for who, of in values.get("nvlink_mb_s", {}).items()}
+    silent = {who: rate for who, rate in sent.items() if rate < LEAST_SENT * median(sent.values())}
+    if silent:
+        yield (
+            f"NVLinks carried {_range(silent)} MB/s ({_who(silent)}), {median(sent.values()):,.0f} on the others:"
+            " see nvidia-smi nvlink --status"
+        )
 
 
 def _of_clocks(run: History, values: Values) -> Iterable[str]:

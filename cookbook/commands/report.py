@@ -15,6 +15,7 @@ from cookbook.commands.history import SAMPLES, History
 from cookbook.planning.explain.compare import effect_of
 from cookbook.system.files import flatten
 from cookbook.system.hardware import GIB
+from cookbook.system.records import read_json
 
 TITLES = {
     "loss": "Loss",
@@ -35,6 +36,9 @@ HARDWARE = {
     "celsius": "Temperature, degrees Celsius",
     "watts": "Power, watts",
     "clock_mhz": "Clock, MHz",
+    "nvlink_mb_s": "Sent over NVLink, MB/s",
+    "pcie_sent_mb_s": "Sent over PCIe by the GPU, MB/s",
+    "pcie_received_mb_s": "Received over PCIe by the GPU, MB/s",
     "disk_read_mb_s": "Read from disks, MB/s",
     "disk_write_mb_s": "Written to disks, MB/s",
     "network_mb_s": "Sent over the network, MB/s",
@@ -80,6 +84,8 @@ class Line:
     """Of few points, such as evaluations."""
     ink: int = 0
     is_dashed: bool = False
+    floor: list[float] | None = None
+    """Of an area, whose upper edge are the points; it is filled between both."""
 
 
 def run_page(run: History, summary: Iterable[tuple[str, str]]) -> str:
@@ -88,7 +94,7 @@ def run_page(run: History, summary: Iterable[tuple[str, str]]) -> str:
     Args:
         summary: rows of name and value for its head.
     """
-    marks = [event["step"] for event in run.events if event.get("event") == "skip"]
+    marks = [event["step"] for event in run.events if event.get("event") in ("skip", "gradient")]
     starts = [event["step"] for event in run.events if event.get("event") == "start" and event["step"]]
     charts = []
     for i, key in enumerate(_keys([run])):
@@ -97,9 +103,12 @@ def run_page(run: History, summary: Iterable[tuple[str, str]]) -> str:
         charts.append(_chart(key, lines, legend=legend, marks=marks, starts=starts, number=i))
     body = [_table(("", ""), [("state", run.state), *summary]), "<h2>Curves</h2>", _grid(charts)]
     if starts or marks:
-        body.append('<p class="soft">Dotted: the run was started again. Red: a step was skipped.</p>')
+        red = "Red: a step was skipped, or its gradient was unusual; see the events."
+        body.append(f'<p class="soft">Dotted: the run was started again. {red}</p>')
     if run.monitor:
         body += ["<h2>Hardware</h2>", *_hardware(run)]
+    if memory := list(_memory(run)):
+        body += ["<h2>Memory</h2>", _grid(memory)]
     if run.samples:
         body += ["<h2>Samples</h2>", _samples(run.samples)]
     body += ["<h2>Events</h2>", _table(("time", "step", "event", ""), _event_rows(run))]
@@ -132,6 +141,47 @@ def _hardware(run: History) -> Iterator[str]:
             legend = _legend((line.ink, line.name) for line in lines)
             charts.append(_chart(f"{title}, by minutes", lines, legend=legend, number=f"h{i}"))
     yield _grid(charts)
+
+
+def _memory(run: History) -> Iterator[str]:
+    """The bytes in use over time by the work that allocated them, of each rank that recorded them; else what the
+    monitor saw over the parts of the forecast.
+    """
+    recorded = [record for record in _memory_records(run) if record.get("over_time")]
+    for record in recorded:
+        sizes = {name: [size / GIB for size in of] for name, of in record["over_time"].items()}
+        what = "" if record.get("is_whole", True) else ", of the last allocations"
+        title = f"GPU memory in use by what allocated it, GiB, rank {record['rank']}, by allocations{what}"
+        points = range(len(record["bytes_over_time"]))
+        yield _area_chart(title, _stacked(sizes, list(points)), number=f"m{record['rank']}")
+    parts = {name: size / GIB for name, size in run.record.get("forecast", {}).get("parts", {}).items() if size}
+    measured = {who: of for who, of in health.series(run).get("memory_gib", {}).items() if who != "CPU"}
+    if parts and measured and not recorded:
+        who = max(measured, key=lambda rank: max(value for _, value in measured[rank]))
+        ends = [measured[who][0][0], measured[who][-1][0]]
+        areas = _stacked({f"forecast: {name}": [size, size] for name, size in parts.items()}, ends)
+        line = Line(name=f"measured, {who}, which has most", points=measured[who], ink=len(areas))
+        title = f"GPU memory in use, GiB, by minutes, over the forecast of {run.record['forecast']['moment']}"
+        yield _area_chart(title, [*areas, line], number="m")
+
+
+def _memory_records(run: History) -> list[dict[str, Any]]:
+    found = [read_json(path) for path in run.folder.glob("memory/rank_*.json")]
+    return sorted((record for record in found if "bytes_over_time" in record), key=lambda record: record["rank"])
+
+
+def _stacked(sizes: dict[str, list[float]], places: Sequence[float]) -> list[Line]:
+    """Areas, each on those before it."""
+    floor, found = [0.0] * len(places), []
+    for ink, (name, of) in enumerate(sizes.items()):
+        top = [low + size for low, size in zip(floor, of, strict=True)]
+        found.append(Line(name=name, points=list(zip(places, top, strict=True)), ink=ink, floor=floor))
+        floor = top
+    return found
+
+
+def _area_chart(title: str, lines: Sequence[Line], *, number: str) -> str:
+    return _chart(title, lines, legend=_legend((line.ink, line.name) for line in lines), number=number)
 
 
 def compare_page(runs: Sequence[History]) -> str:
@@ -244,8 +294,8 @@ def _svg(lines: Sequence[Line], prefix: str, marks: Sequence[int], starts: Seque
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
-    # One colour for each role, which CSS variables then replace.
-    inks = {f"#0000{i:02x}": f"var(--line-{i})" for i in range(INKS)}
+    # One colour for each role, which CSS variables then replace; none is black, which SVG leaves out.
+    inks = {f"#00bb{i:02x}": f"var(--line-{i})" for i in range(INKS)}
     soft, rule = "#00aa01", "#00aa02"
     settings = {
         "svg.fonttype": "none",
@@ -267,10 +317,12 @@ def _svg(lines: Sequence[Line], prefix: str, marks: Sequence[int], starts: Seque
         for step in starts:
             axes.axvline(step, color=soft, linestyle=":", linewidth=1.5)
         for step in marks:
-            axes.axvline(step, color="#000001", linewidth=1)
+            axes.axvline(step, color="#00bb01", linewidth=1)
         for i, line in enumerate(lines):
             x, y = zip(*thinned(line.points), strict=True) if line.points else ((), ())
-            style, color = "--" if line.is_dashed else "-", f"#0000{line.ink % INKS:02x}"
+            style, color = "--" if line.is_dashed else "-", f"#00bb{line.ink % INKS:02x}"
+            if line.floor is not None:
+                axes.fill_between(x, line.floor, y, color=color, alpha=0.35, linewidth=0)
             (drawn,) = axes.plot(x, y, color=color, linestyle=style, linewidth=1.6)
             if line.has_dots or len(x) == 1:
                 drawn.set(marker="o", markersize=3.5)
@@ -308,9 +360,20 @@ def _event_rows(run: History) -> list[tuple[str, ...]]:
     for event in run.events:
         details = {key: value for key, value in event.items() if key not in ("event", "step", "time") and value}
         when = datetime.fromtimestamp(event.get("time", 0)).strftime("%Y-%m-%d %H:%M:%S")
-        words = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in details.items())
+        words = ", ".join(f"{key.replace('_', ' ')} {_in_event(value)}" for key, value in details.items())
         rows.append((when, str(event["step"]), str(event.get("event")), words))
     return rows
+
+
+def _in_event(value: Any) -> str:
+    match value:
+        case dict():  # shares by name
+            return ", ".join(f"{share:.0%} {name}" for name, share in value.items())
+        case list():
+            return ", ".join(map(str, value))
+        case float():
+            return f"{value:.4g}"
+    return str(value)
 
 
 def _source(run: History, key: str) -> str:

@@ -385,6 +385,9 @@ def start_services(run: Run, failed_after: list[int], notes: list[str], watch: W
     expected, flops = _forecast(run, notes), _flop_counter(run, notes)
     shortages = shortage.history()
     record = _record(run, expected, shortages)
+    if engine.is_main:
+        record["step_forecast"] = _step_forecast(run)
+        record["machines"] = engine.plan.num_processes // engine.world.num_local
     log.write_record("run.json", record)
     for answered in shortages[-1:] if is_own else shortages:
         log.event("out_of_memory", run.progress.step, **answered)
@@ -432,7 +435,7 @@ def _record(run: Run, expected: "Memory | None", shortages: list[dict[str, Any]]
     record["deterministic"] = torch.are_deterministic_algorithms_enabled()
     record |= {"strategy": engine.describe(), "resumed_from": None if checkpoint is None else str(checkpoint.path)}
     if expected is not None:
-        record["forecast"] = {name: getattr(expected, name) for name in ("allocated", "reserved", "moment")}
+        record["forecast"] = {name: getattr(expected, name) for name in ("allocated", "reserved", "moment", "parts")}
     written = run.recipe.model_dump(mode="json", exclude_unset=True)
     record |= {"max_steps": run.inputs.max_steps, "written_settings": list(flatten(written))}
     record["packing"] = _padding(run)
@@ -466,6 +469,24 @@ def _forecast(run: Run, notes: list[str]) -> "Memory | None":
     except Exception as error:  # the run does not depend on it
         notes.append(f"no forecast of memory: {error}")
         return None
+
+
+def _step_forecast(run: Run) -> dict[str, Any]:
+    """The time of a step by its parts, or `none` with why there is no forecast of it."""
+    if run.engine.device.type != "cuda":
+        return {"none": "there is none for a CPU"}
+    from cookbook.commands import forecast
+
+    train, recipe = run.inputs.data.train, run.recipe
+    num_tokens = None
+    if isinstance(train, TokenSet):
+        num_tokens = len(train.ids) / len(train) * recipe.batch.global_batch_size
+    try:
+        gpu = find_gpu(torch.cuda.get_device_name(run.engine.device))
+        found = forecast.time_of_run(run.inputs.config, recipe, run.engine.strategy, run.engine.plan, gpu, num_tokens)
+    except Exception as error:  # the run does not depend on it
+        return {"none": str(error)}
+    return {"none": found} if isinstance(found, str) else found.record()
 
 
 def _flop_counter(run: Run, notes: list[str]) -> metrics.FlopCounter:

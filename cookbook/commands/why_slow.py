@@ -9,11 +9,19 @@ from typing import Annotated, Any
 
 from cookbook.commands.arguments import run_folder
 from cookbook.commands.history import History, read_history
+from cookbook.config.strategy import Strategy, load_strategy
 from cookbook.system.console import page
 from cookbook.system.divided import PARTS, in_words
 from cookbook.system.files import RecipeError
 from cookbook.system.records import read_json
 
+GROUPS = {
+    "compute": ("compute", "GPU memory"),
+    "communication": ("NVLink", "Infinity Fabric", "PCIe between GPUs", "network"),
+    "copies": ("PCIe to the host", "disk"),
+    "update": ("update", "CPU update"),
+}
+"""Parts of a profile and those of the forecast (`cookbook.commands.forecast.speed`) that they are held against."""
 WARM_UP = 2
 """Steps of a run that are not counted: they compile and allocate."""
 PAUSES = {"data": "data_seconds", "evaluation": "eval_seconds", "saving": "save_seconds"}
@@ -41,6 +49,7 @@ def why_slow(folder: Annotated[Path, run_folder()]) -> int:
     for record in profiles:
         title = f"PROFILE of steps {record['first_step']} to {record['last_step']}, rank {record['rank']}"
         print(in_words(record, title))
+    print(beside_forecast(run, steps, profiles))
     found = sorted(advice(run, profiles), key=lambda one: -one.gain)[:MOST_ADVICE]
     rows = [(f"{number}.", one.what, f"up to {one.gain:.0%}") for number, one in enumerate(found, 1)]
     print(page("CHANGE FIRST", *rows) if rows else "Nothing stands out.")
@@ -72,6 +81,45 @@ def _rows(run: History, steps: list[dict[str, Any]]) -> Iterator[tuple[str, ...]
     mfu = [line["mfu"] for line in steps if "mfu" in line]
     if mfu:
         yield "MFU", f"{mean(mfu):.1%}", "of the steps alone"
+
+
+def beside_forecast(run: History, steps: list[dict[str, Any]], profiles: list[dict[str, Any]]) -> str:
+    """A table of what a step takes and what was forecast for this machine; why there is none where there is none."""
+    expected = run.record.get("step_forecast", {"none": "the run has recorded none"})
+    if "none" in expected:
+        return f"FORECAST of a step: {expected['none']}"
+    taken = {"a step": mean(line["step_seconds"] - line.get("data_seconds", 0.0) for line in steps)}
+    bounds = {"a step": (expected["low"], expected["high"])}
+    parts = {part["name"]: part for part in expected["parts"]}
+    for name, names in GROUPS.items():
+        of_group = [parts[one] for one in names if one in parts]
+        bounds[name] = sum(part["low"] for part in of_group), sum(part["high"] for part in of_group)
+    if profiles:
+        taken |= _of_a_step(profiles)
+    rows = [
+        (
+            name,
+            f"{seconds:.3f} s",
+            f"{bounds[name][0]:.3f} to {bounds[name][1]:.3f} s",
+            _verdict(seconds, *bounds[name]),
+        )
+        for name, seconds in taken.items()
+    ]
+    return page("FORECAST of a step beside what it takes", ("", "takes", "forecast", ""), *rows)
+
+
+def _of_a_step(profiles: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds of a profiled step by `GROUPS`, the mean of the ranks; of communication also what work hides."""
+    found = {name: mean(_sum(record, name) for record in profiles) for name in ("compute", "copies")}
+    updates = [record["phases"].get("update", {}).get("compute", 0.0) for record in profiles]
+    hidden = mean(record["hidden"] for record in profiles)
+    communication = mean(_sum(record, "communication") for record in profiles) + hidden
+    found["compute"] -= mean(updates)
+    return {**found, "communication": communication, "update": mean(updates)}
+
+
+def _verdict(seconds: float, low: float, high: float) -> str:
+    return f"{seconds / high:.1f} times the most" if high and seconds > high else "less" if seconds < low else ""
 
 
 def advice(run: History, profiles: list[dict[str, Any]]) -> Iterator[Advice]:
@@ -108,14 +156,34 @@ def _of_profiles(profiles: list[dict[str, Any]], step: float, run: History) -> I
     # The rank that waits least has the price of sending; the others wait for it as well.
     exposed = min(_sum(record, "communication") for record in profiles) / seconds
     if exposed > WORTH:
-        what = f"communication that nothing hides takes {exposed:.0%}: raise batch.micro_batch_size, or take a strategy"
-        yield Advice(what=f"{what} that sends less (cookbook plan ranks them)", gain=step * exposed)
+        what = f"communication that nothing hides takes {exposed:.0%}: {_sends_less(run)}"
+        yield Advice(what=what, gain=step * exposed)
     idle = min(_idle(record) for record in profiles) / seconds
     accumulation, micro = _accumulation(run), run.settings.get("batch.micro_batch_size")
     if idle > WORTH and accumulation > 1:
         what = f"{idle:.0%} is Python between the operations of {accumulation} micro-batches a step: raise"
         what = f"{what} batch.micro_batch_size {micro}, which changes no result"
         yield Advice(what=what, gain=step * idle * (1 - 1 / accumulation))
+
+
+def _sends_less(run: History) -> str:
+    """What makes this run send less, or faster."""
+    strategy, ways = _strategy(run), []
+    machines = run.record.get("machines", 1)
+    if machines > 1:
+        ways.append(f"measure the link of the {machines} machines (ping, iperf3)")
+    if strategy is not None and strategy.sends_each_micro_batch and _accumulation(run) > 1:
+        ways.append(f"raise batch.micro_batch_size {run.settings.get('batch.micro_batch_size')}, as each sends")
+    if strategy is not None and strategy.gathers_weights:
+        ways.append("take strategy zero2 or fsdp2_grad_op if memory allows, which gather weights once")
+    return "; ".join([*ways, "take a strategy that sends less (cookbook plan ranks them)"])
+
+
+def _strategy(run: History) -> Strategy | None:
+    try:
+        return load_strategy(Path(run.record["strategy"]["file"]))
+    except (RecipeError, OSError, KeyError):  # a file that was changed or moved since
+        return None
 
 
 def _idle(record: dict[str, Any]) -> float:

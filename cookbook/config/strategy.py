@@ -236,6 +236,16 @@ class Strategy:
         return self.fsdp is not None and max(self.tp_size, self.pp_size) > 1
 
     @property
+    def sends_each_micro_batch(self) -> bool:
+        """Whether what it sends grows with the number of micro-batches: it shards gradients, and reduces each one's."""
+        return self.fsdp is not None or self.zero_stage >= 2
+
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether weights are gathered again for each backward."""
+        return self.zero_stage == 3 or bool(self.fsdp and self.fsdp.fsdp_reshard_after_forward)
+
+    @property
     def offloads_to_nvme(self) -> bool:
         """Whether training keeps weights or optimizer state on a disk."""
         return "nvme" in (self.offload_optimizer, self.offload_param)

@@ -36,6 +36,20 @@ THROTTLES = {
     nvml.nvmlClocksEventReasonHwThermalSlowdown: "heat, hardware slowdown",
 }
 """Reasons for lower clocks that a user can do something about."""
+ALL_LINKS = 2**32 - 1
+"""The scope of a field of NVLink that is wanted as a sum over the links."""
+COUNTERS = {
+    "nvlink_mb_s": (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, 1024 / 1e6),
+    "nvlink_recoveries": (nvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL, None),
+    "pcie_replays": (nvml.NVML_FI_DEV_PCIE_REPLAY_COUNTER, None),
+}
+"""Fields that count since the driver started, by the name of their growth here: as a rate, of so many MB each, or as
+the number of times since the monitor began.
+"""
+MOST_XIDS = 100
+"""Read at once; a driver that repeats one for ever must not keep the monitor."""
+SETS, MOST = ("throttled", "xids"), ("uncorrected_errors", "corrected_errors", "nvlink_recoveries", "pcie_replays")
+"""What a line has all of that was seen, and the most of; of other numbers it has the mean."""
 
 Sample = dict[str, Any]
 
@@ -109,12 +123,69 @@ def gpu_sample(handle: Any) -> Sample:
         "celsius": ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
         "clock_mhz": ask(nvml.nvmlDeviceGetClockInfo, *clock),
         "clock_limit_mhz": ask(nvml.nvmlDeviceGetMaxClockInfo, *clock),
-        "uncorrected_errors": ask(
-            nvml.nvmlDeviceGetTotalEccErrors, handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-        ),
+        "pcie_sent_mb_s": _megabytes(ask(nvml.nvmlDeviceGetPcieThroughput, handle, nvml.NVML_PCIE_UTIL_TX_BYTES)),
+        "pcie_received_mb_s": _megabytes(ask(nvml.nvmlDeviceGetPcieThroughput, handle, nvml.NVML_PCIE_UTIL_RX_BYTES)),
+        "uncorrected_errors": _memory_errors(handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
+        "corrected_errors": _memory_errors(handle, nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
         "throttled": [name for bit, name in THROTTLES.items() if reasons & bit] or None,
     }
+    if rows := ask(nvml.nvmlDeviceGetRemappedRows, handle):
+        found |= {"remapping": "failed" if rows[3] else "pending" if rows[2] else None}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _megabytes(kilobytes: int | None) -> float | None:
+    return None if kilobytes is None else kilobytes / 1000
+
+
+def _memory_errors(handle: Any, kind: int) -> int | None:
+    """Of ECC memory, since the driver started."""
+    return ask(nvml.nvmlDeviceGetTotalEccErrors, handle, kind, nvml.NVML_VOLATILE_ECC)
+
+
+def gpu_samples(handle: Any) -> Iterator[Sample]:
+    """What a GPU does, each sample with the Xid errors and the rates since the one before; the first is empty."""
+    xids, then, first = _xid_events(handle), time.monotonic(), _counts(handle)
+    before = first
+    yield {}
+    while True:
+        now, counts = time.monotonic(), _counts(handle)
+        found = gpu_sample(handle)
+        for name in counts.keys() & before.keys():
+            size = COUNTERS[name][1]
+            if size is None:
+                found[name] = counts[name] - first[name]
+            else:
+                found[name] = (counts[name] - before[name]) * size / max(1e-3, now - then)
+        if seen := [event.eventData for event in _waiting(xids)]:
+            found["xids"] = seen
+        then, before = now, before | counts
+        yield found
+
+
+def _counts(handle: Any) -> dict[str, int]:
+    fields = [(field, ALL_LINKS if "nvlink" in name else 0) for name, (field, _) in COUNTERS.items()]
+    values = ask(nvml.nvmlDeviceGetFieldValues, handle, fields) or []
+    return {name: value.value.ullVal for name, value in zip(COUNTERS, values, strict=False) if value.nvmlReturn == 0}
+
+
+def _xid_events(handle: Any) -> Any:
+    """The driver's queue of this GPU's Xid errors; None where it has none, as under Windows and for some users."""
+    found = ask(nvml.nvmlEventSetCreate)
+    try:
+        nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, found)
+    except (nvml.NVMLError, TypeError):
+        return None
+    return found
+
+
+def _waiting(events: Any) -> Iterator[Any]:
+    """The events since the last call, without waiting for one."""
+    for _ in range(MOST_XIDS if events is not None else 0):
+        event = ask(nvml.nvmlEventSetWait_v2, events, 0)
+        if event is None:
+            return
+        yield event
 
 
 def cpu_samples() -> Iterator[Sample]:
@@ -139,14 +210,16 @@ def cpu_samples() -> Iterator[Sample]:
 
 
 def summarised(samples: list[Sample]) -> Sample:
-    """Means of numbers, what does not change as it is, and all reasons for lower clocks that were seen."""
+    """Means of numbers, the most of those that count, the last word, and all reasons and errors that were seen."""
     found: Sample = {}
     for name in dict.fromkeys(name for sample in samples for name in sample):
         values = [sample[name] for sample in samples if name in sample]
-        if name == "throttled":
-            found[name] = sorted({reason for reasons in values for reason in reasons})
-        elif name == "uncorrected_errors":
+        if name in SETS:
+            found[name] = sorted({one for of_sample in values for one in of_sample})
+        elif name in MOST:
             found[name] = max(values)
+        elif isinstance(values[-1], str):
+            found[name] = values[-1]
         else:
             found[name] = round(mean(values), 2)
     return found
@@ -161,13 +234,14 @@ def line_of(samples: list[tuple[list[Sample], Sample]], first_rank: int) -> Samp
 
 def _follow(path: Path, first_rank: int, num_ranks: int) -> None:
     """Measure until standard input ends."""
-    handles, cpu = gpu_handles(num_ranks), cpu_samples()
-    next(cpu)  # the first sample has no time behind it
+    gpus, cpu = [gpu_samples(handle) for handle in gpu_handles(num_ranks)], cpu_samples()
+    for one in (*gpus, cpu):
+        next(one)  # the first sample has no time behind it
     samples: list[tuple[list[Sample], Sample]] = []
     is_open, began = True, time.monotonic()
     while is_open:
         is_open = not select.select([sys.stdin], [], [], SAMPLE_SECONDS)[0]
-        samples.append(([gpu_sample(handle) for handle in handles], next(cpu)))
+        samples.append(([next(gpu) for gpu in gpus], next(cpu)))
         if not is_open or time.monotonic() - began >= LINE_SECONDS:
             with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line_of(samples, first_rank)) + "\n")

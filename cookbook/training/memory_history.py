@@ -17,6 +17,17 @@ MAX_PLACES, MAX_FRAMES, MAX_POINTS = 40, 12, 2000
 SHOWN = 8
 TORCH = str(Path(torch.__file__).parent)
 NO_PYTHON = "no line of Python: the backward pass, or before the record"
+OURS = str(Path(__file__).parents[1])
+CATEGORIES = {
+    "prepare_model": "weights",
+    "restore": "weights",
+    "_forward": "activations",
+    "_backward": "backward",
+    "_update": "update",
+}
+"""By the function of ours that was running when bytes were allocated: what a loading, a forward, a backward (gradients
+and temporaries) and an update (the optimizer's state and temporaries) leave."""
+BACKWARD, OTHERS = "backward", "others"
 
 
 def start() -> None:
@@ -41,6 +52,11 @@ def summarize(trace: list[dict[str, Any]], blocks: list[dict[str, Any]]) -> dict
     for change in reversed(changes):
         held.append(held[-1] - change)
     held.reverse()  # before the first entry, and after each
+    kinds = [_category(entry.get("frames", [])) for entry in trace]
+    left: dict[str, int] = {}
+    for block in blocks:
+        kind = _category(block.get("frames", []))
+        left[kind] = left.get(kind, 0) + block["requested_size"]
     peak = max(range(len(held)), key=held.__getitem__)
     in_use = {block["address"]: (block["requested_size"], block.get("frames", [])) for block in blocks}
     for entry in reversed(trace[peak:]):
@@ -60,7 +76,34 @@ def summarize(trace: list[dict[str, Any]], blocks: list[dict[str, Any]]) -> dict
         "is_whole": len(trace) < MAX_ENTRIES,
         "at_peak": [{"place": place, **found} for place, found in largest],
         "bytes_over_time": [max(held[i : i + width]) for i in range(0, len(held), width)],
+        "over_time": _over_time(held, changes, kinds, left, width),
     }
+
+
+def _over_time(
+    held: list[int], changes: list[int], kinds: list[str], left: dict[str, int], width: int
+) -> dict[str, list[int]]:
+    """The bytes of each category at the largest moment of each part, which add up to `bytes_over_time`.
+
+    Args:
+        left: those at the end, by category.
+    """
+    shown = {max(range(i, min(i + width, len(held))), key=held.__getitem__) for i in range(0, len(held), width)}
+    now = dict.fromkeys(dict.fromkeys([*CATEGORIES.values(), OTHERS]), 0) | left
+    found: dict[str, list[int]] = {kind: [] for kind in now}
+    for place in reversed(range(len(held))):
+        if place in shown:
+            for kind, size in now.items():
+                found[kind].append(size)
+        if place:
+            now[kinds[place - 1]] -= changes[place - 1]
+    return {kind: sizes[::-1] for kind, sizes in found.items() if any(sizes)}
+
+
+def _category(frames: list[dict[str, Any]]) -> str:
+    """What kind of work allocated. Autograd's own threads have no frame of ours: they run the backward."""
+    ours = [frame["name"] for frame in frames if frame["filename"].startswith(OURS)]
+    return next((CATEGORIES[name] for name in ours if name in CATEGORIES), OTHERS if ours else BACKWARD)
 
 
 def _place(frames: list[dict[str, Any]]) -> str:

@@ -243,6 +243,23 @@ def of_run(config: PreTrainedConfig, recipe: Recipe, strategy: Strategy, plan: P
     return _gpu_memory(traces, strategy, held, plan, work, gpu)
 
 
+def time_of_run(
+    config: PreTrainedConfig, recipe: Recipe, strategy: Strategy, plan: Plan, gpu: Gpu | None, num_tokens: float | None
+) -> Range | str:
+    """The time of a step that is forecast for a run that is starting, or why there is none. Not collective.
+
+    Args:
+        num_tokens: of a step in the mean; None: every sample has data.max_length. Kernels are those of full samples.
+    """
+    count, each = plan.num_processes, plan.num_local
+    machines = Machines(text=f"{each} GPUs", num_machines=count // each, gpus_each=each, gpu=gpu)
+    if why := no_forecast(machines, recipe.mixed_precision):
+        return "the speed of this GPU is not known" if gpu is None else why
+    found = _step_time(TraceCache(config, recipe), strategy, plan, machines, count, num_tokens)
+    assert found is not None
+    return found
+
+
 def _of_heaviest(found: Skeleton, inputs: CostInputs) -> States:
     """The states of the rank that holds most: equal shards of flat tensors differ in padding and touched weights, and
     stages of a pipeline in what lies at both ends.
@@ -334,15 +351,22 @@ def _check_nvme_buffers(strategy: Strategy, found: Skeleton, count: int) -> None
         raise RecipeError(f"{strategy.deepspeed_file}: offload_param.buffer_size is {buffer:,}; {asked}")
 
 
-def _step_time(traces: TraceCache, strategy: Strategy, plan: Plan, machines: Machines, count: int) -> Range | None:
+def _step_time(
+    traces: TraceCache,
+    strategy: Strategy,
+    plan: Plan,
+    machines: Machines,
+    count: int,
+    num_tokens: float | None = None,
+) -> Range | None:
     recipe = traces.recipe
     if no_forecast(machines, recipe.mixed_precision) is not None:
         return None
-    length = recipe.data.max_length
+    share = 1.0 if num_tokens is None else num_tokens / tokens_of_step(recipe)
     step = Step(
-        num_tokens=tokens_of_step(recipe),
-        num_labelled=tokens_of_step(recipe),
-        length=length,
+        num_tokens=share * tokens_of_step(recipe),
+        num_labelled=share * tokens_of_step(recipe),
+        length=share * recipe.data.max_length,
         micro_batches=plan.gradient_accumulation_steps,
         recompute=recipe.model.gradient_checkpointing,
         precision=recipe.mixed_precision,

@@ -48,6 +48,18 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.gathered + self.activations + self.logits
 
     @property
+    def parts(self) -> dict[str, int]:
+        """What adds up to `allocated`, by its name for people."""
+        return {
+            "weights": self.parameters,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "gathered and buffers": self.gathered,
+            "activations": self.activations,
+            "logits": self.logits,
+        }
+
+    @property
     def reserved(self) -> tuple[int, int]:
         """What torch.cuda.max_memory_reserved reports, least and most by published and own runs."""
         low, high = RESERVED_SHARDED if self.is_sharded else RESERVED_WHOLE

@@ -6,6 +6,7 @@ at the worst.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from cookbook.commands.forecast.trace import ActivationTrace
 from cookbook.config.strategy import Strategy
@@ -94,6 +95,11 @@ class Range:
     bottleneck: str
     """Name of the largest part."""
     parts: tuple[Portion, ...]
+
+    def record(self) -> dict[str, Any]:
+        """For run.json."""
+        parts = [{"name": part.name, "low": part.low, "high": part.high} for part in self.parts]
+        return {"low": self.low, "high": self.high, "parts": parts}
 
     def tokens_per_second(self, num_tokens: float, num_gpus: int) -> tuple[float, float]:
         """Tokens per second and GPU, least and most."""

@@ -2,12 +2,14 @@
 //
 // $SIMULATED_NVML is a file of lines `key value`, read at each call. A GPU's keys begin with `gpu.<index>.`, a pair's
 // with `pair.<index>.<index>.`, smaller first; `gpu.*.` and `pair.*.` are for all. A value `error <code>` is that
-// nvmlReturn_t, a value `hang` never returns, and a missing key is NVML_ERROR_NOT_SUPPORTED. Without the file there are
-// $SIMULATED_GPUS GPUs of $SIMULATED_GPU_MEMORY bytes. A new function is a line that names its key.
+// nvmlReturn_t, a value `hang` never returns, `grows <number>` is a counter that grows by so much a second, and a missing
+// key is NVML_ERROR_NOT_SUPPORTED. Without the file there are $SIMULATED_GPUS GPUs of $SIMULATED_GPU_MEMORY bytes. A new
+// function is a line that names its key.
 
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -17,10 +19,11 @@
 #include <optional>
 #include <sstream>
 #include <string>
+#include <vector>
 
 namespace {
 
-enum { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, INSUFFICIENT_SIZE = 7 };
+enum { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, INSUFFICIENT_SIZE = 7, TIMEOUT = 10 };
 using Device = std::intptr_t;  // index + 1: no handle is null
 using Text = std::string;
 
@@ -71,9 +74,15 @@ Answer of_pair(Device one, Device other, const Text& field) {
   return ask("pair." + std::to_string(low) + "." + std::to_string(high) + "." + field, "pair.*." + field);
 }
 
+unsigned long long value_of(const Text& text) {
+  if (!text.starts_with("grows ")) return std::stoull(text);
+  std::chrono::duration<double> now = std::chrono::steady_clock::now().time_since_epoch();
+  return static_cast<unsigned long long>(std::stod(text.substr(6)) * now.count());
+}
+
 template <typename Number>
 int number(const Answer& answer, Number* out) {
-  if (answer.code == SUCCESS) *out = static_cast<Number>(std::stoull(answer.text));
+  if (answer.code == SUCCESS) *out = static_cast<Number>(value_of(answer.text));
   return answer.code;
 }
 
@@ -111,6 +120,16 @@ struct Field {  // nvmlFieldValue_t
   int code;
   unsigned long long value;
 };
+struct Event {  // nvmlEventData_t
+  Device gpu;
+  unsigned long long type, data;
+  unsigned instance, compute_instance;
+};
+struct EventSet {
+  Device gpu;
+  unsigned delivered;
+};
+std::vector<EventSet> event_sets;
 
 }  // namespace
 
@@ -176,8 +195,36 @@ int nvmlDeviceGetMaxClockInfo(Device gpu, int, unsigned* out) { return number(of
 int nvmlDeviceGetCurrentClocksEventReasons(Device gpu, unsigned long long* out) {
   return number(of_gpu(gpu, "clock.reasons"), out);
 }
-int nvmlDeviceGetTotalEccErrors(Device gpu, int, int, unsigned long long* out) {
-  return number(of_gpu(gpu, "errors"), out);
+int nvmlDeviceGetTotalEccErrors(Device gpu, int kind, int, unsigned long long* out) {
+  return number(of_gpu(gpu, kind == 1 ? "errors" : "errors.corrected"), out);
+}
+int nvmlDeviceGetRemappedRows(Device gpu, unsigned* corrected, unsigned* uncorrected, unsigned* pending, unsigned* failed) {
+  Answer answer = of_gpu(gpu, "rows");
+  std::istringstream(answer.text) >> *corrected >> *uncorrected >> *pending >> *failed;
+  return answer.code;
+}
+int nvmlDeviceGetPcieThroughput(Device gpu, int direction, unsigned* out) {
+  return number(of_gpu(gpu, direction ? "pcie.received" : "pcie.sent"), out);
+}
+
+// `xids` are a GPU's Xid errors, each of which is delivered once to an event set.
+int nvmlEventSetCreate(std::intptr_t* out) {
+  event_sets.push_back({0, 0});
+  *out = static_cast<std::intptr_t>(event_sets.size());
+  return SUCCESS;
+}
+int nvmlDeviceRegisterEvents(Device gpu, unsigned long long, std::intptr_t set) {
+  event_sets.at(set - 1).gpu = gpu;
+  return of_gpu(gpu, "xids").code;
+}
+int nvmlEventSetWait_v2(std::intptr_t set, Event* out, unsigned) {
+  auto& [gpu, delivered] = event_sets.at(set - 1);
+  std::istringstream words(of_gpu(gpu, "xids").text);
+  *out = {gpu, 8, 0, 0, 0};
+  for (unsigned i = 0; i <= delivered; ++i)
+    if (!(words >> out->data)) return TIMEOUT;
+  ++delivered;
+  return SUCCESS;
 }
 
 // `processes` are their ids, each with a name at `process.<id>`.

@@ -8,7 +8,7 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import islice
@@ -32,8 +32,9 @@ from cookbook.training.engine import agreement, state
 from cookbook.training.engine.collectives import Collectives, to_device
 from cookbook.training.engine.findings import Comparison, as_json, describe_optimizer, num_shards
 from cookbook.training.engine.loss_scale import LossScale, grad_scaler
-from cookbook.training.engine.norm import clip, square_sum
+from cookbook.training.engine.norm import clip, square_sum, squares
 from cookbook.training.engine.start import prepare_process
+from cookbook.training.engine.unusual import Unusual, Usual
 
 MOST_NAMED = 10
 EVALUATION_BATCHES = 8
@@ -53,13 +54,16 @@ class StepResult:
     """Before clipping. If it is not finite, the weights were not updated."""
     maxima: list[float]
     """Maximum over the ranks of each value passed to `Engine.step`."""
+    unusual: Unusual | None = None
+    """If with this step the norm has left what was usual."""
 
 
 class Engine:
     """A running strategy. All methods are collective: every rank must call them.
 
     A family overrides, where it differs: `_start`, `load_options`, `frozen_dtype` and `_wrap`; `_accumulate`, or only
-    `_synchronise` and `_backward`; `_update`, or only `_num_shards` and `_clear_gradients`; `_forward`, `_forwards`,
+    `_synchronise` and `_backward`; `_update`, or only `_num_shards` and `_clear_gradients`; `_squares`; `_forward`,
+    `_forwards`,
     `_end_evaluation`; `unreached`, or only `_is_reached`; `held_pieces`, or only `_ranks_with`; `_finish_restore`,
     `base_optimizer`, `_scaler_class` and `_apply_loss_scale`; `_findings`; `close`.
     """
@@ -106,6 +110,7 @@ class Engine:
         self.current_step = 0
         self._losses: list[torch.Tensor] = []
         self._are_reached = False
+        self._usual = Usual(overflows=mixed_precision == "fp16")
         self.beat: Callable[[str, int], None] = lambda doing, step: None
         """Heartbeat for the watchdog: called with the work that begins, and its step."""
         # Any: DDP, FSDP and DeepSpeed each wrap the model in a class of their own.
@@ -333,6 +338,7 @@ class Engine:
         rows = self.collectives.all_gather(*shares.values(), squares, *values)
         rows[:, len(shares)] = np.sqrt(rows[:, len(shares)].mean())
         result = self._result(shares, rows)
+        result = replace(result, unusual=self._unusual(result.grad_norm))
         # Under fp16 the scaler must see a step that is not finite: it skips it and lowers its scale.
         if math.isfinite(result.grad_norm) or self.accelerator.scaler is not None:
             if self.max_grad_norm:
@@ -342,6 +348,23 @@ class Engine:
             self.optimizer.step()
         self._clear_gradients()
         return result
+
+    def _unusual(self, norm: float) -> Unusual | None:
+        """Where the gradients are large, if with this norm they leave what was usual. While they are there."""
+        usual = self._usual.median
+        if not self._usual.begins(norm):
+            return None
+        names = list(self.parameter_shapes())
+        places = {name: i for i, name in enumerate(names)}
+        found = torch.zeros(len(names), dtype=torch.float64, device=self.device)
+        for name, square in self._squares():
+            found[places[name]] = square
+        means = self.collectives.all_reduce_mean(found).tolist()
+        return Unusual(norm=norm, usual=usual, squares=dict(zip(names, means, strict=True)))
+
+    def _squares(self) -> Iterator[tuple[str, torch.Tensor | float]]:
+        """By parameter of this rank, numbers whose mean over the ranks is the square of its gradient's norm."""
+        return squares(self.trained_parameters(), self._num_shards)
 
     def _num_shards(self, gradient: torch.Tensor) -> float:
         """Into how many different parts the ranks divide this gradient."""

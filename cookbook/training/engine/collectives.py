@@ -77,6 +77,13 @@ class Collectives:
             values /= self.mesh.tensor
         return values
 
+    def all_reduce_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Mean over all ranks, in place."""
+        if dist.is_initialized():
+            dist.all_reduce(values)
+            values /= self.world.num_processes
+        return values
+
     def all_reduce_max(self, *values: float) -> list[float]:
         """Maximum of each value over the ranks."""
         return self.all_gather(*values).max(0).tolist() if dist.is_initialized() else [float(value) for value in values]

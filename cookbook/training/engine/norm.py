@@ -1,7 +1,7 @@
 """The norm of a step's gradients and clipping by it, for whole gradients, shards and DTensors."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -24,18 +24,33 @@ def square_sum(
     """
     norms: dict[tuple[float, torch.device], list[torch.Tensor]] = defaultdict(list)
     for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        # Look at the gradient's own placement: tensor parallel leaves that of a sharded embedding whole on each rank.
-        gradient = parameter.grad
-        if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
-            gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
-        norm = torch.linalg.vector_norm(local(gradient), dtype=torch.float64)
-        norms[num_shards(gradient), norm.device].append(norm)
+        if parameter.grad is not None:
+            gradient, norm = _norm_of(parameter)
+            norms[num_shards(gradient), norm.device].append(norm)
     total = to_device(torch.zeros((), dtype=torch.float64))
     for (times, _), found in norms.items():
         total = total + times * to_device(torch.stack(found).square().sum())
     return total
+
+
+def squares(
+    parameters: Iterable[tuple[str, torch.nn.Parameter]], num_shards: Callable[[torch.Tensor], float]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `square_sum` adds up, by parameter."""
+    for name, parameter in parameters:
+        if parameter.grad is not None:
+            gradient, norm = _norm_of(parameter)
+            yield name, num_shards(gradient) * norm.square()
+
+
+def _norm_of(parameter: torch.nn.Parameter) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient and the norm of this rank's part of it. Collective where parts are still to be added up."""
+    # Look at the gradient's own placement: tensor parallel leaves that of a sharded embedding whole on each rank.
+    gradient = parameter.grad
+    assert gradient is not None
+    if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+        gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+    return gradient, torch.linalg.vector_norm(local(gradient), dtype=torch.float64)
 
 
 def clip(parameters: Iterable[torch.nn.Parameter], norm: float, max_norm: float) -> None:

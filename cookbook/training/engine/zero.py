@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,7 @@ from cookbook.training.engine import state
 from cookbook.training.engine.base import Engine, StepResult
 from cookbook.training.engine.findings import Comparison
 from cookbook.training.engine.loss_scale import LossScale
+from cookbook.training.engine.unusual import Unusual
 
 
 def build_ops(strategy: Strategy, cache: Path) -> None:
@@ -120,7 +122,45 @@ class Zero(Engine):
             for parameter in model.parameters()
             if parameter.requires_grad
         ]
+        self._look_before_updates(wrapped[0].optimizer)
         return wrapped
+
+    def _look_before_updates(self, zero: Any) -> None:
+        """Look at the gradients of an unusual step between their norm and the update, which takes them apart:
+        DeepSpeed's step updates the loss scale there, of every precision (zero/stage3.py and stage_1_and_2.py, `step`).
+        """
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        of_norm = "_get_norm_groups" if self._is_stage3 else "scaled_global_norm"
+        norm_of, update_scale = getattr(zero, of_norm), zero._update_scale
+        norms: list[Any] = []
+        self._found: Unusual | None = None
+
+        def with_norm() -> Any:
+            norms[:] = [norm_of()]
+            return norms[0]
+
+        def after_norm(overflowed: bool) -> None:
+            norm = math.nan
+            if not overflowed:
+                norm = float(combine_grad_norm_groups(norms[0]) if self._is_stage3 else norms[0]) / zero.loss_scale
+            self._found = self._unusual(norm)
+            update_scale(overflowed)
+
+        setattr(zero, of_norm, with_norm)
+        zero._update_scale = after_norm
+
+    def _squares(self) -> Iterator[tuple[str, torch.Tensor | float]]:
+        zero, parts = self.model.optimizer, self.world.num_processes
+        names = {id(parameter): name for name, parameter in self.trained_parameters()}
+        groups = zero.fp16_groups if self._is_stage3 else zero.params_in_partition
+        for i, group in enumerate(groups):
+            if self.strategy.offload_optimizer:  # DeepSpeed has them already
+                norms = [zero.norm_for_param_grads.get(zero.get_param_id(parameter), 0.0) for parameter in group]
+            else:
+                held = [one for one in zero.averaged_gradients[i] if not getattr(one, "_zero_padding", False)]
+                norms = [torch.linalg.vector_norm(one, dtype=torch.float64) for one in held]
+            yield from ((names[id(one)], parts * norm**2) for one, norm in zip(group, norms, strict=True))
 
     def unreached(self) -> list[str]:
         found = super().unreached()
@@ -145,7 +185,8 @@ class Zero(Engine):
         norm = math.nan if overflow else self.model.get_global_grad_norm()
         if not self._swap_seen and not overflow:
             self._assert_swapped()
-        return self._result(shares, self.collectives.all_gather(*shares.values(), norm, *values))
+        result = self._result(shares, self.collectives.all_gather(*shares.values(), norm, *values))
+        return replace(result, unusual=self._found)
 
     def _assert_swapped(self) -> None:
         """Check after the first step that state meant for NVMe is there.

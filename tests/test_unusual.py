@@ -1,0 +1,100 @@
+"""Protects the look at a gradient that leaves what was usual: the layer that holds it is named, under every strategy.
+
+python -m pytest -q tests/test_unusual.py -m "slow or not slow"
+"""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from cookbook.commands.cli import main
+from cookbook.training.engine.unusual import LEAST, MOST, TIMES, Unusual, Usual, layer_of
+from tests.curves import Lab
+
+SLOW = pytest.mark.slow
+ON = {"run.skip_nonfinite_steps": "9"}
+LAYER, WEIGHT = "model.layers.1", "model.layers.1.mlp.up_proj.weight"
+
+
+def gradients(folder: Path) -> list[dict]:
+    lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] == "gradient"]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["fsdp2", "zero3", "pp"]
+    + [pytest.param(one, marks=SLOW) for one in ("ddp", "fsdp1", "zero1", "zero2", "tp", "hsdp", "pp_fsdp2")]
+    + [
+        pytest.param(one, marks=[SLOW, pytest.mark.thorough])
+        for one in ("zero2_offload", "zero3_offload", "fsdp2_offload", "zero3_hpz", "fsdp2_tp", "fsdp2_sp", "ddp_tp")
+    ],
+)
+def test_the_layer_that_explodes_is_named_once_with_the_share_that_one_process_finds(lab: Lab, strategy: str):
+    folder, reference = (lab.run(one, ON, sabotage="layer_1_explodes").folder for one in (strategy, "single"))
+    large, broken = gradients(folder)
+    assert (large["step"], broken["step"]) == (14, 17), "each once, though it lasts"
+    assert large["norm"] > TIMES * large["usual"] and large["most_in"] == WEIGHT
+    assert next(iter(large["layers"])) == LAYER and large["layers"][LAYER] > 0.5
+    expected = gradients(reference)[0]["layers"]
+    assert large["layers"] == pytest.approx(expected, abs=2e-4) and len(expected) > 1
+    assert broken["norm"] is None and broken["not_finite"] == [WEIGHT] and broken["parameters"] == "1 of 20"
+    printed = (folder / "output.txt").read_text()
+    assert printed.count("step 14: gradient norm ") == printed.count("step 17: the gradient is not finite in 1 of") == 1
+    assert "of its square" in printed
+
+
+def test_a_weight_that_is_scaled_up_is_seen_in_the_layer_whose_gradient_follows(lab: Lab):
+    (event,) = gradients(lab.run("single", sabotage="weight_scaled_up_in_step_14").folder)
+    assert event["step"] == 14 and event["norm"] > TIMES * event["usual"]
+    assert next(iter(event["layers"])) == "model.embed_tokens" and event["layers"]["model.embed_tokens"] > 0.9
+
+
+def test_the_report_shows_the_layers(lab: Lab):
+    folder = lab.run("single", ON, sabotage="layer_1_explodes").folder
+    assert main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text()
+    share = gradients(folder)[0]["layers"][LAYER]
+    assert f"layers {share:.0%} {LAYER}, " in page and f"most in {WEIGHT}" in page and f"not finite {WEIGHT}" in page
+    assert "Red: a step was skipped, or its gradient was unusual" in page
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2"])
+def test_of_a_usual_run_nothing_is_said(lab: Lab, strategy: str):
+    assert gradients(lab.run(strategy).folder) == []
+
+
+def begins(norms: list[float], *, overflows: bool = False) -> list[int]:
+    usual = Usual(overflows=overflows)
+    return [i for i, norm in enumerate(norms) if usual.begins(norm)]
+
+
+def test_the_rule():
+    calm = [1.0, 1.2, 0.8] * 10
+    large = 1.0 * TIMES + 0.1
+    assert begins(calm) == [] and begins([100.0, *calm]) == [], "nothing is usual yet"
+    assert begins([*calm, large, large, 1.0, large]) == [30, 33], "once, and again after it was usual"
+    assert begins([*calm[: LEAST - 1], large]) == [] and begins([*calm[:LEAST], large]) == [LEAST]
+    assert begins([math.nan, *calm, large, math.inf, math.nan, large]) == [0, 31, 32, 34]
+    assert begins([math.inf, *calm, math.inf, large], overflows=True) == [32], "fp16's scaler looks for overflows"
+    assert begins([*calm, *[50.0] * MOST, *[1.0] * 5, 50.0]) == [30], "what lasts becomes usual"
+
+
+def test_layers_are_told_apart_and_modules_outside_of_them():
+    names = {
+        "model.layers.11.mlp.up_proj.weight": "model.layers.11",
+        "base_model.model.model.layers.3.self_attn.q_proj.lora_A.default.weight": "base_model.model.model.layers.3",
+        "transformer.h.0.ln_1.bias": "transformer.h.0",
+        "model.embed_tokens.weight": "model.embed_tokens",
+        "bias": "bias",
+    }
+    assert {name: layer_of(name) for name in names} == names
+    squares = dict.fromkeys(names, 1.0) | {"model.layers.11.self_attn.q_proj.weight": 2.0, "model.norm.weight": 0.01}
+    found = Unusual(norm=30.0, usual=2.0, squares=squares)
+    assert next(iter(found.shares)) == LAYER + "1" and found.shares[LAYER + "1"] == pytest.approx(3 / 7.01)
+    assert sum(found.shares.values()) == pytest.approx(1) and "model.norm" not in found.details()["layers"]
+    assert found.in_words().startswith("gradient norm 30, 15 times the usual 2; of its square 43% in model.layers.11,")
+    everywhere = Unusual(norm=math.nan, usual=2.0, squares=dict.fromkeys(squares, math.nan))
+    assert everywhere.in_words() == "the gradient is not finite in 7 of 7 trained parameters"
