@@ -200,9 +200,10 @@ def _what(recipe: Recipe, document: Document) -> Section:
     packed = ", packed" if data.packing else ""
     text, keys = f"at most {data.max_length:,} tokens{packed}", ["data.packing"] if data.packing else []
     found["sample"] = of(data.max_length, text, "data.max_length", *keys)
-    what = "all" if model.gradient_checkpointing is True else "what is cheap"
+    what = "all" if model.recompute is True else "what is cheap"
+    where = ", from inputs in host memory" if model.gradient_checkpointing == "offload" else ""
     layers = {
-        "gradient_checkpointing": f"{what} computed again in the backward pass",
+        "gradient_checkpointing": f"{what} computed again in the backward pass{where}",
         "compile": "compiled",
         "liger_kernels": "Liger kernels",
     }
