@@ -77,6 +77,8 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
     mistakes = launch.check_environment(strategy, launcher, recipe.mixed_precision)
     launch.clear_environment()
     num_gpus = machine.num_gpus()
+    if num_gpus:
+        machine.expand_segments()
     world = launch.trim_world(world, strategy, launcher, num_gpus)
     mistakes += launch.check_count(world, launcher)
     mistakes += launch.choose_network(world)

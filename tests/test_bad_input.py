@@ -259,6 +259,8 @@ RECIPE_MISTAKES = {
         "loss_scale: {window: 10}\nseed: 42",
         "4: loss_scale: would be ignored with mixed_precision no; ...",
     ),
+    "workers": ("seed: 42", "num_workers: 4\nseed: 42", "4: num_workers: does not belong here; rows ... ahead ..."),
+    "eight bits": ("'no'", "fp8", "3: mixed_precision is 'fp8', which is not supported: its scales ...; use bf16"),
     "precision in capitals": ("'no'", "BF16", r"3: mixed_precision is 'BF16'; ... (did you mean 'bf16'?)"),
     "accumulation": (
         "seed: 42",
@@ -381,12 +383,12 @@ RECIPE_MISTAKES = {
     "checkpointing of another kind": (
         "  from_scratch:",
         "  gradient_checkpointing: full\n  from_scratch:",
-        "6: model.gradient_checkpointing is 'full'; use false, true or 'selective'",
+        "6: model.gradient_checkpointing is 'full'; use false, true, 'selective' or 'offload'",
     ),
     "number for a choice with true": (
         "  from_scratch:",
         "  gradient_checkpointing: 1\n  from_scratch:",
-        "6: model.gradient_checkpointing is 1; use false, true or 'selective'",
+        "6: model.gradient_checkpointing is 1; use false, true, 'selective' or 'offload'",
     ),
     "one target as text": (
         "batch:",

@@ -23,6 +23,11 @@ CLASHES = {
     "adapter.name: qlora with weights on NVMe": ([QLORA], "zero3_nvme", 0),
     "model.gradient_checkpointing: selective with ZeRO-3": (["model.gradient_checkpointing=selective"], "zero3", 0),
     "an objective over whole sequences (dpo, orpo, kto_zero) with sequence parallel": ([DPO], "ddp_sp", 0),
+    "model.gradient_checkpointing: offload with model.compile": (
+        ["model.gradient_checkpointing=offload", "model.compile=true"],
+        "ddp",
+        0,
+    ),
     "model.compile with sequence parallel": (["model.compile=true"], "fsdp2_sp", 0),
     "model.liger_kernels with pipeline parallel, on GPUs": (["model.liger_kernels=true"], "pp", 2),
     "model.compile with FSDP2 over pipeline parallel": (["model.compile=true"], "pp_fsdp2", 0),
@@ -52,6 +57,8 @@ BESIDE = [
     (["optim={name: adamw_8bit, learning_rate: 1e-3}"], "zero3_offload"),
     (["model.gradient_checkpointing=selective"], "zero2"),
     (["model.gradient_checkpointing=true"], "zero3"),
+    (["model.gradient_checkpointing=offload"], "zero3"),
+    (["model.gradient_checkpointing=true", "model.compile=true"], "ddp"),
     (["model.compile=true"], "zero3"),
 ]
 

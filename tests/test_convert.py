@@ -96,6 +96,7 @@ lr_scheduler: cosine
 learning_rate: 0.0002
 bf16: auto
 evals_per_epoch: 4
+gradient_checkpointing: offload
 """
 TORCHTUNE = """\
 output_dir: outputs/tuned
@@ -182,7 +183,7 @@ RECIPES = {
     "axolotl": {
         "strategy": "ddp",
         "mixed_precision": "bf16",
-        "model": {"name_or_path": "some/model"},
+        "model": {"name_or_path": "some/model", "gradient_checkpointing": "offload"},
         "data": {
             "train": {"path": "some/chats", "columns": {"messages": "talk"}},
             "holdout": 0.05,

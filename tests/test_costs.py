@@ -85,7 +85,7 @@ def test_doctor_and_plan_ask_for_the_same_memory_of_the_host_and_the_same_disk(r
     each = strategy.num_processes or 4
     machines = parse_machines(f"{each}x80GB")
     run = recipe.run.model_copy(update={"save_every_steps": None, "save_every_minutes": None})
-    recipe = recipe.model_copy(update={"run": run})  # one checkpoint, at the end
+    recipe = with_checkpointing(recipe.model_copy(update={"run": run}), "offload")  # one checkpoint, at the end
     (planned,) = forecast_all(recipe, [strategy], machines, SFT_7B).forecasts
     found = sizes(recipe, strategy, each, on_gpus=True)
     assert found is not None
@@ -101,6 +101,37 @@ def test_the_host_memory_of_an_offloaded_7b_by_hand(recipe: Recipe):
         assert 2 * total(shares(inputs), "host") == here, name
 
 
+INPUTS_BY_HAND = {
+    # Of 28 layers, 2 rows x 1,024 tokens x 3,584 in bf16 are 14.7 MB, for which torch takes 16 MiB.
+    "fsdp2": 4 * 28 * 16 * 2**20,
+    "zero3": 4 * 28 * 16 * 2**20,
+    "ddp": 4 * 28 * 32 * 2**20,  # float32 under autocast
+    "fsdp2_sp": 4 * 28 * 8 * 2**20,  # half of the tokens each
+    "tp": 4 * 28 * 32 * 2**20,  # whole hidden states on each
+    "pp": 2 * (14 * 2 + 14 * 1) * 32 * 2**20,  # the first of two stages has begun two micro-batches
+}
+
+
+@pytest.mark.parametrize("name", INPUTS_BY_HAND)
+def test_inputs_of_layers_that_wait_on_the_host_by_hand(recipe: Recipe, name: str):
+    batch = recipe.batch.model_copy(update={"global_batch_size": 64, "micro_batch_size": 2})
+    data = recipe.data.model_copy(update={"max_length": 1024})
+    recipe = recipe.model_copy(update={"batch": batch, "data": data})
+    kept, waiting = (with_checkpointing(recipe, kind) for kind in (True, "offload"))
+    model = skeleton(find_config(recipe.model)[0], recipe)
+
+    def offloaded(one: Recipe, *, on_gpus: bool = True) -> int:
+        inputs = cost_inputs(one, shipped(name), 4)
+        return machine_bytes(model, inputs, states(model, inputs), 4, hidden=3584, on_gpus=on_gpus)[1]
+
+    assert offloaded(waiting) - offloaded(kept) == INPUTS_BY_HAND[name]
+    assert offloaded(waiting, on_gpus=False) == offloaded(kept, on_gpus=False), "on a CPU they are there anyway"
+
+
+def with_checkpointing(recipe: Recipe, kind: bool | str) -> Recipe:
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"gradient_checkpointing": kind})})
+
+
 def test_a_label_asks_for_the_host_memory_and_disk_that_the_ledger_counts():
     found = 0
     for path in library.recipe_files():
@@ -109,9 +140,11 @@ def test_a_label_asks_for_the_host_memory_and_disk_that_the_ledger_counts():
             continue
         strategy = load_strategy(Path(recipe.strategy))
         inputs = cost_inputs(recipe, strategy, needs.num_gpus)
-        model = skeleton(find_config(recipe.model)[0], recipe)
+        config, _ = find_config(recipe.model)
+        model = skeleton(config, recipe)
         held = states(model, inputs)
-        host, _, disk = machine_bytes(model, inputs, held, needs.num_gpus, on_gpus=True)
+        hidden = config.get_text_config().hidden_size
+        host, _, disk = machine_bytes(model, inputs, held, needs.num_gpus, hidden=hidden, on_gpus=True)
         assert host / 1e9 <= needs.host_gb, path
         assert disk == 0 or (needs.nvme_gb is not None and disk / 1e9 <= needs.nvme_gb), path
         found += 1

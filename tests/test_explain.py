@@ -497,6 +497,7 @@ KEYS = {
     "batch.micro_batch_size=1": "speed",
     "data.packing=false": "speed",
     "model.gradient_checkpointing=false": "speed",
+    "model.gradient_checkpointing=offload": "speed",
     "model.compile=true": "rounding",
     "run.save_every_steps=50": "run",
     "data.eval=python-stdlib": "run",

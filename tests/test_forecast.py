@@ -408,3 +408,20 @@ def test_what_does_not_fit_ends_with_1(capsys):
     assert main(["plan", LLAMA, "--gpus", "1x24GB", "--strategy", "single"]) == 1
     printed = capsys.readouterr().out
     assert "Nothing fits. Nearest is single" in printed
+
+
+def test_inputs_of_layers_in_host_memory_come_before_training_less(llama):
+    """One sample of 131,072 tokens: recomputed it is too much for these GPUs, and with its inputs on the host it is
+    not."""
+    batch = llama.batch.model_copy(update={"micro_batch_size": 1})
+    data = llama.data.model_copy(update={"max_length": 131072})
+    recomputed = llama.model_copy(update={"batch": batch, "data": data})
+    found = outlook(recomputed, "8x80GB", "fsdp2")
+    assert found.forecasts[0].verdict == "does not fit"
+    assert found.suggestion == "with model.gradient_checkpointing: offload, fsdp2 fits"
+    model = recomputed.model.model_copy(update={"gradient_checkpointing": "offload"})
+    offloaded = only(recomputed.model_copy(update={"model": model}), "8x80GB", "fsdp2")
+    assert offloaded.verdict == "fits"
+    inputs = 32 * 131072 * 4096 * 2  # of its layers, in bf16
+    assert found.forecasts[0].memory.allocated - offloaded.memory.allocated == pytest.approx(inputs, rel=0.05)
+    assert offloaded.host == 8 * inputs, "a power of two already"

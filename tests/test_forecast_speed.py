@@ -17,7 +17,7 @@ from cookbook.commands.forecast.trace import ActivationTrace, Phase
 from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import load_strategy
 from cookbook.planning.costs.flops import ModelSizes, Recompute, Step, work
-from cookbook.planning.costs.traffic import host_traffic, transfers
+from cookbook.planning.costs.traffic import checkpoint_traffic, host_traffic, transfers
 from cookbook.system.hardware import parse_machines
 
 
@@ -96,6 +96,40 @@ def test_flops_by_hand():
 def test_full_recomputation_is_one_more_forward_of_the_layers_and_selective_none():
     assert work(SMALL, replace(STEP, recompute=True)).recomputed == 20 * (1600 + 480)
     assert work(SMALL, replace(STEP, recompute="selective")) == work(SMALL, STEP)
+
+
+# Of 20 tokens each of 4 processes sees 5, with tensor parallel by 2 10; each of two stages has half of the layers.
+HIDDEN_BYTES = {
+    "zero3": (SMALL, 5 * 2),
+    "ddp": (SMALL, 5 * 4),
+    "single": (FROZEN, 20 * 2),
+    "ddp_tp": (SMALL, 10 * 4),
+    "pp": (SMALL, 10 * 4 / 2),
+    "fsdp2_sp": (SMALL, 5 * 2),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN_BYTES)
+def test_inputs_of_layers_go_to_the_host_and_back_once(name: str):
+    sizes, each = HIDDEN_BYTES[name]
+    step = replace(STEP, recompute=True, offloads_checkpoints=True)
+    count = 1 if name == "single" else 4
+    assert checkpoint_traffic(shipped(name), sizes, step, count) == 2 * each * 4 * 3
+    assert checkpoint_traffic(shipped(name), sizes, replace(step, offloads_checkpoints=False), count) == 0
+
+
+def test_copies_of_the_inputs_of_layers_wait_for_the_kernels_of_the_layers():
+    machines, sizes = parse_machines("1xH100"), decoder(**LLAMA_8B)
+    step = Step(num_tokens=65536, num_labelled=65536, length=8192, recompute=True)
+    kept, offloaded = (
+        step_seconds(shipped("single"), sizes, replace(step, offloads_checkpoints=there), machines)
+        for there in (False, True)
+    )
+    moved = 2 * 4 * 4096 * 65536 * 32  # there and back, in float32 under autocast, through 32 layers
+    (part,) = (part for part in offloaded.parts if part.name == "activations to the host")
+    assert machines.gpu is not None
+    assert offloaded.low - kept.low == pytest.approx(part.low) == moved / (0.85 * machines.gpu.host_link)
+    assert offloaded.high - kept.high == pytest.approx(part.high) == moved / (0.50 * machines.gpu.host_link)
 
 
 def test_a_frozen_weight_costs_two_thirds():

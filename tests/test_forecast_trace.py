@@ -218,6 +218,34 @@ def test_activations_grow_with_tokens_and_with_layers():
     assert nine - eight == eight - seven
 
 
+def test_offloaded_inputs_of_layers_leave_the_gpu_until_their_layer_is_recomputed():
+    def phases(kind: bool | str, count: int) -> tuple:
+        settings = recipe(checkpointing=kind, precision="bf16")
+        return traced(settings, config_of(num_hidden_layers=count), autocast=False).phases
+
+    def held(found: tuple, name: str) -> int:
+        return next(one for one in found if one.name == name).held
+
+    kept, kept_of_more, gone, gone_of_more = (phases(kind, count) for kind in (True, "offload") for count in (7, 9))
+    size = ROWS * LENGTH * 192 * 2
+    for name in ("head", "head backward"):
+        assert held(kept_of_more, name) - held(kept, name) == 2 * size
+        assert held(gone_of_more, name) == held(gone, name)
+    assert held(kept, "head backward") - held(gone, "head backward") == 7 * size
+    # Plain checkpoints of a layer and of those before it lie there in its backward; of it alone only until it is
+    # computed again.
+    most, less = ({one.layer: one.peak for one in found if one.name == "backward"} for found in (kept, gone))
+    assert [most[layer] - less[layer] for layer in range(7)] == [(layer + 1) * size for layer in range(7)]
+
+
+def test_a_bound_has_offloaded_inputs_of_layers_on_the_host():
+    kept, gone = (
+        bound(config_of(), recipe(checkpointing=kind), tokens=256, tp_size=1).phases for kind in (True, "offload")
+    )
+    assert kept[-1].held == gone[-1].held + 256 * 192 * 4 == 256 * 192 * 4
+    assert {one.held for one in gone} == {0}
+
+
 def test_autocast_keeps_copies_of_float32_weights():
     settings = recipe(checkpointing=True, precision="bf16")
     found = [traced(settings, config_of(), autocast=autocast) for autocast in (True, False)]

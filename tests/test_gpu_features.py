@@ -19,6 +19,12 @@ FEATURES = {
     "muon": ("sft", {"optim.name": "muon"}, ["fsdp2_offload", "tp"], ["ddp", "fsdp2", "hsdp"]),
     "checkpointing": ("sft", PACKED | {"model.gradient_checkpointing": "true"}, ["fsdp2", "zero3"], ["ddp"]),
     "selective": ("sft", PACKED | {"model.gradient_checkpointing": "selective"}, ["ddp"], ["fsdp2"]),
+    "offload": (
+        "sft",
+        PACKED | {"model.gradient_checkpointing": "offload"},
+        ["pp", "zero3"],
+        ["ddp_sp", "fsdp1", "fsdp2_offload", "tp"],
+    ),
     "micro_batch_tokens": (
         "sft",
         PACKED | {"batch.micro_batch_tokens": "128", "batch.micro_batch_size": "null"},

@@ -71,6 +71,15 @@ def test_one_gpu_has_the_curve_of_the_cpu(gpu_lab: GpuLab, precision: str, packi
     assert_same_curve(gpu_lab.run("single", settings), gpu_lab.run("single", settings, on="cpu"), BANDS[precision])
 
 
+def test_a_gpu_has_expandable_segments_unless_the_user_chose_and_a_cpu_has_no_such_setting(gpu_lab: GpuLab):
+    settings, variable = settings_for("single", "bf16", True), "PYTORCH_CUDA_ALLOC_CONF"
+    on_gpu = gpu_lab.run("single", settings).record["hardware"]
+    chosen = gpu_lab.run("single", settings, variables={variable: "max_split_size_mb:512"}).record["hardware"]
+    on_cpu = gpu_lab.run("single", settings, on="cpu").record["hardware"]
+    assert on_gpu["allocator"] == "expandable_segments:True" and chosen["allocator"] == "max_split_size_mb:512"
+    assert "allocator" not in on_cpu
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_packed_rows_have_the_curve_of_padded_ones(gpu_lab: GpuLab, precision: str):
     padded, packed = (gpu_lab.run("single", settings_for("single", precision, packing)) for packing in (False, True))

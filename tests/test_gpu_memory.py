@@ -25,6 +25,17 @@ CELLS = [
 ]
 
 
+DEEP = {
+    "model.from_scratch.num_hidden_layers": "12",
+    "model.from_scratch.hidden_size": "256",
+    "model.from_scratch.intermediate_size": "512",
+    "data.max_length": "384",
+    "data.packing": "true",
+    "batch": "{global_batch_size: 16, micro_batch_size: 4}",
+}
+"""The inputs of many layers are a large share of the peak."""
+
+
 def run_cell(gpu_lab: GpuLab, strategy: str, adapter: str, checkpointing: str) -> GpuRun:
     settings = {"data.packing": "true", "model.gradient_checkpointing": checkpointing}
     if adapter:
@@ -42,6 +53,19 @@ def error_of(run: GpuRun) -> float:
 @pytest.mark.parametrize(("strategy", "adapter", "checkpointing"), CELLS)
 def test_a_run_takes_what_was_forecast(gpu_lab: GpuLab, strategy: str, adapter: str, checkpointing: str):
     assert abs(error_of(run_cell(gpu_lab, strategy, adapter, checkpointing))) < WITHIN
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize(("strategy", "share"), [("single", 0.1), ("fsdp2", 0.04)])
+def test_inputs_of_layers_in_host_memory_leave_the_gpu_and_change_no_bit(gpu_lab: GpuLab, strategy: str, share: float):
+    kept, gone = (
+        gpu_lab.run(strategy, DEEP | {"model.gradient_checkpointing": kind}, recipe="memory")
+        for kind in ("true", "offload")
+    )
+    assert (gone.losses, gone.norms) == (kept.losses, kept.norms)
+    assert gone.report()["waits"] == kept.report()["waits"], "copies do not stop the host"
+    assert abs(error_of(gone)) < WITHIN and abs(error_of(kept)) < WITHIN
+    assert 1 - gone.record["forecast"]["allocated"] / kept.record["forecast"]["allocated"] > share
 
 
 def test_a_forecast_of_another_run_would_be_off(gpu_lab: GpuLab):

@@ -37,6 +37,12 @@ def test_fragments_are_worth_a_word_where_they_are_a_large_share():
     assert shortage.first_sentence(FULL) == "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
+def test_expandable_segments_are_advice_only_where_a_run_has_none():
+    for settings in (None, "", "max_split_size_mb:512", "expandable_segments:False"):
+        assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in shortage.remedy(settings)
+    assert shortage.remedy("max_split_size_mb:512,expandable_segments:True") == ""
+
+
 def test_a_run_that_does_not_fit_ends_with_one_sentence(gpu_lab):
     run = gpu_lab.run("fsdp2", recipe="memory", memory=150_000_000, ends=None)
     assert 1 in run.codes and not {0, 2} & set(run.codes)

@@ -318,3 +318,14 @@ def test_this_machine_has_memory():
         assert this_machine().gpus_each == 0
     total = re.search(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     assert this_machine().host_gib == pytest.approx(int(total[1]) / 2**20, rel=0.01)
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+def test_what_the_user_configured_of_the_allocator_stays(variable: str):
+    for given in ("expandable_segments:False", ""):
+        environment = {variable: given}
+        machine.expand_segments(environment)
+        assert environment == {variable: given} and machine.allocator_settings(environment) == given
+    environment = {}
+    machine.expand_segments(environment)
+    assert environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}

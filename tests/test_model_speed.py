@@ -66,7 +66,7 @@ def backward(folder: Path, **settings: object) -> tuple[collections.Counter[str]
     return operations.counts, [nll, *(parameter.grad for parameter in model.parameters())]
 
 
-@pytest.mark.parametrize("kind", [True, "selective"])
+@pytest.mark.parametrize("kind", [True, "selective", "offload"])
 def test_checkpointing_changes_no_bit(folder: Path, kind: bool | str):
     _, expected = backward(folder)
     _, found = backward(folder, gradient_checkpointing=kind)

@@ -15,6 +15,7 @@ from cookbook.config.strategy import Strategy, load_known
 from cookbook.planning.plan import Plan, show_command
 from cookbook.system import signals, status
 from cookbook.system.hardware import this_machine
+from cookbook.system.machine import EXPANDABLE, allocator_settings
 from cookbook.system.shipped import typed
 
 NOTE_FILE = "COOKBOOK_SHORTAGE_FILE"
@@ -64,9 +65,7 @@ def end_run(
         time.sleep(REPORT_SECONDS)  # without a status yet, the first process reports, if it ran out too
     lines = [f"rank {os.environ.get('RANK', '0')}: {first_sentence(str(error))}"]
     if fragments := fragments_gib(str(error)):
-        lines.append(
-            f"{fragments:.1f} GiB lie in fragments: PYTORCH_ALLOC_CONF=expandable_segments:True may be enough."
-        )
+        lines.append(f"{fragments:.1f} GiB lie in fragments{remedy(allocator_settings())}.")
     print("\n" + "\n  ".join(lines), file=sys.stderr, flush=True)
     on_gpu = "CUDA" in str(error) or "CUBLAS" in str(error)
     is_answered = recipe.run.on_out_of_memory != "stop" and (on_gpu or not plan.num_gpus)
@@ -133,6 +132,13 @@ def fragments_gib(text: str) -> float:
         return 0.0
     allocated, unallocated = (float(found[i]) * GIB_OF[found[i + 1]] for i in (1, 3))
     return unallocated if unallocated > FRAGMENTS * (allocated + unallocated) else 0.0
+
+
+def remedy(settings: str | None) -> str:
+    """What helps against fragments beside this configuration of the allocator, as the end of a sentence."""
+    if settings is not None and EXPANDABLE in settings:
+        return ""
+    return f": PYTORCH_ALLOC_CONF={EXPANDABLE}, which a run sets unless you do, may be enough"
 
 
 def suggestion(recipe: Recipe, strategy: Strategy, plan: Plan, recipe_name: str) -> str:

@@ -119,7 +119,8 @@ def candidates(
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns on stdout
     from cookbook.commands.forecast import MAY_RUN, forecast_all
 
-    kinds = (False, "selective", True) if machines.num_gpus else (recipe.model.gradient_checkpointing,)
+    own_kind = recipe.model.gradient_checkpointing
+    kinds = tuple(dict.fromkeys((False, "selective", True, own_kind))) if machines.num_gpus else (own_kind,)
     found = []
     for kind in kinds:
         model = recipe.model.model_copy(update={"gradient_checkpointing": kind})

@@ -169,7 +169,8 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
     "strategy.zero_hpz_partition_size": _count,
     **dict.fromkeys(("run.max_steps", "schedule.warmup_steps", "~keep", "~max_rows", "~steps_per_epoch"), _limit),
     "run.num_epochs": _epochs,
-    **dict.fromkeys(("model.gradient_checkpointing", "model.compile", "model.liger_kernels"), BOOL),
+    **dict.fromkeys(("model.compile", "model.liger_kernels"), BOOL),
+    "model.gradient_checkpointing": {**BOOL, "offload": "offload"},
     **dict.fromkeys(("data.packing", "data.streaming", "run.deterministic", "run.save_first_step"), BOOL),
     **dict.fromkeys(("adapter.rslora", "strategy.offload", "strategy.reshard"), BOOL),
     **dict.fromkeys(("~peft", "~dora", "~4bit", "~8bit", "~lora_mlp"), BOOL),
@@ -196,7 +197,9 @@ _TABLES: dict[str, Any] = yaml.load(
 )
 _TEXTS: dict[str, str] = _TABLES.pop("texts")
 _DERIVED: dict[str, str] = _TABLES.pop("derived")
-ADAPTER, EVALUATION, SAVING, STRATEGY = (_TEXTS[name] for name in ("adapter", "evaluation", "saving", "strategy"))
+ADAPTER, EVALUATION, LOADER, SAVING, STRATEGY = (
+    _TEXTS[name] for name in ("adapter", "evaluation", "loader", "saving", "strategy")
+)
 
 
 def _keys_of(table: dict[str, Any]) -> dict[str, Key]:

@@ -112,15 +112,26 @@ def _one_of(section: BaseModel, first: str, second: str, hint: str = "") -> None
 UNSET = " (null unsets a key)"
 
 
-def _no_number(word: str) -> BeforeValidator:
-    """For a key that is false, true or `word`: Literal compares by ==, so it would accept 1 for true."""
+def _no_number(*words: str) -> BeforeValidator:
+    """For a key that is false, true or one of `words`: Literal compares by ==, so it would accept 1 for true."""
+    *options, last = ("false", "true", *map(repr, words))
 
     def check(value: Any) -> Any:
         if isinstance(value, int | float) and not isinstance(value, bool):
-            raise ValueError(f"is {value}; use false, true or {word!r}")
+            raise ValueError(f"is {value}; use {', '.join(options)} or {last}")
         return value
 
     return BeforeValidator(check)
+
+
+def _no_fp8(value: Any) -> Any:
+    if value == "fp8":
+        raise ValueError(
+            "is 'fp8', which is not supported: its scales span the tokens of a micro-batch, so batch.micro_batch_size"
+            " and the strategy would change the curve, and it needs a GPU of Ada, Hopper or later, on which none was"
+            " tried; use bf16"
+        )
+    return value
 
 
 class ModelSection(Section):
@@ -130,14 +141,22 @@ class ModelSection(Section):
     """Commit, tag or branch on the Hub."""
     from_scratch: ScratchModel | None = None
     """Sizes of a new model, instead of name_or_path."""
-    gradient_checkpointing: Annotated[Literal[False, True, "selective"], _no_number("selective")] = False
+    gradient_checkpointing: Annotated[
+        Literal[False, True, "selective", "offload"], _no_number("selective", "offload")
+    ] = False
     """true recomputes each layer in the backward pass: less memory, about a third more compute. `selective` keeps the
-    outputs of matrix products and attention, and recomputes only the cheap operations between them."""
+    outputs of matrix products and attention, and recomputes only the cheap operations between them. `offload` is true,
+    with the inputs of the layers in host memory until then; on a CPU they are there anyway."""
     compile: bool = False
     """torch.compile for each layer. Changes speed and the last bits, and takes seconds to minutes at the start."""
     liger_kernels: bool = False
     """Use Liger's fused Triton kernels for norms, rotary embedding and MLP; needs `pip install liger-kernel`. Skipped,
     with a note, on a machine without a GPU. On an H100 a run with them failed (docs/on_gpu.md)."""
+
+    @property
+    def recompute(self) -> Literal[False, True, "selective"]:
+        """What the backward pass computes again: true is whole layers."""
+        return True if self.gradient_checkpointing == "offload" else self.gradient_checkpointing
 
     @model_validator(mode="after")
     def _one_model(self):
@@ -465,7 +484,7 @@ class Recipe(Section):
     strategy: Annotated[PathText, AfterValidator(lambda name: str(strategy_path(name)))]
     """A name in accelerate_configs/ such as zero3, or the path of an accelerate YAML. `accelerate launch --config_file`
     overrides it, and the run logs that."""
-    mixed_precision: Literal["no", "bf16", "fp16"] = "bf16"
+    mixed_precision: Annotated[Literal["no", "bf16", "fp16"], BeforeValidator(_no_fp8)] = "bf16"
     """'no' is float32; fp16 uses loss scaling and needs a GPU."""
     loss_scale: LossScaleSection | None = None
     """Of fp16 only."""
@@ -741,6 +760,7 @@ OWNED_ELSEWHERE = {
     "gradient_clipping": "write optim.max_grad_norm",
     "deepspeed": "name an accelerate YAML in `strategy`; it names its DeepSpeed JSON",
     "fsdp": "name an accelerate YAML in `strategy`",
+    **dict.fromkeys(("workers", "num_workers", "pin_memory", "prefetch_factor"), foreign.LOADER),
 }
 """Keys that belong into other files, and those of other projects, with what to write instead."""
 

@@ -101,6 +101,15 @@ OF_KEYS: tuple[Combination, ...] = (
         way_out="accelerate_configs/fsdp2.yaml or fsdp2_offload.yaml",
     ),
     Combination(
+        what="model.gradient_checkpointing: offload with model.compile",
+        clashes=lambda recipe, strategy, num_gpus: (
+            recipe.model.gradient_checkpointing == "offload" and recipe.model.compile
+        ),
+        why="the checkpoint is a part of the compiled layer, and moving its input inside of one has not been tried",
+        seen="torch 2.13, transformers 5.23",
+        way_out="model.compile: false, or model.gradient_checkpointing: true",
+    ),
+    Combination(
         what="model.compile with sequence parallel",
         clashes=lambda recipe, strategy, num_gpus: recipe.model.compile and strategy.sp_size > 1,
         why="the exchange between tokens and heads lies inside each layer, and compiling it has not been tried",

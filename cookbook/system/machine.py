@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from cookbook.system.gpus import VARIABLE, read_driver, visible_gpus
@@ -27,6 +28,25 @@ def num_gpus() -> int:
     if os.environ.get(VARIABLE, "all").strip() in ("", "-1"):  # without asking the driver
         return 0
     return len(visible_gpus(read_driver().gpus))
+
+
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""As torch 2.13 reads them: the first that is set counts (c10/cuda/CUDAAllocatorConfig.h). Before 2.9 it did not know
+the last."""
+EXPANDABLE = "expandable_segments:True"
+
+
+def expand_segments(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let torch's CUDA allocator grow its segments, which leaves few fragments; not where a variable of the user
+    configures it. For runs on GPUs, before torch is imported.
+    """
+    if allocator_settings(environment) is None:
+        environment[ALLOCATOR_VARIABLES[-1]] = EXPANDABLE
+
+
+def allocator_settings(environment: Mapping[str, str] = os.environ) -> str | None:
+    """What torch's CUDA allocator is configured with; None for its defaults."""
+    return next((environment[name] for name in ALLOCATOR_VARIABLES if name in environment), None)
 
 
 def torch_cuda() -> str | None:

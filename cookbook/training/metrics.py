@@ -21,6 +21,7 @@ import torch
 from cookbook.planning import simulated_gpus
 from cookbook.planning.costs.flops import ModelSizes, Step, work
 from cookbook.system.hardware import GIB, peak_flops
+from cookbook.system.machine import allocator_settings
 from cookbook.system.monitor import Monitor
 from cookbook.system.records import replace_file
 from cookbook.system.screen import Screen
@@ -328,6 +329,7 @@ def environment_record(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         name, count = torch.cuda.get_device_name(device), torch.cuda.device_count()
         hardware |= {"gpu": name, "gpus": count, "cuda": torch.version.cuda, "simulated": simulated_gpus.is_active()}
+        hardware["allocator"] = allocator_settings()
     versions: dict[str, str | None] = {"python": platform.python_version()} | dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):

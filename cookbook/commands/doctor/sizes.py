@@ -38,8 +38,11 @@ def sizes(recipe: Recipe, strategy: Strategy, local: int, *, on_gpus: bool) -> S
     local = num_processes // strategy.num_machines
     inputs = cost_inputs(recipe, strategy, num_processes, num_local=local)
     found = states(skeleton, inputs)
-    host, offloaded, nvme = machine_bytes(skeleton, inputs, found, local, on_gpus=on_gpus)
+    host, offloaded, nvme = machine_bytes(
+        skeleton, inputs, found, local, hidden=known["config"]["hidden_size"], on_gpus=on_gpus
+    )
     billions = f"{count / 1e9:.2f} billion parameters"
+    waiting = " and inputs of layers" * (on_gpus and inputs.offloads_checkpoints)
 
     def why(where: Where) -> str:
         return f"{billions} x {local * total(shares(inputs), where):g} bytes, and buffers"
@@ -50,7 +53,7 @@ def sizes(recipe: Recipe, strategy: Strategy, local: int, *, on_gpus: bool) -> S
     checkpoint = checkpoint_bytes(skeleton, recipe)
     return Sizes(
         host=host,
-        host_why=why("host") if offloaded == host else f"to read {billions}",
+        host_why=why("host") + waiting if offloaded == host else f"to read {billions}",
         nvme=nvme,
         nvme_why=why("disk"),
         disk=kept * checkpoint + inputs.low_bytes * count,

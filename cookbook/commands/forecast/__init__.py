@@ -17,7 +17,15 @@ from cookbook.commands.forecast.trace import trace as trace_pass
 from cookbook.config.recipe import AdapterSection, BatchSection, Recipe
 from cookbook.config.strategy import Strategy
 from cookbook.planning.costs.flops import Step, sizes_of
-from cookbook.planning.costs.inputs import CostInputs, Skeleton, cost_inputs, stage_layers, stage_of
+from cookbook.planning.costs.inputs import (
+    CostInputs,
+    Skeleton,
+    cost_inputs,
+    hidden_bytes,
+    micro_batch_of,
+    stage_layers,
+    stage_of,
+)
 from cookbook.planning.costs.loading import loading as loading_of
 from cookbook.planning.costs.loading import machine_bytes
 from cookbook.planning.costs.memory import States, checkpoint_bytes
@@ -106,7 +114,7 @@ def forecast_all(
     config, origin = find_config(recipe.model)
     if problem := not_served(config):
         raise RecipeError(f"model.name_or_path is {recipe.model.name_or_path!r}: {problem}")
-    traces = TraceCache(config, recipe)
+    traces = TraceCache(config, recipe if machines.gpus_each else _on_cpu(recipe))
     found = [forecast(traces, strategy, machines, recipe_name, limits=limits) for strategy in strategies]
     ranked = sorted(found, key=_rank)
     nothing_fits = ranked[0].verdict == "does not fit"
@@ -122,6 +130,12 @@ def forecast_all(
         num_parameters=traces.sizes.num_parameters,
         num_trained=traces.sizes.num_trained,
     )
+
+
+def _on_cpu(recipe: Recipe) -> Recipe:
+    """There what goes to host memory on GPUs stays where it is."""
+    kind = recipe.model.recompute
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"gradient_checkpointing": kind})})
 
 
 def rung_below(
@@ -270,16 +284,6 @@ def _of_heaviest(found: Skeleton, inputs: CostInputs) -> States:
     return max((states_of(found, inputs, rank) for rank in ranks), key=lambda one: one.gpu.total)
 
 
-def micro_batch_of(recipe: Recipe) -> int:
-    """Number of samples of data.max_length in a forward."""
-    batch = recipe.batch
-    if batch.micro_batch_size is not None:
-        return batch.micro_batch_size
-    assert batch.micro_batch_tokens is not None
-    of_a_sample = recipe.data.max_length * len(recipe.objective.sequences)
-    return max(1, batch.micro_batch_tokens // of_a_sample)
-
-
 def forecast(
     traces: TraceCache, strategy: Strategy, machines: Machines, recipe_name: str, *, limits: bool = True
 ) -> Forecast:
@@ -310,7 +314,8 @@ def forecast(
 
     memory = memory_of(traces.work(strategy, micro_batch_of(recipe)))
     local = min(count, each)
-    host, offloaded, disk = machine_bytes(found, inputs, held, local, on_gpus=machines.gpus_each > 0)
+    hidden, on_gpus = traces.sizes.hidden, machines.gpus_each > 0
+    host, offloaded, disk = machine_bytes(found, inputs, held, local, hidden=hidden, on_gpus=on_gpus)
     verdict, why, shortage = _verdict(memory, host, disk, machines, offloaded=offloaded)
     largest = longest = None
     if limits and machines.usable_gib is not None and held.gpu.total < machines.usable_gib * GIB:
@@ -368,7 +373,8 @@ def _step_time(
         num_labelled=share * tokens_of_step(recipe),
         length=share * recipe.data.max_length,
         micro_batches=plan.gradient_accumulation_steps,
-        recompute=recipe.model.gradient_checkpointing,
+        recompute=recipe.model.recompute,
+        offloads_checkpoints=recipe.model.gradient_checkpointing == "offload",
         precision=recipe.mixed_precision,
         is_compiled=recipe.model.compile,
     )
@@ -421,8 +427,8 @@ def _stage_memory(
     held = states_of(traces.skeleton, inputs, stage * plan.num_processes // num_stages)
     begun, is_last = min(count, num_stages - stage), stage == num_stages - 1
     tokens = micro_batch_of(recipe) * len(recipe.objective.sequences) * recipe.data.max_length
-    is_full = recipe.adapter is None and strategy.fsdp is None
-    message = tokens * traces.sizes.hidden * (4 if is_full else inputs.low_bytes)
+    message = tokens * traces.sizes.hidden
+    message *= hidden_bytes(strategy, recipe.mixed_precision, is_full=recipe.adapter is None)
     start = loading_of(skeleton, inputs, held, local=1)
 
     def at(num_waiting: int, *, accumulates: bool) -> Memory:
@@ -523,8 +529,8 @@ def _rank(one: Forecast) -> tuple:
 def _suggestion(
     traces: TraceCache, strategies: Sequence[Strategy], others: Sequence[Strategy], machines: Machines, recipe_name: str
 ) -> str | None:
-    """The first change that makes something fit: another strategy, a smaller micro-batch, recomputation, both, an
-    adapter."""
+    """The first change that makes something fit: another strategy, a smaller micro-batch, recomputation, both, its
+    inputs in host memory, an adapter."""
     recipe, verdicts = traces.recipe, ("fits", *UNKNOWN)
     known = {strategy.path for strategy in strategies}
     new = [strategy for strategy in others if strategy.path not in known]
@@ -536,10 +542,14 @@ def _suggestion(
     ladder: list[tuple[str, dict[str, Any]]] = []
     if micro_batch_of(recipe) > 1:
         ladder.append(("batch.micro_batch_size: 1", {"batch": small}))
-    if recipe.model.gradient_checkpointing is not True:
+    if recipe.model.recompute is not True:
         both = {"batch": small, "model": saved}
         ladder.append(("model.gradient_checkpointing: true", {"model": saved}))
         ladder.append(("batch.micro_batch_size: 1 and model.gradient_checkpointing: true", both))
+    if recipe.model.gradient_checkpointing != "offload" and not recipe.model.compile:
+        hosted = recipe.model.model_copy(update={"gradient_checkpointing": "offload"})
+        words = "batch.micro_batch_size: 1 and " * (micro_batch_of(recipe) > 1)
+        ladder.append((f"{words}model.gradient_checkpointing: offload", {"batch": small, "model": hosted}))
     if recipe.adapter is None:
         for name in ("lora", "qlora"):
             less = {"adapter": AdapterSection(name=name), "batch": small, "model": saved}

@@ -40,6 +40,7 @@ def in_words(report: PlanReport, recipe_name: str, *, num_samples: int | None, p
     ]
     step = describe_batch(recipe, best.plan) if best.plan else f"{recipe.batch.global_batch_size} sequences"
     kept = {True: "recomputed", "selective": "recomputed but for products", False: "kept"}
+    kept["offload"] = "recomputed from inputs in host memory"
     model = f"{report.model}, {counts[0]} parameters ({counts[1]} trained); structure from {report.origin}"
     most = f"at most {tokens_of_step(recipe):,} tokens; activations {kept[recipe.model.gradient_checkpointing]}"
     notes = (("note", note) for note in machines.notes)

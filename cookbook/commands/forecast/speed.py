@@ -11,7 +11,14 @@ from typing import Any
 from cookbook.commands.forecast.trace import ActivationTrace
 from cookbook.config.strategy import Strategy
 from cookbook.planning.costs.flops import ModelSizes, Precision, Step, work
-from cookbook.planning.costs.traffic import ADAMW_BYTES, HostTraffic, Transfer, host_traffic, transfers
+from cookbook.planning.costs.traffic import (
+    ADAMW_BYTES,
+    HostTraffic,
+    Transfer,
+    checkpoint_traffic,
+    host_traffic,
+    transfers,
+)
 from cookbook.system.hardware import DISK_READ, DISK_WRITE, Gpu, Machines
 
 EFFICIENCY = {
@@ -171,6 +178,7 @@ def step_seconds(
         *_links(messages, machines, gpu, gpus_each),
         _update(strategy, sizes, count, host, gpu),
         *_offload(host, gpu),
+        _checkpoints(checkpoint_traffic(strategy, sizes, step, count), gpu),
     ]
     return combined(parts)
 
@@ -262,6 +270,14 @@ def _update(strategy: Strategy, sizes: ModelSizes, count: int, host: HostTraffic
     return Portion(
         name="update", low=moved / (best * gpu.bandwidth), high=moved / (worst * gpu.bandwidth), overlaps=False
     )
+
+
+def _checkpoints(num_bytes: float, gpu: Gpu) -> Portion:
+    """Copies of the inputs of layers, one after another with the layers' kernels (transformers 5.23, modeling_utils.py,
+    activation_checkpointing_enable)."""
+    worst, best = HOST_SHARE
+    low, high = num_bytes / (best * gpu.host_link), num_bytes / (worst * gpu.host_link)
+    return Portion(name="activations to the host", low=low, high=high, is_kernel=True)
 
 
 def _offload(host: HostTraffic, gpu: Gpu) -> list[Portion]:

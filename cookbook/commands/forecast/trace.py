@@ -195,7 +195,8 @@ def trace(
             cast = low if (autocast or fsdp) and is_low else None
             unit = low if fsdp == 2 and is_low else None
             with _linear_of_zero3() if is_zero3 else nullcontext():
-                phases = _trace_phases(model, rows, length, num_targets, cast, unit, fsdp == 1, compiling)
+                offloads = recipe.model.gradient_checkpointing == "offload"
+                phases = _trace_phases(model, rows, length, num_targets, cast, unit, fsdp == 1, compiling, offloads)
             break
         except Exception as error:  # a model's code may fail in any way without data
             is_slow = isinstance(error, TimeoutError) and compiling is None
@@ -226,7 +227,7 @@ def bound(config: PreTrainedConfig, recipe: Recipe, *, tokens: int, tp_size: int
         # Dropout keeps the masked input and the mask of each linear layer; a gated layer has seven.
         inputs = 6 * text.hidden_size + (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
         layer += (size + 1) * tokens * inputs // tp_size
-    kept = size * tokens * text.hidden_size if recipe.model.gradient_checkpointing is True else layer
+    kept = {True: size * tokens * text.hidden_size, "offload": 0}.get(recipe.model.gradient_checkpointing, layer)
     layers = range(text.num_hidden_layers)
     head = (size + 8) * min(tokens * text.vocab_size // tp_size, LOGITS_BUDGET)
     phases = (
@@ -297,7 +298,7 @@ def _fake_model(
                 multiply_in_4_bits(model)
     model.config.use_cache = False
     if recipe.model.gradient_checkpointing:
-        save_activations(model, selective=recipe.model.gradient_checkpointing == "selective")
+        save_activations(model, selective=recipe.model.recompute == "selective")
     add_loss(model)
     return model.train()
 
@@ -561,12 +562,15 @@ def _trace_phases(
     unit: torch.dtype | None,
     is_flat: bool,
     compiling: Callable[..., None] | None,
+    offloads: bool,
 ) -> list[Phase]:
     fake = FakeTensorMode()
     _fake_in_place(model, fake)
     ledger = _Ledger(tensor for tensor in (*model.parameters(), *model.buffers()))
     if compiling is not None:
         compiling(model, uncounted=ledger.uncounted)
+    if offloads:
+        _offload_checkpoints(model, ledger)
     _mark_layers(model, ledger, unit)
     if unit is not None:
         _cast_at_ends(model, unit)
@@ -638,6 +642,22 @@ def _fake_in_place(model: torch.nn.Module, mode: FakeTensorMode) -> None:
                         new = torch.nn.Parameter(new, requires_grad=tensor.requires_grad)
                     made[id(tensor)] = tensor, new  # keeping the old one alive keeps its id unique
                 owner[name] = made[id(tensor)][1]
+
+
+def _offload_checkpoints(model: PreTrainedModel, ledger: _Ledger) -> None:
+    """Takes the inputs of checkpoints off the GPU until they are unpacked, as `save_on_cpu` does in a run."""
+
+    def to_host(tensor: torch.Tensor) -> torch.Tensor:
+        with ledger.uncounted():
+            return tensor.clone()
+
+    def offloaded(checkpoint: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(to_host, torch.Tensor.clone):
+            return checkpoint(*args, **kwargs)
+
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer._gradient_checkpointing_func = partial(offloaded, layer._gradient_checkpointing_func)
 
 
 def _mark_layers(model: PreTrainedModel, ledger: _Ledger, unit: torch.dtype | None) -> None:

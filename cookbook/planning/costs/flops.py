@@ -106,6 +106,8 @@ class Step:
     micro_batches: int = 1
     """Per process."""
     recompute: Recompute = False
+    offloads_checkpoints: bool = False
+    """Whether the inputs of layers go to host memory and back."""
     precision: Precision = "bf16"
     is_compiled: bool = False
     """Whether the decoder layers are compiled."""

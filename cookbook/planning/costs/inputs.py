@@ -125,6 +125,10 @@ class CostInputs:
     optim: Optimizer = field(default_factory=lambda: AdamW(learning_rate=1.0))
     adapter: AdapterSection | None = None
     """None: all weights are trained."""
+    num_tokens: int = 0
+    """Of a micro-batch of full length, on each process."""
+    offloads_checkpoints: bool = False
+    """Whether GPUs keep the inputs of layers in host memory (`model.gradient_checkpointing: offload`)."""
 
     @property
     def low_bytes(self) -> int:
@@ -146,6 +150,27 @@ class CostInputs:
         return self.num_processes // self.strategy.dp_replicate_size
 
 
+def hidden_bytes(strategy: Strategy, precision: str, *, is_full: bool) -> int:
+    """Bytes of a number of the hidden states between layers: float32 under autocast, which adds up there what float32
+    weights return; that of the frozen weights beside an adapter; that of the forward under FSDP and ZeRO.
+
+    Args:
+        is_full: whether all weights are trained.
+    """
+    has_autocast = strategy.kind in ("single", "ddp", "tp", "pp") and strategy.fsdp is None
+    return 4 if precision == "no" or (has_autocast and is_full) else 2
+
+
+def micro_batch_of(recipe: Recipe) -> int:
+    """Number of samples of data.max_length in a forward."""
+    batch = recipe.batch
+    if batch.micro_batch_size is not None:
+        return batch.micro_batch_size
+    assert batch.micro_batch_tokens is not None
+    of_a_sample = recipe.data.max_length * len(recipe.objective.sequences)
+    return max(1, batch.micro_batch_tokens // of_a_sample)
+
+
 def cost_inputs(recipe: Recipe, strategy: Strategy, num_processes: int, *, num_local: int | None = None) -> CostInputs:
     """The cost inputs of a run; `num_local`: see `CostInputs`."""
     batch = recipe.batch
@@ -160,4 +185,8 @@ def cost_inputs(recipe: Recipe, strategy: Strategy, num_processes: int, *, num_l
         mixed_precision=recipe.mixed_precision,
         optim=recipe.optim,
         adapter=recipe.adapter,
+        num_tokens=micro_batch_of(recipe)
+        * len(recipe.objective.sequences)
+        * math.ceil(recipe.data.max_length / strategy.sp_size),
+        offloads_checkpoints=recipe.model.gradient_checkpointing == "offload",
     )

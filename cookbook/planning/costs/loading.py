@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from cookbook.planning.costs.inputs import CostInputs, Skeleton
+from cookbook.planning.costs.inputs import CostInputs, Skeleton, hidden_bytes, stage_layers
 from cookbook.planning.costs.memory import FLOAT32, States, constants, resident
 
 BROADCAST_BUCKETS = 2 * 250 * 2**20
@@ -54,13 +54,42 @@ def _as_read(skeleton: Skeleton, inputs: CostInputs) -> int:
     return resident(skeleton.weights, inputs) + constants(skeleton)
 
 
+def checkpoints_on_host(inputs: CostInputs, num_layers: int, hidden: int, local: int) -> int:
+    """Bytes of a machine's pinned memory for the inputs of layers, which wait there for the backward; 0 if they stay on
+    the GPU.
+
+    torch rounds each block up to a power of two (ATen/core/CachingHostAllocator.h). A stage of a pipeline has begun as
+    many micro-batches as stages are left, at most.
+    """
+    if not inputs.offloads_checkpoints:
+        return 0
+    each = (
+        inputs.num_tokens
+        * hidden
+        * hidden_bytes(inputs.strategy, inputs.mixed_precision, is_full=inputs.adapter is None)
+    )
+    block, stages = 1 << (each - 1).bit_length(), inputs.strategy.pp_size
+
+    def of_rank(rank: int) -> int:
+        stage = rank * stages // inputs.num_processes
+        num_begun = min(inputs.accumulation, stages - stage)
+        return len(stage_layers(num_layers, stage, stages)) * num_begun * block
+
+    return sum(map(of_rank, range(local)))
+
+
 def machine_bytes(
-    skeleton: Skeleton, inputs: CostInputs, states: States, local: int, *, on_gpus: bool
+    skeleton: Skeleton, inputs: CostInputs, states: States, local: int, *, hidden: int, on_gpus: bool
 ) -> tuple[int, int, int]:
     """Bytes of a machine with `local` processes: host memory, the offloaded part of it, and disk.
 
-    Host memory is the maximum of offloaded state and the start of the run on GPUs.
+    Host memory is the maximum of what is offloaded and the start of the run on GPUs.
+
+    Args:
+        hidden: width of the hidden states.
     """
     offloaded = states.host.total * local
+    if on_gpus:
+        offloaded += checkpoints_on_host(inputs, skeleton.num_layers, hidden, local)
     start = loading(skeleton, inputs, states, local).host if on_gpus else 0
     return max(offloaded, start), offloaded, states.disk.total * local

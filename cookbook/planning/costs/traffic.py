@@ -5,6 +5,7 @@ from typing import Literal
 
 from cookbook.config.strategy import Strategy
 from cookbook.planning.costs.flops import ModelSizes, Step
+from cookbook.planning.costs.inputs import hidden_bytes
 
 ADAMW_BYTES = 28
 """AdamW in float32 reads weight, gradient and two moments, and writes all but the gradient."""
@@ -165,8 +166,8 @@ def _pp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_process
     after the last micro-batch; shards of one are gathered and reduced as under FSDP2 alone.
     """
     copies = num_processes // strategy.pp_size
-    is_full = step.precision == "no" or (strategy.fsdp is None and sizes.num_trained == sizes.num_parameters)
-    each = (4 if is_full else 2) * sizes.hidden
+    is_full = sizes.num_trained == sizes.num_parameters
+    each = hidden_bytes(strategy, step.precision, is_full=is_full) * sizes.hidden
     sent = _repeated("hidden states", "send", 2 * each * step.num_tokens / copies, strategy.pp_size, stride=copies)
     found = [replace(sent, times=2 * step.micro_batches)]
     if strategy.fsdp is not None:
@@ -175,6 +176,16 @@ def _pp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_process
     elif copies > 1:
         found.append(_repeated("gradients", "all-reduce", 4 * sizes.num_trained / strategy.pp_size, copies))
     return found
+
+
+def checkpoint_traffic(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int) -> float:
+    """Bytes of the inputs of layers that each process sends to its host in a step, and reads back."""
+    if not step.offloads_checkpoints:
+        return 0.0
+    is_full = sizes.num_trained == sizes.num_parameters
+    each = hidden_bytes(strategy, step.precision, is_full=is_full) * sizes.hidden
+    tokens = step.num_tokens * strategy.tp_size * strategy.pp_size / num_processes
+    return 2 * each * tokens * sizes.num_layers / strategy.pp_size
 
 
 @dataclass(frozen=True, kw_only=True)

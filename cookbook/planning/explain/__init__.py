@@ -206,9 +206,10 @@ def _what(recipe: Recipe, document: Document) -> Section:
     else:
         text = {True: "packed", False: "padded", "auto": "packed, if its architecture can be"}[data.packing]
         found["rows"] = of(data.packing, text, "data.packing")
-    what = "all" if model.gradient_checkpointing is True else "what is cheap"
+    what = "all" if model.recompute is True else "what is cheap"
+    where = ", from inputs in host memory" if model.gradient_checkpointing == "offload" else ""
     layers = {
-        "gradient_checkpointing": f"{what} computed again in the backward pass",
+        "gradient_checkpointing": f"{what} computed again in the backward pass{where}",
         "compile": "compiled",
         "liger_kernels": "Liger kernels",
     }

@@ -205,7 +205,8 @@ def load_model(
     if settings.liger_kernels:
         patch_kernels(model)
     if settings.gradient_checkpointing:
-        save_activations(model, selective=settings.gradient_checkpointing == "selective")
+        offload = settings.gradient_checkpointing == "offload" and torch.cuda.is_available()
+        save_activations(model, selective=settings.recompute == "selective", offload=offload)
     if settings.compile:
         compile_layers(model)
     add_loss(model, sequence_mesh)

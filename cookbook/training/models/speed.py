@@ -15,14 +15,19 @@ from cookbook.system.files import RecipeError
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "_scaled_mm"}
 
 
-def save_activations(model: PreTrainedModel, *, selective: bool) -> None:
-    """Recompute each layer in the backward pass; `selective`: all but matrix products and attention."""
+def save_activations(model: PreTrainedModel, *, selective: bool, offload: bool = False) -> None:
+    """Recompute each layer in the backward pass.
+
+    Args:
+        selective: all but matrix products and attention.
+        offload: keep the inputs of layers on the GPU in pinned host memory until then.
+    """
     options: dict[str, Any] = {"use_reentrant": False}
     if selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     # transformers 5.23 renamed the method.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable(options)
+    enable(options, **({"offload": True} if offload else {}))
 
 
 def is_saved(operation: str) -> bool:
