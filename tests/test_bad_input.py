@@ -259,6 +259,11 @@ RECIPE_MISTAKES = {
         "loss_scale: {window: 10}\nseed: 42",
         "4: loss_scale: would be ignored with mixed_precision no; ...",
     ),
+    "gradients in fp16 without a loss scale": (
+        "  weight_decay: 0.1",
+        "  gradient_dtype: fp16",
+        "24: optim.gradient_dtype is fp16 with mixed_precision no: small gradients would be 0 ...",
+    ),
     "precision in capitals": ("'no'", "BF16", r"3: mixed_precision is 'BF16'; ... (did you mean 'bf16'?)"),
     "accumulation": (
         "seed: 42",

@@ -54,6 +54,7 @@ OWNED_BY_THE_RECIPE = {
     "use_cpu": "a run uses all visible GPUs, else the CPU; with this key accelerate would train plain DDP instead",
     "dynamo_config": "not supported",
     "fp8_config": "not supported",
+    "comm_hook": "the recipe owns it (optim.gradient_dtype)",
     "fsdp_state_dict_type": "checkpoints have one format under every strategy",
 }
 

@@ -345,6 +345,7 @@ def _step_time(traces: TraceCache, strategy: Strategy, plan: Plan, machines: Mac
         micro_batches=plan.gradient_accumulation_steps,
         recompute=recipe.model.gradient_checkpointing,
         precision=recipe.mixed_precision,
+        gradient_dtype=recipe.optim.gradient_dtype,
         is_compiled=recipe.model.compile,
     )
     work = None if step.is_compiled else traces.work(strategy, micro_batch_of(recipe))

@@ -107,6 +107,8 @@ class Step:
     """Per process."""
     recompute: Recompute = False
     precision: Precision = "bf16"
+    gradient_dtype: Literal["bf16", "fp16"] | None = None
+    """Of exchanged gradients, if the recipe writes it."""
     is_compiled: bool = False
     """Whether the decoder layers are compiled."""
 

@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,6 +27,12 @@ class Ddp(Engine):
         start_processes(self.timeout, as_gpus=False)
         ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
         return super()._start(on_cpu=on_cpu, kwargs_handlers=[ddp])
+
+    def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        wrapped, optimizer = super()._wrap(model, optimizer)
+        if self.gradient_dtype is not None and isinstance(wrapped, DistributedDataParallel):
+            wrapped.register_comm_hook(self.gradient_dtype, _exchange)
+        return wrapped, optimizer
 
     @property
     def _is_wrapped(self) -> bool:
@@ -58,3 +66,16 @@ class Ddp(Engine):
         if self._is_wrapped:
             asked = {"gradient_as_bucket_view": True, "broadcast_buffers": False, "find_unused_parameters": False}
             yield "DDP", asked, {name: getattr(self.model, name) for name in asked}
+            dtypes = [dtype for _, dtype in self.model._comm_hooks]
+            yield "dtypes of exchanged gradients", [self.gradient_dtype] if self.gradient_dtype else [], dtypes
+
+
+def _exchange(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket, the sums over micro-batches in float32, over the ranks in `dtype`. As torch's own hooks
+    (ddp_comm_hooks/default_hooks.py), of which torch 2.13 refuses bf16_compress_hook without NCCL.
+    """
+    gradients = bucket.buffer()
+    sent = gradients.to(dtype).div_(dist.get_world_size())
+    work = dist.all_reduce(sent, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
