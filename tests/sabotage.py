@@ -429,6 +429,21 @@ def bytes_on_the_wire() -> None:
     Engine.begin_step = begin_step
 
 
+def sizes_of_buckets() -> None:
+    """No mistake: in step 3, when DDP has made its buckets again, it says how large they are."""
+    from cookbook.training.engine import Engine
+
+    right = Engine.begin_step
+
+    def begin_step(self, number, seed):
+        if number == 3 and self.is_main:
+            buckets = self.model.reducer._get_zeros_like_grad_buckets()
+            print("BUCKETS", *[bucket.buffer().numel() for bucket in buckets], flush=True)
+        return right(self, number, seed)
+
+    Engine.begin_step = begin_step
+
+
 def exchange_left_in_float32() -> None:
     """DDP has no hook."""
     from torch.nn.parallel import DistributedDataParallel

@@ -510,6 +510,20 @@ STRATEGY_MISTAKES = {
         "  fsdp_version: 2\n  fsdp_version: 2",
         r":5: fsdp_config.fsdp_version: given twice (first in line 4); ...",
     ),
+    "buckets of DDP in a strategy without it": (
+        "pp",
+        YAML,
+        "  parallelism_config_pp_size: 2",
+        "  parallelism_config_pp_size: 2\n  parallelism_config_ddp_bucket_cap_mb: 50",
+        ":5: parallelism_config.parallelism_config_ddp_bucket_cap_mb: would be ignored: ...",
+    ),
+    "a static graph for DDP": (
+        "ddp_sp",
+        YAML,
+        "  parallelism_config_sp_size: 2",
+        "  parallelism_config_sp_size: 2\n  static_graph: true",
+        ":5: parallelism_config.static_graph: does not belong here; not supported: torch 2.13 fails with it ...",
+    ),
     "precision": (
         "ddp",
         YAML,

@@ -1,4 +1,5 @@
-"""optim.gradient_dtype: gradients cross processes in 16 bits under every engine, in a band, for half the bytes.
+"""optim.gradient_dtype: gradients cross processes in 16 bits under every engine, in a band, for half the bytes; and DDP
+has the buckets of its file.
 
 What is sent is counted by the kernel, in the sockets of each process. Run alone:
 python -m pytest -q -m "slow or not slow" tests/test_gradient_exchange.py
@@ -12,8 +13,9 @@ import pytest
 from cookbook.config.strategy import load_strategy
 from cookbook.planning.costs.flops import ModelSizes, Step
 from cookbook.planning.costs.traffic import transfers
-from tests.curves import ROOT, SGD, Curve, Lab, distance, processes_of
+from tests.curves import ADAMW, ROOT, SGD, Curve, Lab, distance, processes_of
 from tests.gpu_runs import GpuLab
+from tests.test_equivalence import ADAMW_LOSS, ADAMW_NORM, NVME_MODEL
 from tests.test_gpu_matrix import BANDS, assert_same_curve
 
 # 20 steps of SGD, measured: see docs/equivalence.md. Below ROUNDED nothing was rounded: that is the limit of float32.
@@ -114,3 +116,19 @@ def test_an_overflow_of_the_exchange_skips_the_step_and_halves_the_scale(gpu_lab
     assert (rounded[first]["loss_scale"], rounded[first + 1]["loss_scale"]) == (scale, scale / 2)
     assert rounded[first]["grad_norm"] is None and whole[first]["grad_norm"] is not None
     assert rounded[-1]["grad_norm"] is not None
+
+
+def test_buckets_have_the_size_of_the_strategys_file(lab: Lab):
+    """And the curve stays. By default the first bucket is smaller; accelerate launches both files."""
+    file, key = lab.folder / "buckets.yaml", "parallelism_config_ddp_bucket_cap_mb"
+    text = (ROOT / "accelerate_configs/ddp.yaml").read_text()
+    file.write_text(f"{text}parallelism_config: {{{key}: 50}}\n")
+    settings, sizes = ADAMW | NVME_MODEL, {}
+    for name in (str(file), "ddp"):
+        curve = lab.run(name, settings, processes=2, launched=True, sabotage="sizes_of_buckets")
+        (printed,) = re.findall(r"BUCKETS (.*)", (curve.folder / "output.txt").read_text())
+        sizes[name] = printed.split()
+        found = distance(curve, lab.run("single", settings))
+        assert found.loss < ADAMW_LOSS and found.norm < ADAMW_NORM, found
+    print(sizes)
+    assert [len(found) for found in sizes.values()] == [1, 2]

@@ -14,6 +14,9 @@ from cookbook.training.engine.base import Engine, in_words
 from cookbook.training.engine.findings import Comparison, is_sharded
 from cookbook.training.engine.start import start_processes
 
+TORCHS_BUCKET_MIB = 25
+"""Its default, with which it makes the first bucket smaller."""
+
 
 class Single(Engine):
     def _findings(self) -> Iterator[Comparison]:
@@ -25,8 +28,14 @@ class Single(Engine):
 class Ddp(Engine):
     def _start(self, *, on_cpu: bool, **options: Any) -> Accelerator:
         start_processes(self.timeout, as_gpus=False)
-        ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
+        ddp = DistributedDataParallelKwargs(**self._options)
         return super()._start(on_cpu=on_cpu, kwargs_handlers=[ddp])
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """Of DDP. Gradients are views of its buckets, which saves a copy of them."""
+        options = {"gradient_as_bucket_view": True, "broadcast_buffers": False, "find_unused_parameters": False}
+        return {**options, "bucket_cap_mb": self.strategy.bucket_cap_mb or TORCHS_BUCKET_MIB}
 
     def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         wrapped, optimizer = super()._wrap(model, optimizer)
@@ -64,8 +73,9 @@ class Ddp(Engine):
         yield "wrapper", self._is_wrapped or self.plan.num_processes > 1, self._is_wrapped
         yield "sharded parameters", 0, sum(is_sharded(parameter) for parameter in self._trained())
         if self._is_wrapped:
-            asked = {"gradient_as_bucket_view": True, "broadcast_buffers": False, "find_unused_parameters": False}
-            yield "DDP", asked, {name: getattr(self.model, name) for name in asked}
+            found = {name: getattr(self.model, name, None) for name in self._options}
+            found["bucket_cap_mb"] = self.model.bucket_bytes_cap // 2**20
+            yield "DDP", self._options, found
             dtypes = [dtype for _, dtype in self.model._comm_hooks]
             yield "dtypes of exchanged gradients", [self.gradient_dtype] if self.gradient_dtype else [], dtypes
 
