@@ -3,6 +3,7 @@
 Each mistake is one that projects of the field have made. Usage: sabotage.py MISTAKE [arguments of train.py]
 """
 
+import contextlib
 import sys
 import time
 from functools import partial
@@ -443,6 +444,63 @@ def batches_take_half_a_second() -> None:
         return collate(*given)
 
     batches._collate = slowly
+
+
+def bytes_on_the_wire() -> None:
+    """No mistake: each process prints the bytes that its sockets have sent, as the kernel counts them, at each step."""
+    import socket
+    import struct
+
+    from cookbook.training.engine import Engine
+
+    def sent() -> int:
+        total = 0
+        for link in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):  # no socket, or none of TCP
+                one = socket.socket(fileno=int(link.name))
+                try:
+                    info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                finally:
+                    one.detach()
+                total += struct.unpack_from("Q", info, 120)[0]  # linux/tcp.h, tcpi_bytes_acked
+        return total
+
+    right = Engine.begin_step
+
+    def begin_step(self, number, seed):
+        print(f"SENT {number} {self.world.rank} {sent()} {self.num_parameters} {self.num_trained}", flush=True)
+        return right(self, number, seed)
+
+    Engine.begin_step = begin_step
+
+
+def sizes_of_buckets() -> None:
+    """No mistake: in step 3, when DDP has made its buckets again, it says how large they are."""
+    from cookbook.training.engine import Engine
+
+    right = Engine.begin_step
+
+    def begin_step(self, number, seed):
+        if number == 3 and self.is_main:
+            buckets = self.model.reducer._get_zeros_like_grad_buckets()
+            print("BUCKETS", *[bucket.buffer().numel() for bucket in buckets], flush=True)
+        return right(self, number, seed)
+
+    Engine.begin_step = begin_step
+
+
+def exchange_left_in_float32() -> None:
+    """DDP has no hook."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    DistributedDataParallel.register_comm_hook = lambda self, state, hook: None
+
+
+def sums_over_micro_batches_in_16_bits() -> None:
+    """What waits for the replicas stays in the dtype of the exchange."""
+    from cookbook.training.engine import Fsdp2
+
+    Fsdp2._keep_sums_in_float32 = lambda self: None
 
 
 if __name__ == "__main__":

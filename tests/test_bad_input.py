@@ -261,6 +261,11 @@ RECIPE_MISTAKES = {
     ),
     "workers": ("seed: 42", "num_workers: 4\nseed: 42", "4: num_workers: does not belong here; rows ... ahead ..."),
     "eight bits": ("'no'", "fp8", "3: mixed_precision is 'fp8', which is not supported: its scales ...; use bf16"),
+    "gradients in fp16 without a loss scale": (
+        "  weight_decay: 0.1",
+        "  gradient_dtype: fp16",
+        "24: optim.gradient_dtype is fp16 with mixed_precision no: small gradients would be 0 ...",
+    ),
     "precision in capitals": ("'no'", "BF16", r"3: mixed_precision is 'BF16'; ... (did you mean 'bf16'?)"),
     "accumulation": (
         "seed: 42",
@@ -506,6 +511,20 @@ STRATEGY_MISTAKES = {
         "  fsdp_version: 2",
         "  fsdp_version: 2\n  fsdp_version: 2",
         r":5: fsdp_config.fsdp_version: given twice (first in line 4); ...",
+    ),
+    "buckets of DDP in a strategy without it": (
+        "pp",
+        YAML,
+        "  parallelism_config_pp_size: 2",
+        "  parallelism_config_pp_size: 2\n  parallelism_config_ddp_bucket_cap_mb: 50",
+        ":5: parallelism_config.parallelism_config_ddp_bucket_cap_mb: would be ignored: ...",
+    ),
+    "a static graph for DDP": (
+        "ddp_sp",
+        YAML,
+        "  parallelism_config_sp_size: 2",
+        "  parallelism_config_sp_size: 2\n  static_graph: true",
+        ":5: parallelism_config.static_graph: does not belong here; not supported: torch 2.13 fails with it ...",
     ),
     "precision": (
         "ddp",

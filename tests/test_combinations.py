@@ -16,6 +16,7 @@ CLASHES = {
     "mixed_precision: fp16 without a GPU": (["mixed_precision=fp16"], "ddp", 0),
     "mixed_precision: fp16 with tensor parallel": (["mixed_precision=fp16"], "tp", 2),
     "mixed_precision: fp16 with pipeline parallel": (["mixed_precision=fp16"], "pp", 2),
+    "optim.gradient_dtype with communication_data_type in the JSON": (["optim.gradient_dtype=bf16"], "zero1", 0),
     "run.memory_snapshot without a real GPU": (["run.memory_snapshot=true"], "ddp", 0),
     "adapter.name: dora or qlora with tensor parallel": ([DORA], "tp", 0),
     "adapter with FSDP2 over tensor or pipeline parallel": ([LORA], "pp_fsdp2", 0),
@@ -60,6 +61,7 @@ BESIDE = [
     (["model.gradient_checkpointing=offload"], "zero3"),
     (["model.gradient_checkpointing=true", "model.compile=true"], "ddp"),
     (["model.compile=true"], "zero3"),
+    (["optim.gradient_dtype=bf16"], "zero1"),
 ]
 
 
@@ -76,6 +78,9 @@ def test_every_row_has_a_clash_here():
 
 @pytest.mark.parametrize("row", combinations(), ids=lambda row: row.what)
 def test_a_clash_is_refused_with_the_way_out(book, row):
+    book.edit(
+        "ds_configs/zero1.json", ('"zero_optimization"', '"communication_data_type": "fp32",\n  "zero_optimization"')
+    )
     with pytest.raises(RecipeError) as caught:
         plan(*CLASHES[row.what])
     (mistake,) = caught.value.mistakes

@@ -219,6 +219,7 @@ def start_engine(
         micro_batch_size=recipe.batch.micro_batch_size or 1,
         max_grad_norm=recipe.optim.max_grad_norm,
         loss_scale=recipe.loss_scaling,
+        gradient_dtype=recipe.optim.gradient_dtype,
         run_name=run_name(Path(recipe.run.output_dir)),
         # Data and downloads are done; under ZeRO-3 rank 0 may still read weights for minutes.
         timeout=timedelta(minutes=max(30.0, recipe.run.hang_timeout_minutes) + 10),

@@ -626,6 +626,10 @@ def _check_across_keys(document: Document) -> Iterator[str]:
     precision = document.values.get("mixed_precision", "bf16")
     if document.values.get("loss_scale") is not None and precision != "fp16":
         yield f"{place('loss_scale')}: would be ignored with mixed_precision {precision}; take it out, or write fp16"
+    optim = part(document, "optim", Optimizer)
+    if optim is not None and optim.gradient_dtype == "fp16" and precision != "fp16":
+        problem = "small gradients would be 0 without a loss scale; write bf16, or mixed_precision: fp16"
+        yield f"{place('optim', 'gradient_dtype')} is fp16 with mixed_precision {precision}: {problem}"
     model = part(document, "model", ModelSection)
     name = model.name_or_path if model is not None else None
     if name is not None and name.startswith((".", "/")) and not Path(name).is_dir():

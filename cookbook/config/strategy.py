@@ -55,6 +55,10 @@ OWNED_BY_THE_RECIPE = {
     "dynamo_config": "not supported",
     "fp8_config": "not supported",
     "fsdp_state_dict_type": "checkpoints have one format under every strategy",
+    "comm_hook": "the recipe owns it (optim.gradient_dtype)",
+    "bucket_cap_mb": "write parallelism_config_ddp_bucket_cap_mb in parallelism_config",
+    "gradient_as_bucket_view": "it is always on",
+    "static_graph": "not supported: torch 2.13 fails with it where a step has several micro-batches",
 }
 
 
@@ -100,8 +104,15 @@ class ParallelismBlock(Block):
     parallelism_config_dp_shard_size: int = Field(default=1, gt=0)
     parallelism_config_tp_size: int = Field(default=1, gt=0)
     parallelism_config_sp_size: int = Field(default=1, gt=0)
-    # Ours: accelerate 1.15 has no pipelines, and passes over keys in this block that it does not know.
+    # Ours: accelerate 1.15 has no pipelines and no keys for DDP, and passes over keys in this block that it does not
+    # know.
     parallelism_config_pp_size: int = Field(default=1, gt=0)
+    parallelism_config_ddp_bucket_cap_mb: int | None = Field(default=None, gt=0)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of the mesh."""
+        return [getattr(self, name) for name in type(self).model_fields if name.endswith("_size")]
 
 
 class AccelerateFile(Block):
@@ -215,6 +226,10 @@ class Strategy:
     deepspeed_name: str | None = None
     """`deepspeed_file` as the YAML has it, and accelerate hands it on."""
     fsdp: FsdpBlock | None = None
+    has_parallelism_block: bool = False
+    """Whether the YAML has one, for which accelerate sets variables."""
+    bucket_cap_mb: int | None = None
+    """MiB of a bucket of DDP; None: torch's default."""
     dp_replicate_size: int = 1
     dp_shard_size: int = 1
     tp_size: int = 1
@@ -360,12 +375,20 @@ def _check_blocks(parsed: AccelerateFile, place: Callable[..., str]) -> Iterator
     if parsed.parallelism_config is not None and (problem := _mesh_problem(parsed, parsed.parallelism_config)):
         yield f"{place('parallelism_config')}: {problem}"
     elif parsed.parallelism_config is not None:
-        sizes = [getattr(parsed.parallelism_config, name) for name in ParallelismBlock.model_fields]
+        yield from _check_ddp(parsed, parsed.parallelism_config, place)
+        sizes = parsed.parallelism_config.sizes
         if count not in ("auto", math.prod(sizes)):
             mesh = " x ".join(str(size) for size in sizes if size > 1)
             yield f"{given}, but the mesh of parallelism_config is {mesh}: write {math.prod(sizes)}"
     if parsed.fsdp_config is not None:
         yield from _check_fsdp(parsed.fsdp_config, place)
+
+
+def _check_ddp(parsed: AccelerateFile, mesh: ParallelismBlock, place: Callable[..., str]) -> Iterator[str]:
+    key = "parallelism_config_ddp_bucket_cap_mb"
+    others = max(mesh.parallelism_config_tp_size, mesh.parallelism_config_pp_size)
+    if key in mesh.model_fields_set and (parsed.distributed_type != "MULTI_GPU" or others > 1):
+        yield f"{place('parallelism_config', key)}: would be ignored: this strategy does not use DDP; take it out"
 
 
 def _mesh_problem(parsed: AccelerateFile, mesh: ParallelismBlock) -> str | None:
@@ -526,6 +549,8 @@ def _strategy(
         deepspeed_file=deepspeed_file,
         deepspeed_name=parsed.deepspeed_config.deepspeed_config_file if parsed.deepspeed_config else None,
         fsdp=parsed.fsdp_config,
+        has_parallelism_block=bool(parsed.parallelism_config and parsed.parallelism_config.model_fields_set),
+        bucket_cap_mb=mesh.parallelism_config_ddp_bucket_cap_mb,
         dp_replicate_size=mesh.parallelism_config_dp_replicate_size,
         dp_shard_size=mesh.parallelism_config_dp_shard_size,
         tp_size=mesh.parallelism_config_tp_size,

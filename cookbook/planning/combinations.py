@@ -48,6 +48,15 @@ OF_KEYS: tuple[Combination, ...] = (
         way_out="mixed_precision: bf16",
     ),
     Combination(
+        what="optim.gradient_dtype with communication_data_type in the JSON",
+        clashes=lambda recipe, strategy, num_gpus: (
+            recipe.optim.gradient_dtype is not None and "communication_data_type" in (strategy.deepspeed or {})
+        ),
+        why="both set the dtype in which ZeRO exchanges gradients",
+        seen="by design",
+        way_out="one of them: the recipe's key for any strategy, the JSON's for fp32",
+    ),
+    Combination(
         what="run.memory_snapshot without a real GPU",
         clashes=lambda recipe, strategy, num_gpus: (
             recipe.run.memory_snapshot and (not num_gpus or simulated_gpus.is_active())

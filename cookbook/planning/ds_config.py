@@ -18,11 +18,13 @@ def deepspeed_config(
     micro_batch_size: int,
     max_grad_norm: float,
     loss_scale: LossScaleSection | None,
+    gradient_dtype: str | None,
 ) -> dict[str, Any] | None:
     """The strategy's JSON with every "auto" replaced by the recipe's value; None without DeepSpeed.
 
     Args:
         loss_scale: None unless mixed_precision is fp16.
+        gradient_dtype: the recipe's; None leaves the JSON's, or DeepSpeed's default.
     """
     if strategy.deepspeed is None:
         return None
@@ -37,6 +39,7 @@ def deepspeed_config(
         "gradient_accumulation_steps": accumulation,
         "train_batch_size": micro_batch_size * accumulation * plan.num_processes,  # as DeepSpeed counts
         "gradient_clipping": max_grad_norm,
+        **({"communication_data_type": gradient_dtype} if gradient_dtype else {}),
         "zero_allow_untested_optimizer": True,  # torch's AdamW and SGD; DeepSpeed knows its own only
         "steps_per_print": 2**31,
     }

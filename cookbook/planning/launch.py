@@ -312,7 +312,7 @@ def _expected_variables(strategy: Strategy) -> dict[str, str]:
             "FSDP_ACTIVATION_CHECKPOINTING": "false",
             "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false",
         }
-    if strategy.written_mesh.num_processes > 1:
+    if strategy.has_parallelism_block:
         expected |= {
             "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
             "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(strategy.dp_replicate_size),

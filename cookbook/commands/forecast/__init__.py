@@ -376,6 +376,7 @@ def _step_time(
         recompute=recipe.model.recompute,
         offloads_checkpoints=recipe.model.gradient_checkpointing == "offload",
         precision=recipe.mixed_precision,
+        gradient_dtype=recipe.optim.gradient_dtype,
         is_compiled=recipe.model.compile,
     )
     work = None if step.is_compiled else traces.work(strategy, micro_batch_of(recipe))

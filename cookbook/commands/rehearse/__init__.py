@@ -182,6 +182,9 @@ def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
     schedule |= dict.fromkeys(recipe.schedule.stretches, 1)
     if recipe.mixed_precision == "fp16" and rehearsal.place == "CPU":
         values["mixed_precision"] = "no"
+        values.pop("loss_scale", None)
+        if recipe.optim.gradient_dtype == "fp16":
+            values["optim"]["gradient_dtype"] = "bf16"
         notes.missing.append("mixed_precision fp16, which needs a GPU; rehearsed in float32")
     run = values["run"]
     run.pop("num_epochs", None)

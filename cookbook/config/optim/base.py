@@ -1,7 +1,7 @@
 """Base classes of optimizers."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -28,6 +28,9 @@ class Optimizer(Named):
     """Decoupled for adamw and muon; never applied to biases and norms."""
     max_grad_norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Clip gradients to this global norm; 0 turns clipping off."""
+    gradient_dtype: Literal["bf16", "fp16"] | None = None
+    """Round gradients to 16 bits when processes exchange them, for half the traffic; fp16 needs mixed_precision: fp16.
+    Default: float32, and under ZeRO the dtype of mixed_precision."""
 
     counts_beside: ClassVar[str | None] = None
     """The state tensor with which it keeps `step`, the number of updates; None without such a count."""

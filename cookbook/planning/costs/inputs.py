@@ -111,6 +111,19 @@ def sketch(config: dict[str, Any], num_parameters: int) -> Skeleton:
     return Skeleton(weights=weights, num_layers=num_layers, is_tied=is_tied, buffers=())
 
 
+def exchange_precision(strategy: Strategy, mixed_precision: str, asked: str | None) -> str:
+    """The precision in which processes exchange gradients; `no` is float32.
+
+    Args:
+        asked: the recipe's `optim.gradient_dtype`.
+    """
+    if asked is not None:
+        return asked
+    # deepspeed 0.19.8, runtime/engine.py, communication_data_type: by default the model's dtype.
+    is_low = strategy.kind == "zero" and (strategy.deepspeed or {}).get("communication_data_type") != "fp32"
+    return mixed_precision if is_low else "no"
+
+
 @dataclass(frozen=True, kw_only=True)
 class CostInputs:
     """The settings of a run that determine bytes and messages."""
@@ -134,6 +147,16 @@ class CostInputs:
     def low_bytes(self) -> int:
         """Bytes of a number in the precision of the forward."""
         return 4 if self.mixed_precision == "no" else 2
+
+    @property
+    def exchange(self) -> str:
+        """See `exchange_precision`."""
+        return exchange_precision(self.strategy, self.mixed_precision, self.optim.gradient_dtype)
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Bytes of a number of an exchanged gradient."""
+        return 4 if self.exchange == "no" else 2
 
     @property
     def secondary_group_size(self) -> int:

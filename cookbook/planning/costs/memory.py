@@ -167,8 +167,14 @@ def _whole(skeleton: Skeleton, inputs: CostInputs) -> States:
         gradients_at_first=gradients if is_wrapped else 0,
         gradients_between=gradients,
         # After the first step DDP rebuilds its buckets while the gradients are still views of the old ones.
-        update=gradients if is_wrapped else 0,
+        update=gradients if is_wrapped else _rounded(sum(trained), inputs),
     )
+
+
+def _rounded(numel: int, inputs: CostInputs) -> int:
+    """Bytes of the rounded gradients that copies of the model exchange at once."""
+    has_copies = inputs.strategy.mesh(inputs.num_processes).replicate > 1
+    return inputs.exchange_bytes * numel if has_copies and inputs.optim.gradient_dtype else 0
 
 
 def _tensor_shards(skeleton: Skeleton, size: int, rank: int) -> Skeleton:
@@ -202,6 +208,7 @@ def _tensor_parallel(skeleton: Skeleton, inputs: CostInputs, rank: int) -> State
         ),
         gradients_at_first=0,
         gradients_between=gradients,
+        update=_rounded(gradients // FLOAT32, inputs),
     )
 
 
@@ -231,7 +238,7 @@ def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
             layer=layer,
             parts=parts,
             weights=shards * sum(padded(weight) * low for weight in found),
-            gradients=shards * FLOAT32 * sum(padded(weight) for weight in found if weight.is_trained),
+            gradients=shards * inputs.exchange_bytes * sum(padded(weight) for weight in found if weight.is_trained),
             gradients_made=low * sum(weight.num_elements for weight in found if weight.is_trained),
             gradients_left=FLOAT32 * sum(padded(weight) for weight in found if weight.is_trained),
             sent=low * sum(padded(weight) for weight in found),
@@ -292,7 +299,7 @@ def _fsdp1(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
                 layer=layer,
                 parts=parts,
                 weights=low * length,
-                gradients=FLOAT32 * length * is_trained,
+                gradients=inputs.exchange_bytes * length * is_trained,
                 gradients_made=low * length * is_trained,
                 gradients_left=FLOAT32 * share * is_trained,
                 sent=low * share,
@@ -362,12 +369,13 @@ def _zero12(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     buffers = _buffers(skeleton)
     num_buckets = 2 if zero.get("overlap_comm") else 1
     bucket = low * zero.get("reduce_bucket_size", 5 * 10**8)
-    # A full bucket, or the rest at the end, is concatenated before it is sent (allreduce_bucket).
+    # A full bucket, or the rest at the end, is concatenated before it is sent, and then cast (allreduce_bucket).
+    is_cast = inputs.exchange != inputs.mixed_precision
     passing = {
         "gradient_buckets": num_buckets * bucket,
         "bucket": bucket,
         "whole_gradients": low * trained,
-        "reduction": min(bucket, low * trained),
+        "reduction": (low + inputs.exchange_bytes * is_cast) * min(bucket // low, trained),
     }
     if strategy.offload_optimizer == "cpu":
         # Between micro-batches each gradient that the shard touches is kept whole, and added in float32 at the end.
@@ -452,6 +460,7 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     # (partition_parameters.py, AllGatherCoalescedHandle.wait). Nothing is prefetched from NVMe
     # (partitioned_param_coordinator.py, _fetch_sub_module_impl).
     whole = low * sum(weight.num_elements for weight in skeleton.weights if weight.is_trained)
+    is_cast = inputs.exchange != inputs.mixed_precision
     ahead = zero.get("stage3_prefetch_bucket_size", 5 * 10**7)
     transient: dict[str, Any] = {
         "gathered_weights": low * min(sum(released), live + max(released, default=0)),
@@ -463,8 +472,8 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
         "bucket": bucket,
         "gradients_before": 0 if strategy.offload_optimizer else gradients,
         "whole_gradients": whole,
-        # The gradients in the bucket are concatenated (coalesced_collectives.py, reduce_scatter_coalesced).
-        "reduction": min(bucket, whole),
+        # The gradients in the bucket are cast, and concatenated (coalesced_collectives.py, reduce_scatter_coalesced).
+        "reduction": min(bucket, whole) // low * inputs.exchange_bytes * (1 + is_cast),
     }
     gpu = ResidentBytes(
         weights=gathered, buffers=bucket + _buffers(skeleton) + second * (strategy.offload_param is None)

@@ -25,25 +25,23 @@ def precision(inputs: CostInputs) -> dict[str, str]:
     strategy, low = inputs.strategy, DTYPE_NAMES[inputs.mixed_precision]
     found: dict[str, str]
     if strategy.kind == "zero":
-        config = strategy.deepspeed or {}
         found = {
             "weights": low,
             "compute": low,
             "gradients": "float32" if gradient_bytes(inputs) == 4 else low,
-            # deepspeed 0.19.8, runtime/engine.py, communication_data_type: by default the model's dtype.
-            "reductions": "float32" if config.get("communication_data_type") == "fp32" else low,
+            "reductions": DTYPE_NAMES[inputs.exchange],
             "master copy": "float32, beside the weights",
         }
     else:
         autocast = "matrix products, by autocast; the rest float32"
         how = autocast if strategy.fsdp is None else "weights are gathered in it"
         detail = "" if low == "float32" else f" ({how})"
-        reductions = "float32"
+        reductions = exchanged = DTYPE_NAMES[inputs.exchange]
         if strategy.pp_size > 1 and strategy.pp_size == inputs.num_processes:
             reductions = "none: each parameter is on one process"
         if strategy.tp_size > 1:
             is_alone = strategy.tp_size == inputs.num_processes
-            reductions = f"{low}, of activations" if is_alone else f"{low} of activations, float32 of gradients"
+            reductions = f"{low}, of activations" if is_alone else f"{low} of activations, {exchanged} of gradients"
         found = {
             "weights": "float32",
             "compute": low + detail,
@@ -186,7 +184,8 @@ def messages(inputs: CostInputs) -> list[Transfer]:
     """Messages of a step per trained parameter, without a head; none under tensor parallel, which sends activations."""
     sizes = ModelSizes(num_parameters=1, num_trained=1, num_matrix=1, num_matrix_trained=1)
     micro, precision = inputs.accumulation, inputs.mixed_precision
-    step = Step(num_tokens=0, num_labelled=0, length=1, micro_batches=micro, precision=precision)
+    asked = inputs.optim.gradient_dtype
+    step = Step(num_tokens=0, num_labelled=0, length=1, micro_batches=micro, precision=precision, gradient_dtype=asked)
     found = transfers(inputs.strategy, sizes, step, inputs.num_processes, num_local=inputs.num_local)
     return [one for one in found if one.num_bytes]
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from cookbook.config.strategy import Strategy
 from cookbook.planning.costs.flops import ModelSizes, Step
-from cookbook.planning.costs.inputs import hidden_bytes
+from cookbook.planning.costs.inputs import exchange_precision, hidden_bytes
 
 ADAMW_BYTES = 28
 """AdamW in float32 reads weight, gradient and two moments, and writes all but the gradient."""
@@ -82,21 +82,21 @@ def _state_transfers(
 ) -> list[Transfer]:
     half = 4 if step.precision == "no" else 2
     weights, trained, micro = half * sizes.num_parameters, sizes.num_trained, step.micro_batches
+    reduced = _exchanged_bytes(strategy, step) * trained
     if num_processes == 1:
         return []
     if strategy.kind == "tp":
         groups, size = num_processes // strategy.tp_size, strategy.tp_size
-        gradients = _repeated("gradients", "all-reduce", 4 * trained / size, groups, stride=size)
+        gradients = _repeated("gradients", "all-reduce", reduced / size, groups, stride=size)
         return [*_tp_transfers(strategy, sizes, step, half, groups), *([gradients] if groups > 1 else [])]
     if strategy.kind == "pp":
         return _pp_transfers(strategy, sizes, step, num_processes)
-    if strategy.kind == "ddp":  # float32 gradients, reduced at the last micro-batch
-        return [_repeated("gradients", "all-reduce", 4 * trained, num_processes)]
+    if strategy.kind == "ddp":  # reduced at the last micro-batch
+        return [_repeated("gradients", "all-reduce", reduced, num_processes)]
     if strategy.fsdp is not None:
-        found = _fsdp_transfers(strategy, sizes, micro, num_processes, half)
+        found = _fsdp_transfers(strategy, sizes, step, num_processes, half)
         groups = num_processes // strategy.tp_size
         return [*_tp_transfers(strategy, sizes, step, half, groups), *found] if strategy.tp_size > 1 else found
-    reduced = trained * (4 if (strategy.deepspeed or {}).get("communication_data_type") == "fp32" else half)
     if strategy.zero_stage < 3:
         # The paper reduce-scatters gradients of stages 1 and 2. DeepSpeed 0.19.8 all-reduces them, and each process
         # keeps its shard (stage_1_and_2.py, allreduce_and_scatter; use_multi_rank_bucket_allreduce is true).
@@ -120,13 +120,18 @@ def _state_transfers(
 PASSES = ("forward", "backward")
 
 
+def _exchanged_bytes(strategy: Strategy, step: Step) -> int:
+    return 4 if exchange_precision(strategy, step.precision, step.gradient_dtype) == "no" else 2
+
+
 def _repeated(what: str, kind: TransferKind, num_bytes: float, ranks: int, times: int = 1, stride: int = 1) -> Transfer:
     """`times` collectives of `num_bytes` each."""
     return Transfer(what=what, kind=kind, num_bytes=num_bytes * times, times=times, ranks=ranks, stride=stride)
 
 
-def _fsdp_transfers(strategy: Strategy, sizes: ModelSizes, micro: int, num_processes: int, half: int) -> list[Transfer]:
+def _fsdp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int, half: int) -> list[Transfer]:
     assert strategy.fsdp is not None
+    micro = step.micro_batches
     tensor, replicas = strategy.tp_size, strategy.dp_replicate_size
     divided = tensor * strategy.pp_size
     group = num_processes // replicas // divided
@@ -134,7 +139,7 @@ def _fsdp_transfers(strategy: Strategy, sizes: ModelSizes, micro: int, num_proce
     keeps = keeps or strategy.fsdp.fsdp_sharding_strategy == "SHARD_GRAD_OP"
     again = 0 if keeps else sizes.num_parameters - (sizes.head if strategy.kind != "fsdp1" else 0)
     weights, regathered = half * sizes.num_parameters / divided, half * again / divided
-    gradients = 4 * sizes.num_trained / divided  # reduced in float32
+    gradients = _exchanged_bytes(strategy, step) * sizes.num_trained / divided
     found = [
         _repeated("weights, forward", "all-gather", weights, group, micro, stride=tensor),
         _repeated("weights, backward", "all-gather", regathered, group, micro, stride=tensor),
@@ -172,9 +177,10 @@ def _pp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_process
     found = [replace(sent, times=2 * step.micro_batches)]
     if strategy.fsdp is not None:
         half = 4 if step.precision == "no" else 2
-        found += _fsdp_transfers(strategy, sizes, step.micro_batches, num_processes, half)
+        found += _fsdp_transfers(strategy, sizes, step, num_processes, half)
     elif copies > 1:
-        found.append(_repeated("gradients", "all-reduce", 4 * sizes.num_trained / strategy.pp_size, copies))
+        reduced = _exchanged_bytes(strategy, step) * sizes.num_trained / strategy.pp_size
+        found.append(_repeated("gradients", "all-reduce", reduced, copies))
     return found
 
 

@@ -108,7 +108,7 @@ def explain(
             "LENGTH": {**length, **_saving(recipe, document)},
             "OPTIMIZER": _optimizer(recipe, peak, drawn_steps, num_steps, document),
             "PRECISION": {
-                name: Quantity(value=text, text=text, sources=_precision_sources(name, strategy, document))
+                name: Quantity(value=text, text=text, sources=_precision_sources(name, recipe, strategy, document))
                 for name, text in costs.precision(setting).items()
             },
             COSTS: _costs(setting),
@@ -389,7 +389,7 @@ def _optimizer(
 
 def _given(recipe: Recipe, document: Document) -> list[str]:
     """The keys of `optim` that the recipe writes, of those that shape the update."""
-    shown_apart = {"name", "learning_rate", "max_grad_norm"}
+    shown_apart = {"name", "learning_rate", "max_grad_norm", "gradient_dtype"}
     keys = (f"optim.{key}" for key in type(recipe.optim).model_fields if key not in shown_apart)
     return [key for key in keys if source(document, key) != DEFAULT]
 
@@ -405,7 +405,9 @@ def _rates(recipe: Recipe, peak: float, num_steps: int | None) -> tuple[list[flo
     return [learning_rate(step, steps, peak, schedule) for step in places], steps if num_steps or marked else None
 
 
-def _precision_sources(name: str, strategy: Strategy, document: Document) -> tuple[str, ...]:
+def _precision_sources(name: str, recipe: Recipe, strategy: Strategy, document: Document) -> tuple[str, ...]:
+    if name == "reductions" and recipe.optim.gradient_dtype is not None:
+        return (source(document, "optim.gradient_dtype"),)
     key = {"gradients": "data_types", "reductions": "communication_data_type"}.get(name)
     if strategy.deepspeed is not None and key in strategy.deepspeed:
         return (f"{strategy.deepspeed_file}: {key}",)
@@ -429,7 +431,13 @@ def _deepspeed(
     """The configuration, and in what it is not the file."""
     micro = recipe.batch.micro_batch_size or 1  # as cookbook/commands/stages.py hands it to the engine
     config = deepspeed_config(
-        strategy, plan, recipe.mixed_precision, micro, recipe.optim.max_grad_norm, recipe.loss_scaling
+        strategy,
+        plan,
+        recipe.mixed_precision,
+        micro,
+        recipe.optim.max_grad_norm,
+        recipe.loss_scaling,
+        recipe.optim.gradient_dtype,
     )
     if config is None or strategy.deepspeed is None:
         return None, {}

@@ -37,6 +37,7 @@ from cookbook.training.engine.start import prepare_process
 from cookbook.training.engine.unusual import Unusual, Usual
 
 MOST_NAMED = 10
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 EVALUATION_BATCHES = 8
 """Batches between two checks for a stop request: an evaluation may take longer than a scheduler waits."""
 
@@ -78,6 +79,7 @@ class Engine:
         micro_batch_size: int,
         max_grad_norm: float,
         loss_scale: LossScaleSection | None,
+        gradient_dtype: str | None,
         run_name: str,
         timeout: timedelta,
     ) -> None:
@@ -85,6 +87,7 @@ class Engine:
 
         Args:
             loss_scale: None unless mixed_precision is fp16.
+            gradient_dtype: in which gradients are exchanged, bf16 or fp16; None for the strategy's own.
             run_name: names the swap folders of this run, which other runs on the machine must not share.
             timeout: limit for a collective. Longer than the watchdog's, which can report more; it ends a run in which a
                 rank stays busy for ever and never reaches the collective.
@@ -94,6 +97,7 @@ class Engine:
         """
         self.strategy, self.plan, self.world, self.mesh = strategy, plan, world, plan.mesh
         self.mixed_precision, self.max_grad_norm = mixed_precision, max_grad_norm
+        self.gradient_precision = gradient_dtype
         self.micro_batch_size, self.run_name, self.timeout = micro_batch_size, run_name, timeout
         self.loss_scale = LossScale(settings=loss_scale) if loss_scale is not None else None
         """fp16's; its `scale` is that of the step to come."""
@@ -149,7 +153,12 @@ class Engine:
     @property
     def low_dtype(self) -> torch.dtype | None:
         """The dtype of forwards and backwards; None for float32."""
-        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision)
+        return DTYPES.get(self.mixed_precision)
+
+    @property
+    def gradient_dtype(self) -> torch.dtype | None:
+        """The dtype in which the recipe has gradients exchanged; None for the strategy's own."""
+        return DTYPES.get(self.gradient_precision or "")
 
     @property
     def frozen_dtype(self) -> torch.dtype:

@@ -26,13 +26,27 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def average_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Average gradients, or the shards that the ranks hold of them, over a group, in place."""
+def average_gradients(
+    parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype | None
+) -> None:
+    """Average gradients, or the shards that the ranks hold of them, over a group, in place; see `add_up`."""
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    works = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]
+    add_up(gradients, group, dtype)
+    torch._foreach_div_(gradients, group.size())
+
+
+def add_up(gradients: list[torch.Tensor], group: dist.ProcessGroup, dtype: torch.dtype | None) -> None:
+    """Replace gradients by their sums over a group.
+
+    Args:
+        dtype: in which they are sent and added; None for their own.
+    """
+    sent = gradients if dtype is None else [gradient.to(dtype) for gradient in gradients]
+    works = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in sent]
     for work in works:
         work.wait()
-    torch._foreach_div_(gradients, group.size())
+    if dtype is not None:
+        torch._foreach_copy_(gradients, sent)
 
 
 class Collectives:

@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch.nn.parallel import DistributedDataParallel
 
@@ -11,6 +13,9 @@ from cookbook.system.files import RecipeError
 from cookbook.training.engine.base import Engine, in_words
 from cookbook.training.engine.findings import Comparison, is_sharded
 from cookbook.training.engine.start import start_processes
+
+TORCHS_BUCKET_MIB = 25
+"""Its default, with which it makes the first bucket smaller."""
 
 
 class Single(Engine):
@@ -23,8 +28,20 @@ class Single(Engine):
 class Ddp(Engine):
     def _start(self, *, on_cpu: bool, **options: Any) -> Accelerator:
         start_processes(self.timeout, as_gpus=False)
-        ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
+        ddp = DistributedDataParallelKwargs(**self._options)
         return super()._start(on_cpu=on_cpu, kwargs_handlers=[ddp])
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """Of DDP. Gradients are views of its buckets, which saves a copy of them."""
+        options = {"gradient_as_bucket_view": True, "broadcast_buffers": False, "find_unused_parameters": False}
+        return {**options, "bucket_cap_mb": self.strategy.bucket_cap_mb or TORCHS_BUCKET_MIB}
+
+    def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        wrapped, optimizer = super()._wrap(model, optimizer)
+        if self.gradient_dtype is not None and isinstance(wrapped, DistributedDataParallel):
+            wrapped.register_comm_hook(self.gradient_dtype, _exchange)
+        return wrapped, optimizer
 
     @property
     def _is_wrapped(self) -> bool:
@@ -56,5 +73,19 @@ class Ddp(Engine):
         yield "wrapper", self._is_wrapped or self.plan.num_processes > 1, self._is_wrapped
         yield "sharded parameters", 0, sum(is_sharded(parameter) for parameter in self._trained())
         if self._is_wrapped:
-            asked = {"gradient_as_bucket_view": True, "broadcast_buffers": False, "find_unused_parameters": False}
-            yield "DDP", asked, {name: getattr(self.model, name) for name in asked}
+            found = {name: getattr(self.model, name, None) for name in self._options}
+            found["bucket_cap_mb"] = self.model.bucket_bytes_cap // 2**20
+            yield "DDP", self._options, found
+            dtypes = [dtype for _, dtype in self.model._comm_hooks]
+            yield "dtypes of exchanged gradients", [self.gradient_dtype] if self.gradient_dtype else [], dtypes
+
+
+def _exchange(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket, the sums over micro-batches in float32, over the ranks in `dtype`. As torch's own hooks
+    (ddp_comm_hooks/default_hooks.py), of which torch 2.13 refuses bf16_compress_hook without NCCL.
+    """
+    gradients = bucket.buffer()
+    sent = gradients.to(dtype).div_(dist.get_world_size())
+    work = dist.all_reduce(sent, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: gradients.copy_(done.value()[0]))

@@ -31,6 +31,11 @@ class Fsdp(Engine):
             )
         return super()._start(on_cpu=on_cpu, **options)
 
+    @property
+    def _reduce_dtype(self) -> torch.dtype | None:
+        """Float32 by default: a strategy must not round what DDP does not. None: that of the float32 gradients."""
+        return self.gradient_dtype or (torch.float32 if self.low_dtype else None)
+
     def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         # Gemma 4's language model names layers of images too, and accelerate refuses a class that is not there.
         found: Any = model

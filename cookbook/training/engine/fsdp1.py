@@ -19,7 +19,7 @@ class Fsdp1(Fsdp):
         from accelerate.utils import FullyShardedDataParallelPlugin
         from torch.distributed.fsdp import MixedPrecision
 
-        block, low = self._block, self.low_dtype
+        block, low, reduce = self._block, self.low_dtype, self._reduce_dtype
         # FSDP1 broadcasts weights between GPUs only; on CPU every process has read the same file.
         synchronises = not on_cpu
         return FullyShardedDataParallelPlugin(
@@ -31,8 +31,7 @@ class Fsdp1(Fsdp):
             sync_module_states=bool(block.fsdp_sync_module_states) and synchronises,
             backward_prefetch=block.fsdp_backward_prefetch,
             forward_prefetch=bool(block.fsdp_forward_prefetch),
-            # Reductions in float32: a strategy must not round what DDP does not.
-            mixed_precision_policy=low and MixedPrecision(param_dtype=low, reduce_dtype=torch.float32),
+            mixed_precision_policy=reduce and MixedPrecision(param_dtype=low, reduce_dtype=reduce),
         )
 
     @property
@@ -93,7 +92,7 @@ class Fsdp1(Fsdp):
         prefetch = {(unit.backward_prefetch and unit.backward_prefetch.name, unit.forward_prefetch) for unit in units}
         yield "prefetch, backward and forward", {(backward, bool(block.fsdp_forward_prefetch))}, prefetch
         policies = {(unit.mixed_precision.param_dtype, unit.mixed_precision.reduce_dtype) for unit in units}
-        yield "dtypes of a unit's weights and reductions", {(low, torch.float32 if low else None)}, policies
+        yield "dtypes of a unit's weights and reductions", {(low, self._reduce_dtype)}, policies
 
 
 def _scaler_class() -> type:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ class Fsdp2(Fsdp):
         from accelerate.utils import FullyShardedDataParallelPlugin
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-        block, low = self._block, self.low_dtype
+        block, low, reduce = self._block, self.low_dtype, self._reduce_dtype
         # accelerate's default rounds the returned loss sum to bf16 (8.3240 for 8.3414) and reduces gradients in it.
-        policy = low and MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, output_dtype=torch.float32)
+        policy = reduce and MixedPrecisionPolicy(
+            param_dtype=low, reduce_dtype=reduce, output_dtype=torch.float32 if low else None
+        )
         return FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy=block.fsdp_auto_wrap_policy,
@@ -60,10 +63,28 @@ class Fsdp2(Fsdp):
         for module, name in saved:
             module._non_persistent_buffers_set.discard(name)
 
-    def _synchronise(self, last: bool) -> contextlib.AbstractContextManager:
+    @contextlib.contextmanager
+    def _synchronise(self, last: bool) -> Iterator[None]:
         """Reduce-scatter inside a shard group each time; all-reduce between replicas at the last micro-batch."""
         self.model.set_requires_all_reduce(last)
-        return contextlib.nullcontext()
+        yield
+        if not last and self.gradient_dtype is not None:
+            self._keep_sums_in_float32()
+
+    def _keep_sums_in_float32(self) -> None:
+        """What waits for the replicas FSDP2 would add up in the dtype of the exchange, and lose what is small beside
+        the sum (torch 2.13, _fsdp_collectives.py, foreach_reduce). On the stream on which it adds.
+        """
+        for group in _groups(self.model):
+            if group._partial_reduce_output is not None:
+                with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):
+                    group._partial_reduce_output = group._partial_reduce_output.float()
+
+    def _reduce_in_gradient_dtype(self, model: torch.nn.Module) -> None:
+        """Change what transformers, which reduces in float32, applied. Before the first forward, which reads it."""
+        if self.gradient_dtype is not None:
+            for group in _groups(model):
+                group.mp_policy = replace(group.mp_policy, reduce_dtype=self.gradient_dtype)
 
     def _end_evaluation(self) -> None:
         super()._end_evaluation()
@@ -106,12 +127,21 @@ class Fsdp2(Fsdp):
             (group.mp_policy.param_dtype, group.mp_policy.reduce_dtype, group.mp_policy.output_dtype)
             for group in groups
         }
-        full = torch.float32 if self.low_dtype else None
-        dtypes = self.low_dtype, full, full if self.casts_output else None
+        output = torch.float32 if self.low_dtype and self.casts_output else None
+        dtypes = self.low_dtype, self._reduce_dtype, output
         yield "dtypes of a layer's weights, reductions and output", {dtypes}, policies
         offloaded = {type(group.offload_policy).__name__ for group in groups}
         asked = "CPUOffloadPolicy" if self._block.fsdp_offload_params else "OffloadPolicy"
         yield "parameter offload", {asked}, offloaded
+
+
+def _groups(model: torch.nn.Module) -> Iterator[Any]:
+    """FSDP2's groups of parameters, each of which is gathered and reduced together."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            yield from module._get_fsdp_state()._fsdp_param_groups
 
 
 def gather_tied_once(model: torch.nn.Module) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from cookbook.config.objectives.forward import Batch
 from cookbook.planning.costs.inputs import stage_layers
 from cookbook.training.engine.base import Engine, num_elements
-from cookbook.training.engine.collectives import average_gradients
+from cookbook.training.engine.collectives import add_up, average_gradients
 from cookbook.training.engine.findings import Comparison
 from cookbook.training.engine.fsdp2 import Fsdp2, gather_tied_once
 from cookbook.training.engine.norm import local
@@ -87,10 +87,10 @@ class Pipeline(Engine):
     def _add_up_tied(self) -> None:
         """An embedding that is tied to the head has gradients in the first stage and in the last."""
         if self._tied is not None and self._tied.grad is not None:
-            dist.all_reduce(local(self._tied.grad), group=self._ends)
+            add_up([local(self._tied.grad)], self._ends, self.gradient_dtype)
 
     def _average_over_copies(self) -> None:
-        average_gradients(self.model.parameters(), self._copies)
+        average_gradients(self.model.parameters(), self._copies, self.gradient_dtype)
 
     def _forwards(
         self, function: Callable[[Any, Batch], Any], batches: list[Batch], begin: Callable[[int], None]
@@ -169,6 +169,7 @@ class ShardedPipeline(Pipeline, Fsdp2):
 
     def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         gather_tied_once(model)
+        self._reduce_in_gradient_dtype(model)
         wrapped = super()._wrap(model, optimizer)
         self._hidden_dtype = self.low_dtype or torch.float32  # of what FSDP2's layers return
         return wrapped

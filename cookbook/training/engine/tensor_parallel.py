@@ -67,7 +67,7 @@ class TensorParallel(Engine):
             self._average_over_copies()
 
     def _average_over_copies(self) -> None:
-        average_gradients(self.model.parameters(), self._replicas)
+        average_gradients(self.model.parameters(), self._replicas, self.gradient_dtype)
 
     def _findings(self) -> Iterator[Comparison]:
         yield from super()._findings()
@@ -89,6 +89,7 @@ class ShardedTensorParallel(Fsdp2):
 
     def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         gather_tied_once(model)
+        self._reduce_in_gradient_dtype(model)
         return model, self.accelerator.prepare(optimizer)
 
     def _meshes(self) -> set[tuple[int, ...]]:

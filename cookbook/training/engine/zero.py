@@ -18,12 +18,13 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DeepSpeedPlugin
 
 from cookbook.config.strategy import Strategy
+from cookbook.planning.costs.inputs import exchange_precision
 from cookbook.planning.ds_config import deepspeed_config, separate_swap
 from cookbook.system import lock
 from cookbook.system.files import RecipeError
 from cookbook.system.imports import imports
 from cookbook.training.engine import state
-from cookbook.training.engine.base import Engine, StepResult
+from cookbook.training.engine.base import DTYPES, Engine, StepResult
 from cookbook.training.engine.findings import Comparison
 from cookbook.training.engine.loss_scale import LossScale
 from cookbook.training.engine.unusual import Unusual
@@ -89,6 +90,7 @@ class Zero(Engine):
             self.micro_batch_size,
             self.max_grad_norm,
             self.loss_scale.settings if self.loss_scale else None,
+            self.gradient_precision,
         )
         assert config is not None
         self.deepspeed_config = config
@@ -317,6 +319,9 @@ class Zero(Engine):
         yield "clipping", self.max_grad_norm, model.gradient_clipping()
         found_precision = "bf16" if model.bfloat16_enabled() else "fp16" if model.fp16_enabled() else "no"
         yield "precision", self.mixed_precision, found_precision
+        exchange = exchange_precision(strategy, self.mixed_precision, self.gradient_precision)
+        asked_dtype = DTYPES.get(exchange, torch.float32)
+        yield "dtype of exchanged gradients", asked_dtype, getattr(model.optimizer, "communication_data_type", None)
         wrapper = "DeepSpeedZeroOptimizer_Stage3" if self._is_stage3 else "DeepSpeedZeroOptimizer"
         yield "optimizer wrapper", wrapper, type(model.optimizer).__name__
         yield "data-parallel processes", self.plan.num_processes, dist.get_world_size(model.data_parallel_group)
