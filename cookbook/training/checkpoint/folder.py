@@ -35,6 +35,8 @@ MANIFEST, STATE, LATEST = "manifest.json", "state.json", "LATEST"
 SAVING, TRASH = ".saving-", ".trash-"
 NO_ROOM = '{"error": "the disk had no room even for the reason"}'
 """Meaning of an empty receipt."""
+BLOCK = 2**22
+"""Bytes that are hashed at a time."""
 SHORT_TIMEOUT_SECONDS = 15.0
 """Limit without progress once the save has failed anyway, or the run is to stop."""
 
@@ -214,7 +216,8 @@ def digest_file(path: Path) -> str:
 
 def _blocks(file: io.FileIO) -> Iterator[memoryview]:
     """The rest of a file; the next block is read while the caller has one. Each is valid until the next is drawn."""
-    buffers = [memoryview(bytearray(2**24)) for _ in range(2)]  # for all of it: fresh memory costs page faults
+    size = min(BLOCK, os.fstat(file.fileno()).st_size)
+    buffers = [memoryview(bytearray(size)) for _ in range(2)]  # for all of it: fresh memory costs page faults
     with ThreadPoolExecutor(1) as reader:
         coming = reader.submit(file.readinto, buffers[0])
         while count := coming.result():

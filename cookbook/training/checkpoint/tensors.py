@@ -204,7 +204,7 @@ class _Writer:
             view, at = view[count:], at + count
 
 
-class _Opened:
+class Opened:
     """A file, open for as long as this object lives."""
 
     def __init__(self, path: Path) -> None:
@@ -214,10 +214,10 @@ class _Opened:
         os.close(self.descriptor)
 
 
-class _File:
+class TensorFile:
     """A file of tensors, read into memory that is there: pages of a mapped file would count as this process's own."""
 
-    def __init__(self, path: Path, opened: Callable[[Path], _Opened]) -> None:
+    def __init__(self, path: Path, opened: Callable[[Path], Opened] = Opened) -> None:
         """Read the header.
 
         Raises:
@@ -259,7 +259,7 @@ class _Source(NamedTuple):
     stride: int
     num_runs: int
     length: int
-    file: _File
+    file: TensorFile
     key: str
 
 
@@ -273,10 +273,10 @@ class Reader:
             BrokenCheckpoint: a file is missing, or is no safetensors file of ours.
         """
         self._sources: dict[tuple[str, str], list[_Source]] = {}
-        opened = lru_cache(maxsize=MAX_OPEN)(_Opened)
+        opened = lru_cache(maxsize=MAX_OPEN)(Opened)
         for path in paths:
             try:
-                file = _File(path, opened)
+                file = TensorFile(path, opened)
                 for key, stored in file.tensors.items():
                     name, kind, place = key.rsplit("|", 2)
                     start, _, stride = place.partition("/")
