@@ -1,5 +1,6 @@
 """Merges a trained adapter into its base model, after checking that it is the right base."""
 
+import ctypes
 import json
 import shutil
 from collections.abc import Iterator
@@ -17,6 +18,9 @@ from cookbook.training.checkpoint.export import Weight, as_weight, building, sav
 from cookbook.training.checkpoint.streamed import StreamedModel, probe_logits
 from cookbook.training.checkpoint.tensors import CHUNK
 from cookbook.training.models import fetch_model, weights_digest
+
+M_MMAP_THRESHOLD = -3
+"""In glibc's malloc.h."""
 
 
 def merge(run: Path, dtype: str | None) -> int:
@@ -58,6 +62,7 @@ def write_merged(folder: Path, build: Path, dtype: torch.dtype | None) -> str:
             f"{base.name_or_path}: its weights are not those that {folder} was trained on (another SHA-256)"
         )
     logging.disable_progress_bar()
+    _map_large_tensors()
     config = AutoConfig.from_pretrained(base_folder, trust_remote_code=False)
     stored: torch.dtype = dtype or config.dtype or torch.float32
     weights, expected = _merged_in_parts(base_folder, folder) or _merged_whole(base_folder, folder)
@@ -113,6 +118,15 @@ def _merged_whole(base_folder: Path, adapter: Path) -> tuple[dict[str, Weight], 
     merged: PreTrainedModel = model.merge_and_unload(safe_merge=True)
     weights = {name: _as_weight(parameter.detach()) for name, parameter in merged.named_parameters()}
     return weights | {name: as_weight(buffer) for name, buffer in saved_buffers(merged).items()}, expected
+
+
+def _map_large_tensors() -> None:
+    """Have glibc give back each tensor's memory when it is freed. By default its threshold grows with what is freed, up
+    to 32 MB, and the gaps between smaller tensors held as much as the model (mallopt(3), M_MMAP_THRESHOLD).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, 2**20)
 
 
 def _logits_of(folder: Path) -> torch.Tensor:
