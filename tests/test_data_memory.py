@@ -98,21 +98,22 @@ GIGABYTES = float(os.environ.get("COOKBOOK_ROWS_GB", "10"))
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_ten_gigabytes_of_rows_are_trained_from_in_the_memory_of_a_hundredth(tmp_path: Path):
+def test_ten_gigabytes_of_rows_are_trained_from_in_the_memory_of_a_fiftieth(tmp_path: Path):
     """One pass: most of each row is a column that no kind of row has, which must be read, and not kept."""
     peaks = {}
-    for gigabytes in (GIGABYTES / 100, GIGABYTES):
+    for gigabytes in (GIGABYTES / 50, GIGABYTES):
         rows = tmp_path / "rows.jsonl"
         ballast, num_rows = "x" * 900_000, round(gigabytes * 1e9 / 900_000 / 16) * 16
         with rows.open("w") as file:
             file.writelines(json.dumps({"text": f"{TEXT}{i}", "unused": ballast}) + "\n" for i in range(num_rows))
         recipe = tmp_path / "recipe.yaml"
         text = RECIPE.replace("eval: {path: DATA, max_rows: 21}", "streaming: true\n  shuffle_rows: 16")
-        text = text.replace("max_steps: 20", f"max_steps: {num_rows // 16}")
-        recipe.write_text(text.replace("DATA", str(rows)).replace("OUTPUT", str(tmp_path / f"run-{gigabytes}")))
-        done = subprocess.run(
-            [sys.executable, "-c", TRAIN, str(recipe)], cwd=ROOT, capture_output=True, text=True, check=True
+        text = text.replace("max_steps: 20", f"max_steps: {num_rows // 16}").replace(
+            "warmup_steps: 4", "warmup_steps: 1"
         )
+        recipe.write_text(text.replace("DATA", str(rows)).replace("OUTPUT", str(tmp_path / f"run-{gigabytes}")))
+        done = subprocess.run([sys.executable, "-c", TRAIN, str(recipe)], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
         peaks[rows.stat().st_size] = int(done.stdout.split("PEAK")[1])
         rows.unlink()
     print("file and peak, MB:", {size // 10**6: peak // 10**6 for size, peak in peaks.items()})
