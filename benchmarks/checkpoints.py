@@ -3,10 +3,10 @@
     python benchmarks/checkpoints.py [--strategies ddp fsdp2 zero2 ...] [--processes 2] [--quick]
 
 Writes benchmarks/results/checkpoints.json and the table of docs/checkpoints.md. Trains a Llama of 76 M parameters (306
-MB in float32, 917 MB with AdamW's moments) for one step on CPU, then saves and loads it in turn, three times each.
-Seconds are from a barrier to the end of the last process. Ours flushes every file to the disk (fsync) and takes a
-digest of it; accelerate does neither, so "with fsync" flushes its files as well. Memory is what the resident sets of
-all processes grow by while they save.
+MB in float32, 917 MB with AdamW's moments) for one step on CPU, then saves and loads it in turn, five times each.
+Before each, the disk has what was written before, and the order changes from round to round. Seconds are from a
+barrier to the end of the last process. Ours flushes every file to the disk (fsync) and takes a digest of it; accelerate
+does neither, so "with fsync" flushes its files as well. Memory is what the resident sets of all processes grow by.
 """
 
 import argparse
@@ -38,7 +38,7 @@ BEGIN, END = "<!-- checkpoints:begin -->", "<!-- checkpoints:end -->"
 STRATEGIES = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload")
 """Not fsdp1, under which accelerate's own save ends in a segmentation fault on CPU."""
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "safetensors")
-ROUNDS = 3
+ROUNDS = 5
 MODEL = dict(
     vocab_size=16384,
     hidden_size=768,
@@ -86,10 +86,8 @@ def measure(engine: Any, folder: Path) -> dict[str, Any]:
     )
     found: dict[str, list[Any]] = {}
 
-    def note(what: str, do: Callable[[], None], target: Path | None = None, sync: bool = False) -> None:
+    def note(what: str, do: Callable[[], None], target: Path | None = None) -> None:
         seconds, memory = timed(engine, do)
-        if sync and target is not None:
-            seconds += timed(engine, lambda: flush(target, engine))[0]
         found.setdefault(what, []).append({"seconds": seconds, "memory": memory, "bytes": target and size_of(target)})
 
     def save(saver: Saver, step: int) -> None:
@@ -97,47 +95,58 @@ def measure(engine: Any, folder: Path) -> dict[str, Any]:
 
     background = folder / "background"
     later = Saver(background, attempt="b", in_background=True, say=print, **options)  # one, as in a run
+    ranks = {"rank": engine.world.rank, "num_ranks": engine.world.num_processes}
     for i in range(ROUNDS):
         ours, theirs = (folder / f"{name}-{i}" for name in ("ours", "theirs"))
         saver = Saver(ours, attempt="a", in_background=False, say=print, **options)
-        note("ours", partial(save, saver, 1), ours)
-        note("ours, in the background", partial(save, later, i + 1))
-        later.wait()
-        engine.collectives.all_reduce_max(0)
-        note("accelerate", partial(engine.accelerator.save_state, str(theirs)), theirs)
-        found.setdefault("accelerate, with fsync", []).append(
-            {
-                "seconds": found["accelerate"][-1]["seconds"] + timed(engine, partial(flush, theirs, engine))[0],
-                "memory": None,
-                "bytes": None,
-            }
-        )
-        checkpoint = folders.open_checkpoint(ours / folders.folder_name(1))
-        ranks = {"rank": engine.world.rank, "num_ranks": engine.world.num_processes}
 
-        def load(checkpoint: Any = checkpoint, ranks: Any = ranks) -> None:
-            folders.verify(checkpoint, **ranks)
-            engine.collectives.all_reduce_max(0)
-            resume.load(checkpoint, shapes, engine.restore)
+        def save_ours(i: int = i, ours: Path = ours, saver: Saver = saver) -> None:
+            note("ours", partial(save, saver, 1), ours)
+            note("ours, in the background", partial(save, later, i + 1))
+            later.wait()
 
-        note("ours, load", load)
-        try:
-            note("accelerate, load", partial(engine.accelerator.load_state, str(theirs)))
-        except Exception as error:
-            found["accelerate, load"] = [{"failed": str(error)[:200]}]
+        def save_theirs(theirs: Path = theirs) -> None:
+            note("accelerate", partial(engine.accelerator.save_state, str(theirs)), theirs)
+            flushed = timed(engine, partial(flush, theirs, engine), settled=False)[0]
+            seconds = found["accelerate"][-1]["seconds"] + flushed
+            found.setdefault("accelerate, with fsync", []).append({"seconds": seconds})
+
+        def load_ours(ours: Path = ours) -> None:
+            def load() -> None:
+                checkpoint = folders.open_checkpoint(ours / folders.folder_name(1))
+                folders.verify(checkpoint, **ranks)
+                engine.collectives.all_reduce_max(0)
+                resume.load(checkpoint, shapes, engine.restore)
+
+            note("ours, load", load)
+
+        def load_theirs(theirs: Path = theirs) -> None:
+            try:
+                note("accelerate, load", partial(engine.accelerator.load_state, str(theirs)))
+            except Exception as error:
+                found["accelerate, load"] = [{"failed": str(error)[:200]}]
+
+        for pair in ((save_ours, save_theirs), (load_ours, load_theirs)):
+            for measured in pair[:: 1 if i % 2 else -1]:
+                measured()
         engine.collectives.all_reduce_max(0)
         if engine.is_main:
             for path in (ours, theirs):
                 shutil.rmtree(path)
-        engine.collectives.all_reduce_max(0)
     if engine.is_main:
         shutil.rmtree(background)
     return found
 
 
-def timed(engine: Any, do: Callable[[], None]) -> tuple[float, float]:
-    """Seconds until the last process is done, and the sum of what their resident sets grew by at most."""
+def timed(engine: Any, do: Callable[[], None], *, settled: bool = True) -> tuple[float, float]:
+    """Seconds until the last process is done, and the sum of what their resident sets grew by at most.
+
+    Args:
+        settled: first wait until the disk has everything that was written before.
+    """
     process = psutil.Process()
+    if settled and engine.is_main:
+        os.sync()
     engine.collectives.all_reduce_max(0)
     before = peak = process.memory_info().rss
     done = threading.Event()
@@ -215,9 +224,11 @@ def render(results: dict[str, Any]) -> str:
     lines = [
         f"{machine['cores']} cores of {machine['processor']}, no GPU; {packages}; {results['date']}.",
         "",
-        "| strategy | processes | save, s | steps wait, in the background | accelerate | with fsync | load, s |"
-        " accelerate | size, MB | accelerate | memory, MB | accelerate |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| strategy | processes | save, s | steps wait, in the background | accelerate | with fsync |"
+        " save / accelerate | / with fsync | load, s | accelerate | load / accelerate |"
+        " size, MB | accelerate | memory of a load, MB |"
+        " accelerate |",
+        "|---" * 15 + "|",
     ]
     for name, row in results["strategies"].items():
         rounds = row["rounds"]
@@ -226,17 +237,26 @@ def render(results: dict[str, Any]) -> str:
             value = median(rounds[what], key)
             return "fails" if value is None else form.format(value / (1e6 if key != "seconds" else 1))
 
+        def ratio(ours: str, theirs: str, rounds: Any = rounds) -> str:
+            """The median of the rounds' own ratios: the disk's speed changes from round to round."""
+            pairs = zip(rounds[ours], rounds[theirs], strict=False)
+            found = [one["seconds"] / other["seconds"] for one, other in pairs if "seconds" in other]
+            return f"{statistics.median(found):.2f}" if found else ""
+
         cells = [
             cell("ours", "seconds", "{:.2f}"),
             cell("ours, in the background", "seconds", "{:.2f}"),
             cell("accelerate", "seconds", "{:.2f}"),
             cell("accelerate, with fsync", "seconds", "{:.2f}"),
+            ratio("ours", "accelerate"),
+            ratio("ours", "accelerate, with fsync"),
             cell("ours, load", "seconds", "{:.2f}"),
             cell("accelerate, load", "seconds", "{:.2f}"),
+            ratio("ours, load", "accelerate, load"),
             cell("ours", "bytes", "{:.0f}"),
             cell("accelerate", "bytes", "{:.0f}"),
-            cell("ours", "memory", "{:.0f}"),
-            cell("accelerate", "memory", "{:.0f}"),
+            cell("ours, load", "memory", "{:.0f}"),
+            cell("accelerate, load", "memory", "{:.0f}"),
         ]
         lines.append(f"| `{name}` | {row['processes']} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", f"`{results['command']}`; medians of {ROUNDS}."])

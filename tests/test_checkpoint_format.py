@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from cookbook.system import faults
@@ -66,6 +67,40 @@ def test_any_cut_is_read_back_as_any_other(tmp_path: Path, monkeypatch, written:
         into = StagedPiece(piece.name, piece.kind, piece.start, piece.stride, torch.full(piece.data.shape, torch.nan))
         reader.read_into(into)
         assert torch.equal(into.data, piece.data)
+
+
+def test_many_files_are_read_with_few_of_them_open(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("cookbook.training.checkpoint.tensors.MAX_OPEN", 2)
+    whole = torch.randn(30, 4)
+    paths = []
+    for i, piece in enumerate(flat_pieces("a", whole, "weight", list(range(4, 120, 4)))):
+        paths.append(tmp_path / f"{i}.safetensors")
+        write_pieces(paths[-1], [piece], room=room_for(["a"]), step=1)
+    before = len(os.listdir("/proc/self/fd"))
+    reader, into = Reader(paths), StagedPiece("a", "weight", 0, 0, torch.zeros(1, 120))
+    reader.read_into(into)
+    assert len(os.listdir("/proc/self/fd")) - before == 2
+    assert torch.equal(into.data, whole.view(1, -1))
+    del reader
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_load_reads_into_the_memory_that_is_there(tmp_path: Path):
+    """By the kernel's count of resident pages; a mapped file, which is read the other way, would add its own."""
+    whole = torch.zeros(1, 2**24)
+    write_pieces(tmp_path / "0.safetensors", [StagedPiece("a", "weight", 0, 0, whole)], room=room_for(["a"]), step=1)
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    into, before = StagedPiece("a", "weight", 0, 0, torch.ones(1, 2**24)), resident()
+    Reader([tmp_path / "0.safetensors"]).read_into(into)
+    assert resident() - before < 2**22
+    assert not into.data.any()
+    with safe_open(tmp_path / "0.safetensors", "pt") as file:
+        mapped = file.get_tensor("a|weight|0")
+        assert not mapped.any()
+        assert resident() - before > 2**25
 
 
 def test_what_is_missing_is_told(tmp_path: Path):

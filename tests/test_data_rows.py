@@ -254,6 +254,15 @@ def test_text_files_are_texts_and_a_long_one_is_broken_at_a_line_end(tmp_path):
 
 BROKEN_FILES = {
     "a.json": (b'[{"text": ', "not a list of objects in JSON: Expecting value"),
+    "comma.json": (b'[{"text": "a"}, ]', "not a list of objects in JSON: Expecting value, in row 2"),
+    "middle.json": (
+        b'[{"text": "a"} {"text": "b"}]',
+        "not a list of objects in JSON: neither a comma nor the end of the list",
+    ),
+    "after.json": (b'[{"text": "a"}] []', "not a list of objects in JSON: more text after the list"),
+    "end.json": (b'[{"text": "a"}', "not a list of objects in JSON: neither a comma nor the end of the list"),
+    "number.json": (b"[12", "not a list of objects in JSON: the list does not end"),
+    "empty.json": (b" [ ] ", "no row left to train on"),
     "twice.json": (b'[{"text": "a", "text": "b"}]', "not a list of objects in JSON: key given twice: 'text'"),
     "a.csv": (b'text\n"a', "not readable as cells: unexpected end of data"),
     "twice.csv": (b"text,text\na,b\n", "two columns are called 'text'"),

@@ -22,9 +22,16 @@ from curves import RECIPE, ROOT
 from peft import AutoPeftModelForCausalLM
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-from cookbook.commands import publish
+from cookbook.commands import merge, publish
 from cookbook.commands.cli import main
 from cookbook.commands.publish import reopen
 from cookbook.config.recipe import ModelSection, Recipe
@@ -34,6 +41,7 @@ from cookbook.training.checkpoint import export as building
 from cookbook.training.checkpoint import folder
 from cookbook.training.checkpoint.listing import recipe_of
 from cookbook.training.checkpoint.saver import Saver
+from cookbook.training.checkpoint.streamed import StreamedModel
 from cookbook.training.checkpoint.tensors import StagedPiece
 from cookbook.training.models import train_tokenizer, weights_digest
 
@@ -197,6 +205,99 @@ def test_adapter_and_base_become_one(lora: Run, capsys, here):
     names = {path.name for path in (lora.folder / "merged").iterdir()}
     assert {"model.safetensors", "README.md", "export.json", "generation_config.json"} <= names
     assert "adapter.tmp" not in names
+
+
+MERGED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "lora": ({"name": "lora"}, {"attention_bias": True}),
+    "dora, tied": ({"name": "dora"}, {"tie_word_embeddings": True}),
+    "qlora": ({"name": "qlora", "rslora": True}, {}),
+    "whole head": ({"name": "lora", "targets": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}, {}),
+}
+
+
+@pytest.mark.parametrize("case", MERGED)
+def test_merged_layer_by_layer_it_is_what_peft_merges_as_a_whole(tmp_path: Path, case: str):
+    adapter, config = MERGED[case]
+    made = Run(tmp_path, adapter | {"rank": 4, "alpha": 8}, **config)
+    publish.export(made.folder, publish.find_checkpoint(made.folder, saved_step(made)), reopened=False)
+    parts, logits = merge._merged_in_parts(made.base, made.folder / "export")
+    expected, expected_logits = merge._merged_whole(made.base, made.folder / "export")
+    assert parts.keys() == expected.keys()
+    for dtype in (torch.float32, torch.bfloat16):
+        assert all(torch.equal(parts[name].read(dtype), expected[name].read(dtype)) for name in expected)
+    assert torch.equal(logits, expected_logits)
+    before = load_file(made.base / "model.safetensors")
+    assert sum(not torch.equal(expected[name].read(torch.float32), before[name]) for name in expected) >= 4
+
+
+def saved_step(made: Run) -> int:
+    made.save(3)
+    return 3
+
+
+def test_files_that_differ_from_the_model_in_memory_are_merged_as_a_whole(tmp_path: Path):
+    """Experts apart in the files, and an adapter on the attention beside them."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    assert StreamedModel.open(tmp_path) is None
+    new_model().save_pretrained(tmp_path / "direct")
+    assert StreamedModel.open(tmp_path / "direct") is not None
+
+
+@pytest.mark.parametrize("left", ["file", "settings"])
+def test_an_adapter_that_does_not_fit_its_settings_is_not_merged(lora: Run, here, left: str):
+    assert export(lora) == 0
+    path = lora.folder / "export" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    if left == "settings":
+        tensors.popitem()
+    else:
+        tensors["base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight"] = torch.zeros(4, 32)
+    save_file(tensors, path)
+    with pytest.raises(RuntimeError, match="not in its file" if left == "settings" else "without a place"):
+        merge._merged_in_parts(lora.base, lora.folder / "export")
+
+
+def test_a_merge_holds_a_layer_and_not_the_model(tmp_path: Path, capsys):
+    """By private pages, beside the merge of the whole model."""
+    made = Run(tmp_path, {"name": "dora", "rank": 4, "alpha": 8}, **LARGE)
+    publish.export(made.folder, publish.find_checkpoint(made.folder, saved_step(made)), reopened=False)
+    del made.model
+    sizes = [tensor.nbytes for tensor in load_file(made.base / "model.safetensors").values()]
+    grown = grown_by(lambda: merge.write_merged(made.folder / "export", tmp_path, None))
+    whole = grown_by(lambda: merge._merged_whole(made.base, made.folder / "export"))
+    print("MiB:", {name: n >> 20 for name, n in dict(model=sum(sizes), merge=grown, whole=whole).items()})
+    assert grown < sum(sizes) / 2 < sum(sizes) < whole
+
+
+LARGE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6}
+
+
+def grown_by(do: Callable[[], Any]) -> int:
+    """Bytes of memory of its own that this process had at most, above those before."""
+
+    def private() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+    before = peak = private()
+    done = threading.Event()
+
+    def look() -> None:
+        nonlocal peak
+        while not done.wait(0.005):
+            peak = max(peak, private())
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    do()
+    done.set()
+    looker.join()
+    return peak - before
 
 
 def test_an_export_needs_the_run_alone(run: Run, tmp_path: Path):
@@ -493,7 +594,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path):
     script = """
 import json, sys, threading, time, re
 from pathlib import Path
-from cookbook.commands import publish
+from cookbook.commands import merge, publish
 publish._reopen = lambda *_: {"tensors": "", "logits": ""}
 peak = [0]
 def private():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Embedding
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
@@ -259,6 +259,36 @@ def write_adapter(
     peft_config.inference_mode = True
     peft_config.save_pretrained(str(folder))
     (folder / BASE_RECORD).write_text(json.dumps(asdict(base), indent=1) + "\n", encoding="utf-8")
+
+
+def name_in_file(name: str) -> str:
+    """peft's name in its file for a tensor of the model (peft/utils/save_and_load.py)."""
+    name = name.replace(f".{ADAPTER_NAME}", "").replace(".modules_to_save", "")
+    return name.removesuffix(".weight") if "lora_magnitude_vector" in name else name
+
+
+def open_beside(model: PreTrainedModel, folder: Path) -> None:
+    """Insert the adapter of a peft folder, in float32 on the CPU, into a model without data, in place. peft itself
+    would leave the adapter without data as well.
+
+    Raises:
+        RuntimeError: the file has other tensors than the adapter's settings ask for.
+    """
+    from peft import PeftConfig, inject_adapter_in_model
+
+    inject_adapter_in_model(PeftConfig.from_pretrained(str(folder)), model, ADAPTER_NAME, low_cpu_mem_usage=True)
+    saved = load_file(folder / "adapter_model.safetensors")
+    for module_name, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            tensor = saved.pop(f"base_model.model.{name_in_file(f'{module_name}.{name}')}", None)
+            if tensor is not None and tensor.shape == parameter.shape:
+                module.register_parameter(name, torch.nn.Parameter(tensor.float(), requires_grad=False))
+            elif "lora_" in module_name or ".modules_to_save." in module_name:
+                raise RuntimeError(f"{folder}: {module_name}.{name} is not in its file as the settings describe it")
+    if saved:
+        raise RuntimeError(
+            f"{folder}: its file has tensors without a place in the model: {', '.join(sorted(saved)[:5])}"
+        )
 
 
 def _empty_model(config: PreTrainedConfig) -> PreTrainedModel:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
+from cookbook.training.adapters import name_in_file
 from cookbook.training.checkpoint.export import BUFFERS
 from cookbook.training.checkpoint.folder import open_checkpoint
 from cookbook.training.checkpoint.tensors import CHUNK, Reader
@@ -131,14 +132,14 @@ def _check_adapter(
     from cookbook.config.recipe import AdapterSection
     from cookbook.training import adapters
 
-    names = {_peft_name(name): name for name in expected.shapes}
+    names = {name_in_file(name): name for name in expected.shapes}
     in_files = {f"base_model.model.{key}": name for key, name in names.items()}
     found = _check_tensor_files(export, expected, in_files, strict=True)
     base, problem = (None, too_large) if too_large else _base_folder(model_files)
     whole = _open_base(base, config)
     model = PeftModel.from_pretrained(whole, str(export), low_cpu_mem_usage=base is None)
     opened = {
-        _peft_name(name.removeprefix("base_model.model.")): parameter
+        name_in_file(name.removeprefix("base_model.model.")): parameter
         for name, parameter in model.named_parameters()
         if "lora_" in name or ".modules_to_save." in name
     }
@@ -152,12 +153,6 @@ def _check_adapter(
     adapters.add_adapter(reference, AdapterSection.model_validate(settings), seed=0)
     expected.fill(reference)
     return count, _compare_logits(logits, _sample_logits(reference, config))
-
-
-def _peft_name(name: str) -> str:
-    """peft's name in its file for a tensor of the model (peft/utils/save_and_load.py)."""
-    name = name.replace(".default", "").replace(".modules_to_save", "")
-    return name.removesuffix(".weight") if "lora_magnitude_vector" in name else name
 
 
 def _base_folder(model_files: Path) -> tuple[Path | None, str]:

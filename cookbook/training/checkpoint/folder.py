@@ -13,12 +13,14 @@ for them, writes the manifest, flushes it to the disk and renames the folder.
 """
 
 import contextlib
+import io
 import json
 import math
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,8 @@ MANIFEST, STATE, LATEST = "manifest.json", "state.json", "LATEST"
 SAVING, TRASH = ".saving-", ".trash-"
 NO_ROOM = '{"error": "the disk had no room even for the reason"}'
 """Meaning of an empty receipt."""
+BLOCK = 2**22
+"""Bytes that are hashed at a time."""
 SHORT_TIMEOUT_SECONDS = 15.0
 """Limit without progress once the save has failed anyway, or the run is to stop."""
 
@@ -199,15 +203,28 @@ def digest_file(path: Path) -> str:
     the header, the order in which they are written.
     """
     digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
+    with path.open("rb", buffering=0) as file:
         header = 8 + int.from_bytes(file.read(8), "little") if path.suffix == ".safetensors" else 0
         header = min(header, path.stat().st_size)  # any number in a damaged file
         file.seek(header)
-        while block := file.read(2**24):
+        for block in _blocks(file):
             digest.update(block)
         file.seek(0)
         digest.update(file.read(header))
     return digest.hexdigest()
+
+
+def _blocks(file: io.FileIO) -> Iterator[memoryview]:
+    """The rest of a file; the next block is read while the caller has one. Each is valid until the next is drawn."""
+    size = min(BLOCK, os.fstat(file.fileno()).st_size)
+    buffers = [memoryview(bytearray(size)) for _ in range(2)]  # for all of it: fresh memory costs page faults
+    with ThreadPoolExecutor(1) as reader:
+        coming = reader.submit(file.readinto, buffers[0])
+        while count := coming.result():
+            block = buffers[0][:count]
+            buffers.reverse()
+            coming = reader.submit(file.readinto, buffers[0])
+            yield block
 
 
 def verify(checkpoint: Checkpoint, *, rank: int = 0, num_ranks: int = 1) -> None:

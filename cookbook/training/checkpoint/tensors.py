@@ -7,9 +7,10 @@ The key `model.norm.weight|exp_avg|128` is the run of the flattened tensor from 
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -26,10 +27,14 @@ CHUNK = 2**24
 FLUSH, MAX_UNFLUSHED = 2**26, 2**29
 """Bytes after which a flush of a file to the disk begins, and after which writing waits for it."""
 
+MAX_OPEN = 256
+"""Files that a reader keeps open: a process may often open 1024, and a checkpoint has a file of each rank."""
+
 PARALLEL = 2**22
 """Bytes from which on two threads write."""
 
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 class StatePiece(Protocol):
@@ -199,6 +204,54 @@ class _Writer:
             view, at = view[count:], at + count
 
 
+class Opened:
+    """A file, open for as long as this object lives."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+class TensorFile:
+    """A file of tensors, read into memory that is there: pages of a mapped file would count as this process's own."""
+
+    def __init__(self, path: Path, opened: Callable[[Path], Opened] = Opened) -> None:
+        """Read the header.
+
+        Raises:
+            OSError, ValueError, SafetensorError: there is none.
+        """
+        with safe_open(path, framework="pt"):
+            pass  # checks the header against the file's size
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+        self._path, self._opened, self._data = path, opened, 8 + size
+        self.tensors: dict[str, dict[str, Any]] = {key: header[key] for key in header if key != "__metadata__"}
+        """`dtype`, `shape` and `data_offsets` by key."""
+
+    def read(self, key: str, first: int, out: torch.Tensor) -> None:
+        """Elements of the flattened tensor, from `first` on, into a contiguous `out` on the CPU.
+
+        Raises:
+            BrokenCheckpoint: the file ends before.
+        """
+        dtype = DTYPES[self.tensors[key]["dtype"]]
+        stored = out if out.dtype == dtype else torch.empty(out.shape, dtype=dtype)
+        view = stored.view(-1).view(torch.uint8).numpy().data
+        at = self._data + self.tensors[key]["data_offsets"][0] + first * dtype.itemsize
+        opened = self._opened(self._path)
+        while view:
+            count = os.preadv(opened.descriptor, [view], at)
+            if not count:
+                raise BrokenCheckpoint(f"{key}: the file ends before it")
+            view, at = view[count:], at + count
+        if stored is not out:
+            out.copy_(stored)
+
+
 class _Source(NamedTuple):
     """Runs stored in a file."""
 
@@ -206,8 +259,8 @@ class _Source(NamedTuple):
     stride: int
     num_runs: int
     length: int
-    tensor: Any
-    """A safetensors slice: read when it is indexed."""
+    file: TensorFile
+    key: str
 
 
 class Reader:
@@ -220,18 +273,15 @@ class Reader:
             BrokenCheckpoint: a file is missing, or is no safetensors file of ours.
         """
         self._sources: dict[tuple[str, str], list[_Source]] = {}
-        self._files = []
+        opened = lru_cache(maxsize=MAX_OPEN)(Opened)
         for path in paths:
             try:
-                file = safe_open(path, framework="pt")
-                self._files.append(file)
-                for key in file.keys():  # noqa: SIM118 - not a mapping
+                file = TensorFile(path, opened)
+                for key, stored in file.tensors.items():
                     name, kind, place = key.rsplit("|", 2)
                     start, _, stride = place.partition("/")
-                    tensor = file.get_slice(key)
-                    shape = tensor.get_shape()
-                    count = shape[0] if stride else 1
-                    source = _Source(int(start), int(stride or 0), count, shape[-1], tensor)
+                    *count, length = stored["shape"]
+                    source = _Source(int(start), int(stride or 0), count[0] if count else 1, length, file, key)
                     self._sources.setdefault((name, kind), []).append(source)
             except (OSError, ValueError, SafetensorError) as error:
                 raise BrokenCheckpoint(f"{path.name}: {error}") from error
@@ -293,7 +343,7 @@ class Reader:
                 continue
             begin, end = max(low, source.start), min(high, source.start + source.length)
             if begin < end:
-                out[begin - low : end - low] = source.tensor[begin - source.start : end - source.start]
+                source.file.read(source.key, begin - source.start, out[begin - low : end - low])
                 covered += end - begin
         if covered != len(out):
             raise BrokenCheckpoint(f"{name}: {covered} of {len(out)} elements of {kind} are there")
@@ -308,7 +358,8 @@ def _fill_from_rows(source: _Source, low: int, out: torch.Tensor) -> int:
     if first >= last:
         return 0
     covered = 0
-    rows = source.tensor[first:last]
+    rows = torch.empty(last - first, source.length)
+    source.file.read(source.key, first * source.length, rows)
     begin = source.start + first * source.stride
     for edge in (0, len(rows) - 1):  # the first and the last may extend beyond it
         at = begin + edge * source.stride

@@ -20,6 +20,9 @@ from cookbook.system.files import RecipeError, first_line
 MAX_ROW_BYTES = 1_000_000
 MAX_TEXT_CHARACTERS = MAX_ROW_BYTES // 4
 """A character of UTF-8 has at most 4 bytes."""
+MAX_ITEM = 64 * MAX_ROW_BYTES
+"""Characters of an item of a list, which is decoded before its size is known, after which no end of it is sought."""
+READ_CHARACTERS = 2**16
 ROWS_PER_READ = 64
 """Rows decoded at a time: compressed, a thousand rows of a megabyte may take a kilobyte."""
 
@@ -70,11 +73,59 @@ def _json_rows(path: Path, file: io.BufferedReader) -> Iterator[tuple[str, Any]]
     if not start.startswith(b"["):
         yield from _jsonl_rows(path, file)
         return
-    try:
-        rows = json.loads(file.read().decode("utf-8-sig"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise RecipeError(f"{path}: not a list of objects in JSON: {first_line(error)}") from None
-    yield from numbered(str(path), rows)
+    number = 0
+    with io.TextIOWrapper(file, encoding="utf-8-sig") as text:
+        try:
+            for place, row in numbered(str(path), _list_items(text)):
+                number += 1
+                yield place, row
+        except (ValueError, RecursionError) as error:
+            what = error.msg if isinstance(error, json.JSONDecodeError) else first_line(error)
+            raise RecipeError(f"{path}: not a list of objects in JSON: {what}, in row {number + 1}") from None
+
+
+def _list_items(text: io.TextIOWrapper) -> Iterator[Any]:
+    """The items of a list in JSON, of which it holds one.
+
+    Raises:
+        ValueError: it is not well-formed.
+    """
+    decoder = json.JSONDecoder(object_pairs_hook=_unique)
+    rest = _filled(_filled("", text)[1:], text)  # after the bracket
+    more = not rest.startswith("]")
+    while more:
+        item, rest = _first_item(decoder, rest, text)
+        yield item
+        rest = _filled(rest, text)
+        if more := rest.startswith(","):
+            rest = _filled(rest[1:], text)
+    if not rest.startswith("]"):
+        raise ValueError("neither a comma nor the end of the list after an item")
+    if (rest[1:] + text.read(READ_CHARACTERS)).strip():
+        raise ValueError("more text after the list")
+
+
+def _filled(rest: str, text: io.TextIOWrapper) -> str:
+    """What follows, from its first character that is not white space on; empty at the end."""
+    while not (rest := rest.lstrip()) and (more := text.read(READ_CHARACTERS)):
+        rest = more
+    return rest
+
+
+def _first_item(decoder: json.JSONDecoder, rest: str, text: io.TextIOWrapper) -> tuple[Any, str]:
+    """The item with which `rest` begins, and what follows it."""
+    while True:
+        error: ValueError = ValueError("the list does not end")
+        try:
+            item, end = decoder.raw_decode(rest)
+            if not isinstance(item, int | float) or rest[end : end + 1] in {",", "]", " ", "\t", "\r", "\n"}:
+                return item, rest[end:]  # a number may go on
+        except json.JSONDecodeError as found:
+            error = found
+        more = text.read(max(READ_CHARACTERS, len(rest))) if len(rest) <= MAX_ITEM else ""
+        if not more:
+            raise error
+        rest += more
 
 
 def _csv_rows(path: Path, file: io.BufferedReader, delimiter: str = ",") -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,145 @@
+"""A model whose weights stay in its files: read for the layer that computes, and dropped after it."""
+
+import contextlib
+import copy
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from cookbook.training.checkpoint.export import Weight, saved_buffers
+from cookbook.training.checkpoint.tensors import CHUNK, DTYPES, TensorFile
+
+PROBE_TOKENS = 16
+"""Length of the input on which two models' logits are compared."""
+
+
+class StreamedModel:
+    """A causal language model in float32 on the CPU."""
+
+    def __init__(self, model: Any, places: dict[str, tuple[TensorFile, str]]) -> None:
+        """
+        Args:
+            model: parameters on the meta device, buffers on the CPU.
+            places: file and key of each parameter and saved buffer.
+        """
+        self.model, self._places = model, places
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for name, buffer in model.named_buffers():
+            if name in places:
+                buffer.copy_(self._read(name).view(buffer.shape))
+
+    @classmethod
+    def open(cls, folder: Path) -> "StreamedModel | None":
+        """None if its files do not have each tensor as it is in memory: experts that are stacked there, or the names
+        and dtypes of others.
+        """
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+        model.tie_weights()
+        named = dict(model.named_parameters()) | saved_buffers(model)
+        names = {id(tensor): name for name, tensor in named.items()}
+        keys = {names.get(id(tensor)): key for key, tensor in revert_weight_conversion(model, dict(named)).items()}
+        files = _files(folder)
+        try:
+            places = {name: (files[keys[name]], keys[name]) for name in named}
+        except KeyError:
+            return None
+        found = ((named[name].shape, file.tensors[key]) for name, (file, key) in places.items())
+        is_direct = all(list(shape) == one["shape"] and one["dtype"] in DTYPES for shape, one in found)
+        return cls(model, places) if is_direct else None
+
+    def weight(self, name: str) -> Weight:
+        """A parameter as it is in the files."""
+        file, key = self._places[name]
+        shape: list[int] = file.tensors[key]["shape"]
+        size = torch.Size(shape).numel()
+
+        def parts(dtype: torch.dtype) -> Iterator[torch.Tensor]:
+            for begin in range(0, size, CHUNK):
+                part = torch.empty(min(CHUNK, size - begin))
+                file.read(key, begin, part)
+                yield part.to(dtype)
+
+        return Weight(shape, parts)
+
+    def tensors_of(self, module: torch.nn.Module) -> list[str]:
+        """Names of the parameters that a module itself has in the files."""
+        return [key for key, parameter in module.named_parameters(recurse=False) if id(parameter) in self._names]
+
+    @contextlib.contextmanager
+    def filled(self, *modules: torch.nn.Module) -> Iterator[None]:
+        """The parameters of these modules, and of all in them, in memory."""
+        empty = [
+            (module, key, parameter)
+            for one in modules
+            for module in one.modules()
+            for key, parameter in module.named_parameters(recurse=False)
+            if id(parameter) in self._names
+        ]
+        self._fill(empty)
+        try:
+            yield
+        finally:
+            for module, key, parameter in empty:
+                module._parameters[key] = parameter
+
+    def _fill(self, empty: Iterable[tuple[torch.nn.Module, str, torch.nn.Parameter]]) -> None:
+        read: dict[int, torch.nn.Parameter] = {}  # tied ones once
+        for module, key, parameter in empty:
+            if id(parameter) not in read:
+                tensor = self._read(self._names[id(parameter)]).view(parameter.shape)
+                read[id(parameter)] = torch.nn.Parameter(tensor, requires_grad=False)
+            module._parameters[key] = read[id(parameter)]
+
+    def _read(self, name: str) -> torch.Tensor:
+        file, key = self._places[name]
+        tensor = torch.empty(file.tensors[key]["shape"])
+        file.read(key, 0, tensor)
+        return tensor
+
+    def probe_logits(self) -> torch.Tensor:
+        """As the function of that name, with what lies outside of the layers and one layer in memory."""
+        classes = set(self.model._no_split_modules or ())
+        layers = [module for module in self.model.modules() if type(module).__name__ in classes]
+        inside = {id(module) for layer in layers for module in layer.modules()}
+        outside = [module for module in self.model.modules() if id(module) not in inside]
+        with contextlib.ExitStack() as stack:
+            for layer in layers:
+                stack.enter_context(self._filled_in_forward(layer))
+            stack.enter_context(self.filled(*(leaf for leaf in outside if not any(leaf.children()))))
+            return probe_logits(self.model)
+
+    @contextlib.contextmanager
+    def _filled_in_forward(self, layer: torch.nn.Module) -> Iterator[None]:
+        filled = contextlib.ExitStack()
+        before = layer.register_forward_pre_hook(lambda *_: filled.enter_context(self.filled(layer)))
+        after = layer.register_forward_hook(lambda *_: filled.close())
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+
+@torch.no_grad()
+def probe_logits(model: Any) -> torch.Tensor:
+    """Logits (1, PROBE_TOKENS, V) on the first tokens of the vocabulary."""
+    return model.eval()(input_ids=torch.arange(PROBE_TOKENS)[None]).logits.float()
+
+
+def _files(folder: Path) -> dict[str | None, TensorFile]:
+    """The file of each tensor by key, of those that transformers reads."""
+    names = [SAFE_WEIGHTS_NAME]
+    if not (folder / SAFE_WEIGHTS_NAME).is_file():
+        index = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))
+        names = sorted(set(index["weight_map"].values()))
+    files = [TensorFile(folder / name) for name in names]
+    return {key: file for file in files for key in file.tensors}
