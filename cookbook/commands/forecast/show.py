@@ -104,16 +104,17 @@ def _sizes(found: Sequence[Sizes]) -> str:
     rows: list[Row] = [("size of the mesh", "verdict", "GiB a GPU", "step", "")]
     for sizes in found:
         for size, one in sizes.forecasts:
-            marks = [
-                mark for mark, is_so in (("best", one is sizes.best), ("as its file", size == sizes.written)) if is_so
-            ]
-            cells = (f"{sizes.name} {sizes.key} {size}", _verdict(one))
-            if one.memory is None or one.time is None:
-                rows.append((*cells, "-", "-", one.why[0].split(": ", 1)[-1]))
-                continue
-            low, high = one.memory.needed
+            notes = ["best"] if one is sizes.best else []
+            notes += ["as its file"] if size == sizes.written else []
+            notes += [one.why[0].split(": ", 1)[-1]] if one.memory is None else []
             rows.append(
-                (*cells, f"{_gib(low)} to {_gib(high)}", _range(one.time.low, one.time.high, " s"), ", ".join(marks))
+                (
+                    f"{sizes.name} {sizes.key} {size}",
+                    _verdict(one),
+                    "{} to {}".format(*map(_gib, one.memory.needed)) if one.memory else "-",
+                    _range(one.time.low, one.time.high, " s") if one.time else "-",
+                    ", ".join(notes),
+                )
             )
     return page(*rows, ("a size is written in the strategy's file, or in a copy of it",))
 
