@@ -101,6 +101,7 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
         mistakes += error.mistakes
     if mistakes:
         raise RecipeError(mistakes)
+    strategy = strategy.fitted(world.num_processes, world.num_local)
     notes = [*([note] if note else []), *shortage.unanswered(recipe)]
     return recipe, strategy, plan, world, notes + begun_elsewhere(Path(recipe_name), recipe, strategy)
 

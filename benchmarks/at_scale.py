@@ -9,7 +9,6 @@ import io
 import json
 import math
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from cookbook.commands.forecast import forecast_all  # noqa: E402
-from cookbook.config.strategy import Strategy, load_strategy  # noqa: E402
+from cookbook.config.strategy import load_strategy  # noqa: E402
 from cookbook.planning.plan import load_pair  # noqa: E402
 from cookbook.system.hardware import GIB, parse_machines  # noqa: E402
 
@@ -37,8 +36,7 @@ def forecasts(gpus: int) -> dict[str, dict[str, Any]]:
     """Seconds of a step, GiB of a GPU, and the share of messages in a step that overlaps nothing, by strategy."""
     machines = parse_machines(f"{gpus // 8}x8xH100", fabric_gbits=FABRIC_GBITS)
     recipe, _ = load_pair(Path(RECIPE), [f"batch.global_batch_size={SAMPLES * gpus}"])
-    strategies = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in STRATEGIES if name != "hsdp"]
-    strategies.append(_hsdp(machines.num_machines))
+    strategies = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in STRATEGIES]
     found = {}
     for one in forecast_all(recipe, strategies, machines, RECIPE, limits=False).forecasts:
         assert one.time is not None and one.memory is not None, one.why
@@ -50,18 +48,6 @@ def forecasts(gpus: int) -> dict[str, dict[str, Any]]:
             "limit": one.time.bottleneck,
         }
     return {name: found[name] for name in STRATEGIES}
-
-
-def _hsdp(num_machines: int) -> Strategy:
-    """With a group in each machine, as the head of its file says; the file itself has two groups."""
-    text = (ROOT / "accelerate_configs/hsdp.yaml").read_text(encoding="utf-8")
-    for old, new in {"replicate_size: 2": f"replicate_size: {num_machines}", "shard_size: 2": "shard_size: 8"}.items():
-        assert old in text
-        text = text.replace(old, new)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "hsdp.yaml"
-        path.write_text(text, encoding="utf-8")
-        return load_strategy(path)
 
 
 def published() -> list[dict[str, Any]]:
@@ -123,8 +109,7 @@ def render(results: dict[str, Any]) -> str:
             "The time is from everything overlapped at the best published rates to nothing overlapped at the worst;"
             " messages are their share of the latter. A ring sends the same from each GPU however many it has, so on"
             " paper a step stays as long, and what is sharded over all GPUs shrinks to nothing. `hsdp` has a group in"
-            " each machine here (`dp_shard_size: 8`): its memory does not shrink, and only its sums of gradients"
-            " leave the machine.",
+            " each machine: its memory does not shrink, and only its sums of gradients leave the machine.",
             "",
             "## Against published runs of several machines",
             "",

@@ -90,7 +90,7 @@ def processes_of(strategy: str) -> int:
         return 2 * machines_of(strategy)
     path = ROOT / "accelerate_configs" / f"{strategy}.yaml"
     mesh = yaml.safe_load(path.read_text()).get("parallelism_config", {}) if path.exists() else {}
-    return max(2, math.prod(mesh.values()))
+    return max(2, math.prod(2 if size == "auto" else size for size in mesh.values()))
 
 
 def machines_of(strategy: str) -> int:

@@ -621,11 +621,25 @@ STRATEGY_MISTAKES = {
         ":1: distributed_type is FSDP, but there is no fsdp_config; add that block",
     ),
     "mesh of another size": (
-        "hsdp",
+        "fsdp2_tp",
         YAML,
         "num_processes: auto",
         "num_processes: 2",
         ":2: num_processes is 2, but the mesh of parallelism_config is 2 x 2: write 4",
+    ),
+    "fewer processes than an open mesh has at least": (
+        "hsdp",
+        YAML,
+        "num_processes: auto",
+        "num_processes: 2",
+        ":2: num_processes is 2, but the mesh of parallelism_config is auto x auto: write 4 or more, in multiples of 1",
+    ),
+    "two open sizes that do not say which is which": (
+        "fsdp2_tp",
+        YAML,
+        "parallelism_config_dp_shard_size: 2\n  parallelism_config_tp_size: 2",
+        "parallelism_config_dp_shard_size: auto\n  parallelism_config_tp_size: auto",
+        ":7: parallelism_config: dp_shard_size and tp_size are auto; leave one open, or both dp sizes",
     ),
     "tensor parallel and FSDP without shards": (
         "fsdp2_tp",

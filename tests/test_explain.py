@@ -597,7 +597,7 @@ def test_check_lists_all_mistakes_of_all_files_in_one_run(book, capsys):
         ('"overlap_comm"', '"overlap_com"'),
         ('"gradient_clipping": "auto"', '"gradient_clipping": 0.5'),
     )
-    book.edit("accelerate_configs/hsdp.yaml", ("num_processes: auto", "num_processes: 6"))
+    book.edit("accelerate_configs/fsdp2_tp.yaml", ("num_processes: auto", "num_processes: 6"))
     code, _, mistakes = checked(capsys)
     assert code == 2
     starts = [
@@ -608,7 +608,7 @@ def test_check_lists_all_mistakes_of_all_files_in_one_run(book, capsys):
         "ds_configs/zero3.json:11: gradient_clipping is 0.5; write",
         "ds_configs/zero3.json:13: zero_optimization.stage is 4; use 1, 2 or 3",
         "ds_configs/zero3.json:14: zero_optimization.overlap_com: unknown key",
-        "accelerate_configs/hsdp.yaml:2: num_processes is 6, but the mesh",
+        "accelerate_configs/fsdp2_tp.yaml:2: num_processes is 6, but the mesh",
     ]
     for start in starts:
         assert sum(line.startswith(start) for line in mistakes) == 1, (start, mistakes)

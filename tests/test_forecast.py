@@ -18,6 +18,7 @@ from cookbook.commands.cli import main
 from cookbook.commands.forecast import Forecast, PlanReport, _verdict, forecast_all, micro_batch_of, of_run, rung_below
 from cookbook.commands.forecast.memory import CONTEXT, GIB, Memory, peak
 from cookbook.commands.forecast.show import _bar, as_record, in_words
+from cookbook.commands.forecast.sizes import better_sizes
 from cookbook.commands.forecast.trace import ActivationTrace, Phase
 from cookbook.config.recipe import AdapterSection, Recipe, load_recipe
 from cookbook.config.strategy import load_strategy
@@ -265,6 +266,27 @@ def test_the_answer_fits_a_terminal(llama, gpus):
     printed = in_words(found, "recipes/llama31_8b/sft.yaml", num_samples=1000, price=2.0)
     wide = [line for line in printed.splitlines() if len(line) > 120 and "cannot run" not in line]
     assert [line for line in wide if "batch.global_batch_size" not in line] == []
+
+
+def test_the_best_size_of_a_mesh_is_found_and_one_that_heads_forbid_is_refused(tmp_path):
+    """Qwen2.5-7B has 28 query heads and 4 key heads, and does not fit twice into 80 GB."""
+    recipe, machines = load_recipe(ROOT / "recipes/qwen25_7b/sft.yaml"), parse_machines("2x8xH100", **ROOM)
+    tp, fsdp2 = (load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("tp", "fsdp2"))
+    (found,) = better_sizes(recipe, [tp, fsdp2], machines, "recipe")
+    tried = dict(found.forecasts)
+    assert list(tried) == [2, 4, 8] and found.best is tried[4]
+    assert [one.verdict for one in tried.values()] == ["tight", "fits", "cannot run"]
+    copy = tmp_path / "tp.yaml"
+    copy.write_text(Path(tp.path).read_text().replace("tp_size: 2", "tp_size: 4"))
+    written = forecast_all(recipe, [load_strategy(copy)], machines, "recipe", limits=False).forecasts[0]
+    assert (written.memory, written.time) == (tried[4].memory, tried[4].time)
+    assert better_sizes(recipe, [load_strategy(copy)], machines, "recipe") == []
+    report = forecast_all(recipe, [tp], machines, "recipe", limits=False)
+    printed = in_words(report, "recipe", num_samples=None, price=None, sizes=[found])
+    assert re.search(r"tp tp_size 4 +fits .* s +best\n", printed) and "28 query heads and 4 key heads cannot" in printed
+    untimed = better_sizes(recipe, [tp], parse_machines("8x80GB", **ROOM), "recipe")
+    printed = in_words(report, "recipe", num_samples=None, price=None, sizes=untimed)
+    assert re.search(r"tp tp_size 2 +tight +\d+ to \d+ +- +as its file\n", printed)
 
 
 def test_a_run_forecasts_as_the_plan_does(llama):

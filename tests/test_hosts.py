@@ -4,9 +4,14 @@ python -m pytest -q tests/test_hosts.py
 python -m pytest -q -m slow tests/test_hosts.py    as root, with iproute2: two network namespaces are the machines
 """
 
+import contextlib
+import json
 import shlex
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import RECIPE
 from curves import Curve, distance, done_of
@@ -19,7 +24,7 @@ from cookbook.planning.plan import launch_command
 from cookbook.system import hosts
 from tests import simulated_driver
 from tests.needs import need_simulated_gpus
-from tests.two_machines import ADDRESSES, two_machines
+from tests.two_machines import ADDRESSES, set_cable, two_machines
 
 LOCAL = ["--first", "127.0.0.1"]
 
@@ -167,12 +172,13 @@ def machines():
         yield names
 
 
-def run_on(machines, lab, logs, strategy, settings, *, disks=()):
+def run_on(machines, lab, logs, strategy, settings, *, disks=(), faults=()):
     """A process on each machine, as `cookbook launch` starts it. Returns what each machine's launch came to.
 
     Args:
         logs: a folder.
         disks: of the second machine, see tests/warm_parent.py.
+        faults: see cookbook/system/faults.py.
     """
     loaded, jobs = load_strategy(Path(f"accelerate_configs/{strategy}.yaml")), []
     for index, name in enumerate(machines):
@@ -181,12 +187,12 @@ def run_on(machines, lab, logs, strategy, settings, *, disks=()):
         (logs / str(index)).mkdir()
         job = lab.job(logs / str(index), strategy, settings, 2, launched=True, limit=240)
         job |= {"accelerate": command[2 : command.index("train.py")], "host": name}
-        jobs.append(job | {"disks": disks if index else []})
+        jobs.append(job | {"disks": disks if index else [], "variables": {"COOKBOOK_FAULTS": json.dumps(faults)}})
     return list(map(done_of, jobs, lab.parent.ask_all(jobs, at_once=2)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "pp", "zero3"])
 def test_two_machines_have_the_curve_of_one_process(machines, lab, tmp_path, strategy):
     folder = tmp_path / "run"
     ends = run_on(machines, lab, tmp_path, strategy, {"run.output_dir": str(folder)})
@@ -206,3 +212,47 @@ def test_machines_without_a_common_output_folder_are_refused_before_the_first_st
         assert "rank 1 cannot see what rank 0 wrote there; several machines need one folder" in end.stdout, end.stdout
         assert "Traceback" not in end.stdout.split("run.output_dir ")[0], end.stdout
     assert not list(tmp_path.rglob("metrics.jsonl")) and not list(tmp_path.rglob("step-*"))
+
+
+SILENT_SECONDS = 8.0
+
+
+@pytest.mark.slow
+def test_a_machine_that_falls_silent_ends_the_run_on_the_other_and_is_named(machines, lab, tmp_path):
+    """As by a power cut: the process stops in a step, and the cable is dead from then on. No connection closes."""
+    folder = tmp_path / "run"
+    settings = {"run.output_dir": str(folder), "run.hang_timeout_minutes": str(SILENT_SECONDS / 60)}
+    faults = [{"rank": 1, "at": "step.forward", "step": 6, "do": "SIGSTOP"}]
+    with ThreadPoolExecutor() as beside:
+        power = beside.submit(cut_power, machines[1], lab.parent, folder / "hang/report.txt")
+        ends = run_on(machines, lab, tmp_path, "ddp", settings, faults=faults)
+        set_cable(machines[1], "up")
+        assert power.result() and ends[0].returncode == 1, ends[0].stdout[-3000:]
+    report = (folder / "hang/report.txt").read_text()
+    assert f"machine {machines[1]} is silent, with all its processes: rank 1." in report
+    assert f"on {machines[1]}) never entered gloo:" in report and "Last heartbeat: " in report
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["state"], status["reason"].partition(",")[0]) == ("failed", f"hang: machine {machines[1]} is silent")
+
+
+def cut_power(machine, parent, report, *, limit=200.0):
+    """Cuts the cable of the machine whose process stops. Once the other has reported, kills what is stopped, so that
+    its launcher ends. Returns whether the report came.
+    """
+    deadline = time.monotonic() + limit
+    while not (dead := stopped(parent.pid)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    set_cable(machine, "down")
+    while not report.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for process in dead:
+        process.kill()
+    return bool(dead) and report.exists()
+
+
+def stopped(parent):
+    """The stopped processes of a run."""
+    with contextlib.suppress(psutil.Error):  # one has ended meanwhile
+        children = psutil.Process(parent).children(recursive=True) if parent else []
+        return [one for one in children if one.status() == psutil.STATUS_STOPPED]
+    return []

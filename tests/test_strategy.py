@@ -164,6 +164,36 @@ def test_from_a_mesh_follows_who_sees_which_samples(name, num_processes):
     assert mesh.data_parallel_size == mesh.token_parallel_size == len(set(samples))
 
 
+# file, its open size, (processes, of a machine) -> replicate, shard, tensor, pipeline; worked out by hand
+OPEN = [
+    ("hsdp", None, (4, 4), (2, 2, 1, 1)),
+    ("hsdp", None, (8, 8), (2, 4, 1, 1)),
+    ("hsdp", None, (16, 8), (2, 8, 1, 1)),
+    ("hsdp", None, (32, 8), (4, 8, 1, 1)),
+    ("tp", "tp_size", (8, 8), (1, 1, 8, 1)),
+    ("tp", "tp_size", (16, 8), (2, 1, 8, 1)),
+    ("ddp_tp", "tp_size", (16, 8), (2, 1, 8, 1)),
+    ("ddp_tp", "tp_size", (8, 8), (2, 1, 4, 1)),
+    ("fsdp2_tp", "tp_size", (16, 8), (1, 2, 8, 1)),
+    ("pp_fsdp2", "pp_size", (16, 8), (1, 2, 1, 8)),
+    ("pp", "pp_size", (4, 4), (1, 1, 1, 4)),
+    ("ddp_tp", "dp_replicate_size", (8, 8), (4, 1, 2, 1)),
+]
+
+
+@pytest.mark.parametrize(("name", "size", "machines", "expected"), OPEN)
+def test_an_open_size_takes_the_processes_that_there_are(book, name, size, machines, expected):
+    key = f"parallelism_config_{size}: "
+    if size is not None:
+        book.edit(f"accelerate_configs/{name}.yaml", (f"{key}2", f"{key}auto"))
+    loaded = load_strategy(find_strategy(name))
+    fitted = loaded.fitted(*machines)
+    mesh = fitted.mesh(machines[0])
+    assert (mesh.replicate, mesh.shard, mesh.tensor, mesh.pipeline) == expected
+    assert mesh.num_processes == machines[0] and fitted.fitted(2) == fitted
+    assert loaded.open_sizes and not fitted.open_sizes
+
+
 def test_the_drawing_of_who_has_what_is_that_of_the_meshes():
     text = (ROOT / "docs/strategies.md").read_text().partition("\n## Who has what\n")[2]
     blocks = text.partition("```text\n")[2].partition("\n```")[0].split("\n\n")

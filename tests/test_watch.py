@@ -330,6 +330,16 @@ def test_when_all_are_in_the_same_collective_nobody_is_accused():
     assert "never entered" not in text
 
 
+def test_a_machine_of_which_no_process_gives_a_sign_is_named():
+    on = {rank: rank_record(rank, 7) | {"host": f"n{1 + rank // 2}"} for rank in range(4)}
+    dead = hang_report({0: on[0], 1: on[1]}, on, num_ranks=4, timeout_seconds=9).splitlines()
+    assert dead[1] == "machine n2 is silent, with all its processes: ranks 2, 3."
+    half = hang_report({rank: on[rank] for rank in range(3)}, on, num_ranks=4, timeout_seconds=9)
+    assert "machine" not in half and "rank 3 (process 103 on n2) never entered" in half
+    cut = hang_report(on, on, num_ranks=4, timeout_seconds=9)
+    assert "machine" not in cut and "the network between n1 (ranks 0, 1) and n2 (ranks 2, 3) failed" in cut
+
+
 def test_several_late_ranks_are_all_named_and_a_dead_one_too():
     stuck = {0: rank_record(0, 7), 1: rank_record(1, 6, "b.py:2"), 2: rank_record(2, 7)}
     text = hang_report(stuck, {}, num_ranks=4, timeout_seconds=9)

@@ -55,5 +55,10 @@ def _slow_cable(delay: float, namespaces: list[str]) -> subprocess.Popen[str]:
     return carrier
 
 
+def set_cable(machine: str, state: str) -> None:
+    """Sets a machine's end of the cable "down", so that it hears nothing more and no connection is closed, or "up"."""
+    _ip(f"-n {machine} link set cable {state}")
+
+
 def _ip(words: str) -> None:
     subprocess.run(["ip", *words.split()], check=True)

@@ -16,6 +16,7 @@ import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -193,8 +194,10 @@ def enter_host(namespace: str, disks: list[list[str]]) -> None:
     """This process and its children see the network and the disks of a machine of their own."""
     libc = ctypes.CDLL(None, use_errno=True)
     with Path("/run/netns", namespace).open() as file:
-        if libc.setns(file.fileno(), 0x40000000) or libc.unshare(0x00020000):  # CLONE_NEWNET, CLONE_NEWNS
+        # CLONE_NEWNET; CLONE_NEWNS and CLONE_NEWUTS, which has the machine's name
+        if libc.setns(file.fileno(), 0x40000000) or libc.unshare(0x00020000 | 0x04000000):
             raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+    socket.sethostname(namespace)
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     for disk in disks:
         subprocess.run(["mount", "--bind", *disk], check=True)

@@ -500,7 +500,8 @@ class Conversion:
         traits = tuple(wanted.get(trait) for trait in TRAITS)
         for shipped in known_strategies():
             try:
-                if traits_of(load_strategy(strategy_path(shipped))) == traits:
+                loaded = load_strategy(strategy_path(shipped))
+                if traits_of(loaded) == traits and not loaded.open_sizes:  # an open size is another on other machines
                     return shipped, {}
             except RecipeError:  # a broken file of the user's own
                 continue

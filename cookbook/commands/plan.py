@@ -36,13 +36,15 @@ def plan(
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns on stdout
     from cookbook.commands.forecast import MAY_RUN, forecast_all
     from cookbook.commands.forecast.show import as_record, in_words
+    from cookbook.commands.forecast.sizes import better_sizes
 
     others = load_known() if strategy else []
     outlook = forecast_all(recipe, strategies, machines, str(path), others)
     if as_json:
         print(json.dumps(as_record(outlook, str(path), num_samples=samples, price=price), indent=1))
     else:
-        print(in_words(outlook, str(path), num_samples=samples, price=price))
+        sizes = better_sizes(recipe, strategies, machines, str(path))
+        print(in_words(outlook, str(path), num_samples=samples, price=price, sizes=sizes))
     return 0 if outlook.forecasts[0].verdict in MAY_RUN else 1
 
 

@@ -75,6 +75,10 @@ def _count_or_auto(value: Any, *, auto: str = "one per GPU") -> Any:
 
 
 _group_or_auto = partial(_count_or_auto, auto="the processes of a machine")
+_size_or_auto = partial(_count_or_auto, auto="the processes that the other sizes leave")
+Size = Annotated[int | Literal["auto"], BeforeValidator(_size_or_auto)]
+SMALLEST = 2
+"""What a size of a mesh has that the file leaves open, until it is known how many processes there are."""
 
 
 class Block(BaseModel):
@@ -100,19 +104,29 @@ class FsdpBlock(Block):
 
 
 class ParallelismBlock(Block):
-    parallelism_config_dp_replicate_size: int = Field(default=1, gt=0)
-    parallelism_config_dp_shard_size: int = Field(default=1, gt=0)
-    parallelism_config_tp_size: int = Field(default=1, gt=0)
+    parallelism_config_dp_replicate_size: Size = 1
+    parallelism_config_dp_shard_size: Size = 1
+    parallelism_config_tp_size: Size = 1
+    # Never open: `accelerate launch` 1.15 compares it with 1 (utils/launch.py).
     parallelism_config_sp_size: int = Field(default=1, gt=0)
     # Ours: accelerate 1.15 has no pipelines and no keys for DDP, and passes over keys in this block that it does not
     # know.
-    parallelism_config_pp_size: int = Field(default=1, gt=0)
+    parallelism_config_pp_size: Size = 1
     parallelism_config_ddp_bucket_cap_mb: int | None = Field(default=None, gt=0)
 
     @property
-    def sizes(self) -> list[int]:
-        """Of the mesh."""
-        return [getattr(self, name) for name in type(self).model_fields if name.endswith("_size")]
+    def written(self) -> dict[str, int | Literal["auto"]]:
+        """The sizes of the mesh, by their names in `Strategy`."""
+        return {name.removeprefix("parallelism_config_"): size for name, size in self if name.endswith("_size")}
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The same, the open ones as small as can be."""
+        return {name: SMALLEST if size == "auto" else size for name, size in self.written.items()}
+
+    @property
+    def open_sizes(self) -> frozenset[str]:
+        return frozenset(name for name, size in self.written.items() if size == "auto")
 
 
 class AccelerateFile(Block):
@@ -235,6 +249,8 @@ class Strategy:
     tp_size: int = 1
     sp_size: int = 1
     pp_size: int = 1
+    open_sizes: frozenset[str] = frozenset()
+    """The sizes above that the file leaves open (`auto`): `SMALLEST`, until `fitted` knows the machines."""
 
     @property
     def name(self) -> str:
@@ -283,9 +299,30 @@ class Strategy:
         """Processes of a machine, if each of the machines that the file counts has an equal share."""
         return max(1, num_processes // self.num_machines)
 
+    def fitted(self, num_processes: int, num_local: int | None = None) -> "Strategy":
+        """The strategy with its open sizes filled in.
+
+        One takes the processes that the other sizes leave; `tp_size` at most those of a machine, for its fast links. Of
+        two, the copies are one for each machine, or two on one machine, and a copy has the shards that this leaves.
+
+        Args:
+            num_local: processes of a machine; None: an equal share on each machine that the file counts.
+        """
+        if not self.open_sizes:
+            return self
+        num_local = num_local or self.num_local(num_processes)
+        left = num_processes * SMALLEST ** len(self.open_sizes) // self.written_mesh.num_processes
+        copies = num_processes // num_local if num_processes > num_local else SMALLEST
+        if len(self.open_sizes) > 1:
+            sizes = {"dp_replicate_size": copies, "dp_shard_size": left // copies}
+        else:
+            sizes = {name: min(left, num_local) if name == "tp_size" else left for name in self.open_sizes}
+        filled: dict[str, Any] = {name: max(SMALLEST, size) for name, size in sizes.items()}
+        return replace(self, **filled, open_sizes=frozenset())
+
     @property
     def written_mesh(self) -> Mesh:
-        """The sizes in the file, 1 where it leaves one out."""
+        """The sizes in the file, 1 where it leaves one out, `SMALLEST` where it leaves one open."""
         sizes = {"sequence": self.sp_size, "tensor": self.tp_size, "pipeline": self.pp_size}
         return Mesh(replicate=self.dp_replicate_size, shard=self.dp_shard_size, **sizes)
 
@@ -293,7 +330,7 @@ class Strategy:
         """The mesh of a run. Processes beyond the written mesh extend its data-parallel dimension: `shard` under FSDP
         and ZeRO, `replicate` elsewhere.
         """
-        written = self.written_mesh
+        written = self.fitted(num_processes).written_mesh
         rest = max(1, num_processes // written.num_processes)
         if self.fsdp is not None or self.zero_stage > 0:
             return replace(written, shard=written.shard * rest)
@@ -376,28 +413,33 @@ def _check_blocks(parsed: AccelerateFile, place: Callable[..., str]) -> Iterator
         yield f"{place('parallelism_config')}: {problem}"
     elif parsed.parallelism_config is not None:
         yield from _check_ddp(parsed, parsed.parallelism_config, place)
-        sizes = parsed.parallelism_config.sizes
-        if count not in ("auto", math.prod(sizes)):
-            mesh = " x ".join(str(size) for size in sizes if size > 1)
-            yield f"{given}, but the mesh of parallelism_config is {mesh}: write {math.prod(sizes)}"
+        block = parsed.parallelism_config
+        least = math.prod(block.sizes.values())
+        multiple = least // SMALLEST ** len(block.open_sizes)
+        fits = count == "auto" or count == least or (block.open_sizes and count > least and count % multiple == 0)
+        if not fits:
+            mesh = " x ".join(str(size) for size in block.written.values() if size != 1)
+            more = f" or more, in multiples of {multiple}" if block.open_sizes else ""
+            yield f"{given}, but the mesh of parallelism_config is {mesh}: write {least}{more}"
     if parsed.fsdp_config is not None:
         yield from _check_fsdp(parsed.fsdp_config, place)
 
 
 def _check_ddp(parsed: AccelerateFile, mesh: ParallelismBlock, place: Callable[..., str]) -> Iterator[str]:
     key = "parallelism_config_ddp_bucket_cap_mb"
-    others = max(mesh.parallelism_config_tp_size, mesh.parallelism_config_pp_size)
+    others = max(mesh.sizes["tp_size"], mesh.sizes["pp_size"])
     if key in mesh.model_fields_set and (parsed.distributed_type != "MULTI_GPU" or others > 1):
         yield f"{place('parallelism_config', key)}: would be ignored: this strategy does not use DDP; take it out"
 
 
 def _mesh_problem(parsed: AccelerateFile, mesh: ParallelismBlock) -> str | None:
     family, block = parsed.distributed_type, parsed.fsdp_config
-    replicate, shard = mesh.parallelism_config_dp_replicate_size, mesh.parallelism_config_dp_shard_size
-    tensor, sequence = mesh.parallelism_config_tp_size, mesh.parallelism_config_sp_size
+    replicate, shard, tensor, sequence, pipeline = mesh.sizes.values()
     if family == "NO":
         return "would be ignored with distributed_type NO"
-    if mesh.parallelism_config_pp_size > 1:
+    if len(mesh.open_sizes) > 1 and mesh.open_sizes != {"dp_replicate_size", "dp_shard_size"}:
+        return f"{' and '.join(sorted(mesh.open_sizes))} are auto; leave one open, or both dp sizes"
+    if pipeline > 1:
         return _pipeline_problem(family, block, max(sequence, tensor), replicate, shard)
     if sequence > 1 and max(tensor, replicate, shard) > 1:
         return "sp_size goes with no other size; the processes beyond it see other samples"
@@ -523,16 +565,17 @@ def _strategy(
     deepspeed_file: str | None,
 ) -> Strategy:
     mesh = parsed.parallelism_config or ParallelismBlock()
+    sizes = mesh.sizes
     zero = deepspeed.zero_optimization if deepspeed else None
     kind: Kind
-    if mesh.parallelism_config_pp_size > 1:
+    if sizes["pp_size"] > 1:
         kind = "pp"
     elif parsed.distributed_type == "DEEPSPEED":
         kind = "zero"
     elif parsed.distributed_type == "FSDP":
         assert parsed.fsdp_config is not None
         kind = "fsdp1" if parsed.fsdp_config.fsdp_version == 1 else "fsdp2"
-    elif mesh.parallelism_config_tp_size > 1:
+    elif sizes["tp_size"] > 1:
         kind = "tp"
     else:
         kind = "single" if parsed.distributed_type == "NO" else "ddp"
@@ -551,11 +594,8 @@ def _strategy(
         fsdp=parsed.fsdp_config,
         has_parallelism_block=bool(parsed.parallelism_config and parsed.parallelism_config.model_fields_set),
         bucket_cap_mb=mesh.parallelism_config_ddp_bucket_cap_mb,
-        dp_replicate_size=mesh.parallelism_config_dp_replicate_size,
-        dp_shard_size=mesh.parallelism_config_dp_shard_size,
-        tp_size=mesh.parallelism_config_tp_size,
-        sp_size=mesh.parallelism_config_sp_size,
-        pp_size=mesh.parallelism_config_pp_size,
+        **sizes,
+        open_sizes=mesh.open_sizes,
     )
 
 

@@ -315,9 +315,9 @@ def _expected_variables(strategy: Strategy) -> dict[str, str]:
     if strategy.has_parallelism_block:
         expected |= {
             "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(strategy.dp_replicate_size),
-            "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(strategy.dp_shard_size),
-            "PARALLELISM_CONFIG_TP_SIZE": str(strategy.tp_size),
+            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": _as_written(strategy, "dp_replicate_size"),
+            "PARALLELISM_CONFIG_DP_SHARD_SIZE": _as_written(strategy, "dp_shard_size"),
+            "PARALLELISM_CONFIG_TP_SIZE": _as_written(strategy, "tp_size"),
             "PARALLELISM_CONFIG_CP_SIZE": "1",
             "PARALLELISM_CONFIG_SP_SIZE": str(strategy.sp_size),
         }
@@ -328,3 +328,7 @@ def _expected_variables(strategy: Strategy) -> dict[str, str]:
             "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": "sdpa",
         }
     return expected
+
+
+def _as_written(strategy: Strategy, size: str) -> str:
+    return "auto" if size in strategy.open_sizes else str(getattr(strategy, size))

@@ -117,6 +117,8 @@ def make_plan(
         RecipeError: all conflicts between recipe, strategy and machine.
     """
     mistakes = []
+    num_local = num_local or strategy.num_local(num_processes)
+    strategy = strategy.fitted(num_processes, num_local)
     mesh, written = strategy.mesh(num_processes), strategy.written_mesh.num_processes
     if strategy.kind == "single" and num_processes != 1:
         mistakes.append(f"{strategy.path}: runs one process, but {num_processes} were requested; use ddp")
@@ -126,7 +128,6 @@ def make_plan(
             f"{strategy.path}: parallelism_config is a mesh of {written} processes, but {num_processes} were requested;"
             f" change its sizes, or run {written}{multiple}"
         )
-    num_local = num_local or strategy.num_local(num_processes)
     group = strategy.secondary_group_size(num_local)
     if num_processes % group:
         mistakes.append(

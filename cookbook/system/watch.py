@@ -419,13 +419,19 @@ def hang_report(stuck: dict[int, Record], beats: dict[int, Record], *, num_ranks
     waiting = {rank for collective in unequal for rank in collective.inside}
     faulty = sorted((missing - waiting) | silent) or sorted(missing) or _behind(stuck, num_ranks)
     lines = [f"HANG: no progress for {timeout_seconds:g} s; aborting the run."]
+    machines = _by_machine(beats | stuck)
+    if len(machines) > 1:
+        dead = {host: ranks for host, ranks in machines.items() if silent.issuperset(ranks)}
+        lines += [f"machine {host} is silent, with all its processes: {_ranks(ranks)}." for host, ranks in dead.items()]
     for rank in faulty[:MAX_RANKS_SHOWN]:
         lines += _describe_fault(rank, stuck, beats, unequal)
     if len(faulty) > MAX_RANKS_SHOWN:
         lines.append(f"and {len(faulty) - MAX_RANKS_SHOWN} more: ranks {_ranks(faulty[MAX_RANKS_SHOWN:])}")
     if not faulty and not all(record["waits_for"] for record in stuck.values()):
         lines.append("No rank stands out: all have entered the same collectives.")
-        lines.append("Either the network between them failed, or they wait for something else; see below.")
+        them = " and ".join(f"{host} ({_ranks(ranks)})" for host, ranks in machines.items())
+        between = f"between {them}" if len(machines) > 1 else "between them"
+        lines.append(f"Either the network {between} failed, or they wait for something else; see below.")
     places: dict[str, list[int]] = {}
     for rank in sorted(set(stuck) - set(faulty)):
         held = stuck[rank]["waits_for"]
@@ -434,6 +440,14 @@ def hang_report(stuck: dict[int, Record], beats: dict[int, Record], *, num_ranks
     for place, ranks in places.items():
         lines.append(f"{_ranks(ranks, 'waits', 'wait')} at {place}")
     return "\n".join(lines)
+
+
+def _by_machine(records: dict[int, Record]) -> dict[str, list[int]]:
+    """The ranks of each machine that gave a sign."""
+    found: dict[str, list[int]] = {}
+    for rank in sorted(records):
+        found.setdefault(records[rank]["host"], []).append(rank)
+    return found
 
 
 def _behind(stuck: dict[int, Record], num_ranks: int) -> list[int]:

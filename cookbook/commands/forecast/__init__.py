@@ -116,7 +116,7 @@ def forecast_all(
         raise RecipeError(f"model.name_or_path is {recipe.model.name_or_path!r}: {problem}")
     traces = TraceCache(config, recipe if machines.gpus_each else _on_cpu(recipe))
     found = [forecast(traces, strategy, machines, recipe_name, limits=limits) for strategy in strategies]
-    ranked = sorted(found, key=_rank)
+    ranked = sorted(found, key=rank)
     nothing_fits = ranked[0].verdict == "does not fit"
     return PlanReport(
         recipe=traces.recipe,
@@ -291,6 +291,7 @@ def forecast(
     recipe, found = traces.recipe, traces.skeleton
     each = max(1, machines.gpus_each)
     count = default_num_processes(strategy, machines.num_gpus)
+    strategy = strategy.fitted(count, min(count, machines.gpus_each) or None)
     try:
         if machines.num_gpus and count > machines.num_gpus:
             raise RecipeError(f"{strategy.path}: needs {count} GPUs, but there are only {machines.num_gpus}")
@@ -515,7 +516,8 @@ def _verdict(
 SIMPLICITY = ("single", "ddp", "fsdp2", "zero", "fsdp1", "tp", "pp")
 
 
-def _rank(one: Forecast) -> tuple:
+def rank(one: Forecast) -> tuple:
+    """A key by which the best forecast is the least."""
     order = {"fits": 0, "not judged": 0, "tight": 2, "does not fit": 3, "cannot run": 4}.get(one.verdict, 1)
     strategy = one.strategy
     offload = sum(kind is not None for kind in (strategy.offload_optimizer, strategy.offload_param))
@@ -572,7 +574,7 @@ def _best(
 ) -> Forecast | None:
     """The best forecast with one of these verdicts."""
     found = (forecast(traces, strategy, machines, recipe_name, limits=False) for strategy in strategies)
-    return min((one for one in found if one.verdict in verdicts), key=_rank, default=None)
+    return min((one for one in found if one.verdict in verdicts), key=rank, default=None)
 
 
 def _if_there(one: Forecast) -> str:

@@ -1,10 +1,12 @@
 """A forecast for people, with a row and a bar for each strategy, and for programs as JSON."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cookbook.commands.forecast import UNKNOWN, Forecast, PlanReport, tokens_of_step
 from cookbook.commands.forecast.memory import GIB
+from cookbook.commands.forecast.sizes import Sizes
 from cookbook.planning.plan import describe_batch
 from cookbook.system.console import Row, coloured, page
 
@@ -26,10 +28,13 @@ HEADER = ("strategy", "GPUs", "verdict", "GiB a GPU", "micro batch", "length", "
 COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 
 
-def in_words(report: PlanReport, recipe_name: str, *, num_samples: int | None, price: float | None) -> str:
+def in_words(
+    report: PlanReport, recipe_name: str, *, num_samples: int | None, price: float | None, sizes: Sequence[Sizes] = ()
+) -> str:
     """The whole answer.
 
     Args:
+        sizes: of meshes, where others than those of the files were tried.
         num_samples: rows of the training data, for the length of the run.
         price: of a GPU for an hour.
     """
@@ -56,6 +61,8 @@ def in_words(report: PlanReport, recipe_name: str, *, num_samples: int | None, p
             reasons.setdefault(one.why[0].split(": ", 1)[-1], []).append(one.strategy.name)
     if reasons:
         parts += ["", *(page((f"{', '.join(names)} cannot run:",), (f"  {why}",)) for why, names in reasons.items())]
+    if sizes:
+        parts += ["", _sizes(sizes)]
     if best.memory is not None:
         parts += ["", _best(report, best, num_samples=num_samples, price=price)]
     return "\n".join(parts)
@@ -90,6 +97,26 @@ def _table(report: PlanReport) -> str:
     if report.time_caveat and any(one.time for one in report.forecasts):
         notes.append(f"! {report.time_caveat}")
     return page(*rows, *((note,) for note in notes))
+
+
+def _sizes(found: Sequence[Sizes]) -> str:
+    """A row for each size of a mesh that was tried, where another than that of the file is best."""
+    rows: list[Row] = [("size of the mesh", "verdict", "GiB a GPU", "step", "")]
+    for sizes in found:
+        for size, one in sizes.forecasts:
+            notes = ["best"] if one is sizes.best else []
+            notes += ["as its file"] if size == sizes.written else []
+            notes += [one.why[0].split(": ", 1)[-1]] if one.memory is None else []
+            rows.append(
+                (
+                    f"{sizes.name} {sizes.key} {size}",
+                    _verdict(one),
+                    "{} to {}".format(*map(_gib, one.memory.needed)) if one.memory else "-",
+                    _range(one.time.low, one.time.high, " s") if one.time else "-",
+                    ", ".join(notes),
+                )
+            )
+    return page(*rows, ("a size is written in the strategy's file, or in a copy of it",))
 
 
 def _verdict(one: Forecast) -> "Text":

@@ -118,7 +118,10 @@ def compare_strategies(first: Path, second: Path, processes: int | None) -> Comp
     one, other = strategies
     fixed = [s.num_processes for s in strategies if (s.num_processes or 1) > 1]
     count = processes or next(iter(fixed), None) or DEFAULT_PROCESSES
-    settings = [CostInputs(strategy=s, num_processes=s.num_processes or count) for s in strategies]
+    counts = [one.num_processes or count for one in strategies]
+    settings = [
+        CostInputs(strategy=s.fitted(count), num_processes=count) for s, count in zip(strategies, counts, strict=True)
+    ]
     return Comparison(
         names=(one.path, other.path),
         short=(_short(one, "A "), _short(other, "B ")),

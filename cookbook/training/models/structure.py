@@ -79,10 +79,25 @@ def tensor_problem(config: PreTrainedConfig) -> str | None:
     return f"{config.model_type} is not among the architectures whose curve under tensor parallel was compared"
 
 
+def _undivided(config: PreTrainedConfig, size: int) -> str | None:
+    """What of a model so many processes cannot share under tensor parallel, or None. transformers 5.23 shards the
+    matrices of attention between heads, and does not check that."""
+    heads = config.num_attention_heads
+    counts = {
+        "query heads": heads,
+        "key heads": getattr(config, "num_key_value_heads", None) or heads,
+        "inner features": config.intermediate_size,
+    }
+    found = [f"{count} {what}" for what, count in counts.items() if count % size]
+    return f"{' and '.join(found)} cannot be divided over tp_size {size}; use a divisor" if found else None
+
+
 def mesh_problem(config: PreTrainedConfig, mesh: Mesh) -> str | None:
     """Why a model cannot be trained on this mesh, or None."""
     if mesh.tensor > 1 and (problem := tensor_problem(config)):
         return f"{problem}; use fsdp2 or zero3"
+    if problem := _undivided(config, mesh.tensor):
+        return problem
     if mesh.sequence > 1 and (problem := sequence_problem(config, mesh.sequence)):
         return problem
     return pipeline_problem(config, mesh.pipeline)
