@@ -80,9 +80,9 @@ chat: $(if $(RUN),$(STAMP))  ## RUN=outputs/... [COMPARE=1]: talk with the model
 	@$(if $(RUN),,echo 'make chat: write RUN=..., the run.output_dir of a recipe' >&2; exit 2)
 	@$(COOKBOOK) chat $(RUN) $(if $(COMPARE),--compare)
 
-evaluate: $(if $(RUN),$(STAMP))  ## RUN=outputs/... [DATA=path/to/rows.jsonl] [SET=...]: loss and perplexity on held-out rows, or on any
+evaluate: $(if $(RUN),$(STAMP))  ## RUN=outputs/... [DATA=path/to/rows.jsonl] [SET=...]: loss and perplexity on held-out rows, or on any; [TASKS=arc_easy]: results at tasks of lm-evaluation-harness
 	@$(if $(RUN),,echo 'make evaluate: write RUN=..., the run.output_dir of a recipe' >&2; exit 2)
-	@$(COOKBOOK) evaluate $(RUN) $(if $(DATA),"$(DATA)") $(SET_FLAGS)
+	@$(COOKBOOK) evaluate $(RUN) $(if $(DATA),"$(DATA)") $(if $(TASKS),--tasks "$(TASKS)") $(SET_FLAGS)
 
 merge: $(if $(RUN),$(STAMP))  ## RUN=outputs/...: merge a trained adapter and its base into one model
 	@$(if $(RUN),,echo 'make merge: write RUN=..., the run.output_dir of a recipe with an adapter' >&2; exit 2)

@@ -93,7 +93,9 @@ def test_texts_without_a_gpu(model, book):
     assert (recipe.mixed_precision, Path(recipe.strategy).stem, recipe.adapter.name) == ("no", "single", "lora")
     assert recipe.run.save_every_steps == 1
     text = Path(OUT).read_text()
-    assert "# no GPU" in text and "the longest has 1,000 tokens; limited to the model's positions" in text
+    assert "# no GPU" in text
+    assert "# 100.0% of the rows are longer, and are split; the longest has 1,000 tokens" in text
+    assert "tokens; limited to the model's positions\n  max_length: 512\n" in text
 
 
 def test_a_guess_at_columns_is_stated(model):

@@ -39,7 +39,7 @@ def chat(
     if not 0 <= temperature <= 100:
         raise RecipeError(f"--temperature is {temperature}; write a number from 0 to 100")
     found = find_model(folder)
-    generate = _machinery()
+    generate = load_machinery()
     tuned = generate.open_model(found)
     if system is not None:
         tuned.check_system(system)
@@ -115,7 +115,7 @@ def sample(
         raise RecipeError("--prompt would be ignored beside --from-eval; take one of them out")
     found = find_model(folder)
     rows = [] if from_eval is None else list(_held_out_prompts(folder, from_eval))
-    generate = _machinery()
+    generate = load_machinery()
     generator = generate.open_model(found)
     print(f"SAMPLE from {found}")
     for asked, tools, reference in rows:
@@ -130,7 +130,7 @@ def sample(
     return 0
 
 
-def _machinery() -> Any:
+def load_machinery() -> Any:
     """`cookbook.commands.generate`, which imports torch."""
     if not num_gpus():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, imported by generate, warns on stdout

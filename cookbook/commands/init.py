@@ -228,7 +228,11 @@ class _Draft:
         limits = [-(-enough // 64) * 64, getattr(self.config, "max_position_embeddings", None) or UNCUT]
         limits += [SPLIT_LENGTH] if self.objective.splits_rows else []
         length = min(limits)
-        note = f"{np.mean(lengths <= length):.1%} of the rows are not longer; the longest has {lengths.max():,} tokens"
+        if self.objective.splits_rows and lengths.max() > length:
+            note = f"{np.mean(lengths > length):.1%} of the rows are longer, and are split"
+        else:
+            note = f"{np.mean(lengths <= length):.1%} of the rows are not longer"
+        note += f"; the longest has {lengths.max():,} tokens"
         if length < limits[0]:
             limit = "the model's positions" if length == limits[1] else f"{SPLIT_LENGTH:,}"
             note += f"; limited to {limit}"

@@ -26,6 +26,7 @@ TESTED_PYTHON = (3, 11)
 
 KNOWN_BAD = (
     ("torch", "2.6", "its reader of weights could run code (CVE-2025-32434)"),
+    ("torch", "2.10", "torch.nn.attention.varlen, which packing calls, came with 2.10"),
     ("transformers", "5", "the project uses calls that came with 5.0"),
 )
 """(package, first version without the problem, the problem): a failure, where another untested version is a warning."""

@@ -78,8 +78,16 @@ def shard_while_loading(mesh: Mesh, **options: Any) -> dict[str, Any]:
 
     Args:
         options: further ones of transformers' DistributedConfig.
+
+    Raises:
+        RecipeError: a transformers that is too old for this.
     """
+    import transformers
     from transformers.distributed import DistributedConfig
+
+    if not hasattr(DistributedConfig, "dp_replicate_size"):
+        here = transformers.__version__
+        raise RecipeError([f"tensor and pipeline parallel need transformers 5.23 or newer; here is {here}"])
 
     class Config(DistributedConfig):
         @property

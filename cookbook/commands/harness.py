@@ -1,0 +1,168 @@
+"""Tasks of lm-evaluation-harness, on a trained model; through the interface of its Python package, lm_eval."""
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cookbook.commands.chat import load_machinery
+from cookbook.system.files import RecipeError, closest, first_line
+
+if TYPE_CHECKING:
+    from cookbook.commands.generate import Generator
+
+INSTALL = "pip install lm_eval==0.4.13"
+RESULTS = "tasks.jsonl"
+"""In the folder of a run: a line for each task and evaluation."""
+
+REFUSALS = (AssertionError, ImportError, LookupError, OSError, ValueError)
+"""What lm_eval and datasets raise for tasks, rows and packages that are not there, and for lengths that do not fit."""
+
+
+def parse_tasks(text: str) -> list[str]:
+    """The names of `--tasks`, each once. Imports nothing.
+
+    Raises:
+        RecipeError: no name, a file that is not there, or lm_eval is not.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise RecipeError(f"--tasks runs lm-evaluation-harness, which is not installed: {INSTALL}")
+    names = list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+    if not names:
+        raise RecipeError(f"--tasks is {text!r}; write names with commas between them, such as arc_easy,hellaswag")
+    if missing := [name for name in filter(_is_file, names) if not Path(name).is_file()]:
+        raise RecipeError(f"--tasks: no such file: {', '.join(missing)}")
+    return names
+
+
+def _is_file(name: str) -> bool:
+    return name.endswith((".yaml", ".yml"))
+
+
+def evaluate_tasks(
+    folder: Path, names: list[str], *, few_shot: int | None, limit: int | None, plain: bool, batch_size: int
+) -> list[dict[str, Any]]:
+    """Results of a model at tasks, one of each and of each group of tasks.
+
+    Args:
+        folder: a Hugging Face folder, or that of an adapter.
+        names: tasks and groups that lm_eval has, and paths of YAML files of its kind.
+        few_shot: solved examples before each question; None leaves each task's own number.
+        limit: only the first rows of each task.
+        plain: no chat template, although the model has one.
+
+    Raises:
+        RecipeError: what lm_eval refuses, with its reason.
+    """
+    opened = load_machinery().open_model(folder)
+    is_chat = bool(opened.tokenizer.chat_template) and not plain
+    try:
+        tasks = _load_tasks(names)
+        _check_few_shot(tasks, few_shot)
+        found = _run(opened, tasks, few_shot=few_shot, limit=limit, is_chat=is_chat, batch_size=batch_size)
+    except RecipeError:
+        raise
+    except REFUSALS as error:
+        raise RecipeError(f"--tasks {','.join(names)}: {first_line(error)}") from None
+    shared = {
+        "model": str(folder),
+        "chat_template": is_chat,
+        "limit": limit,
+        "lm_eval": metadata.version("lm_eval"),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    return [{**line, **shared} for line in _lines(found)]
+
+
+@dataclass(frozen=True)
+class _Tasks:
+    manager: Any
+    parts: dict[str, Any]
+    """As `TaskManager.load` returns them."""
+
+    @property
+    def leaves(self) -> dict[str, Any]:
+        return self.parts["tasks"]
+
+    @property
+    def roots(self) -> list[Any]:
+        """Tasks and groups that are no part of another group."""
+        members = {child for children in self.parts["group_map"].values() for child in children}
+        return [one for name, one in {**self.leaves, **self.parts["groups"]}.items() if name not in members]
+
+
+def _load_tasks(names: list[str]) -> _Tasks:
+    from lm_eval.tasks import TaskManager
+
+    # Reading the names of all tasks of lm_eval takes many seconds.
+    manager = TaskManager(include_defaults=not all(map(_is_file, names)))
+    if unknown := [name for name in names if not _is_file(name) and name not in manager.all_tasks]:
+        guesses = [closest(name, manager.all_tasks) for name in unknown]
+        hints = [f"{name} ({guess}?)" if guess else name for name, guess in zip(unknown, guesses, strict=True)]
+        raise RecipeError(f"--tasks: not known to lm_eval: {', '.join(hints)}; lm-eval ls tasks lists those it has")
+    return _Tasks(manager, manager.load(names))
+
+
+def _check_few_shot(tasks: _Tasks, few_shot: int | None) -> None:
+    """lm_eval would leave tasks as they are whose own file has 0."""
+    fixed = [name for name, task in tasks.leaves.items() if task.get_config("num_fewshot") == 0]
+    if few_shot and fixed:
+        raise RecipeError(f"--few-shot {few_shot}: {', '.join(fixed)} sets num_fewshot to 0, which lm_eval keeps")
+
+
+def _run(
+    opened: "Generator", tasks: _Tasks, *, few_shot: int | None, limit: int | None, is_chat: bool, batch_size: int
+) -> dict[str, Any]:
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    return lm_eval.simple_evaluate(
+        HFLM(pretrained=opened.model, tokenizer=opened.tokenizer, batch_size=batch_size),
+        tasks=tasks.roots,
+        task_manager=tasks.manager,
+        num_fewshot=few_shot,
+        limit=limit,
+        apply_chat_template=is_chat,
+        log_samples=False,
+    )
+
+
+def _lines(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The parts of lm_eval's results that say how good the model is, and on what."""
+    for name, values in found["results"].items():
+        metrics: dict[str, dict[str, float]] = {}
+        for key, value in values.items():
+            metric, comma, kind = key.partition(",")
+            if not comma or not isinstance(value, int | float):
+                continue  # the task's name and the like; "N/A" for an error that cannot be computed
+            is_error = metric.endswith("_stderr")
+            line = metrics.setdefault(metric.removesuffix("_stderr") + (f" ({kind})" if kind != "none" else ""), {})
+            line["stderr" if is_error else "value"] = float(value)
+        samples = found["n-samples"].get(name, {}).get("effective", values.get("sample_len"))
+        yield {"task": name, "samples": samples, "few_shot": found["n-shot"].get(name), "metrics": metrics}
+
+
+def write_results(run: Path, lines: list[dict[str, Any]]) -> Path:
+    """Append to the results of a run. Returns the file."""
+    path = run / RESULTS
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    return path
+
+
+def table(lines: list[dict[str, Any]]) -> list[list[str]]:
+    """Cells, one row for each metric of each task, and a first row with their names."""
+    rows = [["task", "rows", "shots", "metric", "value", "stderr"]]
+    for line in lines:
+        for name, one in line["metrics"].items():
+            numbers = [f"{one[key]:.4f}" if key in one else "-" for key in ("value", "stderr")]
+            rows.append([line["task"], *(_cell(line[key]) for key in ("samples", "few_shot")), name, *numbers])
+    return rows
+
+
+def _cell(value: int | None) -> str:
+    return "-" if value is None else str(value)
