@@ -64,7 +64,10 @@ class Copies(Engine):
         yield
         for parameter, gradient in earlier:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        # That of the lookup of tokens comes whole, whatever the weight is.
+        self._keep_shards()
+
+    def _keep_shards(self) -> None:
+        """The gradient of the lookup of tokens comes whole, whatever the weight is."""
         for parameter in self.model.parameters():
             if isinstance(parameter.grad, DTensor) and is_sharded(parameter) and not is_sharded(parameter.grad):
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
