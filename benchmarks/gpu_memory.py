@@ -21,6 +21,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from cookbook.config.strategy import find_strategy, load_strategy  # noqa: E402
+from tests.curves import processes_of  # noqa: E402
 from tests.gpu_runs import GpuLab  # noqa: E402
 from tests.warm_parent import WarmParent  # noqa: E402
 
@@ -38,8 +40,7 @@ REFUSED = 2
 
 def settings_of(strategy: str, adapter: str, checkpointing: str, accumulates: bool) -> dict[str, str]:
     """As for `--set`: a step of 8 samples, in one micro-batch or in as many as there are in half of it."""
-    is_one = strategy in ("single", "tp", "pp") or strategy.endswith("_sp")
-    sharers = 1 if is_one else 4 if strategy in ("hsdp", "zero3_hpz") else 2
+    sharers = load_strategy(find_strategy(strategy)).data_parallel_size(processes_of(strategy))
     micro = max(1, 4 // sharers) if accumulates else 8 // sharers
     found = {
         "data.packing": "true",

@@ -100,6 +100,29 @@ def copies_of_stages_not_averaged() -> None:
     Pipeline._average_over_copies = lambda self: None
 
 
+def gradients_summed_again() -> None:
+    """What earlier micro-batches left of a gradient that a tensor-parallel group sums is summed with the next."""
+    import contextlib
+
+    from cookbook.training.engine.copies import Copies
+
+    @contextlib.contextmanager
+    def backward(self):
+        yield
+        self._keep_shards()
+
+    Copies._backward_apart = backward
+
+
+def copies_not_told_from_shards() -> None:
+    """The ranks of a stage, which see other samples or have other shards, all average their gradients."""
+    from cookbook.config.mesh import Mesh
+
+    Mesh.copies = lambda self: [
+        range(start, start + self.stage_size) for start in range(0, self.num_processes, self.stage_size)
+    ]
+
+
 def counts_of_all_stages() -> None:
     """What the stages of a pipeline say of the samples that pass through all of them is added up."""
     from cookbook.training.engine.collectives import Collectives

@@ -648,19 +648,19 @@ STRATEGY_MISTAKES = {
         "parallelism_config_dp_shard_size: 1",
         ":7: parallelism_config: tp_size with distributed_type FSDP needs a dp_shard_size from 2 on",
     ),
-    "pipeline and tensor parallel": (
-        "pp",
-        YAML,
-        "pp_size: 2",
-        "pp_size: 2\n  parallelism_config_tp_size: 2",
-        ":3: parallelism_config: pp_size with distributed_type MULTI_GPU goes with dp_replicate_size only; ...",
-    ),
-    "pipeline, FSDP and tensor parallel": (
-        "fsdp2_tp",
+    "pipeline and sequence parallel": (
+        "pp_tp",
         YAML,
         "parallelism_config_tp_size: 2",
-        "parallelism_config_tp_size: 2\n  parallelism_config_pp_size: 2",
-        ":7: parallelism_config: pp_size with distributed_type FSDP goes with dp_shard_size only; ...",
+        "parallelism_config_sp_size: 2",
+        ":3: parallelism_config: pp_size with distributed_type MULTI_GPU goes with dp_replicate_size and tp_size ...",
+    ),
+    "pipeline, FSDP and copies": (
+        "pp_fsdp2",
+        YAML,
+        "parallelism_config_pp_size: 2",
+        "parallelism_config_pp_size: 2\n  parallelism_config_dp_replicate_size: 2",
+        ":7: parallelism_config: pp_size with distributed_type FSDP goes with dp_shard_size and tp_size only; ...",
     ),
     "pipeline and FSDP without shards": (
         "pp_fsdp2",

@@ -51,6 +51,8 @@ BESIDE = [
     ([LORA], "fsdp1"),
     ([LORA], "tp"),
     ([LORA], "ddp_tp"),
+    ([LORA], "pp_tp"),
+    ([DPO], "pp_tp"),
     ([QLORA], "fsdp2"),
     ([QLORA], "zero3_offload"),
     ([LORA], "zero3_nvme"),

@@ -3,6 +3,7 @@
 python -m pytest -q tests/test_costs.py
 """
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -193,9 +194,11 @@ SHARED = {"D": 8, "M": 4, "S": 4, "T": 2, "L": 2}
 
 
 def bytes_of_cell(cell: str) -> float:
-    """`2 P + (2 + 12) P/D` -> 3.75 for D = 8."""
-    terms = re.findall(r"(\d+|\([\d +]+\)) P(?:/([DMSTL]))?", cell)
-    return sum(sum(map(int, re.findall(r"\d+", number))) / SHARED.get(cut, 1) for number, cut in terms)
+    """`2 P + (2 + 12) P/D` -> 3.75 for D = 8; `16 P/(TL)` -> 4 for T = L = 2."""
+    terms = re.findall(r"(\d+|\([\d +]+\)) P(?:/\(?([DMSTL]+))?", cell)
+    return sum(
+        sum(map(int, re.findall(r"\d+", number))) / math.prod(SHARED[one] for one in cut) for number, cut in terms
+    )
 
 
 def wrong_cells(table: list[list[str]]) -> list[str]:

@@ -38,8 +38,11 @@ ADAPTED = [name for name in DISTRIBUTED if name not in ("fsdp2_sp", "fsdp2_tp", 
 COLUMNS = {
     "packed": (PACKED, DISTRIBUTED),
     "lora": (LORA, ADAPTED),
-    "dora": (DORA, [name for name in ADAPTED if name not in ("tp", "ddp_tp", "ddp_sp", "zero3_sp")]),
-    "qlora": (QLORA, [name for name in ADAPTED if name not in ("tp", "ddp_tp", "fsdp1", "zero3_nvme", "zero3_sp")]),
+    "dora": (DORA, [name for name in ADAPTED if name not in ("tp", "ddp_tp", "pp_tp", "ddp_sp", "zero3_sp")]),
+    "qlora": (
+        QLORA,
+        [name for name in ADAPTED if name not in ("tp", "ddp_tp", "pp_tp", "fsdp1", "zero3_nvme", "zero3_sp")],
+    ),
     "dpo": (None, ["ddp", "fsdp2", "fsdp2_tp", "pp", "pp_fsdp2", "tp", "zero2", "zero3"]),
     "orpo": (None, ["ddp", "fsdp2", "pp", "tp", "zero3"]),
     "kto_zero": (None, ["ddp", "fsdp2", "pp", "tp", "zero3"]),

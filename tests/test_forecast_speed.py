@@ -259,6 +259,16 @@ def test_tensor_parallel_reduces_activations_and_not_weights():
     assert recomputed.num_bytes == 6 * 3 * (20 * 4) * 2 + 6 * 4 * 2
 
 
+def test_stages_of_tensor_parallel_groups_by_hand():
+    """Two copies of two stages of two processes: 20 tokens of 4 hidden units, 3 layers, 6 labels."""
+    sent, activations, loss, gradients = transfers(shipped("pp_tp"), SMALL, STEP, 8)
+    assert (sent.kind, sent.ranks, sent.stride, sent.num_bytes) == ("send", 2, 4, 2 * 4 * 4 * 20 / 2)
+    in_layers, before_the_head = 2 * 4 * 3 / 2 * 4 * 20 / 2, 2 * 4 * 6 / 2 / 2
+    assert (activations.ranks, activations.stride) == (2, 1) == (loss.ranks, loss.stride)
+    assert activations.num_bytes == in_layers + before_the_head and loss.num_bytes == 2 * 4 * 2 * 6 / 2 / 2
+    assert (gradients.ranks, gradients.stride, gradients.num_bytes) == (2, 2, 4 * 1000 / 4)
+
+
 def test_a_pipeline_sends_hidden_states_and_averages_over_its_copies():
     """By hand: 20 tokens of width 4 in float32, forward and back, over two pipelines of two stages."""
     step = replace(STEP, micro_batches=3)

@@ -64,7 +64,7 @@ VARIANTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "zero3-sums": ("zero3", SUMS),
     "zero2-sums": ("zero2", SUMS),
 }
-SIZES = {"tp": EVEN, "ddp_tp": EVEN, "fsdp2_tp": EVEN, "zero3_nvme": LARGE}
+SIZES = {"tp": EVEN, "ddp_tp": EVEN, "fsdp2_tp": EVEN, "pp_tp": EVEN, "zero3_nvme": LARGE}
 
 # The largest tensor that a run holds and no category counts: a micro-batch's tokens, 2 x 96 in int64.
 TOKENS = 2 * 96 * 8
@@ -88,9 +88,9 @@ def run(strategy: str, processes: int, *settings: str) -> Run:
 
 
 def counts(strategy: str) -> list[int]:
-    return {"single": [1], "tp": [2], "hsdp": [4], "ddp_tp": [4], "fsdp2_tp": [4], "pp": [2, 4], "pp_fsdp2": [4]}.get(
-        strategy, [1, 2, 3, 4]
-    )
+    if strategy in ("hsdp", "ddp_tp", "fsdp2_tp", "pp_fsdp2", "pp_tp"):
+        return [4]
+    return {"single": [1], "tp": [2], "pp": [2, 4]}.get(strategy, [1, 2, 3, 4])
 
 
 QUICK = [
@@ -110,6 +110,7 @@ SLOW = [
     run("ddp_tp", 4, *BF16),
     run("fsdp2_tp", 4, *BF16),
     run("pp_fsdp2", 4, *BF16),
+    run("pp_tp", 4, *BF16),
 ]
 FEATURES = [
     run("fsdp2", 2, *QLORA, *BF16),

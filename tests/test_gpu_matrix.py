@@ -12,7 +12,7 @@ from tests.test_equivalence import ADAMW_LOSS, ADAMW_NORM, DISTRIBUTED, NVME_MOD
 
 PRECISIONS = ("'no'", "bf16", "fp16")
 PACKED = {"data.packing": "true"}
-REFUSED = {(name, "fp16") for name in ("tp", "ddp_tp", "fsdp2_tp", "pp", "pp_fsdp2")}
+REFUSED = {(name, "fp16") for name in ("tp", "ddp_tp", "fsdp2_tp", "pp", "pp_fsdp2", "pp_tp")}
 """By cookbook/planning/combinations.py."""
 
 # Loss (absolute) and gradient norm (relative) over three steps of AdamW. Float32 as on the CPU. In 16 bits, autocast

@@ -16,6 +16,7 @@ from cookbook.training.models.structure import pipeline_problem
 from tests.curves import ROOT, SGD, Lab, distance
 from tests.test_equivalence import SGD_LOSS, SGD_NORM
 from tests.test_equivalence_features import LORA
+from tests.test_tensor_parallel import QWEN3
 
 FOUR_LAYERS = {"model.from_scratch.num_hidden_layers": "4"}
 LLAMA = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 5, "vocab_size": 32}
@@ -34,6 +35,7 @@ def test_the_stage_of_a_rank_by_hand():
     assert (mesh.num_processes, mesh.stage_size, mesh.data_parallel_size) == (12, 4, 2)
     assert [mesh.stage(rank) for rank in range(12)] == [0] * 4 + [1] * 4 + [2] * 4
     assert [mesh.data_parallel_rank(rank) for rank in range(12)] == 3 * [0, 0, 1, 1]
+    assert [list(ranks) for ranks in mesh.copies()] == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11]]
 
 
 def test_the_layers_of_a_stage_are_those_that_transformers_gives_it():
@@ -104,12 +106,47 @@ def test_models_whose_code_has_more_between_the_layers_are_refused():
         ("pp", "tied_gradients_not_added", 2),
         ("pp", "copies_of_stages_not_averaged", 4),
         ("pp_fsdp2", "tied_gradients_not_added", 4),
+        ("pp_tp", "tied_gradients_not_added", 4),
+        pytest.param("pp_tp", "copies_of_stages_not_averaged", 8, marks=[pytest.mark.slow, pytest.mark.thorough]),
     ],
 )
 def test_a_mistake_leaves_the_curve(lab: Lab, strategy: str, mistake: str, processes: int):
-    settings = {"batch.micro_batch_size": "2"} if processes == 4 else SGD
+    settings = {"batch.micro_batch_size": "2"} if processes >= 4 else SGD
     found = distance(lab.run(strategy, settings, processes=processes, sabotage=mistake), lab.run("single", SGD))
     assert found.loss > 100 * SGD_LOSS, found
+
+
+@pytest.mark.slow
+def test_gradients_that_transformers_sums_by_itself_count_once_in_a_stage(lab: Lab):
+    """Those of Qwen3's norms of queries and keys, over several micro-batches."""
+    reference = lab.run("single", QWEN3)
+    found = distance(lab.run("pp_tp", QWEN3), reference)
+    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    wrong = distance(lab.run("pp_tp", QWEN3, sabotage="gradients_summed_again"), reference)
+    assert wrong.loss > 100 * SGD_LOSS or wrong.norm > 100 * SGD_NORM, wrong
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_copies_of_stages_of_shards_have_the_curve_of_one_process(lab: Lab):
+    """Eight processes; and where the ranks that have other shards count as copies, the engine refuses to train."""
+    small = {"batch.micro_batch_size": "2"}
+    found = distance(lab.run("pp_tp", small, processes=8), lab.run("single", SGD))
+    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    _, output = lab.attempt("pp_tp", small, processes=8, sabotage="copies_not_told_from_shards")
+    assert "processes with the same layers and other samples: asked for 2, found 4" in output
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize("settings", [{}, {"model.from_scratch.model_type": "qwen3"}], ids=["llama", "qwen3"])
+def test_stages_shards_and_tensor_parallel_in_one_mesh(lab: Lab, settings: dict[str, str]):
+    path = lab.folder / "pp_tp_fsdp2.yaml"
+    text = (ROOT / "accelerate_configs/pp_fsdp2.yaml").read_text()
+    path.write_text(text + "  parallelism_config_tp_size: 2\n")
+    small = settings | {"batch.micro_batch_size": "2"}
+    found = distance(lab.run(str(path), small, processes=8), lab.run("single", settings))
+    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
 
 
 def test_an_adapter_that_each_stage_draws_by_itself_leaves_the_curve(lab: Lab):

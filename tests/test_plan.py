@@ -47,6 +47,7 @@ def clash(**arguments):
         ("tp", 2, 16, 8, 1, 2),
         ("tp", 8, 32, 4, 4, 2),
         ("fsdp2_tp", 8, 32, 4, 4, 2),
+        ("pp_tp", 8, 32, 4, 2, 4),
     ],
 )
 def test_accumulation_is_global_over_micro_times_data_parallel(

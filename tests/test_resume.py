@@ -120,6 +120,8 @@ def test_six_legs_under_six_strategies_are_one_run(lab: Lab, tmp_path: Path):
 
 CHAINS: dict[str, tuple[list[str], dict[str, str]]] = {
     "adamw": (ALL_LEGS, EXACT),
+    "stages of matrices": (["pp_tp:4", "fsdp2_tp:4", "pp_tp:4", "single"], EXACT),
+    "stages of matrices, tied": (["tp:2", "pp_tp:4", "pp:2", "pp_tp:4", "single"], {}),
     "stages of shards": (["fsdp2:2", "pp_fsdp2:4", "zero3_hpz:4", "pp_fsdp2:4", "single"], EXACT),
     "stages of shards, tied": (["pp_fsdp2:4", "pp:2", "pp_fsdp2:4", "single"], {}),
     "sgd, tied, clipped, packed": (
@@ -140,7 +142,7 @@ def test_every_strategy_file_is_in_a_chain():
 
 
 THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
-NOT_THOROUGH = ("adamw", "stages of shards", "lora", "qlora")
+NOT_THOROUGH = ("adamw", "stages of matrices", "stages of shards", "lora", "qlora")
 
 
 @pytest.mark.slow

@@ -26,7 +26,17 @@ SAMPLED = {"run.sample_every_steps": "8", "run.sample_tokens": str(TOKENS)}
 SLOW = pytest.mark.slow
 QUICK = ("ddp", "fsdp2", "zero3", "tp")
 LONG = ("single", "fsdp1", "hsdp", "zero2", "zero3_offload", "fsdp2_tp", "pp", "pp_fsdp2", "fsdp2_sp")
-REST = ("zero1", "zero2_offload", "zero3_hpz", "fsdp2_grad_op", "fsdp2_offload", "ddp_tp", "ddp_sp", "zero3_sp")
+REST = (
+    "zero1",
+    "zero2_offload",
+    "zero3_hpz",
+    "fsdp2_grad_op",
+    "fsdp2_offload",
+    "ddp_tp",
+    "ddp_sp",
+    "zero3_sp",
+    "pp_tp",
+)
 MARKS = dict.fromkeys(LONG, (SLOW,)) | dict.fromkeys(REST, (SLOW, pytest.mark.thorough))
 """zero3_nvme is zero3 for a forward; its parameters come from disk."""
 

@@ -30,6 +30,7 @@ STRATEGIES = {
     "fsdp2_tp": ("fsdp2", 0, None, None, (1, 2, 1, 2, 1)),
     "pp": ("pp", 0, None, None, (1, 1, 1, 1, 2)),
     "pp_fsdp2": ("pp", 0, None, None, (1, 2, 1, 1, 2)),
+    "pp_tp": ("pp", 0, None, None, (1, 1, 1, 2, 2)),
     "zero1": ("zero", 1, None, None, (1, 1, 1, 1, 1)),
     "zero2": ("zero", 2, None, None, (1, 1, 1, 1, 1)),
     "zero2_offload": ("zero", 2, "cpu", None, (1, 1, 1, 1, 1)),
@@ -152,6 +153,7 @@ MESHES = {
     ("ddp_tp", 8): (Mesh(replicate=4, tensor=2), [0, 0, 1, 1, 2, 2, 3, 3]),
     ("pp", 8): (Mesh(replicate=4, pipeline=2), [0, 1, 2, 3, 0, 1, 2, 3]),
     ("pp_fsdp2", 8): (Mesh(shard=4, pipeline=2), [0, 1, 2, 3, 0, 1, 2, 3]),
+    ("pp_tp", 8): (Mesh(replicate=2, tensor=2, pipeline=2), [0, 0, 1, 1, 0, 0, 1, 1]),
 }
 
 
@@ -198,7 +200,7 @@ def test_the_drawing_of_who_has_what_is_that_of_the_meshes():
     text = (ROOT / "docs/strategies.md").read_text().partition("\n## Who has what\n")[2]
     blocks = text.partition("```text\n")[2].partition("\n```")[0].split("\n\n")
     drawn = [[line.split("  ") for line in block.splitlines()] for block in blocks]
-    assert len(drawn) == 8
+    assert len(drawn) == 9
     for block, (weights, samples) in zip(blocks, drawn, strict=True):
         names, shards = block[:15].strip().split(", "), [cell.strip() for cell in weights[1:] if cell.strip()]
         parts = [cell.strip() for cell in samples if cell.strip()]
@@ -208,7 +210,8 @@ def test_the_drawing_of_who_has_what_is_that_of_the_meshes():
             sharing = 8 // mesh.replicate if mesh.shard * mesh.tensor > 1 else 1
             held = [f"W{rank % sharing}" if sharing > 1 else "W" for rank in range(8)]
             if mesh.pipeline > 1:
-                held = [f"L{mesh.stage(rank)}" for rank in range(8)]
+                parts_of = [f".{rank % mesh.tensor}" if mesh.tensor > 1 else "" for rank in range(8)]
+                held = [f"L{mesh.stage(rank)}{part}" for rank, part in enumerate(parts_of)]
             assert shards == held, name
             ranks = [(mesh.data_parallel_rank(rank), mesh.sequence_rank(rank)) for rank in range(8)]
             assert parts == [f"s{sample}.{part}" if mesh.sequence > 1 else f"s{sample}" for sample, part in ranks], name

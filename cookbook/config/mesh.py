@@ -53,6 +53,13 @@ class Mesh:
         """The stage of a rank, from 0; the last computes the loss."""
         return rank // self.stage_size
 
+    def copies(self) -> list[range]:
+        """The ranks that hold the same part of the same layers and see other samples, or share that part further; in
+        groups, which all processes must make.
+        """
+        starts = range(0, self.num_processes, self.stage_size)
+        return [range(s + i, s + self.stage_size, self.tensor) for s in starts for i in range(self.tensor)]
+
     def data_parallel_rank(self, rank: int) -> int:
         """The group of a rank among those that see different samples."""
         return self.token_parallel_rank(rank) // self.sequence

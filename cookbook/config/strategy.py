@@ -440,7 +440,7 @@ def _mesh_problem(parsed: AccelerateFile, mesh: ParallelismBlock) -> str | None:
     if len(mesh.open_sizes) > 1 and mesh.open_sizes != {"dp_replicate_size", "dp_shard_size"}:
         return f"{' and '.join(sorted(mesh.open_sizes))} are auto; leave one open, or both dp sizes"
     if pipeline > 1:
-        return _pipeline_problem(family, block, max(sequence, tensor), replicate, shard)
+        return _pipeline_problem(family, block, sequence, replicate, shard)
     if sequence > 1 and max(tensor, replicate, shard) > 1:
         return "sp_size goes with no other size; the processes beyond it see other samples"
     if block is not None and block.fsdp_version == 1:
@@ -456,12 +456,12 @@ def _mesh_problem(parsed: AccelerateFile, mesh: ParallelismBlock) -> str | None:
     return None
 
 
-def _pipeline_problem(family: str, block: FsdpBlock | None, others: int, replicate: int, shard: int) -> str | None:
+def _pipeline_problem(family: str, block: FsdpBlock | None, sequence: int, replicate: int, shard: int) -> str | None:
     if family not in ("MULTI_GPU", "FSDP"):
         return f"pp_size with distributed_type {family} is not supported; write MULTI_GPU or FSDP"
-    if max(others, shard if block is None else replicate) > 1:
+    if max(sequence, shard if block is None else replicate) > 1:
         key = "dp_replicate_size" if block is None else "dp_shard_size"
-        return f"pp_size with distributed_type {family} goes with {key} only; take the other sizes out"
+        return f"pp_size with distributed_type {family} goes with {key} and tp_size only; take the other sizes out"
     if block is not None and block.fsdp_version == 1:
         return "needs fsdp_version 2"
     return None if block is None else _sharded_while_read_problem(block, shard, "pp_size")

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from cookbook.config.mesh import Mesh
 from cookbook.config.optim.adamw import AdamW
 from cookbook.config.optim.base import Optimizer
 from cookbook.config.recipe import AdapterSection, Recipe
@@ -164,13 +165,13 @@ class CostInputs:
         return self.strategy.secondary_group_size(self.num_local or self.strategy.num_local(self.num_processes))
 
     @property
+    def mesh(self) -> Mesh:
+        return self.strategy.mesh(self.num_processes)
+
+    @property
     def num_shards(self) -> int:
-        """Number of shards of each sharded tensor."""
-        if self.strategy.kind == "tp":
-            return self.strategy.tp_size
-        if self.strategy.kind == "pp" and self.strategy.fsdp is None:
-            return self.strategy.pp_size
-        return self.num_processes // self.strategy.dp_replicate_size
+        """Number of shards of each sharded tensor; stages count as such."""
+        return self.num_processes // self.mesh.replicate
 
 
 def hidden_bytes(strategy: Strategy, precision: str, *, is_full: bool) -> int:

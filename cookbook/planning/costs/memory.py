@@ -8,6 +8,7 @@ Bytes of a trained parameter under AdamW and bf16 over D processes, by place (G 
     single, ddp     G 4      -        G 4              G 8      -
     fsdp, tp        G 4/D    -        G 4/D            G 8/D    -
     pp              G 4/D    -        G 4/D            G 8/D    -                 D stages, if they were equal
+    pp_tp           G 4/D    -        G 4/D            G 8/D    -                 stages x shards of matrices
     pp_fsdp2        G 4/D    -        G 4/D            G 8/D    -                 stages x shards
     fsdp2_offload   H 4/D    -        H 4/D            H 8/D    -
     zero1           G 2      G 4/D    G 2              G 8/D    -
@@ -132,22 +133,21 @@ class States:
 def states(skeleton: Skeleton, inputs: CostInputs, rank: int = 0) -> States:
     """The states of one process after the first update, when the optimizer has its moments."""
     match inputs.strategy.kind:
-        case "single" | "ddp":
-            return _whole(skeleton, inputs)
-        case "pp":
-            num_stages = inputs.strategy.pp_size
-            stage, within = divmod(rank, inputs.num_processes // num_stages)
-            own = stage_of(skeleton, stage, num_stages)
-            return _whole(own, inputs) if inputs.strategy.fsdp is None else _fsdp2(own, inputs, within)
-        case "tp":
-            return _tensor_parallel(skeleton, inputs, rank)
-        case "fsdp2":
-            tensor = inputs.strategy.tp_size
-            return _fsdp2(_tensor_shards(skeleton, tensor, rank % tensor), inputs, rank // tensor)
+        case "single" | "ddp" | "tp" | "pp" | "fsdp2":
+            return _part(skeleton, inputs, rank)
         case "fsdp1":
             return _fsdp1(skeleton, inputs, rank)
         case "zero":
             return (_zero3 if inputs.strategy.zero_stage == 3 else _zero12)(skeleton, inputs, rank)
+
+
+def _part(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
+    """A stage of layers, of that a shard of each matrix, and of that a shard by FSDP2; each as far as the mesh goes."""
+    mesh = inputs.mesh
+    stage, within = divmod(rank, mesh.stage_size)
+    layers = stage_of(skeleton, stage, mesh.pipeline)
+    own = _tensor_shards(layers, mesh.tensor, within % mesh.tensor)
+    return _whole(own, inputs) if inputs.strategy.fsdp is None else _fsdp2(own, inputs, within // mesh.tensor)
 
 
 def _whole(skeleton: Skeleton, inputs: CostInputs) -> States:
@@ -190,34 +190,12 @@ def _tensor_shards(skeleton: Skeleton, size: int, rank: int) -> Skeleton:
     return replace(skeleton, weights=tuple(map(shard, skeleton.weights)))
 
 
-def _tensor_parallel(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
-    size = inputs.strategy.tp_size
-    shards = _tensor_shards(skeleton, size, rank % size)
-    # The gradient of a sharded embedding is not sharded (see `square_sum` in engine/norm.py).
-    gradients = FLOAT32 * sum(
-        (whole if whole.part == "embedding" else shard).num_elements
-        for whole, shard in zip(skeleton.weights, shards.weights, strict=True)
-        if whole.is_trained
-    )
-    return States(
-        gpu=ResidentBytes(
-            weights=sum(_bytes_per_number(weight, inputs) * weight.num_elements for weight in shards.weights),
-            gradients=gradients,
-            moments=inputs.optim.state_bytes(_tensors(shards, lambda weight: weight.num_elements)),
-            buffers=_buffers(skeleton),
-        ),
-        gradients_at_first=0,
-        gradients_between=gradients,
-        update=_rounded(gradients // FLOAT32, inputs),
-    )
-
-
 def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     """Parameters and gradients are sharded along dimension 0, and shards padded to equal size
     (fsdp/_fully_shard/_fsdp_param.py, _init_sharded_param); copies on the host may lack the padding.
     """
     strategy = inputs.strategy
-    shards = inputs.num_shards // strategy.tp_size // strategy.pp_size
+    shards = inputs.mesh.shard * inputs.mesh.sequence
     assert strategy.fsdp is not None
 
     def padded(weight: Weight) -> int:

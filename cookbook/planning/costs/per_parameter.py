@@ -37,10 +37,10 @@ def precision(inputs: CostInputs) -> dict[str, str]:
         how = autocast if strategy.fsdp is None else "weights are gathered in it"
         detail = "" if low == "float32" else f" ({how})"
         reductions = exchanged = DTYPE_NAMES[inputs.exchange]
-        if strategy.pp_size > 1 and strategy.pp_size == inputs.num_processes:
+        is_alone = inputs.mesh.token_parallel_size == 1
+        if strategy.pp_size > 1 and is_alone:
             reductions = "none: each parameter is on one process"
         if strategy.tp_size > 1:
-            is_alone = strategy.tp_size == inputs.num_processes
             reductions = f"{low}, of activations" if is_alone else f"{low} of activations, {exchanged} of gradients"
         found = {
             "weights": "float32",
@@ -83,16 +83,9 @@ def frozen_shares(inputs: CostInputs) -> list[StateShare]:
 def _state_shares(inputs: CostInputs, *, is_trained: bool) -> list[StateShare]:
     """Splits state into sharded and replicated: doubling the processes halves the former only."""
     strategy = inputs.strategy
-    twice = replace(
-        inputs,
-        num_processes=2 * inputs.num_processes,
-        strategy=replace(
-            strategy,
-            tp_size=2 * strategy.tp_size if strategy.kind == "tp" else strategy.tp_size,
-            pp_size=2 * strategy.pp_size if strategy.kind == "pp" else strategy.pp_size,
-            dp_shard_size=2 * strategy.dp_shard_size,
-        ),
-    )
+    size = {"tp": "tp_size", "pp": "pp_size"}.get(strategy.kind, "dp_shard_size")
+    doubled = replace(strategy, **{size: 2 * getattr(strategy, size)})
+    twice = replace(inputs, num_processes=2 * inputs.num_processes, strategy=doubled)
     found = []
     few, many = (_bytes_of_one(each, is_trained=is_trained) for each in (inputs, twice))
     for (where, what), here in few.items():

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from cookbook.config.mesh import Mesh
 from cookbook.config.strategy import Strategy
 from cookbook.planning.costs.flops import ModelSizes, Step
 from cookbook.planning.costs.inputs import exchange_precision, hidden_bytes
@@ -85,18 +86,15 @@ def _state_transfers(
     reduced = _exchanged_bytes(strategy, step) * trained
     if num_processes == 1:
         return []
-    if strategy.kind == "tp":
-        groups, size = num_processes // strategy.tp_size, strategy.tp_size
-        gradients = _repeated("gradients", "all-reduce", reduced / size, groups, stride=size)
-        return [*_tp_transfers(strategy, sizes, step, half, groups), *([gradients] if groups > 1 else [])]
-    if strategy.kind == "pp":
-        return _pp_transfers(strategy, sizes, step, num_processes)
-    if strategy.kind == "ddp":  # reduced at the last micro-batch
-        return [_repeated("gradients", "all-reduce", reduced, num_processes)]
-    if strategy.fsdp is not None:
-        found = _fsdp_transfers(strategy, sizes, step, num_processes, half)
-        groups = num_processes // strategy.tp_size
-        return [*_tp_transfers(strategy, sizes, step, half, groups), *found] if strategy.tp_size > 1 else found
+    if strategy.kind != "zero":
+        mesh = strategy.mesh(num_processes)
+        found = [*_hidden_states(strategy, mesh, sizes, step), *_activations(mesh, sizes, step, half)]
+        if strategy.fsdp is not None:
+            return [*found, *_fsdp_transfers(strategy, sizes, step, num_processes, half)]
+        # At the last micro-batch. Each process has the gradients of its part of the model.
+        own, copies = reduced / mesh.tensor / mesh.pipeline, mesh.token_parallel_size
+        gradients = _repeated("gradients", "all-reduce", own, copies, stride=mesh.tensor)
+        return [*found, *([gradients] if copies > 1 else [])]
     if strategy.zero_stage < 3:
         # The paper reduce-scatters gradients of stages 1 and 2. DeepSpeed 0.19.8 all-reduces them, and each process
         # keeps its shard (stage_1_and_2.py, allreduce_and_scatter; use_multi_rank_bucket_allreduce is true).
@@ -149,39 +147,36 @@ def _fsdp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_proce
     return [transfer for transfer in found if transfer.ranks > 1 and transfer.num_bytes]
 
 
-def _tp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, half: int, groups: int) -> list[Transfer]:
-    """All-reduces after attention and MLP in the forward and before them and the head in the backward, and what the
-    head's loss needs (Shoeybi et al. 2019, 3).
-
-    Args:
-        groups: number of tensor-parallel groups, which share the tokens of the step.
+def _activations(mesh: Mesh, sizes: ModelSizes, step: Step, half: int) -> list[Transfer]:
+    """Tensor parallel: all-reduces after attention and MLP in the forward and before them and the head in the backward,
+    and what the head's loss needs (Shoeybi et al. 2019, 3). A process of a pipeline has its share of the layers; of
+    head and loss this is the mean over its stages.
     """
+    if mesh.tensor == 1:
+        return []
     reductions = 6 if step.recompute is True else 4
-    labelled, tokens = (half * count / groups * sizes.hidden for count in (step.num_labelled, step.num_tokens))
-    terms = 2 * 4 * strategy.tp_size * step.num_labelled / groups  # training/models/loss.py, _VocabularyShard
+    layers, groups = sizes.num_layers / mesh.pipeline, mesh.token_parallel_size
+    tokens, labelled = (half * count / groups * sizes.hidden for count in (step.num_tokens, step.num_labelled))
+    terms = 2 * 4 * mesh.tensor * step.num_labelled / groups  # training/models/loss.py, _VocabularyShard
+    reduced = reductions * layers * tokens + labelled / mesh.pipeline
     return [
-        _repeated("activations", "all-reduce", reductions * sizes.num_layers * tokens + labelled, strategy.tp_size),
-        _repeated("loss", "all-gather", terms, strategy.tp_size),
+        _repeated("activations", "all-reduce", reduced, mesh.tensor),
+        _repeated("loss", "all-gather", terms / mesh.pipeline, mesh.tensor),
     ]
 
 
-def _pp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int) -> list[Transfer]:
-    """Hidden states forward and their gradients back, in the dtype of the residual stream: float32 under autocast, that
-    of the frozen weights beside an adapter, that of the forward under FSDP2. Copies of a stage average their gradients
-    after the last micro-batch; shards of one are gathered and reduced as under FSDP2 alone.
+def _hidden_states(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step) -> list[Transfer]:
+    """Pipeline parallel: hidden states forward and their gradients back, in the dtype of the residual stream: float32
+    under autocast, that of the frozen weights beside an adapter, that of the forward under FSDP2. Each process of a
+    tensor-parallel group sends all of them.
     """
-    copies = num_processes // strategy.pp_size
+    if mesh.pipeline == 1:
+        return []
     is_full = sizes.num_trained == sizes.num_parameters
     each = hidden_bytes(strategy, step.precision, is_full=is_full) * sizes.hidden
-    sent = _repeated("hidden states", "send", 2 * each * step.num_tokens / copies, strategy.pp_size, stride=copies)
-    found = [replace(sent, times=2 * step.micro_batches)]
-    if strategy.fsdp is not None:
-        half = 4 if step.precision == "no" else 2
-        found += _fsdp_transfers(strategy, sizes, step, num_processes, half)
-    elif copies > 1:
-        reduced = _exchanged_bytes(strategy, step) * sizes.num_trained / strategy.pp_size
-        found.append(_repeated("gradients", "all-reduce", reduced, copies))
-    return found
+    sent = 2 * each * step.num_tokens / mesh.token_parallel_size
+    found = _repeated("hidden states", "send", sent, mesh.pipeline, stride=mesh.stage_size)
+    return [replace(found, times=2 * step.micro_batches)]
 
 
 def checkpoint_traffic(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int) -> float:

@@ -231,6 +231,9 @@ def _quantity(document: Document, value: Any, text: str, *keys: str) -> Quantity
     return Quantity(value=value, text=text, sources=tuple(dict.fromkeys(places)))
 
 
+SIZE_KEYS = {"sequence": "sp_size", "tensor": "tp_size", "pipeline": "pp_size"}
+
+
 def _batch(recipe: Recipe, plan: Plan, document: Document, processes: Quantity, yaml_file: Document) -> Section:
     batch, size, accumulation = recipe.batch, plan.data_parallel_size, plan.gradient_accumulation_steps
     unit = recipe.objective.sample
@@ -238,12 +241,12 @@ def _batch(recipe: Recipe, plan: Plan, document: Document, processes: Quantity, 
     found = {"processes": processes}
     if size != plan.num_processes:
         mesh = plan.mesh
-        sizes = {"sequence": ("sp_size", mesh.sequence), "tensor": ("tp_size", mesh.tensor)}
-        sizes["pipeline"] = ("pp_size", mesh.pipeline)
-        group, key = next((name, key) for name, (key, number) in sizes.items() if number > 1)
-        text = f"{size}: the processes of a {group}-parallel group share their samples"
-        place = source(yaml_file, f"parallelism_config.parallelism_config_{key}")
-        found["data-parallel"] = Quantity(value=size, text=text, sources=(place,))
+        numbers = {"sequence": mesh.sequence, "tensor": mesh.tensor, "pipeline": mesh.pipeline}
+        sharing = [name for name, number in numbers.items() if number > 1]
+        text = f"{size}: the processes of a {'- and '.join(sharing)}-parallel group share their samples"
+        keys = [f"parallelism_config.parallelism_config_{SIZE_KEYS[name]}" for name in sharing]
+        places = tuple(source(yaml_file, key) for key in keys)
+        found["data-parallel"] = Quantity(value=size, text=text, sources=places)
     found["step"] = of(batch.global_batch_size, _several(batch.global_batch_size, unit), "batch.global_batch_size")
     if batch.micro_batch_size is not None:
         micro = batch.micro_batch_size

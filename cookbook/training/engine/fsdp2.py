@@ -97,9 +97,12 @@ class Fsdp2(Fsdp):
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
     def _meshes(self) -> set[tuple[int, ...]]:
-        """The shapes of the parameters' device meshes."""
+        """The shapes of the parameters' device meshes: those of norms, which tensor parallel leaves whole, and of
+        matrices.
+        """
         sharded = (self.mesh.shard * self.mesh.sequence,)
-        return {(self.mesh.replicate, *sharded) if self.mesh.replicate > 1 else sharded}
+        mesh = (self.mesh.replicate, *sharded) if self.mesh.replicate > 1 else sharded
+        return {mesh, (*mesh, self.mesh.tensor)} if self.mesh.tensor > 1 else {mesh}
 
     def _num_layers(self) -> int:
         """Number of layers of this process."""

@@ -45,7 +45,7 @@ def squares(
 
 def _norm_of(parameter: torch.nn.Parameter) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient and the norm of this rank's part of it. Collective where parts are still to be added up."""
-    # Look at the gradient's own placement: tensor parallel leaves that of a sharded embedding whole on each rank.
+    # Look at the gradient's own placement: tensor parallel may leave a part of the sum on each rank.
     gradient = parameter.grad
     assert gradient is not None
     if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):

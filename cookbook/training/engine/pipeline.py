@@ -18,26 +18,25 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from cookbook.config.objectives.forward import Batch
 from cookbook.planning.costs.inputs import stage_layers
 from cookbook.training.engine.base import Engine, num_elements
-from cookbook.training.engine.collectives import add_up, average_gradients
+from cookbook.training.engine.collectives import add_up
+from cookbook.training.engine.copies import Copies
 from cookbook.training.engine.findings import Comparison
 from cookbook.training.engine.fsdp2 import Fsdp2, gather_tied_once
 from cookbook.training.engine.norm import local
-from cookbook.training.engine.start import shard_while_loading, start_processes
+from cookbook.training.engine.start import shard_while_loading
 
 
-class Pipeline(Engine):
-    """Stages of whole layers; the ranks of a stage hold copies and see different samples."""
+class Pipeline(Copies):
+    """Stages of whole layers, or of layers whose matrices its ranks shard."""
 
     def _start(self, *, on_cpu: bool, **options: Any) -> Accelerator:
-        start_processes(self.timeout, as_gpus=True)
-        accelerator = Engine._start(self, on_cpu=on_cpu, **options)
+        accelerator = super()._start(on_cpu=on_cpu, **options)
         size, num_stages = self.mesh.stage_size, self.mesh.pipeline
         self._index = self.mesh.stage(self.world.rank)
-        stages = [dist.new_group(self._ranks_of(index)) for index in range(num_stages)]
         pipelines = [dist.new_group(range(i, self.mesh.num_processes, size)) for i in range(size)]
         ends = [dist.new_group([i, i + (num_stages - 1) * size]) for i in range(size)]
         within = self.world.rank % size
-        self._copies, self._group, self._ends = stages[self._index], pipelines[within], ends[within]
+        self._group, self._ends = pipelines[within], ends[within]
         # NCCL makes a communicator at the first use, and of a batch of messages not all stages would take part in that.
         dist.all_reduce(torch.zeros(1, device=accelerator.device), group=self._group)
         return accelerator
@@ -48,9 +47,6 @@ class Pipeline(Engine):
     @property
     def _is_last(self) -> bool:
         return self._index == self.mesh.pipeline - 1
-
-    def load_options(self, *, is_quantized: bool) -> dict[str, Any]:
-        return shard_while_loading(self.mesh)
 
     def prepare(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, counts_beside: str | None = None
@@ -72,25 +68,17 @@ class Pipeline(Engine):
         found: Any = model
         is_tied = found.config.tie_word_embeddings and self._index in (0, self.mesh.pipeline - 1)
         self._tied = found.get_input_embeddings().weight if is_tied else None
-        return model if self.device.type == "cpu" else model.to(self.device), self.accelerator.prepare(optimizer)
-
-    def _forward(self, function: Callable[[Any, Batch], Any], batch: Batch) -> Any:
-        with self.accelerator.autocast():  # accelerate adds it only to models that it prepares
-            return super()._forward(function, batch)
+        return super()._wrap(model, optimizer)
 
     def _accumulate(self, loss: Callable[[Any, Batch], torch.Tensor], micro_batches: list[Batch]) -> None:
         self._run(loss, micro_batches, lambda i: self._begin_micro_batch(i, len(micro_batches)))
         self._add_up_tied()
-        if self.mesh.replicate > 1:
-            self._average_over_copies()
+        self._average_over_copies()
 
     def _add_up_tied(self) -> None:
         """An embedding that is tied to the head has gradients in the first stage and in the last."""
         if self._tied is not None and self._tied.grad is not None:
             add_up([local(self._tied.grad)], self._ends, self.gradient_dtype)
-
-    def _average_over_copies(self) -> None:
-        average_gradients(self.model.parameters(), self._copies, self.gradient_dtype)
 
     def _forwards(
         self, function: Callable[[Any, Batch], Any], batches: list[Batch], begin: Callable[[int], None]
@@ -115,7 +103,8 @@ class Pipeline(Engine):
         num_tokens = max(batch["input_ids"].numel() for batch in batches)
         message = torch.empty(num_tokens, self.model.config.hidden_size, dtype=self._hidden_dtype, **on_meta)
         stage = _Stage(self, function, batches, begin, message)
-        piped = PipelineStage(
+        piped = _Schedulable(
+            self,
             stage,
             self._index,
             self.mesh.pipeline,
@@ -152,7 +141,6 @@ class Pipeline(Engine):
         yield "stage", (self._index, self.mesh.pipeline), (stage.pp_rank, stage.pp_size)
         asked, found = (dist.get_process_group_ranks(group) for group in (self._group, stage.pp_group))
         yield "ranks of the pipeline", asked, found
-        yield "processes of a stage", self.mesh.stage_size, self._copies.size()
 
 
 class ShardedPipeline(Pipeline, Fsdp2):
@@ -179,6 +167,18 @@ class ShardedPipeline(Pipeline, Fsdp2):
 
     def _num_layers(self) -> int:
         return len(stage_layers(self.model.config.num_hidden_layers, self._index, self.mesh.pipeline))
+
+
+class _Schedulable(PipelineStage):
+    """A stage for torch's schedules, with something of the engine's around each backward."""
+
+    def __init__(self, engine: Pipeline, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.engine = engine
+
+    def backward_one_chunk(self, *arguments: Any, **options: Any) -> None:
+        with self.engine._backward_apart():
+            super().backward_one_chunk(*arguments, **options)
 
 
 class _Stage(torch.nn.Module):

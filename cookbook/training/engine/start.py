@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType
+from torch.distributed.device_mesh import DeviceMesh
 
 from cookbook.config.mesh import Mesh
 from cookbook.planning.launch import CUBLAS_DETERMINISTIC, CUBLAS_VARIABLE
@@ -98,8 +99,27 @@ def shard_while_loading(mesh: Mesh, **options: Any) -> dict[str, Any]:
         def _validate_mesh_config(self) -> None:
             """transformers 5.23 refuses FSDP2 with stages, in whose naive schedule nothing trains."""
 
+    if min(mesh.tensor, mesh.pipeline) > 1:
+        _shard_what_a_stage_has()
     sizes = {"dp_replicate_size": mesh.replicate, "fsdp_size": mesh.shard}
     return {"distributed_config": Config(**sizes, tp_size=mesh.tensor, pp_size=mesh.pipeline, **options)}
+
+
+def _shard_what_a_stage_has() -> None:
+    """transformers 5.23 lists the matrices that tensor parallel shards before it takes layers out of a stage, and then
+    does not find them (distributed/mixin.py, maybe_distribute_model).
+    """
+    from transformers.distributed import mixin
+    from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
+
+    apply: Any = mixin.apply_tensor_parallelism
+
+    def apply_there(model: torch.nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> torch.nn.Module:
+        there = {name for name, module in model.named_modules() if not isinstance(module, PipelineIdentityLayer)}
+        there |= {name for name, _ in model.named_parameters()}
+        return apply(model, mesh, {name: style for name, style in plan.items() if name in there})
+
+    mixin.apply_tensor_parallelism = apply_there
 
 
 def _separate_restarts() -> None:
