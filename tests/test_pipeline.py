@@ -11,7 +11,7 @@ from filelock import FileLock
 
 from cookbook.commands.forecast.trace import ActivationTrace, Phase
 from cookbook.config.mesh import Mesh
-from cookbook.planning.costs.inputs import sketch, stage_layers, stage_of
+from cookbook.planning.costs.inputs import num_begun, sketch, stage_layers, stage_of
 from cookbook.training.models.structure import pipeline_problem
 from tests.curves import ROOT, SGD, Lab, distance
 from tests.test_equivalence import SGD_LOSS, SGD_NORM
@@ -47,6 +47,12 @@ def test_the_layers_of_a_stage_are_those_that_transformers_gives_it():
         for stage in range(num_stages):
             ours = stage_layers(num_layers, stage, num_stages)
             assert (ours.start, ours.stop) == theirs.layer_range_for_rank(stage, num_layers)
+
+
+def test_micro_batches_that_a_stage_has_begun_before_its_first_backward_by_hand():
+    assert [num_begun(8, stage, 4) for stage in range(4)] == [4, 3, 2, 1]  # 1F1B
+    assert [num_begun(4, stage, 4) for stage in range(4)] == [4, 3, 2, 1]
+    assert [num_begun(3, stage, 4) for stage in range(4)] == [3, 3, 3, 3]  # GPipe
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

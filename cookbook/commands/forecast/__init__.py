@@ -23,6 +23,7 @@ from cookbook.planning.costs.inputs import (
     cost_inputs,
     hidden_bytes,
     micro_batch_of,
+    num_begun,
     stage_layers,
     stage_of,
 )
@@ -418,16 +419,15 @@ def _with_buffers(held: States, size: int) -> States:
 def _stage_memory(
     traces: TraceCache, strategy: Strategy, plan: Plan, work: ActivationTrace, stage: int, gpu: Gpu | None
 ) -> Memory:
-    """The memory of a process of a stage. Under 1F1B stage i of S begins S - i micro-batches before its first backward.
-    At the beginning of a step torch allocates a message for each micro-batch (torch 2.13, pipelining/stage.py,
-    `_setup_forward_recv_info` and `_create_grad_recv_info`).
+    """The memory of a process of a stage. At the beginning of a step torch allocates a message for each micro-batch
+    (torch 2.13, pipelining/stage.py, `_setup_forward_recv_info` and `_create_grad_recv_info`).
     """
     num_stages, count, recipe = strategy.pp_size, plan.gradient_accumulation_steps, traces.recipe
     layers = stage_layers(traces.skeleton.num_layers, stage, num_stages)
     skeleton = stage_of(traces.skeleton, stage, num_stages)
     inputs = cost_inputs(recipe, strategy, plan.num_processes, num_local=plan.num_local)
     held = states_of(traces.skeleton, inputs, stage * plan.num_processes // num_stages)
-    begun, is_last = min(count, num_stages - stage), stage == num_stages - 1
+    begun, is_last = num_begun(count, stage, num_stages), stage == num_stages - 1
     tokens = micro_batch_of(recipe) * len(recipe.objective.sequences) * recipe.data.max_length
     message = tokens * traces.sizes.hidden
     message *= hidden_bytes(strategy, recipe.mixed_precision, is_full=recipe.adapter is None)

@@ -59,6 +59,13 @@ def stage_layers(num_layers: int, stage: int, num_stages: int) -> range:
     return range(stage * each, num_layers if stage == num_stages - 1 else (stage + 1) * each)
 
 
+def num_begun(num_micro_batches: int, stage: int, num_stages: int) -> int:
+    """Micro-batches whose forward a stage has run when its first backward begins: under 1F1B one for itself and each
+    stage behind it; all where there are fewer than stages, as under GPipe (engine/pipeline.py chooses).
+    """
+    return num_micro_batches if num_micro_batches < num_stages else num_stages - stage
+
+
 def stage_of(skeleton: Skeleton, stage: int, num_stages: int) -> Skeleton:
     """What a stage of a pipeline has of a model, its layers counted from 0. The last keeps an embedding that is tied to
     the head.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from cookbook.planning.costs.inputs import CostInputs, Skeleton, hidden_bytes, stage_layers
+from cookbook.planning.costs.inputs import CostInputs, Skeleton, hidden_bytes, num_begun, stage_layers
 from cookbook.planning.costs.memory import FLOAT32, States, constants, resident
 
 BROADCAST_BUCKETS = 2 * 250 * 2**20
@@ -72,8 +72,7 @@ def checkpoints_on_host(inputs: CostInputs, num_layers: int, hidden: int, local:
 
     def of_rank(rank: int) -> int:
         stage = rank * stages // inputs.num_processes
-        num_begun = min(inputs.accumulation, stages - stage)
-        return len(stage_layers(num_layers, stage, stages)) * num_begun * block
+        return len(stage_layers(num_layers, stage, stages)) * num_begun(inputs.accumulation, stage, stages) * block
 
     return sum(map(of_rank, range(local)))
 
