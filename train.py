@@ -81,6 +81,7 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
         machine.expand_segments()
     world = launch.trim_world(world, strategy, launcher, num_gpus)
     mistakes += launch.check_count(world, launcher)
+    mistakes += launch.check_shares(strategy, world)
     mistakes += launch.choose_network(world)
     sizes = launch.elastic_sizes(world)
     mistakes += launch.check_elastic(sizes, recipe.run.resume)

@@ -632,7 +632,7 @@ STRATEGY_MISTAKES = {
         YAML,
         "num_processes: auto",
         "num_processes: 2",
-        ":2: num_processes is 2, but the mesh of parallelism_config is auto x auto: write 4 or more, in multiples of 1",
+        ":2: num_processes is 2, but the mesh of parallelism_config is auto x auto: write 4 or more, in multiples of 2",
     ),
     "two open sizes that do not say which is which": (
         "fsdp2_tp",

@@ -7,13 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from conftest import LAUNCHER_VARIABLES, RECIPE, ROOT, clean_environment
 
-from cookbook.config.strategy import load_strategy
+from cookbook.config.strategy import load_strategy, strategy_path
 from cookbook.planning import launch
 from cookbook.planning.launch import Launcher, World, check_environment, read_world, strategy_in_force, trim_world
 from cookbook.system import gpus, machine
@@ -377,3 +378,14 @@ def test_a_machine_without_a_driver_or_without_gpus_has_none(book, monkeypatch, 
     for name, value in simulated_driver.variables(book.root, facts).items():
         monkeypatch.setenv(name, value)
     assert machine.num_gpus() == 0
+
+
+def test_machines_with_other_numbers_of_processes_would_fill_an_open_mesh_in_other_ways():
+    """On 8 + 4 + 4 processes both numbers divide 16, and each machine would have another mesh."""
+    hsdp, ddp = (load_strategy(strategy_path(name)) for name in ("hsdp", "ddp"))
+    for num_local in (8, 4):
+        world = replace(LAUNCHED, num_processes=16, num_local=num_local)
+        (found,) = launch.check_shares(hsdp, world, {"GROUP_WORLD_SIZE": "3"})
+        assert "needs as many on each machine" in found
+        assert not launch.check_shares(ddp, world, {"GROUP_WORLD_SIZE": "3"})
+        assert not launch.check_shares(hsdp, world, {"GROUP_WORLD_SIZE": str(16 // num_local)})

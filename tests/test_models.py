@@ -9,6 +9,7 @@ from target_grid import IGNORE_INDEX, from_grid
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, Gemma3Config, LlamaConfig, LlamaForCausalLM
 
+from cookbook.config.mesh import Mesh
 from cookbook.config.recipe import ModelSection, ScratchModel
 from cookbook.system.files import RecipeError
 from cookbook.training.models import (
@@ -22,7 +23,7 @@ from cookbook.training.models import (
     weights_digest,
 )
 from cookbook.training.models.loss import add_loss
-from cookbook.training.models.structure import random_parts
+from cookbook.training.models.structure import mesh_problem, random_parts
 
 SIZES = {
     "vocab_size": 384,
@@ -356,3 +357,15 @@ def test_dropout_of_a_configuration_is_found():
     assert random_parts(LlamaConfig(**SIZES)) == {}
     assert random_parts(LlamaConfig(**SIZES, attention_dropout=0.1)) == {"attention_dropout": 0.1}
     assert random_parts(AutoConfig.for_model("gpt2")).keys() == {"attn_pdrop", "embd_pdrop", "resid_pdrop"}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "opt", "gpt_neo", "mamba"])
+def test_a_mesh_of_one_suits_every_configuration(name: str):
+    """Of several of these classes none has the names that heads and inner features have elsewhere."""
+    assert mesh_problem(AutoConfig.for_model(name), Mesh()) is None
+
+
+def test_heads_that_tensor_parallel_cannot_divide_are_named():
+    config = AutoConfig.for_model("llama", hidden_size=48, num_attention_heads=6, num_key_value_heads=2)
+    assert mesh_problem(config, Mesh(tensor=2)) is None
+    assert "6 query heads and 2 key heads cannot be divided" in str(mesh_problem(config, Mesh(tensor=4)))

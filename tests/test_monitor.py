@@ -180,7 +180,7 @@ def history_of(*samples: dict[str, Any], cpu: dict[str, Any] | None = None) -> H
         (
             [{}, {"nvlink_recoveries": 3, "pcie_replays": 7}],
             {},
-            ["NVLinks failed and recovered 3 times (rank 1)", "PCIe sent again 7 times (rank 1)"],
+            ["NVLinks failed and recovered 3 times (rank 1)", "PCIe messages were sent again 7 times (rank 1)"],
         ),
         (
             [{"nvlink_mb_s": 9000}, {"nvlink_mb_s": 5000}, {"nvlink_mb_s": 8}],

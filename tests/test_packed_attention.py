@@ -302,7 +302,7 @@ def test_auto_keeps_what_a_run_had_and_what_its_recipe_asks_for(tmp_path: Path):
     config = AutoConfig.for_model("llama")
     recipe = recipe_with("auto", tmp_path)
     assert decide(recipe, config, before=True) == decide(recipe, config) == Packing(True, "")
-    assert decide(recipe, config, before=False).why.startswith("the run was started so")
+    assert decide(recipe, config, before=False).why.startswith("the run was started with padded rows")
     assert decide(recipe_with("true", tmp_path), config, before=False).is_on
     compiled = {"model.compile": "true", "model.gradient_checkpointing": "true"}
     assert "uncompiled" in decide(recipe_with("auto", tmp_path, compiled | {"mixed_precision": "'no'"}), config).why

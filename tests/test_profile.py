@@ -5,6 +5,7 @@ python -m pytest -q tests/test_profile.py -m "slow or not slow"
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import torch
 
 from cookbook.commands.cli import main
 from cookbook.commands.history import History, read_history
-from cookbook.commands.why_slow import advice, beside_forecast, read_profiles, shares
+from cookbook.commands.why_slow import GROUPS, advice, beside_forecast, read_profiles, shares
 from cookbook.config.recipe import ProfileSection
 from cookbook.system.divided import PARTS, Event, divide, in_words
 from cookbook.training.profiling import Profile
-from tests.curves import Lab
+from tests.curves import ROOT, Lab
 from tests.gpu_runs import GpuLab
 from tests.test_hosts import run_on
 from tests.two_machines import two_machines
@@ -201,13 +202,21 @@ def test_what_a_step_takes_stands_beside_what_was_forecast():
 @pytest.mark.parametrize(
     ("strategy", "machines", "said"),
     [
-        ("zero3", 1, "raise batch.micro_batch_size 2, as each sends; take strategy zero2 or fsdp2_grad_op"),
-        ("zero2", 1, "raise batch.micro_batch_size 2, as each sends; take a strategy that sends less"),
+        (
+            "zero3",
+            1,
+            "raise batch.micro_batch_size from 2, since each micro-batch sends; take strategy zero2 or fsdp2_grad_op",
+        ),
+        (
+            "zero2",
+            1,
+            "raise batch.micro_batch_size from 2, since each micro-batch sends; take a strategy that sends less",
+        ),
         ("ddp", 1, "take a strategy that sends less (cookbook plan ranks them)"),
         (
             "fsdp2",
             2,
-            "measure the link of the 2 machines (ping, iperf3); raise batch.micro_batch_size 2",
+            "measure the link of the 2 machines (ping, iperf3); raise batch.micro_batch_size from 2",
         ),
     ],
 )
@@ -286,3 +295,8 @@ def test_a_profile_that_cannot_be_is_a_mistake_of_the_recipe(lab: Lab, profile: 
     words = ["check", str(lab.folder / "recipe.yaml"), "--set", f"run.profile={profile}"]
     assert main([*words, "--strategy", "ddp", "--processes", "2"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_each_part_of_the_forecast_is_held_against_a_part_of_the_profile():
+    named = re.findall(r'Portion\(\s*name="([^"]+)"', (ROOT / "cookbook/commands/forecast/speed.py").read_text())
+    assert len(named) > 5 and set(named) <= {name for names in GROUPS.values() for name in names}

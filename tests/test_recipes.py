@@ -254,7 +254,7 @@ def test_what_no_recipe_shows_stands_with_its_reason_among_the_decisions():
     page = Path("docs/decisions.md").read_text()
     entry = re.search(r"(?ms)^\*\*\S+ What no recipe shows\.\*\*.*?(?=^\*\*|^## |\Z)", page)
     assert entry is not None
-    lists = re.findall(r"(?m)^- ((?:`[^`]+`(?:, )?)+)\. \S", entry[0])
+    lists = re.findall(r"(?m)^- ((?:`[^`]+`(?:, )?)+)\.\s+\S", entry[0])
     explained = [key for keys in lists for key in keys[1:-1].split("`, `")]
     assert sorted(missing) == sorted(explained)
 

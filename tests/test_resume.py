@@ -304,7 +304,7 @@ def test_auto_packs_a_new_run_and_resumes_a_padded_one_as_it_was(lab: Lab, stopp
     shutil.copytree(stopped, old)
     said = leg(lab, old, "single", auto, num_steps=1)
     packing = Curve(old).record["packing"]
-    assert not packing["is_on"] and packing["why"].startswith("the run was started so")
+    assert not packing["is_on"] and packing["why"].startswith("the run was started with padded rows")
     assert 0.05 < packing["padding"] < 0.5 and f"{packing['padding']:.0%} of all positions: {packing['why']}" in said
     leg(lab, old, "single", auto | {"data.packing": "true"}, num_steps=None)
     assert Curve(old).record["packing"]["is_on"]

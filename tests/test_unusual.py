@@ -98,3 +98,8 @@ def test_layers_are_told_apart_and_modules_outside_of_them():
     assert found.in_words().startswith("gradient norm 30, 15 times the usual 2; of its square 43% in model.layers.11,")
     everywhere = Unusual(norm=math.nan, usual=2.0, squares=dict.fromkeys(squares, math.nan))
     assert everywhere.in_words() == "the gradient is not finite in 7 of 7 trained parameters"
+
+
+def test_after_gradients_of_zero_none_is_unusual():
+    usual = Usual(overflows=False)
+    assert not any(usual.begins(0.0) for _ in range(LEAST)) and not usual.begins(1.0)

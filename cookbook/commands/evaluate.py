@@ -44,9 +44,10 @@ def evaluate(
     as_json: AsJson = False,
     assignments: Assignments,
 ) -> int:
-    """Compute a model's loss and perplexity on any rows, or its results at tasks of lm-evaluation-harness.
+    """Compute a model's loss on any rows, or run benchmarks.
 
-    Runs in one process. For the loss, with the settings of the run's recipe; a model of no run is evaluated in float32.
+    Runs in one process. Loss and perplexity have the settings of the run's recipe; a model of no run is evaluated in
+    float32. Benchmarks are tasks of lm-evaluation-harness.
     """
     if tasks is not None:
         if given := [name for name, value in (("DATA", data), ("--set", assignments)) if value]:

@@ -102,7 +102,7 @@ def _of_xids(run: History) -> Iterable[str]:
 
 def _of_links(values: Values) -> Iterable[str]:
     """Links that fail, and a GPU that sends nothing over its NVLinks while the others do."""
-    failing = (("nvlink_recoveries", "NVLinks failed and recovered"), ("pcie_replays", "PCIe sent again"))
+    failing = (("nvlink_recoveries", "NVLinks failed and recovered"), ("pcie_replays", "PCIe messages were sent again"))
     for name, what in failing:
         times = {who: max(of) for who, of in values.get(name, {}).items() if max(of)}
         if times:

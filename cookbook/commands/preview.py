@@ -99,9 +99,10 @@ def _packing(recipe: Recipe, folder: str) -> Packing:
     from transformers import AutoConfig
 
     try:
-        return decide(recipe, AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError):
         return Packing(False, f"{folder} has no configuration that is understood")
+    return decide(recipe, config)
 
 
 def marked(tokens: TokenSet, sequence: int, tokenizer: "PreTrainedTokenizerBase", mark: Callable[[str], str]) -> str:

@@ -319,7 +319,8 @@ def _svg(lines: Sequence[Line], prefix: str, marks: Sequence[int], starts: Seque
         for step in marks:
             axes.axvline(step, color="#00bb01", linewidth=1)
         for i, line in enumerate(lines):
-            x, y = zip(*thinned(line.points), strict=True) if line.points else ((), ())
+            points = thinned(line.points) if line.floor is None else line.points  # of an area both edges have as many
+            x, y = zip(*points, strict=True) if points else ((), ())
             style, color = "--" if line.is_dashed else "-", f"#00bb{line.ink % INKS:02x}"
             if line.floor is not None:
                 axes.fill_between(x, line.floor, y, color=color, alpha=0.35, linewidth=0)

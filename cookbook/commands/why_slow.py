@@ -18,7 +18,7 @@ from cookbook.system.records import read_json
 GROUPS = {
     "compute": ("compute", "GPU memory"),
     "communication": ("NVLink", "Infinity Fabric", "PCIe between GPUs", "network"),
-    "copies": ("PCIe to the host", "disk"),
+    "copies": ("PCIe to the host", "activations to the host", "disk"),
     "update": ("update", "CPU update"),
 }
 """Parts of a profile and those of the forecast (`cookbook.commands.forecast.speed`) that they are held against."""
@@ -173,7 +173,8 @@ def _sends_less(run: History) -> str:
     if machines > 1:
         ways.append(f"measure the link of the {machines} machines (ping, iperf3)")
     if strategy is not None and strategy.sends_each_micro_batch and _accumulation(run) > 1:
-        ways.append(f"raise batch.micro_batch_size {run.settings.get('batch.micro_batch_size')}, as each sends")
+        size = run.settings.get("batch.micro_batch_size")
+        ways.append(f"raise batch.micro_batch_size from {size}, since each micro-batch sends")
     if strategy is not None and strategy.gathers_weights:
         ways.append("take strategy zero2 or fsdp2_grad_op if memory allows, which gather weights once")
     return "; ".join([*ways, "take a strategy that sends less (cookbook plan ranks them)"])

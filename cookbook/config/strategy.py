@@ -272,6 +272,11 @@ class Strategy:
         return self.fsdp is not None or self.zero_stage >= 2
 
     @property
+    def has_autocast(self) -> bool:
+        """Whether the forward runs under autocast over float32 weights; FSDP and ZeRO cast what they gather."""
+        return self.kind in ("single", "ddp", "tp", "pp") and self.fsdp is None
+
+    @property
     def gathers_weights(self) -> bool:
         """Whether weights are gathered again for each backward."""
         return self.zero_stage == 3 or bool(self.fsdp and self.fsdp.fsdp_reshard_after_forward)
@@ -415,7 +420,8 @@ def _check_blocks(parsed: AccelerateFile, place: Callable[..., str]) -> Iterator
         yield from _check_ddp(parsed, parsed.parallelism_config, place)
         block = parsed.parallelism_config
         least = math.prod(block.sizes.values())
-        multiple = least // SMALLEST ** len(block.open_sizes)
+        copies = (machines if machines > 1 else SMALLEST) if len(block.open_sizes) > 1 else 1
+        multiple = copies * least // SMALLEST ** len(block.open_sizes)
         fits = count == "auto" or count == least or (block.open_sizes and count > least and count % multiple == 0)
         if not fits:
             mesh = " x ".join(str(size) for size in block.written.values() if size != 1)

@@ -205,6 +205,18 @@ def trim_world(world: World, strategy: Strategy, launcher: Launcher, num_gpus: i
     return read_world()
 
 
+def check_shares(strategy: Strategy, world: World, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Machines with other numbers of processes, each of which would fill the open sizes of a mesh in another way."""
+    machines = environment.get("GROUP_WORLD_SIZE", "")
+    alike = world.num_processes % world.num_local == 0
+    if machines.isdecimal():
+        alike = world.num_local * int(machines) == world.num_processes
+    if alike or not (strategy.open_sizes or strategy.written_secondary_group_size == "auto"):
+        return []
+    here = f"{world.num_local} of {world.num_processes} processes on this machine"
+    return [f"{strategy.path}: {here}: a size that is auto needs as many on each machine; write numbers instead"]
+
+
 def choose_network(world: World) -> list[str]:
     """On several machines, makes this process use the network that leads to machine 0; see `hosts.set_interfaces`.
     Before torch is imported.

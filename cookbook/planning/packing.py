@@ -92,13 +92,13 @@ def decide(recipe: Recipe, config: Any, *, before: bool | None = None) -> Packin
             raise RecipeError([refused])
         return Packing(False, problem)
     if asked == "auto" and before is False:
-        return Packing(False, "the run was started so; data.packing: true packs the rest")
-    if asked == "auto" and _stops_compiling(recipe):
+        return Packing(False, "the run was started with padded rows; data.packing: true packs from here on")
+    if asked == "auto" and stops_compiling(recipe):
         return Packing(False, "packed in float32, checkpointed layers would run uncompiled")
     return Packing(True, "")
 
 
-def _stops_compiling(recipe: Recipe) -> bool:
+def stops_compiling(recipe: Recipe) -> bool:
     """Whether packed rows undo `model.compile`: their float32 attention breaks a layer's graph, which checkpointing
     does not support (cookbook/training/models/speed.py)."""
     return recipe.model.compile and bool(recipe.model.gradient_checkpointing) and recipe.mixed_precision == "no"
@@ -132,7 +132,8 @@ def known_config(model: ModelSection) -> SimpleNamespace | None:
         return SimpleNamespace(**model.from_scratch.model_dump())
     assert model.name_or_path is not None
     try:
-        return SimpleNamespace(**json.loads((Path(model.name_or_path) / "config.json").read_text(encoding="utf-8")))
+        found = SimpleNamespace(**json.loads((Path(model.name_or_path) / "config.json").read_text(encoding="utf-8")))
+        return found if hasattr(found, "model_type") else None
     except (OSError, ValueError, TypeError):
         facts = known_model(model.name_or_path)
         return None if facts is None else SimpleNamespace(**facts["config"])

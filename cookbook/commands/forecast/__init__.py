@@ -216,7 +216,7 @@ class TraceCache:
 
     def work(self, strategy: Strategy, micro_batch: int) -> ActivationTrace:
         """The trace of a micro-batch of samples of data.max_length, or a bound."""
-        autocast = strategy.kind in ("single", "ddp", "tp", "pp") and strategy.fsdp is None
+        autocast = strategy.has_autocast
         fsdp: Literal[0, 1, 2] = 0 if strategy.fsdp is None else strategy.fsdp.fsdp_version
         tp_size, is_zero3, recipe = strategy.tp_size, strategy.zero_stage == 3, self.recipe
         sequences = micro_batch * len(recipe.objective.sequences)

@@ -24,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cookbook.commands.forecast.four_bits import multiply_in_4_bits
 from cookbook.config.recipe import Recipe
+from cookbook.planning.packing import stops_compiling
 from cookbook.training.adapters import ADAPTER_NAME, lora_config
 from cookbook.training.models.loss import LOGITS_BUDGET, add_loss, nll_of_targets
 from cookbook.training.models.speed import save_activations
@@ -208,8 +209,7 @@ def trace(
 
 def _is_compiled(recipe: Recipe) -> bool:
     """Packed float32 attention breaks a layer's graph, which checkpointing does not support (models/speed.py)."""
-    is_cut = recipe.data.is_packed and recipe.mixed_precision == "no"
-    return recipe.model.compile and not (is_cut and recipe.model.gradient_checkpointing)
+    return recipe.model.compile and not (recipe.data.is_packed and stops_compiling(recipe))
 
 
 LAYER_BYTES = 96

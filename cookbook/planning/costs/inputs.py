@@ -188,8 +188,7 @@ def hidden_bytes(strategy: Strategy, precision: str, *, is_full: bool) -> int:
     Args:
         is_full: whether all weights are trained.
     """
-    has_autocast = strategy.kind in ("single", "ddp", "tp", "pp") and strategy.fsdp is None
-    return 4 if precision == "no" or (has_autocast and is_full) else 2
+    return 4 if precision == "no" or (strategy.has_autocast and is_full) else 2
 
 
 def micro_batch_of(recipe: Recipe) -> int:

@@ -7,6 +7,7 @@ The key `model.norm.weight|exp_avg|128` is the run of the flattened tensor from 
 
 import json
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -209,9 +210,7 @@ class Opened:
 
     def __init__(self, path: Path) -> None:
         self.descriptor = os.open(path, os.O_RDONLY)
-
-    def __del__(self) -> None:
-        os.close(self.descriptor)
+        weakref.finalize(self, os.close, self.descriptor)
 
 
 class TensorFile:

@@ -70,13 +70,17 @@ class Usual:
     """The norms of the steps so far. Only what is the same on every rank decides, so that all decide alike."""
 
     def __init__(self, *, overflows: bool) -> None:
-        """Args: overflows: of fp16, whose loss scaler looks for them: such steps are usual."""
+        """
+        Args:
+            overflows: whether steps that are not finite are usual, as under fp16, whose loss scale looks for them.
+        """
         self._overflows = overflows
         self._norms: deque[float] = deque(maxlen=MOST)
         self._state = ""
 
     @property
     def median(self) -> float:
+        """The usual norm; nan before there are enough."""
         return median(self._norms) if len(self._norms) >= LEAST else math.nan
 
     def begins(self, norm: float) -> bool:
@@ -85,7 +89,7 @@ class Usual:
         """
         before, usual = self._state, self.median
         if math.isfinite(norm):
-            self._state = "large" if norm > TIMES * usual else ""  # False where there is no median
+            self._state = "large" if usual > 0 and norm > TIMES * usual else ""  # False where there is no median
             self._norms.append(norm)
         elif not self._overflows:
             self._state = "not finite"

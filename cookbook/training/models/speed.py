@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -21,11 +22,17 @@ def save_activations(model: PreTrainedModel, *, selective: bool, offload: bool =
     Args:
         selective: all but matrix products and attention.
         offload: keep the inputs of layers on the GPU in pinned host memory until then.
+
+    Raises:
+        RecipeError: a transformers that is too old to offload.
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    # transformers 5.23 renamed the method.
+    # transformers 5.23 renamed the method, which can offload since then.
+    if offload and not hasattr(model, "activation_checkpointing_enable"):
+        what = "model.gradient_checkpointing: offload needs transformers 5.23 or newer"
+        raise RecipeError([f"{what}; here is {transformers.__version__}"])
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(options, **({"offload": True} if offload else {}))
 

@@ -96,7 +96,7 @@ def mesh_problem(config: PreTrainedConfig, mesh: Mesh) -> str | None:
     """Why a model cannot be trained on this mesh, or None."""
     if mesh.tensor > 1 and (problem := tensor_problem(config)):
         return f"{problem}; use fsdp2 or zero3"
-    if problem := _undivided(config, mesh.tensor):
+    if mesh.tensor > 1 and (problem := _undivided(config, mesh.tensor)):
         return problem
     if mesh.sequence > 1 and (problem := sequence_problem(config, mesh.sequence)):
         return problem
