@@ -286,7 +286,7 @@ def test_the_best_size_of_a_mesh_is_found_and_one_that_heads_forbid_is_refused(t
     assert re.search(r"tp tp_size 4 +fits .* s +best\n", printed) and "28 query heads and 4 key heads cannot" in printed
     untimed = better_sizes(recipe, [tp], parse_machines("8x80GB", **ROOM), "recipe")
     printed = in_words(report, "recipe", num_samples=None, price=None, sizes=untimed)
-    assert re.search(r"tp tp_size 2 +tight +\d+ to \d+ +- +as its file\n", printed)
+    assert re.search(r"tp tp_size 2 +tight +\d+ to \d+ +- +in its file\n", printed)
 
 
 def test_a_run_forecasts_as_the_plan_does(llama):

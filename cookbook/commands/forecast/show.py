@@ -105,7 +105,7 @@ def _sizes(found: Sequence[Sizes]) -> str:
     for sizes in found:
         for size, one in sizes.forecasts:
             notes = ["best"] if one is sizes.best else []
-            notes += ["as its file"] if size == sizes.written else []
+            notes += ["in its file"] if size == sizes.written else []
             notes += [one.why[0].split(": ", 1)[-1]] if one.memory is None else []
             rows.append(
                 (
