@@ -322,7 +322,12 @@ def run_rank(job: dict, rank: int, port: int) -> None:
 def spread(rank: int, count: int, machines: int) -> None:
     """The variables of a process of one of several machines, as torchrun sets them there."""
     each = count // machines
-    os.environ.update(LOCAL_RANK=str(rank % each), LOCAL_WORLD_SIZE=str(each), GROUP_RANK=str(rank // each))
+    os.environ.update(
+        GROUP_WORLD_SIZE=str(machines),
+        LOCAL_RANK=str(rank % each),
+        LOCAL_WORLD_SIZE=str(each),
+        GROUP_RANK=str(rank // each),
+    )
 
 
 def end_as_rank(job: dict, rank: int) -> None:

@@ -27,7 +27,6 @@ from cookbook.training.engine import state
 from cookbook.training.engine.base import DTYPES, Engine, StepResult
 from cookbook.training.engine.findings import Comparison
 from cookbook.training.engine.loss_scale import LossScale
-from cookbook.training.engine.unusual import Unusual
 
 
 def build_ops(strategy: Strategy, cache: Path) -> None:
@@ -124,29 +123,36 @@ class Zero(Engine):
             for parameter in model.parameters()
             if parameter.requires_grad
         ]
-        self._look_before_updates(wrapped[0].optimizer)
         return wrapped
 
+    def prepare(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, counts_beside: str | None = None
+    ) -> None:
+        super().prepare(model, optimizer, counts_beside=counts_beside)
+        self._look_before_updates(self.model.optimizer)
+
     def _look_before_updates(self, zero: Any) -> None:
-        """Look at the gradients of an unusual step between their norm and the update, which takes them apart:
-        DeepSpeed's step updates the loss scale there, of every precision (zero/stage3.py and stage_1_and_2.py, `step`).
+        """Read a step's numbers, and look at its gradients if they are unusual, between their norm and the update,
+        which takes them apart: DeepSpeed's step updates the loss scale there, of every precision (zero/stage3.py and
+        stage_1_and_2.py, `step`).
         """
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
         of_norm = "_get_norm_groups" if self._is_stage3 else "scaled_global_norm"
         norm_of, update_scale = getattr(zero, of_norm), zero._update_scale
         norms: list[Any] = []
-        self._found: Unusual | None = None
 
         def with_norm() -> Any:
             norms[:] = [norm_of()]
             return norms[0]
 
         def after_norm(overflowed: bool) -> None:
-            norm = math.nan
+            norm: Any = math.nan
             if not overflowed:
-                norm = float(combine_grad_norm_groups(norms[0]) if self._is_stage3 else norms[0]) / zero.loss_scale
-            self._found = self._unusual(norm)
+                norm = (combine_grad_norm_groups(norms[0]) if self._is_stage3 else norms[0]) / zero.loss_scale
+            shares, values = self._numbers
+            result = self._result(shares, self.collectives.all_gather(*shares.values(), norm, *values))
+            self._stepped = replace(result, unusual=self._unusual(result.grad_norm))
             update_scale(overflowed)
 
         setattr(zero, of_norm, with_norm)
@@ -182,13 +188,11 @@ class Zero(Engine):
         self.model.backward(loss, scale_wrt_gas=False)
 
     def _update(self, shares: dict[str, torch.Tensor], values: tuple[float, ...]) -> StepResult:
+        self._numbers = shares, values
         self.model.step()  # skips the update itself if the norm is not finite
-        overflow = self.model.optimizer.overflow
-        norm = math.nan if overflow else self.model.get_global_grad_norm()
-        if not self._swap_seen and not overflow:
+        if not self._swap_seen and not self.model.optimizer.overflow:
             self._assert_swapped()
-        result = self._result(shares, self.collectives.all_gather(*shares.values(), norm, *values))
-        return replace(result, unusual=self._found)
+        return self._stepped
 
     def _assert_swapped(self) -> None:
         """Check after the first step that state meant for NVMe is there.
