@@ -56,7 +56,10 @@ def test_a_run_takes_what_was_forecast(gpu_lab: GpuLab, strategy: str, adapter: 
 
 
 @pytest.mark.simulated
-@pytest.mark.parametrize(("strategy", "share"), [("single", 0.1), ("fsdp2", 0.04)])
+@pytest.mark.parametrize(
+    ("strategy", "share"),
+    [("single", 0.1), pytest.param("fsdp2", 0.04, marks=[pytest.mark.slow, pytest.mark.thorough])],
+)
 def test_inputs_of_layers_in_host_memory_leave_the_gpu_and_change_no_bit(gpu_lab: GpuLab, strategy: str, share: float):
     kept, gone = (
         gpu_lab.run(strategy, DEEP | {"model.gradient_checkpointing": kind}, recipe="memory")

@@ -112,7 +112,7 @@ def test_models_whose_code_has_more_between_the_layers_are_refused():
         ("pp", "tied_gradients_not_added", 2),
         ("pp", "copies_of_stages_not_averaged", 4),
         ("pp_fsdp2", "tied_gradients_not_added", 4),
-        ("pp_tp", "tied_gradients_not_added", 4),
+        pytest.param("pp_tp", "tied_gradients_not_added", 4, marks=[pytest.mark.slow, pytest.mark.thorough]),
         pytest.param("pp_tp", "copies_of_stages_not_averaged", 8, marks=[pytest.mark.slow, pytest.mark.thorough]),
     ],
 )

@@ -37,7 +37,7 @@ def test_the_distances_of_a_mesh_by_hand():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp_tp", "fsdp2_tp"])
+@pytest.mark.parametrize("strategy", ["ddp_tp", pytest.param("fsdp2_tp", marks=pytest.mark.thorough)])
 def test_gradients_that_transformers_sums_by_itself_count_once(lab: Lab, strategy: str):
     """Those of Qwen3's norms of queries and keys, over several micro-batches."""
     found = distance(lab.run(strategy, QWEN3, processes=4), lab.run("single", QWEN3))
