@@ -123,6 +123,7 @@ def test_a_mistake_leaves_the_curve(lab: Lab, strategy: str, mistake: str, proce
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_gradients_that_transformers_sums_by_itself_count_once_in_a_stage(lab: Lab):
     """Those of Qwen3's norms of queries and keys, over several micro-batches."""
     reference = lab.run("single", QWEN3)

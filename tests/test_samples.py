@@ -25,7 +25,7 @@ TOKENS = 9
 SAMPLED = {"run.sample_every_steps": "8", "run.sample_tokens": str(TOKENS)}
 SLOW = pytest.mark.slow
 QUICK = ("ddp", "fsdp2", "zero3", "tp")
-LONG = ("single", "fsdp1", "hsdp", "zero2", "zero3_offload", "fsdp2_tp", "pp", "pp_fsdp2", "fsdp2_sp")
+LONG = ("single", "fsdp1", "hsdp", "zero2", "zero3_offload", "pp", "pp_fsdp2")
 REST = (
     "zero1",
     "zero2_offload",
@@ -35,6 +35,8 @@ REST = (
     "ddp_tp",
     "ddp_sp",
     "zero3_sp",
+    "fsdp2_tp",
+    "fsdp2_sp",
     "pp_tp",
 )
 MARKS = dict.fromkeys(LONG, (SLOW,)) | dict.fromkeys(REST, (SLOW, pytest.mark.thorough))
