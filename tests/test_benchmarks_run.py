@@ -8,6 +8,7 @@ runs overhead.py, tests/test_at_scale.py computes what at_scale.py writes, and t
 architectures.py.
 """
 
+import html
 import json
 import re
 import shutil
@@ -18,14 +19,14 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from benchmarks import gpu_memory
+from benchmarks import gpu_memory, pictures
 from tests.curves import Lab, done_of, environment
 from tests.gpu_runs import GpuLab
-from tests.needs import need_trl
+from tests.needs import need_chromium, need_trl
 
 COPIED = ("benchmarks", "docs")
 TRIED = {"checkpoints", "equivalence_table", "gpu_memory", "gpu_runs", "overhead", "plan_accuracy", "recipe_labels"}
-TRIED |= {"architectures", "at_scale", "on_gpu", "vs_peers"}
+TRIED |= {"architectures", "at_scale", "on_gpu", "pictures", "vs_peers"}
 PARTS = {"plan_accuracy_page", "published_rows", "published_runs", "unsaid_rows"}
 """Of plan_accuracy."""
 
@@ -133,3 +134,37 @@ def test_all_peers_race_and_have_our_losses():
         assert side["parts"]["matrices"] > 0, name
     assert len(set(found["ours"]["losses"])) == len(found["ours"]["losses"]) == 4, "it trains"
     assert found["trl"]["tokens"] == found["ours"]["tokens"], "both count the same tokens"
+
+
+ON_TERMINAL = (
+    "accelerate launch ...\nRUN outputs/mine\n  model     llama\n"
+    "\r\x1b[36mstep   1/120\x1b[0m  loss 7.6660\n\r##  step  66/120  loss 4.4\r##  step  67/120  loss 4.3"
+    "\r            \r\x1b[36mstep  68/120\x1b[0m  loss 4.2\n"
+)
+
+
+def test_the_picture_of_a_screen_has_its_lines_and_the_one_that_changes():
+    text = pictures.screen(ON_TERMINAL)
+    assert re.sub(r"\x1b\[\d+m", "", text).split("\n") == [
+        "RUN outputs/mine",
+        "  model     llama",
+        "step   1/120  loss 7.6660",
+        "##  step  67/120  loss 4.3",
+    ]
+    assert "llama" in pictures.drawn(text) and "font-face" not in pictures.drawn(text)
+
+
+def test_the_picture_of_the_page_is_that_of_a_screen_as_it_is_today():
+    """The names in its header are those of the page's example."""
+    picture = html.unescape((ROOT / "docs/screen.svg").read_text()).replace("\xa0", " ")
+    example = (ROOT / "docs/watching.md").read_text().partition("RUN outputs/quickstart")[2].partition("step 0")[0]
+    names = re.findall(r"(?m)^  (\w+) ", example)
+    assert len(names) > 5 and all(re.search(rf">\s*{name}\s*<", picture) for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_the_pictures_are_made_from_runs(lab: Lab, copy: Path):
+    need_chromium()
+    run(lab, copy, "pictures.py")
+    assert sorted(changed(copy)) == ["docs/compare.png", "docs/report.png", "docs/screen.svg"]

@@ -1,0 +1,90 @@
+"""Writes the pictures of docs/watching.md: the screen of a run, its report, and two runs on one another.
+
+Trains recipes/quickstart.yaml twice for some steps, in minutes on two cores. Needs chromium.
+"""
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+RUNS = Path("outputs/pictures")
+STEPS, SHOWN = 120, 68
+"""Steps of a run, and the one at which its screen is drawn."""
+COLUMNS = 108
+COOKBOOK = [sys.executable, "-m", "cookbook"]
+
+
+def train(strategy: str) -> tuple[Path, str]:
+    """A run on a terminal: its folder, and what it wrote there."""
+    folder = RUNS / strategy
+    settings = {
+        "run.output_dir": folder,
+        "run.max_steps": STEPS,
+        "run.eval_every_steps": 40,
+        "run.save_every_steps": 60,
+    }
+    words = [*COOKBOOK, "launch", "recipes/quickstart.yaml", "--strategy", strategy]
+    words += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "COLUMNS": str(COLUMNS), "TERM": "xterm-256color"}
+    run = subprocess.Popen(words, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    written = b""
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        written += part
+    os.close(ours)
+    if run.wait():
+        sys.exit(written.decode(errors="replace"))
+    return folder, written.decode(errors="replace").replace("\r\n", "\n")
+
+
+def screen(written: str) -> str:
+    """What stood on the terminal at step `SHOWN`: the lines that stay, and below them the one that changes."""
+    before = re.split(rf"(?=step +{SHOWN}/{STEPS})", written)[0]
+    lines = [line.split("\r")[-1] for line in before.split("\n")[:-1]]
+    changing = [part for part in before.split("\r") if "step " in part and "\n" not in part]
+    begin = next(i for i, line in enumerate(lines) if "RUN" in line)
+    return "\n".join(line for line in [*lines[begin:], *changing[-1:]] if line.strip())
+
+
+def drawn(text: str) -> str:
+    """The picture of a terminal with this text, as SVG."""
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console.print(Text.from_ansi(text))
+    svg = console.export_svg(title="make quickstart")
+    svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # of another host
+    return re.sub(r"[ \t]+$", "", svg, flags=re.MULTILINE)
+
+
+def photograph(page: Path, name: str, height: int) -> None:
+    flags = ["--headless", "--hide-scrollbars", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000"]
+    flags += [f"--window-size=1200,{height}", f"--screenshot={DOCS / name}"]
+    subprocess.run(["chromium", *flags, page.resolve().as_uri()], check=True, capture_output=True)
+
+
+def main() -> None:
+    (ddp, written), (zero3, _) = train("ddp"), train("zero3")
+    (DOCS / "screen.svg").write_text(drawn(screen(written)), encoding="utf-8")
+    subprocess.run([*COOKBOOK, "report", str(ddp)], cwd=ROOT, check=True)
+    subprocess.run([*COOKBOOK, "compare", str(ddp), str(zero3)], cwd=ROOT, check=True)
+    photograph(ROOT / ddp / "report.html", "report.png", 1500)
+    photograph(next((ROOT / RUNS).glob("**/compare*.html")), "compare.png", 1300)
+
+
+if __name__ == "__main__":
+    main()
