@@ -17,7 +17,7 @@ from rich.text import Text
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 RUNS = Path("outputs/pictures")
-STEPS, SHOWN = 120, 68
+STEPS, SHOWN = 120, 70
 """Steps of a run, and the one at which its screen is drawn."""
 COLUMNS = 108
 COOKBOOK = [sys.executable, "-m", "cookbook"]

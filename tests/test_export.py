@@ -3,6 +3,7 @@
 python -m pytest -q tests/test_export.py
 """
 
+import inspect
 import json
 import os
 import shutil
@@ -263,11 +264,14 @@ def test_an_adapter_that_does_not_fit_its_settings_is_not_merged(lora: Run, here
 
 
 MERGES = """
-import json, sys
+import json, sys, threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from cookbook.commands import merge
-from tests.test_export import grown_by
-base, adapter, out = map(Path, sys.argv[1:])
+{grown_by}
+tiny, base, adapter, out = map(Path, sys.argv[1:])
+merge.write_merged(tiny, tiny.parent, None)  # what is imported then counts for both
 print(json.dumps([grown_by(lambda: merge.write_merged(adapter, out, None)),
                   grown_by(lambda: merge._merged_whole(base, adapter))]))
 """
@@ -275,11 +279,16 @@ print(json.dumps([grown_by(lambda: merge.write_merged(adapter, out, None)),
 
 def test_a_merge_holds_a_layer_and_not_the_model(tmp_path: Path, capsys):
     """By private pages, beside the merge of the whole model, in a process that has freed nothing yet."""
-    made = Run(tmp_path, {"name": "dora", "rank": 4, "alpha": 8}, **LARGE)
-    publish.export(made.folder, publish.find_checkpoint(made.folder, saved_step(made)), reopened=False)
+    dora = {"name": "dora", "rank": 4, "alpha": 8}
+    tiny, made = Run(tmp_path / "small", dora), Run(tmp_path, dora, **LARGE)
+    for one in (tiny, made):
+        publish.export(one.folder, publish.find_checkpoint(one.folder, saved_step(one)), reopened=False)
     size = sum(tensor.nbytes for tensor in load_file(made.base / "model.safetensors").values())
-    words = [sys.executable, "-c", MERGES, str(made.base), str(made.folder / "export"), str(tmp_path)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    program = MERGES.format(grown_by=inspect.getsource(grown_by))
+    folders = [tiny.folder / "export", made.base, made.folder / "export", tmp_path]
+    words = [sys.executable, "-c", program, *map(str, folders)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
     merged, whole = json.loads(done.stdout.splitlines()[-1])
     print("MiB:", {name: n >> 20 for name, n in dict(model=size, merge=merged, whole=whole).items()})
     assert merged < size / 2 < size < whole
