@@ -9,6 +9,7 @@ import pty
 import re
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 from rich.console import Console
@@ -35,6 +36,7 @@ def train(strategy: str) -> tuple[Path, str]:
     words = [*COOKBOOK, "launch", "recipes/quickstart.yaml", "--strategy", strategy]
     words += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (40, COLUMNS))
     environment = {**os.environ, "COLUMNS": str(COLUMNS), "TERM": "xterm-256color"}
     run = subprocess.Popen(words, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
