@@ -19,7 +19,7 @@ TESTS ?= tests
 BUILD_NEEDS = sh system.sh .venv/bin/python build
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart init convert train finetune-7b preview plan tune rehearse watch report compare why-slow chat evaluate merge export checkpoint check doctor explain schema library combinations test test-quick test-long test-all soak steady matrix simulated-gpus gpu-memory test-gpu lint lock audit clean
+.PHONY: help setup quickstart init convert train finetune-7b preview plan tune rehearse watch report compare why-slow chat evaluate merge export checkpoint check doctor explain schema library combinations test test-long test-all soak steady matrix simulated-gpus gpu-memory test-gpu lint lock audit clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 14
@@ -114,15 +114,11 @@ library: $(STAMP)  ## write recipes/README.md from the recipes
 combinations: $(STAMP)  ## write docs/combinations.md: what is refused, and why
 	@$(COOKBOOK) combinations
 
-test: $(DEV_STAMP)  ## [TESTS=tests/test_lock.py]: the test suite; no GPU and no network needed
+test: $(DEV_STAMP)  ## [TESTS=tests/test_lock.py]: the curve of every strategy, and all tests of a few seconds; no GPU and no network needed
 	@$(BUILD_NEEDS)
 	@.venv/bin/python -m pytest -q -n 2 --dist worksteal $(TESTS)
 
-test-quick: $(DEV_STAMP)  ## the tests that train nothing
-	@$(BUILD_NEEDS)
-	@.venv/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow and not runs" $(TESTS)
-
-test-long: $(DEV_STAMP)  ## the slow tests: adapters, packing, dpo and optimizers, resuming, faults, every rehearsal
+test-long: $(DEV_STAMP)  ## the slow tests: adapters, packing, objectives and optimizers under the strategies, faults, every rehearsal
 	@$(BUILD_NEEDS)
 	@.venv/bin/python -m pytest -q -n 2 --dist worksteal -m "slow and not thorough" $(TESTS)
 

@@ -80,6 +80,8 @@ def clean_environment(**extra: str) -> dict[str, str]:
 DURATIONS = Path(__file__).with_name("durations.json")
 """Seconds of each test that takes more than `SHORT`, as `--write-durations` measured them."""
 SHORT = 1.0
+LONG = 8.0
+"""Where a test takes more, it is slow, unless it is marked as core."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -109,16 +111,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Marks what starts a run; of what -m and -k leave, puts long tests first, in both halves of the list: xdist gives
+    """Marks what takes long; of what -m and -k leave, puts long tests first, in both halves of the list: xdist gives
     each of two workers one, and at the end only moments are left to steal.
     """
+    known = json.loads(DURATIONS.read_text())
     for item in items:
         if REAL and item.get_closest_marker("simulated"):
             item.add_marker(pytest.mark.skip(reason="real GPUs do not count what this reads"))
-        if {"lab", "gpu_lab", "scale"} & set(getattr(item, "fixturenames", ())):
-            item.add_marker("runs")
+        if known.get(item.nodeid, 0.0) > LONG and not item.get_closest_marker("core"):
+            item.add_marker("slow")
     yield
-    known = json.loads(DURATIONS.read_text())
     items.sort(key=lambda item: known.get(item.nodeid, 0.0), reverse=True)
     num_long = sum(item.nodeid in known for item in items)
     long, short = items[:num_long], items[num_long:]

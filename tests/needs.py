@@ -81,8 +81,10 @@ def _build_nvme() -> None:
     code = "build_ops(load_strategy(Path('accelerate_configs/zero3_nvme.yaml')), Path('.cache'))"
     imports = "from pathlib import Path\nfrom cookbook.training.engine import build_ops\n"
     imports += "from cookbook.config.strategy import *"
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([sys.executable, "-c", f"{imports}\n{code}"], cwd=ROOT, env=hidden, check=True)
+    with tempfile.TemporaryDirectory() as folder:
+        compiler = {"CXX": str(ROOT / "tests/precompiled.py"), "PRECOMPILED": folder}
+        hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **compiler}
+        subprocess.run([sys.executable, "-c", f"{imports}\n{code}"], cwd=ROOT, env=hidden, check=True)
 
 
 def need_namespaces() -> None:

@@ -48,7 +48,13 @@ COLUMNS = {
     "kto_zero": (None, ["ddp", "fsdp2", "pp", "tp", "zero3"]),
     "muon": (MUON, ["ddp", "fsdp2", "fsdp2_offload", "fsdp2_tp", "hsdp", "pp", "pp_fsdp2", "tp"]),
 }
-CASES = [(column, strategy) for column, (_, strategies) in COLUMNS.items() for strategy in strategies]
+# One of each engine and each dimension of a mesh. The others differ by a stage, by offload, by sizes.
+FAMILIES = ("ddp", "fsdp1", "fsdp2", "zero2", "zero3", "tp", "pp", "ddp_sp", "fsdp2_tp", "pp_fsdp2")
+CASES = [
+    pytest.param(column, strategy, marks=() if strategy in FAMILIES else pytest.mark.thorough)
+    for column, (_, strategies) in COLUMNS.items()
+    for strategy in strategies
+]
 
 
 def write_pairs(path: Path, num_rows: int = 53) -> None:

@@ -68,7 +68,6 @@ def gpus_of(gpu_lab: GpuLab, monkeypatch):
     return climb
 
 
-@pytest.mark.runs
 @pytest.mark.simulated
 @pytest.mark.parametrize(("strategy", "memory"), [("fsdp2", 225_000_000), ("zero3", 700_000_000)])
 def test_a_run_goes_on_with_a_smaller_micro_batch(gpus_of, gpu_lab, tmp_path, capsys, strategy, memory):
@@ -91,7 +90,6 @@ def test_a_run_goes_on_with_a_smaller_micro_batch(gpus_of, gpu_lab, tmp_path, ca
     assert losses(tmp_path) == pytest.approx(losses(plenty), abs=BAND)
 
 
-@pytest.mark.runs
 @pytest.mark.simulated
 def test_where_no_micro_batch_fits_it_goes_on_under_another_strategy(gpus_of, tmp_path, capsys):
     settings = ["run.on_out_of_memory=next_strategy", "run.save_every_steps=1"]
@@ -106,7 +104,6 @@ def test_where_no_micro_batch_fits_it_goes_on_under_another_strategy(gpus_of, tm
     assert "still 16 sequences a step" in capsys.readouterr().err
 
 
-@pytest.mark.runs
 @pytest.mark.simulated
 def test_without_the_key_or_a_rung_it_ends_as_before(gpus_of, tmp_path, capsys):
     code, commands = gpus_of(

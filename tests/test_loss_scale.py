@@ -115,7 +115,6 @@ def test_a_scale_that_would_round_or_overflow_is_refused(value):
         LossScaleSection(initial=value)
 
 
-@pytest.mark.runs
 @pytest.mark.parametrize(
     "strategy",
     ["ddp", "fsdp1", "fsdp2", "zero2", "zero3", *(pytest.param(name, marks=SELDOM) for name in ("zero1", "hsdp"))],
@@ -126,7 +125,6 @@ def test_the_scale_follows_that_path_under_every_engine(gpu_lab, strategy):
     assert {line["step"] for line in run.steps if line["grad_norm"] is None} == OVERFLOWS
 
 
-@pytest.mark.runs
 @pytest.mark.parametrize(("first", "second"), [("ddp", "zero3"), ("zero2", "fsdp2")])
 def test_another_engine_goes_on_with_its_counts(gpu_lab, first, second):
     """After step 3, which was tolerated: without that count step 4 would be tolerated too."""
@@ -135,7 +133,6 @@ def test_another_engine_goes_on_with_its_counts(gpu_lab, first, second):
     assert [line["loss_scale"] for line in run.steps] == PATH
 
 
-@pytest.mark.runs
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero2"])
 def test_every_engine_ends_at_the_minimum(gpu_lab, strategy):
     settings = FP16 | {"loss_scale.initial": "256", "loss_scale.hysteresis": "1"}

@@ -23,7 +23,6 @@ def test_every_slope_is_measured(section, tmp_path):
     assert rows and all(key in row for row in rows for key, _ in overhead.SLOPES[section][2].values())
 
 
-@pytest.mark.runs
 def test_a_start_is_measured(tmp_path):
     (row,) = overhead.start(True, tmp_path)
     assert list(row["phases"])[:2] == ["reading the rows", "importing the libraries"]

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 
-import pytest
 from conftest import ROOT, clean_environment
 
 from tests.curves import RECIPE
@@ -29,7 +28,6 @@ def heavy_after(code, *arguments):
     return next(line for line in reversed(done.stdout.splitlines()) if line.startswith("HEAVY")).split()[1:]
 
 
-@pytest.mark.runs
 def test_a_run_in_one_process_imports_nothing_that_it_does_not_use(tmp_path):
     recipe, rows = tmp_path / "recipe.yaml", tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(chat("Count.", f"one two three {i}")) + "\n" for i in range(32)))

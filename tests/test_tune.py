@@ -85,7 +85,6 @@ def test_candidates_are_ranked_by_time_and_split_the_batch(monkeypatch):
     assert "selective" not in {one.settings.checkpointing for one in refused}, "ZeRO-3 refuses it"
 
 
-@pytest.mark.runs
 def test_the_fastest_of_real_runs_is_written(recipe, lab, tmp_path, monkeypatch, capsys):
     speeds = {}
 
