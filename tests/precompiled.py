@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""c++ without debug information, and with torch's headers compiled once for the twelve files of DeepSpeed's asynchronous
-I/O, which takes 20 s of each. PRECOMPILED is a folder for what they become.
+"""c++ without debug information. The twelve files of DeepSpeed's asynchronous I/O get torch's headers compiled once,
+which takes 20 s in each; PRECOMPILED is a folder for what they become.
 """
 
 import fcntl
