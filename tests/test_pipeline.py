@@ -3,6 +3,7 @@
 The curves of the shipped file are in the matrix (tests/test_equivalence*.py); here are mistakes, sizes and arithmetic.
 """
 
+import itertools
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from filelock import FileLock
 
 from cookbook.commands.forecast.trace import ActivationTrace, Phase
 from cookbook.config.mesh import Mesh
-from cookbook.planning.costs.inputs import num_begun, sketch, stage_layers, stage_of
+from cookbook.planning.costs.inputs import head_layers, num_begun, sketch, slowest_share, stage_layers, stage_of
 from cookbook.training.models.structure import pipeline_problem
 from tests.curves import ROOT, SGD, Lab, distance
 from tests.test_equivalence import SGD_LOSS, SGD_NORM
@@ -38,15 +39,28 @@ def test_the_stage_of_a_rank_by_hand():
     assert [list(ranks) for ranks in mesh.copies()] == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11]]
 
 
-def test_the_layers_of_a_stage_are_those_that_transformers_gives_it():
-    from transformers.distributed.pipeline_parallel import PipelineStage
+@pytest.mark.parametrize("num_layers", [4, 5, 17, 32])
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+@pytest.mark.parametrize("head", [0, 1, 4, 40])
+def test_no_other_cut_has_a_faster_slowest_stage(num_layers: int, num_stages: int, head: int):
+    """Against all cuts into stages of at least a layer."""
+    layers = [stage_layers(num_layers, stage, num_stages, head_layers=head) for stage in range(num_stages)]
+    assert [i for stage in layers for i in stage] == list(range(num_layers)) and all(layers)
+    borders = itertools.combinations(range(1, num_layers), num_stages - 1)
+    cuts = [[b - a for a, b in itertools.pairwise((0, *inner, num_layers))] for inner in borders]
+    best = min(max(*cut[:-1], cut[-1] + head) for cut in cuts)
+    counts = [*map(len, layers)]
+    assert max(*counts[:-1], counts[-1] + head) == best and counts[:-1] == sorted(counts[:-1])
+    assert slowest_share(num_layers, num_stages, head_layers=head) == pytest.approx(best / (num_layers + head))
 
-    for num_layers, num_stages in ((5, 2), (5, 3), (4, 4), (32, 5), (80, 8)):
-        theirs = PipelineStage.__new__(PipelineStage)
-        theirs.pp_size = num_stages
-        for stage in range(num_stages):
-            ours = stage_layers(num_layers, stage, num_stages)
-            assert (ours.start, ours.stop) == theirs.layer_range_for_rank(stage, num_layers)
+
+def test_the_stages_of_known_models_by_hand():
+    """Llama-3.1-8B: 128,256 x 4,096 numbers in the head, 218 million in a layer, so the head is 2.4 layers."""
+    assert head_layers(128_256 * 4_096, 218_112_000) == 2
+    assert [len(stage_layers(32, stage, 2, head_layers=2)) for stage in range(2)] == [17, 15]
+    assert [len(stage_layers(80, stage, 4, head_layers=1)) for stage in range(4)] == [20, 20, 20, 20]
+    assert [len(stage_layers(28, stage, 2, head_layers=10)) for stage in range(2)] == [19, 9]  # Qwen3-0.6B
+    assert [len(stage_layers(33, stage, 4, head_layers=0)) for stage in range(4)] == [8, 8, 8, 9]
 
 
 def test_micro_batches_that_a_stage_has_begun_before_its_first_backward_by_hand():
@@ -62,7 +76,7 @@ def test_stages_together_have_each_weight_once_and_a_tied_one_twice(is_tied: boo
     found = sum(weight.num_elements for part in parts for weight in part.weights)
     expected = sum(weight.num_elements for weight in whole.weights)
     assert found == expected + (32 * 8 if is_tied else 0)
-    assert [part.num_layers for part in parts] == [1, 1, 3]
+    assert [part.num_layers for part in parts] == [1, 2, 2]
     assert [{weight.part for weight in part.weights} for part in parts] == [
         {"embedding", "layer"},
         {"layer"},
@@ -195,7 +209,7 @@ def test_stages_of_shards_may_divide_a_tied_embedding_unevenly(lab: Lab):
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"model.from_scratch.num_hidden_layers": "5"}, id="uneven layers"),
+        pytest.param(FOUR_LAYERS | {"model.from_scratch.vocab_size": "1024"}, id="three layers and one with the head"),
         pytest.param(FOUR_LAYERS | {"model.gradient_checkpointing": "true"}, id="checkpointing"),
     ],
 )

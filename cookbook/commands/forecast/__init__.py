@@ -423,10 +423,11 @@ def _stage_memory(
     (torch 2.13, pipelining/stage.py, `_setup_forward_recv_info` and `_create_grad_recv_info`).
     """
     num_stages, count, recipe = strategy.pp_size, plan.gradient_accumulation_steps, traces.recipe
-    layers = stage_layers(traces.skeleton.num_layers, stage, num_stages)
-    skeleton = stage_of(traces.skeleton, stage, num_stages)
+    whole = traces.skeleton
+    layers = stage_layers(whole.num_layers, stage, num_stages, head_layers=whole.head_layers)
+    skeleton = stage_of(whole, stage, num_stages)
     inputs = cost_inputs(recipe, strategy, plan.num_processes, num_local=plan.num_local)
-    held = states_of(traces.skeleton, inputs, stage * plan.num_processes // num_stages)
+    held = states_of(whole, inputs, stage * plan.num_processes // num_stages)
     begun, is_last = num_begun(count, stage, num_stages), stage == num_stages - 1
     tokens = micro_batch_of(recipe) * len(recipe.objective.sequences) * recipe.data.max_length
     message = tokens * traces.sizes.hidden
@@ -434,7 +435,7 @@ def _stage_memory(
     start = loading_of(skeleton, inputs, held, local=1)
 
     def at(num_waiting: int, *, accumulates: bool) -> Memory:
-        own = work.of_stage(layers, traces.skeleton.num_layers, num_waiting=num_waiting, message=message)
+        own = work.of_stage(layers, whole.num_layers, num_waiting=num_waiting, message=message)
         # Those to receive, and what was sent of each micro-batch whose backward is still to come.
         messages = message * (count * (stage > 0) + (count + num_waiting + 1) * (not is_last))
         with_all = _with_buffers(held, messages + workspaces(gpu))

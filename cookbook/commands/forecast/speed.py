@@ -11,6 +11,7 @@ from typing import Any
 from cookbook.commands.forecast.trace import ActivationTrace
 from cookbook.config.strategy import Strategy
 from cookbook.planning.costs.flops import ModelSizes, Precision, Step, work
+from cookbook.planning.costs.inputs import slowest_share
 from cookbook.planning.costs.traffic import (
     ADAMW_BYTES,
     HostTraffic,
@@ -168,8 +169,10 @@ def step_seconds(
     gpus_each = min(count, machines.gpus_each)
     messages = transfers(strategy, sizes, step, count, num_local=gpus_each)
     host = host_traffic(strategy, sizes, step, num_processes=count, gpus_each=gpus_each, adam_bytes=ADAMW_BYTES)
-    # A process of a pipeline computes its share of each micro-batch, and waits for the others at both ends of a step.
-    waits = (step.micro_batches + strategy.pp_size - 1) / step.micro_batches
+    # A process of a pipeline computes its stage of each micro-batch, or waits for the slowest one, and for all at both
+    # ends of a step.
+    share = slowest_share(sizes.num_layers, strategy.pp_size, head_layers=sizes.head_layers)
+    waits = (step.micro_batches + strategy.pp_size - 1) / step.micro_batches * share * strategy.pp_size
     num_traced = waits / strategy.pp_size * step.micro_batches
     parts = [
         _products(waits * work(sizes, step).total / count, gpu),

@@ -25,6 +25,8 @@ class ModelSizes:
     num_matrix_trained: int
     head_trained: bool = True
     num_layers: int = 0
+    head_layers: int = 0
+    """See `inputs.head_layers`."""
     hidden: int = 0
     num_heads: int = 0
     num_key_heads: int = 0
@@ -70,6 +72,7 @@ def sizes_of(config: Any, skeleton: Skeleton) -> ModelSizes:
         num_matrix_trained=round(sum(active(weight) for weight in skeleton.weights if weight.is_trained)),
         head_trained=any(weight.is_trained for weight in head),
         num_layers=skeleton.num_layers,
+        head_layers=skeleton.head_layers,
         hidden=text.hidden_size,
         num_heads=heads,
         num_key_heads=_first(text, "num_key_value_heads") or heads,

@@ -49,14 +49,39 @@ class Skeleton:
     """Whether embedding and head are one matrix."""
     buffers: tuple[int, ...]
     """Elements of each float32 buffer, such as the frequencies of rotary embeddings."""
+    head_layers: int = 0
+    """See `head_layers`."""
 
 
-def stage_layers(num_layers: int, stage: int, num_stages: int) -> range:
-    """The layers of a stage: as many in each, the rest in the last (transformers 5.23, pipeline_parallel.py,
-    PipelineStage.layer_range_for_rank).
+def head_layers(head: int, layer: int) -> int:
+    """The layers whose products of a token take as long as those of the head, from the elements of their weights."""
+    return round(head / layer)
+
+
+def stage_layers(num_layers: int, stage: int, num_stages: int, *, head_layers: int) -> range:
+    """The layers of a stage: so that the slowest stage, which all others wait for, computes as little as can be, the
+    head counted as `head_layers` of the last stage. Where one has a layer more than another, it is the later one, which
+    keeps fewer micro-batches.
     """
-    each = num_layers // num_stages
-    return range(stage * each, num_layers if stage == num_stages - 1 else (stage + 1) * each)
+    if num_stages == 1:
+        return range(num_layers)
+    before = num_stages - 1
+
+    def slowest(last: int) -> int:
+        return max(math.ceil((num_layers - last) / before), last + head_layers)
+
+    last = min(range(1, num_layers - before + 1), key=lambda last: (slowest(last), -last))
+    starts = [(num_layers - last) * i // before for i in range(num_stages)]
+    return range(starts[stage], num_layers if stage == before else starts[stage + 1])
+
+
+def slowest_share(num_layers: int, num_stages: int, *, head_layers: int) -> float:
+    """What the slowest stage computes of a token's products, in [1 / stages, 1]."""
+    if num_stages == 1:
+        return 1.0
+    counts = [len(stage_layers(num_layers, stage, num_stages, head_layers=head_layers)) for stage in range(num_stages)]
+    counts[-1] += head_layers
+    return max(counts) / sum(counts)
 
 
 def num_begun(num_micro_batches: int, stage: int, num_stages: int) -> int:
@@ -70,7 +95,8 @@ def stage_of(skeleton: Skeleton, stage: int, num_stages: int) -> Skeleton:
     """What a stage of a pipeline has of a model, its layers counted from 0. The last keeps an embedding that is tied to
     the head.
     """
-    layers, is_last = stage_layers(skeleton.num_layers, stage, num_stages), stage == num_stages - 1
+    layers = stage_layers(skeleton.num_layers, stage, num_stages, head_layers=skeleton.head_layers)
+    is_last = stage == num_stages - 1
 
     def is_here(weight: Weight) -> bool:
         if weight.layer is not None:
@@ -116,7 +142,8 @@ def sketch(config: dict[str, Any], num_parameters: int) -> Skeleton:
     layers = [weight(f"layers.{i}.{j}", shape, i, "layer") for i in range(num_layers) for j, shape in enumerate(shapes)]
     head = [] if is_tied else [weight("head", ends, None, "head")]
     weights = (weight("embedding", ends, None, "embedding"), *layers, *head)
-    return Skeleton(weights=weights, num_layers=num_layers, is_tied=is_tied, buffers=())
+    whole = Skeleton(weights=weights, num_layers=num_layers, is_tied=is_tied, buffers=())
+    return replace(whole, head_layers=head_layers(math.prod(ends), sum(map(math.prod, shapes))))
 
 
 def exchange_precision(strategy: Strategy, mixed_precision: str, asked: str | None) -> str:

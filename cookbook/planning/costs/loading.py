@@ -54,7 +54,7 @@ def _as_read(skeleton: Skeleton, inputs: CostInputs) -> int:
     return resident(skeleton.weights, inputs) + constants(skeleton)
 
 
-def checkpoints_on_host(inputs: CostInputs, num_layers: int, hidden: int, local: int) -> int:
+def checkpoints_on_host(inputs: CostInputs, skeleton: Skeleton, hidden: int, local: int) -> int:
     """Bytes of a machine's pinned memory for the inputs of layers, which wait there for the backward; 0 if they stay on
     the GPU.
 
@@ -72,7 +72,8 @@ def checkpoints_on_host(inputs: CostInputs, num_layers: int, hidden: int, local:
 
     def of_rank(rank: int) -> int:
         stage = rank * stages // inputs.num_processes
-        return len(stage_layers(num_layers, stage, stages)) * num_begun(inputs.accumulation, stage, stages) * block
+        layers = stage_layers(skeleton.num_layers, stage, stages, head_layers=skeleton.head_layers)
+        return len(layers) * num_begun(inputs.accumulation, stage, stages) * block
 
     return sum(map(of_rank, range(local)))
 
@@ -89,6 +90,6 @@ def machine_bytes(
     """
     offloaded = states.host.total * local
     if on_gpus:
-        offloaded += checkpoints_on_host(inputs, skeleton.num_layers, hidden, local)
+        offloaded += checkpoints_on_host(inputs, skeleton, hidden, local)
     start = loading(skeleton, inputs, states, local).host if on_gpus else 0
     return max(offloaded, start), offloaded, states.disk.total * local

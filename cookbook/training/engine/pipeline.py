@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from cookbook.config.objectives.forward import Batch
-from cookbook.planning.costs.inputs import stage_layers
 from cookbook.training.engine.base import Engine, num_elements
 from cookbook.training.engine.collectives import add_up
 from cookbook.training.engine.copies import Copies
@@ -166,7 +165,8 @@ class ShardedPipeline(Pipeline, Fsdp2):
         return Engine._forward(self, function, batch)  # without autocast: FSDP2 casts
 
     def _num_layers(self) -> int:
-        return len(stage_layers(self.model.config.num_hidden_layers, self._index, self.mesh.pipeline))
+        stage = self.transformer()._pp_stage
+        return len(range(*stage.layer_range_for_rank(self._index, self.model.config.num_hidden_layers)))
 
 
 class _Schedulable(PipelineStage):

@@ -5,6 +5,7 @@ import os
 import sys
 import warnings
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import accelerate.utils.other
@@ -15,6 +16,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.device_mesh import DeviceMesh
 
 from cookbook.config.mesh import Mesh
+from cookbook.planning.costs.inputs import head_layers, stage_layers
 from cookbook.planning.launch import CUBLAS_DETERMINISTIC, CUBLAS_VARIABLE
 from cookbook.planning.plan import Plan
 from cookbook.system import status
@@ -99,27 +101,44 @@ def shard_while_loading(mesh: Mesh, **options: Any) -> dict[str, Any]:
         def _validate_mesh_config(self) -> None:
             """transformers 5.23 refuses FSDP2 with stages, in whose naive schedule nothing trains."""
 
-    if min(mesh.tensor, mesh.pipeline) > 1:
-        _shard_what_a_stage_has()
+    if mesh.pipeline > 1:
+        _cut_by_cost()
     sizes = {"dp_replicate_size": mesh.replicate, "fsdp_size": mesh.shard}
     return {"distributed_config": Config(**sizes, tp_size=mesh.tensor, pp_size=mesh.pipeline, **options)}
 
 
-def _shard_what_a_stage_has() -> None:
-    """transformers 5.23 lists the matrices that tensor parallel shards before it takes layers out of a stage, and then
-    does not find them (distributed/mixin.py, maybe_distribute_model).
+@cache
+def _cut_by_cost() -> None:
+    """Make transformers 5.23 cut a model into our stages, and not into as many layers each
+    (distributed/pipeline_parallel.py, apply_pipeline_parallelism). It lists the matrices that tensor parallel shards
+    before it takes layers out of a stage, and then does not find them (distributed/mixin.py, maybe_distribute_model).
     """
-    from transformers.distributed import mixin
-    from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
+    from transformers.distributed import mixin, pipeline_parallel
 
-    apply: Any = mixin.apply_tensor_parallelism
+    apply_pipeline: Any = mixin.apply_pipeline_parallelism
+    apply_tensor: Any = mixin.apply_tensor_parallelism
+    theirs: Any = pipeline_parallel.PipelineStage
 
-    def apply_there(model: torch.nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> torch.nn.Module:
-        there = {name for name, module in model.named_modules() if not isinstance(module, PipelineIdentityLayer)}
+    def cut(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+        whole: Any = model
+        layer = sum(parameter.numel() for parameter in whole.base_model.layers[0].parameters())
+        head = head_layers(whole.get_output_embeddings().weight.numel(), layer)
+
+        class Stage(theirs):  # type: ignore[misc]
+            def layer_range_for_rank(self, rank: int, num_layers: int) -> tuple[int, int]:
+                layers = stage_layers(num_layers, rank, self.pp_size, head_layers=head)
+                return layers.start, layers.stop
+
+        pipeline_parallel.PipelineStage = Stage
+        return apply_pipeline(model, mesh)
+
+    def shard(model: torch.nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> torch.nn.Module:
+        identity = pipeline_parallel.PipelineIdentityLayer
+        there = {name for name, module in model.named_modules() if not isinstance(module, identity)}
         there |= {name for name, _ in model.named_parameters()}
-        return apply(model, mesh, {name: style for name, style in plan.items() if name in there})
+        return apply_tensor(model, mesh, {name: style for name, style in plan.items() if name in there})
 
-    mixin.apply_tensor_parallelism = apply_there
+    mixin.apply_pipeline_parallelism, mixin.apply_tensor_parallelism = cut, shard
 
 
 def _separate_restarts() -> None:
