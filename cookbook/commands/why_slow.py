@@ -28,6 +28,7 @@ PAUSES = {"data": "data_seconds", "evaluation": "eval_seconds", "saving": "save_
 WORTH = 0.03
 """A share of the time below which nothing is advised."""
 MOST_ADVICE = 3
+FORWARD_BACKWARD = ("forward", "backward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +139,27 @@ def advice(run: History, profiles: list[dict[str, Any]]) -> Iterator[Advice]:
     if found["data"] > WORTH:
         what = f"steps wait for their batch for {found['data']:.0%}: rows come too slowly; put them on a local disk,"
         yield Advice(what=f"{what} and take data.streaming out if they fit", gain=found["data"])
+    yield from _of_padding(profiles, found["step"], run)
     if profiles:
         yield from _of_profiles(profiles, found["step"], run)
+
+
+def _of_padding(profiles: list[dict[str, Any]], step: float, run: History) -> Iterator[Advice]:
+    """What padded rows cost: their share of the positions is that share of the computing."""
+    packing = run.record.get("packing", {})  # older runs have none
+    padding = packing.get("padding") or 0.0  # of a stream it is not known
+    gain = step * padding
+    if profiles:
+        gain *= min(_computing(record) / record["seconds"] for record in profiles)
+    if gain > WORTH:
+        way = f"{packing['why']}; a smaller batch.micro_batch_size pads less"
+        way = "data.packing: true computes none" if packing.get("can_pack") else way
+        yield Advice(what=f"{padding:.0%} of the positions are padding: {way}", gain=gain)
+
+
+def _computing(record: dict[str, Any]) -> float:
+    """Seconds of forwards and backwards in which something is computed."""
+    return sum(parts["compute"] for name, parts in record["phases"].items() if name in FORWARD_BACKWARD)
 
 
 def _of_profiles(profiles: list[dict[str, Any]], step: float, run: History) -> Iterator[Advice]:
@@ -189,7 +209,7 @@ def _strategy(run: History) -> Strategy | None:
 
 def _idle(record: dict[str, Any]) -> float:
     """Seconds of forwards and backwards in which nothing runs."""
-    return sum(parts["other"] for name, parts in record["phases"].items() if name in ("forward", "backward"))
+    return sum(parts["other"] for name, parts in record["phases"].items() if name in FORWARD_BACKWARD)
 
 
 def _accumulation(run: History) -> int:
