@@ -157,7 +157,7 @@ def test_a_run_on_simulated_gpus_is_profiled(gpu_lab: GpuLab, strategy: str):
             "single",
             None,
             {"batch.micro_batch_size": "16", "run.profile": "null"},
-            ["of the positions are padding: data.packing: true computes none"],
+            ["of the positions are padding: set data.packing: true about"],
         ),
     ],
     ids=["data", "saves", "rank", "rank under fsdp2", "micro-batches", "padding"],

@@ -36,7 +36,9 @@ class Advice:
     what: str
     """What takes the time, and what to change."""
     gain: float
-    """At most so large a share of the time."""
+    """So large a share of the time."""
+    about: str = "up to"
+    """How exact `gain` is."""
 
 
 def why_slow(folder: Annotated[Path, run_folder()]) -> int:
@@ -52,7 +54,7 @@ def why_slow(folder: Annotated[Path, run_folder()]) -> int:
         print(in_words(record, title))
     print(beside_forecast(run, steps, profiles))
     found = sorted(advice(run, profiles), key=lambda one: -one.gain)[:MOST_ADVICE]
-    rows = [(f"{number}.", one.what, f"up to {one.gain:.0%}") for number, one in enumerate(found, 1)]
+    rows = [(f"{number}.", one.what, f"{one.about} {one.gain:.0%}") for number, one in enumerate(found, 1)]
     print(page("CHANGE FIRST", *rows) if rows else "Nothing stands out.")
     if not profiles:
         print(f"For more, profile some steps: --set 'run.profile={{steps: [10, 14], ranks: {_ranks(run)}}}'")
@@ -145,16 +147,21 @@ def advice(run: History, profiles: list[dict[str, Any]]) -> Iterator[Advice]:
 
 
 def _of_padding(profiles: list[dict[str, Any]], step: float, run: History) -> Iterator[Advice]:
-    """What padded rows cost: their share of the positions is that share of the computing."""
+    """What padded rows cost: their share of the positions is about that share of the computing. Attention, which grows
+    with the square of a row, has more.
+    """
     packing = run.record.get("packing", {})  # older runs have none
     padding = packing.get("padding") or 0.0  # of a stream it is not known
     gain = step * padding
     if profiles:
         gain *= min(_computing(record) / record["seconds"] for record in profiles)
     if gain > WORTH:
-        way = f"{packing['why']}; a smaller batch.micro_batch_size pads less"
-        way = "data.packing: true computes none" if packing.get("can_pack") else way
-        yield Advice(what=f"{padding:.0%} of the positions are padding: {way}", gain=gain)
+        what = f"{padding:.0%} of the positions are padding"
+        if packing.get("can_pack"):
+            yield Advice(what=f"{what}: set data.packing: true", gain=gain, about="about")
+        else:
+            way = f"{packing['why']}; a smaller batch.micro_batch_size pads less"
+            yield Advice(what=f"{what}: {way}", gain=gain)
 
 
 def _computing(record: dict[str, Any]) -> float:
