@@ -285,7 +285,8 @@ NOT_PACKABLE = [
 def test_what_cannot_keep_samples_apart_is_refused_with_the_way_out(tmp_path, model_type, changes, reason):
     AutoConfig.for_model(model_type, num_hidden_layers=2, **changes).save_pretrained(tmp_path)
     config = load_config(str(tmp_path), 64)
-    assert not decide(recipe_with("false", tmp_path), config).is_on
+    off = decide(recipe_with("false", tmp_path), config)
+    assert not off.is_on and not off.can_pack
     assert re.search(reason, decide(recipe_with("auto", tmp_path), config).why)
     with pytest.raises(RecipeError, match=f"{reason}.*data.packing: false"):
         decide(recipe_with("true", tmp_path), config)
@@ -302,10 +303,13 @@ def test_auto_keeps_what_a_run_had_and_what_its_recipe_asks_for(tmp_path: Path):
     config = AutoConfig.for_model("llama")
     recipe = recipe_with("auto", tmp_path)
     assert decide(recipe, config, before=True) == decide(recipe, config) == Packing(True, "")
-    assert decide(recipe, config, before=False).why.startswith("the run was started with padded rows")
+    padded = decide(recipe, config, before=False)
+    assert padded.why.startswith("the run was started with padded rows") and padded.can_pack
+    assert decide(recipe_with("false", tmp_path), config).can_pack
     assert decide(recipe_with("true", tmp_path), config, before=False).is_on
     compiled = {"model.compile": "true", "model.gradient_checkpointing": "true"}
-    assert "uncompiled" in decide(recipe_with("auto", tmp_path, compiled | {"mixed_precision": "'no'"}), config).why
+    in_float32 = decide(recipe_with("auto", tmp_path, compiled | {"mixed_precision": "'no'"}), config)
+    assert "uncompiled" in in_float32.why and not in_float32.can_pack
     assert decide(recipe_with("auto", tmp_path, compiled | {"mixed_precision": "bf16"}), config).is_on
 
 

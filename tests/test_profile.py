@@ -153,8 +153,14 @@ def test_a_run_on_simulated_gpus_is_profiled(gpu_lab: GpuLab, strategy: str):
             {"batch.micro_batch_size": "1", "run.profile": "{steps: [5, 6]}"},
             ["Python between the operations of 16 micro-batches a step: raise batch.micro_batch_size 1,"],
         ),
+        (
+            "single",
+            None,
+            {"batch.micro_batch_size": "16", "run.profile": "null"},
+            ["of the positions are padding: set data.packing: true about"],
+        ),
     ],
-    ids=["data", "saves", "rank", "rank under fsdp2", "micro-batches"],
+    ids=["data", "saves", "rank", "rank under fsdp2", "micro-batches", "padding"],
 )
 def test_a_planted_fault_is_the_first_thing_to_change(lab: Lab, strategy, sabotage, settings, said, capsys):
     curve = lab.run(strategy, PROFILED | settings, sabotage=sabotage)
@@ -258,6 +264,20 @@ def test_a_healthy_run_gets_no_advice_and_gains_are_shares_of_the_whole():
     (one,) = advice(history_of(eval_seconds=0.0), sends)
     assert one.what.startswith("communication that nothing hides takes 40%")
     assert shares(history_of(save_seconds=3.0).lines)["saving"] == pytest.approx(0.75)
+
+
+def test_padding_costs_its_share_of_the_computing():
+    run = history_of(step_seconds=2.0, data_seconds=1.0)
+    run.record["packing"] = {"is_on": False, "why": "gpt2 mixes samples", "can_pack": False, "padding": 0.4}
+    waits, padded = advice(run, [])
+    assert padded.gain == pytest.approx(0.4 * 0.5) and waits.gain == pytest.approx(0.5)
+    assert padded.what.startswith("40% of the positions are padding: gpt2 mixes samples; a smaller")
+    run.record["packing"]["can_pack"] = True
+    (_, padded) = advice(run, [profile_of(rank, communication=0.0, other=1 - rank / 10) for rank in (7, 5)])
+    assert padded.gain == pytest.approx(0.4 * 0.5 * 0.5) and "data.packing: true" in padded.what
+    for none in {"is_on": True}, {"is_on": False, "why": "data.packing is false", "padding": None}:
+        run.record["packing"] = none
+        assert len(list(advice(run, []))) == 1, "packed rows, and a stream's, of which nothing is known"
 
 
 def test_times_of_simulated_gpus_are_not_explained(gpu_lab: GpuLab, capsys):

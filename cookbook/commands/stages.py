@@ -456,7 +456,7 @@ def _padding(run: Run) -> dict[str, Any]:
     if isinstance(train, TokenSet) and run.engine.is_main:
         order = batches.epoch_order(train, run.recipe.seed, 0)
         share = batches.measure(train, order, run.layout, global_batch_size=size).padding
-    return found | {"why": run.packing.why, "padding": share}
+    return found | {"why": run.packing.why, "can_pack": run.packing.can_pack, "padding": share}
 
 
 def _forecast(run: Run, notes: list[str]) -> "Memory | None":

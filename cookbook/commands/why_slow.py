@@ -28,6 +28,7 @@ PAUSES = {"data": "data_seconds", "evaluation": "eval_seconds", "saving": "save_
 WORTH = 0.03
 """A share of the time below which nothing is advised."""
 MOST_ADVICE = 3
+FORWARD_BACKWARD = ("forward", "backward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,9 @@ class Advice:
     what: str
     """What takes the time, and what to change."""
     gain: float
-    """At most so large a share of the time."""
+    """So large a share of the time."""
+    about: str = "up to"
+    """How exact `gain` is."""
 
 
 def why_slow(folder: Annotated[Path, run_folder()]) -> int:
@@ -51,7 +54,7 @@ def why_slow(folder: Annotated[Path, run_folder()]) -> int:
         print(in_words(record, title))
     print(beside_forecast(run, steps, profiles))
     found = sorted(advice(run, profiles), key=lambda one: -one.gain)[:MOST_ADVICE]
-    rows = [(f"{number}.", one.what, f"up to {one.gain:.0%}") for number, one in enumerate(found, 1)]
+    rows = [(f"{number}.", one.what, f"{one.about} {one.gain:.0%}") for number, one in enumerate(found, 1)]
     print(page("CHANGE FIRST", *rows) if rows else "Nothing stands out.")
     if not profiles:
         print(f"For more, profile some steps: --set 'run.profile={{steps: [10, 14], ranks: {_ranks(run)}}}'")
@@ -138,8 +141,32 @@ def advice(run: History, profiles: list[dict[str, Any]]) -> Iterator[Advice]:
     if found["data"] > WORTH:
         what = f"steps wait for their batch for {found['data']:.0%}: rows come too slowly; put them on a local disk,"
         yield Advice(what=f"{what} and take data.streaming out if they fit", gain=found["data"])
+    yield from _of_padding(profiles, found["step"], run)
     if profiles:
         yield from _of_profiles(profiles, found["step"], run)
+
+
+def _of_padding(profiles: list[dict[str, Any]], step: float, run: History) -> Iterator[Advice]:
+    """What padded rows cost: their share of the positions is about that share of the computing. Attention, which grows
+    with the square of a row, has more.
+    """
+    packing = run.record.get("packing", {})  # older runs have none
+    padding = packing.get("padding") or 0.0  # of a stream it is not known
+    gain = step * padding
+    if profiles:
+        gain *= min(_computing(record) / record["seconds"] for record in profiles)
+    if gain > WORTH:
+        what = f"{padding:.0%} of the positions are padding"
+        if packing.get("can_pack"):
+            yield Advice(what=f"{what}: set data.packing: true", gain=gain, about="about")
+        else:
+            way = f"{packing['why']}; a smaller batch.micro_batch_size pads less"
+            yield Advice(what=f"{what}: {way}", gain=gain)
+
+
+def _computing(record: dict[str, Any]) -> float:
+    """Seconds of forwards and backwards in which something is computed."""
+    return sum(parts["compute"] for name, parts in record["phases"].items() if name in FORWARD_BACKWARD)
 
 
 def _of_profiles(profiles: list[dict[str, Any]], step: float, run: History) -> Iterator[Advice]:
@@ -189,7 +216,7 @@ def _strategy(run: History) -> Strategy | None:
 
 def _idle(record: dict[str, Any]) -> float:
     """Seconds of forwards and backwards in which nothing runs."""
-    return sum(parts["other"] for name, parts in record["phases"].items() if name in ("forward", "backward"))
+    return sum(parts["other"] for name, parts in record["phases"].items() if name in FORWARD_BACKWARD)
 
 
 def _accumulation(run: History) -> int:

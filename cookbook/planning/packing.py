@@ -58,6 +58,8 @@ class Packing:
     is_on: bool
     why: str
     """Why rows are padded; empty if they are packed."""
+    can_pack: bool = False
+    """Whether `data.packing: true` would pack the padded rows."""
 
     @property
     def words(self) -> str:
@@ -84,7 +86,7 @@ def decide(recipe: Recipe, config: Any, *, before: bool | None = None) -> Packin
     """
     asked, problem = recipe.data.packing, packing_problem(config, recipe.data.max_length)
     if asked is False:
-        return Packing(False, "data.packing is false")
+        return Packing(False, "data.packing is false", can_pack=problem is None and not stops_compiling(recipe))
     if problem is not None:
         if asked is True:
             name = recipe.model.name_or_path or config.model_type
@@ -92,7 +94,8 @@ def decide(recipe: Recipe, config: Any, *, before: bool | None = None) -> Packin
             raise RecipeError([refused])
         return Packing(False, problem)
     if asked == "auto" and before is False:
-        return Packing(False, "the run was started with padded rows; data.packing: true packs from here on")
+        why = "the run was started with padded rows; data.packing: true packs from here on"
+        return Packing(False, why, can_pack=not stops_compiling(recipe))
     if asked == "auto" and stops_compiling(recipe):
         return Packing(False, "packed in float32, checkpointed layers would run uncompiled")
     return Packing(True, "")
