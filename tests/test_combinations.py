@@ -53,6 +53,8 @@ BESIDE = [
     ([LORA], "ddp_tp"),
     ([LORA], "pp_tp"),
     ([DPO], "pp_tp"),
+    ([DPO], "hsdp_tp"),
+    ([DPO], "pp_tp_fsdp2"),
     ([QLORA], "fsdp2"),
     ([QLORA], "zero3_offload"),
     ([LORA], "zero3_nvme"),

@@ -34,7 +34,7 @@ EIGHT_BIT_LOSS, EIGHT_BIT_NORM = 5e-4, 1e-3
 
 # How rows are split over processes is nothing that an adapter knows of: two of the three files stand for all. What
 # transformers shards while it reads the model is refused.
-ADAPTED = [name for name in DISTRIBUTED if name not in ("fsdp2_sp", "fsdp2_tp", "pp_fsdp2")]
+ADAPTED = [name for name in DISTRIBUTED if name not in ("fsdp2_sp", "fsdp2_tp", "hsdp_tp", "pp_fsdp2", "pp_tp_fsdp2")]
 COLUMNS = {
     "packed": (PACKED, DISTRIBUTED),
     "lora": (LORA, ADAPTED),
@@ -43,12 +43,21 @@ COLUMNS = {
         QLORA,
         [name for name in ADAPTED if name not in ("tp", "ddp_tp", "pp_tp", "fsdp1", "zero3_nvme", "zero3_sp")],
     ),
-    "dpo": (None, ["ddp", "fsdp2", "fsdp2_tp", "pp", "pp_fsdp2", "tp", "zero2", "zero3"]),
+    "dpo": (None, ["ddp", "fsdp2", "fsdp2_tp", "hsdp_tp", "pp", "pp_fsdp2", "pp_tp_fsdp2", "tp", "zero2", "zero3"]),
     "orpo": (None, ["ddp", "fsdp2", "pp", "tp", "zero3"]),
     "kto_zero": (None, ["ddp", "fsdp2", "pp", "tp", "zero3"]),
-    "muon": (MUON, ["ddp", "fsdp2", "fsdp2_offload", "fsdp2_tp", "hsdp", "pp", "pp_fsdp2", "tp"]),
+    "muon": (
+        MUON,
+        ["ddp", "fsdp2", "fsdp2_offload", "fsdp2_tp", "hsdp", "hsdp_tp", "pp", "pp_fsdp2", "pp_tp_fsdp2", "tp"],
+    ),
 }
-CASES = [(column, strategy) for column, (_, strategies) in COLUMNS.items() for strategy in strategies]
+THOROUGH = ("hsdp_tp", "pp_tp_fsdp2")
+"""Eight processes each."""
+CASES = [
+    pytest.param(column, strategy, marks=[pytest.mark.thorough] if strategy in THOROUGH else [])
+    for column, (_, strategies) in COLUMNS.items()
+    for strategy in strategies
+]
 
 
 def write_pairs(path: Path, num_rows: int = 53) -> None:
