@@ -362,10 +362,16 @@ def cookbook(*words: str) -> subprocess.CompletedProcess:
 
 
 def test_json_has_what_the_table_is_made_of():
-    done = cookbook(LLAMA, "--gpus", "8xH100", "--strategy", "zero3", "--samples", "1000", "--price", "2", "--json")
+    words = ("--gpus", "8xH100", "--strategy", "zero3", "--strategy", "tp", "--samples", "1000", "--price", "2")
+    done = cookbook(LLAMA, *words, "--json")
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
-    (one,) = found["forecasts"]
+    one, tp = sorted(found["forecasts"], key=lambda one: "tp" in one["strategy"])
+    gathers = [message["calls"] for message in one["messages"] if message["kind"] == "all-gather"]
+    assert gathers == [None, None] and one["messages"][-1]["calls"] > 0
+    (activations,) = [message for message in tp["messages"] if message["what"] == "activations"]
+    # A layer sums five gradients and two outputs, of which one again for the recomputation; and two at the ends.
+    assert activations["calls"] == tp["gradient_accumulation_steps"] * (32 * (5 + 2 + 1) + 2)
     memory = one["memory"]
     parts = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits")
     assert sum(memory[part] for part in parts) == memory["allocated"]
@@ -381,6 +387,7 @@ def test_the_answer_for_people(capsys):
     assert "on 8x80GB" in printed  # of the label, since this machine has no GPU
     assert "zero3: the one that fits" in printed
     assert "does not fit" in printed and "|WWW" in printed
+    assert re.search(r"sends +[\d,]+ messages in a step of a GPU, and gathers of weights, which", printed)
     assert "names the memory" in printed or "tells the memory and not the speed" in printed
 
 

@@ -189,6 +189,7 @@ def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price:
         rows.append(("speed", f"{_range(*per_gpu, ' tokens/s a GPU')}, limited by {time.bottleneck}"))
         if steps is not None:
             length += f", {_range(*time.hours(steps), ' hours')} at full length; shorter samples take less"
+    rows += _messages(best)
     rows.append(("length", length))
     if price is not None:
         cost = f"not known without a {'length' if time else 'time'}"
@@ -197,6 +198,14 @@ def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price:
             cost = f"{_range(*total, '')} at {price:g} a GPU and hour"
         rows.append(("price", cost))
     return "\n".join([page((f"{best.strategy.name}: {_reason(report, best)}",)), page(*rows, indent=4)])
+
+
+def _messages(best: Forecast) -> list[tuple[str, str]]:
+    """How many a GPU sends in a step; ZeRO-3's gathers have no number."""
+    counted = sum(message.calls or 0 for message in best.messages)
+    others = any(message.calls is None for message in best.messages)
+    more = ", and gathers of weights, which DeepSpeed puts together as it runs" if others else ""
+    return [("sends", f"{counted:,} messages in a step of a GPU{more}")] if best.messages else []
 
 
 def _reason(report: PlanReport, best: Forecast) -> str:
@@ -264,6 +273,9 @@ def as_record(report: PlanReport, recipe_name: str, *, num_samples: int | None, 
                 "largest_micro_batch": one.largest_micro_batch,
                 "longest": one.longest,
             }
+        if one.plan is not None:
+            keys = ("what", "kind", "num_bytes", "calls", "ranks")
+            record["messages"] = [{key: getattr(message, key) for key in keys} for message in one.messages]
         if time is not None:
             record["step_seconds"] = [time.low, time.high]
             record["bottleneck"] = time.bottleneck
