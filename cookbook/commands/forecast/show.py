@@ -247,8 +247,10 @@ def _count(value: int | None) -> str:
     return "-" if value is None else f"{value:,}"
 
 
-def as_record(report: PlanReport, recipe_name: str, *, num_samples: int | None, price: float | None) -> dict[str, Any]:
-    """Everything, in bytes and seconds."""
+def as_record(
+    report: PlanReport, recipe_name: str, *, num_samples: int | None, price: float | None, sizes: Sequence[Sizes] = ()
+) -> dict[str, Any]:
+    """Everything, in bytes and seconds; arguments as for `in_words`."""
     steps = _num_steps(report, num_samples)
     found = []
     for one in report.forecasts:
@@ -294,7 +296,27 @@ def as_record(report: PlanReport, recipe_name: str, *, num_samples: int | None, 
         | {"structure_from": report.origin},
         "steps": steps,
         "forecasts": found,
+        "sizes": [_sizes_record(one) for one in sizes],
         "next_rung": report.suggestion,
         "no_time": report.no_time,
         "time_caveat": report.time_caveat,
+    }
+
+
+def _sizes_record(sizes: Sizes) -> dict[str, Any]:
+    return {
+        "strategy": sizes.name,
+        "key": sizes.key,
+        "written": sizes.written,
+        "forecasts": [
+            {
+                "size": size,
+                "is_best": one is sizes.best,
+                "verdict": one.verdict,
+                "why": one.why,
+                "needed": one.memory.needed if one.memory else None,
+                "step_seconds": [one.time.low, one.time.high] if one.time else None,
+            }
+            for size, one in sizes.forecasts
+        ],
     }
