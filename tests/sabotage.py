@@ -59,6 +59,20 @@ def no_exchange_of_heads_and_tokens() -> None:
     attention.AttentionInterface.register(attention.PACKED, attend)
 
 
+def log_probabilities_of_a_part() -> None:
+    """Under sequence parallel, a loss over whole samples has the log-probabilities of this process's tokens alone."""
+    from cookbook.config.objectives import forward
+
+    forward._all_reduce = lambda values, group: values.clone()
+
+
+def gradient_of_own_samples() -> None:
+    """Under sequence parallel, what this process's tokens do to the losses of other processes' samples is left out."""
+    from cookbook.config.objectives import forward
+
+    forward._AddedUp.backward = staticmethod(lambda ctx, gradient: (gradient, None))
+
+
 def gradient_divided_by_samples_processes() -> None:
     """The processes that share a sample are not counted among those that gradients are averaged over."""
     from cookbook.training.engine import Engine

@@ -32,6 +32,9 @@ PACKED = {"data.packing": "true"}
 # Blocks of 256 values share a scale, and lie elsewhere in a flat partition or a shard: 1.6e-4 and 3.2e-4 were measured.
 EIGHT_BIT_LOSS, EIGHT_BIT_NORM = 5e-4, 1e-3
 
+EIGHT = ("hsdp_tp", "pp_tp_fsdp2")
+"""They run eight processes."""
+SEQUENCE = ("ddp_sp", "fsdp2_sp", "zero3_sp")
 # How rows are split over processes is nothing that an adapter knows of: two of the three files stand for all. What
 # transformers shards while it reads the model is refused.
 ADAPTED = [name for name in DISTRIBUTED if name not in ("fsdp2_sp", "fsdp2_tp", "hsdp_tp", "pp_fsdp2", "pp_tp_fsdp2")]
@@ -43,18 +46,19 @@ COLUMNS = {
         QLORA,
         [name for name in ADAPTED if name not in ("tp", "ddp_tp", "pp_tp", "fsdp1", "zero3_nvme", "zero3_sp")],
     ),
-    "dpo": (None, ["ddp", "fsdp2", "fsdp2_tp", "hsdp_tp", "pp", "pp_fsdp2", "pp_tp_fsdp2", "tp", "zero2", "zero3"]),
-    "orpo": (None, ["ddp", "fsdp2", "pp", "tp", "zero3"]),
-    "kto_zero": (None, ["ddp", "fsdp2", "pp", "tp", "zero3"]),
+    "dpo": (None, ["ddp", "fsdp2", "fsdp2_tp", "pp", "pp_fsdp2", "tp", "zero2", "zero3", *EIGHT, *SEQUENCE]),
+    "orpo": (None, ["ddp", "ddp_sp", "fsdp2", "pp", "tp", "zero3"]),
+    "kto_zero": (None, ["ddp", "ddp_sp", "fsdp2", "pp", "tp", "zero3"]),
     "muon": (
         MUON,
-        ["ddp", "fsdp2", "fsdp2_offload", "fsdp2_tp", "hsdp", "hsdp_tp", "pp", "pp_fsdp2", "pp_tp_fsdp2", "tp"],
+        ["ddp", "fsdp2", "fsdp2_offload", "fsdp2_tp", "hsdp", "pp", "pp_fsdp2", "tp", *EIGHT],
     ),
 }
-THOROUGH = ("hsdp_tp", "pp_tp_fsdp2")
-"""Eight processes each."""
+ALIKE = [("dpo", "fsdp2_sp"), ("dpo", "zero3_sp"), ("orpo", "ddp_sp"), ("kto_zero", "ddp_sp")]
+"""As the same under another engine, or with another loss."""
+THOROUGH = {(column, strategy) for column in COLUMNS for strategy in EIGHT} | set(ALIKE)
 CASES = [
-    pytest.param(column, strategy, marks=[pytest.mark.thorough] if strategy in THOROUGH else [])
+    pytest.param(column, strategy, marks=[pytest.mark.thorough] if (column, strategy) in THOROUGH else [])
     for column, (_, strategies) in COLUMNS.items()
     for strategy in strategies
 ]
