@@ -201,11 +201,10 @@ def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price:
 
 
 def _messages(best: Forecast) -> list[tuple[str, str]]:
-    """How many a GPU sends in a step; ZeRO-3's gathers have no number."""
+    """How many a GPU sends in a step."""
+    least = "at least " * any(message.is_least for message in best.messages)
     counted = sum(message.calls or 0 for message in best.messages)
-    others = any(message.calls is None for message in best.messages)
-    more = ", and gathers of weights, which DeepSpeed puts together as it runs" if others else ""
-    return [("sends", f"{counted:,} messages in a step of a GPU{more}")] if best.messages else []
+    return [("sends", f"{least}{counted:,} messages in a step of a GPU")] if best.messages else []
 
 
 def _reason(report: PlanReport, best: Forecast) -> str:
@@ -276,7 +275,7 @@ def as_record(
                 "longest": one.longest,
             }
         if one.plan is not None:
-            keys = ("what", "kind", "num_bytes", "calls", "ranks")
+            keys = ("what", "kind", "num_bytes", "calls", "is_least", "ranks")
             record["messages"] = [{key: getattr(message, key) for key in keys} for message in one.messages]
         if time is not None:
             record["step_seconds"] = [time.low, time.high]

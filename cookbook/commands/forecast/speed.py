@@ -48,9 +48,9 @@ BASE_LATENCY = (6.6e-6, 8.4e-6)
 """Seconds of a collective around a ring before its first step, with NCCL's protocols for small and for large messages
 (LL, Simple). This and HOP_LATENCY are the numbers by which NCCL itself chooses between algorithms (NVIDIA/nccl,
 src/graph/tuning.cc, ncclTunerConstantsDefaults, Ring); for AMD's RCCL the same is assumed, and messages from rank to
-rank, which the table does not have, are taken as one step of a ring."""
+rank, which the table does not have, are taken as one step of a ring. Those of its trees are near."""
 HOP_LATENCY = {"NVLink": (0.6e-6, 3.4e-6), "PCIe": (1.0e-6, 5.7e-6), "network": (2.7e-6, 14e-6)}
-"""Seconds of each step of that ring."""
+"""Seconds of each step of that ring, or up and down a tree."""
 HOST_SHARE = (0.50, 0.85)
 """Share of PCIe's rate that copies from and to pinned host memory reach; an assumption."""
 MEMORY_SHARE = (0.60, 0.90)

@@ -232,5 +232,8 @@ def as_dict(inputs: CostInputs) -> dict[str, Any]:
     return {
         "states": [vars(share) for share in shares(inputs)],
         "frozen": [vars(share) for share in frozen] or None,
-        "traffic": [{key: value for key, value in vars(one).items() if key != "calls"} for one in messages(inputs)],
+        "traffic": [
+            {key: value for key, value in vars(one).items() if key not in ("calls", "is_least")}
+            for one in messages(inputs)
+        ],
     }

@@ -33,6 +33,8 @@ class Transfer:
     """How often that goes over the links in a step: a gather of all layers' weights once, however it is divided."""
     calls: int | None = None
     """Collectives, or messages sent, of a process in a step; of a pipeline its last stage. None: not known."""
+    is_least: bool = False
+    """Whether there are as many `calls` or more."""
     ranks: int
     """Size of a group."""
     stride: int = 1
@@ -49,16 +51,17 @@ class Transfer:
         return (self.ranks - 1) / self.ranks * self.volume
 
     def hops(self, gpus_each: int) -> tuple[int, int]:
-        """Steps of one call inside a machine and between machines, one after another: a ring's, as NCCL counts them
-        (src/graph/tuning.cc, ncclTopoTuneModel); of messages from rank to rank, which go at once, one.
+        """Steps of one call inside a machine and between machines, one after another, as NCCL counts them
+        (src/graph/tuning.cc, ncclTopoTuneModel): those of a ring, of an all-reduce over machines those of a tree; of
+        messages from rank to rank, which go at once, one.
         """
-        num_machines = -(-self.ranks * self.stride // gpus_each) if self.ranks * self.stride > gpus_each else 1
-        num_machines = min(num_machines, self.ranks)
+        num_machines = min(self.ranks, max(1, math.ceil(self.ranks * self.stride / gpus_each)))
         if self.kind in ("send", "all-to-all"):
             return (0, 1) if num_machines > 1 else (1, 0)
+        if self.kind == "all-reduce" and num_machines > 1:
+            return 2 * (self.ranks // num_machines - 1), 2 * math.ceil(math.log2(num_machines))
         rounds = 2 if self.kind == "all-reduce" else 1
-        between = rounds * (num_machines - 1)
-        return rounds * (self.ranks - 1) - between, between
+        return rounds * (self.ranks - num_machines), rounds * (num_machines - 1)
 
     def over_links(self, gpus_each: int) -> tuple[float, float]:
         """Bytes that a GPU sends inside its machine, and that a machine sends to others; its ranks are consecutive.
@@ -124,17 +127,21 @@ def _state_transfers(
             _repeated("gradients", "all-reduce", reduced, num_processes, times, calls=buckets),
             _repeated("weights", "all-gather", half * trained, num_processes, calls=pieces),
         ]
-    gathers = [_repeated(f"weights, {name}", "all-gather", weights, num_processes, micro) for name in PASSES]
+    # How many weights a gather has depends on what DeepSpeed's prefetching finds: of more than a layer none was seen.
+    units = sizes.num_layers + 1
+    gathers = [
+        _repeated(f"weights, {name}", "all-gather", weights, num_processes, micro, calls=units) for name in PASSES
+    ]
     if (group := strategy.secondary_group_size(num_local)) > 1:
         # A forward leaves a second copy in each group, for all gathers until the update (partition_parameters.py,
         # _partition_param_sec; stage3.py, invalidate_secondary_tensor): of frozen weights for good.
         times = 2 * micro - 1
         others = (2 * micro * weights - half * trained) / times
         gathers = [
-            _repeated("weights, first forward", "all-gather", half * trained, num_processes),
-            _repeated("weights, after it", "all-gather", others, group, times),
+            _repeated("weights, first forward", "all-gather", half * trained, num_processes, calls=units),
+            _repeated("weights, after it", "all-gather", others, group, times, calls=units),
         ]
-    # How many weights a gather has depends on what DeepSpeed's prefetching finds; it has no count here.
+    gathers = [replace(gather, is_least=True) for gather in gathers]
     buckets = _zero_buckets(strategy, sizes)
     return [*gathers, _repeated("gradients", "reduce-scatter", reduced, num_processes, micro, calls=buckets)]
 
