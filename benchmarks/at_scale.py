@@ -86,9 +86,8 @@ def render(results: dict[str, Any]) -> str:
         "",
         f"What [`plan`](plan.md) forecasts for Llama-3.1-8B on {few} to {int(many):,} H100, eight to a machine, with a"
         f" network card of {FABRIC_GBITS} Gbit/s to a GPU. Each GPU has {SAMPLES} samples of 4,096 tokens in a step, so"
-        " the global batch grows with the machines. **Nothing here was measured**; the forecast knows rates, and no"
-        " latencies: not those of a ring, which grow with its members and are largest where weights are gathered over"
-        " all GPUs, nor a congested network, a slow machine, or a failure.",
+        " the global batch grows with the machines. **Nothing here was measured**; the forecast knows rates, and"
+        " latencies by NCCL's own estimate, but no congested network, slow machine, or failure.",
         "",
         "![Seconds of a step, share of messages and memory over the number of GPUs, by strategy](at_scale.svg)",
         "",
@@ -108,8 +107,10 @@ def render(results: dict[str, Any]) -> str:
             "",
             "The time is from everything overlapped at the best published rates to nothing overlapped at the worst;"
             " messages are their share of the latter. A ring sends the same from each GPU however many it has, so on"
-            " paper a step stays as long, and what is sharded over all GPUs shrinks to nothing. `hsdp` has a group in"
-            " each machine: its memory does not shrink, and only its sums of gradients leave the machine.",
+            " paper the fast end stays, and what is sharded over all GPUs shrinks to nothing; but each message takes a"
+            " step for each GPU, which is the slow end where weights are gathered over thousands. `hsdp` has a group"
+            " in each machine: its memory does not shrink, and only its sums of gradients leave the machine, by a tree."
+            " The gathers of `zero3` are counted as one a layer, and may be more.",
             "",
             "## Against published runs of several machines",
             "",

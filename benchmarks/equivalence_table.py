@@ -68,6 +68,12 @@ def collect(folder: Path) -> dict[str, Any]:
     }
 
 
+def missing(results: dict[str, Any]) -> list[str]:
+    """The strategies that came after the record."""
+    shipped = {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")} - {"single"}
+    return sorted(shipped - results["strategies"].keys())
+
+
 def render(results: dict[str, Any]) -> str:
     """The table in Markdown."""
     lines = [
@@ -79,6 +85,8 @@ def render(results: dict[str, Any]) -> str:
             f"{row[column]['loss']:.0e}, {row[column]['norm']:.0e}" if column in row else "-" for column in COLUMNS
         ]
         lines.append(f"| `{name}` | {row['processes']} | {' | '.join(cells)} |")
+    if later := missing(results):
+        lines += ["", f"Not in this record: {', '.join(f'`{name}`' for name in later)}, which came later."]
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     lines += ["", f"`{results['command']}` on {results['hardware']}; {versions}."]
     return "\n".join(lines)

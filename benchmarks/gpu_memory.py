@@ -79,6 +79,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             ran = [error for error in errors if error is not None]
             cells.append(f"{max(ran, key=abs):+.1%}" if ran else "refused")
         lines.append(f"| `{strategy}` | {' | '.join(cells)} |")
+    if later := sorted(set(STRATEGIES) - {row["strategy"] for row in rows}):
+        lines += ["", f"Not in this record: {', '.join(f'`{name}`' for name in later)}, which came later."]
     return "\n".join(lines) + "\n"
 
 

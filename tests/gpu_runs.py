@@ -22,7 +22,7 @@ from tests.curves import ROOT, WORDS, Curve, environment, file_of, processes_of
 from tests.needs import need_builds_of, need_simulated_gpus
 from tests.warm_parent import WarmParent
 
-NUM_GPUS = 4
+NUM_GPUS = 8
 REAL = "REAL_GPUS" in os.environ
 """Set by `make test-gpu`: the same runs on the GPUs of this machine."""
 LIMIT_SECONDS = 240.0

@@ -59,6 +59,20 @@ def no_exchange_of_heads_and_tokens() -> None:
     attention.AttentionInterface.register(attention.PACKED, attend)
 
 
+def log_probabilities_of_a_part() -> None:
+    """Under sequence parallel, a loss over whole samples has the log-probabilities of this process's tokens alone."""
+    from cookbook.config.objectives import forward
+
+    forward._all_reduce = lambda values, group: values.clone()
+
+
+def gradient_of_own_samples() -> None:
+    """Under sequence parallel, what this process's tokens do to the losses of other processes' samples is left out."""
+    from cookbook.config.objectives import forward
+
+    forward._AddedUp.backward = staticmethod(lambda ctx, gradient: (gradient, None))
+
+
 def gradient_divided_by_samples_processes() -> None:
     """The processes that share a sample are not counted among those that gradients are averaged over."""
     from cookbook.training.engine import Engine
@@ -493,6 +507,39 @@ def bytes_on_the_wire() -> None:
     def begin_step(self, number, seed):
         print(f"SENT {number} {self.world.rank} {sent()} {self.num_parameters} {self.num_trained}", flush=True)
         return right(self, number, seed)
+
+    Engine.begin_step = begin_step
+
+
+def messages_of_a_step() -> None:
+    """No mistake: each process prints what step 3 hands to gloo, each call with its numbers of elements."""
+    import json
+
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from cookbook.training.engine import Engine
+
+    right, running = Engine.begin_step, profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+
+    def numel(shape: list) -> int:
+        """Of a tensor, or of all in a list."""
+        return sum(map(numel, shape)) if shape and isinstance(shape[0], list) else torch.Size(shape).numel()
+
+    def begin_step(self, number, seed):
+        if number == 4:
+            running.stop()
+            events = running.profiler.kineto_results.events()
+            calls = [
+                (event.name(), [numel(shape) for shape in event.shapes()], event.dtypes())
+                for event in events
+                if event.name().startswith(("c10d::", "gloo:"))
+            ]
+            print("CALLS", self.world.rank, json.dumps(calls), flush=True)
+        found = right(self, number, seed)
+        if number == 3:
+            running.start()
+        return found
 
     Engine.begin_step = begin_step
 

@@ -35,12 +35,14 @@ def test_every_published_run_of_several_machines_is_there_and_inside_the_forecas
 
 def test_what_grows_and_what_shrinks_does_so_at_every_doubling(results):
     """All state is sharded over all GPUs, or over a group of a fixed size; a ring sends (n - 1) / n of a volume. Over
-    4,096 GPUs the shards of norms are mostly padding.
+    4,096 GPUs the shards of norms are mostly padding. Latencies grow with a ring, and hardly with a tree.
     """
     scale = [results["scale"][str(gpus)] for gpus in at_scale.GPUS]
     for few, many in pairwise(scale):
         for name in at_scale.STRATEGIES:
             assert many[name]["gib"][0] < 1.02 * few[name]["gib"][0], name
-            assert 1 <= many[name]["seconds"][1] / few[name]["seconds"][1] < 1.02, name
+            assert many[name]["seconds"][0] < 1.02 * few[name]["seconds"][0], name
+            assert many[name]["seconds"][1] >= few[name]["seconds"][1], name
+        assert 1 <= many["hsdp"]["seconds"][1] / few["hsdp"]["seconds"][1] < 1.02
     for at_size in scale:
         assert at_size["hsdp"]["messages"] < at_size["fsdp2"]["messages"]

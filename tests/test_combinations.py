@@ -23,7 +23,6 @@ CLASHES = {
     "adapter.name: qlora with FSDP1": ([QLORA], "fsdp1", 0),
     "adapter.name: qlora with weights on NVMe": ([QLORA], "zero3_nvme", 0),
     "model.gradient_checkpointing: selective with ZeRO-3": (["model.gradient_checkpointing=selective"], "zero3", 0),
-    "an objective over whole sequences (dpo, orpo, kto_zero) with sequence parallel": ([DPO], "ddp_sp", 0),
     "model.gradient_checkpointing: offload with model.compile": (
         ["model.gradient_checkpointing=offload", "model.compile=true"],
         "ddp",
@@ -44,6 +43,7 @@ CLASHES = {
 BESIDE = [
     ([DPO], "ddp"),
     ([LORA], "zero3_sp"),
+    ([DPO], "ddp_sp"),
     ([QLORA], "pp"),
     ([DPO], "pp"),
     (["model.liger_kernels=true"], "pp"),
@@ -53,6 +53,8 @@ BESIDE = [
     ([LORA], "ddp_tp"),
     ([LORA], "pp_tp"),
     ([DPO], "pp_tp"),
+    ([DPO], "hsdp_tp"),
+    ([DPO], "pp_tp_fsdp2"),
     ([QLORA], "fsdp2"),
     ([QLORA], "zero3_offload"),
     ([LORA], "zero3_nvme"),

@@ -32,9 +32,12 @@ PACKED = {"data.packing": "true"}
 # Blocks of 256 values share a scale, and lie elsewhere in a flat partition or a shard: 1.6e-4 and 3.2e-4 were measured.
 EIGHT_BIT_LOSS, EIGHT_BIT_NORM = 5e-4, 1e-3
 
+EIGHT = ("hsdp_tp", "pp_tp_fsdp2")
+"""They run eight processes."""
+SEQUENCE = ("ddp_sp", "fsdp2_sp", "zero3_sp")
 # How rows are split over processes is nothing that an adapter knows of: two of the three files stand for all. What
 # transformers shards while it reads the model is refused.
-ADAPTED = [name for name in DISTRIBUTED if name not in ("fsdp2_sp", "fsdp2_tp", "pp_fsdp2")]
+ADAPTED = [name for name in DISTRIBUTED if name not in ("fsdp2_sp", "fsdp2_tp", "hsdp_tp", "pp_fsdp2", "pp_tp_fsdp2")]
 COLUMNS = {
     "packed": (PACKED, DISTRIBUTED),
     "lora": (LORA, ADAPTED),
@@ -43,15 +46,22 @@ COLUMNS = {
         QLORA,
         [name for name in ADAPTED if name not in ("tp", "ddp_tp", "pp_tp", "fsdp1", "zero3_nvme", "zero3_sp")],
     ),
-    "dpo": (None, ["ddp", "fsdp2", "fsdp2_tp", "pp", "pp_fsdp2", "tp", "zero2", "zero3"]),
-    "orpo": (None, ["ddp", "fsdp2", "pp", "tp", "zero3"]),
-    "kto_zero": (None, ["ddp", "fsdp2", "pp", "tp", "zero3"]),
-    "muon": (MUON, ["ddp", "fsdp2", "fsdp2_offload", "fsdp2_tp", "hsdp", "pp", "pp_fsdp2", "tp"]),
+    "dpo": (None, ["ddp", "fsdp2", "fsdp2_tp", "pp", "pp_fsdp2", "tp", "zero2", "zero3", *EIGHT, *SEQUENCE]),
+    "orpo": (None, ["ddp", "ddp_sp", "fsdp2", "pp", "tp", "zero3"]),
+    "kto_zero": (None, ["ddp", "ddp_sp", "fsdp2", "pp", "tp", "zero3"]),
+    "muon": (
+        MUON,
+        ["ddp", "fsdp2", "fsdp2_offload", "fsdp2_tp", "hsdp", "pp", "pp_fsdp2", "tp", *EIGHT],
+    ),
 }
 # One of each engine and each dimension of a mesh. The others differ by a stage, by offload, by sizes.
 FAMILIES = ("ddp", "fsdp1", "fsdp2", "zero2", "zero3", "tp", "pp", "ddp_sp", "fsdp2_tp", "pp_fsdp2")
+ALIKE = [("orpo", "ddp_sp"), ("kto_zero", "ddp_sp")]
+"""As the same under another engine, or with another loss."""
 CASES = [
-    pytest.param(column, strategy, marks=() if strategy in FAMILIES else pytest.mark.thorough)
+    pytest.param(
+        column, strategy, marks=() if strategy in FAMILIES and (column, strategy) not in ALIKE else pytest.mark.thorough
+    )
     for column, (_, strategies) in COLUMNS.items()
     for strategy in strategies
 ]

@@ -284,6 +284,14 @@ def test_the_best_size_of_a_mesh_is_found_and_one_that_heads_forbid_is_refused(t
     report = forecast_all(recipe, [tp], machines, "recipe", limits=False)
     printed = in_words(report, "recipe", num_samples=None, price=None, sizes=[found])
     assert re.search(r"tp tp_size 4 +fits .* s +best\n", printed) and "28 query heads and 4 key heads cannot" in printed
+    (recorded,) = as_record(report, "recipe", num_samples=None, price=None, sizes=[found])["sizes"]
+    assert [recorded[key] for key in ("strategy", "key", "written")] == ["tp", "tp_size", 2]
+    rows = {row["size"]: row for row in recorded["forecasts"]}
+    assert {size: row["verdict"] for size, row in rows.items()} == {2: "tight", 4: "fits", 8: "cannot run"}
+    assert [size for size, row in rows.items() if row["is_best"]] == [4]
+    assert rows[4]["needed"] == tried[4].memory.needed
+    assert rows[4]["step_seconds"] == [tried[4].time.low, tried[4].time.high]
+    assert rows[8]["needed"] is rows[8]["step_seconds"] is None and "28 query heads" in rows[8]["why"][0]
     untimed = better_sizes(recipe, [tp], parse_machines("8x80GB", **ROOM), "recipe")
     printed = in_words(report, "recipe", num_samples=None, price=None, sizes=untimed)
     assert re.search(r"tp tp_size 2 +tight +\d+ to \d+ +- +in its file\n", printed)
@@ -362,10 +370,19 @@ def cookbook(*words: str) -> subprocess.CompletedProcess:
 
 
 def test_json_has_what_the_table_is_made_of():
-    done = cookbook(LLAMA, "--gpus", "8xH100", "--strategy", "zero3", "--samples", "1000", "--price", "2", "--json")
+    words = ("--gpus", "8xH100", "--strategy", "zero3", "--strategy", "tp", "--samples", "1000", "--price", "2")
+    done = cookbook(LLAMA, *words, "--json")
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
-    (one,) = found["forecasts"]
+    (sizes,) = found["sizes"]
+    printed = re.findall(r"tp tp_size (\d) .*", cookbook(LLAMA, *words).stdout)
+    assert [str(row["size"]) for row in sizes["forecasts"]] == printed
+    one, tp = sorted(found["forecasts"], key=lambda one: "tp" in one["strategy"])
+    gathers = [message["calls"] for message in one["messages"] if message["kind"] == "all-gather"]
+    assert gathers == 2 * [one["gradient_accumulation_steps"] * 33] and one["messages"][-1]["calls"] > 0
+    (activations,) = [message for message in tp["messages"] if message["what"] == "activations"]
+    # A layer sums five gradients and two outputs, of which one again for the recomputation; and two at the ends.
+    assert activations["calls"] == tp["gradient_accumulation_steps"] * (32 * (5 + 2 + 1) + 2)
     memory = one["memory"]
     parts = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits")
     assert sum(memory[part] for part in parts) == memory["allocated"]
@@ -381,6 +398,7 @@ def test_the_answer_for_people(capsys):
     assert "on 8x80GB" in printed  # of the label, since this machine has no GPU
     assert "zero3: the one that fits" in printed
     assert "does not fit" in printed and "|WWW" in printed
+    assert re.search(r"sends +at least [\d,]+ messages in a step of a GPU\n", printed)
     assert "names the memory" in printed or "tells the memory and not the speed" in printed
 
 

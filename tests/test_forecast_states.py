@@ -64,7 +64,7 @@ VARIANTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "zero3-sums": ("zero3", SUMS),
     "zero2-sums": ("zero2", SUMS),
 }
-SIZES = {"tp": EVEN, "ddp_tp": EVEN, "fsdp2_tp": EVEN, "pp_tp": EVEN, "zero3_nvme": LARGE}
+SIZES = dict.fromkeys(("tp", "ddp_tp", "fsdp2_tp", "hsdp_tp", "pp_tp", "pp_tp_fsdp2"), EVEN) | {"zero3_nvme": LARGE}
 
 # The largest tensor that a run holds and no category counts: a micro-batch's tokens, 2 x 96 in int64.
 TOKENS = 2 * 96 * 8
@@ -90,6 +90,8 @@ def run(strategy: str, processes: int, *settings: str) -> Run:
 def counts(strategy: str) -> list[int]:
     if strategy in ("hsdp", "ddp_tp", "fsdp2_tp", "pp_fsdp2", "pp_tp"):
         return [4]
+    if strategy in ("hsdp_tp", "pp_tp_fsdp2"):
+        return [8]
     return {"single": [1], "tp": [2], "pp": [2, 4]}.get(strategy, [1, 2, 3, 4])
 
 
@@ -111,6 +113,8 @@ SLOW = [
     run("fsdp2_tp", 4, *BF16),
     run("pp_fsdp2", 4, *BF16),
     run("pp_tp", 4, *BF16),
+    run("hsdp_tp", 8, *BF16),
+    run("pp_tp_fsdp2", 8, *BF16),
 ]
 FEATURES = [
     run("fsdp2", 2, *QLORA, *BF16),
@@ -141,7 +145,7 @@ ALL = [
     for name in STRATEGIES
     for processes in counts(name)
     for adapter in (FULL, LORA)
-    if adapter == FULL or name not in ("fsdp2_tp", "pp_fsdp2")  # refused
+    if adapter == FULL or name not in ("fsdp2_tp", "hsdp_tp", "pp_fsdp2", "pp_tp_fsdp2")  # refused
     for precision in (FULL, BF16)
 ]
 REST = [case for case in ALL if case not in {*QUICK, *SLOW}]

@@ -30,11 +30,12 @@ def seldom(*names: str) -> list:
 
 ENGINES = ["ddp", "fsdp2", "zero3"]
 STRATEGIES = [*ENGINES, *seldom("fsdp1", "zero1", "zero2", "hsdp", "ddp_tp", "fsdp2_tp", "pp", "pp_fsdp2")]
+STRATEGIES += seldom("hsdp_tp", "pp_tp_fsdp2")
 
 
 def run(lab: Lab, strategy: str, settings: dict[str, str], sabotage: str = "bytes_on_the_wire") -> Curve:
     processes = 4 if strategy == "pp" else processes_of(strategy)  # two copies of two stages
-    smaller = {"batch.micro_batch_size": "2"} if strategy == "hsdp" else {}  # two a step, as under the others
+    smaller = {"batch.micro_batch_size": "2"} if strategy.startswith("hsdp") else {}  # two a step, as under the others
     return lab.run(strategy, smaller | settings, processes=processes, sabotage=sabotage)
 
 

@@ -127,6 +127,7 @@ def test_models_whose_code_has_more_between_the_layers_are_refused():
         ("pp", "copies_of_stages_not_averaged", 4),
         ("pp_fsdp2", "tied_gradients_not_added", 4),
         pytest.param("pp_tp", "tied_gradients_not_added", 4, marks=[pytest.mark.slow, pytest.mark.thorough]),
+        pytest.param("pp_tp_fsdp2", "tied_gradients_not_added", 8, marks=[pytest.mark.slow, pytest.mark.thorough]),
         pytest.param("pp_tp", "copies_of_stages_not_averaged", 8, marks=[pytest.mark.slow, pytest.mark.thorough]),
     ],
 )
@@ -156,18 +157,6 @@ def test_copies_of_stages_of_shards_have_the_curve_of_one_process(lab: Lab):
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
     _, output = lab.attempt("pp_tp", small, processes=8, sabotage="copies_not_told_from_shards")
     assert "processes with the same layers and other samples: asked for 2, found 4" in output
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-@pytest.mark.parametrize("settings", [{}, {"model.from_scratch.model_type": "qwen3"}], ids=["llama", "qwen3"])
-def test_stages_shards_and_tensor_parallel_in_one_mesh(lab: Lab, settings: dict[str, str]):
-    path = lab.folder / "pp_tp_fsdp2.yaml"
-    text = (ROOT / "accelerate_configs/pp_fsdp2.yaml").read_text()
-    path.write_text(text + "  parallelism_config_tp_size: 2\n")
-    small = settings | {"batch.micro_batch_size": "2"}
-    found = distance(lab.run(str(path), small, processes=8), lab.run("single", settings))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
 
 
 def test_an_adapter_that_each_stage_draws_by_itself_leaves_the_curve(lab: Lab):

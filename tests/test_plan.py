@@ -48,6 +48,8 @@ def clash(**arguments):
         ("tp", 8, 32, 4, 4, 2),
         ("fsdp2_tp", 8, 32, 4, 4, 2),
         ("pp_tp", 8, 32, 4, 2, 4),
+        ("hsdp_tp", 8, 32, 4, 4, 2),
+        ("pp_tp_fsdp2", 8, 32, 4, 2, 4),
     ],
 )
 def test_accumulation_is_global_over_micro_times_data_parallel(

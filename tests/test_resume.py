@@ -123,6 +123,8 @@ CHAINS: dict[str, tuple[list[str], dict[str, str]]] = {
     "stages of matrices": (["pp_tp:4", "fsdp2_tp:4", "pp_tp:4", "single"], EXACT),
     "stages of matrices, tied": (["tp:2", "pp_tp:4", "pp:2", "pp_tp:4", "single"], {}),
     "stages of shards": (["fsdp2:2", "pp_fsdp2:4", "zero3_hpz:4", "pp_fsdp2:4", "single"], EXACT),
+    "eight": (["pp_tp_fsdp2:8", "zero3:2", "hsdp_tp:8", "single"], EXACT),
+    "eight, tied": (["hsdp_tp:8", "pp_tp_fsdp2:8", "pp_tp:4", "fsdp2_tp:4", "single"], {}),
     "stages of shards, tied": (["pp_fsdp2:4", "pp:2", "pp_fsdp2:4", "single"], {}),
     "sgd, tied, clipped, packed": (
         ["fsdp1:2", "zero3:2", "tp:2", "pp:2", "zero1:3", "fsdp2:3", "pp:4", "single"],
@@ -142,7 +144,7 @@ def test_every_strategy_file_is_in_a_chain():
 
 
 THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
-NOT_THOROUGH = ("adamw", "stages of matrices", "stages of shards", "lora", "qlora")
+NOT_THOROUGH = ("adamw", "stages of matrices", "stages of shards", "eight", "lora", "qlora")
 
 
 @pytest.mark.slow

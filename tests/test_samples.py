@@ -37,7 +37,9 @@ REST = (
     "zero3_sp",
     "fsdp2_tp",
     "fsdp2_sp",
+    "hsdp_tp",
     "pp_tp",
+    "pp_tp_fsdp2",
 )
 MARKS = dict.fromkeys(LONG, (SLOW,)) | dict.fromkeys(REST, (SLOW, pytest.mark.thorough))
 """zero3_nvme is zero3 for a forward; its parameters come from disk."""

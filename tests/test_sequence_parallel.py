@@ -13,6 +13,7 @@ from cookbook.training.models.attention import sequence_problem
 from tests.curves import SGD, Lab, distance
 from tests.small_data import PAD, token_set
 from tests.test_equivalence import SGD_LOSS, SGD_NORM
+from tests.test_equivalence_features import preferences
 
 LENGTHS = [5, 9, 3, 14]
 
@@ -21,7 +22,7 @@ LENGTHS = [5, 9, 3, 14]
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_parts_of_a_micro_batch_are_the_micro_batch(size: int, packing: bool):
     whole = collate(token_set(LENGTHS), [0, 1, 2, 3], PAD, packing=packing, multiple=size)
-    parts = [sequence_part(whole, size, rank) for rank in range(size)]
+    parts = [sequence_part(whole, size, rank, group_size=1) for rank in range(size)]
     assert torch.equal(torch.cat([part["input_ids"] for part in parts], dim=1), whole["input_ids"])
     length = whole["input_ids"].shape[1]
     positions = torch.cat([part["position_ids"] for part in parts], dim=1)
@@ -37,6 +38,19 @@ def test_the_parts_of_a_micro_batch_are_the_micro_batch(size: int, packing: bool
     expected = zip(*(whole[name].tolist() for name in names), strict=True)
     assert sorted(found) == sorted(expected) and len(found) == sum(LENGTHS) - len(LENGTHS)
     assert all(part.get("lengths") == whole.get("lengths") for part in parts)
+
+
+def test_the_samples_of_a_group_are_shared_out_by_hand():
+    """Three pairs over two ranks, and one, of which the second rank has none."""
+    whole = {"input_ids": torch.zeros(6, 4), "target_positions": torch.arange(6), "targets": torch.arange(6)}
+    whole |= {"target_sequences": torch.arange(6), "num_sequences": 6}
+    whole |= {"values": torch.tensor([7.0, 8.0, 9.0]), "reference_logps": torch.arange(6) / 10}
+    parts = [sequence_part(whole, 2, rank, group_size=2) for rank in range(2)]
+    assert [part["own_sequences"].tolist() for part in parts] == [[0, 1, 4, 5], [2, 3]]
+    assert [part["values"].tolist() for part in parts] == [[7.0, 9.0], [8.0]]
+    assert torch.equal(parts[1]["reference_logps"], whole["reference_logps"][2:4])
+    alone = whole | {"num_sequences": 2, "values": torch.ones(1), "reference_logps": torch.ones(2)}
+    assert [len(sequence_part(alone, 2, rank, group_size=2)["own_sequences"]) for rank in range(2)] == [2, 0]
 
 
 def test_ranks_of_a_mesh_by_hand():
@@ -79,6 +93,19 @@ def test_groups_that_see_other_samples(lab: Lab):
 def test_a_mistake_leaves_the_curve(lab: Lab, mistake: str):
     found = distance(lab.run("ddp_sp", SGD, processes=2, sabotage=mistake), lab.run("single", SGD))
     assert found.loss > 100 * SGD_LOSS or found.norm > 100 * SGD_NORM, found
+
+
+@pytest.mark.slow
+def test_a_loss_over_whole_samples_is_that_of_one_process_and_a_mistake_leaves_it(lab: Lab):
+    """Packed pairs, one in a micro-batch: of two ranks one has no sample, and all have tokens."""
+    settings = preferences(lab)
+    reference = lab.run("single", settings)
+    single_pairs = settings | {"batch": "{global_batch_size: 8, micro_batch_size: 1}", "data.packing": "true"}
+    found = distance(lab.run("ddp_sp", single_pairs), reference)
+    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    for mistake in ("log_probabilities_of_a_part", "gradient_of_own_samples"):
+        wrong = distance(lab.run("ddp_sp", settings, sabotage=mistake), reference)
+        assert wrong.loss > 100 * SGD_LOSS or wrong.norm > 100 * SGD_NORM, wrong
 
 
 def test_an_odd_number_of_processes_is_refused(lab: Lab):

@@ -28,9 +28,11 @@ STRATEGIES = {
     "tp": ("tp", 0, None, None, (1, 1, 1, 2, 1)),
     "ddp_tp": ("tp", 0, None, None, (2, 1, 1, 2, 1)),
     "fsdp2_tp": ("fsdp2", 0, None, None, (1, 2, 1, 2, 1)),
+    "hsdp_tp": ("fsdp2", 0, None, None, (2, 2, 1, 2, 1)),
     "pp": ("pp", 0, None, None, (1, 1, 1, 1, 2)),
     "pp_fsdp2": ("pp", 0, None, None, (1, 2, 1, 1, 2)),
     "pp_tp": ("pp", 0, None, None, (1, 1, 1, 2, 2)),
+    "pp_tp_fsdp2": ("pp", 0, None, None, (1, 2, 1, 2, 2)),
     "zero1": ("zero", 1, None, None, (1, 1, 1, 1, 1)),
     "zero2": ("zero", 2, None, None, (1, 1, 1, 1, 1)),
     "zero2_offload": ("zero", 2, "cpu", None, (1, 1, 1, 1, 1)),
@@ -122,13 +124,16 @@ def test_every_deepspeed_file_leaves_the_recipes_values_to_the_recipe():
         ("hsdp", {}),
         ("fsdp2_sp", {}),
         ("fsdp2_tp", {}),
+        ("hsdp_tp", {}),
         ("pp_fsdp2", {}),
+        ("pp_tp_fsdp2", {}),
     ],
 )
 def test_fsdp2_files_differ_only_in_what_their_names_say(name, difference):
     base, values = accelerate_yaml("fsdp2"), accelerate_yaml(name)
     assert values["fsdp_config"] == base["fsdp_config"] | difference
-    mesh_keys = {"parallelism_config"} if name in ("hsdp", "fsdp2_sp", "fsdp2_tp", "pp_fsdp2") else set()
+    mesh_keys = values.keys() - base.keys()
+    assert mesh_keys == ({"parallelism_config"} if difference == {} else set())
     rest = {key: value for key, value in values.items() if key not in mesh_keys | {"fsdp_config"}}
     assert rest == {key: base[key] for key in base if key not in mesh_keys | {"fsdp_config"}}
 
@@ -154,6 +159,8 @@ MESHES = {
     ("pp", 8): (Mesh(replicate=4, pipeline=2), [0, 1, 2, 3, 0, 1, 2, 3]),
     ("pp_fsdp2", 8): (Mesh(shard=4, pipeline=2), [0, 1, 2, 3, 0, 1, 2, 3]),
     ("pp_tp", 8): (Mesh(replicate=2, tensor=2, pipeline=2), [0, 0, 1, 1, 0, 0, 1, 1]),
+    ("hsdp_tp", 16): (Mesh(replicate=2, shard=4, tensor=2), [rank // 2 for rank in range(16)]),
+    ("pp_tp_fsdp2", 16): (Mesh(shard=4, tensor=2, pipeline=2), [rank % 8 // 2 for rank in range(16)]),
 }
 
 
@@ -172,6 +179,9 @@ OPEN = [
     ("hsdp", None, (8, 8), (2, 4, 1, 1)),
     ("hsdp", None, (16, 8), (2, 8, 1, 1)),
     ("hsdp", None, (32, 8), (4, 8, 1, 1)),
+    ("hsdp_tp", None, (8, 8), (2, 2, 2, 1)),
+    ("hsdp_tp", None, (16, 8), (2, 4, 2, 1)),
+    ("hsdp_tp", None, (32, 8), (4, 4, 2, 1)),
     ("tp", "tp_size", (8, 8), (1, 1, 8, 1)),
     ("tp", "tp_size", (16, 8), (2, 1, 8, 1)),
     ("ddp_tp", "tp_size", (16, 8), (2, 1, 8, 1)),
@@ -200,7 +210,7 @@ def test_the_drawing_of_who_has_what_is_that_of_the_meshes():
     text = (ROOT / "docs/strategies.md").read_text().partition("\n## Who has what\n")[2]
     blocks = text.partition("```text\n")[2].partition("\n```")[0].split("\n\n")
     drawn = [[line.split("  ") for line in block.splitlines()] for block in blocks]
-    assert len(drawn) == 9
+    assert len(drawn) == 11
     for block, (weights, samples) in zip(blocks, drawn, strict=True):
         names, shards = block[:15].strip().split(", "), [cell.strip() for cell in weights[1:] if cell.strip()]
         parts = [cell.strip() for cell in samples if cell.strip()]
@@ -210,7 +220,8 @@ def test_the_drawing_of_who_has_what_is_that_of_the_meshes():
             sharing = 8 // mesh.replicate if mesh.shard * mesh.tensor > 1 else 1
             held = [f"W{rank % sharing}" if sharing > 1 else "W" for rank in range(8)]
             if mesh.pipeline > 1:
-                parts_of = [f".{rank % mesh.tensor}" if mesh.tensor > 1 else "" for rank in range(8)]
+                among = mesh.shard * mesh.tensor
+                parts_of = [f".{rank % among}" if among > 1 else "" for rank in range(8)]
                 held = [f"L{mesh.stage(rank)}{part}" for rank, part in enumerate(parts_of)]
             assert shards == held, name
             ranks = [(mesh.data_parallel_rank(rank), mesh.sequence_rank(rank)) for rank in range(8)]

@@ -24,7 +24,7 @@ def gradients(folder: Path) -> list[dict]:
 
 
 SELDOM = ("ddp", "zero1", "hsdp", "pp_fsdp2", "zero2_offload", "zero3_offload", "fsdp2_offload")
-SELDOM += ("zero3_hpz", "fsdp2_tp", "fsdp2_sp", "ddp_tp")
+SELDOM += ("zero3_hpz", "fsdp2_tp", "fsdp2_sp", "ddp_tp", "hsdp_tp", "pp_tp_fsdp2")
 
 
 @pytest.mark.parametrize(

@@ -40,10 +40,10 @@ def plan(
 
     others = load_known() if strategy else []
     outlook = forecast_all(recipe, strategies, machines, str(path), others)
+    sizes = better_sizes(recipe, strategies, machines, str(path))
     if as_json:
-        print(json.dumps(as_record(outlook, str(path), num_samples=samples, price=price), indent=1))
+        print(json.dumps(as_record(outlook, str(path), num_samples=samples, price=price, sizes=sizes), indent=1))
     else:
-        sizes = better_sizes(recipe, strategies, machines, str(path))
         print(in_words(outlook, str(path), num_samples=samples, price=price, sizes=sizes))
     return 0 if outlook.forecasts[0].verdict in MAY_RUN else 1
 

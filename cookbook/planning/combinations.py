@@ -103,13 +103,6 @@ OF_KEYS: tuple[Combination, ...] = (
         way_out="model.gradient_checkpointing: true, or accelerate_configs/fsdp2.yaml",
     ),
     Combination(
-        what="an objective over whole sequences (dpo, orpo, kto_zero) with sequence parallel",
-        clashes=lambda recipe, strategy, num_gpus: recipe.objective.mean_over == "samples" and strategy.sp_size > 1,
-        why="each process has the log-probabilities of a part of the tokens, and the loss needs their sum",
-        seen="this project",
-        way_out="accelerate_configs/fsdp2.yaml or fsdp2_offload.yaml",
-    ),
-    Combination(
         what="model.gradient_checkpointing: offload with model.compile",
         clashes=lambda recipe, strategy, num_gpus: (
             recipe.model.gradient_checkpointing == "offload" and recipe.model.compile

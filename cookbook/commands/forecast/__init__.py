@@ -2,7 +2,7 @@
 the ledger of costs, and data sheets (`speed`)."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from transformers import PreTrainedConfig
@@ -31,6 +31,7 @@ from cookbook.planning.costs.loading import loading as loading_of
 from cookbook.planning.costs.loading import machine_bytes
 from cookbook.planning.costs.memory import States, checkpoint_bytes
 from cookbook.planning.costs.memory import states as states_of
+from cookbook.planning.costs.traffic import Transfer, transfers
 from cookbook.planning.packing import decide
 from cookbook.planning.plan import Plan, default_num_processes, make_plan
 from cookbook.system.files import RecipeError
@@ -67,6 +68,8 @@ class Forecast:
     checkpoint: int = 0
     """Bytes of a checkpoint."""
     time: Range | None = None
+    messages: list[Transfer] = field(default_factory=list)
+    """What processes send to one another in a step of full samples."""
     largest_micro_batch: int | None = None
     """Sequences (pairs) of max_length that fit; None for an unknown GPU, or if nothing fits."""
     longest: int | None = None
@@ -339,6 +342,7 @@ def forecast(
         disk=disk,
         checkpoint=checkpoint_bytes(found, recipe),
         time=_step_time(traces, strategy, plan, machines, count),
+        messages=transfers(strategy, traces.sizes, _step_of(traces, plan), count, num_local=plan.num_local),
         largest_micro_batch=None if largest is None else int(largest),
         longest=longest,
     )
@@ -369,8 +373,17 @@ def _step_time(
     recipe = traces.recipe
     if no_forecast(machines, recipe.mixed_precision) is not None:
         return None
+    step = _step_of(traces, plan, num_tokens)
+    work = None if step.is_compiled else traces.work(strategy, micro_batch_of(recipe))
+    trace = work if work is not None and work.total("kernels") else None  # a bound counts none
+    return step_seconds(strategy, traces.sizes, step, machines, num_processes=count, trace=trace)
+
+
+def _step_of(traces: TraceCache, plan: Plan, num_tokens: float | None = None) -> Step:
+    """A step of so many tokens; None: of samples of data.max_length, each token labelled."""
+    recipe = traces.recipe
     share = 1.0 if num_tokens is None else num_tokens / tokens_of_step(recipe)
-    step = Step(
+    return Step(
         num_tokens=share * tokens_of_step(recipe),
         num_labelled=share * tokens_of_step(recipe),
         length=share * recipe.data.max_length,
@@ -381,9 +394,6 @@ def _step_time(
         gradient_dtype=recipe.optim.gradient_dtype,
         is_compiled=recipe.model.compile,
     )
-    work = None if step.is_compiled else traces.work(strategy, micro_batch_of(recipe))
-    trace = work if work is not None and work.total("kernels") else None  # a bound counts none
-    return step_seconds(strategy, traces.sizes, step, machines, num_processes=count, trace=trace)
 
 
 def tokens_of_step(recipe: Recipe) -> int:

@@ -189,6 +189,7 @@ def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price:
         rows.append(("speed", f"{_range(*per_gpu, ' tokens/s a GPU')}, limited by {time.bottleneck}"))
         if steps is not None:
             length += f", {_range(*time.hours(steps), ' hours')} at full length; shorter samples take less"
+    rows += _messages(best)
     rows.append(("length", length))
     if price is not None:
         cost = f"not known without a {'length' if time else 'time'}"
@@ -197,6 +198,13 @@ def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price:
             cost = f"{_range(*total, '')} at {price:g} a GPU and hour"
         rows.append(("price", cost))
     return "\n".join([page((f"{best.strategy.name}: {_reason(report, best)}",)), page(*rows, indent=4)])
+
+
+def _messages(best: Forecast) -> list[tuple[str, str]]:
+    """How many a GPU sends in a step."""
+    least = "at least " * any(message.is_least for message in best.messages)
+    counted = sum(message.calls or 0 for message in best.messages)
+    return [("sends", f"{least}{counted:,} messages in a step of a GPU")] if best.messages else []
 
 
 def _reason(report: PlanReport, best: Forecast) -> str:
@@ -238,8 +246,10 @@ def _count(value: int | None) -> str:
     return "-" if value is None else f"{value:,}"
 
 
-def as_record(report: PlanReport, recipe_name: str, *, num_samples: int | None, price: float | None) -> dict[str, Any]:
-    """Everything, in bytes and seconds."""
+def as_record(
+    report: PlanReport, recipe_name: str, *, num_samples: int | None, price: float | None, sizes: Sequence[Sizes] = ()
+) -> dict[str, Any]:
+    """Everything, in bytes and seconds; arguments as for `in_words`."""
     steps = _num_steps(report, num_samples)
     found = []
     for one in report.forecasts:
@@ -264,6 +274,9 @@ def as_record(report: PlanReport, recipe_name: str, *, num_samples: int | None, 
                 "largest_micro_batch": one.largest_micro_batch,
                 "longest": one.longest,
             }
+        if one.plan is not None:
+            keys = ("what", "kind", "num_bytes", "calls", "is_least", "ranks")
+            record["messages"] = [{key: getattr(message, key) for key in keys} for message in one.messages]
         if time is not None:
             record["step_seconds"] = [time.low, time.high]
             record["bottleneck"] = time.bottleneck
@@ -282,7 +295,27 @@ def as_record(report: PlanReport, recipe_name: str, *, num_samples: int | None, 
         | {"structure_from": report.origin},
         "steps": steps,
         "forecasts": found,
+        "sizes": [_sizes_record(one) for one in sizes],
         "next_rung": report.suggestion,
         "no_time": report.no_time,
         "time_caveat": report.time_caveat,
+    }
+
+
+def _sizes_record(sizes: Sizes) -> dict[str, Any]:
+    return {
+        "strategy": sizes.name,
+        "key": sizes.key,
+        "written": sizes.written,
+        "forecasts": [
+            {
+                "size": size,
+                "is_best": one is sizes.best,
+                "verdict": one.verdict,
+                "why": one.why,
+                "needed": one.memory.needed if one.memory else None,
+                "step_seconds": [one.time.low, one.time.high] if one.time else None,
+            }
+            for size, one in sizes.forecasts
+        ],
     }

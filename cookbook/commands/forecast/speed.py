@@ -6,7 +6,7 @@ at the worst.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from cookbook.commands.forecast.trace import ActivationTrace
 from cookbook.config.strategy import Strategy
@@ -45,6 +45,13 @@ tokens/s, 21 %), with room above."""
 NVLINK_SHARE, PCIE_PEER_SHARE, FABRIC_SHARE = (0.50, 0.82), (0.30, 0.80), (0.50, 0.90)
 """Share of a link's rate that a ring of large messages reaches; assumptions. Without peer access, as on GeForce cards,
 messages between GPUs go through host memory."""
+BASE_LATENCY = (6.6e-6, 8.4e-6)
+"""Seconds of a collective around a ring before its first step, with NCCL's protocols for small and for large messages
+(LL, Simple). This and HOP_LATENCY are the numbers by which NCCL itself chooses between algorithms (NVIDIA/nccl,
+src/graph/tuning.cc, ncclTunerConstantsDefaults, Ring); for AMD's RCCL the same is assumed, and messages from rank to
+rank, which the table does not have, are taken as one step of a ring. Those of its trees are near."""
+HOP_LATENCY = {"NVLink": (0.6e-6, 3.4e-6), "PCIe": (1.0e-6, 5.7e-6), "network": (2.7e-6, 14e-6)}
+"""Seconds of each step of that ring, or up and down a tree."""
 HOST_SHARE = (0.50, 0.85)
 """Share of PCIe's rate that copies from and to pinned host memory reach; an assumption."""
 MEMORY_SHARE = (0.60, 0.90)
@@ -252,16 +259,38 @@ def _pointwise(sizes: ModelSizes, step: Step, count: float, gpu: Gpu) -> Portion
 
 
 def _links(messages: list[Transfer], machines: Machines, gpu: Gpu, gpus_each: int) -> list[Portion]:
+    """Latency of each message and bytes over the rate of its links (the alpha-beta model)."""
     over = [message.over_links(gpus_each) for message in messages]
     inside, between = sum(pair[0] for pair in over), sum(pair[1] for pair in over)
     name, rate, shares = ("Infinity Fabric" if gpu.is_amd else "NVLink", gpu.nvlink, NVLINK_SHARE)
+    link: Literal["NVLink", "PCIe"] = "NVLink"
     if rate is None:
-        name, rate, shares = "PCIe between GPUs", gpu.host_link, PCIE_PEER_SHARE
+        name, link, rate, shares = "PCIe between GPUs", "PCIe", gpu.host_link, PCIE_PEER_SHARE
     slow, fast = (gbits * 1e9 / 8 * gpus_each for gbits in machines.fabric_gbits)
+    here, away = latencies(messages, link, gpus_each)
     return [
-        Portion(name=name, low=inside / (shares[1] * rate), high=inside / (shares[0] * rate)),
-        Portion(name="network", low=between / (FABRIC_SHARE[1] * fast), high=between / (FABRIC_SHARE[0] * slow)),
+        Portion(name=name, low=inside / (shares[1] * rate) + here[0], high=inside / (shares[0] * rate) + here[1]),
+        Portion(
+            name="network",
+            low=between / (FABRIC_SHARE[1] * fast) + away[0],
+            high=between / (FABRIC_SHARE[0] * slow) + away[1],
+        ),
     ]
+
+
+def latencies(
+    messages: list[Transfer], link: Literal["NVLink", "PCIe"], gpus_each: int
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Seconds that the messages of a step take beside their bytes, at least and at most: of groups inside a machine,
+    and of those over several. Without those whose number is not known.
+    """
+    here, away = [0.0, 0.0], [0.0, 0.0]
+    for message in messages:
+        inside, between = message.hops(gpus_each)
+        for end in (0, 1):
+            each = BASE_LATENCY[end] + inside * HOP_LATENCY[link][end] + between * HOP_LATENCY["network"][end]
+            (away if between else here)[end] += each * (message.calls or 0)
+    return (here[0], here[1]), (away[0], away[1])
 
 
 def _update(strategy: Strategy, sizes: ModelSizes, count: int, host: HostTraffic, gpu: Gpu) -> Portion:

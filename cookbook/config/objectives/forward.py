@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 INPUTS = ("input_ids", "targets", "target_positions", "position_ids", "lengths", "offsets")
 
@@ -39,13 +40,40 @@ def negative_log_likelihood(model: torch.nn.Module, batch: Batch) -> torch.Tenso
 
 
 def sums_by_sequence(values: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of `values` (L,) over the targets of each sequence, and their number: both float64 (S,).
+    """Sums of `values` (L,) over the targets of each sequence, and their number: both float64 (S,). Of ranks that share
+    the tokens of the samples each gets some of the sequences; collective for them.
 
     Float64, as preference losses depend on small differences between sums of several hundred.
     """
-    owner = batch["target_sequences"]
+    sums = torch.stack([_own_sums(values, batch), _own_sums(torch.ones_like(values), batch)])
+    if "sequence_group" in batch:
+        sums = _AddedUp.apply(sums, batch["sequence_group"])[:, batch["own_sequences"]]
+    return sums[0], sums[1]
+
+
+def _own_sums(values: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Of the targets that this rank sees, float64 (S,)."""
     zeros = torch.zeros(batch["num_sequences"], dtype=torch.float64, device=values.device)
-    return zeros.index_add(0, owner, values.double()), zeros.index_add(0, owner, torch.ones_like(values).double())
+    return zeros.index_add(0, batch["target_sequences"], values.double())
+
+
+class _AddedUp(torch.autograd.Function):
+    """The sum over a group, of which each rank uses a part: the gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _all_reduce(values, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all_reduce(gradients[0], ctx.group), None
+
+
+def _all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    summed = values.clone()
+    dist.all_reduce(summed, group=group)
+    return summed
 
 
 def next_tokens(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -57,5 +85,5 @@ def next_tokens(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def sequence_logps(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Log-probability of the targets of each sequence, float64 (S,)."""
-    return sums_by_sequence(-negative_log_likelihood(model, batch), batch)[0]
+    """Log-probability of the targets of each sequence that this rank sees, float64 (S,)."""
+    return _own_sums(-negative_log_likelihood(model, batch), batch)

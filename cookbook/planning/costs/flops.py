@@ -36,6 +36,16 @@ class ModelSizes:
     num_experts: int = 1
     windows: Sequence[int | None] = ()
     """The attention window of each layer with attention; None: no window. Empty: no layer has one."""
+    column_matrices: int = 0
+    """Matrices of all layers that tensor parallel divides by their outputs; each has an input's gradient to sum."""
+    row_matrices: int = 0
+    """Those that it divides by their inputs; each has an output to sum."""
+    is_embedding_divided: bool = False
+    """Whether tensor parallel divides the embedding by tokens, so that what it looks up is summed."""
+    is_tied: bool = False
+    """Whether embedding and head are one matrix."""
+    trained: Sequence[tuple[int, bool]] = ()
+    """Elements of each trained weight in the model's order, and whether it is a matrix. Empty: not known."""
 
     @property
     def width(self) -> float:
@@ -80,7 +90,18 @@ def sizes_of(config: Any, skeleton: Skeleton) -> ModelSizes:
         vocab=text.vocab_size,
         num_experts=experts,
         windows=_attention_windows(text, skeleton.num_layers),
+        column_matrices=_divided(skeleton, 0),
+        row_matrices=_divided(skeleton, 1),
+        is_embedding_divided=any(w.part == "embedding" and w.shard_dim == 0 for w in skeleton.weights),
+        is_tied=skeleton.is_tied,
+        trained=[(weight.num_elements, len(weight.shape) > 1) for weight in skeleton.weights if weight.is_trained],
     )
+
+
+def _divided(skeleton: Skeleton, dim: int) -> int:
+    """Matrices of the layers that tensor parallel divides along a dimension; an adapter's lie beside them."""
+    found = (weight for weight in skeleton.weights if weight.layer is not None and ".lora_" not in weight.name)
+    return sum(weight.shard_dim == dim and len(weight.shape) > 1 for weight in found)
 
 
 def _first(config: Any, *names: str) -> Any:

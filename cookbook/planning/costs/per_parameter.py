@@ -192,7 +192,8 @@ def traffic_in_words(inputs: CostInputs) -> str:
     terms = [_message(one, inputs.num_processes) for one in messages(inputs)]
     sentences = [f"{' + '.join(terms)} = {total_traffic(inputs):.4g} a step"] if terms else []
     if inputs.strategy.tp_size > 1:
-        sentences.insert(0, "for each micro-batch and layer two all-reduces of activations in each direction")
+        words = "for each micro-batch and layer all-reduces of activations, two forward and"
+        sentences.insert(0, f"{words} backward one for each matrix that reads them")
     if inputs.strategy.pp_size > 1:
         words = "for each micro-batch hidden states to the next stage and their gradients back"
         sentences.insert(0, words)
@@ -231,5 +232,8 @@ def as_dict(inputs: CostInputs) -> dict[str, Any]:
     return {
         "states": [vars(share) for share in shares(inputs)],
         "frozen": [vars(share) for share in frozen] or None,
-        "traffic": [vars(one) for one in messages(inputs)],
+        "traffic": [
+            {key: value for key, value in vars(one).items() if key not in ("calls", "is_least")}
+            for one in messages(inputs)
+        ],
     }

@@ -1,12 +1,15 @@
 """Traffic of a step: messages between processes, and bytes between GPU, host and disk."""
 
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from typing import Literal
 
 from cookbook.config.mesh import Mesh
 from cookbook.config.strategy import Strategy
 from cookbook.planning.costs.flops import ModelSizes, Step
-from cookbook.planning.costs.inputs import exchange_precision, hidden_bytes
+from cookbook.planning.costs.inputs import exchange_precision, hidden_bytes, stage_layers
 
 ADAMW_BYTES = 28
 """AdamW in float32 reads weight, gradient and two moments, and writes all but the gradient."""
@@ -27,7 +30,11 @@ class Transfer:
     """Bytes of the whole tensors that are gathered, reduced or sent in a step; of an all-to-all, the part of a
     process."""
     times: int = 1
-    """Number of collectives in a step."""
+    """How often that goes over the links in a step: a gather of all layers' weights once, however it is divided."""
+    calls: int | None = None
+    """Collectives, or messages sent, of a process in a step; of a pipeline its last stage. None: not known."""
+    is_least: bool = False
+    """Whether there are as many `calls` or more."""
     ranks: int
     """Size of a group."""
     stride: int = 1
@@ -42,6 +49,19 @@ class Transfer:
     def sent(self) -> float:
         """Bytes that each process sends: (N-1)/N of the volume around a ring; along a line this is the mean."""
         return (self.ranks - 1) / self.ranks * self.volume
+
+    def hops(self, gpus_each: int) -> tuple[int, int]:
+        """Steps of one call inside a machine and between machines, one after another, as NCCL counts them
+        (src/graph/tuning.cc, ncclTopoTuneModel): those of a ring, of an all-reduce over machines those of a tree; of
+        messages from rank to rank, which go at once, one.
+        """
+        num_machines = min(self.ranks, max(1, math.ceil(self.ranks * self.stride / gpus_each)))
+        if self.kind in ("send", "all-to-all"):
+            return (0, 1) if num_machines > 1 else (1, 0)
+        if self.kind == "all-reduce" and num_machines > 1:
+            return 2 * (self.ranks // num_machines - 1), 2 * math.ceil(math.log2(num_machines))
+        rounds = 2 if self.kind == "all-reduce" else 1
+        return rounds * (self.ranks - num_machines), rounds * (num_machines - 1)
 
     def over_links(self, gpus_each: int) -> tuple[float, float]:
         """Bytes that a GPU sends inside its machine, and that a machine sends to others; its ranks are consecutive.
@@ -75,7 +95,9 @@ def _exchanges(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes:
     of_a_token = (4 if step.precision == "no" else 2) * heads * sizes.head_dim
     times = 4 * sizes.num_layers * passes * step.micro_batches
     sent = of_a_token * sizes.num_layers * passes * step.num_tokens / num_processes
-    return Transfer(what="heads and tokens", kind="all-to-all", num_bytes=sent, times=times, ranks=strategy.sp_size)
+    return Transfer(
+        what="heads and tokens", kind="all-to-all", num_bytes=sent, times=times, calls=times, ranks=strategy.sp_size
+    )
 
 
 def _state_transfers(
@@ -88,31 +110,40 @@ def _state_transfers(
         return []
     if strategy.kind != "zero":
         mesh = strategy.mesh(num_processes)
-        found = [*_hidden_states(strategy, mesh, sizes, step), *_activations(mesh, sizes, step, half)]
+        found = [*_hidden_states(strategy, mesh, sizes, step), *_activations(strategy, mesh, sizes, step, half)]
         if strategy.fsdp is not None:
             return [*found, *_fsdp_transfers(strategy, sizes, step, num_processes, half)]
         # At the last micro-batch. Each process has the gradients of its part of the model.
         own, copies = reduced / mesh.tensor / mesh.pipeline, mesh.token_parallel_size
-        gradients = _repeated("gradients", "all-reduce", own, copies, stride=mesh.tensor)
+        calls = _ddp_buckets(strategy, sizes) if strategy.kind == "ddp" else _tensors_of_last_stage(mesh, sizes)
+        gradients = _repeated("gradients", "all-reduce", own, copies, stride=mesh.tensor, calls=calls)
         return [*found, *([gradients] if copies > 1 else [])]
     if strategy.zero_stage < 3:
         # The paper reduce-scatters gradients of stages 1 and 2. DeepSpeed 0.19.8 all-reduces them, and each process
         # keeps its shard (stage_1_and_2.py, allreduce_and_scatter; use_multi_rank_bucket_allreduce is true).
+        times = micro if strategy.zero_stage == 2 else 1
+        buckets, pieces = _zero_buckets(strategy, sizes), _zero_gathers(strategy, sizes)
         return [
-            _repeated("gradients", "all-reduce", reduced, num_processes, micro if strategy.zero_stage == 2 else 1),
-            _repeated("weights", "all-gather", half * trained, num_processes),
+            _repeated("gradients", "all-reduce", reduced, num_processes, times, calls=buckets),
+            _repeated("weights", "all-gather", half * trained, num_processes, calls=pieces),
         ]
-    gathers = [_repeated(f"weights, {name}", "all-gather", weights, num_processes, micro) for name in PASSES]
+    # How many weights a gather has depends on what DeepSpeed's prefetching finds: of more than a layer none was seen.
+    units = sizes.num_layers + 1
+    gathers = [
+        _repeated(f"weights, {name}", "all-gather", weights, num_processes, micro, calls=units) for name in PASSES
+    ]
     if (group := strategy.secondary_group_size(num_local)) > 1:
         # A forward leaves a second copy in each group, for all gathers until the update (partition_parameters.py,
         # _partition_param_sec; stage3.py, invalidate_secondary_tensor): of frozen weights for good.
         times = 2 * micro - 1
         others = (2 * micro * weights - half * trained) / times
         gathers = [
-            _repeated("weights, first forward", "all-gather", half * trained, num_processes),
-            _repeated("weights, after it", "all-gather", others, group, times),
+            _repeated("weights, first forward", "all-gather", half * trained, num_processes, calls=units),
+            _repeated("weights, after it", "all-gather", others, group, times, calls=units),
         ]
-    return [*gathers, _repeated("gradients", "reduce-scatter", reduced, num_processes, micro)]
+    gathers = [replace(gather, is_least=True) for gather in gathers]
+    buckets = _zero_buckets(strategy, sizes)
+    return [*gathers, _repeated("gradients", "reduce-scatter", reduced, num_processes, micro, calls=buckets)]
 
 
 PASSES = ("forward", "backward")
@@ -122,9 +153,75 @@ def _exchanged_bytes(strategy: Strategy, step: Step) -> int:
     return 4 if exchange_precision(strategy, step.precision, step.gradient_dtype) == "no" else 2
 
 
-def _repeated(what: str, kind: TransferKind, num_bytes: float, ranks: int, times: int = 1, stride: int = 1) -> Transfer:
-    """`times` collectives of `num_bytes` each."""
-    return Transfer(what=what, kind=kind, num_bytes=num_bytes * times, times=times, ranks=ranks, stride=stride)
+def _repeated(
+    what: str,
+    kind: TransferKind,
+    num_bytes: float,
+    ranks: int,
+    times: int = 1,
+    stride: int = 1,
+    *,
+    calls: int | None = None,
+) -> Transfer:
+    """`num_bytes` over the links `times`, each time in so many calls."""
+    return Transfer(
+        what=what,
+        kind=kind,
+        num_bytes=num_bytes * times,
+        times=times,
+        calls=None if calls is None else calls * times,
+        ranks=ranks,
+        stride=stride,
+    )
+
+
+def _full(numels: Iterable[int], limits: Iterator[int], *, overshoots: bool) -> int:
+    """The number of buckets that tensors fill.
+
+    Args:
+        limits: of one bucket after the other.
+        overshoots: whether the tensor that reaches the limit is still in the bucket, or the first of the next one.
+    """
+    count, held, limit = 0, 0, next(limits)
+    for numel in numels:
+        if not overshoots and held and held + numel > limit:
+            count, held, limit = count + 1, 0, next(limits)
+        held += numel
+        if overshoots and held >= limit:
+            count, held, limit = count + 1, 0, next(limits)
+    return count + bool(held)
+
+
+def _ddp_buckets(strategy: Strategy, sizes: ModelSizes) -> int | None:
+    """DDP's buckets (torch 2.13, csrc/distributed/c10d/reducer.cpp, compute_bucket_assignment_by_size): float32
+    gradients in the order in which they come.
+    """
+    if not sizes.trained:
+        return None
+    limits = [2**20, 25 * 2**20] if strategy.bucket_cap_mb is None else [strategy.bucket_cap_mb * 2**20]
+    numels = (4 * numel for numel, _ in reversed(sizes.trained))
+    return _full(numels, chain(limits[:1], repeat(limits[-1])), overshoots=True)
+
+
+def _tensors_of_last_stage(mesh: Mesh, sizes: ModelSizes) -> int | None:
+    """Without DDP a gradient is a call (engine/collectives.py, add_up)."""
+    return math.ceil(len(sizes.trained) / mesh.pipeline) if sizes.trained else None
+
+
+def _zero_buckets(strategy: Strategy, sizes: ModelSizes) -> int | None:
+    """DeepSpeed's buckets of gradients (0.19.8, stage_1_and_2.py and stage3.py, `reduce_bucket_size`)."""
+    limit = (strategy.deepspeed or {})["zero_optimization"].get("reduce_bucket_size", 5 * 10**8)
+    numels = (numel for numel, _ in reversed(sizes.trained))
+    return _full(numels, repeat(limit), overshoots=False) if sizes.trained else None
+
+
+def _zero_gathers(strategy: Strategy, sizes: ModelSizes) -> int | None:
+    """Gathers of updated weights: of matrices and of the rest, each in pieces of `allgather_bucket_size` (deepspeed
+    0.19.8, runtime/utils.py, all_gather_dp_groups).
+    """
+    limit = (strategy.deepspeed or {})["zero_optimization"].get("allgather_bucket_size", 5 * 10**8)
+    groups = [sum(numel for numel, is_matrix in sizes.trained if is_matrix == kind) for kind in (True, False)]
+    return sum(max(1, group // limit) for group in groups if group) if sizes.trained else None
 
 
 def _fsdp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int, half: int) -> list[Transfer]:
@@ -138,31 +235,58 @@ def _fsdp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_proce
     again = 0 if keeps else sizes.num_parameters - (sizes.head if strategy.kind != "fsdp1" else 0)
     weights, regathered = half * sizes.num_parameters / divided, half * again / divided
     gradients = _exchanged_bytes(strategy, step) * sizes.num_trained / divided
+    gathered, reduced = _fsdp_units(strategy, sizes)
+    once = 0 if keeps else gathered - 1  # what the head is in stays gathered
     found = [
-        _repeated("weights, forward", "all-gather", weights, group, micro, stride=tensor),
-        _repeated("weights, backward", "all-gather", regathered, group, micro, stride=tensor),
-        _repeated("gradients", "reduce-scatter", gradients, group, micro, stride=tensor),
-        _repeated("gradients of the shard", "all-reduce", gradients / group, replicas, stride=group * tensor),
+        _repeated("weights, forward", "all-gather", weights, group, micro, stride=tensor, calls=gathered),
+        _repeated("weights, backward", "all-gather", regathered, group, micro, stride=tensor, calls=once),
+        _repeated("gradients", "reduce-scatter", gradients, group, micro, stride=tensor, calls=reduced),
+        _repeated(
+            "gradients of the shard", "all-reduce", gradients / group, replicas, 1, group * tensor, calls=reduced
+        ),
     ]
     return [transfer for transfer in found if transfer.ranks > 1 and transfer.num_bytes]
 
 
-def _activations(mesh: Mesh, sizes: ModelSizes, step: Step, half: int) -> list[Transfer]:
-    """Tensor parallel: all-reduces after attention and MLP in the forward and before them and the head in the backward,
-    and what the head's loss needs (Shoeybi et al. 2019, 3). A process of a pipeline has its share of the layers; of
-    head and loss this is the mean over its stages.
+def _fsdp_units(strategy: Strategy, sizes: ModelSizes) -> tuple[int, int]:
+    """What FSDP gathers as one, and of that what is trained: each layer, the embedding, and the rest with the head
+    (`memory._units_fsdp2`); with FSDP1 embedding and head are in the rest, as is a tied one.
+    """
+    layers = _layers_of_last_stage(sizes, strategy.pp_size)
+    ends = 1 if sizes.is_tied or strategy.kind == "fsdp1" or strategy.pp_size > 1 else 2
+    is_full = sizes.num_trained == sizes.num_parameters
+    return layers + ends, layers + (ends if is_full else int(sizes.head_trained))
+
+
+def _layers_of_last_stage(sizes: ModelSizes, num_stages: int) -> int:
+    return len(stage_layers(sizes.num_layers, num_stages - 1, num_stages, head_layers=sizes.head_layers))
+
+
+def _activations(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step, half: int) -> list[Transfer]:
+    """Tensor parallel: all-reduces of what attention and MLP return in the forward, and of the gradient of what each of
+    their matrices divided by columns reads, one by one (transformers 5.23, distributed/tensor_parallel.py,
+    ColwiseParallel); of the embedding and of the head's input; and what the head's loss needs. Shoeybi et al. 2019 (3)
+    have one in the backward for all matrices that read the same. Gradients have the dtype of the residual stream, which
+    the matrices round. A process of a pipeline has its share of the layers; of both ends this is the mean over its
+    stages. Without what an adapter adds.
     """
     if mesh.tensor == 1:
         return []
-    reductions = 6 if step.recompute is True else 4
-    layers, groups = sizes.num_layers / mesh.pipeline, mesh.token_parallel_size
-    tokens, labelled = (half * count / groups * sizes.hidden for count in (step.num_tokens, step.num_labelled))
+    groups, stages = mesh.token_parallel_size, mesh.pipeline
+    is_full = sizes.num_trained == sizes.num_parameters
+    full = hidden_bytes(strategy, step.precision, is_full=is_full)
+    tokens, labelled = (count / groups * sizes.hidden for count in (step.num_tokens, step.num_labelled))
+    # Recomputation stops before the sum that ends a layer, which nothing in it reads.
+    rows = sizes.row_matrices + (max(0, sizes.row_matrices - sizes.num_layers) if step.recompute is True else 0)
+    of_layers = half * rows + full * sizes.column_matrices
+    of_ends = full * tokens * sizes.is_embedding_divided + half * labelled
     terms = 2 * 4 * mesh.tensor * step.num_labelled / groups  # training/models/loss.py, _VocabularyShard
-    reduced = reductions * layers * tokens + labelled / mesh.pipeline
-    return [
-        _repeated("activations", "all-reduce", reduced, mesh.tensor),
-        _repeated("loss", "all-gather", terms / mesh.pipeline, mesh.tensor),
-    ]
+    share = _layers_of_last_stage(sizes, stages) / sizes.num_layers if sizes.num_layers else 0.0
+    calls = round(share * (rows + sizes.column_matrices)) + 1 + (sizes.is_embedding_divided and stages == 1)
+    micro = step.micro_batches
+    reduced = _repeated("activations", "all-reduce", (of_layers * tokens + of_ends) / stages, mesh.tensor, calls=calls)
+    loss = _repeated("loss", "all-gather", terms / stages, mesh.tensor, calls=1)
+    return [replace(one, times=micro, calls=(one.calls or 0) * micro) for one in (reduced, loss)]
 
 
 def _hidden_states(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step) -> list[Transfer]:
@@ -176,7 +300,8 @@ def _hidden_states(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step
     each = hidden_bytes(strategy, step.precision, is_full=is_full) * sizes.hidden
     sent = 2 * each * step.num_tokens / mesh.token_parallel_size
     found = _repeated("hidden states", "send", sent, mesh.pipeline, stride=mesh.stage_size)
-    return [replace(found, times=2 * step.micro_batches)]
+    # The last stage only sends back, and a vote: torch's stages take one each step (2.13, _warmup_backward_result).
+    return [replace(found, times=2 * step.micro_batches, calls=step.micro_batches + 1)]
 
 
 def checkpoint_traffic(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int) -> float:

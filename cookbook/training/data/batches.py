@@ -246,14 +246,17 @@ def collate(
 
 def _collate(tokens: TokenSet, samples: Sequence[int] | np.ndarray, layout: Layout) -> dict[str, Any]:
     batch = collate(tokens, samples, layout.pad_id, packing=layout.packing, multiple=layout.length_multiple)
-    return sequence_part(batch, layout.sequence_size, layout.sequence_rank) if layout.sequence_size > 1 else batch
+    if layout.sequence_size == 1:
+        return batch
+    return sequence_part(batch, layout.sequence_size, layout.sequence_rank, group_size=tokens.group_size)
 
 
-def sequence_part(batch: dict[str, Any], size: int, rank: int) -> dict[str, Any]:
+def sequence_part(batch: dict[str, Any], size: int, rank: int, *, group_size: int) -> dict[str, Any]:
     """The part of a micro-batch that one of `size` ranks sees: T / size consecutive columns of its rows.
 
-    `targets` and what stands beside them are those of the part. `lengths`, `offsets` and what belongs to sequences or
-    samples stay whole. `position_ids`, (1, T / size), are there for padded rows too.
+    `targets` and what stands beside them are those of the part. `lengths` and `offsets` stay whole. `position_ids`,
+    (1, T / size), are there for padded rows too. Losses over whole samples are computed by one rank each, which has
+    their `values` and `reference_logps`: those of the sequences `own_sequences`, int64, of S.
     """
     length = batch["input_ids"].shape[1]
     width = length // size
@@ -264,7 +267,12 @@ def sequence_part(batch: dict[str, Any], size: int, rank: int) -> dict[str, Any]
     part = {"input_ids": batch["input_ids"][:, begin : begin + width].contiguous()}
     part["position_ids"] = positions[:, begin : begin + width].contiguous()
     part["target_positions"] = (row * width + column)[mine]
-    return batch | part | {name: batch[name][mine] for name in ("targets", "target_sequences")}
+    own = torch.arange(batch["num_sequences"]).view(-1, group_size)[rank::size].flatten()
+    part["own_sequences"] = own
+    part |= {name: batch[name][mine] for name in ("targets", "target_sequences")}
+    part |= {"values": batch["values"][rank::size]} if "values" in batch else {}
+    part |= {"reference_logps": batch["reference_logps"][own]} if "reference_logps" in batch else {}
+    return batch | part
 
 
 def _sequences(tokens: TokenSet, samples: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -581,7 +581,8 @@ class Engine:
         batch = {
             name: self._on_device(value) if isinstance(value, torch.Tensor) else value for name, value in batch.items()
         }
-        return function(self.model, batch)
+        shared = {} if self.sequence_mesh is None else {"sequence_group": self.sequence_mesh.get_group()}
+        return function(self.model, batch | shared)
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return to_device(tensor, self.device)
