@@ -63,9 +63,9 @@ def stage_layers(num_layers: int, stage: int, num_stages: int, *, head_layers: i
     head counted as `head_layers` of the last stage. Where one has a layer more than another, it is the later one, which
     keeps fewer micro-batches.
     """
-    if num_stages == 1:
-        return range(num_layers)
     before = num_stages - 1
+    if num_layers < num_stages or num_stages == 1:  # fewer layers than stages are refused
+        return range(num_layers if stage == before else 0)
 
     def slowest(last: int) -> int:
         return max(math.ceil((num_layers - last) / before), last + head_layers)
