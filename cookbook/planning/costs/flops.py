@@ -50,7 +50,7 @@ class ModelSizes:
 def sizes_of(config: Any, skeleton: Skeleton) -> ModelSizes:
     """The sizes of a model, from its transformers configuration and its weights."""
     text = config.get_text_config()
-    experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts") or 1
+    experts = num_experts(config)
     share = (_first(text, "num_experts_per_tok") or experts) / experts
 
     def active(weight: Weight) -> float:
@@ -78,6 +78,11 @@ def sizes_of(config: Any, skeleton: Skeleton) -> ModelSizes:
         num_experts=experts,
         windows=_attention_windows(text, skeleton.num_layers),
     )
+
+
+def num_experts(config: Any) -> int:
+    """Number of experts of a layer between which its router chooses; 1 without a router."""
+    return _first(config.get_text_config(), "num_local_experts", "num_experts", "n_routed_experts") or 1
 
 
 def _first(config: Any, *names: str) -> Any:
