@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from tests.curves import ADAMW, ROOT, SGD, Curve, Distance, Lab, distance, processes_of
+from tests.experts import needs_experts
 
 STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
-DISTRIBUTED = [name for name in STRATEGIES if name != "single"]
+DISTRIBUTED = [name for name in STRATEGIES if name != "single" and not needs_experts(name)]
 
 # Measured differences are below 4e-7 and 4e-7 with SGD; the limits are those of the project's promise.
 SGD_LOSS, SGD_NORM = 2e-6, 1e-6

@@ -8,7 +8,7 @@ python -m pytest -q -m "slow or not slow" tests/test_gpu_matrix.py
 import pytest
 
 from tests.gpu_runs import GpuLab, GpuRun
-from tests.test_equivalence import ADAMW_LOSS, ADAMW_NORM, DISTRIBUTED, NVME_MODEL, STRATEGIES
+from tests.test_equivalence import ADAMW_LOSS, ADAMW_NORM, DISTRIBUTED, NVME_MODEL
 
 PRECISIONS = ("'no'", "bf16", "fp16")
 PACKED = {"data.packing": "true"}
@@ -60,7 +60,7 @@ def test_every_strategy_has_the_curve_of_one_gpu(gpu_lab: GpuLab, strategy: str,
 
 
 def test_every_strategy_file_is_in_the_matrix():
-    assert {case.values[0] for case in cases()} == set(STRATEGIES) - {"single"}
+    assert {case.values[0] for case in cases()} == set(DISTRIBUTED)
     assert len(cases()) >= 13 * 6 - 2
 
 

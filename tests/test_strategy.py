@@ -22,6 +22,7 @@ STRATEGIES = {
     "fsdp1": ("fsdp1", 0, None, None, (1, 1, 1, 1, 1)),
     "fsdp2": ("fsdp2", 0, None, None, (1, 1, 1, 1, 1)),
     "fsdp2_grad_op": ("fsdp2", 0, None, None, (1, 1, 1, 1, 1)),
+    "fsdp2_ep": ("fsdp2", 0, None, None, (1, 2, 1, 1, 1)),
     "fsdp2_offload": ("fsdp2", 0, None, None, (1, 1, 1, 1, 1)),
     "fsdp2_sp": ("fsdp2", 0, None, None, (1, 1, 2, 1, 1)),
     "hsdp": ("fsdp2", 0, None, None, (2, 2, 1, 1, 1)),
@@ -122,13 +123,14 @@ def test_every_deepspeed_file_leaves_the_recipes_values_to_the_recipe():
         ("hsdp", {}),
         ("fsdp2_sp", {}),
         ("fsdp2_tp", {}),
+        ("fsdp2_ep", {}),
         ("pp_fsdp2", {}),
     ],
 )
 def test_fsdp2_files_differ_only_in_what_their_names_say(name, difference):
     base, values = accelerate_yaml("fsdp2"), accelerate_yaml(name)
     assert values["fsdp_config"] == base["fsdp_config"] | difference
-    mesh_keys = {"parallelism_config"} if name in ("hsdp", "fsdp2_sp", "fsdp2_tp", "pp_fsdp2") else set()
+    mesh_keys = {"parallelism_config"} if name in ("hsdp", "fsdp2_sp", "fsdp2_tp", "fsdp2_ep", "pp_fsdp2") else set()
     rest = {key: value for key, value in values.items() if key not in mesh_keys | {"fsdp_config"}}
     assert rest == {key: base[key] for key in base if key not in mesh_keys | {"fsdp_config"}}
 
@@ -149,6 +151,8 @@ MESHES = {
     ("tp", 2): (Mesh(tensor=2), [0, 0]),
     ("tp", 4): (Mesh(replicate=2, tensor=2), [0, 0, 1, 1]),
     ("hsdp", 8): (Mesh(replicate=2, shard=4), list(range(8))),
+    ("fsdp2_ep", 4): (Mesh(shard=2, expert=2), [0, 1, 2, 3]),
+    ("fsdp2_ep", 8): (Mesh(shard=4, expert=2), list(range(8))),
     ("fsdp2_tp", 8): (Mesh(shard=4, tensor=2), [0, 0, 1, 1, 2, 2, 3, 3]),
     ("ddp_tp", 8): (Mesh(replicate=4, tensor=2), [0, 0, 1, 1, 2, 2, 3, 3]),
     ("pp", 8): (Mesh(replicate=4, pipeline=2), [0, 1, 2, 3, 0, 1, 2, 3]),

@@ -467,7 +467,7 @@ def _mesh_problem(parsed: AccelerateFile, mesh: ParallelismBlock) -> str | None:
     if tensor > 1 and family == "DEEPSPEED":
         return "tensor parallel together with DEEPSPEED is not supported; use tp_size 1"
     if max(tensor, expert) > 1 and block is not None:
-        return _sharded_while_read_problem(block, shard, "tp_size" if tensor > 1 else "ep_size")
+        return _sharded_while_read_problem(block, shard * expert, "tp_size" if tensor > 1 else "ep_size")
     if family == "MULTI_GPU" and shard > 1:
         return "dp_shard_size goes with distributed_type FSDP"
     if family != "FSDP" and replicate > 1 and tensor == 1:

@@ -32,6 +32,10 @@ class ModelSizes:
     """Size of a head; the mean of both if queries and values differ."""
     vocab: int = 0
     num_experts: int = 1
+    num_of_experts: int = 0
+    """Parameters of the experts of all layers."""
+    num_routed: int = 0
+    """Experts that a token passes through, over all layers."""
     windows: Sequence[int | None] = ()
     """The attention window of each layer with attention; None: no window. Empty: no layer has one."""
 
@@ -53,11 +57,13 @@ def sizes_of(config: Any, skeleton: Skeleton) -> ModelSizes:
     experts = num_experts(config)
     share = (_first(text, "num_experts_per_tok") or experts) / experts
 
+    routed = [weight for weight in skeleton.weights if weight.is_expert]
+
     def active(weight: Weight) -> float:
         """Elements of a weight that a token is multiplied with."""
         if len(weight.shape) < 2 or weight.layer is None or weight.name.endswith("bias"):
             return 0.0
-        return weight.num_elements * (share if ".experts." in weight.name else 1.0)
+        return weight.num_elements * (share if weight.is_expert else 1.0)
 
     heads = text.num_attention_heads
     plain = _first(text, "head_dim") or text.hidden_size // heads
@@ -76,6 +82,8 @@ def sizes_of(config: Any, skeleton: Skeleton) -> ModelSizes:
         head_dim=(queries + values) / 2,
         vocab=text.vocab_size,
         num_experts=experts,
+        num_of_experts=sum(weight.num_elements for weight in routed),
+        num_routed=len({weight.layer for weight in routed}) * round(share * experts),
         windows=_attention_windows(text, skeleton.num_layers),
     )
 

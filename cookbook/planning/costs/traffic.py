@@ -65,7 +65,22 @@ def transfers(
     tests/test_forecast_speed.py counts the collectives of real runs of FSDP2 and ZeRO-1 to -3.
     """
     found = _state_transfers(strategy, sizes, step, num_processes, num_local or strategy.num_local(num_processes))
-    return [*found, _exchanges(strategy, sizes, step, num_processes)] if strategy.sp_size > 1 else found
+    if strategy.sp_size > 1:
+        found.append(_exchanges(strategy, sizes, step, num_processes))
+    if strategy.ep_size > 1:
+        found.append(_to_experts(strategy, sizes, step, num_processes))
+    return found
+
+
+def _to_experts(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int) -> Transfer:
+    """Expert parallel: all-to-alls of hidden states to the experts that a token chose, and back, in each pass. A group
+    is one machine's, or nearly; how uneven the experts are chosen is not counted.
+    """
+    passes = 3 if step.recompute is True else 2
+    each = (4 if step.precision == "no" else 2) * sizes.hidden
+    sent = 2 * passes * each * sizes.num_routed * step.num_tokens / num_processes
+    times = 2 * passes * sizes.num_layers * step.micro_batches
+    return Transfer(what="tokens to experts", kind="all-to-all", num_bytes=sent, times=times, ranks=strategy.ep_size)
 
 
 def _exchanges(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int) -> Transfer:
@@ -135,14 +150,28 @@ def _fsdp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_proce
     group = num_processes // replicas // divided
     keeps = strategy.fsdp.fsdp_reshard_after_forward is False
     keeps = keeps or strategy.fsdp.fsdp_sharding_strategy == "SHARD_GRAD_OP"
-    again = 0 if keeps else sizes.num_parameters - (sizes.head if strategy.kind != "fsdp1" else 0)
-    weights, regathered = half * sizes.num_parameters / divided, half * again / divided
-    gradients = _exchanged_bytes(strategy, step) * sizes.num_trained / divided
+    # Of an expert-parallel group each process gathers its own experts, from those that have the same ones.
+    experts = sizes.num_of_experts if strategy.ep_size > 1 else 0
+    again = 0 if keeps else sizes.num_parameters - experts - (sizes.head if strategy.kind != "fsdp1" else 0)
+    weights, regathered = half * (sizes.num_parameters - experts) / divided, half * again / divided
+    gradients = _exchanged_bytes(strategy, step) * (sizes.num_trained - experts) / divided
+    own, stride = experts / strategy.ep_size, strategy.ep_size
+    sharers = group // strategy.ep_size
     found = [
         _repeated("weights, forward", "all-gather", weights, group, micro, stride=tensor),
         _repeated("weights, backward", "all-gather", regathered, group, micro, stride=tensor),
         _repeated("gradients", "reduce-scatter", gradients, group, micro, stride=tensor),
         _repeated("gradients of the shard", "all-reduce", gradients / group, replicas, stride=group * tensor),
+        _repeated("experts, forward", "all-gather", half * own, sharers, micro, stride=stride),
+        _repeated("experts, backward", "all-gather", half * own, sharers, micro, stride=stride),
+        _repeated(
+            "gradients of experts",
+            "reduce-scatter",
+            _exchanged_bytes(strategy, step) * own,
+            sharers,
+            micro,
+            stride=stride,
+        ),
     ]
     return [transfer for transfer in found if transfer.ranks > 1 and transfer.num_bytes]
 

@@ -190,6 +190,11 @@ def not_served(config: PreTrainedConfig) -> str | None:
     both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
     if is_encoder or both_ways or getattr(config, "is_causal", None) is False:
         return "its attention looks ahead, so it cannot learn to predict the next token"
+    if getattr(config, "output_router_logits", False):
+        return (
+            "its output_router_logits asks for the router's auxiliary loss: of products of means over a micro-batch,"
+            " so that the curve would depend on how a batch is split; set it to false in its config.json"
+        )
     for key in LOGIT_TRANSFORMS:
         if getattr(config, key, None) not in (None, 1, 1.0):
             return f"its {key} changes the logits after the head, not served yet"
