@@ -32,7 +32,7 @@ SLOW, THOROUGH = pytest.mark.slow, [pytest.mark.slow, pytest.mark.thorough]
 
 def test_with_clipping_and_a_tied_embedding_the_curve_is_that_of_one_process(lab: Lab):
     model = experts(lab)
-    curve = lab.run("fsdp2_ep", model | FOUR, launched=True)
+    curve = lab.run("fsdp2_ep", model | FOUR, processes=4, launched=True)
     found = distance(curve, lab.run("single", model))
     assert curve.record["strategy"]["experts of this process"] == [True, 3]
     assert len([line for line in curve.steps if line["grad_norm"] > 1.0]) >= 5, "this case is meant to clip"
@@ -52,6 +52,7 @@ def test_adamw_in_its_band(lab: Lab):
         pytest.param({"model.gradient_checkpointing": "true"}, marks=SLOW, id="checkpointing"),
         pytest.param({"model.gradient_checkpointing": "selective"}, marks=THOROUGH, id="selective"),
         pytest.param({"batch": "{global_batch_size: 16, micro_batch_tokens: 300}"}, marks=THOROUGH, id="budget"),
+        pytest.param({"run.sample_every_steps": "8"}, marks=THOROUGH, id="samples"),
     ],
 )
 def test_what_a_recipe_chooses_changes_no_curve(lab: Lab, settings: dict[str, str]):
