@@ -181,6 +181,7 @@ OPEN = [
     ("ddp_tp", "tp_size", (16, 8), (2, 1, 8, 1)),
     ("ddp_tp", "tp_size", (8, 8), (2, 1, 4, 1)),
     ("fsdp2_tp", "tp_size", (16, 8), (1, 2, 8, 1)),
+    ("fsdp2_ep", "ep_size", (16, 8), (1, 2, 1, 1)),  # groups of 8
     ("pp_fsdp2", "pp_size", (16, 8), (1, 2, 1, 8)),
     ("pp", "pp_size", (4, 4), (1, 1, 1, 4)),
     ("ddp_tp", "dp_replicate_size", (8, 8), (4, 1, 2, 1)),
