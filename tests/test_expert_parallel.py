@@ -39,6 +39,7 @@ def test_with_clipping_and_a_tied_embedding_the_curve_is_that_of_one_process(lab
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM and found.weight < 1e-6, found
 
 
+@pytest.mark.slow
 def test_adamw_in_its_band(lab: Lab):
     settings = experts(lab, tie_word_embeddings=False) | ADAMW
     found = distance(lab.run("fsdp2_ep", settings | {"batch.micro_batch_size": "4"}), lab.run("single", settings))
@@ -112,22 +113,26 @@ STEP = Step(num_tokens=0, num_labelled=0, length=96, precision="no")
 
 
 def in_a_step(curve: Curve, what: str) -> float:
-    """The mean of a step without evaluation, over all processes, of what they count from the start on."""
+    """Over all processes, the mean of steps 2 to 6, in which nothing is evaluated, of what they count from the start on.
+    Step 7 has the rest of an epoch.
+    """
     found: dict[int, int] = {}
     for number, _, total in re.findall(rf"{what} (\d+) (\d+) (\d+)", (curve.folder / "output.txt").read_text()):
         found[int(number)] = found.get(int(number), 0) + int(total)
-    return (found[8] - found[3]) / 5
+    return (found[7] - found[2]) / 5
 
 
+@pytest.mark.slow
 def test_a_real_step_sends_what_the_ledger_says(lab: Lab):
     """The control is the formula of fsdp2, which gathers all experts on each process."""
-    model = experts(lab, num_experts=4, tie_word_embeddings=False)  # which the two shards can share evenly
-    settings = model | FOUR
+    # Two shards can share these experts evenly.
+    model = experts(lab, num_experts=4, moe_intermediate_size=128, tie_word_embeddings=False)
+    settings = model | FOUR | {"run.max_steps": "7", "schedule.warmup_steps": "2"}
     curve = lab.run("fsdp2_ep", settings, sabotage="bytes_and_positions")
     recipe = load_recipe(lab.folder / "recipe.yaml", [f"{key}={value}" for key, value in settings.items()])
     config = AutoConfig.from_pretrained(model["model"].removeprefix("{name_or_path: ").removesuffix("}"))
     sizes = sizes_of(config, skeleton(config, recipe))
-    assert (sizes.num_of_experts, sizes.num_routed) == (2 * 4 * 3 * 64 * 32, 2 * 2)
+    assert (sizes.num_of_experts, sizes.num_routed) == (2 * 4 * 3 * 64 * 128, 2 * 2)
     strategy = load_strategy(find_strategy("fsdp2_ep"))
     step = replace(STEP, num_tokens=in_a_step(curve, "POSITIONS"), micro_batches=2)
 
@@ -138,9 +143,10 @@ def test_a_real_step_sends_what_the_ledger_says(lab: Lab):
         )
 
     found, expected = in_a_step(curve, "SENT") / 4, by_ledger(strategy)
-    print(found, expected, by_ledger(replace(strategy, ep_size=1, dp_shard_size=4)))
-    assert found == pytest.approx(expected, rel=0.05)
-    assert found != pytest.approx(by_ledger(replace(strategy, ep_size=1, dp_shard_size=4)), rel=0.2)
+    other = by_ledger(replace(strategy, ep_size=1, dp_shard_size=4))
+    print(found, expected, other)
+    assert found == pytest.approx(expected, rel=0.03)
+    assert other > 1.2 * found
 
 
 # Refusals.
