@@ -113,7 +113,7 @@ STEP = Step(num_tokens=0, num_labelled=0, length=96, precision="no")
 
 
 def in_a_step(curve: Curve, what: str) -> float:
-    """Over all processes, the mean of steps 2 to 6, in which nothing is evaluated, of what they count from the start on.
+    """Over all processes, the mean of steps 2 to 6, which evaluate nothing, of what they count from the start on.
     Step 7 has the rest of an epoch.
     """
     found: dict[int, int] = {}
