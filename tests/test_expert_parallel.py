@@ -156,7 +156,7 @@ def test_a_real_step_sends_what_the_ledger_says(lab: Lab):
     ("model_type", "size", "reason"),
     [
         ("llama", 2, "llama has no experts; use fsdp2"),
-        ("glm4_moe", 2, "glm4_moe is not among the architectures whose curve under expert parallel was compared"),
+        ("nemotron_h", 2, "nemotron_h is not among the architectures whose curve under expert parallel was compared"),
         ("mixtral", 3, "4 experts cannot be divided over ep_size 3; use a divisor"),
         ("mixtral", 2, None),
         ("llama", 1, None),
