@@ -16,7 +16,7 @@ from cookbook.commands.forecast.skeleton import skeleton
 from cookbook.config.mesh import Mesh
 from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import find_strategy, load_strategy
-from cookbook.planning.costs.flops import Step, sizes_of
+from cookbook.planning.costs.flops import ModelSizes, Step, sizes_of
 from cookbook.planning.costs.traffic import transfers
 from cookbook.system.hardware import parse_machines
 from cookbook.training.models.structure import EXPERT_PARALLEL, mesh_problem, not_served
@@ -110,6 +110,21 @@ def test_another_divisor_of_the_gradients_of_experts_is_refused(lab: Lab):
 # Messages.
 
 STEP = Step(num_tokens=0, num_labelled=0, length=96, precision="no")
+
+
+def test_messages_by_hand():
+    """1,000 parameters of which each process has a quarter, 800 of experts: half for each process of a group."""
+    sizes = ModelSizes(
+        num_parameters=1800, num_trained=1800, num_matrix=0, num_matrix_trained=0, num_of_experts=800, num_routed=4,
+        num_layers=2, hidden=8,
+    )  # fmt: skip
+    messages = transfers(load_strategy(find_strategy("fsdp2_ep")), sizes, replace(STEP, num_tokens=40), 4)
+    found = {one.what: (one.num_bytes, one.ranks, one.stride) for one in messages}
+    assert found == {
+        **dict.fromkeys(("weights, forward", "weights, backward", "gradients"), (4 * 1000, 4, 1)),
+        **dict.fromkeys(("experts, forward", "experts, backward", "gradients of experts"), (4 * 400, 2, 2)),
+        "tokens to experts": (2 * 2 * 4 * 8 * 4 * 40 / 4, 2, 1),  # there and back, twice, of 10 tokens and 4 experts
+    }
 
 
 def in_a_step(curve: Curve, what: str) -> float:

@@ -73,8 +73,8 @@ def transfers(
 
 
 def _to_experts(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int) -> Transfer:
-    """Expert parallel: all-to-alls of hidden states to the experts that a token chose, and back, in each pass. A group
-    is one machine's, or nearly; how uneven the experts are chosen is not counted.
+    """Expert parallel: all-to-alls of hidden states to the experts that a token chose, and back, in each pass; as if
+    tokens chose all equally often.
     """
     passes = 3 if step.recompute is True else 2
     each = (4 if step.precision == "no" else 2) * sizes.hidden
@@ -150,28 +150,20 @@ def _fsdp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_proce
     group = num_processes // replicas // divided
     keeps = strategy.fsdp.fsdp_reshard_after_forward is False
     keeps = keeps or strategy.fsdp.fsdp_sharding_strategy == "SHARD_GRAD_OP"
-    # Of an expert-parallel group each process gathers its own experts, from those that have the same ones.
-    experts = sizes.num_of_experts if strategy.ep_size > 1 else 0
+    # Of an expert-parallel group each process has its own experts, which it shares with those of other groups.
+    experts, expert = sizes.num_of_experts if strategy.ep_size > 1 else 0, strategy.ep_size
     again = 0 if keeps else sizes.num_parameters - experts - (sizes.head if strategy.kind != "fsdp1" else 0)
     weights, regathered = half * (sizes.num_parameters - experts) / divided, half * again / divided
     gradients = _exchanged_bytes(strategy, step) * (sizes.num_trained - experts) / divided
-    own, stride = experts / strategy.ep_size, strategy.ep_size
-    sharers = group // strategy.ep_size
+    own, owners = half * experts / expert, group // expert
+    of_own = _exchanged_bytes(strategy, step) * experts / expert
     found = [
         _repeated("weights, forward", "all-gather", weights, group, micro, stride=tensor),
         _repeated("weights, backward", "all-gather", regathered, group, micro, stride=tensor),
         _repeated("gradients", "reduce-scatter", gradients, group, micro, stride=tensor),
         _repeated("gradients of the shard", "all-reduce", gradients / group, replicas, stride=group * tensor),
-        _repeated("experts, forward", "all-gather", half * own, sharers, micro, stride=stride),
-        _repeated("experts, backward", "all-gather", half * own, sharers, micro, stride=stride),
-        _repeated(
-            "gradients of experts",
-            "reduce-scatter",
-            _exchanged_bytes(strategy, step) * own,
-            sharers,
-            micro,
-            stride=stride,
-        ),
+        *(_repeated(f"experts, {name}", "all-gather", own, owners, micro, stride=expert) for name in PASSES),
+        _repeated("gradients of experts", "reduce-scatter", of_own, owners, micro, stride=expert),
     ]
     return [transfer for transfer in found if transfer.ranks > 1 and transfer.num_bytes]
 
