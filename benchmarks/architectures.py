@@ -34,7 +34,13 @@ from cookbook.training.adapters import quantization_options  # noqa: E402
 from cookbook.training.checkpoint.export import saved_buffers  # noqa: E402
 from cookbook.training.models.attention import sequence_problem  # noqa: E402
 from cookbook.training.models.loss import add_loss  # noqa: E402
-from cookbook.training.models.structure import not_served, pipeline_problem, random_parts, tensor_problem  # noqa: E402
+from cookbook.training.models.structure import (  # noqa: E402
+    expert_problem,
+    not_served,
+    pipeline_problem,
+    random_parts,
+    tensor_problem,
+)
 from tests.curves import Curve, Lab  # noqa: E402
 from tests.target_grid import from_grid  # noqa: E402
 
@@ -185,6 +191,7 @@ COLUMNS: dict[str, tuple[str, dict[str, str]]] = {
     "tp": ("tp", {}),
     "sp": ("ddp_sp", {}),
     "pp": ("pp", {}),
+    "ep": ("fsdp2_ep", {}),
     "lora": ("single", LORA),
     "qlora": ("single", QLORA),
 }
@@ -291,6 +298,7 @@ def predicted(column: str, config: PreTrainedConfig) -> str | None:
         "packed": lambda: packing_problem(config, MAX_LENGTH),
         "sp": lambda: sequence_problem(config, 2),
         "pp": lambda: pipeline_problem(config, 2),
+        "ep": lambda: expert_problem(config, 2),
     }.get(column, lambda: None)()
 
 
@@ -328,7 +336,7 @@ def tokenizer_folder(lab: Lab) -> Path:
     return folder
 
 
-HEADINGS = ("one process", "packed", "`fsdp2`", "`zero3`", "`tp`", "`ddp_sp`", "`pp`", "LoRA", "QLoRA")
+HEADINGS = ("one process", "packed", "`fsdp2`", "`zero3`", "`tp`", "`ddp_sp`", "`pp`", "`fsdp2_ep`", "LoRA", "QLoRA")
 WITHIN_PROCESS = 1e-4
 """Of a token's loss, of models with large random weights."""
 PAGE_TEXT = """\
@@ -341,8 +349,9 @@ Each model type is a tiny random model with all its kinds of layers, trained by 
 padded rows of uneven length, without dropout. A number is the largest error of a loss, in natural units; the limit is
 {limit}. The held-out losses of one process, before training and of the exported model, are compared with transformers'
 own loss, one sample at a time; so are those of LoRA and QLoRA. Packed rows and strategies are compared with the curve
-of one process, step by step, and their exports with transformers. `fsdp2`, `zero3`, `tp`, `ddp_sp` and `pp` ran as two
-processes. Dropout, where a configuration has it, depends on the number of processes, which a run notes at its start.
+of one process, step by step, and their exports with transformers. `fsdp2_ep` ran as four processes, all other
+strategies as two. Dropout, where a configuration has it, depends on the number of processes, which a run notes at its
+start.
 
 {table}
 
@@ -459,7 +468,8 @@ def write(record: dict[str, Any]) -> None:
         if problem := not_served(config):
             row.clear()
             row["refused"] = problem
-        row |= {column: {"refused": why} for column in row if (why := predicted(column, config))}
+        elif "plain" in row:
+            row |= {column: {"refused": why} for column in COLUMNS if (why := predicted(column, config))}
     RESULTS.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page(record), encoding="utf-8")
 

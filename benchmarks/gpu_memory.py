@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from cookbook.config.strategy import find_strategy, load_strategy  # noqa: E402
 from tests.curves import processes_of  # noqa: E402
+from tests.experts import needs_experts  # noqa: E402
 from tests.gpu_runs import GpuLab  # noqa: E402
 from tests.warm_parent import WarmParent  # noqa: E402
 
@@ -31,7 +32,8 @@ PAGE = ROOT / "docs" / "simulated_gpus.md"
 BEGIN, END = "<!-- benchmarks/gpu_memory.py -->\n", "<!-- end -->\n"
 COMMAND = "make gpu-memory"
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes")
-STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
+SHIPPED = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
+STRATEGIES = [name for name in SHIPPED if not needs_experts(name)]
 ADAPTERS = ("full", "lora", "qlora")
 CHECKPOINTING = ("false", "true", "selective")
 REFUSED = 2

@@ -61,8 +61,8 @@ def _spreads(strategy: Strategy, machines: Machines) -> bool:
         return False  # only to resume older runs
     if machines.num_gpus == 1:
         return strategy.kind == "single" or strategy.offloads
-    sizes = (strategy.dp_replicate_size, strategy.tp_size, strategy.pp_size, strategy.written_secondary_group_size)
-    return strategy.num_processes is None and set(sizes) == {1}
+    sizes = (strategy.dp_replicate_size, strategy.tp_size, strategy.pp_size, strategy.ep_size)
+    return strategy.num_processes is None and set(sizes) == {strategy.written_secondary_group_size} == {1}
 
 
 def _entry(one: Forecast) -> str:

@@ -193,6 +193,47 @@ def norm_of_a_process() -> None:
     Engine._num_shards = lambda self, gradient: 1
 
 
+def experts_of_other_processes_left_out() -> None:
+    """Under expert parallel each process lets its own experts alone see its tokens."""
+    from transformers.distributed.expert_parallel import AllToAllEP
+
+    def call(self, hidden_states, top_k_index, top_k_weights):
+        here = top_k_index // self.num_local_experts == self.ep_mesh.get_local_rank()
+        return self.experts_forward(hidden_states, top_k_index % self.num_local_experts, top_k_weights * here)
+
+    AllToAllEP.__call__ = call
+
+
+def experts_divided_by_their_own_group() -> None:
+    """Gradients of experts, to which tokens of a whole group contribute, are averaged over those that share them."""
+    from cookbook.training.engine.expert_parallel import ExpertParallel
+
+    right = ExpertParallel._wrap
+
+    def wrap(self, model, optimizer):
+        for module in model.modules():
+            if hasattr(module, "_is_expert_parallel"):
+                module.set_gradient_divide_factor(float(self.mesh.shard))
+        return right(self, model, optimizer)
+
+    ExpertParallel._wrap = wrap
+
+
+def experts_divided_by_their_own_group_unchecked() -> None:
+    """The same, and nothing looks at the divisor."""
+    from cookbook.training.engine import Engine
+
+    experts_divided_by_their_own_group()
+    Engine.assert_in_force = lambda self: None
+
+
+def shards_of_experts_counted_along_one_dimension() -> None:
+    """The norm takes the parts of experts for parts along the first dimension of their mesh."""
+    from cookbook.training.engine import Engine
+
+    Engine._num_shards = lambda self, gradient: gradient.device_mesh.size(0)
+
+
 def gradient_not_finite_in_step_3() -> None:
     """Of one parameter on one process; every loss is a number."""
     from cookbook.training.engine import Engine
@@ -542,6 +583,26 @@ def messages_of_a_step() -> None:
         return found
 
     Engine.begin_step = begin_step
+
+
+def bytes_and_positions() -> None:
+    """No mistake: the same, and the positions that have passed through a process."""
+    from cookbook.training.engine import Engine
+
+    bytes_on_the_wire()
+    begin, forward = Engine.begin_step, Engine._forward
+    positions = 0
+
+    def begin_step(self, number, seed):
+        print(f"POSITIONS {number} {self.world.rank} {positions}", flush=True)
+        return begin(self, number, seed)
+
+    def counted(self, function, batch):
+        nonlocal positions
+        positions += batch["input_ids"].numel()
+        return forward(self, function, batch)
+
+    Engine.begin_step, Engine._forward = begin_step, counted
 
 
 def sizes_of_buckets() -> None:

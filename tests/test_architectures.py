@@ -17,7 +17,14 @@ from cookbook.planning.packing import PACKABLE
 from cookbook.system.files import RecipeError
 from cookbook.training.checkpoint.export import saved_buffers
 from cookbook.training.models import load_config
-from cookbook.training.models.structure import FROZEN_IN_PART, NOT_SERVED, PIPELINED, TENSOR_PARALLEL, not_served
+from cookbook.training.models.structure import (
+    EXPERT_PARALLEL,
+    FROZEN_IN_PART,
+    NOT_SERVED,
+    PIPELINED,
+    TENSOR_PARALLEL,
+    not_served,
+)
 from tests.curves import Lab
 from tests.test_equivalence import SGD_LOSS
 
@@ -49,7 +56,8 @@ def test_the_record_has_every_architecture_that_the_code_names_and_no_error():
     assert [cell for cell in cells if "failed" in cell or cell.get("loss", 0) > SGD_LOSS] == []
     packed = {name for name, row in RECORD["rows"].items() if "loss" in row.get("packed", {})}
     assert packed == set(PACKABLE) & RECORD["rows"].keys()
-    assert {name for name, row in RECORD["rows"].items() if "loss" in row.get("tp", {})} == set(TENSOR_PARALLEL)
+    for column, names in (("tp", TENSOR_PARALLEL), ("ep", EXPERT_PARALLEL)):
+        assert {name for name, row in RECORD["rows"].items() if "loss" in row.get(column, {})} == set(names)
 
 
 def test_all_others_have_transformers_loss_or_are_refused():

@@ -676,6 +676,20 @@ STRATEGY_MISTAKES = {
         "fsdp_reshard_after_forward: false",
         ":7: parallelism_config: fsdp_reshard_after_forward: false would be ignored with pp_size; write true",
     ),
+    "expert parallel and copies": (
+        "fsdp2_ep",
+        YAML,
+        "parallelism_config_ep_size: 2",
+        "parallelism_config_ep_size: 2\n  parallelism_config_dp_replicate_size: 2",
+        ":7: parallelism_config: ep_size goes with distributed_type FSDP and with dp_shard_size only; ...",
+    ),
+    "expert parallel and gathered layers": (
+        "fsdp2_ep",
+        YAML,
+        "fsdp_reshard_after_forward: true",
+        "fsdp_reshard_after_forward: false",
+        ":7: parallelism_config: fsdp_reshard_after_forward: false would be ignored with ep_size; write true",
+    ),
     "pipeline and ZeRO": (
         "zero3_sp",
         YAML,

@@ -16,10 +16,11 @@ CLASHES = {
     "mixed_precision: fp16 without a GPU": (["mixed_precision=fp16"], "ddp", 0),
     "mixed_precision: fp16 with tensor parallel": (["mixed_precision=fp16"], "tp", 2),
     "mixed_precision: fp16 with pipeline parallel": (["mixed_precision=fp16"], "pp", 2),
+    "mixed_precision: fp16 with expert parallel": (["mixed_precision=fp16"], "fsdp2_ep", 4),
     "optim.gradient_dtype with communication_data_type in the JSON": (["optim.gradient_dtype=bf16"], "zero1", 0),
     "run.memory_snapshot without a real GPU": (["run.memory_snapshot=true"], "ddp", 0),
     "adapter.name: dora or qlora with tensor parallel": ([DORA], "tp", 0),
-    "adapter with FSDP2 over tensor or pipeline parallel": ([LORA], "pp_fsdp2", 0),
+    "adapter with FSDP2 over tensor, pipeline or expert parallel": ([LORA], "pp_fsdp2", 0),
     "adapter.name: qlora with FSDP1": ([QLORA], "fsdp1", 0),
     "adapter.name: qlora with weights on NVMe": ([QLORA], "zero3_nvme", 0),
     "model.gradient_checkpointing: selective with ZeRO-3": (["model.gradient_checkpointing=selective"], "zero3", 0),
@@ -30,7 +31,9 @@ CLASHES = {
     ),
     "model.compile with sequence parallel": (["model.compile=true"], "fsdp2_sp", 0),
     "model.liger_kernels with pipeline parallel, on GPUs": (["model.liger_kernels=true"], "pp", 2),
+    "model.liger_kernels with expert parallel, on GPUs": (["model.liger_kernels=true"], "fsdp2_ep", 4),
     "model.compile with FSDP2 over pipeline parallel": (["model.compile=true"], "pp_fsdp2", 0),
+    "model.compile with expert parallel": (["model.compile=true"], "fsdp2_ep", 0),
     "model.compile with tensor parallel": (["model.compile=true"], "tp", 0),
     "optim.name: adamw_8bit with optimizer state on NVMe": (
         ["optim={name: adamw_8bit, learning_rate: 1e-3}"],
@@ -42,6 +45,7 @@ CLASHES = {
 }
 BESIDE = [
     ([DPO], "ddp"),
+    (["optim.gradient_dtype=bf16"], "fsdp2_ep"),
     ([LORA], "zero3_sp"),
     ([DPO], "ddp_sp"),
     ([QLORA], "pp"),

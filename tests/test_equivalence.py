@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from tests.curves import ADAMW, ROOT, SGD, Curve, Distance, Lab, distance, processes_of
+from tests.experts import needs_experts
 
 STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
-DISTRIBUTED = [name for name in STRATEGIES if name != "single"]
+DISTRIBUTED = [name for name in STRATEGIES if name != "single" and not needs_experts(name)]
 COMPILES = "zero3_nvme"  # for minutes
 ALL = [pytest.param(name, marks=pytest.mark.slow if name == COMPILES else pytest.mark.core) for name in DISTRIBUTED]
 

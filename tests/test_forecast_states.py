@@ -13,16 +13,17 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
-from transformers import AutoConfig, LlamaConfig
+from transformers import LlamaConfig
 
 from cookbook.commands.forecast.skeleton import skeleton
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.strategy import load_strategy
 from cookbook.planning.costs.inputs import Skeleton, Weight, cost_inputs
 from cookbook.planning.costs.memory import States, states
+from cookbook.training.models.structure import find_config
 from tests.curves import ROOT, Lab, write_chats
+from tests.experts import experts
 from tests.needs import need_builds_of
-from tests.warm_parent import WarmParent
 
 RECIPE = """\
 strategy: accelerate_configs/single.yaml
@@ -64,7 +65,10 @@ VARIANTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "zero3-sums": ("zero3", SUMS),
     "zero2-sums": ("zero2", SUMS),
 }
-SIZES = dict.fromkeys(("tp", "ddp_tp", "fsdp2_tp", "hsdp_tp", "pp_tp", "pp_tp_fsdp2"), EVEN) | {"zero3_nvme": LARGE}
+EXPERTS = ("model={name_or_path: EXPERTS}",)
+"""A mixture, in a folder that the run makes."""
+SIZES = dict.fromkeys(("tp", "ddp_tp", "fsdp2_tp", "hsdp_tp", "pp_tp", "pp_tp_fsdp2"), EVEN)
+SIZES |= {"fsdp2_ep": EXPERTS, "zero3_nvme": LARGE}
 
 # The largest tensor that a run holds and no category counts: a micro-batch's tokens, 2 x 96 in int64.
 TOKENS = 2 * 96 * 8
@@ -78,7 +82,8 @@ class Run:
 
     def __str__(self) -> str:
         names = {FULL: "full", LORA: "lora", QLORA: "qlora"}
-        words = [names.get((setting,), setting) for setting in self.settings if setting not in (*EVEN, *LARGE, *BLOCKS)]
+        fixed = (*EVEN, *LARGE, *BLOCKS, *EXPERTS)
+        words = [names.get((setting,), setting) for setting in self.settings if setting not in fixed]
         return "-".join([self.strategy, str(self.processes), *words])
 
 
@@ -88,7 +93,7 @@ def run(strategy: str, processes: int, *settings: str) -> Run:
 
 
 def counts(strategy: str) -> list[int]:
-    if strategy in ("hsdp", "ddp_tp", "fsdp2_tp", "pp_fsdp2", "pp_tp"):
+    if strategy in ("hsdp", "ddp_tp", "fsdp2_tp", "fsdp2_ep", "pp_fsdp2", "pp_tp"):
         return [4]
     if strategy in ("hsdp_tp", "pp_tp_fsdp2"):
         return [8]
@@ -111,6 +116,7 @@ SLOW = [
     run("tp", 2, *LORA),
     run("ddp_tp", 4, *BF16),
     run("fsdp2_tp", 4, *BF16),
+    run("fsdp2_ep", 4, *BF16),
     run("pp_fsdp2", 4, *BF16),
     run("pp_tp", 4, *BF16),
     run("hsdp_tp", 8, *BF16),
@@ -145,7 +151,7 @@ ALL = [
     for name in STRATEGIES
     for processes in counts(name)
     for adapter in (FULL, LORA)
-    if adapter == FULL or name not in ("fsdp2_tp", "hsdp_tp", "pp_fsdp2", "pp_tp_fsdp2")  # refused
+    if adapter == FULL or name not in ("fsdp2_tp", "hsdp_tp", "fsdp2_ep", "pp_fsdp2", "pp_tp_fsdp2")  # refused
     for precision in (FULL, BF16)
 ]
 REST = [case for case in ALL if case not in {*QUICK, *SLOW}]
@@ -160,10 +166,10 @@ CASES = [
 class Scale:
     """Runs recipes until their third update; what was measured once, by whatever worker, is not measured again."""
 
-    def __init__(self, folder: Path, parent: WarmParent) -> None:
+    def __init__(self, folder: Path, lab: Lab) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self.parent = parent
+        self.lab, self.parent = lab, lab.parent
         self.recipe = folder / "recipe.yaml"
         with FileLock(folder / "recipe.lock"):
             if not self.recipe.exists():
@@ -188,15 +194,16 @@ class Scale:
                 varied.write_text(text.replace(source, str(varied.with_suffix(".json"))))
         return varied
 
+    def settings(self, case: Run) -> list[str]:
+        changes = {"tie_word_embeddings": False}
+        return [f"model={experts(self.lab, **changes)['model']}" if one in EXPERTS else one for one in case.settings]
+
     def read(self, case: Run) -> Recipe:
-        return load_recipe(self.recipe, list(case.settings))
+        return load_recipe(self.recipe, self.settings(case))
 
     def skeleton(self, case: Run) -> Skeleton:
         recipe = self.read(case)
-        sizes = recipe.model.from_scratch
-        assert sizes is not None
-        head_dim = sizes.hidden_size // sizes.num_attention_heads
-        return skeleton(AutoConfig.for_model(**sizes.model_dump(), head_dim=head_dim), recipe)
+        return skeleton(find_config(recipe.model)[0], recipe)
 
     def predicted(self, case: Run, rank: int) -> States:
         strategy = load_strategy(self.strategy(case))
@@ -221,7 +228,7 @@ class Scale:
         folder.mkdir()
         words = ["tests/held_bytes.py", str(folder), str(self.recipe)]
         for setting in (
-            *case.settings,
+            *self.settings(case),
             f"run.output_dir={folder / 'out'}",
             f"strategy={self.strategy(case)}",
         ):
@@ -233,7 +240,7 @@ class Scale:
 @pytest.fixture(scope="module")
 def scale(lab: Lab, shared_folder: Path, monkeypatch_module: pytest.MonkeyPatch) -> Scale:
     monkeypatch_module.chdir(ROOT)  # a strategy names its JSON from here
-    return Scale(shared_folder / "states", lab.parent)
+    return Scale(shared_folder / "states", lab)
 
 
 @pytest.fixture(scope="module")

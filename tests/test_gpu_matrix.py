@@ -7,8 +7,10 @@ python -m pytest -q -m "slow or not slow" tests/test_gpu_matrix.py
 
 import pytest
 
+from tests.curves import Lab
+from tests.experts import experts
 from tests.gpu_runs import GpuLab, GpuRun
-from tests.test_equivalence import ADAMW_LOSS, ADAMW_NORM, DISTRIBUTED, NVME_MODEL, STRATEGIES
+from tests.test_equivalence import ADAMW_LOSS, ADAMW_NORM, DISTRIBUTED, NVME_MODEL
 
 PRECISIONS = ("'no'", "bf16", "fp16")
 PACKED = {"data.packing": "true"}
@@ -61,8 +63,16 @@ def test_every_strategy_has_the_curve_of_one_gpu(gpu_lab: GpuLab, strategy: str,
     assert_same_curve(run, gpu_lab.run("single", settings), BANDS[precision])
 
 
+@pytest.mark.slow
+def test_expert_parallel_has_the_curve_of_one_gpu(gpu_lab: GpuLab, lab: Lab):
+    settings = settings_for("fsdp2_ep", "'no'", True) | experts(lab)
+    run = gpu_lab.run("fsdp2_ep", settings)
+    assert run.record["hardware"]["device"] == "cuda"
+    assert_same_curve(run, gpu_lab.run("single", settings), BANDS["'no'"])
+
+
 def test_every_strategy_file_is_in_the_matrix():
-    assert {case.values[0] for case in cases()} == set(STRATEGIES) - {"single"}
+    assert {case.values[0] for case in cases()} == set(DISTRIBUTED)
     assert len(cases()) >= 13 * 6 - 2
 
 

@@ -17,6 +17,7 @@ from filelock import FileLock
 
 from cookbook.training.checkpoint import folder
 from cookbook.training.checkpoint.tensors import Reader
+from tests.experts import experts, needs_experts
 
 STOPPED = 75
 SGD_STEPS = {"run.max_steps": "4", "schedule.warmup_steps": "2"}
@@ -122,6 +123,7 @@ CHAINS: dict[str, tuple[list[str], dict[str, str]]] = {
     "adamw": (ALL_LEGS, EXACT),
     "stages of matrices": (["pp_tp:4", "fsdp2_tp:4", "pp_tp:4", "single"], EXACT),
     "stages of matrices, tied": (["tp:2", "pp_tp:4", "pp:2", "pp_tp:4", "single"], {}),
+    "experts": (["fsdp2_ep:4", "zero3:2", "fsdp2_ep:4", "fsdp2:3", "single"], EXACT),
     "stages of shards": (["fsdp2:2", "pp_fsdp2:4", "zero3_hpz:4", "pp_fsdp2:4", "single"], EXACT),
     "eight": (["pp_tp_fsdp2:8", "zero3:2", "hsdp_tp:8", "single"], EXACT),
     "eight, tied": (["hsdp_tp:8", "pp_tp_fsdp2:8", "pp_tp:4", "fsdp2_tp:4", "single"], {}),
@@ -153,6 +155,9 @@ NOT_THOROUGH = ("adamw", "stages of matrices", "stages of shards", "eight", "lor
 )
 def test_a_chain_of_strategies_is_one_run(lab: Lab, tmp_path: Path, name: str):
     legs, settings = CHAINS[name]
+    if any(needs_experts(where.partition(":")[0]) for where in legs):
+        kept = {key: value for key, value in settings.items() if not key.startswith("model.")}
+        settings = kept | experts(lab, tie_word_embeddings=False)
     if "global_batch_size" not in str(settings):
         settings = settings | {"batch.global_batch_size": "24", "batch.micro_batch_size": "2"}
     curve = chain(lab, tmp_path, legs, settings, num_steps=1 if len(legs) > 8 else 3)

@@ -76,6 +76,15 @@ for copy in (lambda to, of: torch._foreach_copy_([to], [of]), lambda to, of: to.
     assert evaluate(code) == [[0x7FFF, 0x7FFF, *same[2:]], same, same, same]
 
 
+def test_integers_are_counted_as_cuda_counts_them():
+    code = """
+found = torch.histc(torch.tensor([0, 2, 2, 5], dtype=torch.int32, device="cuda"), bins=3, min=0, max=2)
+tell(found.tolist())
+tell(str(found.dtype))
+"""
+    assert evaluate(code) == [[1, 0, 2], "torch.int32"]
+
+
 def test_the_loss_keeps_no_logits_in_float32_under_autocast_of_cuda():
     """There `softmax` makes its result float32, other than under that of the CPU. fp16 needs its loss scale first."""
     code = """

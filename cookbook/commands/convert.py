@@ -31,6 +31,7 @@ TRAITS = (
     "dp_replicate_size",
     "tp_size",
     "sp_size",
+    "ep_size",
     "zero_hpz_partition_size",
 )
 """What makes two strategies different, apart from the number of processes, which a strategy takes from the GPUs."""
@@ -489,7 +490,7 @@ class Conversion:
             self.notes.append(
                 "no distribution in the file: ddp; any other strategy has the same curve (docs/strategies.md)"
             )
-        wanted = {"zero_hpz_partition_size": 1, "dp_replicate_size": 1, "tp_size": 1, "sp_size": 1, **given}
+        wanted = dict.fromkeys([trait for trait in TRAITS if trait.endswith("_size")], 1) | given
         if kind == "fsdp":
             plain = wanted["dp_replicate_size"] == wanted["tp_size"] == wanted["sp_size"] == 1
             kind = "fsdp1" if version == 1 and plain and "kind" in given and not given.get("offload") else "fsdp2"

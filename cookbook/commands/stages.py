@@ -25,7 +25,7 @@ from cookbook.config.objectives.forward import Batch, sequence_logps
 from cookbook.config.optim.groups import build_optimizer
 from cookbook.config.recipe import Recipe, dump_recipe
 from cookbook.config.strategy import Strategy
-from cookbook.planning.costs.flops import sizes_of
+from cookbook.planning.costs.flops import num_experts, sizes_of
 from cookbook.planning.ds_config import run_name
 from cookbook.planning.launch import World
 from cookbook.planning.packing import Packing, decide
@@ -174,9 +174,7 @@ def load_inputs(recipe: Recipe, plan: Plan, rows: RowSets, *, cache: Path, notes
     if drawn := models.random_parts(config):
         keys = ", ".join(f"{key} {value:g}" for key, value in drawn.items())
         notes.append(f"{config.model_type} has {keys}: what is drawn, and so the curve, depends on processes")
-    text = config.get_text_config()
-    has_experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
-    if recipe.run.deterministic and torch.cuda.is_available() and has_experts:
+    if recipe.run.deterministic and torch.cuda.is_available() and num_experts(config) > 1:
         why = "torch counts the tokens of experts with torch.histc, which has no deterministic kernel on a GPU"
         raise RecipeError([f"run.deterministic is true, and {config.model_type} has experts: {why}; set it to false"])
     if recipe.adapter is not None:

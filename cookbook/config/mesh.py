@@ -9,7 +9,8 @@ PLANNED_LENGTHS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The processes of a run as pipeline x replicate x shard x sequence x tensor; the last has consecutive ranks.
+    """The processes of a run as pipeline x replicate x shard x expert x sequence x tensor; the last has consecutive
+    ranks.
 
     Training uses three numbers of it: `data_parallel_size` to distribute batches, `token_parallel_size` to sum losses
     and gradients, and `replicate` to count replicated state once.
@@ -19,6 +20,9 @@ class Mesh:
     """Processes that hold the same shard and see different samples."""
     shard: int = 1
     """Processes that share parameters, gradients or optimizer state and see different samples."""
+    expert: int = 1
+    """Processes that hold different experts, see different samples, and send their tokens to where the experts are.
+    Each expert is shared by `shard` processes only, every other parameter by these as well."""
     sequence: int = 1
     """Processes that see different tokens of the same samples. They hold what processes with other samples hold."""
     tensor: int = 1
@@ -38,7 +42,12 @@ class Mesh:
     @property
     def data_parallel_size(self) -> int:
         """Number of groups of processes that see different samples."""
-        return self.replicate * self.shard
+        return self.replicate * self.shard * self.expert
+
+    @property
+    def num_shards(self) -> int:
+        """Number of processes that share a parameter of a layer which is no expert's."""
+        return self.shard * self.expert * self.sequence
 
     @property
     def token_parallel_size(self) -> int:

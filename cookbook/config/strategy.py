@@ -109,9 +109,10 @@ class ParallelismBlock(Block):
     parallelism_config_tp_size: Size = 1
     # Never open: `accelerate launch` 1.15 compares it with 1 (utils/launch.py).
     parallelism_config_sp_size: int = Field(default=1, gt=0)
-    # Ours: accelerate 1.15 has no pipelines and no keys for DDP, and passes over keys in this block that it does not
-    # know.
+    # Ours: accelerate 1.15 has neither pipelines nor experts and no keys for DDP, and passes over keys in this block
+    # that it does not know.
     parallelism_config_pp_size: Size = 1
+    parallelism_config_ep_size: Size = 1
     parallelism_config_ddp_bucket_cap_mb: int | None = Field(default=None, gt=0)
 
     @property
@@ -249,6 +250,7 @@ class Strategy:
     tp_size: int = 1
     sp_size: int = 1
     pp_size: int = 1
+    ep_size: int = 1
     open_sizes: frozenset[str] = frozenset()
     """The sizes above that the file leaves open (`auto`): `SMALLEST`, until `fitted` knows the machines."""
 
@@ -263,8 +265,10 @@ class Strategy:
 
     @property
     def is_sharded_while_read(self) -> bool:
-        """Whether transformers applies FSDP2, to what tensor or pipeline parallel left, before it reads the weights."""
-        return self.fsdp is not None and max(self.tp_size, self.pp_size) > 1
+        """Whether transformers applies FSDP2, to what tensor, pipeline or expert parallel left, before it reads the
+        weights.
+        """
+        return self.fsdp is not None and max(self.tp_size, self.pp_size, self.ep_size) > 1
 
     @property
     def sends_each_micro_batch(self) -> bool:
@@ -307,8 +311,9 @@ class Strategy:
     def fitted(self, num_processes: int, num_local: int | None = None) -> "Strategy":
         """The strategy with its open sizes filled in.
 
-        One takes the processes that the other sizes leave; `tp_size` at most those of a machine, for its fast links. Of
-        two, the copies are one for each machine, or two on one machine, and a copy has the shards that this leaves.
+        One takes the processes that the other sizes leave; `tp_size` and `ep_size` at most those of a machine, for its
+        fast links. Of two, the copies are one for each machine, or two on one machine, and a copy has the shards that
+        this leaves.
 
         Args:
             num_local: processes of a machine; None: an equal share on each machine that the file counts.
@@ -321,14 +326,20 @@ class Strategy:
         if len(self.open_sizes) > 1:
             sizes = {"dp_replicate_size": copies, "dp_shard_size": left // copies}
         else:
-            sizes = {name: min(left, num_local) if name == "tp_size" else left for name in self.open_sizes}
+            inside = ("tp_size", "ep_size")
+            sizes = {name: min(left, num_local) if name in inside else left for name in self.open_sizes}
         filled: dict[str, Any] = {name: max(SMALLEST, size) for name, size in sizes.items()}
         return replace(self, **filled, open_sizes=frozenset())
 
     @property
     def written_mesh(self) -> Mesh:
         """The sizes in the file, 1 where it leaves one out, `SMALLEST` where it leaves one open."""
-        sizes = {"sequence": self.sp_size, "tensor": self.tp_size, "pipeline": self.pp_size}
+        sizes = {
+            "sequence": self.sp_size,
+            "tensor": self.tp_size,
+            "pipeline": self.pp_size,
+            "expert": self.ep_size,
+        }
         return Mesh(replicate=self.dp_replicate_size, shard=self.dp_shard_size, **sizes)
 
     def mesh(self, num_processes: int) -> Mesh:
@@ -433,18 +444,20 @@ def _check_blocks(parsed: AccelerateFile, place: Callable[..., str]) -> Iterator
 
 def _check_ddp(parsed: AccelerateFile, mesh: ParallelismBlock, place: Callable[..., str]) -> Iterator[str]:
     key = "parallelism_config_ddp_bucket_cap_mb"
-    others = max(mesh.sizes["tp_size"], mesh.sizes["pp_size"])
+    others = max(mesh.sizes["tp_size"], mesh.sizes["pp_size"], mesh.sizes["ep_size"])
     if key in mesh.model_fields_set and (parsed.distributed_type != "MULTI_GPU" or others > 1):
         yield f"{place('parallelism_config', key)}: would be ignored: this strategy does not use DDP; take it out"
 
 
 def _mesh_problem(parsed: AccelerateFile, mesh: ParallelismBlock) -> str | None:
     family, block = parsed.distributed_type, parsed.fsdp_config
-    replicate, shard, tensor, sequence, pipeline = mesh.sizes.values()
+    replicate, shard, tensor, sequence, pipeline, expert = mesh.sizes.values()
     if family == "NO":
         return "would be ignored with distributed_type NO"
     if len(mesh.open_sizes) > 1 and mesh.open_sizes != {"dp_replicate_size", "dp_shard_size"}:
         return f"{' and '.join(sorted(mesh.open_sizes))} are auto; leave one open, or both dp sizes"
+    if expert > 1 and (family != "FSDP" or max(replicate, tensor, sequence, pipeline) > 1):
+        return "ep_size goes with distributed_type FSDP and with dp_shard_size only; take the other sizes out"
     if pipeline > 1:
         return _pipeline_problem(family, block, sequence, replicate, shard)
     if sequence > 1 and max(tensor, replicate, shard) > 1:
@@ -453,8 +466,8 @@ def _mesh_problem(parsed: AccelerateFile, mesh: ParallelismBlock) -> str | None:
         return "needs fsdp_version 2"
     if tensor > 1 and family == "DEEPSPEED":
         return "tensor parallel together with DEEPSPEED is not supported; use tp_size 1"
-    if tensor > 1 and block is not None:
-        return _sharded_while_read_problem(block, shard, "tp_size")
+    if max(tensor, expert) > 1 and block is not None:
+        return _sharded_while_read_problem(block, shard * expert, "tp_size" if tensor > 1 else "ep_size")
     if family == "MULTI_GPU" and shard > 1:
         return "dp_shard_size goes with distributed_type FSDP"
     if family != "FSDP" and replicate > 1 and tensor == 1:
@@ -474,7 +487,7 @@ def _pipeline_problem(family: str, block: FsdpBlock | None, sequence: int, repli
 
 
 def _sharded_while_read_problem(block: FsdpBlock, shard: int, key: str) -> str | None:
-    """What transformers, which applies FSDP2 to what tensor or pipeline parallel left, does not take from the file.
+    """What transformers, which applies FSDP2 to what another dimension left, does not take from the file.
 
     Args:
         key: the size in the file that makes transformers do so.

@@ -48,6 +48,13 @@ OF_KEYS: tuple[Combination, ...] = (
         way_out="mixed_precision: bf16",
     ),
     Combination(
+        what="mixed_precision: fp16 with expert parallel",
+        clashes=lambda recipe, strategy, num_gpus: recipe.mixed_precision == "fp16" and strategy.ep_size > 1,
+        why="transformers, which applies FSDP2 here, has mixed precision in bf16 only",
+        seen="transformers 5.23",
+        way_out="mixed_precision: bf16, or accelerate_configs/fsdp2.yaml",
+    ),
+    Combination(
         what="optim.gradient_dtype with communication_data_type in the JSON",
         clashes=lambda recipe, strategy, num_gpus: (
             recipe.optim.gradient_dtype is not None and "communication_data_type" in (strategy.deepspeed or {})
@@ -73,7 +80,7 @@ OF_KEYS: tuple[Combination, ...] = (
         way_out="adapter.name: lora, or accelerate_configs/fsdp2.yaml, which shards the frozen weights as well",
     ),
     Combination(
-        what="adapter with FSDP2 over tensor or pipeline parallel",
+        what="adapter with FSDP2 over tensor, pipeline or expert parallel",
         clashes=lambda recipe, strategy, num_gpus: recipe.adapter is not None and strategy.is_sharded_while_read,
         why="transformers applies FSDP2 while it reads the model, and so not to the adapter that comes later",
         seen="transformers 5.23, peft 0.21.2",
@@ -126,11 +133,25 @@ OF_KEYS: tuple[Combination, ...] = (
         way_out="model.liger_kernels: false",
     ),
     Combination(
+        what="model.liger_kernels with expert parallel, on GPUs",
+        clashes=lambda recipe, strategy, num_gpus: recipe.model.liger_kernels and strategy.ep_size > 1 and num_gpus > 0,
+        why="Liger replaces the forward of the experts, in which transformers exchanges the tokens",
+        seen="liger-kernel's source, transformers 5.23",
+        way_out="model.liger_kernels: false",
+    ),
+    Combination(
         what="model.compile with FSDP2 over pipeline parallel",
         clashes=lambda recipe, strategy, num_gpus: (
             recipe.model.compile and strategy.pp_size > 1 and strategy.fsdp is not None
         ),
         why="layers would be compiled after FSDP2 was applied to them, which has not been tried",
+        seen="torch 2.13, transformers 5.23",
+        way_out="model.compile: false",
+    ),
+    Combination(
+        what="model.compile with expert parallel",
+        clashes=lambda recipe, strategy, num_gpus: recipe.model.compile and strategy.ep_size > 1,
+        why="the sizes of the exchanges depend on the router, and compiling them has not been tried",
         seen="torch 2.13, transformers 5.23",
         way_out="model.compile: false",
     ),

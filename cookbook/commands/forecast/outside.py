@@ -83,7 +83,7 @@ def _num_communicators(strategy: Strategy, num_processes: int, local: int) -> in
     if strategy.kind == "zero":
         return sequence + (3 if strategy.secondary_group_size(local) > 1 else 2)
     mesh = strategy.mesh(num_processes)
-    num_dims = sum(size > 1 for size in (mesh.replicate, mesh.shard, mesh.tensor))
+    num_dims = sum(size > 1 for size in (mesh.replicate, mesh.shard, mesh.expert, mesh.tensor))
     if strategy.kind == "pp":  # for hidden states, for the gradients of a tied embedding, and inside a stage
         return 3 + num_dims
     return 1 + sequence + (num_dims if num_dims > 1 else 0)

@@ -8,7 +8,7 @@ from cookbook.config.strategy import Strategy
 from cookbook.system.hardware import Machines
 from cookbook.training.models.structure import find_config
 
-KEYS = ("tp_size", "sp_size", "pp_size")
+KEYS = ("tp_size", "sp_size", "pp_size", "ep_size")
 """What is tried; the processes that these leave are copies or shards."""
 
 

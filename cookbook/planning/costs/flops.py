@@ -34,6 +34,10 @@ class ModelSizes:
     """Size of a head; the mean of both if queries and values differ."""
     vocab: int = 0
     num_experts: int = 1
+    num_of_experts: int = 0
+    """Parameters of the experts of all layers."""
+    num_routed: int = 0
+    """Experts that a token passes through, over all layers."""
     windows: Sequence[int | None] = ()
     """The attention window of each layer with attention; None: no window. Empty: no layer has one."""
     column_matrices: int = 0
@@ -62,14 +66,16 @@ class ModelSizes:
 def sizes_of(config: Any, skeleton: Skeleton) -> ModelSizes:
     """The sizes of a model, from its transformers configuration and its weights."""
     text = config.get_text_config()
-    experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts") or 1
+    experts = num_experts(config)
     share = (_first(text, "num_experts_per_tok") or experts) / experts
+
+    routed = [weight for weight in skeleton.weights if weight.is_expert]
 
     def active(weight: Weight) -> float:
         """Elements of a weight that a token is multiplied with."""
         if len(weight.shape) < 2 or weight.layer is None or weight.name.endswith("bias"):
             return 0.0
-        return weight.num_elements * (share if ".experts." in weight.name else 1.0)
+        return weight.num_elements * (share if weight.is_expert else 1.0)
 
     heads = text.num_attention_heads
     plain = _first(text, "head_dim") or text.hidden_size // heads
@@ -89,6 +95,8 @@ def sizes_of(config: Any, skeleton: Skeleton) -> ModelSizes:
         head_dim=(queries + values) / 2,
         vocab=text.vocab_size,
         num_experts=experts,
+        num_of_experts=sum(weight.num_elements for weight in routed),
+        num_routed=len({weight.layer for weight in routed}) * round(share * experts),
         windows=_attention_windows(text, skeleton.num_layers),
         column_matrices=_divided(skeleton, 0),
         row_matrices=_divided(skeleton, 1),
@@ -102,6 +110,11 @@ def _divided(skeleton: Skeleton, dim: int) -> int:
     """Matrices of the layers that tensor parallel divides along a dimension; an adapter's lie beside them."""
     found = (weight for weight in skeleton.weights if weight.layer is not None and ".lora_" not in weight.name)
     return sum(weight.shard_dim == dim and len(weight.shape) > 1 for weight in found)
+
+
+def num_experts(config: Any) -> int:
+    """Number of experts of a layer between which its router chooses; 1 without a router."""
+    return _first(config.get_text_config(), "num_local_experts", "num_experts", "n_routed_experts") or 1
 
 
 def _first(config: Any, *names: str) -> Any:

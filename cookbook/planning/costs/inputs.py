@@ -37,6 +37,11 @@ class Weight:
     def num_elements(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def is_expert(self) -> bool:
+        """Whether it holds a layer's experts, stacked along dimension 0."""
+        return ".experts." in self.name
+
 
 @dataclass(frozen=True, kw_only=True)
 class Skeleton:

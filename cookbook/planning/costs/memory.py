@@ -10,6 +10,7 @@ Bytes of a trained parameter under AdamW and bf16 over D processes, by place (G 
     pp              G 4/D    -        G 4/D            G 8/D    -                 D stages, if they were equal
     pp_tp           G 4/D    -        G 4/D            G 8/D    -                 stages x shards of matrices
     pp_fsdp2        G 4/D    -        G 4/D            G 8/D    -                 stages x shards
+    fsdp2_ep        G 4/D    -        G 4/D            G 8/D    -                 of experts and of the rest
     fsdp2_offload   H 4/D    -        H 4/D            H 8/D    -
     zero1           G 2      G 4/D    G 2              G 8/D    -
     zero2           G 2      G 4/D    G 2/D            G 8/D    -
@@ -142,11 +143,13 @@ def states(skeleton: Skeleton, inputs: CostInputs, rank: int = 0) -> States:
 
 
 def _part(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
-    """A stage of layers, of that a shard of each matrix, and of that a shard by FSDP2; each as far as the mesh goes."""
+    """A stage of layers, of that a shard of each matrix or some of each layer's experts, and of that a shard by FSDP2;
+    each as far as the mesh goes.
+    """
     mesh = inputs.mesh
     stage, within = divmod(rank, mesh.stage_size)
     layers = stage_of(skeleton, stage, mesh.pipeline)
-    own = _tensor_shards(layers, mesh.tensor, within % mesh.tensor)
+    own = _own_experts(_tensor_shards(layers, mesh.tensor, within % mesh.tensor), mesh.expert)
     return _whole(own, inputs) if inputs.strategy.fsdp is None else _fsdp2(own, inputs, within // mesh.tensor)
 
 
@@ -190,20 +193,40 @@ def _tensor_shards(skeleton: Skeleton, size: int, rank: int) -> Skeleton:
     return replace(skeleton, weights=tuple(map(shard, skeleton.weights)))
 
 
+def _own_experts(skeleton: Skeleton, size: int) -> Skeleton:
+    """What a rank of an expert-parallel group has of each weight: an equal number of a layer's experts."""
+
+    def own(weight: Weight) -> Weight:
+        rows, *others = weight.shape
+        return replace(weight, shape=(rows // size, *others)) if weight.is_expert else weight
+
+    return replace(skeleton, weights=tuple(map(own, skeleton.weights)))
+
+
 def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     """Parameters and gradients are sharded along dimension 0, and shards padded to equal size
     (fsdp/_fully_shard/_fsdp_param.py, _init_sharded_param); copies on the host may lack the padding.
+
+    Under expert parallel a layer's experts are a unit inside that of the layer, gathered while the rest of it is: they
+    count as one.
     """
-    strategy = inputs.strategy
-    shards = inputs.mesh.shard * inputs.mesh.sequence
+    strategy, mesh = inputs.strategy, inputs.mesh
     assert strategy.fsdp is not None
+
+    def shards(weight: Weight) -> int:
+        return mesh.num_shards // mesh.expert if weight.is_expert else mesh.num_shards
 
     def padded(weight: Weight) -> int:
         rows, *others = _stored(weight, inputs)
-        return math.prod(others) * math.ceil(rows / shards)
+        return math.prod(others) * math.ceil(rows / shards(weight))
+
+    def gathered(weight: Weight) -> int:
+        return shards(weight) * padded(weight)
 
     def local(weight: Weight) -> int:
-        return weight.num_elements // weight.shape[0] * _chunk(weight.shape[0], shards, rank % shards)
+        index = rank // mesh.expert if weight.is_expert else rank
+        rows = _chunk(weight.shape[0], shards(weight), index % shards(weight))
+        return weight.num_elements // weight.shape[0] * rows
 
     low = inputs.low_bytes
     gradients = FLOAT32 * sum(padded(weight) for weight in skeleton.weights if weight.is_trained)
@@ -215,8 +238,8 @@ def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
         Unit(
             layer=layer,
             parts=parts,
-            weights=shards * sum(padded(weight) * low for weight in found),
-            gradients=shards * inputs.exchange_bytes * sum(padded(weight) for weight in found if weight.is_trained),
+            weights=low * sum(map(gathered, found)),
+            gradients=inputs.exchange_bytes * sum(gathered(weight) for weight in found if weight.is_trained),
             gradients_made=low * sum(weight.num_elements for weight in found if weight.is_trained),
             gradients_left=FLOAT32 * sum(padded(weight) for weight in found if weight.is_trained),
             sent=low * sum(padded(weight) for weight in found),

@@ -194,6 +194,11 @@ def traffic_in_words(inputs: CostInputs) -> str:
     if inputs.strategy.tp_size > 1:
         words = "for each micro-batch and layer all-reduces of activations, two forward and"
         sentences.insert(0, f"{words} backward one for each matrix that reads them")
+    if inputs.strategy.ep_size > 1:
+        sharers = inputs.mesh.shard
+        words = "for each micro-batch and layer two exchanges of tokens with experts in each direction"
+        sentences.insert(0, words)
+        sentences.append(f"of an expert a part of 1/{inputs.mesh.expert}, in groups of {sharers}")
     if inputs.strategy.pp_size > 1:
         words = "for each micro-batch hidden states to the next stage and their gradients back"
         sentences.insert(0, words)

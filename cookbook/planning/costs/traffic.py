@@ -85,7 +85,22 @@ def transfers(
     tests/test_forecast_speed.py counts the collectives of real runs of FSDP2 and ZeRO-1 to -3.
     """
     found = _state_transfers(strategy, sizes, step, num_processes, num_local or strategy.num_local(num_processes))
-    return [*found, _exchanges(strategy, sizes, step, num_processes)] if strategy.sp_size > 1 else found
+    if strategy.sp_size > 1:
+        found.append(_exchanges(strategy, sizes, step, num_processes))
+    if strategy.ep_size > 1:
+        found.append(_to_experts(strategy, sizes, step, num_processes))
+    return found
+
+
+def _to_experts(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int) -> Transfer:
+    """Expert parallel: all-to-alls of hidden states to the experts that a token chose, and back, in each pass; as if
+    tokens chose all equally often.
+    """
+    passes = 3 if step.recompute is True else 2
+    each = (4 if step.precision == "no" else 2) * sizes.hidden
+    sent = 2 * passes * each * sizes.num_routed * step.num_tokens / num_processes
+    times = 2 * passes * sizes.num_layers * step.micro_batches
+    return Transfer(what="tokens to experts", kind="all-to-all", num_bytes=sent, times=times, ranks=strategy.ep_size)
 
 
 def _exchanges(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int) -> Transfer:
@@ -232,11 +247,16 @@ def _fsdp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_proce
     group = num_processes // replicas // divided
     keeps = strategy.fsdp.fsdp_reshard_after_forward is False
     keeps = keeps or strategy.fsdp.fsdp_sharding_strategy == "SHARD_GRAD_OP"
-    again = 0 if keeps else sizes.num_parameters - (sizes.head if strategy.kind != "fsdp1" else 0)
-    weights, regathered = half * sizes.num_parameters / divided, half * again / divided
-    gradients = _exchanged_bytes(strategy, step) * sizes.num_trained / divided
+    # Of an expert-parallel group each process has its own experts, which it shares with those of other groups.
+    experts, expert = sizes.num_of_experts if strategy.ep_size > 1 else 0, strategy.ep_size
+    again = 0 if keeps else sizes.num_parameters - experts - (sizes.head if strategy.kind != "fsdp1" else 0)
+    weights, regathered = half * (sizes.num_parameters - experts) / divided, half * again / divided
+    gradients = _exchanged_bytes(strategy, step) * (sizes.num_trained - experts) / divided
+    own, owners = half * experts / expert, group // expert
+    of_own = _exchanged_bytes(strategy, step) * experts / expert
     gathered, reduced = _fsdp_units(strategy, sizes)
     once = 0 if keeps else gathered - 1  # what the head is in stays gathered
+    layers = _layers_of_last_stage(sizes, strategy.pp_size)
     found = [
         _repeated("weights, forward", "all-gather", weights, group, micro, stride=tensor, calls=gathered),
         _repeated("weights, backward", "all-gather", regathered, group, micro, stride=tensor, calls=once),
@@ -244,6 +264,8 @@ def _fsdp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_proce
         _repeated(
             "gradients of the shard", "all-reduce", gradients / group, replicas, 1, group * tensor, calls=reduced
         ),
+        *(_repeated(f"experts, {name}", "all-gather", own, owners, micro, expert, calls=layers) for name in PASSES),
+        _repeated("gradients of experts", "reduce-scatter", of_own, owners, micro, expert, calls=layers),
     ]
     return [transfer for transfer in found if transfer.ranks > 1 and transfer.num_bytes]
 

@@ -424,6 +424,16 @@ static void product_in_4_bits(const c10::OperatorHandle& op, c10::DispatchKeySet
   fallback(op, keys, stack);
 }
 
+// CUDA's kernel counts integers as well, such as the tokens of experts, the CPU's floats only.
+static void histc(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const size_t first = stack->size() - op.schema().arguments().size();
+  const auto type = (*stack)[first].toTensor().scalar_type();
+  const bool counts_integers = c10::isIntegralType(type, /*includeBool=*/false);
+  if (counts_integers) (*stack)[first] = (*stack)[first].toTensor().to(at::kFloat);
+  fallback(op, keys, stack);
+  if (counts_integers) stack->back() = stack->back().toTensor().to(type);
+}
+
 // CUDA's kernel gives every NaN of 16 bits the same bits, 0x7FFF by bitsandbytes issue 1945: numbers stay, but not bytes
 // that only lie in such tensors. With this, 4-bit weights that FSDP2 gathers give the losses that an H100 gave.
 static void foreach_copy(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -539,6 +549,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty_strided", &empty_strided);
   m.impl("copy_", &copy_);
   m.impl("_foreach_copy_", torch::CppFunction::makeFromBoxedFunction<&foreach_copy>());
+  m.impl("histc", torch::CppFunction::makeFromBoxedFunction<&histc>());
   m.impl("resize_", &resize_);
   m.impl("set_.source_Storage_storage_offset", &set_part_of_storage);
   m.impl("set_.source_Storage", &set_storage);

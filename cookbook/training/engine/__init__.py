@@ -7,6 +7,7 @@ file of a family what it does differently; nothing outside these files asks whic
 from cookbook.config.strategy import Kind, Strategy
 from cookbook.training.engine.base import Engine, StepResult, in_words
 from cookbook.training.engine.ddp import Ddp, Single
+from cookbook.training.engine.expert_parallel import ExpertParallel
 from cookbook.training.engine.fsdp1 import Fsdp1
 from cookbook.training.engine.fsdp2 import Fsdp2
 from cookbook.training.engine.pipeline import Pipeline, ShardedPipeline
@@ -29,6 +30,8 @@ FAMILIES: dict[Kind, type[Engine]] = {
 
 def engine_class(strategy: Strategy) -> type[Engine]:
     """The engine of a strategy's family."""
+    if strategy.ep_size > 1:
+        return ExpertParallel
     if strategy.is_sharded_while_read:
         return ShardedPipeline if strategy.pp_size > 1 else ShardedTensorParallel
     return FAMILIES[strategy.kind]

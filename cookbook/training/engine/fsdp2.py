@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
+from cookbook.training.engine.base import Engine
 from cookbook.training.engine.findings import Comparison, is_sharded
 from cookbook.training.engine.fsdp import Fsdp
+from cookbook.training.engine.start import shard_while_loading, start_processes
 
 
 class Fsdp2(Fsdp):
@@ -100,7 +103,7 @@ class Fsdp2(Fsdp):
         """The shapes of the parameters' device meshes: those of norms, which tensor parallel leaves whole, and of
         matrices.
         """
-        sharded = (self.mesh.shard * self.mesh.sequence,)
+        sharded = (self.mesh.num_shards,)
         mesh = (self.mesh.replicate, *sharded) if self.mesh.replicate > 1 else sharded
         return {mesh, (*mesh, self.mesh.tensor)} if self.mesh.tensor > 1 else {mesh}
 
@@ -136,6 +139,26 @@ class Fsdp2(Fsdp):
         offloaded = {type(group.offload_policy).__name__ for group in groups}
         asked = "CPUOffloadPolicy" if self._block.fsdp_offload_params else "OffloadPolicy"
         yield "parameter offload", {asked}, offloaded
+
+
+class Fsdp2WhileRead(Fsdp2):
+    """FSDP2 that transformers applies before it reads the weights, to what another dimension of the mesh left of them:
+    accelerate has no part in it.
+    """
+
+    casts_output = False
+
+    def _start(self, *, on_cpu: bool, **options: Any) -> Accelerator:
+        start_processes(self.timeout, as_gpus=True)
+        return Engine._start(self, on_cpu=on_cpu, **options)
+
+    def load_options(self, *, is_quantized: bool) -> dict[str, Any]:
+        return shard_while_loading(self.mesh, fsdp_mixed_precision=self.mixed_precision == "bf16")
+
+    def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        gather_tied_once(model)
+        self._reduce_in_gradient_dtype(model)
+        return model, self.accelerator.prepare(optimizer)
 
 
 def _groups(model: torch.nn.Module) -> Iterator[Any]:

@@ -90,7 +90,7 @@ def shard_while_loading(mesh: Mesh, **options: Any) -> dict[str, Any]:
 
     if not hasattr(DistributedConfig, "dp_replicate_size"):
         here = transformers.__version__
-        raise RecipeError([f"tensor and pipeline parallel need transformers 5.23 or newer; here is {here}"])
+        raise RecipeError([f"tensor, pipeline and expert parallel need transformers 5.23 or newer; here is {here}"])
 
     class Config(DistributedConfig):
         @property
@@ -103,7 +103,7 @@ def shard_while_loading(mesh: Mesh, **options: Any) -> dict[str, Any]:
 
     if mesh.pipeline > 1:
         _cut_by_cost()
-    sizes = {"dp_replicate_size": mesh.replicate, "fsdp_size": mesh.shard}
+    sizes = {"dp_replicate_size": mesh.replicate, "fsdp_size": mesh.shard * mesh.expert, "ep_size": mesh.expert}
     return {"distributed_config": Config(**sizes, tp_size=mesh.tensor, pp_size=mesh.pipeline, **options)}
 
 

@@ -7,6 +7,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConf
 
 from cookbook.config.mesh import Mesh
 from cookbook.config.recipe import ModelSection, ScratchModel
+from cookbook.planning.costs.flops import num_experts
 from cookbook.planning.library import hub_answers, known_model
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.models.attention import sequence_problem
@@ -61,6 +62,25 @@ matrices of experts' routers whole, and a whole weight between sharded ones gets
 activations do (the loss was off by 3e-4 after four steps, and nothing failed)."""
 
 
+EXPERT_PARALLEL = ("deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_next")
+"""Model types for which docs/architectures.md has the curve of one process."""
+
+
+def expert_problem(config: PreTrainedConfig, size: int) -> str | None:
+    """Why so many processes cannot share a model's experts, or None."""
+    if size == 1:
+        return None
+    count = num_experts(config)
+    if count == 1:
+        return f"{config.model_type} has no experts; use fsdp2"
+    if config.model_type not in EXPERT_PARALLEL:
+        return (
+            f"{config.model_type} is not among the architectures whose curve under expert parallel was compared; use"
+            " fsdp2 or zero3"
+        )
+    return f"{count} experts cannot be divided over ep_size {size}; use a divisor" if count % size else None
+
+
 def pipeline_problem(config: PreTrainedConfig, num_stages: int) -> str | None:
     """Why a model cannot be cut into so many stages, or None."""
     if num_stages == 1:
@@ -100,7 +120,7 @@ def mesh_problem(config: PreTrainedConfig, mesh: Mesh) -> str | None:
         return problem
     if mesh.sequence > 1 and (problem := sequence_problem(config, mesh.sequence)):
         return problem
-    return pipeline_problem(config, mesh.pipeline)
+    return expert_problem(config, mesh.expert) or pipeline_problem(config, mesh.pipeline)
 
 
 def find_config(model: ModelSection) -> tuple[PreTrainedConfig, str]:
@@ -170,6 +190,11 @@ def not_served(config: PreTrainedConfig) -> str | None:
     both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
     if is_encoder or both_ways or getattr(config, "is_causal", None) is False:
         return "its attention looks ahead, so it cannot learn to predict the next token"
+    if getattr(config, "output_router_logits", False):
+        return (
+            "its output_router_logits asks for the router's auxiliary loss: of products of means over a micro-batch,"
+            " so that the curve would depend on how a batch is split; set it to false in its config.json"
+        )
     for key in LOGIT_TRANSFORMS:
         if getattr(config, key, None) not in (None, 1, 1.0):
             return f"its {key} changes the logits after the head, not served yet"
