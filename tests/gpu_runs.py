@@ -22,7 +22,8 @@ from tests.curves import ROOT, WORDS, Curve, environment, file_of, processes_of
 from tests.needs import need_builds_of, need_simulated_gpus
 from tests.warm_parent import WarmParent
 
-NUM_GPUS = 8
+NUM_GPUS = 4
+"""Simulated, for runs of so many processes at most."""
 REAL = "REAL_GPUS" in os.environ
 """Set by `make test-gpu`: the same runs on the GPUs of this machine."""
 LIMIT_SECONDS = 240.0
@@ -231,17 +232,19 @@ class GpuLab:
             job["variables"] = {**job["variables"], "SIMULATED_GPU_MEMORY": str(case["memory"])}
         job |= {"folder": str(folder), "words": words, "limit": LIMIT_SECONDS}
         job["sabotage"] = case["sabotage"] and f"tests.gpu_sabotage:{case['sabotage']}"
-        asked = _RealGpus(case["memory"]) if REAL and case["on"] == "gpu" else self.parent(case["on"])
+        count = max(NUM_GPUS, case["processes"])
+        asked = _RealGpus(case["memory"]) if REAL and case["on"] == "gpu" else self.parent(case["on"], count)
         answer = asked.ask(job)
         (folder / "case.json").write_text(json.dumps(case | {"seconds": answer["seconds"]}))
         (folder / "codes.json").write_text(json.dumps(answer["codes"]))
 
-    def parent(self, on: str) -> WarmParent:
-        """Of runs on the CPU, or on simulated GPUs."""
-        if on not in self._parents:
+    def parent(self, on: str, num_gpus: int = NUM_GPUS) -> WarmParent:
+        """Of runs on the CPU, or on so many simulated GPUs."""
+        key = on if on == "cpu" else f"{num_gpus} {on}"
+        if key not in self._parents:
             need_simulated_gpus()
-            self._parents[on] = WarmParent(simulated_gpus.environment(NUM_GPUS))
-        return self._parents[on]
+            self._parents[key] = WarmParent(simulated_gpus.environment(num_gpus))
+        return self._parents[key]
 
     def close(self) -> None:
         for parent in self._parents.values():
