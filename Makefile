@@ -193,7 +193,8 @@ $(STAMP): requirements.txt
 	@chmod +x .venv/bin/cookbook
 	@touch $@
 
-$(DEV_STAMP): requirements-dev.txt requirements-trackers.txt requirements-peers.txt $(STAMP)
-	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -r requirements-trackers.txt
+$(DEV_STAMP): requirements-dev.txt requirements-trackers.txt requirements-fp8.txt requirements-peers.txt $(STAMP)
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -r requirements-trackers.txt \
+		-r requirements-fp8.txt
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-peers.txt
 	@touch $@
