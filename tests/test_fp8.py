@@ -16,6 +16,7 @@ from cookbook.planning import launch
 from cookbook.system import machine
 from cookbook.system.gpus import Driver, InstalledGpu
 from cookbook.system.hardware import parse_machines
+from tests import simulated_driver
 from tests.conftest import RECIPE
 from tests.gpu_runs import GpuLab
 from tests.needs import need_torchao
@@ -99,6 +100,8 @@ def test_only_matrices_of_the_layers_that_fit_multiply_in_eight_bits():
         fp8.convert_layers(tiny_model(hidden_size=40, intermediate_size=90))
 
 
+@pytest.mark.slow
+@pytest.mark.thorough
 def test_layers_compile_around_it():
     need_torchao()
     from cookbook.training.models import fp8
@@ -143,16 +146,18 @@ def test_a_checkpoint_goes_on_under_another_strategy_and_in_bf16(gpu_lab: GpuLab
 
 # What a machine lacks.
 
-OLD, NEW = InstalledGpu(index=0, name="NVIDIA A100", capability=(8, 0)), InstalledGpu(index=1, capability=(8, 9))
+OLD = InstalledGpu(index=0, name="NVIDIA A100", capability=(8, 0))
 
 
 def test_an_older_gpu_and_a_missing_torchao_are_named_with_the_remedy(monkeypatch):
+    gpus = simulated_driver.read("count 3\ngpu.0.capability 8 9\ngpu.1.capability 8 0\ngpu.1.name NVIDIA A100").gpus
+    assert [gpu.capability for gpu in gpus] == [(8, 9), (8, 0), (9, 0)]
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
-    (package, gpu) = machine.fp8_problems([NEW, OLD])
+    (package, gpu) = machine.fp8_problems(gpus)
     assert package == ("mixed_precision is fp8, and torchao is not installed", "pip install -r requirements-fp8.txt")
-    assert gpu[0].startswith("mixed_precision is fp8, and GPU 0 (NVIDIA A100) has compute capability 8.0: ")
+    assert gpu[0].startswith("mixed_precision is fp8, and GPU 1 (NVIDIA A100) has compute capability 8.0: ")
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: object())
-    assert machine.fp8_problems([NEW, InstalledGpu(index=2)]) == []
+    assert machine.fp8_problems([gpus[0], InstalledGpu(index=1)]) == [], "one without NVML is not known"
 
 
 def test_check_and_the_start_of_a_run_ask_the_driver(book, monkeypatch, capsys):

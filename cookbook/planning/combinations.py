@@ -65,7 +65,7 @@ OF_KEYS: tuple[Combination, ...] = (
         what="mixed_precision: fp8 with ZeRO-3",
         clashes=lambda recipe, strategy, num_gpus: recipe.mixed_precision == "fp8" and strategy.zero_stage == 3,
         why="what torchao keeps for a backward is the gathered weight, which ZeRO-3 then does not free",
-        seen="deepspeed 0.19.8, torchao 0.18",
+        seen="the sources of deepspeed 0.19.8 and torchao 0.18",
         way_out="accelerate_configs/fsdp2.yaml",
     ),
     Combination(
