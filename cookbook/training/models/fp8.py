@@ -1,7 +1,7 @@
 """Products of the layers in 8 bits, by torchao: `mixed_precision: fp8`.
 
-Of torchao's recipes the one whose scales span one token, or one whole weight, and whose gradients of weights are
-multiplied in bf16: no scale depends on which tokens share a micro-batch or a process, so no strategy changes one.
+Of torchao's recipes the one whose scales span one token, or a row or all of a weight, and whose gradients of weights
+are multiplied in bf16: no scale depends on which tokens share a micro-batch or a process, so no strategy changes one.
 """
 
 import functools
