@@ -145,7 +145,7 @@ simulated-gpus: $(DEV_STAMP)  ## run the GPU tests on simulated GPUs, and record
 steady: $(DEV_STAMP)  ## [STEPS=2000]: one long run with evaluations and saves, whose memory must not grow
 	@.venv/bin/python tests/steady.py --steps $(or $(STEPS),2000)
 
-gpu-memory: $(DEV_STAMP)  ## peak memory on simulated GPUs against the forecast, every strategy; about 25 minutes
+gpu-memory: $(DEV_STAMP)  ## peak memory on simulated GPUs against the forecast, every strategy; half an hour and more
 	@.venv/bin/python benchmarks/gpu_memory.py
 
 test-gpu: $(DEV_STAMP)  ## [WORKERS=4]: the same tests on this machine's GPUs, with the error of the simulation
@@ -189,7 +189,8 @@ $(STAMP): requirements.txt
 	@chmod +x .venv/bin/cookbook
 	@touch $@
 
-$(DEV_STAMP): requirements-dev.txt requirements-trackers.txt requirements-peers.txt $(STAMP)
-	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -r requirements-trackers.txt
+$(DEV_STAMP): requirements-dev.txt requirements-trackers.txt requirements-fp8.txt requirements-peers.txt $(STAMP)
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -r requirements-trackers.txt \
+		-r requirements-fp8.txt
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-peers.txt
 	@touch $@

@@ -85,7 +85,9 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
     mistakes += launch.choose_network(world)
     sizes = launch.elastic_sizes(world)
     mistakes += launch.check_elastic(sizes, recipe.run.resume)
-    mistakes += launch.check_machine(strategy, num_gpus, deterministic=recipe.run.deterministic)
+    mistakes += launch.check_machine(
+        strategy, num_gpus, deterministic=recipe.run.deterministic, mixed_precision=recipe.mixed_precision
+    )
     try:
         plan, *_ = (
             make_plan(

@@ -2,8 +2,8 @@
 
     make gpu-memory
 
-Writes benchmarks/results/gpu_memory.json and the table in docs/simulated_gpus.md, in about 25 minutes on two cores;
-`--page` writes the table anew from the results. Rows are packed and of full length; the recipe is `memory` of
+Writes benchmarks/results/gpu_memory.json and the table in docs/simulated_gpus.md, in half an hour and more on two
+cores; `--page` writes the table again from the results. Rows are packed and of full length; the recipe is `memory` of
 tests/gpu_runs.py.
 """
 
@@ -12,7 +12,7 @@ import json
 import platform
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -35,7 +35,7 @@ PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsand
 SHIPPED = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
 STRATEGIES = [name for name in SHIPPED if not needs_experts(name)]
 ADAPTERS = ("full", "lora", "qlora")
-CHECKPOINTING = ("false", "true", "selective")
+CHECKPOINTING = ("false", "true", "selective", "offload")
 REFUSED = 2
 """The exit code of a combination that no run takes."""
 
@@ -52,9 +52,9 @@ def settings_of(strategy: str, adapter: str, checkpointing: str, accumulates: bo
     return found if adapter == "full" else found | {"adapter": f"{{name: {adapter}, rank: 8}}"}
 
 
-def measure(lab: GpuLab, strategies: list[str]) -> Iterator[dict[str, Any]]:
+def measure(lab: GpuLab, strategies: list[str], ways: Sequence[str]) -> Iterator[dict[str, Any]]:
     """A row for each combination: the peak of the GPU that had most, and the forecast; or that it was refused."""
-    for strategy, adapter, checkpointing, accumulates in product(strategies, ADAPTERS, CHECKPOINTING, (True, False)):
+    for strategy, adapter, checkpointing, accumulates in product(strategies, ADAPTERS, ways, (True, False)):
         settings = settings_of(strategy, adapter, checkpointing, accumulates)
         run = lab.run(strategy, settings, recipe="memory", ends=None)
         row = {"strategy": strategy, "adapter": adapter, "checkpointing": checkpointing, "accumulates": accumulates}
@@ -107,12 +107,13 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write the table anew")
     parser.add_argument("--folder", type=Path, help="where the runs go, and are found again")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES, help="the others stay")
+    parser.add_argument("--checkpointing", nargs="+", choices=CHECKPOINTING, default=CHECKPOINTING, help="likewise")
     arguments = parser.parse_args()
     rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.exists() else []
     if not arguments.page:
         with tempfile.TemporaryDirectory() as made:
             lab = GpuLab(arguments.folder or Path(made), WarmParent({"CUDA_VISIBLE_DEVICES": ""}))
-            for row in measure(lab, arguments.strategies):
+            for row in measure(lab, arguments.strategies, arguments.checkpointing):
                 key = list(row.items())[:4]
                 rows = [one for one in rows if list(one.items())[:4] != key] + [row]
                 error = error_of(row)

@@ -1,4 +1,4 @@
-"""Writes the pictures of docs/watching.md: the screen of a run, its report, and two runs on one another.
+"""Writes the pictures of docs/watching.md: the screen of a run, its report, two runs on one another, a profiled step.
 
 Trains recipes/quickstart.yaml twice for some steps, in minutes on two cores. Needs chromium.
 """
@@ -16,22 +16,33 @@ from rich.console import Console
 from rich.text import Text
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.trace_picture import draw  # noqa: E402
+
 DOCS = ROOT / "docs"
 RUNS = Path("outputs/pictures")
 STEPS, SHOWN = 120, 70
 """Steps of a run, and the one at which its screen is drawn."""
+PROFILED, PROFILED_STEPS = 5, 6
+"""The step that is drawn, and the steps of its run."""
 COLUMNS = 108
 COOKBOOK = [sys.executable, "-m", "cookbook"]
 
 
-def train(strategy: str) -> tuple[Path, str]:
-    """A run on a terminal: its folder, and what it wrote there."""
+def train(strategy: str, **others: str | int) -> tuple[Path, str]:
+    """A run on a terminal: its folder, and what it wrote there.
+
+    Args:
+        others: of its settings, by key with __ for a dot.
+    """
     folder = RUNS / strategy
     settings = {
         "run.output_dir": folder,
         "run.max_steps": STEPS,
         "run.eval_every_steps": 40,
         "run.save_every_steps": 60,
+        **{key.replace("__", "."): value for key, value in others.items()},
     }
     words = [*COOKBOOK, "launch", "recipes/quickstart.yaml", "--strategy", strategy]
     words += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
@@ -84,6 +95,11 @@ def main() -> None:
     (DOCS / "screen.svg").write_text(drawn(screen(written)), encoding="utf-8")
     subprocess.run([*COOKBOOK, "report", str(ddp)], cwd=ROOT, check=True)
     subprocess.run([*COOKBOOK, "compare", str(ddp), str(zero3)], cwd=ROOT, check=True)
+    of_ranks, warmup = f"{{steps: [{PROFILED}, {PROFILED}], ranks: [0, 1]}}", PROFILED_STEPS // 2
+    fsdp2, _ = train("fsdp2", run__max_steps=PROFILED_STEPS, schedule__warmup_steps=warmup, run__profile=of_ranks)
+    traces = sorted((ROOT / fsdp2 / "profile").glob("rank_*.pt.trace.json.gz"))
+    title = f"Step {PROFILED} of the quickstart under fsdp2, two processes on 2 CPU cores"
+    (DOCS / "trace.svg").write_text(draw(traces, title), encoding="utf-8")
     photograph(ROOT / ddp / "report.html", "report.png", 1500)
     photograph(next((ROOT / RUNS).glob("**/compare*.html")), "compare.png", 1300)
 

@@ -37,6 +37,12 @@ def need_trackers() -> None:
         end_without(f"needs pip install -r requirements-trackers.txt: {', '.join(missing)}")
 
 
+def need_torchao() -> None:
+    """Ends the test where the package of requirements-fp8.txt is missing."""
+    if find_spec("torchao") is None:
+        end_without("needs pip install -r requirements-fp8.txt")
+
+
 def need_trl() -> None:
     """Ends the test where the package of requirements-peers.txt is missing."""
     if find_spec("trl") is None:

@@ -253,14 +253,13 @@ RECIPE_MISTAKES = {
         r"28: schedule.warmup_steps: given twice (first in line 27); keep one of them",
     ),
     "bare no": ("'no'", "no", r"3: mixed_precision is false (YAML reads a bare no so); write 'no' in quotes"),
-    "unknown precision": ("'no'", "fp32", "3: mixed_precision is 'fp32'; use 'no', 'bf16' or 'fp16'"),
+    "unknown precision": ("'no'", "fp32", "3: mixed_precision is 'fp32'; use 'no', 'bf16', 'fp16' or 'fp8'"),
     "loss scale without fp16": (
         "seed: 42",
         "loss_scale: {window: 10}\nseed: 42",
         "4: loss_scale: would be ignored with mixed_precision no; ...",
     ),
     "workers": ("seed: 42", "num_workers: 4\nseed: 42", "4: num_workers: does not belong here; rows ... ahead ..."),
-    "eight bits": ("'no'", "fp8", "3: mixed_precision is 'fp8', which is not supported: its scales ...; use bf16"),
     "gradients in fp16 without a loss scale": (
         "  weight_decay: 0.1",
         "  gradient_dtype: fp16",

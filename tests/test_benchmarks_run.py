@@ -8,6 +8,7 @@ runs overhead.py, tests/test_at_scale.py computes what at_scale.py writes, and t
 architectures.py.
 """
 
+import gzip
 import html
 import json
 import re
@@ -19,7 +20,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from benchmarks import gpu_memory, pictures
+from benchmarks import gpu_memory, pictures, trace_picture
+from cookbook.system import divided
 from tests.curves import Lab, done_of, environment
 from tests.gpu_runs import GpuLab
 from tests.needs import need_chromium, need_trl
@@ -27,7 +29,7 @@ from tests.needs import need_chromium, need_trl
 COPIED = ("benchmarks", "docs")
 TRIED = {"checkpoints", "equivalence_table", "gpu_memory", "gpu_runs", "overhead", "plan_accuracy", "recipe_labels"}
 TRIED |= {"architectures", "at_scale", "on_gpu", "pictures", "vs_peers"}
-PARTS = {"plan_accuracy_page", "published_rows", "published_runs", "unsaid_rows"}
+PARTS = {"plan_accuracy_page", "published_rows", "published_runs", "trace_picture", "unsaid_rows"}
 """Of plan_accuracy."""
 
 
@@ -95,7 +97,7 @@ def test_the_table_of_equivalence_is_made_from_what_the_tests_leave(lab: Lab, co
 
 
 def test_memory_is_measured_and_its_runs_are_compared(lab: Lab, gpu_lab: GpuLab, copy: Path):
-    row = next(gpu_memory.measure(gpu_lab, ["ddp"]))
+    row = next(gpu_memory.measure(gpu_lab, ["ddp"], ["false"]))
     error = gpu_memory.error_of(row)
     assert error is not None and abs(error) < 0.02
     lines = run(lab, copy, "gpu_runs.py", str(gpu_lab.folder), "--compare").splitlines()
@@ -162,9 +164,41 @@ def test_the_picture_of_the_page_is_that_of_a_screen_as_it_is_today():
     assert len(names) > 5 and all(re.search(rf">\s*{name}\s*<", picture) for name in names)
 
 
+def test_the_picture_of_a_step_fills_each_lane_to_the_share_of_its_time(tmp_path: Path):
+    def event(name: str, start: int, end: int, thread: int = 1) -> dict:
+        kind = "user_annotation" if ":" in name and "::" not in name else "cpu_op"
+        return {"ph": "X", "cat": kind, "name": name, "tid": thread, "ts": start, "dur": end - start}
+
+    path = tmp_path / "rank_0.pt.trace.json.gz"
+    made = [event("run: step", 1000, 2000), event("run: forward", 1000, 1800), event("aten::mm", 1000, 1250)]
+    made += [event("aten::copy_", 1300, 1400), event("gloo:all_reduce", 1200, 1500, thread=2)]
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": made}).encode()))
+    events = trace_picture.read_trace(path)
+    found = trace_picture.stretches(events, next(one for one in events if one.name == "run: step"))
+    assert {part: sum(b - a for a, b in of) // 1000 for part, of in found.items()} == {
+        "compute": 250,
+        "copies": 100,
+        "communication": 300,
+        "other": 500,
+    }
+    filled = trace_picture.shares(found["communication"], 1e6, 2e6, 8)
+    assert [round(share, 3) for share in filled] == [0, 0.4, 1, 1, 0, 0, 0, 0]
+    drawn = trace_picture.draw([path, path], "two ranks")
+    assert drawn.count("communication 30%") == 2 and ">forward<" in drawn
+
+
+def test_the_picture_of_a_step_has_the_parts_and_phases_that_a_profile_has_today():
+    picture = (ROOT / "docs/trace.svg").read_text()
+    assert "prefers-color-scheme: dark" in picture and picture.count(">rank ") == 2
+    for part in divided.PARTS:
+        assert len(re.findall(rf">{part} \d+%<", picture)) == 2, part
+    phases = set(re.findall(r"<title>([\w ]+)</title>", picture))
+    assert phases >= {"data", "forward", "backward", "update"}
+
+
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_the_pictures_are_made_from_runs(lab: Lab, copy: Path):
     need_chromium()
     run(lab, copy, "pictures.py")
-    assert sorted(changed(copy)) == ["docs/compare.png", "docs/report.png", "docs/screen.svg"]
+    assert sorted(changed(copy)) == ["docs/compare.png", "docs/report.png", "docs/screen.svg", "docs/trace.svg"]

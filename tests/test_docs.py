@@ -224,6 +224,7 @@ def workplace(folder: Path) -> Path:
         "requirements.txt",
         "requirements-dev.txt",
         "requirements-trackers.txt",
+        "requirements-fp8.txt",
         "requirements-peers.txt",
     ):
         (folder / name).symlink_to(ROOT / name)

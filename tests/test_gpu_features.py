@@ -6,6 +6,8 @@ python -m pytest -q -m "slow or not slow" tests/test_gpu_features.py
 import pytest
 
 from tests.gpu_runs import GpuLab
+from tests.needs import need_torchao
+from tests.test_equivalence import DISTRIBUTED, NVME_MODEL
 from tests.test_gpu_matrix import BANDS, PACKED, assert_same_curve
 
 LORA = {"adapter.name": "lora", "adapter.rank": "4"}
@@ -23,7 +25,13 @@ FEATURES = {
         "sft",
         PACKED | {"model.gradient_checkpointing": "offload"},
         ["pp", "zero3"],
-        ["ddp_sp", "fsdp1", "fsdp2_offload", "tp"],
+        [name for name in DISTRIBUTED if name not in ("pp", "zero3")],
+    ),
+    "fp8": (
+        "sft",
+        PACKED | {"mixed_precision": "fp8"},
+        ["fsdp2"],
+        ["ddp", "ddp_sp", "fsdp1", "fsdp2_offload", "hsdp", "pp", "zero2"],
     ),
     "micro_batch_tokens": (
         "sft",
@@ -53,6 +61,9 @@ def feature_cases() -> list:
 
 @pytest.mark.parametrize(("recipe", "settings", "strategy"), feature_cases())
 def test_what_a_recipe_adds_has_the_curve_of_one_gpu(gpu_lab: GpuLab, recipe: str, settings: dict, strategy: str):
+    if settings.get("mixed_precision") == "fp8":
+        need_torchao()
+    settings = settings | (NVME_MODEL if strategy == "zero3_nvme" else {})
     run = gpu_lab.run(strategy, settings, recipe=recipe)
     assert_same_curve(run, gpu_lab.run("single", settings, recipe=recipe), BANDS["bf16"])
 

@@ -199,12 +199,13 @@ def _prepare_model(folder: Path, recipe: Recipe, engine: "Engine") -> Recipe:
         base = models.fetch_model(str(settings.base_model_name_or_path), settings.revision)
     config = models.load_config(base, recipe.data.max_length)
     recipe = decide(recipe, config).settle(recipe)
-    quantization = adapters.quantization_options(recipe.adapter if is_adapter else None, recipe.mixed_precision)
+    quantization = adapters.quantization_options(recipe.adapter if is_adapter else None, recipe.compute_precision)
     model = models.load_model(
         base,
         recipe.model,
         packing=recipe.data.is_packed,
         dtype=engine.frozen_dtype if is_adapter else torch.float32,
+        fp8=recipe.mixed_precision == "fp8",
         **engine.load_options(is_quantized=bool(quantization)),
         **quantization,
     )

@@ -36,7 +36,7 @@ from cookbook.planning.explain.chart import can_draw
 from cookbook.planning.library import gpus_needed, read_label, read_needs, recipe_files, what_it_takes
 from cookbook.system import hosts
 from cookbook.system.files import KeyPath, RecipeError, read_document, validate
-from cookbook.system.machine import num_cores, num_gpus
+from cookbook.system.machine import fp8_problems, num_cores, num_gpus
 from cookbook.training.data.rows import read_rows
 
 
@@ -72,6 +72,7 @@ def launch(
     if rank_logs and count == 1:
         mistakes.append("--rank-logs: one process runs, and its output is that of this command; take it out")
     num_local = max(1, count // num_machines)
+    mistakes += _lacks_for_fp8(path, recipe, gpus)
     try:
         planned = plan.make_plan(
             recipe, loaded, num_processes=count, num_local=num_local, num_gpus=gpus, recipe_name=str(path)
@@ -201,11 +202,19 @@ def _plan_of_label(path: Path, recipe: Recipe, strategy: Strategy, processes: in
     here = 0 if named else num_gpus()
     count = processes or strategy.num_processes or named or plan.default_num_processes(strategy, here)
     gpus = count if named or here else 0
+    if mistakes := _lacks_for_fp8(path, recipe, here):
+        raise RecipeError(mistakes)
     try:
         return plan.make_plan(recipe, strategy, num_processes=count, num_gpus=gpus, recipe_name=str(path))
     except RecipeError as error:
         lines = read_document(path).lines
         raise RecipeError([_with_line(mistake, path, lines) for mistake in error.mistakes]) from None
+
+
+def _lacks_for_fp8(path: Path, recipe: Recipe, num_gpus: int) -> list[str]:
+    if not num_gpus or recipe.mixed_precision != "fp8":
+        return []
+    return [f"{path}: {what}; {remedy}" for what, remedy in fp8_problems()]
 
 
 def _clashes_behind(path: Path, override: Path | None) -> list[str]:

@@ -213,7 +213,7 @@ def start_engine(
         strategy,
         plan,
         world,
-        mixed_precision=recipe.mixed_precision,
+        mixed_precision=recipe.compute_precision,
         micro_batch_size=recipe.batch.micro_batch_size or 1,
         max_grad_norm=recipe.optim.max_grad_norm,
         loss_scale=recipe.loss_scaling,
@@ -274,19 +274,20 @@ def prepare_model(recipe: Recipe, inputs: Inputs, engine: Engine) -> None:
     """Load model and adapter, build the optimizer, and wrap them in the engine."""
     if recipe.run.memory_snapshot:
         memory_history.start()
-    quantization = adapters.quantization_options(recipe.adapter, recipe.mixed_precision)
+    quantization = adapters.quantization_options(recipe.adapter, recipe.compute_precision)
     model = models.load_model(
         inputs.folder,
         recipe.model,
         packing=recipe.data.is_packed,
         dtype=engine.frozen_dtype if recipe.adapter else torch.float32,
         sequence_mesh=engine.sequence_mesh,
+        fp8=recipe.mixed_precision == "fp8",
         **engine.load_options(is_quantized=bool(quantization)),
         **quantization,
     )
     if recipe.adapter is not None:
         adapters.add_adapter(model, recipe.adapter, seed=recipe.seed)
-    optimizer = build_optimizer(model, recipe.optim, recipe.mixed_precision)
+    optimizer = build_optimizer(model, recipe.optim, recipe.compute_precision)
     engine.prepare(model, optimizer, counts_beside=recipe.optim.counts_beside)
 
 
@@ -520,11 +521,15 @@ def _header(run: Run, record: dict[str, Any], expected: "Memory | None") -> dict
     if "gpu" in hardware:
         device = f"GPU{many}, {hardware['gpu']}{simulated}"
     machines = plan.num_processes // engine.world.num_local
+    eight_bits = ""
+    if recipe.mixed_precision == "fp8":
+        of = " of the first stage" if engine.mesh.pipeline > 1 else ""
+        eight_bits = f" in {models.num_converted(engine.model)} matrices{of}"
     rows = {
         "model": f"{inputs.config.model_type}, {engine.num_parameters:,} parameters, {trained}",
         "data": f"{size}; at most {recipe.data.max_length:,} tokens each",
         "machine": f"{plan.num_processes} {device}" + (f" on {machines} machines" if machines > 1 else ""),
-        "strategy": f"{engine.strategy.name}, precision {recipe.mixed_precision}",
+        "strategy": f"{engine.strategy.name}, precision {recipe.mixed_precision}{eight_bits}",
         "batch": describe_batch(recipe, plan),
         "padding": _padding_in_words(record["packing"]),
         "steps": f"{inputs.max_steps:,}, {inputs.steps_per_epoch or 'an unknown number'} an epoch",

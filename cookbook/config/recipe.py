@@ -124,16 +124,6 @@ def _no_number(*words: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _no_fp8(value: Any) -> Any:
-    if value == "fp8":
-        raise ValueError(
-            "is 'fp8', which is not supported: its scales span the tokens of a micro-batch, so batch.micro_batch_size"
-            " and the strategy would change the curve, and it needs a GPU of Ada, Hopper or later, on which none was"
-            " tried; use bf16"
-        )
-    return value
-
-
 class ModelSection(Section):
     name_or_path: PathText | None = None
     """Hub name or local folder of a causal language model."""
@@ -484,8 +474,9 @@ class Recipe(Section):
     strategy: Annotated[PathText, AfterValidator(lambda name: str(strategy_path(name)))]
     """A name in accelerate_configs/ such as zero3, or the path of an accelerate YAML. `accelerate launch --config_file`
     overrides it, and the run logs that."""
-    mixed_precision: Annotated[Literal["no", "bf16", "fp16"], BeforeValidator(_no_fp8)] = "bf16"
-    """'no' is float32; fp16 uses loss scaling and needs a GPU."""
+    mixed_precision: Literal["no", "bf16", "fp16", "fp8"] = "bf16"
+    """'no' is float32; fp16 uses loss scaling and needs a GPU; fp8 is bf16 with the layers' products in 8 bits, and
+    needs torchao and a GPU of Ada, Hopper or later."""
     loss_scale: LossScaleSection | None = None
     """Of fp16 only."""
     seed: int = Field(default=42, ge=0, lt=2**32)
@@ -501,6 +492,11 @@ class Recipe(Section):
     optim: SerializeAsAny[Optimizer]
     schedule: SerializeAsAny[Schedule] = Cosine()
     run: RunSection
+
+    @property
+    def compute_precision(self) -> Literal["no", "bf16", "fp16"]:
+        """The precision of everything but fp8's products."""
+        return "bf16" if self.mixed_precision == "fp8" else self.mixed_precision
 
     @property
     def loss_scaling(self) -> LossScaleSection | None:

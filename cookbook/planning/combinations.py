@@ -55,6 +55,41 @@ OF_KEYS: tuple[Combination, ...] = (
         way_out="mixed_precision: bf16, or accelerate_configs/fsdp2.yaml",
     ),
     Combination(
+        what="mixed_precision: fp8 without a GPU",
+        clashes=lambda recipe, strategy, num_gpus: recipe.mixed_precision == "fp8" and not num_gpus,
+        why="products of 8 bits need a GPU of Ada, Hopper or later; simulated GPUs compute their numbers",
+        seen="torch 2.13, torchao 0.18",
+        way_out="mixed_precision: bf16",
+    ),
+    Combination(
+        what="mixed_precision: fp8 with an adapter",
+        clashes=lambda recipe, strategy, num_gpus: recipe.mixed_precision == "fp8" and recipe.adapter is not None,
+        why="torchao computes the gradients of frozen weights too, which nothing uses",
+        seen="torchao 0.18's source",
+        way_out="mixed_precision: bf16",
+    ),
+    Combination(
+        what="mixed_precision: fp8 with ZeRO-3",
+        clashes=lambda recipe, strategy, num_gpus: recipe.mixed_precision == "fp8" and strategy.zero_stage == 3,
+        why="what torchao keeps for a backward is the gathered weight, which ZeRO-3 then does not free",
+        seen="the sources of deepspeed 0.19.8 and torchao 0.18",
+        way_out="accelerate_configs/fsdp2.yaml",
+    ),
+    Combination(
+        what="mixed_precision: fp8 with tensor parallel",
+        clashes=lambda recipe, strategy, num_gpus: recipe.mixed_precision == "fp8" and strategy.tp_size > 1,
+        why="a scale would span the part of a row that a process has, so the strategy would change the curve",
+        seen="torchao 0.18's source",
+        way_out="accelerate_configs/fsdp2.yaml",
+    ),
+    Combination(
+        what="mixed_precision: fp8 with FSDP2 over pipeline or expert parallel",
+        clashes=lambda recipe, strategy, num_gpus: recipe.mixed_precision == "fp8" and strategy.is_sharded_while_read,
+        why="transformers applies FSDP2 while it reads the model, and so to the layers that are then replaced",
+        seen="transformers 5.23, torchao 0.18",
+        way_out="accelerate_configs/pp.yaml or fsdp2.yaml",
+    ),
+    Combination(
         what="optim.gradient_dtype with communication_data_type in the JSON",
         clashes=lambda recipe, strategy, num_gpus: (
             recipe.optim.gradient_dtype is not None and "communication_data_type" in (strategy.deepspeed or {})

@@ -16,7 +16,7 @@ import psutil
 from cookbook.config.strategy import OWNED_BY_THE_RECIPE, Strategy, strategy_path
 from cookbook.system import hosts
 from cookbook.system.files import RecipeError
-from cookbook.system.machine import CPU_PROCESSES, toolkit_problem, torch_cuda
+from cookbook.system.machine import CPU_PROCESSES, fp8_problems, toolkit_problem, torch_cuda
 from cookbook.system.shipped import typed
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
@@ -226,9 +226,11 @@ def choose_network(world: World) -> list[str]:
     return hosts.set_interfaces(os.environ.get("MASTER_ADDR", ""))
 
 
-def check_machine(strategy: Strategy, num_gpus: int, *, deterministic: bool) -> list[str]:
+def check_machine(
+    strategy: Strategy, num_gpus: int, *, deterministic: bool, mixed_precision: str = "bf16"
+) -> list[str]:
     """What this machine lacks for the run's kernels; checked early, since they are used after downloads and imports."""
-    mistakes = []
+    mistakes = [f"{what}; {remedy}" for what, remedy in fp8_problems()] if mixed_precision == "fp8" and num_gpus else []
     given = os.environ.get(CUBLAS_VARIABLE)
     if deterministic and given not in (None, *CUBLAS_DETERMINISTIC):
         allowed = " or ".join(CUBLAS_DETERMINISTIC)

@@ -56,11 +56,11 @@ def divide(events: list[Event], num_steps: int) -> dict[str, Any]:
     phases = [event for event in events if event.name.startswith(PHASE) and not event.on_device]
     if has_device:
         phases = [*_on_device(events, phases), *(one for one in phases if one.name == PHASE + STEP)]
-    stretches = list(_innermost(work))
+    stretches = list(innermost(work))
     changes: list[tuple[int, int, str]] = []
     operations: Counter[str] = Counter()
     for name, start, end in stretches:
-        if part := _part_of(name, on_device=has_device):
+        if part := part_of(name, on_device=has_device):
             changes += [(start, 1, part), (end, -1, part)]
             operations[name] += end - start
     communications: Counter[str] = Counter()
@@ -111,7 +111,7 @@ def _on_device(events: list[Event], phases: list[Event]) -> Iterator[Event]:
     yield from waiting(before, max((one.end for one in phases), default=before))
 
 
-def _part_of(name: str, *, on_device: bool) -> str | None:
+def part_of(name: str, *, on_device: bool) -> str | None:
     """What an operation's own time is; None for what is no work."""
     if COMMUNICATION.match(name):
         return "communication"
@@ -120,7 +120,7 @@ def _part_of(name: str, *, on_device: bool) -> str | None:
     return "compute" if on_device or not CALLERS.match(name) else None
 
 
-def _innermost(events: Iterable[Event]) -> Iterator[tuple[str, int, int]]:
+def innermost(events: Iterable[Event]) -> Iterator[tuple[str, int, int]]:
     """The own time of each operation: stretches in which no other one inside it runs."""
     by_thread: dict[int, list[Event]] = defaultdict(list)
     for event in events:

@@ -22,6 +22,8 @@ class InstalledGpu:
     """Empty where there is no driver library to ask."""
     name: str = ""
     driver: str = ""
+    capability: tuple[int, int] | None = None
+    """Of its processors, as CUDA counts them; None if not known."""
     total_bytes: int = 0
     """0 if not known: without the driver library, and for a slice (MIG)."""
     used_bytes: int = 0
@@ -85,8 +87,13 @@ def read_driver(seconds: float = TIMEOUT_SECONDS) -> Driver:
             return Driver(gpus=[], is_loaded=False)
         raise RecipeError(f"the NVIDIA driver fails: {found['error']}; reboot, or reinstall it")
     return Driver(
-        gpus=[InstalledGpu(**gpu) for gpu in found["gpus"]], pairs=[GpuPair(**pair) for pair in found["pairs"]]
+        gpus=[InstalledGpu(**gpu | {"capability": _pair(gpu["capability"])}) for gpu in found["gpus"]],
+        pairs=[GpuPair(**pair) for pair in found["pairs"]],
     )
+
+
+def _pair(numbers: list[int] | None) -> tuple[int, int] | None:
+    return None if numbers is None else (numbers[0], numbers[1])
 
 
 def unnamed_gpus() -> list[InstalledGpu]:

@@ -58,6 +58,11 @@ class Gpu:
     """Where peak, bandwidth and links stand."""
 
     @property
+    def has_fp8(self) -> bool:
+        """Whether `mixed_precision: fp8` serves it; see `machine.FP8_CAPABILITY`."""
+        return self.generation in ("ada", "hopper", "blackwell")
+
+    @property
     def is_amd(self) -> bool:
         """Runs ROCm in CUDA's place."""
         return self.generation.startswith("cdna")

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-from cookbook.system.gpus import VARIABLE, read_driver, visible_gpus
+from cookbook.system.gpus import VARIABLE, InstalledGpu, read_driver, visible_gpus
 
 CPU_PROCESSES = 2
 """Processes of a run on a machine without GPUs: enough to be a distributed run, few enough for any laptop."""
@@ -47,6 +47,28 @@ def expand_segments(environment: MutableMapping[str, str] = os.environ) -> None:
 def allocator_settings(environment: Mapping[str, str] = os.environ) -> str | None:
     """What torch's CUDA allocator is configured with; None for its defaults."""
     return next((environment[name] for name in ALLOCATOR_VARIABLES if name in environment), None)
+
+
+FP8_CAPABILITY = (8, 9)
+"""Of GPUs that multiply rows of 8 bits with a scale each: Ada, Hopper and later (torch 2.13, RowwiseScaledMM.cu)."""
+
+
+def fp8_problems(gpus: list[InstalledGpu] | None = None) -> list[tuple[str, str]]:
+    """What this machine lacks for `mixed_precision: fp8`, each with what to do.
+
+    Args:
+        gpus: of a run; None asks the driver.
+    """
+    found = []
+    if importlib.util.find_spec("torchao") is None:
+        found.append(("mixed_precision is fp8, and torchao is not installed", "pip install -r requirements-fp8.txt"))
+    for gpu in visible_gpus(read_driver().gpus) if gpus is None else gpus:
+        if gpu.capability is not None and gpu.capability < FP8_CAPABILITY:
+            have, need = (".".join(map(str, pair)) for pair in (gpu.capability, FP8_CAPABILITY))
+            why = f"GPU {gpu.index} ({gpu.name}) has compute capability {have}: products of 8 bits need {need}"
+            found.append((f"mixed_precision is fp8, and {why} (Ada, Hopper or later)", "mixed_precision: bf16"))
+            break
+    return found
 
 
 def torch_cuda() -> str | None:

@@ -30,6 +30,7 @@ def _gpu(index: int, handle: Any) -> dict[str, Any]:
         "uuid": ask(nvml.nvmlDeviceGetUUID, handle) or "",
         "name": ask(nvml.nvmlDeviceGetName, handle) or "",
         "driver": ask(nvml.nvmlSystemGetDriverVersion) or "",
+        "capability": ask(nvml.nvmlDeviceGetCudaComputeCapability, handle),
         "total_bytes": memory.total if memory else 0,
         "used_bytes": memory.used if memory else 0,
         "pcie_generation": ask(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),

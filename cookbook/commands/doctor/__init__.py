@@ -40,7 +40,7 @@ from cookbook.planning.library import read_label, read_needs
 from cookbook.system.console import Row, coloured, page
 from cookbook.system.files import RecipeError
 from cookbook.system.gpus import VARIABLE, Driver, read_driver, unnamed_gpus, visible_gpus
-from cookbook.system.machine import CPU_PROCESSES, torch_cuda
+from cookbook.system.machine import CPU_PROCESSES, fp8_problems, torch_cuda
 
 DEADLINE_SECONDS = 60.0
 LEAST_SECONDS = 5.0
@@ -128,6 +128,8 @@ def _examine(visit: _Visit, recipe: Recipe | None, strategy: Strategy | None, pa
     visit.findings += findings
     if path is not None:
         visit.findings += check_needs(read_needs(read_label(path)), run_gpus, used, str(path))
+    if used and precision == "fp8":
+        visit.findings += [failure("fp8", what, remedy) for what, remedy in fp8_problems(run_gpus)]
     visit.findings += hidden_gpus(os.environ.get(VARIABLE), used, len(gpus)) if gpus else []
     visit.findings += check_torch_build(len(gpus), gpus[0].driver or None if gpus else None)
     visit.findings += check_links(driver)

@@ -302,6 +302,9 @@ def forecast(
         if machines.gpu is not None and recipe.mixed_precision == "bf16" and not machines.gpu.has_bf16:
             lacks = f"mixed_precision is bf16, which a {machines.gpu.name} does not have; write mixed_precision: fp16"
             raise RecipeError(f"{recipe_name}: {lacks}")
+        if machines.gpu is not None and recipe.mixed_precision == "fp8" and not machines.gpu.has_fp8:
+            lacks = f"mixed_precision is fp8, which has not been tried on a {machines.gpu.generation} GPU; write bf16"
+            raise RecipeError(f"{recipe_name}: {lacks}")
         _check_nvme_buffers(strategy, found, count)
         if problem := mesh_problem(traces.config, strategy.mesh(count)):
             raise RecipeError(f"{strategy.path}: {problem}")
@@ -390,7 +393,7 @@ def _step_of(traces: TraceCache, plan: Plan, num_tokens: float | None = None) ->
         micro_batches=plan.gradient_accumulation_steps,
         recompute=recipe.model.recompute,
         offloads_checkpoints=recipe.model.gradient_checkpointing == "offload",
-        precision=recipe.mixed_precision,
+        precision=recipe.compute_precision,
         gradient_dtype=recipe.optim.gradient_dtype,
         is_compiled=recipe.model.compile,
     )
@@ -441,7 +444,7 @@ def _stage_memory(
     begun, is_last = num_begun(count, stage, num_stages), stage == num_stages - 1
     tokens = micro_batch_of(recipe) * len(recipe.objective.sequences) * recipe.data.max_length
     message = tokens * traces.sizes.hidden
-    message *= hidden_bytes(strategy, recipe.mixed_precision, is_full=recipe.adapter is None)
+    message *= hidden_bytes(strategy, recipe.compute_precision, is_full=recipe.adapter is None)
     start = loading_of(skeleton, inputs, held, local=1)
 
     def at(num_waiting: int, *, accumulates: bool) -> Memory:

@@ -144,10 +144,12 @@ def caveat(sizes: ModelSizes) -> str | None:
     )
 
 
-def no_forecast(machines: Machines, precision: Precision) -> str | None:
+def no_forecast(machines: Machines, precision: Precision | Literal["fp8"]) -> str | None:
     """Why there is no forecast of time; None if there is."""
     if machines.gpu is None:
         return machines.no_speed
+    if precision == "fp8":
+        return "mixed_precision fp8: nothing was measured with its products on a GPU: no forecast of time for it"
     if precision == "no":
         return "mixed_precision 'no' multiplies in float32: no forecast of time for it"
     if precision == "bf16" and not machines.gpu.has_bf16:

@@ -173,7 +173,7 @@ def trace(
     ours = EXCHANGED if is_exchanged else TRACED
     num_layers = config.num_hidden_layers
     probed = min(num_layers, PROBE_LAYERS) if _is_uniform(config) else num_layers
-    low = COMPUTE_DTYPES[recipe.mixed_precision]
+    low = COMPUTE_DTYPES[recipe.compute_precision]
     config = _share_of(_with_layers(config, probed), tp_size)
     # Fallbacks: some models do not accept a custom attention, and some layers cannot be compiled.
     ways: list[tuple[str, Callable[..., None] | None]] = [(ours, None), ("sdpa", None), ("eager", None)]
@@ -221,7 +221,7 @@ def bound(config: PreTrainedConfig, recipe: Recipe, *, tokens: int, tp_size: int
     """An upper bound by formula for a model that cannot be traced: each layer keeps `LAYER_BYTES`, or only its input
     under checkpointing, and the loss has logits, those of 16 bits once more in float32, and log-probabilities."""
     text = config.get_text_config()
-    size = COMPUTE_DTYPES[recipe.mixed_precision].itemsize
+    size = COMPUTE_DTYPES[recipe.compute_precision].itemsize
     layer = LAYER_BYTES * size // 2 * tokens * text.hidden_size // tp_size
     if recipe.adapter is not None and recipe.adapter.dropout:
         # Dropout keeps the masked input and the mask of each linear layer; a gated layer has seven.

@@ -37,7 +37,7 @@ LEARNING_RATE = 1e-2
 """Far above any recipe's, so that three steps change the loss by more than rounding: then equal losses mean that the
 trained weights were saved, and not the initial ones."""
 LIMIT_SECONDS = 600
-LOSS_TOLERANCE = {"no": 1e-3, "bf16": 3e-2, "fp16": 3e-2}
+LOSS_TOLERANCE = {"no": 1e-3, "bf16": 3e-2, "fp16": 3e-2, "fp8": 3e-2}
 """Largest difference of the recomputed loss by mixed_precision: kernels differ, and exported weights may be bf16."""
 
 Place = Literal["simulated GPUs", "GPUs", "CPU"]
@@ -186,6 +186,9 @@ def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
         if recipe.optim.gradient_dtype == "fp16":
             values["optim"]["gradient_dtype"] = "bf16"
         notes.missing.append("mixed_precision fp16, which needs a GPU; rehearsed in float32")
+    if recipe.mixed_precision == "fp8" and rehearsal.place == "CPU":
+        values["mixed_precision"] = "bf16"
+        notes.missing.append("mixed_precision fp8, which needs a GPU; rehearsed in bf16")
     run = values["run"]
     run.pop("num_epochs", None)
     for key in (

@@ -19,7 +19,7 @@ def recompute(export: Path, small: dict[str, Any], objective: Objective, eval_fi
     tokenizer = AutoTokenizer.from_pretrained(export, trust_remote_code=False)
     model, reference = _reopen(export, small)
     rows = read_rows(Source(path=str(eval_file)), "error", objective, place="data.eval")
-    length, is_bf16 = small["data"]["max_length"], small["mixed_precision"] == "bf16"
+    length, is_bf16 = small["data"]["max_length"], small["mixed_precision"] in ("bf16", "fp8")
 
     def logp(network: Any, sequence: LabelledIds) -> tuple[float, int]:
         """Sum over the labelled tokens, and their number."""

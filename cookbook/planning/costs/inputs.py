@@ -244,7 +244,7 @@ def cost_inputs(recipe: Recipe, strategy: Strategy, num_processes: int, *, num_l
         num_processes=num_processes,
         num_local=num_local,
         accumulation=accumulation if batch.micro_batch_size is not None else max(2, accumulation),
-        mixed_precision=recipe.mixed_precision,
+        mixed_precision=recipe.compute_precision,
         optim=recipe.optim,
         adapter=recipe.adapter,
         num_tokens=micro_batch_of(recipe)

@@ -436,7 +436,7 @@ def _deepspeed(
     config = deepspeed_config(
         strategy,
         plan,
-        recipe.mixed_precision,
+        recipe.compute_precision,
         micro,
         recipe.optim.max_grad_norm,
         recipe.loss_scaling,

@@ -42,6 +42,7 @@ std::map<Text, Text> facts() {
       {"driver", "580.65.06"},
       {"count", variable("SIMULATED_GPUS", "0")},
       {"gpu.*.name", "Simulated GPU"},
+      {"gpu.*.capability", "9 0"},
       {"gpu.*.memory.total", variable("SIMULATED_GPU_MEMORY", "85899345920")},
       {"gpu.*.memory.used", "0"},
       {"gpu.*.processes", ""},
@@ -162,6 +163,11 @@ int nvmlDeviceGetUUID(Device gpu, char* out, unsigned size) {
   char made[64];
   std::snprintf(made, sizeof made, "GPU-00000000-0000-0000-0000-%012ld", static_cast<long>(gpu - 1));
   return text(answer.code == NOT_SUPPORTED ? Answer{SUCCESS, made} : answer, out, size);
+}
+int nvmlDeviceGetCudaComputeCapability(Device gpu, int* major, int* minor) {
+  Answer answer = of_gpu(gpu, "capability");
+  std::istringstream(answer.text) >> *major >> *minor;
+  return answer.code;
 }
 int nvmlDeviceGetPciInfo_v3(Device gpu, Pci* out) {
   *out = {};

@@ -34,6 +34,8 @@ from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, first_line
 from cookbook.system.shipped import HOME
 from cookbook.training.models.attention import PACKED
+from cookbook.training.models.fp8 import convert_layers
+from cookbook.training.models.fp8 import num_converted as num_converted  # for `stages`
 from cookbook.training.models.loss import add_loss
 from cookbook.training.models.speed import compile_layers, patch_kernels, save_activations
 from cookbook.training.models.speed import kernel_notes as kernel_notes  # for `stages`
@@ -180,6 +182,7 @@ def load_model(
     packing: bool,
     dtype: torch.dtype = torch.float32,
     sequence_mesh: DeviceMesh | None = None,
+    fp8: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
     """Load a model with its loss inside (see `add_loss`), in training mode.
@@ -189,6 +192,7 @@ def load_model(
     Args:
         dtype: float32 if an optimizer updates the weights; frozen weights may be smaller.
         sequence_mesh: the ranks that share the tokens of each row, if any.
+        fp8: multiply in 8 bits in the layers, see `convert_layers`.
         options: further arguments of `from_pretrained`, from engine and adapter.
     """
     if packing or sequence_mesh is not None:
@@ -204,6 +208,8 @@ def load_model(
         model.set_attn_implementation(PACKED)
     if settings.liger_kernels:
         patch_kernels(model)
+    if fp8:
+        convert_layers(model)
     if settings.gradient_checkpointing:
         offload = settings.gradient_checkpointing == "offload" and torch.cuda.is_available()
         save_activations(model, selective=settings.recompute == "selective", offload=offload)
