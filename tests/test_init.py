@@ -68,7 +68,7 @@ def test_chats_on_two_gpus(model, capsys):
     assert "  # 99.3% of the rows are not longer; the longest has 423 tokens\n  max_length: 128\n" in text
     *_, fine, preview, launch = printed.splitlines()
     assert fine.startswith(f"{OUT}: fine under accelerate_configs/ddp.yaml")
-    assert (preview, launch) == (f"python -m cookbook preview {OUT}", f"python -m cookbook launch {OUT}")
+    assert (preview, launch) == (f"cookbook preview {OUT}", f"cookbook launch {OUT}")
 
 
 def test_preferences_on_a_gpu(model):
@@ -102,7 +102,7 @@ def test_a_guess_at_columns_is_stated(model):
     rows = [{"id": i, "Frage": f"Was ist {i}?", "Antwort": f"Das ist {i}."} for i in range(20)]
     recipe = made(model(), write(rows), "--gpus", "1x8GB")
     assert (recipe.objective.name, recipe.data.columns) == ("sft", {"user": "Frage", "assistant": "Antwort"})
-    assert "  # a guess by the types of the first row's values: look at it\n  columns:\n" in Path(OUT).read_text()
+    assert "  # a guess by the first row's names and types: look at it\n  columns:\n" in Path(OUT).read_text()
 
 
 def test_shapes_of_others_and_a_few_bad_rows_are_noted(model):
@@ -110,7 +110,7 @@ def test_shapes_of_others_and_a_few_bad_rows_are_noted(model):
     recipe = made(model(), write(rows), "--gpus", "1x8GB")
     assert recipe.data.on_bad_row == "drop" and recipe.data.columns is None
     text = Path(OUT).read_text()
-    assert "# rows look like ShareGPT: conversations -> messages" in text and "# 1 rows: missing keys" in text
+    assert "# rows look like ShareGPT: conversations -> messages" in text and "# 1 row: missing keys" in text
 
 
 def test_rows_that_are_mostly_bad_are_an_error(model, capsys):

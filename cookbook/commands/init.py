@@ -118,8 +118,9 @@ def init(
         raise RecipeError(f"--out is {out}: cannot be written ({error.strerror})") from None
     print(text)
     check([out], assignments=[])
-    print(f"python -m cookbook preview {shlex.quote(str(out))}")
-    print(f"python -m cookbook launch {shlex.quote(str(out))}")
+    recipe = shlex.quote(str(out))
+    print(typed(f"preview RECIPE={recipe}", f"preview {recipe}"))
+    print(typed(f"train RECIPE={recipe}", f"launch {recipe}"))
     return 0
 
 
@@ -205,7 +206,7 @@ class _Draft:
             self.notes["data.train"] = rows.renamed
         if source.columns:
             self.data["columns"] = source.columns
-            self.notes["data.columns"] = "a guess by the types of the first row's values: look at it"
+            self.notes["data.columns"] = "a guess by the first row's names and types: look at it"
         if machines.num_gpus == 0:
             self.precision = "no"
             self.notes["mixed_precision"] = "float32, as many CPUs have no fast bf16"
@@ -231,7 +232,8 @@ class _Draft:
         if self.objective.splits_rows and lengths.max() > length:
             note = f"{np.mean(lengths > length):.1%} of the rows are longer, and are split"
         else:
-            note = f"{np.mean(lengths <= length):.1%} of the rows are not longer"
+            share = np.mean(lengths <= length)
+            note = "no row is longer" if share == 1 else f"{share:.1%} of the rows are not longer"
         note += f"; the longest has {lengths.max():,} tokens"
         if length < limits[0]:
             limit = "the model's positions" if length == limits[1] else f"{SPLIT_LENGTH:,}"
@@ -245,7 +247,9 @@ class _Draft:
         self.data["max_length"], self.notes["data.max_length"] = length, note
         if num_bad:
             self.data["on_bad_row"] = "drop"
-            self.notes["data.on_bad_row"] = ", ".join(f"{count:,} rows: {reason}" for reason, count in num_bad.items())
+            self.notes["data.on_bad_row"] = ", ".join(
+                f"{count:,} row{'s' if count > 1 else ''}: {reason}" for reason, count in num_bad.items()
+            )
 
     def _tokenize(self, folder: str) -> tuple["TokenSet", dict[str, int]]:
         """The tokens under the first chat template that can be trained with, and the number of bad rows by reason."""
@@ -372,7 +376,8 @@ class _Draft:
         assert found.memory is not None
         low, high = (number / GIB for number in found.memory.needed)
         whose = "of each GPU" if on_gpus else "of this machine's memory"
-        self.memory = f"{low:.1f} to {high:.1f} GiB {whose} at the peak, as forecast by plan, not measured."
+        size_in_words = f"{high:.1f}" if high - low < 0.1 else f"{low:.1f} to {high:.1f}"
+        self.memory = f"{size_in_words} GiB {whose} at the peak, as forecast by plan, not measured."
         self.host_gb = -(-found.host // 10**9) if strategy.offloads else 0
         notes["strategy"] = "; ".join(["the first by plan's forecast" if on_gpus else "no GPU", *found.why])
         if recompute:
