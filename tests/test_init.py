@@ -125,6 +125,15 @@ def test_a_template_that_can_be_trained_with_is_found(model):
     assert "the first that serves;" in Path(OUT).read_text()
 
 
+def test_chats_with_tools_and_reasoning_get_a_template_that_writes_them(model):
+    answer = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
+    rows = [{"messages": [{"role": "user", "content": f"{i}?"}, answer], "tools": [{"name": "add"}]} for i in range(9)]
+    recipe = made(model(), write(rows), "--gpus", "cpu")
+    assert recipe.data.chat_template == "recipes/chat_templates/chatml_tools.jinja"
+    assert "leaves out `reasoning_content`" in Path(OUT).read_text()
+    assert recipe.batch.micro_batch_size == 8
+
+
 @pytest.mark.parametrize(("kind", "expected"), [("messages", "sft"), ("judged", "kto_zero"), ("completion", "sft")])
 def test_the_task_is_that_of_the_rows(model, kind, expected):
     completion = {"prompt": "q", "completion": "a"}
