@@ -11,7 +11,10 @@ PROCESSES_FLAG = $(if $(PROCESSES),--processes $(PROCESSES))
 LOGS_FLAG = $(if $(filter-out 0,$(RANK_LOGS)),--rank-logs)
 SIMULATE_FLAG = $(if $(SIMULATE_GPUS),--simulate-gpus $(SIMULATE_GPUS))
 ON_FLAG = $(if $(ON),--on $(ON))
+RECIPE_ARGUMENT = $(if $(RECIPE),"$(RECIPE)")
 SET_FLAGS = $(foreach assignment,$(SET),--set '$(assignment)')
+
+QUICKSTART_RUN = $(or $(patsubst run.output_dir=%,%,$(filter run.output_dir=%,$(SET))),outputs/quickstart)
 
 TESTS ?= tests
 
@@ -19,7 +22,7 @@ TESTS ?= tests
 BUILD_NEEDS = sh system.sh .venv/bin/python build
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart init convert train finetune-7b preview plan tune rehearse watch report compare why-slow chat evaluate merge export checkpoint check doctor explain schema library combinations test test-long test-all soak steady matrix simulated-gpus gpu-memory test-gpu lint lock audit clean
+.PHONY: help setup quickstart init convert train finetune-7b preview plan tune rehearse watch report compare why-slow summary chat evaluate merge export checkpoint check doctor explain schema library combinations test test-long test-all soak steady matrix simulated-gpus gpu-memory test-gpu lint lock audit clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 14
@@ -28,37 +31,37 @@ setup: $(STAMP)  ## a virtual environment in .venv (PYTHON=python3.12 to choose;
 
 quickstart: $(STAMP)  ## train a small model on this machine, with or without GPUs, and sample from it
 	@$(COOKBOOK) launch recipes/quickstart.yaml $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SIMULATE_FLAG) $(SET_FLAGS)
-	@$(COOKBOOK) summary outputs/quickstart
-	@$(COOKBOOK) sample outputs/quickstart
+	@$(COOKBOOK) summary $(QUICKSTART_RUN)
+	@$(COOKBOOK) sample $(QUICKSTART_RUN)
 
 train: $(if $(RECIPE),$(STAMP))  ## RECIPE=recipes/mine.yaml [STRATEGY=fsdp2] [PROCESSES=2] [SIMULATE_GPUS=2] [RANK_LOGS=1] [SET="optim.learning_rate=1e-5 seed=7"]
 	@$(if $(RECIPE),,echo 'make train: write RECIPE=..., for example: make train RECIPE=recipes/quickstart.yaml' >&2; exit 2)
-	@$(COOKBOOK) launch $(RECIPE) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SIMULATE_FLAG) $(LOGS_FLAG) $(SET_FLAGS)
+	@$(COOKBOOK) launch "$(RECIPE)" $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SIMULATE_FLAG) $(LOGS_FLAG) $(SET_FLAGS)
 
 finetune-7b: $(STAMP)  ## full fine-tuning of Qwen2.5-7B with ZeRO-3, or the hardware that it needs
 	@$(COOKBOOK) launch recipes/qwen25_7b/sft.yaml $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(LOGS_FLAG) $(SET_FLAGS)
 
 plan: $(STAMP)  ## [RECIPE=...] [GPUS=8xH100] [HOST_GIB=2000] [NVME_GIB=4000] [SAMPLES=10000] [PRICE=2.5]: will it fit, how fast, under which strategy
-	@$(COOKBOOK) plan $(RECIPE) $(if $(GPUS),--gpus $(GPUS)) $(if $(HOST_GIB),--host-gib $(HOST_GIB)) $(if $(NVME_GIB),--nvme-gib $(NVME_GIB)) $(STRATEGY_FLAG) $(if $(SAMPLES),--samples $(SAMPLES)) $(if $(PRICE),--price $(PRICE)) $(SET_FLAGS)
+	@$(COOKBOOK) plan $(RECIPE_ARGUMENT) $(if $(GPUS),--gpus $(GPUS)) $(if $(HOST_GIB),--host-gib $(HOST_GIB)) $(if $(NVME_GIB),--nvme-gib $(NVME_GIB)) $(STRATEGY_FLAG) $(if $(SAMPLES),--samples $(SAMPLES)) $(if $(PRICE),--price $(PRICE)) $(SET_FLAGS)
 
 tune: $(if $(RECIPE),$(STAMP))  ## RECIPE=... [GPUS=cpu] [STRATEGY=...] [TRIALS=4] [STEPS=8]: try the forecast's best settings here, and write the fastest into the recipe
 	@$(if $(RECIPE),,echo 'make tune: write RECIPE=..., for example: make tune RECIPE=recipes/quickstart.yaml GPUS=cpu' >&2; exit 2)
-	@$(COOKBOOK) tune $(RECIPE) $(if $(GPUS),--gpus $(GPUS)) $(STRATEGY_FLAG) $(if $(TRIALS),--trials $(TRIALS)) $(if $(STEPS),--steps $(STEPS)) $(SET_FLAGS)
+	@$(COOKBOOK) tune "$(RECIPE)" $(if $(GPUS),--gpus $(GPUS)) $(STRATEGY_FLAG) $(if $(TRIALS),--trials $(TRIALS)) $(if $(STEPS),--steps $(STEPS)) $(SET_FLAGS)
 
 rehearse: $(if $(RECIPE),$(STAMP))  ## RECIPE=... [STRATEGY=...] [PROCESSES=2] [ON=cpu]: a scaled-down run on simulated GPUs, with save and reload
 	@$(if $(RECIPE),,echo 'make rehearse: write RECIPE=..., for example: make rehearse RECIPE=recipes/qwen25_7b/sft.yaml' >&2; exit 2)
-	@$(COOKBOOK) rehearse $(RECIPE) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(ON_FLAG) $(SET_FLAGS)
+	@$(COOKBOOK) rehearse "$(RECIPE)" $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(ON_FLAG) $(SET_FLAGS)
 
 preview: $(STAMP)  ## [RECIPE=...]: samples with the trained tokens highlighted, and their lengths
-	@$(COOKBOOK) preview $(RECIPE) $(SET_FLAGS)
+	@$(COOKBOOK) preview $(RECIPE_ARGUMENT) $(SET_FLAGS)
 
 watch: $(if $(RUN),$(STAMP))  ## RUN=outputs/...: watch a run in another terminal, until it ends
 	@$(if $(RUN),,echo 'make watch: write RUN=..., the run.output_dir of a recipe' >&2; exit 2)
-	@$(COOKBOOK) watch $(RUN)
+	@$(COOKBOOK) watch "$(RUN)"
 
 report: $(if $(RUN),$(STAMP))  ## RUN=outputs/...: write a page with the curves, events and settings of a run
 	@$(if $(RUN),,echo 'make report: write RUN=..., the run.output_dir of a recipe' >&2; exit 2)
-	@$(COOKBOOK) report $(RUN)
+	@$(COOKBOOK) report "$(RUN)"
 
 compare: $(if $(RUNS),$(STAMP))  ## RUNS="outputs/a outputs/b": write a page that lays runs over one another
 	@$(if $(RUNS),,echo 'make compare: write RUNS="outputs/a outputs/b", the run.output_dir of two or more recipes' >&2; exit 2)
@@ -66,7 +69,7 @@ compare: $(if $(RUNS),$(STAMP))  ## RUNS="outputs/a outputs/b": write a page tha
 
 why-slow: $(if $(RUN),$(STAMP))  ## RUN=outputs/...: where the time of a run goes, and what to change first
 	@$(if $(RUN),,echo 'make why-slow: write RUN=..., the run.output_dir of a recipe' >&2; exit 2)
-	@$(COOKBOOK) why-slow $(RUN)
+	@$(COOKBOOK) why-slow "$(RUN)"
 
 init: $(if $(and $(MODEL),$(DATA)),$(STAMP))  ## MODEL=Qwen/Qwen3-0.6B DATA=path/to/chats.jsonl [GPUS=1x24GB] [TASK=dpo] [OUT=recipes/mine.yaml]: write a recipe
 	@$(if $(and $(MODEL),$(DATA)),,echo 'make init: write MODEL=... DATA=..., for example: make init MODEL=Qwen/Qwen3-0.6B DATA=path/to/chats.jsonl' >&2; exit 2)
@@ -78,32 +81,36 @@ convert: $(if $(FILES),$(STAMP))  ## FILES="trl.yaml zero3.json" [OUT=recipes/mi
 
 chat: $(if $(RUN),$(STAMP))  ## RUN=outputs/... [COMPARE=1]: talk with the model of a run, beside the one before training
 	@$(if $(RUN),,echo 'make chat: write RUN=..., the run.output_dir of a recipe' >&2; exit 2)
-	@$(COOKBOOK) chat $(RUN) $(if $(COMPARE),--compare)
+	@$(COOKBOOK) chat "$(RUN)" $(if $(COMPARE),--compare)
 
 evaluate: $(if $(RUN),$(STAMP))  ## RUN=outputs/... [DATA=path/to/rows.jsonl] [SET=...]: loss and perplexity on held-out rows, or on any; [TASKS=arc_easy]: results at tasks of lm-evaluation-harness
 	@$(if $(RUN),,echo 'make evaluate: write RUN=..., the run.output_dir of a recipe' >&2; exit 2)
-	@$(COOKBOOK) evaluate $(RUN) $(if $(DATA),"$(DATA)") $(if $(TASKS),--tasks "$(TASKS)") $(SET_FLAGS)
+	@$(COOKBOOK) evaluate "$(RUN)" $(if $(DATA),"$(DATA)") $(if $(TASKS),--tasks "$(TASKS)") $(SET_FLAGS)
 
 merge: $(if $(RUN),$(STAMP))  ## RUN=outputs/...: merge a trained adapter and its base into one model
 	@$(if $(RUN),,echo 'make merge: write RUN=..., the run.output_dir of a recipe with an adapter' >&2; exit 2)
-	@$(COOKBOOK) merge $(RUN)
+	@$(COOKBOOK) merge "$(RUN)"
+
+summary: $(if $(RUN),$(STAMP))  ## RUN=outputs/...: what a run did: losses, speed, memory, its model
+	@$(if $(RUN),,echo 'make summary: write RUN=..., the run.output_dir of a recipe' >&2; exit 2)
+	@$(COOKBOOK) summary "$(RUN)"
 
 export: $(if $(RUN),$(STAMP))  ## RUN=outputs/... [STEP=100]: write a checkpoint as a Hugging Face folder, and reopen it
 	@$(if $(RUN),,echo 'make export: write RUN=..., the run.output_dir of a recipe' >&2; exit 2)
-	@$(COOKBOOK) export $(RUN) $(if $(STEP),--step $(STEP))
+	@$(COOKBOOK) export "$(RUN)" $(if $(STEP),--step $(STEP))
 
 checkpoint: $(if $(RUN),$(STAMP))  ## RUN=outputs/...: its checkpoints, complete or broken, and how to resume
 	@$(if $(RUN),,echo 'make checkpoint: write RUN=..., the run.output_dir of a recipe' >&2; exit 2)
-	@$(COOKBOOK) checkpoint $(RUN)
+	@$(COOKBOOK) checkpoint "$(RUN)"
 
 check: $(STAMP)  ## validate all recipes and strategies, or RECIPE=... [STRATEGY=...] [PROCESSES=8] [DATA=1: and every row] [SET=...]
-	@$(COOKBOOK) check $(RECIPE) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(if $(DATA),--data) $(SET_FLAGS)
+	@$(COOKBOOK) check $(RECIPE_ARGUMENT) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(if $(DATA),--data) $(SET_FLAGS)
 
 explain: $(STAMP)  ## [RECIPE=...] [STRATEGY=...] [WITH=...]: what will run, and where each value comes from; WITH=zero2: the differences
-	@$(COOKBOOK) explain $(or $(RECIPE),recipes/quickstart.yaml) $(WITH) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)
+	@$(COOKBOOK) explain "$(or $(RECIPE),recipes/quickstart.yaml)" $(WITH) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)
 
 doctor: $(STAMP)  ## [RECIPE=...] [STRATEGY=...]: check that this machine is ready; fails on blocking problems only
-	@$(COOKBOOK) doctor $(RECIPE) $(STRATEGY_FLAG) || test $$? -eq 1
+	@$(COOKBOOK) doctor $(RECIPE_ARGUMENT) $(STRATEGY_FLAG) || test $$? -eq 1
 
 schema: $(STAMP)  ## write recipes/schema.json, with which an editor completes and checks recipes
 	@$(COOKBOOK) schema

@@ -360,6 +360,8 @@ def stop(run: "Run", services: "Services", reason: str) -> int:
     code = signals.EXIT_CODE if is_saved else 1
     step = run.progress.step
     outcome = "NOT saved" if not is_saved else "saved" if step else "nothing to save yet"
+    if is_saved and step and run.recipe.run.resume == "auto":
+        outcome += "; the same command goes on from here, under any strategy"
     services.log.say(f"stopped after step {step} ({reason}); {outcome}")
     services.log.event("stop", step, reason=reason)
     state = "stopped" if is_saved else "failed"

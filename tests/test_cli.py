@@ -230,8 +230,21 @@ def test_every_make_target_is_phony():
 def test_make_train_hands_its_variables_on():
     answer = run("make", "-n", "train", "RECIPE=a.yaml", "STRATEGY=fsdp2", "PROCESSES=4", "SET=seed=7 optim.name=sgd")
     told = " ".join(answer.stdout.split())
-    assert "-m cookbook launch a.yaml --strategy fsdp2 --processes 4 --set 'seed=7' --set 'optim.name=sgd'" in told
+    words = '-m cookbook launch "a.yaml" --strategy fsdp2 --processes 4 --set ' + "'seed=7' --set 'optim.name=sgd'"
+    assert words in told
     assert "--simulate-gpus 2" in run("make", "-n", "train", "RECIPE=a.yaml", "SIMULATE_GPUS=2").stdout
+
+
+@pytest.mark.parametrize("target", ["train", "preview", "check", "plan", "rehearse", "explain", "doctor", "tune"])
+def test_make_hands_on_a_recipe_whose_path_has_a_space(target):
+    told = run("make", "-n", target, "RECIPE=a b.yaml").stdout
+    assert f'cookbook {target.replace("train", "launch")} "a b.yaml"' in told
+
+
+def test_make_quickstart_shows_the_run_that_it_made():
+    told = run("make", "-n", "quickstart", "SET=seed=7 run.output_dir=outputs/mine").stdout
+    assert "summary outputs/mine" in told and "sample outputs/mine" in told
+    assert "summary outputs/quickstart" in run("make", "-n", "quickstart").stdout
 
 
 def test_make_train_without_a_recipe_says_what_to_write():

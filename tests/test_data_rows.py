@@ -285,9 +285,32 @@ def test_bad_rows_of_a_table_are_named_with_their_line(tmp_path):
     path = write_lines(tmp_path / "a.csv", "text,id", "a,1", "b,1,2", b"\xff,3", ",4", "c")
     rows = read_rows(Source(path=path), "drop")
     assert list(texts(rows)) == ["a", "c"]
-    assert rows.num_dropped == {"more cells than columns": 1, "lone surrogate": 1, "empty text": 1}
+    assert rows.num_dropped == {"more cells than columns": 1, "not UTF-8": 1, "empty text": 1}
     with pytest.raises(RecipeError, match=r"a\.csv:3: more cells than columns: 3 cells, 2 columns"):
         read_rows(Source(path=path), "error")
+
+
+def test_a_table_that_is_not_utf_8_is_told_to_be_saved_as_that(tmp_path):
+    path = write_lines(tmp_path / "a.csv", "question,answer", "Erkläre x,y".encode("latin-1"))
+    with pytest.raises(RecipeError, match=r"a\.csv:2: not UTF-8: byte 0xe4 at character 5 of 'Erkl'; save the file as"):
+        read_rows(Source(path=path), "error")
+
+
+def test_the_empty_cell_that_is_named_is_one_that_the_row_needs(tmp_path):
+    path = write_lines(tmp_path / "a.csv", "instruction,input,output", "a,,b", "only")
+    with pytest.raises(RecipeError, match=r"a\.csv:3: empty text: `output` is null"):
+        read_rows(Source(path=path), "error")
+
+
+def test_a_column_whose_name_is_almost_right_is_found(tmp_path):
+    path = write_lines(tmp_path / "a.csv", "instruction,input,ouput", "a,b,c", "d,,e")
+    with pytest.raises(RecipeError) as error:
+        read_rows(Source(path=path), "error")
+    first, more, advice = error.value.mistakes
+    assert "(did you mean `output`, not 'ouput'?)" in first and more == "... and the other 1 row likewise"
+    columns = yaml.safe_load(advice.partition("\n")[2])["data"]["columns"]
+    assert columns == {"user": "instruction", "context": "input", "assistant": "ouput"}
+    assert len(read_rows(Source(path=path, columns=columns), "error").rows) == 2
 
 
 @pytest.mark.parametrize(

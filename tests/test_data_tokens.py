@@ -18,6 +18,7 @@ from cookbook.config.objectives import Objective
 from cookbook.config.recipe import DataSection
 from cookbook.system.files import RecipeError
 from cookbook.training.data import tokens as tokens_module
+from cookbook.training.data.encode import WRITES_ALL
 from cookbook.training.data.stream import Stream
 from cookbook.training.data.tokens import cached_tokens, take
 
@@ -324,8 +325,23 @@ def test_reasoning_is_trained_in_the_last_turn_where_the_template_drops_earlier_
     ],
 )
 def test_what_a_template_would_drop_is_a_bad_row(tokenizer, row, key):
-    with pytest.raises(RecipeError, match=f"row 2: left out by the chat template: it does not write `{key}`"):
+    with pytest.raises(RecipeError, match=f"row 2: the chat template leaves out `{key}`: name one"):
         run_tokenize(rows_of("messages", [chat("a", "b"), row]), tokenizer)
+
+
+def test_the_shipped_template_for_tools_writes_all_that_others_leave_out():
+    with_tools = make_tokenizer((ROOT / WRITES_ALL).read_text())
+    thought = {"role": "assistant", "content": "b", "reasoning_content": "why"}
+    rows = [{"messages": CALLING, "tools": [{"name": "add"}]}, {"messages": [USER, thought, USER, thought]}]
+    tokens, _ = run_tokenize(rows_of("messages", rows), with_tools)
+    start = '<|im_start|>system\n<tools>\n{"name": "add"}\n</tools><|im_end|>\n<|im_start|>user\nq<|im_end|>\n'
+    call = json.dumps(CALL["function"])
+    assert marked(tokens, 0, with_tools) == (
+        f"{start}<|im_start|>assistant\n[\n<tool_call>\n{call}\n</tool_call><|im_end|>]\n"
+        "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n[two<|im_end|>]\n"
+    )
+    turn = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n[<think>\nwhy\n</think>\nb<|im_end|>]\n"
+    assert marked(tokens, 1, with_tools) == turn * 2
 
 
 def preference(prompt, chosen, rejected):

@@ -68,7 +68,7 @@ def test_chats_on_two_gpus(model, capsys):
     assert "  # 99.3% of the rows are not longer; the longest has 423 tokens\n  max_length: 128\n" in text
     *_, fine, preview, launch = printed.splitlines()
     assert fine.startswith(f"{OUT}: fine under accelerate_configs/ddp.yaml")
-    assert (preview, launch) == (f"python -m cookbook preview {OUT}", f"python -m cookbook launch {OUT}")
+    assert (preview, launch) == (f"cookbook preview {OUT}", f"cookbook launch {OUT}")
 
 
 def test_preferences_on_a_gpu(model):
@@ -102,7 +102,7 @@ def test_a_guess_at_columns_is_stated(model):
     rows = [{"id": i, "Frage": f"Was ist {i}?", "Antwort": f"Das ist {i}."} for i in range(20)]
     recipe = made(model(), write(rows), "--gpus", "1x8GB")
     assert (recipe.objective.name, recipe.data.columns) == ("sft", {"user": "Frage", "assistant": "Antwort"})
-    assert "  # a guess by the types of the first row's values: look at it\n  columns:\n" in Path(OUT).read_text()
+    assert "  # a guess by the first row's names and types: look at it\n  columns:\n" in Path(OUT).read_text()
 
 
 def test_shapes_of_others_and_a_few_bad_rows_are_noted(model):
@@ -110,7 +110,7 @@ def test_shapes_of_others_and_a_few_bad_rows_are_noted(model):
     recipe = made(model(), write(rows), "--gpus", "1x8GB")
     assert recipe.data.on_bad_row == "drop" and recipe.data.columns is None
     text = Path(OUT).read_text()
-    assert "# rows look like ShareGPT: conversations -> messages" in text and "# 1 rows: missing keys" in text
+    assert "# rows look like ShareGPT: conversations -> messages" in text and "# 1 row: missing keys" in text
 
 
 def test_rows_that_are_mostly_bad_are_an_error(model, capsys):
@@ -123,6 +123,15 @@ def test_a_template_that_can_be_trained_with_is_found(model):
     recipe = made(model(template="{{ messages[0]['content'] }}"), write(CHATS[:9]), "--gpus", "1x8GB")
     assert recipe.data.chat_template == "recipes/chat_templates/chatml.jinja"
     assert "the first that serves;" in Path(OUT).read_text()
+
+
+def test_chats_with_tools_and_reasoning_get_a_template_that_writes_them(model):
+    answer = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
+    rows = [{"messages": [{"role": "user", "content": f"{i}?"}, answer], "tools": [{"name": "add"}]} for i in range(9)]
+    recipe = made(model(), write(rows), "--gpus", "cpu")
+    assert recipe.data.chat_template == "recipes/chat_templates/chatml_tools.jinja"
+    assert "leaves out `reasoning_content`" in Path(OUT).read_text()
+    assert recipe.batch.micro_batch_size == 8
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("messages", "sft"), ("judged", "kto_zero"), ("completion", "sft")])

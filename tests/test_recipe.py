@@ -86,6 +86,25 @@ def test_an_override_is_read_as_yaml(book, assignment, read):
     assert read(load_recipe(RECIPE, [assignment]))
 
 
+@pytest.mark.parametrize(
+    ("assignment", "replaced"),
+    [
+        ("run.num_epochs=2", "run.max_steps"),
+        ("batch.micro_batch_tokens=4096", "batch.micro_batch_size"),
+        ("model.name_or_path=some/model", "model.from_scratch"),
+    ],
+)
+def test_an_override_takes_the_place_of_the_key_that_excludes_it(book, assignment, replaced):
+    section, _, key = replaced.partition(".")
+    assert getattr(getattr(load_recipe(RECIPE), section), key) is not None
+    assert getattr(getattr(load_recipe(RECIPE, [assignment]), section), key) is None
+
+
+def test_two_overrides_that_exclude_each_other_are_refused(book):
+    with pytest.raises(RecipeError, match="num_epochs 2 and max_steps 3 are both given; keep one"):
+        load_recipe(RECIPE, ["run.num_epochs=2", "run.max_steps=3"])
+
+
 def test_the_last_of_two_overrides_wins(book):
     assert load_recipe(RECIPE, ["seed=1", "seed=2"]).seed == 2
 

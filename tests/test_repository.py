@@ -50,11 +50,16 @@ def test_the_workflow_runs_ci_and_a_quick_lane_for_each_python() -> None:
     assert jobs["quick"]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"]
 
 
-def test_a_lane_has_the_oldest_transformers_that_the_page_on_installing_names() -> None:
+def test_a_lane_has_the_oldest_libraries_that_the_page_on_installing_names() -> None:
     steps = [step.get("run", "") for step in yaml.safe_load(WORKFLOW.read_text())["jobs"]["oldest"]["steps"]]
     assert any("-r requirements-oldest.txt" in step for step in steps)
-    (oldest,) = re.findall(r"(?m)^transformers==(\S+)$", (ROOT / "requirements-oldest.txt").read_text())
-    assert f"| transformers | 5.23.0 | {oldest} |" in (ROOT / "docs/install.md").read_text()
+    page = (ROOT / "docs/install.md").read_text()
+    pins, oldest = (
+        dict(re.findall(r"(?m)^(\w+)==(\S+)", (ROOT / f"requirements{name}.txt").read_text()))
+        for name in ("", "-oldest")
+    )
+    for library in ("transformers", "accelerate", "peft", "datasets", "deepspeed"):
+        assert f"| {library} | {pins[library]} | {oldest.get(library, pins[library])} |" in page
 
 
 def test_the_hooks_are_valid_and_run_what_make_lint_runs() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -147,6 +148,8 @@ def evaluate_model(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
 
     from transformers.utils import logging
 
+    # peft 0.21 reads an attribute that transformers 5 renames.
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
     from cookbook.commands import stages
     from cookbook.training import models
     from cookbook.training.data import batches

@@ -74,7 +74,9 @@ TASKS: tuple[Task, ...] = ("kto_zero", "dpo", "sft", "cpt")
 """The first that trains on the rows is taken."""
 METHODS: tuple[str | None, ...] = (None, "lora", "qlora")
 """The adapter, most memory first."""
-TEMPLATES = tuple(str(RECIPES / "chat_templates" / f"{name}.jinja") for name in ("chatml", "llama3", "tulu"))
+TEMPLATES = tuple(
+    str(RECIPES / "chat_templates" / f"{name}.jinja") for name in ("chatml", "llama3", "tulu", "chatml_tools")
+)
 """Tried in this order if the tokenizer's own is missing or cannot be trained with."""
 UNCUT = 2**31
 SPLIT_LENGTH = 4096
@@ -84,6 +86,8 @@ ROWS_SEEN = 100
 MIN_ROWS_TO_HOLD_OUT, HOLDOUT, MAX_HELD_OUT = 200, 0.05, 1000
 MIN_STEPS, MIN_BATCH = 10, 8
 """An epoch of fewer steps has a smaller batch, if it stays above the minimum."""
+ROWS_ON_A_CPU = 8
+"""At a time, if memory allows: with one, Python's time between operations is a large part of a small model's step."""
 PER_RUN = 10
 """Evaluations and checkpoints."""
 
@@ -118,8 +122,9 @@ def init(
         raise RecipeError(f"--out is {out}: cannot be written ({error.strerror})") from None
     print(text)
     check([out], assignments=[])
-    print(f"python -m cookbook preview {shlex.quote(str(out))}")
-    print(f"python -m cookbook launch {shlex.quote(str(out))}")
+    recipe = shlex.quote(str(out))
+    print(typed(f"preview RECIPE={recipe}", f"preview {recipe}"))
+    print(typed(f"train RECIPE={recipe}", f"launch {recipe}"))
     return 0
 
 
@@ -205,7 +210,7 @@ class _Draft:
             self.notes["data.train"] = rows.renamed
         if source.columns:
             self.data["columns"] = source.columns
-            self.notes["data.columns"] = "a guess by the types of the first row's values: look at it"
+            self.notes["data.columns"] = "a guess by the first row's names and types: look at it"
         if machines.num_gpus == 0:
             self.precision = "no"
             self.notes["mixed_precision"] = "float32, as many CPUs have no fast bf16"
@@ -231,7 +236,8 @@ class _Draft:
         if self.objective.splits_rows and lengths.max() > length:
             note = f"{np.mean(lengths > length):.1%} of the rows are longer, and are split"
         else:
-            note = f"{np.mean(lengths <= length):.1%} of the rows are not longer"
+            share = np.mean(lengths <= length)
+            note = "no row is longer" if share == 1 else f"{share:.1%} of the rows are not longer"
         note += f"; the longest has {lengths.max():,} tokens"
         if length < limits[0]:
             limit = "the model's positions" if length == limits[1] else f"{SPLIT_LENGTH:,}"
@@ -245,7 +251,9 @@ class _Draft:
         self.data["max_length"], self.notes["data.max_length"] = length, note
         if num_bad:
             self.data["on_bad_row"] = "drop"
-            self.notes["data.on_bad_row"] = ", ".join(f"{count:,} rows: {reason}" for reason, count in num_bad.items())
+            self.notes["data.on_bad_row"] = ", ".join(
+                f"{count:,} row{'s' if count > 1 else ''}: {reason}" for reason, count in num_bad.items()
+            )
 
     def _tokenize(self, folder: str) -> tuple["TokenSet", dict[str, int]]:
         """The tokens under the first chat template that can be trained with, and the number of bad rows by reason."""
@@ -364,15 +372,17 @@ class _Draft:
         self.example, like = self._example(method)
         self.values = self._values(method, recompute, strategy.name)
         batch, num_ranks, size = self.values["batch"], found.plan.data_parallel_size, 1
-        most = self._forecast(self.values, [strategy], limits=True).largest_micro_batch
+        most = self._forecast(self.values, [strategy], limits=True).largest_micro_batch if on_gpus else ROWS_ON_A_CPU
         while 2 * size <= (most or 1) and batch["global_batch_size"] % (2 * size * num_ranks) == 0:
             size *= 2
         batch["micro_batch_size"] = size
-        found = self._forecast(self.values, [strategy])
+        while not self._fits(found := self._forecast(self.values, [strategy])) and batch["micro_batch_size"] > 1:
+            batch["micro_batch_size"] //= 2
         assert found.memory is not None
         low, high = (number / GIB for number in found.memory.needed)
         whose = "of each GPU" if on_gpus else "of this machine's memory"
-        self.memory = f"{low:.1f} to {high:.1f} GiB {whose} at the peak, as forecast by plan, not measured."
+        size_in_words = f"{high:.1f}" if high - low < 0.1 else f"{low:.1f} to {high:.1f}"
+        self.memory = f"{size_in_words} GiB {whose} at the peak, as forecast by plan, not measured."
         self.host_gb = -(-found.host // 10**9) if strategy.offloads else 0
         notes["strategy"] = "; ".join(["the first by plan's forecast" if on_gpus else "no GPU", *found.why])
         if recompute:
@@ -388,7 +398,7 @@ class _Draft:
         if batch["global_batch_size"] != (theirs := like["batch"]["global_batch_size"]):
             gpus = f" and {self.machines.num_gpus} GPUs" if self.machines.num_gpus > 1 else ""
             notes["batch.global_batch_size"] = f"for {self.num_samples:,} samples{gpus}; {theirs} in the example"
-        if most:
+        if most and on_gpus:
             notes["batch.micro_batch_size"] = f"up to {most:,} fit"
         notes["optim"] = (
             f"{self.example.path} is the example for this, schedule{', adapter' if method else ''} and batch"
@@ -410,7 +420,7 @@ class _Draft:
             "Run": typed(f"train RECIPE={out}", f"launch {out}"),
             "Needs": f"{self._needs()} {self.memory}",
             "Measured": "not yet",
-            "Settings": f"borrowed from {self.example.path} for this model and these rows: {settings}",
+            "Settings": f"those of {self.example.path}, fitted to this model and these rows. Its label: {settings}",
         }
         schema = os.path.relpath(located(str(RECIPES / "schema.json")), self.out.parent)
         lines = [f"# yaml-language-server: $schema={schema}"]

@@ -136,18 +136,18 @@ def figures(name: str, tokens: TokenSet, objective: Objective) -> str:
 
 
 def histogram(tokens: TokenSet, max_length: int) -> list[str]:
-    """Lengths of the rows before truncation, a line for each range; those over `max_length` in red."""
+    """Lengths of whole rows, a line for each range; those over `max_length` in red."""
     lengths = tokens.row_lengths
     if lengths is None:
         return []
     width = -(-(int(lengths.max()) + 1) // NUM_RANGES)
     counts = np.bincount(lengths // width, minlength=NUM_RANGES)
     block = "█" if can_draw(sys.stdout.encoding) else "#"
-    lines: list[Row] = ["  tokens of a row before truncation:"]
+    lines: list[Row] = ["  tokens of a row as it is in the data:"]
     for i, count in enumerate(counts.tolist()):
         bar = block * -(-count * BAR_WIDTH // int(counts.max()))
         is_over = i * width > max_length
-        note = "over data.max_length" if is_over else ""
+        note = "over data.max_length" if is_over and count else ""
         cells = (
             f"{i * width:,} to {(i + 1) * width - 1:,}",
             f"{count:,}",
@@ -172,8 +172,8 @@ def padding(tokens: TokenSet, order: np.ndarray, recipe: Recipe, chosen: Packing
             packing=packing,
         )
         fill = measure(tokens, order, layout, global_batch_size=batch.global_batch_size)
-        found[packing] = f"{fill.forwards:.1f} forwards a step, {1 - fill.padding:.1%} of them tokens"
+        found[packing] = f"{fill.forwards:.1f} forwards a step with {fill.padding:.1%} padding"
     limit = f"micro_batch_size {batch.micro_batch_size}"
     if batch.micro_batch_tokens is not None:
         limit = f"micro_batch_tokens {batch.micro_batch_tokens}"
-    return f"{limit}, one process: padded {found[False]}; packed {found[True]} (a run's rows are {chosen.words})"
+    return f"{limit}, one process: {found[False]} if padded, {found[True]} if packed (a run's rows are {chosen.words})"

@@ -545,6 +545,7 @@ def load_recipe(path: Path, assignments: list[str] | None = None, strategy: Path
 def parse_recipe(document: Document, path: Path, assignments: list[str] | None, strategy: Path | None) -> Recipe:
     """Like `load_recipe`, for a document that has been read; writes the assignments into it."""
     mistakes = apply_overrides(document, assignments or [])
+    _replace_alternatives(document)
     if missing := _use_plugins(document, path.parent):
         raise RecipeError(mistakes + missing)  # their names would be reported as unknown too
     _locate_paths(document, path)
@@ -557,6 +558,23 @@ def parse_recipe(document: Document, path: Path, assignments: list[str] | None, 
     if mistakes or recipe is None:
         raise RecipeError(list(dict.fromkeys(mistakes)))
     return recipe
+
+
+ALTERNATIVES = (
+    ("run", "num_epochs", "max_steps"),
+    ("batch", "micro_batch_size", "micro_batch_tokens"),
+    ("model", "name_or_path", "from_scratch"),
+)
+"""Pairs of keys of which a section has one."""
+
+
+def _replace_alternatives(document: Document) -> None:
+    """A key that --set gives takes the place of its alternative in the file: `run.max_steps=50` that of num_epochs."""
+    for name, *pair in ALTERNATIVES:
+        section = document.values.get(name)
+        given = [key for key in pair if (name, key) in document.overrides]
+        if isinstance(section, dict) and len(given) == 1 and section.get(given[0]) is not None:
+            section.pop(next(key for key in pair if key != given[0]), None)
 
 
 LOCAL = (("model", "name_or_path"), ("data", "chat_template"), ("data", "train"), ("data", "eval"))

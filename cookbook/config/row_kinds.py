@@ -23,6 +23,7 @@ from cookbook.config.messages import (
     is_foreign,
     own_names,
 )
+from cookbook.system.files import closest
 
 __all__ = ["BadRow", "Chat", "check_messages", "check_text"]  # for plugins
 
@@ -137,20 +138,39 @@ def _rename_messages(value: Any, names: Mapping[str, str]) -> Any:
 
 
 def suggested_columns(row: Row, names: Sequence[str]) -> dict[str, str]:
-    """A guess by the types of its values: columns that make a row one of these kinds; empty if there are none."""
+    """A guess: columns that make a row one of these kinds; empty if there are none.
+
+    By a name that is almost right (`ouput`) if one is, else by the types of the values.
+    """
+    if found := misspelt(row):
+        column, near = found
+        renamed = {near if key == column else key: value for key, value in row.items()}
+        for one in readings(renamed.keys()):
+            if one.kind.name in names and one.kind.matches(one.of(renamed)):
+                return {key: column if own == near else own for key, own in one.columns.items()}
     for name in names:
         kind = kinds()[name]
-        columns: dict[str, str] = {}
+        chosen: dict[str, str] = {}
         example = kind.made_up(MadeUp(random.Random(0), ["a"]))
         for key in kind.keys:
-            left = [column for column, value in row.items() if column not in columns.values() and value is not None]
+            left = [column for column, value in row.items() if column not in chosen.values() and value is not None]
             fitting = [column for column in left if type(row[column]) is type(example[key])]
             # A text of several words before a name or an id.
             fitting.sort(key=lambda column: isinstance(row[column], str) and len(row[column].split()) < 2)
-            columns |= {key: fitting[0]} if fitting else {}
-        if len(columns) == len(kind.keys):
-            return columns | _suggested_message_keys(row[columns[kind.keys[0]]])
+            chosen |= {key: fitting[0]} if fitting else {}
+        if len(chosen) == len(kind.keys):
+            return chosen | _suggested_message_keys(row[chosen[kind.keys[0]]])
     return {}
+
+
+def misspelt(row: Row) -> tuple[str, str] | None:
+    """A column that would make the row readable under the nearest known name, and that name."""
+    known = columns()
+    for column in row:
+        near = None if column in known else closest(column, known)
+        if near is not None and near not in row and readings({*row, near} - {column}):
+            return column, near
+    return None
 
 
 def _suggested_message_keys(messages: Any) -> dict[str, str]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SHIPPED_TEMPLATE = "recipes/chat_templates/chatml.jinja"
+WRITES_ALL = "recipes/chat_templates/chatml_tools.jinja"
 ROWS_PER_BATCH = 512
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -177,7 +178,8 @@ class _ChatEncoder:
         for key, chat, tools in [*without, *([("tools", asked.chat, None)] if asked.tools else [])]:
             try:
                 if self._rendered(chat, tools) == self._rendered(asked.chat, asked.tools):
-                    return BadRow("left out by the chat template", f"it does not write `{key}`; see data.chat_template")
+                    problem = f"the chat template leaves out `{key}`"
+                    return BadRow(problem, f"name one that writes it in data.chat_template, such as {WRITES_ALL}")
             except TEMPLATE_ERRORS:
                 continue  # it does not go without; or it refuses the chat, which is found below
         return None

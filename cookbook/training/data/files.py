@@ -143,10 +143,27 @@ def _csv_rows(path: Path, file: io.BufferedReader, delimiter: str = ",") -> Iter
                 place = f"{path}:{lines.line_num}"
                 if len(cells) > len(names):
                     yield place, BadRow("more cells than columns", f"{len(cells)} cells, {len(names)} columns")
+                elif stray := next((cell for cell in cells if not _is_text(cell)), ""):
+                    yield place, BadRow("not UTF-8", f"{_shown(stray)}; save the file as UTF-8")
                 elif cells:
                     yield place, {name: cell or None for name, cell in zip_longest(names, cells)}
         except csv.Error as error:
             raise RecipeError(f"{path}:{lines.line_num}: not readable as cells: {error}") from None
+
+
+def _shown(cell: str) -> str:
+    """The first escaped byte of a cell, and where it is."""
+    place = next(i for i, letter in enumerate(cell) if not _is_text(letter))
+    return f"byte 0x{ord(cell[place]) & 0xFF:02x} at character {place + 1} of {ascii(cell[:place])[:40]}"
+
+
+def _is_text(cell: str) -> bool:
+    """Whether no byte of the cell was escaped, as those that are not UTF-8 are."""
+    try:
+        cell.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _text_rows(path: Path, file: io.BufferedReader) -> Iterator[tuple[str, Any]]:
@@ -194,7 +211,7 @@ def _parse(line: bytes) -> Any:
     except UnicodeDecodeError as error:
         return BadRow("not UTF-8", f"byte 0x{line[error.start]:02x} at column {error.start + 1}")
     except json.JSONDecodeError as error:
-        return BadRow("not JSON", f"{error.msg} at column {error.colno}")
+        return BadRow("not JSON", f"{error.msg.removesuffix(' at')} at column {error.colno}")
     except RecursionError:
         return BadRow("not JSON", "nested too deeply")
     except ValueError as error:  # a number of more digits than Python converts

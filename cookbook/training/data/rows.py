@@ -16,8 +16,8 @@ from cookbook.config.row_kinds import (
     BadRow,
     Reading,
     RowKind,
-    columns,
     kinds,
+    misspelt,
     readings,
     rename,
     shapes,
@@ -86,7 +86,8 @@ class BadRows:
         if is_alike:
             shown = shown[:1]
         if num_more := count - len(shown):
-            shown = [*shown, f"... and the other {num_more} rows likewise" if is_alike else f"... and {num_more} more"]
+            others = f"the other {num_more} row{'s' if num_more > 1 else ''} likewise"
+            shown = [*shown, f"... and {others}" if is_alike else f"... and {num_more} more"]
         advice = self.remedy if not self.num_good else "Fix these rows, or skip them with data.on_bad_row: drop"
         return [*shown, advice] if advice else shown
 
@@ -225,12 +226,14 @@ class _Reader:
         served = [one for one in found if one.kind.name in self.objective.rows]
         if not found:
             seen = ", ".join(map(ascii, raw))[:200] or "none"
-            nulls = [key for key in columns() if key in row and row[key] is None]
-            if nulls:
-                raise BadRow("empty text", f"`{nulls[0]}` is null")
+            needed = [[one.columns[key] for key in one.kind.keys] for one in readings(row.keys())]
+            if nulls := [[column for column in some if row[column] is None] for some in needed]:
+                raise BadRow("empty text", f"`{min(nulls, key=len)[0]}` is null")
             if self.source.columns:
                 given = ", ".join(f"{key}: {column}" for key, column in self.source.columns.items())
                 raise BadRow("missing keys", f"with columns {{{given}}} it has {seen}; a row must have {shapes()}")
+            if near := misspelt(raw):
+                seen += f" (did you mean `{near[1]}`, not {near[0]!a}?)"
             raise BadRow("missing keys", f"found {seen}; a row must have {shapes()}")
         if not served:
             raise RecipeError(f"{place}: {self._unserved(found[0].kind)}")

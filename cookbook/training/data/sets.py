@@ -222,8 +222,11 @@ def _long_note(
     """At most one note. `enough`: the length that SHARE_TO_KEEP of the rows do not exceed."""
     if not num_long:
         return []
-    what = f"{num_long:,} of {num_rows:,} rows ({num_long / num_rows:.1%}) are longer than data.max_length {max_length}"
-    keep = f"; {enough} would keep {SHARE_TO_KEEP:.0%} whole" if enough is not None and enough > max_length else ""
+    limit = f"data.max_length {max_length:,}"
+    what = f"{num_long:,} of {num_rows:,} rows ({num_long / num_rows:.1%}) are longer than {limit}"
+    keep = ""
+    if enough is not None and enough > max_length and how != "split":  # splitting loses nothing
+        keep = f"; {enough:,} would keep {SHARE_TO_KEEP:.0%} whole"
     return [f"{place}: {what} and {LONG_ROWS[how]}{keep}"]
 
 
