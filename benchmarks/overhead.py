@@ -1,6 +1,6 @@
 """What a run costs besides training: its start by phase, and how cost grows as ranks, samples, length and model double.
 
-    python benchmarks/overhead.py [--quick] [--sections start ranks samples length model]
+    python benchmarks/overhead.py [--quick] [--sections start ranks rows samples length step_length model step_model]
 
 Writes benchmarks/results/overhead.json and the tables of docs/overhead.md; with --quick, which measures the smallest
 sizes once, nothing. Ranks are simulated: what one rank does between steps depends on their number, and needs none of
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import date
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ ROWS = (10_000, 50_000, 250_000)
 LENGTHS = (256, 1024, 4096)
 WIDTHS = (512, 768, 1024)
 """Hidden sizes of models with 8 layers: their parameters double twice."""
+STEP_WIDTHS, STEP_LENGTHS = (256, 384, 512), (512, 1024, 2048)
+"""The same, small enough to train; and lengths that a new model has positions for."""
+STEP_END = "end of a step"
 Rows = list[dict[str, Any]]
 
 
@@ -43,7 +47,11 @@ Rows = list[dict[str, Any]]
 
 
 def work(arguments: list[str]) -> None:
-    """Runs train.py in this process, and notes CPU time and clock at the end of each phase, up to step 1."""
+    """Runs train.py in this process, and notes CPU time and clock at the end of each phase, and of each step with the
+    peak of memory.
+    """
+    import resource
+
     import psutil
 
     import train
@@ -54,7 +62,9 @@ def work(arguments: list[str]) -> None:
     enter, train_step = Watch.enter, train.train_step
 
     def mark(phase: str) -> None:
-        marks.append({"phase": phase, "cpu": time.process_time(), "clock": time.time() - began})
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+        clock = time.time() - began
+        marks.append({"phase": phase, "cpu": time.process_time(), "clock": clock, "peak_mb": peak})
 
     def mark_and_enter(watching: Watch, phase: str, **options: Any) -> None:
         mark(phase)
@@ -62,7 +72,7 @@ def work(arguments: list[str]) -> None:
 
     def step_and_mark(*given: Any) -> Any:
         result = train_step(*given)
-        mark("end of step 1")
+        mark(STEP_END)
         return result
 
     Watch.enter, train.train_step = mark_and_enter, step_and_mark  # type: ignore[method-assign, assignment]
@@ -95,9 +105,9 @@ def start(quick: bool, base: Path) -> Rows:
         spent: dict[str, float] = {}
         for i, (mark, after) in enumerate(zip(runs[0], runs[0][1:], strict=False)):
             spent[mark["phase"]] = statistics.median(run[i + 1]["cpu"] - run[i]["cpu"] for run in runs)
-            if after["phase"] == "end of step 1":
+            if after["phase"] == STEP_END:
                 break
-        ends = [next(mark for mark in run if mark["phase"] == "end of step 1") for run in runs]
+        ends = [next(mark for mark in run if mark["phase"] == STEP_END) for run in runs]
         found.append(
             {
                 "strategy": strategy,
@@ -122,6 +132,28 @@ def launch(strategy: str, base: Path) -> Rows:
     if done.returncode:
         raise RuntimeError(f"{strategy}: {(done.stdout + done.stderr)[-4000:]}")
     return json.loads((base / "marks.json").read_text())
+
+
+def one_step(width: int, length: int, base: Path) -> dict[str, float]:
+    """A training step on one sample of `length` tokens: the median of those after the first."""
+    rows = base / "long.jsonl"
+    rows.write_text((json.dumps({"prompt": "Count.", "completion": "one two three " * 4 * length}) + "\n") * 16)
+    sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+    recipe = {
+        "strategy": "single",
+        "model": {"from_scratch": sizes | heads},
+        "data": {"train": str(rows), "max_length": length},
+        "batch": {"global_batch_size": 1, "micro_batch_size": 1},
+        "optim": {"learning_rate": 1e-4},
+        "run": {"max_steps": 6, "output_dir": str(base / f"step-{width}-{length}"), "check_export": False},
+    }
+    (base / "recipe.yaml").write_text(json.dumps(recipe))
+    marks = launch("single", base)
+    ends = [mark for mark in marks if mark["phase"] == STEP_END]
+    spent = [after["cpu"] - before["cpu"] for before, after in pairwise(ends)]
+    begun = next(mark for mark in marks if mark["phase"] == "loading the model")
+    return {"step_cpu": statistics.median(spent), "memory_mb": ends[-1]["peak_mb"] - begun["peak_mb"]}
 
 
 # Slopes. Each size is measured in a process of its own, for its memory.
@@ -169,9 +201,18 @@ def next_steps(tokens: Any, num_ranks: int, per_rank: int = 8) -> Any:
 
 
 def one_count_of_ranks(num_ranks: int) -> dict[str, Any]:
-    steps = next_steps(token_set(20_000, 128), num_ranks)
+    tokens = token_set(20_000, 128)
+    return {"size": num_ranks, **batches_of(tokens, num_ranks)}
+
+
+def batches_of(tokens: Any, num_ranks: int) -> dict[str, float]:
+    """What the batches of one rank cost from the second on, and what making them leaves in memory."""
+    from cookbook.training.data import batches  # noqa: F401 - torch is not what is measured
+
+    before = own_memory()
+    steps = next_steps(tokens, num_ranks)
     next(steps)
-    return {"size": num_ranks, "step_ms": 1e3 * cpu_seconds(lambda: next(steps), 9)}
+    return {"step_ms": 1e3 * cpu_seconds(lambda: next(steps), 9), "memory_mb": own_memory() - before}
 
 
 def one_count_of_samples(num_samples: int, base: str) -> dict[str, Any]:
@@ -212,9 +253,7 @@ def one_count_of_rows(num_rows: int, base: str) -> dict[str, Any]:
 
 
 def one_length(length: int) -> dict[str, Any]:
-    steps = next_steps(token_set(4_000, length), 8)
-    next(steps)
-    return {"size": length, "step_ms": 1e3 * cpu_seconds(lambda: next(steps), 9)}
+    return {"size": length, **batches_of(token_set(4_000, length), 8)}
 
 
 def one_model(width: int, base: str) -> dict[str, Any]:
@@ -252,6 +291,12 @@ def slopes(section: str, quick: bool, base: Path) -> Rows:
         return [in_process(one_count_of_ranks, size) for size in (RANKS[:2] if quick else RANKS)]
     if section == "length":
         return [in_process(one_length, size) for size in (LENGTHS[:2] if quick else LENGTHS)]
+    if section == "step_length":
+        lengths = STEP_LENGTHS[:1] if quick else STEP_LENGTHS
+        return [{"size": size} | one_step(STEP_WIDTHS[0], size, base) for size in lengths]
+    if section == "step_model":
+        widths = STEP_WIDTHS[:1] if quick else STEP_WIDTHS
+        return [{"size": size} | one_step(size, STEP_LENGTHS[0], base) for size in widths]
     if section == "model":
         return [in_process(one_model, size, str(base)) for size in (WIDTHS[:1] if quick else WIDTHS)]
     measure, sizes = {"samples": (one_count_of_samples, SAMPLES), "rows": (one_count_of_rows, ROWS)}[section]
@@ -264,7 +309,7 @@ def slopes(section: str, quick: bool, base: Path) -> Rows:
     return found
 
 
-SECTIONS = ("start", "ranks", "rows", "samples", "length", "model")
+SECTIONS = ("start", "ranks", "rows", "samples", "length", "step_length", "model", "step_model")
 
 
 # The page.
@@ -276,7 +321,8 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
 
 
 MS, S, MB = "{:,.1f}", "{:.2f}", "{:,.0f}"
-STEP = {"CPU ms a step": ("step_ms", MS)}
+STEP = {"CPU ms a step": ("step_ms", MS), "memory, MB": ("memory_mb", MS)}
+TRAINING = {"CPU s a step": ("step_cpu", S), "memory, MB": ("memory_mb", MB)}
 SLOPES: dict[str, tuple[str, str, dict[str, tuple[str, str]]]] = {
     "ranks": ("Ranks: what one of them does between two steps, 8 samples each", "ranks", STEP),
     "rows": (
@@ -302,6 +348,11 @@ SLOPES: dict[str, tuple[str, str, dict[str, tuple[str, str]]]] = {
         },
     ),
     "length": ("Length: tokens of a sample in the mean, 8 samples a rank", "tokens", STEP),
+    "step_length": (
+        f"Length: a training step on one sample; hidden size {STEP_WIDTHS[0]}, 8 layers",
+        "tokens",
+        TRAINING,
+    ),
     "model": (
         "Model: a blocking save of its weights, and their export",
         "hidden size",
@@ -312,6 +363,11 @@ SLOPES: dict[str, tuple[str, str, dict[str, tuple[str, str]]]] = {
             "written, MB": ("written_mb", MB),
             "memory, MB": ("export_memory_mb", MB),
         },
+    ),
+    "step_model": (
+        f"Model: a training step on one sample of {STEP_LENGTHS[0]} tokens; 8 layers",
+        "hidden size",
+        TRAINING,
     ),
 }
 """By section: what it shows, what grows, and columns with their key and form."""
@@ -344,9 +400,11 @@ def render(results: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     commands = " and ".join(f"`{command}`" for command in dict.fromkeys(results["commands"].values()))
     lines = [f"{results['hardware']}; {packages}; {results['date']}; {commands}, the slopes beside other work."]
-    start_rows = results["found"].get("start")
-    lines += start_table(start_rows) if start_rows else ["\nThe start by phase: not measured yet with this program."]
-    return "\n".join([*lines, *(line for name in SLOPES for line in slope(name, results["found"][name]))])
+    found = results["found"]
+    lines += start_table(found["start"]) if "start" in found else ["\nThe start by phase: not measured yet."]
+    for name, (title, *_) in SLOPES.items():
+        lines += slope(name, found[name]) if name in found else [f"\n### {title}\n", "Not measured yet."]
+    return "\n".join(lines)
 
 
 def processor() -> str:

@@ -9,5 +9,8 @@ system     the machine, its processes and files
 
 import logging
 
+from cookbook.system.imports import hide_torchao
+
+hide_torchao()
 # Imported by peft and transformers, it warns in every process without a GPU that a kernel could not be fetched.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -15,6 +15,7 @@ import pytest
 from cookbook.commands.doctor import software
 from cookbook.commands.harness import INSTALL
 from cookbook.planning import simulated_gpus
+from cookbook.system.imports import has_torchao
 
 ROOT = Path(__file__).parents[1]
 
@@ -39,7 +40,7 @@ def need_trackers() -> None:
 
 def need_torchao() -> None:
     """Ends the test where the package of requirements-fp8.txt is missing."""
-    if find_spec("torchao") is None:
+    if not has_torchao():
         end_without("needs pip install -r requirements-fp8.txt")
 
 

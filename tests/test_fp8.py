@@ -152,11 +152,11 @@ OLD = InstalledGpu(index=0, name="NVIDIA A100", capability=(8, 0))
 def test_an_older_gpu_and_a_missing_torchao_are_named_with_the_remedy(monkeypatch):
     gpus = simulated_driver.read("count 3\ngpu.0.capability 8 9\ngpu.1.capability 8 0\ngpu.1.name NVIDIA A100").gpus
     assert [gpu.capability for gpu in gpus] == [(8, 9), (8, 0), (9, 0)]
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(machine, "has_torchao", lambda: False)
     (package, gpu) = machine.fp8_problems(gpus)
     assert package == ("mixed_precision is fp8, and torchao is not installed", "pip install -r requirements-fp8.txt")
     assert gpu[0].startswith("mixed_precision is fp8, and GPU 1 (NVIDIA A100) has compute capability 8.0: ")
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(machine, "has_torchao", lambda: True)
     assert machine.fp8_problems([gpus[0], InstalledGpu(index=1)]) == [], "one without NVML is not known"
 
 

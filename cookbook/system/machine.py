@@ -9,6 +9,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from cookbook.system.gpus import VARIABLE, InstalledGpu, read_driver, visible_gpus
+from cookbook.system.imports import has_torchao
 
 CPU_PROCESSES = 2
 """Processes of a run on a machine without GPUs: enough to be a distributed run, few enough for any laptop."""
@@ -60,7 +61,7 @@ def fp8_problems(gpus: list[InstalledGpu] | None = None) -> list[tuple[str, str]
         gpus: of a run; None asks the driver.
     """
     found = []
-    if importlib.util.find_spec("torchao") is None:
+    if not has_torchao():
         found.append(("mixed_precision is fp8, and torchao is not installed", "pip install -r requirements-fp8.txt"))
     for gpu in visible_gpus(read_driver().gpus) if gpus is None else gpus:
         if gpu.capability is not None and gpu.capability < FP8_CAPABILITY:

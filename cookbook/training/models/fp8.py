@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cookbook.system.files import RecipeError
+from cookbook.system.imports import show_torchao
 
 SCALING = "rowwise_with_gw_hp"
 MULTIPLE = 16
@@ -51,6 +52,7 @@ def _fits(module: torch.nn.Module) -> bool:
 
 @functools.cache
 def _library() -> Any:
+    show_torchao()
     # They warn of compiled parts that nothing here uses, and of a call that torch 2.13 deprecates.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
