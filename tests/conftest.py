@@ -111,8 +111,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Marks what takes long; of what -m and -k leave, puts long tests first, in both halves of the list: xdist gives
-    each of two workers one, and at the end only moments are left to steal.
+    """Marks what takes long; of what -m and -k leave, puts long tests first in each part of the list that xdist gives
+    one of its workers: at the end only moments are left to steal.
     """
     known = json.loads(DURATIONS.read_text())
     for item in items:
@@ -123,9 +123,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     yield
     items.sort(key=lambda item: known.get(item.nodeid, 0.0), reverse=True)
     num_long = sum(item.nodeid in known for item in items)
-    long, short = items[:num_long], items[num_long:]
-    cut = max(0, len(items) // 2 - (num_long + 1) // 2)  # short ones stay together by module, for their fixtures
-    items[:] = [*long[::2], *short[:cut], *long[1::2], *short[cut:]]
+    long, short = items[:num_long], items[num_long:]  # short ones stay together by module, for their fixtures
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    ends = [len(items) * (i + 1) // workers for i in range(workers)]
+    items.clear()
+    for i, end in enumerate(ends):
+        items += long[i::workers]
+        count = max(0, end - len(items)) if i + 1 < workers else len(short)
+        items += short[:count]
+        del short[:count]
 
 
 @pytest.fixture(scope="session")
