@@ -17,8 +17,8 @@ SET_FLAGS = $(foreach assignment,$(SET),--set '$(assignment)')
 QUICKSTART_RUN = $(or $(patsubst run.output_dir=%,%,$(filter run.output_dir=%,$(SET))),outputs/quickstart)
 
 TESTS ?= tests
-# One more than the two cores of CI: a test that waits leaves its core to another.
-WORKERS ?= 3
+# One more worker than the cores of CI: a test that waits leaves its core to another.
+TEST_WORKERS = $(or $(WORKERS),3)
 
 # Compilers and headers. Tests that lack them are skipped, or fail with SKIP_NOTHING, as where a record is written.
 BUILD_NEEDS = sh system.sh .venv/bin/python build
@@ -125,15 +125,15 @@ combinations: $(STAMP)  ## write docs/combinations.md: what is refused, and why
 
 test: $(DEV_STAMP)  ## [TESTS=tests/test_lock.py]: the curve of every strategy, and all tests of a few seconds; no GPU and no network needed
 	@$(BUILD_NEEDS)
-	@.venv/bin/python -m pytest -q -n $(WORKERS) --dist worksteal $(TESTS)
+	@.venv/bin/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal $(TESTS)
 
 test-long: $(DEV_STAMP)  ## the slow tests: adapters, packing, objectives and optimizers under the strategies, faults, every rehearsal
 	@$(BUILD_NEEDS)
-	@.venv/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "slow and not thorough" $(TESTS)
+	@.venv/bin/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "slow and not thorough" $(TESTS)
 
 test-all: $(DEV_STAMP)  ## all tests: also every column under every strategy, every fault
 	@$(BUILD_NEEDS)
-	@.venv/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "slow or not slow" $(TESTS)
+	@.venv/bin/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "slow or not slow" $(TESTS)
 
 soak: $(DEV_STAMP)  ## [KILLS=30]: kill runs at random moments under random strategies; the result must equal the uninterrupted run
 	@.venv/bin/python tests/soak.py --kills $(or $(KILLS),30)
@@ -141,14 +141,14 @@ soak: $(DEV_STAMP)  ## [KILLS=30]: kill runs at random moments under random stra
 matrix: $(DEV_STAMP)  ## run the equivalence tests; write their table and the picture of the README
 	@$(BUILD_NEEDS)
 	@rm -rf outputs/curves
-	@SKIP_NOTHING=1 CURVES=outputs/curves .venv/bin/python -m pytest -q -n $(WORKERS) --dist worksteal tests/test_equivalence.py tests/test_equivalence_features.py \
+	@SKIP_NOTHING=1 CURVES=outputs/curves .venv/bin/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal tests/test_equivalence.py tests/test_equivalence_features.py \
 	  -m "slow or not slow" -k "not recorded"
 	@.venv/bin/python benchmarks/equivalence_table.py outputs/curves
 
 simulated-gpus: $(DEV_STAMP)  ## run the GPU tests on simulated GPUs, and record what real ones are compared with
 	@$(BUILD_NEEDS)
 	@rm -rf outputs/simulated_gpus
-	@SKIP_NOTHING=1 GPU_RUNS=outputs/simulated_gpus .venv/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not thorough" tests/test_gpu_*.py
+	@SKIP_NOTHING=1 GPU_RUNS=outputs/simulated_gpus .venv/bin/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "not thorough" tests/test_gpu_*.py
 	@.venv/bin/python benchmarks/gpu_runs.py outputs/simulated_gpus
 
 steady: $(DEV_STAMP)  ## [STEPS=2000]: one long run with evaluations and saves, whose memory must not grow
