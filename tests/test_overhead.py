@@ -17,13 +17,11 @@ def test_the_page_shows_the_results():
     assert [row["size"] for row in results["found"]["ranks"]] == list(overhead.RANKS)
 
 
-RUNS = {
-    "step_length": [pytest.mark.runs],
-    "step_model": [pytest.mark.runs, pytest.mark.slow, pytest.mark.thorough],  # much like the other
-}
+MARKS = {"step_model": [pytest.mark.slow, pytest.mark.thorough]}
+"""It is much like step_length."""
 
 
-@pytest.mark.parametrize("section", [pytest.param(name, marks=RUNS.get(name, [])) for name in overhead.SLOPES])
+@pytest.mark.parametrize("section", [pytest.param(name, marks=MARKS.get(name, [])) for name in overhead.SLOPES])
 def test_every_slope_is_measured(section, tmp_path):
     rows = overhead.slopes(section, True, tmp_path)
     assert rows and all(key in row for row in rows for key, _ in overhead.SLOPES[section][2].values())
