@@ -123,7 +123,7 @@ library: $(STAMP)  ## write recipes/README.md from the recipes
 combinations: $(STAMP)  ## write docs/combinations.md: what is refused, and why
 	@$(COOKBOOK) combinations
 
-test: $(DEV_STAMP)  ## [TESTS=tests/test_lock.py]: the curve of every strategy, and all tests of a few seconds; no GPU and no network needed
+test: $(DEV_STAMP)  ## [TESTS=tests/test_lock.py]: the curves of the strategies, and all tests of a few seconds; no GPU and no network needed
 	@$(BUILD_NEEDS)
 	@.venv/bin/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal $(TESTS)
 

@@ -239,7 +239,7 @@ class GpuLab:
         (folder / "codes.json").write_text(json.dumps(answer["codes"]))
 
     def parent(self, on: str, num_gpus: int = NUM_GPUS) -> WarmParent:
-        """Of runs on the CPU, or on so many simulated GPUs."""
+        """The parent of runs on the CPU, or on so many simulated GPUs."""
         key = on if on == "cpu" else f"{num_gpus} {on}"
         if key not in self._parents:
             need_simulated_gpus()

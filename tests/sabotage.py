@@ -564,7 +564,7 @@ def messages_of_a_step() -> None:
     right, running = Engine.begin_step, profile(activities=[ProfilerActivity.CPU], record_shapes=True)
 
     def numel(shape: list) -> int:
-        """Of a tensor, or of all in a list."""
+        """Number of elements in a tensor, or in a list of them."""
         return sum(map(numel, shape)) if shape and isinstance(shape[0], list) else torch.Size(shape).numel()
 
     def begin_step(self, number, seed):

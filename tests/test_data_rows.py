@@ -292,7 +292,7 @@ def test_bad_rows_of_a_table_are_named_with_their_line(tmp_path):
 
 def test_a_table_that_is_not_utf_8_is_told_to_be_saved_as_that(tmp_path):
     path = write_lines(tmp_path / "a.csv", "question,answer", "Erkläre x,y".encode("latin-1"))
-    with pytest.raises(RecipeError, match=r"a\.csv:2: not UTF-8: byte 0xe4 at character 5 of 'Erkl'; save the file as"):
+    with pytest.raises(RecipeError, match=r"a\.csv:2: not UTF-8: byte 0xe4 after 'Erkl'; save the file as"):
         read_rows(Source(path=path), "error")
 
 
@@ -307,7 +307,7 @@ def test_a_column_whose_name_is_almost_right_is_found(tmp_path):
     with pytest.raises(RecipeError) as error:
         read_rows(Source(path=path), "error")
     first, more, advice = error.value.mistakes
-    assert "(did you mean `output`, not 'ouput'?)" in first and more == "... and the other 1 row likewise"
+    assert "(did you mean `output`, not 'ouput'?)" in first and more == "... and 1 more row with the same mistake"
     columns = yaml.safe_load(advice.partition("\n")[2])["data"]["columns"]
     assert columns == {"user": "instruction", "context": "input", "assistant": "ouput"}
     assert len(read_rows(Source(path=path, columns=columns), "error").rows) == 2
@@ -718,7 +718,7 @@ def test_rows_that_all_fail_alike_are_reported_once_with_the_lines_that_would_re
     with pytest.raises(RecipeError) as error:
         read_rows(Source(path=path), on_bad_row, objective)
     *_, first, more, advice = error.value.mistakes
-    assert first.startswith(f"{path}:1: missing keys") and more == "... and the other 2 rows likewise"
+    assert first.startswith(f"{path}:1: missing keys") and more == "... and 2 more rows with the same mistake"
     lines = advice.partition("\n")[2]
     assert yaml.safe_load(lines) == {"data": {"columns": columns}}
     assert len(read_rows(Source(path=path, columns=columns), "error", objective).rows) == 3

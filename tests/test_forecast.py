@@ -398,7 +398,7 @@ def test_the_answer_for_people(capsys):
     assert "on 8x80GB" in printed  # of the label, since this machine has no GPU
     assert "zero3: the one that fits" in printed
     assert "does not fit" in printed and "|WWW" in printed
-    assert re.search(r"sends +at least [\d,]+ messages in a step of a GPU\n", printed)
+    assert re.search(r"sends +at least [\d,]+ messages a step from each GPU\n", printed)
     assert "names the memory" in printed or "tells the memory and not the speed" in printed
 
 

@@ -36,9 +36,9 @@ class Advice:
     what: str
     """What takes the time, and what to change."""
     gain: float
-    """So large a share of the time."""
+    """The share of the time that this can save."""
     about: str = "up to"
-    """How exact `gain` is."""
+    """The word before `gain` in print: an upper limit, or an estimate."""
 
 
 def why_slow(folder: Annotated[Path, run_folder()]) -> int:

@@ -57,7 +57,7 @@ OF_KEYS: tuple[Combination, ...] = (
     Combination(
         what="mixed_precision: fp8 without a GPU",
         clashes=lambda recipe, strategy, num_gpus: recipe.mixed_precision == "fp8" and not num_gpus,
-        why="products of 8 bits need a GPU of Ada, Hopper or later; simulated GPUs compute their numbers",
+        why="products of 8 bits need a GPU of Ada, Hopper or later, or simulated GPUs",
         seen="torch 2.13, torchao 0.18",
         way_out="mixed_precision: bf16",
     ),

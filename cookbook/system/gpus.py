@@ -23,7 +23,7 @@ class InstalledGpu:
     name: str = ""
     driver: str = ""
     capability: tuple[int, int] | None = None
-    """Of its processors, as CUDA counts them; None if not known."""
+    """Compute capability as (major, minor); None if not known."""
     total_bytes: int = 0
     """0 if not known: without the driver library, and for a slice (MIG)."""
     used_bytes: int = 0

@@ -51,7 +51,9 @@ def allocator_settings(environment: Mapping[str, str] = os.environ) -> str | Non
 
 
 FP8_CAPABILITY = (8, 9)
-"""Of GPUs that multiply rows of 8 bits with a scale each: Ada, Hopper and later (torch 2.13, RowwiseScaledMM.cu)."""
+"""The least compute capability that multiplies rows of 8 bits with a scale each, that of Ada (torch 2.13,
+RowwiseScaledMM.cu).
+"""
 
 
 def fp8_problems(gpus: list[InstalledGpu] | None = None) -> list[tuple[str, str]]:

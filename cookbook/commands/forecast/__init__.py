@@ -303,7 +303,7 @@ def forecast(
             lacks = f"mixed_precision is bf16, which a {machines.gpu.name} does not have; write mixed_precision: fp16"
             raise RecipeError(f"{recipe_name}: {lacks}")
         if machines.gpu is not None and recipe.mixed_precision == "fp8" and not machines.gpu.has_fp8:
-            lacks = f"mixed_precision is fp8, which has not been tried on a {machines.gpu.generation} GPU; write bf16"
+            lacks = f"mixed_precision is fp8, which a {machines.gpu.name} does not have; write mixed_precision: bf16"
             raise RecipeError(f"{recipe_name}: {lacks}")
         _check_nvme_buffers(strategy, found, count)
         if problem := mesh_problem(traces.config, strategy.mesh(count)):

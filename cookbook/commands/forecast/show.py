@@ -204,7 +204,7 @@ def _messages(best: Forecast) -> list[tuple[str, str]]:
     """How many a GPU sends in a step."""
     least = "at least " * any(message.is_least for message in best.messages)
     counted = sum(message.calls or 0 for message in best.messages)
-    return [("sends", f"{least}{counted:,} messages in a step of a GPU")] if best.messages else []
+    return [("sends", f"{least}{counted:,} messages a step from each GPU")] if best.messages else []
 
 
 def _reason(report: PlanReport, best: Forecast) -> str:

@@ -49,7 +49,7 @@ BASE_LATENCY = (6.6e-6, 8.4e-6)
 """Seconds of a collective around a ring before its first step, with NCCL's protocols for small and for large messages
 (LL, Simple). This and HOP_LATENCY are the numbers by which NCCL itself chooses between algorithms (NVIDIA/nccl,
 src/graph/tuning.cc, ncclTunerConstantsDefaults, Ring); for AMD's RCCL the same is assumed, and messages from rank to
-rank, which the table does not have, are taken as one step of a ring. Those of its trees are near."""
+rank, which the table does not have, are taken as one step of a ring. Its constants for trees are close to these."""
 HOP_LATENCY = {"NVLink": (0.6e-6, 3.4e-6), "PCIe": (1.0e-6, 5.7e-6), "network": (2.7e-6, 14e-6)}
 """Seconds of each step of that ring, or up and down a tree."""
 HOST_SHARE = (0.50, 0.85)
@@ -149,7 +149,7 @@ def no_forecast(machines: Machines, precision: Precision | Literal["fp8"]) -> st
     if machines.gpu is None:
         return machines.no_speed
     if precision == "fp8":
-        return "mixed_precision fp8: nothing was measured with its products on a GPU: no forecast of time for it"
+        return "mixed_precision fp8: its products were not measured on a GPU: no forecast of time for it"
     if precision == "no":
         return "mixed_precision 'no' multiplies in float32: no forecast of time for it"
     if precision == "bf16" and not machines.gpu.has_bf16:

@@ -52,7 +52,7 @@ def sums_by_sequence(values: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, 
 
 
 def _own_sums(values: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Of the targets that this rank sees, float64 (S,)."""
+    """Sums over the targets that this rank sees, float64 (S,)."""
     zeros = torch.zeros(batch["num_sequences"], dtype=torch.float64, device=values.device)
     return zeros.index_add(0, batch["target_sequences"], values.double())
 

@@ -154,7 +154,7 @@ def _csv_rows(path: Path, file: io.BufferedReader, delimiter: str = ",") -> Iter
 def _shown(cell: str) -> str:
     """The first escaped byte of a cell, and where it is."""
     place = next(i for i, letter in enumerate(cell) if not _is_text(letter))
-    return f"byte 0x{ord(cell[place]) & 0xFF:02x} at character {place + 1} of {ascii(cell[:place])[:40]}"
+    return f"byte 0x{ord(cell[place]) & 0xFF:02x} after {ascii(cell[:place])[:40]}"
 
 
 def _is_text(cell: str) -> bool:

@@ -86,8 +86,8 @@ class BadRows:
         if is_alike:
             shown = shown[:1]
         if num_more := count - len(shown):
-            others = f"the other {num_more} row{'s' if num_more > 1 else ''} likewise"
-            shown = [*shown, f"... and {others}" if is_alike else f"... and {num_more} more"]
+            alike = f" row{'s' if num_more > 1 else ''} with the same mistake" if is_alike else ""
+            shown = [*shown, f"... and {num_more} more{alike}"]
         advice = self.remedy if not self.num_good else "Fix these rows, or skip them with data.on_bad_row: drop"
         return [*shown, advice] if advice else shown
 

@@ -18,7 +18,7 @@ from cookbook.system.imports import show_torchao
 
 SCALING = "rowwise_with_gw_hp"
 MULTIPLE = 16
-"""Of both sizes of a matrix, which the GPU's products in 8 bits need (torch's `_scaled_mm`)."""
+"""Both sizes of a matrix are multiples of this, or a GPU does not multiply it in 8 bits (torch's `_scaled_mm`)."""
 
 
 def convert_layers(model: PreTrainedModel) -> None:
