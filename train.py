@@ -361,7 +361,7 @@ def stop(run: "Run", services: "Services", reason: str) -> int:
     step = run.progress.step
     outcome = "NOT saved" if not is_saved else "saved" if step else "nothing to save yet"
     if is_saved and step and run.recipe.run.resume == "auto":
-        outcome += "; run the same command to resume, under any strategy"
+        outcome += "; run the same command to resume, also under another strategy"
     services.log.say(f"stopped after step {step} ({reason}); {outcome}")
     services.log.event("stop", step, reason=reason)
     state = "stopped" if is_saved else "failed"

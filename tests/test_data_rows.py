@@ -697,6 +697,13 @@ def test_columns_name_the_keys_of_messages(tmp_path):
     assert read_rows(Source(path=path, columns=columns), "error").rows == [chat("question", "ho")]
 
 
+def test_messages_under_the_names_of_text_preferences_are_a_bad_row(tmp_path):
+    answer = [{"role": "assistant", "content": "a"}]
+    row = {"prompt": "x", "chosen_response": answer, "rejected_response": answer}
+    with pytest.raises(RecipeError, match="missing keys"):
+        read_rows(Source(path=write_lines(tmp_path / "rows.jsonl", json.dumps(row))), "error", "dpo")
+
+
 @pytest.mark.parametrize("on_bad_row", ["error", "drop"])
 @pytest.mark.parametrize(
     ("raw", "objective", "columns"),

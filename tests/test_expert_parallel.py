@@ -30,6 +30,7 @@ MUON = {"optim.name": "muon", "optim.learning_rate": "3e-3"}
 SLOW, THOROUGH = pytest.mark.slow, [pytest.mark.slow, pytest.mark.thorough]
 
 
+@pytest.mark.core
 def test_with_clipping_and_a_tied_embedding_the_curve_is_that_of_one_process(lab: Lab):
     model = experts(lab)
     curve = lab.run("fsdp2_ep", model | FOUR, processes=4, launched=True)

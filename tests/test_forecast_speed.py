@@ -423,7 +423,7 @@ def test_messages_of_another_run_are_not_those_of_the_ledger(lab):
 def test_calls_by_hand():
     """4 bytes a number: buckets of 1 MiB and then 25 MiB, each with the tensor that fills it; DeepSpeed's before it."""
     million = 2**20
-    sizes = replace(SMALL, trained=[(million, True)] * 20 + [(1000, False)])
+    sizes = replace(SMALL, trained=[(million, True, 0)] * 20 + [(1000, False, 0)])
     (ddp,) = transfers(shipped("ddp"), sizes, STEP, 4)
     assert ddp.calls == 1 + 2 + 1  # 4 MiB and the small one; 7 and 7 of 4 MiB; 5
     deepspeed = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 3 * million, "allgather_bucket_size": 10**7}}
@@ -431,6 +431,19 @@ def test_calls_by_hand():
     gradients, weights = transfers(zero2, sizes, replace(STEP, micro_batches=2), 4)
     assert (gradients.calls, weights.calls) == (2 * 7, 2 + 1)  # by 3; pieces of matrices, and the rest
     assert transfers(shipped("ddp"), SMALL, STEP, 4)[0].calls is None
+    unset = {"zero_optimization": {"stage": 2, "reduce_bucket_size": None, "allgather_bucket_size": None}}
+    assert [one.calls for one in transfers(replace(zero2, deepspeed=unset), sizes, STEP, 4)] == [1, 2]
+
+
+@pytest.mark.parametrize(("is_tied", "calls"), [(False, 1 * 2 + 2), (True, 1 * 2 + 1 + 1)])
+def test_gradients_of_the_last_stage_by_hand(is_tied: bool, calls: int):
+    """An embedding, four layers of two weights, norm and, if it is not the embedding, head, of a size that leaves a
+    layer to the last of two stages; a sum for each, where there are copies of the stages."""
+    trained = [(8, True, None), *((4, True, i // 2) for i in range(8)), (2, False, None)]
+    trained += [] if is_tied else [(8, True, None)]
+    sizes = replace(SMALL, num_layers=4, head_layers=3, is_tied=is_tied, trained=trained)
+    gradients = next(one for one in transfers(shipped("pp"), sizes, STEP, 4) if one.what.startswith("gradients"))
+    assert gradients.calls == calls
 
 
 def test_steps_of_a_ring_by_hand():

@@ -4,7 +4,6 @@ what a machine lacks is said before anything loads. Curves: the row fp8 of tests
 python -m pytest -q tests/test_fp8.py
 """
 
-import math
 from pathlib import Path
 
 import pytest
@@ -178,4 +177,8 @@ def test_no_time_is_forecast_and_no_other_gpu_accepted():
     assert "no forecast of time" in no_forecast(parse_machines("8xH100"), "fp8")
     assert parse_machines("H100").gpu.has_fp8 and parse_machines("L4").gpu.has_fp8
     assert not parse_machines("A100-80GB").gpu.has_fp8 and not parse_machines("MI300X").gpu.has_fp8
-    assert math.isfinite(parse_machines("H100").gpu.half_flops)
+
+
+def test_explain_shows_the_products_in_eight_bits(book, capsys):
+    assert main(["explain", "recipes/qwen25_7b/sft.yaml", "--strategy", "fsdp2", "--set", "mixed_precision=fp8"]) == 0
+    assert "8 bits in the layers' matrices" in capsys.readouterr().out

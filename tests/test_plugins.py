@@ -117,6 +117,12 @@ def test_its_own_refusal_is_one_of_the_table(recipe):
         make_plan(*pair, num_processes=2, num_gpus=0, recipe_name=str(recipe))
 
 
+def test_a_loss_over_samples_that_cannot_share_them_is_refused_where_tokens_are_shared(recipe):
+    pair = load_pair(recipe, strategy_path=Path("accelerate_configs/ddp_sp.yaml"))
+    with pytest.raises(RecipeError, match="would each see a part of the sums of margin; take them from sums_by_seq"):
+        make_plan(*pair, num_processes=2, num_gpus=0, recipe_name=str(recipe))
+
+
 def test_a_resolved_recipe_names_the_whole_path_and_reloads(recipe, book):
     found = load_recipe(recipe)
     assert found.plugins == [str(Path("recipes/mine.py").resolve())]

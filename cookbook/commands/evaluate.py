@@ -145,6 +145,9 @@ def evaluate_model(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
     launch.clear_environment()
     strategy = load_strategy(find_strategy("single"))
     plan = make_plan(recipe, strategy, num_processes=1, num_gpus=num_gpus(), recipe_name=str(folder))
+    precision = recipe.mixed_precision
+    if mistakes := launch.check_machine(strategy, num_gpus(), deterministic=False, mixed_precision=precision):
+        raise RecipeError(mistakes)
 
     from transformers.utils import logging
 

@@ -312,6 +312,7 @@ def make_run(
         length_multiple=engine.mesh.length_multiple(recipe.data.max_length),
         sequence_size=engine.mesh.sequence,
         sequence_rank=engine.mesh.sequence_rank(engine.world.rank),
+        shares_samples=recipe.objective.shares_samples,
     )
     data = inputs.data
     if recipe.objective.needs_reference:

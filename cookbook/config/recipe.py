@@ -33,6 +33,7 @@ from cookbook.system.files import (
     read_document,
     validate,
 )
+from cookbook.system.imports import show_torchao
 from cookbook.system.shipped import HOME, located, typed
 
 BUILTIN_SOURCE = "python-stdlib"
@@ -623,6 +624,7 @@ def _use_plugins(document: Document, folder: Path) -> list[str]:
         plugins.use([])
         return mistakes
     if values:
+        show_torchao()
         document.values["plugins"] = files
     try:
         plugins.use(files)

@@ -120,6 +120,11 @@ def make_plan(
     num_local = num_local or strategy.num_local(num_processes)
     strategy = strategy.fitted(num_processes, num_local)
     mesh, written = strategy.mesh(num_processes), strategy.written_mesh.num_processes
+    objective = recipe.objective
+    if strategy.sp_size > 1 and objective.mean_over == "samples" and not objective.shares_samples:
+        why = f"processes that share the tokens of samples would each see a part of the sums of {objective.name}"
+        way = "take them from sums_by_sequence and declare shares_samples, or use a strategy without sequence parallel"
+        mistakes.append(f"{strategy.path}: {why}; {way}")
     if strategy.kind == "single" and num_processes != 1:
         mistakes.append(f"{strategy.path}: runs one process, but {num_processes} were requested; use ddp")
     if num_processes % written or (strategy.num_processes is not None and written not in (1, num_processes)):

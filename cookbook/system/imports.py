@@ -21,7 +21,9 @@ def imports() -> Iterator[None]:
 
 
 def hide_torchao() -> None:
-    """Keep transformers from importing it wherever it is installed: a second, and lines of warnings."""
+    """Keep transformers from importing it wherever it is installed: a second, and lines of warnings. Whatever else a
+    process imports does not find it either, until `show_torchao`; plugins do.
+    """
     sys.modules.setdefault("torchao", None)  # type: ignore[arg-type]
 
 

@@ -204,7 +204,8 @@ def _messages(best: Forecast) -> list[tuple[str, str]]:
     """How many a GPU sends in a step."""
     least = "at least " * any(message.is_least for message in best.messages)
     counted = sum(message.calls or 0 for message in best.messages)
-    return [("sends", f"{least}{counted:,} messages a step from each GPU")] if best.messages else []
+    where = " of the last stage" if best.strategy.pp_size > 1 else ""
+    return [("sends", f"{least}{counted:,} messages a step from each GPU{where}")] if best.messages else []
 
 
 def _reason(report: PlanReport, best: Forecast) -> str:

@@ -7,7 +7,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from cookbook.config.recipe import Recipe
-from cookbook.planning.costs.inputs import Part, Skeleton, Weight, head_layers
+from cookbook.planning.costs.inputs import Part, Skeleton, Weight, head_in_layers
 from cookbook.training.adapters import inject
 
 
@@ -22,7 +22,7 @@ def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
     quantized = _quantized(model) if recipe.adapter is not None and recipe.adapter.is_quantized else set()
     buffers = tuple(buffer.numel() for buffer in model.buffers())
     cuts = _cuts(model)
-    head = _head_in_layers(model)
+    head = head_in_layers(model)
     if recipe.adapter is not None:
         with torch.device("meta"):
             inject(model, recipe.adapter)
@@ -55,14 +55,6 @@ def _layers(model: PreTrainedModel) -> list[tuple[str, int]]:
     units: Any = model._no_split_modules or []
     names = [name for name, module in model.named_modules() if type(module).__name__ in units]
     return [(f"{name}.", i) for i, name in enumerate(names)]
-
-
-def _head_in_layers(model: PreTrainedModel) -> int:
-    first, head = next(iter(_layers(model)), None), model.get_output_embeddings()
-    if first is None or head is None:
-        return 0
-    sizes = [parameter.numel() for name, parameter in model.named_parameters() if name.startswith(first[0])]
-    return head_layers(head.weight.numel(), sum(sizes))
 
 
 def _ends(model: PreTrainedModel) -> tuple[Any, Any]:

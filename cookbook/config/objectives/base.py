@@ -40,6 +40,10 @@ class Objective(Named):
     """Names of the sequences of a sample."""
     mean_over: ClassVar[Literal["tokens", "samples"]] = "tokens"
     """What the loss is averaged over: labelled tokens, or samples."""
+    shares_samples: ClassVar[bool] = False
+    """Of a loss over samples, whether ranks that share the tokens of samples may share the samples too: `compute` takes
+    its sums from `sums_by_sequence`, and `values` and `reference_logps` are those of the sequences that it returns.
+    """
     needs_reference: ClassVar[bool] = False
     """Whether batches carry `reference_logps`, computed by the model before training."""
     splits_rows: ClassVar[bool] = False

@@ -28,6 +28,7 @@ class DPO(Objective):
     sample = "pair"
     sequences = ("chosen", "rejected")
     mean_over = "samples"
+    shares_samples = True
     needs_reference = True
     name: Literal["dpo"]
     loss: Literal["sigmoid", "ipo"] = "sigmoid"

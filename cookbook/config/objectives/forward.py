@@ -46,7 +46,7 @@ def sums_by_sequence(values: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, 
     Float64, as preference losses depend on small differences between sums of several hundred.
     """
     sums = torch.stack([_own_sums(values, batch), _own_sums(torch.ones_like(values), batch)])
-    if "sequence_group" in batch:
+    if "own_sequences" in batch:
         sums = _AddedUp.apply(sums, batch["sequence_group"])[:, batch["own_sequences"]]
     return sums[0], sums[1]
 

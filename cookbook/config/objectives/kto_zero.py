@@ -25,6 +25,7 @@ class KTOZero(Objective):
 
     rows = ("chat_judgement", "judgement")
     mean_over = "samples"
+    shares_samples = True
     needs_reference = True
     name: Literal["kto_zero"]
     beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)

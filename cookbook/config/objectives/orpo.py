@@ -27,6 +27,7 @@ class ORPO(Objective):
     sample = "pair"
     sequences = ("chosen", "rejected")
     mean_over = "samples"
+    shares_samples = True
     name: Literal["orpo"]
     beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
     """The paper's lambda: weight of the odds ratio relative to the likelihood of the chosen answer. The paper uses 0.1

@@ -48,8 +48,8 @@ class ModelSizes:
     """Whether tensor parallel divides the embedding by tokens, so that what it looks up is summed."""
     is_tied: bool = False
     """Whether embedding and head are one matrix."""
-    trained: Sequence[tuple[int, bool]] = ()
-    """Elements of each trained weight in the model's order, and whether it is a matrix. Empty: not known."""
+    trained: Sequence[tuple[int, bool, int | None]] = ()
+    """Elements of each trained weight in the model's order, whether it is a matrix, and its layer. Empty: not known."""
 
     @property
     def width(self) -> float:
@@ -102,7 +102,7 @@ def sizes_of(config: Any, skeleton: Skeleton) -> ModelSizes:
         row_matrices=_divided(skeleton, 1),
         is_embedding_divided=any(w.part == "embedding" and w.shard_dim == 0 for w in skeleton.weights),
         is_tied=skeleton.is_tied,
-        trained=[(weight.num_elements, len(weight.shape) > 1) for weight in skeleton.weights if weight.is_trained],
+        trained=[(one.num_elements, len(one.shape) > 1, one.layer) for one in skeleton.weights if one.is_trained],
     )
 
 

@@ -63,6 +63,14 @@ def head_layers(head: int, layer: int) -> int:
     return round(head / layer)
 
 
+def head_in_layers(model: Any) -> int:
+    """`head_layers` of a transformers model; 0 if its layers or head are not found."""
+    layers, head = getattr(model.base_model, "layers", None), model.get_output_embeddings()
+    if not layers or head is None:
+        return 0
+    return head_layers(head.weight.numel(), sum(parameter.numel() for parameter in layers[0].parameters()))
+
+
 def stage_layers(num_layers: int, stage: int, num_stages: int, *, head_layers: int) -> range:
     """The layers of a stage: so that the slowest stage, which all others wait for, computes as little as can be, the
     head counted as `head_layers` of the last stage. Where one has a layer more than another, it is the later one, which
@@ -175,6 +183,8 @@ class CostInputs:
     accumulation: int = 1
     """Micro-batches per step and process; at least 2 under a token budget, where it varies."""
     mixed_precision: Literal["bf16", "fp16", "no"] = "bf16"
+    fp8: bool = False
+    """Whether the matrices of the layers multiply in 8 bits."""
     optim: Optimizer = field(default_factory=lambda: AdamW(learning_rate=1.0))
     adapter: AdapterSection | None = None
     """None: all weights are trained."""
@@ -245,6 +255,7 @@ def cost_inputs(recipe: Recipe, strategy: Strategy, num_processes: int, *, num_l
         num_local=num_local,
         accumulation=accumulation if batch.micro_batch_size is not None else max(2, accumulation),
         mixed_precision=recipe.compute_precision,
+        fp8=recipe.mixed_precision == "fp8",
         optim=recipe.optim,
         adapter=recipe.adapter,
         num_tokens=micro_batch_of(recipe)

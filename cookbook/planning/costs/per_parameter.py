@@ -49,6 +49,8 @@ def precision(inputs: CostInputs) -> dict[str, str]:
             "reductions": reductions,
             "master copy": "none: the weights are float32",
         }
+    if inputs.fp8:
+        found["compute"] += "; 8 bits in the layers' matrices"
     if inputs.num_processes == 1:
         found["reductions"] = NO_TRAFFIC
     if inputs.adapter is not None:

@@ -100,7 +100,15 @@ def _to_experts(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes
     each = (4 if step.precision == "no" else 2) * sizes.hidden
     sent = 2 * passes * each * sizes.num_routed * step.num_tokens / num_processes
     times = 2 * passes * sizes.num_layers * step.micro_batches
-    return Transfer(what="tokens to experts", kind="all-to-all", num_bytes=sent, times=times, ranks=strategy.ep_size)
+    return Transfer(
+        what="tokens to experts",
+        kind="all-to-all",
+        num_bytes=sent,
+        times=times,
+        calls=times,
+        is_least=True,  # and the numbers of tokens before them
+        ranks=strategy.ep_size,
+    )
 
 
 def _exchanges(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int) -> Transfer:
@@ -214,19 +222,24 @@ def _ddp_buckets(strategy: Strategy, sizes: ModelSizes) -> int | None:
     if not sizes.trained:
         return None
     limits = [2**20, 25 * 2**20] if strategy.bucket_cap_mb is None else [strategy.bucket_cap_mb * 2**20]
-    numels = (4 * numel for numel, _ in reversed(sizes.trained))
+    numels = (4 * numel for numel, *_ in reversed(sizes.trained))
     return _full(numels, chain(limits[:1], repeat(limits[-1])), overshoots=True)
 
 
 def _tensors_of_last_stage(mesh: Mesh, sizes: ModelSizes) -> int | None:
     """Without DDP a gradient is a call (engine/collectives.py, add_up)."""
-    return math.ceil(len(sizes.trained) / mesh.pipeline) if sizes.trained else None
+    if not sizes.trained or mesh.pipeline == 1:
+        return len(sizes.trained) or None
+    begin = sizes.num_layers - _layers_of_last_stage(sizes, mesh.pipeline)
+    first = next((i for i, (_, _, layer) in enumerate(sizes.trained) if layer == begin), 0)
+    embedding = first > 0 and sizes.is_tied  # the last stage has it too, as the head
+    return len(sizes.trained) - first + embedding
 
 
 def _zero_buckets(strategy: Strategy, sizes: ModelSizes) -> int | None:
     """DeepSpeed's buckets of gradients (0.19.8, stage_1_and_2.py and stage3.py, `reduce_bucket_size`)."""
-    limit = (strategy.deepspeed or {})["zero_optimization"].get("reduce_bucket_size", 5 * 10**8)
-    numels = (numel for numel, _ in reversed(sizes.trained))
+    limit = (strategy.deepspeed or {})["zero_optimization"].get("reduce_bucket_size") or 5 * 10**8
+    numels = (numel for numel, *_ in reversed(sizes.trained))
     return _full(numels, repeat(limit), overshoots=False) if sizes.trained else None
 
 
@@ -234,8 +247,8 @@ def _zero_gathers(strategy: Strategy, sizes: ModelSizes) -> int | None:
     """Gathers of updated weights: of matrices and of the rest, each in pieces of `allgather_bucket_size` (deepspeed
     0.19.8, runtime/utils.py, all_gather_dp_groups).
     """
-    limit = (strategy.deepspeed or {})["zero_optimization"].get("allgather_bucket_size", 5 * 10**8)
-    groups = [sum(numel for numel, is_matrix in sizes.trained if is_matrix == kind) for kind in (True, False)]
+    limit = (strategy.deepspeed or {})["zero_optimization"].get("allgather_bucket_size") or 5 * 10**8
+    groups = [sum(numel for numel, is_matrix, _ in sizes.trained if is_matrix == kind) for kind in (True, False)]
     return sum(max(1, group // limit) for group in groups if group) if sizes.trained else None
 
 

@@ -44,6 +44,8 @@ class Layout:
     sequence_size: int = 1
     """Ranks that share the tokens of each row."""
     sequence_rank: int = 0
+    shares_samples: bool = False
+    """Of the objective: whether these ranks share the samples of a micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,15 +250,19 @@ def _collate(tokens: TokenSet, samples: Sequence[int] | np.ndarray, layout: Layo
     batch = collate(tokens, samples, layout.pad_id, packing=layout.packing, multiple=layout.length_multiple)
     if layout.sequence_size == 1:
         return batch
-    return sequence_part(batch, layout.sequence_size, layout.sequence_rank, group_size=tokens.group_size)
+    group_size = tokens.group_size if layout.shares_samples else None
+    return sequence_part(batch, layout.sequence_size, layout.sequence_rank, group_size=group_size)
 
 
-def sequence_part(batch: dict[str, Any], size: int, rank: int, *, group_size: int) -> dict[str, Any]:
+def sequence_part(batch: dict[str, Any], size: int, rank: int, *, group_size: int | None) -> dict[str, Any]:
     """The part of a micro-batch that one of `size` ranks sees: T / size consecutive columns of its rows.
 
     `targets` and what stands beside them are those of the part. `lengths` and `offsets` stay whole. `position_ids`,
-    (1, T / size), are there for padded rows too. Losses over whole samples are computed by one rank each, which has
-    their `values` and `reference_logps`: those of the sequences `own_sequences`, int64, of S.
+    (1, T / size), are there for padded rows too.
+
+    Args:
+        group_size: sequences of a sample, where each sample's loss is computed by one of the ranks. That has its
+            `values` and `reference_logps`, those of the sequences `own_sequences`, int64, of S.
     """
     length = batch["input_ids"].shape[1]
     width = length // size
@@ -267,9 +273,11 @@ def sequence_part(batch: dict[str, Any], size: int, rank: int, *, group_size: in
     part = {"input_ids": batch["input_ids"][:, begin : begin + width].contiguous()}
     part["position_ids"] = positions[:, begin : begin + width].contiguous()
     part["target_positions"] = (row * width + column)[mine]
+    part |= {name: batch[name][mine] for name in ("targets", "target_sequences")}
+    if group_size is None:
+        return batch | part
     own = torch.arange(batch["num_sequences"]).view(-1, group_size)[rank::size].flatten()
     part["own_sequences"] = own
-    part |= {name: batch[name][mine] for name in ("targets", "target_sequences")}
     part |= {"values": batch["values"][rank::size]} if "values" in batch else {}
     part |= {"reference_logps": batch["reference_logps"][own]} if "reference_logps" in batch else {}
     return batch | part

@@ -227,7 +227,8 @@ class _Reader:
         if not found:
             seen = ", ".join(map(ascii, raw))[:200] or "none"
             needed = [[one.columns[key] for key in one.kind.keys] for one in readings(row.keys())]
-            if nulls := [[column for column in some if row[column] is None] for some in needed]:
+            nulls = [[column for column in some if row[column] is None] for some in needed]
+            if nulls := [columns for columns in nulls if columns]:
                 raise BadRow("empty text", f"`{min(nulls, key=len)[0]}` is null")
             if self.source.columns:
                 given = ", ".join(f"{key}: {column}" for key, column in self.source.columns.items())

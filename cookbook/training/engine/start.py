@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.device_mesh import DeviceMesh
 
 from cookbook.config.mesh import Mesh
-from cookbook.planning.costs.inputs import head_layers, stage_layers
+from cookbook.planning.costs.inputs import head_in_layers, stage_layers
 from cookbook.planning.launch import CUBLAS_DETERMINISTIC, CUBLAS_VARIABLE
 from cookbook.planning.plan import Plan
 from cookbook.system import status
@@ -120,9 +120,7 @@ def _cut_by_cost() -> None:
     theirs: Any = pipeline_parallel.PipelineStage
 
     def cut(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
-        whole: Any = model
-        layer = sum(parameter.numel() for parameter in whole.base_model.layers[0].parameters())
-        head = head_layers(whole.get_output_embeddings().weight.numel(), layer)
+        head = head_in_layers(model)
 
         class Stage(theirs):  # type: ignore[misc]
             def layer_range_for_rank(self, rank: int, num_layers: int) -> tuple[int, int]:
