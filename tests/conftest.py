@@ -80,7 +80,7 @@ def clean_environment(**extra: str) -> dict[str, str]:
 DURATIONS = Path(__file__).with_name("durations.json")
 """Seconds of each test that takes more than `SHORT`, as `--write-durations` measured them."""
 SHORT = 1.0
-LONG = 8.0
+LONG = 3.0
 """Where a test takes more, it is slow, unless it is marked as core."""
 
 

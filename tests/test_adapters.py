@@ -239,8 +239,8 @@ def reopened(logits: Path, *folders: Path) -> list[dict]:
 PAIRS = [
     ("zero3", "lora"),
     ("fsdp2", "dora"),
-    pytest.param("zero3", "dora", marks=pytest.mark.slow),
-    pytest.param("fsdp2", "lora", marks=pytest.mark.slow),
+    pytest.param("zero3", "dora", marks=[pytest.mark.slow, pytest.mark.thorough]),
+    pytest.param("fsdp2", "lora", marks=[pytest.mark.slow, pytest.mark.thorough]),
 ]
 
 

@@ -352,7 +352,13 @@ ADAPTERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", ADAPTERS.values(), ids=ADAPTERS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(settings, id=name, marks=pytest.mark.thorough if name == "qlora" else ())
+        for name, settings in ADAPTERS.items()
+    ],
+)
 def test_evaluate_repeats_the_last_evaluation_of_a_run(settings: list[str], shelf, book: Book):
     settings = ["strategy=single", "run.max_steps=2", "schedule.warmup_steps=1", *settings]
     if len(settings) > 3:

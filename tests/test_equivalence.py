@@ -219,6 +219,7 @@ def test_settings_that_a_library_changed_are_refused(lab: Lab, strategy: str, mi
     assert "is not what runs" in output and named in output and not (folder / "metrics.jsonl").exists(), output[-3000:]
 
 
+@pytest.mark.slow
 def test_run_json_tells_any_two_strategies_apart_by_what_was_found(lab: Lab):
     found = {}
     for strategy in DISTRIBUTED:

@@ -54,14 +54,20 @@ COLUMNS = {
         ["ddp", "fsdp2", "fsdp2_offload", "fsdp2_tp", "hsdp", "pp", "pp_fsdp2", "tp", *EIGHT],
     ),
 }
-# One of each engine and each dimension of a mesh. The others differ by a stage, by offload, by sizes.
+# One of each engine and each dimension of a mesh; the others differ by a stage, by offload, by sizes.
 FAMILIES = ("ddp", "fsdp1", "fsdp2", "zero2", "zero3", "tp", "pp", "ddp_sp", "fsdp2_tp", "pp_fsdp2")
-ALIKE = [("orpo", "ddp_sp"), ("kto_zero", "ddp_sp")]
-"""As the same under another engine, or with another loss."""
+CHOSEN = {
+    "packed": FAMILIES,
+    "lora": ("ddp", "fsdp2", "zero3", "tp", "pp"),
+    "dora": ("fsdp2", "zero3"),
+    "qlora": ("fsdp2", "zero2", "zero3"),
+    "dpo": ("ddp", "ddp_sp", "fsdp2", "zero3", "tp", "pp"),
+    "orpo": ("ddp", "fsdp2"),
+    "kto_zero": ("ddp", "fsdp2"),
+    "muon": ("ddp", "fsdp2", "fsdp2_tp", "pp"),
+}
 CASES = [
-    pytest.param(
-        column, strategy, marks=() if strategy in FAMILIES and (column, strategy) not in ALIKE else pytest.mark.thorough
-    )
+    pytest.param(column, strategy, marks=() if strategy in CHOSEN[column] else pytest.mark.thorough)
     for column, (_, strategies) in COLUMNS.items()
     for strategy in strategies
 ]
@@ -140,7 +146,9 @@ def test_eight_bit_adamw_stays_in_a_band(lab: Lab, strategy: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [LORA, QLORA], ids=["lora", "qlora"])
+@pytest.mark.parametrize(
+    "settings", [pytest.param(LORA, id="lora", marks=pytest.mark.thorough), pytest.param(QLORA, id="qlora")]
+)
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_in_bf16_an_adapter_stays_in_a_band_around_one_process(lab: Lab, strategy: str, settings: dict[str, str]):
     """Of the same precision: in bf16 the frozen weights are rounded first, and 4 bits of those are another base."""

@@ -69,7 +69,13 @@ def gpus_of(gpu_lab: GpuLab, monkeypatch):
 
 
 @pytest.mark.simulated
-@pytest.mark.parametrize(("strategy", "memory"), [("fsdp2", 225_000_000), ("zero3", 700_000_000)])
+@pytest.mark.parametrize(
+    ("strategy", "memory"),
+    [
+        pytest.param("fsdp2", 225_000_000, marks=[pytest.mark.slow, pytest.mark.thorough]),
+        ("zero3", 700_000_000),
+    ],
+)
 def test_a_run_goes_on_with_a_smaller_micro_batch(gpus_of, gpu_lab, tmp_path, capsys, strategy, memory):
     settings = ["run.on_out_of_memory=smaller_micro_batch", "run.save_every_steps=1"]
     code, commands = gpus_of(tmp_path, file_of(strategy, tmp_path), memory, *settings)
@@ -104,6 +110,8 @@ def test_where_no_micro_batch_fits_it_goes_on_under_another_strategy(gpus_of, tm
     assert "still 16 sequences a step" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.simulated
 def test_without_the_key_or_a_rung_it_ends_as_before(gpus_of, tmp_path, capsys):
     code, commands = gpus_of(

@@ -510,7 +510,9 @@ def test_an_adapter_whose_base_is_gone_is_compared_all_the_same(lora: Run, capsy
     assert "is not on this machine" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["all weights", "adapter"])
+@pytest.mark.parametrize(
+    "kind", ["all weights", pytest.param("adapter", marks=[pytest.mark.slow, pytest.mark.thorough])]
+)
 def test_a_fresh_process_says_yes_and_no(tmp_path: Path, capsys, monkeypatch, kind: str):
     """The same through the front door: another process opens it, and what it says ends the command."""
     made = Run(tmp_path, ADAPTERS["lora"] if kind == "adapter" else None, tie_word_embeddings=False)

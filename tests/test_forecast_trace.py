@@ -140,10 +140,10 @@ def test_the_trace_counts_what_a_real_pass_allocates(settings, tmp_path, monkeyp
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
-    [pytest.param(COMPILED["lora"], id="lora")]
+    [pytest.param(COMPILED["kept"], id="kept")]
     + [
         pytest.param(COMPILED[name], id=name, marks=pytest.mark.thorough)
-        for name in ("autocast", "kept", "recomputed", "selective")
+        for name in ("autocast", "lora", "recomputed", "selective")
     ],
 )
 def test_the_trace_counts_what_compiled_layers_allocate(settings, tmp_path, monkeypatch):

@@ -14,12 +14,12 @@ LORA = {"adapter.name": "lora", "adapter.rank": "4"}
 
 # By name: recipe, settings, the strategies of make test-long, and those that only make test-all adds.
 FEATURES = {
-    "lora": ("sft", LORA | PACKED, ["ddp", "fsdp1", "fsdp2", "zero3", "tp"], ["fsdp2_offload", "hsdp", "zero2"]),
+    "lora": ("sft", LORA | PACKED, ["fsdp2", "zero3", "tp"], ["ddp", "fsdp1", "fsdp2_offload", "hsdp", "zero2"]),
     "dora": ("sft", LORA | {"adapter.name": "dora"}, ["fsdp2"], ["zero3"]),
-    "qlora": ("sft", LORA | {"adapter.name": "qlora"}, ["fsdp2", "zero3"], ["ddp", "zero2"]),
+    "qlora": ("sft", LORA | {"adapter.name": "qlora"}, ["zero3"], ["ddp", "fsdp2", "zero2"]),
     "adamw_8bit": ("sft", {"optim.name": "adamw_8bit"}, ["fsdp2"], ["ddp", "fsdp2_offload"]),
-    "muon": ("sft", {"optim.name": "muon"}, ["fsdp2_offload", "tp"], ["ddp", "fsdp2", "hsdp"]),
-    "checkpointing": ("sft", PACKED | {"model.gradient_checkpointing": "true"}, ["fsdp2", "zero3"], ["ddp"]),
+    "muon": ("sft", {"optim.name": "muon"}, ["fsdp2_offload"], ["ddp", "fsdp2", "hsdp", "tp"]),
+    "checkpointing": ("sft", PACKED | {"model.gradient_checkpointing": "true"}, ["zero3"], ["ddp", "fsdp2"]),
     "selective": ("sft", PACKED | {"model.gradient_checkpointing": "selective"}, ["ddp"], ["fsdp2"]),
     "offload": (
         "sft",
@@ -45,7 +45,7 @@ FEATURES = {
         ["fsdp2"],
         ["zero3"],
     ),
-    "dpo": ("dpo", PACKED, ["ddp", "zero3"], ["tp"]),
+    "dpo": ("dpo", PACKED, ["zero3"], ["ddp", "tp"]),
     "dpo-padded": ("dpo", {}, ["fsdp2"], []),
 }
 

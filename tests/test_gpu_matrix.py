@@ -11,13 +11,12 @@ from tests.curves import Lab
 from tests.experts import experts
 from tests.gpu_runs import GpuLab, GpuRun
 from tests.test_equivalence import ADAMW_LOSS, ADAMW_NORM, DISTRIBUTED, NVME_MODEL
+from tests.test_equivalence_features import FAMILIES
 
 PRECISIONS = ("'no'", "bf16", "fp16")
 PACKED = {"data.packing": "true"}
 REFUSED = {(name, "fp16") for name in ("tp", "ddp_tp", "fsdp2_tp", "hsdp_tp", "pp", "pp_fsdp2", "pp_tp", "pp_tp_fsdp2")}
 """By cookbook/planning/combinations.py."""
-EIGHT = ("hsdp_tp", "pp_tp_fsdp2")
-"""They run eight processes."""
 
 # Loss (absolute) and gradient norm (relative) over three steps of AdamW. Float32 as on the CPU. In 16 bits, autocast
 # rounds the inputs of each product (single, ddp, tp), FSDP and ZeRO round the weights once and every operation after,
@@ -47,7 +46,7 @@ def cases() -> list:
         for precision in (one for one in PRECISIONS if (strategy, one) not in REFUSED):
             for packing in (False, True):
                 quick = precision == "bf16" and packing
-                chosen = precision == ("'no'" if packing else "fp16") and strategy not in EIGHT
+                chosen = precision == ("'no'" if packing else "fp16") and strategy in FAMILIES
                 marks = [] if quick else [pytest.mark.slow] if chosen else [pytest.mark.slow, pytest.mark.thorough]
                 name = f"{strategy}-{precision.strip(chr(39))}-{'packed' if packing else 'padded'}"
                 found.append(pytest.param(strategy, precision, packing, marks=marks, id=name))

@@ -87,7 +87,9 @@ def test_a_recipe_fits_the_machine_that_it_needs(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LIBRARY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if "sft.yaml" in name else pytest.mark.thorough) for name in LIBRARY]
+)
 def test_the_table_of_a_label_is_what_plan_computes(name, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from benchmarks.recipe_labels import fits

@@ -58,6 +58,9 @@ def forked(gpu_lab, monkeypatch):
 
 LIMIT_SECONDS = 240
 LAUNCHED = ("recipes/quickstart.yaml", "recipes/qwen25_7b/sft.yaml")
+ALIKE = ("orpo_lora", "sft_dora", "llama31_8b/sft_lora", "qwen3_4b/sft_lora", "llama31_70b/sft_qlora", "llama32_3b")
+ALIKE += ("llama31_8b/sft.yaml", "qwen3_4b/sft.yaml", "qwen3_4b_32k")
+"""As another recipe: the same objective and adapter, of another size."""
 
 
 def test_there_are_recipes_to_rehearse():
@@ -65,7 +68,9 @@ def test_there_are_recipes_to_rehearse():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(one, marks=pytest.mark.thorough if any(x in one for x in ALIKE) else ()) for one in RECIPES]
+)
 def test_a_shipped_recipe_passes_its_rehearsal(recipe, capsys, request):
     need_simulated_gpus()
     need_builds_of(load_pair(Path(recipe))[1].name)

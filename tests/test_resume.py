@@ -113,6 +113,8 @@ EXACT |= {"run.eval_every_steps": "1"}
 """AdamW without clipping, an untied head, sizes that three processes do not divide; an evaluation before each save."""
 
 
+@pytest.mark.slow
+@pytest.mark.thorough
 def test_six_legs_under_six_strategies_are_one_run(lab: Lab, tmp_path: Path):
     curve = chain(lab, tmp_path, QUICK_LEGS, EXACT, num_steps=3)
     found = distance(curve, lab.run("single", EXACT))
@@ -146,7 +148,7 @@ def test_every_strategy_file_is_in_a_chain():
 
 
 THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
-NOT_THOROUGH = ("adamw", "stages of matrices", "stages of shards", "eight", "lora", "qlora")
+NOT_THOROUGH = ("adamw", "stages of shards", "eight", "lora")
 
 
 @pytest.mark.slow

@@ -25,10 +25,14 @@ TOKENS = 9
 SAMPLED = {"run.sample_every_steps": "8", "run.sample_tokens": str(TOKENS)}
 SLOW = pytest.mark.slow
 QUICK = ("ddp", "fsdp2", "zero3", "tp")
-LONG = ("single", "fsdp1", "hsdp", "zero2", "zero3_offload", "pp", "pp_fsdp2")
+LONG = ("single", "pp")
 REST = (
+    "fsdp1",
+    "hsdp",
     "zero1",
+    "zero2",
     "zero2_offload",
+    "zero3_offload",
     "zero3_hpz",
     "fsdp2_grad_op",
     "fsdp2_offload",
@@ -36,8 +40,9 @@ REST = (
     "ddp_sp",
     "zero3_sp",
     "fsdp2_tp",
-    "fsdp2_sp",
     "hsdp_tp",
+    "fsdp2_sp",
+    "pp_fsdp2",
     "pp_tp",
     "pp_tp_fsdp2",
 )
@@ -93,8 +98,13 @@ FEATURES = {
 }
 
 
+ALIKE = ("a token budget", "compiled layers", "an adapter")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(
+    "feature", [pytest.param(name, marks=pytest.mark.thorough if name in ALIKE else ()) for name in FEATURES]
+)
 def test_whatever_the_recipe_chooses(lab: Lab, feature: str):
     if feature == "compiled layers":
         need_compiler()
