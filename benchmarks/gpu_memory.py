@@ -82,7 +82,10 @@ def table(rows: list[dict[str, Any]]) -> str:
             cells.append(f"{max(ran, key=abs):+.1%}" if ran else "refused")
         lines.append(f"| `{strategy}` | {' | '.join(cells)} |")
     if later := sorted(set(STRATEGIES) - {row["strategy"] for row in rows}):
-        lines += ["", f"Not in this record: {', '.join(f'`{name}`' for name in later)}, which came later."]
+        lines += [
+            "",
+            f"Not measured: {', '.join(f'`{name}`' for name in later)}, and strategies for mixtures of experts.",
+        ]
     return "\n".join(lines) + "\n"
 
 
