@@ -82,10 +82,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             cells.append(f"{max(ran, key=abs):+.1%}" if ran else "refused")
         lines.append(f"| `{strategy}` | {' | '.join(cells)} |")
     if later := sorted(set(STRATEGIES) - {row["strategy"] for row in rows}):
-        lines += [
-            "",
-            f"Not measured: {', '.join(f'`{name}`' for name in later)}, and strategies for mixtures of experts.",
-        ]
+        names = ", ".join(f"`{name}`" for name in later)
+        lines += ["", f"Not measured: {names}, and strategies for mixtures of experts."]
     return "\n".join(lines) + "\n"
 
 
