@@ -15,10 +15,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tests.experts import needs_experts  # noqa: E402
-
 RESULTS = ROOT / "benchmarks" / "results" / "equivalence.json"
 PAGE = ROOT / "docs" / "equivalence.md"
 PICTURE = ROOT / "docs" / "equivalence.svg"
@@ -72,12 +68,6 @@ def collect(folder: Path) -> dict[str, Any]:
     }
 
 
-def missing(results: dict[str, Any]) -> list[str]:
-    """The strategies that were not measured, of those that train a model without experts."""
-    shipped = {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")} - {"single"}
-    return sorted(name for name in shipped - results["strategies"].keys() if not needs_experts(name))
-
-
 def render(results: dict[str, Any]) -> str:
     """The table in Markdown."""
     lines = [
@@ -89,8 +79,6 @@ def render(results: dict[str, Any]) -> str:
             f"{row[column]['loss']:.0e}, {row[column]['norm']:.0e}" if column in row else "-" for column in COLUMNS
         ]
         lines.append(f"| `{name}` | {row['processes']} | {' | '.join(cells)} |")
-    if later := missing(results):
-        lines += ["", f"Not measured with `make matrix`: {', '.join(f'`{name}`' for name in later)}."]
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     lines += ["", f"`{results['command']}` on {results['hardware']}; {versions}."]
     return "\n".join(lines)
