@@ -89,6 +89,14 @@ def test_groups_that_see_other_samples(lab: Lab):
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
 
 
+@pytest.mark.slow
+def test_groups_that_see_other_pairs(lab: Lab):
+    """The last step of an epoch has five pairs, so that one group of two processes has a micro-batch of one."""
+    settings = preferences(lab)
+    found = distance(lab.run("fsdp2_sp", settings, processes=4), lab.run("single", settings))
+    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+
+
 @pytest.mark.parametrize("mistake", ["no_exchange_of_heads_and_tokens", "gradient_divided_by_samples_processes"])
 def test_a_mistake_leaves_the_curve(lab: Lab, mistake: str):
     found = distance(lab.run("ddp_sp", SGD, processes=2, sabotage=mistake), lab.run("single", SGD))
