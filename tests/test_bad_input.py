@@ -895,6 +895,13 @@ STRATEGY_MISTAKES = {
         "-1",
         ":16: zero_optimization.reduce_bucket_size is -1; it must be greater than 0",
     ),
+    "null": (
+        "zero3",
+        JSON,
+        "200000000",
+        "null",
+        ":16: zero_optimization.reduce_bucket_size is empty; write a value, or take the key out",
+    ),
     "endless number": ("zero3", JSON, "200000000", "9" * 5000, ": not valid JSON: a number with too many digits"),
     "trailing comma": ("zero3", JSON, '"auto"\n  }', '"auto",\n  }', ":4: not valid JSON: ..."),
     "comment": ("zero3", JSON, "{", "// hi\n{", ":1: not valid JSON: ..."),

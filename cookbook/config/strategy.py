@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from cookbook.config.mesh import Mesh
 from cookbook.system.files import (
@@ -150,7 +150,18 @@ class AccelerateFile(Block):
     parallelism_config: ParallelismBlock | None = None
 
 
-class OffloadBlock(Block):
+class JsonBlock(Block):
+    """A block of a DeepSpeed JSON: a key that is left out has DeepSpeed's default, and null is no value."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_not_null(cls, value: Any, field: ValidationInfo) -> Any:
+        if value is None and not cls.model_fields[str(field.field_name)].is_required():
+            raise ValueError("is empty; write a value, or take the key out")
+        return value
+
+
+class OffloadBlock(JsonBlock):
     device: Literal["cpu", "nvme"]
     nvme_path: PathText | None = None
     pin_memory: bool = True
@@ -168,7 +179,7 @@ class OffloadParamBlock(OffloadBlock):
     max_in_cpu: int | None = Field(default=None, ge=0)
 
 
-class ZeroBlock(Block):
+class ZeroBlock(JsonBlock):
     """`zero_optimization`, without the keys that change the result or that DeepSpeed has deprecated."""
 
     stage: Annotated[Literal[1, 2, 3], BeforeValidator(_integer)]
@@ -193,7 +204,7 @@ class PrecisionBlock(Block):
     enabled: Literal["auto"]
 
 
-class AioBlock(Block):
+class AioBlock(JsonBlock):
     block_size: int | None = Field(default=None, gt=0)
     queue_depth: int | None = Field(default=None, gt=0)
     intra_op_parallelism: int | None = Field(default=None, gt=0)
