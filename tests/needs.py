@@ -89,8 +89,8 @@ def _build_nvme() -> None:
     imports = "from pathlib import Path\nfrom cookbook.training.engine import build_ops\n"
     imports += "from cookbook.config.strategy import *"
     with tempfile.TemporaryDirectory() as folder:
-        compiler = {"CXX": str(ROOT / "tests/precompiled.py"), "PRECOMPILED": folder}
-        hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **compiler}
+        Path(folder, "c++").symlink_to(ROOT / "tests/compile_as_one.py")
+        hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
         subprocess.run([sys.executable, "-c", f"{imports}\n{code}"], cwd=ROOT, env=hidden, check=True)
 
 
