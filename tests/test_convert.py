@@ -429,6 +429,12 @@ REFUSED = {
 }
 
 
+def test_two_strategies_are_not_mixed(capsys):
+    files = [str(ROOT / name) for name in ("accelerate_configs/zero3.yaml", "ds_configs/zero2.json")]
+    assert main(["convert", *files]) == 2
+    assert "zero_optimization.stage is 2: these are two strategies" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("text", "arguments", "message"), REFUSED.values(), ids=REFUSED)
 def test_a_mistake_ends_with_2_and_writes_nothing(folder, capsys, text, arguments, message):
     assert convert(text, *arguments) == 2

@@ -426,7 +426,7 @@ def test_where_all_cannot_run_they_say_why(capsys):
         (["--samples", "0"], "--samples is 0; write a number above 0"),
         (["--price", "-1"], "--price is -1"),
         (["--strategy", "zero4"], "did you mean"),
-        (["--host-gib", "-5"], "host_gib is -5"),
+        (["--host-gib", "-5"], "--host-gib is -5"),
         (["--set", "model.name_or_path=nobody/nothing", "--set", "model.revision=null"], "nobody/nothing"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -184,7 +184,7 @@ def test_a_size_alone_has_no_speed_and_says_so():
         ("-1", "not understood"),
         ("", "not understood"),
         ("8", "write its GB"),
-        ("12xH100", "how are 12 GPUs spread? Most machines have 8 at most; write machines x GPUs, as in 3x4xH100; one"),
+        ("12xH100", "how are 12 GPUs spread? Most machines have up to 8; write machines x GPUs, as in 3x4xH100; one"),
         ("12x80GB", "one machine with 12 is 1x12x80GB"),
         ("13xH100", "as in 13x1xH100"),
         ("100xH100", "as in 25x4xH100"),
@@ -199,13 +199,13 @@ def test_what_no_machine_has_is_refused(text, says):
     with pytest.raises(RecipeError) as caught:
         parse_machines(text)
     (mistake,) = caught.value.mistakes
-    assert mistake.startswith(f"GPUS={text}") and says in mistake
+    assert mistake.startswith(f"--gpus {text}:") and says in mistake
 
 
 def test_the_fabric_is_as_given_or_a_range():
     assert parse_machines("2x8xH100").fabric_gbits == (100, 400)
     assert parse_machines("2x8xH100", fabric_gbits=200).fabric_gbits == (200, 200)
-    with pytest.raises(RecipeError, match="fabric_gbits is -1"):
+    with pytest.raises(RecipeError, match="--fabric is -1"):
         parse_machines("2x8xH100", fabric_gbits=-1)
 
 

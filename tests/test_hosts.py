@@ -67,6 +67,7 @@ def test_without_a_count_each_machine_has_as_many_processes_as_alone(launched):
     ("flags", "expected"),
     [
         ("--machines 2", ["--machine is missing: write", "--first is missing: write the address of machine 0"]),
+        ("--machines 2 --machine 0 --first=", ["--first is empty: write the address of machine 0"]),
         ("--machines 2 --machine 2 --first 127.0.0.1", ["--machine is 2, with --machines 2; write 0 to 1"]),
         ("--machines 2 --machine -1 --first 127.0.0.1", ["--machine is -1, with --machines 2; write 0 to 1"]),
         ("--machines 0", ["--machines is 0; write a number above 0"]),

@@ -67,6 +67,8 @@ def test_accumulation_is_global_over_micro_times_data_parallel(
         (8, 100, 4, "Use global_batch_size 96 or 128, or 5 processes."),
         (2, 50, 8, "Use global_batch_size 48 or 64, or micro_batch_size 5."),
         (2, 4, 8, "Use global_batch_size 16, or micro_batch_size 2."),
+        (2, 4, 10**14, f"Use global_batch_size {2 * 10**14}, or micro_batch_size 2."),
+        (10**11, 16, 2, f"Use global_batch_size {2 * 10**11}, or 8 processes."),
         (3, 16, 8, "Use global_batch_size 24, or 2 processes."),
         (2, 17, 8, "Use global_batch_size 16 or 32."),
         (4, 12, 2, "Use global_batch_size 8 or 16, or micro_batch_size 1, or 3 processes."),

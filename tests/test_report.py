@@ -206,6 +206,7 @@ def test_a_compared_run_stands_where_its_tokens_are(tmp_path: Path) -> None:
     [
         (["report", "nowhere"], "nowhere/metrics.jsonl: no such file"),
         (["compare", "run"], "run is one run; name two or more"),
+        (["compare", "run", "./run"], "run run: a run is named twice"),
         (["watch", "nowhere"], "nowhere: no such folder"),
         (["watch", "run", "--every", "0"], "--every is 0"),
         (["report", "run", "--out", "nowhere/page.html"], "nowhere/page.html cannot be written"),

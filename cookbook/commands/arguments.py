@@ -31,7 +31,7 @@ def _runs() -> list[str]:
 def positive(param: CallbackParam, value: float | None) -> float | None:
     """The value of an argument, which must be above 0 if somebody wrote it."""
     if value is not None and not 0 < value < 1e15:
-        raise RecipeError(f"{param.opts[0]} is {value}; write a number above 0")
+        raise RecipeError(f"{param.opts[0]} is {value:g}; write a number above 0{' and below 1e15' * (value > 0)}")
     return value
 
 

@@ -164,7 +164,11 @@ class Conversion:
         self.folder = Path()
 
     def read(self, document: Document, project: Project) -> None:
-        """Take over the keys of a file; those of a file that was read earlier have precedence."""
+        """Take over the keys of a file; those of a file that was read earlier have precedence.
+
+        Raises:
+            RecipeError: they make another strategy.
+        """
         self.folder = Path(document.name).parent
         for path, value in _leaves(document.values, project):
             key = project.keys.get(".".join(map(str, path)))
@@ -176,17 +180,21 @@ class Conversion:
                 continue
             self.given.add(key.ours or "")
             try:
-                self._put(key.ours, key.translate(value), place)
+                translated = key.translate(value)
             except NoCounterpart as problem:
                 self.notes.append(f"{place}: {problem}")
             except (TypeError, ValueError, AttributeError):
                 self.notes.append(f"{place}: a value of another kind was expected; {key.answer}")
+            else:
+                self._put(key.ours, translated, place)
 
     def _put(self, ours: str | None, value: Any, place: str) -> None:
         if ours is None or value is None:
             return
         home = self.other if ours.startswith(("~", "strategy.")) else self.recipe
         if ours in home and home[ours] != value:
+            if ours.startswith("strategy."):
+                raise RecipeError(f"{place}, but {self.places[ours]}: these are two strategies; convert one at a time")
             self.notes.append(f"{place}: {ours.lstrip('~')} is {show(home[ours])} already, from {self.places[ours]}")
             return
         home[ours], self.places[ours] = value, place

@@ -93,6 +93,8 @@ def launch(
     if logs is not None:
         environment.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
         print(f"the output of each process: {logs}/*/attempt_*/RANK/stdout.log and stderr.log", flush=True)
+    if doubt := hosts.address_doubt(found):
+        print(doubt, flush=True)
     print(plan.show_command(command), flush=True)
     # torchrun would give each process one thread, whatever the machine has: too few on CPU, and for offloaded updates.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_local)))
@@ -162,7 +164,7 @@ def check(
         raise RecipeError([f"recipes/: no recipe there (looked in {Path.cwd()})"])
     for path in found:
         try:
-            for line in _check_recipe(path, strategy, assignments, processes, data=data):
+            for line in _check_recipe(path, strategy, assignments, processes, data=data, is_named=bool(paths)):
                 print(line)
         except RecipeError as error:
             mistakes += error.mistakes
@@ -179,12 +181,14 @@ def check(
 
 
 def _check_recipe(
-    path: Path, override: Path | None, assignments: list[str], processes: int | None, *, data: bool
+    path: Path, override: Path | None, assignments: list[str], processes: int | None, *, data: bool, is_named: bool
 ) -> Iterator[str]:
     try:
         recipe, strategy = plan.load_pair(path, assignments, strategy_path=override)
     except RecipeError as error:
         raise RecipeError([*error.mistakes, *_clashes_behind(path, override)]) from None
+    if not is_named and strategy.num_processes:  # another number is a mistake only for a recipe that somebody chose
+        processes = None
     batch = plan.describe_batch(recipe, _plan_of_label(path, recipe, strategy, processes))
     yield f"{path}: fine under {strategy.path}; {batch}"
     lines = read_document(path).lines

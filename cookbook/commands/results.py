@@ -41,6 +41,8 @@ def compare(
     runs = [read_history(folder) for folder in folders]
     if len(runs) < 2:
         raise RecipeError(f"{folders[0]} is one run; name two or more, or write: cookbook report {folders[0]}")
+    if len(set(map(Path.resolve, folders))) < len(folders):
+        raise RecipeError(f"{' '.join(map(str, folders))}: a run is named twice; name each once")
     rows = pages.differences(runs)
     print(page("WHAT DIFFERS", ("key", *map(str, folders), "affects"), *rows) if rows else "Nothing differs.")
     return _write_page(out or folders[0].resolve().parent / "compare.html", pages.compare_page(runs))

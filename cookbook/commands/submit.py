@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from typer import Option
 
-from cookbook.commands.arguments import RECIPE, Assignments, StrategyFile
+from cookbook.commands.arguments import RECIPE, Assignments, StrategyFile, positive
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
 from cookbook.planning.plan import default_num_processes, describe_batch, load_pair, make_plan
@@ -26,7 +26,7 @@ JOB_SCRIPT = Path("slurm/job.sh")
 OUTPUTS = "/outputs"
 """Where the volume is in a machine of SkyPilot or Kubernetes."""
 SECONDS_TO_SAVE = 120
-"""Between Kubernetes' SIGTERM and SIGKILL."""
+"""Between the signal that asks a run to stop and the end of its time, where nobody writes another number."""
 MISTAKE = 2
 Values = dict[str, Any]
 
@@ -40,6 +40,7 @@ class Task:
     machines: Machines
     words: list[str]
     """Of `cookbook launch`, without those that differ between machines."""
+    seconds_to_save: int
     image: str
     volume: str
     """Both empty where the system takes none."""
@@ -56,7 +57,11 @@ def slurm(task: Task) -> str:
     asked = [f"--job-name={task.name}", f"--nodes={task.machines.num_machines}"]
     asked += [f"--gpus-per-node={task.machines.gpus_each}"] if task.machines.gpus_each else []
     options = [f"#SBATCH {words}" for words in asked]
-    options += [line for line in comments.splitlines() if line.startswith("#SBATCH")]
+    options += [
+        re.sub(r"(--signal=B:USR1@)\d+", rf"\g<1>{task.seconds_to_save}", line)
+        for line in comments.splitlines()
+        if line.startswith("#SBATCH")
+    ]
     return "\n".join([*options, "", f"set -- {shlex.join(task.words)}", body])
 
 
@@ -146,7 +151,7 @@ def _pod(task: Task) -> tuple[Values, Values]:
     }
     places = {"outputs": OUTPUTS, "shm": "/dev/shm"}
     mounts = [{"name": name, "mountPath": path} for name, path in places.items()]
-    pod = {"terminationGracePeriodSeconds": SECONDS_TO_SAVE}
+    pod = {"terminationGracePeriodSeconds": task.seconds_to_save}
     return pod | {"volumes": [{"name": name, **source} for name, source in volumes.items()]}, {"volumeMounts": mounts}
 
 
@@ -167,38 +172,65 @@ def submit(
     strategy: StrategyFile = None,
     image: Annotated[str | None, Option(help="of Kubernetes: this project and its .venv, as working directory")] = None,
     volume: Annotated[str | None, Option(help="for the run's folder, which all machines can write")] = None,
+    host_gib: Annotated[float | None, Option(help="memory of each machine, for offloading")] = None,
+    nvme_gib: Annotated[float | None, Option(help="free on the disk of each machine, for offloading")] = None,
+    seconds_to_save: Annotated[
+        int | None, Option(callback=positive, help=f"for a step and a save before the time is up; {SECONDS_TO_SAVE}")
+    ] = None,
     assignments: Assignments,
 ) -> int:
     """Print a file for Slurm, SkyPilot or Kubernetes."""
     mistakes = ["submit: its jobs run the project in its folder; type it in a clone"] if IS_INSTALLED else []
     with gathered(mistakes):
-        machines = parse_machines(gpus)
-        mistakes += _misfits(to, machines, path, {"--image": image, "--volume": volume})
+        machines = parse_machines(gpus, host_gib=host_gib, nvme_gib=nvme_gib)
+        given = {"--image": image, "--volume": volume, "--seconds-to-save": seconds_to_save}
+        mistakes += _misfits(to, machines, path, given)
     with gathered(mistakes):
         recipe, loaded = load_pair(path, assignments, strategy)
     if mistakes:
         raise RecipeError(mistakes)
+    seconds = seconds_to_save or SECONDS_TO_SAVE
     facts, count = _plan(recipe, loaded, machines, path)
+    if to != "sky":
+        facts[-1] += f"; it and a step get {seconds} seconds before the time is up (--seconds-to-save)"
     run = Path(recipe.run.output_dir).name
     settings = [*assignments, *([f"run.output_dir={OUTPUTS}/{run}"] if volume else [])]
     settings += ["run.resume=auto"] if to != "slurm" else []  # its script has that, from the second start on
     words = [str(path), *(["--strategy", str(strategy)] if strategy else []), "--processes", str(count)]
     words += [word for setting in settings for word in ("--set", setting)]
-    task = Task(name=_name(run), machines=machines, words=words, image=image or "", volume=volume or "")
+    task = Task(
+        name=_name(run),
+        machines=machines,
+        words=words,
+        seconds_to_save=seconds,
+        image=image or "",
+        volume=volume or "",
+    )
     write, start = SYSTEMS[to]
     head = ["#!/bin/bash"] if to == "slurm" else []
     print("\n".join([*head, *(f"# {line}" for line in (*facts, f"{start}")), write(task)]), end="")
     return 0
 
 
-def _misfits(to: str, machines: Machines, path: Path, given: dict[str, str | None]) -> list[str]:
+NEEDS = {"slurm": (), "sky": ("--volume",), "k8s": ("--image", "--volume"), "trainjob": ("--image", "--volume")}
+"""Flags that a system cannot do without; SkyPilot can, on one machine."""
+RESOURCE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+"""Of Kubernetes' names (RFC 1123, a label), which SkyPilot's volumes follow."""
+
+
+def _misfits(to: str, machines: Machines, path: Path, given: dict[str, Any]) -> list[str]:
     """What keeps a system from running a recipe on machines. `given`: flags that only some systems read."""
-    needed = {"slurm": [], "sky": ["--volume"] if machines.num_machines > 1 else []}.get(to, list(given))
-    taken = {"slurm": [], "sky": ["--volume"]}.get(to, list(given))
+    needed = NEEDS[to] if to != "sky" or machines.num_machines > 1 else ()
+    taken = NEEDS[to] if to == "sky" else (*NEEDS[to], "--seconds-to-save")
     mistakes = [f"{flag} is missing: --to {to} needs it" for flag in needed if not given[flag]]
     mistakes += [
         f"{flag}: would be ignored by --to {to}; leave it out" for flag in given if given[flag] and flag not in taken
     ]
+    volume, image = given["--volume"], given["--image"]
+    if volume and not RESOURCE_NAME.fullmatch(volume):
+        mistakes.append(f"--volume is {volume!r}; write the name of a claim: lower case, digits and hyphens")
+    if image and re.search(r"\s", image):
+        mistakes.append(f"--image is {image!r}; write one without spaces, as in registry/name:tag")
     if to == "sky" and machines.gpus_each and machines.gpu is None:
         mistakes.append(f"--gpus is {machines.text}: SkyPilot asks for a GPU by its name; write one, as in 2x8xH100")
     if to != "slurm" and not path.resolve().is_relative_to(Path.cwd()):
@@ -227,7 +259,8 @@ def _plan(recipe: Recipe, strategy: Strategy, machines: Machines, path: Path) ->
     facts = [f"{path} under {strategy.path} on {machines.text}", describe_batch(recipe, plan)]
     if found.memory and machines.gpus_each:
         low, high = (f"{size / GIB:.0f}" for size in found.memory.needed)
-        facts.append(f"forecast: {found.verdict}, {low} to {high} GiB a GPU")
+        facts.append("; ".join([f"forecast: {low} to {high} GiB a GPU", *(found.why or [found.verdict])]))
+    facts.append(f"a checkpoint has {found.checkpoint / GIB:,.1f} GiB")
     return facts, count
 
 

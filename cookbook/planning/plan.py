@@ -174,7 +174,7 @@ def _impossible_split(recipe: Recipe, data_parallel_size: int, num_processes: in
         ways.append(math.ceil(batch.global_batch_size / per_forward) * per_forward)
     fitting = [
         size
-        for size in range(batch.micro_batch_size, 0, -1)
+        for size in range(min(batch.micro_batch_size, batch.global_batch_size // data_parallel_size), 0, -1)
         if batch.global_batch_size % (size * data_parallel_size) == 0
     ]
     who = (
@@ -188,7 +188,8 @@ def _impossible_split(recipe: Recipe, data_parallel_size: int, num_processes: in
     )
     if fitting:
         text += f", or micro_batch_size {fitting[0]}"
-    fewer = [n for n in range(num_processes - 1, 0, -1) if batch.global_batch_size % (n * batch.micro_batch_size) == 0]
+    most = min(num_processes - 1, batch.global_batch_size // batch.micro_batch_size)
+    fewer = [n for n in range(most, 0, -1) if batch.global_batch_size % (n * batch.micro_batch_size) == 0]
     if fewer and data_parallel_size == num_processes:
         text += f", or {fewer[0]} process{'es' if fewer[0] > 1 else ''}"
     return f"{text}."

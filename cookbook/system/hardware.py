@@ -241,13 +241,14 @@ def with_room(
     Raises:
         RecipeError: a number out of range.
     """
-    given = {"fabric_gbits": fabric_gbits, "host_gib": host_gib, "nvme_gib": nvme_gib}
-    known: dict[str, Any] = {what: value for what, value in given.items() if value is not None}
-    if wrong := [what for what, value in known.items() if not 0 < value < 1e6]:
-        raise RecipeError([f"{what} is {known[what]:g}; write a number above 0" for what in wrong])
-    if fabric_gbits is not None:
-        known["fabric_gbits"] = (fabric_gbits, fabric_gbits)
-    return replace(machines, **known)
+    given = {"--fabric": fabric_gbits, "--host-gib": host_gib, "--nvme-gib": nvme_gib}
+    if wrong := [
+        f"{option} is {value:g}" for option, value in given.items() if value is not None and not 0 < value < 1e6
+    ]:
+        raise RecipeError([f"{what}; write a number above 0 and below 1e6" for what in wrong])
+    known: dict[str, Any] = {"host_gib": host_gib, "nvme_gib": nvme_gib}
+    known["fabric_gbits"] = None if fabric_gbits is None else (fabric_gbits, fabric_gbits)
+    return replace(machines, **{name: value for name, value in known.items() if value is not None})
 
 
 def parse_machines(
@@ -261,7 +262,7 @@ def parse_machines(
     plain = re.sub(r"\s+", "", text).replace("*", "x").replace("×", "x")  # noqa: RUF001
     shape = re.fullmatch(r"(?i)(?:(\d+)x)?(?:(\d+)x)?([a-z0-9][\w.\-]*)", plain)
     if shape is None:
-        raise RecipeError(f"GPUS={text}: not understood; write 8x80GB, 8xH100, 2x8xH100 or cpu")
+        raise RecipeError(f"--gpus {text}: not understood; write 8x80GB, 8xH100, 2x8xH100 or cpu")
     first, second, kind = shape.groups()
     machines = with_room(Machines(text=plain), fabric_gbits=fabric_gbits, host_gib=host_gib, nvme_gib=nvme_gib)
     if kind.lower() == "cpu" and second is None:
@@ -283,7 +284,7 @@ def _spread(text: str, count: int, kind: str) -> tuple[str, str, str]:
     if left:
         each = 4 if count % 4 == 0 else max(size for size in range(1, USUAL_GPUS) if count % size == 0)
         ways = "; ".join(filter(None, (f"write machines x GPUs, as in {count // each}x{each}x{kind}", whole)))
-        raise RecipeError(f"GPUS={text}: how are {count} GPUs spread? Most machines have {USUAL_GPUS} at most; {ways}")
+        raise RecipeError(f"--gpus {text}: how are {count} GPUs spread? Most machines have up to {USUAL_GPUS}; {ways}")
     note = f"{text} is taken for {machines} machines of {USUAL_GPUS}{whole and '; '}{whole}"
     return str(machines), str(USUAL_GPUS), note
 
@@ -297,24 +298,24 @@ def _count(text: str, digits: str, what: str, most: int) -> int:
     count = _size(digits)
     if 1 <= count <= most:
         return count
-    raise RecipeError(f"GPUS={text}: {digits} {what}; write 1 to {most}")
+    raise RecipeError(f"--gpus {text}: {digits} {what}; write 1 to {most}")
 
 
 def _gpu_or_size(text: str, kind: str) -> tuple[Gpu | None, float]:
     size = re.fullmatch(r"(?i)(\d+(?:\.\d+)?)([a-z]*)", kind)
     if size and (size[2] or find_gpu(kind) is None):
         if size[2].upper() not in ("GB", "GIB", "G"):
-            raise RecipeError(f"GPUS={text}: {kind} is no memory of a GPU; write its GB, as in 8x80GB")
+            raise RecipeError(f"--gpus {text}: {kind} is no memory of a GPU; write its GB, as in 8x80GB")
         sold_gb = float(size[1])
         if not 4 <= sold_gb <= 300:
-            raise RecipeError(f"GPUS={text}: no GPU has {size[1]} GB; write what one has, as in 8x80GB")
+            raise RecipeError(f"--gpus {text}: no GPU has {size[1]} GB; write what one has, as in 8x80GB")
         return None, _usable(sold_gb)
     gpu = find_gpu(kind)
     if gpu is None:
         names = {gpu.name.upper(): gpu.name for gpu in GPUS}
-        close = difflib.get_close_matches(kind.upper(), names, n=1, cutoff=0.4)
+        close = difflib.get_close_matches(kind.upper(), names, n=1, cutoff=0.6)
         hint = f"did you mean {names[close[0]]}?" if close else f"known here: {', '.join(names.values())}."
-        raise RecipeError(f"GPUS={text}: no GPU {kind} in the table; {hint} Or write its memory, as in 8x80GB")
+        raise RecipeError(f"--gpus {text}: no GPU {kind} in the table; {hint} Or write its memory, as in 8x80GB")
     return gpu, gpu.usable_gib
 
 

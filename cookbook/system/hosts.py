@@ -39,8 +39,9 @@ def read_hosts(count: int | None, index: int | None, first: str | None, port: in
         mistakes.append(f"--machine is missing: write the number of this machine, 0 to {last}, 0 on the first")
     elif not 0 <= hosts.index <= last:
         mistakes.append(f"--machine is {index}, with --machines {count}; write {f'0 to {last}' if last else 0}")
-    if first is None and last:
-        mistakes.append("--first is missing: write the address of machine 0, the same on all machines")
+    if not first and last:
+        what = "is missing" if first is None else "is empty"  # an unset variable of a system
+        mistakes.append(f"--first {what}: write the address of machine 0, the same on all machines")
     if not 0 < hosts.port < 65536:
         mistakes.append(f"--port is {hosts.port}; write 1 to 65535")
     return hosts, mistakes
@@ -103,6 +104,22 @@ def interface_to(address: str) -> str:
         if any(found.address.partition("%")[0] == own for found in addresses):
             return name
     raise OSError(f"no interface has {own}")
+
+
+def address_doubt(hosts: Hosts) -> str | None:
+    """A warning where machine 0 waits at an address that none of its interfaces has: the others, and it itself, would
+    try to connect until the time is out. A network that translates addresses may lead there all the same.
+    """
+    if hosts.index or not hosts.first:
+        return None
+    try:
+        found = {place[0] for *_, place in socket.getaddrinfo(hosts.first, hosts.port, type=socket.SOCK_STREAM)}
+    except OSError:  # a mistake of `set_interfaces`
+        return None
+    own = {address.address.partition("%")[0] for group in psutil.net_if_addrs().values() for address in group}
+    if found & own or any(ipaddress.ip_address(address).is_loopback for address in found):
+        return None
+    return f"warning: --first is {hosts.first}, but this is machine 0 and has no such address; does it lead here?"
 
 
 def interface_problem(variable: str, environment: MutableMapping[str, str] = os.environ) -> str | None:

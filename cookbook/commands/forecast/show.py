@@ -143,7 +143,7 @@ def _bars(report: PlanReport) -> str:
             )
     unknown = [f"{one.strategy.name}: {'; '.join(one.why)}" for one, _ in shown if one.verdict in UNKNOWN]
     if unknown:
-        notes += [*unknown, "what a machine has: HOST_GIB=, NVME_GIB= (--host-gib, --nvme-gib)"]
+        notes += [*unknown, "what a machine has: --host-gib, --nvme-gib (of make: HOST_GIB=, NVME_GIB=)"]
     return page(
         ("", f"0{f'{_gib(round(whole))} GiB':>{BAR}}", ""),
         *((one.strategy.name, _bar(one, whole), "" if one.verdict == "fits" else _verdict(one)) for one, _ in shown),
@@ -181,7 +181,7 @@ def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price:
     if best.is_bound:
         rows.insert(2, ("", "activations are a bound by formula: this model's code could not be traced"))
     steps = _num_steps(report, num_samples)
-    length = f"{steps:,} steps" if steps else "not known: run.num_epochs of data that was not read; give SAMPLES="
+    length = f"{steps:,} steps" if steps else "not known: run.num_epochs of data that was not read; give --samples"
     if time is None:
         rows.append(("time", str(report.no_time)))
     else:
