@@ -36,7 +36,6 @@ from cookbook.training.engine.norm import clip, square_sum, squares
 from cookbook.training.engine.start import prepare_process
 from cookbook.training.engine.unusual import Unusual, Usual
 
-MOST_NAMED = 10
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 EVALUATION_BATCHES = 8
 """Batches between two checks for a stop request: an evaluation may take longer than a scheduler waits."""
@@ -600,12 +599,6 @@ def _add(totals: dict[str, torch.Tensor], outcome: LossOutput) -> None:
     """Add loss and metrics of a micro-batch, in float64 on the device."""
     for name, value in {"loss": outcome.loss_sum.detach(), **outcome.metrics}.items():
         totals[name] = totals.get(name, 0) + value.double()
-
-
-def in_words(names: list[str]) -> str:
-    """The first of many names."""
-    rest = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f", and {rest} more" if rest > 0 else "")
 
 
 def num_elements(parameter: torch.nn.Parameter) -> int:

@@ -10,8 +10,8 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch.nn.parallel import DistributedDataParallel
 
 from cookbook.system.files import RecipeError
-from cookbook.training.engine.base import Engine, in_words
-from cookbook.training.engine.findings import Comparison, is_sharded
+from cookbook.training.engine.base import Engine
+from cookbook.training.engine.findings import Comparison, in_words, is_sharded
 from cookbook.training.engine.start import start_processes
 
 TORCHS_BUCKET_MIB = 25
