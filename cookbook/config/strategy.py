@@ -302,9 +302,19 @@ class Strategy:
         return "nvme" in (self.offload_optimizer, self.offload_param)
 
     @property
+    def zero(self) -> dict[str, Any]:
+        """The JSON's zero_optimization; empty without DeepSpeed."""
+        return (self.deepspeed or {}).get("zero_optimization") or {}
+
+    @property
+    def aio(self) -> dict[str, Any]:
+        """The JSON's aio; empty where it has none."""
+        return (self.deepspeed or {}).get("aio") or {}
+
+    @property
     def written_secondary_group_size(self) -> int | Literal["auto"]:
         """The `secondary_group_size` in the file; `auto`: the processes of a machine."""
-        return ((self.deepspeed or {}).get("zero_optimization") or {}).get("zero_hpz_partition_size") or 1
+        return self.zero.get("zero_hpz_partition_size") or 1
 
     def secondary_group_size(self, num_local: int) -> int:
         """Processes that share a second copy of the weights (ZeRO++'s hpZ, Wang et al. 2023); 1: there is none.

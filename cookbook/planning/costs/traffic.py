@@ -238,7 +238,7 @@ def _tensors_of_last_stage(mesh: Mesh, sizes: ModelSizes) -> int | None:
 
 def _zero_buckets(strategy: Strategy, sizes: ModelSizes) -> int | None:
     """DeepSpeed's buckets of gradients (0.19.8, stage_1_and_2.py and stage3.py, `reduce_bucket_size`)."""
-    limit = (strategy.deepspeed or {})["zero_optimization"].get("reduce_bucket_size", 5 * 10**8)
+    limit = strategy.zero.get("reduce_bucket_size", 5 * 10**8)
     numels = (numel for numel, *_ in reversed(sizes.trained))
     return _full(numels, repeat(limit), overshoots=False) if sizes.trained else None
 
@@ -247,7 +247,7 @@ def _zero_gathers(strategy: Strategy, sizes: ModelSizes) -> int | None:
     """Gathers of updated weights: of matrices and of the rest, each in pieces of `allgather_bucket_size` (deepspeed
     0.19.8, runtime/utils.py, all_gather_dp_groups).
     """
-    limit = (strategy.deepspeed or {})["zero_optimization"].get("allgather_bucket_size", 5 * 10**8)
+    limit = strategy.zero.get("allgather_bucket_size", 5 * 10**8)
     groups = [sum(numel for numel, is_matrix, _ in sizes.trained if is_matrix == kind) for kind in (True, False)]
     return sum(max(1, group // limit) for group in groups if group) if sizes.trained else None
 
