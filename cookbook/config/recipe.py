@@ -511,7 +511,7 @@ def read_recipe(path: Path) -> Document:
     new, strategy = RENAMED[old]
     what = "is" if Path(new).parent == Path(old).parent else "is gone; the nearest is"
     raise RecipeError(
-        [f"{path} {what} {RECIPES / new}.yaml with strategy: {strategy} (STRATEGY={strategy}, --strategy {strategy})"]
+        f"{path} {what} {RECIPES / new}.yaml with strategy: {strategy} (STRATEGY={strategy}, --strategy {strategy})"
     )
 
 

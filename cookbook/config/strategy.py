@@ -657,7 +657,7 @@ def find_strategy(name: str) -> Path:
     """
     path = strategy_path(name)
     if not path.is_file():
-        raise RecipeError([f"strategy {name!r}: no file {path}; {nearest(Path(name).stem, known_strategies())}"])
+        raise RecipeError(f"strategy {name!r}: no file {path}; {nearest(Path(name).stem, known_strategies())}")
     return path
 
 

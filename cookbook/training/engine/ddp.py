@@ -59,7 +59,7 @@ class Ddp(Engine):
             self.close()
             what = f"{len(found)} trained parameters got no gradient in the first step, and DDP waits for them"
             raise RecipeError(
-                [f"{self.strategy.path}: {what}: {in_words(found)}; take fsdp2 or zero2, or take them out of the model"]
+                f"{self.strategy.path}: {what}: {in_words(found)}; take fsdp2 or zero2, or take them out of the model"
             )
         return found
 

@@ -47,7 +47,7 @@ def build_ops(strategy: Strategy, cache: Path) -> None:
     with lock.making(folder / "cookbook.lock"):
         if not AsyncIOBuilder().is_compatible(verbose=False):
             needs = "a C++ compiler, libaio and its headers: apt-get install g++ libaio-dev"
-            raise RecipeError([f"{strategy.path}: NVMe offload needs {needs}"])
+            raise RecipeError(f"{strategy.path}: NVMe offload needs {needs}")
         # A killed build leaves a lock that torch waits for endlessly (torch/utils/cpp_extension.py, FileBaton). Under
         # our own lock it can only be a stale one.
         for stale in folder.glob("**/lock"):

@@ -142,7 +142,7 @@ def find_config(model: ModelSection) -> tuple[PreTrainedConfig, str]:
                 f"model.name_or_path is {name!r}: neither a folder, nor on the Hub or in its cache"
                 f" ({first_line(error)}), nor in {OFFLINE_FACTS}. Connect, or add its structure there"
             )
-            raise RecipeError([mistake]) from None
+            raise RecipeError(mistake) from None
     return AutoConfig.for_model(**facts["config"]), OFFLINE_FACTS
 
 
