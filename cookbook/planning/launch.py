@@ -231,7 +231,7 @@ def check_machine(
     if deterministic and given not in (None, *CUBLAS_DETERMINISTIC):
         allowed = " or ".join(CUBLAS_DETERMINISTIC)
         mistakes.append(f"run.deterministic and {CUBLAS_VARIABLE}={given}: cuBLAS is deterministic with {allowed}")
-    if not num_gpus or "nvme" not in (strategy.offload_optimizer, strategy.offload_param):
+    if not num_gpus or not strategy.offloads_to_nvme:
         return mistakes
     try:
         problem = toolkit_problem(torch_cuda())

@@ -289,8 +289,7 @@ def _fsdp_units(strategy: Strategy, sizes: ModelSizes) -> tuple[int, int]:
     """
     layers = _layers_of_last_stage(sizes, strategy.pp_size)
     ends = 1 if sizes.is_tied or strategy.kind == "fsdp1" or strategy.pp_size > 1 else 2
-    is_full = sizes.num_trained == sizes.num_parameters
-    return layers + ends, layers + (ends if is_full else int(sizes.head_trained))
+    return layers + ends, layers + (ends if sizes.is_full else int(sizes.head_trained))
 
 
 def _layers_of_last_stage(sizes: ModelSizes, num_stages: int) -> int:
@@ -308,8 +307,7 @@ def _activations(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step, 
     if mesh.tensor == 1:
         return []
     groups, stages = mesh.token_parallel_size, mesh.pipeline
-    is_full = sizes.num_trained == sizes.num_parameters
-    full = hidden_bytes(strategy, step.precision, is_full=is_full)
+    full = hidden_bytes(strategy, step.precision, is_full=sizes.is_full)
     tokens, labelled = (count / groups * sizes.hidden for count in (step.num_tokens, step.num_labelled))
     # Recomputation stops before the sum that ends a layer, which nothing in it reads.
     rows = sizes.row_matrices + (max(0, sizes.row_matrices - sizes.num_layers) if step.recompute is True else 0)
@@ -331,8 +329,7 @@ def _hidden_states(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step
     """
     if mesh.pipeline == 1:
         return []
-    is_full = sizes.num_trained == sizes.num_parameters
-    each = hidden_bytes(strategy, step.precision, is_full=is_full) * sizes.hidden
+    each = hidden_bytes(strategy, step.precision, is_full=sizes.is_full) * sizes.hidden
     sent = 2 * each * step.num_tokens / mesh.token_parallel_size
     found = _repeated("hidden states", "send", sent, mesh.pipeline, stride=mesh.stage_size)
     # The last stage only sends back, and a vote: torch's stages take one each step (2.13, _warmup_backward_result).
@@ -343,8 +340,7 @@ def checkpoint_traffic(strategy: Strategy, sizes: ModelSizes, step: Step, num_pr
     """Bytes of the inputs of layers that each process sends to its host in a step, and reads back."""
     if not step.offloads_checkpoints:
         return 0.0
-    is_full = sizes.num_trained == sizes.num_parameters
-    each = hidden_bytes(strategy, step.precision, is_full=is_full) * sizes.hidden
+    each = hidden_bytes(strategy, step.precision, is_full=sizes.is_full) * sizes.hidden
     tokens = step.num_tokens * strategy.tp_size * strategy.pp_size / num_processes
     return 2 * each * tokens * sizes.num_layers / strategy.pp_size
 
