@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from cookbook.config.recipe import LossScaleSection, Recipe
+from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
 from cookbook.planning.plan import Plan
 
@@ -20,12 +20,16 @@ def deepspeed_config(strategy: Strategy, plan: Plan, recipe: Recipe) -> dict[str
     accumulation, config = plan.gradient_accumulation_steps, copy.deepcopy(strategy.deepspeed)
     micro_batch_size = recipe.batch.micro_batch_size or 1  # under a token budget it varies
     precision, gradient_dtype, scale = recipe.compute_precision, recipe.optim.gradient_dtype, recipe.loss_scaling
+    fp16: dict[str, Any] = {"enabled": scale is not None}
+    if scale is not None:
+        fp16 |= {"initial_scale_power": round(math.log2(scale.initial)), "loss_scale_window": scale.window}
+        fp16 |= {"hysteresis": scale.hysteresis, "min_loss_scale": scale.minimum}
     if "zero_hpz_partition_size" in config["zero_optimization"]:
         config["zero_optimization"]["zero_hpz_partition_size"] = strategy.secondary_group_size(plan.num_local)
     return {
         **config,
         "bf16": {"enabled": precision == "bf16"},
-        "fp16": {"enabled": True, **_loss_scale(scale)} if scale else {"enabled": False},
+        "fp16": fp16,
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation,
         "train_batch_size": micro_batch_size * accumulation * plan.num_processes,  # as DeepSpeed counts
@@ -33,15 +37,6 @@ def deepspeed_config(strategy: Strategy, plan: Plan, recipe: Recipe) -> dict[str
         **({"communication_data_type": gradient_dtype} if gradient_dtype else {}),
         "zero_allow_untested_optimizer": True,  # torch's AdamW and SGD; DeepSpeed knows its own only
         "steps_per_print": 2**31,
-    }
-
-
-def _loss_scale(settings: LossScaleSection) -> dict[str, Any]:
-    return {
-        "initial_scale_power": round(math.log2(settings.initial)),
-        "loss_scale_window": settings.window,
-        "hysteresis": settings.hysteresis,
-        "min_loss_scale": settings.minimum,
     }
 
 

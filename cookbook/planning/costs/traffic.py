@@ -9,7 +9,7 @@ from typing import Literal
 from cookbook.config.mesh import Mesh
 from cookbook.config.strategy import Strategy
 from cookbook.planning.costs.flops import ModelSizes, Step
-from cookbook.planning.costs.inputs import exchange_precision, hidden_bytes, stage_layers
+from cookbook.planning.costs.inputs import bytes_of, exchange_precision, hidden_bytes, stage_layers
 
 ADAMW_BYTES = 28
 """AdamW in float32 reads weight, gradient and two moments, and writes all but the gradient."""
@@ -97,7 +97,7 @@ def _to_experts(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes
     tokens chose all equally often.
     """
     passes = 3 if step.recompute is True else 2
-    each = (4 if step.precision == "no" else 2) * sizes.hidden
+    each = bytes_of(step.precision) * sizes.hidden
     sent = 2 * passes * each * sizes.num_routed * step.num_tokens / num_processes
     times = 2 * passes * sizes.num_layers * step.micro_batches
     return Transfer(
@@ -115,7 +115,7 @@ def _exchanges(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes:
     """Sequence parallel: all-to-alls of queries, keys, values and outputs in each layer and pass."""
     passes = 3 if step.recompute is True else 2
     heads = 2 * sizes.num_heads + 2 * max(sizes.num_key_heads, strategy.sp_size)
-    of_a_token = (4 if step.precision == "no" else 2) * heads * sizes.head_dim
+    of_a_token = bytes_of(step.precision) * heads * sizes.head_dim
     times = 4 * sizes.num_layers * passes * step.micro_batches
     sent = of_a_token * sizes.num_layers * passes * step.num_tokens / num_processes
     return Transfer(
@@ -126,7 +126,7 @@ def _exchanges(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes:
 def _state_transfers(
     strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int, num_local: int
 ) -> list[Transfer]:
-    half = 4 if step.precision == "no" else 2
+    half = bytes_of(step.precision)
     weights, trained, micro = half * sizes.num_parameters, sizes.num_trained, step.micro_batches
     reduced = _exchanged_bytes(strategy, step) * trained
     if num_processes == 1:
@@ -173,7 +173,7 @@ PASSES = ("forward", "backward")
 
 
 def _exchanged_bytes(strategy: Strategy, step: Step) -> int:
-    return 4 if exchange_precision(strategy, step.precision, step.gradient_dtype) == "no" else 2
+    return bytes_of(exchange_precision(strategy, step.precision, step.gradient_dtype))
 
 
 def _repeated(
@@ -373,7 +373,7 @@ def host_traffic(
         gpus_each: processes per machine, which share its CPUs and disk.
         adam_bytes: memory traffic of updating one parameter.
     """
-    half = 4 if step.precision == "no" else 2
+    half = bytes_of(step.precision)
     share = sizes.num_parameters / num_processes
     trained = sizes.num_trained / num_processes
     micro = step.micro_batches

@@ -6,7 +6,7 @@ every stage has the batches themselves.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class Pipeline(Copies):
         return super()._wrap(model, optimizer)
 
     def _accumulate(self, loss: Callable[[Any, Batch], torch.Tensor], micro_batches: list[Batch]) -> None:
-        self._run(loss, micro_batches, lambda i: self._begin_micro_batch(i, len(micro_batches)))
+        self._forwards(loss, micro_batches, lambda i: self._begin_micro_batch(i, len(micro_batches)))
         self._add_up_tied()
         self._average_over_copies()
 
@@ -79,11 +79,6 @@ class Pipeline(Copies):
             add_up([local(self._tied.grad)], self._ends, self.gradient_dtype)
 
     def _forwards(
-        self, function: Callable[[Any, Batch], Any], batches: list[Batch], begin: Callable[[int], None]
-    ) -> Iterable[Any]:
-        return self._run(function, batches, begin)
-
-    def _run(
         self, function: Callable[[Any, Batch], Any], batches: list[Batch], begin: Callable[[int], None]
     ) -> list[Any]:
         """Pass micro-batches through all stages: their forwards, and if gradients are on, their backwards.
