@@ -524,20 +524,19 @@ def default_output_dir(path: Path, strategy: str) -> str:
     return f"outputs/{'-'.join([*parts, Path(strategy).stem])}"
 
 
-def load_recipe(path: Path, assignments: list[str] | None = None, strategy: Path | None = None) -> Recipe:
+def load_recipe(path: Path, assignments: list[str] | None = None) -> Recipe:
     """The validated recipe in a file, with `section.key=value` assignments applied.
-
-    Args:
-        strategy: the run's strategy, if it is not the recipe's own; names the default of `run.output_dir`.
 
     Raises:
         RecipeError: all mistakes together, each with its place.
     """
-    return parse_recipe(read_recipe(path), path, assignments, strategy)
+    return parse_recipe(read_recipe(path), path, assignments, None)
 
 
 def parse_recipe(document: Document, path: Path, assignments: list[str] | None, strategy: Path | None) -> Recipe:
-    """Like `load_recipe`, for a document that has been read; writes the assignments into it."""
+    """Like `load_recipe`, for a document that has been read; writes the assignments into it. `strategy` is the run's,
+    if it is not the recipe's own; it names the default of `run.output_dir`.
+    """
     mistakes = apply_overrides(document, assignments or [])
     _replace_alternatives(document)
     if missing := _use_plugins(document, path.parent):

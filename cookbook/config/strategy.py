@@ -19,6 +19,7 @@ from cookbook.system.files import (
     PathText,
     RecipeError,
     find_file,
+    gathered,
     nearest,
     part,
     path_problem,
@@ -404,12 +405,10 @@ def load_strategy(path: Path) -> Strategy:
         missing = find_file(deepspeed_name, lambda: document.place("deepspeed_config", "deepspeed_config_file"))
         mistakes += missing
         if not missing:
-            try:
+            with gathered(mistakes):
                 deepspeed_document = read_document(Path(deepspeed_name))
                 deepspeed, found = validate(deepspeed_document, DeepspeedFile, OWNED_BY_THE_RECIPE)
                 mistakes += found
-            except RecipeError as error:
-                mistakes += error.mistakes
     if parsed is not None:
         mistakes += _check_blocks(parsed, document.place)
     if deepspeed_document is not None:
