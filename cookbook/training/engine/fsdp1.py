@@ -7,7 +7,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
-from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from cookbook.training.engine import state
@@ -49,6 +48,8 @@ class Fsdp1(Fsdp):
         return self.world.num_processes
 
     def _end_evaluation(self) -> None:
+        from torch.distributed.fsdp._runtime_utils import _reshard
+
         super()._end_evaluation()
         for unit, handle in self._units():
             if handle is not None and handle.uses_sharded_strategy:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.tensor import DTensor
 
 from cookbook.training.engine.base import Engine
@@ -193,6 +192,8 @@ def _gather_as_bytes() -> None:
     gathers, gives every NaN among them the same bits (bitsandbytes issue 1945; losses seen on an H100). FSDP2 itself
     takes bytes where dtypes differ (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_all_gather`).
     """
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
     read: Any = collectives._get_all_gather_input_metadatas
 
     def as_bytes(inputs: list[list[torch.Tensor]]) -> tuple[list[list[torch.dtype]], list[list[int]], torch.dtype]:
