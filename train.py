@@ -245,7 +245,7 @@ def train_step(
         A reason to stop, and whether it is time to save, the same on all ranks; and the time at which this step ended.
 
     Raises:
-        FloatingPointError: more steps were skipped than run.skip_nonfinite_steps allows.
+        FloatingPointError: see `report_skip`.
     """
     from cookbook.config.optim.groups import set_learning_rate
     from cookbook.training import metrics
@@ -293,17 +293,28 @@ def train_step(
         services.log.event("gradient", progress.step, **result.unusual.details())
         services.log.say(f"step {progress.step}: {result.unusual.in_words()}", "bold red")
     if is_skipped:
-        step, limit = progress.step, recipe.run.skip_nonfinite_steps
-        services.log.event("skip", step)
-        services.log.say(f"step {step} skipped: loss or gradient is not finite; weights unchanged", "bold red")
-        bad, what = engine.nonfinite_micro_batches(), "loss"
-        if engine.collectives.all_true(not bad):  # every loss is finite on all ranks: any sample may be the cause
-            bad, what = list(range(len(batch.micro_batches))), "gradient"
-        decode = run.inputs.tokenizer.decode
-        metrics.record_nonfinite(run.output_dir, step, engine.world.rank, batch, bad, decode, what=what)
-        if progress.num_skipped > limit:
-            raise FloatingPointError(f"step {step}: run.skip_nonfinite_steps is {limit}")
+        report_skip(run, services, batch)
     return signals.REASONS[int(vote)], bool(is_time_to_save), ended
+
+
+def report_skip(run: "Run", services: "Services", batch: "StepBatch") -> None:
+    """Log that a step was skipped, and write down the samples that may be the cause.
+
+    Raises:
+        FloatingPointError: more steps were skipped than run.skip_nonfinite_steps allows.
+    """
+    from cookbook.training import metrics
+
+    engine, step, limit = run.engine, run.progress.step, run.recipe.run.skip_nonfinite_steps
+    services.log.event("skip", step)
+    services.log.say(f"step {step} skipped: loss or gradient is not finite; weights unchanged", "bold red")
+    bad, what = engine.nonfinite_micro_batches(), "loss"
+    if engine.collectives.all_true(not bad):  # every loss is finite on all ranks: any sample may be the cause
+        bad, what = list(range(len(batch.micro_batches))), "gradient"
+    decode = run.inputs.tokenizer.decode
+    metrics.record_nonfinite(run.output_dir, step, engine.world.rank, batch, bad, decode, what=what)
+    if run.progress.num_skipped > limit:
+        raise FloatingPointError(f"step {step}: run.skip_nonfinite_steps is {limit}")
 
 
 def evaluate(run: "Run", services: "Services") -> str | None:

@@ -26,7 +26,6 @@ from cookbook.config.optim.groups import build_optimizer
 from cookbook.config.recipe import Recipe, dump_recipe
 from cookbook.config.strategy import Strategy
 from cookbook.planning.costs.flops import num_experts, sizes_of
-from cookbook.planning.ds_config import run_name
 from cookbook.planning.launch import World
 from cookbook.planning.packing import Packing, decide
 from cookbook.planning.plan import Plan, describe_batch
@@ -213,12 +212,7 @@ def start_engine(
         strategy,
         plan,
         world,
-        mixed_precision=recipe.compute_precision,
-        micro_batch_size=recipe.batch.micro_batch_size or 1,
-        max_grad_norm=recipe.optim.max_grad_norm,
-        loss_scale=recipe.loss_scaling,
-        gradient_dtype=recipe.optim.gradient_dtype,
-        run_name=run_name(Path(recipe.run.output_dir)),
+        recipe,
         # Data and downloads are done; under ZeRO-3 rank 0 may still read weights for minutes.
         timeout=timedelta(minutes=max(30.0, recipe.run.hang_timeout_minutes) + 10),
     )

@@ -9,7 +9,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, SerializeAsAny, model_validator
 
@@ -97,20 +97,21 @@ class ScratchModel(Section):
         return self
 
 
-def _one_of(section: BaseModel, first: str, second: str, hint: str = "") -> None:
-    """Raises ValueError unless exactly one of two keys has a value."""
-    one, other = getattr(section, first), getattr(section, second)
-    if one is None and other is None:
-        raise ValueError(f"neither {first} nor {second} is given; write one of them")
-    if one is not None and other is not None:
-        both = " and ".join(
-            key if isinstance(value, BaseModel) else f"{key} {value!r}"
-            for key, value in ((first, one), (second, other))
-        )
-        raise ValueError(f"{both} are both given; keep one{hint}")
+class OneOf(Section):
+    """A section that has one of two keys."""
 
+    alternatives: ClassVar[tuple[str, str]]
+    hint: ClassVar[str] = " (null unsets a key)"
 
-UNSET = " (null unsets a key)"
+    @model_validator(mode="after")
+    def _has_one(self):
+        given = {key: value for key in self.alternatives if (value := getattr(self, key)) is not None}
+        if not given:
+            raise ValueError(f"neither {' nor '.join(self.alternatives)} is given; write one of them")
+        if len(given) > 1:
+            both = (key if isinstance(value, BaseModel) else f"{key} {value!r}" for key, value in given.items())
+            raise ValueError(f"{' and '.join(both)} are both given; keep one{self.hint}")
+        return self
 
 
 def _no_number(*words: str) -> BeforeValidator:
@@ -125,7 +126,8 @@ def _no_number(*words: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class ModelSection(Section):
+class ModelSection(OneOf):
+    alternatives, hint = ("name_or_path", "from_scratch"), ""
     name_or_path: PathText | None = None
     """Hub name or local folder of a causal language model."""
     revision: str | None = None
@@ -150,8 +152,7 @@ class ModelSection(Section):
         return True if self.gradient_checkpointing == "offload" else self.gradient_checkpointing
 
     @model_validator(mode="after")
-    def _one_model(self):
-        _one_of(self, "name_or_path", "from_scratch")
+    def _revision_of_a_name(self):
         if self.revision is not None and self.name_or_path is None:
             raise ValueError(f"revision {self.revision!r} would be ignored: it goes with name_or_path")
         return self
@@ -331,18 +332,14 @@ class AdapterSection(Section):
         return self.name == "qlora"
 
 
-class BatchSection(Section):
+class BatchSection(OneOf):
+    alternatives = ("micro_batch_size", "micro_batch_tokens")
     global_batch_size: int = Field(gt=0)
     """Sequences (preferences: pairs) per optimizer step, over all processes."""
     micro_batch_size: int | None = Field(default=None, gt=0)
     """Sequences (pairs) per forward and process. Changes speed and memory, never the result."""
     micro_batch_tokens: int | None = Field(default=None, gt=0)
     """Maximum number of tokens per forward, padding included; instead of micro_batch_size."""
-
-    @model_validator(mode="after")
-    def _one_limit(self):
-        _one_of(self, "micro_batch_size", "micro_batch_tokens", UNSET)
-        return self
 
 
 def _power_of_two(value: float) -> float:
@@ -388,7 +385,8 @@ class ProfileSection(Section):
         return self
 
 
-class RunSection(Section):
+class RunSection(OneOf):
+    alternatives = ("num_epochs", "max_steps")
     num_epochs: int | None = Field(default=None, gt=0)
     max_steps: int | None = Field(default=None, gt=0)
     """Optimizer steps, instead of num_epochs."""
@@ -454,11 +452,6 @@ class RunSection(Section):
     `pip install -r requirements-trackers.txt`."""
 
     @model_validator(mode="after")
-    def _one_length(self):
-        _one_of(self, "num_epochs", "max_steps", UNSET)
-        return self
-
-    @model_validator(mode="after")
     def _tokens_of_samples(self):
         if self.sample_tokens is not None and self.sample_every_steps is None:
             raise ValueError(f"sample_tokens {self.sample_tokens} would be ignored without sample_every_steps")
@@ -518,7 +511,7 @@ def read_recipe(path: Path) -> Document:
     new, strategy = RENAMED[old]
     what = "is" if Path(new).parent == Path(old).parent else "is gone; the nearest is"
     raise RecipeError(
-        [f"{path} {what} {RECIPES / new}.yaml with strategy: {strategy} (STRATEGY={strategy}, --strategy {strategy})"]
+        f"{path} {what} {RECIPES / new}.yaml with strategy: {strategy} (STRATEGY={strategy}, --strategy {strategy})"
     )
 
 
@@ -531,20 +524,19 @@ def default_output_dir(path: Path, strategy: str) -> str:
     return f"outputs/{'-'.join([*parts, Path(strategy).stem])}"
 
 
-def load_recipe(path: Path, assignments: list[str] | None = None, strategy: Path | None = None) -> Recipe:
+def load_recipe(path: Path, assignments: list[str] | None = None) -> Recipe:
     """The validated recipe in a file, with `section.key=value` assignments applied.
-
-    Args:
-        strategy: the run's strategy, if it is not the recipe's own; names the default of `run.output_dir`.
 
     Raises:
         RecipeError: all mistakes together, each with its place.
     """
-    return parse_recipe(read_recipe(path), path, assignments, strategy)
+    return parse_recipe(read_recipe(path), path, assignments, None)
 
 
 def parse_recipe(document: Document, path: Path, assignments: list[str] | None, strategy: Path | None) -> Recipe:
-    """Like `load_recipe`, for a document that has been read; writes the assignments into it."""
+    """Like `load_recipe`, for a document that has been read; writes the assignments into it. `strategy` is the run's,
+    if it is not the recipe's own; it names the default of `run.output_dir`.
+    """
     mistakes = apply_overrides(document, assignments or [])
     _replace_alternatives(document)
     if missing := _use_plugins(document, path.parent):
@@ -561,21 +553,13 @@ def parse_recipe(document: Document, path: Path, assignments: list[str] | None, 
     return recipe
 
 
-ALTERNATIVES = (
-    ("run", "num_epochs", "max_steps"),
-    ("batch", "micro_batch_size", "micro_batch_tokens"),
-    ("model", "name_or_path", "from_scratch"),
-)
-"""Pairs of keys of which a section has one."""
-
-
 def _replace_alternatives(document: Document) -> None:
     """A key that --set gives takes the place of its alternative in the file: `run.max_steps=50` that of num_epochs."""
-    for name, *pair in ALTERNATIVES:
+    for name, kind in (("run", RunSection), ("batch", BatchSection), ("model", ModelSection)):
         section = document.values.get(name)
-        given = [key for key in pair if (name, key) in document.overrides]
+        given = [key for key in kind.alternatives if (name, key) in document.overrides]
         if isinstance(section, dict) and len(given) == 1 and section.get(given[0]) is not None:
-            section.pop(next(key for key in pair if key != given[0]), None)
+            section.pop(next(key for key in kind.alternatives if key != given[0]), None)
 
 
 LOCAL = (("model", "name_or_path"), ("data", "chat_template"), ("data", "train"), ("data", "eval"))

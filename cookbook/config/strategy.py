@@ -19,6 +19,7 @@ from cookbook.system.files import (
     PathText,
     RecipeError,
     find_file,
+    gathered,
     nearest,
     part,
     path_problem,
@@ -302,9 +303,19 @@ class Strategy:
         return "nvme" in (self.offload_optimizer, self.offload_param)
 
     @property
+    def zero(self) -> dict[str, Any]:
+        """The JSON's zero_optimization; empty without DeepSpeed."""
+        return (self.deepspeed or {}).get("zero_optimization") or {}
+
+    @property
+    def aio(self) -> dict[str, Any]:
+        """The JSON's aio; empty where it has none."""
+        return (self.deepspeed or {}).get("aio") or {}
+
+    @property
     def written_secondary_group_size(self) -> int | Literal["auto"]:
         """The `secondary_group_size` in the file; `auto`: the processes of a machine."""
-        return ((self.deepspeed or {}).get("zero_optimization") or {}).get("zero_hpz_partition_size") or 1
+        return self.zero.get("zero_hpz_partition_size") or 1
 
     def secondary_group_size(self, num_local: int) -> int:
         """Processes that share a second copy of the weights (ZeRO++'s hpZ, Wang et al. 2023); 1: there is none.
@@ -394,12 +405,10 @@ def load_strategy(path: Path) -> Strategy:
         missing = find_file(deepspeed_name, lambda: document.place("deepspeed_config", "deepspeed_config_file"))
         mistakes += missing
         if not missing:
-            try:
+            with gathered(mistakes):
                 deepspeed_document = read_document(Path(deepspeed_name))
                 deepspeed, found = validate(deepspeed_document, DeepspeedFile, OWNED_BY_THE_RECIPE)
                 mistakes += found
-            except RecipeError as error:
-                mistakes += error.mistakes
     if parsed is not None:
         mistakes += _check_blocks(parsed, document.place)
     if deepspeed_document is not None:
@@ -647,7 +656,7 @@ def find_strategy(name: str) -> Path:
     """
     path = strategy_path(name)
     if not path.is_file():
-        raise RecipeError([f"strategy {name!r}: no file {path}; {nearest(Path(name).stem, known_strategies())}"])
+        raise RecipeError(f"strategy {name!r}: no file {path}; {nearest(Path(name).stem, known_strategies())}")
     return path
 
 

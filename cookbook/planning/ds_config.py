@@ -6,61 +6,47 @@ import math
 from pathlib import Path
 from typing import Any
 
-from cookbook.config.recipe import LossScaleSection
+from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
 from cookbook.planning.plan import Plan
 
 
-def deepspeed_config(
-    strategy: Strategy,
-    plan: Plan,
-    mixed_precision: str,
-    micro_batch_size: int,
-    max_grad_norm: float,
-    loss_scale: LossScaleSection | None,
-    gradient_dtype: str | None,
-) -> dict[str, Any] | None:
-    """The strategy's JSON with every "auto" replaced by the recipe's value; None without DeepSpeed.
-
-    Args:
-        loss_scale: None unless mixed_precision is fp16.
-        gradient_dtype: the recipe's; None leaves the JSON's, or DeepSpeed's default.
+def deepspeed_config(strategy: Strategy, plan: Plan, recipe: Recipe) -> dict[str, Any] | None:
+    """The strategy's JSON with every "auto" replaced by the recipe's value; None without DeepSpeed. A `gradient_dtype`
+    that the recipe does not write is the JSON's, or DeepSpeed's default.
     """
     if strategy.deepspeed is None:
         return None
     accumulation, config = plan.gradient_accumulation_steps, copy.deepcopy(strategy.deepspeed)
+    micro_batch_size = recipe.batch.micro_batch_size or 1  # under a token budget it varies
+    precision, gradient_dtype, scale = recipe.compute_precision, recipe.optim.gradient_dtype, recipe.loss_scaling
+    fp16: dict[str, Any] = {"enabled": scale is not None}
+    if scale is not None:
+        fp16 |= {"initial_scale_power": round(math.log2(scale.initial)), "loss_scale_window": scale.window}
+        fp16 |= {"hysteresis": scale.hysteresis, "min_loss_scale": scale.minimum}
     if "zero_hpz_partition_size" in config["zero_optimization"]:
         config["zero_optimization"]["zero_hpz_partition_size"] = strategy.secondary_group_size(plan.num_local)
     return {
         **config,
-        "bf16": {"enabled": mixed_precision == "bf16"},
-        "fp16": {"enabled": True, **_loss_scale(loss_scale)} if loss_scale else {"enabled": False},
+        "bf16": {"enabled": precision == "bf16"},
+        "fp16": fp16,
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation,
         "train_batch_size": micro_batch_size * accumulation * plan.num_processes,  # as DeepSpeed counts
-        "gradient_clipping": max_grad_norm,
+        "gradient_clipping": recipe.optim.max_grad_norm,
         **({"communication_data_type": gradient_dtype} if gradient_dtype else {}),
         "zero_allow_untested_optimizer": True,  # torch's AdamW and SGD; DeepSpeed knows its own only
         "steps_per_print": 2**31,
     }
 
 
-def _loss_scale(settings: LossScaleSection) -> dict[str, Any]:
-    return {
-        "initial_scale_power": round(math.log2(settings.initial)),
-        "loss_scale_window": settings.window,
-        "hysteresis": settings.hysteresis,
-        "min_loss_scale": settings.minimum,
-    }
-
-
-def separate_swap(config: dict[str, Any] | None, run_name: str) -> dict[str, Path]:
+def separate_swap(config: dict[str, Any] | None, output_dir: str) -> dict[str, Path]:
     """Sets a swap folder per run, as DeepSpeed names swap files by rank only. Returns the folders by block."""
     folders = {}
     for key in ("offload_optimizer", "offload_param"):
         block = config["zero_optimization"].get(key, {}) if config else {}
         if block.get("device") == "nvme":
-            folders[key] = Path(block["nvme_path"]).expanduser() / run_name
+            folders[key] = Path(block["nvme_path"]).expanduser() / run_name(Path(output_dir))
             block["nvme_path"] = str(folders[key])
     return folders
 

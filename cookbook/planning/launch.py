@@ -124,10 +124,8 @@ def strategy_in_force(launcher: Launcher, world: World, recipe_strategy: str) ->
     if launcher.is_accelerate:
         if launcher.config_file is None:
             raise RecipeError(
-                [
-                    "accelerate launch: without --config_file it uses this user account's defaults, not the recipe's"
-                    f" strategy. Write --config_file accelerate_configs/<name>.yaml, or use {typed('train', 'launch')}"
-                ]
+                "accelerate launch: without --config_file it uses this user account's defaults, not the recipe's"
+                f" strategy. Write --config_file accelerate_configs/<name>.yaml, or use {typed('train', 'launch')}"
             )
         path = Path(launcher.config_file)
         if path.resolve() == Path(recipe_strategy).resolve():
@@ -155,10 +153,8 @@ def read_world(environment: Mapping[str, str] = os.environ) -> World:
     are_numbers = all(value.isdecimal() for value in (rank, local_rank, size, local_size))
     if not (are_numbers and int(rank) < int(size) and int(local_rank) < int(local_size) <= int(size)):
         raise RecipeError(
-            [
-                f"environment: RANK={rank} LOCAL_RANK={local_rank} WORLD_SIZE={size} LOCAL_WORLD_SIZE={local_size} do"
-                f" not fit together; unset them or use {typed('train', 'launch')}"
-            ]
+            f"environment: RANK={rank} LOCAL_RANK={local_rank} WORLD_SIZE={size} LOCAL_WORLD_SIZE={local_size} do"
+            f" not fit together; unset them or use {typed('train', 'launch')}"
         )
     return World(
         rank=int(rank),
@@ -235,7 +231,7 @@ def check_machine(
     if deterministic and given not in (None, *CUBLAS_DETERMINISTIC):
         allowed = " or ".join(CUBLAS_DETERMINISTIC)
         mistakes.append(f"run.deterministic and {CUBLAS_VARIABLE}={given}: cuBLAS is deterministic with {allowed}")
-    if not num_gpus or "nvme" not in (strategy.offload_optimizer, strategy.offload_param):
+    if not num_gpus or not strategy.offloads_to_nvme:
         return mistakes
     try:
         problem = toolkit_problem(torch_cuda())

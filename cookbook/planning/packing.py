@@ -91,7 +91,7 @@ def decide(recipe: Recipe, config: Any, *, before: bool | None = None) -> Packin
         if asked is True:
             name = recipe.model.name_or_path or config.model_type
             refused = f"data.packing is true, but {name!r} cannot be packed: {problem}; write data.packing: false"
-            raise RecipeError([refused])
+            raise RecipeError(refused)
         return Packing(False, problem)
     if asked == "auto" and before is False:
         why = "the run was started with padded rows; data.packing: true packs from here on"

@@ -52,6 +52,11 @@ class ModelSizes:
     """Elements of each trained weight in the model's order, whether it is a matrix, and its layer. Empty: not known."""
 
     @property
+    def is_full(self) -> bool:
+        """Whether all weights are trained."""
+        return self.num_trained == self.num_parameters
+
+    @property
     def width(self) -> float:
         """Width of attention: heads x size of a head, which may differ from the hidden size."""
         return self.num_heads * self.head_dim

@@ -172,6 +172,11 @@ def exchange_precision(strategy: Strategy, mixed_precision: str, asked: str | No
     return mixed_precision if is_low else "no"
 
 
+def bytes_of(precision: str) -> int:
+    """Bytes of a number in a precision, of which `no` is float32."""
+    return 4 if precision == "no" else 2
+
+
 @dataclass(frozen=True, kw_only=True)
 class CostInputs:
     """The settings of a run that determine bytes and messages."""
@@ -196,7 +201,7 @@ class CostInputs:
     @property
     def low_bytes(self) -> int:
         """Bytes of a number in the precision of the forward."""
-        return 4 if self.mixed_precision == "no" else 2
+        return bytes_of(self.mixed_precision)
 
     @property
     def exchange(self) -> str:
@@ -206,7 +211,7 @@ class CostInputs:
     @property
     def exchange_bytes(self) -> int:
         """Bytes of a number of an exchanged gradient."""
-        return 4 if self.exchange == "no" else 2
+        return bytes_of(self.exchange)
 
     @property
     def secondary_group_size(self) -> int:

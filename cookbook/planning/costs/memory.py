@@ -349,7 +349,7 @@ def _zero12(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     dtype.
     """
     strategy, num_processes = inputs.strategy, inputs.num_processes
-    zero = _zero_block(strategy)
+    zero = strategy.zero
     low = inputs.low_bytes
     groups = [[weight.num_elements for weight in group] for group in _param_groups(skeleton)]
     flats = [_round_up(sum(sizes), 2 * num_processes) for sizes in groups]
@@ -421,7 +421,7 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     gathered in addition to their shards.
     """
     strategy, num_processes = inputs.strategy, inputs.num_processes
-    zero = _zero_block(strategy)
+    zero = strategy.zero
     low = inputs.low_bytes
 
     def numel(weight: Weight) -> int:
@@ -500,25 +500,37 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     elif strategy.offload_param == "cpu":
         host = replace(host, weights=parts, buffers=host.buffers + second)
     else:
-        # The swapper's buffers; one for the new weights of a sub-group, sized as if unsharded; and placeholders: one
-        # element per group, and one of 2 bytes (partitioned_param_swapper.py, reserve_partitioned_swap_space).
-        alignment = _thread_alignment(strategy) // low
-        swapped = [weight for weight in skeleton.weights if low * part(weight) >= _swap_limit(strategy)]
-        kept = [weight for weight in skeleton.weights if low * part(weight) < _swap_limit(strategy)]
-        block = zero["offload_param"]
-        buffer = block.get("buffer_count", 5) * _round_up(block.get("buffer_size", 10**8), alignment)
-        largest = max(subgroups, key=lambda subgroup: sum(map(part, subgroup)))
-        reserved = sum(_round_up(numel(weight), alignment) for weight in largest)
-        host = replace(
-            host,
-            weights=sum(size(weight) * part(weight) for weight in kept),
-            buffers=host.buffers
-            + low * (buffer + reserved)
-            + sum(size(group[0]) for group in _param_groups(skeleton))
-            + 2,
-        )
-        disk = replace(disk, weights=low * sum(_round_up(part(weight), alignment) for weight in swapped))
+        kept, buffers, swapped = _weights_on_disk(skeleton, inputs, subgroups, part, size)
+        host, disk = replace(host, weights=kept, buffers=host.buffers + buffers), replace(disk, weights=swapped)
     return States(gpu=gpu, host=host, disk=disk, **transient)
+
+
+def _weights_on_disk(
+    skeleton: Skeleton,
+    inputs: CostInputs,
+    subgroups: list[list[Weight]],
+    part: Callable[[Weight], int],
+    size: Callable[[Weight], int],
+) -> tuple[int, int, int]:
+    """Bytes of weights too small to be swapped, of buffers on the host, and of weights on the disk.
+
+    The buffers are the swapper's; one for the new weights of a sub-group, sized as if unsharded; and placeholders: one
+    element per group, and one of 2 bytes (partitioned_param_swapper.py, reserve_partitioned_swap_space).
+
+    Args:
+        part: elements of a process's shard.
+        size: bytes of an element.
+    """
+    low, block = inputs.low_bytes, inputs.strategy.zero["offload_param"]
+    alignment, limit = _thread_alignment(inputs.strategy) // low, _swap_limit(inputs.strategy)
+    kept = sum(size(weight) * part(weight) for weight in skeleton.weights if low * part(weight) < limit)
+    swapped = [part(weight) for weight in skeleton.weights if low * part(weight) >= limit]
+    buffer = block.get("buffer_count", 5) * _round_up(block.get("buffer_size", 10**8), alignment)
+    largest = max(subgroups, key=lambda subgroup: sum(map(part, subgroup)))
+    reserved = sum(_round_up(math.prod(_stored(weight, inputs)), alignment) for weight in largest)
+    placeholders = sum(size(group[0]) for group in _param_groups(skeleton)) + 2
+    on_disk = low * sum(_round_up(numel, alignment) for numel in swapped)
+    return kept, low * (buffer + reserved) + placeholders, on_disk
 
 
 def _optimizer_on_disk(
@@ -559,7 +571,7 @@ def _optimizer_on_disk(
             moments=disk.moments + num_moments * file,
         )
     largest = _round_up(max(sum(subgroup) for subgroup in subgroups), per_block)
-    num_buffers = _zero_block(strategy)["offload_optimizer"].get("buffer_count", 4)
+    num_buffers = strategy.zero["offload_optimizer"].get("buffer_count", 4)
     return replace(host, buffers=FLOAT32 * num_buffers * largest), disk
 
 
@@ -582,13 +594,11 @@ def _subgroups(skeleton: Skeleton, part: Callable[[Weight], int], limit: int) ->
 
 def _thread_alignment(strategy: Strategy) -> int:
     """Bytes to which swapped tensors are padded."""
-    assert strategy.deepspeed is not None
-    return SWAP_ALIGNMENT * strategy.deepspeed.get("aio", {}).get("intra_op_parallelism", 1)
+    return SWAP_ALIGNMENT * strategy.aio.get("intra_op_parallelism", 1)
 
 
 def _swap_limit(strategy: Strategy) -> int:
-    assert strategy.deepspeed is not None
-    return max(MIN_SWAP, strategy.deepspeed.get("aio", {}).get("block_size", MIN_SWAP))
+    return max(MIN_SWAP, strategy.aio.get("block_size", MIN_SWAP))
 
 
 def checkpoint_bytes(skeleton: Skeleton, recipe: Recipe) -> int:
@@ -606,11 +616,6 @@ def gradient_bytes(inputs: CostInputs) -> int:
         return FLOAT32
     asked = (inputs.strategy.deepspeed or {}).get("data_types") or {}
     return FLOAT32 if asked.get("grad_accum_dtype") == "fp32" else inputs.low_bytes
-
-
-def _zero_block(strategy: Strategy) -> dict[str, Any]:
-    assert strategy.deepspeed is not None
-    return strategy.deepspeed["zero_optimization"]
 
 
 def resident(weights: Iterable[Weight], inputs: CostInputs) -> int:

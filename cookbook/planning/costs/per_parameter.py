@@ -72,18 +72,15 @@ class StateShare:
     num_shards: int
 
 
-def shares(inputs: CostInputs) -> list[StateShare]:
-    """The state of a trained parameter on one process, between micro-batches."""
-    return _state_shares(inputs, is_trained=True)
-
-
 def frozen_shares(inputs: CostInputs) -> list[StateShare]:
-    """The state of a frozen parameter on one process; empty without an adapter."""
-    return [] if inputs.adapter is None else _state_shares(inputs, is_trained=False)
+    """`shares` of a frozen parameter; empty without an adapter."""
+    return [] if inputs.adapter is None else shares(inputs, is_trained=False)
 
 
-def _state_shares(inputs: CostInputs, *, is_trained: bool) -> list[StateShare]:
-    """Splits state into sharded and replicated: doubling the processes halves the former only."""
+def shares(inputs: CostInputs, *, is_trained: bool = True) -> list[StateShare]:
+    """The state of a trained parameter on one process, between micro-batches, sharded and replicated: doubling the
+    processes halves the former only.
+    """
     strategy = inputs.strategy
     size = {"tp": "tp_size", "pp": "pp_size"}.get(strategy.kind, "dp_shard_size")
     doubled = replace(strategy, **{size: 2 * getattr(strategy, size)})

@@ -9,7 +9,7 @@ from typing import Literal
 from cookbook.config.mesh import Mesh
 from cookbook.config.strategy import Strategy
 from cookbook.planning.costs.flops import ModelSizes, Step
-from cookbook.planning.costs.inputs import exchange_precision, hidden_bytes, stage_layers
+from cookbook.planning.costs.inputs import bytes_of, exchange_precision, hidden_bytes, stage_layers
 
 ADAMW_BYTES = 28
 """AdamW in float32 reads weight, gradient and two moments, and writes all but the gradient."""
@@ -97,7 +97,7 @@ def _to_experts(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes
     tokens chose all equally often.
     """
     passes = 3 if step.recompute is True else 2
-    each = (4 if step.precision == "no" else 2) * sizes.hidden
+    each = bytes_of(step.precision) * sizes.hidden
     sent = 2 * passes * each * sizes.num_routed * step.num_tokens / num_processes
     times = 2 * passes * sizes.num_layers * step.micro_batches
     return Transfer(
@@ -115,7 +115,7 @@ def _exchanges(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes:
     """Sequence parallel: all-to-alls of queries, keys, values and outputs in each layer and pass."""
     passes = 3 if step.recompute is True else 2
     heads = 2 * sizes.num_heads + 2 * max(sizes.num_key_heads, strategy.sp_size)
-    of_a_token = (4 if step.precision == "no" else 2) * heads * sizes.head_dim
+    of_a_token = bytes_of(step.precision) * heads * sizes.head_dim
     times = 4 * sizes.num_layers * passes * step.micro_batches
     sent = of_a_token * sizes.num_layers * passes * step.num_tokens / num_processes
     return Transfer(
@@ -126,7 +126,7 @@ def _exchanges(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes:
 def _state_transfers(
     strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int, num_local: int
 ) -> list[Transfer]:
-    half = 4 if step.precision == "no" else 2
+    half = bytes_of(step.precision)
     weights, trained, micro = half * sizes.num_parameters, sizes.num_trained, step.micro_batches
     reduced = _exchanged_bytes(strategy, step) * trained
     if num_processes == 1:
@@ -173,7 +173,7 @@ PASSES = ("forward", "backward")
 
 
 def _exchanged_bytes(strategy: Strategy, step: Step) -> int:
-    return 4 if exchange_precision(strategy, step.precision, step.gradient_dtype) == "no" else 2
+    return bytes_of(exchange_precision(strategy, step.precision, step.gradient_dtype))
 
 
 def _repeated(
@@ -238,7 +238,7 @@ def _tensors_of_last_stage(mesh: Mesh, sizes: ModelSizes) -> int | None:
 
 def _zero_buckets(strategy: Strategy, sizes: ModelSizes) -> int | None:
     """DeepSpeed's buckets of gradients (0.19.8, stage_1_and_2.py and stage3.py, `reduce_bucket_size`)."""
-    limit = (strategy.deepspeed or {})["zero_optimization"].get("reduce_bucket_size", 5 * 10**8)
+    limit = strategy.zero.get("reduce_bucket_size", 5 * 10**8)
     numels = (numel for numel, *_ in reversed(sizes.trained))
     return _full(numels, repeat(limit), overshoots=False) if sizes.trained else None
 
@@ -247,7 +247,7 @@ def _zero_gathers(strategy: Strategy, sizes: ModelSizes) -> int | None:
     """Gathers of updated weights: of matrices and of the rest, each in pieces of `allgather_bucket_size` (deepspeed
     0.19.8, runtime/utils.py, all_gather_dp_groups).
     """
-    limit = (strategy.deepspeed or {})["zero_optimization"].get("allgather_bucket_size", 5 * 10**8)
+    limit = strategy.zero.get("allgather_bucket_size", 5 * 10**8)
     groups = [sum(numel for numel, is_matrix, _ in sizes.trained if is_matrix == kind) for kind in (True, False)]
     return sum(max(1, group // limit) for group in groups if group) if sizes.trained else None
 
@@ -289,8 +289,7 @@ def _fsdp_units(strategy: Strategy, sizes: ModelSizes) -> tuple[int, int]:
     """
     layers = _layers_of_last_stage(sizes, strategy.pp_size)
     ends = 1 if sizes.is_tied or strategy.kind == "fsdp1" or strategy.pp_size > 1 else 2
-    is_full = sizes.num_trained == sizes.num_parameters
-    return layers + ends, layers + (ends if is_full else int(sizes.head_trained))
+    return layers + ends, layers + (ends if sizes.is_full else int(sizes.head_trained))
 
 
 def _layers_of_last_stage(sizes: ModelSizes, num_stages: int) -> int:
@@ -308,8 +307,7 @@ def _activations(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step, 
     if mesh.tensor == 1:
         return []
     groups, stages = mesh.token_parallel_size, mesh.pipeline
-    is_full = sizes.num_trained == sizes.num_parameters
-    full = hidden_bytes(strategy, step.precision, is_full=is_full)
+    full = hidden_bytes(strategy, step.precision, is_full=sizes.is_full)
     tokens, labelled = (count / groups * sizes.hidden for count in (step.num_tokens, step.num_labelled))
     # Recomputation stops before the sum that ends a layer, which nothing in it reads.
     rows = sizes.row_matrices + (max(0, sizes.row_matrices - sizes.num_layers) if step.recompute is True else 0)
@@ -331,8 +329,7 @@ def _hidden_states(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step
     """
     if mesh.pipeline == 1:
         return []
-    is_full = sizes.num_trained == sizes.num_parameters
-    each = hidden_bytes(strategy, step.precision, is_full=is_full) * sizes.hidden
+    each = hidden_bytes(strategy, step.precision, is_full=sizes.is_full) * sizes.hidden
     sent = 2 * each * step.num_tokens / mesh.token_parallel_size
     found = _repeated("hidden states", "send", sent, mesh.pipeline, stride=mesh.stage_size)
     # The last stage only sends back, and a vote: torch's stages take one each step (2.13, _warmup_backward_result).
@@ -343,8 +340,7 @@ def checkpoint_traffic(strategy: Strategy, sizes: ModelSizes, step: Step, num_pr
     """Bytes of the inputs of layers that each process sends to its host in a step, and reads back."""
     if not step.offloads_checkpoints:
         return 0.0
-    is_full = sizes.num_trained == sizes.num_parameters
-    each = hidden_bytes(strategy, step.precision, is_full=is_full) * sizes.hidden
+    each = hidden_bytes(strategy, step.precision, is_full=sizes.is_full) * sizes.hidden
     tokens = step.num_tokens * strategy.tp_size * strategy.pp_size / num_processes
     return 2 * each * tokens * sizes.num_layers / strategy.pp_size
 
@@ -377,7 +373,7 @@ def host_traffic(
         gpus_each: processes per machine, which share its CPUs and disk.
         adam_bytes: memory traffic of updating one parameter.
     """
-    half = 4 if step.precision == "no" else 2
+    half = bytes_of(step.precision)
     share = sizes.num_parameters / num_processes
     trained = sizes.num_trained / num_processes
     micro = step.micro_batches

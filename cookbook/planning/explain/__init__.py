@@ -13,7 +13,7 @@ from cookbook.config.schedule import learning_rate, peak_learning_rate
 from cookbook.config.strategy import Strategy
 from cookbook.planning.costs import per_parameter as costs
 from cookbook.planning.costs.inputs import CostInputs, cost_inputs
-from cookbook.planning.ds_config import deepspeed_config, run_name, separate_swap
+from cookbook.planning.ds_config import deepspeed_config, separate_swap
 from cookbook.planning.explain.chart import draw
 from cookbook.planning.library import read_label, read_needs
 from cookbook.planning.packing import decide, known_config
@@ -432,19 +432,10 @@ def _deepspeed(
     recipe: Recipe, strategy: Strategy, plan: Plan
 ) -> tuple[dict[str, Any] | None, dict[str, tuple[Any, Any]]]:
     """The configuration, and in what it is not the file."""
-    micro = recipe.batch.micro_batch_size or 1  # as cookbook/commands/stages.py hands it to the engine
-    config = deepspeed_config(
-        strategy,
-        plan,
-        recipe.compute_precision,
-        micro,
-        recipe.optim.max_grad_norm,
-        recipe.loss_scaling,
-        recipe.optim.gradient_dtype,
-    )
+    config = deepspeed_config(strategy, plan, recipe)
     if config is None or strategy.deepspeed is None:
         return None, {}
-    separate_swap(config, run_name(Path(recipe.run.output_dir)))
+    separate_swap(config, recipe.run.output_dir)
     before, after = flatten(strategy.deepspeed), flatten(config)
     return config, {key: (before.get(key), value) for key, value in after.items() if before.get(key) != value}
 

@@ -84,7 +84,6 @@ class Comparison:
     """Of each side, the files by the name that stands for them."""
     settings: tuple[CostInputs, CostInputs]
     differences: list[Difference]
-    has_recipe: bool
     caveats: list[str]
     """Why the curve may differ though no key says so."""
 
@@ -127,7 +126,6 @@ def compare_strategies(first: Path, second: Path, processes: int | None) -> Comp
         short=(_short(one, "A "), _short(other, "B ")),
         settings=(settings[0], settings[1]),
         differences=_strategy_differences(one, other),
-        has_recipe=False,
         caveats=[],
     )
 
@@ -155,7 +153,6 @@ def compare_runs(one: Explanation, other: Explanation, assignments: list[str] | 
         ),
         settings=(one.setting, other.setting),
         differences=differences,
-        has_recipe=True,
         caveats=_caveats(one, other) if differences or one.setting != other.setting else [],
     )
 

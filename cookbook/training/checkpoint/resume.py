@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.registry import Named
+from cookbook.planning.explain.compare import effect_of
 from cookbook.system import files
 from cookbook.system.files import RecipeError
 from cookbook.training.checkpoint import folder
@@ -16,24 +17,15 @@ from cookbook.training.checkpoint.folder import BrokenCheckpoint, Checkpoint
 if TYPE_CHECKING:
     from cookbook.training.checkpoint.tensors import StatePiece
 
-# Keys, or prefixes of keys, by what a change means for a resumed run. All others may not change.
-FREE = (
-    "strategy",
-    "run.",
-    "batch.micro_batch_",
-    "data.eval.",
-    "data.packing",
-    "model.gradient_checkpointing",
-    "model.compile",
-    "model.liger_kernels",
-)
-"""They change speed, memory, or what is logged."""
+# Keys, or prefixes of keys, by what a change means for a resumed run. Of all others those may change that leave the
+# curve as it is (see `effect_of`).
 WITH_CONSENT = ("optim.", "schedule.", "mixed_precision", "loss_scale.", "run.max_steps", "run.num_epochs")
 """They change the curve from here on, so `run.allow_changes` must list them."""
 BY_CONTENT = {"data.": "data", "model.": "model", "plugins": "plugins"}
 """They may change if the fingerprint of what they lead to is the same: a file that was moved, for example."""
 NEVER = ("optim.name", "data.streaming", "data.shuffle_rows")
 """They may not change, although other keys with their prefix may."""
+FREE = ("run.",)
 
 
 def choose(
@@ -101,7 +93,8 @@ def rule_of(key: str) -> str:
 
     rules = {"fixed": NEVER, "with_consent": WITH_CONSENT, "free": FREE}
     by_content = "by_content" if key.startswith(tuple(BY_CONTENT)) else "fixed"
-    return next((rule for rule, prefixes in rules.items() if is_any(prefixes)), by_content)
+    otherwise = by_content if effect_of(key) == "curve" else "free"
+    return next((rule for rule, prefixes in rules.items() if is_any(prefixes)), otherwise)
 
 
 def changes(state: Mapping[str, Any], recipe: Recipe, made_from: Mapping[str, str]) -> tuple[list[str], list[str]]:

@@ -5,9 +5,10 @@ file of a family what it does differently; nothing outside these files asks whic
 """
 
 from cookbook.config.strategy import Kind, Strategy
-from cookbook.training.engine.base import Engine, StepResult, in_words
+from cookbook.training.engine.base import Engine, StepResult
 from cookbook.training.engine.ddp import Ddp, Single
 from cookbook.training.engine.expert_parallel import ExpertParallel
+from cookbook.training.engine.findings import in_words
 from cookbook.training.engine.fsdp1 import Fsdp1
 from cookbook.training.engine.fsdp2 import Fsdp2
 from cookbook.training.engine.pipeline import Pipeline, ShardedPipeline

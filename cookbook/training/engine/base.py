@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
 from cookbook.config.objectives.forward import Batch, LossOutput
-from cookbook.config.recipe import LossScaleSection
+from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
 from cookbook.planning.launch import World
 from cookbook.planning.plan import Plan
@@ -36,7 +36,6 @@ from cookbook.training.engine.norm import clip, square_sum, squares
 from cookbook.training.engine.start import prepare_process
 from cookbook.training.engine.unusual import Unusual, Usual
 
-MOST_NAMED = 10
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 EVALUATION_BATCHES = 8
 """Batches between two checks for a stop request: an evaluation may take longer than a scheduler waits."""
@@ -69,26 +68,11 @@ class Engine:
     `base_optimizer`, `_scaler_class` and `_apply_loss_scale`; `_findings`; `close`.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        plan: Plan,
-        world: World,
-        *,
-        mixed_precision: str,
-        micro_batch_size: int,
-        max_grad_norm: float,
-        loss_scale: LossScaleSection | None,
-        gradient_dtype: str | None,
-        run_name: str,
-        timeout: timedelta,
-    ) -> None:
+    def __init__(self, strategy: Strategy, plan: Plan, world: World, recipe: Recipe, *, timeout: timedelta) -> None:
         """Start the process group.
 
         Args:
-            loss_scale: None unless mixed_precision is fp16.
-            gradient_dtype: in which gradients are exchanged, bf16 or fp16; None for the strategy's own.
-            run_name: names the swap folders of this run, which other runs on the machine must not share.
+            recipe: of which a strategy needs precision, clipping and batch.
             timeout: limit for a collective. Longer than the watchdog's, which can report more; it ends a run in which a
                 rank stays busy for ever and never reaches the collective.
 
@@ -96,10 +80,9 @@ class Engine:
             RecipeError: more processes than GPUs.
         """
         self.strategy, self.plan, self.world, self.mesh = strategy, plan, world, plan.mesh
-        self.mixed_precision, self.max_grad_norm = mixed_precision, max_grad_norm
-        self.gradient_precision = gradient_dtype
-        self.micro_batch_size, self.run_name, self.timeout = micro_batch_size, run_name, timeout
-        self.loss_scale = LossScale(settings=loss_scale) if loss_scale is not None else None
+        self.recipe, self.timeout = recipe, timeout
+        self.mixed_precision, self.max_grad_norm = recipe.compute_precision, recipe.optim.max_grad_norm
+        self.loss_scale = LossScale(settings=scaling) if (scaling := recipe.loss_scaling) is not None else None
         """fp16's; its `scale` is that of the step to come."""
         prepare_process(plan)
         self.accelerator = self._start(on_cpu=not torch.cuda.is_available())
@@ -114,7 +97,7 @@ class Engine:
         self.current_step = 0
         self._losses: list[torch.Tensor] = []
         self._are_reached = False
-        self._usual = Usual(overflows=mixed_precision == "fp16")
+        self._usual = Usual(overflows=self.mixed_precision == "fp16")
         self.beat: Callable[[str, int], None] = lambda doing, step: None
         """Heartbeat for the watchdog: called with the work that begins, and its step."""
         # Any: DDP, FSDP and DeepSpeed each wrap the model in a class of their own.
@@ -158,7 +141,7 @@ class Engine:
     @property
     def gradient_dtype(self) -> torch.dtype | None:
         """The dtype in which the recipe has gradients exchanged; None for the strategy's own."""
-        return DTYPES.get(self.gradient_precision or "")
+        return DTYPES.get(self.recipe.optim.gradient_dtype or "")
 
     @property
     def frozen_dtype(self) -> torch.dtype:
@@ -600,12 +583,6 @@ def _add(totals: dict[str, torch.Tensor], outcome: LossOutput) -> None:
     """Add loss and metrics of a micro-batch, in float64 on the device."""
     for name, value in {"loss": outcome.loss_sum.detach(), **outcome.metrics}.items():
         totals[name] = totals.get(name, 0) + value.double()
-
-
-def in_words(names: list[str]) -> str:
-    """The first of many names."""
-    rest = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f", and {rest} more" if rest > 0 else "")
 
 
 def num_elements(parameter: torch.nn.Parameter) -> int:

@@ -10,8 +10,8 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch.nn.parallel import DistributedDataParallel
 
 from cookbook.system.files import RecipeError
-from cookbook.training.engine.base import Engine, in_words
-from cookbook.training.engine.findings import Comparison, is_sharded
+from cookbook.training.engine.base import Engine
+from cookbook.training.engine.findings import Comparison, in_words, is_sharded
 from cookbook.training.engine.start import start_processes
 
 TORCHS_BUCKET_MIB = 25
@@ -59,7 +59,7 @@ class Ddp(Engine):
             self.close()
             what = f"{len(found)} trained parameters got no gradient in the first step, and DDP waits for them"
             raise RecipeError(
-                [f"{self.strategy.path}: {what}: {in_words(found)}; take fsdp2 or zero2, or take them out of the model"]
+                f"{self.strategy.path}: {what}: {in_words(found)}; take fsdp2 or zero2, or take them out of the model"
             )
         return found
 

@@ -7,6 +7,8 @@ same experts share those, all processes share every other parameter, and each se
 from collections.abc import Iterator
 from typing import Any
 
+from torch.distributed.fsdp import FSDPModule
+
 from cookbook.training.engine.findings import Comparison
 from cookbook.training.engine.fsdp2 import Fsdp2WhileRead
 
@@ -16,8 +18,6 @@ class ExpertParallel(Fsdp2WhileRead):
         return {*super()._meshes(), (self.mesh.shard, self.mesh.expert)}
 
     def _findings(self) -> Iterator[Comparison]:
-        from torch.distributed.fsdp import FSDPModule
-
         yield from super()._findings()
         experts: list[Any] = [module for module in self.model.modules() if hasattr(module, "_is_expert_parallel")]
         here = {(module._is_expert_parallel, module.num_experts) for module in experts}

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 Comparison = tuple[str, Any, Any]
 """Name, value asked for, value found."""
+MOST_NAMED = 10
 
 
 def num_shards(tensor: torch.Tensor) -> int:
@@ -35,6 +36,12 @@ def describe_optimizer(optimizer: Any) -> list[Any]:
     fixed = ("weight_decay", "betas", "eps", "momentum")
     groups = [{name: group[name] for name in fixed if name in group} for group in optimizer.param_groups]
     return [type(optimizer).__name__, *groups]
+
+
+def in_words(names: list[str]) -> str:
+    """The first of many names."""
+    rest = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f", and {rest} more" if rest > 0 else "")
 
 
 def as_json(value: Any) -> Any:

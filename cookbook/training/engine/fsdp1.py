@@ -5,6 +5,9 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from cookbook.training.engine import state
 from cookbook.training.engine.findings import Comparison
@@ -13,12 +16,9 @@ from cookbook.training.engine.fsdp import Fsdp
 
 class Fsdp1(Fsdp):
     def _scaler_class(self, accelerator: Accelerator) -> type:
-        return _scaler_class()
+        return ScalarFoundInf
 
     def _plugin(self, *, on_cpu: bool) -> Any:
-        from accelerate.utils import FullyShardedDataParallelPlugin
-        from torch.distributed.fsdp import MixedPrecision
-
         block, low, reduce = self._block, self.low_dtype, self._reduce_dtype
         # FSDP1 broadcasts weights between GPUs only; on CPU every process has read the same file.
         synchronises = not on_cpu
@@ -57,8 +57,6 @@ class Fsdp1(Fsdp):
 
     def _units(self) -> list[tuple[Any, Any]]:
         """FSDP units and their handles; None where a unit has no parameter of its own."""
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
         return [(unit, unit._handle) for unit in FullyShardedDataParallel.fsdp_modules(self.model)]
 
     def held_pieces(self, create: state.KindsOf | None = None) -> Iterator[state.Piece]:
@@ -77,8 +75,6 @@ class Fsdp1(Fsdp):
                 moments.keep(create)
 
     def _findings(self) -> Iterator[Comparison]:
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
         yield from super()._findings()
         yield "wrapper", "FullyShardedDataParallel", type(self.model).__name__
         if not isinstance(self.model, FullyShardedDataParallel):
@@ -95,29 +91,23 @@ class Fsdp1(Fsdp):
         yield "dtypes of a unit's weights and reductions", {(low, self._reduce_dtype)}, policies
 
 
-def _scaler_class() -> type:
+class ScalarFoundInf(ShardedGradScaler):
     """FSDP1's scaler, which shares overflows between the ranks, in a form that fused AdamW accepts.
 
     torch 2.13's (distributed/fsdp/sharded_grad_scaler.py:254) gives `found_inf` the shape (1,), and fused AdamW
     subtracts it from counts of shape () (optim/adam.py:897), which fails. It also sums it over the ranks, while the
     fused kernel skips an update for exactly 1 only: with 2 it would write the overflow into the weights.
     """
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-    class ScalarFoundInf(ShardedGradScaler):
-        def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-            super().unscale_(optimizer)
-            found_inf = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-            for device, value in found_inf.items():
-                found_inf[device] = value.reshape(()).clamp(max=1)
-
-    return ScalarFoundInf
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        super().unscale_(optimizer)
+        found_inf = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        for device, value in found_inf.items():
+            found_inf[device] = value.reshape(()).clamp(max=1)
 
 
 def _wrap_on_cpu(accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
     """Wrap as accelerate's `prepare_model` does, but with "cpu" as `device_id`, which to FSDP1 is not "cpu:0"."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     plugin = accelerator.state.fsdp_plugin
     plugin.set_auto_wrap_policy(model)
     return FullyShardedDataParallel(

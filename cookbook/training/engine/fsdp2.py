@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from cookbook.training.engine.base import Engine
@@ -21,9 +23,6 @@ class Fsdp2(Fsdp):
     """Whether the output of a layer has its dtype from FSDP2."""
 
     def _plugin(self, *, on_cpu: bool) -> Any:
-        from accelerate.utils import FullyShardedDataParallelPlugin
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-
         block, low, reduce = self._block, self.low_dtype, self._reduce_dtype
         # accelerate's default rounds the returned loss sum to bf16 (8.3240 for 8.3414) and reduces gradients in it.
         policy = reduce and MixedPrecisionPolicy(
@@ -95,8 +94,6 @@ class Fsdp2(Fsdp):
             unit.reshard()
 
     def _units(self) -> list[Any]:
-        from torch.distributed.fsdp import FSDPModule
-
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
     def _meshes(self) -> set[tuple[int, ...]]:
@@ -112,8 +109,6 @@ class Fsdp2(Fsdp):
         return self.model.config.num_hidden_layers
 
     def _findings(self) -> Iterator[Comparison]:
-        from torch.distributed.fsdp import FSDPModule
-
         yield from super()._findings()
         model: Any = self.model
         if FSDPModule not in type(model).__mro__:
@@ -163,8 +158,6 @@ class Fsdp2WhileRead(Fsdp2):
 
 def _groups(model: torch.nn.Module) -> Iterator[Any]:
     """FSDP2's groups of parameters, each of which is gathered and reduced together."""
-    from torch.distributed.fsdp import FSDPModule
-
     for module in model.modules():
         if isinstance(module, FSDPModule):
             yield from module._get_fsdp_state()._fsdp_param_groups
@@ -176,8 +169,6 @@ def gather_tied_once(model: torch.nn.Module) -> None:
     transformers 5.23 applies FSDP2 to embedding and head before it ties them, and torch 2.13 then keeps two states of
     what has become one parameter. If its rows do not divide evenly each pads a copy, and one is never updated.
     """
-    from torch.distributed.fsdp import FSDPModule
-
     owners: dict[torch.nn.Parameter, Any] = {}
     for module in reversed(list(model.modules())):  # the root, which has what others left, comes last
         if not isinstance(module, FSDPModule):

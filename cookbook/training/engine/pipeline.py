@@ -6,7 +6,7 @@ every stage has the batches themselves.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,8 @@ from cookbook.training.engine.base import Engine, num_elements
 from cookbook.training.engine.collectives import add_up
 from cookbook.training.engine.copies import Copies
 from cookbook.training.engine.findings import Comparison
-from cookbook.training.engine.fsdp2 import Fsdp2, gather_tied_once
+from cookbook.training.engine.fsdp2 import Fsdp2WhileRead, gather_tied_once
 from cookbook.training.engine.norm import local
-from cookbook.training.engine.start import shard_while_loading
 
 
 class Pipeline(Copies):
@@ -70,7 +69,7 @@ class Pipeline(Copies):
         return super()._wrap(model, optimizer)
 
     def _accumulate(self, loss: Callable[[Any, Batch], torch.Tensor], micro_batches: list[Batch]) -> None:
-        self._run(loss, micro_batches, lambda i: self._begin_micro_batch(i, len(micro_batches)))
+        self._forwards(loss, micro_batches, lambda i: self._begin_micro_batch(i, len(micro_batches)))
         self._add_up_tied()
         self._average_over_copies()
 
@@ -80,11 +79,6 @@ class Pipeline(Copies):
             add_up([local(self._tied.grad)], self._ends, self.gradient_dtype)
 
     def _forwards(
-        self, function: Callable[[Any, Batch], Any], batches: list[Batch], begin: Callable[[int], None]
-    ) -> Iterable[Any]:
-        return self._run(function, batches, begin)
-
-    def _run(
         self, function: Callable[[Any, Batch], Any], batches: list[Batch], begin: Callable[[int], None]
     ) -> list[Any]:
         """Pass micro-batches through all stages: their forwards, and if gradients are on, their backwards.
@@ -142,17 +136,14 @@ class Pipeline(Copies):
         yield "ranks of the pipeline", asked, found
 
 
-class ShardedPipeline(Pipeline, Fsdp2):
+class ShardedPipeline(Pipeline, Fsdp2WhileRead):
     """Stages whose ranks share their layers by FSDP2, which transformers applies; accelerate has no part in it.
 
     A layer's weights are gathered for the forward of each micro-batch and again for its backward, and its gradients
     are reduced after that: between them a process has its shards only.
     """
 
-    casts_output = False
-
-    def load_options(self, *, is_quantized: bool) -> dict[str, Any]:
-        return shard_while_loading(self.mesh, fsdp_mixed_precision=self.mixed_precision == "bf16")
+    load_options = Fsdp2WhileRead.load_options
 
     def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         gather_tied_once(model)

@@ -48,11 +48,11 @@ def prepare_process(plan: Plan) -> None:
     _separate_restarts()
     on_cpu = not torch.cuda.is_available()
     if on_cpu and plan.num_gpus:
-        raise RecipeError([f"this machine has {plan.num_gpus} GPUs that this torch ({torch.__version__}) cannot use"])
+        raise RecipeError(f"this machine has {plan.num_gpus} GPUs that this torch ({torch.__version__}) cannot use")
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if not on_cpu and local_processes > torch.cuda.device_count():
         seen = torch.cuda.device_count()
-        raise RecipeError([f"{local_processes} processes on this machine, but torch sees {seen} GPUs"])
+        raise RecipeError(f"{local_processes} processes on this machine, but torch sees {seen} GPUs")
     # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 retires: a line for each call, thousands in a run.
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     # accelerate 1.15 has no argument for the successor.
@@ -90,7 +90,7 @@ def shard_while_loading(mesh: Mesh, **options: Any) -> dict[str, Any]:
 
     if not hasattr(DistributedConfig, "dp_replicate_size"):
         here = transformers.__version__
-        raise RecipeError([f"tensor, pipeline and expert parallel need transformers 5.23 or newer; here is {here}"])
+        raise RecipeError(f"tensor, pipeline and expert parallel need transformers 5.23 or newer; here is {here}")
 
     class Config(DistributedConfig):
         @property

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from cookbook.training.engine.findings import MOST_NAMED, in_words
+
 TIMES = 10.0
 """A norm of more than so many times the running median is unusual; so is one that is not finite."""
 LEAST, MOST = 10, 100
 """Norms of this start before which there is no median, and the last ones, of which it is."""
-MOST_LAYERS, MOST_NAMES = 5, 10
+MOST_LAYERS = 5
 WORTH = 0.01
 """A share of the squared norm below which a layer is not named."""
 _LAYER = re.compile(r"(.*?\b(?:layers|h|blocks)\.\d+)\.")
@@ -45,15 +47,14 @@ class Unusual:
         """For events.jsonl, in which a norm that is not finite is None."""
         if not math.isfinite(self.norm):
             bad = self.not_finite
-            return {"norm": None, "not_finite": bad[:MOST_NAMES], "parameters": f"{len(bad)} of {len(self.squares)}"}
+            return {"norm": None, "not_finite": bad[:MOST_NAMED], "parameters": f"{len(bad)} of {len(self.squares)}"}
         largest = {layer: round(share, 4) for layer, share in self._named()}
         return {"norm": self.norm, "usual": self.usual, "layers": largest, "most_in": self._largest()}
 
     def in_words(self) -> str:
         bad, all_of = self.not_finite, len(self.squares)
         if not math.isfinite(self.norm):
-            rest = f", and {len(bad) - MOST_NAMES} more" if len(bad) > MOST_NAMES else ""
-            names = f": {', '.join(bad[:MOST_NAMES])}{rest}" if len(bad) < all_of else ""
+            names = f": {in_words(bad)}" if len(bad) < all_of else ""
             return f"the gradient is not finite in {len(bad)} of {all_of} trained parameters{names}"
         where = ", ".join(f"{share:.0%} in {layer}" for layer, share in self._named())
         times = f"{self.norm / self.usual:.0f} times the usual {self.usual:.3g}"

@@ -47,7 +47,7 @@ def build_ops(strategy: Strategy, cache: Path) -> None:
     with lock.making(folder / "cookbook.lock"):
         if not AsyncIOBuilder().is_compatible(verbose=False):
             needs = "a C++ compiler, libaio and its headers: apt-get install g++ libaio-dev"
-            raise RecipeError([f"{strategy.path}: NVMe offload needs {needs}"])
+            raise RecipeError(f"{strategy.path}: NVMe offload needs {needs}")
         # A killed build leaves a lock that torch waits for endlessly (torch/utils/cpp_extension.py, FileBaton). Under
         # our own lock it can only be a stale one.
         for stale in folder.glob("**/lock"):
@@ -82,18 +82,10 @@ class Zero(Engine):
 
     def _start(self, *, on_cpu: bool, **options: Any) -> Accelerator:
         deepspeed = import_deepspeed()
-        config = deepspeed_config(
-            self.strategy,
-            self.plan,
-            self.mixed_precision,
-            self.micro_batch_size,
-            self.max_grad_norm,
-            self.loss_scale.settings if self.loss_scale else None,
-            self.gradient_precision,
-        )
+        config = deepspeed_config(self.strategy, self.plan, self.recipe)
         assert config is not None
         self.deepspeed_config = config
-        self.swap_folders = separate_swap(config, self.run_name)
+        self.swap_folders = separate_swap(config, self.recipe.run.output_dir)
         self._swap_seen = not self.swap_folders
         if on_cpu:
             # A shared-memory collective that takes 80 s to compile at first use; gloo does as well.
@@ -323,7 +315,7 @@ class Zero(Engine):
         yield "clipping", self.max_grad_norm, model.gradient_clipping()
         found_precision = "bf16" if model.bfloat16_enabled() else "fp16" if model.fp16_enabled() else "no"
         yield "precision", self.mixed_precision, found_precision
-        exchange = exchange_precision(strategy, self.mixed_precision, self.gradient_precision)
+        exchange = exchange_precision(strategy, self.mixed_precision, self.recipe.optim.gradient_dtype)
         asked_dtype = DTYPES.get(exchange, torch.float32)
         yield "dtype of exchanged gradients", asked_dtype, getattr(model.optimizer, "communication_data_type", None)
         wrapper = "DeepSpeedZeroOptimizer_Stage3" if self._is_stage3 else "DeepSpeedZeroOptimizer"

@@ -63,10 +63,10 @@ def resolve_model(model: ModelSection, *, seed: int, texts: Iterable[str], finge
         assert model.name_or_path is not None
         folder, place = fetch_model(model.name_or_path, model.revision), f"model.name_or_path is {model.name_or_path!r}"
         if not _has_safetensors(Path(folder)):
-            raise RecipeError([f"{place}: it has no weights in safetensors, and no other format is read"])
+            raise RecipeError(f"{place}: it has no weights in safetensors, and no other format is read")
         if (Path(folder) / ADAPTER_FILE).exists():
             why = f"{ADAPTER_FILE} lies beside the weights, and transformers would load that adapter unasked"
-            raise RecipeError([f"{place}: {why}; move its files to another folder, or merge it into the weights"])
+            raise RecipeError(f"{place}: {why}; move its files to another folder, or merge it into the weights")
         return folder
     sizes = model.from_scratch
     description = [SCRATCH_FORMAT, sizes.model_dump(mode="json"), seed, fingerprint, CHATML.read_text()]
@@ -103,7 +103,7 @@ def fetch_model(name: str, revision: str | None, patterns: list[str] = HUB_FILES
         return snapshot_download(name, revision=revision, allow_patterns=patterns)
     except (OSError, ValueError) as error:  # the Hub's errors are OSErrors, a malformed name is a ValueError
         mistake = f"model.name_or_path is {name!r}: not a folder, and not fetched ({first_line(error)})"
-        raise RecipeError([mistake]) from None
+        raise RecipeError(mistake) from None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -135,7 +135,7 @@ def load_tokenizer(name: str, chat_template: str | None) -> PreTrainedTokenizerB
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise RecipeError([f"model.name_or_path is {name!r}: no tokenizer there ({first_line(error)})"]) from None
+        raise RecipeError(f"model.name_or_path is {name!r}: no tokenizer there ({first_line(error)})") from None
     if chat_template is not None:
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
     if tokenizer.pad_token_id is None:
@@ -152,10 +152,10 @@ def load_config(name: str, max_length: int) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise RecipeError([f"model.name_or_path is {name!r}: no model there ({first_line(error)})"]) from None
+        raise RecipeError(f"model.name_or_path is {name!r}: no model there ({first_line(error)})") from None
     problem = not_served(config)
     if problem is not None:
-        raise RecipeError([f"model.name_or_path is {name!r}: {problem}"])
+        raise RecipeError(f"model.name_or_path is {name!r}: {problem}")
     if mistakes := _check_positions(config, max_length):
         raise RecipeError(mistakes)
     return config

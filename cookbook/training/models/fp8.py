@@ -38,7 +38,7 @@ def convert_layers(model: PreTrainedModel) -> None:
                     setattr(parent, name, linear_class.from_float(module, config))
     if not num_converted(model):
         why = f"no matrix in the layers of this {model.config.model_type} has sizes that {MULTIPLE} divides"
-        raise RecipeError([f"mixed_precision is fp8, and {why}; write bf16"])
+        raise RecipeError(f"mixed_precision is fp8, and {why}; write bf16")
 
 
 def num_converted(model: torch.nn.Module) -> int:

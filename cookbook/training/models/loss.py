@@ -228,7 +228,7 @@ def add_loss(model: PreTrainedModel, sequence_mesh: DeviceMesh | None = None) ->
     model.has_head = stage is None or stage.pp_is_last_stage
     head: Any = model.get_output_embeddings()
     if model.has_head and (not isinstance(head, torch.nn.Linear) or model.base_model is model):
-        raise RecipeError([f"model {type(model).__name__}: not a backbone with a linear head, which is not served yet"])
+        raise RecipeError(f"model {type(model).__name__}: not a backbone with a linear head, which is not served yet")
     loss_head: type[LossHead] = LossHead
     if model.has_head and isinstance(head.weight, DTensor) and "forward" in vars(head):
         loss_head = ShardedLossHead

@@ -32,7 +32,7 @@ def save_activations(model: PreTrainedModel, *, selective: bool, offload: bool =
     # transformers 5.23 renamed the method, which can offload since then.
     if offload and not hasattr(model, "activation_checkpointing_enable"):
         what = "model.gradient_checkpointing: offload needs transformers 5.23 or newer"
-        raise RecipeError([f"{what}; here is {transformers.__version__}"])
+        raise RecipeError(f"{what}; here is {transformers.__version__}")
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(options, **({"offload": True} if offload else {}))
 
@@ -70,11 +70,11 @@ def kernel_notes(settings: ModelSection, config: PreTrainedConfig) -> list[str]:
     if not torch.cuda.is_available():
         return ["model.liger_kernels: ignored, its kernels need a GPU"]
     if importlib.util.find_spec("liger_kernel") is None:
-        raise RecipeError(["model.liger_kernels is true, but Liger is not installed: pip install liger-kernel"])
+        raise RecipeError("model.liger_kernels is true, but Liger is not installed: pip install liger-kernel")
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # type: ignore[import-not-found]
 
     if config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise RecipeError([f"model.liger_kernels is true, but Liger has none for {config.model_type}; remove it"])
+        raise RecipeError(f"model.liger_kernels is true, but Liger has none for {config.model_type}; remove it")
     return []
 
 

@@ -142,7 +142,7 @@ def find_config(model: ModelSection) -> tuple[PreTrainedConfig, str]:
                 f"model.name_or_path is {name!r}: neither a folder, nor on the Hub or in its cache"
                 f" ({first_line(error)}), nor in {OFFLINE_FACTS}. Connect, or add its structure there"
             )
-            raise RecipeError([mistake]) from None
+            raise RecipeError(mistake) from None
     return AutoConfig.for_model(**facts["config"]), OFFLINE_FACTS
 
 
@@ -181,7 +181,7 @@ def not_served(config: PreTrainedConfig) -> str | None:
         return f"{config.model_type} is not a causal language model"
     if config.get_text_config() is not config:
         return f"{config.model_type} holds more than a language model (images, sound); take a text-only model"
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return f"{config.model_type} is not a causal language model"
     if config.model_type in NOT_SERVED:
         return NOT_SERVED[config.model_type]
