@@ -207,8 +207,8 @@ def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     """Parameters and gradients are sharded along dimension 0, and shards padded to equal size
     (fsdp/_fully_shard/_fsdp_param.py, _init_sharded_param); copies on the host may lack the padding.
 
-    Under expert parallel a layer's experts are a unit inside that of the layer, gathered while the rest of it is: they
-    count as one.
+    Under expert parallel a layer's experts are a unit inside that of the layer. They count as one, which is too much:
+    torch gathers the rest of a layer ahead, and its experts when their turn comes, and reduces one after the other.
     """
     strategy, mesh = inputs.strategy, inputs.mesh
     assert strategy.fsdp is not None
