@@ -29,16 +29,25 @@ SAMPLES = 2
 FABRIC_GBITS = 400
 STRATEGIES = ("zero1", "zero2", "zero3", "fsdp2", "hsdp", "fsdp2_tp")
 GPUS = tuple(2**power for power in range(6, 13))
+LARGE = "recipes/llama33_70b/sft.yaml"
+MESHES = ("fsdp2", "fsdp2_tp", "pp_fsdp2", "pp_tp_fsdp2")
+GPUS_OF_LARGE = (32, 512)
 LINKS = ("NVLink", "network")
 
 
-def forecasts(gpus: int) -> dict[str, dict[str, Any]]:
-    """Seconds of a step, GiB of a GPU, and the share of messages in a step that overlaps nothing, by strategy."""
+def forecasts(
+    gpus: int, path: str = RECIPE, names: tuple[str, ...] = STRATEGIES, samples: int = SAMPLES
+) -> dict[str, dict[str, Any]]:
+    """Seconds of a step, GiB of a GPU, and the share of messages in a step that overlaps nothing, by strategy.
+
+    Args:
+        samples: of each GPU in a step.
+    """
     machines = parse_machines(f"{gpus // 8}x8xH100", fabric_gbits=FABRIC_GBITS)
-    recipe, _ = load_pair(Path(RECIPE), [f"batch.global_batch_size={SAMPLES * gpus}"])
-    strategies = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in STRATEGIES]
+    recipe, _ = load_pair(Path(path), [f"batch.global_batch_size={samples * gpus}"])
+    strategies = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in names]
     found = {}
-    for one in forecast_all(recipe, strategies, machines, RECIPE, limits=False).forecasts:
+    for one in forecast_all(recipe, strategies, machines, path, limits=False).forecasts:
         assert one.time is not None and one.memory is not None, one.why
         messages = sum(part.high for part in one.time.parts if part.name in LINKS)
         found[one.strategy.name] = {
@@ -47,7 +56,12 @@ def forecasts(gpus: int) -> dict[str, dict[str, Any]]:
             "messages": round(messages / one.time.high, 3),
             "limit": one.time.bottleneck,
         }
-    return {name: found[name] for name in STRATEGIES}
+    return {name: found[name] for name in names}
+
+
+def of_large(gpus: int) -> dict[str, dict[str, Any]]:
+    """The same of Llama-3.3-70B. Four samples of each GPU: every process of a pipeline has then four micro-batches."""
+    return forecasts(gpus, LARGE, MESHES, 2 * SAMPLES)
 
 
 def published() -> list[dict[str, Any]]:
@@ -76,6 +90,22 @@ def _rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
+def table(scale: dict[str, Any], few: str, many: str) -> list[str]:
+    """Rows of Markdown: each strategy on few GPUs and on many."""
+    lines = [
+        f"| strategy | step on {few} | on {int(many):,} | messages on {few} | on {int(many):,} | GiB a GPU on {few} |"
+        f" on {int(many):,} | limit |",
+        "|" + " --- |" * 8,
+    ]
+    for name, first in scale[few].items():
+        last = scale[many][name]
+        cells = [name, *(f"{one['seconds'][0]:.2g} to {one['seconds'][1]:.2g} s" for one in (first, last))]
+        cells += [f"{one['messages']:.0%}" for one in (first, last)]
+        cells += ["{:.0f} to {:.0f}".format(*one["gib"]) for one in (first, last)]
+        lines.append("| " + " | ".join([*cells, last["limit"]]) + " |")
+    return lines
+
+
 def render(results: dict[str, Any]) -> str:
     """The page, in Markdown."""
     scale, rows = results["scale"], results["published"]
@@ -91,16 +121,8 @@ def render(results: dict[str, Any]) -> str:
         "",
         "![Seconds of a step, share of messages and memory over the number of GPUs, by strategy](at_scale.svg)",
         "",
-        f"| strategy | step on {few} | on {int(many):,} | messages on {few} | on {int(many):,} | GiB a GPU on {few} |"
-        f" on {int(many):,} | limit |",
-        "|" + " --- |" * 8,
+        *table(scale, few, many),
     ]
-    for name in STRATEGIES:
-        first, last = scale[few][name], scale[many][name]
-        cells = [name, *(f"{one['seconds'][0]:.2g} to {one['seconds'][1]:.2g} s" for one in (first, last))]
-        cells += [f"{one['messages']:.0%}" for one in (first, last)]
-        cells += ["{:.0f} to {:.0f}".format(*one["gib"]) for one in (first, last)]
-        lines.append("| " + " | ".join([*cells, last["limit"]]) + " |")
     return "\n".join(
         [
             *lines,
@@ -111,6 +133,20 @@ def render(results: dict[str, Any]) -> str:
             " step for each GPU, which is the slow end where weights are gathered over thousands. `hsdp` has a group"
             " in each machine: its memory does not shrink, and only its sums of gradients leave the machine, by a tree."
             " The gathers of `zero3` are counted as one a layer, and may be more.",
+            "",
+            "## Llama-3.3-70B",
+            "",
+            f"The same of [its recipe](../{LARGE}), with {2 * SAMPLES} samples of each GPU in a step, in micro-batches"
+            f" of {SAMPLES}. `fsdp2_tp` divides each layer between two GPUs of a machine, `pp_fsdp2` the layers between"
+            " two halves of the machines. Both gather half of what `fsdp2` does in a micro-batch, and have twice as"
+            " many. The waiting of a pipeline of so few micro-batches is in its step.",
+            "",
+            *table(results["large"], *map(str, GPUS_OF_LARGE)),
+            "",
+            "```bash",
+            f"python -m cookbook plan {LARGE} --gpus 4x8xH100 --strategy fsdp2_tp --strategy pp_fsdp2",
+            f"python -m cookbook rehearse {LARGE} --strategy pp_fsdp2",
+            "```",
             "",
             "## Against published runs of several machines",
             "",
@@ -164,6 +200,7 @@ def plot(results: dict[str, Any]) -> str:
 
 def main() -> None:
     results = {"scale": {str(gpus): forecasts(gpus) for gpus in GPUS}, "published": published()}
+    results["large"] = {str(gpus): of_large(gpus) for gpus in GPUS_OF_LARGE}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(render(results), encoding="utf-8")
     PLOT.write_text(plot(results), encoding="utf-8")

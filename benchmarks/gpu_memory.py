@@ -3,8 +3,8 @@
     make gpu-memory
 
 Writes benchmarks/results/gpu_memory.json and the table in docs/simulated_gpus.md, in half an hour and more on two
-cores; `--page` writes the table again from the results. Rows are packed and of full length; the recipe is `memory` of
-tests/gpu_runs.py.
+cores; `--page` writes the table again from the results, `--forecast` the forecasts too, beside the peaks that were
+measured. Rows are packed and of full length; the recipe is `memory` of tests/gpu_runs.py.
 """
 
 import argparse
@@ -21,10 +21,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from cookbook.commands.forecast import of_run  # noqa: E402
+from cookbook.commands.forecast.outside import workspaces  # noqa: E402
+from cookbook.config.recipe import load_recipe  # noqa: E402
 from cookbook.config.strategy import find_strategy, load_strategy  # noqa: E402
+from cookbook.planning.plan import make_plan  # noqa: E402
+from cookbook.training.models.structure import find_config  # noqa: E402
 from tests.curves import processes_of  # noqa: E402
 from tests.experts import needs_experts  # noqa: E402
-from tests.gpu_runs import GpuLab  # noqa: E402
+from tests.gpu_runs import RECIPE, RECIPES, GpuLab  # noqa: E402
 from tests.warm_parent import WarmParent  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_memory.json"
@@ -52,9 +57,11 @@ def settings_of(strategy: str, adapter: str, checkpointing: str, accumulates: bo
     return found if adapter == "full" else found | {"adapter": f"{{name: {adapter}, rank: 8}}"}
 
 
-def measure(lab: GpuLab, strategies: list[str], ways: Sequence[str]) -> Iterator[dict[str, Any]]:
+def measure(
+    lab: GpuLab, strategies: Sequence[str], adapters: Sequence[str], ways: Sequence[str]
+) -> Iterator[dict[str, Any]]:
     """A row for each combination: the peak of the GPU that had most, and the forecast; or that it was refused."""
-    for strategy, adapter, checkpointing, accumulates in product(strategies, ADAPTERS, ways, (True, False)):
+    for strategy, adapter, checkpointing, accumulates in product(strategies, adapters, ways, (True, False)):
         settings = settings_of(strategy, adapter, checkpointing, accumulates)
         run = lab.run(strategy, settings, recipe="memory", ends=None)
         row = {"strategy": strategy, "adapter": adapter, "checkpointing": checkpointing, "accumulates": accumulates}
@@ -64,6 +71,22 @@ def measure(lab: GpuLab, strategies: list[str], ways: Sequence[str]) -> Iterator
         elif REFUSED not in run.codes:
             sys.exit(f"{row} ended with {run.codes}\n{run.log()[-2000:]}")
         yield row
+
+
+def forecast_again(row: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A row with its forecast as of now; as it was where the run was refused."""
+    if "peak_bytes" not in row:
+        return row
+    path = folder / "memory.yaml"
+    path.write_text(RECIPE.format(**RECIPES["memory"]), encoding="utf-8")
+    settings = settings_of(row["strategy"], row["adapter"], row["checkpointing"], row["accumulates"])
+    recipe = load_recipe(path, [f"{key}={value}" for key, value in settings.items()])
+    count = processes_of(row["strategy"])
+    strategy = load_strategy(find_strategy(row["strategy"])).fitted(count, count)
+    plan = make_plan(recipe, strategy, num_processes=count, num_gpus=count, recipe_name=str(path))
+    config, _ = find_config(recipe.model)
+    forecast = of_run(config, recipe, strategy, plan, None).allocated - workspaces(None)
+    return row | {"forecast_bytes": forecast}
 
 
 def error_of(row: dict[str, Any]) -> float | None:
@@ -106,15 +129,21 @@ def write_page(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--page", action="store_true", help="write the table anew")
+    parser.add_argument("--forecast", action="store_true", help="only the forecasts anew, beside the peaks as they are")
     parser.add_argument("--folder", type=Path, help="where the runs go, and are found again")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES, help="the others stay")
+    parser.add_argument("--adapters", nargs="+", choices=ADAPTERS, default=ADAPTERS, help="likewise")
     parser.add_argument("--checkpointing", nargs="+", choices=CHECKPOINTING, default=CHECKPOINTING, help="likewise")
     arguments = parser.parse_args()
     rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.exists() else []
-    if not arguments.page:
+    if arguments.forecast:
+        with tempfile.TemporaryDirectory() as made:
+            rows = [forecast_again(row, Path(made)) if row["strategy"] in arguments.strategies else row for row in rows]
+        write_results(rows)
+    elif not arguments.page:
         with tempfile.TemporaryDirectory() as made:
             lab = GpuLab(arguments.folder or Path(made), WarmParent({"CUDA_VISIBLE_DEVICES": ""}))
-            for row in measure(lab, arguments.strategies, arguments.checkpointing):
+            for row in measure(lab, arguments.strategies, arguments.adapters, arguments.checkpointing):
                 key = list(row.items())[:4]
                 rows = [one for one in rows if list(one.items())[:4] != key] + [row]
                 error = error_of(row)

@@ -26,6 +26,14 @@ def test_the_forecasts_are_those_of_today(results, gpus):
     assert at_scale.forecasts(gpus) == results["scale"][str(gpus)]
 
 
+def test_the_forecasts_of_the_large_model_are_those_of_today_and_what_a_mesh_is_for_shows(results):
+    fewest = at_scale.GPUS_OF_LARGE[0]
+    assert at_scale.of_large(fewest) == results["large"][str(fewest)]
+    for at_size in results["large"].values():
+        assert at_size["fsdp2_tp"]["gib"][0] < at_size["fsdp2"]["gib"][0]
+        assert at_size["pp_fsdp2"]["messages"] < at_size["fsdp2"]["messages"]
+
+
 def test_every_published_run_of_several_machines_is_there_and_inside_the_forecast(results):
     assert at_scale.published() == results["published"] and len(results["published"]) >= 4
     for row in results["published"]:

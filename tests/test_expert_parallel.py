@@ -23,6 +23,7 @@ from cookbook.training.models.structure import EXPERT_PARALLEL, mesh_problem, no
 from tests.curves import ROOT, Curve, Lab, distance
 from tests.experts import experts
 from tests.test_equivalence import ADAMW_LOSS, ADAMW_NORM, SGD_LOSS, SGD_NORM
+from tests.test_forecast_speed import messages_of_step_3
 
 FOUR = {"batch.micro_batch_size": "2"}
 ADAMW = {"optim.name": "adamw", "optim.learning_rate": "3e-3", "optim.max_grad_norm": "0"}
@@ -163,6 +164,33 @@ def test_a_real_step_sends_what_the_ledger_says(lab: Lab):
     print(found, expected, other)
     assert found == pytest.approx(expected, rel=0.03)
     assert other > 1.2 * found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recompute", [pytest.param("false", id="kept"), pytest.param("true", id="recomputed", marks=pytest.mark.thorough)]
+)
+def test_a_real_step_has_the_messages_of_the_ledger(lab: Lab, recompute: str):
+    """Their number, from torch's profiler. The control is the formula of fsdp2."""
+    model = experts(lab, num_experts=4, tie_word_embeddings=False)
+    settings = model | {"model.gradient_checkpointing": recompute} | FOUR
+    curve = lab.run("fsdp2_ep", settings, sabotage="messages_of_a_step")
+    recipe = load_recipe(lab.folder / "recipe.yaml", [f"{key}={value}" for key, value in settings.items()])
+    config = AutoConfig.from_pretrained(model["model"].removeprefix("{name_or_path: ").removesuffix("}"))
+    step = replace(STEP, num_tokens=1, micro_batches=2, recompute=recipe.model.recompute)
+    strategy = load_strategy(find_strategy("fsdp2_ep"))
+
+    def by_ledger(one) -> dict[str, int]:
+        calls: dict[str, int] = {}
+        for message in transfers(one, sizes_of(config, skeleton(config, recipe)), step, 4):
+            calls[message.kind] = calls.get(message.kind, 0) + message.calls
+        return calls
+
+    for found in messages_of_step_3(curve).values():
+        number = {kind: calls for kind, (calls, _) in found.items()}
+        print(number, by_ledger(strategy))
+        assert number == by_ledger(strategy)
+        assert number != by_ledger(replace(strategy, ep_size=1, dp_shard_size=4))
 
 
 # Refusals.

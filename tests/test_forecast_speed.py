@@ -322,6 +322,7 @@ COUNTED = {  # what torch calls it, which of its tensors is the whole
     "c10d::_allgather_base_": ("all-gather", 0),
     "c10d::_reduce_scatter_base_": ("reduce-scatter", 1),
     "c10d::allgather_into_tensor_coalesced_": ("all-to-all", None),  # with gloo DTensor gathers instead
+    "c10d::alltoall_base_": ("all-to-all", None),
     "c10d::send": ("send", None),
     "gloo:all_reduce": ("all-reduce", 0),
 }

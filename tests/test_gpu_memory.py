@@ -3,10 +3,13 @@
 python -m pytest -q tests/test_gpu_memory.py
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import gpu_memory
 from tests.gpu_runs import GpuLab, GpuRun
 
 WITHIN = 0.02
@@ -69,6 +72,17 @@ def test_inputs_of_layers_in_host_memory_leave_the_gpu_and_change_no_bit(gpu_lab
     assert gone.report()["waits"] == kept.report()["waits"], "copies do not stop the host"
     assert abs(error_of(gone)) < WITHIN and abs(error_of(kept)) < WITHIN
     assert 1 - gone.record["forecast"]["allocated"] / kept.record["forecast"]["allocated"] > share
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2_tp", "pp", "pp_tp_fsdp2"])
+def test_the_recorded_peaks_are_what_is_forecast_of_them_today(tmp_path: Path, strategy: str):
+    """Without checkpointing and accumulation: what a stage holds, and the casts of FSDP2 as transformers applies it."""
+    rows = json.loads(gpu_memory.RESULTS.read_text(encoding="utf-8"))["rows"]
+    kinds = ("strategy", "adapter", "checkpointing", "accumulates")
+    (row,) = [row for row in rows if tuple(row[kind] for kind in kinds) == (strategy, "full", "false", False)]
+    assert gpu_memory.forecast_again(row, tmp_path) == row, "write it anew: benchmarks/gpu_memory.py --forecast"
+    error = gpu_memory.error_of(row)
+    assert error is not None and abs(error) < WITHIN / 2
 
 
 def test_a_forecast_of_another_run_would_be_off(gpu_lab: GpuLab):

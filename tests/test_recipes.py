@@ -78,10 +78,10 @@ def test_a_recipe_fits_the_machine_that_it_needs(name):
     needs, fits = library.read_needs(label), library.read_fits(label)
     assert 3 <= len(fits) <= 4
     assert any(re.search(r"\w \d", text) for text in fits.values())
-    fitting = re.findall(r"(\w+) \d", fits[f"{needs.num_gpus}x{needs.gpu_gb}GB"])
+    fitting = re.findall(r"(\w+) \d", fits[needs.machine])
     assert own in fitting or (needs.num_gpus == 1 and "single" in fitting)  # one process of ddp is single
     if needs.host_gb is not None:
-        host = re.search(rf"\b{own} \d+ \+ ([\d,]+)", fits[f"{needs.num_gpus}x{needs.gpu_gb}GB"])
+        host = re.search(rf"\b{own} \d+ \+ ([\d,]+)", fits[needs.machine])
         assert host is not None and int(host[1].replace(",", "")) * GIB < needs.host_gb * 1e9
     assert library.gpus_needed(label, "no such strategy") == needs.num_gpus
 

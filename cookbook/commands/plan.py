@@ -55,7 +55,7 @@ def machines_for(recipe: Path, text: str | None, options: dict[str, float | None
         needs = read_needs(read_label(recipe))
         if here.num_gpus or needs.num_gpus is None or needs.gpu_gb is None:
             return with_room(here, **options)
-        text = f"{needs.num_gpus}x{needs.gpu_gb}GB"
+        text = needs.machine
         asked = {"host_gib": needs.host_gb, "nvme_gib": needs.nvme_gb}
         options |= {name: gb * 1e9 / GIB for name, gb in asked.items() if gb is not None and options[name] is None}
     return parse_machines(text, **options)

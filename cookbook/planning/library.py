@@ -22,13 +22,18 @@ LABEL = ("What", "Run", "Needs", "Fits", "Measured", "Settings")
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """The hardware that a label asks for; None where it names none."""
+    """The hardware that a label asks for, on each machine; None where it names none."""
 
     num_gpus: int | None
     gpu_gb: int | None
     host_gb: int | None = None
     nvme_gb: int | None = None
-    """Per machine, as `host_gb`."""
+    num_machines: int = 1
+
+    @property
+    def machine(self) -> str:
+        """As in a label's `Fits`, and for `plan --gpus`."""
+        return f"{f'{self.num_machines}x' * (self.num_machines > 1)}{self.num_gpus}x{self.gpu_gb}GB"
 
 
 def recipe_files() -> list[Path]:
@@ -55,14 +60,16 @@ def read_label(path: Path) -> dict[str, str]:
 
 
 def read_needs(label: dict[str, str]) -> Needs:
-    """`Needs: 8 GPUs of 80 GB, 512 GB of host memory, 2,000 GB of NVMe disk. ...` as numbers."""
+    """`Needs: 4 machines, each 8 GPUs of 80 GB, 512 GB of host memory, 2,000 GB of NVMe disk. ...` as numbers."""
     found = re.match(
-        r"(\d+) GPUs? of (\d+) GB(?:, ([\d,]+) GB of host memory)?(?:, ([\d,]+) GB of NVMe)?", label.get("Needs", "")
+        r"(?:(\d+) machines, each )?(\d+) GPUs? of (\d+) GB"
+        r"(?:, ([\d,]+) GB of host memory)?(?:, ([\d,]+) GB of NVMe)?",
+        label.get("Needs", ""),
     )
     if found is None:
         return Needs(num_gpus=None, gpu_gb=None)
-    gpus, gpu, host, nvme = (int(digits.replace(",", "")) if digits else None for digits in found.groups())
-    return Needs(num_gpus=gpus, gpu_gb=gpu, host_gb=host, nvme_gb=nvme)
+    count, gpus, gpu, host, nvme = (int(digits.replace(",", "")) if digits else None for digits in found.groups())
+    return Needs(num_gpus=gpus, gpu_gb=gpu, host_gb=host, nvme_gb=nvme, num_machines=count or 1)
 
 
 def read_fits(label: dict[str, str]) -> dict[str, str]:
@@ -142,7 +149,7 @@ def _smaller(path: Path, needs: Needs) -> list[tuple[Path, str]]:
 
 
 def _total_gb(needs: Needs) -> int:
-    return (needs.num_gpus or 0) * (needs.gpu_gb or 0)
+    return needs.num_machines * (needs.num_gpus or 0) * (needs.gpu_gb or 0)
 
 
 def library_page() -> str:

@@ -29,7 +29,7 @@ from cookbook.planning.costs.inputs import (
 )
 from cookbook.planning.costs.loading import loading as loading_of
 from cookbook.planning.costs.loading import machine_bytes
-from cookbook.planning.costs.memory import States, checkpoint_bytes
+from cookbook.planning.costs.memory import FLOAT32, States, checkpoint_bytes
 from cookbook.planning.costs.memory import states as states_of
 from cookbook.planning.costs.traffic import Transfer, transfers
 from cookbook.planning.packing import decide
@@ -226,7 +226,8 @@ class TraceCache:
         length = -(-recipe.data.max_length // strategy.sp_size)
         rows, row = (1, sequences * length) if recipe.data.is_packed else (sequences, length)
         if self.untraceable is None:
-            key = (*self._key, autocast, tp_size, fsdp, is_zero3, micro_batch, strategy.sp_size)
+            while_read = strategy.is_sharded_while_read
+            key = (*self._key, autocast, tp_size, fsdp, while_read, is_zero3, micro_batch, strategy.sp_size)
             try:
                 if key not in TRACES:
                     TRACES[key] = trace_pass(
@@ -238,6 +239,7 @@ class TraceCache:
                         autocast=autocast,
                         tp_size=tp_size,
                         fsdp=fsdp,
+                        is_sharded_while_read=while_read,
                         is_zero3=is_zero3,
                         is_exchanged=strategy.sp_size > 1,
                     )
@@ -445,10 +447,13 @@ def _stage_memory(
     tokens = micro_batch_of(recipe) * len(recipe.objective.sequences) * recipe.data.max_length
     message = tokens * traces.sizes.hidden
     message *= hidden_bytes(strategy, recipe.compute_precision, is_full=recipe.adapter is None)
+    each = FLOAT32 if strategy.has_autocast else inputs.low_bytes
+    both = (weight.num_elements for weight in whole.weights if weight.part == "embedding" and weight.is_trained)
+    tied = each * sum(both) // strategy.tp_size if whole.is_tied else 0
     start = loading_of(skeleton, inputs, held, local=1)
 
     def at(num_waiting: int, *, accumulates: bool) -> Memory:
-        own = work.of_stage(layers, whole.num_layers, num_waiting=num_waiting, message=message)
+        own = work.of_stage(layers, whole.num_layers, num_waiting=num_waiting, message=message, tied=tied)
         # Those to receive, and what was sent of each micro-batch whose backward is still to come.
         messages = message * (count * (stage > 0) + (count + num_waiting + 1) * (not is_last))
         with_all = _with_buffers(held, messages + workspaces(gpu))

@@ -81,6 +81,8 @@ class ActivationTrace:
     """The phases of one micro-batch, in order."""
 
     phases: tuple[Phase, ...]
+    keeps_inputs: bool = False
+    """Whether a layer keeps the hidden states that it gets until its backward, and not only what it makes of them."""
 
     def towards(self, other: "ActivationTrace", times: float) -> "ActivationTrace":
         """Linear extrapolation from this trace (0 times) to another (1 times)."""
@@ -97,28 +99,37 @@ class ActivationTrace:
             )
             for one, more in zip(self.phases, other.phases, strict=True)
         )
-        return ActivationTrace(phases=tuple(phases))
+        return replace(self, phases=tuple(phases))
 
     def total(self, name: Literal["kernels", "moved", "streamed"]) -> int:
         """Of all phases; 0 for a bound."""
         return sum(getattr(phase, name) for phase in self.phases)
 
-    def of_stage(self, layers: range, num_layers: int, *, num_waiting: int, message: int) -> "ActivationTrace":
+    def of_stage(
+        self, layers: range, num_layers: int, *, num_waiting: int, message: int, tied: int = 0
+    ) -> "ActivationTrace":
         """The phases of a pipeline's stage, its layers counted from 0.
 
         Args:
             layers: those of the stage.
             num_waiting: micro-batches whose backward is still to come while another one is computed.
             message: bytes of the hidden states of a micro-batch.
+            tied: bytes of the gradient of a head that is tied to the embedding, which in the trace waits for that of
+                the embedding. No stage has both: it is counted as a gradient when the head has made it.
         """
         is_first, is_last = layers.start == 0, layers.stop == num_layers
         held = {(phase.name, phase.layer): phase.held for phase in self.phases}
-        # What the stages before hold; in the forward also autocast's copies of their weights.
-        before = {"forward": 0, "backward": 0}
+        # What every stage makes before its layers, such as rotary embeddings.
+        shared = max(0, held["forward", 0] - message)
+        # What the stages before hold; in the forward also autocast's copies of their weights. What was received is no
+        # activation, whether the first layer keeps it or not: it lies in the buffers of messages.
+        before, kept = {"forward": 0, "head backward": 0, "backward": tied}, 0
+        received = 0 if is_first else message * self.keeps_inputs
         if not is_first:
-            before["forward"] = held["forward", layers.start]
-            before["backward"] = held["backward", layers.start - 1] - message
-        waiting = num_waiting * (held["backward", layers.stop - 1] - message - before["backward"])
+            kept = held["backward", layers.start - 1] - message - tied - shared + received
+            forward = held["forward", layers.start] - shared - message + received
+            before = {"forward": forward, "head backward": kept, "backward": kept + tied}
+        waiting = num_waiting * (held["backward", layers.stop - 1] - message - tied - kept)
 
         def is_here(phase: Phase) -> bool:
             if phase.layer is not None:
@@ -126,7 +137,10 @@ class ActivationTrace:
             return is_first if phase.name in ("embed", "end") else is_last
 
         def here(phase: Phase) -> Phase:
-            elsewhere = before["forward" if phase.name in ("embed", "forward", "head") else "backward"]
+            kind = {"embed": "forward", "head": "forward", "end": "backward"}.get(phase.name, phase.name)
+            elsewhere = before[kind]
+            if phase.name == "forward" and phase.layer == layers.start and not is_first:
+                elsewhere += message - received
             return replace(
                 phase,
                 layer=None if phase.layer is None else phase.layer - layers.start,
@@ -147,6 +161,7 @@ def trace(
     autocast: bool,
     tp_size: int,
     fsdp: Literal[0, 1, 2] = 0,
+    is_sharded_while_read: bool = False,
     is_zero3: bool = False,
     is_exchanged: bool = False,
     change: Callable[[PreTrainedModel], None] | None = None,
@@ -161,6 +176,7 @@ def trace(
             the recipe's precision, as under ZeRO and FSDP.
         fsdp: FSDP's version, or 0. accelerate's autocast then surrounds low-precision weights, and FSDP2 casts the
             inputs and outputs of its units.
+        is_sharded_while_read: whether transformers applied FSDP2, which then casts inputs only, without autocast.
         is_zero3: whether to use DeepSpeed's linear layers, which always save their input, and float32 LoRA weights.
         is_exchanged: whether attention exchanges tokens for heads, as under sequence parallel.
         tp_size: size of the tensor-parallel group, which shares heads and inner features.
@@ -193,18 +209,19 @@ def trace(
             if change is not None:
                 change(model)
             is_low = low != torch.float32
-            cast = low if (autocast or fsdp) and is_low else None
-            unit = low if fsdp == 2 and is_low else None
+            cast = low if (autocast or (fsdp and not is_sharded_while_read)) and is_low else None
+            unit = _Unit(low, None if is_sharded_while_read else torch.float32) if fsdp == 2 and is_low else None
             with _linear_of_zero3() if is_zero3 else nullcontext():
                 offloads = recipe.model.gradient_checkpointing == "offload"
-                phases = _trace_phases(model, rows, length, num_targets, cast, unit, fsdp == 1, compiling, offloads)
+                ledger = _trace_phases(model, rows, length, num_targets, cast, unit, fsdp == 1, compiling, offloads)
             break
         except Exception as error:  # a model's code may fail in any way without data
             is_slow = isinstance(error, TimeoutError) and compiling is None
             if attention == ways[-1][0] or is_slow:
                 message = (str(error).splitlines() or [""])[0][:200]
                 raise Untraceable(f"{config.model_type}: {type(error).__name__}: {message}") from error
-    return ActivationTrace(phases=tuple(_lengthen(phases, probed, num_layers)))
+    phases = tuple(_lengthen(ledger.phases, probed, num_layers))
+    return ActivationTrace(phases=phases, keeps_inputs=ledger.keeps_inputs)
 
 
 def _is_compiled(recipe: Recipe) -> bool:
@@ -404,6 +421,9 @@ class _Ledger(TorchDispatchMode):
         self.live = self.peak = self.made = self.peak_with_made = 0
         self.kernels = self.moved = self.streamed = 0
         self.phases: list[Phase] = []
+        self.inputs: list[weakref.ref[Any]] = []
+        """What the layers got."""
+        self.keeps_inputs = False
         self._deadline = time.monotonic() + TIMEOUT_SECONDS
         self._open: tuple[str, int | None, int] | None = None
         self._counts = True
@@ -464,6 +484,7 @@ class _Ledger(TorchDispatchMode):
     def forget(self) -> None:
         """Discards all phases, to trace again."""
         self.phases.clear()
+        self.inputs.clear()
         self._open = None
         self._deadline = time.monotonic() + TIMEOUT_SECONDS
 
@@ -496,12 +517,25 @@ class _Mark(torch.autograd.Function):
         return gradients[0], None, None, None
 
 
+@dataclass(frozen=True)
+class _Unit:
+    """The casts of FSDP2's units."""
+
+    takes: torch.dtype
+    returns: torch.dtype | None
+    """None: what it computed."""
+
+    def taken(self, values: Any) -> Any:
+        return _cast(values, self.takes)
+
+    def returned(self, values: Any) -> Any:
+        return values if self.returns is None else _cast(values, self.returns)
+
+
 class _Marked(torch.nn.Module):
     """A decoder layer between two marks."""
 
-    def __init__(
-        self, layer: torch.nn.Module, number: int, ledger: _Ledger, is_last: bool, unit: torch.dtype | None
-    ) -> None:
+    def __init__(self, layer: torch.nn.Module, number: int, ledger: _Ledger, is_last: bool, unit: _Unit | None) -> None:
         super().__init__()
         self.layer, self._number, self._ledger, self._is_last = layer, number, ledger, is_last
         self._unit = unit
@@ -515,7 +549,8 @@ class _Marked(torch.nn.Module):
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         i, begin = self._number, self._ledger.begin
         if self._unit is not None:  # outside the marks: a unit is gathered and reduced between its casts
-            hidden, args, kwargs = _cast((hidden, args, kwargs), self._unit)
+            hidden, args, kwargs = self._unit.taken((hidden, args, kwargs))
+        self._ledger.inputs.append(weakref.ref(hidden.untyped_storage()))
         hidden = _Mark.apply(hidden, begin, ("forward", i), ("backward", i - 1) if i else ("end",))
         result = self.layer(hidden, *args, **kwargs)
         if self._is_last:
@@ -524,7 +559,7 @@ class _Marked(torch.nn.Module):
                 result = _Mark.apply(result[0], begin, *mark), *result[1:]
             else:
                 result = _Mark.apply(result, begin, *mark)
-        return result if self._unit is None else _cast(result, torch.float32)
+        return result if self._unit is None else self._unit.returned(result)
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
@@ -532,13 +567,13 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
     return tree_map_only(torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, values)
 
 
-def _cast_at_ends(model: PreTrainedModel, unit: torch.dtype) -> None:
+def _cast_at_ends(model: PreTrainedModel, unit: _Unit) -> None:
     """Adds FSDP2's casts to the units outside the layers: embedding, final norm and head."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     ends += [module for module in model.base_model.children() if "Norm" in type(module).__name__][-1:]
     for module in ends:
-        module.register_forward_pre_hook(lambda _, args, options: _cast((args, options), unit), with_kwargs=True)
-        module.register_forward_hook(lambda _, args, result: _cast(result, torch.float32))
+        module.register_forward_pre_hook(lambda _, args, options: unit.taken((args, options)), with_kwargs=True)
+        module.register_forward_hook(lambda _, args, result: unit.returned(result))
 
 
 def _train_whole_units(model: PreTrainedModel) -> None:
@@ -559,11 +594,11 @@ def _trace_phases(
     length: int,
     num_targets: int,
     autocast: torch.dtype | None,
-    unit: torch.dtype | None,
+    unit: _Unit | None,
     is_flat: bool,
     compiling: Callable[..., None] | None,
     offloads: bool,
-) -> list[Phase]:
+) -> _Ledger:
     fake = FakeTensorMode()
     _fake_in_place(model, fake)
     ledger = _Ledger(tensor for tensor in (*model.parameters(), *model.buffers()))
@@ -592,6 +627,7 @@ def _trace_phases(
                 chosen = hidden.flatten(0, 1).index_select(0, torch.zeros_like(targets))
                 loss = nll_of_targets(model, chosen, targets).sum()
             del hidden, chosen
+            ledger.keeps_inputs = all(one() is not None for one in ledger.inputs[1:])
             ledger.begin("head backward")
             loss.backward()
             del loss
@@ -602,7 +638,7 @@ def _trace_phases(
             micro_batch(nullcontext())
             ledger.forget()
         micro_batch(ledger)
-    return ledger.phases
+    return ledger
 
 
 @contextmanager
@@ -660,7 +696,7 @@ def _offload_checkpoints(model: PreTrainedModel, ledger: _Ledger) -> None:
             layer._gradient_checkpointing_func = partial(offloaded, layer._gradient_checkpointing_func)
 
 
-def _mark_layers(model: PreTrainedModel, ledger: _Ledger, unit: torch.dtype | None) -> None:
+def _mark_layers(model: PreTrainedModel, ledger: _Ledger, unit: _Unit | None) -> None:
     found = [
         (owner, name, module)
         for owner in model.modules()

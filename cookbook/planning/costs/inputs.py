@@ -105,8 +105,8 @@ def num_begun(num_micro_batches: int, stage: int, num_stages: int) -> int:
 
 
 def stage_of(skeleton: Skeleton, stage: int, num_stages: int) -> Skeleton:
-    """What a stage of a pipeline has of a model, its layers counted from 0. The last keeps an embedding that is tied to
-    the head.
+    """What a stage of a pipeline has of a model, its layers counted from 0. The last has a copy of a tied embedding
+    as its head.
     """
     layers = stage_layers(skeleton.num_layers, stage, num_stages, head_layers=skeleton.head_layers)
     is_last = stage == num_stages - 1
@@ -119,6 +119,8 @@ def stage_of(skeleton: Skeleton, stage: int, num_stages: int) -> Skeleton:
         return is_last
 
     def counted(weight: Weight) -> Weight:
+        if weight.part == "embedding" and stage > 0:
+            return replace(weight, part="head")
         return weight if weight.layer is None else replace(weight, layer=weight.layer - layers.start)
 
     weights = tuple(counted(weight) for weight in skeleton.weights if is_here(weight))

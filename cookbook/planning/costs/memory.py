@@ -207,8 +207,8 @@ def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     """Parameters and gradients are sharded along dimension 0, and shards padded to equal size
     (fsdp/_fully_shard/_fsdp_param.py, _init_sharded_param); copies on the host may lack the padding.
 
-    Under expert parallel a layer's experts are a unit inside that of the layer, gathered while the rest of it is: they
-    count as one.
+    Under expert parallel a layer's experts are a unit inside that of the layer. They count as one, which is too much:
+    torch gathers the rest of a layer ahead, and its experts when their turn comes, and reduces one after the other.
     """
     strategy, mesh = inputs.strategy, inputs.mesh
     assert strategy.fsdp is not None
@@ -261,8 +261,10 @@ def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
 def _units_fsdp2(skeleton: Skeleton) -> Iterator[tuple[int | None, tuple[str, ...], bool, list[Weight]]]:
     """Layer, parts, `Unit.stays` and weights of each unit (accelerate 1.15, fsdp2_prepare_model)."""
     of_part = {part: [w for w in skeleton.weights if w.part == part] for part in ("embedding", "norm", "head", "rest")}
-    tail = ("embedding", "norm", "head") if skeleton.is_tied else ("norm", "head")
-    if not skeleton.is_tied:
+    # Of a pipeline's stages the last has a tied embedding as its head, and the others have no tail.
+    is_one = skeleton.is_tied and bool(of_part["embedding"])
+    tail = ("embedding", "norm", "head") if is_one else ("norm", "head")
+    if not is_one:
         yield None, ("embedding",), False, of_part["embedding"]
     if of_part["rest"]:
         yield None, ("rest",), True, of_part["rest"]

@@ -99,14 +99,13 @@ def _to_experts(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes
     passes = 3 if step.recompute is True else 2
     each = bytes_of(step.precision) * sizes.hidden
     sent = 2 * passes * each * sizes.num_routed * step.num_tokens / num_processes
-    times = 2 * passes * sizes.num_layers * step.micro_batches
+    layers = sizes.num_layers * step.micro_batches
     return Transfer(
         what="tokens to experts",
         kind="all-to-all",
         num_bytes=sent,
-        times=times,
-        calls=times,
-        is_least=True,  # and the numbers of tokens before them
+        times=2 * passes * layers,
+        calls=(2 * passes + passes - 1) * layers,  # in each pass but the backward the numbers of tokens go first
         ranks=strategy.ep_size,
     )
 
