@@ -181,15 +181,18 @@ def test_on_a_gpu_the_installed_kernel_takes_our_call_or_samples_go_one_by_one(
 
 
 class Attentions(TorchFunctionMode):
-    """Heads of key and value in each call of torch's attention, and whether it must group the query's itself."""
+    """Heads of key and value in each call of torch's attention, and whether it must group the query's itself; and the
+    dtypes that it computes in."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[int, int, bool]] = []
+        self.dtypes: set[torch.dtype] = set()
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.nn.functional.scaled_dot_product_attention:
             self.calls.append((args[1].shape[1], args[2].shape[1], kwargs["enable_gqa"]))
+            self.dtypes.add(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else args[0].dtype)
         return function(*args, **(kwargs or {}))
 
 
@@ -209,6 +212,38 @@ def test_in_float32_on_a_gpu_each_query_head_gets_a_key(device: str, dtype: torc
         with Attentions() as attentions:
             found, _ = attend(torch.nn.Module(), query, key, value, None, scaling=0.2)
     assert attentions.calls == [expected] and found.shape == (1, 47, 4, 16)
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "low weights"])
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
+def test_on_cpu_short_samples_in_16_bits_are_computed_in_float32(low, autocast: bool, is_packed: bool):
+    """The result, in the low dtype, and all gradients are those of float32 to the bit, rounded once at the end."""
+    generator = torch.Generator().manual_seed(3)
+    total = sum(LENGTHS)
+    low_inputs = [torch.randn(1, heads, total, 16, generator=generator).to(low) for heads in (4, 2, 2)]
+    upstream = torch.randn(1, total, 4, 16, generator=generator).to(low)
+
+    def results(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        leaves = [one.clone().requires_grad_() for one in inputs]
+        found, _ = attend(torch.nn.Module(), *leaves, None, scaling=0.2, segments=segments() if is_packed else None)
+        return [found, *torch.autograd.grad(found, leaves, upstream.to(found.dtype))]
+
+    wide = [one.float() for one in low_inputs]
+    expected = [one.to(low) for one in results(wide)]
+    with torch.autocast("cpu", dtype=low, enabled=autocast), Attentions() as attentions:
+        found = results(wide if autocast else low_inputs)  # rotary embeddings raise them to float32 under autocast
+    assert found[0].dtype == low
+    assert all(torch.equal(a.to(low), b) for a, b in zip(found, expected, strict=True))
+    assert attentions.dtypes == {torch.float32}
+
+
+def test_on_cpu_long_samples_in_16_bits_are_not_raised(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attention, "LONG_ON_CPU", max(LENGTHS))
+    query = torch.randn(1, 4, sum(LENGTHS), 16, dtype=torch.bfloat16)
+    with Attentions() as attentions:
+        found, _ = attend(torch.nn.Module(), query, query, query, None, segments=segments())
+    assert found.dtype == torch.bfloat16 and attentions.dtypes == {torch.bfloat16}
 
 
 class Operations(TorchDispatchMode):

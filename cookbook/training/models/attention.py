@@ -18,6 +18,10 @@ PACKED = "cookbook_packed"
 CHANGES_ATTENTION = frozenset(("block_indices", "indices", "position_bias", "s_aux", "sinks", "softcap"))
 """Arguments by which models of transformers 5.23 ask for another attention than `attend` computes."""
 
+LONG_ON_CPU = 1024
+"""Tokens. On CPU shorter samples are computed in float32 under bf16 and fp16: the backward of torch's kernel in 16 bits
+takes longer, and oneDNN compiles its products for each new length (docs/decisions.md has both, measured)."""
+
 VARLEN_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
 """They differ by version: torch 2.10 has is_causal and no scale, 2.13 window_size; grouped heads came last."""
 
@@ -83,9 +87,13 @@ def _exchange(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, segments: Segments | None
 ) -> torch.Tensor:
+    dtype = _computed_in(query)
+    longest = query.shape[2] if segments is None else segments.longest
+    if query.device.type == "cpu" and dtype != torch.float32 and longest < LONG_ON_CPU:
+        with torch.autocast("cpu", enabled=False):
+            return _attend(query.float(), key.float(), value.float(), scaling, segments).to(dtype)
     if segments is None:
         return _causal(query, key, value, scaling).transpose(1, 2)
-    dtype = _computed_in(query)
     if query.is_cuda and dtype in (torch.bfloat16, torch.float16) and _has_kernel(query):
         query, key, value = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))
         return _varlen(query, key, value, segments, scaling).unsqueeze(0)
@@ -100,8 +108,9 @@ def _has_kernel(query: torch.Tensor) -> bool:
 
 def _computed_in(query: torch.Tensor) -> torch.dtype:
     """The dtype that reaches a kernel: autocast lowers what rotary embeddings in float32 have raised."""
-    if query.is_cuda and torch.is_autocast_enabled("cuda"):
-        return torch.get_autocast_dtype("cuda")
+    device = query.device.type
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
     return query.dtype
 
 
