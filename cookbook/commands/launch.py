@@ -114,7 +114,7 @@ def run_command(command: list[str], environment: dict[str, str], output_dir: Pat
     """`run_child` of an `accelerate launch`, that of this Python: on PATH there may be another one's, or none."""
     # The compilers' ninja is beside this Python.
     path = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
-    program = [sys.executable, "-P", "-m", "accelerate.commands.accelerate_cli"]
+    program = [sys.executable, "-P", str(Path(__file__).with_name("accelerate_cli.py"))]
     return run_child([*program, *command[1:]], environment | {"PATH": path}, output_dir)
 
 
