@@ -695,6 +695,9 @@ def test_columns_choose_between_shapes_and_name_what_is_not_known(tmp_path):
         read_rows(Source(path=path, columns={"text": "nothing"}), "error")
     with pytest.raises(RecipeError, match=r"did you mean 'conversations', not 'Conversation '\?"):
         read_rows(Source(path=path, columns={"messages": "Conversation "}), "error")
+    other = write_lines(tmp_path / "other.jsonl", GOOD)
+    with pytest.raises(RecipeError, match=r"it has 'messages', which would be read without data.columns"):
+        read_rows(Source(path=other, columns={"text": "nothing"}), "error")
 
 
 def test_columns_name_the_keys_of_messages(tmp_path):

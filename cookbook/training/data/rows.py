@@ -17,6 +17,7 @@ from cookbook.config.row_kinds import (
     Reading,
     RowKind,
     kinds,
+    kinds_of,
     misspelt,
     readings,
     rename,
@@ -236,6 +237,8 @@ class _Reader:
                 for column in absent:
                     meant = closest(column, raw)
                     seen += f" (did you mean {meant!a}, not {column!a}?)" if meant else ""
+                if len(kinds_of(raw)) == 1:
+                    seen += ", which would be read without data.columns"
                 raise BadRow("missing keys", f"with columns {{{given}}} it has {seen}; a row must have {shapes()}")
             if near := misspelt(raw):
                 seen += f" (did you mean `{near[1]}`, not {near[0]!a}?)"
