@@ -136,7 +136,8 @@ def test_a_signal_reaches_the_run_which_saves_and_ends_with_75(launch, tmp_path,
     parent.send_signal(number)
     _, errors = parent.communicate(timeout=20)
     assert (parent.returncode, state(tmp_path)) == (75, "stopped")
-    assert errors.splitlines() == [f"{number.name}: the run will save and stop after this step; Ctrl-\\ ends it now"]
+    notice = f"{number.name}: the run will save and stop after this step, or the next; Ctrl-\\ ends it now"
+    assert errors.splitlines() == [notice]
 
 
 def test_a_signal_while_accelerate_runs_another_program_ends_the_launcher(launch):

@@ -234,7 +234,7 @@ LISTED = {
     "trl": ["file.yaml:19: logging_steps is 5: every step", "file.yaml:20: surprise is 7: no counterpart is known"],
     "alignment-handbook": [":2: dataset_mixer is"],
     "llama-factory": ["file.yaml:6: dataset is 'first,second': names in dataset_info.json", ":7: template is 'llama3'"],
-    "axolotl": ["file.yaml:2: datasets is list of 1: shards 3: no counterpart", ":22: evals_per_epoch is 4: write"],
+    "axolotl": ["file.yaml:2: datasets is a list of 1: shards 3: no counterpart", ":22: evals_per_epoch is 4: write"],
     "torchtune": ["file.yaml:2: tokenizer.path is", ":10: dataset.split is 'train[:10%]': write data.train.max_rows"],
     "trainer": ["to correct before it runs:", "model: is missing"],
 }
@@ -284,6 +284,13 @@ def test_every_key_is_in_the_recipe_or_listed(folder, capsys, project):
     printed = capsys.readouterr().out
     for key in ["not_known", *[f"{section}.not_known" for section in sections]]:
         assert f": {key} is 1: no counterpart is known" in printed
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("paged_adamw_8bit", "adamw_8bit"), ("paged_adamw_32bit", "adamw")])
+def test_what_is_lost_of_an_optimizer_is_listed(folder, capsys, theirs, ours):
+    assert convert(AXOLOTL.replace("adamw_bnb_8bit", theirs)) == 0
+    assert yaml.safe_load(Path("recipes/file.yaml").read_text())["optim"].get("name", "adamw") == ours
+    assert f":18: optimizer is '{theirs}': paged is left out" in capsys.readouterr().out
 
 
 def test_accelerate_and_training_file_give_one_pair(folder, capsys):

@@ -38,7 +38,7 @@ def read_rows(source, on_bad_row, objective="sft"):
 GOOD = messages(("user", "hi"), ("assistant", "ho"))
 BAD_LINES = {
     "not JSON": ('{"text": ', "not JSON: Expecting value at column 10"),
-    "not an object": ('["hi"]', "not an object: a list"),
+    "not an object": ('["hi"]', "not an object: a list of 1; a row is"),
     "not UTF-8": (b'{"text": "\xff"}', "not UTF-8: byte 0xff at column 11"),
     "key twice": ('{"text": "a", "text": "b"}', "key given twice: 'text'"),
     "too deep": ("[" * 100_000, "not JSON: nested too deeply"),
@@ -47,10 +47,10 @@ BAD_LINES = {
     "null": ('{"text": null}', "empty text: `text` is null"),
     "empty": ('{"text": ""}', "empty text: `text` is empty"),
     "white space": ('{"prompt": "a", "completion": " \\n"}', "empty text: `completion` is only whitespace"),
-    "number for text": ('{"text": 3}', "not text: `text` is a int"),
-    "messages no list": ('{"messages": "hi"}', "messages not a list: a str"),
+    "number for text": ('{"text": 3}', "not text: `text` is a number"),
+    "messages no list": ('{"messages": "hi"}', "messages not a list: a text"),
     "messages empty": ('{"messages": []}', "messages empty"),
-    "message no object": ('{"messages": ["hi"]}', "message not an object: message 1 is a str"),
+    "message no object": ('{"messages": ["hi"]}', "message not an object: message 1 is a text"),
     "unknown role": (messages(("narrator", "a")), "wrong role: message 1 has 'narrator'; expected system or user"),
     "assistant first": (messages(("assistant", "a")), "wrong role: message 1 has 'assistant'"),
     "two users": (messages(("user", "a"), ("user", "b")), "wrong role: message 2 has 'user'; expected assistant"),
@@ -60,7 +60,12 @@ BAD_LINES = {
         "wrong role: message 2 has 'tool'; expected assistant",
     ),
     "null content": (messages(("user", None)), "empty text: message 1 content is null or missing"),
-    "list content": (messages(("user", ["a"])), "not text: message 1 content is a list"),
+    "list content": (messages(("user", ["a"])), "not text: message 1 content is a list with a text"),
+    "object content": (messages(("user", {"de": "a"})), "not text: message 1 content is an object with the key 'de'"),
+    "no role": (
+        '{"messages": [{"speaker": "a", "says": "b"}]}',
+        "wrong role: message 1 is an object with the keys 'speaker', 'says', no role; expected system or user",
+    ),
     "empty content": (messages(("user", "a"), ("assistant", "")), "empty text: message 2 content is empty"),
     "no assistant": (messages(("system", "s"), ("user", "a")), "no assistant turn"),
     "reasoning": (
@@ -436,7 +441,7 @@ BAD_PREFERENCES = {
     ),
     "mixed forms": (
         {"prompt": "q", "chosen": "y", "rejected": [said("n")]},
-        "chosen and rejected of different form: `chosen` is a str, `rejected` a list",
+        "chosen and rejected of different form: `chosen` is a text, `rejected` a list of 1",
     ),
     "one goes on": (
         {"prompt": "q", "chosen": [said("y")], "rejected": [said("y"), ASK, said("n")]},
@@ -464,7 +469,7 @@ BAD_PREFERENCES = {
         "wrong role: message 3 of `prompt, chosen` has 'assistant'; expected user",
     ),
     "empty answer": ({"prompt": "q", "chosen": "", "rejected": "n"}, "empty text: `chosen` is empty"),
-    "number": ({"prompt": 3, "chosen": [ASK], "rejected": [ASK]}, "messages not a list: `prompt` is a int"),
+    "number": ({"prompt": 3, "chosen": [ASK], "rejected": [ASK]}, "messages not a list: `prompt` is a number"),
     "no rejected": ({"prompt": "q", "chosen": "y"}, "missing keys: found 'prompt', 'chosen'"),
 }
 
@@ -688,6 +693,11 @@ def test_columns_choose_between_shapes_and_name_what_is_not_known(tmp_path):
     assert len({chat_rows.fingerprint, plain.fingerprint}) == 2
     with pytest.raises(RecipeError, match=r"with columns \{text: nothing\} it has 'conversations'"):
         read_rows(Source(path=path, columns={"text": "nothing"}), "error")
+    with pytest.raises(RecipeError, match=r"did you mean 'conversations', not 'Conversation '\?"):
+        read_rows(Source(path=path, columns={"messages": "Conversation "}), "error")
+    other = write_lines(tmp_path / "other.jsonl", GOOD)
+    with pytest.raises(RecipeError, match=r"it has 'messages', which would be read without data.columns"):
+        read_rows(Source(path=other, columns={"text": "nothing"}), "error")
 
 
 def test_columns_name_the_keys_of_messages(tmp_path):

@@ -102,7 +102,8 @@ def test_a_guess_at_columns_is_stated(model):
     rows = [{"id": i, "Frage": f"Was ist {i}?", "Antwort": f"Das ist {i}."} for i in range(20)]
     recipe = made(model(), write(rows), "--gpus", "1x8GB")
     assert (recipe.objective.name, recipe.data.columns) == ("sft", {"user": "Frage", "assistant": "Antwort"})
-    assert "  # a guess by the first row's names and types: look at it\n  columns:\n" in Path(OUT).read_text()
+    note = "a guess by the first row's names and types: look at it; not read: 'id'"
+    assert f"  # {note}\n  columns:\n" in Path(OUT).read_text()
 
 
 def test_shapes_of_others_and_a_few_bad_rows_are_noted(model):

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, clean_environment
 
+from cookbook.system import shipped
 from cookbook.system.shipped import located, own_folder, typed
 
 SHIPPED = ("accelerate_configs", "ds_configs", "recipes")
@@ -71,6 +72,19 @@ def test_a_path_is_sought_beside_its_file_then_here_then_among_what_is_shipped(t
     assert located(name, recipe) == str(there / name)
     assert located(name) == name
     assert located("rows.jsonl", recipe) == "rows.jsonl"
+
+
+def test_a_shipped_path_is_shown_as_it_is_reached_from_here(tmp_path, monkeypatch):
+    monkeypatch.setattr(shipped, "IS_INSTALLED", True)
+    monkeypatch.chdir(tmp_path)
+    text = (
+        f"{ROOT}/recipes/quickstart.yaml:3: wrong under {ROOT}/accelerate_configs/ddp.yaml; {tmp_path}/recipes/a.yaml"
+    )
+    shown = f"recipes/quickstart.yaml:3: wrong under accelerate_configs/ddp.yaml; {tmp_path}/recipes/a.yaml"
+    assert shipped.short(text) == shown
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/quickstart.yaml").touch()
+    assert shipped.short(text) == shown.replace("recipes/quick", f"{ROOT}/recipes/quick"), "another file has that name"
 
 
 def test_a_recipe_elsewhere_trains_on_the_rows_beside_it_and_not_on_those_here(tmp_path, monkeypatch):
@@ -188,14 +202,15 @@ def test_the_installed_command_checks_and_explains_in_another_folder(tool, tmp_p
     answer = run(tool, "check", cwd=tmp_path)
     for name in SHIPPED[::2]:
         for path in (ROOT / name).rglob("*.yaml"):
-            assert f"{packaged / path.relative_to(ROOT)}: fine" in answer
+            assert f"\n{path.relative_to(ROOT)}: fine" in f"\n{answer}"
+    assert str(packaged) not in answer, "what leads there from here is shorter"
     answer = run(tool, "explain", "recipes/qwen25_7b/sft.yaml", "--strategy", "zero2", cwd=tmp_path)
     assert "accelerate launch" in answer and str(packaged / "train.py") in answer
     refused = subprocess.run(
         [tool, "launch", "recipes/qwen25_7b/sft.yaml"], cwd=tmp_path, capture_output=True, text=True
     )
     assert refused.returncode == 2
-    assert f"  cookbook rehearse {packaged}/recipes/qwen25_7b/sft.yaml" in refused.stderr
+    assert "  cookbook rehearse recipes/qwen25_7b/sft.yaml" in refused.stderr
     assert "  cookbook launch recipes/quickstart.yaml" in refused.stderr and "make " not in refused.stderr
     words = ["submit", "recipes/quickstart.yaml", "--to", "slurm", "--gpus", "8xH100"]
     refused = subprocess.run([tool, *words], cwd=tmp_path, capture_output=True, text=True)

@@ -280,6 +280,34 @@ def test_padding_costs_its_share_of_the_computing():
         assert len(list(advice(run, []))) == 1, "packed rows, and a stream's, of which nothing is known"
 
 
+def test_small_micro_batches_beside_free_memory_are_named_without_a_profile():
+    """8 micro-batches of a row each, a step of 1 s forecast as 0.4: on a GPU of 79 GiB there is room for 4 times 15,
+    and three quarters of the 60% that nothing explains may go."""
+    run = history_of()
+    run.settings["batch.micro_batch_size"] = 1
+    known: dict[str, Any] = {
+        "hardware": {"gpu": "NVIDIA H100 80GB HBM3"},
+        "step_forecast": {"low": 0.2, "high": 0.4, "parts": []},
+        "forecast": {"needed": [14 * 2**30, 15 * 2**30]},
+    }
+    run.record.update(known)
+    (one,) = advice(run, [])
+    assert "8 micro-batches of some 6 tokens" in one.what and "batch.micro_batch_size 1 to 4, which" in one.what
+    assert "at most 60 GiB" in one.what and one.gain == pytest.approx(0.6 * 0.75)
+    assert list(advice(run, [profile_of(0, communication=0.0, other=0.02)])) == [], "a profile knows better"
+    for key, other in (
+        ("step_forecast", {"low": 0.2, "high": 1.1, "parts": []}),
+        ("step_forecast", {"none": "the speed of this GPU is not known"}),
+        ("forecast", {"needed": [40 * 2**30, 41 * 2**30]}),
+        ("hardware", {"device": "cpu"}),
+        ("strategy", {"processes": 2, "kind": "pp"}),
+    ):
+        unlike = history_of()
+        unlike.settings["batch.micro_batch_size"] = 1
+        unlike.record.update(known | {key: other})
+        assert list(advice(unlike, [])) == [], key
+
+
 def test_times_of_simulated_gpus_are_not_explained(gpu_lab: GpuLab, capsys):
     run = gpu_lab.run("fsdp2")
     assert "step_seconds" not in read_history(run.output).steps[0]

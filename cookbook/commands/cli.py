@@ -35,7 +35,7 @@ from cookbook.planning.combinations import page as combinations_page
 from cookbook.planning.library import PAGE, library_page
 from cookbook.planning.plan import load_pair
 from cookbook.system.files import RecipeError
-from cookbook.system.shipped import HOME
+from cookbook.system.shipped import HOME, short
 
 CITATION = HOME / "CITATION.cff"
 
@@ -53,7 +53,7 @@ class _Commands(TyperGroup):
         try:
             ctx.exit(super().invoke(ctx))
         except RecipeError as error:
-            print(error, file=sys.stderr)
+            print(short(str(error)), file=sys.stderr)
             ctx.exit(2)
         except BrokenPipeError:  # whoever read has seen enough, as in `... | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes

@@ -16,7 +16,7 @@ from cookbook.commands.launch import check
 from cookbook.config.foreign import ADAPTER, EVALUATION, PROJECTS, SAVING, NoCounterpart, Project
 from cookbook.config.recipe import RECIPES, Recipe, leaves
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
-from cookbook.system.files import Document, KeyPath, RecipeError, dump_yaml, read_document, show
+from cookbook.system.files import Document, KeyPath, RecipeError, dump_yaml, kind_in_words, read_document, show
 from cookbook.system.shipped import located
 
 ORDER = list(dict.fromkeys(leaves(Recipe)))
@@ -187,6 +187,8 @@ class Conversion:
                 self.notes.append(f"{place}: a value of another kind was expected; {key.answer}")
             else:
                 self._put(key.ours, translated, place)
+                if left_out := key.left_out(value):
+                    self.notes.append(f"{place}: {left_out}")
 
     def _put(self, ours: str | None, value: Any, place: str) -> None:
         if ours is None or value is None:
@@ -605,7 +607,7 @@ def _number_of(value: Any) -> float:
 
 
 def _short(value: Any) -> str:
-    return f"{type(value).__name__} of {len(value)}" if isinstance(value, list | dict) and value else show(value)
+    return kind_in_words(value) if isinstance(value, list | dict) and value else show(value)
 
 
 def _leaves(values: dict[str, Any], project: Project, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:

@@ -23,8 +23,8 @@ from cookbook.config.row_kinds import kinds, kinds_of, rename, suggested_columns
 from cookbook.config.strategy import Strategy, load_known
 from cookbook.planning.library import read_label
 from cookbook.system.files import Document, RecipeError, dump_yaml, gathered
-from cookbook.system.hardware import GIB, Machines, parse_machines, this_machine
-from cookbook.system.shipped import located, own_folder, typed
+from cookbook.system.hardware import GIB, Machines, in_gib, parse_machines, this_machine
+from cookbook.system.shipped import located, own_folder, short, typed
 from cookbook.training.data.rows import BadRows, Rows, read_rows
 from cookbook.training.data.sources import raw_rows
 
@@ -210,7 +210,10 @@ class _Draft:
             self.notes["data.train"] = rows.renamed
         if source.columns:
             self.data["columns"] = source.columns
-            self.notes["data.columns"] = "a guess by the first row's names and types: look at it"
+            first = next(raw for _, raw in raw_rows(source) if isinstance(raw, dict))
+            left = [ascii(column) for column in first if column not in source.columns.values()]
+            unread = f"; not read: {', '.join(left[:8])}{' and more' * (len(left) > 8)}" if left else ""
+            self.notes["data.columns"] = f"a guess by the first row's names and types: look at it{unread}"
         if machines.num_gpus == 0:
             self.precision = "no"
             self.notes["mixed_precision"] = "float32, as many CPUs have no fast bf16"
@@ -379,10 +382,8 @@ class _Draft:
         while not self._fits(found := self._forecast(self.values, [strategy])) and batch["micro_batch_size"] > 1:
             batch["micro_batch_size"] //= 2
         assert found.memory is not None
-        low, high = (number / GIB for number in found.memory.needed)
         whose = "of each GPU" if on_gpus else "of this machine's memory"
-        size_in_words = f"{high:.1f}" if high - low < 0.1 else f"{low:.1f} to {high:.1f}"
-        self.memory = f"{size_in_words} GiB {whose} at the peak, as forecast by plan, not measured."
+        self.memory = f"{in_gib(*found.memory.needed)} GiB {whose} at the peak, as forecast by plan, not measured."
         self.host_gb = -(-found.host // 10**9) if strategy.offloads else 0
         notes["strategy"] = "; ".join(["the first by plan's forecast" if on_gpus else "no GPU", *found.why])
         if recompute:
@@ -400,9 +401,8 @@ class _Draft:
             notes["batch.global_batch_size"] = f"for {self.num_samples:,} samples{gpus}; {theirs} in the example"
         if most and on_gpus:
             notes["batch.micro_batch_size"] = f"up to {most:,} fit"
-        notes["optim"] = (
-            f"{self.example.path} is the example for this, schedule{', adapter' if method else ''} and batch"
-        )
+        example = short(str(self.example.path))
+        notes["optim"] = f"{example} is the example for this, schedule{', adapter' if method else ''} and batch"
         notes["run.num_epochs"] = (
             "as in the example" if "num_epochs" in like["run"] else "few; the example counts steps"
         )
@@ -414,13 +414,13 @@ class _Draft:
         method = self.values.get("adapter", {}).get("name", "all weights")
         what = f"{self.task}, {method}, of {self.model} ({self.billions * 1000:,.1f} M parameters); written by init."
         out = shlex.quote(str(self.out))
-        settings = read_label(self.example.path)["Settings"]
+        settings, example = read_label(self.example.path)["Settings"], short(str(self.example.path))
         label = {
             "What": what,
             "Run": typed(f"train RECIPE={out}", f"launch {out}"),
             "Needs": f"{self._needs()} {self.memory}",
             "Measured": "not yet",
-            "Settings": f"those of {self.example.path}, fitted to this model and these rows. Its label: {settings}",
+            "Settings": f"those of {example}, fitted to this model and these rows. Its label: {settings}",
         }
         schema = os.path.relpath(located(str(RECIPES / "schema.json")), self.out.parent)
         lines = [f"# yaml-language-server: $schema={schema}"]

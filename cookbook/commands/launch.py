@@ -37,6 +37,7 @@ from cookbook.planning.library import gpus_needed, read_label, read_needs, recip
 from cookbook.system import hosts
 from cookbook.system.files import KeyPath, RecipeError, read_document, validate
 from cookbook.system.machine import fp8_problems, num_cores, num_gpus
+from cookbook.system.shipped import short
 from cookbook.training.data.rows import read_rows
 
 
@@ -115,7 +116,7 @@ def run_command(command: list[str], environment: dict[str, str], output_dir: Pat
     """`run_child` of an `accelerate launch`, that of this Python: on PATH there may be another one's, or none."""
     # The compilers' ninja is beside this Python.
     path = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
-    program = [sys.executable, "-P", "-m", "accelerate.commands.accelerate_cli"]
+    program = [sys.executable, "-P", str(Path(__file__).with_name("accelerate_cli.py"))]
     return run_child([*program, *command[1:]], environment | {"PATH": path}, output_dir)
 
 
@@ -165,13 +166,13 @@ def check(
     for path in found:
         try:
             for line in _check_recipe(path, strategy, assignments, processes, data=data, is_named=bool(paths)):
-                print(line)
+                print(short(line))
         except RecipeError as error:
             mistakes += error.mistakes
     for path in () if paths else map(strategy_path, known_strategies()):
         try:
             load_strategy(path)
-            print(f"{path}: fine")
+            print(short(f"{path}: fine"))
         except RecipeError as error:
             mistakes += error.mistakes
     if mistakes:
@@ -254,7 +255,7 @@ def explain(
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may have letters that this terminal has not
     if second is not None:
         found = compare.compare(first, second, override=strategy, assignments=assignments, processes=processes)
-        print(json.dumps(compare.as_dict(found), indent=1) if as_json else compare.in_words(found))
+        print(json.dumps(compare.as_dict(found), indent=1) if as_json else short(compare.in_words(found)))
         return 0
     if compare.is_strategy(first):
         find_strategy(first)

@@ -12,6 +12,7 @@ from cookbook.config.strategy import find_strategy, known_strategies, load_known
 from cookbook.planning.library import read_label, read_needs
 from cookbook.planning.plan import load_pair
 from cookbook.system.hardware import GIB, Machines, parse_machines, this_machine, with_room
+from cookbook.system.shipped import short
 
 
 def plan(
@@ -44,7 +45,7 @@ def plan(
     if as_json:
         print(json.dumps(as_record(outlook, str(path), num_samples=samples, price=price, sizes=sizes), indent=1))
     else:
-        print(in_words(outlook, str(path), num_samples=samples, price=price, sizes=sizes))
+        print(short(in_words(outlook, str(path), num_samples=samples, price=price, sizes=sizes)))
     return 0 if outlook.forecasts[0].verdict in MAY_RUN else 1
 
 

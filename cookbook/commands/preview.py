@@ -18,6 +18,7 @@ from cookbook.planning.explain.chart import can_draw
 from cookbook.planning.packing import Packing, decide
 from cookbook.system.console import Row, coloured, console, page
 from cookbook.system.machine import num_gpus
+from cookbook.system.shipped import short
 from cookbook.training.data.sets import RowSets, read_data, tokenize_data
 from cookbook.training.data.stream import Stream
 from cookbook.training.data.tokens import TokenSet
@@ -65,7 +66,7 @@ def preview(recipe_path: Path, assignments: list[str], num_samples: int = 3, *, 
         for sequence in range(i * train.group_size, (i + 1) * train.group_size):
             print(_headline(train, sequence, recipe.objective))
             print(marked(train, sequence, tokenizer, mark), end="\n\n")
-    print(f"FIGURES of {recipe_path}")
+    print(short(f"FIGURES of {recipe_path}"))
     for line in [
         figures(name, train, recipe.objective),
         *sets.notes,

@@ -14,6 +14,7 @@ from cookbook.commands.arguments import AsJson, run_folder
 from cookbook.commands.history import History, read_history
 from cookbook.system.console import page
 from cookbook.system.files import RecipeError
+from cookbook.system.shipped import short
 from cookbook.training.checkpoint.listing import in_words, is_run, list_checkpoints
 
 
@@ -81,7 +82,8 @@ def _summary(run: History) -> dict[str, str]:
     if record:
         strategy, hardware = record["strategy"], record["hardware"]
         device = hardware.get("gpu") or f"{hardware['cores']} CPU cores"
-        rows["strategy"] = f"{strategy['file']}, {strategy['processes']} processes on {device}"
+        count = f"{strategy['processes']} process{'es' if strategy['processes'] > 1 else ''}"
+        rows["strategy"] = short(f"{strategy['file']}, {count} on {device}")
     export = run.folder / "export"
     rows["model"] = str(export) if export.is_dir() else "none: the run was not finished"
     return rows

@@ -430,7 +430,8 @@ def _record(run: Run, expected: "Memory | None", shortages: list[dict[str, Any]]
     record["deterministic"] = torch.are_deterministic_algorithms_enabled()
     record |= {"strategy": engine.describe(), "resumed_from": None if checkpoint is None else str(checkpoint.path)}
     if expected is not None:
-        record["forecast"] = {name: getattr(expected, name) for name in ("allocated", "reserved", "moment", "parts")}
+        names = "allocated", "reserved", "needed", "moment", "parts"
+        record["forecast"] = {name: getattr(expected, name) for name in names}
     written = run.recipe.model_dump(mode="json", exclude_unset=True)
     record |= {"max_steps": run.inputs.max_steps, "written_settings": list(flatten(written))}
     record["packing"] = _padding(run)

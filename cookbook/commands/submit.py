@@ -18,7 +18,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
 from cookbook.planning.plan import default_num_processes, describe_batch, load_pair, make_plan
 from cookbook.system.files import RecipeError, dump_yaml, gathered
-from cookbook.system.hardware import GIB, Machines, parse_machines
+from cookbook.system.hardware import Machines, in_gib, parse_machines
 from cookbook.system.shipped import IS_INSTALLED
 from cookbook.system.signals import EXIT_CODE
 
@@ -258,9 +258,9 @@ def _plan(recipe: Recipe, strategy: Strategy, machines: Machines, path: Path) ->
         raise RecipeError([f"{path} under {strategy.path} {found.verdict} on {machines.text}; {advice}", *found.why])
     facts = [f"{path} under {strategy.path} on {machines.text}", describe_batch(recipe, plan)]
     if found.memory and machines.gpus_each:
-        low, high = (f"{size / GIB:.0f}" for size in found.memory.needed)
-        facts.append("; ".join([f"forecast: {low} to {high} GiB a GPU", *(found.why or [found.verdict])]))
-    facts.append(f"a checkpoint has {found.checkpoint / GIB:,.1f} GiB")
+        needed = f"forecast: {in_gib(*found.memory.needed)} GiB a GPU"
+        facts.append("; ".join([needed, *(found.why or [found.verdict])]))
+    facts.append(f"a checkpoint has {in_gib(found.checkpoint)} GiB")
     return facts, count
 
 

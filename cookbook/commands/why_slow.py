@@ -13,6 +13,7 @@ from cookbook.config.strategy import Strategy, load_strategy
 from cookbook.system.console import page
 from cookbook.system.divided import PARTS, in_words
 from cookbook.system.files import RecipeError
+from cookbook.system.hardware import GIB, find_gpu, in_gib
 from cookbook.system.records import read_json
 
 GROUPS = {
@@ -144,6 +145,35 @@ def advice(run: History, profiles: list[dict[str, Any]]) -> Iterator[Advice]:
     yield from _of_padding(profiles, found["step"], run)
     if profiles:
         yield from _of_profiles(profiles, found["step"], run)
+    else:
+        yield from _of_micro_batches(steps, found["step"], run)
+
+
+def _of_micro_batches(steps: list[dict[str, Any]], step: float, run: History) -> Iterator[Advice]:
+    """Whether larger micro-batches fit where a step takes longer than was forecast. What a forward and a backward cost
+    however few their tokens are is not in the forecast, and fewer micro-batches have less of it.
+    """
+    expected, memory = run.record.get("step_forecast", {}), run.record.get("forecast", {})
+    gpu, micro = find_gpu(run.record.get("hardware", {}).get("gpu", "")), run.settings.get("batch.micro_batch_size")
+    accumulation = _accumulation(run)
+    # Under pipeline parallel it is many micro-batches that keep all stages busy.
+    known = "high" in expected and "needed" in memory and run.record["strategy"].get("kind") != "pp"
+    if not known or gpu is None or not micro:
+        return
+    # No part of the memory grows faster than the micro-batch, so as many times as much is enough.
+    most = memory["needed"][1]
+    usable = gpu.usable_gib * GIB
+    fits = [n for n in range(2, accumulation + 1) if accumulation % n == 0 and n * most <= usable]
+    taken = mean(line["step_seconds"] - line.get("data_seconds", 0.0) for line in steps)
+    if not fits or taken <= expected["high"]:
+        return
+    times = fits[-1]
+    gain = step * (1 - expected["high"] / taken) * (1 - 1 / times)
+    if gain > WORTH:
+        tokens = mean(line["num_tokens"] for line in steps) / accumulation / run.record["strategy"]["processes"]
+        what = f"a step has {accumulation} micro-batches of some {tokens:,.0f} tokens, and GPU memory is free:"
+        what = f"{what} raise batch.micro_batch_size {micro} to {micro * times}, which changes no result"
+        yield Advice(what=f"{what} (at most {in_gib(times * most)} GiB by the forecast)", gain=gain)
 
 
 def _of_padding(profiles: list[dict[str, Any]], step: float, run: History) -> Iterator[Advice]:

@@ -43,6 +43,10 @@ class Key:
             raise NoCounterpart(self.why or f"no counterpart; {self.ours.lstrip('~')} can be {known}")
         return values[value]
 
+    def left_out(self, value: Any) -> str | None:
+        """What of a value has no counterpart, though `translate` has one for the rest."""
+        return PAGED if self.ours == "optim.name" and "paged" in str(value).lower() else None
+
     @property
     def answer(self) -> str:
         """What to write in a recipe in the place of this key."""
@@ -145,6 +149,7 @@ OPTIMIZERS = {
     **dict.fromkeys(("sgd", "torch.optim.sgd"), "sgd"),
     "muon": "muon",
 }
+PAGED = "paged is left out: moments stay on the GPU; strategy: zero2_offload, for one, keeps them in host memory"
 SCHEDULES = {
     "cosine": "cosine",
     "linear": "linear",

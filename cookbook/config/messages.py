@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+from cookbook.system.files import kind_in_words
+
 Chat = list[dict[str, Any]]
 
 FOREIGN_KEYS = {"from": "role", "value": "content"}
@@ -83,20 +85,19 @@ def check_messages(messages: Any, name: str = "") -> Chat:
     """The validated messages, reduced to what a template writes and `train: false`; `name` is their key if not
     `messages`."""
     if not isinstance(messages, list):
-        raise BadRow("messages not a list", f"{name and f'`{name}` is '}a {type(messages).__name__}")
+        raise BadRow("messages not a list", f"{name and f'`{name}` is '}{kind_in_words(messages)}")
     if not messages:
         raise BadRow("messages empty", f"`{name}`" if name else "")
     checked: Chat = []
     for number, message in enumerate(messages, start=1):
         which = f"message {number}" + (f" of `{name}`" if name else "")
         if not isinstance(message, dict):
-            raise BadRow("message not an object", f"{which} is a {type(message).__name__}")
+            raise BadRow("message not an object", f"{which} is {kind_in_words(message)}")
         before = checked[-1] if checked else {}
         allowed = ("tool",) if "tool_calls" in before else FOLLOWING[before.get("role")]
         if message.get("role") not in allowed:
-            raise BadRow(
-                "wrong role", f"{which} has {ascii(message.get('role'))[:40]}; expected {' or '.join(allowed)}"
-            )
+            has = f"has {ascii(message['role'])[:40]}" if "role" in message else f"is {kind_in_words(message)}, no role"
+            raise BadRow("wrong role", f"{which} {has}; expected {' or '.join(allowed)}")
         checked.append(_check_message(message, which))
     if all(message["role"] != "assistant" for message in checked):
         raise BadRow("no assistant turn", f"`{name}`" if name else "")
@@ -132,8 +133,9 @@ def _joined(content: Any, which: str) -> Any:
     texts = [part.get("text") if isinstance(part, dict) else None for part in content]
     for part, text in zip(content, texts, strict=True):
         if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise BadRow("not text", f"{which} content is a list with {ascii(kind)[:40]}; only parts of text are read")
+            has_type = isinstance(part, dict) and "type" in part
+            kind = ascii(part["type"])[:40] if has_type else kind_in_words(part)
+            raise BadRow("not text", f"{which} content is a list with {kind}; only parts of text are read")
     return "".join(map(str, texts))
 
 
@@ -141,7 +143,7 @@ def _check_calls(calls: Any, which: str) -> list[dict[str, Any]]:
     """Tool calls as chat templates expect them, with arguments as an object."""
     calls = from_json(calls)
     if not isinstance(calls, list):
-        raise BadRow("tool calls not a list", f"{which} has a {type(calls).__name__}")
+        raise BadRow("tool calls not a list", f"{which} has {kind_in_words(calls)}")
     checked = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else {}
@@ -160,7 +162,7 @@ def check_tools(tools: Any) -> list[dict[str, Any]]:
     """The tools that a chat may call, for the template."""
     tools = from_json(tools)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRow("tools not a list of objects", f"a {type(tools).__name__}")
+        raise BadRow("tools not a list of objects", kind_in_words(tools))
     return tools
 
 
@@ -168,7 +170,7 @@ def check_text(text: Any, name: str) -> str:
     if text is None:
         raise BadRow("empty text", f"{name} is null or missing")
     if not isinstance(text, str):
-        raise BadRow("not text", f"{name} is a {type(text).__name__}")
+        raise BadRow("not text", f"{name} is {kind_in_words(text)}")
     if not text.strip():
         raise BadRow("empty text", f"{name} is {'empty' if not text else 'only whitespace'}")
     if "\0" in text:

@@ -23,7 +23,7 @@ from cookbook.config.messages import (
     is_foreign,
     own_names,
 )
-from cookbook.system.files import closest
+from cookbook.system.files import closest, kind_in_words
 
 __all__ = ["BadRow", "Chat", "check_messages", "check_text"]  # for plugins
 
@@ -259,7 +259,7 @@ def _check_texts(*keys: str) -> Callable[[Row], Row]:
 
 def _check_same_form(raw: Row) -> None:
     if isinstance(raw["rejected"], str) != isinstance(raw["chosen"], str):
-        seen = f"`chosen` is a {type(raw['chosen']).__name__}, `rejected` a {type(raw['rejected']).__name__}"
+        seen = f"`chosen` is {kind_in_words(raw['chosen'])}, `rejected` {kind_in_words(raw['rejected'])}"
         raise BadRow("chosen and rejected of different form", seen)
 
 
@@ -350,7 +350,7 @@ def _conversation(prompt: Any, answer: Any, name: str) -> Chat:
     if prompt is None:
         return check_messages(answer, name)
     if not isinstance(prompt, list):
-        raise BadRow("messages not a list", f"`prompt` is a {type(prompt).__name__}")
+        raise BadRow("messages not a list", f"`prompt` is {kind_in_words(prompt)}")
     if is_answer_only:
         return check_messages([*prompt, *answer], f"prompt, {name}")
     whole = check_messages(answer, name)

@@ -108,8 +108,8 @@ class _Child:
         elif self.received is None:
             self.received = signal.Signals(number).name
             with contextlib.suppress(OSError):  # Ctrl-C also ends a `tee` that reads this
-                notice = f"{self.received}: the run will save and stop after this step; Ctrl-\\ ends it now"
-                print(notice, file=sys.stderr, flush=True)
+                notice = "the run will save and stop after this step, or the next; Ctrl-\\ ends it now"
+                print(f"{self.received}: {notice}", file=sys.stderr, flush=True)
         for receiver in receivers or [self._launcher]:
             with contextlib.suppress(psutil.Error, OSError):
                 receiver.send_signal(passed)

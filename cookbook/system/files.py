@@ -483,6 +483,20 @@ def show(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def kind_in_words(value: Any) -> str:
+    """What a value of JSON is, for people: an object with its keys, a list with its length."""
+    if isinstance(value, dict) and value:
+        named = ", ".join(ascii(key)[:40] for key in list(value)[:3])
+        more = f" and {len(value) - 3} more" if len(value) > 3 else ""
+        return f"an object with the key{'s' if len(value) > 1 else ''} {named}{more}"
+    if isinstance(value, list) and value:
+        return f"a list of {len(value)}"
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    names = {dict: "an empty object", list: "an empty list", str: "a text", int: "a number", float: "a number"}
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
 def _type_name(value: Any) -> str:
     names = {dict: "a mapping", list: "a list", str: "text", int: "an integer", float: "a number", bool: "true/false"}
     return names.get(type(value), type(value).__name__)

@@ -32,6 +32,17 @@ DISK_READ, DISK_WRITE = (2e9, 7e9), (1e9, 4e9)
 6.9 and 4.1 GB/s). The doctor measures; a machine with several drives in one volume is faster."""
 
 
+def in_gib(num_bytes: float, most: float | None = None) -> str:
+    """Bytes in GiB with two digits, since more a forecast can't back, and whole from 10 on: <0.1, 3.4, 26, 1,314.
+
+    Args:
+        most: the end of a range: 3.4 to 26; left out where it reads the same.
+    """
+    value = num_bytes / GIB
+    least = f"{value:,.0f}" if value >= 10 else f"{value:.1f}" if value >= 0.1 else "<0.1"
+    return least if most is None or least == in_gib(most) else f"{least} to {in_gib(most)}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
     """One model of GPU. Rates per second, dense (the sheets' large figures are with sparsity), each way of a link."""

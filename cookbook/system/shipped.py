@@ -3,6 +3,7 @@ project: recipes, strategies and train.py, in the repository or in an installed 
 """
 
 import os
+import re
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
@@ -34,6 +35,20 @@ def located(name: str, file: Path | None = None) -> str:
     here = Path.cwd()
     start = next((one for one in starts(file) if (one / name).exists()), here)
     return name if start == here else str(start / name)
+
+
+def short(text: str) -> str:
+    """A text for people, with what is shipped in an installed package under the path that leads there from here. Not
+    for a command line of another program, nor for a file: these need the place itself.
+    """
+    if not IS_INSTALLED:
+        return text
+    return re.sub(rf"{re.escape(str(HOME))}/([\w./-]+)", lambda found: _reached(found[0], found[1]), text)
+
+
+def _reached(path: str, name: str) -> str:
+    """`name`, unless something else is there."""
+    return name if located(name.rstrip(".")) == path.rstrip(".") else path
 
 
 def typed(target: str, command: str) -> str:

@@ -35,7 +35,7 @@ from cookbook.planning.costs.traffic import Transfer, transfers
 from cookbook.planning.packing import decide
 from cookbook.planning.plan import Plan, default_num_processes, make_plan
 from cookbook.system.files import RecipeError
-from cookbook.system.hardware import HOST_AT_LEAST, Gpu, Machines
+from cookbook.system.hardware import HOST_AT_LEAST, Gpu, Machines, in_gib
 from cookbook.training.models.loss import LOGITS_BUDGET
 from cookbook.training.models.structure import find_config, mesh_problem, not_served
 
@@ -509,10 +509,10 @@ def _verdict(
     usable = machines.usable_gib * GIB
     if low > usable:
         verdict = "does not fit"
-        why.append(f"needs {low / GIB:.0f} GiB or more of a GPU that has {usable / GIB:.0f}")
+        why.append(f"needs {in_gib(low)} GiB or more of a GPU that has {in_gib(usable)}")
     elif high > usable:
         verdict = "tight"
-        why.append(f"between {low / GIB:.0f} and {high / GIB:.0f} GiB of {usable / GIB:.0f}")
+        why.append(f"between {in_gib(low)} and {in_gib(high)} GiB of {in_gib(usable)}")
     shortage = low / usable
     of_host = "host memory" if offloaded >= host else "host memory to read the weights"
     # Some host memory is assumed for loading, but none for offloading, which needs it for the whole run.
@@ -524,10 +524,10 @@ def _verdict(
     for what, unknown, needed, there, taken in asked:
         if there is None and needed > taken:
             verdict = unknown if verdict == "fits" else verdict
-            why.append(f"{unknown}, needs {needed / GIB:,.0f} GiB a machine")
+            why.append(f"{unknown}, needs {in_gib(needed)} GiB a machine")
         elif there is not None and needed > there * GIB:
             verdict = "does not fit"
-            why.append(f"needs {needed / GIB:,.0f} GiB of {what} in a machine that has {there:,.0f}")
+            why.append(f"needs {in_gib(needed)} GiB of {what} in a machine that has {in_gib(there * GIB)}")
             shortage = max(shortage, needed / GIB / there)
     return verdict, why, shortage
 
@@ -600,5 +600,5 @@ def _if_there(one: Forecast) -> str:
     """The condition under which a strategy fits, if its verdict has one."""
     if one.verdict not in UNKNOWN:
         return ""
-    disk = f" and {one.disk / GIB:,.0f} GiB of NVMe" if one.disk else ""
-    return f" if a machine has {one.host / GIB:,.0f} GiB of memory{disk}"
+    disk = f" and {in_gib(one.disk)} GiB of NVMe" if one.disk else ""
+    return f" if a machine has {in_gib(one.host)} GiB of memory{disk}"

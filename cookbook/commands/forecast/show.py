@@ -9,6 +9,7 @@ from cookbook.commands.forecast.memory import GIB
 from cookbook.commands.forecast.sizes import Sizes
 from cookbook.planning.plan import describe_batch
 from cookbook.system.console import Row, coloured, page
+from cookbook.system.hardware import in_gib
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -85,13 +86,13 @@ def _table(report: PlanReport) -> str:
                 name,
                 str(one.num_processes),
                 _verdict(one),
-                f"{_gib(low)} to {_gib(high)}" if high > low else _gib(low),
+                in_gib(low, high),
                 "<1" if one.largest_micro_batch == 0 else _count(one.largest_micro_batch),
                 _count(one.longest),
                 time,
                 one.time.bottleneck if one.time else "-",
-                _gib(one.host) if one.host else "-",
-                _gib(one.disk) if one.disk else "-",
+                in_gib(one.host) if one.host else "-",
+                in_gib(one.disk) if one.disk else "-",
             )
         )
     if report.time_caveat and any(one.time for one in report.forecasts):
@@ -111,7 +112,7 @@ def _sizes(found: Sequence[Sizes]) -> str:
                 (
                     f"{sizes.name} {sizes.key} {size}",
                     _verdict(one),
-                    "{} to {}".format(*map(_gib, one.memory.needed)) if one.memory else "-",
+                    in_gib(*one.memory.needed) if one.memory else "-",
                     _range(one.time.low, one.time.high, " s") if one.time else "-",
                     ", ".join(notes),
                 )
@@ -145,7 +146,7 @@ def _bars(report: PlanReport) -> str:
     if unknown:
         notes += [*unknown, "what a machine has: --host-gib, --nvme-gib (of make: HOST_GIB=, NVME_GIB=)"]
     return page(
-        ("", f"0{f'{_gib(round(whole))} GiB':>{BAR}}", ""),
+        ("", f"0{f'{in_gib(round(whole))} GiB':>{BAR}}", ""),
         *((one.strategy.name, _bar(one, whole), "" if one.verdict == "fits" else _verdict(one)) for one, _ in shown),
         *((note,) for note in notes),
     )
@@ -170,18 +171,19 @@ def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price:
     if best.verdict == "does not fit":
         said = report.suggestion or "no other strategy, smaller micro-batch, checkpointing or adapter helps: take more"
         return page((f"Nothing fits. Nearest is {best.strategy.name}: {'; '.join(best.why)}.",), (f"Next: {said}.",))
-    parts = [f"{words} {_gib(getattr(memory, name))}" for _, name, words in PARTS if getattr(memory, name) >= GIB // 10]
+    sizes = [(words, getattr(memory, name)) for _, name, words in PARTS]
+    parts = [f"{words} {in_gib(size)}" for words, size in sizes if size >= GIB // 10]
     low, high = memory.reserved
-    reserved = f", {_gib(low)} to {_gib(high)} reserved" if machines.gpus_each else ""
+    reserved = f", {in_gib(low, high)} reserved" if machines.gpus_each else ""
     rows = [
-        ("peak", f"{_gib(memory.allocated)} GiB allocated{reserved}, at {memory.moment}"),
+        ("peak", f"{in_gib(memory.allocated)} GiB allocated{reserved}, at {memory.moment}"),
         ("", ", ".join(parts) or "nothing of 0.1 GiB or more"),
-        ("disk", f"{_gib(best.checkpoint)} GiB a checkpoint"),
+        ("disk", f"{in_gib(best.checkpoint)} GiB a checkpoint"),
     ]
     if best.is_bound:
         rows.insert(2, ("", "activations are a bound by formula: this model's code could not be traced"))
     steps = _num_steps(report, num_samples)
-    length = f"{steps:,} steps" if steps else "not known: run.num_epochs of data that was not read; give --samples"
+    length = f"{steps:,} steps" if steps else "not known: run.num_epochs of unread data; give SAMPLES= (--samples)"
     if time is None:
         rows.append(("time", str(report.no_time)))
     else:
@@ -228,12 +230,6 @@ def _num_steps(report: PlanReport, num_samples: int | None) -> int | None:
     if num_samples is None:
         return None
     return recipe.run.total_steps(-(-num_samples // recipe.batch.global_batch_size))
-
-
-def _gib(num_bytes: float) -> str:
-    """Two digits: more a forecast can't back."""
-    value = num_bytes / GIB
-    return f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 0.1 else "<0.1"
 
 
 def _range(low: float, high: float, unit: str) -> str:

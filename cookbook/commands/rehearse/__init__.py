@@ -29,6 +29,7 @@ from cookbook.planning.plan import describe_batch, launch_command, load_pair, ma
 from cookbook.system.console import page
 from cookbook.system.files import RecipeError, dump_yaml, read_document
 from cookbook.system.machine import CPU_PROCESSES, num_cores, num_gpus, torch_cuda
+from cookbook.system.shipped import short
 from cookbook.training.data.rows import row_bytes
 
 NUM_STEPS = 3
@@ -76,7 +77,8 @@ def rehearse(
     rehearsal = Rehearsal(recipe=recipe, strategy=found, num_processes=count, place=place, folder=folder)
     if why:
         print(why)
-    print(f"Rehearsing {recipe_path} under {found.path}, {count} process{'es' if count > 1 else ''} on {place} ...")
+    many = "es" if count > 1 else ""
+    print(short(f"Rehearsing {recipe_path} under {found.path}, {count} process{many} on {place} ..."))
     try:
         _plan_full_size(rehearsal, recipe_path)
         small = _write_small_recipe(rehearsal, recipe_path)
@@ -90,7 +92,7 @@ def rehearse(
             return 1
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print(f"REHEARSAL of {recipe_path}: fine ({time.perf_counter() - started:.0f} s)")
+    print(short(f"REHEARSAL of {recipe_path}: fine ({time.perf_counter() - started:.0f} s)"))
     beyond = {
         "CPU": "the GPU's code paths, NCCL",
         "simulated GPUs": "errors inside real kernels and NCCL",

@@ -21,6 +21,7 @@ from cookbook.planning.plan import Plan, default_num_processes, launch_command, 
 from cookbook.system.console import Row, page
 from cookbook.system.files import Document, RecipeError, apply_overrides, flatten, read_document
 from cookbook.system.machine import num_gpus
+from cookbook.system.shipped import short
 
 COSTS = "BYTES OF A TRAINED PARAMETER, on each process; activations and buffers come on top"
 DEFAULT, COMMAND_LINE = "default", "command line"
@@ -161,12 +162,12 @@ def _files(
 ) -> Section:
     named = COMMAND_LINE if override else source(document, "strategy")
     files = {
-        "recipe": Quantity(value=str(recipe_path), text=str(recipe_path)),
-        "yaml": Quantity(value=strategy.path, text=strategy.path, sources=(named,)),
+        "recipe": Quantity(value=str(recipe_path), text=short(str(recipe_path))),
+        "yaml": Quantity(value=strategy.path, text=short(strategy.path), sources=(named,)),
     }
     if strategy.deepspeed_file is not None:
         place = source(yaml_file, "deepspeed_config.deepspeed_config_file")
-        files["json"] = Quantity(value=strategy.deepspeed_file, text=strategy.deepspeed_file, sources=(place,))
+        files["json"] = Quantity(value=strategy.deepspeed_file, text=short(strategy.deepspeed_file), sources=(place,))
     return files
 
 

@@ -14,7 +14,7 @@ from cookbook.planning.explain import Explanation, explain, shorten, source
 from cookbook.planning.plan import load_pair
 from cookbook.system.console import Row, page
 from cookbook.system.files import RecipeError, apply_overrides, gathered, read_document, show
-from cookbook.system.shipped import located
+from cookbook.system.shipped import located, short
 
 NEVER_THE_CURVE = (
     "strategy",
@@ -222,7 +222,7 @@ def _caveats(one: Explanation, other: Explanation) -> list[str]:
 
 def in_words(found: Comparison) -> str:
     """The page for a terminal."""
-    names = page(("A", found.names[0]), ("B", found.names[1]))
+    names = page(*((side, short(name)) for side, name in zip("AB", found.names, strict=True)))
     if not found.differences and found.settings[0] == found.settings[1]:
         return f"{names}\n\nNothing differs."
     keys: list[Row] = []

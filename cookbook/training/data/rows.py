@@ -17,6 +17,7 @@ from cookbook.config.row_kinds import (
     Reading,
     RowKind,
     kinds,
+    kinds_of,
     misspelt,
     readings,
     rename,
@@ -24,7 +25,7 @@ from cookbook.config.row_kinds import (
     suggested_columns,
     texts_in,
 )
-from cookbook.system.files import RecipeError, dump_yaml
+from cookbook.system.files import RecipeError, closest, dump_yaml, kind_in_words
 from cookbook.training.data.files import MAX_ROW_BYTES
 from cookbook.training.data.sources import raw_rows
 
@@ -194,7 +195,7 @@ class _Reader:
         if isinstance(raw, BadRow):
             raise raw
         if not isinstance(raw, dict):
-            raise BadRow("not an object", f"a {type(raw).__name__}; a row is an object with {shapes()}")
+            raise BadRow("not an object", f"{kind_in_words(raw)}; a row is an object with {shapes()}")
         named = rename(raw, self.source.columns or {})
         reading = self._reading_of(named, raw, place)
         row = reading.kind.check(reading.of(named))
@@ -232,6 +233,12 @@ class _Reader:
                 raise BadRow("empty text", f"`{min(nulls, key=len)[0]}` is null")
             if self.source.columns:
                 given = ", ".join(f"{key}: {column}" for key, column in self.source.columns.items())
+                absent = [column for column in self.source.columns.values() if column not in raw]
+                for column in absent:
+                    meant = closest(column, raw)
+                    seen += f" (did you mean {meant!a}, not {column!a}?)" if meant else ""
+                if len(kinds_of(raw)) == 1:
+                    seen += ", which would be read without data.columns"
                 raise BadRow("missing keys", f"with columns {{{given}}} it has {seen}; a row must have {shapes()}")
             if near := misspelt(raw):
                 seen += f" (did you mean `{near[1]}`, not {near[0]!a}?)"

@@ -160,7 +160,14 @@ def _groups(model: torch.nn.Module) -> Iterator[Any]:
     """FSDP2's groups of parameters, each of which is gathered and reduced together."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            yield from module._get_fsdp_state()._fsdp_param_groups
+            yield from _groups_of(module._get_fsdp_state())
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """Of a unit. In torch 2.10 it has one at most, under another name."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def gather_tied_once(model: torch.nn.Module) -> None:
@@ -174,7 +181,7 @@ def gather_tied_once(model: torch.nn.Module) -> None:
         if not isinstance(module, FSDPModule):
             continue
         state: Any = module._get_fsdp_state()
-        for group in state._fsdp_param_groups:
+        for group in _groups_of(state):
             for held in list(group.fsdp_params):
                 place = held._module_info
                 owner = owners.setdefault(getattr(place.module, place.param_name), held)
@@ -182,7 +189,11 @@ def gather_tied_once(model: torch.nn.Module) -> None:
                     owner._module_info.shared_modules.append(place.module)
                     owner._module_info.shared_param_names.append(place.param_name)
                     group.fsdp_params.remove(held)
-        state._fsdp_param_groups[:] = [group for group in state._fsdp_param_groups if group.fsdp_params]
+        left = [group for group in _groups_of(state) if group.fsdp_params]
+        if hasattr(state, "_fsdp_param_groups"):
+            state._fsdp_param_groups[:] = left
+        else:
+            state._fsdp_param_group = left[0] if left else None
 
 
 def _gather_as_bytes() -> None:

@@ -81,20 +81,21 @@ class _VocabularyShard:
         wide = logits.float()
         return torch.stack([wide.logsumexp(-1), wide.gather(1, columns).squeeze(1) * is_here])
 
-    def join(self, terms: torch.Tensor) -> torch.Tensor:
-        """All ranks' terms -> (2, L): negative log-likelihoods, and the log-sum-exp over the vocabulary. Collective."""
+    def join(self, terms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All ranks' terms -> negative log-likelihoods, and the log-sum-exp over the vocabulary, (L,). Collective."""
         found = terms.new_empty(self.group.size() * len(terms), terms.shape[1])
         dist.all_gather_into_tensor(found, terms, self.group)
         sums = found[::2].logsumexp(0)
-        return torch.stack([sums - found[1::2].sum(0), sums])
+        return sums - found[1::2].sum(0), sums
 
-    def gradient_of_logits(self, logits: torch.Tensor, targets: torch.Tensor, joined: torch.Tensor) -> torch.Tensor:
+    def gradient_of_logits(
+        self, logits: torch.Tensor, targets: torch.Tensor, nll: torch.Tensor, sums: torch.Tensor
+    ) -> torch.Tensor:
         """(L, shard): this rank's columns of `_gradient_of_logits`."""
         columns, is_here = self._columns(logits, targets)
-        nll, sums = joined.unsqueeze(-1)
-        probabilities = (logits.float() - sums).exp_()
+        probabilities = (logits.float() - sums.unsqueeze(1)).exp_()
         rest = probabilities.gather(1, columns)
-        probabilities.scatter_(1, columns, torch.where(is_here.unsqueeze(1), torch.expm1(-nll), rest))
+        probabilities.scatter_(1, columns, torch.where(is_here.unsqueeze(1), torch.expm1(-nll).unsqueeze(1), rest))
         return probabilities.to(torch.float32 if logits.dtype == torch.float16 else logits.dtype)
 
     def _columns(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,29 +135,31 @@ class _LossOfHead(torch.autograd.Function):
         cast, parts, gradient = weight.to(hidden.dtype), [], None
         for part, answers in zip(hidden.split(rows), targets.split(rows), strict=True):
             logits = _logits(part, cast, bias)
-            parts.append(_nll(logits, answers).unsqueeze(0) if shard is None else shard.terms(logits, answers))
+            parts.append(_nll(logits, answers) if shard is None else shard.terms(logits, answers))
         found = torch.cat(parts, -1)
-        found = found if shard is None else shard.join(found)
+        # No view is returned, of which FSDP2 warns.
+        nll, sums = (found, None) if shard is None else shard.join(found)
         if has_backward and len(parts) == 1:
-            gradient = _gradient_of_logits(logits, targets, found, shard)
-        ctx.save_for_backward(hidden, weight, bias, targets, found, gradient)
+            gradient = _gradient_of_logits(logits, targets, nll, sums, shard)
+        ctx.save_for_backward(hidden, weight, bias, targets, nll, sums, gradient)
         ctx.shard = shard
-        return found[0]
+        return nll
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, targets, found, known = ctx.saved_tensors
+        hidden, weight, bias, targets, nll, sums, known = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         cast = weight.to(hidden.dtype)
         # In bf16 nothing here is float32, so that the bytes of the forward hold twice as many rows.
         rows = max(1, LOGITS_BUDGET // len(weight)) * (2 if hidden.dtype == torch.bfloat16 else 1)
         of_hidden: list[torch.Tensor] = []
         of_weight, of_bias = None, None
-        parts = (one.split(rows) for one in (hidden, targets, gradients[0].unsqueeze(1)))
-        for part, answers, scale, terms in zip(*parts, found.split(rows, -1), strict=True):
+        split = [one.split(rows) for one in (hidden, targets, gradients[0].unsqueeze(1), nll)]
+        split.append((None,) * len(split[0]) if sums is None else sums.split(rows))
+        for part, answers, scale, losses, of_all in zip(*split, strict=True):
             gradient = known
             if gradient is None:
-                gradient = _gradient_of_logits(_logits(part, cast, bias), answers, terms, ctx.shard)
+                gradient = _gradient_of_logits(_logits(part, cast, bias), answers, losses, of_all, ctx.shard)
             if gradient.dtype != part.dtype:
                 gradient, scale = (gradient * scale).to(part.dtype), torch.ones_like(scale)
             if needs_hidden:
@@ -181,21 +184,27 @@ def _nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def _gradient_of_logits(
-    logits: torch.Tensor, targets: torch.Tensor, found: torch.Tensor, shard: _VocabularyShard | None
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    nll: torch.Tensor,
+    sums: torch.Tensor | None,
+    shard: _VocabularyShard | None,
 ) -> torch.Tensor:
     """Of the sum of the losses: probabilities, (L, V), less 1 at the target.
 
     In the dtype of the logits, but float32 for fp16, whose smallest number is 6e-8: its loss scale must come first.
 
     Args:
-        found: (1, L) losses; with a shard, what its `join` returns.
+        nll: (L,) losses.
+        sums: with a shard, the other that its `join` returns.
     """
     if shard is not None:
-        return shard.gradient_of_logits(logits, targets, found)
+        assert sums is not None
+        return shard.gradient_of_logits(logits, targets, nll, sums)
     wide = logits.float() if logits.dtype == torch.float16 else logits
     probabilities = wide.softmax(-1, dtype=wide.dtype)  # CUDA's autocast, unlike that of the CPU, makes it float32
     # By way of the loss: a probability near 1 that was rounded to bf16 has no digits left after subtracting 1.
-    return probabilities.scatter_(1, targets.unsqueeze(1), torch.expm1(-found[0]).unsqueeze(1).to(probabilities.dtype))
+    return probabilities.scatter_(1, targets.unsqueeze(1), torch.expm1(-nll).unsqueeze(1).to(probabilities.dtype))
 
 
 def _add_product(
