@@ -62,7 +62,7 @@ def statuses(findings):
 
 
 def worst(findings):
-    return finding.worst(list(findings))
+    return max((one.status for one in findings), key=finding.EXIT_CODES.__getitem__, default="ok")
 
 
 def test_eight_h100_are_read_as_such():
@@ -533,7 +533,7 @@ def servers(monkeypatch):
 
 
 def model(name, revision=None):
-    return hub.Wanted(key="model.name_or_path", name=name, revision=revision, is_model=True)
+    return hub.Wanted(key="model.name_or_path", name=name, revision=revision, repo_type="model")
 
 
 def test_gated_private_and_missing_models_are_told_apart_and_the_token_never(servers, monkeypatch):
