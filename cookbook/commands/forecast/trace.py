@@ -9,7 +9,7 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -399,7 +399,7 @@ def _linear_of_zero3() -> Iterator[None]:
 class _Ledger(TorchDispatchMode):
     """Counts the bytes of all tensors that operations allocate, until they are freed."""
 
-    def __init__(self, known: Iterator[torch.Tensor]) -> None:
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.live = self.peak = self.made = self.peak_with_made = 0
         self.kernels = self.moved = self.streamed = 0
@@ -519,11 +519,9 @@ class _Marked(torch.nn.Module):
         hidden = _Mark.apply(hidden, begin, ("forward", i), ("backward", i - 1) if i else ("end",))
         result = self.layer(hidden, *args, **kwargs)
         if self._is_last:
-            mark = ("head",), ("backward", i)
-            if isinstance(result, tuple):
-                result = _Mark.apply(result[0], begin, *mark), *result[1:]
-            else:
-                result = _Mark.apply(result, begin, *mark)
+            hidden, *rest = result if isinstance(result, tuple) else (result,)
+            hidden = _Mark.apply(hidden, begin, ("head",), ("backward", i))
+            result = (hidden, *rest) if isinstance(result, tuple) else hidden
         return result if self._unit is None else _cast(result, torch.float32)
 
 
@@ -566,7 +564,7 @@ def _trace_phases(
 ) -> list[Phase]:
     fake = FakeTensorMode()
     _fake_in_place(model, fake)
-    ledger = _Ledger(tensor for tensor in (*model.parameters(), *model.buffers()))
+    ledger = _Ledger((*model.parameters(), *model.buffers()))
     if compiling is not None:
         compiling(model, uncounted=ledger.uncounted)
     if offloads:
