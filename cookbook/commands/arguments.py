@@ -19,11 +19,6 @@ def recipes() -> list[str]:
     return sorted(str(path.relative_to(HOME) if path.is_relative_to(HOME) else path) for path in recipe_files())
 
 
-def strategies() -> list[str]:
-    """Completions of a strategy."""
-    return known_strategies()
-
-
 def _runs() -> list[str]:
     return sorted(str(path.parent) for path in Path("outputs").glob("*/run.json"))
 
@@ -59,7 +54,13 @@ def _locate(given: Path | str | list[Path] | None) -> Any:
 RECIPE = Argument(metavar="RECIPE", autocompletion=recipes, callback=_locate)
 StrategyFile = Annotated[
     Path | None,
-    Option("--strategy", metavar="NAME|PATH", callback=_find, autocompletion=strategies, help="in the recipe's place"),
+    Option(
+        "--strategy",
+        metavar="NAME|PATH",
+        callback=_find,
+        autocompletion=known_strategies,
+        help="in the recipe's place",
+    ),
 ]
 Assignments = Annotated[
     list[str],
@@ -67,6 +68,6 @@ Assignments = Annotated[
 ]
 Strategies = Annotated[
     list[str] | None,
-    Option("--strategy", metavar="NAME|PATH", autocompletion=strategies, help="only this; may be repeated"),
+    Option("--strategy", metavar="NAME|PATH", autocompletion=known_strategies, help="only this; may be repeated"),
 ]
 AsJson = Annotated[bool, Option("--json", help="everything that is known, for programs")]

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from cookbook.commands.arguments import positive, run_folder
-from cookbook.commands.exported import find_model, find_run, recipe_of_run
+from cookbook.commands.exported import find_model, find_run
 from cookbook.config.messages import Chat
+from cookbook.config.recipe import load_recipe
 from cookbook.config.row_kinds import Row, RowKind, kinds
 from cookbook.system.files import RecipeError
 from cookbook.system.machine import num_gpus
@@ -146,7 +147,7 @@ def _held_out_prompts(folder: Path, count: int) -> Iterator[tuple[str | Chat, An
     run = find_run(folder)
     if run is None:
         raise RecipeError(f"--from-eval: {folder} is no run's, which alone has held-out rows; name a run.output_dir")
-    recipe = recipe_of_run(run)
+    recipe = load_recipe(run / "recipe.yaml")
     sets = read_eval(recipe.data, recipe.objective)
     if not sets:
         raise RecipeError(f"--from-eval: {run} has no held-out rows (neither data.eval nor data.holdout)")

@@ -16,7 +16,7 @@ from cookbook.commands.launch import check
 from cookbook.config.foreign import ADAPTER, EVALUATION, PROJECTS, SAVING, NoCounterpart, Project
 from cookbook.config.recipe import RECIPES, Recipe, leaves
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
-from cookbook.system.files import Document, KeyPath, RecipeError, dump_yaml, read_document, show
+from cookbook.system.files import Document, KeyPath, RecipeError, dump_yaml, gathered, read_document, show
 from cookbook.system.shipped import located
 
 ORDER = list(dict.fromkeys(leaves(Recipe)))
@@ -84,25 +84,17 @@ def convert(
     if training is None:
         print("no recipe: the file has no model and no data; for a recipe:")
         print(dump_yaml(recipe).rstrip())
-    _print_list("left out, or to decide:", found.notes)
-    _print_list("to correct before it runs:", _mistakes(out if training is not None else None, name, found.processes))
-    return 0
-
-
-def _print_list(title: str, lines: list[str]) -> None:
-    if lines:
-        print(title, *[f"  {line}" for line in lines], sep="\n")
-
-
-def _mistakes(recipe: Path | None, strategy: str, processes: int | None) -> list[str]:
-    try:
-        if recipe is None:
-            load_strategy(strategy_path(strategy))
+    if found.notes:
+        print("left out, or to decide:", *found.notes, sep="\n  ")
+    mistakes: list[str] = []
+    with gathered(mistakes):
+        if training is None:
+            load_strategy(strategy_path(name))
         else:
-            check([recipe], assignments=[], processes=processes)
-    except RecipeError as error:
-        return error.mistakes
-    return []
+            check([out], assignments=[], processes=found.processes)
+    if mistakes:
+        print("to correct before it runs:", *mistakes, sep="\n  ")
+    return 0
 
 
 def nested(values: dict[str, Any]) -> dict[str, Any]:
@@ -200,7 +192,9 @@ class Conversion:
     def derive(self, project: Project | None) -> None:
         """The keys that depend on several of theirs, and their defaults."""
         self._strategy_files()
-        self._precision()
+        bf16, fp16 = self._take("bf16"), self._take("fp16")
+        if bf16 or fp16 or bf16 is False:
+            self.recipe.setdefault("mixed_precision", "bf16" if bf16 else "fp16" if fp16 else "no")
         self._data()
         self._objective()
         if project is not None:
@@ -243,13 +237,6 @@ class Conversion:
         for key, value in (self._take("fsdp") or {}).items():
             self.other.setdefault(f"strategy.{key}", value)
 
-    def _precision(self) -> None:
-        bf16, fp16 = self._take("bf16"), self._take("fp16")
-        if bf16 or fp16:
-            self.recipe.setdefault("mixed_precision", "bf16" if bf16 else "fp16")
-        elif bf16 is False:
-            self.recipe.setdefault("mixed_precision", "no")
-
     def _data(self) -> None:
         path, config, split = self._take("dataset"), self._take("dataset_config"), self._take("train_split")
         test, rows = self._take("test_split"), self._take("max_rows")
@@ -257,7 +244,8 @@ class Conversion:
         if rows is not None:
             sources = [{**source, "max_rows": rows} for source in sources]
         if sources:
-            self.recipe["data.train"] = sources if len(sources) > 1 else _plain(sources[0])
+            only = sources[0]["path"] if sources[0].keys() == {"path"} else sources[0]
+            self.recipe["data.train"] = sources if len(sources) > 1 else only
         is_used = "~dataset_component" in self.places or any(source["path"] == path for source in sources)
         if test is not None and is_used:
             self.recipe["data.eval"] = {**sources[0], "split": test}
@@ -316,15 +304,11 @@ class Conversion:
             }
         if any(_number_of(share) != 1 for share in mixer.values()):
             self._note("~mixer", "a fraction became weight: an epoch uses that part of the rows, the next one another")
-        return [
-            {
-                "path": path,
-                **({"split": split} if split != "train" else {}),
-                **({"weight": share} if _number_of(share) != 1 else {}),
-            }
-            for path, share in mixer.items()
-            for split in train
-        ]
+        found = []
+        for path, share in mixer.items():
+            weight = {"weight": share} if _number_of(share) != 1 else {}
+            found += [{"path": path, **({"split": split} if split != "train" else {}), **weight} for split in train]
+        return found
 
     def _names(self, key: str) -> list[str]:
         """Names of LLaMA-Factory's dataset_info.json, each to be replaced by a path."""
@@ -586,10 +570,6 @@ SOURCE_KEYS = {
 COLUMN_KEYS = {"field_messages": "messages", "message_field_role": "role", "message_field_content": "content"}
 RECOGNIZED_TYPES = ("alpaca", "chat_template", "sharegpt")
 SOURCE_ADVICE = "no counterpart; the shape of rows is recognized, and data.columns maps the rest"
-
-
-def _plain(source: dict[str, Any]) -> Any:
-    return source["path"] if source.keys() == {"path"} else source
 
 
 def _number_of(value: Any) -> float:

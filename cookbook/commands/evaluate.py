@@ -14,9 +14,9 @@ from typer import Argument, Option
 
 from cookbook.commands import harness
 from cookbook.commands.arguments import AsJson, Assignments, positive, run_folder
-from cookbook.commands.exported import ADAPTER, find_model, find_run, recipe_of_run
+from cookbook.commands.exported import ADAPTER, find_model, find_run
 from cookbook.config.objectives.token_loss import TokenLoss
-from cookbook.config.recipe import Recipe, parse_recipe
+from cookbook.config.recipe import Recipe, load_recipe, parse_recipe
 from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.planning import launch
 from cookbook.planning.packing import decide
@@ -64,7 +64,7 @@ def evaluate(
         print(json.dumps({"model": str(model), "sets": found}, indent=1))
         return 0
     names = list(dict.fromkeys(name for one in found for name in one))
-    rows = [[_shown(one.get(name)) for name in names] for one in found]
+    rows = [[f"{one:.4f}" if isinstance(one, float) else str(one) for one in map(line.get, names)] for line in found]
     print(page(f"EVALUATION of {model}", names, *rows))
     return 0
 
@@ -87,10 +87,6 @@ def _show_tasks(
     return 0
 
 
-def _shown(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
 def _recipe_for(folder: Path, model: Path, data: str | None, assignments: list[str]) -> Recipe:
     """The run's recipe, or for a model of no run one of defaults; with `data` as its only held-out rows.
 
@@ -103,7 +99,7 @@ def _recipe_for(folder: Path, model: Path, data: str | None, assignments: list[s
         assignments = [own, f"data.train={json.dumps(data)}", "data.holdout=0", *assignments]
     run = find_run(folder)
     if run is not None:
-        recipe = recipe_of_run(run, assignments)
+        recipe = load_recipe(run / "recipe.yaml", assignments)
     else:
         values = {
             "strategy": "single",

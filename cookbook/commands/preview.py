@@ -44,9 +44,15 @@ def preview(recipe_path: Path, assignments: list[str], num_samples: int = 3, *, 
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns on stdout
     folder = _folder(recipe, rows, cache)
 
+    from transformers import AutoConfig
+
     from cookbook.training.models import load_tokenizer
 
-    tokenizer, packing = load_tokenizer(folder, recipe.data.chat_template), _packing(recipe, folder)
+    tokenizer = load_tokenizer(folder, recipe.data.chat_template)
+    try:
+        packing = decide(recipe, AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    except (OSError, ValueError):
+        packing = Packing(False, f"{folder} has no configuration that is understood")
     sets = tokenize_data(rows, tokenizer, recipe.data, recipe.objective, cache=cache)
 
     from rich.style import Style
@@ -93,16 +99,6 @@ def _folder(recipe: Recipe, rows: RowSets, cache: Path) -> str:
         )
     assert model.name_or_path is not None
     return models.fetch_model(model.name_or_path, model.revision, TOKENIZER_FILES)
-
-
-def _packing(recipe: Recipe, folder: str) -> Packing:
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError):
-        return Packing(False, f"{folder} has no configuration that is understood")
-    return decide(recipe, config)
 
 
 def marked(tokens: TokenSet, sequence: int, tokenizer: "PreTrainedTokenizerBase", mark: Callable[[str], str]) -> str:

@@ -132,15 +132,11 @@ def candidates(
             for size in _sizes(recipe, one.plan.data_parallel_size, one.largest_micro_batch):
                 settings = Settings(strategy=one.strategy, micro_batch=size, checkpointing=kind)
                 seconds = (one.time.low + one.time.high) / 2 if one.time else 0.0
-                is_own = (one.strategy.path, size, kind) == (own.path, *_written(recipe))
+                is_own = (one.strategy.path, size, kind) == (own.path, recipe.batch.micro_batch_size, own_kind)
                 why = f"{one.verdict}" + (f", {seconds:.2f} s a step by the forecast" if one.time else "")
                 rank = (not is_own, seconds, kinds.index(kind), place, -size)
                 found.append(Candidate(settings=settings, why="the recipe's own; " * is_own + why, rank=rank))
     return sorted(found, key=lambda one: one.rank)
-
-
-def _written(recipe: Recipe) -> tuple[int | None, bool | str]:
-    return recipe.batch.micro_batch_size, recipe.model.gradient_checkpointing
 
 
 def _sizes(recipe: Recipe, data_parallel_size: int, largest: int | None) -> Iterator[int]:
