@@ -318,5 +318,6 @@ def test_a_profile_that_cannot_be_is_a_mistake_of_the_recipe(lab: Lab, profile: 
 
 
 def test_each_part_of_the_forecast_is_held_against_a_part_of_the_profile():
-    named = re.findall(r'(?:Portion\(\s*name=|_over\()"([^"]+)"', (ROOT / "cookbook/commands/forecast/speed.py").read_text())
+    text = (ROOT / "cookbook/commands/forecast/speed.py").read_text()
+    named = re.findall(r'(?:Portion\(\s*name=|_over\()"([^"]+)"', text)
     assert len(named) > 5 and set(named) <= {name for names in GROUPS.values() for name in names}

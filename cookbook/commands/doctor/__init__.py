@@ -10,7 +10,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,9 @@ def _examine(visit: _Visit, recipe: Recipe | None, strategy: Strategy | None, pa
     visit.findings += hidden_gpus(os.environ.get(VARIABLE), used, len(gpus)) if gpus else []
     visit.findings += check_torch_build(len(gpus), gpus[0].driver or None if gpus else None)
     visit.findings += check_links(driver)
-    on_gpus = bool(used) and _torch_has_cuda()
+    on_gpus = False
+    with suppress(ImportError):  # without torch
+        on_gpus = bool(used) and (simulated_gpus.is_active() or torch_cuda() is not None)
     if on_gpus:
         visit.tell(visit.begin("torch", try_torch, precision, seconds=TORCH_SECONDS))
     processes = used or CPU_PROCESSES
@@ -182,13 +184,6 @@ def _trouble(one: probe.Probe) -> list[Finding]:
     if one.trouble:
         return [warning(one.name, f"could not be checked: {one.trouble}", "please report this")]
     return []
-
-
-def _torch_has_cuda() -> bool:
-    try:
-        return simulated_gpus.is_active() or torch_cuda() is not None
-    except ImportError:
-        return False
 
 
 @contextmanager

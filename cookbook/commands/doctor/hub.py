@@ -78,7 +78,13 @@ def check_hub(things: list[Wanted]) -> Iterator[Finding]:
         for thing in missing:
             yield _check_thing(constants.ENDPOINT, host, thing, token, with_token)
     except Exception as error:  # httpx has no class for all of its own
-        yield _unreachable(f"{host} does not answer ({_reason(error)})", missing)
+        text = f"{host} does not answer ({_reason(error)})"
+        if not missing:
+            yield ok("Hub", f"{text}; nothing needs it")
+            return
+        names = ", ".join(thing.name for thing in missing)
+        remedy = "set HTTPS_PROXY or HF_ENDPOINT, or fetch elsewhere and set HF_HUB_OFFLINE=1"
+        yield failure("Hub", f"{text}, and {names} must be fetched", remedy)
 
 
 def _reason(error: BaseException | None) -> str:
@@ -89,14 +95,6 @@ def _reason(error: BaseException | None) -> str:
             return error.strerror
         error = error.__cause__ or error.__context__
     return name
-
-
-def _unreachable(text: str, missing: list[Wanted]) -> Finding:
-    remedy = "set HTTPS_PROXY or HF_ENDPOINT, or fetch elsewhere and set HF_HUB_OFFLINE=1"
-    if missing:
-        names = ", ".join(thing.name for thing in missing)
-        return failure("Hub", f"{text}, and {names} must be fetched", remedy)
-    return ok("Hub", f"{text}; nothing needs it")
 
 
 def _check_thing(endpoint: str, host: str, thing: Wanted, token: str | None, with_token: str) -> Finding:

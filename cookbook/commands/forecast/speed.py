@@ -193,7 +193,8 @@ def step_seconds(
         _update(strategy, sizes, count, host, gpu),
         # In both directions at once.
         _over("PCIe to the host", (max(host.down, host.up), host.down + host.up), gpu.host_link, HOST_SHARE),
-        Portion(  # which reads and writes in turn
+        # A disk reads and writes in turn.
+        Portion(
             name="disk",
             low=host.disk_read / DISK_READ[1] + host.disk_write / DISK_WRITE[1],
             high=host.disk_read / DISK_READ[0] + host.disk_write / DISK_WRITE[0],
