@@ -21,6 +21,7 @@ from cookbook.planning.plan import default_num_processes, launch_command, load_p
 from cookbook.system import signals
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import Machines
+from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import num_cores, num_gpus
 
 WARM_UP = 2
@@ -116,7 +117,7 @@ def candidates(
     """The recipe's own settings first, then one micro-batch for each strategy and checkpointing that may run: by the
     forecast of time, or without one by what costs least: no recomputation, no offload, large products.
     """
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns on stdout
+    quiet_deepspeed()
     from cookbook.commands.forecast import MAY_RUN, forecast_all
 
     own_kind = recipe.model.gradient_checkpointing

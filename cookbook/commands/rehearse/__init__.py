@@ -31,6 +31,7 @@ from cookbook.planning.packing import decide
 from cookbook.planning.plan import describe_batch, launch_command, load_pair, make_plan
 from cookbook.system.console import page
 from cookbook.system.files import RecipeError, dump_yaml, read_document
+from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import CPU_PROCESSES, num_cores, num_gpus, torch_cuda
 from cookbook.training.data.rows import row_bytes
 
@@ -66,7 +67,7 @@ def rehearse(
 ) -> int:
     """Run a recipe with a tiny model on simulated GPUs."""
     started = time.perf_counter()
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers imports, warns on stdout
+    quiet_deepspeed()
     recipe, found = load_pair(path, assignments, strategy)
     place, why = _choose_place(on)
     here = num_gpus() if place == "GPUs" else CPU_PROCESSES
