@@ -257,8 +257,7 @@ class Conversion:
         for i, source in enumerate(self._list_of_sources("test_sources")):
             self.recipe.setdefault("data.eval", {})[f"set{i}" if i else "eval"] = source
         columns = {"text": self._take("text_field"), "messages": self._take("messages_column")}
-        columns = {key: column for key, column in columns.items() if column not in (None, key)}
-        if columns:
+        if columns := {key: column for key, column in columns.items() if column not in (None, key)}:
             self.recipe["data.columns"] = columns
 
     def _sources(self, path: str | None, config: Any, split: Any) -> list[dict[str, Any]]:
@@ -433,11 +432,11 @@ class Conversion:
             return
         per_copy = mesh.get("strategy.tp_size", 1) * mesh.get("strategy.sp_size", 1)
         copies = max(1, (self.processes or 1) // per_copy)
-        self.recipe["batch.global_batch_size"] = micro * accumulation * copies
-        what = f"batch.global_batch_size {micro * accumulation * copies} = {micro} x accumulation {accumulation} x"
+        self.recipe["batch.global_batch_size"] = size = micro * accumulation * copies
         if self.processes is None:
             self.notes.append(
-                f"{what} 1 process: the file has no number of GPUs; multiply by that of your runs, or give --processes"
+                f"batch.global_batch_size {size} = {micro} x accumulation {accumulation} x 1 process: the file has no"
+                " number of GPUs; multiply by that of your runs, or give --processes"
             )
 
     def _evaluation_and_saving(self) -> None:
@@ -538,20 +537,18 @@ def _new_strategy(name: str, wanted: dict[str, Any]) -> dict[Path, str]:
 
 
 def _deepspeed(wanted: dict[str, Any]) -> dict[str, Any]:
-    devices = {key: wanted.get(key) for key in ("offload_optimizer", "offload_param")}
-    on_disk = "nvme" in devices.values()
     values = read_document(Path(located(f"ds_configs/zero{wanted['zero_stage']}.json"))).values
     zero = values["zero_optimization"]
     disk = read_document(Path(located("ds_configs/zero3_nvme.json"))).values
-    for key, device in devices.items():
-        if device is not None:
+    for key in ("offload_optimizer", "offload_param"):
+        if (device := wanted.get(key)) is not None:
             values["zero_force_ds_cpu_optimizer"] = False
-            block = disk["zero_optimization"][key] if device == "nvme" else {"device": "cpu", "pin_memory": True}
-            zero[key] = {**block, "nvme_path": wanted.get("nvme_path", "nvme_swap")} if device == "nvme" else block
-    if devices["offload_param"] == "nvme":
+            zero[key] = {"device": "cpu", "pin_memory": True}
+        if device == "nvme":
+            zero[key] = disk["zero_optimization"][key] | {"nvme_path": wanted.get("nvme_path", "nvme_swap")}
+            values["aio"] = disk["aio"]
+    if wanted.get("offload_param") == "nvme":
         zero["stage3_prefetch_bucket_size"] = 0
-    if on_disk:
-        values["aio"] = disk["aio"]
     if wanted["zero_hpz_partition_size"] > 1:
         zero["zero_hpz_partition_size"] = wanted["zero_hpz_partition_size"]
     return values

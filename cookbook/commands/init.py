@@ -383,14 +383,11 @@ class _Draft:
         notes["strategy"] = "; ".join(["the first by plan's forecast" if on_gpus else "no GPU", *found.why])
         if recompute:
             notes["model.gradient_checkpointing"] = "does not fit without"
-        if method is not None:
-            notes["adapter"] = (
-                f"no shipped recipe is an example of {self.task} with all weights"
-                if (self.task, False) not in EXAMPLES
-                else "all weights do not fit on these GPUs without offloading"
-                if on_gpus
-                else "the smallest, for want of a GPU"
-            )
+        if (self.task, False) not in EXAMPLES:
+            notes["adapter"] = f"no shipped recipe is an example of {self.task} with all weights"
+        elif method is not None:
+            without = "all weights do not fit on these GPUs without offloading"
+            notes["adapter"] = without if on_gpus else "the smallest, for want of a GPU"
         if batch["global_batch_size"] != (theirs := like["batch"]["global_batch_size"]):
             gpus = f" and {self.machines.num_gpus} GPUs" if self.machines.num_gpus > 1 else ""
             notes["batch.global_batch_size"] = f"for {self.num_samples:,} samples{gpus}; {theirs} in the example"
