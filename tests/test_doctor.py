@@ -30,7 +30,7 @@ from cookbook.config.strategy import load_strategy
 from cookbook.planning import launch
 from cookbook.planning.library import Needs
 from cookbook.planning.plan import load_pair
-from cookbook.system import machine
+from cookbook.system import hosts, machine
 from cookbook.system.gpus import Driver, InstalledGpu
 from tests import simulated_driver
 from tests.needs import end_without, need_compiler
@@ -298,7 +298,7 @@ def test_a_low_limit_of_open_files_is_told():
 )
 def test_variables_that_would_change_or_slow_a_run_are_told(monkeypatch, name, value, status, remedy):
     for other in list(os.environ):
-        if other.startswith(("ACCELERATE_", "FSDP_", "NCCL_", "GLOO_", "CUDA_")) or other in environment.TORCHRUN:
+        if other.startswith(("ACCELERATE_", "FSDP_", "NCCL_", "GLOO_", "CUDA_")) or other in hosts.TORCHRUN:
             monkeypatch.delenv(other)
     assert worst(environment.check_variables(None, "bf16")) == "ok"
     monkeypatch.setenv(name, value)

@@ -12,6 +12,7 @@ from cookbook.system.files import RecipeError
 from cookbook.system.shipped import HOME, located
 
 QUICKSTART = RECIPES / "quickstart.yaml"
+MODEL = "the run.output_dir of a recipe, or a model's own folder"
 
 
 def recipes() -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from cookbook.commands.arguments import positive, run_folder
+from cookbook.commands.arguments import MODEL, positive, run_folder
 from cookbook.commands.exported import find_model, find_run
 from cookbook.config.messages import Chat
 from cookbook.config.recipe import load_recipe
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from cookbook.commands.generate import Generator
 
 PROMPT = "Write `def get_name(self)`: Return the name."  # as cookbook/training/data/stdlib.py words it
-MODEL = "the run.output_dir of a recipe, or a model's own folder"
 
 
 def chat(

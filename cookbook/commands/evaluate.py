@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from cookbook.commands import harness
-from cookbook.commands.arguments import AsJson, Assignments, positive, run_folder
+from cookbook.commands.arguments import MODEL, AsJson, Assignments, positive, run_folder
 from cookbook.commands.exported import ADAPTER, find_model, find_run
 from cookbook.config.objectives.token_loss import TokenLoss
 from cookbook.config.recipe import Recipe, load_recipe, parse_recipe
@@ -32,7 +32,7 @@ CACHE = Path(".cache")
 
 
 def evaluate(
-    folder: Annotated[Path, run_folder("the run.output_dir of a recipe, or a model's own folder")],
+    folder: Annotated[Path, run_folder(MODEL)],
     data: Annotated[str | None, Argument(metavar="DATA", help="as data.eval; default: the run's own sets")] = None,
     *,
     tasks: Annotated[

@@ -9,7 +9,6 @@ from cookbook.config.strategy import Strategy
 from cookbook.planning.launch import Launcher, check_environment
 from cookbook.system import hosts
 
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLOWING = {
     "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",
     "NCCL_P2P_DISABLE": "GPUs talk through host memory",
@@ -29,7 +28,7 @@ def check_variables(strategy: Strategy | None, mixed_precision: str) -> Iterator
 def _variables(strategy: Strategy, mixed_precision: str) -> Iterator[Finding]:
     for mistake in check_environment(strategy, Launcher(), mixed_precision):
         yield failure("environment", mistake.split("; ")[0], f"unset {mistake.split('=')[0]}")
-    names = [name for name in TORCHRUN if name in os.environ]
+    names = [name for name in hosts.TORCHRUN if name in os.environ]
     if {"RANK", "WORLD_SIZE"} & set(names):
         text = f"{', '.join(names)} set: `python train.py` would act as one process of a launch"
         yield failure("environment", text, f"unset {' '.join(names)}")

@@ -44,6 +44,7 @@ Verdict = Literal["fits", "host memory unknown", "disk unknown", "tight", "not j
 `disk unknown` the GPUs suffice, and the machine's memory or disk was not given."""
 UNKNOWN: tuple[Verdict, ...] = ("host memory unknown", "disk unknown")
 MAY_RUN: tuple[Verdict, ...] = ("fits", *UNKNOWN, "tight", "not judged")
+NOTHING_HELPS = "no other strategy, smaller micro-batch, checkpointing or adapter helps: take more"
 
 
 @dataclass(frozen=True, kw_only=True)

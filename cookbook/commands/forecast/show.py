@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cookbook.commands.forecast import UNKNOWN, Forecast, PlanReport, tokens_of_step
+from cookbook.commands.forecast import NOTHING_HELPS, UNKNOWN, Forecast, PlanReport, tokens_of_step
 from cookbook.commands.forecast.memory import GIB
 from cookbook.commands.forecast.sizes import Sizes
 from cookbook.planning.plan import describe_batch
@@ -168,7 +168,7 @@ def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price:
     memory, recipe, machines, time = best.memory, report.recipe, report.machines, best.time
     assert memory is not None
     if best.verdict == "does not fit":
-        said = report.suggestion or "no other strategy, smaller micro-batch, checkpointing or adapter helps: take more"
+        said = report.suggestion or NOTHING_HELPS
         return page((f"Nothing fits. Nearest is {best.strategy.name}: {'; '.join(best.why)}.",), (f"Next: {said}.",))
     parts = [f"{words} {_gib(getattr(memory, name))}" for _, name, words in PARTS if getattr(memory, name) >= GIB // 10]
     low, high = memory.reserved
