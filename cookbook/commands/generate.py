@@ -20,8 +20,6 @@ from cookbook.system.files import RecipeError, first_line
 from cookbook.training.adapters import BASE_RECORD
 from cookbook.training.models import fetch_model
 
-OPEN: dict[str, Any] = {"dtype": "auto", "trust_remote_code": False, "use_safetensors": True}
-
 
 class Printer(TextStreamer):
     """Prints an answer as it is generated, and keeps its text."""
@@ -120,7 +118,7 @@ def open_model(folder: Path) -> Generator:
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        model = opener.from_pretrained(folder, **OPEN)
+        model = opener.from_pretrained(folder, dtype="auto", trust_remote_code=False, use_safetensors=True)
     except (OSError, ValueError) as error:
         raise RecipeError(f"{folder}: cannot be opened ({first_line(error)})") from None
     if (folder / "generation_config.json").is_file():
@@ -148,7 +146,9 @@ def open_base(tuned: Generator, folder: Path) -> Generator:
     if is_new:
         raise RecipeError(f"--compare: the model of {run} was trained from scratch and has no base; take it out")
     try:
-        model = AutoModelForCausalLM.from_pretrained(fetch_model(name, revision), **OPEN)
+        model = AutoModelForCausalLM.from_pretrained(
+            fetch_model(name, revision), dtype="auto", trust_remote_code=False, use_safetensors=True
+        )
     except (OSError, ValueError) as error:
         raise RecipeError(f"--compare: {name} cannot be opened ({first_line(error)})") from None
     model.generation_config = tuned.model.generation_config
