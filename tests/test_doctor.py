@@ -30,7 +30,7 @@ from cookbook.config.strategy import load_strategy
 from cookbook.planning import launch
 from cookbook.planning.library import Needs
 from cookbook.planning.plan import load_pair
-from cookbook.system import machine
+from cookbook.system import hosts, machine
 from cookbook.system.gpus import Driver, InstalledGpu
 from tests import simulated_driver
 from tests.needs import end_without, need_compiler
@@ -62,7 +62,7 @@ def statuses(findings):
 
 
 def worst(findings):
-    return finding.worst(list(findings))
+    return max((one.status for one in findings), key=finding.EXIT_CODES.__getitem__, default="ok")
 
 
 def test_eight_h100_are_read_as_such():
@@ -298,7 +298,7 @@ def test_a_low_limit_of_open_files_is_told():
 )
 def test_variables_that_would_change_or_slow_a_run_are_told(monkeypatch, name, value, status, remedy):
     for other in list(os.environ):
-        if other.startswith(("ACCELERATE_", "FSDP_", "NCCL_", "GLOO_", "CUDA_")) or other in environment.TORCHRUN:
+        if other.startswith(("ACCELERATE_", "FSDP_", "NCCL_", "GLOO_", "CUDA_")) or other in hosts.TORCHRUN:
             monkeypatch.delenv(other)
     assert worst(environment.check_variables(None, "bf16")) == "ok"
     monkeypatch.setenv(name, value)
@@ -533,7 +533,7 @@ def servers(monkeypatch):
 
 
 def model(name, revision=None):
-    return hub.Wanted(key="model.name_or_path", name=name, revision=revision, is_model=True)
+    return hub.Wanted(key="model.name_or_path", name=name, revision=revision, repo_type="model")
 
 
 def test_gated_private_and_missing_models_are_told_apart_and_the_token_never(servers, monkeypatch):

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from cookbook.commands.cli import main
-from cookbook.commands.history import History, read_history
-from cookbook.commands.why_slow import GROUPS, advice, beside_forecast, read_profiles, shares
+from cookbook.commands.history import History, read_history, read_ranks
+from cookbook.commands.why_slow import GROUPS, advice, beside_forecast, shares
 from cookbook.config.recipe import ProfileSection
 from cookbook.system.divided import PARTS, Event, divide, in_words
 from cookbook.training.profiling import Profile
@@ -100,7 +100,7 @@ def test_the_table_has_shares_of_a_step():
 
 def check_profile(folder: Path, layers: set[str]) -> list[dict[str, Any]]:
     """That of a run with PROFILED, its trace read as Perfetto and TensorBoard do."""
-    records = read_profiles(folder)
+    records = read_ranks(folder / "profile", "phases")
     assert [(record["rank"], record["steps"]) for record in records] == [(0, 2), (1, 2)]
     for record in records:
         trace = json.loads(gzip.decompress((folder / f"profile/rank_{record['rank']}.pt.trace.json.gz").read_bytes()))
@@ -346,5 +346,6 @@ def test_a_profile_that_cannot_be_is_a_mistake_of_the_recipe(lab: Lab, profile: 
 
 
 def test_each_part_of_the_forecast_is_held_against_a_part_of_the_profile():
-    named = re.findall(r'Portion\(\s*name="([^"]+)"', (ROOT / "cookbook/commands/forecast/speed.py").read_text())
+    text = (ROOT / "cookbook/commands/forecast/speed.py").read_text()
+    named = re.findall(r'(?:Portion\(\s*name=|_over\()"([^"]+)"', text)
     assert len(named) > 5 and set(named) <= {name for names in GROUPS.values() for name in names}

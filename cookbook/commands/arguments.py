@@ -12,16 +12,12 @@ from cookbook.system.files import RecipeError
 from cookbook.system.shipped import HOME, located
 
 QUICKSTART = RECIPES / "quickstart.yaml"
+MODEL = "the run.output_dir of a recipe, or a model's own folder"
 
 
 def recipes() -> list[str]:
     """Completions of a recipe."""
     return sorted(str(path.relative_to(HOME) if path.is_relative_to(HOME) else path) for path in recipe_files())
-
-
-def strategies() -> list[str]:
-    """Completions of a strategy."""
-    return known_strategies()
 
 
 def _runs() -> list[str]:
@@ -59,7 +55,13 @@ def _locate(given: Path | str | list[Path] | None) -> Any:
 RECIPE = Argument(metavar="RECIPE", autocompletion=recipes, callback=_locate)
 StrategyFile = Annotated[
     Path | None,
-    Option("--strategy", metavar="NAME|PATH", callback=_find, autocompletion=strategies, help="in the recipe's place"),
+    Option(
+        "--strategy",
+        metavar="NAME|PATH",
+        callback=_find,
+        autocompletion=known_strategies,
+        help="in the recipe's place",
+    ),
 ]
 Assignments = Annotated[
     list[str],
@@ -67,6 +69,6 @@ Assignments = Annotated[
 ]
 Strategies = Annotated[
     list[str] | None,
-    Option("--strategy", metavar="NAME|PATH", autocompletion=strategies, help="only this; may be repeated"),
+    Option("--strategy", metavar="NAME|PATH", autocompletion=known_strategies, help="only this; may be repeated"),
 ]
 AsJson = Annotated[bool, Option("--json", help="everything that is known, for programs")]

@@ -1,7 +1,6 @@
 """A chat with a trained model, and its answers to single prompts."""
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from itertools import islice
@@ -10,18 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from cookbook.commands.arguments import positive, run_folder
-from cookbook.commands.exported import find_model, find_run, recipe_of_run
+from cookbook.commands.arguments import MODEL, positive, run_folder
+from cookbook.commands.exported import find_model, find_run
 from cookbook.config.messages import Chat
-from cookbook.config.row_kinds import Row, RowKind, kinds
+from cookbook.config.recipe import load_recipe
+from cookbook.config.row_kinds import kinds
 from cookbook.system.files import RecipeError
+from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import num_gpus
 
 if TYPE_CHECKING:
     from cookbook.commands.generate import Generator
 
 PROMPT = "Write `def get_name(self)`: Return the name."  # as cookbook/training/data/stdlib.py words it
-MODEL = "the run.output_dir of a recipe, or a model's own folder"
 
 
 def chat(
@@ -133,40 +133,36 @@ def sample(
 def load_machinery() -> Any:
     """`cookbook.commands.generate`, which imports torch."""
     if not num_gpus():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, imported by generate, warns on stdout
+        quiet_deepspeed()
     from cookbook.commands import generate
 
     return generate
 
 
 def _held_out_prompts(folder: Path, count: int) -> Iterator[tuple[str | Chat, Any, str]]:
-    """Prompt, tools and reference answer of the first held-out rows of a run."""
+    """Prompt, tools and reference answer of the first held-out rows of a run; of a preference, its chosen answer."""
     from cookbook.training.data.sets import read_eval
 
     run = find_run(folder)
     if run is None:
         raise RecipeError(f"--from-eval: {folder} is no run's, which alone has held-out rows; name a run.output_dir")
-    recipe = recipe_of_run(run)
+    recipe = load_recipe(run / "recipe.yaml")
     sets = read_eval(recipe.data, recipe.objective)
     if not sets:
         raise RecipeError(f"--from-eval: {run} has no held-out rows (neither data.eval nor data.holdout)")
     rows = ((kinds()[part.kind], row) for parts in sets.values() for part in parts for row in part.rows)
     for kind, row in islice(rows, count):
-        yield _prompt_of(kind, row)
-
-
-def _prompt_of(kind: RowKind, row: Row) -> tuple[str | Chat, Any, str]:
-    """Prompt, tools and reference answer of a row; of a preference, its chosen answer."""
-    if kind.chats is not None:
-        chat, _ = kind.chats(row)[0]
-        last = max(i for i, message in enumerate(chat) if message["role"] == "assistant")
-        reference = chat[last]["content"] or json.dumps(chat[last].get("tool_calls"))
-        return chat[:last], row.get("tools"), reference
-    assert kind.texts is not None
-    prompt, (answer, *_) = kind.texts(row)
-    if prompt is None:
-        raise RecipeError(f"--from-eval: held-out rows of {kind.words} have no prompt; write one with --prompt")
-    return prompt, None, answer
+        if kind.chats is not None:
+            chat, _ = kind.chats(row)[0]
+            last = max(i for i, message in enumerate(chat) if message["role"] == "assistant")
+            reference = chat[last]["content"] or json.dumps(chat[last].get("tool_calls"))
+            yield chat[:last], row.get("tools"), reference
+            continue
+        assert kind.texts is not None
+        prompt, (answer, *_) = kind.texts(row)
+        if prompt is None:
+            raise RecipeError(f"--from-eval: held-out rows of {kind.words} have no prompt; write one with --prompt")
+        yield prompt, None, answer
 
 
 def _as_text(prompt: str | Chat) -> str:

@@ -11,19 +11,20 @@ import sys
 import time
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import yaml
 from typer import Exit, Option, Typer
 from typer.core import TyperGroup
 
-from cookbook.commands.arguments import QUICKSTART, RECIPE, AsJson, Assignments, StrategyFile, process_count
+from cookbook.commands.arguments import QUICKSTART, RECIPE, AsJson, Assignments, StrategyFile
 from cookbook.commands.chat import chat, sample
 from cookbook.commands.convert import convert
 from cookbook.commands.evaluate import evaluate
 from cookbook.commands.init import init
 from cookbook.commands.launch import check, explain, launch
 from cookbook.commands.plan import plan
+from cookbook.commands.rehearse import rehearse
 from cookbook.commands.results import checkpoint, compare, export, merge, report, summary
 from cookbook.commands.submit import submit
 from cookbook.commands.tune import tune
@@ -82,20 +83,6 @@ def preview(path: Annotated[Path, RECIPE] = QUICKSTART, *, samples: int = 3, ass
     from cookbook.commands.preview import preview
 
     return preview(path, assignments, samples)
-
-
-def rehearse(
-    path: Annotated[Path, RECIPE],
-    *,
-    strategy: StrategyFile = None,
-    on: Annotated[Literal["gpus", "cpu"] | None, Option(help="default: gpus, simulated ones if possible")] = None,
-    processes: Annotated[int | None, process_count("two, or what the strategy's mesh needs")] = None,
-    assignments: Assignments,
-) -> int:
-    """Run a recipe with a tiny model on simulated GPUs."""
-    from cookbook.commands.rehearse import rehearse
-
-    return rehearse(path, assignments=assignments, strategy=strategy, processes=processes, on=on)
 
 
 def doctor(

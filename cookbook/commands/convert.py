@@ -16,7 +16,16 @@ from cookbook.commands.launch import check
 from cookbook.config.foreign import ADAPTER, EVALUATION, PROJECTS, SAVING, NoCounterpart, Project
 from cookbook.config.recipe import RECIPES, Recipe, leaves
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
-from cookbook.system.files import Document, KeyPath, RecipeError, dump_yaml, kind_in_words, read_document, show
+from cookbook.system.files import (
+    Document,
+    KeyPath,
+    RecipeError,
+    dump_yaml,
+    gathered,
+    kind_in_words,
+    read_document,
+    show,
+)
 from cookbook.system.shipped import located
 
 ORDER = list(dict.fromkeys(leaves(Recipe)))
@@ -84,25 +93,17 @@ def convert(
     if training is None:
         print("no recipe: the file has no model and no data; for a recipe:")
         print(dump_yaml(recipe).rstrip())
-    _print_list("left out, or to decide:", found.notes)
-    _print_list("to correct before it runs:", _mistakes(out if training is not None else None, name, found.processes))
-    return 0
-
-
-def _print_list(title: str, lines: list[str]) -> None:
-    if lines:
-        print(title, *[f"  {line}" for line in lines], sep="\n")
-
-
-def _mistakes(recipe: Path | None, strategy: str, processes: int | None) -> list[str]:
-    try:
-        if recipe is None:
-            load_strategy(strategy_path(strategy))
+    if found.notes:
+        print("left out, or to decide:", *found.notes, sep="\n  ")
+    mistakes: list[str] = []
+    with gathered(mistakes):
+        if training is None:
+            load_strategy(strategy_path(name))
         else:
-            check([recipe], assignments=[], processes=processes)
-    except RecipeError as error:
-        return error.mistakes
-    return []
+            check([out], assignments=[], processes=found.processes)
+    if mistakes:
+        print("to correct before it runs:", *mistakes, sep="\n  ")
+    return 0
 
 
 def nested(values: dict[str, Any]) -> dict[str, Any]:
@@ -210,7 +211,9 @@ class Conversion:
     def derive(self, project: Project | None) -> None:
         """The keys that depend on several of theirs, and their defaults."""
         self._strategy_files()
-        self._precision()
+        bf16, fp16 = self._take("bf16"), self._take("fp16")
+        if bf16 or fp16 or bf16 is False:
+            self.recipe.setdefault("mixed_precision", "bf16" if bf16 else "fp16" if fp16 else "no")
         self._data()
         self._objective()
         if project is not None:
@@ -253,13 +256,6 @@ class Conversion:
         for key, value in (self._take("fsdp") or {}).items():
             self.other.setdefault(f"strategy.{key}", value)
 
-    def _precision(self) -> None:
-        bf16, fp16 = self._take("bf16"), self._take("fp16")
-        if bf16 or fp16:
-            self.recipe.setdefault("mixed_precision", "bf16" if bf16 else "fp16")
-        elif bf16 is False:
-            self.recipe.setdefault("mixed_precision", "no")
-
     def _data(self) -> None:
         path, config, split = self._take("dataset"), self._take("dataset_config"), self._take("train_split")
         test, rows = self._take("test_split"), self._take("max_rows")
@@ -267,7 +263,8 @@ class Conversion:
         if rows is not None:
             sources = [{**source, "max_rows": rows} for source in sources]
         if sources:
-            self.recipe["data.train"] = sources if len(sources) > 1 else _plain(sources[0])
+            only = sources[0]["path"] if sources[0].keys() == {"path"} else sources[0]
+            self.recipe["data.train"] = sources if len(sources) > 1 else only
         is_used = "~dataset_component" in self.places or any(source["path"] == path for source in sources)
         if test is not None and is_used:
             self.recipe["data.eval"] = {**sources[0], "split": test}
@@ -279,8 +276,7 @@ class Conversion:
         for i, source in enumerate(self._list_of_sources("test_sources")):
             self.recipe.setdefault("data.eval", {})[f"set{i}" if i else "eval"] = source
         columns = {"text": self._take("text_field"), "messages": self._take("messages_column")}
-        columns = {key: column for key, column in columns.items() if column not in (None, key)}
-        if columns:
+        if columns := {key: column for key, column in columns.items() if column not in (None, key)}:
             self.recipe["data.columns"] = columns
 
     def _sources(self, path: str | None, config: Any, split: Any) -> list[dict[str, Any]]:
@@ -326,15 +322,11 @@ class Conversion:
             }
         if any(_number_of(share) != 1 for share in mixer.values()):
             self._note("~mixer", "a fraction became weight: an epoch uses that part of the rows, the next one another")
-        return [
-            {
-                "path": path,
-                **({"split": split} if split != "train" else {}),
-                **({"weight": share} if _number_of(share) != 1 else {}),
-            }
-            for path, share in mixer.items()
-            for split in train
-        ]
+        found = []
+        for path, share in mixer.items():
+            weight = {"weight": share} if _number_of(share) != 1 else {}
+            found += [{"path": path, **({"split": split} if split != "train" else {}), **weight} for split in train]
+        return found
 
     def _names(self, key: str) -> list[str]:
         """Names of LLaMA-Factory's dataset_info.json, each to be replaced by a path."""
@@ -459,11 +451,11 @@ class Conversion:
             return
         per_copy = mesh.get("strategy.tp_size", 1) * mesh.get("strategy.sp_size", 1)
         copies = max(1, (self.processes or 1) // per_copy)
-        self.recipe["batch.global_batch_size"] = micro * accumulation * copies
-        what = f"batch.global_batch_size {micro * accumulation * copies} = {micro} x accumulation {accumulation} x"
+        self.recipe["batch.global_batch_size"] = size = micro * accumulation * copies
         if self.processes is None:
             self.notes.append(
-                f"{what} 1 process: the file has no number of GPUs; multiply by that of your runs, or give --processes"
+                f"batch.global_batch_size {size} = {micro} x accumulation {accumulation} x 1 process: the file has no"
+                " number of GPUs; multiply by that of your runs, or give --processes"
             )
 
     def _evaluation_and_saving(self) -> None:
@@ -564,20 +556,18 @@ def _new_strategy(name: str, wanted: dict[str, Any]) -> dict[Path, str]:
 
 
 def _deepspeed(wanted: dict[str, Any]) -> dict[str, Any]:
-    devices = {key: wanted.get(key) for key in ("offload_optimizer", "offload_param")}
-    on_disk = "nvme" in devices.values()
     values = read_document(Path(located(f"ds_configs/zero{wanted['zero_stage']}.json"))).values
     zero = values["zero_optimization"]
     disk = read_document(Path(located("ds_configs/zero3_nvme.json"))).values
-    for key, device in devices.items():
-        if device is not None:
+    for key in ("offload_optimizer", "offload_param"):
+        if (device := wanted.get(key)) is not None:
             values["zero_force_ds_cpu_optimizer"] = False
-            block = disk["zero_optimization"][key] if device == "nvme" else {"device": "cpu", "pin_memory": True}
-            zero[key] = {**block, "nvme_path": wanted.get("nvme_path", "nvme_swap")} if device == "nvme" else block
-    if devices["offload_param"] == "nvme":
+            zero[key] = {"device": "cpu", "pin_memory": True}
+        if device == "nvme":
+            zero[key] = disk["zero_optimization"][key] | {"nvme_path": wanted.get("nvme_path", "nvme_swap")}
+            values["aio"] = disk["aio"]
+    if wanted.get("offload_param") == "nvme":
         zero["stage3_prefetch_bucket_size"] = 0
-    if on_disk:
-        values["aio"] = disk["aio"]
     if wanted["zero_hpz_partition_size"] > 1:
         zero["zero_hpz_partition_size"] = wanted["zero_hpz_partition_size"]
     return values
@@ -596,10 +586,6 @@ SOURCE_KEYS = {
 COLUMN_KEYS = {"field_messages": "messages", "message_field_role": "role", "message_field_content": "content"}
 RECOGNIZED_TYPES = ("alpaca", "chat_template", "sharegpt")
 SOURCE_ADVICE = "no counterpart; the shape of rows is recognized, and data.columns maps the rest"
-
-
-def _plain(source: dict[str, Any]) -> Any:
-    return source["path"] if source.keys() == {"path"} else source
 
 
 def _number_of(value: Any) -> float:

@@ -41,12 +41,9 @@ class Start:
     @property
     def command(self) -> list[str]:
         """The `accelerate launch` line, for one machine."""
+        count = self.plan.num_processes
         return launch_command(
-            self.recipe_name,
-            self.strategy,
-            num_processes=self.plan.num_processes,
-            assignments=self.assignments,
-            logs=self.logs,
+            self.recipe_name, self.strategy, num_processes=count, assignments=self.assignments, logs=self.logs
         )
 
     def changed(self, strategy: Strategy, batch: BatchSection, *, resumes: bool) -> "Start":
@@ -61,13 +58,8 @@ class Start:
         kept = [one for one in self.assignments if one.partition("=")[0].strip() not in settings]
         assignments = [*kept, *(f"{key}={json.dumps(value)}" for key, value in settings.items() if value is not None)]
         recipe, strategy = load_pair(Path(self.recipe_name), assignments, Path(strategy.path))
-        plan = make_plan(
-            recipe,
-            strategy,
-            num_processes=self.plan.num_processes,
-            num_gpus=self.plan.num_gpus,
-            recipe_name=self.recipe_name,
-        )
+        counts = {"num_processes": self.plan.num_processes, "num_gpus": self.plan.num_gpus}
+        plan = make_plan(recipe, strategy, **counts, recipe_name=self.recipe_name)
         return replace(self, assignments=assignments, recipe=recipe, strategy=strategy, plan=plan)
 
 

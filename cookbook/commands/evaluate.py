@@ -4,7 +4,6 @@ tasks of lm-evaluation-harness.
 
 import json
 import math
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -13,16 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from cookbook.commands import harness
-from cookbook.commands.arguments import AsJson, Assignments, positive, run_folder
-from cookbook.commands.exported import ADAPTER, find_model, find_run, recipe_of_run
+from cookbook.commands.arguments import MODEL, AsJson, Assignments, positive, run_folder
+from cookbook.commands.exported import ADAPTER, find_model, find_run
 from cookbook.config.objectives.token_loss import TokenLoss
-from cookbook.config.recipe import Recipe, parse_recipe
+from cookbook.config.recipe import Recipe, load_recipe, parse_recipe
 from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.planning import launch
 from cookbook.planning.packing import decide
 from cookbook.planning.plan import make_plan
 from cookbook.system.console import page
 from cookbook.system.files import Document, RecipeError
+from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import num_gpus
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ CACHE = Path(".cache")
 
 
 def evaluate(
-    folder: Annotated[Path, run_folder("the run.output_dir of a recipe, or a model's own folder")],
+    folder: Annotated[Path, run_folder(MODEL)],
     data: Annotated[str | None, Argument(metavar="DATA", help="as data.eval; default: the run's own sets")] = None,
     *,
     tasks: Annotated[
@@ -64,7 +64,7 @@ def evaluate(
         print(json.dumps({"model": str(model), "sets": found}, indent=1))
         return 0
     names = list(dict.fromkeys(name for one in found for name in one))
-    rows = [[_shown(one.get(name)) for name in names] for one in found]
+    rows = [[f"{one:.4f}" if isinstance(one, float) else str(one) for one in map(line.get, names)] for line in found]
     print(page(f"EVALUATION of {model}", names, *rows))
     return 0
 
@@ -87,10 +87,6 @@ def _show_tasks(
     return 0
 
 
-def _shown(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
 def _recipe_for(folder: Path, model: Path, data: str | None, assignments: list[str]) -> Recipe:
     """The run's recipe, or for a model of no run one of defaults; with `data` as its only held-out rows.
 
@@ -103,7 +99,7 @@ def _recipe_for(folder: Path, model: Path, data: str | None, assignments: list[s
         assignments = [own, f"data.train={json.dumps(data)}", "data.holdout=0", *assignments]
     run = find_run(folder)
     if run is not None:
-        recipe = recipe_of_run(run, assignments)
+        recipe = load_recipe(run / "recipe.yaml", assignments)
     else:
         values = {
             "strategy": "single",
@@ -141,7 +137,7 @@ def evaluate_model(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
 
     rows = read_eval(recipe.data, recipe.objective)  # before the imports, which take seconds
     if not num_gpus():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers imports, warns on stdout
+        quiet_deepspeed()
     launch.clear_environment()
     strategy = load_strategy(find_strategy("single"))
     plan = make_plan(recipe, strategy, num_processes=1, num_gpus=num_gpus(), recipe_name=str(folder))
@@ -166,14 +162,9 @@ def evaluate_model(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
     world = launch.World(rank=0, local_rank=0, num_processes=1, num_local=1, is_launched=False)
     engine = stages.start_engine(recipe, strategy, plan, world, beat=lambda doing, step: None)
     recipe = _prepare_model(folder, recipe, engine)
-    layout = batches.Layout(
-        num_ranks=1,
-        rank=0,
-        pad_id=tokenizer.pad_token_id,
-        micro_batch_size=recipe.batch.micro_batch_size,
-        micro_batch_tokens=recipe.batch.micro_batch_tokens,
-        packing=recipe.data.is_packed,
-    )
+    limits = recipe.batch.model_dump(include={"micro_batch_size", "micro_batch_tokens"})
+    pad_id, packing = tokenizer.pad_token_id, recipe.data.is_packed
+    layout = batches.Layout(num_ranks=1, rank=0, pad_id=pad_id, packing=packing, **limits)
     lines = []
     for name, tokens in sets.items():
         means = engine.evaluate(recipe.objective.compute, batches.eval_batches(tokens, layout))
@@ -195,6 +186,7 @@ def _prepare_model(folder: Path, recipe: Recipe, engine: "Engine") -> Recipe:
     """
     import torch
 
+    from cookbook.commands import stages
     from cookbook.training import adapters, models
 
     is_adapter, base = (folder / ADAPTER).is_file(), str(folder)
@@ -205,16 +197,7 @@ def _prepare_model(folder: Path, recipe: Recipe, engine: "Engine") -> Recipe:
         base = models.fetch_model(str(settings.base_model_name_or_path), settings.revision)
     config = models.load_config(base, recipe.data.max_length)
     recipe = decide(recipe, config).settle(recipe)
-    quantization = adapters.quantization_options(recipe.adapter if is_adapter else None, recipe.compute_precision)
-    model = models.load_model(
-        base,
-        recipe.model,
-        packing=recipe.data.is_packed,
-        dtype=engine.frozen_dtype if is_adapter else torch.float32,
-        fp8=recipe.mixed_precision == "fp8",
-        **engine.load_options(is_quantized=bool(quantization)),
-        **quantization,
-    )
+    model = stages.load_model(base, recipe, engine, has_adapter=is_adapter)
     if is_adapter:
         adapters.open_adapter(model, folder)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -1,9 +1,7 @@
 """Finds the model that a command is to use, and the run that it comes from. No torch."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.system.files import RecipeError
 from cookbook.training.checkpoint.listing import is_run
 
@@ -30,8 +28,3 @@ def find_model(folder: Path) -> Path:
 def find_run(folder: Path) -> Path | None:
     """The run that `folder` is, or in which it lies."""
     return next((path for path in (folder, folder.resolve().parent) if is_run(path)), None)
-
-
-def recipe_of_run(run: Path, assignments: Sequence[str] = ()) -> Recipe:
-    """The recipe that a run was started with, with `section.key=value` assignments applied."""
-    return load_recipe(run / "recipe.yaml", list(assignments))

@@ -3,17 +3,13 @@
 import importlib.util
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cookbook.commands.chat import load_machinery
 from cookbook.system.files import RecipeError, closest, first_line
-
-if TYPE_CHECKING:
-    from cookbook.commands.generate import Generator
 
 INSTALL = "pip install lm_eval==0.4.13"
 RESULTS = "tasks.jsonl"
@@ -61,9 +57,24 @@ def evaluate_tasks(
     opened = load_machinery().open_model(folder)
     is_chat = bool(opened.tokenizer.chat_template) and not plain
     try:
-        tasks = _load_tasks(names)
-        _check_few_shot(tasks, few_shot)
-        found = _run(opened, tasks, few_shot=few_shot, limit=limit, is_chat=is_chat, batch_size=batch_size)
+        import lm_eval
+        from lm_eval.models.huggingface import HFLM
+
+        manager, parts = _load_tasks(names)
+        fixed = [name for name, task in parts["tasks"].items() if task.get_config("num_fewshot") == 0]
+        if few_shot and fixed:  # lm_eval would leave them as they are
+            raise RecipeError(f"--few-shot {few_shot}: {', '.join(fixed)} sets num_fewshot to 0, which lm_eval keeps")
+        members = {child for children in parts["group_map"].values() for child in children}
+        roots = [one for name, one in {**parts["tasks"], **parts["groups"]}.items() if name not in members]
+        found = lm_eval.simple_evaluate(
+            HFLM(pretrained=opened.model, tokenizer=opened.tokenizer, batch_size=batch_size),
+            tasks=roots,
+            task_manager=manager,
+            num_fewshot=few_shot,
+            limit=limit,
+            apply_chat_template=is_chat,
+            log_samples=False,
+        )
     except RecipeError:
         raise
     except REFUSALS as error:
@@ -78,24 +89,8 @@ def evaluate_tasks(
     return [{**line, **shared} for line in _lines(found)]
 
 
-@dataclass(frozen=True)
-class _Tasks:
-    manager: Any
-    parts: dict[str, Any]
-    """As `TaskManager.load` returns them."""
-
-    @property
-    def leaves(self) -> dict[str, Any]:
-        return self.parts["tasks"]
-
-    @property
-    def roots(self) -> list[Any]:
-        """Tasks and groups that are no part of another group."""
-        members = {child for children in self.parts["group_map"].values() for child in children}
-        return [one for name, one in {**self.leaves, **self.parts["groups"]}.items() if name not in members]
-
-
-def _load_tasks(names: list[str]) -> _Tasks:
+def _load_tasks(names: list[str]) -> tuple[Any, dict[str, Any]]:
+    """lm_eval's manager of tasks, and what its `load` returns."""
     from lm_eval.tasks import TaskManager
 
     # Reading the names of all tasks of lm_eval takes many seconds.
@@ -104,31 +99,7 @@ def _load_tasks(names: list[str]) -> _Tasks:
         guesses = [closest(name, manager.all_tasks) for name in unknown]
         hints = [f"{name} ({guess}?)" if guess else name for name, guess in zip(unknown, guesses, strict=True)]
         raise RecipeError(f"--tasks: not known to lm_eval: {', '.join(hints)}; lm-eval ls tasks lists those it has")
-    return _Tasks(manager, manager.load(names))
-
-
-def _check_few_shot(tasks: _Tasks, few_shot: int | None) -> None:
-    """lm_eval would leave tasks as they are whose own file has 0."""
-    fixed = [name for name, task in tasks.leaves.items() if task.get_config("num_fewshot") == 0]
-    if few_shot and fixed:
-        raise RecipeError(f"--few-shot {few_shot}: {', '.join(fixed)} sets num_fewshot to 0, which lm_eval keeps")
-
-
-def _run(
-    opened: "Generator", tasks: _Tasks, *, few_shot: int | None, limit: int | None, is_chat: bool, batch_size: int
-) -> dict[str, Any]:
-    import lm_eval
-    from lm_eval.models.huggingface import HFLM
-
-    return lm_eval.simple_evaluate(
-        HFLM(pretrained=opened.model, tokenizer=opened.tokenizer, batch_size=batch_size),
-        tasks=tasks.roots,
-        task_manager=tasks.manager,
-        num_fewshot=few_shot,
-        limit=limit,
-        apply_chat_template=is_chat,
-        log_samples=False,
-    )
+    return manager, manager.load(names)
 
 
 def _lines(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -160,9 +131,6 @@ def table(lines: list[dict[str, Any]]) -> list[list[str]]:
     for line in lines:
         for name, one in line["metrics"].items():
             numbers = [f"{one[key]:.4f}" if key in one else "-" for key in ("value", "stderr")]
-            rows.append([line["task"], *(_cell(line[key]) for key in ("samples", "few_shot")), name, *numbers])
+            counts = ["-" if line[key] is None else str(line[key]) for key in ("samples", "few_shot")]
+            rows.append([line["task"], *counts, name, *numbers])
     return rows
-
-
-def _cell(value: int | None) -> str:
-    return "-" if value is None else str(value)

@@ -84,20 +84,25 @@ def _of_gpus(values: Values) -> Iterable[str]:
 
 def _of_xids(run: History) -> Iterable[str]:
     """Errors that the driver reported, and rows of memory that wait to be replaced."""
-    xids: dict[int, dict[str, float]] = {}
-    rows: dict[str, dict[str, float]] = {}
-    for line in run.monitor:
-        for gpu in line.get("gpus", []):
-            for xid in gpu.get("xids", []):
-                xids.setdefault(xid, {}).setdefault(f"rank {gpu['rank']}", 1)
-            if "remapping" in gpu:
-                rows.setdefault(gpu["remapping"], {}).setdefault(f"rank {gpu['rank']}", 1)
-    for xid, ranks in xids.items():
+    for xid, ranks in _times(run, "xids").items():
         yield f"Xid {xid} ({_who(ranks)}): {XIDS.get(xid, 'see NVIDIA, XID Errors')}"
+    rows = _times(run, "remapping")
     if "failed" in rows:
         yield f"rows of GPU memory that could not be replaced ({_who(rows['failed'])}): replace the GPU"
     if "pending" in rows:
         yield f"rows of GPU memory wait to be replaced ({_who(rows['pending'])}): reset the GPU after the run"
+
+
+def _times(run: History, name: str) -> dict[Any, dict[str, float]]:
+    """For each word or number that the monitor saw under a name, in how many lines it saw it of each rank."""
+    found: dict[Any, dict[str, float]] = {}
+    for line in run.monitor:
+        for gpu in line.get("gpus", []):
+            seen = gpu.get(name, [])
+            for one in [seen] if isinstance(seen, str) else seen:
+                ranks = found.setdefault(one, {})
+                ranks[f"rank {gpu['rank']}"] = ranks.get(f"rank {gpu['rank']}", 0) + 1
+    return found
 
 
 def _of_links(values: Values) -> Iterable[str]:
@@ -117,13 +122,8 @@ def _of_links(values: Values) -> Iterable[str]:
 
 
 def _of_clocks(run: History, values: Values) -> Iterable[str]:
-    seen: dict[str, dict[str, float]] = {}
-    for line in run.monitor:
-        for gpu in line.get("gpus", []):
-            for reason in gpu.get("throttled", []):
-                of_reason = seen.setdefault(reason, {})
-                of_reason[f"rank {gpu['rank']}"] = of_reason.get(f"rank {gpu['rank']}", 0) + 100 / len(run.monitor)
-    for reason, shares in seen.items():
+    for reason, times in _times(run, "throttled").items():
+        shares = {who: 100 * count / len(run.monitor) for who, count in times.items()}
         yield f"clocks lowered in {_range(shares)} % of the time ({_who(shares)}) by {reason}"
     clocks = {who: mean(clock) for who, clock in values.get("clock_mhz", {}).items()}
     usual = median(clocks.values()) if clocks else 0

@@ -63,16 +63,20 @@ def read_history(folder: Path) -> History:
         settings=flatten(read_document(recipe).values) if recipe.is_file() else {},
         state=state_of(folder)[0],
         samples=read_lines(folder / SAMPLES),
-        monitor=_monitor(folder),
+        monitor=sorted(
+            (line for file in sorted(folder.glob("monitor*.jsonl")) for line in read_lines(file, "time")),
+            key=lambda line: line["time"],
+        ),
     )
     if not found.steps:
         raise RecipeError(f"{path}: no training step in it; the run ended before its first")
     return found
 
 
-def _monitor(folder: Path) -> list[dict[str, Any]]:
-    found = [line for file in sorted(folder.glob("monitor*.jsonl")) for line in read_lines(file, "time")]
-    return sorted(found, key=lambda line: line["time"])
+def read_ranks(folder: Path, key: str) -> list[dict[str, Any]]:
+    """The records of the files rank_R.json that have this key, by rank."""
+    found = [read_json(path) for path in folder.glob("rank_*.json")]
+    return sorted((record for record in found if key in record), key=lambda record: record["rank"])
 
 
 def state_of(folder: Path) -> tuple[str, bool]:

@@ -24,6 +24,7 @@ from cookbook.config.strategy import Strategy, load_known
 from cookbook.planning.library import read_label
 from cookbook.system.files import Document, RecipeError, dump_yaml, gathered
 from cookbook.system.hardware import GIB, Machines, in_gib, parse_machines, this_machine
+from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.shipped import located, own_folder, short, typed
 from cookbook.training.data.rows import BadRows, Rows, read_rows
 from cookbook.training.data.sources import raw_rows
@@ -102,10 +103,14 @@ def init(
 ) -> int:
     """Write a recipe for your model, rows and GPUs."""
     machines = _check_arguments(model, data, gpus, out)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns on stdout
+    quiet_deepspeed()
+    from cookbook.commands.preview import TOKENIZER_FILES
+    from cookbook.training.models import fetch_model, load_config
+
     mistakes: list[str] = []
     with gathered(mistakes):
-        folder, config = _read_model(model)
+        folder = fetch_model(model, None, TOKENIZER_FILES)
+        config = load_config(folder, 1)
     with gathered(mistakes):
         found = _read(data, task)
     if mistakes:
@@ -152,15 +157,6 @@ def _recipe(values: Values) -> Recipe:
     return parse_recipe(Document("init", deepcopy(values)), RECIPES / "mine.yaml", None, None)
 
 
-def _read_model(model: str) -> tuple[str, Any]:
-    """The folder of the model's tokenizer, and its configuration."""
-    from cookbook.commands.preview import TOKENIZER_FILES
-    from cookbook.training.models import fetch_model, load_config
-
-    folder = fetch_model(model, None, TOKENIZER_FILES)
-    return folder, load_config(folder, 1)
-
-
 def _read(data: str, task: Task | None) -> tuple[Task, Source, Rows]:
     """The task, the source with a guess at its columns where it needs one, and its good rows.
 
@@ -181,14 +177,15 @@ def _read(data: str, task: Task | None) -> tuple[Task, Source, Rows]:
         raise RecipeError(f"--task is {chosen}, which trains on {wants}, but {data} has {has}; use {advice}")
     try:
         rows = read_rows(source, "drop", objective)
-    except RecipeError as error:
+    except RecipeError:
         if not guess:
             raise
-        source = source.model_copy(update={"columns": guess})
-        try:
+        guessed: list[str] = []
+        with gathered(guessed):  # the first error tells more
+            source = source.model_copy(update={"columns": guess})
             rows = read_rows(source, "drop", objective)
-        except RecipeError:
-            raise error from None
+        if guessed:
+            raise
     if sum(rows.num_dropped.values()) > len(rows.rows):
         read_rows(source, "error", objective)  # raises: these are not a few rows to be left out
     return chosen, source, rows
@@ -347,26 +344,25 @@ class _Draft:
         num_steps = epochs * -(-self.num_samples // batch)
         often = max(1, num_steps // PER_RUN)
         evaluation = {"eval_every_steps": often, "keep_best": 1} if "holdout" in self.data else {}
-        objective = like.get("objective", {})
+        objective, adapter = like.get("objective", {}), {}
+        if method:
+            from cookbook.training.adapters import usual_targets
+
+            targets = usual_targets(self.config)  # for a model that cannot have the default
+            adapter = like.get("adapter", {}) | {"name": method}
+            adapter |= {} if targets == [ALL_LINEAR] else {"targets": targets}
         return {
             "strategy": strategy,
             "mixed_precision": self.precision,
             "model": self.model_keys | ({"gradient_checkpointing": True} if recompute else {}),
             "data": self.data,
             "objective": objective if objective.get("name") == self.task else {"name": self.task},
-            **({"adapter": like.get("adapter", {}) | {"name": method} | self._targets()} if method else {}),
+            **({"adapter": adapter} if adapter else {}),
             "batch": {"global_batch_size": batch, "micro_batch_size": 1},
             "optim": like["optim"],
             "schedule": like["schedule"] | {"warmup_steps": example.warmup},
             "run": {"num_epochs": epochs} | evaluation | {"save_every_steps": often, "resume": "auto"},
         }
-
-    def _targets(self) -> dict[str, list[str]]:
-        """`adapter.targets`, for a model that cannot have its default."""
-        from cookbook.training.adapters import usual_targets
-
-        targets = usual_targets(self.config)
-        return {} if targets == [ALL_LINEAR] else {"targets": targets}
 
     def _settle(self, found: "Forecast", method: str | None, recompute: bool) -> None:
         """Writes the values of what was chosen, with the largest micro-batch that fits, and the notes on them."""
@@ -388,14 +384,11 @@ class _Draft:
         notes["strategy"] = "; ".join(["the first by plan's forecast" if on_gpus else "no GPU", *found.why])
         if recompute:
             notes["model.gradient_checkpointing"] = "does not fit without"
-        if method is not None:
-            notes["adapter"] = (
-                f"no shipped recipe is an example of {self.task} with all weights"
-                if (self.task, False) not in EXAMPLES
-                else "all weights do not fit on these GPUs without offloading"
-                if on_gpus
-                else "the smallest, for want of a GPU"
-            )
+        if (self.task, False) not in EXAMPLES:
+            notes["adapter"] = f"no shipped recipe is an example of {self.task} with all weights"
+        elif method is not None:
+            without = "all weights do not fit on these GPUs without offloading"
+            notes["adapter"] = without if on_gpus else "the smallest, for want of a GPU"
         if batch["global_batch_size"] != (theirs := like["batch"]["global_batch_size"]):
             gpus = f" and {self.machines.num_gpus} GPUs" if self.machines.num_gpus > 1 else ""
             notes["batch.global_batch_size"] = f"for {self.num_samples:,} samples{gpus}; {theirs} in the example"
@@ -426,24 +419,19 @@ class _Draft:
         lines = [f"# yaml-language-server: $schema={schema}"]
         for word, said in label.items():
             lines += [f"# {f'{word}:' if i == 0 else '':11}{line}" for i, line in enumerate(_wrap(said, 107))]
-        section = ""
-        for line in dump_yaml(self._from(own_folder(self.out))).splitlines():
-            if key := re.match(r"(  )?(\w+):", line):
-                section = section if key[1] else key[2]
-                place = f"{section}.{key[2]}" if key[1] else section
+        values, folder, section = deepcopy(self.values), own_folder(self.out), ""
+        for name, key in (("model", "name_or_path"), ("data", "train")):  # local paths, as a recipe there reaches them
+            path = Path(values[name][key])
+            if path.exists() and not path.is_absolute() and folder != Path.cwd():
+                values[name][key] = os.path.relpath(path, folder)
+        for line in dump_yaml(values).splitlines():
+            if found := re.match(r"(  )?(\w+):", line):
+                section = section if found[1] else found[2]
+                place = f"{section}.{found[2]}" if found[1] else section
                 if note := self.notes.get(place):
-                    lines += [f"{key[1] or ''}# {part}" for part in _wrap(note, 116)]
+                    lines += [f"{found[1] or ''}# {part}" for part in _wrap(note, 116)]
             lines.append(line)
         return "\n".join(lines) + "\n"
-
-    def _from(self, folder: Path) -> Values:
-        """The values, with local paths as a recipe in this folder reaches them."""
-        values = deepcopy(self.values)
-        for section, key in (("model", "name_or_path"), ("data", "train")):
-            path = Path(values[section][key])
-            if path.exists() and not path.is_absolute() and folder != Path.cwd():
-                values[section][key] = os.path.relpath(path, folder)
-        return values
 
     def _needs(self) -> str:
         """In the form that `read_needs` reads."""

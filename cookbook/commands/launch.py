@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from io import TextIOWrapper
-from itertools import compress
 from pathlib import Path
 from socket import gethostname
 from typing import Annotated
@@ -15,16 +14,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from cookbook.commands import escalation
-from cookbook.commands.arguments import (
-    QUICKSTART,
-    RECIPE,
-    AsJson,
-    Assignments,
-    StrategyFile,
-    positive,
-    process_count,
-    strategies,
-)
+from cookbook.commands.arguments import QUICKSTART, RECIPE, AsJson, Assignments, StrategyFile, positive, process_count
 from cookbook.commands.doubts import doubts, read_all
 from cookbook.config.recipe import OWNED_ELSEWHERE, Recipe, read_recipe
 from cookbook.config.strategy import Strategy, find_strategy, known_strategies, load_strategy, strategy_path
@@ -35,7 +25,7 @@ from cookbook.planning.explain import explain as explain_run
 from cookbook.planning.explain.chart import can_draw
 from cookbook.planning.library import gpus_needed, read_label, read_needs, recipe_files, what_it_takes
 from cookbook.system import hosts
-from cookbook.system.files import KeyPath, RecipeError, read_document, validate
+from cookbook.system.files import KeyPath, RecipeError, gathered, read_document, validate
 from cookbook.system.machine import fp8_problems, num_cores, num_gpus
 from cookbook.system.shipped import short
 from cookbook.training.data.rows import read_rows
@@ -67,22 +57,21 @@ def launch(
     num_machines = max(found.count, loaded.num_machines)
     count = processes or loaded.num_processes or plan.default_num_processes(loaded, gpus) * num_machines
     environment = dict(os.environ)
-    mistakes += _misfits(found, recipe, loaded, count) + (
-        hosts.set_interfaces(found.first, environment) if found.first else []
-    )
+    mistakes += _misfits(found, recipe, loaded, count)
+    mistakes += hosts.set_interfaces(found.first, environment) if found.first else []
     if rank_logs and count == 1:
         mistakes.append("--rank-logs: one process runs, and its output is that of this command; take it out")
     num_local = max(1, count // num_machines)
     mistakes += _lacks_for_fp8(path, recipe, gpus)
-    try:
+    with gathered(mistakes):
         planned = plan.make_plan(
             recipe, loaded, num_processes=count, num_local=num_local, num_gpus=gpus, recipe_name=str(path)
         )
-    except RecipeError as error:
-        mistakes += error.mistakes
     if mistakes:
         raise RecipeError(mistakes)
-    logs = rank_logs_folder(Path(recipe.run.output_dir)) if rank_logs else None
+    folder, logs = Path(recipe.run.output_dir), None
+    if rank_logs:  # beside the folder of the run, which is renamed when another run begins there
+        logs = folder.with_name(f"{folder.name}.logs") / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{gethostname()}"
     command = plan.launch_command(
         str(path), loaded, num_processes=count, assignments=assignments, hosts=found, logs=logs
     )
@@ -100,16 +89,11 @@ def launch(
     # torchrun would give each process one thread, whatever the machine has: too few on CPU, and for offloaded updates.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_local)))
     if dry_run or recipe.run.on_out_of_memory == "stop":
-        return run_command(command, environment, Path(recipe.run.output_dir))
+        return run_command(command, environment, folder)
     start = escalation.Start(
         recipe_name=str(path), assignments=assignments, recipe=recipe, strategy=loaded, plan=planned, logs=logs
     )
     return escalation.run(start, run_command, environment)
-
-
-def rank_logs_folder(output_dir: Path) -> Path:
-    """Of this start on this machine. Beside the folder of the run, which is renamed when another run begins there."""
-    return output_dir.with_name(f"{output_dir.name}.logs") / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{gethostname()}"
 
 
 def run_command(command: list[str], environment: dict[str, str], output_dir: Path) -> int:
@@ -123,14 +107,16 @@ def run_command(command: list[str], environment: dict[str, str], output_dir: Pat
 def _check_rows(recipe: Recipe) -> None:
     """Report broken rows of local files here, without torchrun's own report behind them."""
     data = recipe.data
-    sources = () if data.streaming else (*data.train, *data.eval.values())
-    is_here = [Path(source.path).exists() for source in sources]
-    if all(is_here) and not data.streaming:
+    if data.streaming:
+        return
+    sources = [*data.train, *data.eval.values()]
+    here = [source for source in sources if Path(source.path).exists()]
+    if here == sources:
         from cookbook.training.data.known import known_rows
 
         known_rows(data, recipe.objective, cache=Path(".cache"))  # which the processes then need not read
         return
-    for source in compress(sources, is_here):
+    for source in here:
         read_rows(source, data.on_bad_row, recipe.objective)
 
 
@@ -164,17 +150,13 @@ def check(
     if not found:
         raise RecipeError([f"recipes/: no recipe there (looked in {Path.cwd()})"])
     for path in found:
-        try:
+        with gathered(mistakes):
             for line in _check_recipe(path, strategy, assignments, processes, data=data, is_named=bool(paths)):
                 print(short(line))
-        except RecipeError as error:
-            mistakes += error.mistakes
     for path in () if paths else map(strategy_path, known_strategies()):
-        try:
+        with gathered(mistakes):
             load_strategy(path)
             print(short(f"{path}: fine"))
-        except RecipeError as error:
-            mistakes += error.mistakes
     if mistakes:
         sys.stdout.flush()
         raise RecipeError(list(dict.fromkeys(mistakes)))
@@ -224,13 +206,12 @@ def _lacks_for_fp8(path: Path, recipe: Recipe, num_gpus: int) -> list[str]:
 
 def _clashes_behind(path: Path, override: Path | None) -> list[str]:
     """What would clash if every misspelt key of the recipe had its nearest name; nothing if more than that is wrong."""
-    try:
+    mistakes: list[str] = []
+    with gathered(mistakes):
         recipe, _ = validate(read_recipe(path), Recipe, OWNED_ELSEWHERE)
         if recipe is not None and (override or Path(recipe.strategy)).is_file():
             _plan_of_label(path, recipe, load_strategy(override or Path(recipe.strategy)))
-    except RecipeError as error:
-        return error.mistakes
-    return []
+    return mistakes
 
 
 def _with_line(mistake: str, path: Path, lines: Mapping[KeyPath, int]) -> str:
@@ -242,7 +223,9 @@ def _with_line(mistake: str, path: Path, lines: Mapping[KeyPath, int]) -> str:
 
 def explain(
     first: Annotated[str, RECIPE] = str(QUICKSTART),
-    second: Annotated[str | None, Argument(metavar="OTHER", autocompletion=strategies, help="to compare with")] = None,
+    second: Annotated[
+        str | None, Argument(metavar="OTHER", autocompletion=known_strategies, help="to compare with")
+    ] = None,
     *,
     strategy: StrategyFile = None,
     processes: Annotated[int | None, process_count("one per GPU, here or of the recipe's label")] = None,

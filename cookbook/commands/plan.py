@@ -1,7 +1,6 @@
 """`cookbook plan`: a recipe's forecast under every strategy."""
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from cookbook.config.strategy import find_strategy, known_strategies, load_known
 from cookbook.planning.library import read_label, read_needs
 from cookbook.planning.plan import load_pair
 from cookbook.system.hardware import GIB, Machines, parse_machines, this_machine, with_room
+from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.shipped import short
 
 
@@ -34,7 +34,7 @@ def plan(
     machines = machines_for(path, gpus, {"fabric_gbits": fabric, "host_gib": host_gib, "nvme_gib": nvme_gib})
     strategies = [load_strategy(path) for path in paths]
 
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns on stdout
+    quiet_deepspeed()
     from cookbook.commands.forecast import MAY_RUN, forecast_all
     from cookbook.commands.forecast.show import as_record, in_words
     from cookbook.commands.forecast.sizes import better_sizes

@@ -3,7 +3,6 @@
 `python -m cookbook preview RECIPE`; needs the tokenizer, not the weights.
 """
 
-import os
 import sys
 from collections.abc import Callable
 from itertools import groupby
@@ -17,6 +16,7 @@ from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.planning.explain.chart import can_draw
 from cookbook.planning.packing import Packing, decide
 from cookbook.system.console import Row, coloured, console, page
+from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import num_gpus
 from cookbook.system.shipped import short
 from cookbook.training.data.sets import RowSets, read_data, tokenize_data
@@ -42,12 +42,18 @@ def preview(recipe_path: Path, assignments: list[str], num_samples: int = 3, *, 
     recipe = load_recipe(recipe_path, assignments)
     rows = read_data(recipe.data, recipe.objective)
     if not num_gpus():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns on stdout
+        quiet_deepspeed()
     folder = _folder(recipe, rows, cache)
+
+    from transformers import AutoConfig
 
     from cookbook.training.models import load_tokenizer
 
-    tokenizer, packing = load_tokenizer(folder, recipe.data.chat_template), _packing(recipe, folder)
+    tokenizer = load_tokenizer(folder, recipe.data.chat_template)
+    try:
+        packing = decide(recipe, AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    except (OSError, ValueError):
+        packing = Packing(False, f"{folder} has no configuration that is understood")
     sets = tokenize_data(rows, tokenizer, recipe.data, recipe.objective, cache=cache)
 
     from rich.style import Style
@@ -94,16 +100,6 @@ def _folder(recipe: Recipe, rows: RowSets, cache: Path) -> str:
         )
     assert model.name_or_path is not None
     return models.fetch_model(model.name_or_path, model.revision, TOKENIZER_FILES)
-
-
-def _packing(recipe: Recipe, folder: str) -> Packing:
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError):
-        return Packing(False, f"{folder} has no configuration that is understood")
-    return decide(recipe, config)
 
 
 def marked(tokens: TokenSet, sequence: int, tokenizer: "PreTrainedTokenizerBase", mark: Callable[[str], str]) -> str:
@@ -163,18 +159,10 @@ def padding(tokens: TokenSet, order: np.ndarray, recipe: Recipe, chosen: Packing
     from cookbook.training.data.batches import Layout, measure
 
     batch, found = recipe.batch, {}
+    limits = batch.model_dump(include={"micro_batch_size", "micro_batch_tokens"})
     for packing in (False, True):
-        layout = Layout(
-            num_ranks=1,
-            rank=0,
-            pad_id=0,
-            micro_batch_size=batch.micro_batch_size,
-            micro_batch_tokens=batch.micro_batch_tokens,
-            packing=packing,
-        )
+        layout = Layout(num_ranks=1, rank=0, pad_id=0, packing=packing, **limits)
         fill = measure(tokens, order, layout, global_batch_size=batch.global_batch_size)
         found[packing] = f"{fill.forwards:.1f} forwards a step with {fill.padding:.1%} padding"
-    limit = f"micro_batch_size {batch.micro_batch_size}"
-    if batch.micro_batch_tokens is not None:
-        limit = f"micro_batch_tokens {batch.micro_batch_tokens}"
+    limit = ", ".join(f"{key} {value}" for key, value in limits.items() if value is not None)
     return f"{limit}, one process: {found[False]} if padded, {found[True]} if packed (a run's rows are {chosen.words})"

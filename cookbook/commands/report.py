@@ -11,11 +11,10 @@ from itertools import pairwise
 from typing import Any
 
 from cookbook.commands import health
-from cookbook.commands.history import SAMPLES, History
+from cookbook.commands.history import SAMPLES, History, read_ranks
 from cookbook.planning.explain.compare import effect_of
 from cookbook.system.files import flatten
 from cookbook.system.hardware import GIB
-from cookbook.system.records import read_json
 
 TITLES = {
     "loss": "Loss",
@@ -99,8 +98,7 @@ def run_page(run: History, summary: Iterable[tuple[str, str]]) -> str:
     charts = []
     for i, key in enumerate(_keys([run])):
         lines = _lines_of(run, key, _steps)
-        legend = _legend((line.ink, line.name) for line in lines) if len(lines) > 1 else ""
-        charts.append(_chart(key, lines, legend=legend, marks=marks, starts=starts, number=i))
+        charts.append(_chart(key, lines, has_legend=len(lines) > 1, marks=marks, starts=starts, number=i))
     body = [_table(("", ""), [("state", run.state), *summary]), "<h2>Curves</h2>", _grid(charts)]
     if starts or marks:
         red = "Red: a step was skipped, or its gradient was unusual; see the events."
@@ -138,8 +136,7 @@ def _hardware(run: History) -> Iterator[str]:
     for i, (key, title) in enumerate(HARDWARE.items()):
         lines = [Line(name=who, points=of, ink=j) for j, (who, of) in enumerate(measured.get(key, {}).items())]
         if lines:
-            legend = _legend((line.ink, line.name) for line in lines)
-            charts.append(_chart(f"{title}, by minutes", lines, legend=legend, number=f"h{i}"))
+            charts.append(_chart(f"{title}, by minutes", lines, has_legend=True, number=f"h{i}"))
     yield _grid(charts)
 
 
@@ -147,13 +144,13 @@ def _memory(run: History) -> Iterator[str]:
     """The bytes in use over time by the work that allocated them, of each rank that recorded them; else what the
     monitor saw over the parts of the forecast.
     """
-    recorded = [record for record in _memory_records(run) if record.get("over_time")]
+    recorded = [one for one in read_ranks(run.folder / "memory", "bytes_over_time") if one.get("over_time")]
     for record in recorded:
         sizes = {name: [size / GIB for size in of] for name, of in record["over_time"].items()}
         what = "" if record.get("is_whole", True) else ", of the last allocations"
         title = f"GPU memory in use by what allocated it, GiB, rank {record['rank']}, by allocations{what}"
         points = range(len(record["bytes_over_time"]))
-        yield _area_chart(title, _stacked(sizes, list(points)), number=f"m{record['rank']}")
+        yield _chart(title, _stacked(sizes, list(points)), has_legend=True, number=f"m{record['rank']}")
     parts = {name: size / GIB for name, size in run.record.get("forecast", {}).get("parts", {}).items() if size}
     measured = {who: of for who, of in health.series(run).get("memory_gib", {}).items() if who != "CPU"}
     if parts and measured and not recorded:
@@ -162,12 +159,7 @@ def _memory(run: History) -> Iterator[str]:
         areas = _stacked({f"forecast: {name}": [size, size] for name, size in parts.items()}, ends)
         line = Line(name=f"measured, {who}, which has most", points=measured[who], ink=len(areas))
         title = f"GPU memory in use, GiB, by minutes, over the forecast of {run.record['forecast']['moment']}"
-        yield _area_chart(title, [*areas, line], number="m")
-
-
-def _memory_records(run: History) -> list[dict[str, Any]]:
-    found = [read_json(path) for path in run.folder.glob("memory/rank_*.json")]
-    return sorted((record for record in found if "bytes_over_time" in record), key=lambda record: record["rank"])
+        yield _chart(title, [*areas, line], has_legend=True, number="m")
 
 
 def _stacked(sizes: dict[str, list[float]], places: Sequence[float]) -> list[Line]:
@@ -178,10 +170,6 @@ def _stacked(sizes: dict[str, list[float]], places: Sequence[float]) -> list[Lin
         found.append(Line(name=name, points=list(zip(places, top, strict=True)), ink=ink, floor=floor))
         floor = top
     return found
-
-
-def _area_chart(title: str, lines: Sequence[Line], *, number: str) -> str:
-    return _chart(title, lines, legend=_legend((line.ink, line.name) for line in lines), number=number)
 
 
 def compare_page(runs: Sequence[History]) -> str:
@@ -271,13 +259,14 @@ def _chart(
     key: str,
     lines: Sequence[Line],
     of_set: str = "",
-    legend: str = "",
     *,
+    has_legend: bool = False,
     number: int | str,
     marks: Sequence[int] = (),
     starts: Sequence[int] = (),
 ) -> str:
     title = TITLES.get(key, key) + (f", {of_set}" if of_set else "")
+    legend = _legend((line.ink, line.name) for line in lines) if has_legend else ""
     drawing = _svg(lines, f"c{number}-", marks, starts)
     return f"<figure><h3>{escape(title)}</h3>{drawing}{legend}</figure>"
 

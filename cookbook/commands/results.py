@@ -1,7 +1,6 @@
 """What a run has left: a summary, its checkpoints, and what they are exported as."""
 
 import json
-import os
 import sys
 from pathlib import Path
 from statistics import mean, median
@@ -14,6 +13,7 @@ from cookbook.commands.arguments import AsJson, run_folder
 from cookbook.commands.history import History, read_history
 from cookbook.system.console import page
 from cookbook.system.files import RecipeError
+from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.shipped import short
 from cookbook.training.checkpoint.listing import in_words, is_run, list_checkpoints
 
@@ -95,7 +95,7 @@ def merge(
     dtype: Annotated[Literal["bfloat16", "float16", "float32"] | None, Option(help="default: the base model's")] = None,
 ) -> int:
     """Write a trained adapter and its base model as one model."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers imports, warns on stdout
+    quiet_deepspeed()
     from cookbook.commands.merge import merge
 
     return merge(folder, dtype)
@@ -119,7 +119,7 @@ def export(
         raise RecipeError("--public would be ignored without --push; take it out")
     if not is_run(folder):  # before seconds go into imports
         raise RecipeError(f"{folder}: not a run's folder; name its run.output_dir, as outputs/quickstart")
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers imports, warns on stdout
+    quiet_deepspeed()
     from transformers.utils import logging
 
     from cookbook.commands import publish

@@ -42,12 +42,7 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def end_run(
-    error: BaseException,
-    recipe: Recipe,
-    strategy: Strategy,
-    plan: Plan,
-    recipe_name: str,
-    assignments: list[str],
+    error: BaseException, recipe: Recipe, strategy: Strategy, plan: Plan, recipe_name: str, assignments: list[str]
 ) -> int:
     """Report the shortage in status.json, from any process, and once on stderr. Returns the exit code: 1, since the
     files are correct, and would run on a larger GPU.
@@ -144,12 +139,10 @@ def remedy(settings: str | None) -> str:
 def suggestion(recipe: Recipe, strategy: Strategy, plan: Plan, recipe_name: str) -> str:
     """The first change that makes the run fit, as `plan` names it."""
     try:
-        from cookbook.commands.forecast import rung_below
+        from cookbook.commands.forecast import NOTHING_HELPS, rung_below
 
         here = this_machine()
         machines = replace(here, num_machines=max(1, -(-plan.num_processes // max(1, here.gpus_each))))
-        others = load_known()
-        found = rung_below(recipe, strategy, machines, recipe_name, others)
+        return rung_below(recipe, strategy, machines, recipe_name, load_known()) or NOTHING_HELPS
     except Exception as trouble:  # the advice is optional, the report is not
         return f"python -m cookbook plan {recipe_name} (no advice from here: {trouble})"
-    return found or "no other strategy, smaller micro-batch, checkpointing or adapter helps: take more"

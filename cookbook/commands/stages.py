@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import set_seed
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from cookbook.commands import publish, shortage
@@ -240,10 +240,8 @@ def _check_folder(recipe: Recipe, engine: Engine) -> None:
         engine.close()
         ranks = f"rank{'s' * (len(blind) > 1)} {', '.join(map(str, blind))}"
         raise RecipeError(
-            [
-                f"run.output_dir {folder}: {ranks} cannot see what rank 0 wrote there; several machines need one folder"
-                " that all see under one path, such as on NFS: --set run.output_dir=/shared/run"
-            ]
+            f"run.output_dir {folder}: {ranks} cannot see what rank 0 wrote there; several machines need one folder"
+            " that all see under one path, such as on NFS: --set run.output_dir=/shared/run"
         )
 
 
@@ -268,21 +266,26 @@ def prepare_model(recipe: Recipe, inputs: Inputs, engine: Engine) -> None:
     """Load model and adapter, build the optimizer, and wrap them in the engine."""
     if recipe.run.memory_snapshot:
         memory_history.start()
-    quantization = adapters.quantization_options(recipe.adapter, recipe.compute_precision)
-    model = models.load_model(
-        inputs.folder,
+    model = load_model(inputs.folder, recipe, engine, has_adapter=recipe.adapter is not None)
+    if recipe.adapter is not None:
+        adapters.add_adapter(model, recipe.adapter, seed=recipe.seed)
+    optimizer = build_optimizer(model, recipe.optim, recipe.compute_precision)
+    engine.prepare(model, optimizer, counts_beside=recipe.optim.counts_beside)
+
+
+def load_model(folder: str, recipe: Recipe, engine: Engine, *, has_adapter: bool) -> PreTrainedModel:
+    """The model as training has it, before an adapter is on it; where it has one, frozen and as its kind wants."""
+    quantization = adapters.quantization_options(recipe.adapter if has_adapter else None, recipe.compute_precision)
+    return models.load_model(
+        folder,
         recipe.model,
         packing=recipe.data.is_packed,
-        dtype=engine.frozen_dtype if recipe.adapter else torch.float32,
+        dtype=engine.frozen_dtype if has_adapter else torch.float32,
         sequence_mesh=engine.sequence_mesh,
         fp8=recipe.mixed_precision == "fp8",
         **engine.load_options(is_quantized=bool(quantization)),
         **quantization,
     )
-    if recipe.adapter is not None:
-        adapters.add_adapter(model, recipe.adapter, seed=recipe.seed)
-    optimizer = build_optimizer(model, recipe.optim, recipe.compute_precision)
-    engine.prepare(model, optimizer, counts_beside=recipe.optim.counts_beside)
 
 
 def make_run(
@@ -404,16 +407,14 @@ def start_services(run: Run, failed_after: list[int], notes: list[str], watch: W
         log.monitor = Monitor(
             run.output_dir, first_rank=world.rank, num_ranks=world.num_local, machine=world.rank // world.num_local
         )
-    status = Status(run.output_dir, is_main=engine.is_main, step=run.progress.step, failed_after=failed_after)
-    saver = _start_saver(run, log, watch, attempt)
     return Services(
         log=log,
         record=record,
         expected=expected,
         flops=flops,
-        status=status,
+        status=Status(run.output_dir, is_main=engine.is_main, step=run.progress.step, failed_after=failed_after),
         watch=watch,
-        saver=saver,
+        saver=_start_saver(run, log, watch, attempt),
         profile=Profile(run.recipe.run.profile, run.output_dir, world.rank, engine.transformer(), log.say),
         memory_history=MemoryHistory(
             run.recipe.run.memory_snapshot, run.output_dir, world.rank, engine.device, log.say
@@ -506,11 +507,9 @@ def _header(run: Run, record: dict[str, Any], expected: "Memory | None") -> dict
     if recipe.adapter is not None:
         trained += f", {recipe.adapter.name} of rank {recipe.adapter.rank}"
     train, hardware = inputs.data.train, record["hardware"]
-    size = (
-        f"{len(train):,} {recipe.objective.sample}s, {len(train.ids):,} tokens"
-        if isinstance(train, TokenSet)
-        else "stream"
-    )
+    size = "stream"
+    if isinstance(train, TokenSet):
+        size = f"{len(train):,} {recipe.objective.sample}s, {len(train.ids):,} tokens"
     simulated = " (simulated: no speeds)" if hardware.get("simulated") else ""
     many = "s" if plan.num_processes > 1 else ""
     device = f"process{many and 'es'} on {num_cores()} CPU cores"
@@ -521,13 +520,17 @@ def _header(run: Run, record: dict[str, Any], expected: "Memory | None") -> dict
     if recipe.mixed_precision == "fp8":
         of = " of the first stage" if engine.mesh.pipeline > 1 else ""
         eight_bits = f" in {models.num_converted(engine.model)} matrices{of}"
+    padding = "none, samples are packed"
+    if not (packing := record["packing"])["is_on"]:
+        share = "an unknown share" if packing["padding"] is None else f"{packing['padding']:.0%}"
+        padding = f"{share} of all positions: {packing['why']}"
     rows = {
         "model": f"{inputs.config.model_type}, {engine.num_parameters:,} parameters, {trained}",
         "data": f"{size}; at most {recipe.data.max_length:,} tokens each",
         "machine": f"{plan.num_processes} {device}" + (f" on {machines} machines" if machines > 1 else ""),
         "strategy": f"{engine.strategy.name}, precision {recipe.mixed_precision}{eight_bits}",
         "batch": describe_batch(recipe, plan),
-        "padding": _padding_in_words(record["packing"]),
+        "padding": padding,
         "steps": f"{inputs.max_steps:,}, {inputs.steps_per_epoch or 'an unknown number'} an epoch",
     }
     if run.progress.step:
@@ -537,13 +540,6 @@ def _header(run: Run, record: dict[str, Any], expected: "Memory | None") -> dict
         rows["memory"] = f"forecast {expected.allocated / GIB:.2f} GiB a GPU at {expected.moment}"
         rows["memory"] += f", {low:.2f} to {high:.2f} reserved"
     return rows
-
-
-def _padding_in_words(packing: dict[str, Any]) -> str:
-    if packing["is_on"]:
-        return "none, samples are packed"
-    share = "an unknown share" if packing["padding"] is None else f"{packing['padding']:.0%}"
-    return f"{share} of all positions: {packing['why']}"
 
 
 def _start_saver(run: Run, log: metrics.RunLog, watch: Watch, attempt: str) -> Saver:

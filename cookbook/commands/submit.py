@@ -3,7 +3,6 @@
 Each starts `cookbook launch` once on every machine, with the numbers that it gives that machine.
 """
 
-import os
 import re
 import shlex
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from cookbook.config.strategy import Strategy
 from cookbook.planning.plan import default_num_processes, describe_batch, load_pair, make_plan
 from cookbook.system.files import RecipeError, dump_yaml, gathered
 from cookbook.system.hardware import Machines, in_gib, parse_machines
+from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.shipped import IS_INSTALLED
 from cookbook.system.signals import EXIT_CODE
 
@@ -249,7 +249,7 @@ def _plan(recipe: Recipe, strategy: Strategy, machines: Machines, path: Path) ->
     plan = make_plan(
         recipe, strategy, num_processes=count, num_local=each, num_gpus=machines.gpus_each, recipe_name=str(path)
     )
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns on stdout
+    quiet_deepspeed()
     from cookbook.commands.forecast import MAY_RUN, forecast_all
 
     (found,) = forecast_all(recipe, [strategy], machines, str(path), limits=False).forecasts

@@ -21,6 +21,7 @@ from cookbook.planning.plan import default_num_processes, launch_command, load_p
 from cookbook.system import signals
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import Machines
+from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import num_cores, num_gpus
 
 WARM_UP = 2
@@ -116,7 +117,7 @@ def candidates(
     """The recipe's own settings first, then one micro-batch for each strategy and checkpointing that may run: by the
     forecast of time, or without one by what costs least: no recomputation, no offload, large products.
     """
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns on stdout
+    quiet_deepspeed()
     from cookbook.commands.forecast import MAY_RUN, forecast_all
 
     own_kind = recipe.model.gradient_checkpointing
@@ -132,15 +133,11 @@ def candidates(
             for size in _sizes(recipe, one.plan.data_parallel_size, one.largest_micro_batch):
                 settings = Settings(strategy=one.strategy, micro_batch=size, checkpointing=kind)
                 seconds = (one.time.low + one.time.high) / 2 if one.time else 0.0
-                is_own = (one.strategy.path, size, kind) == (own.path, *_written(recipe))
+                is_own = (one.strategy.path, size, kind) == (own.path, recipe.batch.micro_batch_size, own_kind)
                 why = f"{one.verdict}" + (f", {seconds:.2f} s a step by the forecast" if one.time else "")
                 rank = (not is_own, seconds, kinds.index(kind), place, -size)
                 found.append(Candidate(settings=settings, why="the recipe's own; " * is_own + why, rank=rank))
     return sorted(found, key=lambda one: one.rank)
-
-
-def _written(recipe: Recipe) -> tuple[int | None, bool | str]:
-    return recipe.batch.micro_batch_size, recipe.model.gradient_checkpointing
 
 
 def _sizes(recipe: Recipe, data_parallel_size: int, largest: int | None) -> Iterator[int]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Annotated, Any
@@ -39,26 +39,28 @@ def _watch_live(folders: Sequence[Path], every: float) -> None:
     from rich.text import Text
 
     with Live(console=console(), auto_refresh=False) as live:
-        while True:
-            looks = [_look(folder) for folder in folders]
-            shown = page(HEAD, *(row for row, _ in looks), indent=0)
+        for rows in _looks(folders, every):
+            shown = page(HEAD, *rows, indent=0)
             if len(folders) == 1:
                 shown = f"{_details(folders[0])}\n{shown}"
             live.update(Text(shown), refresh=True)
-            if all(has_ended for _, has_ended in looks):
-                return
-            time.sleep(every)
 
 
 def _watch_plain(folders: Sequence[Path], every: float) -> None:
     """A line for each run that has got on."""
     seen: dict[Path, tuple[str, ...]] = {}
-    while True:
-        looks = [_look(folder) for folder in folders]
-        for folder, (row, _) in zip(folders, looks, strict=True):
+    for rows in _looks(folders, every):
+        for folder, row in zip(folders, rows, strict=True):
             if seen.get(folder) != row[:4]:
                 seen[folder] = row[:4]
                 print(", ".join(f"{name} {cell}" for name, cell in zip(HEAD, row, strict=True) if cell), flush=True)
+
+
+def _looks(folders: Sequence[Path], every: float) -> Iterator[list[tuple[str, ...]]]:
+    """The cells of all runs, again and again until all have ended."""
+    while True:
+        looks = [_look(folder) for folder in folders]
+        yield [row for row, _ in looks]
         if all(has_ended for _, has_ended in looks):
             return
         time.sleep(every)

@@ -1,6 +1,5 @@
 """Where a run's time goes, and what to change first."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,13 +7,12 @@ from statistics import mean
 from typing import Annotated, Any
 
 from cookbook.commands.arguments import run_folder
-from cookbook.commands.history import History, read_history
+from cookbook.commands.history import History, read_history, read_ranks
 from cookbook.config.strategy import Strategy, load_strategy
 from cookbook.system.console import page
 from cookbook.system.divided import PARTS, in_words
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import GIB, find_gpu, in_gib
-from cookbook.system.records import read_json
 
 GROUPS = {
     "compute": ("compute", "GPU memory"),
@@ -29,7 +27,6 @@ PAUSES = {"data": "data_seconds", "evaluation": "eval_seconds", "saving": "save_
 WORTH = 0.03
 """A share of the time below which nothing is advised."""
 MOST_ADVICE = 3
-FORWARD_BACKWARD = ("forward", "backward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +46,7 @@ def why_slow(folder: Annotated[Path, run_folder()]) -> int:
     if "step_seconds" not in steps[0]:
         raise RecipeError(f"{folder}: ran on simulated GPUs, whose times mean nothing")
     print(page(f"TIME of {folder}, {len(steps)} steps", *_rows(run, steps)))
-    profiles = read_profiles(folder)
+    profiles = read_ranks(folder / "profile", "phases")
     for record in profiles:
         title = f"PROFILE of steps {record['first_step']} to {record['last_step']}, rank {record['rank']}"
         print(in_words(record, title))
@@ -58,14 +55,9 @@ def why_slow(folder: Annotated[Path, run_folder()]) -> int:
     rows = [(f"{number}.", one.what, f"{one.about} {one.gain:.0%}") for number, one in enumerate(found, 1)]
     print(page("CHANGE FIRST", *rows) if rows else "Nothing stands out.")
     if not profiles:
-        print(f"For more, profile some steps: --set 'run.profile={{steps: [10, 14], ranks: {_ranks(run)}}}'")
+        ranks = list(range(min(8, run.record.get("strategy", {}).get("processes", 1))))
+        print(f"For more, profile some steps: --set 'run.profile={{steps: [10, 14], ranks: {ranks}}}'")
     return 0
-
-
-def read_profiles(folder: Path) -> list[dict[str, Any]]:
-    """The divisions of `run.profile`, by rank."""
-    found = [read_json(path) for path in folder.glob("profile/rank_*.json")]
-    return sorted((record for record in found if "phases" in record), key=lambda record: record["rank"])
 
 
 def shares(steps: list[dict[str, Any]]) -> dict[str, float]:
@@ -184,7 +176,7 @@ def _of_padding(profiles: list[dict[str, Any]], step: float, run: History) -> It
     padding = packing.get("padding") or 0.0  # of a stream it is not known
     gain = step * padding
     if profiles:
-        gain *= min(_computing(record) / record["seconds"] for record in profiles)
+        gain *= min(_in_passes(record, "compute") / record["seconds"] for record in profiles)
     if gain > WORTH:
         what = f"{padding:.0%} of the positions are padding"
         if packing.get("can_pack"):
@@ -194,9 +186,9 @@ def _of_padding(profiles: list[dict[str, Any]], step: float, run: History) -> It
             yield Advice(what=f"{what}: {way}", gain=gain)
 
 
-def _computing(record: dict[str, Any]) -> float:
-    """Seconds of forwards and backwards in which something is computed."""
-    return sum(parts["compute"] for name, parts in record["phases"].items() if name in FORWARD_BACKWARD)
+def _in_passes(record: dict[str, Any], part: str) -> float:
+    """Seconds of a part in the forwards and backwards."""
+    return sum(parts[part] for name, parts in record["phases"].items() if name in ("forward", "backward"))
 
 
 def _of_profiles(profiles: list[dict[str, Any]], step: float, run: History) -> Iterator[Advice]:
@@ -207,7 +199,8 @@ def _of_profiles(profiles: list[dict[str, Any]], step: float, run: History) -> I
     lost = (own[slowest] - min(own.values())) / seconds
     if lost > 2 * WORTH:
         phases = next(record for record in profiles if record["rank"] == slowest)["phases"]
-        where = max(phases, key=lambda name: _own(phases[name]) - _least(profiles, name))
+        least = {name: min(_own(record["phases"].get(name, phases[name])) for record in profiles) for name in phases}
+        where = max(phases, key=lambda name: _own(phases[name]) - least[name])
         what = f"rank {slowest} is slower than the others, in its {where}, and they wait for it: look at its GPU and"
         yield Advice(what=f"{what} machine (cookbook report, cookbook doctor)", gain=step * lost)
     # The rank that waits least has the price of sending; the others wait for it as well.
@@ -215,7 +208,7 @@ def _of_profiles(profiles: list[dict[str, Any]], step: float, run: History) -> I
     if exposed > WORTH:
         what = f"communication that nothing hides takes {exposed:.0%}: {_sends_less(run)}"
         yield Advice(what=what, gain=step * exposed)
-    idle = min(_idle(record) for record in profiles) / seconds
+    idle = min(_in_passes(record, "other") for record in profiles) / seconds
     accumulation, micro = _accumulation(run), run.settings.get("batch.micro_batch_size")
     if idle > WORTH and accumulation > 1:
         what = f"{idle:.0%} is Python between the operations of {accumulation} micro-batches a step: raise"
@@ -244,11 +237,6 @@ def _strategy(run: History) -> Strategy | None:
         return None
 
 
-def _idle(record: dict[str, Any]) -> float:
-    """Seconds of forwards and backwards in which nothing runs."""
-    return sum(parts["other"] for name, parts in record["phases"].items() if name in FORWARD_BACKWARD)
-
-
 def _accumulation(run: History) -> int:
     """Micro-batches of a step on a process; 1 if unknown."""
     size, micro = run.settings.get("batch.global_batch_size"), run.settings.get("batch.micro_batch_size")
@@ -260,13 +248,5 @@ def _own(parts: dict[str, float]) -> float:
     return sum(parts[part] for part in PARTS if part != "communication")
 
 
-def _least(profiles: list[dict[str, Any]], phase: str) -> float:
-    return min(_own(record["phases"][phase]) for record in profiles if phase in record["phases"])
-
-
 def _sum(record: dict[str, Any], part: str) -> float:
     return sum(parts[part] for parts in record["phases"].values())
-
-
-def _ranks(run: History) -> str:
-    return json.dumps(list(range(min(8, run.record.get("strategy", {}).get("processes", 1)))))

@@ -13,7 +13,10 @@ CACHE_FILE = "digests.json"
 
 def sha256_of(paths: Iterable[Path], *, cache: Path | None = None) -> dict[Path, str]:
     """The SHA-256 of each file; about a second per gigabyte that is not in the folder `cache`."""
-    known, found = _read_cache(cache), {}
+    known: dict[str, str] = read_json(cache / CACHE_FILE) if cache is not None else {}
+    if not all(isinstance(value, str) and len(value) == 64 for value in known.values()):
+        known = {}
+    found = {}
     for path in paths:
         file = path.resolve()
         stat = file.stat()
@@ -23,17 +26,7 @@ def sha256_of(paths: Iterable[Path], *, cache: Path | None = None) -> dict[Path,
                 known[key] = hashlib.file_digest(content, "sha256").hexdigest()
         found[path] = known[key]
     if cache is not None:
-        _write_cache(cache, known)
+        with contextlib.suppress(OSError):  # the cache only saves time
+            cache.mkdir(parents=True, exist_ok=True)
+            replace_file(cache / CACHE_FILE, json.dumps(known, indent=1) + "\n")
     return found
-
-
-def _read_cache(cache: Path | None) -> dict[str, str]:
-    known = read_json(cache / CACHE_FILE) if cache is not None else {}
-    is_good = all(isinstance(value, str) and len(value) == 64 for value in known.values())
-    return known if is_good else {}
-
-
-def _write_cache(cache: Path, known: dict[str, str]) -> None:
-    with contextlib.suppress(OSError):  # the cache only saves time
-        cache.mkdir(parents=True, exist_ok=True)
-        replace_file(cache / CACHE_FILE, json.dumps(known, indent=1) + "\n")

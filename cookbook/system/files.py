@@ -387,9 +387,7 @@ def _homes(model: type[BaseModel], path: tuple[str, ...] = ()) -> dict[str, list
     homes: dict[str, list[tuple[str, ...]]] = {}
     for name, info in model.model_fields.items():
         homes.setdefault(name, []).append((*path, name))
-        inner: list[type[BaseModel]] = []
-        _collect_models(info.annotation, inner)
-        for candidate in inner:
+        for candidate in _models_in(info.annotation):
             for key, places in _homes(candidate, (*path, name)).items():
                 homes.setdefault(key, []).extend(places)
     return homes
@@ -401,21 +399,20 @@ def _known_keys(model: type[BaseModel], path: KeyPath, values: Any) -> list[str]
         values = values.get(part) if isinstance(values, dict) else None
         if part not in model.model_fields:  # an index, or a name that the user chose
             continue
-        candidates: list[type[BaseModel]] = []
-        _collect_models(model.model_fields[part].annotation, candidates)
-        if not candidates:
+        inner = next(_models_in(model.model_fields[part].annotation), None)
+        if inner is None:
             return []
-        model = candidates[0]
+        model = inner
     # The keys of some sections depend on their name (`registry.Named`).
     return list((model.kind_of(values) if hasattr(model, "kind_of") else model).model_fields)
 
 
-def _collect_models(annotation: Any, found: list[type[BaseModel]]) -> None:
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        found.append(annotation)
-        found.extend(annotation.kinds() if hasattr(annotation, "kinds") else ())
+        yield annotation
+        yield from annotation.kinds() if hasattr(annotation, "kinds") else ()
     for argument in getattr(annotation, "__args__", ()):
-        _collect_models(argument, found)
+        yield from _models_in(argument)
 
 
 def apply_overrides(document: Document, assignments: list[str]) -> list[str]:

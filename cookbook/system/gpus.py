@@ -86,14 +86,12 @@ def read_driver(seconds: float = TIMEOUT_SECONDS) -> Driver:
         if found["code"] == NOT_LOADED:
             return Driver(gpus=[], is_loaded=False)
         raise RecipeError(f"the NVIDIA driver fails: {found['error']}; reboot, or reinstall it")
+    for gpu in found["gpus"]:
+        gpu["capability"] = gpu["capability"] and tuple(gpu["capability"])  # JSON has lists alone
     return Driver(
-        gpus=[InstalledGpu(**gpu | {"capability": _pair(gpu["capability"])}) for gpu in found["gpus"]],
+        gpus=[InstalledGpu(**gpu) for gpu in found["gpus"]],
         pairs=[GpuPair(**pair) for pair in found["pairs"]],
     )
-
-
-def _pair(numbers: list[int] | None) -> tuple[int, int] | None:
-    return None if numbers is None else (numbers[0], numbers[1])
 
 
 def unnamed_gpus() -> list[InstalledGpu]:
@@ -120,24 +118,18 @@ def visible_gpus(gpus: list[InstalledGpu], visible: str | None = None) -> list[I
     by_uuid = words[0].startswith("GPU-")
     found: list[InstalledGpu] = []
     for word in words:
-        gpu = _by_uuid(gpus, word, len(found)) if by_uuid else _by_number(gpus, word)
-        if gpu is None:
+        if not by_uuid:
+            number = re.match(r"\d+", word)
+            fitting = [gpu for gpu in gpus if number and gpu.index == int(number.group())]
+        elif not word.startswith("GPU-"):
             break
-        if gpu in found:
+        elif all(not gpu.uuid for gpu in gpus):  # not known whose it is
+            fitting = gpus[len(found) :][:1]
+        else:
+            fitting = [gpu for gpu in gpus if gpu.uuid.startswith(word)]
+        if len(fitting) != 1:
+            break
+        if fitting[0] in found:
             return []
-        found.append(gpu)
+        found += fitting
     return found
-
-
-def _by_number(gpus: list[InstalledGpu], word: str) -> InstalledGpu | None:
-    number = re.match(r"\d+", word)
-    return next((gpu for gpu in gpus if number and gpu.index == int(number.group())), None)
-
-
-def _by_uuid(gpus: list[InstalledGpu], word: str, position: int) -> InstalledGpu | None:
-    if not word.startswith("GPU-"):
-        return None
-    if all(not gpu.uuid for gpu in gpus):  # not known whose it is
-        return gpus[position] if position < len(gpus) else None
-    fitting = [gpu for gpu in gpus if gpu.uuid.startswith(word)]
-    return fitting[0] if len(fitting) == 1 else None

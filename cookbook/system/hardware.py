@@ -161,23 +161,23 @@ def _tokens(name: str) -> list[str]:
     return re.findall(r"[A-Z]+|\d+", name.upper().replace("RTXPRO", "RTX PRO"))
 
 
-def _contains(tokens: list[str], word: str) -> bool:
-    part = _tokens(word)
-    return any(tokens[i : i + len(part)] == part for i in range(len(tokens)))
-
-
 def find_gpu(name: str) -> Gpu | None:
     """The row of a GPU by what a driver or a person calls it; None for one that is not in the table.
 
     A size in the name must be that of the row: an `A100-64GB` is none that we know.
     """
     tokens = _tokens(name)
+
+    def is_there(word: str) -> bool:
+        part = _tokens(word)
+        return any(tokens[i : i + len(part)] == part for i in range(len(tokens)))
+
     sizes = set(re.findall(r"(\d+)\s*GB", name.upper()))
     for gpu in GPUS:
         # The name of a GH200 tells the memory of its CPU too.
         known = {str(gpu.sold_gb)} | ({"480"} if gpu.name == "GH200" else set())
         foreign = OTHER_GPUS.intersection(tokens) - set(gpu.words)
-        if all(_contains(tokens, word) for word in gpu.words) and sizes <= known and not foreign:
+        if all(map(is_there, gpu.words)) and sizes <= known and not foreign:
             return gpu
     return None
 

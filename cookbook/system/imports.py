@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
@@ -18,6 +19,11 @@ def imports() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def quiet_deepspeed() -> None:
+    """Keep deepspeed, which transformers may import, from warning on stdout that there is no GPU."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def hide_torchao() -> None:

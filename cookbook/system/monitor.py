@@ -114,6 +114,13 @@ def gpu_sample(handle: Any) -> Sample:
     watts, most_watts = ask(nvml.nvmlDeviceGetPowerUsage, handle), ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
     reasons = ask(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle) or 0
     clock = (handle, nvml.NVML_CLOCK_SM)
+    sent = ask(nvml.nvmlDeviceGetPcieThroughput, handle, nvml.NVML_PCIE_UTIL_TX_BYTES)
+    received = ask(nvml.nvmlDeviceGetPcieThroughput, handle, nvml.NVML_PCIE_UTIL_RX_BYTES)
+
+    def errors(kind: int) -> int | None:
+        """Of ECC memory, since the driver started."""
+        return ask(nvml.nvmlDeviceGetTotalEccErrors, handle, kind, nvml.NVML_VOLATILE_ECC)
+
     found = {
         "busy_percent": use.gpu if use else None,
         "memory_gib": memory.used / 2**30 if memory else None,
@@ -123,24 +130,15 @@ def gpu_sample(handle: Any) -> Sample:
         "celsius": ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
         "clock_mhz": ask(nvml.nvmlDeviceGetClockInfo, *clock),
         "clock_limit_mhz": ask(nvml.nvmlDeviceGetMaxClockInfo, *clock),
-        "pcie_sent_mb_s": _megabytes(ask(nvml.nvmlDeviceGetPcieThroughput, handle, nvml.NVML_PCIE_UTIL_TX_BYTES)),
-        "pcie_received_mb_s": _megabytes(ask(nvml.nvmlDeviceGetPcieThroughput, handle, nvml.NVML_PCIE_UTIL_RX_BYTES)),
-        "uncorrected_errors": _memory_errors(handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
-        "corrected_errors": _memory_errors(handle, nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
+        "pcie_sent_mb_s": sent / 1000 if sent is not None else None,
+        "pcie_received_mb_s": received / 1000 if received is not None else None,
+        "uncorrected_errors": errors(nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
+        "corrected_errors": errors(nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
         "throttled": [name for bit, name in THROTTLES.items() if reasons & bit] or None,
     }
     if rows := ask(nvml.nvmlDeviceGetRemappedRows, handle):
         found |= {"remapping": "failed" if rows[3] else "pending" if rows[2] else None}
     return {name: value for name, value in found.items() if value is not None}
-
-
-def _megabytes(kilobytes: int | None) -> float | None:
-    return None if kilobytes is None else kilobytes / 1000
-
-
-def _memory_errors(handle: Any, kind: int) -> int | None:
-    """Of ECC memory, since the driver started."""
-    return ask(nvml.nvmlDeviceGetTotalEccErrors, handle, kind, nvml.NVML_VOLATILE_ECC)
 
 
 def gpu_samples(handle: Any) -> Iterator[Sample]:

@@ -24,7 +24,8 @@ def ask(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def _gpu(index: int, handle: Any) -> dict[str, Any]:
     memory = ask(nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)  # whose `used` leaves out the driver's part
-    users = ask(nvml.nvmlDeviceGetComputeRunningProcesses_v3, handle) or []
+    users = [user.pid for user in ask(nvml.nvmlDeviceGetComputeRunningProcesses_v3, handle) or []]
+    names = [(ask(nvml.nvmlSystemGetProcessName, pid) or "a process").rpartition("/")[2] for pid in users]
     return {
         "index": index,
         "uuid": ask(nvml.nvmlDeviceGetUUID, handle) or "",
@@ -37,17 +38,13 @@ def _gpu(index: int, handle: Any) -> dict[str, Any]:
         "pcie_width": ask(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
         "pcie_width_max": ask(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
         "nvlink_gb": _nvlink_gb(handle),
-        "processes": [f"{_process_name(user.pid)} ({user.pid})" for user in users],
+        "processes": [f"{name} ({pid})" for name, pid in zip(names, users, strict=True)],
     }
 
 
 def _nvlink_gb(handle: Any) -> float | None:
     (field,) = ask(nvml.nvmlDeviceGetFieldValues, handle, [nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON]) or [None]
     return field.value.uiVal / 1000 if field and not field.nvmlReturn and field.value.uiVal else None
-
-
-def _process_name(pid: int) -> str:
-    return (ask(nvml.nvmlSystemGetProcessName, pid) or "a process").rpartition("/")[2]
 
 
 def _nvlink_ends(handle: Any) -> list[str]:

@@ -419,7 +419,9 @@ def hang_report(stuck: dict[int, Record], beats: dict[int, Record], *, num_ranks
     waiting = {rank for collective in unequal for rank in collective.inside}
     faulty = sorted((missing - waiting) | silent) or sorted(missing) or _behind(stuck, num_ranks)
     lines = [f"HANG: no progress for {timeout_seconds:g} s; aborting the run."]
-    machines = _by_machine(beats | stuck)
+    machines: dict[str, list[int]] = {}  # the ranks of each one that gave a sign
+    for rank, record in sorted((beats | stuck).items()):
+        machines.setdefault(record["host"], []).append(rank)
     if len(machines) > 1:
         dead = {host: ranks for host, ranks in machines.items() if silent.issuperset(ranks)}
         lines += [f"machine {host} is silent, with all its processes: {_ranks(ranks)}." for host, ranks in dead.items()]
@@ -440,14 +442,6 @@ def hang_report(stuck: dict[int, Record], beats: dict[int, Record], *, num_ranks
     for place, ranks in places.items():
         lines.append(f"{_ranks(ranks, 'waits', 'wait')} at {place}")
     return "\n".join(lines)
-
-
-def _by_machine(records: dict[int, Record]) -> dict[str, list[int]]:
-    """The ranks of each machine that gave a sign."""
-    found: dict[str, list[int]] = {}
-    for rank in sorted(records):
-        found.setdefault(records[rank]["host"], []).append(rank)
-    return found
 
 
 def _behind(stuck: dict[int, Record], num_ranks: int) -> list[int]:

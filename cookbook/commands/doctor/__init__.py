@@ -10,16 +10,15 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cookbook.commands.doctor import probe
 from cookbook.commands.doctor.collective import check_collective
 from cookbook.commands.doctor.environment import check_variables, hidden_gpus
-from cookbook.commands.doctor.finding import EXIT_CODES, Finding, failure, warning, worst
+from cookbook.commands.doctor.finding import EXIT_CODES, Finding, failure, warning
 from cookbook.commands.doctor.gpus import check_gpus, check_links, check_needs, find_link, try_torch
 from cookbook.commands.doctor.host import (
     check_cpu,
@@ -66,10 +65,11 @@ class _Visit:
     findings: list[Finding] = field(default_factory=list)
     probes: list[probe.Probe] = field(default_factory=list)
 
-    def begin(self, name: str, check: Callable[[], Iterable[Any]], seconds: float = LOOK_SECONDS) -> probe.Probe:
-        started = probe.start(name, check, seconds)
-        self.probes.append(started)
-        return started
+    def begin(
+        self, name: str, check: Callable[..., Iterable[Finding]], *arguments: Any, seconds: float = LOOK_SECONDS
+    ) -> probe.Probe:
+        self.probes.append(probe.start(name, lambda: map(asdict, check(*arguments)), seconds))
+        return self.probes[-1]
 
     def tell(self, *probes: probe.Probe) -> None:
         """Waits for probes, and notes what they have found in this order."""
@@ -113,17 +113,17 @@ def examine(
 def _examine(visit: _Visit, recipe: Recipe | None, strategy: Strategy | None, path: Path | None) -> None:
     precision = recipe.mixed_precision if recipe else "bf16"
     folders = nvme_folders(strategy) if strategy else []
-    hub = visit.begin("Hub", as_said(lambda: check_hub(wanted(recipe))), HUB_SECONDS)  # meanwhile
+    hub = visit.begin("Hub", lambda: check_hub(wanted(recipe)), seconds=HUB_SECONDS)  # meanwhile
     first = [
-        visit.begin("software", as_said(check_python)),
-        visit.begin("versions", as_said(check_versions)),
-        visit.begin("environment", as_said(check_variables, strategy, precision)),
+        visit.begin("software", check_python),
+        visit.begin("versions", check_versions),
+        visit.begin("environment", check_variables, strategy, precision),
     ]
     driver, findings = _ask_driver(min(LOOK_SECONDS, visit.left()))
     gpus = driver.gpus
     run_gpus = visible_gpus(gpus)
     used = len(run_gpus)
-    build = visit.begin("build", as_said(check_build, bool(folders), bool(used), visit.folder))
+    build = visit.begin("build", check_build, bool(folders), bool(used), visit.folder)
     visit.tell(*first)
     visit.findings += findings
     if path is not None:
@@ -133,33 +133,35 @@ def _examine(visit: _Visit, recipe: Recipe | None, strategy: Strategy | None, pa
     visit.findings += hidden_gpus(os.environ.get(VARIABLE), used, len(gpus)) if gpus else []
     visit.findings += check_torch_build(len(gpus), gpus[0].driver or None if gpus else None)
     visit.findings += check_links(driver)
-    on_gpus = bool(used) and _torch_has_cuda()
+    on_gpus = False
+    with suppress(ImportError):  # without torch
+        on_gpus = bool(used) and (simulated_gpus.is_active() or torch_cuda() is not None)
     if on_gpus:
-        visit.tell(visit.begin("torch", as_said(try_torch, precision), TORCH_SECONDS))
+        visit.tell(visit.begin("torch", try_torch, precision, seconds=TORCH_SECONDS))
     processes = used or CPU_PROCESSES
     needs = sizes(recipe, strategy, processes, on_gpus=bool(used)) if recipe and strategy else None
     offloads = strategy is not None and "cpu" in (strategy.offload_optimizer, strategy.offload_param)
     limits = read_limits(Path("/proc/self/cgroup").read_text() if Path("/proc/self/cgroup").exists() else "")
     host = [
-        visit.begin("CPU", as_said(check_cpu, processes, limits, offloads)),
-        visit.begin("memory", as_said(check_memory, limits, needs)),
-        visit.begin("shm", as_said(check_shared_memory, used)),
-        visit.begin("files", as_said(check_files)),
+        visit.begin("CPU", check_cpu, processes, limits, offloads),
+        visit.begin("memory", check_memory, limits, needs),
+        visit.begin("shm", check_shared_memory, used),
+        visit.begin("files", check_files),
     ]
     if recipe is not None:
-        host.append(visit.begin("disk", as_said(check_disk, Path(recipe.run.output_dir), needs)))
+        host.append(visit.begin("disk", check_disk, Path(recipe.run.output_dir), needs))
     visit.tell(*host, build)
     for folder in folders:
         assert strategy is not None
-        visit.tell(visit.begin("NVMe", as_said(check_nvme, folder, strategy, needs), DISK_SECONDS))
+        visit.tell(visit.begin("NVMe", check_nvme, folder, strategy, needs, seconds=DISK_SECONDS))
     if visit.left() < 1:
         text = "not tried: the other checks took all the time"
         visit.findings.append(warning("collective", text, "--deadline 120"))
     elif not used or on_gpus:
         link = find_link(run_gpus, driver.pairs)
         seconds = visit.left()
-        check = partial(check_collective, processes, "nccl" if on_gpus else "gloo", link, visit.folder, seconds - 0.5)
-        visit.tell(visit.begin("collective", as_said(check), seconds))
+        arguments = processes, "nccl" if on_gpus else "gloo", link, visit.folder, seconds - 0.5
+        visit.tell(visit.begin("collective", check_collective, *arguments, seconds=seconds))
     visit.tell(hub)
 
 
@@ -172,34 +174,16 @@ def _ask_driver(seconds: float) -> tuple[Driver, list[Finding]]:
     return driver, list(check_gpus(driver))
 
 
-def as_said(check: Callable[..., Iterable[Finding]], *arguments: Any) -> Callable[[], Iterator[dict[str, str]]]:
-    """A check with its arguments, as a probe runs it."""
-
-    def produce() -> Iterator[dict[str, str]]:
-        for finding in check(*arguments):
-            yield asdict(finding)
-
-    return produce
-
-
 def _trouble(one: probe.Probe) -> list[Finding]:
     """What a probe could not say by itself."""
     if one.ended == "out of time":
-        reached = time.monotonic() >= one.limit
-        if reached:
+        if time.monotonic() >= one.limit:
             text = f"no answer within {one.seconds:.0f} s: what it asks hangs (driver, file system, network)"
             return [failure(one.name, text, "dmesg | tail, and ps -eo state,pid,cmd | grep ^D")]
         return [warning(one.name, "not finished before the deadline", "--deadline 120")]
     if one.trouble:
         return [warning(one.name, f"could not be checked: {one.trouble}", "please report this")]
     return []
-
-
-def _torch_has_cuda() -> bool:
-    try:
-        return simulated_gpus.is_active() or torch_cuda() is not None
-    except ImportError:
-        return False
 
 
 @contextmanager
@@ -234,7 +218,7 @@ def in_words(findings: list[Finding], seconds: float) -> str:
 
 def report(findings: list[Finding], seconds: float, *, as_json: bool) -> int:
     """Prints the findings. Returns the exit code: 0 ready, 1 ready with warnings, 2 not ready."""
-    code = EXIT_CODES[worst(findings)]
+    code = max((EXIT_CODES[finding.status] for finding in findings), default=0)
     if as_json:
         listed = [asdict(finding) for finding in findings]
         print(json.dumps({"ready": code < 2, "seconds": round(seconds, 1), "findings": listed}, indent=1))

@@ -1,12 +1,12 @@
 """A short all-reduce and all-gather between real processes: how fast, how even, and which rank hangs."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,6 @@ SLOW_RATIO = 2.0
 """A rank's own work against the fastest rank's. The best of five counts, so that a moment's noise does not."""
 LEAST_SHARE = {"NVLink": 0.5, "PCIe": 0.25}
 """Of the link's rate in one direction, as bus bandwidth. Chosen, not measured: below it something is wrong."""
-
-
-@dataclass
-class Rank:
-    rank: int
-    process: subprocess.Popen[bytes]
-    errors: Path
 
 
 def bus_bandwidth(collective: str, num_bytes: int, seconds: float, count: int) -> float:
@@ -61,12 +54,10 @@ def check_collective(
         trouble = _watch(ranks, folder, limit, stall_seconds)
     finally:
         for one in ranks:
-            one.process.kill()
+            one.kill()
         for one in ranks:
-            try:
-                one.process.wait(1)
-            except subprocess.TimeoutExpired:  # stuck in the kernel
-                continue
+            with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel
+                one.wait(1)
     if trouble is not None:
         yield trouble
         return
@@ -74,13 +65,12 @@ def check_collective(
     yield from judge(times, backend, link)
 
 
-def _start(rank: int, count: int, backend: str, folder: Path) -> Rank:
-    errors = folder / f"errors-{rank}"
+def _start(rank: int, count: int, backend: str, folder: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "cookbook.commands.doctor.rank", str(folder), str(rank), str(count), backend]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment["OMP_NUM_THREADS"] = str(max(1, num_cores() // count))
-    with errors.open("wb") as stream:
-        process = subprocess.Popen(
+    with (folder / f"errors-{rank}").open("wb") as stream:
+        return subprocess.Popen(
             [*command, str(os.getpid())],
             cwd=ROOT,
             env=environment,
@@ -88,59 +78,50 @@ def _start(rank: int, count: int, backend: str, folder: Path) -> Rank:
             stdout=stream,
             stderr=stream,
         )
-    return Rank(rank=rank, process=process, errors=errors)
 
 
-def _watch(ranks: list[Rank], folder: Path, limit: float, stall_seconds: float) -> Finding | None:
+def _watch(ranks: list[subprocess.Popen[bytes]], folder: Path, limit: float, stall_seconds: float) -> Finding | None:
     """None once all have written their times, or what keeps them from it."""
     seen: list[int] = []
     moved = time.monotonic()
     while True:
-        if all((folder / f"times-{one.rank}").exists() for one in ranks):
+        unfinished = [rank for rank in range(len(ranks)) if not (folder / f"times-{rank}").exists()]
+        if not unfinished:
             return None
-        for one in ranks:
-            if one.process.poll() is not None and not (folder / f"times-{one.rank}").exists():
-                return _died(one)
-        stages = [_stages(folder, one.rank) for one in ranks]
+        for rank in unfinished:
+            # One that ends between both looks has written its times.
+            if ranks[rank].poll() is not None and not (folder / f"times-{rank}").exists():
+                return _died(rank, ranks[rank].returncode, folder)
+        stages = [_lines(folder / f"stage-{rank}") for rank in range(len(ranks))]
         lengths = [len(stage) for stage in stages]
         now = time.monotonic()
         if lengths != seen:
             seen, moved = lengths, now
         has_stalled = min(lengths) > 2 and now - moved > stall_seconds  # the import and joining may take long
-        if now >= limit or has_stalled or _silent(ranks, folder):
-            return name_the_silent(stages, _silent(ranks, folder), [_state(one) for one in ranks])
+        alive = [(rank, folder / f"alive-{rank}") for rank in range(len(ranks))]
+        silent = [rank for rank, beat in alive if beat.exists() and time.time() - beat.stat().st_mtime > SILENT_SECONDS]
+        if now >= limit or has_stalled or silent:
+            return name_the_silent(stages, silent, [_state(one.pid) for one in ranks])
         time.sleep(LOOK_SECONDS)
 
 
-def _stages(folder: Path, rank: int) -> list[str]:
-    path = folder / f"stage-{rank}"
-    return path.read_text().splitlines() if path.exists() else []
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines() if path.exists() else []
 
 
-def _silent(ranks: list[Rank], folder: Path) -> list[int]:
-    """Ranks without a recent heartbeat."""
-    found = []
-    for one in ranks:
-        alive = folder / f"alive-{one.rank}"
-        if alive.exists() and time.time() - alive.stat().st_mtime > SILENT_SECONDS:
-            found.append(one.rank)
-    return found
-
-
-def _state(one: Rank) -> str:
+def _state(pid: int) -> str:
     """The state of a process in the kernel: running, sleeping, stopped, disk-sleep."""
     try:
-        return str(psutil.Process(one.process.pid).status())
+        return str(psutil.Process(pid).status())
     except psutil.Error:
         return "gone"
 
 
-def _died(one: Rank) -> Finding:
-    lines = one.errors.read_text(errors="replace").strip().splitlines()
-    last = lines[-1] if lines else "no message"
+def _died(rank: int, code: int, folder: Path) -> Finding:
+    last = next(filter(str.strip, reversed(_lines(folder / f"errors-{rank}"))), "no message")
     return failure(
         "collective",
-        f"rank {one.rank} ended with code {one.process.returncode}: {last[:300]}",
+        f"rank {rank} ended with code {code}: {last.rstrip()[:300]}",
         f"{Path(sys.executable).name} -c 'import torch.distributed'; with GPUs also export NCCL_DEBUG=INFO",
     )
 

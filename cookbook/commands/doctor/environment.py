@@ -9,7 +9,6 @@ from cookbook.config.strategy import Strategy
 from cookbook.planning.launch import Launcher, check_environment
 from cookbook.system import hosts
 
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLOWING = {
     "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",
     "NCCL_P2P_DISABLE": "GPUs talk through host memory",
@@ -22,39 +21,26 @@ SLOWING = {
 
 def check_variables(strategy: Strategy | None, mixed_precision: str) -> Iterator[Finding]:
     """Variables that override the recipe's and strategy's files, or slow a run down."""
-    found = [*_overriding(strategy, mixed_precision), *_of_a_launcher(), *_slowing(), *_interfaces(), *_cuda_home()]
+    found = list(_variables(strategy or Strategy(path="", kind="single", num_processes=1), mixed_precision))
     yield from found or [ok("environment", "no variable overrides the files or slows a run down")]
 
 
-def _overriding(strategy: Strategy | None, mixed_precision: str) -> Iterator[Finding]:
-    plain = strategy or Strategy(path="", kind="single", num_processes=1)
-    for mistake in check_environment(plain, Launcher(), mixed_precision):
+def _variables(strategy: Strategy, mixed_precision: str) -> Iterator[Finding]:
+    for mistake in check_environment(strategy, Launcher(), mixed_precision):
         yield failure("environment", mistake.split("; ")[0], f"unset {mistake.split('=')[0]}")
-
-
-def _of_a_launcher() -> Iterator[Finding]:
-    names = [name for name in TORCHRUN if name in os.environ]
+    names = [name for name in hosts.TORCHRUN if name in os.environ]
     if {"RANK", "WORLD_SIZE"} & set(names):
         text = f"{', '.join(names)} set: `python train.py` would act as one process of a launch"
         yield failure("environment", text, f"unset {' '.join(names)}")
-
-
-def _slowing() -> Iterator[Finding]:
     for name, what in SLOWING.items():
         if os.environ.get(name, "0") not in ("", "0"):
             yield warning("environment", f"{name}={os.environ[name]}: {what}", f"unset {name}")
     if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() == "DETAIL":
         text = "TORCH_DISTRIBUTED_DEBUG=DETAIL: every collective is checked by a second one"
         yield warning("environment", text, "unset TORCH_DISTRIBUTED_DEBUG")
-
-
-def _interfaces() -> Iterator[Finding]:
     for variable in hosts.INTERFACES:
         if problem := hosts.interface_problem(variable):
             yield failure("environment", problem, f"unset {variable}, or name one of those")
-
-
-def _cuda_home() -> Iterator[Finding]:
     home = os.environ.get("CUDA_HOME")
     if home and not Path(home).is_dir():
         yield warning(

@@ -29,10 +29,6 @@ def failure(check: str, text: str, remedy: str) -> Finding:
     return Finding(check=check, status="failure", text=text, remedy=remedy)
 
 
-def worst(findings: list[Finding]) -> Status:
-    return max((finding.status for finding in findings), key=EXIT_CODES.__getitem__, default="ok")
-
-
 def in_bytes(count: float) -> str:
     """A size in its unit: 3.2 GiB, 64 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

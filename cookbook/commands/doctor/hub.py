@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote, urlsplit
 
 from cookbook.commands.doctor.finding import Finding, failure, ok, warning
@@ -27,28 +27,22 @@ class Wanted:
     """Where the recipe names it."""
     name: str
     revision: str | None
-    is_model: bool
-
-    @property
-    def repo_type(self) -> str:
-        return "model" if self.is_model else "dataset"
+    repo_type: Literal["model", "dataset"]
 
 
 def wanted(recipe: Recipe | None) -> list[Wanted]:
     """What is neither a folder, a file nor built in."""
-    found: list[Wanted] = []
     if recipe is None:
-        return found
-    name = recipe.model.name_or_path
-    if name is not None and not Path(name).exists():
-        found.append(Wanted(key="model.name_or_path", name=name, revision=recipe.model.revision, is_model=True))
-    for key, source in [
-        *(("data.train", source) for source in recipe.data.train),
-        *(("data.eval", source) for source in recipe.data.eval.values()),
-    ]:
-        is_local = Path(source.path).exists() or data_format(source.path)
-        if source.path != BUILTIN_SOURCE and not is_local and source.path not in {one.name for one in found}:
-            found.append(Wanted(key=key, name=source.path, revision=source.revision, is_model=False))
+        return []
+    model, found = recipe.model, []
+    if model.name_or_path is not None and not Path(model.name_or_path).exists():
+        key = "model.name_or_path"
+        found.append(Wanted(key=key, name=model.name_or_path, revision=model.revision, repo_type="model"))
+    for key, sources in (("data.train", recipe.data.train), ("data.eval", recipe.data.eval.values())):
+        for source in sources:
+            is_local = Path(source.path).exists() or data_format(source.path)
+            if source.path != BUILTIN_SOURCE and not is_local and source.path not in {one.name for one in found}:
+                found.append(Wanted(key=key, name=source.path, revision=source.revision, repo_type="dataset"))
     return found
 
 
@@ -84,7 +78,13 @@ def check_hub(things: list[Wanted]) -> Iterator[Finding]:
         for thing in missing:
             yield _check_thing(constants.ENDPOINT, host, thing, token, with_token)
     except Exception as error:  # httpx has no class for all of its own
-        yield _unreachable(f"{host} does not answer ({_reason(error)})", missing)
+        text = f"{host} does not answer ({_reason(error)})"
+        if not missing:
+            yield ok("Hub", f"{text}; nothing needs it")
+            return
+        names = ", ".join(thing.name for thing in missing)
+        remedy = "set HTTPS_PROXY or HF_ENDPOINT, or fetch elsewhere and set HF_HUB_OFFLINE=1"
+        yield failure("Hub", f"{text}, and {names} must be fetched", remedy)
 
 
 def _reason(error: BaseException | None) -> str:
@@ -97,26 +97,19 @@ def _reason(error: BaseException | None) -> str:
     return name
 
 
-def _unreachable(text: str, missing: list[Wanted]) -> Finding:
-    remedy = "set HTTPS_PROXY or HF_ENDPOINT, or fetch elsewhere and set HF_HUB_OFFLINE=1"
-    if missing:
-        names = ", ".join(thing.name for thing in missing)
-        return failure("Hub", f"{text}, and {names} must be fetched", remedy)
-    return ok("Hub", f"{text}; nothing needs it")
-
-
 def _check_thing(endpoint: str, host: str, thing: Wanted, token: str | None, with_token: str) -> Finding:
     from huggingface_hub import errors
     from huggingface_hub.utils import validate_repo_id
 
     where = f"{thing.name} ({thing.key})"
-    # Metadata is public also where files are gated, so a file is asked for. A data set may have any.
-    file = "config.json" if thing.is_model else "README.md"
     try:
         validate_repo_id(thing.name)
     except errors.HFValidationError:
         return failure("Hub", f"{where} is neither a path here nor a name on the Hub", "fix the name in the recipe")
-    page = thing.name if thing.is_model else f"datasets/{thing.name}"
+    # Metadata is public also where files are gated, so a file is asked for. A data set may have any.
+    page, file = f"datasets/{thing.name}", "README.md"
+    if thing.repo_type == "model":
+        page, file = thing.name, "config.json"
     url = f"{endpoint}/{page}/resolve/{quote(thing.revision or 'main', safe='')}/{file}"
     error = _ask(url, token)
     status = error.response.status_code if error else 200
@@ -166,12 +159,12 @@ def is_cached(thing: Wanted, cache: Path) -> bool:
             repo_type=thing.repo_type,
             revision=thing.revision,
             cache_dir=cache,
-            allow_patterns="config.json" if thing.is_model else None,  # its weights are looked for below
+            allow_patterns="config.json" if thing.repo_type == "model" else None,  # its weights are looked for below
             local_files_only=True,
         )
     except (errors.LocalEntryNotFoundError, errors.HFValidationError):
         return False
-    if not thing.is_model:
+    if thing.repo_type == "dataset":
         return True
     snapshot = Path(folder)
     try:

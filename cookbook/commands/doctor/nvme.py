@@ -119,15 +119,13 @@ def _measure(file: int, size: int, strategy: Strategy) -> Iterator[Finding]:
     best = max(read_rates, key=read_rates.__getitem__)
     rates = f"writes {write_rate / 1e9:.2f} GB/s, reads {read_rates[best] / 1e9:.2f} GB/s, one request at a time"
     yield ok("NVMe", f"{rates}, directly ({in_bytes(written)})")
-    aio = (strategy.deepspeed or {}).get("aio") or {}
-    if find_built_op() is None:
-        now = aio.get("block_size")
-        ways: dict[tuple[int, int], float] = {(block, 1): rate for block, rate in read_rates.items()}
-        yield from suggest(ways, (now, 1) if now else None, strategy.deepspeed_file, knows_depth=False)
-    else:
-        now, depth = aio.get("block_size"), aio.get("queue_depth")
-        ways = _with_deepspeed(file, written, (now, depth) if now and depth else None)
-        yield from suggest(ways, (now, depth) if now and depth else None, strategy.deepspeed_file, knows_depth=True)
+    aio, is_built = (strategy.deepspeed or {}).get("aio") or {}, find_built_op() is not None
+    aio_block, depth = aio.get("block_size"), aio.get("queue_depth") if is_built else 1
+    now = (aio_block, depth) if aio_block and depth else None
+    ways: dict[tuple[int, int], float] = {(size, 1): rate for size, rate in read_rates.items()}
+    if is_built:
+        ways = _with_deepspeed(file, written, now)
+    yield from suggest(ways, now, strategy.deepspeed_file, knows_depth=is_built)
 
 
 def _read(file: int, size: int, block: int, pattern: bytes) -> tuple[float, bool]:

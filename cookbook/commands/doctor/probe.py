@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 PR_SET_PDEATHSIG = 1
 GRACE_SECONDS = 0.5
@@ -48,7 +48,7 @@ def start(name: str, produce: Callable[[], Iterable[Any]], seconds: float) -> Pr
     try:
         os.close(reader)
         _stand_alone(parent)
-        _send(produce, writer)
+        _send(produce, os.fdopen(writer, "w", encoding="utf-8"))
     finally:
         os._exit(0)  # nothing of the parent's, such as its temporary folder, is this process's to end
 
@@ -72,20 +72,14 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _send(produce: Callable[[], Iterable[Any]], writer: int) -> None:
+def _send(produce: Callable[[], Iterable[Any]], pipe: TextIO) -> None:
+    trouble = ""
     try:
         for said in produce():
-            _write(writer, {"said": said})
+            print(json.dumps({"said": said}), file=pipe, flush=True)
     except Exception as error:  # a check that breaks is a line of the report, not the end of it
-        _write(writer, {"trouble": f"{type(error).__name__}: {error}"})
-    else:
-        _write(writer, {"trouble": ""})
-
-
-def _write(writer: int, line: dict[str, Any]) -> None:
-    data = json.dumps(line).encode() + b"\n"
-    while data:
-        data = data[os.write(writer, data) :]
+        trouble = f"{type(error).__name__}: {error}"
+    print(json.dumps({"trouble": trouble}), file=pipe, flush=True)
 
 
 def finish(probes: list[Probe], until: float) -> None:

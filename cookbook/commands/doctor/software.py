@@ -1,5 +1,6 @@
 """Versions against those that the project was tested with, and what compiles DeepSpeed's NVMe operations."""
 
+import contextlib
 import os
 import platform
 import re
@@ -124,8 +125,10 @@ def check_build(needs_nvme: bool, on_gpus: bool, folder: Path) -> Iterator[Findi
     Args:
         folder: a temporary one.
     """
-    missing = []
-    toolkit = _toolkit_problem() if on_gpus else None
+    missing, toolkit = [], None
+    if on_gpus:
+        with contextlib.suppress(ImportError):  # `check_versions` reports it
+            toolkit = toolkit_problem(torch_cuda())
     compiler = os.environ.get("CXX") or "c++"
     if shutil.which(compiler) is None:
         missing.append((f"C++ compiler ({compiler})", "apt-get install g++"))
@@ -136,7 +139,8 @@ def check_build(needs_nvme: bool, on_gpus: bool, folder: Path) -> Iterator[Findi
         ):
             if not _compiles(compiler, header, call, flags, folder):
                 missing.append((header, f"apt-get install {package}"))
-    if _ninja() is None:
+    beside = str(Path(sys.executable).parent)  # where a run finds it first
+    if shutil.which("ninja", path=os.pathsep.join([beside, os.environ.get("PATH", "")])) is None:
         missing.append(("ninja", "pip install ninja"))
     built = find_built_op()
     for what, remedy in missing:
@@ -157,13 +161,6 @@ def check_build(needs_nvme: bool, on_gpus: bool, folder: Path) -> Iterator[Findi
     yield from check_locks()
 
 
-def _toolkit_problem() -> tuple[str, str] | None:
-    try:
-        return toolkit_problem(torch_cuda())
-    except ImportError:
-        return None  # `check_versions` reports it
-
-
 def _compiles(compiler: str, header: str, call: str, flags: list[str], folder: Path) -> bool:
     with tempfile.TemporaryDirectory(dir=folder) as place:
         source = Path(place) / "try.cpp"
@@ -172,11 +169,6 @@ def _compiles(compiler: str, header: str, call: str, flags: list[str], folder: P
         # Ended at the deadline, a compiler leaves its own temporary files: in a folder that goes.
         variables = {**os.environ, "TMPDIR": place}
         return subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, env=variables).returncode == 0
-
-
-def _ninja() -> str | None:
-    """ninja as a run finds it: beside the interpreter, or on PATH."""
-    return shutil.which("ninja", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 
 
 def extensions_folder() -> Path:

@@ -44,6 +44,7 @@ Verdict = Literal["fits", "host memory unknown", "disk unknown", "tight", "not j
 `disk unknown` the GPUs suffice, and the machine's memory or disk was not given."""
 UNKNOWN: tuple[Verdict, ...] = ("host memory unknown", "disk unknown")
 MAY_RUN: tuple[Verdict, ...] = ("fits", *UNKNOWN, "tight", "not judged")
+NOTHING_HELPS = "no other strategy, smaller micro-batch, checkpointing or adapter helps: take more"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +119,10 @@ def forecast_all(
     config, origin = find_config(recipe.model)
     if problem := not_served(config):
         raise RecipeError(f"model.name_or_path is {recipe.model.name_or_path!r}: {problem}")
-    traces = TraceCache(config, recipe if machines.gpus_each else _on_cpu(recipe))
+    if not machines.gpus_each:  # what goes to host memory on GPUs stays where it is
+        model = recipe.model.model_copy(update={"gradient_checkpointing": recipe.model.recompute})
+        recipe = recipe.model_copy(update={"model": model})
+    traces = TraceCache(config, recipe)
     found = [forecast(traces, strategy, machines, recipe_name, limits=limits) for strategy in strategies]
     ranked = sorted(found, key=rank)
     nothing_fits = ranked[0].verdict == "does not fit"
@@ -134,12 +138,6 @@ def forecast_all(
         num_parameters=traces.sizes.num_parameters,
         num_trained=traces.sizes.num_trained,
     )
-
-
-def _on_cpu(recipe: Recipe) -> Recipe:
-    """There what goes to host memory on GPUs stays where it is."""
-    kind = recipe.model.recompute
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"gradient_checkpointing": kind})})
 
 
 def rung_below(
@@ -169,10 +167,10 @@ def smaller_micro_batch(
     recipe: Recipe, strategy: Strategy, machines: Machines, recipe_name: str, batches: Sequence[BatchSection]
 ) -> BatchSection | None:
     """The first of `batches` with which a run may fit; each is taken where the forecast is only a bound."""
-    traces = TraceCache(find_config(recipe.model)[0], recipe)
+    config, _ = find_config(recipe.model)
     for batch in batches:
-        shop = TraceCache(traces.config, recipe.model_copy(update={"batch": batch}))
-        found = forecast(shop, strategy, machines, recipe_name, limits=False)
+        traces = TraceCache(config, recipe.model_copy(update={"batch": batch}))
+        found = forecast(traces, strategy, machines, recipe_name, limits=False)
         if found.verdict in MAY_RUN or (found.is_bound and found.verdict != "cannot run"):
             return batch
     return None
@@ -193,8 +191,7 @@ def next_strategy(
     machines = _less_than(traces, strategy, machines, recipe_name)
     for batch in batches:
         shop = TraceCache(traces.config, recipe.model_copy(update={"batch": batch}))
-        found = _best(shop, others, machines, recipe_name, ("fits",))
-        if found is not None:
+        if found := _best(shop, others, machines, recipe_name, ("fits",)):
             return found.strategy, batch
     return None
 
@@ -275,7 +272,7 @@ def time_of_run(
     machines = Machines(text=f"{each} GPUs", num_machines=count // each, gpus_each=each, gpu=gpu)
     if why := no_forecast(machines, recipe.mixed_precision):
         return "the speed of this GPU is not known" if gpu is None else why
-    found = _step_time(TraceCache(config, recipe), strategy, plan, machines, count, num_tokens)
+    found = _step_time(TraceCache(config, recipe), strategy, plan, machines, num_tokens)
     assert found is not None
     return found
 
@@ -301,12 +298,11 @@ def forecast(
     try:
         if machines.num_gpus and count > machines.num_gpus:
             raise RecipeError(f"{strategy.path}: needs {count} GPUs, but there are only {machines.num_gpus}")
-        if machines.gpu is not None and recipe.mixed_precision == "bf16" and not machines.gpu.has_bf16:
-            lacks = f"mixed_precision is bf16, which a {machines.gpu.name} does not have; write mixed_precision: fp16"
-            raise RecipeError(f"{recipe_name}: {lacks}")
-        if machines.gpu is not None and recipe.mixed_precision == "fp8" and not machines.gpu.has_fp8:
-            lacks = f"mixed_precision is fp8, which a {machines.gpu.name} does not have; write mixed_precision: bf16"
-            raise RecipeError(f"{recipe_name}: {lacks}")
+        if (gpu := machines.gpu) is not None:
+            for precision, has, instead in (("bf16", gpu.has_bf16, "fp16"), ("fp8", gpu.has_fp8, "bf16")):
+                if recipe.mixed_precision == precision and not has:
+                    lacks = f"mixed_precision is {precision}, which a {gpu.name} does not have"
+                    raise RecipeError(f"{recipe_name}: {lacks}; write mixed_precision: {instead}")
         _check_nvme_buffers(strategy, found, count)
         if problem := mesh_problem(traces.config, strategy.mesh(count)):
             raise RecipeError(f"{strategy.path}: {problem}")
@@ -346,7 +342,7 @@ def forecast(
         host=host,
         disk=disk,
         checkpoint=checkpoint_bytes(found, recipe),
-        time=_step_time(traces, strategy, plan, machines, count),
+        time=_step_time(traces, strategy, plan, machines),
         messages=transfers(strategy, traces.sizes, _step_of(traces, plan), count, num_local=plan.num_local),
         largest_micro_batch=None if largest is None else int(largest),
         longest=longest,
@@ -368,12 +364,7 @@ def _check_nvme_buffers(strategy: Strategy, found: Skeleton, count: int) -> None
 
 
 def _step_time(
-    traces: TraceCache,
-    strategy: Strategy,
-    plan: Plan,
-    machines: Machines,
-    count: int,
-    num_tokens: float | None = None,
+    traces: TraceCache, strategy: Strategy, plan: Plan, machines: Machines, num_tokens: float | None = None
 ) -> Range | None:
     recipe = traces.recipe
     if no_forecast(machines, recipe.mixed_precision) is not None:
@@ -381,16 +372,16 @@ def _step_time(
     step = _step_of(traces, plan, num_tokens)
     work = None if step.is_compiled else traces.work(strategy, micro_batch_of(recipe))
     trace = work if work is not None and work.total("kernels") else None  # a bound counts none
-    return step_seconds(strategy, traces.sizes, step, machines, num_processes=count, trace=trace)
+    return step_seconds(strategy, traces.sizes, step, machines, num_processes=plan.num_processes, trace=trace)
 
 
 def _step_of(traces: TraceCache, plan: Plan, num_tokens: float | None = None) -> Step:
     """A step of so many tokens; None: of samples of data.max_length, each token labelled."""
-    recipe = traces.recipe
-    share = 1.0 if num_tokens is None else num_tokens / tokens_of_step(recipe)
+    recipe, most = traces.recipe, tokens_of_step(traces.recipe)
+    share = 1.0 if num_tokens is None else num_tokens / most
     return Step(
-        num_tokens=share * tokens_of_step(recipe),
-        num_labelled=share * tokens_of_step(recipe),
+        num_tokens=share * most,
+        num_labelled=share * most,
         length=share * recipe.data.max_length,
         micro_batches=plan.gradient_accumulation_steps,
         recompute=recipe.model.recompute,
@@ -556,8 +547,7 @@ def _suggestion(
     recipe, verdicts = traces.recipe, ("fits", *UNKNOWN)
     known = {strategy.path for strategy in strategies}
     new = [strategy for strategy in others if strategy.path not in known]
-    best = _best(traces, new, machines, recipe_name, verdicts)
-    if best is not None:
+    if best := _best(traces, new, machines, recipe_name, verdicts):
         return f"strategy {best.strategy.name} fits{_if_there(best)}"
     small = recipe.batch.model_copy(update={"micro_batch_size": 1, "micro_batch_tokens": None})
     saved = recipe.model.model_copy(update={"gradient_checkpointing": True})
@@ -578,8 +568,7 @@ def _suggestion(
             ladder.append((f"adapter: {{name: {name}}}, micro_batch_size: 1 and gradient_checkpointing: true", less))
     for words, changes in ladder:
         shop = TraceCache(traces.config, recipe.model_copy(update=changes))
-        best = _best(shop, [*strategies, *new], machines, recipe_name, verdicts)
-        if best is not None:
+        if best := _best(shop, [*strategies, *new], machines, recipe_name, verdicts):
             return f"with {words}, {best.strategy.name} fits{_if_there(best)}"
     return None
 

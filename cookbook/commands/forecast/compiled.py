@@ -77,11 +77,16 @@ class _Forward:
                 partial(self._call_plain, rest, spec),
                 fw_compiler=self._runner,
                 bw_compiler=self._runner,
-                partition_fn=partial(_partition, self._kept),
+                partition_fn=self._partition,
                 decompositions=select_decomp_table(),
             )
         result = self._found[key](tensors, inputs)
         return tuple(result) if isinstance(result, list) else result
+
+    def _partition(self, joint: GraphModule, *args: Any, **kwargs: Any) -> tuple:
+        if self._kept is not None:
+            _mark(joint, self._kept)
+        return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
     def _call_plain(self, rest: list[Any], spec: Any, tensors: dict[str, torch.Tensor], inputs: Any) -> Any:
         given = iter(inputs)
@@ -102,14 +107,8 @@ class _Forward:
         return run
 
 
-def _partition(kept: Kept | None, joint: GraphModule, *args: Any, **kwargs: Any) -> tuple:
-    """Partitions forward and backward; under checkpointing, marks the operations as dynamo does."""
-    if kept is not None:
-        _mark(joint, kept)
-    return min_cut_rematerialization_partition(joint, *args, **kwargs)
-
-
 def _mark(joint: GraphModule, kept: Kept) -> None:
+    """Marks what checkpointing keeps, as dynamo does."""
     forward = [
         node
         for node in joint.graph.nodes

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cookbook.commands.forecast import UNKNOWN, Forecast, PlanReport, tokens_of_step
+from cookbook.commands.forecast import NOTHING_HELPS, UNKNOWN, Forecast, PlanReport, tokens_of_step
 from cookbook.commands.forecast.memory import GIB
 from cookbook.commands.forecast.sizes import Sizes
 from cookbook.planning.plan import describe_batch
@@ -169,7 +169,7 @@ def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price:
     memory, recipe, machines, time = best.memory, report.recipe, report.machines, best.time
     assert memory is not None
     if best.verdict == "does not fit":
-        said = report.suggestion or "no other strategy, smaller micro-batch, checkpointing or adapter helps: take more"
+        said = report.suggestion or NOTHING_HELPS
         return page((f"Nothing fits. Nearest is {best.strategy.name}: {'; '.join(best.why)}.",), (f"Next: {said}.",))
     sizes = [(words, getattr(memory, name)) for _, name, words in PARTS]
     parts = [f"{words} {in_gib(size)}" for words, size in sizes if size >= GIB // 10]
@@ -191,7 +191,11 @@ def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price:
         rows.append(("speed", f"{_range(*per_gpu, ' tokens/s a GPU')}, limited by {time.bottleneck}"))
         if steps is not None:
             length += f", {_range(*time.hours(steps), ' hours')} at full length; shorter samples take less"
-    rows += _messages(best)
+    if best.messages:
+        least = "at least " * any(message.is_least for message in best.messages)
+        counted = sum(message.calls or 0 for message in best.messages)
+        where = " of the last stage" if best.strategy.pp_size > 1 else ""
+        rows.append(("sends", f"{least}{counted:,} messages a step from each GPU{where}"))
     rows.append(("length", length))
     if price is not None:
         cost = f"not known without a {'length' if time else 'time'}"
@@ -200,14 +204,6 @@ def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price:
             cost = f"{_range(*total, '')} at {price:g} a GPU and hour"
         rows.append(("price", cost))
     return "\n".join([page((f"{best.strategy.name}: {_reason(report, best)}",)), page(*rows, indent=4)])
-
-
-def _messages(best: Forecast) -> list[tuple[str, str]]:
-    """How many a GPU sends in a step."""
-    least = "at least " * any(message.is_least for message in best.messages)
-    counted = sum(message.calls or 0 for message in best.messages)
-    where = " of the last stage" if best.strategy.pp_size > 1 else ""
-    return [("sends", f"{least}{counted:,} messages a step from each GPU{where}")] if best.messages else []
 
 
 def _reason(report: PlanReport, best: Forecast) -> str:

@@ -19,20 +19,27 @@ def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
     """
     with torch.device("meta"):
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
-    quantized = _quantized(model) if recipe.adapter is not None and recipe.adapter.is_quantized else set()
+    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    quantized = set()
+    if recipe.adapter is not None and recipe.adapter.is_quantized:  # all linear layers but the head, in 4 bits
+        linear = (module for module in model.modules() if type(module) is torch.nn.Linear and module is not last)
+        quantized = {id(module.weight) for module in linear}
     buffers = tuple(buffer.numel() for buffer in model.buffers())
-    cuts = _cuts(model)
+    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
+    cuts = [(re.compile(re.escape(name).replace(r"\*", r"\d+")), how) for name, how in plan.items()]
     head = head_in_layers(model)
     if recipe.adapter is not None:
         with torch.device("meta"):
             inject(model, recipe.adapter)
-    layers = _layers(model)
-    parts = _parts(model)
-    outside = {id(p) for module in _ends(model) if module is not None for p in module.parameters()}
+    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    units: Any = model._no_split_modules or []
+    layers = [f"{name}." for name, module in model.named_modules() if type(module).__name__ in units]
+    parts = _parts(model, first, last)
+    outside = {id(p) for module in (first, last) if module is not None for p in module.parameters()}
     weights = []
     for name, parameter in model.named_parameters():
         owner = name.rpartition(".")[0]
-        layer = next((number for prefix, number in layers if name.startswith(prefix)), None)
+        layer = next((number for number, prefix in enumerate(layers) if name.startswith(prefix)), None)
         weights.append(
             Weight(
                 name=name,
@@ -45,25 +52,12 @@ def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
                 is_orthogonal=parameter.ndim == 2 and id(parameter) not in outside,
             )
         )
-    first, last = _ends(model)
     is_tied = last is not None and first is not None and last.weight is first.weight
     return Skeleton(weights=tuple(weights), num_layers=len(layers), is_tied=is_tied, buffers=buffers, head_layers=head)
 
 
-def _layers(model: PreTrainedModel) -> list[tuple[str, int]]:
-    """The name prefix and index of each decoder layer."""
-    units: Any = model._no_split_modules or []
-    names = [name for name, module in model.named_modules() if type(module).__name__ in units]
-    return [(f"{name}.", i) for i, name in enumerate(names)]
-
-
-def _ends(model: PreTrainedModel) -> tuple[Any, Any]:
-    return model.get_input_embeddings(), model.get_output_embeddings()
-
-
-def _parts(model: PreTrainedModel) -> dict[int, Part]:
+def _parts(model: PreTrainedModel, first: Any, last: Any) -> dict[int, Part]:
     """The part of each parameter outside the layers, by id; missing ones are `rest`."""
-    first, last = _ends(model)
     found: dict[int, Part] = {}
     # The final norm is the last norm among the direct children (accelerate 1.15, fsdp_utils.py, _find_final_norm).
     norms = [module for module in model.base_model.children() if "Norm" in type(module).__name__]
@@ -74,27 +68,16 @@ def _parts(model: PreTrainedModel) -> dict[int, Part]:
     return found
 
 
-def _quantized(model: PreTrainedModel) -> set[int]:
-    """Ids of the weights that bitsandbytes stores in 4 bits: those of all linear layers but the head."""
-    head = model.get_output_embeddings()
-    linear = (module for module in model.modules() if type(module) is torch.nn.Linear and module is not head)
-    return {id(module.weight) for module in linear}
-
-
-def _cuts(model: PreTrainedModel) -> list[tuple[re.Pattern[str], str]]:
-    """The model's tensor-parallel plan: patterns of module names, and how they are sharded."""
-    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
-    return [(re.compile(re.escape(name).replace(r"\*", r"\d+")), how) for name, how in plan.items()]
-
-
 def _sharded_dim(module: str, cuts: list[tuple[re.Pattern[str], str]], num_dimensions: int) -> int | None:
-    """The dimension along which a weight is sharded. Of an adapter's matrices, only the one on the sharded side is."""
+    """The dimension along which a weight is sharded. Of an adapter's matrices, only the one on the sharded side is.
+
+    Args:
+        cuts: the model's tensor-parallel plan: patterns of module names, and how they are sharded.
+    """
     base, _, rest = module.partition(".lora_")
     base = base.removesuffix(".base_layer")
     how = next((how for pattern, how in cuts if pattern.fullmatch(base)), "")
-    if how.startswith("colwise") and rest[:1] in ("", "B"):
-        return 0
-    if how == "embedding_rowwise":
+    if (how.startswith("colwise") and rest[:1] in ("", "B")) or how == "embedding_rowwise":
         return 0
     if how.startswith("rowwise") and rest[:1] in ("", "A") and num_dimensions > 1:
         return 1

@@ -183,14 +183,26 @@ def step_seconds(
     share = slowest_share(sizes.num_layers, strategy.pp_size, head_layers=sizes.head_layers)
     waits = (step.micro_batches + strategy.pp_size - 1) / step.micro_batches * share * strategy.pp_size
     num_traced = waits / strategy.pp_size * step.micro_batches
+    flops = waits * work(sizes, step).total / count
+    copied = checkpoint_traffic(strategy, sizes, step, count)
     parts = [
-        _products(waits * work(sizes, step).total / count, gpu),
+        _over("compute", (flops, flops), gpu.half_flops, EFFICIENCY[gpu.generation], is_kernel=True),
         _traced_pointwise(trace, num_traced, gpu) if trace else _pointwise(sizes, step, count / waits, gpu),
         _launches(strategy, sizes, step, num_traced, trace),
         *_links(messages, machines, gpu, gpus_each),
         _update(strategy, sizes, count, host, gpu),
-        *_offload(host, gpu),
-        _checkpoints(checkpoint_traffic(strategy, sizes, step, count), gpu),
+        # In both directions at once.
+        _over("PCIe to the host", (max(host.down, host.up), host.down + host.up), gpu.host_link, HOST_SHARE),
+        # A disk reads and writes in turn.
+        Portion(
+            name="disk",
+            low=host.disk_read / DISK_READ[1] + host.disk_write / DISK_WRITE[1],
+            high=host.disk_read / DISK_READ[0] + host.disk_write / DISK_WRITE[0],
+            overlaps=False,
+        ),
+        # One after another with the layers' kernels (transformers 5.23, modeling_utils.py,
+        # activation_checkpointing_enable).
+        _over("activations to the host", (copied, copied), gpu.host_link, HOST_SHARE, is_kernel=True),
     ]
     return combined(parts)
 
@@ -240,10 +252,10 @@ def _launches(
     return Portion(name=OF_HOST, low=low, high=high)
 
 
-def _products(flops: float, gpu: Gpu) -> Portion:
-    worst, best = EFFICIENCY[gpu.generation]
-    low, high = flops / (best * gpu.half_flops), flops / (worst * gpu.half_flops)
-    return Portion(name="compute", low=low, high=high, is_kernel=True)
+def _over(name: str, amount: tuple[float, float], rate: float, shares: tuple[float, float], **options: bool) -> Portion:
+    """An amount, at least and at most, over a rate of which the worst or the best share is reached."""
+    worst, best = shares
+    return Portion(name=name, low=amount[0] / (best * rate), high=amount[1] / (worst * rate), **options)
 
 
 def _traced_pointwise(trace: ActivationTrace, num_micro: float, gpu: Gpu) -> Portion:
@@ -257,7 +269,7 @@ def _pointwise(sizes: ModelSizes, step: Step, count: float, gpu: Gpu) -> Portion
     """Norms, rotary embedding, activation functions and the softmax of the loss: bound by the GPU's memory."""
     moved = step.num_tokens * sizes.num_layers * sizes.hidden * ACTIVATION_BYTES
     moved += step.num_labelled * sizes.vocab * LOGIT_BYTES
-    return Portion(name="GPU memory", low=0.0, high=moved / count / (MEMORY_SHARE[0] * gpu.bandwidth))
+    return _over("GPU memory", (0.0, moved / count), gpu.bandwidth, MEMORY_SHARE)
 
 
 def _links(messages: list[Transfer], machines: Machines, gpu: Gpu, gpus_each: int) -> list[Portion]:
@@ -297,36 +309,7 @@ def latencies(
 
 def _update(strategy: Strategy, sizes: ModelSizes, count: int, host: HostTraffic, gpu: Gpu) -> Portion:
     if host.update:
-        return Portion(name="CPU update", low=host.update / CPU_ADAM[1], high=host.update / CPU_ADAM[0], overlaps=False)
+        return _over("CPU update", (host.update, host.update), 1.0, CPU_ADAM, overlaps=False)
     whole = strategy.kind in ("single", "ddp")
     moved = ADAMW_BYTES * sizes.num_trained / (1 if whole else count // strategy.mesh(count).replicate)
-    worst, best = MEMORY_SHARE
-    return Portion(
-        name="update", low=moved / (best * gpu.bandwidth), high=moved / (worst * gpu.bandwidth), overlaps=False
-    )
-
-
-def _checkpoints(num_bytes: float, gpu: Gpu) -> Portion:
-    """Copies of the inputs of layers, one after another with the layers' kernels (transformers 5.23, modeling_utils.py,
-    activation_checkpointing_enable)."""
-    worst, best = HOST_SHARE
-    low, high = num_bytes / (best * gpu.host_link), num_bytes / (worst * gpu.host_link)
-    return Portion(name="activations to the host", low=low, high=high, is_kernel=True)
-
-
-def _offload(host: HostTraffic, gpu: Gpu) -> list[Portion]:
-    """PCIe transfers in both directions at once; a disk reads and writes in turn."""
-    worst, best = HOST_SHARE
-    return [
-        Portion(
-            name="PCIe to the host",
-            low=max(host.down, host.up) / (best * gpu.host_link),
-            high=(host.down + host.up) / (worst * gpu.host_link),
-        ),
-        Portion(
-            name="disk",
-            low=host.disk_read / DISK_READ[1] + host.disk_write / DISK_WRITE[1],
-            high=host.disk_read / DISK_READ[0] + host.disk_write / DISK_WRITE[0],
-            overlaps=False,
-        ),
-    ]
+    return _over("update", (moved, moved), gpu.bandwidth, MEMORY_SHARE, overlaps=False)

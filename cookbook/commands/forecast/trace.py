@@ -9,7 +9,7 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -211,7 +211,9 @@ def trace(
             is_low = low != torch.float32
             cast = low if (autocast or (fsdp and not is_sharded_while_read)) and is_low else None
             unit = _Unit(low, None if is_sharded_while_read else torch.float32) if fsdp == 2 and is_low else None
-            with _linear_of_zero3() if is_zero3 else nullcontext():
+            linear = torch.nn.functional.linear
+            set_linear = partial(setattr, torch.nn.functional, "linear")
+            with _set_to(set_linear, _LinearOfZero3.apply if is_zero3 else linear, before=linear):
                 offloads = recipe.model.gradient_checkpointing == "offload"
                 ledger = _trace_phases(model, rows, length, num_targets, cast, unit, fsdp == 1, compiling, offloads)
             break
@@ -294,14 +296,11 @@ def _fake_model(
     adapter = recipe.adapter
     config = copy.deepcopy(config)
     config._attn_implementation = attention
-    default = torch.get_default_dtype()
+    dtype = trained if adapter is None else frozen
     with torch.device("meta"):
-        try:
-            torch.set_default_dtype(trained if adapter is None else frozen)
+        with _set_to(torch.set_default_dtype, dtype, before=torch.get_default_dtype()):
             # from_config would be collective in a run under ZeRO-3.
             model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
-        finally:
-            torch.set_default_dtype(default)
         if adapter is not None:
             from peft import inject_adapter_in_model
 
@@ -404,19 +403,19 @@ class _LinearOfZero3(torch.autograd.Function):
 
 
 @contextmanager
-def _linear_of_zero3() -> Iterator[None]:
-    before = torch.nn.functional.linear
-    torch.nn.functional.linear = _LinearOfZero3.apply  # type: ignore[assignment]
+def _set_to(setter: Callable[[Any], Any], value: Any, *, before: Any) -> Iterator[None]:
+    """A global setting has a value for a block, and then again the one from before."""
+    setter(value)
     try:
         yield
     finally:
-        torch.nn.functional.linear = before
+        setter(before)
 
 
 class _Ledger(TorchDispatchMode):
     """Counts the bytes of all tensors that operations allocate, until they are freed."""
 
-    def __init__(self, known: Iterator[torch.Tensor]) -> None:
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.live = self.peak = self.made = self.peak_with_made = 0
         self.kernels = self.moved = self.streamed = 0
@@ -554,11 +553,9 @@ class _Marked(torch.nn.Module):
         hidden = _Mark.apply(hidden, begin, ("forward", i), ("backward", i - 1) if i else ("end",))
         result = self.layer(hidden, *args, **kwargs)
         if self._is_last:
-            mark = ("head",), ("backward", i)
-            if isinstance(result, tuple):
-                result = _Mark.apply(result[0], begin, *mark), *result[1:]
-            else:
-                result = _Mark.apply(result, begin, *mark)
+            hidden, *rest = result if isinstance(result, tuple) else (result,)
+            hidden = _Mark.apply(hidden, begin, ("head",), ("backward", i))
+            result = (hidden, *rest) if isinstance(result, tuple) else hidden
         return result if self._unit is None else self._unit.returned(result)
 
 
@@ -601,7 +598,7 @@ def _trace_phases(
 ) -> _Ledger:
     fake = FakeTensorMode()
     _fake_in_place(model, fake)
-    ledger = _Ledger(tensor for tensor in (*model.parameters(), *model.buffers()))
+    ledger = _Ledger((*model.parameters(), *model.buffers()))
     if compiling is not None:
         compiling(model, uncounted=ledger.uncounted)
     if offloads:
@@ -633,35 +630,19 @@ def _trace_phases(
             del loss
             ledger.begin("done")
 
-    with fake, _quietly(), _seen_as_cuda(autocast):
+    log = logging.getLogger(FakeTensor.__module__)
+    # CUDA's autocast flag, which peft queries (0.21.2, lora/bnb.py), also for recomputation in the backward.
+    set_flag, flag = partial(torch.set_autocast_enabled, "cuda"), torch.is_autocast_enabled("cuda")
+    with (
+        fake,
+        _set_to(log.setLevel, logging.CRITICAL, before=log.level),  # tracebacks of what fake tensors do not support
+        _set_to(set_flag, autocast is not None, before=flag),
+    ):
         if compiling is not None:
             micro_batch(nullcontext())
             ledger.forget()
         micro_batch(ledger)
     return ledger
-
-
-@contextmanager
-def _seen_as_cuda(autocast: torch.dtype | None) -> Iterator[None]:
-    """Sets CUDA's autocast flag, which peft queries (0.21.2, lora/bnb.py), also for recomputation in the backward."""
-    before = torch.is_autocast_enabled("cuda")
-    torch.set_autocast_enabled("cuda", autocast is not None)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled("cuda", before)
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Silences torch's tracebacks of operations that fake tensors do not support; `Untraceable` has the message."""
-    log = logging.getLogger(FakeTensor.__module__)
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def _fake_in_place(model: torch.nn.Module, mode: FakeTensorMode) -> None:

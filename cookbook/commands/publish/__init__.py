@@ -22,6 +22,7 @@ from cookbook.commands.merge import write_merged
 from cookbook.commands.publish.card import model_card
 from cookbook.config.recipe import ModelSection, Recipe
 from cookbook.system.files import RecipeError
+from cookbook.system.hosts import TORCHRUN
 from cookbook.training import adapters, models
 from cookbook.training.adapters import BASE_RECORD, Base
 from cookbook.training.checkpoint import folder
@@ -221,12 +222,8 @@ def _reopen(export: Path, model_files: Path, checkpoint: Path, dtype: torch.dtyp
     """Compare the folder with the checkpoint in a fresh process, see `cookbook.commands.publish.reopen`."""
     command = [sys.executable, "-m", "cookbook.commands.publish.reopen"]
     command += [str(path.resolve()) for path in (export, model_files, checkpoint)] + [str(dtype).removeprefix("torch.")]
-    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in launcher and not name.startswith(("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "COOKBOOK_FAULTS"))
-    }
+    others = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "COOKBOOK_FAULTS")
+    kept = {name: of for name, of in os.environ.items() if name not in TORCHRUN and not name.startswith(others)}
     root = str(Path(__file__).parents[3])
     # On the CPU, since the run may fill the GPUs, and without downloads.
     kept |= {"PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}

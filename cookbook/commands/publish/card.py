@@ -46,7 +46,11 @@ def model_card(
         "checked": f"{checked['tensors']}; {checked['logits']}" if checked else "not yet: cookbook export does",
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    data = "\n".join(_data_lines(recipe))
+    sources = [("trained on", source) for source in recipe.data.train]
+    sources += [(f"evaluated on{name and f' ({name})'}", source) for name, source in recipe.data.eval.items()]
+    data = "\n".join(f"- {what} {_describe_source(source)}" for what, source in sources)
+    if recipe.data.holdout:
+        data += f"\n- evaluated on a share of {recipe.data.holdout:g} of the training rows, held out"
     return (
         f"---\n{front}---\n\n# {Path(recipe.run.output_dir).name}, step {state['step']}\n\n"
         f"| | |\n|---|---|\n{table}\n\n"
@@ -89,15 +93,6 @@ def _without_folders(text: str, recipe: Recipe) -> str:
     for path in sorted(set(paths), key=len, reverse=True):
         text = text.replace(path, _public(path))
     return text
-
-
-def _data_lines(recipe: Recipe) -> list[str]:
-    sources = [("trained on", source) for source in recipe.data.train]
-    sources += [(f"evaluated on{name and f' ({name})'}", source) for name, source in recipe.data.eval.items()]
-    lines = [f"- {what} {_describe_source(source)}" for what, source in sources]
-    if recipe.data.holdout:
-        lines.append(f"- evaluated on a share of {recipe.data.holdout:g} of the training rows, held out")
-    return lines
 
 
 def _describe_source(source: Source) -> str:

@@ -16,8 +16,11 @@ import time
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+from typer import Option
+
+from cookbook.commands.arguments import RECIPE, Assignments, StrategyFile, process_count
 from cookbook.commands.rehearse.reopen import recompute
 from cookbook.commands.rehearse.standins import Notes, few_rows, write_jsonl, write_tiny_model
 from cookbook.config.recipe import Recipe, dump_recipe
@@ -28,6 +31,7 @@ from cookbook.planning.packing import decide
 from cookbook.planning.plan import describe_batch, launch_command, load_pair, make_plan
 from cookbook.system.console import page
 from cookbook.system.files import RecipeError, dump_yaml, read_document
+from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import CPU_PROCESSES, num_cores, num_gpus, torch_cuda
 from cookbook.system.shipped import short
 from cookbook.training.data.rows import row_bytes
@@ -55,20 +59,17 @@ class Rehearsal:
 
 
 def rehearse(
-    recipe_path: Path, *, assignments: list[str], strategy: Path | None, processes: int | None, on: str | None = None
+    path: Annotated[Path, RECIPE],
+    *,
+    strategy: StrategyFile = None,
+    on: Annotated[Literal["gpus", "cpu"] | None, Option(help="default: gpus, simulated ones if possible")] = None,
+    processes: Annotated[int | None, process_count("two, or what the strategy's mesh needs")] = None,
+    assignments: Assignments,
 ) -> int:
-    """Rehearse a recipe and print what that covered. Returns the exit code: 0, 1 if the run failed, 2 for mistakes in
-    a file.
-
-    Args:
-        on: gpus or cpu; None uses GPUs, real or simulated, where possible.
-
-    Raises:
-        RecipeError: mistakes that are known before anything starts.
-    """
+    """Run a recipe with a tiny model on simulated GPUs."""
     started = time.perf_counter()
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers imports, warns on stdout
-    recipe, found = load_pair(recipe_path, assignments, strategy)
+    quiet_deepspeed()
+    recipe, found = load_pair(path, assignments, strategy)
     place, why = _choose_place(on)
     here = num_gpus() if place == "GPUs" else CPU_PROCESSES
     smallest = max(min(here, CPU_PROCESSES), found.written_mesh.num_processes)
@@ -78,21 +79,17 @@ def rehearse(
     if why:
         print(why)
     many = "es" if count > 1 else ""
-    print(short(f"Rehearsing {recipe_path} under {found.path}, {count} process{many} on {place} ..."))
+    print(short(f"Rehearsing {path} under {found.path}, {count} process{many} on {place} ..."))
     try:
-        _plan_full_size(rehearsal, recipe_path)
-        small = _write_small_recipe(rehearsal, recipe_path)
+        _plan_full_size(rehearsal, path)
         log = folder / "log.txt"
-        code = _run(rehearsal, small, log)
-        if code:
-            print(f"\n{_what_went_wrong(log)}\n\nREHEARSAL of {recipe_path}: failed", file=sys.stderr)
-            return code
-        if mistake := _check_outputs(rehearsal):
-            print(f"\n{mistake}\n\nREHEARSAL of {recipe_path}: failed", file=sys.stderr)
-            return 1
+        code = _run(rehearsal, _write_small_recipe(rehearsal, path), log)
+        if mistake := _what_went_wrong(log) if code else _check_outputs(rehearsal):
+            print(f"\n{mistake}\n\nREHEARSAL of {path}: failed", file=sys.stderr)
+            return code or 1
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print(short(f"REHEARSAL of {recipe_path}: fine ({time.perf_counter() - started:.0f} s)"))
+    print(short(f"REHEARSAL of {path}: fine ({time.perf_counter() - started:.0f} s)"))
     beyond = {
         "CPU": "the GPU's code paths, NCCL",
         "simulated GPUs": "errors inside real kernels and NCCL",
@@ -182,22 +179,15 @@ def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
     schedule = values["schedule"]
     schedule["warmup_steps"] = min(schedule["warmup_steps"], 1)
     schedule |= dict.fromkeys(recipe.schedule.stretches, 1)
-    if recipe.mixed_precision == "fp16" and rehearsal.place == "CPU":
-        values["mixed_precision"] = "no"
+    if recipe.mixed_precision in ("fp16", "fp8") and rehearsal.place == "CPU":
+        values["mixed_precision"], words = {"fp16": ("no", "float32"), "fp8": ("bf16", "bf16")}[recipe.mixed_precision]
         values.pop("loss_scale", None)
         if recipe.optim.gradient_dtype == "fp16":
             values["optim"]["gradient_dtype"] = "bf16"
-        notes.missing.append("mixed_precision fp16, which needs a GPU; rehearsed in float32")
-    if recipe.mixed_precision == "fp8" and rehearsal.place == "CPU":
-        values["mixed_precision"] = "bf16"
-        notes.missing.append("mixed_precision fp8, which needs a GPU; rehearsed in bf16")
+        notes.missing.append(f"mixed_precision {recipe.mixed_precision}, which needs a GPU; rehearsed in {words}")
     run = values["run"]
-    run.pop("num_epochs", None)
-    for key in (
-        "trackers",
-        "profile",
-        "memory_snapshot",
-    ):  # a rehearsal is no experiment, and ends before most profiled steps
+    # A rehearsal is no experiment, and ends before most profiled steps.
+    for key in ("num_epochs", "trackers", "profile", "memory_snapshot"):
         run.pop(key, None)
     run |= {"max_steps": NUM_STEPS, "output_dir": str(rehearsal.folder / "out")}
     run["eval_every_steps"] = 2
