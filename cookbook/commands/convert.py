@@ -16,7 +16,7 @@ from cookbook.commands.launch import check
 from cookbook.config.foreign import ADAPTER, EVALUATION, PROJECTS, SAVING, NoCounterpart, Project
 from cookbook.config.recipe import RECIPES, Recipe, leaves
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
-from cookbook.system.files import Document, KeyPath, RecipeError, dump_yaml, read_document, show
+from cookbook.system.files import Document, KeyPath, RecipeError, cannot_write, dump_yaml, read_document, show
 from cookbook.system.shipped import located
 
 ORDER = list(dict.fromkeys(leaves(Recipe)))
@@ -78,7 +78,7 @@ def convert(
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise RecipeError(f"{path}: cannot be written ({error.strerror})") from None
+            raise RecipeError(cannot_write(path, error, "name another file with --out")) from None
         print(f"{path}: written")
     print(f"from {source}\nstrategy: {name}")
     if training is None:
