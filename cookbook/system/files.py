@@ -176,6 +176,8 @@ def read_document(path: Path) -> Document:
     name = str(path)
     try:
         if not path.is_file():
+            if path.is_symlink():
+                path.stat()  # says why it leads nowhere
             raise RecipeError(
                 f"{name}: {'a folder, not a' if path.is_dir() else 'no such'} file (looked in {Path.cwd()})"
             )
