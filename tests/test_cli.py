@@ -487,3 +487,17 @@ def test_a_full_disk_behind_stdout_is_told_in_one_line(command):
         answer.stderr
         == "the output: cannot be written (No space left on device); make room, or write it to another disk\n"
     )
+
+
+def test_ctrl_c_while_a_command_is_imported_ends_it_quietly():
+    interrupted = """
+import runpy, sys
+class Interrupt:
+    def find_spec(name, *_):
+        if name == "cookbook.commands.cli":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt)
+runpy.run_module("cookbook", run_name="__main__", alter_sys=True)
+"""
+    answer = run(sys.executable, "-c", interrupted)
+    assert (answer.returncode, answer.stdout, answer.stderr) == (130, "", "")
