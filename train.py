@@ -30,10 +30,13 @@ from cookbook.training.data.known import known_rows
 
 if TYPE_CHECKING:
     from cookbook.commands.stages import Run, Services
+    from cookbook.training.checkpoint.saver import Saver
     from cookbook.training.data.batches import StepBatch
     from cookbook.training.engine import Engine
 
 CACHE = Path(".cache")
+LAST_SAVE_TRIES, LAST_SAVE_PAUSE = 3, 60
+"""How often the save of the last step is tried, and seconds between: room may be made on a full disk."""
 
 
 def main() -> int:
@@ -349,10 +352,10 @@ def sample(run: "Run", services: "Services") -> str | None:
     return None
 
 
-def save(run: "Run", services: "Services") -> None:
-    """Save the state after this step, unless it is saved already, or the run has not begun."""
+def save(run: "Run", services: "Services", *, again: bool = False) -> None:
+    """Save the state after this step, unless the run has not begun, or, but for `again`, that was tried already."""
     engine, saver, step = run.engine, services.saver, run.progress.step
-    if step in (0, saver.last_step):
+    if step == 0 or (step == saver.last_step and not again):
         return
     progress = {key: value for key, value in asdict(run.progress).items() if value is not None}
     tensors = {"parameters": engine.parameter_shapes(), "counts": engine.counts()}
@@ -360,6 +363,27 @@ def save(run: "Run", services: "Services") -> None:
     words = {"recipe": recipe, "made_from": run.made_from, "run": services.record}
     saver.save(step, engine.pieces(), {**progress, **tensors, **words}, best_by=run.progress.eval_loss)
     services.status.running(step, checkpoint=saver.newest_path)
+
+
+def save_last(run: "Run", services: "Services") -> bool:
+    """Wait for the save of the last step, and try again if it failed. Returns whether it is saved, alike on all ranks.
+
+    Every rank must call. A signal ends the tries.
+    """
+    saver = services.saver
+    for number in range(1, LAST_SAVE_TRIES + 1):
+        if number > 1:
+            services.log.say(f"the last step: try {number} of {LAST_SAVE_TRIES} in {LAST_SAVE_PAUSE} s; make room")
+            for _ in range(LAST_SAVE_PAUSE):
+                if stop_reason(run.engine):
+                    return False
+                time.sleep(1)
+                saver.beat()
+            save(run, services, again=True)
+        saver.wait()
+        if run.engine.collectives.all_true(saver.failed is None):
+            return True
+    return False
 
 
 def stop(run: "Run", services: "Services", reason: str) -> int:
@@ -370,17 +394,29 @@ def stop(run: "Run", services: "Services", reason: str) -> int:
     is_saved = run.engine.collectives.all_true(services.saver.failed is None)
     code = signals.EXIT_CODE if is_saved else 1
     step = run.progress.step
-    outcome = "NOT saved" if not is_saved else "saved" if step else "nothing to save yet"
+    outcome = "saved" if step else "nothing to save yet"
     if is_saved and step and run.recipe.run.resume == "auto":
         outcome += "; run the same command to resume, also under another strategy"
+    if not is_saved:
+        outcome = f"NOT saved in {services.saver.root}: {services.saver.failed}; {way_on(services.saver)}"
     services.log.say(f"stopped after step {step} ({reason}); {outcome}")
     services.log.event("stop", step, reason=reason)
     state = "stopped" if is_saved else "failed"
+    reason = reason if is_saved else f"{reason}; {outcome}"
     services.status.end(state, exit_code=code, reason=reason, checkpoint=services.saver.newest_path)
     services.log.close()
     services.watch.enter("leaving")
     run.engine.close()
     return code
+
+
+def way_on(saver: "Saver") -> str:
+    """What to do about a run that ends unsaved; on rank 0."""
+    if saver.newest is None:
+        return "no step of it was: make room, or name another run.output_dir, and start it from the beginning"
+    is_here = saver.newest.path.parent == saver.root
+    how = f"run.resume={'auto' if is_here else saver.newest.path}"
+    return f"make room and start it with {how}, from step {saver.newest.step} in {saver.newest.path}"
 
 
 def finish(run: "Run", services: "Services") -> int:
@@ -389,7 +425,8 @@ def finish(run: "Run", services: "Services") -> int:
     from cookbook.training import metrics
 
     engine, log, saver = run.engine, services.log, services.saver
-    saver.wait()
+    if not save_last(run, services):
+        return stop(run, services, "the last; there is nothing to export")
     services.profile.close()
     for note in run.inputs.data.closing_notes():
         log.say(note)
@@ -405,8 +442,7 @@ def finish(run: "Run", services: "Services") -> int:
     signals.stop_deferring(engine.is_main)
     if engine.is_main:
         services.watch.enter("exporting", is_alone=True)
-        if saver.newest is None or saver.newest.step != run.inputs.max_steps:
-            raise OSError(f"the last step could not be saved, so there is nothing to export: {saver.failed}")
+        assert saver.newest is not None and saver.newest.step == run.inputs.max_steps
         # Everything is saved: if the process is killed from here on, the next start exports.
         services.status.end(
             "stopped", exit_code=signals.EXIT_CODE, reason=status.EXPORTING, checkpoint=saver.newest_path

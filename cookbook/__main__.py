@@ -2,6 +2,16 @@
 
 import sys
 
-from cookbook.commands.cli import main
 
-sys.exit(main())
+def main() -> int:
+    """Runs one command; Ctrl-C while it is imported ends quietly too."""
+    try:
+        from cookbook.commands.cli import main
+
+        return main()
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

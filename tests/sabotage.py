@@ -481,6 +481,11 @@ def slow_rank() -> None:
     Engine._forward = forward
 
 
+def no_pause_before_the_last_save_is_tried_again() -> None:
+    """Not a mistake, but time that a test does not need."""
+    train.LAST_SAVE_PAUSE = 0
+
+
 def slow_saves() -> None:
     """The disk is slow."""
     from cookbook.training.checkpoint.saver import Saver

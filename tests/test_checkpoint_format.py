@@ -480,10 +480,25 @@ def test_a_full_disk_costs_one_checkpoint_and_no_more(
     save(target, 2)
     assert "step 2 could not be saved" in (said := capsys.readouterr().out)
     assert "No space left on device" in said
-    assert "the last checkpoint is" in said
+    assert f"the last checkpoint is {tmp_path / 'step-00000001'}, and the steps since are lost if" in said
     assert {path.name for path in tmp_path.iterdir()} == {"LATEST", "step-00000001"}
     save(target, 3)
     assert names(tmp_path) == [1, 3]
+
+
+def test_saves_that_fail_in_a_row_are_counted_with_what_would_be_lost(tmp_path: Path, monkeypatch, capsys):
+    target = saver(tmp_path)
+    monkeypatch.setenv("COOKBOOK_FAULTS", json.dumps([{"at": "save.begin", "do": "ENOSPC"}]))
+    save(target, 1)
+    save(target, 2)
+    first, second = capsys.readouterr().out.splitlines()
+    assert "in a row" not in first and first.endswith("; all steps are lost if the run ends now")
+    assert "; 2 saves in a row have failed; all steps are lost" in second
+    monkeypatch.delenv("COOKBOOK_FAULTS")
+    save(target, 3)
+    monkeypatch.setenv("COOKBOOK_FAULTS", json.dumps([{"at": "save.begin", "do": "ENOSPC"}]))
+    save(target, 4)
+    assert "in a row" not in capsys.readouterr().out
 
 
 def test_in_the_background_the_state_of_the_call_is_saved(tmp_path: Path):

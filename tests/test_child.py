@@ -15,6 +15,9 @@ import psutil
 import pytest
 from conftest import ROOT, clean_environment
 
+from cookbook.planning.child import ACCELERATE_CLI
+from cookbook.system import status
+
 # What `accelerate launch` does with one process: it waits, forwards nothing, and ends with 1 for whatever came.
 LAUNCHER = """
 import subprocess, sys
@@ -104,6 +107,25 @@ def test_the_exit_code_tells_how_the_run_ended(launch, how, code):
     parent = launch(how)
     parent.communicate(timeout=20)
     assert parent.returncode == code
+
+
+@pytest.mark.parametrize("has_explained", [True, False], ids=["after a message of its own", "after a crash"])
+def test_accelerate_prints_its_traceback_only_where_the_run_has_not_said_why_it_ended(tmp_path, has_explained):
+    package = tmp_path / "accelerate" / "commands"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "accelerate_cli.py").write_text("def main():\n    raise ValueError('exit status 2')\n")
+    note = tmp_path / "note"
+    if has_explained:
+        note.write_text("2")
+    answer = subprocess.run(
+        [sys.executable, "-P", str(ACCELERATE_CLI)],
+        env=clean_environment(PYTHONPATH=str(tmp_path), **{status.EXIT_FILE: str(note)}),
+        capture_output=True,
+        text=True,
+    )
+    assert answer.returncode == 1 and ("Traceback" in answer.stderr) is not has_explained
 
 
 def test_a_signal_to_every_process_as_slurm_sends_it_leaves_the_launcher_alive(launch, tmp_path):

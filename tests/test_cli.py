@@ -3,6 +3,7 @@
 pytest -q tests/test_cli.py
 """
 
+import errno
 import json
 import os
 import platform
@@ -462,3 +463,41 @@ def test_preview_shows_samples_of_the_quickstart() -> None:
     done = cookbook("preview", "--samples", "1")
     assert done.returncode == 0, done.stderr
     assert "--- sample" in done.stdout and "\u27e6" in done.stdout and "steps per epoch" in done.stdout
+
+
+@pytest.mark.parametrize("command", [["schema"], ["library"], ["combinations"]], ids=" ".join)
+def test_a_file_that_cannot_be_written_is_named_without_a_traceback(command, monkeypatch, in_root, capsys):
+    def refuse(path: Path, *_, **__) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"\S+: cannot be written \(Read-only file system\); use a folder that you can write to\n", said)
+
+
+@pytest.mark.parametrize("command", [["--version"], ["check", "--help"]], ids=" ".join)
+def test_a_full_disk_behind_stdout_is_told_in_one_line(command):
+    with open("/dev/full", "w") as full:
+        answer = subprocess.run(
+            [sys.executable, "-m", "cookbook", *command], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert answer.returncode == 2
+    assert (
+        answer.stderr
+        == "the output: cannot be written (No space left on device); make room, or write it to another disk\n"
+    )
+
+
+def test_ctrl_c_while_a_command_is_imported_ends_it_quietly():
+    interrupted = """
+import runpy, sys
+class Interrupt:
+    def find_spec(name, *_):
+        if name == "cookbook.commands.cli":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt)
+runpy.run_module("cookbook", run_name="__main__", alter_sys=True)
+"""
+    answer = run(sys.executable, "-c", interrupted)
+    assert (answer.returncode, answer.stdout, answer.stderr) == (130, "", "")

@@ -12,7 +12,7 @@ import termios
 import pytest
 from conftest import ROOT, clean_environment
 
-from cookbook.system.console import page
+from cookbook.system.console import in_bytes, page
 
 ROWS = [("a [x]", "word " * 40, "place:1"), ("b", "/" + "p" * 60, "[/red]")]
 
@@ -49,3 +49,7 @@ def test_a_page_is_as_wide_as_its_terminal(columns, extra):
     plain = shown.replace("\x1b[32m", "").replace("\x1b[0m", "")
     assert "\x1b" not in plain and max(map(len, plain.splitlines())) <= columns
     assert plain.count("word") == 40 and plain.count("p") == 61
+
+
+def test_a_size_has_the_unit_that_shows_it():
+    assert [in_bytes(count) for count in (0, 900, 3 << 20, 3.25 * 2**30)] == ["0 B", "900 B", "3 MiB", "3.2 GiB"]

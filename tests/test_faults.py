@@ -11,11 +11,13 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from curves import ADAMW, ROOT, Curve, Lab, environment, run_to_end
 
+import train
 from cookbook.training.checkpoint import folder
 
 STOPPED = 75
@@ -275,13 +277,42 @@ def test_a_run_has_finished_when_its_export_was_opened_and_compared(lab: Lab, tm
     assert status(tmp_path / "out")["state"] == "failed" and not (tmp_path / "out/export").exists()
 
 
-def test_a_last_step_that_cannot_be_saved_is_an_error(lab: Lab, tmp_path: Path):
+def test_a_last_step_that_cannot_be_saved_is_tried_again_and_then_told(lab: Lab, tmp_path: Path):
     output = tmp_path / "out"
     fault = {"rank": 0, "at": "save.begin", "step": 6, "do": "EROFS"}
-    done = start(lab, output, "ddp", SMALL, faults=[fault])
-    assert done.returncode not in (0, 2, STOPPED)
-    assert "Read-only file system" in done.stdout
+    done = lab.start(
+        "ddp",
+        SMALL | {"run.output_dir": str(output)},
+        2,
+        program=("tests/sabotage.py", "no_pause_before_the_last_save_is_tried_again"),
+        variables={"COOKBOOK_FAULTS": json.dumps([fault])},
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stdout, done.stdout[-3000:]
+    assert done.stdout.count("step 6 could not be saved: ") == train.LAST_SAVE_TRIES == 3
+    last = output / "checkpoints" / "step-00000004"
+    line = next(line for line in done.stdout.splitlines() if line.startswith("stopped after step 6"))
+    assert "NOT saved" in line and "Read-only file system" in line
+    assert line.endswith(f"make room and start it with run.resume=auto, from step 4 in {last}")
+    assert status(output)["state"] == "failed" and line.partition("NOT")[2] in status(output)["reason"]
     assert [path.name for path in folder.list_folders(output / "checkpoints")] == ["step-00000004", "step-00000002"]
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_room_that_is_made_in_time_saves_the_last_step(monkeypatch, failing: int):
+    """The first `failing` saves fail."""
+    saver = SimpleNamespace(failed="full" if failing else None, wait=lambda: None, beat=lambda: None)
+    saves = [saver.failed]
+
+    def save(*_, again: bool) -> None:
+        saves.append("full" if len(saves) < failing else None)
+        saver.failed = saves[-1]
+
+    monkeypatch.setattr(train, "save", save)
+    monkeypatch.setattr(train, "LAST_SAVE_PAUSE", 0)
+    run = SimpleNamespace(engine=SimpleNamespace(collectives=SimpleNamespace(all_true=bool)))
+    services = SimpleNamespace(saver=saver, log=SimpleNamespace(say=print))
+    assert train.save_last(run, services) is (failing < train.LAST_SAVE_TRIES)
+    assert len(saves) == min(failing + 1, train.LAST_SAVE_TRIES)
 
 
 def test_the_same_step_failing_three_times_stops_with_a_report(lab: Lab, tmp_path: Path):

@@ -12,7 +12,7 @@ import yaml
 from conftest import RECIPE, ROOT
 
 from cookbook.planning.plan import load_pair
-from cookbook.system.files import MAX_FILE_BYTES, RecipeError, dump_yaml, read_document
+from cookbook.system.files import MAX_FILE_BYTES, RecipeError, dump_yaml, make_folder, read_document
 
 SHIPPED = sorted(
     str(path.relative_to(ROOT))
@@ -145,3 +145,16 @@ def test_reader_agrees_with_pyyaml_and_json_on_shipped_files():
         else:  # PyYAML reads 3e-3 as text; nothing else differs
             text = re.sub(r"(?<![\d.])(\d+)e-(\d+)", r"\1.0e-\2", text)
             assert read_document(ROOT / name).values == yaml.safe_load(text)
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RecipeError, match=r"file/x: cannot be written \(Not a directory\); use a folder that you can"):
+        make_folder(tmp_path / "file" / "x")
+
+
+def test_a_link_to_itself_is_a_file_that_cannot_be_read(tmp_path):
+    loop = tmp_path / "loop.yaml"
+    loop.symlink_to(loop)
+    with pytest.raises(RecipeError, match=r"loop.yaml'?: cannot be read \(Too many levels of symbolic links\)"):
+        load_pair(loop)

@@ -9,17 +9,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from subprocess import CalledProcessError
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
-from accelerate.commands import accelerate_cli
 from conftest import LAUNCHER_VARIABLES, RECIPE, ROOT, clean_environment
-from torch.distributed.elastic.multiprocessing.api import ProcessFailure
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from cookbook.commands.accelerate_cli import main as quiet_accelerate
 from cookbook.config.strategy import load_strategy, strategy_path
 from cookbook.planning import launch
 from cookbook.planning.launch import Launcher, World, check_environment, read_world, strategy_in_force, trim_world
@@ -260,7 +254,7 @@ FROM_ACCELERATE = Launcher(is_accelerate=True, config_file="a.yaml", num_process
         ([["/x/bin/python", "/x/bin/accelerate-launch", *CONFIG]], FROM_ACCELERATE),
         ([["python", "-m", "accelerate.commands.launch", *CONFIG]], FROM_ACCELERATE),
         ([["python", "-m", "accelerate.commands.accelerate_cli", "launch", *CONFIG]], FROM_ACCELERATE),
-        ([["python", "-P", "/x/cookbook/commands/accelerate_cli.py", "launch", *CONFIG]], FROM_ACCELERATE),
+        ([["python", "-P", "/x/cookbook/planning/accelerate_cli.py", "launch", *CONFIG]], FROM_ACCELERATE),
         ([["python", "/x/accelerate/commands/launch.py", *CONFIG]], FROM_ACCELERATE),
         ([["bash"], ["timeout", "60", "accelerate", "launch", *CONFIG]], FROM_ACCELERATE),
         ([["accelerate", "launch", "train.py", "--num_processes", "3"]], Launcher(is_accelerate=True)),
@@ -275,37 +269,6 @@ def test_accelerate_launch_is_recognised_by_the_words_of_an_ancestor(monkeypatch
     processes = [SimpleNamespace(cmdline=lambda words=words: words) for words in ancestors]
     monkeypatch.setattr(launch.psutil, "Process", lambda: SimpleNamespace(parents=lambda: processes))
     assert launch.find_launcher() == expected
-
-
-def ended(**codes: int) -> ChildFailedError:
-    """torchrun's report of ranks that ended with these codes."""
-    failures = {
-        rank: ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="")
-        for rank, code in enumerate(codes.values())
-    }
-    return ChildFailedError("train.py", failures)
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (CalledProcessError(2, "train.py"), 2),
-        (CalledProcessError(75, "train.py"), 75),
-        (CalledProcessError(1, "train.py"), None),
-        (CalledProcessError(-9, "train.py"), None),
-        (ended(a=75, b=2), 2),
-        (ended(a=75, b=75), 75),
-        (ended(a=2, b=-9), None),
-        (ended(a=1), None),
-        (ValueError("of accelerate"), None),
-    ],
-)
-def test_accelerate_is_silent_behind_a_run_that_said_why_it_ended(monkeypatch, error, code):
-    """A crash, and a process that was killed, keep the launcher's report: nobody else tells."""
-    monkeypatch.setattr(accelerate_cli, "main", Mock(side_effect=error))
-    with pytest.raises(type(error) if code is None else SystemExit) as raised:
-        quiet_accelerate()
-    assert raised.value is error if code is None else raised.value.code == code
 
 
 ALONE = World(rank=0, local_rank=0, num_processes=1, num_local=1, is_launched=False)

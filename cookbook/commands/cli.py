@@ -4,6 +4,7 @@ A command is a function from its arguments to an exit code; its docstring is its
 a mistake in a file is reported in a moment; what needs torch is imported when its command runs.
 """
 
+import errno
 import json
 import os
 import platform
@@ -35,18 +36,37 @@ from cookbook.config.strategy import load_strategy
 from cookbook.planning.combinations import page as combinations_page
 from cookbook.planning.library import PAGE, library_page
 from cookbook.planning.plan import load_pair
-from cookbook.system.files import RecipeError
+from cookbook.system.files import RecipeError, cannot_write
 from cookbook.system.shipped import HOME, short
 
 CITATION = HOME / "CITATION.cff"
+UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system answers where nothing may be written, or nothing more."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command. Returns its exit code: 0, or 2 for what the user can fix in a file or on the command line."""
+    code = 0
     try:
-        return app(arguments, prog_name="cookbook")
-    except SystemExit as end:  # as typer always ends
-        return int(end.code or 0)
+        try:
+            code = app(arguments, prog_name="cookbook")
+        except SystemExit as end:  # as typer always ends
+            code = int(end.code or 0)
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        if error.filename is None:  # as of a write to stdout
+            _close_stdout()
+            print(cannot_write("the output", error, "make room, or write it to another disk"), file=sys.stderr)
+        else:
+            print(cannot_write(error.filename, error), file=sys.stderr)
+        return 2
+    return code
+
+
+def _close_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes
 
 
 class _Commands(TyperGroup):
@@ -57,7 +77,7 @@ class _Commands(TyperGroup):
             print(short(str(error)), file=sys.stderr)
             ctx.exit(2)
         except BrokenPipeError:  # whoever read has seen enough, as in `... | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes
+            _close_stdout()
             ctx.exit(141)
 
 

@@ -20,6 +20,7 @@ from cookbook.system.files import (
     Document,
     KeyPath,
     RecipeError,
+    cannot_write,
     dump_yaml,
     gathered,
     kind_in_words,
@@ -87,7 +88,7 @@ def convert(
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise RecipeError(f"{path}: cannot be written ({error.strerror})") from None
+            raise RecipeError(cannot_write(path, error, "name another file with --out")) from None
         print(f"{path}: written")
     print(f"from {source}\nstrategy: {name}")
     if training is None:

@@ -22,7 +22,7 @@ from cookbook.config.recipe import ALL_LINEAR, RECIPES, Recipe, Source, parse_re
 from cookbook.config.row_kinds import kinds, kinds_of, rename, suggested_columns
 from cookbook.config.strategy import Strategy, load_known
 from cookbook.planning.library import read_label
-from cookbook.system.files import Document, RecipeError, dump_yaml, gathered
+from cookbook.system.files import Document, RecipeError, cannot_write, dump_yaml, gathered
 from cookbook.system.hardware import GIB, Machines, in_gib, parse_machines, this_machine
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.shipped import located, own_folder, short, typed
@@ -124,7 +124,7 @@ def init(
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise RecipeError(f"--out is {out}: cannot be written ({error.strerror})") from None
+        raise RecipeError(cannot_write(out, error, "name another file with --out")) from None
     print(text)
     check([out], assignments=[])
     recipe = shlex.quote(str(out))

@@ -19,7 +19,7 @@ from cookbook.commands.doubts import doubts, read_all
 from cookbook.config.recipe import OWNED_ELSEWHERE, Recipe, read_recipe
 from cookbook.config.strategy import Strategy, find_strategy, known_strategies, load_strategy, strategy_path
 from cookbook.planning import plan, simulated_gpus
-from cookbook.planning.child import run_child
+from cookbook.planning.child import ACCELERATE_CLI, run_child
 from cookbook.planning.explain import as_dict, compare, in_words
 from cookbook.planning.explain import explain as explain_run
 from cookbook.planning.explain.chart import can_draw
@@ -100,7 +100,7 @@ def run_command(command: list[str], environment: dict[str, str], output_dir: Pat
     """`run_child` of an `accelerate launch`, that of this Python: on PATH there may be another one's, or none."""
     # The compilers' ninja is beside this Python.
     path = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
-    program = [sys.executable, "-P", str(Path(__file__).with_name("accelerate_cli.py"))]
+    program = [sys.executable, "-P", str(ACCELERATE_CLI)]
     return run_child([*program, *command[1:]], environment | {"PATH": path}, output_dir)
 
 

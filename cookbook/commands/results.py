@@ -12,7 +12,7 @@ from cookbook.commands import report as pages
 from cookbook.commands.arguments import AsJson, run_folder
 from cookbook.commands.history import History, read_history
 from cookbook.system.console import page
-from cookbook.system.files import RecipeError
+from cookbook.system.files import RecipeError, cannot_write
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.shipped import short
 from cookbook.training.checkpoint.listing import in_words, is_run, list_checkpoints
@@ -53,7 +53,7 @@ def _write_page(path: Path, text: str) -> int:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise RecipeError(f"{path} cannot be written ({error.strerror}); name another file with --out") from None
+        raise RecipeError(cannot_write(path, error, "name another file with --out")) from None
     print(path)
     return 0
 

@@ -7,6 +7,7 @@ recipe while it is typed.
 import difflib
 import importlib.util
 import math
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -504,7 +505,7 @@ def read_recipe(path: Path) -> Document:
     Raises:
         RecipeError: as `read_document`; for a renamed recipe, with the one to use instead.
     """
-    folder, asked = RECIPES.resolve(), path.resolve()
+    folder, asked = RECIPES.resolve(), Path(os.path.realpath(path))  # `resolve` fails at a link to itself
     old = str(asked.relative_to(folder)).removesuffix(".yaml") if asked.is_relative_to(folder) else ""
     if old not in RENAMED or path.exists():
         return read_document(path)
@@ -517,7 +518,7 @@ def read_recipe(path: Path) -> Document:
 
 def default_output_dir(path: Path, strategy: str) -> str:
     """`outputs/llama31_8b-sft-zero3` for recipes/llama31_8b/sft.yaml under `zero3` or its file."""
-    file = path.resolve()
+    file = Path(os.path.realpath(path))
     known = (RECIPES.resolve(), (HOME / RECIPES).resolve(), Path.cwd())
     folders = (folder for folder in known if file.is_relative_to(folder))
     parts = file.relative_to(next(folders, file.parent)).with_suffix("").parts

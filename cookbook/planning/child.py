@@ -20,6 +20,7 @@ import psutil
 
 from cookbook.system import signals, status
 
+ACCELERATE_CLI = Path(__file__).with_name("accelerate_cli.py")
 FORWARDED = (*signals.HANDLED, signal.SIGHUP, signal.SIGQUIT)
 POLL_SECONDS = 5.0
 """Interval at which the launcher's workers are listed."""

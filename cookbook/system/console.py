@@ -1,4 +1,4 @@
-"""Columns and colours on the terminal, by rich; plain text of a fixed width where stdout is no terminal."""
+"""Columns and colours on the terminal, by rich, plain text of a fixed width where there is none; and sizes in words."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -69,3 +69,12 @@ def page(*rows: Row, indent: int = 2, file: TextIO | None = None) -> str:
             to.print(table)
         lines += [(" " * indent + line).rstrip() for line in capture.get().removesuffix("\n").split("\n")]
     return "\n".join(lines)
+
+
+def in_bytes(count: float) -> str:
+    """A size in its unit: 3.2 GiB, 64 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if count >= 10 or count == int(count) else f"{count:.1f} {unit}"

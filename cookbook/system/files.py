@@ -34,6 +34,23 @@ class RecipeError(ValueError):
         return type(self), (self.mistakes,)  # an exception is unpickled with its text otherwise
 
 
+def cannot_write(place: object, error: OSError, instead: str = "use a folder that you can write to") -> str:
+    """The mistake of a place that the system refuses to write, and what to write `instead`."""
+    return f"{place}: cannot be written ({error.strerror or error}); {instead}"
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder and its parents, if it is not there.
+
+    Raises:
+        RecipeError: the system refuses it.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError(cannot_write(path, error)) from None
+
+
 @contextlib.contextmanager
 def gathered(mistakes: list[str]) -> Iterator[None]:
     """Adds the mistakes that end a block to a list, so that they can be reported with others."""
@@ -159,6 +176,8 @@ def read_document(path: Path) -> Document:
     name = str(path)
     try:
         if not path.is_file():
+            if path.is_symlink():
+                path.stat()  # says why it leads nowhere
             raise RecipeError(
                 f"{name}: {'a folder, not a' if path.is_dir() else 'no such'} file (looked in {Path.cwd()})"
             )

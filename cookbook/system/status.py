@@ -275,3 +275,8 @@ def note_exit(code: int) -> int:
     except OSError:
         return code
     return 0 if code == signals.EXIT_CODE else code
+
+
+def has_noted_exit() -> bool:
+    """Whether a process of this launch has ended by itself, with a code above 0 that it passed on by `note_exit`."""
+    return Path(os.environ.get(EXIT_FILE) or os.devnull).is_file()

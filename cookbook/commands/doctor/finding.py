@@ -27,12 +27,3 @@ def warning(check: str, text: str, remedy: str) -> Finding:
 
 def failure(check: str, text: str, remedy: str) -> Finding:
     return Finding(check=check, status="failure", text=text, remedy=remedy)
-
-
-def in_bytes(count: float) -> str:
-    """A size in its unit: 3.2 GiB, 64 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if count < 1024 or unit == "TiB":
-            break
-        count /= 1024
-    return f"{count:.0f} {unit}" if count >= 10 or count == int(count) else f"{count:.1f} {unit}"

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cookbook.commands.doctor.finding import Finding, failure, in_bytes, ok, warning
+from cookbook.commands.doctor.finding import Finding, failure, ok, warning
 from cookbook.planning.library import Needs
+from cookbook.system.console import in_bytes
 from cookbook.system.gpus import Driver, GpuPair, InstalledGpu
 from cookbook.system.hardware import PCIE_X16, find_gpu
 from cookbook.system.shipped import typed

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import psutil
 
-from cookbook.commands.doctor.finding import Finding, failure, in_bytes, ok, warning
+from cookbook.commands.doctor.finding import Finding, failure, ok, warning
 from cookbook.commands.doctor.sizes import Sizes
+from cookbook.system.console import in_bytes
 from cookbook.system.machine import num_cores
 
 SHM = Path("/dev/shm")

@@ -17,10 +17,11 @@ from typing import Any
 
 import psutil
 
-from cookbook.commands.doctor.finding import Finding, failure, in_bytes, ok, warning
+from cookbook.commands.doctor.finding import Finding, failure, ok, warning
 from cookbook.commands.doctor.sizes import Sizes
 from cookbook.commands.doctor.software import find_built_op
 from cookbook.config.strategy import Strategy
+from cookbook.system.console import in_bytes
 
 FILE_BYTES = 256 << 20
 LEAST_BYTES = 16 << 20

@@ -21,6 +21,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from cookbook.commands.merge import write_merged
 from cookbook.commands.publish.card import model_card
 from cookbook.config.recipe import ModelSection, Recipe
+from cookbook.system.console import in_bytes
 from cookbook.system.files import RecipeError
 from cookbook.system.hosts import TORCHRUN
 from cookbook.training import adapters, models
@@ -215,7 +216,10 @@ def _check_room(target: Path, state: dict[str, Any], dtype: torch.dtype) -> None
     elements = sum(torch.Size(shape).numel() for shape in state["parameters"].values())
     needed, free = elements * dtype.itemsize, shutil.disk_usage(parent).free
     if needed > free:
-        raise RecipeError(f"{parent}: {free / 2**30:.1f} GiB are free, and the export needs {needed / 2**30:.1f}")
+        lacking = in_bytes(needed - free)
+        raise RecipeError(
+            f"{parent}: {in_bytes(free)} are free, and the export needs {in_bytes(needed)}, {lacking} more"
+        )
 
 
 def _reopen(export: Path, model_files: Path, checkpoint: Path, dtype: torch.dtype) -> dict[str, str]:

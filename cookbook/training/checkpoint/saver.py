@@ -66,6 +66,8 @@ class Saver:
         """The last checkpoint saved or resumed from; on rank 0."""
         self.failed: str | None = None
         """Why the last save failed, as far as this rank knows."""
+        self._num_failed = 0
+        """Saves in a row that failed; on rank 0."""
         self._saved_at = time.monotonic()
         self._thread: threading.Thread | None = None
         self._buffers: dict[tuple[str, str, int], torch.Tensor] = {}
@@ -170,10 +172,12 @@ class Saver:
         except Exception as error:
             shutil.rmtree(build, ignore_errors=True)
             self.failed = str(receipt.get("error", error))
-            last = f"; the last checkpoint is {self.newest.path}" if self.newest else ""
-            self.say(f"step {step} could not be saved: {self.failed}{last}")
+            self._num_failed += 1
+            in_a_row = f"; {self._num_failed} saves in a row have failed" if self._num_failed > 1 else ""
+            last = f"the last checkpoint is {self.newest.path}, and the steps since" if self.newest else "all steps"
+            self.say(f"step {step} could not be saved: {self.failed}{in_a_row}; {last} are lost if the run ends now")
             return
-        self.failed = None
+        self.failed, self._num_failed = None, 0
         try:
             folder.name_latest(self.root, self.newest)
         except OSError as error:

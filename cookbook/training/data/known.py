@@ -19,7 +19,7 @@ from cookbook.config.objectives import Objective
 from cookbook.config.recipe import BUILTIN_SOURCE, DataSection, Source
 from cookbook.system import lock
 from cookbook.system.digests import sha256_of
-from cookbook.system.files import RecipeError
+from cookbook.system.files import RecipeError, make_folder
 from cookbook.system.records import replace_file
 from cookbook.training.data.rows import Rows
 from cookbook.training.data.sets import RowSets, read_data
@@ -77,7 +77,7 @@ def known_rows(data: DataSection, objective: Objective, *, cache: Path) -> RowSe
 
 def _read_and_record(record: Path, data: DataSection, objective: Objective) -> RowSets:
     sets = read_data(data, objective)
-    record.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(record.parent)
     if record.name == f"rows-{_key_of(data, objective, record.parent)}.json":  # else a file was changed meanwhile
         _save(record, sets)
     return sets

@@ -31,7 +31,7 @@ from cookbook.config.recipe import ModelSection, ScratchModel
 from cookbook.planning.packing import packing_problem
 from cookbook.system import lock
 from cookbook.system.digests import sha256_of
-from cookbook.system.files import RecipeError, first_line
+from cookbook.system.files import RecipeError, first_line, make_folder
 from cookbook.system.shipped import HOME
 from cookbook.training.models.attention import PACKED
 from cookbook.training.models.fp8 import convert_layers
@@ -72,7 +72,7 @@ def resolve_model(model: ModelSection, *, seed: int, texts: Iterable[str], finge
     description = [SCRATCH_FORMAT, sizes.model_dump(mode="json"), seed, fingerprint, CHATML.read_text()]
     key = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:16]
     built = cache / f"model-{key}"
-    cache.mkdir(parents=True, exist_ok=True)
+    make_folder(cache)
     with lock.making(cache / f"model-{key}.lock"):
         if not built.is_dir():
             with tempfile.TemporaryDirectory(prefix=f"model-{key}.", dir=cache) as build:
