@@ -5,11 +5,12 @@ model, a data set or the environment.
 """
 
 import hashlib
+import importlib.util
 import sys
 import traceback
 from collections.abc import Iterable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from cookbook.config import registry
@@ -64,11 +65,26 @@ def _use(file: str) -> list[str]:
     return [] if _imported[file][1] else [f"{file}: registers nothing; see docs/recipes.md, Plugins"]
 
 
+class _BytesLoader(SourceFileLoader):
+    """Executes exactly the bytes whose digest is recorded, bypassing Python's cache of compiled files."""
+
+    def __init__(self, name: str, file: str, content: bytes) -> None:
+        super().__init__(name, file)
+        self.content = content
+
+    def path_stats(self, path: Any) -> Any:
+        raise OSError
+
+    def get_data(self, path: Any) -> bytes:
+        return self.content
+
+
 def _import(file: str, content: bytes, sha256: str) -> None:
-    """Executes exactly the bytes whose digest is recorded: an import would read Python's cache of compiled files."""
     name = f"cookbook_plugin_{sha256[:16]}"
-    module = ModuleType(name)
-    module.__file__ = file
+    loader = _BytesLoader(name, file, content)
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None, file
+    module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # pydantic looks annotations up there
-    exec(compile(content, file, "exec", dont_inherit=True), vars(module))
+    loader.exec_module(module)
     _imported[file] = sha256, registry.entries_of(file)
