@@ -501,3 +501,11 @@ runpy.run_module("cookbook", run_name="__main__", alter_sys=True)
 """
     answer = run(sys.executable, "-c", interrupted)
     assert (answer.returncode, answer.stdout, answer.stderr) == (130, "", "")
+
+
+def test_letters_that_the_locale_lacks_end_no_command(tmp_path):
+    recipe = tmp_path / "große.yaml"
+    recipe.write_text((ROOT / "recipes/quickstart.yaml").read_text())
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    answer = cookbook("check", str(recipe), **plain)
+    assert answer.returncode == 0 and ".yaml: fine under" in answer.stdout, answer.stderr

@@ -35,6 +35,7 @@ from cookbook.config.strategy import load_strategy
 from cookbook.planning.combinations import page as combinations_page
 from cookbook.planning.library import PAGE, library_page
 from cookbook.planning.plan import load_pair
+from cookbook.system.console import show_all_letters
 from cookbook.system.files import RecipeError, cannot_write
 from cookbook.system.shipped import HOME
 
@@ -46,6 +47,7 @@ UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command. Returns its exit code: 0, or 2 for what the user can fix in a file or on the command line."""
     code = 0
+    show_all_letters()
     try:
         try:
             code = app(arguments, prog_name="cookbook")

@@ -6,7 +6,6 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from io import TextIOWrapper
 from itertools import compress
 from pathlib import Path
 from socket import gethostname
@@ -32,9 +31,10 @@ from cookbook.planning import plan, simulated_gpus
 from cookbook.planning.child import ACCELERATE_CLI, run_child
 from cookbook.planning.explain import as_dict, compare, in_words
 from cookbook.planning.explain import explain as explain_run
-from cookbook.planning.explain.chart import can_draw
+from cookbook.planning.explain.chart import LETTERS
 from cookbook.planning.library import gpus_needed, read_label, read_needs, recipe_files, what_it_takes
 from cookbook.system import hosts
+from cookbook.system.console import can_show
 from cookbook.system.files import KeyPath, RecipeError, read_document, validate
 from cookbook.system.machine import fp8_problems, num_cores, num_gpus
 from cookbook.training.data.rows import read_rows
@@ -245,9 +245,7 @@ def explain(
     as_json: AsJson = False,
 ) -> int:
     """Show what will run and where it is from, or compare two."""
-    plain = not can_draw(sys.stdout.encoding)
-    if plain and isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path may have letters that this terminal has not
+    plain = not can_show(LETTERS, sys.stdout.encoding)
     if second is not None:
         found = compare.compare(first, second, override=strategy, assignments=assignments, processes=processes)
         print(json.dumps(compare.as_dict(found), indent=1) if as_json else compare.in_words(found))
