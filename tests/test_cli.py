@@ -509,3 +509,11 @@ def test_letters_that_the_locale_lacks_end_no_command(tmp_path):
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     answer = cookbook("check", str(recipe), **plain)
     assert answer.returncode == 0 and ".yaml: fine under" in answer.stdout, answer.stderr
+
+
+@pytest.mark.parametrize(("folder", "why"), [("/nope", "no such folder"), ("docs", "no manifest.json in it")])
+@pytest.mark.parametrize("command", ["check", "launch"])
+def test_a_checkpoint_to_resume_from_that_is_not_there_is_a_mistake(command, folder, why, in_root, capsys, monkeypatch):
+    monkeypatch.setattr(launch, "run_child", None)
+    assert main([command, "recipes/quickstart.yaml", "--set", f"run.resume={folder}"]) == 2
+    assert f"run.resume is '{folder}': {why}; write never, auto, or the folder of a" in capsys.readouterr().err

@@ -37,6 +37,7 @@ from cookbook.system import hosts
 from cookbook.system.console import can_show
 from cookbook.system.files import KeyPath, RecipeError, read_document, validate
 from cookbook.system.machine import fp8_problems, num_cores, num_gpus
+from cookbook.training.checkpoint.folder import BrokenCheckpoint, open_checkpoint
 from cookbook.training.data.rows import read_rows
 
 
@@ -72,7 +73,7 @@ def launch(
     if rank_logs and count == 1:
         mistakes.append("--rank-logs: one process runs, and its output is that of this command; take it out")
     num_local = max(1, count // num_machines)
-    mistakes += _lacks_for_fp8(path, recipe, gpus)
+    mistakes += _lacks_for_fp8(path, recipe, gpus) + _lacks_checkpoint(recipe)
     try:
         planned = plan.make_plan(
             recipe, loaded, num_processes=count, num_local=num_local, num_gpus=gpus, recipe_name=str(path)
@@ -185,6 +186,8 @@ def _check_recipe(
         recipe, strategy = plan.load_pair(path, assignments, strategy_path=override)
     except RecipeError as error:
         raise RecipeError([*error.mistakes, *_clashes_behind(path, override)]) from None
+    if mistakes := _lacks_checkpoint(recipe):
+        raise RecipeError([_with_line(f"{path}: {mistake}", path, read_document(path).lines) for mistake in mistakes])
     batch = plan.describe_batch(recipe, _plan_of_label(path, recipe, strategy, processes))
     yield f"{path}: fine under {strategy.path}; {batch}"
     lines = read_document(path).lines
@@ -209,6 +212,18 @@ def _plan_of_label(path: Path, recipe: Recipe, strategy: Strategy, processes: in
     except RecipeError as error:
         lines = read_document(path).lines
         raise RecipeError([_with_line(mistake, path, lines) for mistake in error.mistakes]) from None
+
+
+def _lacks_checkpoint(recipe: Recipe) -> list[str]:
+    """What is wrong with a checkpoint that the recipe names."""
+    if recipe.run.resume in ("never", "auto"):
+        return []
+    try:
+        open_checkpoint(Path(recipe.run.resume))
+    except (BrokenCheckpoint, OSError) as error:
+        advice = "write never, auto, or the folder of a checkpoint, as outputs/mine/checkpoints/step-00000100"
+        return [f"run.resume is {recipe.run.resume!r}: {error}; {advice}"]
+    return []
 
 
 def _lacks_for_fp8(path: Path, recipe: Recipe, num_gpus: int) -> list[str]:
