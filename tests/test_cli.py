@@ -517,3 +517,19 @@ def test_a_checkpoint_to_resume_from_that_is_not_there_is_a_mistake(command, fol
     monkeypatch.setattr(launch, "run_child", None)
     assert main([command, "recipes/quickstart.yaml", "--set", f"run.resume={folder}"]) == 2
     assert f"run.resume is '{folder}': {why}; write never, auto, or the folder of a" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--processes", "3"], "which has 2 GPUs"),
+        (["--machines", "2", "--first", "x"], "--machine is missing"),
+        (["--set", "seed=x"], "seed is 'x'"),
+    ],
+    ids=["processes", "machines", "recipe"],
+)
+def test_what_is_wrong_is_told_before_simulated_gpus_are_compiled(arguments, expected, in_root, monkeypatch, capsys):
+    monkeypatch.setattr(launch.simulated_gpus, "build", None)
+    monkeypatch.setattr(launch.simulated_gpus, "problem", lambda: None)
+    assert main(["launch", "--simulate-gpus", "2", *arguments]) == 2
+    assert expected in capsys.readouterr().err

@@ -59,10 +59,9 @@ def launch(
 ) -> int:
     """Train a recipe: check it, print the accelerate line, run it."""
     if simulate_gpus is not None:
-        os.environ |= simulated_gpus.environment(simulate_gpus)
-        print(f"{simulate_gpus} simulated GPUs: no time or speed of this run is a measurement", flush=True)
+        simulated_gpus.check(simulate_gpus)
     recipe, loaded = plan.load_pair(path, assignments, strategy)
-    gpus = num_gpus()
+    gpus = num_gpus() if simulate_gpus is None else simulate_gpus
     found, mistakes = hosts.read_hosts(machines, machine, first, port)
     num_machines = max(found.count, loaded.num_machines)
     count = processes or loaded.num_processes or plan.default_num_processes(loaded, gpus) * num_machines
@@ -73,7 +72,9 @@ def launch(
     if rank_logs and count == 1:
         mistakes.append("--rank-logs: one process runs, and its output is that of this command; take it out")
     num_local = max(1, count // num_machines)
-    mistakes += _lacks_for_fp8(path, recipe, gpus) + _lacks_checkpoint(recipe)
+    mistakes += _lacks_checkpoint(recipe)
+    if simulate_gpus is None:
+        mistakes += _lacks_for_fp8(path, recipe, gpus)
     try:
         planned = plan.make_plan(
             recipe, loaded, num_processes=count, num_local=num_local, num_gpus=gpus, recipe_name=str(path)
@@ -82,6 +83,13 @@ def launch(
         mistakes += error.mistakes
     if mistakes:
         raise RecipeError(mistakes)
+    if simulate_gpus is not None:  # last, since it compiles for a minute
+        simulated = simulated_gpus.environment(simulate_gpus)
+        os.environ |= simulated
+        environment |= simulated
+        print(f"{simulate_gpus} simulated GPUs: no time or speed of this run is a measurement", flush=True)
+        if mistakes := _lacks_for_fp8(path, recipe, gpus):  # asks the simulated driver
+            raise RecipeError(mistakes)
     logs = rank_logs_folder(Path(recipe.run.output_dir)) if rank_logs else None
     command = plan.launch_command(
         str(path), loaded, num_processes=count, assignments=assignments, hosts=found, logs=logs
