@@ -103,9 +103,9 @@ def test_every_command_explains_itself(verb, capsys):
     [
         (["lanch"], "No such command 'lanch'. Did you mean 'launch'"),
         (["launch", "--fast"], "No such option: --fast"),
-        (["launch", "--processes", "two"], "Invalid value for '--processes'"),
+        (["launch", "--processes", "two"], "--processes: it must be a valid integer"),
         (["rehearse"], "Missing argument 'RECIPE'"),
-        (["export", "outputs/none", "--dtype", "fp8"], "Invalid value for '--dtype'"),
+        (["export", "outputs/none", "--dtype", "fp8"], "--dtype: 'fp8' is not one of 'fp32'"),
         (["launch", "--dry-run=1"], "--dry-run"),
         ([], "Usage: cookbook"),
     ],
@@ -533,3 +533,16 @@ def test_what_is_wrong_is_told_before_simulated_gpus_are_compiled(arguments, exp
     monkeypatch.setattr(launch.simulated_gpus, "problem", lambda: None)
     assert main(["launch", "--simulate-gpus", "2", *arguments]) == 2
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["merge", "x", "--dtype", "fp99"], "--dtype: 'fp99' is not one of 'bfloat16', 'float16', 'float32'\n"),
+        (["rehearse", "recipes/quickstart.yaml", "--on", "tpu"], "--on: 'tpu' is not one of 'gpus', 'cpu'\n"),
+    ],
+    ids=["dtype", "on"],
+)
+def test_a_choice_that_there_is_not_is_one_line(command, expected, in_root, capsys):
+    assert main(command) == 2
+    assert capsys.readouterr().err == expected

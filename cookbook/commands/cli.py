@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import platform
+import re
 import sys
 import time
 from importlib import metadata
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from typer import Exit, Option, Typer
+from typer import BadParameter, Exit, Option, Typer
 from typer.core import TyperGroup
 
 from cookbook.commands.arguments import QUICKSTART, RECIPE, AsJson, Assignments, StrategyFile, process_count
@@ -76,6 +77,13 @@ class _Commands(TyperGroup):
             ctx.exit(super().invoke(ctx))
         except RecipeError as error:
             print(error, file=sys.stderr)
+            ctx.exit(2)
+        except BadParameter as error:
+            if not error.message or error.param is None:  # an argument is missing: typer shows the command's words
+                raise
+            place = error.param.opts[0] if error.param.param_type_name == "option" else error.param.metavar
+            what = re.sub("^Value error, |, unable to parse .*", "", error.message).replace("Input should", "it must")
+            print(f"{place}: {what.rstrip('.')}", file=sys.stderr)
             ctx.exit(2)
         except BrokenPipeError:  # whoever read has seen enough, as in `... | head`
             _close_stdout()
