@@ -61,6 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
         if error.filename is None:  # as of a write to stdout
             _close_stdout()
             print(cannot_write("the output", error, "make room, or write it to another disk"), file=sys.stderr)
+        elif os.path.exists(error.filename) and not os.access(error.filename, os.R_OK):
+            print(f"{error.filename}: cannot be read ({error.strerror})", file=sys.stderr)
         else:
             print(cannot_write(error.filename, error), file=sys.stderr)
         return 2
