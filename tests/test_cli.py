@@ -103,9 +103,9 @@ def test_every_command_explains_itself(verb, capsys):
     [
         (["lanch"], "No such command 'lanch'. Did you mean 'launch'"),
         (["launch", "--fast"], "No such option: --fast"),
-        (["launch", "--processes", "two"], "Invalid value for '--processes'"),
+        (["launch", "--processes", "two"], "--processes: it must be a valid integer"),
         (["rehearse"], "Missing argument 'RECIPE'"),
-        (["export", "outputs/none", "--dtype", "fp8"], "Invalid value for '--dtype'"),
+        (["export", "outputs/none", "--dtype", "fp8"], "--dtype: 'fp8' is not one of 'fp32'"),
         (["launch", "--dry-run=1"], "--dry-run"),
         ([], "Usage: cookbook"),
     ],
@@ -501,3 +501,48 @@ runpy.run_module("cookbook", run_name="__main__", alter_sys=True)
 """
     answer = run(sys.executable, "-c", interrupted)
     assert (answer.returncode, answer.stdout, answer.stderr) == (130, "", "")
+
+
+def test_letters_that_the_locale_lacks_end_no_command(tmp_path):
+    recipe = tmp_path / "große.yaml"
+    recipe.write_text((ROOT / "recipes/quickstart.yaml").read_text())
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    answer = cookbook("check", str(recipe), **plain)
+    assert answer.returncode == 0 and ".yaml: fine under" in answer.stdout, answer.stderr
+
+
+@pytest.mark.parametrize(("folder", "why"), [("/nope", "no such folder"), ("docs", "no manifest.json in it")])
+@pytest.mark.parametrize("command", ["check", "launch"])
+def test_a_checkpoint_to_resume_from_that_is_not_there_is_a_mistake(command, folder, why, in_root, capsys, monkeypatch):
+    monkeypatch.setattr(launch, "run_child", None)
+    assert main([command, "recipes/quickstart.yaml", "--set", f"run.resume={folder}"]) == 2
+    assert f"run.resume is '{folder}': {why}; write never, auto, or the folder of a" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--processes", "3"], "which has 2 GPUs"),
+        (["--machines", "2", "--first", "x"], "--machine is missing"),
+        (["--set", "seed=x"], "seed is 'x'"),
+    ],
+    ids=["processes", "machines", "recipe"],
+)
+def test_what_is_wrong_is_told_before_simulated_gpus_are_compiled(arguments, expected, in_root, monkeypatch, capsys):
+    monkeypatch.setattr(launch.simulated_gpus, "build", None)
+    monkeypatch.setattr(launch.simulated_gpus, "problem", lambda: None)
+    assert main(["launch", "--simulate-gpus", "2", *arguments]) == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["merge", "x", "--dtype", "fp99"], "--dtype: 'fp99' is not one of 'bfloat16', 'float16', 'float32'\n"),
+        (["rehearse", "recipes/quickstart.yaml", "--on", "tpu"], "--on: 'tpu' is not one of 'gpus', 'cpu'\n"),
+    ],
+    ids=["dtype", "on"],
+)
+def test_a_choice_that_there_is_not_is_one_line(command, expected, in_root, capsys):
+    assert main(command) == 2
+    assert capsys.readouterr().err == expected

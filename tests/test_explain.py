@@ -20,7 +20,8 @@ from cookbook.config.strategy import load_strategy
 from cookbook.planning.costs import per_parameter as costs
 from cookbook.planning.costs.inputs import CostInputs
 from cookbook.planning.explain import compare, explain, in_words
-from cookbook.planning.explain.chart import HEIGHT, WIDTH, can_draw, draw
+from cookbook.planning.explain.chart import HEIGHT, LETTERS, WIDTH, draw
+from cookbook.system.console import can_show
 from cookbook.system.files import RecipeError
 
 RECIPES = sorted(path.relative_to(ROOT) for path in (ROOT / "recipes").rglob("*.yaml"))
@@ -296,7 +297,7 @@ def test_a_curve_that_is_zero_everywhere_can_be_drawn():
 
 @pytest.mark.parametrize(("encoding", "answer"), [("utf-8", True), ("ascii", False), (None, False), ("odd", False)])
 def test_a_terminal_without_braille_is_known(encoding, answer):
-    assert can_draw(encoding) == answer
+    assert can_show(LETTERS, encoding) == answer
 
 
 def cookbook(*arguments, **environment):

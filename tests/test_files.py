@@ -12,7 +12,16 @@ import yaml
 from conftest import RECIPE, ROOT
 
 from cookbook.planning.plan import load_pair
-from cookbook.system.files import MAX_FILE_BYTES, RecipeError, dump_yaml, make_folder, read_document
+from cookbook.system.files import (
+    MAX_FILE_BYTES,
+    Document,
+    RecipeError,
+    apply_overrides,
+    dump_yaml,
+    make_folder,
+    path_problem,
+    read_document,
+)
 
 SHIPPED = sorted(
     str(path.relative_to(ROOT))
@@ -158,3 +167,32 @@ def test_a_link_to_itself_is_a_file_that_cannot_be_read(tmp_path):
     loop.symlink_to(loop)
     with pytest.raises(RecipeError, match=r"loop.yaml'?: cannot be read \(Too many levels of symbolic links\)"):
         load_pair(loop)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("/x/ok ü #1.jsonl", "YAML takes '#1.jsonl' for a comment; write the value in quotes within it: \"/x/ok ü #1"),
+        ("#1", "YAML takes '#1' for a comment"),
+        ("[a, b] # c", "YAML takes '# c' for a comment"),
+        ("~", "~ is not expanded here, and means null; write the folder in full, or null to unset the key"),
+    ],
+    ids=lambda value: value[:12],
+)
+def test_no_part_of_a_value_on_the_command_line_is_left_out(text, expected):
+    (mistake,) = apply_overrides(Document("file", {}), [f"a.b={text}"])
+    assert mistake.startswith(f"--set a.b={text}: {expected}")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [('"/x/ok #1"', "/x/ok #1"), ("a#b", "a#b"), ("null", None), (" [a, 'b #'] ", ["a", "b #"])]
+)
+def test_a_value_that_yaml_reads_whole_is_taken(text, value):
+    document = Document("file", {})
+    assert not apply_overrides(document, [f"a={text}"]) and document.values == {"a": value}
+
+
+@pytest.mark.parametrize("text", ["$HOME/x", "${HOME}/x", "/data/$USER/x", "~/x"])
+def test_what_a_shell_would_expand_is_refused_in_a_path(text):
+    assert re.fullmatch(r"is '.*', and (~|\$HOME|\$\{HOME\}|\$USER) is not expanded here; .*", path_problem(text))
+    assert path_problem("/data/a$b") is None

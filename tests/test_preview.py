@@ -32,6 +32,12 @@ def show(book, capsys):
     return show
 
 
+def test_a_terminal_of_plain_letters_gets_plain_marks(show, monkeypatch):
+    monkeypatch.setattr("cookbook.commands.preview.can_show", lambda *_: False)
+    out = show([chat("hi", "ho")])
+    assert "assistant\n[[ho<|im_end|>]]\n" in out and out.isascii()
+
+
 def test_trained_tokens_stand_in_marks_and_figures_are_those_of_a_count_by_hand(show):
     # A letter is a token: "<|im_start|>user\nhi<|im_end|>\n" 10, "<|im_start|>assistant\n" 11, answer, end, line end.
     out = show([chat("hi", "ho")] * 3 + [chat("hi", "ho" * 6)], "data.max_length=30", num_samples=9)

@@ -209,7 +209,7 @@ def test_a_compared_run_stands_where_its_tokens_are(tmp_path: Path) -> None:
         (["compare", "run", "./run"], "run run: a run is named twice"),
         (["watch", "nowhere"], "nowhere: no such folder"),
         (["watch", "run", "--every", "0"], "--every is 0"),
-        (["report", "run", "--out", "nowhere/page.html"], "nowhere/page.html cannot be written"),
+        (["report", "run", "--out", "nowhere/page.html"], "nowhere/page.html: cannot be written"),
     ],
 )
 def test_what_cannot_be_shown_ends_with_2_and_a_message(arguments, message, tmp_path, monkeypatch, capsys) -> None:

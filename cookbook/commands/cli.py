@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import platform
+import re
 import sys
 import time
 from importlib import metadata
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from typer import Exit, Option, Typer
+from typer import BadParameter, Exit, Option, Typer
 from typer.core import TyperGroup
 
 from cookbook.commands.arguments import QUICKSTART, RECIPE, AsJson, Assignments, StrategyFile
@@ -36,6 +37,7 @@ from cookbook.config.strategy import load_strategy
 from cookbook.planning.combinations import page as combinations_page
 from cookbook.planning.library import PAGE, library_page
 from cookbook.planning.plan import load_pair
+from cookbook.system.console import show_all_letters
 from cookbook.system.files import RecipeError, cannot_write
 from cookbook.system.shipped import HOME, short
 
@@ -47,6 +49,7 @@ UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command. Returns its exit code: 0, or 2 for what the user can fix in a file or on the command line."""
     code = 0
+    show_all_letters()
     try:
         try:
             code = app(arguments, prog_name="cookbook")
@@ -59,6 +62,8 @@ def main(arguments: list[str] | None = None) -> int:
         if error.filename is None:  # as of a write to stdout
             _close_stdout()
             print(cannot_write("the output", error, "make room, or write it to another disk"), file=sys.stderr)
+        elif os.path.exists(error.filename) and not os.access(error.filename, os.R_OK):
+            print(f"{error.filename}: cannot be read ({error.strerror})", file=sys.stderr)
         else:
             print(cannot_write(error.filename, error), file=sys.stderr)
         return 2
@@ -75,6 +80,13 @@ class _Commands(TyperGroup):
             ctx.exit(super().invoke(ctx))
         except RecipeError as error:
             print(short(str(error)), file=sys.stderr)
+            ctx.exit(2)
+        except BadParameter as error:
+            if not error.message or error.param is None:  # an argument is missing: typer shows the command's words
+                raise
+            place = error.param.opts[0] if error.param.param_type_name == "option" else error.param.metavar
+            what = re.sub("^Value error, |, unable to parse .*", "", error.message).replace("Input should", "it must")
+            print(f"{place}: {what.rstrip('.')}", file=sys.stderr)
             ctx.exit(2)
         except BrokenPipeError:  # whoever read has seen enough, as in `... | head`
             _close_stdout()

@@ -6,7 +6,6 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from io import TextIOWrapper
 from pathlib import Path
 from socket import gethostname
 from typing import Annotated
@@ -22,12 +21,14 @@ from cookbook.planning import plan, simulated_gpus
 from cookbook.planning.child import ACCELERATE_CLI, run_child
 from cookbook.planning.explain import as_dict, compare, in_words
 from cookbook.planning.explain import explain as explain_run
-from cookbook.planning.explain.chart import can_draw
+from cookbook.planning.explain.chart import LETTERS
 from cookbook.planning.library import gpus_needed, read_label, read_needs, recipe_files, what_it_takes
 from cookbook.system import hosts
+from cookbook.system.console import can_show
 from cookbook.system.files import KeyPath, RecipeError, gathered, read_document, validate
 from cookbook.system.machine import fp8_problems, num_cores, num_gpus
 from cookbook.system.shipped import short
+from cookbook.training.checkpoint.folder import BrokenCheckpoint, open_checkpoint
 from cookbook.training.data.rows import read_rows
 
 
@@ -49,10 +50,9 @@ def launch(
 ) -> int:
     """Train a recipe: check it, print the accelerate line, run it."""
     if simulate_gpus is not None:
-        os.environ |= simulated_gpus.environment(simulate_gpus)
-        print(f"{simulate_gpus} simulated GPUs: no time or speed of this run is a measurement", flush=True)
+        simulated_gpus.check(simulate_gpus)
     recipe, loaded = plan.load_pair(path, assignments, strategy)
-    gpus = num_gpus()
+    gpus = num_gpus() if simulate_gpus is None else simulate_gpus
     found, mistakes = hosts.read_hosts(machines, machine, first, port)
     num_machines = max(found.count, loaded.num_machines)
     count = processes or loaded.num_processes or plan.default_num_processes(loaded, gpus) * num_machines
@@ -62,13 +62,22 @@ def launch(
     if rank_logs and count == 1:
         mistakes.append("--rank-logs: one process runs, and its output is that of this command; take it out")
     num_local = max(1, count // num_machines)
-    mistakes += _lacks_for_fp8(path, recipe, gpus)
+    mistakes += _lacks_checkpoint(recipe)
+    if simulate_gpus is None:
+        mistakes += _lacks_for_fp8(path, recipe, gpus)
     with gathered(mistakes):
         planned = plan.make_plan(
             recipe, loaded, num_processes=count, num_local=num_local, num_gpus=gpus, recipe_name=str(path)
         )
     if mistakes:
         raise RecipeError(mistakes)
+    if simulate_gpus is not None:  # last, since it compiles for a minute
+        simulated = simulated_gpus.environment(simulate_gpus)
+        os.environ |= simulated
+        environment |= simulated
+        print(f"{simulate_gpus} simulated GPUs: no time or speed of this run is a measurement", flush=True)
+        if mistakes := _lacks_for_fp8(path, recipe, gpus):  # asks the simulated driver
+            raise RecipeError(mistakes)
     folder, logs = Path(recipe.run.output_dir), None
     if rank_logs:  # beside the folder of the run, which is renamed when another run begins there
         logs = folder.with_name(f"{folder.name}.logs") / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{gethostname()}"
@@ -172,6 +181,8 @@ def _check_recipe(
         raise RecipeError([*error.mistakes, *_clashes_behind(path, override)]) from None
     if not is_named and strategy.num_processes:  # another number is a mistake only for a recipe that somebody chose
         processes = None
+    if mistakes := _lacks_checkpoint(recipe):
+        raise RecipeError([_with_line(f"{path}: {mistake}", path, read_document(path).lines) for mistake in mistakes])
     batch = plan.describe_batch(recipe, _plan_of_label(path, recipe, strategy, processes))
     yield f"{path}: fine under {strategy.path}; {batch}"
     lines = read_document(path).lines
@@ -196,6 +207,18 @@ def _plan_of_label(path: Path, recipe: Recipe, strategy: Strategy, processes: in
     except RecipeError as error:
         lines = read_document(path).lines
         raise RecipeError([_with_line(mistake, path, lines) for mistake in error.mistakes]) from None
+
+
+def _lacks_checkpoint(recipe: Recipe) -> list[str]:
+    """What is wrong with a checkpoint that the recipe names."""
+    if recipe.run.resume in ("never", "auto"):
+        return []
+    try:
+        open_checkpoint(Path(recipe.run.resume))
+    except (BrokenCheckpoint, OSError) as error:
+        advice = "write never, auto, or the folder of a checkpoint, as outputs/mine/checkpoints/step-00000100"
+        return [f"run.resume is {recipe.run.resume!r}: {error}; {advice}"]
+    return []
 
 
 def _lacks_for_fp8(path: Path, recipe: Recipe, num_gpus: int) -> list[str]:
@@ -233,9 +256,7 @@ def explain(
     as_json: AsJson = False,
 ) -> int:
     """Show what will run and where it is from, or compare two."""
-    plain = not can_draw(sys.stdout.encoding)
-    if plain and isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path may have letters that this terminal has not
+    plain = not can_show(LETTERS, sys.stdout.encoding)
     if second is not None:
         found = compare.compare(first, second, override=strategy, assignments=assignments, processes=processes)
         print(json.dumps(compare.as_dict(found), indent=1) if as_json else short(compare.in_words(found)))

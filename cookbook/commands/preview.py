@@ -13,9 +13,8 @@ import numpy as np
 
 from cookbook.config.objectives import Objective
 from cookbook.config.recipe import Recipe, load_recipe
-from cookbook.planning.explain.chart import can_draw
 from cookbook.planning.packing import Packing, decide
-from cookbook.system.console import Row, coloured, console, page
+from cookbook.system.console import Row, can_show, coloured, console, page
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import num_gpus
 from cookbook.system.shipped import short
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
+MARK, BLOCK = "⟦{}⟧", "█"
 NUM_RANGES, BAR_WIDTH = 10, 40
 """Of the histogram of lengths."""
 
@@ -34,7 +34,7 @@ NUM_RANGES, BAR_WIDTH = 10, 40
 def preview(recipe_path: Path, assignments: list[str], num_samples: int = 3, *, cache: Path = Path(".cache")) -> int:
     """Prints the first samples of the first epoch and the figures of all sets. Returns the exit code, 0.
 
-    Trained tokens are green on a terminal, and stand in ⟦ ⟧ where there are no colours.
+    Trained tokens are green on a terminal, and stand in ⟦ ⟧, or [[ ]], where there are no colours.
 
     Raises:
         RecipeError: the data's mistakes, as a run would raise them.
@@ -67,7 +67,13 @@ def preview(recipe_path: Path, assignments: list[str], num_samples: int = 3, *, 
         train, order, name = sets.train, epoch_order(sets.train, recipe.seed, 0), "data.train"
     to = console()
     in_colour = to.color_system is not None and not to.no_color
-    mark = Style.parse("bold green").render if in_colour else "⟦{}⟧".format
+    mark = (
+        Style.parse("bold green").render
+        if in_colour
+        else MARK.format
+        if can_show(MARK, sys.stdout.encoding)
+        else "[[{}]]".format
+    )
     for i in order[:num_samples].tolist():
         for sequence in range(i * train.group_size, (i + 1) * train.group_size):
             print(_headline(train, sequence, recipe.objective))
@@ -139,7 +145,7 @@ def histogram(tokens: TokenSet, max_length: int) -> list[str]:
         return []
     width = -(-(int(lengths.max()) + 1) // NUM_RANGES)
     counts = np.bincount(lengths // width, minlength=NUM_RANGES)
-    block = "█" if can_draw(sys.stdout.encoding) else "#"
+    block = BLOCK if can_show(BLOCK, sys.stdout.encoding) else "#"
     lines: list[Row] = ["  tokens of a row as it is in the data:"]
     for i, count in enumerate(counts.tolist()):
         bar = block * -(-count * BAR_WIDTH // int(counts.max()))

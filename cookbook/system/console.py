@@ -1,6 +1,8 @@
 """Columns and colours on the terminal, by rich, plain text of a fixed width where there is none; and sizes in words."""
 
+import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from itertools import groupby
 from typing import TYPE_CHECKING, TextIO, TypeAlias
 
@@ -23,6 +25,22 @@ def console(file: TextIO | None = None) -> "Console":
     found = Console(file=file, markup=False, highlight=False, emoji=False)
     found.width = min(found.width, WIDTH) if found.is_terminal else WIDTH
     return found
+
+
+def show_all_letters() -> None:
+    """Makes stdout and stderr write letters that their encoding lacks, as of a path, in Python's notation."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def can_show(text: str, encoding: str | None) -> bool:
+    """Whether a terminal of this encoding has all letters of a text."""
+    try:
+        text.encode(encoding or "ascii")
+    except (LookupError, UnicodeEncodeError):
+        return False
+    return True
 
 
 def coloured(text: str, style: str) -> "Text":

@@ -87,8 +87,8 @@ def path_problem(text: str) -> str | None:
     """What makes a text unusable as a path, if anything; does not look at the disk."""
     if not text.strip():
         return "is empty; write a path"
-    if text.startswith("~"):
-        return f"is {show(text)}, and ~ is not expanded here; write the folder in full"
+    if found := re.match(r"~|(?:.*/)?(\$\{?[A-Za-z_]\w*\}?)", text):
+        return f"is {show(text)}, and {found[1] or '~'} is not expanded here; write the folder in full"
     if not text.isprintable():
         return f"is {show(text)}, with a character that no path should have"
     if len(text.encode()) > 1000 or any(len(part.encode()) > 255 for part in Path(text).parts):
@@ -445,6 +445,7 @@ def apply_overrides(document: Document, assignments: list[str]) -> list[str]:
             continue
         try:
             value = _parse_yaml("--set", text).values
+            _refuse_left_out(text)
         except RecipeError as error:
             mistakes += [
                 f"--set {assignment}: {re.sub(r'^--set:?[0-9]*: ', '', mistake)}" for mistake in error.mistakes
@@ -465,6 +466,20 @@ def apply_overrides(document: Document, assignments: list[str]) -> list[str]:
             target[path[-1]] = value
             document.overrides.add(path)
     return mistakes
+
+
+def _refuse_left_out(text: str) -> None:
+    """Refuses a value of which YAML would leave out a part, or all.
+
+    Raises:
+        RecipeError: a comment; or a ~, which YAML reads as null.
+    """
+    node = _StrictLoader(text).get_single_node()
+    if comment := text[node.end_mark.index if node else 0 :].strip():
+        quoted = text.strip().replace("\\", "\\\\").replace('"', '\\"')
+        raise RecipeError(f'YAML takes {show(comment)} for a comment; write the value in quotes within it: "{quoted}"')
+    if text.strip() == "~":
+        raise RecipeError("~ is not expanded here, and means null; write the folder in full, or null to unset the key")
 
 
 def find_file(name: str, place: Callable[[], str], folder: Path | None = None) -> list[str]:

@@ -54,6 +54,18 @@ def compiler_problem() -> str | None:
     return None
 
 
+def check(count: int) -> None:
+    """Checks what takes no time.
+
+    Raises:
+        RecipeError: `count` GPUs cannot be simulated here, see `problem`.
+    """
+    if not 1 <= count <= MOST:
+        raise RecipeError(f"{count} simulated GPUs; write a number from 1 to {MOST}")
+    if why := problem():
+        raise RecipeError(f"GPUs cannot be simulated here: {why}")
+
+
 def environment(count: int, *, memory: int | None = None, report: Path | None = None) -> dict[str, str]:
     """What a process and its children must have in their environment to see `count` GPUs. Builds the libraries, once.
 
@@ -62,12 +74,9 @@ def environment(count: int, *, memory: int | None = None, report: Path | None = 
         report: folder in which each process leaves rank_<n>.json: peaks, waits, collectives, operations.
 
     Raises:
-        RecipeError: see `problem`; or the compiler failed.
+        RecipeError: see `check`; or the compiler failed.
     """
-    if not 1 <= count <= MOST:
-        raise RecipeError(f"{count} simulated GPUs; write a number from 1 to {MOST}")
-    if why := problem():
-        raise RecipeError(f"GPUs cannot be simulated here: {why}")
+    check(count)
     library = build()
     others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     found = {

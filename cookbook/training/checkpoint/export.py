@@ -43,7 +43,11 @@ def building(folder: Path) -> Iterator[Path]:
     """
     sweep_builds(folder)
     build = _sibling(folder, BUILD)
-    build.mkdir(parents=True)
+    try:
+        build.mkdir(parents=True)
+    except OSError as error:
+        error.filename = str(folder)  # which somebody knows
+        raise
     with _locked(build):
         try:
             yield build
