@@ -903,7 +903,7 @@ STRATEGY_MISTAKES = {
         ":16: zero_optimization.reduce_bucket_size is empty; write a value, or take the key out",
     ),
     "endless number": ("zero3", JSON, "200000000", "9" * 5000, ": not valid JSON: a number with too many digits"),
-    "trailing comma": ("zero3", JSON, '"auto"\n  }', '"auto",\n  }', ":4: not valid JSON: ..."),
+    "trailing comma": ("zero3", JSON, '"auto"\n  }', '"auto",\n  }', ":...: not valid JSON: ..."),
     "comment": ("zero3", JSON, "{", "// hi\n{", ":1: not valid JSON: ..."),
     "deep JSON": ("zero3", JSON, '"auto"', "[" * 900 + "]" * 900, ":3: not valid ...: nested too deeply"),
 }

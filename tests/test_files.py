@@ -165,7 +165,7 @@ def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(tmp_path):
 def test_a_link_to_itself_is_a_file_that_cannot_be_read(tmp_path):
     loop = tmp_path / "loop.yaml"
     loop.symlink_to(loop)
-    with pytest.raises(RecipeError, match=r"loop.yaml'?: cannot be read \(Too many levels of symbolic links\)"):
+    with pytest.raises(RecipeError, match=r"cannot be read \(Too many levels of symbolic links\)"):
         load_pair(loop)
 
 

@@ -185,6 +185,7 @@ def test_launchers_see_as_many_gpus():
 
 
 def test_without_a_compiler_it_says_so(monkeypatch):
+    need_simulated_gpus()  # another lack of this machine would be named first
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
     assert "no C++ compiler" in str(simulated_gpus.problem())

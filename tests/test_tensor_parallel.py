@@ -78,9 +78,11 @@ def _head_of_a_rank(rank: int, folder: Path, chunk: int, errors: Any) -> None:
 
 @pytest.mark.parametrize("chunk", [100, 2], ids=["at once", "chunked"])
 def test_a_head_whose_vocabulary_is_divided_gives_loss_and_gradients_of_the_whole(tmp_path: Path, chunk: int):
-    fork = multiprocessing.get_context("fork")
-    errors = fork.SimpleQueue()
-    ranks = [fork.Process(target=_head_of_a_rank, args=(rank, tmp_path, chunk, errors)) for rank in range(2)]
+    # Not forked from here: a backward of an earlier test may have started autograd's threads for GPUs.
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["torch", __name__])
+    errors = server.SimpleQueue()
+    ranks = [server.Process(target=_head_of_a_rank, args=(rank, tmp_path, chunk, errors)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:

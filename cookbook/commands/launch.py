@@ -28,7 +28,6 @@ from cookbook.system.console import can_show
 from cookbook.system.files import KeyPath, RecipeError, gathered, read_document, validate
 from cookbook.system.machine import fp8_problems, num_cores, num_gpus
 from cookbook.system.shipped import short
-from cookbook.training.checkpoint.folder import BrokenCheckpoint, open_checkpoint
 from cookbook.training.data.rows import read_rows
 
 
@@ -213,6 +212,8 @@ def _lacks_checkpoint(recipe: Recipe) -> list[str]:
     """What is wrong with a checkpoint that the recipe names."""
     if recipe.run.resume in ("never", "auto"):
         return []
+    from cookbook.training.checkpoint.folder import BrokenCheckpoint, open_checkpoint
+
     try:
         open_checkpoint(Path(recipe.run.resume))
     except (BrokenCheckpoint, OSError) as error:

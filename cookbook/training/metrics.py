@@ -334,6 +334,7 @@ def environment_record(device: torch.device) -> dict[str, Any]:
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)
+    versions["torch"] = torch.__version__  # with its build, as in 2.13.0+cu130, which PyPI's metadata lack
     return {"command": sys.argv, "versions": versions, "commit": _commit(), "hardware": hardware}
 
 

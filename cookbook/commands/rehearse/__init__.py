@@ -21,7 +21,6 @@ from typing import Annotated, Literal
 from typer import Option
 
 from cookbook.commands.arguments import RECIPE, Assignments, StrategyFile, process_count
-from cookbook.commands.rehearse.reopen import recompute
 from cookbook.commands.rehearse.standins import Notes, few_rows, write_jsonl, write_tiny_model
 from cookbook.config.recipe import Recipe, dump_recipe
 from cookbook.config.strategy import Strategy
@@ -273,6 +272,8 @@ def _check_outputs(rehearsal: Rehearsal) -> str | None:
             f"the GPU's own paths in {small['mixed_precision']}: {', '.join(sorted(kernels))}, {calls} collectives in"
             " NCCL's place"
         )
+    from cookbook.commands.rehearse.reopen import recompute
+
     loss = recompute(out / "export", small, rehearsal.recipe.objective, rehearsal.folder / "eval.jsonl")
     adapter = rehearsal.recipe.adapter
     if adapter is not None:
