@@ -4,7 +4,9 @@
 
 Writes benchmarks/results/gpu_memory.json and the table in docs/simulated_gpus.md, in half an hour and more on two
 cores; `--page` writes the table again from the results, `--forecast` the forecasts too, beside the peaks that were
-measured. Rows are packed and of full length; the recipe is `memory` of tests/gpu_runs.py.
+measured. Rows are packed and of full length; the recipe is `memory` of tests/gpu_runs.py. Where a strategy divides
+experts, the model is a mixture of which each token goes to all experts: how many a tiny router sends to a process is
+chance, and the forecast has as many for each.
 """
 
 import argparse
@@ -27,10 +29,9 @@ from cookbook.config.recipe import load_recipe  # noqa: E402
 from cookbook.config.strategy import find_strategy, load_strategy  # noqa: E402
 from cookbook.planning.plan import make_plan  # noqa: E402
 from cookbook.training.models.structure import find_config  # noqa: E402
-from tests.curves import processes_of  # noqa: E402
-from tests.experts import needs_experts  # noqa: E402
+from tests.curves import Lab, processes_of  # noqa: E402
+from tests.experts import experts, experts_config, needs_experts  # noqa: E402
 from tests.gpu_runs import RECIPE, RECIPES, GpuLab  # noqa: E402
-from tests.warm_parent import WarmParent  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_memory.json"
 PAGE = ROOT / "docs" / "simulated_gpus.md"
@@ -38,7 +39,19 @@ BEGIN, END = "<!-- benchmarks/gpu_memory.py -->\n", "<!-- end -->\n"
 COMMAND = "make gpu-memory"
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes")
 SHIPPED = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
-STRATEGIES = [name for name in SHIPPED if not needs_experts(name)]
+MIXTURE: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 4,
+    "hidden_size": 512,
+    "moe_intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+"""A Qwen3-MoE of the width of the recipe's model, whose experts are most of it."""
 ADAPTERS = ("full", "lora", "qlora")
 CHECKPOINTING = ("false", "true", "selective", "offload")
 REFUSED = 2
@@ -58,11 +71,12 @@ def settings_of(strategy: str, adapter: str, checkpointing: str, accumulates: bo
 
 
 def measure(
-    lab: GpuLab, strategies: Sequence[str], adapters: Sequence[str], ways: Sequence[str]
+    lab: GpuLab, on_cpu: Lab, strategies: Sequence[str], adapters: Sequence[str], ways: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
     """A row for each combination: the peak of the GPU that had most, and the forecast; or that it was refused."""
     for strategy, adapter, checkpointing, accumulates in product(strategies, adapters, ways, (True, False)):
-        settings = settings_of(strategy, adapter, checkpointing, accumulates)
+        settings = experts(on_cpu, **MIXTURE) if needs_experts(strategy) else {}
+        settings |= settings_of(strategy, adapter, checkpointing, accumulates)
         run = lab.run(strategy, settings, recipe="memory", ends=None)
         row = {"strategy": strategy, "adapter": adapter, "checkpointing": checkpointing, "accumulates": accumulates}
         if set(run.codes) == {0}:
@@ -77,16 +91,24 @@ def forecast_again(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A row with its forecast as of now; as it was where the run was refused."""
     if "peak_bytes" not in row:
         return row
+    settings = {}
+    if needs_experts(row["strategy"]):
+        experts_config(**MIXTURE).save_pretrained(folder / "mixture")
+        settings["model"] = f"{{name_or_path: {folder / 'mixture'}}}"
+    settings |= settings_of(row["strategy"], row["adapter"], row["checkpointing"], row["accumulates"])
+    forecast = forecast_of(row["strategy"], settings, folder, processes=processes_of(row["strategy"]))
+    return row | {"forecast_bytes": forecast}
+
+
+def forecast_of(name: str, settings: dict[str, str], folder: Path, *, processes: int) -> int:
+    """The forecast of the peak under a shipped strategy, in bytes; `folder` is for the recipe."""
     path = folder / "memory.yaml"
     path.write_text(RECIPE.format(**RECIPES["memory"]), encoding="utf-8")
-    settings = settings_of(row["strategy"], row["adapter"], row["checkpointing"], row["accumulates"])
     recipe = load_recipe(path, [f"{key}={value}" for key, value in settings.items()])
-    count = processes_of(row["strategy"])
-    strategy = load_strategy(find_strategy(row["strategy"])).fitted(count, count)
-    plan = make_plan(recipe, strategy, num_processes=count, num_gpus=count, recipe_name=str(path))
+    strategy = load_strategy(find_strategy(name)).fitted(processes, processes)
+    plan = make_plan(recipe, strategy, num_processes=processes, num_gpus=processes, recipe_name=str(path))
     config, _ = find_config(recipe.model)
-    forecast = of_run(config, recipe, strategy, plan, None).allocated - workspaces(None)
-    return row | {"forecast_bytes": forecast}
+    return of_run(config, recipe, strategy, plan, None).allocated - workspaces(None)
 
 
 def error_of(row: dict[str, Any]) -> float | None:
@@ -104,9 +126,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             ran = [error for error in errors if error is not None]
             cells.append(f"{max(ran, key=abs):+.1%}" if ran else "refused")
         lines.append(f"| `{strategy}` | {' | '.join(cells)} |")
-    if later := sorted(set(STRATEGIES) - {row["strategy"] for row in rows}):
-        names = ", ".join(f"`{name}`" for name in later)
-        lines += ["", f"Not measured: {names}, and strategies for mixtures of experts."]
+    if later := sorted(set(SHIPPED) - {row["strategy"] for row in rows}):
+        lines += ["", f"Not measured: {', '.join(f'`{name}`' for name in later)}."]
     return "\n".join(lines) + "\n"
 
 
@@ -131,7 +152,7 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write the table anew")
     parser.add_argument("--forecast", action="store_true", help="only the forecasts anew, beside the peaks as they are")
     parser.add_argument("--folder", type=Path, help="where the runs go, and are found again")
-    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES, help="the others stay")
+    parser.add_argument("--strategies", nargs="+", choices=SHIPPED, default=SHIPPED, help="the others stay")
     parser.add_argument("--adapters", nargs="+", choices=ADAPTERS, default=ADAPTERS, help="likewise")
     parser.add_argument("--checkpointing", nargs="+", choices=CHECKPOINTING, default=CHECKPOINTING, help="likewise")
     arguments = parser.parse_args()
@@ -142,8 +163,10 @@ def main() -> None:
         write_results(rows)
     elif not arguments.page:
         with tempfile.TemporaryDirectory() as made:
-            lab = GpuLab(arguments.folder or Path(made), WarmParent({"CUDA_VISIBLE_DEVICES": ""}))
-            for row in measure(lab, arguments.strategies, arguments.adapters, arguments.checkpointing):
+            folder = arguments.folder or Path(made)
+            on_cpu = Lab(folder / "cpu")
+            lab = GpuLab(folder, on_cpu.parent)
+            for row in measure(lab, on_cpu, arguments.strategies, arguments.adapters, arguments.checkpointing):
                 key = list(row.items())[:4]
                 rows = [one for one in rows if list(one.items())[:4] != key] + [row]
                 error = error_of(row)

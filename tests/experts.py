@@ -4,6 +4,7 @@ from typing import Any
 
 import yaml
 from filelock import FileLock
+from transformers import PreTrainedConfig
 
 from tests.curves import ROOT, Lab
 
@@ -30,9 +31,16 @@ def experts(lab: Lab, model_type: str = "qwen3_moe", **changes: Any) -> dict[str
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             AutoTokenizer.from_pretrained(lab.run("single").folder / "export").save_pretrained(folder)
-            config = architectures.tiny_config(model_type)
-            count = "num_local_experts" if model_type == "mixtral" else "num_experts"
-            for key, value in ({count: 6, "tie_word_embeddings": True} | changes).items():
-                setattr(config, key, value)
-            architectures.tiny_model(config).save_pretrained(folder)
+            architectures.tiny_model(experts_config(model_type, **changes)).save_pretrained(folder)
     return {"model": f"{{name_or_path: {folder}}}"}
+
+
+def experts_config(model_type: str = "qwen3_moe", **changes: Any) -> PreTrainedConfig:
+    """The configuration of `experts`."""
+    from benchmarks import architectures
+
+    config = architectures.tiny_config(model_type)
+    count = "num_local_experts" if model_type == "mixtral" else "num_experts"
+    for key, value in ({count: 6, "tie_word_embeddings": True} | changes).items():
+        setattr(config, key, value)
+    return config

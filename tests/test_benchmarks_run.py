@@ -97,7 +97,7 @@ def test_the_table_of_equivalence_is_made_from_what_the_tests_leave(lab: Lab, co
 
 
 def test_memory_is_measured_and_its_runs_are_compared(lab: Lab, gpu_lab: GpuLab, copy: Path):
-    row = next(gpu_memory.measure(gpu_lab, ["ddp"], ["false"]))
+    row = next(gpu_memory.measure(gpu_lab, lab, ["ddp"], ["full"], ["false"]))
     error = gpu_memory.error_of(row)
     assert error is not None and abs(error) < 0.02
     lines = run(lab, copy, "gpu_runs.py", str(gpu_lab.folder), "--compare").splitlines()

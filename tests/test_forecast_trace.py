@@ -4,6 +4,8 @@ python -m pytest -q tests/test_forecast_trace.py
 """
 
 import json
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.training.adapters import lora_config
 from cookbook.training.models.loss import add_loss
 from cookbook.training.models.speed import compile_layers, save_activations
+from tests.experts import experts_config
 from tests.needs import need_compiler
 
 ROWS, LENGTH, VOCAB = 3, 256, 1500
@@ -296,3 +299,23 @@ def test_under_autocast_4_bit_layers_make_no_float32_copies(autocast):
         return max(one.held for one in traced(settings, config_of(**sizes), autocast=autocast).phases)
 
     assert (most("qlora") < most("lora")) is autocast
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_layer_is_divided_at_its_experts_and_layers_between_are_like_those_traced(monkeypatch, checkpointing: bool):
+    """Experts are computed again once their backward has begun, when their weights are there."""
+    config = experts_config(num_hidden_layers=5)
+    call = partial(trace, config, recipe(checkpointing, precision="bf16"), rows=ROWS, length=LENGTH, autocast=False)
+    call = partial(call, num_targets=ROWS * LENGTH, tp_size=1, fsdp=2, is_sharded_while_read=True)
+    found = call(ep_size=2)
+    of_layer = [phase.name for phase in found.phases if phase.layer == 3]
+    assert of_layer == [
+        *("forward", "experts forward", "rest forward"),
+        *("backward", "experts backward", "rest backward"),
+    ]
+    monkeypatch.setattr(tracing, "_is_uniform", lambda config: False)
+    whole = call(ep_size=2)
+    assert [replace(one, kernels=0, moved=0, streamed=0) for one in found.phases] == [
+        replace(one, kernels=0, moved=0, streamed=0) for one in whole.phases
+    ]
+    assert {phase.name for phase in call().phases} == {"embed", "forward", "head", "head backward", "backward", "end"}

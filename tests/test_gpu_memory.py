@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu_memory
+from tests.curves import Lab
+from tests.experts import experts
 from tests.gpu_runs import GpuLab, GpuRun
 
 WITHIN = 0.02
@@ -74,15 +76,28 @@ def test_inputs_of_layers_in_host_memory_leave_the_gpu_and_change_no_bit(gpu_lab
     assert 1 - gone.record["forecast"]["allocated"] / kept.record["forecast"]["allocated"] > share
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2_tp", "pp", "pp_tp_fsdp2"])
+@pytest.mark.parametrize("strategy", ["fsdp2_ep", "fsdp2_tp", "pp", "pp_tp_fsdp2"])
 def test_the_recorded_peaks_are_what_is_forecast_of_them_today(tmp_path: Path, strategy: str):
-    """Without checkpointing and accumulation: what a stage holds, and the casts of FSDP2 as transformers applies it."""
+    """Without checkpointing and accumulation: what a stage holds, experts that are units of their own, and the casts of
+    FSDP2 as transformers applies it.
+    """
     rows = json.loads(gpu_memory.RESULTS.read_text(encoding="utf-8"))["rows"]
     kinds = ("strategy", "adapter", "checkpointing", "accumulates")
     (row,) = [row for row in rows if tuple(row[kind] for kind in kinds) == (strategy, "full", "false", False)]
     assert gpu_memory.forecast_again(row, tmp_path) == row, "write it anew: benchmarks/gpu_memory.py --forecast"
     error = gpu_memory.error_of(row)
     assert error is not None and abs(error) < WITHIN / 2
+
+
+@pytest.mark.simulated
+@pytest.mark.slow
+def test_a_process_takes_what_was_forecast_of_its_experts(gpu_lab: GpuLab, lab: Lab, tmp_path: Path):
+    """Recomputed, with accumulation; the control is the forecast of fsdp2, which gathers all experts."""
+    settings = experts(lab, **gpu_memory.MIXTURE) | gpu_memory.settings_of("fsdp2_ep", "full", "true", True)
+    run = gpu_lab.run("fsdp2_ep", settings, recipe="memory")
+    assert abs(error_of(run)) < WITHIN / 4
+    other = gpu_memory.forecast_of("fsdp2", settings, tmp_path, processes=4)
+    assert abs(run.record["forecast"]["allocated"] / other - 1) > 5 * WITHIN
 
 
 def test_a_forecast_of_another_run_would_be_off(gpu_lab: GpuLab):

@@ -224,7 +224,8 @@ class TraceCache:
         rows, row = (1, sequences * length) if recipe.data.is_packed else (sequences, length)
         if self.untraceable is None:
             while_read = strategy.is_sharded_while_read
-            key = (*self._key, autocast, tp_size, fsdp, while_read, is_zero3, micro_batch, strategy.sp_size)
+            sizes = tp_size, strategy.ep_size, strategy.sp_size
+            key = (*self._key, autocast, *sizes, fsdp, while_read, is_zero3, micro_batch)
             try:
                 if key not in TRACES:
                     TRACES[key] = trace_pass(
@@ -235,6 +236,7 @@ class TraceCache:
                         num_targets=sequences * length,
                         autocast=autocast,
                         tp_size=tp_size,
+                        ep_size=strategy.ep_size,
                         fsdp=fsdp,
                         is_sharded_while_read=while_read,
                         is_zero3=is_zero3,

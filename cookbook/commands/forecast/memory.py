@@ -166,9 +166,14 @@ def _moment_name(phase: Phase) -> str:
     return {
         "embed": "the embedding",
         "forward": f"the forward of layer {phase.layer}",
+        "experts forward": f"the forward of the experts of layer {phase.layer}",
+        "rest forward": f"the forward of layer {phase.layer} after its experts",
         "head": "the loss",
         "head backward": "the backward of the loss",
         "backward": f"the backward of layer {phase.layer}",
+        "experts again": f"the second forward of the experts of layer {phase.layer}",
+        "experts backward": f"the backward of the experts of layer {phase.layer}",
+        "rest backward": f"the backward of layer {phase.layer} before its experts",
         "end": "the embedding's backward",
     }[phase.name]
 

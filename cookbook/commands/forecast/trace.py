@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -49,6 +50,14 @@ FREE = ("device", "empty", "empty_like", "new_empty", "empty_strided", "new_empt
 CACHE_BYTES = 64 * 2**20
 """More than an H100's cache holds (50 MiB); an RTX 4090 has 72."""
 
+AROUND_EXPERTS = {
+    "forward": "experts forward",
+    "experts forward": "rest forward",
+    "backward": "experts again",
+    "experts again": "backward",
+}
+"""The phase that follows where a forward comes to a layer's experts, or leaves them."""
+
 
 class Untraceable(Exception):
     """The model's code needs values that a fake tensor does not have."""
@@ -59,7 +68,9 @@ class Phase:
     """A phase of one forward and backward. Sizes are in bytes, without weights."""
 
     name: str
-    """embed, forward, head, head backward, backward, end."""
+    """embed, forward, head, head backward, backward, end. Under expert parallel a layer has more: experts forward and
+    rest forward after its forward, experts backward and rest backward after its backward; where checkpointing computes
+    the experts again, experts again and a second backward are between."""
     layer: int | None
     """The decoder layer of a forward or backward."""
     held: int
@@ -160,6 +171,7 @@ def trace(
     num_targets: int,
     autocast: bool,
     tp_size: int,
+    ep_size: int = 1,
     fsdp: Literal[0, 1, 2] = 0,
     is_sharded_while_read: bool = False,
     is_zero3: bool = False,
@@ -180,6 +192,7 @@ def trace(
         is_zero3: whether to use DeepSpeed's linear layers, which always save their input, and float32 LoRA weights.
         is_exchanged: whether attention exchanges tokens for heads, as under sequence parallel.
         tp_size: size of the tensor-parallel group, which shares heads and inner features.
+        ep_size: size of the expert-parallel group, which shares the experts of a layer; each gets as many tokens.
         change: modifies the model into that of another program (benchmarks/plan_accuracy.py).
         kept: likewise for what its checkpointing keeps of a compiled layer.
 
@@ -206,6 +219,8 @@ def trace(
             is_lora = recipe.adapter is not None and not recipe.adapter.is_quantized
             trained = torch.float32 if autocast or (is_zero3 and is_lora) else low  # see `_zero3` in costs/memory.py
             model = _fake_model(config, recipe, trained, low, attention)
+            if ep_size > 1:
+                _share_experts(model, ep_size)
             if change is not None:
                 change(model)
             is_low = low != torch.float32
@@ -425,6 +440,8 @@ class _Ledger(TorchDispatchMode):
         self.keeps_inputs = False
         self._deadline = time.monotonic() + TIMEOUT_SECONDS
         self._open: tuple[str, int | None, int] | None = None
+        self._kept = 0
+        """Of `made`, gradients of the weights around a layer's experts, which outlive the experts' backward."""
         self._counts = True
         self._known = weakref.WeakSet[Any]()
         for tensor in known:
@@ -496,9 +513,17 @@ class _Ledger(TorchDispatchMode):
             making = self.peak_with_made - self.peak
             counted = dict(kernels=self.kernels, moved=self.moved, streamed=self.streamed)
             self.phases.append(Phase(name=before, layer=of_layer, held=held, peak=self.peak, making=making, **counted))
-        self._open = name, layer, self.live
-        self.peak = self.peak_with_made = self.live
-        self.made = self.kernels = self.moved = self.streamed = 0
+        self._kept = {"experts backward": self.made, "rest backward": self._kept}.get(name, 0)
+        self.made, self._open = self._kept, (name, layer, self.live + self._kept)
+        self.peak, self.peak_with_made = self.live, self.live + self.made
+        self.kernels = self.moved = self.streamed = 0
+
+    def pass_experts(self, layer: int) -> None:
+        """A forward comes to the end or the beginning of a layer's experts. A forward that checkpointing repeats in
+        their backward divides nothing: they are gathered by then.
+        """
+        if self._open is not None and (following := AROUND_EXPERTS.get(self._open[0])):
+            self.begin(following, layer)
 
 
 class _Mark(torch.autograd.Function):
@@ -514,6 +539,76 @@ class _Mark(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         ctx.begin(*ctx.backward_of)
         return gradients[0], None, None, None
+
+
+class _MarkAll(torch.autograd.Function):
+    """Identity of several tensors: begins a phase when its forward runs, and another when all of their gradients are
+    there.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, begin: Callable[[], None], begin_backward: Callable[[], None], *tensors: torch.Tensor) -> Any:
+        ctx.begin_backward = begin_backward
+        begin()
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.begin_backward()
+        return None, None, *gradients
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all of as many rows as are sent."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(rows.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(gradients[0].contiguous())
+
+
+def _experts_of(module: torch.nn.Module) -> list[Any]:
+    """Its modules of experts (transformers 5.23, integrations/moe.py, use_experts_implementation)."""
+    return [one for one in module.modules() if hasattr(one, "_is_expert_parallel")]
+
+
+def _share_experts(model: PreTrainedModel, size: int) -> None:
+    """Leaves each layer the experts of one process of a group, between the two exchanges of tokens (transformers 5.23,
+    distributed/expert_parallel.py, AllToAllEP).
+    """
+    found = _experts_of(model)
+    if not found:
+        raise Untraceable(f"{type(model).__name__} has no experts that can be divided")
+    for experts in found:
+        for name, weight in list(experts._parameters.items()):
+            own = weight[: len(weight) // size].detach()
+            experts._parameters[name] = torch.nn.Parameter(own, requires_grad=weight.requires_grad)
+        experts.num_experts //= size
+        experts._is_expert_parallel = True
+        experts.forward = partial(_dispatched, experts.forward)
+
+
+def _dispatched(
+    compute: Callable[..., torch.Tensor], hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """The experts' output for each token.
+
+    Args:
+        compute: the forward of the experts of this process.
+        hidden: (tokens, hidden).
+        chosen, weights: (tokens, experts of a token).
+    """
+    order = torch.argsort(chosen.reshape(-1))
+    received = _Exchange.apply(hidden[order // chosen.shape[-1]])
+    own = torch.zeros_like(order).unsqueeze(-1)
+    computed = compute(received, own, torch.ones_like(own, dtype=received.dtype))  # which lives as long as what follows
+    returned = _Exchange.apply(computed)
+    outputs = torch.empty_like(returned)
+    outputs[order] = returned
+    return (outputs.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
 
 
 @dataclass(frozen=True)
@@ -538,6 +633,20 @@ class _Marked(torch.nn.Module):
         super().__init__()
         self.layer, self._number, self._ledger, self._is_last = layer, number, ledger, is_last
         self._unit = unit
+        for experts in _experts_of(layer):
+            if experts._is_expert_parallel:
+                experts.forward = partial(self._experts, experts.forward)
+
+    def _experts(self, compute: Callable[..., torch.Tensor], hidden: Any, chosen: Any, weights: Any) -> torch.Tensor:
+        """The forward of the layer's experts, which are a unit of their own, between two marks."""
+        if self._unit is not None:
+            hidden, weights = self._unit.taken((hidden, weights))
+        i, ledger = self._number, self._ledger
+        begin = partial(ledger.pass_experts, i)
+        hidden, weights = _MarkAll.apply(begin, partial(ledger.begin, "rest backward", i), hidden, weights)
+        result = compute(hidden, chosen, weights)
+        (result,) = _MarkAll.apply(begin, partial(ledger.begin, "experts backward", i), result)
+        return result
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -699,15 +808,18 @@ def _lengthen(phases: list[Phase], probed: int, num_layers: int) -> Iterator[Pha
     middle = probed // 2
     forward = {one.layer: one for one in phases if one.name == "forward"}
     kept = forward[middle + 1].held - forward[middle].held
-    backward = {one.layer: one for one in phases if one.name == "backward"}
+    backward = {one.layer: one for one in reversed(phases) if one.name == "backward"}  # the first of each
     waiting = backward[middle + 1].held - backward[middle].held  # autocast's copies have been freed by then
-    for one in phases:
-        if one.layer is None:
-            shift = {"head": more * kept, "head backward": more * waiting}.get(one.name, 0)
-            yield replace(one, held=one.held + shift, peak=one.peak + shift)
+    for (layer, is_forward), found in groupby(phases, lambda one: (one.layer, one.name.endswith("forward"))):
+        of_layer = list(found)
+        if layer is None:
+            for one in of_layer:
+                shift = {"head": more * kept, "head backward": more * waiting}.get(one.name, 0)
+                yield replace(one, held=one.held + shift, peak=one.peak + shift)
             continue
-        repeats = range(more + 1) if one.layer == middle else [0 if one.layer < middle else more]
-        each = kept if one.name == "forward" else waiting
-        for shift in repeats if one.name == "forward" else reversed(repeats):
-            more_held = shift * each
-            yield replace(one, layer=one.layer + shift, held=one.held + more_held, peak=one.peak + more_held)
+        repeats = range(more + 1) if layer == middle else [0 if layer < middle else more]
+        each = kept if is_forward else waiting
+        for shift in repeats if is_forward else reversed(repeats):
+            for one in of_layer:
+                held, peak = one.held + shift * each, one.peak + shift * each
+                yield replace(one, layer=layer + shift, held=held, peak=peak)

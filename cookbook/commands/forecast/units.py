@@ -7,10 +7,15 @@ buffer that lives until the next unit's reduction (post_backward).
 
 FSDP1 gathers into the flat parameter, of which the weights are views (distributed/fsdp/_runtime_utils.py), one unit
 ahead in the backward; its gradient buffer is freed by the reduction (_reduce_grad).
+
+Under expert parallel a layer's experts are a unit inside the layer's, with their own gather and reduction. As the
+unit before the layer's end they are gathered ahead at the beginning of its backward, and the rest of the layer before
+at the beginning of theirs. Checkpointing computes them again after that, or before it where what follows the experts in
+their layer needs it: then as a forward of its own, at whose end its buffer is freed (_fsdp_state.py, _post_forward).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from cookbook.commands.forecast.trace import Phase
@@ -33,16 +38,39 @@ class Moment:
 
 def moments(states: States, phases: Sequence[Phase]) -> Iterator[Moment]:
     """All moments that can be the peak."""
-    units = _Units(states)
+    is_divided = any(phase.name == "experts forward" for phase in phases)
+    units = _Units(states if is_divided else replace(states, units=tuple(_joined(states.units))))
     for phase, following in pairwise((*phases, None)):
         assert phase is not None
         yield from units.of_phase(phase, 0 if following is None else following.held)
 
 
+def _joined(units: Sequence[Unit]) -> Iterator[Unit]:
+    """Experts counted with the rest of their layer: an upper bound, for phases of whole layers."""
+    experts = {unit.layer: unit for unit in units if unit.is_experts}
+    for unit in units:
+        if unit.is_experts:
+            continue
+        own = experts.get(unit.layer)
+        if own is not None:
+            unit = replace(
+                unit,
+                weights=unit.weights + own.weights,
+                gradients=unit.gradients + own.gradients,
+                gradients_made=unit.gradients_made + own.gradients_made,
+                gradients_left=unit.gradients_left + own.gradients_left,
+                sent=unit.sent + own.sent,
+            )
+        yield unit
+
+
 class _Units:
     def __init__(self, states: States) -> None:
         self.is_flat = states.is_flat
-        self.layers = [unit for unit in states.units if unit.layer is not None]
+        self.layers = [unit for unit in states.units if unit.layer is not None and not unit.is_experts]
+        self.experts = {unit.layer: unit for unit in states.units if unit.is_experts}
+        self.is_recomputed = False
+        """Whether the experts whose backward comes next were computed again."""
         ends = [unit for unit in states.units if unit.layer is None]
         # A unit of norm and head comes after the layers in the forward, and before them in the backward.
         self.tail = [unit for unit in ends if not {"embedding", "rest"} & set(unit.parts)]
@@ -54,10 +82,22 @@ class _Units:
                 yield self._during(phase, _weights_of(self.first) + self._buffer(self.first))
             case "forward":
                 yield from self._forward(phase)
+            case "experts forward":
+                yield from self._experts_forward(phase)
+            case "rest forward":
+                yield self._rest_forward(phase)
             case "head":
                 yield from self._head(phase)
             case "head backward":
                 yield from self._head_backward(phase, held_after)
+            case "backward" if phase.layer in self.experts:
+                yield from self._backward_to_experts(phase)
+            case "experts again":
+                yield from self._experts_again(phase)
+            case "experts backward":
+                yield from self._experts_backward(phase, held_after)
+            case "rest backward":
+                yield from self._rest_backward(phase, held_after)
             case "backward":
                 yield from self._backward(phase, held_after)
             case "end":
@@ -66,12 +106,31 @@ class _Units:
     def _forward(self, phase: Phase) -> Iterator[Moment]:
         i = _layer_index(phase)
         stay, unit = _weights_of(_staying([*self.first, *self.layers[:i]])), self.layers[i]
-        before = self._buffer(self.layers[i - 1 : i] or self.first)
+        before = self._buffer([*self.first, *self._of_layers(self.layers[:i])])
         yield self._entry(phase, stay + before + self._gathering(unit))
         yield self._during(phase, stay + unit.weights + self._buffer([unit]))
 
+    def _experts_forward(self, phase: Phase) -> Iterator[Moment]:
+        unit, rest, stay = self._parts(phase)
+        yield self._entry(phase, stay + rest.weights + self._buffer([rest]) + self._gathering(unit))
+        yield self._during(phase, stay + rest.weights + unit.weights + self._buffer([unit]))
+
+    def _rest_forward(self, phase: Phase) -> Moment:
+        unit, rest, stay = self._parts(phase)
+        return self._during(phase, stay + rest.weights + self._buffer([unit]))
+
+    def _parts(self, phase: Phase) -> tuple[Unit, Unit, int]:
+        """A layer's experts, the rest of it, and the bytes of the units before it that stay gathered."""
+        i = _layer_index(phase)
+        return self.experts[i], self.layers[i], _weights_of(_staying([*self.first, *self.layers[:i]]))
+
+    def _of_layers(self, layers: Sequence[Unit]) -> list[Unit]:
+        """Layers with their experts, in the order in which they are gathered."""
+        found = [[layer, *([self.experts[layer.layer]] if layer.layer in self.experts else [])] for layer in layers]
+        return [unit for units in found for unit in units]
+
     def _head(self, phase: Phase) -> Iterator[Moment]:
-        stay, before = _weights_of(_staying([*self.first, *self.layers])), self._buffer(self.layers)
+        stay, before = _weights_of(_staying([*self.first, *self.layers])), self._buffer(self._of_layers(self.layers))
         for unit in self.tail:
             yield self._entry(phase, stay + before + self._gathering(unit))
         yield self._during(phase, stay + _weights_of(self.tail) + (self._buffer(self.tail) or before))
@@ -86,18 +145,66 @@ class _Units:
 
     def _backward(self, phase: Phase, held_after: int) -> Iterator[Moment]:
         i = _layer_index(phase)
-        unit, done = self.layers[i], [*self.tail, *self.layers[i + 1 :]]
+        unit, done = self.layers[i], self._done(i)
         stay = _weights_of(_staying([*self.first, *self.layers[:i]]))
         coming, sent = self._coming(i)
-        buffer = self._reduced(self.layers[i + 1 : i + 2] or self.tail)
+        buffer = self._reduced_before(i)
         copied = 0 if unit.stays else self._buffer([unit])
         own = stay + unit.weights + buffer
         yield self._entry(phase, own + max(copied, coming + sent), done)
         yield self._during(phase, own + coming, done)
         yield self._reduction(f"layer {i}", phase, held_after, stay + coming, [unit], done)
 
+    def _reduced_before(self, i: int) -> int:
+        """The buffer of the reduction before the backward of layer i."""
+        return self._reduced(self.layers[i + 1 : i + 2] or self.tail)
+
+    def _done(self, i: int) -> list[Unit]:
+        """Those whose gradients are reduced before the backward of layer i."""
+        return [*self.tail, *self._of_layers(self.layers[i + 1 :])]
+
+    def _backward_to_experts(self, phase: Phase) -> Iterator[Moment]:
+        """From the end of a layer to its experts; where these are computed again, once before that and once after."""
+        unit, rest, stay = self._parts(phase)
+        i = _layer_index(phase)
+        done, own = self._done(i), stay + rest.weights + self._reduced_before(i)
+        if self.is_recomputed:
+            yield self._during(phase, own + unit.weights, done)
+            return
+        copied = 0 if rest.stays else self._buffer([rest])
+        yield self._entry(phase, own + max(copied, unit.weights + unit.sent), done)
+        yield self._during(phase, own + unit.weights, done)
+
+    def _experts_again(self, phase: Phase) -> Iterator[Moment]:
+        unit, rest, stay = self._parts(phase)
+        i = _layer_index(phase)
+        self.is_recomputed = True
+        own = stay + rest.weights + unit.weights + self._reduced_before(i)
+        yield self._during(phase, own + self._buffer([unit]), self._done(i))
+
+    def _experts_backward(self, phase: Phase, held_after: int) -> Iterator[Moment]:
+        unit, rest, stay = self._parts(phase)
+        i = _layer_index(phase)
+        coming, sent = self._coming(i)
+        buffer, done = self._reduced_before(i), self._done(i)
+        copied = 0 if self.is_recomputed else self._buffer([unit])
+        self.is_recomputed = False
+        own = stay + rest.weights + unit.weights + buffer
+        yield self._entry(phase, own + max(copied, coming + sent), done)
+        yield self._during(phase, own + coming, done)
+        gathered = stay + rest.weights + coming
+        yield self._reduction(f"the experts of layer {i}", phase, held_after, gathered, [unit], done)
+
+    def _rest_backward(self, phase: Phase, held_after: int) -> Iterator[Moment]:
+        unit, rest, stay = self._parts(phase)
+        i = _layer_index(phase)
+        coming, _ = self._coming(i)
+        done = [*self._done(i), unit]
+        yield self._during(phase, stay + rest.weights + self._reduced([unit]) + coming, done)
+        yield self._reduction(f"layer {i}", phase, held_after, stay + coming, [rest], done)
+
     def _end(self, phase: Phase, held_after: int) -> Iterator[Moment]:
-        done = [*self.tail, *self.layers]
+        done = self._done(-1)
         yield self._during(phase, _weights_of(self.first) + self._reduced(self.layers[:1]), done)
         yield self._reduction("the embedding", phase, held_after, 0, self.first, done)
 

@@ -88,6 +88,8 @@ class Unit:
     """This process's shard of the weights in the send buffer of a gather."""
     stays: bool
     """Whether it stays gathered until its gradients are reduced; else it is freed after the forward."""
+    is_experts: bool = False
+    """Whether it holds the experts of a layer, inside the unit of the rest of it (expert parallel)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,8 +209,7 @@ def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     """Parameters and gradients are sharded along dimension 0, and shards padded to equal size
     (fsdp/_fully_shard/_fsdp_param.py, _init_sharded_param); copies on the host may lack the padding.
 
-    Under expert parallel a layer's experts are a unit inside that of the layer. They count as one, which is too much:
-    torch gathers the rest of a layer ahead, and its experts when their turn comes, and reduces one after the other.
+    Under expert parallel a layer's experts are a unit inside that of the layer.
     """
     strategy, mesh = inputs.strategy, inputs.mesh
     assert strategy.fsdp is not None
@@ -243,9 +244,10 @@ def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
             gradients_made=low * sum(weight.num_elements for weight in found if weight.is_trained),
             gradients_left=FLOAT32 * sum(padded(weight) for weight in found if weight.is_trained),
             sent=low * sum(padded(weight) for weight in found),
-            stays=stays or not strategy.fsdp.fsdp_reshard_after_forward,
+            stays=stays or (not is_experts and not strategy.fsdp.fsdp_reshard_after_forward),
+            is_experts=is_experts,
         )
-        for layer, parts, stays, found in _units_fsdp2(skeleton)
+        for layer, parts, stays, is_experts, found in _units_fsdp2(skeleton, has_experts=mesh.expert > 1)
     )
     buffers = ResidentBytes(weights=constants(skeleton), buffers=_buffers(skeleton))
     if strategy.fsdp.fsdp_offload_params:
@@ -258,19 +260,30 @@ def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     )
 
 
-def _units_fsdp2(skeleton: Skeleton) -> Iterator[tuple[int | None, tuple[str, ...], bool, list[Weight]]]:
-    """Layer, parts, `Unit.stays` and weights of each unit (accelerate 1.15, fsdp2_prepare_model)."""
+def _units_fsdp2(
+    skeleton: Skeleton, *, has_experts: bool
+) -> Iterator[tuple[int | None, tuple[str, ...], bool, bool, list[Weight]]]:
+    """Layer, parts, `Unit.stays`, `Unit.is_experts` and weights of each unit (accelerate 1.15, fsdp2_prepare_model;
+    transformers 5.23, distributed/fsdp.py).
+
+    Args:
+        has_experts: whether experts are units of their own, which are always freed after the forward.
+    """
     of_part = {part: [w for w in skeleton.weights if w.part == part] for part in ("embedding", "norm", "head", "rest")}
     # Of a pipeline's stages the last has a tied embedding as its head, and the others have no tail.
     is_one = skeleton.is_tied and bool(of_part["embedding"])
     tail = ("embedding", "norm", "head") if is_one else ("norm", "head")
     if not is_one:
-        yield None, ("embedding",), False, of_part["embedding"]
+        yield None, ("embedding",), False, False, of_part["embedding"]
     if of_part["rest"]:
-        yield None, ("rest",), True, of_part["rest"]
+        yield None, ("rest",), True, False, of_part["rest"]
     for layer in range(skeleton.num_layers):
-        yield layer, ("layer",), False, [weight for weight in skeleton.weights if weight.layer == layer]
-    yield None, tail, True, [weight for part in tail for weight in of_part[part]]
+        inside = [weight for weight in skeleton.weights if weight.layer == layer]
+        experts = [weight for weight in inside if has_experts and weight.is_expert]
+        yield layer, ("layer",), False, False, [weight for weight in inside if weight not in experts]
+        if experts:
+            yield layer, ("layer",), False, True, experts
+    yield None, tail, True, False, [weight for part in tail for weight in of_part[part]]
 
 
 def _fsdp1(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
