@@ -252,6 +252,8 @@ def _what_went_wrong(log: Path) -> str:
 
 def _check_outputs(rehearsal: Rehearsal) -> str | None:
     """What is wrong with the run's outputs, or None; notes what was covered."""
+    from cookbook.commands.rehearse.reopen import recompute  # imports numpy, which `check` starts without
+
     out = rehearsal.folder / "out"
     record = json.loads((out / "run.json").read_text(encoding="utf-8"))
     small = read_document(out / "recipe.yaml").values
@@ -272,8 +274,6 @@ def _check_outputs(rehearsal: Rehearsal) -> str | None:
             f"the GPU's own paths in {small['mixed_precision']}: {', '.join(sorted(kernels))}, {calls} collectives in"
             " NCCL's place"
         )
-    from cookbook.commands.rehearse.reopen import recompute
-
     loss = recompute(out / "export", small, rehearsal.recipe.objective, rehearsal.folder / "eval.jsonl")
     adapter = rehearsal.recipe.adapter
     if adapter is not None:
