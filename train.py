@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from cookbook.training.engine import Engine
 
 CACHE = Path(".cache")
-LAST_SAVE_TRIES, LAST_SAVE_PAUSE = 3, 60
+LAST_SAVE_TRIES, LAST_SAVE_PAUSE_SECONDS = 3, 60
 """How often the save of the last step is tried, and seconds between: room may be made on a full disk."""
 
 
@@ -353,7 +353,9 @@ def sample(run: "Run", services: "Services") -> str | None:
 
 
 def save(run: "Run", services: "Services", *, again: bool = False) -> None:
-    """Save the state after this step, unless the run has not begun, or, but for `again`, that was tried already."""
+    """Save the state after this step. Does nothing before the first step nor, unless `again`, after a save of this step
+    was tried.
+    """
     engine, saver, step = run.engine, services.saver, run.progress.step
     if step == 0 or (step == saver.last_step and not again):
         return
@@ -373,8 +375,9 @@ def save_last(run: "Run", services: "Services") -> bool:
     saver = services.saver
     for number in range(1, LAST_SAVE_TRIES + 1):
         if number > 1:
-            services.log.say(f"the last step: try {number} of {LAST_SAVE_TRIES} in {LAST_SAVE_PAUSE} s; make room")
-            for _ in range(LAST_SAVE_PAUSE):
+            seconds = LAST_SAVE_PAUSE_SECONDS
+            services.log.say(f"saving it again in {seconds} s (try {number} of {LAST_SAVE_TRIES}); make room")
+            for _ in range(seconds):
                 if stop_reason(run.engine):
                     return False
                 time.sleep(1)
@@ -413,7 +416,7 @@ def stop(run: "Run", services: "Services", reason: str) -> int:
 def way_on(saver: "Saver") -> str:
     """What to do about a run that ends unsaved; on rank 0."""
     if saver.newest is None:
-        return "no step of it was: make room, or name another run.output_dir, and start it from the beginning"
+        return "the run has no checkpoint: make room, or name another run.output_dir, and start it from the beginning"
     is_here = saver.newest.path.parent == saver.root
     how = f"run.resume={'auto' if is_here else saver.newest.path}"
     return f"make room and start it with {how}, from step {saver.newest.step} in {saver.newest.path}"

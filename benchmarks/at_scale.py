@@ -136,10 +136,11 @@ def render(results: dict[str, Any]) -> str:
             "",
             "## Llama-3.3-70B",
             "",
-            f"The same of [its recipe](../{LARGE}), with {2 * SAMPLES} samples of each GPU in a step, in micro-batches"
-            f" of {SAMPLES}. `fsdp2_tp` divides each layer between two GPUs of a machine, `pp_fsdp2` the layers between"
-            " two halves of the machines. Both gather half of what `fsdp2` does in a micro-batch, and have twice as"
-            " many. The waiting of a pipeline of so few micro-batches is in its step.",
+            f"The same forecast for [the recipe of Llama-3.3-70B](../{LARGE}), with {2 * SAMPLES} samples for each GPU"
+            f" in a step, in micro-batches of {SAMPLES}. `fsdp2_tp` divides each layer between two GPUs of a machine,"
+            " `pp_fsdp2` the layers between two halves of the machines. Both gather half as many weights for a"
+            " micro-batch as `fsdp2`, and have twice as many micro-batches. The idle time of a pipeline with so few"
+            " micro-batches is included.",
             "",
             *table(results["large"], *map(str, GPUS_OF_LARGE)),
             "",

@@ -149,8 +149,8 @@ def write_page(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--page", action="store_true", help="write the table anew")
-    parser.add_argument("--forecast", action="store_true", help="only the forecasts anew, beside the peaks as they are")
+    parser.add_argument("--page", action="store_true", help="write the table again from the results")
+    parser.add_argument("--forecast", action="store_true", help="compute the forecasts again; peaks are kept")
     parser.add_argument("--folder", type=Path, help="where the runs go, and are found again")
     parser.add_argument("--strategies", nargs="+", choices=SHIPPED, default=SHIPPED, help="the others stay")
     parser.add_argument("--adapters", nargs="+", choices=ADAPTERS, default=ADAPTERS, help="likewise")

@@ -3,7 +3,7 @@
     python benchmarks/plan_accuracy.py
 
 Writes benchmarks/results/plan_accuracy.json, docs/plan_accuracy.md and docs/plan_accuracy.svg, in a few minutes on any
-CPU; `--page` writes the page anew from the results. The rows: published_rows.py; how they are run: published_runs.py.
+CPU; `--page` writes the page again from the results. The rows: published_rows.py; how they are run: published_runs.py.
 """
 
 import argparse
@@ -192,7 +192,7 @@ def run() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--page", action="store_true", help="write the page anew from the results")
+    parser.add_argument("--page", action="store_true", help="write the page again from the results")
     if not parser.parse_args().page:
         RESULTS.write_text(dump(run()))
     results = json.loads(RESULTS.read_text())

@@ -289,7 +289,7 @@ def main() -> None:
     parser.add_argument("--cells", nargs="+", default=[], help="those that have all these words; the others are kept")
     parser.add_argument("--pairs", type=int, default=10, help="of steps, in each cell")
     parser.add_argument("--quick", action="store_true", help="one race of all peers, one measured step; prints it")
-    parser.add_argument("--page", action="store_true", help="write the tables anew from the results")
+    parser.add_argument("--page", action="store_true", help="write the tables again from the results")
     arguments = parser.parse_args()
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     if arguments.page:

@@ -2,8 +2,8 @@
 """c++ for DeepSpeed's asynchronous I/O, without debug information. Eleven of its fifteen files read torch's headers,
 20 s each; those of a folder are compiled as one, in the place of its `py_ds_*.cpp`, and the others are empty.
 
-It is called by a link named c++, and the files of dependencies name sources only: ninja builds again, in each later
-process, what another command made and what depends on a file that is gone.
+It is called through a link named c++, so that ninja records the command of a later build. A file of dependencies names
+the source only: ninja would rebuild what depends on a temporary copy.
 """
 
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def compile_as_one(source: Path, place: Path, arguments: list[str]) -> int:
-    """Run c++ with what stands in the place of a file."""
+    """Compile the whole folder if `source` is `place`, else an empty file."""
     csrc = source.parents[source.parts[::-1].index("csrc") - 1]
     with tempfile.TemporaryDirectory() as name:
         copy, one = Path(name, "csrc"), Path(name, "one.cpp")
@@ -39,7 +39,7 @@ def main() -> int:
     arguments.append("-g0")
     source, output, dependencies = (Path(arguments[arguments.index(option) + 1]) for option in ("-c", "-o", "-MF"))
     place = next(source.parent.glob("py_ds_*.cpp"), None)
-    if place is None:  # a folder of short files
+    if place is None:  # compiled as they are
         return subprocess.run(["c++", *arguments]).returncode
     code = compile_as_one(source, place, arguments)
     dependencies.write_text(f"{output}: {source}\n")

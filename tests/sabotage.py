@@ -483,7 +483,7 @@ def slow_rank() -> None:
 
 def no_pause_before_the_last_save_is_tried_again() -> None:
     """Not a mistake, but time that a test does not need."""
-    train.LAST_SAVE_PAUSE = 0
+    train.LAST_SAVE_PAUSE_SECONDS = 0
 
 
 def slow_saves() -> None:

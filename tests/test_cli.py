@@ -103,7 +103,7 @@ def test_every_command_explains_itself(verb, capsys):
     [
         (["lanch"], "No such command 'lanch'. Did you mean 'launch'"),
         (["launch", "--fast"], "No such option: --fast"),
-        (["launch", "--processes", "two"], "--processes: it must be a valid integer"),
+        (["launch", "--processes", "two"], "--processes: write a valid integer"),
         (["rehearse"], "Missing argument 'RECIPE'"),
         (["export", "outputs/none", "--dtype", "fp8"], "--dtype: 'fp8' is not one of 'fp32'"),
         (["launch", "--dry-run=1"], "--dry-run"),

@@ -38,7 +38,7 @@ def read_rows(source, on_bad_row, objective="sft"):
 GOOD = messages(("user", "hi"), ("assistant", "ho"))
 BAD_LINES = {
     "not JSON": ('{"text": ', "not JSON: Expecting value at column 10"),
-    "not an object": ('["hi"]', "not an object: a list of 1; a row is"),
+    "not an object": ('["hi"]', "not an object: a list of 1 item; a row is"),
     "not UTF-8": (b'{"text": "\xff"}', "not UTF-8: byte 0xff at column 11"),
     "key twice": ('{"text": "a", "text": "b"}', "key given twice: 'text'"),
     "too deep": ("[" * 100_000, "not JSON: nested too deeply"),
@@ -48,9 +48,9 @@ BAD_LINES = {
     "empty": ('{"text": ""}', "empty text: `text` is empty"),
     "white space": ('{"prompt": "a", "completion": " \\n"}', "empty text: `completion` is only whitespace"),
     "number for text": ('{"text": 3}', "not text: `text` is a number"),
-    "messages no list": ('{"messages": "hi"}', "messages not a list: a text"),
+    "messages no list": ('{"messages": "hi"}', "messages not a list: a string"),
     "messages empty": ('{"messages": []}', "messages empty"),
-    "message no object": ('{"messages": ["hi"]}', "message not an object: message 1 is a text"),
+    "message no object": ('{"messages": ["hi"]}', "message not an object: message 1 is a string"),
     "unknown role": (messages(("narrator", "a")), "wrong role: message 1 has 'narrator'; expected system or user"),
     "assistant first": (messages(("assistant", "a")), "wrong role: message 1 has 'assistant'"),
     "two users": (messages(("user", "a"), ("user", "b")), "wrong role: message 2 has 'user'; expected assistant"),
@@ -60,7 +60,7 @@ BAD_LINES = {
         "wrong role: message 2 has 'tool'; expected assistant",
     ),
     "null content": (messages(("user", None)), "empty text: message 1 content is null or missing"),
-    "list content": (messages(("user", ["a"])), "not text: message 1 content is a list with a text"),
+    "list content": (messages(("user", ["a"])), "not text: message 1 content is a list with a string"),
     "object content": (messages(("user", {"de": "a"})), "not text: message 1 content is an object with the key 'de'"),
     "no role": (
         '{"messages": [{"speaker": "a", "says": "b"}]}',
@@ -441,7 +441,7 @@ BAD_PREFERENCES = {
     ),
     "mixed forms": (
         {"prompt": "q", "chosen": "y", "rejected": [said("n")]},
-        "chosen and rejected of different form: `chosen` is a text, `rejected` a list of 1",
+        "chosen and rejected of different form: `chosen` is a string, `rejected` a list of 1 item",
     ),
     "one goes on": (
         {"prompt": "q", "chosen": [said("y")], "rejected": [said("y"), ASK, said("n")]},

@@ -117,13 +117,13 @@ def test_lack_of_peers_and_unlike_gpus_are_told():
 
 def test_the_label_of_a_recipe_is_held_against_the_gpus():
     found = simulated_driver.read(H100).gpus
-    needs = Needs(num_gpus=8, gpu_gb=80)
+    needs = Needs(gpus_each=8, gpu_gb=80)
     assert list(gpus.check_needs(needs, found, 8, "r.yaml")) == []
     (few,) = gpus.check_needs(needs, found[:2], 2, "r.yaml")
     assert few.status == "failure" and few.text == "r.yaml needs 8 GPUs of 80 GB; a run would see 2"
-    (small,) = gpus.check_needs(Needs(num_gpus=2, gpu_gb=80), simulated_driver.read(TWO_4090).gpus, 2, "r.yaml")
+    (small,) = gpus.check_needs(Needs(gpus_each=2, gpu_gb=80), simulated_driver.read(TWO_4090).gpus, 2, "r.yaml")
     assert small.status == "warning" and "the smallest here has 24 GiB" in small.text
-    assert list(gpus.check_needs(Needs(num_gpus=None, gpu_gb=None), [], 0, "r.yaml")) == []
+    assert list(gpus.check_needs(Needs(gpus_each=None, gpu_gb=None), [], 0, "r.yaml")) == []
 
 
 def test_where_the_driver_tells_no_rate_the_data_sheet_does():

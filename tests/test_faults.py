@@ -308,7 +308,7 @@ def test_room_that_is_made_in_time_saves_the_last_step(monkeypatch, failing: int
         saver.failed = saves[-1]
 
     monkeypatch.setattr(train, "save", save)
-    monkeypatch.setattr(train, "LAST_SAVE_PAUSE", 0)
+    monkeypatch.setattr(train, "LAST_SAVE_PAUSE_SECONDS", 0)
     run = SimpleNamespace(engine=SimpleNamespace(collectives=SimpleNamespace(all_true=bool)))
     services = SimpleNamespace(saver=saver, log=SimpleNamespace(say=print))
     assert train.save_last(run, services) is (failing < train.LAST_SAVE_TRIES)

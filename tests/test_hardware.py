@@ -309,7 +309,7 @@ def test_hidden_gpus_do_not_count(monkeypatch):
 def test_a_driver_that_does_not_tell_is_an_error(monkeypatch):
     monkeypatch.setattr(hardware, "read_driver", lambda: Driver(gpus=[InstalledGpu(index=i) for i in range(8)]))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(RecipeError, match="write GPUS=8xH100"):
+    with pytest.raises(RecipeError, match="write --gpus 8xH100"):
         this_machine()
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, clean_environment
 
-from cookbook.commands import rehearse
 from cookbook.commands.cli import main
 from cookbook.commands.rehearse import _what_went_wrong, standins
+from cookbook.commands.rehearse.reopen import recompute
 from cookbook.config.objectives import Objective
 from cookbook.config.strategy import find_strategy
 from cookbook.planning import library
@@ -244,7 +244,7 @@ def test_the_recomputed_loss_leaves_out_what_the_length_cuts_to_nothing(tmp_path
     losses = []
     for name, kept in (("all.jsonl", rows), ("short.jsonl", rows[1:])):
         standins.write_jsonl(tmp_path / name, kept)
-        losses.append(rehearse.recompute(tmp_path / "model", small, Objective.of(name=objective), tmp_path / name))
+        losses.append(recompute(tmp_path / "model", small, Objective.of(name=objective), tmp_path / name))
     assert losses[0] == losses[1] > 0
 
 

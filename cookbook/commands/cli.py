@@ -43,7 +43,7 @@ from cookbook.system.shipped import HOME, short
 
 CITATION = HOME / "CITATION.cff"
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the system answers where nothing may be written, or nothing more."""
+"""Error numbers of a place that may not be written, or is full; two of them also of one that may not be read."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -82,10 +82,10 @@ class _Commands(TyperGroup):
             print(short(str(error)), file=sys.stderr)
             ctx.exit(2)
         except BadParameter as error:
-            if not error.message or error.param is None:  # an argument is missing: typer shows the command's words
+            if not error.message or error.param is None:  # a missing argument: typer's message has the usage line
                 raise
             place = error.param.opts[0] if error.param.param_type_name == "option" else error.param.metavar
-            what = re.sub("^Value error, |, unable to parse .*", "", error.message).replace("Input should", "it must")
+            what = re.sub("^Value error, |, unable to parse .*", "", error.message).replace("Input should be", "write")
             print(f"{place}: {what.rstrip('.')}", file=sys.stderr)
             ctx.exit(2)
         except BrokenPipeError:  # whoever read has seen enough, as in `... | head`

@@ -70,7 +70,7 @@ def launch(
         )
     if mistakes:
         raise RecipeError(mistakes)
-    if simulate_gpus is not None:  # last, since it compiles for a minute
+    if simulate_gpus is not None:  # after the checks: the first use compiles
         simulated = simulated_gpus.environment(simulate_gpus)
         os.environ |= simulated
         environment |= simulated
@@ -91,8 +91,8 @@ def launch(
     if logs is not None:
         environment.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
         print(f"the output of each process: {logs}/*/attempt_*/RANK/stdout.log and stderr.log", flush=True)
-    if doubt := hosts.address_doubt(found):
-        print(doubt, flush=True)
+    if warning := hosts.address_warning(found):
+        print(warning, flush=True)
     print(plan.show_command(command), flush=True)
     # torchrun would give each process one thread, whatever the machine has: too few on CPU, and for offloaded updates.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_local)))
@@ -195,14 +195,21 @@ def _plan_of_label(path: Path, recipe: Recipe, strategy: Strategy, processes: in
     """The plan for `processes`, or as many as the recipe's label names GPUs, whatever this machine has; a recipe that
     names none is for this machine.
     """
-    named = read_needs(read_label(path)).num_gpus
-    here = 0 if named else num_gpus()
+    needs = read_needs(read_label(path))
+    named, here = needs.num_gpus, 0 if needs.num_gpus else num_gpus()
     count = processes or strategy.num_processes or named or plan.default_num_processes(strategy, here)
     gpus = count if named or here else 0
     if mistakes := _lacks_for_fp8(path, recipe, here):
         raise RecipeError(mistakes)
     try:
-        return plan.make_plan(recipe, strategy, num_processes=count, num_gpus=gpus, recipe_name=str(path))
+        return plan.make_plan(
+            recipe,
+            strategy,
+            num_processes=count,
+            num_local=needs.num_local(count),
+            num_gpus=gpus,
+            recipe_name=str(path),
+        )
     except RecipeError as error:
         lines = read_document(path).lines
         raise RecipeError([_with_line(mistake, path, lines) for mistake in error.mistakes]) from None

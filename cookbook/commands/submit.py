@@ -28,6 +28,10 @@ OUTPUTS = "/outputs"
 SECONDS_TO_SAVE = 120
 """Between the signal that asks a run to stop and the end of its time, where nobody writes another number."""
 MISTAKE = 2
+NEEDS = {"slurm": (), "sky": ("--volume",), "k8s": ("--image", "--volume"), "trainjob": ("--image", "--volume")}
+"""Flags that a system requires; SkyPilot only for several machines."""
+RESOURCE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+"""Of Kubernetes' names (RFC 1123, a label), which SkyPilot's volumes follow."""
 Values = dict[str, Any]
 
 
@@ -175,7 +179,8 @@ def submit(
     host_gib: Annotated[float | None, Option(help="memory of each machine, for offloading")] = None,
     nvme_gib: Annotated[float | None, Option(help="free on the disk of each machine, for offloading")] = None,
     seconds_to_save: Annotated[
-        int | None, Option(callback=positive, help=f"for a step and a save before the time is up; {SECONDS_TO_SAVE}")
+        int | None,
+        Option(callback=positive, help=f"for a step and a save after the signal to stop; {SECONDS_TO_SAVE}"),
     ] = None,
     assignments: Assignments,
 ) -> int:
@@ -192,7 +197,7 @@ def submit(
     seconds = seconds_to_save or SECONDS_TO_SAVE
     facts, count = _plan(recipe, loaded, machines, path)
     if to != "sky":
-        facts[-1] += f"; it and a step get {seconds} seconds before the time is up (--seconds-to-save)"
+        facts.append(f"a step and a save have {seconds} seconds after the signal to stop (--seconds-to-save)")
     run = Path(recipe.run.output_dir).name
     settings = [*assignments, *([f"run.output_dir={OUTPUTS}/{run}"] if volume else [])]
     settings += ["run.resume=auto"] if to != "slurm" else []  # its script has that, from the second start on
@@ -212,12 +217,6 @@ def submit(
     return 0
 
 
-NEEDS = {"slurm": (), "sky": ("--volume",), "k8s": ("--image", "--volume"), "trainjob": ("--image", "--volume")}
-"""Flags that a system cannot do without; SkyPilot can, on one machine."""
-RESOURCE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
-"""Of Kubernetes' names (RFC 1123, a label), which SkyPilot's volumes follow."""
-
-
 def _misfits(to: str, machines: Machines, path: Path, given: dict[str, Any]) -> list[str]:
     """What keeps a system from running a recipe on machines. `given`: flags that only some systems read."""
     needed = NEEDS[to] if to != "sky" or machines.num_machines > 1 else ()
@@ -228,7 +227,7 @@ def _misfits(to: str, machines: Machines, path: Path, given: dict[str, Any]) -> 
     ]
     volume, image = given["--volume"], given["--image"]
     if volume and not RESOURCE_NAME.fullmatch(volume):
-        mistakes.append(f"--volume is {volume!r}; write the name of a claim: lower case, digits and hyphens")
+        mistakes.append(f"--volume is {volume!r}; write the name of a volume: lower case, digits and hyphens")
     if image and re.search(r"\s", image):
         mistakes.append(f"--image is {image!r}; write one without spaces, as in registry/name:tag")
     if to == "sky" and machines.gpus_each and machines.gpu is None:

@@ -142,8 +142,8 @@ def advice(run: History, profiles: list[dict[str, Any]]) -> Iterator[Advice]:
 
 
 def _of_micro_batches(steps: list[dict[str, Any]], step: float, run: History) -> Iterator[Advice]:
-    """Whether larger micro-batches fit where a step takes longer than was forecast. What a forward and a backward cost
-    however few their tokens are is not in the forecast, and fewer micro-batches have less of it.
+    """Whether larger micro-batches fit where a step takes longer than the slow end of the forecast. What exceeds it is
+    taken for a cost of each micro-batch, however few its tokens are, so the gain is an upper bound.
     """
     expected, memory = run.record.get("step_forecast", {}), run.record.get("forecast", {})
     gpu, micro = find_gpu(run.record.get("hardware", {}).get("gpu", "")), run.settings.get("batch.micro_batch_size")

@@ -99,7 +99,7 @@ class ScratchModel(Section):
 
 
 class OneOf(Section):
-    """A section that has one of two keys."""
+    """A section in which one of `alternatives` must be given."""
 
     alternatives: ClassVar[tuple[str, str]]
     hint: ClassVar[str] = " (null unsets a key)"

@@ -1,6 +1,6 @@
-"""`accelerate launch` for `child.run_child`: without its traceback where train.py has said why the run ended.
+"""`accelerate launch` for `child.run_child`, without its traceback after train.py printed why the run ended.
 
-A script, which Python runs with -P: nothing in the current folder is taken for a library.
+Run as a script with -P, so that no module of the current folder shadows a library.
 """
 
 import sys

@@ -22,18 +22,27 @@ LABEL = ("What", "Run", "Needs", "Fits", "Measured", "Settings")
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """The hardware that a label asks for, on each machine; None where it names none."""
+    """The hardware that a label asks for, of each machine; None where it names none."""
 
-    num_gpus: int | None
+    gpus_each: int | None
     gpu_gb: int | None
     host_gb: int | None = None
     nvme_gb: int | None = None
     num_machines: int = 1
 
     @property
+    def num_gpus(self) -> int | None:
+        """Of all machines."""
+        return self.gpus_each and self.num_machines * self.gpus_each
+
+    @property
     def machine(self) -> str:
         """As in a label's `Fits`, and for `plan --gpus`."""
-        return f"{f'{self.num_machines}x' * (self.num_machines > 1)}{self.num_gpus}x{self.gpu_gb}GB"
+        return f"{f'{self.num_machines}x' * (self.num_machines > 1)}{self.gpus_each}x{self.gpu_gb}GB"
+
+    def num_local(self, num_processes: int) -> int | None:
+        """Processes of a machine where there is one for each GPU; None: another number, of which nothing is known."""
+        return self.gpus_each if num_processes == self.num_gpus else None
 
 
 def recipe_files() -> list[Path]:
@@ -67,9 +76,9 @@ def read_needs(label: dict[str, str]) -> Needs:
         label.get("Needs", ""),
     )
     if found is None:
-        return Needs(num_gpus=None, gpu_gb=None)
+        return Needs(gpus_each=None, gpu_gb=None)
     count, gpus, gpu, host, nvme = (int(digits.replace(",", "")) if digits else None for digits in found.groups())
-    return Needs(num_gpus=gpus, gpu_gb=gpu, host_gb=host, nvme_gb=nvme, num_machines=count or 1)
+    return Needs(gpus_each=gpus, gpu_gb=gpu, host_gb=host, nvme_gb=nvme, num_machines=count or 1)
 
 
 def read_fits(label: dict[str, str]) -> dict[str, str]:
@@ -78,10 +87,11 @@ def read_fits(label: dict[str, str]) -> dict[str, str]:
 
 
 def gpus_needed(label: dict[str, str], strategy: str) -> int:
-    """The smallest number of GPUs of a machine on which a recipe fits under a strategy, by its label's `Needs` and
-    `Fits`; 0 if it needs none."""
+    """The smallest number of GPUs on which a recipe fits under a strategy, by its label's `Needs` and `Fits`; 0 if it
+    needs none.
+    """
     fitting = [name for name, text in read_fits(label).items() if re.search(rf"\b{re.escape(strategy)} \d", text)]
-    return min([read_needs(label).num_gpus or 0, *(parse_machines(name).gpus_each for name in fitting)])
+    return min([read_needs(label).num_gpus or 0, *(parse_machines(name).num_gpus for name in fitting)])
 
 
 def known_model(name: str) -> dict[str, Any] | None:
@@ -149,7 +159,7 @@ def _smaller(path: Path, needs: Needs) -> list[tuple[Path, str]]:
 
 
 def _total_gb(needs: Needs) -> int:
-    return needs.num_machines * (needs.num_gpus or 0) * (needs.gpu_gb or 0)
+    return (needs.num_gpus or 0) * (needs.gpu_gb or 0)
 
 
 def library_page() -> str:

@@ -521,10 +521,10 @@ def kind_in_words(value: Any) -> str:
         more = f" and {len(value) - 3} more" if len(value) > 3 else ""
         return f"an object with the key{'s' if len(value) > 1 else ''} {named}{more}"
     if isinstance(value, list) and value:
-        return f"a list of {len(value)}"
+        return f"a list of {len(value)} item{'s' if len(value) > 1 else ''}"
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
-    names = {dict: "an empty object", list: "an empty list", str: "a text", int: "a number", float: "a number"}
+    names = {dict: "an empty object", list: "an empty list", str: "a string", int: "a number", float: "a number"}
     return names.get(type(value), f"a {type(value).__name__}")
 
 

@@ -33,13 +33,13 @@ DISK_READ, DISK_WRITE = (2e9, 7e9), (1e9, 4e9)
 
 
 def in_gib(num_bytes: float, most: float | None = None) -> str:
-    """Bytes in GiB with two digits, since more a forecast can't back, and whole from 10 on: <0.1, 3.4, 26, 1,314.
+    """Bytes in GiB, to two digits below 10 and whole from 10 on (<0.1, 3.4, 26, 1,314): a forecast is no more exact.
 
     Args:
         most: the end of a range: 3.4 to 26; left out where it reads the same.
     """
     value = num_bytes / GIB
-    least = f"{value:,.0f}" if value >= 10 else f"{value:.1f}" if value >= 0.1 else "<0.1"
+    least = f"{value:,.0f}" if value >= 9.95 else f"{value:.1f}" if value >= 0.1 else "<0.1"
     return least if most is None or least == in_gib(most) else f"{least} to {in_gib(most)}"
 
 
@@ -357,5 +357,5 @@ def this_machine() -> Machines:
     gpus = visible_gpus(read_driver().gpus)
     if not all(gpu.total_bytes for gpu in gpus):
         count = len(gpus)
-        raise RecipeError(f"the driver does not report the memory of all {count} GPUs here; write GPUS=8xH100")
+        raise RecipeError(f"the driver does not report the memory of all {count} GPUs here; write --gpus 8xH100")
     return from_driver(gpus, host_gib)

@@ -108,7 +108,7 @@ def interface_to(address: str) -> str:
     raise OSError(f"no interface has {own}")
 
 
-def address_doubt(hosts: Hosts) -> str | None:
+def address_warning(hosts: Hosts) -> str | None:
     """A warning where machine 0 waits at an address that none of its interfaces has: the others, and it itself, would
     try to connect until the time is out. A network that translates addresses may lead there all the same.
     """
@@ -121,7 +121,8 @@ def address_doubt(hosts: Hosts) -> str | None:
     own = {address.address.partition("%")[0] for group in psutil.net_if_addrs().values() for address in group}
     if found & own or any(ipaddress.ip_address(address).is_loopback for address in found):
         return None
-    return f"warning: --first is {hosts.first}, but this is machine 0 and has no such address; does it lead here?"
+    what = "but this is machine 0 and no interface of it has that address"
+    return f"warning: --first is {hosts.first}, {what}; write one of its own, unless the network translates it"
 
 
 def interface_problem(variable: str, environment: MutableMapping[str, str] = os.environ) -> str | None:

@@ -92,11 +92,12 @@ def check_needs(needs: Needs, gpus: list[InstalledGpu], used: int, recipe: str) 
     Args:
         gpus: those that the driver describes.
     """
-    if not needs.num_gpus:
+    if not needs.gpus_each:
         return
-    asked = f"{recipe} needs {needs.num_gpus} GPU{'s' if needs.num_gpus > 1 else ''} of {needs.gpu_gb} GB"
+    many = f"{needs.num_machines} machines, each " if needs.num_machines > 1 else ""
+    asked = f"{recipe} needs {many}{needs.gpus_each} GPU{'s' if needs.gpus_each > 1 else ''} of {needs.gpu_gb} GB"
     least = min((gpu.total_bytes for gpu in gpus), default=None)
-    if used < needs.num_gpus:
+    if used < needs.gpus_each:
         way_out = typed(f"rehearse RECIPE={recipe}", f"rehearse {recipe}")
         yield failure("GPUs", f"{asked}; a run would see {used or 'none'}", way_out)
     elif least is not None and needs.gpu_gb and least < needs.gpu_gb * 1e9:

@@ -144,7 +144,7 @@ def _bars(report: PlanReport) -> str:
             )
     unknown = [f"{one.strategy.name}: {'; '.join(one.why)}" for one, _ in shown if one.verdict in UNKNOWN]
     if unknown:
-        notes += [*unknown, "what a machine has: --host-gib, --nvme-gib (of make: HOST_GIB=, NVME_GIB=)"]
+        notes += [*unknown, "what a machine has: --host-gib, --nvme-gib (make: HOST_GIB=, NVME_GIB=)"]
     return page(
         ("", f"0{f'{in_gib(round(whole))} GiB':>{BAR}}", ""),
         *((one.strategy.name, _bar(one, whole), "" if one.verdict == "fits" else _verdict(one)) for one, _ in shown),
@@ -183,7 +183,9 @@ def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price:
     if best.is_bound:
         rows.insert(2, ("", "activations are a bound by formula: this model's code could not be traced"))
     steps = _num_steps(report, num_samples)
-    length = f"{steps:,} steps" if steps else "not known: run.num_epochs of unread data; give SAMPLES= (--samples)"
+    length = (
+        f"{steps:,} steps" if steps else "not known: run.num_epochs of unread data; give --samples (make: SAMPLES=)"
+    )
     if time is None:
         rows.append(("time", str(report.no_time)))
     else:

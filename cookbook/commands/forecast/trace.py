@@ -419,7 +419,7 @@ class _LinearOfZero3(torch.autograd.Function):
 
 @contextmanager
 def _set_to(setter: Callable[[Any], Any], value: Any, *, before: Any) -> Iterator[None]:
-    """A global setting has a value for a block, and then again the one from before."""
+    """Sets a global setting for a block, and restores `before` after it."""
     setter(value)
     try:
         yield

@@ -125,13 +125,21 @@ def _plan_full_size(rehearsal: Rehearsal, recipe_path: Path) -> None:
         RecipeError: the batch does not fit the processes.
     """
     strategy = rehearsal.strategy
-    count = strategy.num_processes or read_needs(read_label(recipe_path)).num_gpus
+    needs = read_needs(read_label(recipe_path))
+    count = strategy.num_processes or needs.num_gpus
     if count is None:
         rehearsal.notes.missing.append(
             "the batch at full size: the label names no number of GPUs (Needs: 8 GPUs of 80 GB)"
         )
         return
-    plan = make_plan(rehearsal.recipe, strategy, num_processes=count, num_gpus=count, recipe_name=str(recipe_path))
+    plan = make_plan(
+        rehearsal.recipe,
+        strategy,
+        num_processes=count,
+        num_local=needs.num_local(count),
+        num_gpus=count,
+        recipe_name=str(recipe_path),
+    )
     where = f"{count} GPU{'s' if count > 1 else ''}"
     rehearsal.notes.covered.append(f"its own batch on {where}: {describe_batch(rehearsal.recipe, plan)}")
 

@@ -89,7 +89,10 @@ def explain(
     apply_overrides(document, assignments)
     yaml_file = read_document(Path(strategy.path))
     count, count_text, count_sources = _count(recipe_path, strategy, yaml_file, processes)
-    plan = make_plan(recipe, strategy, num_processes=count, num_gpus=count, recipe_name=str(recipe_path))
+    local = read_needs(read_label(recipe_path)).num_local(count)
+    plan = make_plan(
+        recipe, strategy, num_processes=count, num_local=local, num_gpus=count, recipe_name=str(recipe_path)
+    )
     setting = cost_inputs(recipe, strategy, count, num_local=plan.num_local)
     peak = peak_learning_rate(recipe.optim, recipe.schedule, recipe.batch.global_batch_size)
     num_steps, length = _length(recipe, document)

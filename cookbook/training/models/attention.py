@@ -19,8 +19,8 @@ CHANGES_ATTENTION = frozenset(("block_indices", "indices", "position_bias", "s_a
 """Arguments by which models of transformers 5.23 ask for another attention than `attend` computes."""
 
 LONG_ON_CPU = 1024
-"""Tokens. On CPU shorter samples are computed in float32 under bf16 and fp16: the backward of torch's kernel in 16 bits
-takes longer, and oneDNN compiles its products for each new length (docs/decisions.md has both, measured)."""
+"""Tokens. On CPU shorter samples are computed in float32 under bf16 and fp16: oneDNN compiles its products of 16 bits
+for each new length, which costs more than they save where lengths vary (docs/decisions.md)."""
 
 VARLEN_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
 """They differ by version: torch 2.10 has is_causal and no scale, 2.13 window_size; grouped heads came last."""
