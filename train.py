@@ -370,23 +370,25 @@ def save(run: "Run", services: "Services", *, again: bool = False) -> None:
 def save_last(run: "Run", services: "Services") -> bool:
     """Wait for the save of the last step, and try again if it failed. Returns whether it is saved, alike on all ranks.
 
-    Every rank must call. A signal ends the tries.
+    Every rank must call. After a signal it is tried once more, at once.
     """
-    saver = services.saver
-    for number in range(1, LAST_SAVE_TRIES + 1):
-        if number > 1:
-            seconds = LAST_SAVE_PAUSE_SECONDS
-            services.log.say(f"saving it again in {seconds} s (try {number} of {LAST_SAVE_TRIES}); make room")
-            for _ in range(seconds):
-                if stop_reason(run.engine):
-                    return False
-                time.sleep(1)
-                saver.beat()
-            save(run, services, again=True)
+    saver, number, is_stopped = services.saver, 1, False
+    saver.wait()
+    while not (is_saved := run.engine.collectives.all_true(saver.failed is None)):
+        if number == LAST_SAVE_TRIES or is_stopped:
+            break
+        number += 1
+        services.log.say(
+            f"saving it again in {LAST_SAVE_PAUSE_SECONDS} s (try {number} of {LAST_SAVE_TRIES}); make room"
+        )
+        for _ in range(LAST_SAVE_PAUSE_SECONDS):
+            if is_stopped := stop_reason(run.engine) is not None:
+                break
+            time.sleep(1)
+            saver.beat()
+        save(run, services, again=True)
         saver.wait()
-        if run.engine.collectives.all_true(saver.failed is None):
-            return True
-    return False
+    return is_saved
 
 
 def stop(run: "Run", services: "Services", reason: str) -> int:
@@ -429,7 +431,7 @@ def finish(run: "Run", services: "Services") -> int:
 
     engine, log, saver = run.engine, services.log, services.saver
     if not save_last(run, services):
-        return stop(run, services, "the last; there is nothing to export")
+        return stop(run, services, f"{stop_reason(engine) or 'the last'}; there is nothing to export")
     services.profile.close()
     for note in run.inputs.data.closing_notes():
         log.say(note)

@@ -60,7 +60,7 @@ def forecasts(
 
 
 def of_large(gpus: int) -> dict[str, dict[str, Any]]:
-    """The same of Llama-3.3-70B. Four samples of each GPU: every process of a pipeline has then four micro-batches."""
+    """The same of Llama-3.3-70B. Four samples for each GPU: a pipeline has then four micro-batches or more."""
     return forecasts(gpus, LARGE, MESHES, 2 * SAMPLES)
 
 
@@ -138,9 +138,9 @@ def render(results: dict[str, Any]) -> str:
             "",
             f"The same forecast for [the recipe of Llama-3.3-70B](../{LARGE}), with {2 * SAMPLES} samples for each GPU"
             f" in a step, in micro-batches of {SAMPLES}. `fsdp2_tp` divides each layer between two GPUs of a machine,"
-            " `pp_fsdp2` the layers between two halves of the machines. Both gather half as many weights for a"
-            " micro-batch as `fsdp2`, and have twice as many micro-batches. The idle time of a pipeline with so few"
-            " micro-batches is included.",
+            " `pp_fsdp2` the layers between two halves of the machines, `pp_tp_fsdp2` both. The first two gather half"
+            " as many weights for a micro-batch as `fsdp2`, and have twice as many micro-batches. The idle time of a"
+            " pipeline with so few micro-batches is included.",
             "",
             *table(results["large"], *map(str, GPUS_OF_LARGE)),
             "",

@@ -476,6 +476,16 @@ def test_a_file_that_cannot_be_written_is_named_without_a_traceback(command, mon
     assert re.fullmatch(r"\S+: cannot be written \(Read-only file system\); use a folder that you can write to\n", said)
 
 
+def test_a_full_disk_behind_a_file_is_not_taken_for_the_output(monkeypatch, tmp_path, capfd):
+    def refuse(*_, **__) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as of a write to a file that is open
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "write_text", refuse)
+    assert main(["schema"]) == 2
+    assert capfd.readouterr().err.startswith("a file: cannot be written (No space left on device); make room")
+
+
 @pytest.mark.parametrize("command", [["--version"], ["check", "--help"]], ids=" ".join)
 def test_a_full_disk_behind_stdout_is_told_in_one_line(command):
     with open("/dev/full", "w") as full:

@@ -234,7 +234,7 @@ LISTED = {
     "trl": ["file.yaml:19: logging_steps is 5: every step", "file.yaml:20: surprise is 7: no counterpart is known"],
     "alignment-handbook": [":2: dataset_mixer is"],
     "llama-factory": ["file.yaml:6: dataset is 'first,second': names in dataset_info.json", ":7: template is 'llama3'"],
-    "axolotl": ["file.yaml:2: datasets is a list of 1 item: shards 3: no counterpart", ":22: evals_per_epoch is 4: write"],
+    "axolotl": ["file.yaml:2: datasets is a list of 1 item: shards 3", ":22: evals_per_epoch is 4: write"],
     "torchtune": ["file.yaml:2: tokenizer.path is", ":10: dataset.split is 'train[:10%]': write data.train.max_rows"],
     "trainer": ["to correct before it runs:", "model: is missing"],
 }

@@ -315,6 +315,16 @@ def test_room_that_is_made_in_time_saves_the_last_step(monkeypatch, failing: int
     assert len(saves) == min(failing + 1, train.LAST_SAVE_TRIES)
 
 
+def test_a_signal_while_the_last_save_waits_has_it_tried_at_once_and_for_the_last_time(monkeypatch):
+    saver = SimpleNamespace(failed="full", wait=lambda: None, beat=lambda: None)
+    saves = []
+    monkeypatch.setattr(train, "save", lambda *_, again: saves.append(again))
+    monkeypatch.setattr(train, "stop_reason", lambda _: "SIGTERM")
+    run = SimpleNamespace(engine=SimpleNamespace(collectives=SimpleNamespace(all_true=bool)))
+    assert not train.save_last(run, SimpleNamespace(saver=saver, log=SimpleNamespace(say=print)))
+    assert saves == [True]
+
+
 def test_the_same_step_failing_three_times_stops_with_a_report(lab: Lab, tmp_path: Path):
     output = tmp_path / "out"
     fault = {"rank": 0, "at": "step.forward", "step": 4, "do": "SIGKILL"}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, clean_environment
 
+from cookbook.commands import rehearse
 from cookbook.commands.cli import main
 from cookbook.commands.rehearse import _what_went_wrong, standins
 from cookbook.commands.rehearse.reopen import recompute

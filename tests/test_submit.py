@@ -185,7 +185,7 @@ def test_one_machine_needs_no_numbers(capsys):
         ("--to k8s --gpus 8xH100", ["--image is missing: --to k8s needs it", "--volume is missing"]),
         (
             "--to k8s --gpus 8xH100 --image x --volume V_V",
-            ["--volume is 'V_V'; write the name of a volume"],
+            ["--volume is 'V_V'; write the name of a claim"],
         ),
         ("--to sky --gpus 8xH100 --seconds-to-save 600", ["--seconds-to-save: would be ignored by --to sky"]),
         ("--to slurm --gpus 8xH9000 --set seed=x", ["H9000", "seed"]),

@@ -42,8 +42,8 @@ from cookbook.system.files import RecipeError, cannot_write
 from cookbook.system.shipped import HOME, short
 
 CITATION = HOME / "CITATION.cff"
-UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers of a place that may not be written, or is full; two of them also of one that may not be read."""
+UNWRITABLE = (errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers of a place that may not be written, or is full; the first also of one that may not be read."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -59,15 +59,25 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
-        if error.filename is None:  # as of a write to stdout
-            _close_stdout()
-            print(cannot_write("the output", error, "make room, or write it to another disk"), file=sys.stderr)
+        if error.filename is None:  # as of a write to a file that is open
+            what = "a file" if _takes_output() else "the output"
+            print(cannot_write(what, error, "make room, or write it to another disk"), file=sys.stderr)
         elif os.path.exists(error.filename) and not os.access(error.filename, os.R_OK):
             print(f"{error.filename}: cannot be read ({error.strerror})", file=sys.stderr)
         else:
             print(cannot_write(error.filename, error), file=sys.stderr)
         return 2
     return code
+
+
+def _takes_output() -> bool:
+    """Whether stdout takes an empty line; else it is closed."""
+    try:
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError:
+        _close_stdout()
+        return False
+    return True
 
 
 def _close_stdout() -> None:

@@ -197,7 +197,8 @@ class Conversion:
             return
         home = self.other if ours.startswith(("~", "strategy.")) else self.recipe
         if ours in home and home[ours] != value:
-            if ours.startswith("strategy."):
+            is_of_two = place.partition(":")[0] != self.places[ours].partition(":")[0]
+            if is_of_two and ours.startswith("strategy."):
                 raise RecipeError(f"{place}, but {self.places[ours]}: these are two strategies; convert one at a time")
             self.notes.append(f"{place}: {ours.lstrip('~')} is {show(home[ours])} already, from {self.places[ours]}")
             return

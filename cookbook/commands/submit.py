@@ -30,8 +30,8 @@ SECONDS_TO_SAVE = 120
 MISTAKE = 2
 NEEDS = {"slurm": (), "sky": ("--volume",), "k8s": ("--image", "--volume"), "trainjob": ("--image", "--volume")}
 """Flags that a system requires; SkyPilot only for several machines."""
-RESOURCE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
-"""Of Kubernetes' names (RFC 1123, a label), which SkyPilot's volumes follow."""
+CLAIM_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
+"""Of Kubernetes' claims (RFC 1123, a subdomain)."""
 Values = dict[str, Any]
 
 
@@ -226,8 +226,8 @@ def _misfits(to: str, machines: Machines, path: Path, given: dict[str, Any]) -> 
         f"{flag}: would be ignored by --to {to}; leave it out" for flag in given if given[flag] and flag not in taken
     ]
     volume, image = given["--volume"], given["--image"]
-    if volume and not RESOURCE_NAME.fullmatch(volume):
-        mistakes.append(f"--volume is {volume!r}; write the name of a volume: lower case, digits and hyphens")
+    if volume and to != "sky" and not CLAIM_NAME.fullmatch(volume):
+        mistakes.append(f"--volume is {volume!r}; write the name of a claim: lower case, digits, hyphens and dots")
     if image and re.search(r"\s", image):
         mistakes.append(f"--image is {image!r}; write one without spaces, as in registry/name:tag")
     if to == "sky" and machines.gpus_each and machines.gpu is None:

@@ -11,10 +11,13 @@ if __name__ == "__main__":
 
     try:
         main()
-    except Exception:  # CalledProcessError of one process, torchrun's ChildFailedError of several
+    except Exception as error:
         sys.path.append(str(Path(__file__).parents[2]))
         from cookbook.system.status import has_noted_exit
 
-        if has_noted_exit():
+        # Of several processes torchrun's ChildFailedError, of one CalledProcessError. A signal has a negative code.
+        codes = [failure.exitcode for failure in getattr(error, "failures", {}).values()]
+        codes.append(getattr(error, "returncode", 1))
+        if has_noted_exit() and min(codes) > 0:
             sys.exit(1)
         raise
