@@ -11,9 +11,10 @@ from conftest import RECIPE as SMALL
 from conftest import ROOT
 from pydantic import ValidationError
 
-from cookbook.config.recipe import Recipe, dump_recipe, load_recipe, recipe_schema
+from cookbook.config.recipe import Recipe, dump_recipe, leaves, load_recipe, recipe_schema
 from cookbook.config.registry import Named, Section
 from cookbook.system.files import RecipeError
+from cookbook.training.checkpoint.resume import rule_of
 
 RECIPE = Path(SMALL)
 RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
@@ -151,3 +152,11 @@ def test_the_schema_closes_every_section_and_knows_every_key():
         assert blocks[name]["additionalProperties"] is False
         assert set(blocks[name]["properties"]) == set(model.model_fields)
     assert set(schema["required"]) == {"strategy", "model", "data", "batch", "optim", "run"}
+
+
+def test_what_a_resumed_run_may_change_is_what_leaves_its_curve_as_it_is():
+    """Of keys outside of `run`, written by hand: `rule_of` derives them from what `explain` says of each."""
+    free = {key for key in leaves(Recipe) if rule_of(key) == "free" and not key.startswith("run.")}
+    batch = {"batch.micro_batch_size", "batch.micro_batch_tokens"}
+    model = {"model.gradient_checkpointing", "model.compile", "model.liger_kernels"}
+    assert free == {"strategy", "data.eval", "data.packing"} | batch | model
