@@ -71,12 +71,7 @@ def launch(
     if mistakes:
         raise RecipeError(mistakes)
     if simulate_gpus is not None:  # after the checks: the first use compiles
-        simulated = simulated_gpus.environment(simulate_gpus)
-        os.environ |= simulated
-        environment |= simulated
-        print(f"{simulate_gpus} simulated GPUs: no time or speed of this run is a measurement", flush=True)
-        if mistakes := _lacks_for_fp8(path, recipe, gpus):  # asks the simulated driver
-            raise RecipeError(mistakes)
+        environment |= _simulate(simulate_gpus, path, recipe)
     folder, logs = Path(recipe.run.output_dir), None
     if rank_logs:  # beside the folder of the run, which is renamed when another run begins there
         logs = folder.with_name(f"{folder.name}.logs") / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{gethostname()}"
@@ -102,6 +97,16 @@ def launch(
         recipe_name=str(path), assignments=assignments, recipe=recipe, strategy=loaded, plan=planned, logs=logs
     )
     return escalation.run(start, run_command, environment)
+
+
+def _simulate(count: int, path: Path, recipe: Recipe) -> dict[str, str]:
+    """The variables that make GPUs of this process and of those that it starts."""
+    environment = simulated_gpus.environment(count)
+    os.environ |= environment
+    print(f"{count} simulated GPUs: no time or speed of this run is a measurement", flush=True)
+    if mistakes := _lacks_for_fp8(path, recipe, count):  # asks the simulated driver
+        raise RecipeError(mistakes)
+    return environment
 
 
 def run_command(command: list[str], environment: dict[str, str], output_dir: Path) -> int:
