@@ -13,9 +13,10 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from benchmarks.published_rows import KNOWN, PROGRAMS, SIZES, Loss, Program, Setup, program_of
+from cookbook.commands.forecast.activations import ActivationTrace
 from cookbook.commands.forecast.memory import Memory, peak
 from cookbook.commands.forecast.skeleton import skeleton
-from cookbook.commands.forecast.trace import ActivationTrace, trace
+from cookbook.commands.forecast.trace import trace
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import load_strategy
 from cookbook.planning.costs.inputs import Skeleton, Weight, cost_inputs

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from cookbook.commands.forecast import forecast_all, speed
+from cookbook.commands.forecast.activations import ActivationTrace, Phase
 from cookbook.commands.forecast.skeleton import skeleton
 from cookbook.commands.forecast.speed import Portion, combined, no_forecast, step_seconds
-from cookbook.commands.forecast.trace import ActivationTrace, Phase
 from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import load_strategy
 from cookbook.planning.costs.flops import ModelSizes, Recompute, Step, sizes_of, work

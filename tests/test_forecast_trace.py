@@ -16,9 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from cookbook.commands.forecast import ledger as ledgers
 from cookbook.commands.forecast import trace as tracing
+from cookbook.commands.forecast.activations import ActivationTrace
 from cookbook.commands.forecast.four_bits import _Product
-from cookbook.commands.forecast.trace import ActivationTrace, Untraceable, bound, trace
+from cookbook.commands.forecast.ledger import Ledger
+from cookbook.commands.forecast.trace import Untraceable, bound, trace
 from cookbook.config.recipe import Recipe
 from cookbook.training.adapters import lora_config
 from cookbook.training.models.loss import add_loss
@@ -154,7 +157,7 @@ def test_the_trace_counts_what_compiled_layers_allocate(settings, tmp_path, monk
 
 
 def hold_against_a_real_pass(settings: Recipe, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(tracing, "ALLOCATION_BYTES", 1)  # that of CUDA's allocator
+    monkeypatch.setattr(ledgers, "ALLOCATION_BYTES", 1)  # that of CUDA's allocator
     found = traced(settings, config_of())
     at_head, most = allocated(settings, config_of(), tmp_path)
     head = next(one for one in found.phases if one.name == "head")
@@ -260,7 +263,7 @@ def test_autocast_keeps_copies_of_float32_weights():
 
 def test_a_model_that_needs_its_data_is_bounded_by_formula(monkeypatch):
     config = config_of()
-    monkeypatch.setattr(tracing, "TIMEOUT_SECONDS", 0.0)
+    monkeypatch.setattr(ledgers, "TIMEOUT_SECONDS", 0.0)
     with pytest.raises(Untraceable, match="llama: TimeoutError"):
         traced(recipe(), config)
     monkeypatch.undo()
@@ -277,7 +280,7 @@ def test_a_product_in_4_bits_has_the_weight_and_its_scales_for_a_moment():
     with FakeTensorMode():
         weight = torch.empty(512, 192, dtype=torch.bfloat16)
         hidden = torch.empty(tokens, 192, dtype=torch.bfloat16, requires_grad=True)
-        with tracing._Ledger(iter([weight, hidden])) as ledger:
+        with Ledger(iter([weight, hidden])) as ledger:
             result = _Product.apply(hidden, weight, None)
             assert ledger.peak == 2 * scales + 2 * weights + 2 * tokens * 512
             assert ledger.live == 2 * tokens * 512  # nothing else waits for the backward

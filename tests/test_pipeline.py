@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from cookbook.commands.forecast.trace import ActivationTrace, Phase
+from cookbook.commands.forecast.activations import ActivationTrace, Phase
 from cookbook.config.mesh import Mesh
 from cookbook.planning.costs.inputs import head_layers, num_begun, sketch, slowest_share, stage_layers, stage_of
 from cookbook.training.models.structure import pipeline_problem

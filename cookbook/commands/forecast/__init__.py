@@ -7,12 +7,13 @@ from typing import Any, Literal, cast
 
 from transformers import PreTrainedConfig
 
+from cookbook.commands.forecast.activations import ActivationTrace
 from cookbook.commands.forecast.memory import CONTEXT, GIB, Memory, peak
 from cookbook.commands.forecast.outside import outside as outside_of
 from cookbook.commands.forecast.outside import workspaces
 from cookbook.commands.forecast.skeleton import skeleton as skeleton_of
 from cookbook.commands.forecast.speed import Range, caveat, no_forecast, step_seconds
-from cookbook.commands.forecast.trace import ActivationTrace, Untraceable, bound
+from cookbook.commands.forecast.trace import Untraceable, bound
 from cookbook.commands.forecast.trace import trace as trace_pass
 from cookbook.config.recipe import AdapterSection, BatchSection, Recipe
 from cookbook.config.strategy import Strategy

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from cookbook.commands.forecast import units
-from cookbook.commands.forecast.trace import ActivationTrace, Phase
+from cookbook.commands.forecast.activations import ActivationTrace, Phase
 from cookbook.planning.costs.inputs import Skeleton
 from cookbook.planning.costs.memory import States
 from cookbook.system.hardware import GIB

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from cookbook.commands.forecast.trace import ActivationTrace
+from cookbook.commands.forecast.activations import ActivationTrace
 from cookbook.config.strategy import Strategy
 from cookbook.planning.costs.flops import ModelSizes, Precision, Step, work
 from cookbook.planning.costs.inputs import slowest_share

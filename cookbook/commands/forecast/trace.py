@@ -7,23 +7,21 @@ the loss determine what is kept and for how long. Runs on any CPU in seconds and
 import copy
 import logging
 import math
-import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from cookbook.commands.forecast.activations import ActivationTrace, Phase
 from cookbook.commands.forecast.four_bits import multiply_in_4_bits
+from cookbook.commands.forecast.ledger import Ledger, MarkedLayer, Unit, experts_of
 from cookbook.config.recipe import Recipe
 from cookbook.planning.packing import stops_compiling
 from cookbook.training.adapters import ADAPTER_NAME, lora_config
@@ -35,131 +33,12 @@ if TYPE_CHECKING:
 
 TRACED, EXCHANGED = "cookbook_traced", "cookbook_traced_exchange"
 """Names for `attn_implementation`."""
-TIMEOUT_SECONDS = 20.0
-"""A model that runs token by token would take minutes."""
 PROBE_LAYERS = 3
-ALLOCATION_BYTES = 512
-"""CUDA's allocator rounds sizes up to multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
 COMPUTE_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "traced_flash_attention", "traced_flash_attention_backward")
-"""Operations bound by FLOPs and not by memory."""
-FREE = ("device", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "_unsafe_view")
-"""Operations that start no kernel, beside views."""
-CACHE_BYTES = 64 * 2**20
-"""More than an H100's cache holds (50 MiB); an RTX 4090 has 72."""
-
-AROUND_EXPERTS = {
-    "forward": "experts forward",
-    "experts forward": "rest forward",
-    "backward": "experts again",
-    "experts again": "backward",
-}
-"""The phase that follows where a forward comes to a layer's experts, or leaves them."""
 
 
 class Untraceable(Exception):
     """The model's code needs values that a fake tensor does not have."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Phase:
-    """A phase of one forward and backward. Sizes are in bytes, without weights."""
-
-    name: str
-    """embed, forward, head, head backward, backward, end. Under expert parallel a layer has more: experts forward and
-    rest forward after its forward, experts backward and rest backward after its backward; where checkpointing computes
-    the experts again, experts again and a second backward are between."""
-    layer: int | None
-    """The decoder layer of a forward or backward."""
-    held: int
-    """Activations at its beginning."""
-    peak: int
-    """Peak if each gradient of a weight is freed as soon as it is computed."""
-    making: int = 0
-    """How much higher the peak is if these gradients live to its end."""
-    kernels: int = 0
-    """Operations that start a kernel."""
-    moved: int = 0
-    """Read and written by the kernels that memory bounds: all but products and attention."""
-    streamed: int = 0
-    """Of it, by kernels that move more than a GPU's cache holds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActivationTrace:
-    """The phases of one micro-batch, in order."""
-
-    phases: tuple[Phase, ...]
-    keeps_inputs: bool = False
-    """Whether a layer keeps the hidden states that it gets until its backward, and not only what it makes of them."""
-
-    def towards(self, other: "ActivationTrace", times: float) -> "ActivationTrace":
-        """Linear extrapolation from this trace (0 times) to another (1 times)."""
-
-        def between(mine: int, theirs: int) -> int:
-            return max(0, round(mine + times * (theirs - mine)))
-
-        phases = (
-            replace(
-                one,
-                held=between(one.held, more.held),
-                peak=between(one.peak, more.peak),
-                making=between(one.making, more.making),
-            )
-            for one, more in zip(self.phases, other.phases, strict=True)
-        )
-        return replace(self, phases=tuple(phases))
-
-    def total(self, name: Literal["kernels", "moved", "streamed"]) -> int:
-        """Of all phases; 0 for a bound."""
-        return sum(getattr(phase, name) for phase in self.phases)
-
-    def of_stage(
-        self, layers: range, num_layers: int, *, num_waiting: int, message: int, tied: int = 0
-    ) -> "ActivationTrace":
-        """The phases of a pipeline's stage, its layers counted from 0.
-
-        Args:
-            layers: those of the stage.
-            num_waiting: micro-batches whose backward is still to come while another one is computed.
-            message: bytes of the hidden states of a micro-batch.
-            tied: bytes of the gradient of a head that is tied to the embedding, which in the trace waits for that of
-                the embedding. No stage has both: it is counted as a gradient when the head has made it.
-        """
-        is_first, is_last = layers.start == 0, layers.stop == num_layers
-        held = {(phase.name, phase.layer): phase.held for phase in self.phases}
-        # What every stage makes before its layers, such as rotary embeddings.
-        shared = max(0, held["forward", 0] - message)
-        # What the stages before hold; in the forward also autocast's copies of their weights. What was received is no
-        # activation, whether the first layer keeps it or not: it lies in the buffers of messages.
-        before, kept = {"forward": 0, "head backward": 0, "backward": tied}, 0
-        received = 0 if is_first else message * self.keeps_inputs
-        if not is_first:
-            kept = held["backward", layers.start - 1] - message - tied - shared + received
-            forward = held["forward", layers.start] - shared - message + received
-            before = {"forward": forward, "head backward": kept, "backward": kept + tied}
-        waiting = num_waiting * (held["backward", layers.stop - 1] - message - tied - kept)
-
-        def is_here(phase: Phase) -> bool:
-            if phase.layer is not None:
-                return phase.layer in layers
-            return is_first if phase.name in ("embed", "end") else is_last
-
-        def here(phase: Phase) -> Phase:
-            kind = {"embed": "forward", "head": "forward", "end": "backward"}.get(phase.name, phase.name)
-            elsewhere = before[kind]
-            if phase.name == "forward" and phase.layer == layers.start and not is_first:
-                elsewhere += message - received
-            return replace(
-                phase,
-                layer=None if phase.layer is None else phase.layer - layers.start,
-                held=max(0, phase.held - elsewhere) + waiting,
-                peak=max(0, phase.peak - elsewhere) + waiting,
-            )
-
-        return ActivationTrace(phases=tuple(here(phase) for phase in self.phases if is_here(phase)))
 
 
 def trace(
@@ -225,7 +104,7 @@ def trace(
                 change(model)
             is_low = low != torch.float32
             cast = low if (autocast or (fsdp and not is_sharded_while_read)) and is_low else None
-            unit = _Unit(low, None if is_sharded_while_read else torch.float32) if fsdp == 2 and is_low else None
+            unit = Unit(low, None if is_sharded_while_read else torch.float32) if fsdp == 2 and is_low else None
             linear = torch.nn.functional.linear
             set_linear = partial(setattr, torch.nn.functional, "linear")
             with _set_to(set_linear, _LinearOfZero3.apply if is_zero3 else linear, before=linear):
@@ -427,137 +306,6 @@ def _set_to(setter: Callable[[Any], Any], value: Any, *, before: Any) -> Iterato
         setter(before)
 
 
-class _Ledger(TorchDispatchMode):
-    """Counts the bytes of all tensors that operations allocate, until they are freed."""
-
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self.live = self.peak = self.made = self.peak_with_made = 0
-        self.kernels = self.moved = self.streamed = 0
-        self.phases: list[Phase] = []
-        self.inputs: list[weakref.ref[Any]] = []
-        """What the layers got."""
-        self.keeps_inputs = False
-        self._deadline = time.monotonic() + TIMEOUT_SECONDS
-        self._open: tuple[str, int | None, int] | None = None
-        self._kept = 0
-        """Of `made`, gradients of the weights around a layer's experts, which outlive the experts' backward."""
-        self._counts = True
-        self._known = weakref.WeakSet[Any]()
-        for tensor in known:
-            self._known.add(tensor.untyped_storage())
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for value in tree_iter(result):
-            if isinstance(value, torch.Tensor):
-                self._see(value.untyped_storage())
-        if self._counts and not function.is_view and function._opname not in FREE:
-            self.kernels += 1
-            if function._opname not in PRODUCTS:
-                self._count_bytes(function._opname, (args, kwargs), result)
-        return result
-
-    def _count_bytes(self, name: str, given: Any, result: Any) -> None:
-        read, written = (
-            sum(min(one.nbytes, one.untyped_storage().nbytes()) for one in tree_iter(some) if torch.is_tensor(one))
-            for some in (given, result)
-        )
-        size = read if name in ("copy_", "fill_", "zero_") else read + written  # `given` has what these write
-        if name in ("embedding", "gather", "index_select"):  # they read some rows of what they are given
-            size = 2 * written
-        self.moved += size
-        self.streamed += size if size > CACHE_BYTES else 0
-
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Does not count tensors that are allocated inside."""
-        self._counts, before = False, self._counts
-        try:
-            yield
-        finally:
-            self._counts = before
-
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._known or not self._counts:
-            return
-        size = -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
-        self._known.add(storage)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        self.peak_with_made = max(self.peak_with_made, self.live + self.made)
-        weakref.finalize(storage, self._gone, size)
-
-    def _gone(self, size: int) -> None:
-        self.live -= size
-
-    def drop_gradient(self, parameter: torch.Tensor) -> None:
-        """Frees a gradient: strategies count gradients themselves, the trace only the memory to compute them."""
-        assert parameter.grad is not None
-        self.made += -(-parameter.grad.untyped_storage().nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
-        parameter.grad = None
-
-    def forget(self) -> None:
-        """Discards all phases, to trace again."""
-        self.phases.clear()
-        self.inputs.clear()
-        self._open = None
-        self._deadline = time.monotonic() + TIMEOUT_SECONDS
-
-    def begin(self, name: str, layer: int | None = None) -> None:
-        """Ends the current phase and begins another."""
-        if time.monotonic() > self._deadline:
-            raise TimeoutError(f"not traced within {TIMEOUT_SECONDS:.0f} seconds")
-        if self._open is not None:
-            before, of_layer, held = self._open
-            making = self.peak_with_made - self.peak
-            counted = dict(kernels=self.kernels, moved=self.moved, streamed=self.streamed)
-            self.phases.append(Phase(name=before, layer=of_layer, held=held, peak=self.peak, making=making, **counted))
-        self._kept = {"experts backward": self.made, "rest backward": self._kept}.get(name, 0)
-        self.made, self._open = self._kept, (name, layer, self.live + self._kept)
-        self.peak, self.peak_with_made = self.live, self.live + self.made
-        self.kernels = self.moved = self.streamed = 0
-
-    def pass_experts(self, layer: int) -> None:
-        """A forward comes to the end or the beginning of a layer's experts. A forward that checkpointing repeats in
-        their backward divides nothing: they are gathered by then.
-        """
-        if self._open is not None and (following := AROUND_EXPERTS.get(self._open[0])):
-            self.begin(following, layer)
-
-
-class _Mark(torch.autograd.Function):
-    """Identity that begins a phase when its forward or backward runs."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, begin: Any, forward: tuple, backward: tuple) -> torch.Tensor:
-        ctx.begin, ctx.backward_of = begin, backward
-        begin(*forward)
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        ctx.begin(*ctx.backward_of)
-        return gradients[0], None, None, None
-
-
-class _MarkAll(torch.autograd.Function):
-    """Identity of several tensors: begins a phase when its forward runs, and another when all of their gradients are
-    there.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, begin: Callable[[], None], begin_backward: Callable[[], None], *tensors: torch.Tensor) -> Any:
-        ctx.begin_backward = begin_backward
-        begin()
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        ctx.begin_backward()
-        return None, None, *gradients
-
-
 class _Exchange(torch.autograd.Function):
     """An all-to-all of as many rows as are sent."""
 
@@ -570,16 +318,11 @@ class _Exchange(torch.autograd.Function):
         return torch.empty_like(gradients[0].contiguous())
 
 
-def _experts_of(module: torch.nn.Module) -> list[Any]:
-    """Its modules of experts (transformers 5.23, integrations/moe.py, use_experts_implementation)."""
-    return [one for one in module.modules() if hasattr(one, "_is_expert_parallel")]
-
-
 def _share_experts(model: PreTrainedModel, size: int) -> None:
     """Leaves each layer the experts of one process of a group, between the two exchanges of tokens (transformers 5.23,
     distributed/expert_parallel.py, AllToAllEP).
     """
-    found = _experts_of(model)
+    found = experts_of(model)
     if not found:
         raise Untraceable(f"{type(model).__name__} has no experts that can be divided")
     for experts in found:
@@ -611,69 +354,7 @@ def _dispatched(
     return (outputs.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """The casts of FSDP2's units."""
-
-    takes: torch.dtype
-    returns: torch.dtype | None
-    """None: what it computed."""
-
-    def taken(self, values: Any) -> Any:
-        return _cast(values, self.takes)
-
-    def returned(self, values: Any) -> Any:
-        return values if self.returns is None else _cast(values, self.returns)
-
-
-class _Marked(torch.nn.Module):
-    """A decoder layer between two marks."""
-
-    def __init__(self, layer: torch.nn.Module, number: int, ledger: _Ledger, is_last: bool, unit: _Unit | None) -> None:
-        super().__init__()
-        self.layer, self._number, self._ledger, self._is_last = layer, number, ledger, is_last
-        self._unit = unit
-        for experts in _experts_of(layer):
-            if experts._is_expert_parallel:
-                experts.forward = partial(self._experts, experts.forward)
-
-    def _experts(self, compute: Callable[..., torch.Tensor], hidden: Any, chosen: Any, weights: Any) -> torch.Tensor:
-        """The forward of the layer's experts, which are a unit of their own, between two marks."""
-        if self._unit is not None:
-            hidden, weights = self._unit.taken((hidden, weights))
-        i, ledger = self._number, self._ledger
-        begin = partial(ledger.pass_experts, i)
-        hidden, weights = _MarkAll.apply(begin, partial(ledger.begin, "rest backward", i), hidden, weights)
-        result = compute(hidden, chosen, weights)
-        (result,) = _MarkAll.apply(begin, partial(ledger.begin, "experts backward", i), result)
-        return result
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("layer"), name)
-
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        i, begin = self._number, self._ledger.begin
-        if self._unit is not None:  # outside the marks: a unit is gathered and reduced between its casts
-            hidden, args, kwargs = self._unit.taken((hidden, args, kwargs))
-        self._ledger.inputs.append(weakref.ref(hidden.untyped_storage()))
-        hidden = _Mark.apply(hidden, begin, ("forward", i), ("backward", i - 1) if i else ("end",))
-        result = self.layer(hidden, *args, **kwargs)
-        if self._is_last:
-            hidden, *rest = result if isinstance(result, tuple) else (result,)
-            hidden = _Mark.apply(hidden, begin, ("head",), ("backward", i))
-            result = (hidden, *rest) if isinstance(result, tuple) else hidden
-        return result if self._unit is None else self._unit.returned(result)
-
-
-def _cast(values: Any, dtype: torch.dtype) -> Any:
-    """Casts nested floating-point tensors (torch/distributed/fsdp/_fully_shard/_fsdp_common.py, _cast_fp_tensor)."""
-    return tree_map_only(torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, values)
-
-
-def _cast_at_ends(model: PreTrainedModel, unit: _Unit) -> None:
+def _cast_at_ends(model: PreTrainedModel, unit: Unit) -> None:
     """Adds FSDP2's casts to the units outside the layers: embedding, final norm and head."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     ends += [module for module in model.base_model.children() if "Norm" in type(module).__name__][-1:]
@@ -700,14 +381,14 @@ def _trace_phases(
     length: int,
     num_targets: int,
     autocast: torch.dtype | None,
-    unit: _Unit | None,
+    unit: Unit | None,
     is_flat: bool,
     compiling: Callable[..., None] | None,
     offloads: bool,
-) -> _Ledger:
+) -> Ledger:
     fake = FakeTensorMode()
     _fake_in_place(model, fake)
-    ledger = _Ledger((*model.parameters(), *model.buffers()))
+    ledger = Ledger((*model.parameters(), *model.buffers()))
     if compiling is not None:
         compiling(model, uncounted=ledger.uncounted)
     if offloads:
@@ -770,7 +451,7 @@ def _fake_in_place(model: torch.nn.Module, mode: FakeTensorMode) -> None:
                 owner[name] = made[id(tensor)][1]
 
 
-def _offload_checkpoints(model: PreTrainedModel, ledger: _Ledger) -> None:
+def _offload_checkpoints(model: PreTrainedModel, ledger: Ledger) -> None:
     """Takes the inputs of checkpoints off the GPU until they are unpacked, as `save_on_cpu` does in a run."""
 
     def to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -786,7 +467,7 @@ def _offload_checkpoints(model: PreTrainedModel, ledger: _Ledger) -> None:
             layer._gradient_checkpointing_func = partial(offloaded, layer._gradient_checkpointing_func)
 
 
-def _mark_layers(model: PreTrainedModel, ledger: _Ledger, unit: _Unit | None) -> None:
+def _mark_layers(model: PreTrainedModel, ledger: Ledger, unit: Unit | None) -> None:
     found = [
         (owner, name, module)
         for owner in model.modules()
@@ -796,7 +477,7 @@ def _mark_layers(model: PreTrainedModel, ledger: _Ledger, unit: _Unit | None) ->
     if not found:
         raise Untraceable(f"{type(model).__name__} has no layers that support checkpointing")
     for i, (owner, name, layer) in enumerate(found):
-        owner._modules[name] = _Marked(layer, i, ledger, is_last=i == len(found) - 1, unit=unit)
+        owner._modules[name] = MarkedLayer(layer, i, ledger, is_last=i == len(found) - 1, unit=unit)
 
 
 def _lengthen(phases: list[Phase], probed: int, num_layers: int) -> Iterator[Phase]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from cookbook.commands.forecast.trace import Phase
+from cookbook.commands.forecast.activations import Phase
 from cookbook.planning.costs.memory import States, Unit
 
 

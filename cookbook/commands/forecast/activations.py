@@ -1,0 +1,103 @@
+"""What a forward and a backward hold of activations, phase by phase."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A phase of one forward and backward. Sizes are in bytes, without weights."""
+
+    name: str
+    """embed, forward, head, head backward, backward, end. Under expert parallel a layer has more: experts forward and
+    rest forward after its forward, experts backward and rest backward after its backward; where checkpointing computes
+    the experts again, experts again and a second backward are between."""
+    layer: int | None
+    """The decoder layer of a forward or backward."""
+    held: int
+    """Activations at its beginning."""
+    peak: int
+    """Peak if each gradient of a weight is freed as soon as it is computed."""
+    making: int = 0
+    """How much higher the peak is if these gradients live to its end."""
+    kernels: int = 0
+    """Operations that start a kernel."""
+    moved: int = 0
+    """Read and written by the kernels that memory bounds: all but products and attention."""
+    streamed: int = 0
+    """Of it, by kernels that move more than a GPU's cache holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationTrace:
+    """The phases of one micro-batch, in order."""
+
+    phases: tuple[Phase, ...]
+    keeps_inputs: bool = False
+    """Whether a layer keeps the hidden states that it gets until its backward, and not only what it makes of them."""
+
+    def towards(self, other: "ActivationTrace", times: float) -> "ActivationTrace":
+        """Linear extrapolation from this trace (0 times) to another (1 times)."""
+
+        def between(mine: int, theirs: int) -> int:
+            return max(0, round(mine + times * (theirs - mine)))
+
+        phases = (
+            replace(
+                one,
+                held=between(one.held, more.held),
+                peak=between(one.peak, more.peak),
+                making=between(one.making, more.making),
+            )
+            for one, more in zip(self.phases, other.phases, strict=True)
+        )
+        return replace(self, phases=tuple(phases))
+
+    def total(self, name: Literal["kernels", "moved", "streamed"]) -> int:
+        """Of all phases; 0 for a bound."""
+        return sum(getattr(phase, name) for phase in self.phases)
+
+    def of_stage(
+        self, layers: range, num_layers: int, *, num_waiting: int, message: int, tied: int = 0
+    ) -> "ActivationTrace":
+        """The phases of a pipeline's stage, its layers counted from 0.
+
+        Args:
+            layers: those of the stage.
+            num_waiting: micro-batches whose backward is still to come while another one is computed.
+            message: bytes of the hidden states of a micro-batch.
+            tied: bytes of the gradient of a head that is tied to the embedding, which in the trace waits for that of
+                the embedding. No stage has both: it is counted as a gradient when the head has made it.
+        """
+        is_first, is_last = layers.start == 0, layers.stop == num_layers
+        held = {(phase.name, phase.layer): phase.held for phase in self.phases}
+        # What every stage makes before its layers, such as rotary embeddings.
+        shared = max(0, held["forward", 0] - message)
+        # What the stages before hold; in the forward also autocast's copies of their weights. What was received is no
+        # activation, whether the first layer keeps it or not: it lies in the buffers of messages.
+        before, kept = {"forward": 0, "head backward": 0, "backward": tied}, 0
+        received = 0 if is_first else message * self.keeps_inputs
+        if not is_first:
+            kept = held["backward", layers.start - 1] - message - tied - shared + received
+            forward = held["forward", layers.start] - shared - message + received
+            before = {"forward": forward, "head backward": kept, "backward": kept + tied}
+        waiting = num_waiting * (held["backward", layers.stop - 1] - message - tied - kept)
+
+        def is_here(phase: Phase) -> bool:
+            if phase.layer is not None:
+                return phase.layer in layers
+            return is_first if phase.name in ("embed", "end") else is_last
+
+        def here(phase: Phase) -> Phase:
+            kind = {"embed": "forward", "head": "forward", "end": "backward"}.get(phase.name, phase.name)
+            elsewhere = before[kind]
+            if phase.name == "forward" and phase.layer == layers.start and not is_first:
+                elsewhere += message - received
+            return replace(
+                phase,
+                layer=None if phase.layer is None else phase.layer - layers.start,
+                held=max(0, phase.held - elsewhere) + waiting,
+                peak=max(0, phase.peak - elsewhere) + waiting,
+            )
+
+        return ActivationTrace(phases=tuple(here(phase) for phase in self.phases if is_here(phase)))
