@@ -171,7 +171,9 @@ def test_mistakes_are_reported_together(book, monkeypatch, capsys):
     assert "'no/model': not a folder, and not fetched" in error and "rows.jsonl:1: missing keys" in error
 
 
-@pytest.mark.parametrize(("gpus", "adapter"), [("1x24GB", "lora"), ("1x12GB", "qlora")])
+@pytest.mark.parametrize(
+    ("gpus", "adapter"), [("1x24GB", "lora"), pytest.param("1x12GB", "qlora", marks=pytest.mark.thorough)]
+)
 def test_what_is_chosen_fits_by_plan_and_what_is_not_does_not(model, gpus, adapter, capsys):
     """7 B parameters."""
     recipe = made(model(hidden=4096, layers=32), write(CHATS), "--gpus", gpus)

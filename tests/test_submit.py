@@ -207,11 +207,11 @@ def test_a_recipe_that_the_machines_would_not_get_is_refused(capsys, tmp_path):
     assert "not in this folder, which is all that the machines get" in capsys.readouterr().err
 
 
-THOROUGH = pytest.param("k8s", marks=pytest.mark.thorough)
+THOROUGH = [pytest.param(to, marks=pytest.mark.thorough) for to in ("sky", "k8s")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to", ["sky", "trainjob", THOROUGH])
+@pytest.mark.parametrize("to", ["trainjob", *THOROUGH])
 def test_two_machines_of_a_system_have_the_curve_of_one_process(capsys, lab, tmp_path, monkeypatch, to):
     """The file's own command, unchanged but for /outputs, with the system's variables and names."""
     for name in ("Makefile", "cookbook", "train.py", "accelerate_configs", "ds_configs", "slurm"):
