@@ -54,8 +54,8 @@ COLUMNS = {
         ["ddp", "fsdp2", "fsdp2_offload", "fsdp2_tp", "hsdp", "pp", "pp_fsdp2", "tp", *EIGHT],
     ),
 }
-# One of each engine and each dimension of a mesh; the others differ by a stage, by offload, by sizes. fsdp2_tp has packed
-# rows in tests/test_gpu_matrix.py.
+# One of each engine and each dimension of a mesh; the others differ by a stage, by offload, by sizes. fsdp2_tp has its
+# packed rows in tests/test_gpu_matrix.py.
 FAMILIES = ("ddp", "fsdp1", "fsdp2", "zero2", "zero3", "tp", "pp", "ddp_sp", "pp_fsdp2")
 CHOSEN = {
     "packed": FAMILIES,
