@@ -15,7 +15,7 @@ from tests.experts import needs_experts
 
 STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
 DISTRIBUTED = [name for name in STRATEGIES if name != "single" and not needs_experts(name)]
-COMPILES = "zero3_nvme"  # for minutes
+COMPILES = "zero3_nvme"  # for a minute
 ALL = [pytest.param(name, marks=pytest.mark.slow if name == COMPILES else pytest.mark.core) for name in DISTRIBUTED]
 
 # Measured differences are below 4e-7 and 4e-7 with SGD; the limits are those of the project's promise.
