@@ -176,7 +176,7 @@ def export(
         (build / "README.md").write_text(card, encoding="utf-8")
         size = sum(path.stat().st_size for path in build.rglob("*"))
         _make_readable(build)
-    say(f"{target}: step {checkpoint.step}, {size / 2**30:.2f} GiB")
+    say(f"{target}: step {checkpoint.step}, {in_bytes(size)}")
     if reopened:
         say(f"  reopened in a fresh process: {checked['tensors']}; {checked['logits']}")
     return target

@@ -13,7 +13,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.registry import RECORDED
 from cookbook.config.strategy import known_strategies, load_strategy, strategy_path
 from cookbook.planning.combinations import refusals
-from cookbook.system.console import Row, page
+from cookbook.system.console import Row, in_bytes, page
 from cookbook.system.files import RecipeError
 from cookbook.system.machine import num_gpus
 from cookbook.system.records import read_json
@@ -196,7 +196,7 @@ def in_words(found: list[dict[str, Any]]) -> str:
                 name,
                 "whole",
                 one["saved_at"],
-                f"{one['bytes'] / 2**30:.2f} GiB",
+                in_bytes(one["bytes"]),
                 f"{one['strategy']}, {processes} process{'es' if processes > 1 else ''}",
                 "  ".join([*loss, *([f"[{', '.join(one['marks'])}]"] if one["marks"] else [])]),
             )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from cookbook.system import faults
+from cookbook.system.console import in_bytes
 from cookbook.system.records import replace_file
 from cookbook.training.checkpoint import folder
 from cookbook.training.checkpoint.tensors import StagedPiece, StatePiece, room_for, write_pieces
@@ -187,9 +188,9 @@ class Saver:
             folder.prune(self.root, keep_last=self.keep_last, keep_best=self.keep_best, keep=self.keep)
         except OSError as error:
             self.say(f"step {step} is saved, but an older checkpoint could not be removed: {error}")
-        size = sum(record["bytes"] for record in files.values()) / 2**30
+        size = in_bytes(sum(record["bytes"] for record in files.values()))
         self.on_save(step)
-        self.say(f"step {step}: saved {size:.2f} GiB in {time.monotonic() - started:.1f} s")
+        self.say(f"step {step}: saved {size} in {time.monotonic() - started:.1f} s")
 
     def _write_part(self, step: int, build: Path, pieces: Pieces, state: dict[str, Any]) -> dict[str, Any]:
         """Write this rank's files and its receipt; returns the receipt."""
