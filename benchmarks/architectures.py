@@ -81,6 +81,7 @@ TYPES = (
     "mixtral",
     "nemotron_h",
     "olmo2",
+    "olmoe",
     "opt",
     "phi3",
     "qwen2",

@@ -49,7 +49,7 @@ def _of(recipe: Recipe, machines: Machines, name: str) -> Iterator[str]:
     is_long = recipe.data.max_length >= LONG
     useful = [one for one in strategies if _spreads(one, machines) and (is_long or one.sp_size == 1)]
     if any(one.path == recipe.strategy and one.is_sharded_while_read for one in strategies):
-        useful += [one for one in strategies if one.is_sharded_while_read and one.ep_size == one.dp_replicate_size == 1]
+        useful += [one for one in strategies if one.is_sharded_while_read and one.dp_replicate_size == 1]
     ranked = forecast_all(recipe, useful, machines, name, limits=False).forecasts
     able = [one for one in ranked if one.verdict in MAY_RUN and one.verdict != "tight"]
     own = [one for one in able if one.strategy.path == recipe.strategy]

@@ -22,6 +22,7 @@ from cookbook.training.models import (
     train_tokenizer,
     weights_digest,
 )
+from cookbook.training.models.experts import autocast_products
 from cookbook.training.models.loss import add_loss
 from cookbook.training.models.structure import mesh_problem, random_parts
 
@@ -370,3 +371,27 @@ def test_heads_that_tensor_parallel_cannot_divide_are_named():
     config = AutoConfig.for_model("llama", hidden_size=48, num_attention_heads=6, num_key_value_heads=2)
     assert mesh_problem(config, Mesh(tensor=2)) is None
     assert "6 query heads and 2 key heads cannot be divided" in str(mesh_problem(config, Mesh(tensor=4)))
+
+
+def products_of_experts(tokens: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """(5, 8): the first two tokens times the first expert's matrix, the others times the second's."""
+    parts = tokens.to(dtype).split([2, 3])
+    return torch.cat([part @ matrix for part, matrix in zip(parts, weights.to(dtype), strict=True)])
+
+
+def test_experts_are_multiplied_in_the_dtype_of_autocast_and_without_it_in_their_own():
+    autocast_products()
+    torch.manual_seed(0)
+    tokens, weights = torch.randn(5, 8), torch.randn(2, 8, 8, requires_grad=True)
+    ends = torch.tensor([2, 5], dtype=torch.int32)
+    plain = F.grouped_mm(tokens, weights, offs=ends)
+    torch.testing.assert_close(plain, products_of_experts(tokens, weights, torch.float32))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = F.grouped_mm(tokens, weights, offs=ends)
+    assert found.dtype == torch.bfloat16 and not torch.allclose(found.float(), plain, atol=1e-3)
+    torch.testing.assert_close(found, products_of_experts(tokens, weights, torch.bfloat16))
+    (gradient,) = torch.autograd.grad(found.float().sum(), weights)
+    assert gradient.dtype == torch.float32
+    torch.testing.assert_close(
+        gradient[0], tokens[:2].bfloat16().float().sum(0)[:, None].expand(8, 8), atol=0.02, rtol=0
+    )

@@ -25,6 +25,7 @@ from cookbook.commands.forecast.ledger import Ledger, MarkedLayer, Unit, experts
 from cookbook.config.recipe import Recipe
 from cookbook.planning.packing import stops_compiling
 from cookbook.training.adapters import ADAPTER_NAME, lora_config
+from cookbook.training.models.experts import autocast_products
 from cookbook.training.models.loss import LOGITS_BUDGET, add_loss, nll_of_targets
 from cookbook.training.models.speed import save_activations
 
@@ -207,6 +208,7 @@ def _fake_model(
             if adapter.is_quantized:
                 multiply_in_4_bits(model)
     model.config.use_cache = False
+    autocast_products()
     if recipe.model.gradient_checkpointing:
         save_activations(model, selective=recipe.model.recompute == "selective")
     add_loss(model)

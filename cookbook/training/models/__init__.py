@@ -34,6 +34,7 @@ from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, first_line, make_folder
 from cookbook.system.shipped import HOME
 from cookbook.training.models.attention import PACKED
+from cookbook.training.models.experts import autocast_products
 from cookbook.training.models.fp8 import convert_layers
 from cookbook.training.models.fp8 import num_converted as num_converted  # for `stages`
 from cookbook.training.models.loss import add_loss
@@ -197,6 +198,7 @@ def load_model(
     """
     if packing or sequence_mesh is not None:
         options["attn_implementation"] = PACKED
+    autocast_products()
     model = AutoModelForCausalLM.from_pretrained(
         name, dtype=dtype, trust_remote_code=False, use_safetensors=True, **options
     )

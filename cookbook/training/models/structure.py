@@ -62,7 +62,7 @@ matrices of experts' routers whole, and a whole weight between sharded ones gets
 activations do (the loss was off by 3e-4 after four steps, and nothing failed)."""
 
 
-EXPERT_PARALLEL = ("deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_next")
+EXPERT_PARALLEL = ("deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen3_moe", "qwen3_next")
 """Model types for which docs/architectures.md has the curve of one process."""
 
 
