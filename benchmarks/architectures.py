@@ -28,19 +28,18 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from cookbook.config.recipe import AdapterSection  # noqa: E402
+from cookbook.planning.meshes import (  # noqa: E402
+    expert_problem,
+    pipeline_problem,
+    sequence_problem,
+    tensor_problem,
+)
 from cookbook.planning.packing import packing_problem  # noqa: E402
 from cookbook.system.files import RecipeError  # noqa: E402
 from cookbook.training.adapters import quantization_options  # noqa: E402
 from cookbook.training.checkpoint.export import saved_buffers  # noqa: E402
-from cookbook.training.models.attention import sequence_problem  # noqa: E402
 from cookbook.training.models.loss import add_loss  # noqa: E402
-from cookbook.training.models.structure import (  # noqa: E402
-    expert_problem,
-    not_served,
-    pipeline_problem,
-    random_parts,
-    tensor_problem,
-)
+from cookbook.training.models.structure import not_served, random_parts  # noqa: E402
 from tests.curves import Curve, Lab  # noqa: E402
 from tests.target_grid import from_grid  # noqa: E402
 

@@ -13,18 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks import architectures
+from cookbook.planning.meshes import EXPERT_PARALLEL, PIPELINED, TENSOR_PARALLEL
 from cookbook.planning.packing import PACKABLE
 from cookbook.system.files import RecipeError
 from cookbook.training.checkpoint.export import saved_buffers
 from cookbook.training.models import load_config
-from cookbook.training.models.structure import (
-    EXPERT_PARALLEL,
-    FROZEN_IN_PART,
-    NOT_SERVED,
-    PIPELINED,
-    TENSOR_PARALLEL,
-    not_served,
-)
+from cookbook.training.models.structure import FROZEN_IN_PART, NOT_SERVED, not_served
 from tests.curves import Lab
 from tests.test_equivalence import SGD_LOSS
 

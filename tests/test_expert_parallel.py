@@ -18,8 +18,9 @@ from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.planning.costs.flops import ModelSizes, Step, sizes_of
 from cookbook.planning.costs.traffic import transfers
+from cookbook.planning.meshes import EXPERT_PARALLEL, mesh_problem
 from cookbook.system.hardware import parse_machines
-from cookbook.training.models.structure import EXPERT_PARALLEL, mesh_problem, not_served
+from cookbook.training.models.structure import not_served
 from tests.curves import ROOT, Curve, Lab, distance
 from tests.experts import experts
 from tests.test_equivalence import ADAMW_LOSS, ADAMW_NORM, SGD_LOSS, SGD_NORM

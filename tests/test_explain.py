@@ -104,10 +104,25 @@ def test_there_are_recipes_to_explain():
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_recipe_is_explained_under_every_strategy(name, in_root):
-    found = explain(Path("recipes/quickstart.yaml"), strategy_path=strategy(name))
+    recipe = "olmoe_1b_7b/sft" if name == "fsdp2_ep" else "quickstart"
+    found = explain(Path(f"recipes/{recipe}.yaml"), strategy_path=strategy(name))
     assert found.strategy.name == name and found.files["yaml"].sources == ("command line",)
     launched = f"--config_file accelerate_configs/{name}.yaml --num_processes {found.plan.num_processes}"
     assert launched in in_words(found)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "problem"),
+    [
+        ("quickstart", "fsdp2_ep", "llama has no experts; use fsdp2"),
+        ("olmoe_1b_7b/sft", "tp", "olmoe is not among the architectures"),
+        ("qwen3_30b_a3b/sft", "pp", "qwen3_moe is not one of the models that a pipeline is known to suit"),
+    ],
+)
+def test_a_mesh_that_does_not_suit_the_model_is_refused_where_its_structure_is_known(recipe, name, problem, in_root):
+    with pytest.raises(RecipeError) as refused:
+        explain(Path(f"recipes/{recipe}.yaml"), strategy_path=strategy(name))
+    assert [one for one in refused.value.mistakes if one.startswith(f"{strategy(name)}: {problem}")]
 
 
 # Places.

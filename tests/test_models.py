@@ -11,6 +11,7 @@ from transformers import AutoConfig, Gemma3Config, LlamaConfig, LlamaForCausalLM
 
 from cookbook.config.mesh import Mesh
 from cookbook.config.recipe import ModelSection, ScratchModel
+from cookbook.planning.meshes import mesh_problem
 from cookbook.system.files import RecipeError
 from cookbook.training.models import (
     load_config,
@@ -24,7 +25,7 @@ from cookbook.training.models import (
 )
 from cookbook.training.models.experts import autocast_products
 from cookbook.training.models.loss import add_loss
-from cookbook.training.models.structure import mesh_problem, random_parts
+from cookbook.training.models.structure import random_parts
 
 SIZES = {
     "vocab_size": 384,

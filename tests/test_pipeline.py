@@ -14,7 +14,7 @@ from filelock import FileLock
 from cookbook.commands.forecast.activations import ActivationTrace, Phase
 from cookbook.config.mesh import Mesh
 from cookbook.planning.costs.inputs import head_layers, num_begun, sketch, slowest_share, stage_layers, stage_of
-from cookbook.training.models.structure import pipeline_problem
+from cookbook.planning.meshes import pipeline_problem
 from tests.curves import ROOT, SGD, Lab, distance
 from tests.test_equivalence import SGD_LOSS, SGD_NORM
 from tests.test_equivalence_features import LORA

@@ -8,8 +8,8 @@ import torch
 from transformers import LlamaConfig
 
 from cookbook.config.mesh import Mesh
+from cookbook.planning.meshes import sequence_problem
 from cookbook.training.data.batches import collate, sequence_part
-from cookbook.training.models.attention import sequence_problem
 from tests.curves import SGD, Lab, distance
 from tests.small_data import PAD, token_set
 from tests.test_equivalence import SGD_LOSS, SGD_NORM

@@ -27,6 +27,7 @@ from cookbook.config.recipe import Recipe, dump_recipe
 from cookbook.config.strategy import Strategy
 from cookbook.planning.costs.flops import num_experts, sizes_of
 from cookbook.planning.launch import World
+from cookbook.planning.meshes import mesh_problem
 from cookbook.planning.packing import Packing, decide
 from cookbook.planning.plan import Plan, describe_batch
 from cookbook.system import lock, signals
@@ -167,7 +168,7 @@ def load_inputs(recipe: Recipe, plan: Plan, rows: RowSets, *, cache: Path, notes
     )
     config = models.load_config(folder, recipe.data.max_length)
     decide(recipe, config)  # refuses what cannot be packed before any process waits for another
-    if problem := models.mesh_problem(config, plan.mesh):
+    if problem := mesh_problem(config, plan.mesh):
         raise RecipeError(f"model {folder}: {problem}")
     notes += models.kernel_notes(recipe.model, config)
     if drawn := models.random_parts(config):

@@ -10,6 +10,8 @@ from cookbook.config.mesh import Mesh
 from cookbook.config.recipe import Recipe, default_output_dir, parse_recipe, read_recipe
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
 from cookbook.planning.combinations import refusals
+from cookbook.planning.meshes import mesh_problem
+from cookbook.planning.packing import known_config
 from cookbook.system.files import Document, RecipeError, gathered, path_problem
 from cookbook.system.hosts import Hosts
 from cookbook.system.machine import CPU_PROCESSES, num_cores
@@ -145,6 +147,9 @@ def make_plan(
             f" GPU{'s' if num_gpus > 1 else ''}; ask for at most {num_gpus} (or hide them with CUDA_VISIBLE_DEVICES=)"
         )
     mistakes += refusals(recipe, strategy, num_gpus, recipe_name)
+    config = known_config(recipe.model)
+    if config is not None and (problem := mesh_problem(config, mesh)):
+        mistakes.append(f"{strategy.path}: {problem}")
     if recipe.run.profile is not None and max(recipe.run.profile.ranks) >= num_processes:
         ranks = f"{recipe_name}: run.profile.ranks is {recipe.run.profile.ranks}"
         mistakes.append(f"{ranks}, but there are {num_processes} processes; the last is {num_processes - 1}")

@@ -33,12 +33,13 @@ from cookbook.planning.costs.loading import machine_bytes
 from cookbook.planning.costs.memory import FLOAT32, States, checkpoint_bytes
 from cookbook.planning.costs.memory import states as states_of
 from cookbook.planning.costs.traffic import Transfer, transfers
+from cookbook.planning.meshes import mesh_problem
 from cookbook.planning.packing import decide
 from cookbook.planning.plan import Plan, default_num_processes, make_plan
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import HOST_AT_LEAST, Gpu, Machines, in_gib
 from cookbook.training.models.loss import LOGITS_BUDGET
-from cookbook.training.models.structure import find_config, mesh_problem, not_served
+from cookbook.training.models.structure import find_config, not_served
 
 Verdict = Literal["fits", "host memory unknown", "disk unknown", "tight", "not judged", "does not fit", "cannot run"]
 """On a CPU, whose memory is shared with everything else, the verdict is `not judged`. With `host memory unknown` and

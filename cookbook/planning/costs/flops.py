@@ -118,8 +118,13 @@ def _divided(skeleton: Skeleton, dim: int) -> int:
 
 
 def num_experts(config: Any) -> int:
-    """Number of experts of a layer between which its router chooses; 1 without a router."""
-    return _first(config.get_text_config(), "num_local_experts", "num_experts", "n_routed_experts") or 1
+    """Number of experts of a layer between which its router chooses; 1 without a router.
+
+    Args:
+        config: transformers', or the values of a `config.json`.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return _first(text, "num_local_experts", "num_experts", "n_routed_experts") or 1
 
 
 def _first(config: Any, *names: str) -> Any:

@@ -40,7 +40,6 @@ from cookbook.training.models.fp8 import num_converted as num_converted  # for `
 from cookbook.training.models.loss import add_loss
 from cookbook.training.models.speed import compile_layers, patch_kernels, save_activations
 from cookbook.training.models.speed import kernel_notes as kernel_notes  # for `stages`
-from cookbook.training.models.structure import mesh_problem as mesh_problem  # for `stages`
 from cookbook.training.models.structure import not_served, scratch_config
 from cookbook.training.models.structure import random_parts as random_parts  # for `stages`
 

@@ -8,9 +8,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, PreTrainedConfig
-
-from cookbook.planning.packing import packing_problem
+from transformers import AttentionInterface
 
 PACKED = "cookbook_packed"
 """Name for `attn_implementation`. transformers has no mask function of this name, so it builds no mask."""
@@ -155,14 +153,3 @@ def _varlen(
 
 
 AttentionInterface.register(PACKED, attend)
-
-
-def sequence_problem(config: PreTrainedConfig, size: int) -> str | None:
-    """Why `size` ranks cannot share the tokens of this model's rows, or None: each takes a part of the heads."""
-    if problem := packing_problem(config):
-        return f"sequence parallel needs the attention of packed rows, and {problem}"
-    heads = config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    if heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0):
-        return None
-    return f"{heads} query and {key_heads} key heads cannot be divided over sp_size {size}; use a divisor of both"
