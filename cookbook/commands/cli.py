@@ -38,12 +38,10 @@ from cookbook.planning.combinations import page as combinations_page
 from cookbook.planning.library import PAGE, library_page
 from cookbook.planning.plan import load_pair
 from cookbook.system.console import show_all_letters
-from cookbook.system.files import RecipeError, cannot_write, closest
+from cookbook.system.files import RecipeError, cannot_write
 from cookbook.system.shipped import HOME, short
 
 CITATION = HOME / "CITATION.cff"
-MADE = {"train": "launch"}
-"""Targets of the Makefile whose command has another name."""
 UNWRITABLE = (errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a place that may not be written, or is full; the first also of one that may not be read."""
 
@@ -88,11 +86,8 @@ def _close_stdout() -> None:
 
 class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        word = args[0]
-        if not word.startswith("-") and self.get_command(ctx, word) is None:
-            found = MADE.get(word, closest(word, self.commands))
-            hint = f"did you mean {found}?" if found else "cookbook --help has them all"
-            raise RecipeError(f"{word}: no such command; {hint}")
+        if args[0] == "train":
+            raise RecipeError("train is a target of make; the command is launch")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> None:

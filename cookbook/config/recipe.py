@@ -772,6 +772,7 @@ OWNED_ELSEWHERE = {
     "num_processes": "the accelerate YAML or the launch command owns it"
     f" ({typed('train PROCESSES=...', 'launch --processes ...')})",
     "gradient_clipping": "write optim.max_grad_norm",
+    "r": "write it as adapter.rank",  # in peft
     "deepspeed": "name an accelerate YAML in `strategy`; it names its DeepSpeed JSON",
     "fsdp": "name an accelerate YAML in `strategy`",
     **dict.fromkeys(("workers", "num_workers", "pin_memory", "prefetch_factor"), foreign.LOADER),
