@@ -11,7 +11,7 @@ def main() -> int:
         except ModuleNotFoundError as error:
             if (error.name or "").startswith("cookbook"):
                 raise
-            advice = "first: source .venv/bin/activate, or make setup if there is no .venv"
+            advice = "first: source .venv/bin/activate (docs/install.md)"
             print(f"{sys.executable} has no {error.name}; {advice}", file=sys.stderr)
             return 2
         return main()

@@ -222,7 +222,7 @@ def test_a_run_that_is_not_there_is_answered_with_those_that_are(folder, monkeyp
 def test_a_python_without_the_libraries_is_told_where_they_are():
     answer = run(sys.executable, "-S", "-m", "cookbook", "--help")
     assert (answer.returncode, answer.stdout) == (2, "")
-    assert re.search(r" has no \w+; first: source \.venv/bin/activate, or make setup", answer.stderr)
+    assert re.search(r" has no \w+; first: source \.venv/bin/activate", answer.stderr)
 
 
 def test_make_alone_explains_every_target():
