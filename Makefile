@@ -23,15 +23,26 @@ TEST_WORKERS = $(or $(WORKERS),3)
 # Compilers and headers. Tests that lack them are skipped, or fail with SKIP_NOTHING, as where a record is written.
 BUILD_NEEDS = sh system.sh .venv/bin/python build
 
+# A variable that the help of no target on the command line names would be ignored, STRATGY=zero3 for example.
+GIVEN := $(strip $(foreach name,$(.VARIABLES),$(if $(findstring command,$(origin $(name))),$(name))))
+ifneq ($(GIVEN),)
+MARK := \#\#
+GOALS := $(subst $() ,|,$(or $(strip $(MAKECMDGOALS)),help))
+READ := PYTHON $(shell sed -nE 's/^($(GOALS)):.*$(MARK)//p' $(firstword $(MAKEFILE_LIST)) | grep -oE '\b[A-Z][A-Z_]+=' | tr -d = | sort -u)
+ifneq ($(filter-out $(READ),$(GIVEN)),)
+$(error make $(MAKECMDGOALS) would ignore $(filter-out $(READ),$(GIVEN)); it reads $(READ))
+endif
+endif
+
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart init convert train finetune-7b preview plan tune rehearse watch report compare why-slow summary chat evaluate merge export checkpoint check doctor explain schema library combinations test test-long test-all soak steady matrix simulated-gpus gpu-memory test-gpu lint lock audit clean
+.PHONY: help setup quickstart init convert train finetune-7b preview plan tune rehearse watch report compare why-slow summary chat sample evaluate merge export checkpoint check doctor explain schema library combinations test test-long test-all soak steady matrix simulated-gpus gpu-memory test-gpu lint lock audit clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 14
 
 setup: $(STAMP)  ## a virtual environment in .venv (PYTHON=python3.12 to choose; 3.11 or newer)
 
-quickstart: $(STAMP)  ## train a small model on this machine, with or without GPUs, and sample from it
+quickstart: $(STAMP)  ## [STRATEGY=...] [PROCESSES=2] [SIMULATE_GPUS=2] [SET=...]: train a small model on this machine, with or without GPUs, and sample from it
 	@$(COOKBOOK) launch recipes/quickstart.yaml $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SIMULATE_FLAG) $(SET_FLAGS)
 	@$(COOKBOOK) summary $(QUICKSTART_RUN)
 	@$(COOKBOOK) sample $(QUICKSTART_RUN)
@@ -40,21 +51,21 @@ train: $(if $(RECIPE),$(STAMP))  ## RECIPE=recipes/mine.yaml [STRATEGY=fsdp2] [P
 	@$(if $(RECIPE),,echo 'make train: write RECIPE=..., for example: make train RECIPE=recipes/quickstart.yaml' >&2; exit 2)
 	@$(COOKBOOK) launch "$(RECIPE)" $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SIMULATE_FLAG) $(LOGS_FLAG) $(SET_FLAGS)
 
-finetune-7b: $(STAMP)  ## full fine-tuning of Qwen2.5-7B with ZeRO-3, or the hardware that it needs
+finetune-7b: $(STAMP)  ## [STRATEGY=...] [PROCESSES=8] [RANK_LOGS=1] [SET=...]: full fine-tuning of Qwen2.5-7B with ZeRO-3, or the hardware that it needs
 	@$(COOKBOOK) launch recipes/qwen25_7b/sft.yaml $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(LOGS_FLAG) $(SET_FLAGS)
 
-plan: $(STAMP)  ## [RECIPE=...] [GPUS=8xH100] [HOST_GIB=2000] [NVME_GIB=4000] [SAMPLES=10000] [PRICE=2.5]: will it fit, how fast, under which strategy
+plan: $(STAMP)  ## [RECIPE=...] [GPUS=8xH100] [HOST_GIB=2000] [NVME_GIB=4000] [STRATEGY=...] [SAMPLES=10000] [PRICE=2.5] [SET=...]: will it fit, how fast, under which strategy
 	@$(COOKBOOK) plan $(RECIPE_ARGUMENT) $(if $(GPUS),--gpus $(GPUS)) $(if $(HOST_GIB),--host-gib $(HOST_GIB)) $(if $(NVME_GIB),--nvme-gib $(NVME_GIB)) $(STRATEGY_FLAG) $(if $(SAMPLES),--samples $(SAMPLES)) $(if $(PRICE),--price $(PRICE)) $(SET_FLAGS)
 
-tune: $(if $(RECIPE),$(STAMP))  ## RECIPE=... [GPUS=cpu] [STRATEGY=...] [TRIALS=4] [STEPS=8]: try the forecast's best settings here, and write the fastest into the recipe
+tune: $(if $(RECIPE),$(STAMP))  ## RECIPE=... [GPUS=cpu] [STRATEGY=...] [TRIALS=4] [STEPS=8] [SET=...]: try the forecast's best settings here, and write the fastest into the recipe
 	@$(if $(RECIPE),,echo 'make tune: write RECIPE=..., for example: make tune RECIPE=recipes/quickstart.yaml GPUS=cpu' >&2; exit 2)
 	@$(COOKBOOK) tune "$(RECIPE)" $(if $(GPUS),--gpus $(GPUS)) $(STRATEGY_FLAG) $(if $(TRIALS),--trials $(TRIALS)) $(if $(STEPS),--steps $(STEPS)) $(SET_FLAGS)
 
-rehearse: $(if $(RECIPE),$(STAMP))  ## RECIPE=... [STRATEGY=...] [PROCESSES=2] [ON=cpu]: a scaled-down run on simulated GPUs, with save and reload
+rehearse: $(if $(RECIPE),$(STAMP))  ## RECIPE=... [STRATEGY=...] [PROCESSES=2] [ON=cpu] [SET=...]: a scaled-down run on simulated GPUs, with save and reload
 	@$(if $(RECIPE),,echo 'make rehearse: write RECIPE=..., for example: make rehearse RECIPE=recipes/qwen25_7b/sft.yaml' >&2; exit 2)
 	@$(COOKBOOK) rehearse "$(RECIPE)" $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(ON_FLAG) $(SET_FLAGS)
 
-preview: $(STAMP)  ## [RECIPE=...]: samples with the trained tokens highlighted, and their lengths
+preview: $(STAMP)  ## [RECIPE=...] [SET=...]: samples with the trained tokens highlighted, and their lengths
 	@$(COOKBOOK) preview $(RECIPE_ARGUMENT) $(SET_FLAGS)
 
 watch: $(if $(RUN),$(STAMP))  ## RUN=outputs/...: watch a run in another terminal, until it ends
@@ -85,6 +96,10 @@ chat: $(if $(RUN),$(STAMP))  ## RUN=outputs/... [COMPARE=1]: talk with the model
 	@$(if $(RUN),,echo 'make chat: write RUN=..., the run.output_dir of a recipe' >&2; exit 2)
 	@$(COOKBOOK) chat "$(RUN)" $(if $(COMPARE),--compare)
 
+sample: $(if $(RUN),$(STAMP))  ## RUN=outputs/... [PROMPT="..."] [FROM_EVAL=5]: its model's answer to a prompt, or to held-out rows
+	@$(if $(RUN),,echo 'make sample: write RUN=..., the run.output_dir of a recipe' >&2; exit 2)
+	@$(COOKBOOK) sample "$(RUN)" $(if $(PROMPT),--prompt "$$PROMPT") $(if $(FROM_EVAL),--from-eval $(FROM_EVAL))
+
 evaluate: $(if $(RUN),$(STAMP))  ## RUN=outputs/... [DATA=path/to/rows.jsonl] [SET=...]: loss and perplexity on held-out rows, or on any; [TASKS=arc_easy]: results at tasks of lm-evaluation-harness
 	@$(if $(RUN),,echo 'make evaluate: write RUN=..., the run.output_dir of a recipe' >&2; exit 2)
 	@$(COOKBOOK) evaluate "$(RUN)" $(if $(DATA),"$(DATA)") $(if $(TASKS),--tasks "$(TASKS)") $(SET_FLAGS)
@@ -108,7 +123,7 @@ checkpoint: $(if $(RUN),$(STAMP))  ## RUN=outputs/...: its checkpoints, complete
 check: $(STAMP)  ## validate all recipes and strategies, or RECIPE=... [STRATEGY=...] [PROCESSES=8] [DATA=1: and every row] [SET=...]
 	@$(COOKBOOK) check $(RECIPE_ARGUMENT) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(if $(DATA),--data) $(SET_FLAGS)
 
-explain: $(STAMP)  ## [RECIPE=...] [STRATEGY=...] [WITH=...]: what will run, and where each value comes from; WITH=zero2: the differences
+explain: $(STAMP)  ## [RECIPE=...] [STRATEGY=...] [PROCESSES=8] [WITH=...] [SET=...]: what will run, and where each value comes from; WITH=zero2: the differences
 	@$(COOKBOOK) explain "$(or $(RECIPE),recipes/quickstart.yaml)" $(WITH) $(STRATEGY_FLAG) $(PROCESSES_FLAG) $(SET_FLAGS)
 
 doctor: $(STAMP)  ## [RECIPE=...] [STRATEGY=...]: check that this machine is ready; fails on blocking problems only
@@ -123,29 +138,29 @@ library: $(STAMP)  ## write recipes/README.md from the recipes
 combinations: $(STAMP)  ## write docs/combinations.md: what is refused, and why
 	@$(COOKBOOK) combinations
 
-test: $(DEV_STAMP)  ## [TESTS=tests/test_lock.py]: the curves of the strategies, and all tests of a few seconds; no GPU and no network needed
+test: $(DEV_STAMP)  ## [TESTS=tests/test_lock.py] [WORKERS=3]: the curves of the strategies, and all tests of a few seconds; no GPU and no network needed
 	@$(BUILD_NEEDS)
 	@.venv/bin/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal $(TESTS)
 
-test-long: $(DEV_STAMP)  ## the slow tests: adapters, packing, objectives and optimizers under the strategies, faults, every rehearsal
+test-long: $(DEV_STAMP)  ## [TESTS=...] [WORKERS=3]: the slow tests: adapters, packing, objectives and optimizers under the strategies, faults, every rehearsal
 	@$(BUILD_NEEDS)
 	@.venv/bin/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "slow and not thorough" $(TESTS)
 
-test-all: $(DEV_STAMP)  ## all tests: also every column under every strategy, every fault
+test-all: $(DEV_STAMP)  ## [TESTS=...] [WORKERS=3]: all tests: also every column under every strategy, every fault
 	@$(BUILD_NEEDS)
 	@.venv/bin/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "slow or not slow" $(TESTS)
 
 soak: $(DEV_STAMP)  ## [KILLS=30]: kill runs at random moments under random strategies; the result must equal the uninterrupted run
 	@.venv/bin/python tests/soak.py --kills $(or $(KILLS),30)
 
-matrix: $(DEV_STAMP)  ## run the equivalence tests; write their table and the picture of the README
+matrix: $(DEV_STAMP)  ## [WORKERS=3]: run the equivalence tests; write their table and the picture of the README
 	@$(BUILD_NEEDS)
 	@rm -rf outputs/curves
 	@SKIP_NOTHING=1 CURVES=outputs/curves .venv/bin/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal tests/test_equivalence.py tests/test_equivalence_features.py \
 	  -m "slow or not slow" -k "not recorded"
 	@.venv/bin/python benchmarks/equivalence_table.py outputs/curves
 
-simulated-gpus: $(DEV_STAMP)  ## run the GPU tests on simulated GPUs, and record what real ones are compared with
+simulated-gpus: $(DEV_STAMP)  ## [WORKERS=3]: run the GPU tests on simulated GPUs, and record what real ones are compared with
 	@$(BUILD_NEEDS)
 	@rm -rf outputs/simulated_gpus
 	@SKIP_NOTHING=1 GPU_RUNS=outputs/simulated_gpus .venv/bin/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "not thorough" tests/test_gpu_*.py
@@ -194,7 +209,7 @@ $(STAMP): requirements.txt
 	  { echo 'make setup: $(PYTHON) is not Python 3.11 or newer; write PYTHON=python3.12, say' >&2; exit 2; }
 	@test -x .venv/bin/pip || { sh system.sh $(PYTHON) venv && $(PYTHON) -m venv --clear .venv; }
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
-	@printf '#!/bin/sh\nexec "$(CURDIR)/.venv/bin/python" -m cookbook "$$@"\n' > .venv/bin/cookbook
+	@printf '#!/bin/sh\nexport PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"\nexec "$(CURDIR)/.venv/bin/python" -m cookbook "$$@"\n' > .venv/bin/cookbook
 	@chmod +x .venv/bin/cookbook
 	@touch $@
 

@@ -401,7 +401,11 @@ def stop(run: "Run", services: "Services", reason: str) -> int:
     step = run.progress.step
     outcome = "saved" if step else "nothing to save yet"
     if is_saved and step and run.recipe.run.resume == "auto":
-        outcome += "; run the same command to resume, also under another strategy"
+        outcome += "; run the same command to resume"
+        # The default folder has the strategy's name: another strategy would begin in a folder of its own.
+        is_default = run.output_dir.name.endswith(f"-{run.engine.strategy.name}")
+        where = f"; under another strategy with run.output_dir={run.output_dir}"
+        outcome += where if is_default else ", also under another strategy"
     if not is_saved:
         outcome = f"NOT saved in {services.saver.root}: {services.saver.failed}; {way_on(services.saver)}"
     services.log.say(f"stopped after step {step} ({reason}); {outcome}")

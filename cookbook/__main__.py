@@ -4,10 +4,16 @@ import sys
 
 
 def main() -> int:
-    """Runs one command; Ctrl-C while it is imported ends quietly too."""
+    """Runs one command. Ctrl-C while it is imported ends quietly too; another Python than that of .venv is named."""
     try:
-        from cookbook.commands.cli import main
-
+        try:
+            from cookbook.commands.cli import main
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("cookbook"):
+                raise
+            advice = "first: source .venv/bin/activate (docs/install.md)"
+            print(f"{sys.executable} has no {error.name}; {advice}", file=sys.stderr)
+            return 2
         return main()
     except KeyboardInterrupt:
         return 130

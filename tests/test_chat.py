@@ -10,6 +10,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import subprocess
 import sys
 import time
@@ -26,7 +27,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cookbook.commands.cli import main
-from cookbook.training.models import train_tokenizer
+from cookbook.training.models import train_tokenizer, weights_digest
 
 SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -59,7 +60,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     save_model(run / "export", 1)
     (run / "run.json").write_text("{}")
     (run / "model").mkdir()
-    record = {"name_or_path": str(base), "revision": None, "sha256": "0" * 64, "is_new": False}
+    record = {"name_or_path": str(base), "revision": None, "sha256": weights_digest(base), "is_new": False}
     (run / "model/base_model.json").write_text(json.dumps(record))
     (root / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
     recipe: dict[str, Any] = {
@@ -148,6 +149,27 @@ def test_compare_switches_an_adapter_off(shelf, monkeypatch, capsys):
     tuned, found, base = printed.partition("\n[base] ")
     assert found and base == f"{expected}\n"
     assert tuned.startswith("[tuned] ") and tuned != f"[tuned] {expected}"
+
+
+def test_an_adapter_on_another_base_than_its_own_is_refused(shelf, tmp_path, monkeypatch, capsys):
+    """A run that begins in the base's folder leaves another model there."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    shutil.copytree(shelf.base, base)
+    shutil.copytree(shelf.adapter, adapter)
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": str(base)}))
+    record = {"name_or_path": str(base), "revision": None, "sha256": weights_digest(base)}
+    (adapter / "base_model.json").write_text(json.dumps(record))
+    monkeypatch.chdir(tmp_path)
+    evaluation = ["evaluate", str(adapter), str(shelf.rows), "--set", "data.max_length=128"]
+    commands = [["sample", str(adapter), *LENGTH], evaluation]
+    assert talk(["add"], monkeypatch, adapter) == 0 and [main(words) for words in commands] == [0, 0]
+    save_model(base, 7)
+    capsys.readouterr()
+    assert talk(["add"], monkeypatch, adapter) == 2 and [main(words) for words in commands] == [2, 2]
+    printed = capsys.readouterr()
+    assert printed.err.count(f"{base}: its weights are not those that {adapter} was trained on") == 3
+    assert "EVALUATION" not in printed.out and "SAMPLE" not in printed.out
 
 
 def without_template(folder: Path, tmp_path: Path) -> Path:

@@ -205,11 +205,24 @@ def test_bash_completes_with_the_script_that_is_shown(folder, tmp_path):
     $(complete -p cookbook | sed 's/.*-F \\([^ ]*\\) .*/\\1/') cookbook
     echo "${COMPREPLY[@]}"
     """
-    environment = {"PATH": f"{program.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environment = {"PATH": f"{program.parent}:{os.environ['PATH']}", "PYTHONPATH": ""}
     done = subprocess.run(
         ["bash", "-c", script], cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True
     )
     assert (done.stdout, done.stderr) == ("outputs/a outputs/b\n", "")
+
+
+def test_a_run_that_is_not_there_is_answered_with_those_that_are(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    for name, said in (("outputs/aa", "did you mean outputs/a?"), ("outputs/mine", "here are outputs/a, outputs/b")):
+        assert main(["summary", name]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_python_without_the_libraries_is_told_where_they_are():
+    answer = run(sys.executable, "-S", "-m", "cookbook", "--help")
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert re.search(r" has no \w+; first: source \.venv/bin/activate", answer.stderr)
 
 
 def test_make_alone_explains_every_target():
@@ -246,6 +259,46 @@ def test_make_quickstart_shows_the_run_that_it_made():
     told = run("make", "-n", "quickstart", "SET=seed=7 run.output_dir=outputs/mine").stdout
     assert "summary outputs/mine" in told and "sample outputs/mine" in told
     assert "summary outputs/quickstart" in run("make", "-n", "quickstart").stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "unread"),
+    [
+        ("train RECIPE=a.yaml STRATGY=zero3", "STRATGY"),
+        ("train RECIPE=a.yaml SIMULATE_GPU=2 LR=3", "LR SIMULATE_GPU"),
+        ("plan RUN=outputs/a", "RUN"),
+        ("RECIPE=a.yaml", "RECIPE"),
+    ],
+)
+def test_make_refuses_a_variable_that_it_would_ignore(line, unread):
+    answer = run("make", "-n", *line.split())
+    assert (answer.returncode, answer.stdout) == (2, "")
+    named = re.search(r"would ignore ([A-Z_ ]+);", answer.stderr)
+    assert named is not None and sorted(named[1].split()) == unread.split()
+
+
+def test_what_the_help_of_a_target_names_is_what_its_rule_reads():
+    """The variables of the help are those that make takes, so none that a rule reads may lack there."""
+    makefile = (ROOT / "Makefile").read_text()
+    values = dict(re.findall(r"^(\w+) [:?]?= (.*)$", makefile, flags=re.MULTILINE))
+
+    def read(text):
+        found = set()
+        for name in re.findall(r"\$\(([A-Z_]+)\)|if \$\(([A-Z_]+)\)", text):
+            word = "".join(name)
+            found |= read(values[word]) if word in values and word != "TESTS" else {word}
+        return found
+
+    rules = re.findall(r"^([a-z0-9-]+):.*?## (.*)\n((?:\t.*\n)*)", makefile, flags=re.MULTILINE)
+    assert len(rules) >= 35
+    for target, explained, rule in rules:
+        named = set(re.findall(r"\b([A-Z][A-Z_]+)=", explained))
+        assert read(rule) - {"PYTHON", "MAKEFILE_LIST", "CURDIR"} == named - {"PYTHON"}, target
+
+
+def test_make_hands_on_a_prompt_as_it_is():
+    shown = run("make", "-n", "sample", "RUN=a b", "PROMPT=x").stdout
+    assert 'sample "a b" --prompt "$PROMPT"' in shown, "make itself exports a variable of its command line"
 
 
 def test_make_train_without_a_recipe_says_what_to_write():
@@ -319,6 +372,7 @@ def test_launch_refuses_a_bad_recipe_in_a_moment_and_without_torch(tmp_path):
         (["check", "--strategy", "nothing"], "strategy 'nothing': no file accelerate_configs/nothing.yaml"),
         (["summary", "nowhere"], "nowhere/metrics.jsonl: no such file"),
         (["sample", "nowhere"], "nowhere: no model there"),
+        (["train", "recipes/quickstart.yaml"], "train is a target of make; the command is launch"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -483,6 +483,7 @@ ANSWERS = {
     "per_device_train_batch_size": "write it as batch.micro_batch_size",
     "max_seq_length": "write it as data.max_length",
     "lora_r": "write it as adapter.rank",
+    "r": "write it as adapter.rank",
     "load_in_4bit": "write adapter.name: qlora",
     "report_to": "write it as run.trackers",
     "warmup_ratio": "write schedule.warmup_steps, a number of steps or a share of the run, as 0.03",

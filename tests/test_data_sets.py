@@ -65,12 +65,12 @@ def test_sources_of_several_kinds_stand_in_order_and_evaluation_sets_apart(tmp_p
     assert {name: len(tokens) for name, tokens in sets.eval.items()} == {"x": 2, "y": 1}
     long = "are longer than data.max_length 21 and are cut there; 23 would keep 99% whole"
     assert sets.notes == [
-        "data.train: dropped 1 rows: missing keys",
+        "data.train: dropped 1 row: missing keys",
         f"data.train: 1 of 3 rows (33.3%) {long}",
         # Twice the end of "a" and of "b", which nothing but a first token precedes; once the "y", cut before its end.
         f"data.train: an epoch has 5 samples: {one} 4 samples (80 % of the trained tokens), "
         f"{two} 1 samples (20 % of the trained tokens)",
-        "data.eval.y: dropped 1 rows: missing keys",
+        "data.eval.y: dropped 1 row: missing keys",
         f"data.eval.y: 1 of 1 rows (100.0%) {long}",
     ]
 
@@ -257,7 +257,7 @@ def test_what_a_stream_dropped_and_cut_is_told_once_however_many_passes_there_we
     data = DataSection(train=path, streaming=True, shuffle_rows=5, max_length=8, on_bad_row="drop")
     cut = "data.train: 1 of 10 rows (10.0%) are longer than data.max_length 8 and are cut there"
     # Blocks of five: the first without a fault, the second with one dropped and one cut; the last row follows them.
-    expected = {1: [], 2: ["data.train: dropped 1 rows: empty text", cut]}
+    expected = {1: [], 2: ["data.train: dropped 1 row: empty text", cut]}
     expected[4] = expected[12] = ["data.train: dropped 2 rows: empty text", cut]
     for num_steps, notes in expected.items():
         sets = prepare(data, tokenizer, tmp_path)

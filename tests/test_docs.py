@@ -562,6 +562,11 @@ def test_every_piece_of_a_recipe_in_the_pages_is_a_good_one():
     assert found >= 6
 
 
+def test_a_whole_recipe_in_the_readme_lacks_nothing():
+    (whole,) = (values for block in fences(text_of("README.md"), "yaml") if "run" in (values := yaml.safe_load(block)))
+    assert [name for name, field in Recipe.model_fields.items() if field.is_required() and name not in whole] == []
+
+
 def keys_of_dicts(source: str, where: str) -> set[str]:
     """The text keys of the dicts in `source` that stand in calls of `where`, or are assigned to it."""
     found = set()

@@ -4,6 +4,7 @@ python -m pytest -q tests/test_init.py
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -60,8 +61,11 @@ def test_chats_on_two_gpus(model, capsys):
     assert (recipe.batch.global_batch_size, recipe.batch.micro_batch_size) == (16, 8)
     assert (recipe.optim.learning_rate, recipe.schedule.name) == (1e-3, "cosine")  # as smollm2_135m/sft
     # Two epochs of 18 steps, a tenth of them warm-up.
-    assert (recipe.run.num_epochs, recipe.schedule.warmup_steps, recipe.run.save_every_steps) == (2, 0.1, 3)
-    assert (recipe.run.eval_every_steps, recipe.run.keep_best, recipe.run.resume) == (3, 1, "auto")
+    assert (recipe.run.num_epochs, recipe.schedule.warmup_steps, recipe.run.save_every_steps) == (2, 0.1, 4)
+    assert (recipe.run.eval_every_steps, recipe.run.keep_best, recipe.run.resume) == (4, 1, "auto")
+    another = [line for line in Path(OUT).read_text().splitlines() if not line.startswith("strategy:")]
+    Path("another.yaml").write_text("\n".join([*another, "strategy: zero3"]))
+    assert load_recipe(Path("another.yaml")).run.output_dir == recipe.run.output_dir == "outputs/mine"
     text, printed = Path(OUT).read_text(), capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 120
     assert "# Needs:     2 GPUs of 8 GB. " in text and "SmolLM2-135M-Instruct" in text
@@ -76,6 +80,7 @@ def test_preferences_on_a_gpu(model):
     assert (recipe.objective.name, recipe.objective.beta, recipe.data.holdout) == ("dpo", 0.01, 0)
     assert (recipe.adapter.name, recipe.adapter.rank, recipe.optim.learning_rate) == ("lora", 16, 5e-6)
     assert (recipe.batch.global_batch_size, recipe.data.max_length) == (8, 64)
+    assert "# prompt and answer are joined as they are written, without the tokenizer's chat" in Path(OUT).read_text()
     assert (recipe.run.num_epochs, recipe.schedule.warmup_steps, recipe.run.keep_best) == (1, 0.1, 0)
 
 
@@ -85,7 +90,7 @@ def test_an_adapter_of_a_mixture_of_experts_names_its_layers(model):
     assert recipe.adapter.targets == ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
-def test_texts_without_a_gpu(model, book):
+def test_texts_without_a_gpu(model, book, capsys):
     for name in "ab":
         book.write(f"texts/{name}.txt", "a" * 999)
     recipe = made(model(), "texts", "--gpus", "cpu")
@@ -93,6 +98,10 @@ def test_texts_without_a_gpu(model, book):
     assert (recipe.mixed_precision, Path(recipe.strategy).stem, recipe.adapter.name) == ("no", "single", "lora")
     assert recipe.run.save_every_steps == 1
     text = Path(OUT).read_text()
+    capsys.readouterr()
+    assert main(["plan", OUT, "--gpus", "cpu"]) == 0
+    peak = re.search(r"peak +(\S+) GiB allocated", capsys.readouterr().out)
+    assert peak is not None and f"# Needs:     no GPU. {peak[1]} GiB of this machine's memory" in text
     assert "# no GPU" in text
     assert "# 100.0% of the rows are longer, and are split; the longest has 1,000 tokens" in text
     assert "tokens; limited to the model's positions\n  max_length: 512\n" in text
@@ -169,6 +178,19 @@ def test_mistakes_are_reported_together(book, monkeypatch, capsys):
     assert main(["init", "no/model", write([{"x": []}])]) == 2
     error = capsys.readouterr().err
     assert "'no/model': not a folder, and not fetched" in error and "rows.jsonl:1: missing keys" in error
+
+
+def test_a_folder_that_holds_no_model_is_an_error_that_names_the_model(model, capsys):
+    for name, file in (("run/export", "config.json"), ("lora/export", "adapter_config.json")):
+        Path(name).mkdir(parents=True)
+        Path(name, file).write_text("{}")
+    rows = write(CHATS)
+    cases = {"run": "the folder of a run; name its model: run/export", "a/b/c": "no such folder"}
+    cases["lora/export"] = "an adapter without its base; write both as one with `cookbook merge`"
+    for folder, said in cases.items():
+        assert main(["init", folder, rows]) == 2
+        assert f"model.name_or_path is '{folder}'" in (printed := capsys.readouterr().err) and said in printed
+    assert not Path(OUT).exists()
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_short_stream_is_counted_once(show):
     out = show(rows, "data.streaming=true", "data.on_bad_row=drop", "objective={name: cpt}", num_samples=50)
     assert out.count("--- sample") == 6
     assert "(the first 6 samples of the stream): 6 samples, 30 tokens" in out
-    assert "data.train: dropped 1 rows: empty text" in out
+    assert "data.train: dropped 1 row: empty text" in out
 
 
 @pytest.mark.parametrize(("no_color", "expected"), [(None, "\x1b[1;32m"), ("1", "⟦")])

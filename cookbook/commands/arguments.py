@@ -8,7 +8,7 @@ from typer import Argument, CallbackParam, Option
 from cookbook.config.recipe import RECIPES
 from cookbook.config.strategy import find_strategy, known_strategies
 from cookbook.planning.library import recipe_files
-from cookbook.system.files import RecipeError
+from cookbook.system.files import RecipeError, closest
 from cookbook.system.shipped import HOME, located
 
 QUICKSTART = RECIPES / "quickstart.yaml"
@@ -22,6 +22,15 @@ def recipes() -> list[str]:
 
 def _runs() -> list[str]:
     return sorted(str(path.parent) for path in Path("outputs").glob("*/run.json"))
+
+
+def which_run(folder: Path) -> str:
+    """What to write in the place of a folder that is no run's: the nearest, or those that are here."""
+    names = {Path(run).name: run for run in _runs()}
+    if found := closest(folder.name, names):
+        return f"did you mean {names[found]}?"
+    here = f"; here are {', '.join(names.values())}" if names else ", for example outputs/quickstart"
+    return f"name the run.output_dir of a run{here}"
 
 
 def positive(param: CallbackParam, value: float | None) -> float | None:

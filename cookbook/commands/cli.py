@@ -85,6 +85,11 @@ def _close_stdout() -> None:
 
 
 class _Commands(TyperGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] == "train":
+            raise RecipeError("train is a target of make; the command is launch")
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: Any) -> None:
         try:
             ctx.exit(super().invoke(ctx))

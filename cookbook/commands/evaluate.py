@@ -13,7 +13,7 @@ from typer import Argument, Option
 
 from cookbook.commands import harness
 from cookbook.commands.arguments import MODEL, AsJson, Assignments, positive, run_folder
-from cookbook.commands.exported import ADAPTER, find_model, find_run
+from cookbook.commands.exported import ADAPTER, CACHE, check_base, find_model, find_run
 from cookbook.config.objectives.token_loss import TokenLoss
 from cookbook.config.recipe import Recipe, load_recipe, parse_recipe
 from cookbook.config.strategy import find_strategy, load_strategy
@@ -27,8 +27,6 @@ from cookbook.system.machine import num_gpus
 
 if TYPE_CHECKING:
     from cookbook.training.engine import Engine
-
-CACHE = Path(".cache")
 
 
 def evaluate(
@@ -193,6 +191,7 @@ def _prepare_model(folder: Path, recipe: Recipe, engine: "Engine") -> Recipe:
     if is_adapter:
         from peft import PeftConfig
 
+        check_base(folder / adapters.BASE_RECORD)
         settings = PeftConfig.from_pretrained(str(folder))
         base = models.fetch_model(str(settings.base_model_name_or_path), settings.revision)
     config = models.load_config(base, recipe.data.max_length)

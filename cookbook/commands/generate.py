@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging
 
-from cookbook.commands.exported import ADAPTER, find_run
+from cookbook.commands.exported import ADAPTER, check_base, find_run
 from cookbook.commands.publish import MODEL_FILES
 from cookbook.config.messages import Chat
 from cookbook.system.files import RecipeError, first_line
@@ -105,13 +105,14 @@ def open_model(folder: Path) -> Generator:
     """Open a Hugging Face folder, on the GPU if there is one. An adapter's base model comes from where it is recorded.
 
     Raises:
-        RecipeError: weights or tokenizer are missing, or the base model is.
+        RecipeError: weights or tokenizer are missing, or the base model is, or it is another.
     """
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # else transformers warns of each sampling setting that a greedy answer ignores
     is_adapter = (folder / ADAPTER).is_file()
     opener: Any = AutoModelForCausalLM
     if is_adapter:
+        check_base(folder / BASE_RECORD)
         from peft import AutoPeftModelForCausalLM as opener  # takes the base model's revision from the adapter
 
         # peft 0.21 reads an attribute that transformers 5 renames.
@@ -145,6 +146,7 @@ def open_base(tuned: Generator, folder: Path) -> Generator:
         raise RecipeError(f"--compare: {folder} has no record of its base model ({first_line(error)})") from None
     if is_new:
         raise RecipeError(f"--compare: the model of {run} was trained from scratch and has no base; take it out")
+    check_base(run / MODEL_FILES / BASE_RECORD)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             fetch_model(name, revision), dtype="auto", trust_remote_code=False, use_safetensors=True

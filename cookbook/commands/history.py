@@ -7,6 +7,7 @@ from typing import Any
 
 import psutil
 
+from cookbook.commands.arguments import which_run
 from cookbook.system import status
 from cookbook.system.files import RecipeError, flatten, read_document
 from cookbook.system.records import read_json, read_lines
@@ -53,7 +54,7 @@ def read_history(folder: Path) -> History:
     """
     path = folder / METRICS
     if not path.is_file():
-        raise RecipeError(f"{path}: no such file; name the run.output_dir of a run, for example outputs/quickstart")
+        raise RecipeError(f"{path}: no such file; {which_run(folder)}")
     recipe = folder / "recipe.yaml"
     found = History(
         folder=folder,

@@ -18,7 +18,15 @@ from typer import Argument, Option
 
 from cookbook.commands.launch import check
 from cookbook.config.objectives import Objective
-from cookbook.config.recipe import ALL_LINEAR, RECIPES, Recipe, Source, parse_recipe, read_recipe
+from cookbook.config.recipe import (
+    ALL_LINEAR,
+    RECIPES,
+    Recipe,
+    Source,
+    default_output_dir,
+    parse_recipe,
+    read_recipe,
+)
 from cookbook.config.row_kinds import kinds, kinds_of, rename, suggested_columns
 from cookbook.config.strategy import Strategy, load_known
 from cookbook.planning.library import read_label
@@ -90,7 +98,7 @@ MIN_STEPS, MIN_BATCH = 10, 8
 ROWS_ON_A_CPU = 8
 """At a time, if memory allows: with one, Python's time between operations is a large part of a small model's step."""
 PER_RUN = 10
-"""Evaluations and checkpoints."""
+"""At most so many evaluations, and checkpoints."""
 
 
 def init(
@@ -282,6 +290,9 @@ class _Draft:
                 self.notes["data.chat_template"] = f"of those here the first that serves; {problem}"
             elif is_chat:
                 self.notes["data"] = "chats go through the tokenizer's own template"
+            elif self.task != "cpt" and load_tokenizer(folder, None).chat_template:
+                what = "prompt and answer are joined as they are written, without the tokenizer's chat template"
+                self.notes["data"] = f"{what}, which is for messages"
             return tokens, self.rows.num_dropped | dict(bad_rows.num_by_reason)
         raise RecipeError(problem)
 
@@ -342,7 +353,7 @@ class _Draft:
         batch = -(-batch // each) * each
         epochs = like["run"].get("num_epochs", 1)
         num_steps = epochs * -(-self.num_samples // batch)
-        often = max(1, num_steps // PER_RUN)
+        often = -(-num_steps // PER_RUN)
         evaluation = {"eval_every_steps": often, "keep_best": 1} if "holdout" in self.data else {}
         objective, adapter = like.get("objective", {}), {}
         if method:
@@ -361,7 +372,10 @@ class _Draft:
             "batch": {"global_batch_size": batch, "micro_batch_size": 1},
             "optim": like["optim"],
             "schedule": like["schedule"] | {"warmup_steps": example.warmup},
-            "run": {"num_epochs": epochs} | evaluation | {"save_every_steps": often, "resume": "auto"},
+            # Without the strategy's name, as a default has it: another strategy resumes the run where it is.
+            "run": {"num_epochs": epochs, "output_dir": default_output_dir(self.out, "").removesuffix("-")}
+            | evaluation
+            | {"save_every_steps": often, "resume": "auto"},
         }
 
     def _settle(self, found: "Forecast", method: str | None, recompute: bool) -> None:
@@ -378,8 +392,9 @@ class _Draft:
         while not self._fits(found := self._forecast(self.values, [strategy])) and batch["micro_batch_size"] > 1:
             batch["micro_batch_size"] //= 2
         assert found.memory is not None
-        whose = "of each GPU" if on_gpus else "of this machine's memory"
-        self.memory = f"{in_gib(*found.memory.needed)} GiB {whose} at the peak, as forecast by plan, not measured."
+        peak = found.memory.needed if on_gpus else (found.memory.allocated,)  # a CPU has no context of CUDA
+        whose = "of each GPU" if on_gpus else "of this machine's memory, the libraries' own not counted,"
+        self.memory = f"{in_gib(*peak)} GiB {whose} at the peak, as forecast by plan, not measured."
         self.host_gb = -(-found.host // 10**9) if strategy.offloads else 0
         notes["strategy"] = "; ".join(["the first by plan's forecast" if on_gpus else "no GPU", *found.why])
         if recompute:
@@ -399,7 +414,8 @@ class _Draft:
         notes["run.num_epochs"] = (
             "as in the example" if "num_epochs" in like["run"] else "few; the example counts steps"
         )
-        notes["run.save_every_steps"] = f"some {PER_RUN} checkpoints a run"
+        notes["run.output_dir"] = "the same under every strategy, so that each resumes what another saved"
+        notes["run.save_every_steps"] = f"at most {PER_RUN} times a run"
         notes["run.keep_best"] = "the last checkpoint need not be the best"
 
     def text(self) -> str:

@@ -37,7 +37,9 @@ def launch(
     strategy: StrategyFile = None,
     processes: Annotated[int | None, process_count("one per GPU, or two without a GPU")] = None,
     assignments: Assignments,
-    dry_run: Annotated[bool, Option("--dry-run", help="start the processes, check everything, train nothing")] = False,
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="start the processes, check files and machine, train nothing")
+    ] = False,
     simulate_gpus: Annotated[int | None, Option(help="on a machine without: real numbers by GPU code paths")] = None,
     machines: Annotated[int | None, Option(callback=positive, help="of the run; this command runs on each")] = None,
     machine: Annotated[int | None, Option(help="number of this one, from 0")] = None,
@@ -91,6 +93,8 @@ def launch(
     print(plan.show_command(command), flush=True)
     # torchrun would give each process one thread, whatever the machine has: too few on CPU, and for offloaded updates.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_local)))
+    if not gpus:
+        environment.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns from accelerate's process
     if dry_run or recipe.run.on_out_of_memory == "stop":
         return run_command(command, environment, folder)
     start = escalation.Start(

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from cookbook.commands.arguments import positive, run_folder
+from cookbook.commands.arguments import positive, run_folder, which_run
 from cookbook.commands.history import METRICS, state_of
 from cookbook.system.console import console, page
 from cookbook.system.files import RecipeError
@@ -28,7 +28,7 @@ def watch(
 ) -> int:
     """Watch runs live from their files, until all have ended."""
     if missing := [folder for folder in folders if not folder.is_dir()]:
-        raise RecipeError([f"{folder}: no such folder; name the run.output_dir of a run" for folder in missing])
+        raise RecipeError([f"{folder}: no such folder; {which_run(folder)}" for folder in missing])
     with contextlib.suppress(KeyboardInterrupt):  # ends the watching, not the run
         (_watch_live if console().is_terminal else _watch_plain)(folders, every)
     return 0

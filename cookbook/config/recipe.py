@@ -633,8 +633,8 @@ def _check_across_keys(document: Document) -> Iterator[str]:
         yield f"{place('optim', 'gradient_dtype')} is fp16 with mixed_precision {precision}: {problem}"
     model = part(document, "model", ModelSection)
     name = model.name_or_path if model is not None else None
-    if name is not None and name.startswith((".", "/")) and not Path(name).is_dir():
-        yield f"{place('model', 'name_or_path')} is {name!r}: no such folder (looked in {Path.cwd()})"
+    if name is not None:
+        yield from _check_model(name, place("model", "name_or_path"))
     data = part(document, "data", DataSection)
     run = part(document, "run", RunSection)
     if data is not None:
@@ -663,6 +663,15 @@ def _check_across_keys(document: Document) -> Iterator[str]:
                 if (every := getattr(run, key)) is not None:
                     given = f"{place('run', key)} is {every}"
                     yield f"{given}, but there is no data.eval; add it, or take this key out"
+
+
+def _check_model(name: str, place: str) -> Iterator[str]:
+    folder = Path(name)
+    if not folder.is_dir():
+        if name.startswith((".", "/")) or name.count("/") > 1:  # the Hub has NAME and OWNER/NAME
+            yield f"{place} is {name!r}: no such folder (looked in {Path.cwd()})"
+    elif (folder / "export").is_dir() and not (folder / "config.json").is_file():
+        yield f"{place} is {name!r}, the folder of a run; name its model: {folder / 'export'}"
 
 
 def _check_data(data: DataSection, run: RunSection | None, document: Document) -> Iterator[str]:
@@ -763,6 +772,7 @@ OWNED_ELSEWHERE = {
     "num_processes": "the accelerate YAML or the launch command owns it"
     f" ({typed('train PROCESSES=...', 'launch --processes ...')})",
     "gradient_clipping": "write optim.max_grad_norm",
+    "r": "write it as adapter.rank",  # in peft
     "deepspeed": "name an accelerate YAML in `strategy`; it names its DeepSpeed JSON",
     "fsdp": "name an accelerate YAML in `strategy`",
     **dict.fromkeys(("workers", "num_workers", "pin_memory", "prefetch_factor"), foreign.LOADER),

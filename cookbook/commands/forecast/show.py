@@ -60,8 +60,9 @@ def in_words(
     for one in report.forecasts:
         if one.verdict == "cannot run":
             reasons.setdefault(one.why[0].split(": ", 1)[-1], []).append(one.strategy.name)
-    if reasons:
-        parts += ["", *(page((f"{', '.join(names)} cannot run:",), (f"  {why}",)) for why, names in reasons.items())]
+    parts += [""] if reasons else []
+    for why, names in reasons.items():
+        parts += [page((f"{', '.join(names)} cannot run:",)), page((why,), indent=4)]
     if sizes:
         parts += ["", _sizes(sizes)]
     if best.memory is not None:

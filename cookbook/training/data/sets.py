@@ -209,7 +209,7 @@ def _renamed_notes(parts: Iterable[Rows]) -> list[str]:
 
 
 def _dropped_notes(place: str, num_dropped: Counter[str]) -> list[str]:
-    return [f"{place}: dropped {count} rows: {reason}" for reason, count in num_dropped.items()]
+    return [f"{place}: dropped {count} row{'s' * (count > 1)}: {reason}" for reason, count in num_dropped.items()]
 
 
 SHARE_TO_KEEP = 0.99

@@ -62,6 +62,7 @@ def resolve_model(model: ModelSection, *, seed: int, texts: Iterable[str], finge
     if model.from_scratch is None:
         assert model.name_or_path is not None
         folder, place = fetch_model(model.name_or_path, model.revision), f"model.name_or_path is {model.name_or_path!r}"
+        _refuse_adapter(folder)
         if not _has_safetensors(Path(folder)):
             raise RecipeError(f"{place}: it has no weights in safetensors, and no other format is read")
         if (Path(folder) / ADAPTER_FILE).exists():
@@ -81,6 +82,13 @@ def resolve_model(model: ModelSection, *, seed: int, texts: Iterable[str], finge
                 new_model(sizes, tokenizer, seed).save_pretrained(build)
                 Path(build).rename(built)
     return str(built)
+
+
+def _refuse_adapter(name: str) -> None:
+    """Refuse an adapter's own folder, as a run exports it, in the place of a model."""
+    if (Path(name) / ADAPTER_FILE).is_file() and not (Path(name) / "config.json").is_file():
+        problem = "an adapter without its base; write both as one with `cookbook merge`, and name that"
+        raise RecipeError(f"model.name_or_path is {name!r}: {problem}")
 
 
 def _has_safetensors(folder: Path) -> bool:
@@ -149,6 +157,7 @@ def load_config(name: str, max_length: int) -> PreTrainedConfig:
     Raises:
         RecipeError: no such model, or one for which loss or attention would be wrong.
     """
+    _refuse_adapter(name)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
