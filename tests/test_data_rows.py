@@ -27,6 +27,7 @@ from cookbook.training.data import rows as reading
 from cookbook.training.data import stdlib
 from cookbook.training.data.files import MAX_ROW_BYTES, MAX_TEXT_CHARACTERS
 from cookbook.training.data.rows import texts
+from cookbook.training.data.sources import unread_note
 from cookbook.training.data.stdlib import load_stdlib
 
 
@@ -334,6 +335,17 @@ def test_folder_gives_the_files_of_the_split_sorted(tmp_path, files, split, expe
         path.parent.mkdir(exist_ok=True)
         write_lines(path, json.dumps({"text": path.stem}))
     assert list(texts(read_rows(Source(path=str(tmp_path), split=split), "error"))) == expected
+
+
+def test_files_of_rows_that_a_folder_is_not_read_for_are_named(tmp_path):
+    def note() -> str | None:
+        return unread_note(Source(path=str(tmp_path)))
+
+    for name in ("b.jsonl", "README.md", "dataset_info.json"):
+        write_lines(tmp_path / name, '{"text": "a"}')
+    assert note() is None
+    write_lines(tmp_path / "more.csv", "text", "a")
+    assert note() == f"{tmp_path}: of its files only .jsonl is read, not more.csv; list them as sources"
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from cookbook.system.hardware import GIB, Machines, in_gib, parse_machines, this
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.shipped import located, own_folder, short, typed
 from cookbook.training.data.rows import BadRows, Rows, read_rows
-from cookbook.training.data.sources import raw_rows
+from cookbook.training.data.sources import raw_rows, unread_note
 
 if TYPE_CHECKING:
     from cookbook.commands.forecast import Forecast
@@ -211,8 +211,8 @@ class _Draft:
         self.notes = {"objective": f"trains on the rows' {kinds()[rows.kind].keys_in_words}"}
         self.model_keys: Values = {"name_or_path": model}
         self.billions = 0.0  # until `choose` has counted the parameters
-        if rows.renamed:
-            self.notes["data.train"] = rows.renamed
+        if about := "; ".join(filter(None, [rows.renamed, unread_note(source)])):
+            self.notes["data.train"] = about
         if source.columns:
             self.data["columns"] = source.columns
             first = next(raw for _, raw in raw_rows(source) if isinstance(raw, dict))

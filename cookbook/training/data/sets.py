@@ -17,6 +17,7 @@ from cookbook.config.objectives import Objective, TooLong
 from cookbook.config.recipe import BUILTIN_SOURCE, DataSection, Source
 from cookbook.system.files import RecipeError, gathered
 from cookbook.training.data.rows import BadRows, Rows, place_of, read_rows, row_blocks, row_bytes, texts
+from cookbook.training.data.sources import unread_note
 from cookbook.training.data.stream import Stream
 from cookbook.training.data.tokens import TokenSet, cached_tokens
 
@@ -151,7 +152,7 @@ def tokenize_data(
     Raises:
         RecipeError: a tokenizer or template that cannot be trained with, or rows that have nothing to train on.
     """
-    notes = _renamed_notes(rows.train)
+    notes = [*filter(None, map(unread_note, [*data.train, *data.eval.values()])), *_renamed_notes(rows.train)]
     train: TokenSet | Stream
     if data.streaming:
         train = Stream(data=data, objective=objective, tokenizer=tokenizer)

@@ -20,6 +20,8 @@ FOLDER_FORMATS = (
     TEXT_FILES,
 )
 """Endings of files that are read together; of the folder's, the first group."""
+DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""Files of `datasets` that hold no rows."""
 
 
 def raw_rows(source: Source, *, streaming: bool = False) -> Iterator[tuple[str, Any]]:
@@ -66,6 +68,24 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
     raise RecipeError(
         f"{folder}: no folder {split}/ and no file {split}*.jsonl or {split}*.parquet for split {split!r}{found}"
     )
+
+
+def unread_note(source: Source) -> str | None:
+    """A note on files of rows in the source's folder that are of another format than those that are read, or None.
+    A description beside the data, such as a README, is no such file.
+    """
+    folder = Path(source.path)
+    if not folder.is_dir():
+        return None
+    read = set(local_files(source))
+    suffixes = next(one for one in FOLDER_FORMATS if any(path.name.endswith(one) for path in read))
+    others = {path for one in FOLDER_FORMATS if one not in (suffixes, TEXT_FILES) for path in _data_files(folder, one)}
+    left = sorted(path.name for path in others - read if path.name not in DESCRIPTIONS)
+    if not left:
+        return None
+    formats = " and ".join(sorted({path.suffix for path in read}))
+    more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+    return f"{folder}: of its files only {formats} is read, not {', '.join(left[:5])}{more}; list them as sources"
 
 
 def _data_files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
