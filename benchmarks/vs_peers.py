@@ -173,7 +173,7 @@ def their_settings(cell: Cell, num_steps: int) -> dict[str, Any]:
         "rank": RANK if cell.lora else 0,
         "packed_rows": cell.packed_rows,
         "max_length": ROW_LENGTH.get(cell.packed_rows, MAX_LENGTH),
-        "cpu": on_cpu and not is_zero,  # accelerate leaves DeepSpeed out where it is told to use the CPU
+        "cpu": on_cpu and not is_zero,  # accelerate leaves DeepSpeed out where `cpu` is true
         "arguments": {
             "output_dir": "outputs",
             "per_device_train_batch_size": cell.packed_rows or MICRO_BATCH_SIZES[device()],

@@ -84,7 +84,7 @@ def test_the_recorded_peaks_are_what_is_forecast_of_them_today(tmp_path: Path, s
     rows = json.loads(gpu_memory.RESULTS.read_text(encoding="utf-8"))["rows"]
     kinds = ("strategy", "adapter", "checkpointing", "accumulates")
     (row,) = [row for row in rows if tuple(row[kind] for kind in kinds) == (strategy, "full", "false", False)]
-    assert gpu_memory.forecast_again(row, tmp_path) == row, "write it anew: benchmarks/gpu_memory.py --forecast"
+    assert gpu_memory.forecast_again(row, tmp_path) == row, "write it again: benchmarks/gpu_memory.py --forecast"
     error = gpu_memory.error_of(row)
     assert error is not None and abs(error) < WITHIN / 2
 

@@ -94,7 +94,7 @@ def test_the_table_of_a_label_is_what_plan_computes(name, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from benchmarks.recipe_labels import fits
 
-    assert fits(Path(name)) in Path(name).read_text(), "write it anew: python benchmarks/recipe_labels.py"
+    assert fits(Path(name)) in Path(name).read_text(), "write it again: python benchmarks/recipe_labels.py"
 
 
 def test_a_strategy_that_fits_on_fewer_gpus_needs_fewer():
@@ -166,7 +166,7 @@ def test_a_known_structure_has_the_published_number_of_parameters(name):
 
 
 def test_the_page_is_what_the_recipes_say():
-    assert library.PAGE.read_text() == library.library_page(), "write it anew: python -m cookbook library"
+    assert library.PAGE.read_text() == library.library_page(), "write it again: python -m cookbook library"
 
 
 def test_a_machine_that_is_too_small_is_told_what_to_do_instead():

@@ -456,7 +456,7 @@ AUTO_MAP = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
 def test_code_in_a_model_folder_is_not_run_even_for_a_yes(
     kind: str, folder: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """transformers asks on the terminal whether to run it, unless it is told."""
+    """transformers asks on the terminal whether to run it, unless `trust_remote_code` is given."""
     asked = []
     monkeypatch.setattr("builtins.input", lambda prompt="": asked.append(prompt) or "y")
     (folder / "code.py").write_text(CODE.format(marker=str(marker)))
