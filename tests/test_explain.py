@@ -657,7 +657,10 @@ def test_check_takes_the_values_and_the_processes_of_a_command_line(book, capsys
     code, _, mistakes = checked(capsys, RECIPE, "--set", "optim.lr=3", "--set", "nonsense=1")
     assert code == 2 and len(mistakes) == 2 and "optim.lr" in mistakes[0] and "nonsense" in mistakes[1]
     code, _, mistakes = checked(capsys, RECIPE, "--processes", "3")
-    assert code == 2 and "3 processes x micro_batch_size 8" in mistakes[0]
+    assert code == 2 and "3 processes x micro_batch_size 8" in mistakes[0] and re.match(rf"{RECIPE}:\d+: ", mistakes[0])
+    for given in ("batch.micro_batch_size=3", "batch.global_batch_size=9"):  # whose line in the file has another value
+        code, _, mistakes = checked(capsys, RECIPE, "--processes", "2", "--set", given)
+        assert code == 2 and mistakes[0].startswith(f"--set {given}: batch.global_batch_size is "), mistakes
     code, _, mistakes = checked(capsys, RECIPE, "--processes", "0")
     assert code == 2 and mistakes == ["--processes is 0; write a number above 0"]
 

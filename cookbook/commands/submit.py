@@ -171,7 +171,10 @@ SYSTEMS: dict[str, tuple[Callable[[Task], str], str]] = {
 def submit(
     path: Annotated[Path, RECIPE],
     *,
-    to: Annotated[Literal["slurm", "sky", "k8s", "trainjob"], Option(help="k8s: an indexed Job; trainjob: Kubeflow's")],
+    to: Annotated[
+        Literal["slurm", "sky", "k8s", "trainjob"],
+        Option(metavar="slurm|sky|k8s|trainjob", help="k8s: an indexed Job; trainjob: Kubeflow's"),
+    ],
     gpus: Annotated[str, Option(metavar="2x8xH100", help="machines x GPUs x GPU")],
     strategy: StrategyFile = None,
     image: Annotated[str | None, Option(help="of Kubernetes: this project and its .venv, as working directory")] = None,
