@@ -505,6 +505,9 @@ KEYS = {
     "model.gradient_checkpointing=offload": "speed",
     "model.compile=true": "rounding",
     "run.save_every_steps=50": "run",
+    "run.max_steps=5000": "curve",
+    "run.skip_nonfinite_steps=1": "curve",
+    "run.deterministic=true": "rounding",
     "data.eval=python-stdlib": "run",
     "optim.learning_rate=1e-5": "curve",
     "batch.global_batch_size=64": "curve",
@@ -525,7 +528,7 @@ def test_a_key_that_changes_the_curve_is_told_from_one_that_does_not(assignment,
 
 def test_the_lists_of_keys_name_keys_of_a_recipe():
     known = set(leaves(Recipe))
-    listed = {*compare.NEVER_THE_CURVE, *compare.ONLY_ROUNDING, *compare.ONLY_THE_RUN}
+    listed = {*compare.NEVER_THE_CURVE, *compare.ONLY_ROUNDING, *compare.ONLY_THE_RUN, *compare.THE_CURVE_IN_RUN}
     assert listed - known == set()
     assert {"data.pakcing"} - known == {"data.pakcing"}
     assert compare.effect_of("optim.betas") == compare.effect_of("a.key.of.tomorrow") == "curve"

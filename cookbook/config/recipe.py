@@ -20,7 +20,7 @@ from cookbook.config.objectives.token_loss import SFT
 from cookbook.config.optim import Optimizer
 from cookbook.config.registry import Named, Section
 from cookbook.config.schedule import Cosine, Schedule
-from cookbook.config.strategy import STRATEGIES, is_short, missing_strategy, strategy_path
+from cookbook.config.strategy import STRATEGIES, is_short, known_strategies, missing_strategy, strategy_path
 from cookbook.system.files import (
     Document,
     KeyPath,
@@ -45,28 +45,8 @@ COMPRESSIONS = (".gz", ".zst")
 ALL_LINEAR = "all-linear"
 
 RECIPES = Path("recipes")
-RENAMED = {
-    "llama31_8b/dpo_lora_ddp": ("llama31_8b/dpo_lora", "ddp"),
-    "llama31_8b/sft_fsdp2": ("llama31_8b/sft", "fsdp2"),
-    "llama31_8b/sft_lora_zero2": ("llama31_8b/sft_lora", "zero2"),
-    "llama31_8b/sft_qlora_single": ("llama31_8b/sft_qlora", "single"),
-    "llama31_8b/sft_zero3": ("llama31_8b/sft", "zero3"),
-    "llama32_3b/sft_fsdp2": ("llama32_3b/sft", "fsdp2"),
-    "llama33_70b/sft_qlora_zero2": ("llama31_70b/sft_qlora", "zero2"),
-    "llama33_70b/sft_zero3_nvme": ("llama31_70b/sft", "zero3_nvme"),
-    "llama33_70b/sft_zero3_offload": ("llama31_70b/sft", "zero3_offload"),
-    "mistral_7b/cpt_fsdp2": ("mistral_7b/cpt", "fsdp2"),
-    "qwen25_7b/sft_zero2_offload": ("qwen25_7b/sft", "zero2_offload"),
-    "qwen25_7b/sft_zero3": ("qwen25_7b/sft", "zero3"),
-    "qwen25_7b/sft_zero3_offload": ("qwen25_7b/sft", "zero3_offload"),
-    "qwen3_0_6b/sft_ddp": ("qwen3_0_6b/sft", "ddp"),
-    "qwen3_0_6b/sft_lora_ddp": ("qwen3_0_6b/sft_lora", "ddp"),
-    "qwen3_32b/sft_lora_fsdp2": ("qwen25_32b/sft_lora", "fsdp2"),
-    "qwen3_4b/sft_fsdp2": ("qwen3_4b/sft", "fsdp2"),
-    "qwen3_4b/sft_lora_ddp": ("qwen3_4b/sft_lora", "ddp"),
-    "smollm2_135m/sft_single": ("smollm2_135m/sft", "single"),
-}
-"""Recipes that had a strategy in their name, with their replacement; one in another folder has another model."""
+MOVED = {"llama33_70b": "llama31_70b", "qwen3_32b": "qwen25_32b"}
+"""Of recipes that had a strategy in their name, folders that are gone, by that of the nearest model."""
 
 
 class ScratchModel(Section):
@@ -506,14 +486,15 @@ def read_recipe(path: Path) -> Document:
         RecipeError: as `read_document`; for a renamed recipe, with the one to use instead.
     """
     folder, asked = RECIPES.resolve(), Path(os.path.realpath(path))  # `resolve` fails at a link to itself
-    old = str(asked.relative_to(folder)).removesuffix(".yaml") if asked.is_relative_to(folder) else ""
-    if old not in RENAMED or path.exists():
-        return read_document(path)
-    new, strategy = RENAMED[old]
-    what = "is" if Path(new).parent == Path(old).parent else "is gone; the nearest is"
-    raise RecipeError(
-        f"{path} {what} {RECIPES / new}.yaml with strategy: {strategy} (STRATEGY={strategy}, --strategy {strategy})"
-    )
+    if asked.is_relative_to(folder) and not path.exists():
+        for strategy in sorted(known_strategies(), key=len, reverse=True):
+            new = asked.relative_to(folder).with_name(f"{asked.stem.removesuffix(f'_{strategy}')}.yaml")
+            new = RECIPES / MOVED.get(new.parent.name, new.parent) / new.name
+            if asked.stem.endswith(f"_{strategy}") and Path(located(str(new))).is_file():
+                what = "is" if new.parent.name == asked.parent.name else "is gone; the nearest is"
+                how = f"(STRATEGY={strategy}, --strategy {strategy})"
+                raise RecipeError(f"{path} {what} {new} with strategy: {strategy} {how}")
+    return read_document(path)
 
 
 def default_output_dir(path: Path, strategy: str) -> str:

@@ -26,32 +26,9 @@ NEVER_THE_CURVE = (
 """Keys of speed and memory. Which sums are made together changes the last bits of each; docs/equivalence.md."""
 ONLY_ROUNDING = ("model.compile", "model.liger_kernels", "run.deterministic")
 """Other kernels for the same mathematics."""
-ONLY_THE_RUN = (
-    "data.eval",
-    "run.eval_every_steps",
-    "run.sample_every_steps",
-    "run.sample_tokens",
-    "run.output_dir",
-    "run.save_every_steps",
-    "run.save_every_minutes",
-    "run.save_first_step",
-    "run.save_in_background",
-    "run.keep_last",
-    "run.keep_best",
-    "run.resume",
-    "run.allow_changes",
-    "run.stop_after_steps",
-    "run.hang_timeout_minutes",
-    "run.on_out_of_memory",
-    "run.check_export",
-    "run.trackers",
-    "run.log_every_steps",
-    "run.monitor",
-    "run.check_ranks_every_steps",
-    "run.profile",
-    "run.memory_snapshot",
-)
-"""Keys of what is written and measured on the way."""
+THE_CURVE_IN_RUN = ("run.num_epochs", "run.max_steps", "run.skip_nonfinite_steps")
+ONLY_THE_RUN = ("data.eval", "run")
+"""Sections of what is written and measured on the way; of `run` all but the keys above."""
 EFFECTS = {
     "curve": "may change the curve",
     "speed": "speed and memory, never the curve",
@@ -159,7 +136,8 @@ def compare_runs(one: Explanation, other: Explanation, assignments: list[str] | 
 
 def effect_of(key: str) -> str:
     """What a key of a recipe affects: a key of EFFECTS."""
-    for effect, keys in (("speed", NEVER_THE_CURVE), ("rounding", ONLY_ROUNDING), ("run", ONLY_THE_RUN)):
+    rules = {"curve": THE_CURVE_IN_RUN, "speed": NEVER_THE_CURVE, "rounding": ONLY_ROUNDING, "run": ONLY_THE_RUN}
+    for effect, keys in rules.items():
         if any(key == known or key.startswith(f"{known}.") for known in keys):
             return effect
     return "curve"
