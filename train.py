@@ -29,7 +29,8 @@ from cookbook.system.shipped import located
 from cookbook.training.data.known import known_rows
 
 if TYPE_CHECKING:
-    from cookbook.commands.stages import Run, Services
+    from cookbook.commands.services import Services
+    from cookbook.commands.stages import Run
     from cookbook.training.checkpoint.saver import Saver
     from cookbook.training.data.batches import StepBatch
     from cookbook.training.engine import Engine
@@ -147,6 +148,7 @@ def train(
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns from every process
 
         from cookbook.commands import stages
+        from cookbook.commands.services import start_services
         from cookbook.training.checkpoint import resume
         from cookbook.training.engine import build_ops
 
@@ -174,7 +176,7 @@ def train(
 
     signals.defer()  # from here on there is something to save
     watching.enter("opening the logs")
-    services = stages.start_services(run, failed_after, notes, watching)
+    services = start_services(run, failed_after, notes, watching)
     watching.enter("training")
     with run.steps, services.memory_history:
         reason = loop(run, services)

@@ -318,7 +318,7 @@ def test_launch_refuses_a_bad_recipe_in_a_moment_and_without_torch(tmp_path):
         (["launch", "--strategy", "zero33"], "did you mean zero3?"),
         (["launch", "--strategy", "single", "--rank-logs"], "--rank-logs: one process runs, and its output is that of"),
         (["launch", "--processes", "0"], "--processes is 0; write a number above 0"),
-        (["launch", "--processes", "5"], "recipes/quickstart.yaml: batch.global_batch_size is"),
+        (["launch", "--processes", "5"], "recipes/quickstart.yaml:29: batch.global_batch_size is"),
         (["launch", "--set", "run.max_steps=soon"], "--set run.max_steps is 'soon'"),
         (["check", "--strategy", "nothing"], "strategy 'nothing': no file accelerate_configs/nothing.yaml"),
         (["summary", "nowhere"], "nowhere/metrics.jsonl: no such file"),

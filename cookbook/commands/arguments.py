@@ -8,7 +8,7 @@ from typer import Argument, BadParameter, CallbackParam, Option
 from cookbook.config.recipe import RECIPES
 from cookbook.config.strategy import find_strategy, known_strategies
 from cookbook.planning.library import recipe_files
-from cookbook.system.files import RecipeError, path_problem
+from cookbook.system.files import RecipeError
 from cookbook.system.shipped import HOME, located
 
 QUICKSTART = RECIPES / "quickstart.yaml"
@@ -47,8 +47,8 @@ def _find(strategy: Path | None) -> Path | None:
 
 def _locate(given: str | Path) -> Path:
     """A recipe that is not here is a shipped one."""
-    if problem := path_problem(str(given)):
-        raise BadParameter(problem)
+    if not str(given).strip():
+        raise BadParameter("is empty; write a path")
     return Path(located(str(given)))
 
 

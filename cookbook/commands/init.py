@@ -291,7 +291,7 @@ class _Draft:
         Raises:
             RecipeError: nothing fits.
         """
-        from cookbook.commands.forecast import TraceCache
+        from cookbook.commands.forecast.strategy import TraceCache
 
         machines = self.machines
         whole = _recipe(self._values("lora", True, "single")).model_copy(update={"adapter": None})

@@ -182,7 +182,7 @@ def _check_recipe(
     try:
         recipe, strategy = plan.load_pair(path, assignments, strategy_path=override)
     except RecipeError as error:
-        raise RecipeError([*error.mistakes, *_clashes_behind(path, override)]) from None
+        raise RecipeError([*error.mistakes, *_placed(_clashes_behind(path, override), path, assignments)]) from None
     if not is_named and strategy.num_processes:  # another number is a mistake only for a recipe that somebody chose
         processes = None
     mistakes = [f"{path}: {mistake}" for mistake in _lacks_checkpoint(recipe)]

@@ -6,34 +6,27 @@ from typing import Any
 from cookbook.config.recipe import Recipe, Source, dump_recipe
 from cookbook.system.files import dump_yaml
 from cookbook.system.records import read_lines
+from cookbook.training.adapters import Base
 from cookbook.training.data.sources import BUILTIN_SOURCE
 
 
 def model_card(
-    run: Path,
-    state: dict[str, Any],
-    recipe: Recipe,
-    base: dict[str, Any],
-    *,
-    is_new: bool,
-    merged: bool,
-    checked: dict[str, str],
+    run: Path, state: dict[str, Any], recipe: Recipe, base: Base, *, merged: bool, checked: dict[str, str]
 ) -> str:
     """Recipe, strategy, data, metrics and versions of a checkpoint, as Markdown.
 
     Args:
         run: its output folder, for metrics.jsonl.
         state: `state.json` of the checkpoint.
-        base: `name_or_path`, `revision` and `sha256` of the model that was trained.
-        is_new: whether that model was created for the run.
+        base: the model that was trained.
         checked: result of `reopen`; empty if the export was not reopened.
     """
-    front = dump_yaml(_front_matter(recipe, base, is_new=is_new, merged=merged))
+    front = dump_yaml(_front_matter(recipe, base, merged=merged))
     kind = f"{recipe.adapter.name} adapter of rank {recipe.adapter.rank}" if recipe.adapter else "all weights"
     strategy, versions = state["run"]["strategy"], state["run"]["versions"]
     processes = strategy["processes"]
-    revision = f" at {base['revision']}" if base["revision"] else ""
-    origin = "a new model" if is_new else f"`{_public(base['name_or_path'])}`{revision}"
+    revision = f" at {base.revision}" if base.revision else ""
+    origin = "a new model" if base.is_new else f"`{_public(base.name_or_path)}`{revision}"
     rows = {
         "trained": kind + (", merged into the base model" if merged else ""),
         "from": origin,
@@ -59,12 +52,12 @@ def model_card(
     )
 
 
-def _front_matter(recipe: Recipe, base: dict[str, Any], *, is_new: bool, merged: bool) -> dict[str, Any]:
+def _front_matter(recipe: Recipe, base: Base, *, merged: bool) -> dict[str, Any]:
     """Only names that the Hub can resolve: no local paths."""
     is_adapter = recipe.adapter is not None and not merged
     front: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers"}
-    if not is_new and _is_hub_name(base["name_or_path"]):
-        front["base_model"] = base["name_or_path"]
+    if not base.is_new and _is_hub_name(base.name_or_path):
+        front["base_model"] = base.name_or_path
         front["base_model_relation"] = "adapter" if is_adapter else "finetune"
     front["pipeline_tag"] = "text-generation"
     front["tags"] = [recipe.objective.name, *([recipe.adapter.name] if recipe.adapter else [])]
