@@ -20,11 +20,12 @@ from cookbook.system.machine import num_cores
 from cookbook.system.monitor import Monitor
 from cookbook.system.status import Status
 from cookbook.system.watch import Watch, put_away_report
-from cookbook.training import metrics, models, trackers
+from cookbook.training import metrics, trackers
 from cookbook.training.checkpoint.saver import Saver
 from cookbook.training.data import batches
 from cookbook.training.data.tokens import TokenSet
 from cookbook.training.memory_history import MemoryHistory
+from cookbook.training.models.fp8 import num_converted
 from cookbook.training.profiling import Profile
 
 if TYPE_CHECKING:
@@ -228,7 +229,7 @@ def _header(run: Run, record: dict[str, Any], expected: "Memory | None") -> dict
     eight_bits = ""
     if recipe.mixed_precision == "fp8":
         of = " of the first stage" if engine.mesh.pipeline > 1 else ""
-        eight_bits = f" in {models.num_converted(engine.model)} matrices{of}"
+        eight_bits = f" in {num_converted(engine.model)} matrices{of}"
     padding = "none, samples are packed"
     if not (packing := record["packing"])["is_on"]:
         share = "an unknown share" if packing["padding"] is None else f"{packing['padding']:.0%}"

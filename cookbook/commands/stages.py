@@ -38,6 +38,8 @@ from cookbook.training.data.ahead import Ahead
 from cookbook.training.data.reference import with_reference
 from cookbook.training.data.sets import RowSets, TokenSets, tokenize_data
 from cookbook.training.engine import Engine, engine_class, make_deterministic
+from cookbook.training.models.speed import kernel_notes
+from cookbook.training.models.structure import mesh_problem, random_parts
 
 SIGHT_SECONDS = 10.0
 """For a new file to be seen on all machines, whose network file systems may cache."""
@@ -136,10 +138,10 @@ def load_inputs(recipe: Recipe, plan: Plan, rows: RowSets, *, cache: Path, notes
     )
     config = models.load_config(folder, recipe.data.max_length)
     decide(recipe, config)  # refuses what cannot be packed before any process waits for another
-    if problem := models.mesh_problem(config, plan.mesh):
+    if problem := mesh_problem(config, plan.mesh):
         raise RecipeError(f"model {folder}: {problem}")
-    notes += models.kernel_notes(recipe.model, config)
-    if drawn := models.random_parts(config):
+    notes += kernel_notes(recipe.model, config)
+    if drawn := random_parts(config):
         keys = ", ".join(f"{key} {value:g}" for key, value in drawn.items())
         notes.append(f"{config.model_type} has {keys}: what is drawn, and so the curve, depends on processes")
     if recipe.run.deterministic and torch.cuda.is_available() and num_experts(config) > 1:

@@ -35,13 +35,9 @@ from cookbook.system.files import RecipeError, first_line, make_folder
 from cookbook.system.shipped import HOME
 from cookbook.training.models.attention import PACKED
 from cookbook.training.models.fp8 import convert_layers
-from cookbook.training.models.fp8 import num_converted as num_converted  # for `stages`
 from cookbook.training.models.loss import add_loss
 from cookbook.training.models.speed import compile_layers, patch_kernels, save_activations
-from cookbook.training.models.speed import kernel_notes as kernel_notes  # for `stages`
-from cookbook.training.models.structure import mesh_problem as mesh_problem  # for `stages`
 from cookbook.training.models.structure import not_served, scratch_config
-from cookbook.training.models.structure import random_parts as random_parts  # for `stages`
 
 SCRATCH_FORMAT = 2
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
