@@ -64,7 +64,7 @@ def make_workplace(folder: Path) -> dict[str, Any]:
     """What all programs read. Returns what is to be said of the data."""
     import numpy as np
 
-    from cookbook.config.recipe import ScratchModel
+    from cookbook.config.sections import ScratchModel
     from cookbook.training import models
     from cookbook.training.data.stdlib import load_stdlib
 
@@ -114,7 +114,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]], tokenizer: Any, cache: Pa
 def order_of(path: Path, objective_name: str, tokenizer: Any, cache: Path) -> tuple[Any, Any]:
     """The tokens of a file, and the numbers of its samples in the order of train.py's first epoch."""
     from cookbook.config.objectives import Objective
-    from cookbook.config.recipe import DataSection
+    from cookbook.config.sections import DataSection
     from cookbook.training.data.batches import epoch_order
     from cookbook.training.data.sets import read_data, tokenize_data
 

@@ -15,7 +15,8 @@ from conftest import RECIPE, ROOT, clean_environment
 
 from cookbook.commands.cli import main
 from cookbook.config.optim import Optimizer
-from cookbook.config.recipe import AdapterSection, Recipe, leaves
+from cookbook.config.recipe import Recipe, leaves
+from cookbook.config.sections import AdapterSection
 from cookbook.config.strategy import load_strategy
 from cookbook.planning.costs import per_parameter as costs
 from cookbook.planning.costs.inputs import CostInputs

@@ -21,7 +21,8 @@ from cookbook.commands.forecast.memory import CONTEXT, GIB, Memory, peak
 from cookbook.commands.forecast.show import _bar, as_record, in_words
 from cookbook.commands.forecast.sizes import better_sizes
 from cookbook.commands.forecast.strategy import _verdict
-from cookbook.config.recipe import AdapterSection, Recipe, load_recipe
+from cookbook.config.recipe import Recipe, load_recipe
+from cookbook.config.sections import AdapterSection
 from cookbook.config.strategy import load_strategy
 from cookbook.planning.costs.inputs import Skeleton, Weight
 from cookbook.planning.costs.memory import ResidentBytes, States

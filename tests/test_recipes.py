@@ -13,8 +13,9 @@ import yaml
 from conftest import ROOT
 
 from cookbook.commands.cli import main
-from cookbook.config.recipe import BUILTIN_SOURCE, Recipe, Section, load_recipe
+from cookbook.config.recipe import Recipe, Section, load_recipe
 from cookbook.config.registry import Named
+from cookbook.config.sections import BUILTIN_SOURCE
 from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.planning import library
 from cookbook.planning.packing import decide, known_config

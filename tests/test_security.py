@@ -27,7 +27,7 @@ from small_data import chat, make_tokenizer, marked, rows_of, run_tokenize
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cookbook.commands.cli import main
-from cookbook.config.recipe import ModelSection
+from cookbook.config.sections import ModelSection
 from cookbook.planning.plan import load_pair
 from cookbook.system.files import RecipeError
 from cookbook.training.models import load_config, load_model, load_tokenizer, resolve_model, train_tokenizer

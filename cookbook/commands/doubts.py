@@ -5,9 +5,10 @@ from itertools import islice
 from pathlib import Path
 
 from cookbook.config.optim import number
-from cookbook.config.recipe import ALL_LINEAR, BUILTIN_SOURCE, Recipe, Source
+from cookbook.config.recipe import Recipe
 from cookbook.config.row_kinds import kinds, kinds_of, rename
 from cookbook.config.schedule import peak_learning_rate
+from cookbook.config.sections import ALL_LINEAR, BUILTIN_SOURCE, Source
 from cookbook.planning.packing import known_config
 from cookbook.system.files import RecipeError, gathered
 from cookbook.training.data.rows import read_rows

@@ -18,8 +18,9 @@ from typer import Argument, Option
 
 from cookbook.commands.launch import check
 from cookbook.config.objectives import Objective
-from cookbook.config.recipe import ALL_LINEAR, RECIPES, Recipe, Source, parse_recipe, read_recipe
+from cookbook.config.recipe import RECIPES, Recipe, parse_recipe, read_recipe
 from cookbook.config.row_kinds import kinds, kinds_of, rename, suggested_columns
+from cookbook.config.sections import ALL_LINEAR, Source
 from cookbook.config.strategy import Strategy, load_known
 from cookbook.planning.library import read_label
 from cookbook.system.files import Document, RecipeError, cannot_write, dump_yaml, gathered

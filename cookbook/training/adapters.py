@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Embedding
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from cookbook.config.recipe import ALL_LINEAR, AdapterSection
+from cookbook.config.sections import ALL_LINEAR, AdapterSection
 from cookbook.system.files import RecipeError
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote, urlsplit
 
 from cookbook.commands.doctor.finding import Finding, failure, ok, warning
-from cookbook.config.recipe import BUILTIN_SOURCE, Recipe, data_format
+from cookbook.config.recipe import Recipe
+from cookbook.config.sections import BUILTIN_SOURCE, data_format
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError

@@ -13,7 +13,8 @@ from cookbook.commands.forecast.strategy import UNKNOWN, Forecast, TraceCache, V
 from cookbook.commands.forecast.strategy import of_run as of_run  # likewise
 from cookbook.commands.forecast.strategy import time_of_run as time_of_run  # likewise
 from cookbook.commands.forecast.strategy import tokens_of_step as tokens_of_step  # likewise
-from cookbook.config.recipe import AdapterSection, BatchSection, Recipe
+from cookbook.config.recipe import Recipe
+from cookbook.config.sections import AdapterSection, BatchSection
 from cookbook.config.strategy import Strategy
 from cookbook.planning.costs.inputs import micro_batch_of
 from cookbook.system.files import RecipeError

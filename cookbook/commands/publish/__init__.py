@@ -19,7 +19,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from cookbook.commands.merge import write_merged
 from cookbook.commands.publish.card import model_card
-from cookbook.config.recipe import ModelSection, Recipe
+from cookbook.config.recipe import Recipe
+from cookbook.config.sections import ModelSection
 from cookbook.system.console import in_bytes
 from cookbook.system.files import RecipeError
 from cookbook.system.hosts import TORCHRUN

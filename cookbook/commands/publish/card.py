@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from cookbook.config.recipe import Recipe, Source, dump_recipe
+from cookbook.config.recipe import Recipe, dump_recipe
+from cookbook.config.sections import Source
 from cookbook.system.files import dump_yaml
 from cookbook.system.records import read_lines
 from cookbook.training.adapters import Base

@@ -129,7 +129,7 @@ def _check_adapter(
 ) -> tuple[str, str]:
     from peft import PeftModel  # for adapters only: importing it takes seconds
 
-    from cookbook.config.recipe import AdapterSection
+    from cookbook.config.sections import AdapterSection
     from cookbook.training import adapters
 
     names = {name_in_file(name): name for name in expected.shapes}

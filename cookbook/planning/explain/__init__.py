@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.config.optim import number
-from cookbook.config.recipe import BUILTIN_SOURCE, Recipe, Source, data_format
+from cookbook.config.recipe import Recipe
 from cookbook.config.schedule import learning_rate, peak_learning_rate
+from cookbook.config.sections import BUILTIN_SOURCE, Source, data_format
 from cookbook.config.strategy import Strategy
 from cookbook.planning.costs import per_parameter as costs
 from cookbook.planning.costs.inputs import CostInputs, cost_inputs

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.config.optim import number
-from cookbook.config.recipe import Recipe, Source, read_recipe
+from cookbook.config.recipe import Recipe, read_recipe
+from cookbook.config.sections import Source
 from cookbook.config.strategy import Strategy, find_strategy, is_short, load_strategy
 from cookbook.planning.costs import per_parameter as costs
 from cookbook.planning.costs.inputs import CostInputs

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, overload
 
 from cookbook.config import plugins, registry, row_kinds
 from cookbook.config.objectives import Objective
-from cookbook.config.recipe import BUILTIN_SOURCE, DataSection, Source
+from cookbook.config.sections import BUILTIN_SOURCE, DataSection, Source
 from cookbook.system import lock
 from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, make_folder

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cookbook.config.objectives import Objective, TooLong
-from cookbook.config.recipe import BUILTIN_SOURCE, DataSection, Source
+from cookbook.config.sections import BUILTIN_SOURCE, DataSection, Source
 from cookbook.system.files import RecipeError, gathered
 from cookbook.training.data.rows import BadRows, Rows, place_of, read_rows, row_blocks, row_bytes, texts
 from cookbook.training.data.stream import Stream

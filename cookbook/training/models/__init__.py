@@ -27,7 +27,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from cookbook.config.recipe import ModelSection, ScratchModel
+from cookbook.config.sections import ModelSection, ScratchModel
 from cookbook.planning.packing import packing_problem
 from cookbook.system import lock
 from cookbook.system.digests import sha256_of
