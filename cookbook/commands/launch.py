@@ -25,9 +25,10 @@ from cookbook.planning.explain.chart import LETTERS
 from cookbook.planning.library import gpus_needed, read_label, read_needs, recipe_files, what_it_takes
 from cookbook.system import hosts
 from cookbook.system.console import can_show
-from cookbook.system.files import RecipeError, gathered, read_document, validate
+from cookbook.system.files import RecipeError, gathered, read_document
 from cookbook.system.machine import fp8_problems, num_cores, num_gpus
 from cookbook.system.shipped import short
+from cookbook.system.validation import validate
 from cookbook.training.data.rows import read_rows
 
 

@@ -19,7 +19,8 @@ from cookbook.config.sections import (
     data_format,
 )
 from cookbook.config.strategy import missing_strategy
-from cookbook.system.files import Document, find_file, part, path_problem
+from cookbook.system.files import Document, find_file, path_problem
+from cookbook.system.validation import part
 
 
 def check_across_keys(document: Document, known: set[str]) -> Iterator[str]:

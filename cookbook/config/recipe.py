@@ -37,10 +37,10 @@ from cookbook.system.files import (
     dump_yaml,
     path_problem,
     read_document,
-    validate,
 )
 from cookbook.system.imports import show_torchao
 from cookbook.system.shipped import HOME, located, typed
+from cookbook.system.validation import validate
 
 RECIPES = Path("recipes")
 MOVED = {"llama33_70b": "llama31_70b", "qwen3_32b": "qwen25_32b"}
