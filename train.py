@@ -23,7 +23,7 @@ from cookbook.config.strategy import Strategy
 from cookbook.planning import launch
 from cookbook.planning.plan import Plan, begun_elsewhere, describe_batch, load_pair, make_plan
 from cookbook.system import faults, lock, machine, signals, status, watch
-from cookbook.system.files import RecipeError
+from cookbook.system.files import RecipeError, refuse
 from cookbook.system.imports import imports
 from cookbook.system.shipped import located
 from cookbook.training.data.known import known_rows
@@ -106,8 +106,7 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
         )
     except RecipeError as error:
         mistakes += error.mistakes
-    if mistakes:
-        raise RecipeError(mistakes)
+    refuse(mistakes)
     strategy = strategy.fitted(world.num_processes, world.num_local)
     notes = [*([note] if note else []), *shortage.unanswered(recipe)]
     return recipe, strategy, plan, world, notes + begun_elsewhere(Path(recipe_name), recipe, strategy)

@@ -10,7 +10,7 @@ from cookbook.config.row_kinds import kinds, kinds_of, rename
 from cookbook.config.schedule import peak_learning_rate
 from cookbook.config.sections import ALL_LINEAR, BUILTIN_SOURCE, Source
 from cookbook.planning.packing import known_config
-from cookbook.system.files import RecipeError, gathered
+from cookbook.system.files import RecipeError, gathered, refuse
 from cookbook.training.data.rows import read_rows
 from cookbook.training.data.sources import raw_rows
 
@@ -88,5 +88,4 @@ def read_all(recipe: Recipe) -> Iterator[str]:
             line = f"{key}: {source.path}: {len(found.rows):,} rows of {kinds()[found.kind].words}"
             dropped = (f"{count:,} dropped: {reason}" for reason, count in found.num_dropped.items())
             yield "; ".join([line, *filter(None, [found.renamed]), *dropped])
-    if mistakes:
-        raise RecipeError(mistakes)
+    refuse(mistakes)

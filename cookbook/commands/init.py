@@ -23,7 +23,7 @@ from cookbook.config.row_kinds import kinds, kinds_of, rename, suggested_columns
 from cookbook.config.sections import ALL_LINEAR, Source
 from cookbook.config.strategy import Strategy, load_known
 from cookbook.planning.library import read_label
-from cookbook.system.files import Document, RecipeError, cannot_write, dump_yaml, gathered
+from cookbook.system.files import Document, RecipeError, cannot_write, dump_yaml, gathered, refuse
 from cookbook.system.hardware import GIB, Machines, in_gib, parse_machines, this_machine
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.shipped import located, own_folder, short, typed
@@ -114,8 +114,7 @@ def init(
         config = load_config(folder, 1)
     with gathered(mistakes):
         found = _read(data, task)
-    if mistakes:
-        raise RecipeError(mistakes)
+    refuse(mistakes)
     draft = _Draft(model, *found, config, machines, out)
     draft.read_lengths(folder)
     draft.choose()
@@ -149,8 +148,7 @@ def _check_arguments(model: str, data: str, gpus: str | None, out: Path) -> Mach
     values |= {"batch": {"global_batch_size": 1, "micro_batch_size": 1}, "optim": {"learning_rate": 1.0}}
     with gathered(mistakes):
         _recipe(values | {"run": {"num_epochs": 1}})
-    if mistakes:
-        raise RecipeError(mistakes)
+    refuse(mistakes)
     return machines
 
 

@@ -25,7 +25,7 @@ from cookbook.planning.explain.chart import LETTERS
 from cookbook.planning.library import gpus_needed, read_label, read_needs, recipe_files, what_it_takes
 from cookbook.system import hosts
 from cookbook.system.console import can_show
-from cookbook.system.files import RecipeError, gathered, read_document
+from cookbook.system.files import RecipeError, gathered, read_document, refuse
 from cookbook.system.machine import fp8_problems, num_cores, num_gpus
 from cookbook.system.shipped import short
 from cookbook.system.validation import validate
@@ -69,8 +69,7 @@ def launch(
         planned = plan.make_plan(
             recipe, loaded, num_processes=count, num_local=num_local, num_gpus=gpus, recipe_name=str(path)
         )
-    if mistakes:
-        raise RecipeError(_placed(mistakes, path, assignments))
+    refuse(_placed(mistakes, path, assignments))
     if simulate_gpus is not None:  # after the checks: the first use compiles
         environment |= _simulate(simulate_gpus, path, recipe)
     folder, logs = Path(recipe.run.output_dir), None
@@ -105,8 +104,7 @@ def _simulate(count: int, path: Path, recipe: Recipe) -> dict[str, str]:
     environment = simulated_gpus.environment(count)
     os.environ |= environment
     print(f"{count} simulated GPUs: no time or speed of this run is a measurement", flush=True)
-    if mistakes := _lacks_for_fp8(path, recipe, count):  # asks the simulated driver
-        raise RecipeError(mistakes)
+    refuse(_lacks_for_fp8(path, recipe, count))  # asks the simulated driver
     return environment
 
 
@@ -173,7 +171,7 @@ def check(
             print(short(f"{path}: fine"))
     if mistakes:
         sys.stdout.flush()
-        raise RecipeError(list(dict.fromkeys(mistakes)))
+        raise RecipeError(mistakes)
     return 0
 
 
@@ -190,8 +188,7 @@ def _check_recipe(
     if not mistakes:
         with gathered(mistakes):
             batch = plan.describe_batch(recipe, _plan_of_label(path, recipe, strategy, processes))
-    if mistakes:
-        raise RecipeError(_placed(mistakes, path, assignments))
+    refuse(_placed(mistakes, path, assignments))
     yield f"{path}: fine under {strategy.path}; {batch}"
     for doubt in _placed([f"{path}: {doubt}" for doubt in doubts(recipe)], path, assignments):
         yield f"warning: {doubt}"
@@ -207,8 +204,7 @@ def _plan_of_label(path: Path, recipe: Recipe, strategy: Strategy, processes: in
     named, here = needs.num_gpus, 0 if needs.num_gpus else num_gpus()
     count = processes or strategy.num_processes or named or plan.default_num_processes(strategy, here)
     gpus = count if named or here else 0
-    if mistakes := _lacks_for_fp8(path, recipe, here):
-        raise RecipeError(mistakes)
+    refuse(_lacks_for_fp8(path, recipe, here))
     return plan.make_plan(
         recipe, strategy, num_processes=count, num_local=needs.num_local(count), num_gpus=gpus, recipe_name=str(path)
     )

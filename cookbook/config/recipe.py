@@ -135,7 +135,7 @@ def parse_recipe(document: Document, path: Path, assignments: list[str] | None, 
     recipe, found = validate(document, Recipe, OWNED_ELSEWHERE)
     mistakes += [*found, *check_across_keys(document, {*leaves(Recipe)})]
     if mistakes or recipe is None:
-        raise RecipeError(list(dict.fromkeys(mistakes)))
+        raise RecipeError(mistakes)
     return recipe
 
 

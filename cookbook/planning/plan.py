@@ -10,7 +10,7 @@ from cookbook.config.mesh import Mesh
 from cookbook.config.recipe import Recipe, default_output_dir, parse_recipe, read_recipe
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
 from cookbook.planning.combinations import refusals
-from cookbook.system.files import Document, RecipeError, gathered, path_problem
+from cookbook.system.files import Document, RecipeError, gathered, path_problem, refuse
 from cookbook.system.hosts import Hosts
 from cookbook.system.machine import CPU_PROCESSES, num_cores
 from cookbook.system.shipped import program
@@ -62,7 +62,7 @@ def load_pair(
         with gathered(mistakes):
             strategy = load_strategy(strategy_path)
     if mistakes or recipe is None or strategy is None:
-        raise RecipeError(list(dict.fromkeys(mistakes)))
+        raise RecipeError(mistakes)
     return recipe, strategy
 
 
@@ -154,8 +154,7 @@ def make_plan(
     is_uneven = batch.micro_batch_size is not None and batch.global_batch_size % per_forward
     if is_uneven and mesh.num_processes == num_processes:  # a mesh that does not fit has no batch arithmetic
         mistakes.append(f"{recipe_name}: {_impossible_split(recipe, mesh.data_parallel_size, num_processes)}")
-    if mistakes:
-        raise RecipeError(mistakes)
+    refuse(mistakes)
     return Plan(
         num_processes=num_processes,
         num_local=num_local,

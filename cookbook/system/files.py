@@ -21,11 +21,11 @@ KeyPath = tuple[str | int, ...]
 
 
 class RecipeError(ValueError):
-    """Mistakes that a user can fix in a file or on the command line: exit code 2, no traceback."""
+    """Mistakes that a user can fix in a file or on the command line, each once: exit code 2, no traceback."""
 
     def __init__(self, mistakes: str | list[str]) -> None:
         assert mistakes
-        self.mistakes = [mistakes] if isinstance(mistakes, str) else mistakes
+        self.mistakes = [mistakes] if isinstance(mistakes, str) else list(dict.fromkeys(mistakes))
         super().__init__("\n".join(self.mistakes))
 
     def __reduce__(self) -> tuple[type["RecipeError"], tuple[list[str]]]:
@@ -47,6 +47,12 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RecipeError(cannot_write(path, error)) from None
+
+
+def refuse(mistakes: list[str]) -> None:
+    """Raises RecipeError if there are any."""
+    if mistakes:
+        raise RecipeError(mistakes)
 
 
 @contextlib.contextmanager
@@ -248,8 +254,7 @@ def _parse_yaml(name: str, text: str) -> Document:
         raise RecipeError(f"{place}: not valid YAML: character {chr(error.character)!r} is not allowed") from None
     except RecursionError:
         raise RecipeError(f"{name}: not valid YAML: nested too deeply") from None
-    if mistakes:
-        raise RecipeError(mistakes)
+    refuse(mistakes)
     document.lines[()] = 1
     return document
 

@@ -14,7 +14,7 @@ from cookbook.planning.costs.inputs import CostInputs
 from cookbook.planning.explain import Explanation, explain, shorten, source
 from cookbook.planning.plan import load_pair
 from cookbook.system.console import Row, page
-from cookbook.system.files import RecipeError, apply_overrides, gathered, read_document, show
+from cookbook.system.files import RecipeError, apply_overrides, gathered, read_document, refuse, show
 from cookbook.system.shipped import located, short
 
 NEVER_THE_CURVE = (
@@ -90,8 +90,7 @@ def compare_strategies(first: Path, second: Path, processes: int | None) -> Comp
     for path in (first, second):
         with gathered(mistakes):
             strategies.append(load_strategy(path))
-    if mistakes:
-        raise RecipeError(list(dict.fromkeys(mistakes)))
+    refuse(mistakes)
     one, other = strategies
     fixed = [s.num_processes for s in strategies if (s.num_processes or 1) > 1]
     count = processes or next(iter(fixed), None) or DEFAULT_PROCESSES
@@ -312,6 +311,5 @@ def compare(
             _, loaded = load_pair(path, assignments, strategy)
             asked = processes if loaded.num_processes is None else None  # some strategies have a number of their own
             runs.append(explain(path, strategy_path=strategy, assignments=assignments, processes=asked))
-    if mistakes:
-        raise RecipeError(list(dict.fromkeys(mistakes)))
+    refuse(mistakes)
     return compare_runs(runs[0], runs[1], assignments)

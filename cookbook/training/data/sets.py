@@ -15,7 +15,7 @@ import numpy as np
 
 from cookbook.config.objectives import Objective, TooLong
 from cookbook.config.sections import BUILTIN_SOURCE, DataSection, Source
-from cookbook.system.files import RecipeError, gathered
+from cookbook.system.files import RecipeError, gathered, refuse
 from cookbook.training.data.rows import BadRows, Rows, place_of, read_rows, row_blocks, row_bytes, texts
 from cookbook.training.data.stream import Stream
 from cookbook.training.data.tokens import TokenSet, cached_tokens
@@ -99,8 +99,7 @@ def read_data(data: DataSection, objective: Objective) -> RowSets:
         places = (place_of("data.train", data.train, i) for i in range(len(data.train)))
         train = [rows for source, place in zip(data.train, places, strict=True) for rows in read(source, place)]
     evals = {name: read(source, _eval_place(name)) for name, source in data.eval.items()}
-    if mistakes:
-        raise RecipeError(list(dict.fromkeys(mistakes)))
+    refuse(mistakes)
     if data.holdout:
         train, evals[HOLDOUT] = _hold_out(train, data.holdout)
     return RowSets(train=train, eval=evals)

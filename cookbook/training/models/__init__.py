@@ -31,7 +31,7 @@ from cookbook.config.sections import ModelSection, ScratchModel
 from cookbook.planning.packing import packing_problem
 from cookbook.system import lock
 from cookbook.system.digests import sha256_of
-from cookbook.system.files import RecipeError, first_line, make_folder
+from cookbook.system.files import RecipeError, first_line, make_folder, refuse
 from cookbook.system.shipped import HOME
 from cookbook.training.models.attention import PACKED
 from cookbook.training.models.fp8 import convert_layers
@@ -152,8 +152,7 @@ def load_config(name: str, max_length: int) -> PreTrainedConfig:
     problem = not_served(config)
     if problem is not None:
         raise RecipeError(f"model.name_or_path is {name!r}: {problem}")
-    if mistakes := _check_positions(config, max_length):
-        raise RecipeError(mistakes)
+    refuse(_check_positions(config, max_length))
     return config
 
 
