@@ -31,8 +31,7 @@ def doubts(recipe: Recipe) -> Iterator[str]:
     yield from _rank_above_width(recipe)
     trains_on_builtin = any(source.path == BUILTIN_SOURCE for source in recipe.data.train)
     trained = set().union(*(_kinds_here(source) for source in recipe.data.train))
-    for name, source in recipe.data.eval.items():
-        key = f"data.eval{f'.{name}' if name else ''}"
+    for key, source in recipe.data.sources[len(recipe.data.train) :]:
         if source.path == BUILTIN_SOURCE and not trains_on_builtin:
             yield f"{key} is {BUILTIN_SOURCE}, which data.train is not: name held-out rows of your own, or data.holdout"
         held = _kinds_here(source)
@@ -80,9 +79,7 @@ def read_all(recipe: Recipe) -> Iterator[str]:
         RecipeError: the mistakes in all sources.
     """
     mistakes: list[str] = []
-    named = [("data.train", source) for source in recipe.data.train]
-    named += [(f"data.eval{f'.{name}' if name else ''}", source) for name, source in recipe.data.eval.items()]
-    for key, source in named:
+    for key, source in recipe.data.sources:
         with gathered(mistakes):
             found = read_rows(source, recipe.data.on_bad_row, recipe.objective)
             line = f"{key}: {source.path}: {len(found.rows):,} rows of {kinds()[found.kind].words}"

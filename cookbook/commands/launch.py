@@ -121,7 +121,7 @@ def _check_rows(recipe: Recipe) -> None:
     data = recipe.data
     if data.streaming:
         return
-    sources = [*data.train, *data.eval.values()]
+    sources = [source for _, source in data.sources]
     here = [source for source in sources if Path(source.path).exists()]
     if here == sources:
         from cookbook.training.data.known import known_rows

@@ -172,6 +172,11 @@ def _named_from_one(value: Any) -> Any:
     return {"": value} if keys or isinstance(value, str) else {} if value is None else value
 
 
+def eval_key(name: str) -> str:
+    """The key of a held-out set."""
+    return f"data.eval.{name}" if name else "data.eval"
+
+
 class DataSection(Section):
     train: Annotated[
         list[SourceField],
@@ -215,6 +220,12 @@ class DataSection(Section):
         """`packing`, once `cookbook.planning.packing` has decided it."""
         assert self.packing != "auto", "data.packing is asked for before it is decided"
         return self.packing
+
+    @property
+    def sources(self) -> list[tuple[str, Source]]:
+        """All sources, each with its key."""
+        held_out = ((eval_key(name), source) for name, source in self.eval.items())
+        return [*(("data.train", source) for source in self.train), *held_out]
 
     @model_validator(mode="after")
     def _columns_of_sources(self):

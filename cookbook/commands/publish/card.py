@@ -79,8 +79,7 @@ def _public(path: str) -> str:
 
 
 def _without_folders(text: str, recipe: Recipe) -> str:
-    sources = (*recipe.data.train, *recipe.data.eval.values())
-    paths = [source.path for source in sources] + [recipe.run.output_dir, recipe.run.resume]
+    paths = [source.path for _, source in recipe.data.sources] + [recipe.run.output_dir, recipe.run.resume]
     paths += [path for path in (recipe.model.name_or_path, recipe.data.chat_template) if path]
     paths += recipe.plugins
     paths += [recipe.strategy] if Path(recipe.strategy).is_absolute() else []
