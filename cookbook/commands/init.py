@@ -23,6 +23,7 @@ from cookbook.config.row_kinds import kinds, kinds_of, rename, suggested_columns
 from cookbook.config.sections import ALL_LINEAR, Source
 from cookbook.config.strategy import Strategy, load_known
 from cookbook.planning.library import read_label
+from cookbook.system.console import several
 from cookbook.system.files import Document, RecipeError, cannot_write, dump_yaml, gathered, refuse
 from cookbook.system.hardware import GIB, Machines, in_gib, parse_machines, this_machine
 from cookbook.system.imports import quiet_deepspeed
@@ -440,7 +441,7 @@ class _Draft:
         size = re.search(r"(\d+)[.\d]*G", self.machines.text.upper()) if gpu is None else None
         each = gpu.sold_gb if gpu is not None else int(size[1]) if size else 0
         host = f", {self.host_gb:,} GB of host memory" if self.host_gb else ""
-        return f"{count} GPU{'s' if count > 1 else ''} of {each} GB{host}."
+        return f"{several(count, 'GPU')} of {each} GB{host}."
 
 
 def _wrap(text: str, width: int) -> list[str]:

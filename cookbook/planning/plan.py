@@ -10,6 +10,7 @@ from cookbook.config.mesh import Mesh
 from cookbook.config.recipe import Recipe, default_output_dir, parse_recipe, read_recipe
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
 from cookbook.planning.combinations import refusals
+from cookbook.system.console import several
 from cookbook.system.files import Document, RecipeError, gathered, path_problem, refuse
 from cookbook.system.hosts import Hosts
 from cookbook.system.machine import CPU_PROCESSES, num_cores
@@ -36,7 +37,7 @@ class Plan:
 
 def describe_batch(recipe: Recipe, plan: Plan) -> str:
     """The batch arithmetic in one line."""
-    processes = f"{plan.data_parallel_size} data-parallel process{'es' if plan.data_parallel_size > 1 else ''}"
+    processes = several(plan.data_parallel_size, "data-parallel process")
     start = f"{recipe.batch.global_batch_size} {recipe.objective.sample}s a step"
     if recipe.batch.micro_batch_tokens is not None:
         return f"{start}, split over {processes} in forwards of at most {recipe.batch.micro_batch_tokens} tokens"
@@ -141,8 +142,8 @@ def make_plan(
         )
     if num_gpus and num_local > num_gpus:
         mistakes.append(
-            f"{strategy.path}: {num_local} processes on this machine, which has {num_gpus}"
-            f" GPU{'s' if num_gpus > 1 else ''}; ask for at most {num_gpus} (or hide them with CUDA_VISIBLE_DEVICES=)"
+            f"{strategy.path}: {num_local} processes on this machine, which has {several(num_gpus, 'GPU')};"
+            f" ask for at most {num_gpus} (or hide them with CUDA_VISIBLE_DEVICES=)"
         )
     mistakes += refusals(recipe, strategy, num_gpus, recipe_name)
     if recipe.run.profile is not None and max(recipe.run.profile.ranks) >= num_processes:
@@ -190,7 +191,7 @@ def _impossible_split(recipe: Recipe, data_parallel_size: int, num_processes: in
     most = min(num_processes - 1, batch.global_batch_size // batch.micro_batch_size)
     fewer = [n for n in range(most, 0, -1) if batch.global_batch_size % (n * batch.micro_batch_size) == 0]
     if fewer and data_parallel_size == num_processes:
-        text += f", or {fewer[0]} process{'es' if fewer[0] > 1 else ''}"
+        text += f", or {several(fewer[0], 'process')}"
     return f"{text}."
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from cookbook.config.recipe import Recipe, dump_recipe
 from cookbook.config.sections import Source
+from cookbook.system.console import several
 from cookbook.system.files import dump_yaml
 from cookbook.system.records import read_lines
 from cookbook.training.adapters import Base
@@ -25,7 +26,6 @@ def model_card(
     front = dump_yaml(_front_matter(recipe, base, merged=merged))
     kind = f"{recipe.adapter.name} adapter of rank {recipe.adapter.rank}" if recipe.adapter else "all weights"
     strategy, versions = state["run"]["strategy"], state["run"]["versions"]
-    processes = strategy["processes"]
     revision = f" at {base.revision}" if base.revision else ""
     origin = "a new model" if base.is_new else f"`{_public(base.name_or_path)}`{revision}"
     rows = {
@@ -33,7 +33,7 @@ def model_card(
         "from": origin,
         "objective": recipe.objective.name,
         "steps": f"{state['step']}, {state['num_samples']:,} samples",
-        "strategy": f"`{Path(strategy['file']).stem}`, {processes} process{'es' if processes > 1 else ''}",
+        "strategy": f"`{Path(strategy['file']).stem}`, {several(strategy['processes'], 'process')}",
         "precision": {"no": "float32"}.get(recipe.mixed_precision, recipe.mixed_precision),
         **_metrics(run / "metrics.jsonl", state["step"]),
         "versions": ", ".join(f"{name} {number}" for name, number in versions.items() if number),

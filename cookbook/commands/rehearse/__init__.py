@@ -28,7 +28,7 @@ from cookbook.planning import simulated_gpus
 from cookbook.planning.library import read_label, read_needs
 from cookbook.planning.packing import decide
 from cookbook.planning.plan import describe_batch, launch_command, load_pair, make_plan
-from cookbook.system.console import page
+from cookbook.system.console import page, several
 from cookbook.system.files import RecipeError, dump_yaml, read_document
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import CPU_PROCESSES, num_cores, num_gpus, torch_cuda
@@ -78,8 +78,7 @@ def rehearse(
     rehearsal = Rehearsal(recipe=recipe, strategy=found, num_processes=count, place=place, folder=folder)
     if why:
         print(why)
-    many = "es" if count > 1 else ""
-    print(short(f"Rehearsing {path} under {found.path}, {count} process{many} on {place} ..."))
+    print(short(f"Rehearsing {path} under {found.path}, {several(count, 'process')} on {place} ..."))
     try:
         _plan_full_size(rehearsal, path)
         log = folder / "log.txt"
@@ -141,8 +140,9 @@ def _plan_full_size(rehearsal: Rehearsal, recipe_path: Path) -> None:
         num_gpus=count,
         recipe_name=str(recipe_path),
     )
-    where = f"{count} GPU{'s' if count > 1 else ''}"
-    rehearsal.notes.covered.append(f"its own batch on {where}: {describe_batch(rehearsal.recipe, plan)}")
+    rehearsal.notes.covered.append(
+        f"its own batch on {several(count, 'GPU')}: {describe_batch(rehearsal.recipe, plan)}"
+    )
 
 
 def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
@@ -284,7 +284,7 @@ def _check_outputs(rehearsal: Rehearsal) -> str | None:
     before, after = evaluations[0], evaluations[-1]
     count = record["strategy"]["processes"]
     rehearsal.notes.covered.append(
-        f"{count} process{'es' if count > 1 else ''} under {rehearsal.strategy.path}, {len(steps)} steps of"
+        f"{several(count, 'process')} under {rehearsal.strategy.path}, {len(steps)} steps of"
         f" {small['batch']['global_batch_size']}, {len(evaluations)} evaluations"
     )
     if rehearsal.place == "simulated GPUs":

@@ -13,7 +13,7 @@ from cookbook.planning.costs import per_parameter as costs
 from cookbook.planning.costs.inputs import CostInputs
 from cookbook.planning.explain import Explanation, explain, shorten, source
 from cookbook.planning.plan import load_pair
-from cookbook.system.console import Row, page
+from cookbook.system.console import Row, page, several
 from cookbook.system.files import RecipeError, apply_overrides, gathered, read_document, refuse, show
 from cookbook.system.shipped import located, short
 
@@ -253,7 +253,7 @@ def _sides(found: Comparison, what: Callable[[CostInputs], str]) -> str:
     counts = [setting.num_processes for setting in found.settings]
     if counts[0] != counts[1]:
         texts = [
-            text if text == costs.NO_TRAFFIC else f"{text} ({count} process{'es' if count > 1 else ''})"
+            text if text == costs.NO_TRAFFIC else f"{text} ({several(count, 'process')})"
             for text, count in zip(texts, counts, strict=True)
         ]
     return page(*zip("AB", texts, strict=True))

@@ -13,7 +13,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.registry import RECORDED
 from cookbook.config.strategy import known_strategies, load_strategy, strategy_path
 from cookbook.planning.combinations import refusals
-from cookbook.system.console import Row, in_bytes, page
+from cookbook.system.console import Row, in_bytes, page, several
 from cookbook.system.files import RecipeError
 from cookbook.system.machine import num_gpus
 from cookbook.system.records import read_json
@@ -189,7 +189,6 @@ def in_words(found: list[dict[str, Any]]) -> str:
         if one["broken"]:
             rows.append((name, f"BROKEN: {one['broken']}"))
             continue
-        processes = one["processes"]
         loss = [] if one["eval_loss"] is None else [f"evaluation loss {one['eval_loss']:.4f}"]
         rows.append(
             (
@@ -197,7 +196,7 @@ def in_words(found: list[dict[str, Any]]) -> str:
                 "whole",
                 one["saved_at"],
                 in_bytes(one["bytes"]),
-                f"{one['strategy']}, {processes} process{'es' if processes > 1 else ''}",
+                f"{one['strategy']}, {several(one['processes'], 'process')}",
                 "  ".join([*loss, *([f"[{', '.join(one['marks'])}]"] if one["marks"] else [])]),
             )
         )
