@@ -348,16 +348,8 @@ class Conversion:
         return {key.removeprefix("strategy."): value for key, value in self.other.items() if key[0] != "~"}
 
 
-SOURCE_KEYS = {
-    "path": "path",
-    "id": "path",
-    "data_files": "path",
-    "name": "name",
-    "config": "name",
-    "split": "split",
-    "revision": "revision",
-    "weight": "weight",
-}
+SOURCE_KEYS = {key: key for key in ("path", "name", "split", "revision", "weight")}
+SOURCE_KEYS |= {"id": "path", "data_files": "path", "config": "name"}
 COLUMN_KEYS = {"field_messages": "messages", "message_field_role": "role", "message_field_content": "content"}
 RECOGNIZED_TYPES = ("alpaca", "chat_template", "sharegpt")
 SOURCE_ADVICE = "no counterpart; the shape of rows is recognized, and data.columns maps the rest"
