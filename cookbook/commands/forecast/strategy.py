@@ -105,32 +105,27 @@ class TraceCache:
 
     def work(self, strategy: Strategy, micro_batch: int) -> ActivationTrace:
         """The trace of a micro-batch of samples of data.max_length, or a bound."""
-        autocast = strategy.has_autocast
-        fsdp: Literal[0, 1, 2] = 0 if strategy.fsdp is None else strategy.fsdp.fsdp_version
-        tp_size, is_zero3, recipe = strategy.tp_size, strategy.zero_stage == 3, self.recipe
+        recipe, tp_size = self.recipe, strategy.tp_size
         sequences = micro_batch * len(recipe.objective.sequences)
         length = -(-recipe.data.max_length // strategy.sp_size)
         rows, row = (1, sequences * length) if recipe.data.is_packed else (sequences, length)
         if self.untraceable is None:
-            while_read = strategy.is_sharded_while_read
-            sizes = tp_size, strategy.ep_size, strategy.sp_size
-            key = (*self._key, autocast, *sizes, fsdp, while_read, is_zero3, micro_batch)
+            options: dict[str, Any] = {
+                "rows": rows,
+                "length": row,
+                "num_targets": sequences * length,
+                "autocast": strategy.has_autocast,
+                "tp_size": tp_size,
+                "ep_size": strategy.ep_size,
+                "fsdp": 0 if strategy.fsdp is None else strategy.fsdp.fsdp_version,
+                "is_sharded_while_read": strategy.is_sharded_while_read,
+                "is_zero3": strategy.zero_stage == 3,
+                "is_exchanged": strategy.sp_size > 1,
+            }
+            key = (*self._key, *options.values())
             try:
                 if key not in TRACES:
-                    TRACES[key] = trace_pass(
-                        self.config,
-                        recipe,
-                        rows=rows,
-                        length=row,
-                        num_targets=sequences * length,
-                        autocast=autocast,
-                        tp_size=tp_size,
-                        ep_size=strategy.ep_size,
-                        fsdp=fsdp,
-                        is_sharded_while_read=while_read,
-                        is_zero3=is_zero3,
-                        is_exchanged=strategy.sp_size > 1,
-                    )
+                    TRACES[key] = trace_pass(self.config, recipe, **options)
                 return TRACES[key]
             except Untraceable as error:
                 self.untraceable = str(error)
