@@ -18,6 +18,7 @@ from cookbook.system.files import flatten
 from cookbook.system.hardware import GIB, find_gpu
 from cookbook.system.machine import num_cores
 from cookbook.system.monitor import Monitor
+from cookbook.system.records import METRICS, RUN
 from cookbook.system.status import Status
 from cookbook.system.watch import Watch, put_away_report
 from cookbook.training import metrics, trackers
@@ -85,7 +86,7 @@ def _open_log(run: Run, notes: list[str]) -> tuple[metrics.RunLog, dict[str, Any
     """The log with what is known of the run in it, the content of run.json, and the forecast of a GPU's memory."""
     engine, checkpoint, step = run.engine, run.checkpoint, run.progress.step
     is_own = checkpoint is not None and checkpoint.path.resolve().parent == (run.output_dir / "checkpoints").resolve()
-    repeated = trackers.logged_after(run.output_dir / "metrics.jsonl", step) if is_own else {}
+    repeated = trackers.logged_after(run.output_dir / METRICS, step) if is_own else {}
     log = metrics.RunLog(
         run.output_dir,
         is_main=engine.is_main,
@@ -101,7 +102,7 @@ def _open_log(run: Run, notes: list[str]) -> tuple[metrics.RunLog, dict[str, Any
     expected = _forecast(run, notes)
     shortages = shortage.history()
     record = _record(run, expected, shortages)
-    log.write_record("run.json", record)
+    log.write_record(RUN, record)
     for answered in shortages[-1:] if is_own else shortages:
         log.event("out_of_memory", step, **answered)
     started = {"strategy": engine.strategy.name, "processes": engine.plan.num_processes}

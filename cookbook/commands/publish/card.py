@@ -7,7 +7,7 @@ from cookbook.config.recipe import Recipe, dump_recipe
 from cookbook.config.sections import Source
 from cookbook.system.console import several
 from cookbook.system.files import dump_yaml
-from cookbook.system.records import read_lines
+from cookbook.system.records import METRICS, read_lines
 from cookbook.training.adapters import Base
 from cookbook.training.data.sources import BUILTIN_SOURCE
 
@@ -35,7 +35,7 @@ def model_card(
         "steps": f"{state['step']}, {state['num_samples']:,} samples",
         "strategy": f"`{Path(strategy['file']).stem}`, {several(strategy['processes'], 'process')}",
         "precision": {"no": "float32"}.get(recipe.mixed_precision, recipe.mixed_precision),
-        **_metrics(run / "metrics.jsonl", state["step"]),
+        **_metrics(run / METRICS, state["step"]),
         "versions": ", ".join(f"{name} {number}" for name, number in versions.items() if number),
         "checked": f"{checked['tensors']}; {checked['logits']}" if checked else "not yet: cookbook export does",
     }

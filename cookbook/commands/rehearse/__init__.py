@@ -32,7 +32,7 @@ from cookbook.system.console import page, several
 from cookbook.system.files import RecipeError, dump_yaml, read_document
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import CPU_PROCESSES, num_cores, num_gpus, torch_cuda
-from cookbook.system.records import read_lines
+from cookbook.system.records import METRICS, RUN, read_lines
 from cookbook.system.shipped import short
 from cookbook.training.data.rows import row_bytes
 
@@ -276,9 +276,9 @@ def _check_outputs(rehearsal: Rehearsal) -> str | None:
     from cookbook.commands.rehearse.reopen import recompute  # imports numpy, which `check` starts without
 
     out = rehearsal.folder / "out"
-    record = json.loads((out / "run.json").read_text(encoding="utf-8"))
+    record = json.loads((out / RUN).read_text(encoding="utf-8"))
     small = read_document(out / "recipe.yaml").values
-    lines = read_lines(out / "metrics.jsonl")
+    lines = read_lines(out / METRICS)
     evaluations = [line["eval_loss"] for line in lines if "eval_loss" in line]
     steps = [line for line in lines if "loss" in line]
     before, after = evaluations[0], evaluations[-1]
