@@ -23,13 +23,14 @@ from cookbook.config.strategy import Strategy
 from cookbook.planning import launch
 from cookbook.planning.plan import Plan, begun_elsewhere, describe_batch, load_pair, make_plan
 from cookbook.system import faults, lock, machine, signals, status, watch
-from cookbook.system.files import RecipeError
+from cookbook.system.files import RecipeError, refuse
 from cookbook.system.imports import imports
 from cookbook.system.shipped import located
 from cookbook.training.data.known import known_rows
 
 if TYPE_CHECKING:
-    from cookbook.commands.stages import Run, Services
+    from cookbook.commands.services import Services
+    from cookbook.commands.stages import Run
     from cookbook.training.checkpoint.saver import Saver
     from cookbook.training.data.batches import StepBatch
     from cookbook.training.engine import Engine
@@ -105,8 +106,7 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
         )
     except RecipeError as error:
         mistakes += error.mistakes
-    if mistakes:
-        raise RecipeError(mistakes)
+    refuse(mistakes)
     strategy = strategy.fitted(world.num_processes, world.num_local)
     notes = [*([note] if note else []), *shortage.unanswered(recipe)]
     return recipe, strategy, plan, world, notes + begun_elsewhere(Path(recipe_name), recipe, strategy)
@@ -147,6 +147,7 @@ def train(
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns from every process
 
         from cookbook.commands import stages
+        from cookbook.commands.services import start_services
         from cookbook.training.checkpoint import resume
         from cookbook.training.engine import build_ops
 
@@ -174,7 +175,7 @@ def train(
 
     signals.defer()  # from here on there is something to save
     watching.enter("opening the logs")
-    services = stages.start_services(run, failed_after, notes, watching)
+    services = start_services(run, failed_after, notes, watching)
     watching.enter("training")
     with run.steps, services.memory_history:
         reason = loop(run, services)

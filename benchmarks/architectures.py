@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from cookbook.config.recipe import AdapterSection  # noqa: E402
+from cookbook.config.sections import AdapterSection  # noqa: E402
 from cookbook.planning.meshes import (  # noqa: E402
     expert_problem,
     pipeline_problem,

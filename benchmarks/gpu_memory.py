@@ -131,13 +131,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_results(rows: list[dict[str, Any]]) -> None:
-    record = {
-        "command": COMMAND,
-        "machine": f"{platform.machine()}, CPU only",
-        "versions": {name: version(name) for name in PACKAGES},
-        "rows": sorted(rows, key=lambda row: row["strategy"]),
-    }
+def write_results(rows: list[dict[str, Any]], **of_runs: Any) -> None:
+    """`of_runs`: the machine and the versions of runs that were measured before; else those of now."""
+    now = {"machine": f"{platform.machine()}, CPU only", "versions": {name: version(name) for name in PACKAGES}}
+    record = {"command": COMMAND, **now, **of_runs, "rows": sorted(rows, key=lambda row: row["strategy"])}
     RESULTS.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
@@ -156,11 +153,12 @@ def main() -> None:
     parser.add_argument("--adapters", nargs="+", choices=ADAPTERS, default=ADAPTERS, help="likewise")
     parser.add_argument("--checkpointing", nargs="+", choices=CHECKPOINTING, default=CHECKPOINTING, help="likewise")
     arguments = parser.parse_args()
-    rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.exists() else []
+    recorded = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    rows = recorded.get("rows", [])
     if arguments.forecast:
         with tempfile.TemporaryDirectory() as made:
             rows = [forecast_again(row, Path(made)) if row["strategy"] in arguments.strategies else row for row in rows]
-        write_results(rows)
+        write_results(rows, machine=recorded["machine"], versions=recorded["versions"])
     elif not arguments.page:
         with tempfile.TemporaryDirectory() as made:
             folder = arguments.folder or Path(made)

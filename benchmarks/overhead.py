@@ -237,7 +237,7 @@ def one_count_of_samples(num_samples: int, base: str) -> dict[str, Any]:
 
 def one_count_of_rows(num_rows: int, base: str) -> dict[str, Any]:
     from cookbook.config.objectives import Objective
-    from cookbook.config.recipe import DataSection
+    from cookbook.config.sections import DataSection
     from cookbook.training.data.known import known_rows
 
     path = Path(base) / f"rows-{num_rows}.jsonl"

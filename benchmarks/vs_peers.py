@@ -64,7 +64,7 @@ def make_workplace(folder: Path) -> dict[str, Any]:
     """What all programs read. Returns what is to be said of the data."""
     import numpy as np
 
-    from cookbook.config.recipe import ScratchModel
+    from cookbook.config.sections import ScratchModel
     from cookbook.training import models
     from cookbook.training.data.stdlib import load_stdlib
 
@@ -114,7 +114,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]], tokenizer: Any, cache: Pa
 def order_of(path: Path, objective_name: str, tokenizer: Any, cache: Path) -> tuple[Any, Any]:
     """The tokens of a file, and the numbers of its samples in the order of train.py's first epoch."""
     from cookbook.config.objectives import Objective
-    from cookbook.config.recipe import DataSection
+    from cookbook.config.sections import DataSection
     from cookbook.training.data.batches import epoch_order
     from cookbook.training.data.sets import read_data, tokenize_data
 
@@ -173,7 +173,7 @@ def their_settings(cell: Cell, num_steps: int) -> dict[str, Any]:
         "rank": RANK if cell.lora else 0,
         "packed_rows": cell.packed_rows,
         "max_length": ROW_LENGTH.get(cell.packed_rows, MAX_LENGTH),
-        "cpu": on_cpu and not is_zero,  # accelerate leaves DeepSpeed out where it is told to use the CPU
+        "cpu": on_cpu and not is_zero,  # accelerate leaves DeepSpeed out where `cpu` is true
         "arguments": {
             "output_dir": "outputs",
             "per_device_train_batch_size": cell.packed_rows or MICRO_BATCH_SIZES[device()],

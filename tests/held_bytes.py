@@ -217,7 +217,7 @@ def gradient_memory(engine: Any) -> list[int]:
 
 def stop_at_third_update(folder: Path) -> None:
     """In the third step also notes the gradients on the GPU before the first and the second micro-batch, and whether
-    they lie where they lay in the second: DDP's buckets, which Python does not see and DDP makes anew after the first
+    they lie where they lay in the second: DDP's buckets, which Python does not see and DDP makes again after the first
     step, keep their memory.
     """
     from cookbook.training.engine import Engine

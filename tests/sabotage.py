@@ -361,7 +361,7 @@ def around_the_wrapper() -> None:
 
 
 def samples_see_each_other() -> None:
-    """Packed rows without their borders: positions start anew, but attention runs over the whole row."""
+    """Packed rows without their borders: positions start again at 0, but attention runs over the whole row."""
     from cookbook.config.objectives import forward
 
     right = forward.negative_log_likelihood

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mi
 
 from cookbook.commands.forecast.skeleton import skeleton
 from cookbook.commands.merge import merge
-from cookbook.config.recipe import AdapterSection, load_recipe
+from cookbook.config.recipe import load_recipe
+from cookbook.config.sections import AdapterSection
 from cookbook.system.files import RecipeError
 from cookbook.training import adapters
 from cookbook.training.checkpoint import export as checkpoint

@@ -1,4 +1,4 @@
-"""Protects docs/at_scale.md: the page and its plot show the recorded forecasts, and these are made anew.
+"""Protects docs/at_scale.md: the page and its plot show the recorded forecasts, and these are computed again.
 
 python -m pytest -q tests/test_at_scale.py
 """

@@ -3,8 +3,8 @@
 python -m pytest -q tests/test_benchmarks_run.py
 
 `--page` programs write into a copy of the pages, which must come out as they are here. What else plan_accuracy.py and
-recipe_labels.py compute, tests/test_plan_accuracy.py and tests/test_recipes.py compute anew; tests/test_overhead.py
-runs overhead.py, tests/test_at_scale.py computes what at_scale.py writes, and tests/test_architectures.py tries one of
+recipe_labels.py compute is tested by tests/test_plan_accuracy.py and tests/test_recipes.py; tests/test_overhead.py runs
+overhead.py, tests/test_at_scale.py computes what at_scale.py writes, and tests/test_architectures.py tries one of
 architectures.py.
 """
 
@@ -91,8 +91,8 @@ def test_the_table_of_equivalence_is_made_from_what_the_tests_leave(lab: Lab, co
     for name, losses in results["mistakes"].items():
         (folder / f"mistake-{name}.json").write_text(json.dumps(losses))
     run(lab, copy, "equivalence_table.py", str(folder))
-    anew = json.loads(path.read_text())
-    assert anew["strategies"] == results["strategies"] and anew["mistakes"] == results["mistakes"]
+    written = json.loads(path.read_text())
+    assert written["strategies"] == results["strategies"] and written["mistakes"] == results["mistakes"]
     assert "docs/equivalence.svg" not in changed(copy)
 
 

@@ -104,7 +104,10 @@ def test_every_command_explains_itself(verb, capsys):
         (["lanch"], "No such command 'lanch'. Did you mean 'launch'"),
         (["launch", "--fast"], "No such option: --fast"),
         (["launch", "--processes", "two"], "--processes: write a valid integer"),
-        (["rehearse"], "Missing argument 'RECIPE'"),
+        (["rehearse"], "RECIPE is missing; write cookbook rehearse RECIPE"),
+        (["init", "a"], "DATA is missing; write cookbook init MODEL DATA"),
+        (["submit", "a.yaml"], "--to is missing; write --to slurm|sky|k8s|trainjob"),
+        (["check", ""], "RECIPE is empty; write a path"),
         (["export", "outputs/none", "--dtype", "fp8"], "--dtype: 'fp8' is not one of 'fp32'"),
         (["launch", "--dry-run=1"], "--dry-run"),
         ([], "Usage: cookbook"),
@@ -115,6 +118,7 @@ def test_what_is_no_command_line_ends_with_2_and_a_message(arguments, message, c
     assert main(arguments) == 2
     printed = capsys.readouterr()
     assert message in printed.out + printed.err and "Traceback" not in printed.err
+    assert not arguments or len(printed.err.splitlines()) == 1
 
 
 def test_version_names_the_project_and_its_libraries_without_torch():
@@ -367,7 +371,7 @@ def test_launch_refuses_a_bad_recipe_in_a_moment_and_without_torch(tmp_path):
         (["launch", "--strategy", "zero33"], "did you mean zero3?"),
         (["launch", "--strategy", "single", "--rank-logs"], "--rank-logs: one process runs, and its output is that of"),
         (["launch", "--processes", "0"], "--processes is 0; write a number above 0"),
-        (["launch", "--processes", "5"], "recipes/quickstart.yaml: batch.global_batch_size is"),
+        (["launch", "--processes", "5"], "recipes/quickstart.yaml:29: batch.global_batch_size is"),
         (["launch", "--set", "run.max_steps=soon"], "--set run.max_steps is 'soon'"),
         (["check", "--strategy", "nothing"], "strategy 'nothing': no file accelerate_configs/nothing.yaml"),
         (["summary", "nowhere"], "nowhere/metrics.jsonl: no such file"),

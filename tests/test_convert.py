@@ -15,7 +15,8 @@ from cookbook.commands.cli import main
 from cookbook.config.foreign import PROJECTS, answers
 from cookbook.config.recipe import OWNED_ELSEWHERE, Recipe, leaves
 from cookbook.config.strategy import load_strategy
-from cookbook.system.files import Document, validate
+from cookbook.system.files import Document
+from cookbook.system.validation import validate
 
 TRL = """\
 model_name_or_path: some/model

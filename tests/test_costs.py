@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from cookbook.commands.doctor.sizes import sizes
 from cookbook.commands.forecast import forecast_all
 from cookbook.commands.forecast.skeleton import skeleton
-from cookbook.config.recipe import AdapterSection, Recipe, load_recipe
+from cookbook.config.recipe import Recipe, load_recipe
+from cookbook.config.sections import AdapterSection
 from cookbook.config.strategy import Strategy, load_strategy
 from cookbook.planning import library
 from cookbook.planning.costs.flops import ModelSizes, Step, attention_flops, sizes_of, work

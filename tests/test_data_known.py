@@ -10,7 +10,7 @@ import pytest
 from small_data import make_tokenizer
 
 from cookbook.config.objectives import Objective
-from cookbook.config.recipe import DataSection
+from cookbook.config.sections import DataSection
 from cookbook.system.files import RecipeError
 from cookbook.training.data import known
 from cookbook.training.data.known import known_rows

@@ -18,7 +18,7 @@ from curves import RECIPE, ROOT
 from small_data import make_tokenizer
 
 from cookbook.config.objectives import Objective
-from cookbook.config.recipe import DataSection, Source
+from cookbook.config.sections import DataSection, Source
 from cookbook.training.data import files
 from cookbook.training.data.sets import read_data
 from cookbook.training.data.stream import Stream

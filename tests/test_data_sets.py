@@ -15,7 +15,7 @@ import pytest
 from small_data import PAD, chat, make_tokenizer, write_lines
 
 from cookbook.config.objectives import Objective
-from cookbook.config.recipe import DataSection
+from cookbook.config.sections import DataSection
 from cookbook.system.files import RecipeError
 from cookbook.training.data.batches import Layout, StepBatch, steps_per_epoch, train_steps
 from cookbook.training.data.sets import TokenSets, read_data, tokenize_data

@@ -15,7 +15,7 @@ from small_data import CHATML, ROOT, chat, make_tokenizer, marked, rows_of, run_
 from tokenizers import processors
 
 from cookbook.config.objectives import Objective
-from cookbook.config.recipe import DataSection
+from cookbook.config.sections import DataSection
 from cookbook.system.files import RecipeError
 from cookbook.training.data import tokens as tokens_module
 from cookbook.training.data.encode import WRITES_ALL

@@ -12,7 +12,7 @@ from conftest import ROOT
 from cookbook.commands import escalation, shortage
 from cookbook.commands.cli import main
 from cookbook.commands.escalation import Start, smaller_batches
-from cookbook.config.recipe import BatchSection
+from cookbook.config.sections import BatchSection
 from cookbook.planning import simulated_gpus
 from cookbook.planning.plan import load_pair, make_plan
 from cookbook.system import status

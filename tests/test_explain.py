@@ -15,7 +15,8 @@ from conftest import RECIPE, ROOT, clean_environment
 
 from cookbook.commands.cli import main
 from cookbook.config.optim import Optimizer
-from cookbook.config.recipe import AdapterSection, Recipe, leaves
+from cookbook.config.recipe import Recipe, leaves
+from cookbook.config.sections import AdapterSection
 from cookbook.config.strategy import load_strategy
 from cookbook.planning.costs import per_parameter as costs
 from cookbook.planning.costs.inputs import CostInputs
@@ -520,6 +521,9 @@ KEYS = {
     "model.gradient_checkpointing=offload": "speed",
     "model.compile=true": "rounding",
     "run.save_every_steps=50": "run",
+    "run.max_steps=5000": "curve",
+    "run.skip_nonfinite_steps=1": "curve",
+    "run.deterministic=true": "rounding",
     "data.eval=python-stdlib": "run",
     "optim.learning_rate=1e-5": "curve",
     "batch.global_batch_size=64": "curve",
@@ -540,7 +544,7 @@ def test_a_key_that_changes_the_curve_is_told_from_one_that_does_not(assignment,
 
 def test_the_lists_of_keys_name_keys_of_a_recipe():
     known = set(leaves(Recipe))
-    listed = {*compare.NEVER_THE_CURVE, *compare.ONLY_ROUNDING, *compare.ONLY_THE_RUN}
+    listed = {*compare.NEVER_THE_CURVE, *compare.ONLY_ROUNDING, *compare.ONLY_THE_RUN, *compare.THE_CURVE_IN_RUN}
     assert listed - known == set()
     assert {"data.pakcing"} - known == {"data.pakcing"}
     assert compare.effect_of("optim.betas") == compare.effect_of("a.key.of.tomorrow") == "curve"
@@ -672,7 +676,10 @@ def test_check_takes_the_values_and_the_processes_of_a_command_line(book, capsys
     code, _, mistakes = checked(capsys, RECIPE, "--set", "optim.lr=3", "--set", "nonsense=1")
     assert code == 2 and len(mistakes) == 2 and "optim.lr" in mistakes[0] and "nonsense" in mistakes[1]
     code, _, mistakes = checked(capsys, RECIPE, "--processes", "3")
-    assert code == 2 and "3 processes x micro_batch_size 8" in mistakes[0]
+    assert code == 2 and "3 processes x micro_batch_size 8" in mistakes[0] and re.match(rf"{RECIPE}:\d+: ", mistakes[0])
+    for given in ("batch.micro_batch_size=3", "batch.global_batch_size=9"):  # whose line in the file has another value
+        code, _, mistakes = checked(capsys, RECIPE, "--processes", "2", "--set", given)
+        assert code == 2 and mistakes[0].startswith(f"--set {given}: batch.global_batch_size is "), mistakes
     code, _, mistakes = checked(capsys, RECIPE, "--processes", "0")
     assert code == 2 and mistakes == ["--processes is 0; write a number above 0"]
 

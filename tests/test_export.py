@@ -36,7 +36,8 @@ from transformers import (
 from cookbook.commands import merge, publish
 from cookbook.commands.cli import main
 from cookbook.commands.publish import reopen
-from cookbook.config.recipe import ModelSection, Recipe
+from cookbook.config.recipe import Recipe
+from cookbook.config.sections import ModelSection
 from cookbook.system.files import RecipeError
 from cookbook.training import adapters
 from cookbook.training.checkpoint import export as building

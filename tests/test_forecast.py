@@ -15,12 +15,14 @@ from conftest import ROOT, clean_environment
 from transformers import AutoConfig
 
 from cookbook.commands.cli import main
-from cookbook.commands.forecast import Forecast, PlanReport, _verdict, forecast_all, micro_batch_of, of_run, rung_below
+from cookbook.commands.forecast import Forecast, PlanReport, forecast_all, micro_batch_of, of_run, rung_below
 from cookbook.commands.forecast.activations import ActivationTrace, Phase
 from cookbook.commands.forecast.memory import CONTEXT, GIB, Memory, peak
 from cookbook.commands.forecast.show import _bar, as_record, in_words
 from cookbook.commands.forecast.sizes import better_sizes
-from cookbook.config.recipe import AdapterSection, Recipe, load_recipe
+from cookbook.commands.forecast.strategy import _verdict
+from cookbook.config.recipe import Recipe, load_recipe
+from cookbook.config.sections import AdapterSection
 from cookbook.config.strategy import load_strategy
 from cookbook.planning.costs.inputs import Skeleton, Weight
 from cookbook.planning.costs.memory import ResidentBytes, States

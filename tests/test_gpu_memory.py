@@ -84,9 +84,20 @@ def test_the_recorded_peaks_are_what_is_forecast_of_them_today(tmp_path: Path, s
     rows = json.loads(gpu_memory.RESULTS.read_text(encoding="utf-8"))["rows"]
     kinds = ("strategy", "adapter", "checkpointing", "accumulates")
     (row,) = [row for row in rows if tuple(row[kind] for kind in kinds) == (strategy, "full", "false", False)]
-    assert gpu_memory.forecast_again(row, tmp_path) == row, "write it anew: benchmarks/gpu_memory.py --forecast"
+    assert gpu_memory.forecast_again(row, tmp_path) == row, "write it again: benchmarks/gpu_memory.py --forecast"
     error = gpu_memory.error_of(row)
     assert error is not None and abs(error) < WITHIN / 2
+
+
+def test_forecasts_of_today_leave_the_versions_of_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    recorded = json.loads(gpu_memory.RESULTS.read_text(encoding="utf-8"))
+    older = recorded | {"versions": {"torch": "1.0"}, "machine": "another"}
+    for name, content in (("RESULTS", json.dumps(older)), ("PAGE", gpu_memory.PAGE.read_text(encoding="utf-8"))):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        monkeypatch.setattr(gpu_memory, name, tmp_path / name)
+    monkeypatch.setattr("sys.argv", ["gpu_memory.py", "--forecast", "--strategies", "fsdp2_tp"])
+    gpu_memory.main()
+    assert json.loads((tmp_path / "RESULTS").read_text(encoding="utf-8")) == older
 
 
 @pytest.mark.simulated

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from cookbook.config.recipe import LossScaleSection
+from cookbook.config.sections import LossScaleSection
 from cookbook.training.engine.loss_scale import LossScale
 
 SETTINGS = {"initial": 1024.0, "window": 2, "hysteresis": 2, "minimum": 256.0}

@@ -9,7 +9,7 @@ from target_grid import from_grid, packed
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cookbook.config.recipe import ModelSection
+from cookbook.config.sections import ModelSection
 from cookbook.system.files import RecipeError
 from cookbook.training.models import kernel_notes, load_model
 from tests.needs import need_compiler

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, Gemma3Config, LlamaConfig, LlamaForCausalLM
 
 from cookbook.config.mesh import Mesh
-from cookbook.config.recipe import ModelSection, ScratchModel
+from cookbook.config.sections import ModelSection, ScratchModel
 from cookbook.planning.meshes import mesh_problem
 from cookbook.system.files import RecipeError
 from cookbook.training.models import (

@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from cookbook.config.recipe import ModelSection, Recipe, load_recipe
+from cookbook.config.recipe import Recipe, load_recipe
+from cookbook.config.sections import ModelSection
 from cookbook.planning import library
 from cookbook.planning.packing import PACKABLE, Packing, decide, known_config
 from cookbook.system.files import RecipeError

@@ -1,4 +1,4 @@
-"""Protects the plan's accuracy: the page shows the recorded figures, these hold the bands, and are made anew.
+"""Protects the plan's accuracy: the page shows the recorded figures, these hold the bands, and are computed again.
 
 python -m pytest -q tests/test_plan_accuracy.py
 """
@@ -70,7 +70,7 @@ def test_runs_of_an_unsaid_kind_of_memory_have_a_band_of_their_own(results, fact
 
 
 @pytest.mark.parametrize("row", ["m226", "m246"])
-def test_a_run_of_an_unsaid_kind_forecast_anew_lies_inside(facts, row):
+def test_a_run_of_an_unsaid_kind_forecast_again_lies_inside(facts, row):
     assert place(facts[row]).is_inside
     assert not place(facts[row] | {"reported_GiB_or_GB": str(2 * float(facts[row]["reported_GiB_or_GB"]))}).is_inside
 
@@ -112,17 +112,17 @@ def test_a_forecast_that_forgets_activations_misses(results, group):
 
 
 @pytest.mark.parametrize("row", ["m125", "m092", "m024", "m144", "m005"])
-def test_a_row_forecast_anew_gives_what_is_recorded(results, facts, row):
+def test_a_row_forecast_again_gives_what_is_recorded(results, facts, row):
     setup = setup_of(facts[row])
-    anew = plan_accuracy.compare(facts[row], setup)
+    found = plan_accuracy.compare(facts[row], setup)
     recorded = next(one for one in results["compared"] if one["id"] == row)
-    assert anew.forecast == pytest.approx(recorded["forecast"], rel=0.01)
+    assert found.forecast == pytest.approx(recorded["forecast"], rel=0.01)
     if row == "m125":  # a forecast of another run would show
         other = plan_accuracy.compare(facts[row], replace(setup, rows=2))
         assert other.forecast > 1.2 * recorded["forecast"]
 
 
-def test_a_failed_run_forecast_anew_still_fails(facts):
+def test_a_failed_run_forecast_again_still_fails(facts):
     failed = plan_accuracy.call(facts["m148"], setup_of(facts["m148"]))
     assert failed.verdict == "does not fit"
     roomy = replace(setup_of(facts["m148"]), gpu_gib=80.0)

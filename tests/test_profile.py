@@ -15,7 +15,7 @@ import torch
 from cookbook.commands.cli import main
 from cookbook.commands.history import History, read_history, read_ranks
 from cookbook.commands.why_slow import GROUPS, advice, beside_forecast, shares
-from cookbook.config.recipe import ProfileSection
+from cookbook.config.sections import ProfileSection
 from cookbook.system.divided import PARTS, Event, divide, in_words
 from cookbook.training.profiling import Profile
 from tests.curves import ROOT, Lab

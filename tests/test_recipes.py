@@ -13,8 +13,9 @@ import yaml
 from conftest import ROOT
 
 from cookbook.commands.cli import main
-from cookbook.config.recipe import BUILTIN_SOURCE, RENAMED, Recipe, Section, load_recipe
+from cookbook.config.recipe import Recipe, Section, load_recipe
 from cookbook.config.registry import Named
+from cookbook.config.sections import BUILTIN_SOURCE
 from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.planning import library
 from cookbook.planning.packing import decide, known_config
@@ -94,7 +95,7 @@ def test_the_table_of_a_label_is_what_plan_computes(name, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from benchmarks.recipe_labels import fits
 
-    assert fits(Path(name)) in Path(name).read_text(), "write it anew: python benchmarks/recipe_labels.py"
+    assert fits(Path(name)) in Path(name).read_text(), "write it again: python benchmarks/recipe_labels.py"
 
 
 def test_a_strategy_that_fits_on_fewer_gpus_needs_fewer():
@@ -166,7 +167,7 @@ def test_a_known_structure_has_the_published_number_of_parameters(name):
 
 
 def test_the_page_is_what_the_recipes_say():
-    assert library.PAGE.read_text() == library.library_page(), "write it anew: python -m cookbook library"
+    assert library.PAGE.read_text() == library.library_page(), "write it again: python -m cookbook library"
 
 
 def test_a_machine_that_is_too_small_is_told_what_to_do_instead():
@@ -183,6 +184,30 @@ def test_the_smallest_recipe_still_has_a_smaller_one():
 
 
 # Old names.
+
+
+RENAMED = {
+    "llama31_8b/dpo_lora_ddp": ("llama31_8b/dpo_lora", "ddp"),
+    "llama31_8b/sft_fsdp2": ("llama31_8b/sft", "fsdp2"),
+    "llama31_8b/sft_lora_zero2": ("llama31_8b/sft_lora", "zero2"),
+    "llama31_8b/sft_qlora_single": ("llama31_8b/sft_qlora", "single"),
+    "llama31_8b/sft_zero3": ("llama31_8b/sft", "zero3"),
+    "llama32_3b/sft_fsdp2": ("llama32_3b/sft", "fsdp2"),
+    "llama33_70b/sft_qlora_zero2": ("llama31_70b/sft_qlora", "zero2"),
+    "llama33_70b/sft_zero3_nvme": ("llama31_70b/sft", "zero3_nvme"),
+    "llama33_70b/sft_zero3_offload": ("llama31_70b/sft", "zero3_offload"),
+    "mistral_7b/cpt_fsdp2": ("mistral_7b/cpt", "fsdp2"),
+    "qwen25_7b/sft_zero2_offload": ("qwen25_7b/sft", "zero2_offload"),
+    "qwen25_7b/sft_zero3": ("qwen25_7b/sft", "zero3"),
+    "qwen25_7b/sft_zero3_offload": ("qwen25_7b/sft", "zero3_offload"),
+    "qwen3_0_6b/sft_ddp": ("qwen3_0_6b/sft", "ddp"),
+    "qwen3_0_6b/sft_lora_ddp": ("qwen3_0_6b/sft_lora", "ddp"),
+    "qwen3_32b/sft_lora_fsdp2": ("qwen25_32b/sft_lora", "fsdp2"),
+    "qwen3_4b/sft_fsdp2": ("qwen3_4b/sft", "fsdp2"),
+    "qwen3_4b/sft_lora_ddp": ("qwen3_4b/sft_lora", "ddp"),
+    "smollm2_135m/sft_single": ("smollm2_135m/sft", "single"),
+}
+"""Recipes that had a strategy in their name, with their replacement; one in another folder has another model."""
 
 
 @pytest.mark.parametrize("old", RENAMED)

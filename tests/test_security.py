@@ -27,7 +27,7 @@ from small_data import chat, make_tokenizer, marked, rows_of, run_tokenize
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cookbook.commands.cli import main
-from cookbook.config.recipe import ModelSection
+from cookbook.config.sections import ModelSection
 from cookbook.planning.plan import load_pair
 from cookbook.system.files import RecipeError
 from cookbook.training.models import load_config, load_model, load_tokenizer, resolve_model, train_tokenizer
@@ -456,7 +456,7 @@ AUTO_MAP = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
 def test_code_in_a_model_folder_is_not_run_even_for_a_yes(
     kind: str, folder: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """transformers asks on the terminal whether to run it, unless it is told."""
+    """transformers asks on the terminal whether to run it, unless `trust_remote_code` is given."""
     asked = []
     monkeypatch.setattr("builtins.input", lambda prompt="": asked.append(prompt) or "y")
     (folder / "code.py").write_text(CODE.format(marker=str(marker)))

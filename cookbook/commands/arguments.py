@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, CallbackParam, Option
+from typer import Argument, BadParameter, CallbackParam, Option
 
 from cookbook.config.recipe import RECIPES
 from cookbook.config.strategy import find_strategy, known_strategies
@@ -54,14 +54,14 @@ def _find(strategy: Path | None) -> Path | None:
     return None if strategy is None else find_strategy(str(strategy))
 
 
-def _locate(given: Path | str | list[Path] | None) -> Any:
-    """Recipes that are not here are shipped ones."""
-    if isinstance(given, list):
-        return [_locate(path) for path in given]
-    return given and type(given)(located(str(given)))
+def _locate(given: str | Path) -> Path:
+    """A recipe that is not here is a shipped one."""
+    if not str(given).strip():
+        raise BadParameter("is empty; write a path")
+    return Path(located(str(given)))
 
 
-RECIPE = Argument(metavar="RECIPE", autocompletion=recipes, callback=_locate)
+RECIPE = Argument(metavar="RECIPE", autocompletion=recipes, parser=_locate)
 StrategyFile = Annotated[
     Path | None,
     Option(

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from typer import BadParameter, Exit, Option, Typer
+from typer import Exit, Option, Typer
 from typer.core import TyperGroup
+from typer.exceptions import TyperException
 
 from cookbook.commands.arguments import QUICKSTART, RECIPE, AsJson, Assignments, StrategyFile
 from cookbook.commands.chat import chat, sample
@@ -96,16 +97,29 @@ class _Commands(TyperGroup):
         except RecipeError as error:
             print(short(str(error)), file=sys.stderr)
             ctx.exit(2)
-        except BadParameter as error:
-            if not error.message or error.param is None:  # a missing argument: typer's message has the usage line
-                raise
-            place = error.param.opts[0] if error.param.param_type_name == "option" else error.param.metavar
-            what = re.sub("^Value error, |, unable to parse .*", "", error.message).replace("Input should be", "write")
-            print(f"{place}: {what.rstrip('.')}", file=sys.stderr)
+        except TyperException as error:
+            print(_in_a_line(error), file=sys.stderr)
             ctx.exit(2)
         except BrokenPipeError:  # whoever read has seen enough, as in `... | head`
             _close_stdout()
             ctx.exit(141)
+
+
+def _in_a_line(error: Any) -> str:
+    """A mistake on the command line, with what to write instead, where typer would print its usage."""
+    context: Any = getattr(error, "ctx", None)
+    param: Any = getattr(error, "param", None)
+    if param is None:  # no such command or option, or an argument too many
+        rest = f" ({context.command_path} -h shows what there is)" if context else ""
+        return f"{error.format_message().removesuffix('.')}{rest}"
+    is_option = param.param_type_name == "option"
+    place = param.opts[0] if is_option else param.metavar
+    if error.message:
+        what = re.sub("^Value error, |, unable to parse .*", "", error.message).replace("Input should be", "write")
+        return f"{place}{' ' if what.startswith('is ') else ': '}{what.rstrip('.')}"
+    needed = [one.metavar for one in context.command.params if one.param_type_name == "argument" and one.required]
+    words = [place, param.metavar] if is_option else [context.command_path, *needed]
+    return f"{place} is missing; write {' '.join(words)}"
 
 
 def _show_versions(asked: bool) -> None:

@@ -5,10 +5,12 @@ from itertools import islice
 from pathlib import Path
 
 from cookbook.config.optim import number
-from cookbook.config.recipe import BUILTIN_SOURCE, Recipe, Source
+from cookbook.config.recipe import Recipe
 from cookbook.config.row_kinds import kinds, kinds_of, rename
 from cookbook.config.schedule import peak_learning_rate
-from cookbook.system.files import RecipeError, gathered
+from cookbook.config.sections import ALL_LINEAR, BUILTIN_SOURCE, Source
+from cookbook.planning.packing import known_config
+from cookbook.system.files import RecipeError, gathered, refuse
 from cookbook.training.data.rows import read_rows
 from cookbook.training.data.sources import raw_rows
 
@@ -26,16 +28,37 @@ def doubts(recipe: Recipe) -> Iterator[str]:
             f"optim.learning_rate is {number(peak)} for all weights of an existing model, above {number(most)}: it may"
             " forget more than it learns; recipes/README.md has published rates"
         )
+    yield from _rank_above_width(recipe)
     trains_on_builtin = any(source.path == BUILTIN_SOURCE for source in recipe.data.train)
     trained = set().union(*(_kinds_here(source) for source in recipe.data.train))
-    for name, source in recipe.data.eval.items():
-        key = f"data.eval{f'.{name}' if name else ''}"
+    for key, source in recipe.data.sources[len(recipe.data.train) :]:
         if source.path == BUILTIN_SOURCE and not trains_on_builtin:
             yield f"{key} is {BUILTIN_SOURCE}, which data.train is not: name held-out rows of your own, or data.holdout"
         held = _kinds_here(source)
         if trained and held and not trained & held:
             what, other = (" or ".join(kinds()[kind].words for kind in sorted(found)) for found in (held, trained))
             yield f"{key} has rows of {what}, and data.train of {other}: its loss is that of another task"
+
+
+def _rank_above_width(recipe: Recipe) -> Iterator[str]:
+    """A rank that the narrowest layer cannot use, by the names and sizes that most models have."""
+    adapter, config = recipe.adapter, known_config(recipe.model)
+    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    if adapter is None or not hidden or not heads:
+        return
+    head = getattr(config, "head_dim", None) or hidden // heads
+    keys = head * (getattr(config, "num_key_value_heads", None) or heads)
+    inner = getattr(config, "intermediate_size", None) or hidden
+    sizes = {"q_proj": head * heads, "k_proj": keys, "v_proj": keys, "o_proj": head * heads}
+    sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), inner)
+    targets = sizes if adapter.targets == [ALL_LINEAR] else sizes.keys() & adapter.targets
+    widths = {name: min(hidden, sizes[name]) for name in sorted(targets)}
+    if narrow := [name for name, width in widths.items() if width < adapter.rank]:
+        least = min(widths.values())
+        yield (
+            f"adapter.rank is {adapter.rank}, and {', '.join(narrow)} have fewer rows or columns: no change to a matrix"
+            f" has a rank above its width; write at most {least}"
+        )
 
 
 def _kinds_here(source: Source) -> set[str]:
@@ -56,13 +79,10 @@ def read_all(recipe: Recipe) -> Iterator[str]:
         RecipeError: the mistakes in all sources.
     """
     mistakes: list[str] = []
-    named = [("data.train", source) for source in recipe.data.train]
-    named += [(f"data.eval{f'.{name}' if name else ''}", source) for name, source in recipe.data.eval.items()]
-    for key, source in named:
+    for key, source in recipe.data.sources:
         with gathered(mistakes):
             found = read_rows(source, recipe.data.on_bad_row, recipe.objective)
             line = f"{key}: {source.path}: {len(found.rows):,} rows of {kinds()[found.kind].words}"
             dropped = (f"{count:,} dropped: {reason}" for reason, count in found.num_dropped.items())
             yield "; ".join([line, *filter(None, [found.renamed]), *dropped])
-    if mistakes:
-        raise RecipeError(mistakes)
+    refuse(mistakes)

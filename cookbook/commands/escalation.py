@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cookbook.commands import shortage
-from cookbook.config.recipe import BatchSection, Recipe
+from cookbook.config.recipe import Recipe
+from cookbook.config.sections import BatchSection
 from cookbook.config.strategy import Strategy, load_known
 from cookbook.planning import simulated_gpus
 from cookbook.planning.plan import Plan, launch_command, load_pair, make_plan

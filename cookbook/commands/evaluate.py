@@ -21,7 +21,7 @@ from cookbook.planning import launch
 from cookbook.planning.packing import decide
 from cookbook.planning.plan import make_plan
 from cookbook.system.console import page
-from cookbook.system.files import Document, RecipeError
+from cookbook.system.files import Document, RecipeError, refuse
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import num_gpus
 
@@ -140,8 +140,7 @@ def evaluate_model(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
     strategy = load_strategy(find_strategy("single"))
     plan = make_plan(recipe, strategy, num_processes=1, num_gpus=num_gpus(), recipe_name=str(folder))
     precision = recipe.mixed_precision
-    if mistakes := launch.check_machine(strategy, num_gpus(), deterministic=False, mixed_precision=precision):
-        raise RecipeError(mistakes)
+    refuse(launch.check_machine(strategy, num_gpus(), deterministic=False, mixed_precision=precision))
 
     from transformers.utils import logging
 
@@ -191,7 +190,7 @@ def _prepare_model(folder: Path, recipe: Recipe, engine: "Engine") -> Recipe:
     if is_adapter:
         from peft import PeftConfig
 
-        check_base(folder / adapters.BASE_RECORD)
+        check_base(folder)
         settings = PeftConfig.from_pretrained(str(folder))
         base = models.fetch_model(str(settings.base_model_name_or_path), settings.revision)
     config = models.load_config(base, recipe.data.max_length)

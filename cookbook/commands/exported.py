@@ -1,10 +1,9 @@
 """Finds the model that a command is to use, and the run and the base that it comes from. Imports no torch."""
 
-import json
 from pathlib import Path
 
 from cookbook.commands.arguments import which_run
-from cookbook.system.files import RecipeError
+from cookbook.system.files import RecipeError, first_line
 from cookbook.training.checkpoint.listing import is_run
 
 ADAPTER = "adapter_config.json"
@@ -33,24 +32,29 @@ def find_run(folder: Path) -> Path | None:
     return next((path for path in (folder, folder.resolve().parent) if is_run(path)), None)
 
 
-def check_base(record: Path) -> None:
+def check_base(trained: Path) -> None:
     """Check that the base model in a folder is still the one that was trained from.
 
     Takes about a second per gigabyte at the first time, see `sha256_of`. A model of the Hub has a commit instead.
 
     Args:
-        record: the base_model.json of a run or an adapter; adapters of other projects have none.
+        trained: the folder of an adapter, or of what a run keeps of its model; adapters of other projects have no
+            record of their base.
 
     Raises:
-        RecipeError: its weights are others.
+        RecipeError: its weights are others, or the record is damaged.
     """
+    from cookbook.training.adapters import Base
     from cookbook.training.models import weights_digest
 
-    if not record.is_file():
+    try:
+        base = Base.read(trained)
+    except FileNotFoundError:
         return
-    base = json.loads(record.read_text(encoding="utf-8"))
-    folder = Path(base["name_or_path"])
-    if (folder / "config.json").is_file() and weights_digest(folder, cache=CACHE) != base["sha256"]:
+    except (OSError, ValueError, TypeError) as error:
+        raise RecipeError(f"{trained}: the record of its base cannot be read ({first_line(error)})") from None
+    folder = Path(base.name_or_path)
+    if (folder / "config.json").is_file() and weights_digest(folder, cache=CACHE) != base.sha256:
         raise RecipeError(
-            f"{folder}: its weights are not those that {record.parent} was trained on (another SHA-256); put those back"
+            f"{folder}: its weights are not those that {trained} was trained on (another SHA-256); put those back"
         )

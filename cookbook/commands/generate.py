@@ -1,6 +1,5 @@
 """Opens a trained model and generates answers, which are printed as they come. Imports torch."""
 
-import json
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +16,7 @@ from cookbook.commands.exported import ADAPTER, check_base, find_run
 from cookbook.commands.publish import MODEL_FILES
 from cookbook.config.messages import Chat
 from cookbook.system.files import RecipeError, first_line
-from cookbook.training.adapters import BASE_RECORD
+from cookbook.training.adapters import Base
 from cookbook.training.models import fetch_model
 
 
@@ -112,7 +111,7 @@ def open_model(folder: Path) -> Generator:
     is_adapter = (folder / ADAPTER).is_file()
     opener: Any = AutoModelForCausalLM
     if is_adapter:
-        check_base(folder / BASE_RECORD)
+        check_base(folder)
         from peft import AutoPeftModelForCausalLM as opener  # takes the base model's revision from the adapter
 
         # peft 0.21 reads an attribute that transformers 5 renames.
@@ -140,19 +139,18 @@ def open_base(tuned: Generator, folder: Path) -> Generator:
     try:
         if run is None:
             raise FileNotFoundError("it lies in no run's folder")
-        record = json.loads((run / MODEL_FILES / BASE_RECORD).read_text(encoding="utf-8"))
-        name, revision, is_new = record["name_or_path"], record["revision"], record.get("is_new")
-    except (OSError, ValueError, KeyError) as error:
+        base = Base.read(run / MODEL_FILES)
+    except (OSError, ValueError, TypeError) as error:
         raise RecipeError(f"--compare: {folder} has no record of its base model ({first_line(error)})") from None
-    if is_new:
+    if base.is_new:
         raise RecipeError(f"--compare: the model of {run} was trained from scratch and has no base; take it out")
-    check_base(run / MODEL_FILES / BASE_RECORD)
+    check_base(run / MODEL_FILES)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            fetch_model(name, revision), dtype="auto", trust_remote_code=False, use_safetensors=True
+            fetch_model(base.name_or_path, base.revision), dtype="auto", trust_remote_code=False, use_safetensors=True
         )
     except (OSError, ValueError) as error:
-        raise RecipeError(f"--compare: {name} cannot be opened ({first_line(error)})") from None
+        raise RecipeError(f"--compare: {base.name_or_path} cannot be opened ({first_line(error)})") from None
     model.generation_config = tuned.model.generation_config
     return replace(tuned, model=_placed(model))
 

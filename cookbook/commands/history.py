@@ -10,11 +10,7 @@ import psutil
 from cookbook.commands.arguments import which_run
 from cookbook.system import status
 from cookbook.system.files import RecipeError, flatten, read_document
-from cookbook.system.records import read_json, read_lines
-
-METRICS = "metrics.jsonl"
-EVENTS = "events.jsonl"
-SAMPLES = "samples.jsonl"
+from cookbook.system.records import EVENTS, METRICS, RUN, SAMPLES, read_json, read_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +56,7 @@ def read_history(folder: Path) -> History:
         folder=folder,
         lines=read_lines(path),
         events=read_lines(folder / EVENTS),
-        record=read_json(folder / "run.json"),
+        record=read_json(folder / RUN),
         settings=flatten(read_document(recipe).values) if recipe.is_file() else {},
         state=state_of(folder)[0],
         samples=read_lines(folder / SAMPLES),

@@ -18,19 +18,13 @@ from typer import Argument, Option
 
 from cookbook.commands.launch import check
 from cookbook.config.objectives import Objective
-from cookbook.config.recipe import (
-    ALL_LINEAR,
-    RECIPES,
-    Recipe,
-    Source,
-    default_output_dir,
-    parse_recipe,
-    read_recipe,
-)
+from cookbook.config.recipe import RECIPES, Recipe, default_output_dir, parse_recipe, read_recipe
 from cookbook.config.row_kinds import kinds, kinds_of, rename, suggested_columns
+from cookbook.config.sections import ALL_LINEAR, Source
 from cookbook.config.strategy import Strategy, load_known
 from cookbook.planning.library import read_label
-from cookbook.system.files import Document, RecipeError, cannot_write, dump_yaml, gathered
+from cookbook.system.console import several
+from cookbook.system.files import Document, RecipeError, cannot_write, dump_yaml, gathered, refuse
 from cookbook.system.hardware import GIB, Machines, in_gib, parse_machines, this_machine
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.shipped import located, own_folder, short, typed
@@ -121,8 +115,7 @@ def init(
         config = load_config(folder, 1)
     with gathered(mistakes):
         found = _read(data, task)
-    if mistakes:
-        raise RecipeError(mistakes)
+    refuse(mistakes)
     draft = _Draft(model, *found, config, machines, out)
     draft.read_lengths(folder)
     draft.choose()
@@ -156,8 +149,7 @@ def _check_arguments(model: str, data: str, gpus: str | None, out: Path) -> Mach
     values |= {"batch": {"global_batch_size": 1, "micro_batch_size": 1}, "optim": {"learning_rate": 1.0}}
     with gathered(mistakes):
         _recipe(values | {"run": {"num_epochs": 1}})
-    if mistakes:
-        raise RecipeError(mistakes)
+    refuse(mistakes)
     return machines
 
 
@@ -302,7 +294,7 @@ class _Draft:
         Raises:
             RecipeError: nothing fits.
         """
-        from cookbook.commands.forecast import TraceCache
+        from cookbook.commands.forecast.strategy import TraceCache
 
         machines = self.machines
         whole = _recipe(self._values("lora", True, "single")).model_copy(update={"adapter": None})
@@ -457,7 +449,7 @@ class _Draft:
         size = re.search(r"(\d+)[.\d]*G", self.machines.text.upper()) if gpu is None else None
         each = gpu.sold_gb if gpu is not None else int(size[1]) if size else 0
         host = f", {self.host_gb:,} GB of host memory" if self.host_gb else ""
-        return f"{count} GPU{'s' if count > 1 else ''} of {each} GB{host}."
+        return f"{several(count, 'GPU')} of {each} GB{host}."
 
 
 def _wrap(text: str, width: int) -> list[str]:

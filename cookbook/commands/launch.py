@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from socket import gethostname
 from typing import Annotated
@@ -25,9 +25,10 @@ from cookbook.planning.explain.chart import LETTERS
 from cookbook.planning.library import gpus_needed, read_label, read_needs, recipe_files, what_it_takes
 from cookbook.system import hosts
 from cookbook.system.console import can_show
-from cookbook.system.files import KeyPath, RecipeError, gathered, read_document, validate
+from cookbook.system.files import RecipeError, gathered, read_document, refuse
 from cookbook.system.machine import fp8_problems, num_cores, num_gpus
 from cookbook.system.shipped import short
+from cookbook.system.validation import validate
 from cookbook.training.data.rows import read_rows
 
 
@@ -70,8 +71,7 @@ def launch(
         planned = plan.make_plan(
             recipe, loaded, num_processes=count, num_local=num_local, num_gpus=gpus, recipe_name=str(path)
         )
-    if mistakes:
-        raise RecipeError(mistakes)
+    refuse(_placed(mistakes, path, assignments))
     if simulate_gpus is not None:  # after the checks: the first use compiles
         environment |= _simulate(simulate_gpus, path, recipe)
     folder, logs = Path(recipe.run.output_dir), None
@@ -108,8 +108,7 @@ def _simulate(count: int, path: Path, recipe: Recipe) -> dict[str, str]:
     environment = simulated_gpus.environment(count)
     os.environ |= environment
     print(f"{count} simulated GPUs: no time or speed of this run is a measurement", flush=True)
-    if mistakes := _lacks_for_fp8(path, recipe, count):  # asks the simulated driver
-        raise RecipeError(mistakes)
+    refuse(_lacks_for_fp8(path, recipe, count))  # asks the simulated driver
     return environment
 
 
@@ -126,7 +125,7 @@ def _check_rows(recipe: Recipe) -> None:
     data = recipe.data
     if data.streaming:
         return
-    sources = [*data.train, *data.eval.values()]
+    sources = [source for _, source in data.sources]
     here = [source for source in sources if Path(source.path).exists()]
     if here == sources:
         from cookbook.training.data.known import known_rows
@@ -176,7 +175,7 @@ def check(
             print(short(f"{path}: fine"))
     if mistakes:
         sys.stdout.flush()
-        raise RecipeError(list(dict.fromkeys(mistakes)))
+        raise RecipeError(mistakes)
     return 0
 
 
@@ -186,16 +185,17 @@ def _check_recipe(
     try:
         recipe, strategy = plan.load_pair(path, assignments, strategy_path=override)
     except RecipeError as error:
-        raise RecipeError([*error.mistakes, *_clashes_behind(path, override)]) from None
+        raise RecipeError([*error.mistakes, *_placed(_clashes_behind(path, override), path, assignments)]) from None
     if not is_named and strategy.num_processes:  # another number is a mistake only for a recipe that somebody chose
         processes = None
-    if mistakes := _lacks_checkpoint(recipe):
-        raise RecipeError([_with_line(f"{path}: {mistake}", path, read_document(path).lines) for mistake in mistakes])
-    batch = plan.describe_batch(recipe, _plan_of_label(path, recipe, strategy, processes))
+    mistakes = [f"{path}: {mistake}" for mistake in _lacks_checkpoint(recipe)]
+    if not mistakes:
+        with gathered(mistakes):
+            batch = plan.describe_batch(recipe, _plan_of_label(path, recipe, strategy, processes))
+    refuse(_placed(mistakes, path, assignments))
     yield f"{path}: fine under {strategy.path}; {batch}"
-    lines = read_document(path).lines
-    for doubt in doubts(recipe):
-        yield f"warning: {_with_line(f'{path}: {doubt}', path, lines)}"
+    for doubt in _placed([f"{path}: {doubt}" for doubt in doubts(recipe)], path, assignments):
+        yield f"warning: {doubt}"
     if data:
         yield from read_all(recipe)
 
@@ -208,20 +208,10 @@ def _plan_of_label(path: Path, recipe: Recipe, strategy: Strategy, processes: in
     named, here = needs.num_gpus, 0 if needs.num_gpus else num_gpus()
     count = processes or strategy.num_processes or named or plan.default_num_processes(strategy, here)
     gpus = count if named or here else 0
-    if mistakes := _lacks_for_fp8(path, recipe, here):
-        raise RecipeError(mistakes)
-    try:
-        return plan.make_plan(
-            recipe,
-            strategy,
-            num_processes=count,
-            num_local=needs.num_local(count),
-            num_gpus=gpus,
-            recipe_name=str(path),
-        )
-    except RecipeError as error:
-        lines = read_document(path).lines
-        raise RecipeError([_with_line(mistake, path, lines) for mistake in error.mistakes]) from None
+    refuse(_lacks_for_fp8(path, recipe, here))
+    return plan.make_plan(
+        recipe, strategy, num_processes=count, num_local=needs.num_local(count), num_gpus=gpus, recipe_name=str(path)
+    )
 
 
 def _lacks_checkpoint(recipe: Recipe) -> list[str]:
@@ -254,16 +244,32 @@ def _clashes_behind(path: Path, override: Path | None) -> list[str]:
     return mistakes
 
 
-def _with_line(mistake: str, path: Path, lines: Mapping[KeyPath, int]) -> str:
-    """`file: section.key ...` -> `file:12: section.key ...`, where the file has that key."""
-    named = re.match(rf"{re.escape(str(path))}(?: under \S+)?: (\w+(?:\.\w+)*)", mistake)
-    line = lines.get(tuple(named[1].split("."))) if named else None
-    return mistake if line is None else f"{path}:{line}{mistake[len(str(path)) :]}"
+def _placed(mistakes: list[str], path: Path, assignments: list[str]) -> list[str]:
+    """`file: section.key ...` with the place of the values in it: each --set that gave one, or the key's line."""
+    lines = read_document(path).lines
+    found = []
+    for mistake in mistakes:
+        named = re.match(rf"{re.escape(str(path))}(?: under \S+)?: (\w+(?:\.\w+)*)(.*)", mistake, re.DOTALL)
+        if named is None:
+            found.append(mistake)
+            continue
+        key, words = named[1], set(re.findall(r"\w+(?:\.\w+)*", named[2]))
+        line = lines.get(tuple(key.split(".")))
+        causes = [f"--set {one}" for one in assignments if _is_named(one.partition("=")[0].strip(), key, words)]
+        place = " ".join(causes) or (f"{path}:{line}" if line else str(path))
+        found.append(f"{place}{mistake[len(str(path)) :]}")
+    return found
+
+
+def _is_named(given: str, key: str, words: set[str]) -> bool:
+    """Whether a mistake in `key` names the key that was given; by its last part too, where that is no common word."""
+    last = given.rpartition(".")[2]
+    return f"{key}.".startswith(f"{given}.") or ("." in given and given in words) or ("_" in last and last in words)
 
 
 def explain(
-    first: Annotated[str, RECIPE] = str(QUICKSTART),
-    second: Annotated[
+    path: Annotated[Path, RECIPE] = QUICKSTART,
+    other: Annotated[
         str | None, Argument(metavar="OTHER", autocompletion=known_strategies, help="to compare with")
     ] = None,
     *,
@@ -274,13 +280,13 @@ def explain(
 ) -> int:
     """Show what will run and where it is from, or compare two."""
     plain = not can_show(LETTERS, sys.stdout.encoding)
-    if second is not None:
-        found = compare.compare(first, second, override=strategy, assignments=assignments, processes=processes)
+    if other is not None:
+        found = compare.compare(str(path), other, override=strategy, assignments=assignments, processes=processes)
         print(json.dumps(compare.as_dict(found), indent=1) if as_json else short(compare.in_words(found)))
         return 0
-    if compare.is_strategy(first):
-        find_strategy(first)
-        raise RecipeError([f"{first}: a strategy; write a recipe before it, or another strategy after it"])
-    run = explain_run(Path(first), strategy_path=strategy, assignments=assignments, processes=processes)
+    if compare.is_strategy(str(path)):
+        find_strategy(str(path))
+        raise RecipeError([f"{path}: a strategy; write a recipe before it, or another strategy after it"])
+    run = explain_run(path, strategy_path=strategy, assignments=assignments, processes=processes)
     print(json.dumps(as_dict(run), indent=1) if as_json else in_words(run, plain=plain))
     return 0

@@ -1,7 +1,6 @@
 """Merges a trained adapter into its base model, after checking that it is the right base."""
 
 import ctypes
-import json
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -37,7 +36,7 @@ def merge(run: Path, dtype: str | None) -> int:
         for name in ("README.md", "export.json"):  # of an adapter that `cookbook.commands.publish` wrote
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, build / name)
-    print(f"{target}: {_base_of(folder).name_or_path} with the adapter in it, {checked}")
+    print(f"{target}: {Base.read(folder).name_or_path} with the adapter in it, {checked}")
     return 0
 
 
@@ -55,7 +54,7 @@ def write_merged(folder: Path, build: Path, dtype: torch.dtype | None) -> str:
         RecipeError: its base model is not the one that it was trained on.
         RuntimeError: the logits are not those of the adapter.
     """
-    base = _base_of(folder)
+    base = Base.read(folder)
     base_folder = Path(fetch_model(base.name_or_path, base.revision))
     if weights_digest(base_folder) != base.sha256:
         raise RecipeError(
@@ -150,7 +149,3 @@ def _opened(folder: Path) -> PreTrainedModel:
 
 def _as_weight(tensor: torch.Tensor) -> Weight:
     return Weight(list(tensor.shape), lambda dtype: (part.to(dtype) for part in tensor.reshape(-1).split(CHUNK)))
-
-
-def _base_of(folder: Path) -> Base:
-    return Base(**json.loads((folder / BASE_RECORD).read_text(encoding="utf-8")))

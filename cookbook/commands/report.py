@@ -11,10 +11,11 @@ from itertools import pairwise
 from typing import Any
 
 from cookbook.commands import health
-from cookbook.commands.history import SAMPLES, History, read_ranks
+from cookbook.commands.history import History, read_ranks
 from cookbook.planning.explain.compare import effect_of
 from cookbook.system.files import flatten
 from cookbook.system.hardware import GIB
+from cookbook.system.records import SAMPLES
 
 TITLES = {
     "loss": "Loss",

@@ -11,7 +11,7 @@ from typer import Option
 from cookbook.commands import report as pages
 from cookbook.commands.arguments import AsJson, run_folder
 from cookbook.commands.history import History, read_history
-from cookbook.system.console import page
+from cookbook.system.console import page, several
 from cookbook.system.files import RecipeError, cannot_write
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.shipped import short
@@ -82,8 +82,7 @@ def _summary(run: History) -> dict[str, str]:
     if record:
         strategy, hardware = record["strategy"], record["hardware"]
         device = hardware.get("gpu") or f"{hardware['cores']} CPU cores"
-        count = f"{strategy['processes']} process{'es' if strategy['processes'] > 1 else ''}"
-        rows["strategy"] = short(f"{strategy['file']}, {count} on {device}")
+        rows["strategy"] = short(f"{strategy['file']}, {several(strategy['processes'], 'process')} on {device}")
     export = run.folder / "export"
     rows["model"] = str(export) if export.is_dir() else "none: the run was not finished"
     return rows

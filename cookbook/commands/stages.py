@@ -1,58 +1,46 @@
-"""The stages of a run before its first step, in the order in which `train.py` calls them.
+"""The stages of a run before its first step, in the order in which `train.py` calls them; `services` has the last.
 
 Imports torch, which takes seconds, so `train.py` checks files and rows before it imports this.
 """
 
 import json
 import time
-import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import set_seed
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from cookbook.commands import publish, shortage
+from cookbook.commands import publish
 from cookbook.config import plugins
 from cookbook.config.objectives.forward import Batch, sequence_logps
 from cookbook.config.optim.groups import build_optimizer
-from cookbook.config.recipe import Recipe, dump_recipe
+from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
-from cookbook.planning.costs.flops import num_experts, sizes_of
+from cookbook.planning.costs.flops import num_experts
 from cookbook.planning.launch import World
 from cookbook.planning.meshes import mesh_problem
 from cookbook.planning.packing import Packing, decide
-from cookbook.planning.plan import Plan, describe_batch
-from cookbook.system import lock, signals
-from cookbook.system.files import RecipeError, flatten
-from cookbook.system.hardware import GIB, find_gpu
-from cookbook.system.machine import num_cores
-from cookbook.system.monitor import Monitor
-from cookbook.system.status import Status
-from cookbook.system.watch import Watch, put_away_report
-from cookbook.training import adapters, memory_history, metrics, models, trackers
+from cookbook.planning.plan import Plan
+from cookbook.system import lock
+from cookbook.system.files import RecipeError
+from cookbook.training import adapters, memory_history, models
 from cookbook.training.checkpoint import resume
 from cookbook.training.checkpoint.export import saved_buffers
 from cookbook.training.checkpoint.folder import Checkpoint
-from cookbook.training.checkpoint.saver import Saver
 from cookbook.training.data import batches
 from cookbook.training.data.ahead import Ahead
 from cookbook.training.data.reference import with_reference
 from cookbook.training.data.sets import RowSets, TokenSets, tokenize_data
-from cookbook.training.data.tokens import TokenSet
 from cookbook.training.engine import Engine, engine_class, make_deterministic
-from cookbook.training.memory_history import MemoryHistory
-from cookbook.training.profiling import Profile
-
-if TYPE_CHECKING:
-    from cookbook.commands.forecast.memory import Memory
+from cookbook.training.models.speed import kernel_notes
+from cookbook.training.models.structure import random_parts
 
 SIGHT_SECONDS = 10.0
 """For a new file to be seen on all machines, whose network file systems may cache."""
@@ -136,23 +124,6 @@ class Run:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Services:
-    """Logging, status, watchdog and checkpoints of a run."""
-
-    log: metrics.RunLog
-    record: dict[str, Any]
-    """Content of run.json."""
-    expected: "Memory | None"
-    """Forecast of a GPU's memory; None on a CPU and on ranks other than 0."""
-    flops: metrics.FlopCounter
-    status: Status
-    watch: Watch
-    saver: Saver
-    profile: Profile
-    memory_history: MemoryHistory
-
-
 def load_inputs(recipe: Recipe, plan: Plan, rows: RowSets, *, cache: Path, notes: list[str]) -> Inputs:
     """Prepare model folder, configuration, tokenizer and tokens, once per machine, under file locks.
 
@@ -170,8 +141,8 @@ def load_inputs(recipe: Recipe, plan: Plan, rows: RowSets, *, cache: Path, notes
     decide(recipe, config)  # refuses what cannot be packed before any process waits for another
     if problem := mesh_problem(config, plan.mesh):
         raise RecipeError(f"model {folder}: {problem}")
-    notes += models.kernel_notes(recipe.model, config)
-    if drawn := models.random_parts(config):
+    notes += kernel_notes(recipe.model, config)
+    if drawn := random_parts(config):
         keys = ", ".join(f"{key} {value:g}" for key, value in drawn.items())
         notes.append(f"{config.model_type} has {keys}: what is drawn, and so the curve, depends on processes")
     if recipe.run.deterministic and torch.cuda.is_available() and num_experts(config) > 1:
@@ -350,217 +321,3 @@ def make_run(
         layout=layout,
         eval_sets={name: partial(batches.eval_batches, tokens, layout) for name, tokens in data.eval.items()},
     )
-
-
-def start_services(run: Run, failed_after: list[int], notes: list[str], watch: Watch) -> Services:
-    """Open the log, after setting an earlier run aside if this one does not resume it, and write what is known before
-    the first step.
-
-    Args:
-        failed_after: result of `status.past_failures`.
-        notes: notes for the user, logged here.
-        watch: the watchdog of this process.
-    """
-    engine, checkpoint = run.engine, run.checkpoint
-    is_own = checkpoint is not None and checkpoint.path.resolve().parent == (run.output_dir / "checkpoints").resolve()
-    repeated = trackers.logged_after(run.output_dir / "metrics.jsonl", run.progress.step) if is_own else {}
-    log = metrics.RunLog(
-        run.output_dir,
-        is_main=engine.is_main,
-        max_steps=run.inputs.max_steps,
-        resumed_step=run.progress.step if is_own else None,
-        is_evaluated=run.progress.is_evaluated,
-        is_sampled=run.progress.is_sampled,
-        log_every_steps=run.recipe.run.log_every_steps,
-    )
-    log.write_text("recipe.yaml", dump_recipe(run.recipe))
-    if engine.is_main:
-        put_away_report(run.output_dir)
-        publish.sweep_exports(run.output_dir)
-        try:
-            run.write_model_files()
-        except Exception as error:  # for a full disk, tokenizers raises something other than OSError
-            log.say(f"{run.output_dir / publish.MODEL_FILES} could not be written: {error}; retried at the end")
-    expected, flops = _forecast(run, notes), _flop_counter(run, notes)
-    shortages = shortage.history()
-    record = _record(run, expected, shortages)
-    if engine.is_main:
-        record["step_forecast"] = _step_forecast(run)
-        record["machines"] = engine.plan.num_processes // engine.world.num_local
-    log.write_record("run.json", record)
-    for answered in shortages[-1:] if is_own else shortages:
-        log.event("out_of_memory", run.progress.step, **answered)
-    started = {"strategy": engine.strategy.name, "processes": engine.plan.num_processes}
-    log.event("start", run.progress.step, **started, resumed_from=record["resumed_from"])
-    for line in notes:
-        log.say(line)
-    if engine.is_main:
-        log.screen.header(f"RUN {run.output_dir}", record["header"].items())
-        settings = flatten(run.recipe.model_dump(mode="json", exclude_none=True))
-        settings |= {"strategy": engine.strategy.path, "processes": engine.plan.num_processes}
-        log.followers += [
-            trackers.Tracker(name, run.output_dir, settings, step=run.progress.step, repeated=repeated, say=log.say)
-            for name in run.recipe.run.trackers
-        ]
-    attempt = engine.collectives.broadcast_text(uuid.uuid4().hex[:8])
-    world = engine.world
-    if run.recipe.run.monitor and world.local_rank == 0:  # an earlier run's folder was set aside before the broadcast
-        log.monitor = Monitor(
-            run.output_dir, first_rank=world.rank, num_ranks=world.num_local, machine=world.rank // world.num_local
-        )
-    return Services(
-        log=log,
-        record=record,
-        expected=expected,
-        flops=flops,
-        status=Status(run.output_dir, is_main=engine.is_main, step=run.progress.step, failed_after=failed_after),
-        watch=watch,
-        saver=_start_saver(run, log, watch, attempt),
-        profile=Profile(run.recipe.run.profile, run.output_dir, world.rank, engine.transformer(), log.say),
-        memory_history=MemoryHistory(
-            run.recipe.run.memory_snapshot, run.output_dir, world.rank, engine.device, log.say
-        ),
-    )
-
-
-def _record(run: Run, expected: "Memory | None", shortages: list[dict[str, Any]]) -> dict[str, Any]:
-    """What run.json has before the first step."""
-    engine, checkpoint = run.engine, run.checkpoint
-    record = metrics.environment_record(engine.device)
-    if run.recipe.plugins:
-        record["plugins"] = plugins.record(run.recipe.plugins)
-    record["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    record |= {"strategy": engine.describe(), "resumed_from": None if checkpoint is None else str(checkpoint.path)}
-    if expected is not None:
-        names = "allocated", "reserved", "needed", "moment", "parts"
-        record["forecast"] = {name: getattr(expected, name) for name in names}
-    written = run.recipe.model_dump(mode="json", exclude_unset=True)
-    record |= {"max_steps": run.inputs.max_steps, "written_settings": list(flatten(written))}
-    record["packing"] = _padding(run)
-    record["header"] = _header(run, record, expected)
-    if shortages:
-        record["out_of_memory"] = shortages
-    return record
-
-
-def _padding(run: Run) -> dict[str, Any]:
-    """Whether rows are packed; else why not, and what share of the positions of the first steps is padding."""
-    found: dict[str, Any] = {"is_on": run.packing.is_on}
-    if run.packing.is_on:
-        return found
-    train, size = run.inputs.data.train, run.recipe.batch.global_batch_size
-    share = None  # not known of a stream
-    if isinstance(train, TokenSet) and run.engine.is_main:
-        order = batches.epoch_order(train, run.recipe.seed, 0)
-        share = batches.measure(train, order, run.layout, global_batch_size=size).padding
-    return found | {"why": run.packing.why, "can_pack": run.packing.can_pack, "padding": share}
-
-
-def _forecast(run: Run, notes: list[str]) -> "Memory | None":
-    if run.engine.device.type != "cuda" or not run.engine.is_main:
-        return None  # a CPU process has more memory than its tensors
-    from cookbook.commands import forecast
-
-    try:
-        gpu = find_gpu(torch.cuda.get_device_name(run.engine.device))
-        return forecast.of_run(run.inputs.config, run.recipe, run.engine.strategy, run.engine.plan, gpu)
-    except Exception as error:  # the run does not depend on it
-        notes.append(f"no forecast of memory: {error}")
-        return None
-
-
-def _step_forecast(run: Run) -> dict[str, Any]:
-    """The time of a step by its parts, or `none` with why there is no forecast of it."""
-    if run.engine.device.type != "cuda":
-        return {"none": "there is none for a CPU"}
-    from cookbook.commands import forecast
-
-    train, recipe = run.inputs.data.train, run.recipe
-    num_tokens = None
-    if isinstance(train, TokenSet):
-        num_tokens = len(train.ids) / len(train) * recipe.batch.global_batch_size
-    try:
-        gpu = find_gpu(torch.cuda.get_device_name(run.engine.device))
-        found = forecast.time_of_run(run.inputs.config, recipe, run.engine.strategy, run.engine.plan, gpu, num_tokens)
-    except Exception as error:  # the run does not depend on it
-        return {"none": str(error)}
-    return {"none": found} if isinstance(found, str) else found.record()
-
-
-def _flop_counter(run: Run, notes: list[str]) -> metrics.FlopCounter:
-    peak, sizes = metrics.device_peak_flops(run.engine.device), None
-    if peak is not None and run.engine.is_main:
-        from cookbook.commands.forecast.skeleton import skeleton
-
-        try:
-            sizes = sizes_of(run.inputs.config, skeleton(run.inputs.config, run.recipe))
-        except Exception as error:  # the run does not depend on it
-            notes.append(f"mfu is not logged: {error}")
-    return metrics.FlopCounter(sizes=sizes, peak=peak)
-
-
-def _header(run: Run, record: dict[str, Any], expected: "Memory | None") -> dict[str, str]:
-    """What the run is, for people."""
-    recipe, inputs, engine, plan = run.recipe, run.inputs, run.engine, run.engine.plan
-    trained = "all trained"
-    if engine.num_trained != engine.num_parameters:
-        trained = f"{engine.num_trained:,} trained ({engine.num_trained / engine.num_parameters:.2%})"
-    if recipe.adapter is not None:
-        trained += f", {recipe.adapter.name} of rank {recipe.adapter.rank}"
-    train, hardware = inputs.data.train, record["hardware"]
-    size = "stream"
-    if isinstance(train, TokenSet):
-        size = f"{len(train):,} {recipe.objective.sample}s, {len(train.ids):,} tokens"
-    simulated = " (simulated: no speeds)" if hardware.get("simulated") else ""
-    many = "s" if plan.num_processes > 1 else ""
-    device = f"process{many and 'es'} on {num_cores()} CPU cores"
-    if "gpu" in hardware:
-        device = f"GPU{many}, {hardware['gpu']}{simulated}"
-    machines = plan.num_processes // engine.world.num_local
-    eight_bits = ""
-    if recipe.mixed_precision == "fp8":
-        of = " of the first stage" if engine.mesh.pipeline > 1 else ""
-        eight_bits = f" in {models.num_converted(engine.model)} matrices{of}"
-    padding = "none, samples are packed"
-    if not (packing := record["packing"])["is_on"]:
-        share = "an unknown share" if packing["padding"] is None else f"{packing['padding']:.0%}"
-        padding = f"{share} of all positions: {packing['why']}"
-    rows = {
-        "model": f"{inputs.config.model_type}, {engine.num_parameters:,} parameters, {trained}",
-        "data": f"{size}; at most {recipe.data.max_length:,} tokens each",
-        "machine": f"{plan.num_processes} {device}" + (f" on {machines} machines" if machines > 1 else ""),
-        "strategy": f"{engine.strategy.name}, precision {recipe.mixed_precision}{eight_bits}",
-        "batch": describe_batch(recipe, plan),
-        "padding": padding,
-        "steps": f"{inputs.max_steps:,}, {inputs.steps_per_epoch or 'an unknown number'} an epoch",
-    }
-    if run.progress.step:
-        is_done = run.progress.step == inputs.max_steps
-        rows["steps"] += "; all were done before" if is_done else f"; goes on after step {run.progress.step:,}"
-    if expected is not None:
-        low, high = (size / GIB for size in expected.reserved)
-        rows["memory"] = f"forecast {expected.allocated / GIB:.2f} GiB a GPU at {expected.moment}"
-        rows["memory"] += f", {low:.2f} to {high:.2f} reserved"
-    return rows
-
-
-def _start_saver(run: Run, log: metrics.RunLog, watch: Watch, attempt: str) -> Saver:
-    settings, engine = run.recipe.run, run.engine
-    saver = Saver(
-        run.output_dir / "checkpoints",
-        rank=engine.world.rank,
-        num_ranks=engine.plan.num_processes,
-        attempt=attempt,
-        keep_last=settings.keep_last,
-        keep_best=settings.keep_best,
-        in_background=settings.save_in_background,
-        say=log.say,
-        on_save=partial(log.event, "save"),
-        timeout_seconds=watch.timeout_seconds / 2,  # a save must be given up before it passes for a hang
-        beat=lambda: watch.beat("save", engine.current_step),
-        stop_requested=lambda: signals.requested() is not None,
-    )
-    if run.checkpoint is not None:
-        saver.start_from(run.checkpoint)
-        log.say(f"resuming from {run.checkpoint.path}")
-    return saver

@@ -16,7 +16,7 @@ from cookbook.commands.arguments import RECIPE, Assignments, StrategyFile, posit
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
 from cookbook.planning.plan import default_num_processes, describe_batch, load_pair, make_plan
-from cookbook.system.files import RecipeError, dump_yaml, gathered
+from cookbook.system.files import RecipeError, dump_yaml, gathered, refuse
 from cookbook.system.hardware import Machines, in_gib, parse_machines
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.shipped import IS_INSTALLED
@@ -171,7 +171,10 @@ SYSTEMS: dict[str, tuple[Callable[[Task], str], str]] = {
 def submit(
     path: Annotated[Path, RECIPE],
     *,
-    to: Annotated[Literal["slurm", "sky", "k8s", "trainjob"], Option(help="k8s: an indexed Job; trainjob: Kubeflow's")],
+    to: Annotated[
+        Literal["slurm", "sky", "k8s", "trainjob"],
+        Option(metavar="slurm|sky|k8s|trainjob", help="k8s: an indexed Job; trainjob: Kubeflow's"),
+    ],
     gpus: Annotated[str, Option(metavar="2x8xH100", help="machines x GPUs x GPU")],
     strategy: StrategyFile = None,
     image: Annotated[str | None, Option(help="of Kubernetes: this project and its .venv, as working directory")] = None,
@@ -192,8 +195,7 @@ def submit(
         mistakes += _misfits(to, machines, path, given)
     with gathered(mistakes):
         recipe, loaded = load_pair(path, assignments, strategy)
-    if mistakes:
-        raise RecipeError(mistakes)
+    refuse(mistakes)
     seconds = seconds_to_save or SECONDS_TO_SAVE
     facts, count = _plan(recipe, loaded, machines, path)
     if to != "sky":

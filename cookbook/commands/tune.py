@@ -1,6 +1,5 @@
 """`cookbook tune`: tries the best settings of the forecast for some steps each, and writes the fastest down."""
 
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from cookbook.system.files import RecipeError
 from cookbook.system.hardware import Machines
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import num_cores, num_gpus
+from cookbook.system.records import read_lines
 
 WARM_UP = 2
 """First steps of a trial, which are not counted: kernels are chosen and memory is allocated."""
@@ -171,8 +171,7 @@ def measure(path: Path, settings: Settings, recipe: Recipe, assignments: list[st
 
 
 def _speed(metrics: Path) -> float | None:
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    counted = [line for line in lines if "step_seconds" in line][WARM_UP:]
+    counted = [line for line in read_lines(metrics) if "step_seconds" in line][WARM_UP:]
     seconds = sum(line["step_seconds"] for line in counted)
     return sum(line["num_tokens"] for line in counted) / seconds if seconds else None
 

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 from typer import Option
 
 from cookbook.commands.arguments import positive, run_folder, which_run
-from cookbook.commands.history import METRICS, state_of
+from cookbook.commands.history import state_of
 from cookbook.system.console import console, page
 from cookbook.system.files import RecipeError
-from cookbook.system.records import parse_lines, read_json
+from cookbook.system.records import METRICS, RUN, parse_lines, read_json
 from cookbook.system.screen import step_words
 
 TAIL_BYTES = 65536
@@ -72,7 +72,7 @@ def _look(folder: Path) -> tuple[tuple[str, ...], bool]:
     lines = _last_lines(folder / METRICS)
     steps = [line for line in lines if line.get("loss") is not None]
     evaluations = [line["eval_loss"] for line in lines if line.get("eval_loss") is not None]
-    step, last_step = lines[-1]["step"] if lines else 0, read_json(folder / "run.json").get("max_steps")
+    step, last_step = lines[-1]["step"] if lines else 0, read_json(folder / RUN).get("max_steps")
     speed = [line["tokens_per_second"] for line in steps[-10:] if "tokens_per_second" in line]
     seconds = [line["step_seconds"] for line in steps[-10:] if "step_seconds" in line]
     left = ""
@@ -93,7 +93,7 @@ def _look(folder: Path) -> tuple[tuple[str, ...], bool]:
 
 def _details(folder: Path) -> str:
     """The header of a run, and the numbers of its last step."""
-    header, lines = read_json(folder / "run.json").get("header", {}), _last_lines(folder / METRICS)
+    header, lines = read_json(folder / RUN).get("header", {}), _last_lines(folder / METRICS)
     last: dict[str, Any] = next((line for line in reversed(lines) if line.get("loss") is not None), {})
     numbers = "  ".join(words for words, _ in step_words(last))
     return page(*((name, str(value)) for name, value in header.items()), ("now", numbers), indent=0)

@@ -16,7 +16,7 @@ class NoCounterpart(ValueError):
 class Key:
     ours: str | None = None
     """A key of a recipe; `strategy.X`, a property of a strategy; `~X`, from which several of ours are derived (see
-    `cookbook.commands.convert`); None: there is none."""
+    `cookbook.commands.convert.keys`); None: there is none."""
     values: Mapping[Any, Any] | None = None
     """From their value to ours, where that is not as `READ` has it; ours is None where theirs sets nothing."""
     sets: Any = None

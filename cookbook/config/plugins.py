@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.config import registry
-from cookbook.system.files import RecipeError
+from cookbook.system.files import refuse
 
 _imported: dict[str, tuple[str, list[Any]]] = {}
 """By file: the SHA-256 of the imported content, and the entries it registered."""
@@ -28,8 +28,7 @@ def use(files: Iterable[str]) -> None:
     """
     for other in registry.plugin_files():
         registry.take_plugin(other)
-    if mistakes := [mistake for file in files for mistake in _use(file)]:
-        raise RecipeError(mistakes)
+    refuse([mistake for file in files for mistake in _use(file)])
 
 
 def digest(files: Iterable[str]) -> str:

@@ -21,13 +21,12 @@ from cookbook.system.files import (
     find_file,
     gathered,
     nearest,
-    part,
     path_problem,
     read_document,
     show,
-    validate,
 )
 from cookbook.system.shipped import located, starts
+from cookbook.system.validation import part, validate
 
 STRATEGIES = Path("accelerate_configs")
 Kind = Literal["single", "ddp", "fsdp1", "fsdp2", "zero", "tp", "pp"]

@@ -5,13 +5,12 @@ kills its workers after 30 s, saved or not, and dies of SIGUSR1 itself. Both exi
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,7 +23,6 @@ ACCELERATE_CLI = Path(__file__).with_name("accelerate_cli.py")
 FORWARDED = (*signals.HANDLED, signal.SIGHUP, signal.SIGQUIT)
 POLL_SECONDS = 5.0
 """Interval at which the launcher's workers are listed."""
-PR_SET_PDEATHSIG = 1
 
 
 def run_child(command: list[str], environment: dict[str, str], output_dir: Path) -> int:
@@ -60,7 +58,7 @@ class _Child:
             if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
                 self._earlier[number] = signal.signal(number, self._handle)
         self._launcher = subprocess.Popen(
-            command, env=environment, start_new_session=True, preexec_fn=_die_with_parent()
+            command, env=environment, start_new_session=True, preexec_fn=partial(_begin, os.getpid())
         )
         if self.received:  # a signal before the launcher was started
             self._launcher.terminate()
@@ -114,23 +112,12 @@ class _Child:
         for receiver in receivers or [self._launcher]:
             with contextlib.suppress(psutil.Error, OSError):
                 receiver.send_signal(passed)
-                if passed == signal.SIGUSR1:  # which a worker ignores until it has handlers, see _die_with_parent
+                if passed == signal.SIGUSR1:  # which a worker ignores until it has handlers, see _begin
                     receiver.send_signal(signal.SIGTERM)
 
 
-def _die_with_parent() -> Callable[[], None]:
-    """A preexec_fn by which the kernel sends the child SIGTERM when this process dies, even by SIGKILL."""
-    try:
-        prctl = ctypes.CDLL(None).prctl
-    except (OSError, AttributeError):
-        return lambda: None
-    parent = os.getpid()
-
-    def ask() -> None:
-        # Slurm signals all processes of a step. torchrun would die of this one, and with it the store of the workers.
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # the parent died before prctl
-            os._exit(1)
-
-    return ask
+def _begin(parent: int) -> None:
+    """In the child, before it is the launcher."""
+    # Slurm signals all processes of a step. torchrun would die of this one, and with it the store of the workers.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signals.die_with_parent(parent, signal.SIGTERM)

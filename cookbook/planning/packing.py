@@ -7,7 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from cookbook.config.recipe import ModelSection, Recipe
+from cookbook.config.recipe import Recipe
+from cookbook.config.sections import ModelSection
 from cookbook.planning.library import known_model
 from cookbook.system.files import RecipeError
 

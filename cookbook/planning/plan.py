@@ -12,7 +12,8 @@ from cookbook.config.strategy import Strategy, known_strategies, load_strategy, 
 from cookbook.planning.combinations import refusals
 from cookbook.planning.meshes import mesh_problem
 from cookbook.planning.packing import known_config
-from cookbook.system.files import Document, RecipeError, gathered, path_problem
+from cookbook.system.console import several
+from cookbook.system.files import Document, RecipeError, gathered, path_problem, refuse
 from cookbook.system.hosts import Hosts
 from cookbook.system.machine import CPU_PROCESSES, num_cores
 from cookbook.system.shipped import program
@@ -38,7 +39,7 @@ class Plan:
 
 def describe_batch(recipe: Recipe, plan: Plan) -> str:
     """The batch arithmetic in one line."""
-    processes = f"{plan.data_parallel_size} data-parallel process{'es' if plan.data_parallel_size > 1 else ''}"
+    processes = several(plan.data_parallel_size, "data-parallel process")
     start = f"{recipe.batch.global_batch_size} {recipe.objective.sample}s a step"
     if recipe.batch.micro_batch_tokens is not None:
         return f"{start}, split over {processes} in forwards of at most {recipe.batch.micro_batch_tokens} tokens"
@@ -64,7 +65,7 @@ def load_pair(
         with gathered(mistakes):
             strategy = load_strategy(strategy_path)
     if mistakes or recipe is None or strategy is None:
-        raise RecipeError(list(dict.fromkeys(mistakes)))
+        raise RecipeError(mistakes)
     return recipe, strategy
 
 
@@ -143,8 +144,8 @@ def make_plan(
         )
     if num_gpus and num_local > num_gpus:
         mistakes.append(
-            f"{strategy.path}: {num_local} processes on this machine, which has {num_gpus}"
-            f" GPU{'s' if num_gpus > 1 else ''}; ask for at most {num_gpus} (or hide them with CUDA_VISIBLE_DEVICES=)"
+            f"{strategy.path}: {num_local} processes on this machine, which has {several(num_gpus, 'GPU')};"
+            f" ask for at most {num_gpus} (or hide them with CUDA_VISIBLE_DEVICES=)"
         )
     mistakes += refusals(recipe, strategy, num_gpus, recipe_name)
     config = known_config(recipe.model)
@@ -159,8 +160,7 @@ def make_plan(
     is_uneven = batch.micro_batch_size is not None and batch.global_batch_size % per_forward
     if is_uneven and mesh.num_processes == num_processes:  # a mesh that does not fit has no batch arithmetic
         mistakes.append(f"{recipe_name}: {_impossible_split(recipe, mesh.data_parallel_size, num_processes)}")
-    if mistakes:
-        raise RecipeError(mistakes)
+    refuse(mistakes)
     return Plan(
         num_processes=num_processes,
         num_local=num_local,
@@ -196,7 +196,7 @@ def _impossible_split(recipe: Recipe, data_parallel_size: int, num_processes: in
     most = min(num_processes - 1, batch.global_batch_size // batch.micro_batch_size)
     fewer = [n for n in range(most, 0, -1) if batch.global_batch_size % (n * batch.micro_batch_size) == 0]
     if fewer and data_parallel_size == num_processes:
-        text += f", or {fewer[0]} process{'es' if fewer[0] > 1 else ''}"
+        text += f", or {several(fewer[0], 'process')}"
     return f"{text}."
 
 

@@ -89,6 +89,11 @@ def page(*rows: Row, indent: int = 2, file: TextIO | None = None) -> str:
     return "\n".join(lines)
 
 
+def several(count: int, what: str) -> str:
+    """1 GPU, 2 GPUs; 1 process, 2 processes."""
+    return f"{count} {what}{'' if count == 1 else 'es' if what.endswith('ss') else 's'}"
+
+
 def in_bytes(count: float) -> str:
     """A size in its unit: 3.2 GiB, 64 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

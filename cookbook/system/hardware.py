@@ -262,10 +262,11 @@ def with_room(
     return replace(machines, **{name: value for name, value in known.items() if value is not None})
 
 
-def parse_machines(
-    text: str, *, fabric_gbits: float | None = None, host_gib: float | None = None, nvme_gib: float | None = None
-) -> Machines:
+def parse_machines(text: str, **room: float | None) -> Machines:
     """`8x80GB`, `H200`, `4xA100-40GB`, `2x8xH100` (machines x GPUs x GPU) or `cpu` -> what they are.
+
+    Args:
+        room: as of `with_room`.
 
     Raises:
         RecipeError: no such GPU, with the nearest name, or a count or size that no machine has.
@@ -275,7 +276,7 @@ def parse_machines(
     if shape is None:
         raise RecipeError(f"--gpus {text}: not understood; write 8x80GB, 8xH100, 2x8xH100 or cpu")
     first, second, kind = shape.groups()
-    machines = with_room(Machines(text=plain), fabric_gbits=fabric_gbits, host_gib=host_gib, nvme_gib=nvme_gib)
+    machines = with_room(Machines(text=plain), **room)
     if kind.lower() == "cpu" and second is None:
         return replace(machines, text="cpu", num_machines=_count(text, first or "1", "machines", MAX_MACHINES))
     gpu, usable_gib = _gpu_or_size(text, kind)

@@ -5,7 +5,7 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 import psutil
@@ -49,21 +49,21 @@ def read_hosts(count: int | None, index: int | None, first: str | None, port: in
     return hosts, mistakes
 
 
-def slurm_hosts(environment: Mapping[str, str] = os.environ) -> tuple[Hosts, list[str]]:
+def slurm_hosts() -> tuple[Hosts, list[str]]:
     """The machines of a Slurm step, which `srun` started as one task on each; else one machine. And the mistakes."""
-    count, tasks = (environment.get(f"SLURM_STEP_NUM_{name}", "1") for name in ("NODES", "TASKS"))
+    count, tasks = (os.environ.get(f"SLURM_STEP_NUM_{name}", "1") for name in ("NODES", "TASKS"))
     if count == "1":
         return Hosts(), []
     if tasks != count:
         advice = "start one on each, with --ntasks-per-node=1: it starts the processes of its machine"
         return Hosts(), [f"srun started {tasks} tasks on {count} nodes; {advice}"]
     try:
-        name = _scontrol("hostnames", environment["SLURM_STEP_NODELIST"]).split()[0]
+        name = _scontrol("hostnames", os.environ["SLURM_STEP_NODELIST"]).split()[0]
         address = re.search(r"\bNodeAddr=(\S+)", _scontrol("node", name))
     except (OSError, subprocess.CalledProcessError) as error:
         return Hosts(), [f"scontrol cannot name the first node: {error}; write --machines, --machine and --first"]
-    first, port = address[1] if address else name, PORT + int(environment["SLURM_JOB_ID"]) % 1000
-    return Hosts(count=int(count), index=int(environment["SLURM_NODEID"]), first=first, port=port), []
+    first, port = address[1] if address else name, PORT + int(os.environ["SLURM_JOB_ID"]) % 1000
+    return Hosts(count=int(count), index=int(os.environ["SLURM_NODEID"]), first=first, port=port), []
 
 
 def _scontrol(*words: str) -> str:

@@ -9,6 +9,9 @@ from typing import Any
 
 import xxhash
 
+METRICS, EVENTS, SAMPLES, RUN = "metrics.jsonl", "events.jsonl", "samples.jsonl", "run.json"
+"""Of a run, in its folder."""
+
 
 def replace_file(path: Path, text: str, *, flush: bool = False) -> None:
     """Write a small file atomically.

@@ -4,6 +4,7 @@ Call `install` before slow imports: a scheduler may signal within seconds of the
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -14,6 +15,8 @@ EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: stopped, start it again."""
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PARENT_GONE = "parent gone"
+PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl."""
 REASONS = (None, *(number.name for number in HANDLED), PARENT_GONE)
 """All results of `requested`; processes exchange the index."""
 
@@ -79,6 +82,14 @@ def stop_deferring(is_main: bool) -> None:
     if not is_main:
         for number in HANDLED:
             signal.signal(number, signal.SIG_DFL)
+
+
+def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """The kernel sends this process a signal when its parent ends, even by SIGKILL."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)
 
 
 def requested() -> str | None:

@@ -16,7 +16,7 @@ import psutil
 
 from cookbook.system import signals
 from cookbook.system.files import RecipeError
-from cookbook.system.records import read_json, read_lines, replace_file
+from cookbook.system.records import METRICS, RUN, read_json, read_lines, replace_file
 
 FILE = "status.json"
 EXPORTING = "export"
@@ -104,7 +104,7 @@ def past_failures(folder: Path) -> list[int]:
     if record is None or record["state"] == "finished":
         return []
     failures = [step for step in record.get("failed_after") or [] if isinstance(step, int)]
-    last = last_step(folder / "metrics.jsonl")
+    last = last_step(folder / METRICS)
     if failures and last > failures[-1]:
         failures = []
     if record["state"] == "stopped":
@@ -235,7 +235,7 @@ def hang(folder: Path, what: str, *, goes_on: bool) -> bool:
     """
     record = read(folder)
     if record is None:
-        if (folder / "run.json").exists():
+        if (folder / RUN).exists():
             return False
         folder.mkdir(parents=True, exist_ok=True)
         record = {"step": 0, "checkpoint": None, "pid": None, "host": None, "started": None, "failed_after": []}

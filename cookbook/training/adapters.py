@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Embedding
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from cookbook.config.recipe import ALL_LINEAR, AdapterSection
+from cookbook.config.sections import ALL_LINEAR, AdapterSection
 from cookbook.system.files import RecipeError
 
 if TYPE_CHECKING:
@@ -27,12 +27,26 @@ BASE_RECORD = "base_model.json"
 
 @dataclass(frozen=True)
 class Base:
-    """The model that an adapter belongs to."""
+    """The model that a run has trained, or that an adapter belongs to."""
 
     name_or_path: str
     revision: str | None
     sha256: str
     """SHA-256 of its weights; see `models.weights_digest`."""
+    is_new: bool = False
+    """Created for the run."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "Base":
+        """The record in a folder.
+
+        Raises:
+            OSError, ValueError, TypeError: there is none, or a damaged one.
+        """
+        return cls(**json.loads((folder / BASE_RECORD).read_text(encoding="utf-8")))
+
+    def write(self, folder: Path) -> None:
+        (folder / BASE_RECORD).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
 def lora_config(settings: AdapterSection, base: Base | None = None) -> "LoraConfig":
@@ -258,7 +272,7 @@ def write_adapter(
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     peft_config.inference_mode = True
     peft_config.save_pretrained(str(folder))
-    (folder / BASE_RECORD).write_text(json.dumps(asdict(base), indent=1) + "\n", encoding="utf-8")
+    base.write(folder)
 
 
 def name_in_file(name: str) -> str:

@@ -23,7 +23,7 @@ from cookbook.planning.costs.flops import ModelSizes, Step, work
 from cookbook.system.hardware import GIB, peak_flops
 from cookbook.system.machine import allocator_settings
 from cookbook.system.monitor import Monitor
-from cookbook.system.records import replace_file
+from cookbook.system.records import EVENTS, METRICS, RUN, SAMPLES, replace_file
 from cookbook.system.screen import Screen
 from cookbook.system.shipped import IS_INSTALLED
 
@@ -31,8 +31,6 @@ SPEEDS = ("step_seconds", "tokens_per_second", "mfu", "data_seconds", "eval_seco
 """Not logged on simulated GPUs, where they would look like measurements."""
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "peft", "tokenizers", "numpy")
 
-
-SAMPLES = "samples.jsonl"
 SHOWN = 60
 """Characters of a prompt's end and of its continuation that the screen shows."""
 
@@ -79,7 +77,7 @@ class FlopCounter:
 
 def set_aside(folder: Path) -> Path | None:
     """Rename a folder with an earlier run to the first free `folder.N`; returns the new path."""
-    if not (folder / "run.json").is_file():
+    if not (folder / RUN).is_file():
         return None
     number = next(n for n in itertools.count(1) if not folder.with_name(f"{folder.name}.{n}").exists())
     return folder.rename(folder.with_name(f"{folder.name}.{number}"))
@@ -201,7 +199,7 @@ class RunLog:
             return
         earlier = set_aside(folder) if resumed_step is None else None
         folder.mkdir(parents=True, exist_ok=True)
-        path, samples = folder / "metrics.jsonl", folder / SAMPLES
+        path, samples = folder / METRICS, folder / SAMPLES
         damages: list[str | None] = []
         if resumed_step is not None:
             damages.append(_truncate_lines(path, (resumed_step, is_evaluated)))
@@ -248,7 +246,7 @@ class RunLog:
         """Append to events.jsonl, which keeps the events of all starts; from any thread. A full disk loses one."""
         if self.is_main:
             line = {"event": what, "step": step, "time": time.time(), **details}
-            with contextlib.suppress(OSError), (self.folder / "events.jsonl").open("a", encoding="utf-8") as file:
+            with contextlib.suppress(OSError), (self.folder / EVENTS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
     def say(self, text: str, style: str = "") -> None:

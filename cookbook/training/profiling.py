@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from cookbook.config.recipe import ProfileSection
+from cookbook.config.sections import ProfileSection
 from cookbook.system.divided import LAYER, PHASE, STEP, Event, divide, in_words
 
 FOLDER = "profile"

@@ -36,7 +36,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
 from cookbook.planning import simulated_gpus
 from cookbook.planning.library import read_label, read_needs
-from cookbook.system.console import Row, coloured, page
+from cookbook.system.console import Row, coloured, page, several
 from cookbook.system.files import RecipeError
 from cookbook.system.gpus import VARIABLE, Driver, read_driver, unnamed_gpus, visible_gpus
 from cookbook.system.machine import CPU_PROCESSES, fp8_problems, torch_cuda
@@ -211,7 +211,7 @@ def in_words(findings: list[Finding], seconds: float) -> str:
             rows.append(f"{margin}-> {finding.remedy}")  # in one line, to be copied
     statuses = [finding.status for finding in findings]
     counts = [(statuses.count(status), status) for status in ("failure", "warning") if status in statuses]
-    words = [f"{count} {status}{'s' if count > 1 else ''}" for count, status in counts]
+    words = [several(count, status) for count, status in counts]
     verdict = "not ready" if "failure" in statuses else "ready"
     return page(*rows, f"{verdict}: {', '.join(words) or 'nothing to fix'} ({seconds:.1f} s)", indent=0)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from cookbook.commands.doctor.finding import Finding, failure, ok, warning
 from cookbook.planning.library import Needs
-from cookbook.system.console import in_bytes
+from cookbook.system.console import in_bytes, several
 from cookbook.system.gpus import Driver, GpuPair, InstalledGpu
 from cookbook.system.hardware import PCIE_X16, find_gpu
 from cookbook.system.shipped import typed
@@ -95,7 +95,7 @@ def check_needs(needs: Needs, gpus: list[InstalledGpu], used: int, recipe: str) 
     if not needs.gpus_each:
         return
     many = f"{needs.num_machines} machines, each " if needs.num_machines > 1 else ""
-    asked = f"{recipe} needs {many}{needs.gpus_each} GPU{'s' if needs.gpus_each > 1 else ''} of {needs.gpu_gb} GB"
+    asked = f"{recipe} needs {many}{several(needs.gpus_each, 'GPU')} of {needs.gpu_gb} GB"
     least = min((gpu.total_bytes for gpu in gpus), default=None)
     if used < needs.gpus_each:
         way_out = typed(f"rehearse RECIPE={recipe}", f"rehearse {recipe}")

@@ -10,7 +10,7 @@ import psutil
 
 from cookbook.commands.doctor.finding import Finding, failure, ok, warning
 from cookbook.commands.doctor.sizes import Sizes
-from cookbook.system.console import in_bytes
+from cookbook.system.console import in_bytes, several
 from cookbook.system.machine import num_cores
 
 SHM = Path("/dev/shm")
@@ -91,7 +91,7 @@ def check_cpu(processes: int, limits: Limits, offloads: bool) -> Iterator[Findin
             text = f"{seen}: each of {processes} processes would start {max(1, cores // processes)} threads"
             yield warning("CPU", text, f"export OMP_NUM_THREADS={threads}")
         else:
-            yield ok("CPU", f"{seen}; {processes} processes of {threads} thread{'s' if threads > 1 else ''}")
+            yield ok("CPU", f"{seen}; {processes} processes of {several(threads, 'thread')}")
         return
     if not text.isdecimal() or not int(text):
         yield failure("CPU", f"OMP_NUM_THREADS={text} is no number", f"export OMP_NUM_THREADS={threads}")

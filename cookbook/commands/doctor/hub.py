@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote, urlsplit
 
 from cookbook.commands.doctor.finding import Finding, failure, ok, warning
-from cookbook.config.recipe import BUILTIN_SOURCE, Recipe, data_format
+from cookbook.config.recipe import Recipe
+from cookbook.config.sections import BUILTIN_SOURCE, data_format
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
@@ -38,11 +39,10 @@ def wanted(recipe: Recipe | None) -> list[Wanted]:
     if model.name_or_path is not None and not Path(model.name_or_path).exists():
         key = "model.name_or_path"
         found.append(Wanted(key=key, name=model.name_or_path, revision=model.revision, repo_type="model"))
-    for key, sources in (("data.train", recipe.data.train), ("data.eval", recipe.data.eval.values())):
-        for source in sources:
-            is_local = Path(source.path).exists() or data_format(source.path)
-            if source.path != BUILTIN_SOURCE and not is_local and source.path not in {one.name for one in found}:
-                found.append(Wanted(key=key, name=source.path, revision=source.revision, repo_type="dataset"))
+    for key, source in recipe.data.sources:
+        is_local = Path(source.path).exists() or data_format(source.path)
+        if source.path != BUILTIN_SOURCE and not is_local and source.path not in {one.name for one in found}:
+            found.append(Wanted(key=key, name=source.path, revision=source.revision, repo_type="dataset"))
     return found
 
 

@@ -3,7 +3,6 @@ it is killed with its children at its limit, and what it had found by then is ke
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import selectors
@@ -13,7 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TextIO
 
-PR_SET_PDEATHSIG = 1
+from cookbook.system import signals
+
 GRACE_SECONDS = 0.5
 """For a killed process to be gone. One that waits inside the kernel never is; nobody waits for it longer."""
 
@@ -58,18 +58,10 @@ def _stand_alone(parent: int) -> None:
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    die_with_parent(parent)
+    signals.die_with_parent(parent)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(nowhere, standard)
-
-
-def die_with_parent(parent: int) -> None:
-    """This process gets SIGKILL when its parent ends, however that ends."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _send(produce: Callable[[], Iterable[Any]], pipe: TextIO) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-from cookbook.commands.doctor.probe import die_with_parent
 from cookbook.planning import simulated_gpus
+from cookbook.system import signals
 
 REPEATS = 5
 BYTES = {"gloo": 16 << 20, "nccl": 256 << 20}
@@ -98,7 +98,7 @@ def _beat(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    die_with_parent(int(sys.argv[5]))
+    signals.die_with_parent(int(sys.argv[5]))
     main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
     sys.stdout.flush()
     os._exit(0)  # the heart still beats

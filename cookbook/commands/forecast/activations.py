@@ -39,19 +39,11 @@ class ActivationTrace:
     def towards(self, other: "ActivationTrace", times: float) -> "ActivationTrace":
         """Linear extrapolation from this trace (0 times) to another (1 times)."""
 
-        def between(mine: int, theirs: int) -> int:
-            return max(0, round(mine + times * (theirs - mine)))
+        def between(one: Phase, other: Phase) -> Phase:
+            pairs = {name: (getattr(one, name), getattr(other, name)) for name in ("held", "peak", "making")}
+            return replace(one, **{name: max(0, round(a + times * (b - a))) for name, (a, b) in pairs.items()})
 
-        phases = (
-            replace(
-                one,
-                held=between(one.held, more.held),
-                peak=between(one.peak, more.peak),
-                making=between(one.making, more.making),
-            )
-            for one, more in zip(self.phases, other.phases, strict=True)
-        )
-        return replace(self, phases=tuple(phases))
+        return replace(self, phases=tuple(between(*pair) for pair in zip(self.phases, other.phases, strict=True)))
 
     def total(self, name: Literal["kernels", "moved", "streamed"]) -> int:
         """Of all phases; 0 for a bound."""

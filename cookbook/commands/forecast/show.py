@@ -250,26 +250,15 @@ def as_record(
     found = []
     for one in report.forecasts:
         memory, time = one.memory, one.time
-        record: dict[str, Any] = {
-            "strategy": one.strategy.path,
-            "is_own": _is_own(report, one),
-            "verdict": one.verdict,
-            "why": one.why,
-            "num_processes": one.num_processes,
-        }
+        record: dict[str, Any] = {"strategy": one.strategy.path, "is_own": _is_own(report, one)}
+        record |= {name: getattr(one, name) for name in ("verdict", "why", "num_processes")}
         if one.plan is not None:
             record["gradient_accumulation_steps"] = one.plan.gradient_accumulation_steps
         if memory is not None:
-            record |= {
-                "memory": {name: getattr(memory, name) for _, name, _ in PARTS}
-                | {"moment": memory.moment, "allocated": memory.allocated, "reserved": memory.reserved}
-                | {"needed": memory.needed, "is_bound": one.is_bound},
-                "host": one.host,
-                "disk": one.disk,
-                "checkpoint": one.checkpoint,
-                "largest_micro_batch": one.largest_micro_batch,
-                "longest": one.longest,
-            }
+            names = (*(name for _, name, _ in PARTS), "moment", "allocated", "reserved", "needed")
+            record["memory"] = {name: getattr(memory, name) for name in names} | {"is_bound": one.is_bound}
+            others = ("host", "disk", "checkpoint", "largest_micro_batch", "longest")
+            record |= {name: getattr(one, name) for name in others}
         if one.plan is not None:
             keys = ("what", "kind", "num_bytes", "calls", "is_least", "ranks")
             record["messages"] = [{key: getattr(message, key) for key in keys} for message in one.messages]

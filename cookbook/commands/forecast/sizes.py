@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from cookbook.commands.forecast import MAY_RUN, Forecast, TraceCache, forecast, rank
+from cookbook.commands.forecast.strategy import MAY_RUN, Forecast, TraceCache, forecast, rank
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
 from cookbook.system.hardware import Machines
@@ -33,14 +33,12 @@ def better_sizes(recipe: Recipe, strategies: list[Strategy], machines: Machines,
 
     The sizes are powers of two, up to the GPUs of a machine: heads and layers are seldom divisible by others.
     """
-    traces = TraceCache(find_config(recipe.model)[0], recipe)
+    traces = TraceCache(find_config(recipe.model)[0], recipe, recipe_name)
     tried = [2**power for power in range(1, machines.gpus_each.bit_length())]
     found = []
     for strategy in strategies:
         for key in (key for key in KEYS if getattr(strategy, key) > 1 and key not in strategy.open_sizes):
             resized = {size: replace(strategy, **{key: size}) for size in sorted({*tried, getattr(strategy, key)})}
-            forecasts = [
-                (size, forecast(traces, one, machines, recipe_name, limits=False)) for size, one in resized.items()
-            ]
+            forecasts = [(size, forecast(traces, one, machines, limits=False)) for size, one in resized.items()]
             found.append(Sizes(name=strategy.name, key=key, written=getattr(strategy, key), forecasts=forecasts))
     return [one for one in found if one.best.verdict in MAY_RUN and one.best is not dict(one.forecasts)[one.written]]

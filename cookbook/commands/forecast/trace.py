@@ -79,33 +79,23 @@ def trace(
     Raises:
         Untraceable: use `bound` instead.
     """
-    ours = EXCHANGED if is_exchanged else TRACED
     num_layers = config.num_hidden_layers
     probed = min(num_layers, PROBE_LAYERS) if _is_uniform(config) else num_layers
     low = COMPUTE_DTYPES[recipe.compute_precision]
     config = _share_of(_with_layers(config, probed), tp_size)
-    # Fallbacks: some models do not accept a custom attention, and some layers cannot be compiled.
-    ways: list[tuple[str, Callable[..., None] | None]] = [(ours, None), ("sdpa", None), ("eager", None)]
-    if _is_compiled(recipe):
-        from cookbook.commands.forecast.compiled import (  # inductor, which other runs need not import
-            kept_by,
-            trace_compiled_layers,
-        )
-
-        kept = kept or kept_by(recipe.model.gradient_checkpointing)
-        ways.insert(0, (ours, partial(trace_compiled_layers, kept=kept)))
+    is_low = low != torch.float32
+    is_lora = recipe.adapter is not None and not recipe.adapter.is_quantized
+    trained = torch.float32 if autocast or (is_zero3 and is_lora) else low  # see `_zero3` in costs/memory.py
+    cast = low if (autocast or (fsdp and not is_sharded_while_read)) and is_low else None
+    unit = Unit(low, None if is_sharded_while_read else torch.float32) if fsdp == 2 and is_low else None
+    ways = _ways(recipe, EXCHANGED if is_exchanged else TRACED, kept)
     for attention, compiling in ways:
         try:
-            is_lora = recipe.adapter is not None and not recipe.adapter.is_quantized
-            trained = torch.float32 if autocast or (is_zero3 and is_lora) else low  # see `_zero3` in costs/memory.py
             model = _fake_model(config, recipe, trained, low, attention)
             if ep_size > 1:
                 _share_experts(model, ep_size)
             if change is not None:
                 change(model)
-            is_low = low != torch.float32
-            cast = low if (autocast or (fsdp and not is_sharded_while_read)) and is_low else None
-            unit = Unit(low, None if is_sharded_while_read else torch.float32) if fsdp == 2 and is_low else None
             linear = torch.nn.functional.linear
             set_linear = partial(setattr, torch.nn.functional, "linear")
             with _set_to(set_linear, _LinearOfZero3.apply if is_zero3 else linear, before=linear):
@@ -121,9 +111,21 @@ def trace(
     return ActivationTrace(phases=phases, keeps_inputs=ledger.keeps_inputs)
 
 
-def _is_compiled(recipe: Recipe) -> bool:
-    """Packed float32 attention breaks a layer's graph, which checkpointing does not support (models/speed.py)."""
-    return recipe.model.compile and not (recipe.data.is_packed and stops_compiling(recipe))
+def _ways(recipe: Recipe, ours: str, kept: "Kept | None") -> list[tuple[str, Callable[..., None] | None]]:
+    """Attention, and what traces compiled layers if they are: the first that works is taken. Some models do not accept
+    a custom attention, and some layers cannot be compiled.
+    """
+    ways: list[tuple[str, Callable[..., None] | None]] = [(ours, None), ("sdpa", None), ("eager", None)]
+    # Packed float32 attention breaks a layer's graph, which checkpointing does not support (models/speed.py).
+    if not recipe.model.compile or (recipe.data.is_packed and stops_compiling(recipe)):
+        return ways
+    from cookbook.commands.forecast.compiled import (  # inductor, which other runs need not import
+        kept_by,
+        trace_compiled_layers,
+    )
+
+    kept = kept or kept_by(recipe.model.gradient_checkpointing)
+    return [(ours, partial(trace_compiled_layers, kept=kept)), *ways]
 
 
 LAYER_BYTES = 96

@@ -53,14 +53,8 @@ def _joined(units: Sequence[Unit]) -> Iterator[Unit]:
             continue
         own = experts.get(unit.layer)
         if own is not None:
-            unit = replace(
-                unit,
-                weights=unit.weights + own.weights,
-                gradients=unit.gradients + own.gradients,
-                gradients_made=unit.gradients_made + own.gradients_made,
-                gradients_left=unit.gradients_left + own.gradients_left,
-                sent=unit.sent + own.sent,
-            )
+            sizes = ("weights", "gradients", "gradients_made", "gradients_left", "sent")
+            unit = replace(unit, **{name: getattr(unit, name) + getattr(own, name) for name in sizes})
         yield unit
 
 
@@ -77,59 +71,51 @@ class _Units:
         self.first = [unit for unit in ends if unit not in self.tail]
 
     def of_phase(self, phase: Phase, held_after: int) -> Iterator[Moment]:
-        match phase.name:
-            case "embed":
-                yield self._during(phase, _weights_of(self.first) + self._buffer(self.first))
-            case "forward":
-                yield from self._forward(phase)
-            case "experts forward":
-                yield from self._experts_forward(phase)
-            case "rest forward":
-                yield self._rest_forward(phase)
-            case "head":
-                yield from self._head(phase)
-            case "head backward":
-                yield from self._head_backward(phase, held_after)
-            case "backward" if phase.layer in self.experts:
-                yield from self._backward_to_experts(phase)
-            case "experts again":
-                yield from self._experts_again(phase)
-            case "experts backward":
-                yield from self._experts_backward(phase, held_after)
-            case "rest backward":
-                yield from self._rest_backward(phase, held_after)
-            case "backward":
-                yield from self._backward(phase, held_after)
-            case "end":
-                yield from self._end(phase, held_after)
+        moments = {
+            "embed": self._embed,
+            "forward": self._forward,
+            "experts forward": self._experts_forward,
+            "rest forward": self._rest_forward,
+            "head": self._head,
+            "head backward": self._head_backward,
+            "backward": self._backward_to_experts if phase.layer in self.experts else self._backward,
+            "experts again": self._experts_again,
+            "experts backward": self._experts_backward,
+            "rest backward": self._rest_backward,
+            "end": self._end,
+        }[phase.name]
+        yield from moments(phase, held_after)
 
-    def _forward(self, phase: Phase) -> Iterator[Moment]:
+    def _embed(self, phase: Phase, _: int) -> Iterator[Moment]:
+        yield self._during(phase, _weights_of(self.first) + self._buffer(self.first))
+
+    def _forward(self, phase: Phase, _: int) -> Iterator[Moment]:
         i = _layer_index(phase)
         stay, unit = _weights_of(_staying([*self.first, *self.layers[:i]])), self.layers[i]
         before = self._buffer([*self.first, *self._of_layers(self.layers[:i])])
         yield self._entry(phase, stay + before + self._gathering(unit))
         yield self._during(phase, stay + unit.weights + self._buffer([unit]))
 
-    def _experts_forward(self, phase: Phase) -> Iterator[Moment]:
-        unit, rest, stay = self._parts(phase)
+    def _experts_forward(self, phase: Phase, _: int) -> Iterator[Moment]:
+        _, unit, rest, stay = self._parts(phase)
         yield self._entry(phase, stay + rest.weights + self._buffer([rest]) + self._gathering(unit))
         yield self._during(phase, stay + rest.weights + unit.weights + self._buffer([unit]))
 
-    def _rest_forward(self, phase: Phase) -> Moment:
-        unit, rest, stay = self._parts(phase)
-        return self._during(phase, stay + rest.weights + self._buffer([unit]))
+    def _rest_forward(self, phase: Phase, _: int) -> Iterator[Moment]:
+        _, unit, rest, stay = self._parts(phase)
+        yield self._during(phase, stay + rest.weights + self._buffer([unit]))
 
-    def _parts(self, phase: Phase) -> tuple[Unit, Unit, int]:
-        """A layer's experts, the rest of it, and the bytes of the units before it that stay gathered."""
+    def _parts(self, phase: Phase) -> tuple[int, Unit, Unit, int]:
+        """A layer's number, its experts, the rest of it, and the bytes of the units before it that stay gathered."""
         i = _layer_index(phase)
-        return self.experts[i], self.layers[i], _weights_of(_staying([*self.first, *self.layers[:i]]))
+        return i, self.experts[i], self.layers[i], _weights_of(_staying([*self.first, *self.layers[:i]]))
 
     def _of_layers(self, layers: Sequence[Unit]) -> list[Unit]:
         """Layers with their experts, in the order in which they are gathered."""
         found = [[layer, *([self.experts[layer.layer]] if layer.layer in self.experts else [])] for layer in layers]
         return [unit for units in found for unit in units]
 
-    def _head(self, phase: Phase) -> Iterator[Moment]:
+    def _head(self, phase: Phase, _: int) -> Iterator[Moment]:
         stay, before = _weights_of(_staying([*self.first, *self.layers])), self._buffer(self._of_layers(self.layers))
         for unit in self.tail:
             yield self._entry(phase, stay + before + self._gathering(unit))
@@ -163,10 +149,9 @@ class _Units:
         """Those whose gradients are reduced before the backward of layer i."""
         return [*self.tail, *self._of_layers(self.layers[i + 1 :])]
 
-    def _backward_to_experts(self, phase: Phase) -> Iterator[Moment]:
+    def _backward_to_experts(self, phase: Phase, _: int) -> Iterator[Moment]:
         """From the end of a layer to its experts; where these are computed again, once before that and once after."""
-        unit, rest, stay = self._parts(phase)
-        i = _layer_index(phase)
+        i, unit, rest, stay = self._parts(phase)
         done, own = self._done(i), stay + rest.weights + self._reduced_before(i)
         if self.is_recomputed:
             yield self._during(phase, own + unit.weights, done)
@@ -175,16 +160,14 @@ class _Units:
         yield self._entry(phase, own + max(copied, unit.weights + unit.sent), done)
         yield self._during(phase, own + unit.weights, done)
 
-    def _experts_again(self, phase: Phase) -> Iterator[Moment]:
-        unit, rest, stay = self._parts(phase)
-        i = _layer_index(phase)
+    def _experts_again(self, phase: Phase, _: int) -> Iterator[Moment]:
+        i, unit, rest, stay = self._parts(phase)
         self.is_recomputed = True
         own = stay + rest.weights + unit.weights + self._reduced_before(i)
         yield self._during(phase, own + self._buffer([unit]), self._done(i))
 
     def _experts_backward(self, phase: Phase, held_after: int) -> Iterator[Moment]:
-        unit, rest, stay = self._parts(phase)
-        i = _layer_index(phase)
+        i, unit, rest, stay = self._parts(phase)
         coming, sent = self._coming(i)
         buffer, done = self._reduced_before(i), self._done(i)
         copied = 0 if self.is_recomputed else self._buffer([unit])
@@ -196,8 +179,7 @@ class _Units:
         yield self._reduction(f"the experts of layer {i}", phase, held_after, gathered, [unit], done)
 
     def _rest_backward(self, phase: Phase, held_after: int) -> Iterator[Moment]:
-        unit, rest, stay = self._parts(phase)
-        i = _layer_index(phase)
+        i, unit, rest, stay = self._parts(phase)
         coming, _ = self._coming(i)
         done = [*self._done(i), unit]
         yield self._during(phase, stay + rest.weights + self._reduced([unit]) + coming, done)

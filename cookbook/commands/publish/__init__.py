@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from cookbook.commands.merge import write_merged
 from cookbook.commands.publish.card import model_card
-from cookbook.config.recipe import ModelSection, Recipe
+from cookbook.config.recipe import Recipe
+from cookbook.config.sections import ModelSection
 from cookbook.system.console import in_bytes
 from cookbook.system.files import RecipeError
 from cookbook.system.hosts import TORCHRUN
@@ -67,15 +67,15 @@ def write_model_files(
         digest: `models.weights_digest` of that folder.
         buffers: see `saved_buffers`.
     """
-    base = Base(model.name_or_path or name, model.revision or models.revision_of(name), digest)
+    is_new = model.from_scratch is not None
+    base = Base(model.name_or_path or name, model.revision or models.revision_of(name), digest, is_new)
     with building(run / MODEL_FILES) as build:
         config.save_pretrained(build)
         if buffers:
             save_file(buffers, build / BUFFERS)
         tokenizer.save_pretrained(build)
         write_generation_config(build, like=Path(name), end_of_turn=models.end_of_turn(tokenizer))
-        record = asdict(base) | {"is_new": model.from_scratch is not None}
-        (build / BASE_RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        base.write(build)
 
 
 def sweep_exports(run: Path) -> None:
@@ -139,7 +139,7 @@ def export(
     state = checkpoint.state()
     recipe = recipe_of(state["recipe"])
     model_files = run / MODEL_FILES
-    base, is_new = _check_export(target, model_files, state, recipe, merged)
+    base = _check_export(target, model_files, state, recipe, merged)
     config = AutoConfig.from_pretrained(model_files, trust_remote_code=False)
     stored = STORED_DTYPES[dtype] or (torch.float32 if recipe.adapter else config.dtype or torch.float32)
     _check_room(target, state, stored)
@@ -172,7 +172,7 @@ def export(
             "reopened": checked,
         }
         (build / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        card = model_card(run, state, recipe, asdict(base), is_new=is_new, merged=merged, checked=checked)
+        card = model_card(run, state, recipe, base, merged=merged, checked=checked)
         (build / "README.md").write_text(card, encoding="utf-8")
         size = sum(path.stat().st_size for path in build.rglob("*"))
         _make_readable(build)
@@ -190,25 +190,22 @@ def _make_readable(folder: Path) -> None:
         path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
 
 
-def _check_export(
-    target: Path, model_files: Path, state: dict[str, Any], recipe: Recipe, merged: bool
-) -> tuple[Base, bool]:
-    """Raise every mistake that is known before anything is written; returns the base model, and whether it is new."""
+def _check_export(target: Path, model_files: Path, state: dict[str, Any], recipe: Recipe, merged: bool) -> Base:
+    """Raise every mistake that is known before anything is written; returns the base model."""
     is_ours = (target / RECORD).is_file() or (target.is_dir() and not any(target.iterdir()))
     if (target.exists() or target.is_symlink()) and not is_ours:
         raise RecipeError(f"{target}: exists, and is no export of ours (no {RECORD}); name another folder")
     if merged and recipe.adapter is None:
         raise RecipeError("--merged: the run trained all weights, so there is no adapter to merge; remove it")
     try:
-        record = json.loads((model_files / BASE_RECORD).read_text(encoding="utf-8"))
-        base, is_new = Base(record["name_or_path"], record["revision"], record["sha256"]), bool(record.get("is_new"))
+        base = Base.read(model_files)
     except FileNotFoundError:
         raise RecipeError(f"{model_files}: missing; a run writes it at its start, and an export needs it") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise RecipeError(f"{model_files / BASE_RECORD}: cannot be read ({error})") from None
     if base.sha256 != state["made_from"]["model"]:
         raise RecipeError(f"{model_files}: is of another model than the checkpoint was made with (another SHA-256)")
-    return base, is_new
+    return base
 
 
 def _check_room(target: Path, state: dict[str, Any], dtype: torch.dtype) -> None:

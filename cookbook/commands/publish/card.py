@@ -3,45 +3,39 @@
 from pathlib import Path
 from typing import Any
 
-from cookbook.config.recipe import Recipe, Source, dump_recipe
+from cookbook.config.recipe import Recipe, dump_recipe
+from cookbook.config.sections import Source
+from cookbook.system.console import several
 from cookbook.system.files import dump_yaml
-from cookbook.system.records import read_lines
+from cookbook.system.records import METRICS, read_lines
+from cookbook.training.adapters import Base
 from cookbook.training.data.sources import BUILTIN_SOURCE
 
 
 def model_card(
-    run: Path,
-    state: dict[str, Any],
-    recipe: Recipe,
-    base: dict[str, Any],
-    *,
-    is_new: bool,
-    merged: bool,
-    checked: dict[str, str],
+    run: Path, state: dict[str, Any], recipe: Recipe, base: Base, *, merged: bool, checked: dict[str, str]
 ) -> str:
     """Recipe, strategy, data, metrics and versions of a checkpoint, as Markdown.
 
     Args:
         run: its output folder, for metrics.jsonl.
         state: `state.json` of the checkpoint.
-        base: `name_or_path`, `revision` and `sha256` of the model that was trained.
-        is_new: whether that model was created for the run.
+        base: the model that was trained.
         checked: result of `reopen`; empty if the export was not reopened.
     """
-    front = dump_yaml(_front_matter(recipe, base, is_new=is_new, merged=merged))
+    front = dump_yaml(_front_matter(recipe, base, merged=merged))
     kind = f"{recipe.adapter.name} adapter of rank {recipe.adapter.rank}" if recipe.adapter else "all weights"
     strategy, versions = state["run"]["strategy"], state["run"]["versions"]
-    processes = strategy["processes"]
-    revision = f" at {base['revision']}" if base["revision"] else ""
-    origin = "a new model" if is_new else f"`{_public(base['name_or_path'])}`{revision}"
+    revision = f" at {base.revision}" if base.revision else ""
+    origin = "a new model" if base.is_new else f"`{_public(base.name_or_path)}`{revision}"
     rows = {
         "trained": kind + (", merged into the base model" if merged else ""),
         "from": origin,
         "objective": recipe.objective.name,
         "steps": f"{state['step']}, {state['num_samples']:,} samples",
-        "strategy": f"`{Path(strategy['file']).stem}`, {processes} process{'es' if processes > 1 else ''}",
+        "strategy": f"`{Path(strategy['file']).stem}`, {several(strategy['processes'], 'process')}",
         "precision": {"no": "float32"}.get(recipe.mixed_precision, recipe.mixed_precision),
-        **_metrics(run / "metrics.jsonl", state["step"]),
+        **_metrics(run / METRICS, state["step"]),
         "versions": ", ".join(f"{name} {number}" for name, number in versions.items() if number),
         "checked": f"{checked['tensors']}; {checked['logits']}" if checked else "not yet: cookbook export does",
     }
@@ -59,12 +53,12 @@ def model_card(
     )
 
 
-def _front_matter(recipe: Recipe, base: dict[str, Any], *, is_new: bool, merged: bool) -> dict[str, Any]:
+def _front_matter(recipe: Recipe, base: Base, *, merged: bool) -> dict[str, Any]:
     """Only names that the Hub can resolve: no local paths."""
     is_adapter = recipe.adapter is not None and not merged
     front: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers"}
-    if not is_new and _is_hub_name(base["name_or_path"]):
-        front["base_model"] = base["name_or_path"]
+    if not base.is_new and _is_hub_name(base.name_or_path):
+        front["base_model"] = base.name_or_path
         front["base_model_relation"] = "adapter" if is_adapter else "finetune"
     front["pipeline_tag"] = "text-generation"
     front["tags"] = [recipe.objective.name, *([recipe.adapter.name] if recipe.adapter else [])]
@@ -85,8 +79,7 @@ def _public(path: str) -> str:
 
 
 def _without_folders(text: str, recipe: Recipe) -> str:
-    sources = (*recipe.data.train, *recipe.data.eval.values())
-    paths = [source.path for source in sources] + [recipe.run.output_dir, recipe.run.resume]
+    paths = [source.path for _, source in recipe.data.sources] + [recipe.run.output_dir, recipe.run.resume]
     paths += [path for path in (recipe.model.name_or_path, recipe.data.chat_template) if path]
     paths += recipe.plugins
     paths += [recipe.strategy] if Path(recipe.strategy).is_absolute() else []

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
-from cookbook.training.adapters import name_in_file
+from cookbook.training.adapters import Base, name_in_file
 from cookbook.training.checkpoint.export import BUFFERS
 from cookbook.training.checkpoint.folder import open_checkpoint
 from cookbook.training.checkpoint.tensors import CHUNK, Reader
@@ -129,7 +129,7 @@ def _check_adapter(
 ) -> tuple[str, str]:
     from peft import PeftModel  # for adapters only: importing it takes seconds
 
-    from cookbook.config.recipe import AdapterSection
+    from cookbook.config.sections import AdapterSection
     from cookbook.training import adapters
 
     names = {name_in_file(name): name for name in expected.shapes}
@@ -159,17 +159,16 @@ def _base_folder(model_files: Path) -> tuple[Path | None, str]:
     """The base model's folder on this machine, or why there is none."""
     from huggingface_hub import snapshot_download
 
-    from cookbook.training.adapters import BASE_RECORD
     from cookbook.training.models import HUB_FILES
 
-    base = json.loads((model_files / BASE_RECORD).read_text(encoding="utf-8"))
-    path = Path(base["name_or_path"])
+    base = Base.read(model_files)
+    path = Path(base.name_or_path)
     if not path.is_dir():
         local: dict[str, Any] = {"allow_patterns": HUB_FILES, "local_files_only": True}
         try:
-            path = Path(snapshot_download(str(path), revision=base["revision"], **local))
+            path = Path(snapshot_download(str(path), revision=base.revision, **local))
         except (OSError, ValueError):
-            return None, f"the base model {base['name_or_path']} is not on this machine"
+            return None, f"the base model {base.name_or_path} is not on this machine"
     return path, ""
 
 

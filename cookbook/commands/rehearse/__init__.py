@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from typer import Option
 
@@ -28,10 +28,11 @@ from cookbook.planning import simulated_gpus
 from cookbook.planning.library import read_label, read_needs
 from cookbook.planning.packing import decide
 from cookbook.planning.plan import describe_batch, launch_command, load_pair, make_plan
-from cookbook.system.console import page
+from cookbook.system.console import page, several
 from cookbook.system.files import RecipeError, dump_yaml, read_document
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import CPU_PROCESSES, num_cores, num_gpus, torch_cuda
+from cookbook.system.records import METRICS, RUN, read_lines
 from cookbook.system.shipped import short
 from cookbook.training.data.rows import row_bytes
 
@@ -77,8 +78,7 @@ def rehearse(
     rehearsal = Rehearsal(recipe=recipe, strategy=found, num_processes=count, place=place, folder=folder)
     if why:
         print(why)
-    many = "es" if count > 1 else ""
-    print(short(f"Rehearsing {path} under {found.path}, {count} process{many} on {place} ..."))
+    print(short(f"Rehearsing {path} under {found.path}, {several(count, 'process')} on {place} ..."))
     try:
         _plan_full_size(rehearsal, path)
         log = folder / "log.txt"
@@ -140,35 +140,63 @@ def _plan_full_size(rehearsal: Rehearsal, recipe_path: Path) -> None:
         num_gpus=count,
         recipe_name=str(recipe_path),
     )
-    where = f"{count} GPU{'s' if count > 1 else ''}"
-    rehearsal.notes.covered.append(f"its own batch on {where}: {describe_batch(rehearsal.recipe, plan)}")
+    rehearsal.notes.covered.append(
+        f"its own batch on {several(count, 'GPU')}: {describe_batch(rehearsal.recipe, plan)}"
+    )
 
 
 def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
     """Write the user's recipe with a tiny model, few rows and few steps."""
     from cookbook.training.models.structure import find_config
 
-    recipe, strategy, notes = rehearsal.recipe, rehearsal.strategy, rehearsal.notes
+    recipe, strategy = rehearsal.recipe, rehearsal.strategy
     recipe = decide(recipe, find_config(recipe.model)[0]).settle(recipe)  # by its own max_length
     own = rehearsal.folder / "own.yaml"
     own.write_text(dump_recipe(recipe), encoding="utf-8")
     values = read_document(own).values
     ranks = max(1, strategy.data_parallel_size(rehearsal.num_processes))
     micro = min(recipe.batch.micro_batch_size or 2, 2)
-    values["batch"] = {"global_batch_size": ranks * micro * 2}
-    train, rows, are_own = few_rows(recipe, NUM_STEPS * ranks * micro * 2, rehearsal.folder, notes)
-    has_own_tokenizer = write_tiny_model(recipe, rows, rehearsal.folder / "model", notes)
-    length = min(recipe.data.max_length, 1024 if are_own else 128)
-    if are_own and not has_own_tokenizer:
-        length = 2048  # the small stand-in tokenizer makes three times as many tokens of a row
-    if recipe.batch.micro_batch_tokens is None:
-        values["batch"]["micro_batch_size"] = micro
-    else:
+    values["batch"] = {"global_batch_size": ranks * micro * 2, "micro_batch_size": micro}
+    length = _put_small_data(rehearsal, recipe, values, NUM_STEPS * ranks * micro * 2)
+    if recipe.batch.micro_batch_tokens is not None:
+        del values["batch"]["micro_batch_size"]
         values["batch"]["micro_batch_tokens"] = 2 * length
     if recipe.model.from_scratch is None:
         values["model"]["name_or_path"] = str(rehearsal.folder / "model")
         values["model"].pop("revision", None)
-    eval_file = rehearsal.folder / "eval.jsonl"
+    values["optim"]["learning_rate"] = LEARNING_RATE
+    values["schedule"]["warmup_steps"] = min(values["schedule"]["warmup_steps"], 1)
+    values["schedule"] |= dict.fromkeys(recipe.schedule.stretches, 1)
+    if rehearsal.place == "CPU":
+        _put_precision_of_a_cpu(recipe, values, rehearsal.notes)
+    run = values["run"]
+    # A rehearsal is no experiment, and ends before most profiled steps.
+    for key in ("num_epochs", "trackers", "profile", "memory_snapshot"):
+        run.pop(key, None)
+    run |= {"max_steps": NUM_STEPS, "output_dir": str(rehearsal.folder / "out"), "eval_every_steps": 2}
+    if "save_every_steps" in run:
+        run["save_every_steps"] = 2
+    run["check_export"] = False  # the rehearsal checks it itself
+    small = rehearsal.folder / "recipe.yaml"
+    small.write_text(dump_yaml(values), encoding="utf-8")
+    # Plan the small recipe too, to report what its strategy cannot do without starting processes.
+    checked, _ = load_pair(small, strategy_path=Path(strategy.path))
+    count = rehearsal.num_processes
+    gpus = {"CPU": 0, "GPUs": num_gpus(), "simulated GPUs": count}[rehearsal.place]
+    make_plan(checked, strategy, num_processes=count, num_gpus=gpus, recipe_name=str(recipe_path))
+    return small
+
+
+def _put_small_data(rehearsal: Rehearsal, recipe: Recipe, values: dict[str, Any], num_rows: int) -> int:
+    """Write few rows, and the tiny model with its tokenizer; put the rows into the recipe's values. Returns their
+    max_length.
+    """
+    notes, eval_file = rehearsal.notes, rehearsal.folder / "eval.jsonl"
+    train, rows, are_own = few_rows(recipe, num_rows, rehearsal.folder, notes)
+    has_own_tokenizer = write_tiny_model(recipe, rows, rehearsal.folder / "model", notes)
+    length = min(recipe.data.max_length, 1024 if are_own else 128)
+    if are_own and not has_own_tokenizer:
+        length = 2048  # the small stand-in tokenizer makes three times as many tokens of a row
     # The shortest rows are the least likely to lose all their trained tokens to the smaller max_length.
     held_out = sorted(rows.rows, key=lambda row: len(row_bytes(row)))[:NUM_EVAL_ROWS]
     if recipe.objective.splits_rows:  # a text over max_length would become several samples
@@ -182,33 +210,18 @@ def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
         values["data"]["on_bad_row"] = "drop"  # `few_rows` has reported rows that are bad at full length
     if recipe.data.holdout:
         notes.missing.append("the share of rows that data.holdout takes")
-    values["optim"]["learning_rate"] = LEARNING_RATE
-    schedule = values["schedule"]
-    schedule["warmup_steps"] = min(schedule["warmup_steps"], 1)
-    schedule |= dict.fromkeys(recipe.schedule.stretches, 1)
-    if recipe.mixed_precision in ("fp16", "fp8") and rehearsal.place == "CPU":
-        values["mixed_precision"], words = {"fp16": ("no", "float32"), "fp8": ("bf16", "bf16")}[recipe.mixed_precision]
-        values.pop("loss_scale", None)
-        if recipe.optim.gradient_dtype == "fp16":
-            values["optim"]["gradient_dtype"] = "bf16"
-        notes.missing.append(f"mixed_precision {recipe.mixed_precision}, which needs a GPU; rehearsed in {words}")
-    run = values["run"]
-    # A rehearsal is no experiment, and ends before most profiled steps.
-    for key in ("num_epochs", "trackers", "profile", "memory_snapshot"):
-        run.pop(key, None)
-    run |= {"max_steps": NUM_STEPS, "output_dir": str(rehearsal.folder / "out")}
-    run["eval_every_steps"] = 2
-    if "save_every_steps" in run:
-        run["save_every_steps"] = 2
-    run["check_export"] = False  # the rehearsal checks it itself
-    small = rehearsal.folder / "recipe.yaml"
-    small.write_text(dump_yaml(values), encoding="utf-8")
-    # Plan the small recipe too, to report what its strategy cannot do without starting processes.
-    checked, _ = load_pair(small, strategy_path=Path(strategy.path))
-    count = rehearsal.num_processes
-    gpus = {"CPU": 0, "GPUs": num_gpus(), "simulated GPUs": count}[rehearsal.place]
-    make_plan(checked, strategy, num_processes=count, num_gpus=gpus, recipe_name=str(recipe_path))
-    return small
+    return length
+
+
+def _put_precision_of_a_cpu(recipe: Recipe, values: dict[str, Any], notes: Notes) -> None:
+    instead = {"fp16": ("no", "float32"), "fp8": ("bf16", "bf16")}.get(recipe.mixed_precision)
+    if instead is None:
+        return
+    values["mixed_precision"], words = instead
+    values.pop("loss_scale", None)
+    if recipe.optim.gradient_dtype == "fp16":
+        values["optim"]["gradient_dtype"] = "bf16"
+    notes.missing.append(f"mixed_precision {recipe.mixed_precision}, which needs a GPU; rehearsed in {words}")
 
 
 def _run(rehearsal: Rehearsal, small: Path, log: Path) -> int:
@@ -263,15 +276,15 @@ def _check_outputs(rehearsal: Rehearsal) -> str | None:
     from cookbook.commands.rehearse.reopen import recompute  # imports numpy, which `check` starts without
 
     out = rehearsal.folder / "out"
-    record = json.loads((out / "run.json").read_text(encoding="utf-8"))
+    record = json.loads((out / RUN).read_text(encoding="utf-8"))
     small = read_document(out / "recipe.yaml").values
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = read_lines(out / METRICS)
     evaluations = [line["eval_loss"] for line in lines if "eval_loss" in line]
     steps = [line for line in lines if "loss" in line]
     before, after = evaluations[0], evaluations[-1]
     count = record["strategy"]["processes"]
     rehearsal.notes.covered.append(
-        f"{count} process{'es' if count > 1 else ''} under {rehearsal.strategy.path}, {len(steps)} steps of"
+        f"{several(count, 'process')} under {rehearsal.strategy.path}, {len(steps)} steps of"
         f" {small['batch']['global_batch_size']}, {len(evaluations)} evaluations"
     )
     if rehearsal.place == "simulated GPUs":

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.config.objectives import Answer, Objective
-from cookbook.config.recipe import Source
 from cookbook.config.row_kinds import BadRow, kinds
+from cookbook.config.sections import Source
 from cookbook.training.data.encode import LabelledIds, encode
 from cookbook.training.data.rows import read_rows
 

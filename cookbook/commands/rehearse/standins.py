@@ -10,8 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from cookbook.config.recipe import BUILTIN_SOURCE, Recipe, Source
+from cookbook.config.recipe import Recipe
 from cookbook.config.row_kinds import BadRow, MadeUp, columns, kinds
+from cookbook.config.sections import BUILTIN_SOURCE, Source
 from cookbook.planning.library import hub_answers, known_kind, known_model
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.data.rows import Rows, read_rows, texts

@@ -7,7 +7,8 @@ from typing import Any, Literal
 from cookbook.config.mesh import Mesh
 from cookbook.config.optim.adamw import AdamW
 from cookbook.config.optim.base import Optimizer
-from cookbook.config.recipe import AdapterSection, Recipe
+from cookbook.config.recipe import Recipe
+from cookbook.config.sections import AdapterSection
 from cookbook.config.strategy import Strategy
 
 Part = Literal["embedding", "layer", "norm", "head", "rest"]

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.config.optim import number
-from cookbook.config.recipe import BUILTIN_SOURCE, Recipe, Source, data_format
+from cookbook.config.recipe import Recipe
 from cookbook.config.schedule import learning_rate, peak_learning_rate
+from cookbook.config.sections import BUILTIN_SOURCE, Source, data_format
 from cookbook.config.strategy import Strategy
 from cookbook.planning.costs import per_parameter as costs
 from cookbook.planning.costs.inputs import CostInputs, cost_inputs
@@ -18,7 +19,7 @@ from cookbook.planning.explain.chart import draw
 from cookbook.planning.library import read_label, read_needs
 from cookbook.planning.packing import decide, known_config
 from cookbook.planning.plan import Plan, default_num_processes, launch_command, load_pair, make_plan, show_command
-from cookbook.system.console import Row, page
+from cookbook.system.console import Row, page, several
 from cookbook.system.files import Document, RecipeError, apply_overrides, flatten, read_document
 from cookbook.system.machine import num_gpus
 from cookbook.system.shipped import short
@@ -251,10 +252,10 @@ def _batch(recipe: Recipe, plan: Plan, document: Document, processes: Quantity, 
         keys = [f"parallelism_config.parallelism_config_{SIZE_KEYS[name]}" for name in sharing]
         places = tuple(source(yaml_file, key) for key in keys)
         found["data-parallel"] = Quantity(value=size, text=text, sources=places)
-    found["step"] = of(batch.global_batch_size, _several(batch.global_batch_size, unit), "batch.global_batch_size")
+    found["step"] = of(batch.global_batch_size, several(batch.global_batch_size, unit), "batch.global_batch_size")
     if batch.micro_batch_size is not None:
         micro = batch.micro_batch_size
-        found["forward"] = of(micro, f"{_several(micro, unit)} on each process", "batch.micro_batch_size")
+        found["forward"] = of(micro, f"{several(micro, unit)} on each process", "batch.micro_batch_size")
         text = f"{accumulation} = {batch.global_batch_size} / ({micro} x {size})"
         split = of(accumulation, text, "batch.global_batch_size", "batch.micro_batch_size")
         found["accumulation"] = replace(split, sources=split.sources + processes.sources[:1])
@@ -271,10 +272,6 @@ def _batch(recipe: Recipe, plan: Plan, document: Document, processes: Quantity, 
     )
     found["tokens a step"] = of(bound, text, "batch.global_batch_size", "data.max_length")
     return found
-
-
-def _several(count: int, unit: str) -> str:
-    return f"{count} {unit}{'s' if count != 1 else ''}"
 
 
 def _length(recipe: Recipe, document: Document) -> tuple[int | None, Section]:

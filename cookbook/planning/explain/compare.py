@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.config.optim import number
-from cookbook.config.recipe import Recipe, Source, read_recipe
+from cookbook.config.recipe import Recipe, read_recipe
+from cookbook.config.sections import Source
 from cookbook.config.strategy import Strategy, find_strategy, is_short, load_strategy
 from cookbook.planning.costs import per_parameter as costs
 from cookbook.planning.costs.inputs import CostInputs
 from cookbook.planning.explain import Explanation, explain, shorten, source
 from cookbook.planning.plan import load_pair
-from cookbook.system.console import Row, page
-from cookbook.system.files import RecipeError, apply_overrides, gathered, read_document, show
+from cookbook.system.console import Row, page, several
+from cookbook.system.files import RecipeError, apply_overrides, gathered, read_document, refuse, show
 from cookbook.system.shipped import located, short
 
 NEVER_THE_CURVE = (
@@ -26,32 +27,9 @@ NEVER_THE_CURVE = (
 """Keys of speed and memory. Which sums are made together changes the last bits of each; docs/equivalence.md."""
 ONLY_ROUNDING = ("model.compile", "model.liger_kernels", "run.deterministic")
 """Other kernels for the same mathematics."""
-ONLY_THE_RUN = (
-    "data.eval",
-    "run.eval_every_steps",
-    "run.sample_every_steps",
-    "run.sample_tokens",
-    "run.output_dir",
-    "run.save_every_steps",
-    "run.save_every_minutes",
-    "run.save_first_step",
-    "run.save_in_background",
-    "run.keep_last",
-    "run.keep_best",
-    "run.resume",
-    "run.allow_changes",
-    "run.stop_after_steps",
-    "run.hang_timeout_minutes",
-    "run.on_out_of_memory",
-    "run.check_export",
-    "run.trackers",
-    "run.log_every_steps",
-    "run.monitor",
-    "run.check_ranks_every_steps",
-    "run.profile",
-    "run.memory_snapshot",
-)
-"""Keys of what is written and measured on the way."""
+THE_CURVE_IN_RUN = ("run.num_epochs", "run.max_steps", "run.skip_nonfinite_steps")
+ONLY_THE_RUN = ("data.eval", "run")
+"""Sections of what is written and measured on the way; of `run` all but the keys above."""
 EFFECTS = {
     "curve": "may change the curve",
     "speed": "speed and memory, never the curve",
@@ -112,8 +90,7 @@ def compare_strategies(first: Path, second: Path, processes: int | None) -> Comp
     for path in (first, second):
         with gathered(mistakes):
             strategies.append(load_strategy(path))
-    if mistakes:
-        raise RecipeError(list(dict.fromkeys(mistakes)))
+    refuse(mistakes)
     one, other = strategies
     fixed = [s.num_processes for s in strategies if (s.num_processes or 1) > 1]
     count = processes or next(iter(fixed), None) or DEFAULT_PROCESSES
@@ -159,7 +136,8 @@ def compare_runs(one: Explanation, other: Explanation, assignments: list[str] | 
 
 def effect_of(key: str) -> str:
     """What a key of a recipe affects: a key of EFFECTS."""
-    for effect, keys in (("speed", NEVER_THE_CURVE), ("rounding", ONLY_ROUNDING), ("run", ONLY_THE_RUN)):
+    rules = {"curve": THE_CURVE_IN_RUN, "speed": NEVER_THE_CURVE, "rounding": ONLY_ROUNDING, "run": ONLY_THE_RUN}
+    for effect, keys in rules.items():
         if any(key == known or key.startswith(f"{known}.") for known in keys):
             return effect
     return "curve"
@@ -275,7 +253,7 @@ def _sides(found: Comparison, what: Callable[[CostInputs], str]) -> str:
     counts = [setting.num_processes for setting in found.settings]
     if counts[0] != counts[1]:
         texts = [
-            text if text == costs.NO_TRAFFIC else f"{text} ({count} process{'es' if count > 1 else ''})"
+            text if text == costs.NO_TRAFFIC else f"{text} ({several(count, 'process')})"
             for text, count in zip(texts, counts, strict=True)
         ]
     return page(*zip("AB", texts, strict=True))
@@ -333,6 +311,5 @@ def compare(
             _, loaded = load_pair(path, assignments, strategy)
             asked = processes if loaded.num_processes is None else None  # some strategies have a number of their own
             runs.append(explain(path, strategy_path=strategy, assignments=assignments, processes=asked))
-    if mistakes:
-        raise RecipeError(list(dict.fromkeys(mistakes)))
+    refuse(mistakes)
     return compare_runs(runs[0], runs[1], assignments)

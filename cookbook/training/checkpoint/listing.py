@@ -13,16 +13,16 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.registry import RECORDED
 from cookbook.config.strategy import known_strategies, load_strategy, strategy_path
 from cookbook.planning.combinations import refusals
-from cookbook.system.console import Row, in_bytes, page
+from cookbook.system.console import Row, in_bytes, page, several
 from cookbook.system.files import RecipeError
 from cookbook.system.machine import num_gpus
-from cookbook.system.records import read_json
+from cookbook.system.records import RUN, read_json
 from cookbook.training.checkpoint import folder, resume
 from cookbook.training.checkpoint.folder import BrokenCheckpoint, Checkpoint
 
 
 def is_run(path: Path) -> bool:
-    return (path / "run.json").is_file() or (path / "checkpoints").is_dir()
+    return (path / RUN).is_file() or (path / "checkpoints").is_dir()
 
 
 def steps_there(root: Path, *, but: Path | None = None) -> str:
@@ -177,7 +177,7 @@ def list_checkpoints(path: Path) -> list[dict[str, Any]]:
 def _resumed_from(root: Path, found: list[dict[str, Any]]) -> list[str]:
     """Checkpoints of this run that it was resumed from, according to later ones and run.json."""
     names = [one["resumed_from"] for one in found if one.get("resumed_from")]
-    names.append(read_json(root.parent / "run.json").get("resumed_from") or "")
+    names.append(read_json(root.parent / RUN).get("resumed_from") or "")
     return [name for name in names if name and Path(name).resolve().parent == root.resolve()]
 
 
@@ -189,7 +189,6 @@ def in_words(found: list[dict[str, Any]]) -> str:
         if one["broken"]:
             rows.append((name, f"BROKEN: {one['broken']}"))
             continue
-        processes = one["processes"]
         loss = [] if one["eval_loss"] is None else [f"evaluation loss {one['eval_loss']:.4f}"]
         rows.append(
             (
@@ -197,7 +196,7 @@ def in_words(found: list[dict[str, Any]]) -> str:
                 "whole",
                 one["saved_at"],
                 in_bytes(one["bytes"]),
-                f"{one['strategy']}, {processes} process{'es' if processes > 1 else ''}",
+                f"{one['strategy']}, {several(one['processes'], 'process')}",
                 "  ".join([*loss, *([f"[{', '.join(one['marks'])}]"] if one["marks"] else [])]),
             )
         )

@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,60 +25,55 @@ RECEIPT_SECONDS = 10.0
 Pieces = Iterable[StatePiece]
 
 
+@dataclass(eq=False)
 class Saver:
-    """Writes the checkpoints of a run. Every rank must call the same methods at the same steps."""
+    """Writes the checkpoints of a run. Every rank must call the same methods at the same steps.
 
-    def __init__(
-        self,
-        root: Path,
-        *,
-        rank: int,
-        num_ranks: int,
-        attempt: str,
-        keep_last: int,
-        keep_best: int,
-        in_background: bool,
-        say: Callable[[str], None],
-        on_save: Callable[[int], None] = lambda step: None,
-        timeout_seconds: float = 1800.0,
-        beat: Callable[[], None] = lambda: None,
-        stop_requested: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """On rank 0, remove unfinished saves from `root`.
+    On rank 0, the beginning removes unfinished saves.
+    """
 
-        Args:
-            root: a folder that all ranks see.
-            attempt: id of this start, the same on all ranks, so that no file of an earlier start's save is used.
-            keep_last: at least 2.
-            in_background: a step waits only for a copy of the state to host memory, not for the disk.
-            say: logs a line for users.
-            on_save: called on rank 0 with the step of each complete checkpoint, from the thread that saved it.
-            timeout_seconds, stop_requested: see `folder.read_receipts`.
-            beat: heartbeat for the watchdog, called on the main thread during a save.
-        """
-        self.root, self.rank, self.num_ranks, self.attempt = root, rank, num_ranks, attempt
-        self.keep_last, self.keep_best, self.in_background = keep_last, keep_best, in_background
-        self.on_save = on_save
-        self.say, self.beat, self.stop_requested, self.timeout_seconds = say, beat, stop_requested, timeout_seconds
-        self.last_step: int | None = None
-        """Step of the last save begun, or of the checkpoint resumed from."""
-        self.keep: set[str] = set()
-        """Names of folders that are never pruned: the one resumed from."""
-        self.newest: folder.Checkpoint | None = None
-        """The last checkpoint saved or resumed from; on rank 0."""
-        self.failed: str | None = None
-        """Why the last save failed, as far as this rank knows."""
+    root: Path
+    """A folder that all ranks see."""
+    _: KW_ONLY
+    rank: int
+    num_ranks: int
+    attempt: str
+    """Id of this start, the same on all ranks, so that no file of an earlier start's save is used."""
+    keep_last: int
+    """At least 2."""
+    keep_best: int
+    in_background: bool
+    """A step waits only for a copy of the state to host memory, not for the disk."""
+    say: Callable[[str], None]
+    """Logs a line for users."""
+    on_save: Callable[[int], None] = lambda step: None
+    """Called on rank 0 with the step of each complete checkpoint, from the thread that saved it."""
+    timeout_seconds: float = 1800.0
+    """See `folder.read_receipts`, as for `stop_requested`."""
+    beat: Callable[[], None] = lambda: None
+    """Heartbeat for the watchdog, called on the main thread during a save."""
+    stop_requested: Callable[[], bool] = lambda: False
+    last_step: int | None = field(default=None, init=False)
+    """Step of the last save begun, or of the checkpoint resumed from."""
+    keep: set[str] = field(default_factory=set, init=False)
+    """Names of folders that are never pruned: the one resumed from."""
+    newest: folder.Checkpoint | None = field(default=None, init=False)
+    """The last checkpoint saved or resumed from; on rank 0."""
+    failed: str | None = field(default=None, init=False)
+    """Why the last save failed, as far as this rank knows."""
+
+    def __post_init__(self) -> None:
         self._num_failed = 0
         """Saves in a row that failed; on rank 0."""
         self._saved_at = time.monotonic()
         self._thread: threading.Thread | None = None
         self._buffers: dict[tuple[str, str, int], torch.Tensor] = {}
         """What a save in the background writes from, kept for the next."""
-        self._build = root
+        self._build = self.root
         """Folder of the last save's files."""
         self._broken: OSError | None = None
-        if rank == 0:
-            folder.sweep_unfinished(root, attempt)
+        if self.rank == 0:
+            folder.sweep_unfinished(self.root, self.attempt)
 
     @property
     def newest_path(self) -> str | None:

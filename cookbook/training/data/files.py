@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.config import row_kinds
-from cookbook.config.recipe import Source, data_format
 from cookbook.config.row_kinds import BadRow
+from cookbook.config.sections import Source, data_format
 from cookbook.system.files import RecipeError, first_line
 
 MAX_ROW_BYTES = 1_000_000

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, overload
 
 from cookbook.config import plugins, registry, row_kinds
 from cookbook.config.objectives import Objective
-from cookbook.config.recipe import BUILTIN_SOURCE, DataSection, Source
+from cookbook.config.sections import BUILTIN_SOURCE, DataSection, Source
 from cookbook.system import lock
 from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, make_folder
@@ -86,7 +86,7 @@ def _read_and_record(record: Path, data: DataSection, objective: Objective) -> R
 def _key_of(data: DataSection, objective: Objective, cache: Path | None) -> str | None:
     """A digest of all that rows depend on; None if a source may change without a trace in a local file."""
     try:
-        content = [_content(source, cache) for source in (*data.train, *data.eval.values())]
+        content = [_content(source, cache) for _, source in data.sources]
     except (OSError, RecipeError):  # a missing file, which `read_data` reports
         return None
     if data.streaming or None in content:

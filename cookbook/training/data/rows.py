@@ -10,7 +10,6 @@ from itertools import islice
 from typing import Any, Literal
 
 from cookbook.config.objectives import Objective
-from cookbook.config.recipe import DataSection, Source
 from cookbook.config.registry import known
 from cookbook.config.row_kinds import (
     BadRow,
@@ -25,6 +24,7 @@ from cookbook.config.row_kinds import (
     suggested_columns,
     texts_in,
 )
+from cookbook.config.sections import DataSection, Source
 from cookbook.system.files import RecipeError, closest, dump_yaml, kind_in_words
 from cookbook.training.data.files import MAX_ROW_BYTES
 from cookbook.training.data.sources import raw_rows

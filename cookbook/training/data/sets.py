@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cookbook.config.objectives import Objective, TooLong
-from cookbook.config.recipe import BUILTIN_SOURCE, DataSection, Source
-from cookbook.system.files import RecipeError, gathered
+from cookbook.config.sections import BUILTIN_SOURCE, DataSection, Source, eval_key
+from cookbook.system.files import RecipeError, gathered, refuse
 from cookbook.training.data.rows import BadRows, Rows, place_of, read_rows, row_blocks, row_bytes, texts
 from cookbook.training.data.sources import unread_note
 from cookbook.training.data.stream import Stream
@@ -99,9 +99,8 @@ def read_data(data: DataSection, objective: Objective) -> RowSets:
     else:
         places = (place_of("data.train", data.train, i) for i in range(len(data.train)))
         train = [rows for source, place in zip(data.train, places, strict=True) for rows in read(source, place)]
-    evals = {name: read(source, _eval_place(name)) for name, source in data.eval.items()}
-    if mistakes:
-        raise RecipeError(list(dict.fromkeys(mistakes)))
+    evals = {name: read(source, eval_key(name)) for name, source in data.eval.items()}
+    refuse(mistakes)
     if data.holdout:
         train, evals[HOLDOUT] = _hold_out(train, data.holdout)
     return RowSets(train=train, eval=evals)
@@ -116,13 +115,9 @@ def read_eval(data: DataSection, objective: Objective) -> dict[str, list[Rows]]:
     if data.holdout:
         return read_data(data, objective).eval
     return {
-        name: [read_rows(source, data.on_bad_row, objective, place=_eval_place(name))]
+        name: [read_rows(source, data.on_bad_row, objective, place=eval_key(name))]
         for name, source in data.eval.items()
     }
-
-
-def _eval_place(name: str) -> str:
-    return f"data.eval.{name}" if name else "data.eval"
 
 
 def _hold_out(train: list[Rows], share: float) -> tuple[list[Rows], list[Rows]]:
@@ -179,7 +174,7 @@ def tokenize_eval(
     notes = _renamed_notes(chain(*evals.values()))
     sets = {}
     for name, parts in evals.items():
-        place = "data.holdout" if name == HOLDOUT and data.holdout else _eval_place(name)
+        place = "data.holdout" if name == HOLDOUT and data.holdout else eval_key(name)
         sets[name] = _tokens_of(parts, place, tokenizer, data, objective, cache, notes)
     return sets, notes
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cookbook.config.recipe import BUILTIN_SOURCE, COMPRESSIONS, Source, data_format
+from cookbook.config.sections import BUILTIN_SOURCE, COMPRESSIONS, Source, data_format
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.data.files import file_rows, known_columns, numbered
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from cookbook.config.objectives import Objective
-from cookbook.config.recipe import DataSection
+from cookbook.config.sections import DataSection
 from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError
 from cookbook.training.data.ahead import Ahead

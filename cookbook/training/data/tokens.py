@@ -21,8 +21,8 @@ import xxhash
 
 from cookbook.config import plugins, registry
 from cookbook.config.objectives import Objective, TooLong
-from cookbook.config.recipe import DataSection
 from cookbook.config.row_kinds import BadRow, kinds
+from cookbook.config.sections import DataSection
 from cookbook.system import lock, signals
 from cookbook.system.files import RecipeError
 from cookbook.system.machine import num_cores

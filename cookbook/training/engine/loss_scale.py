@@ -7,7 +7,7 @@ step later than its window (runtime/fp16/loss_scaler.py, update_scale); so both 
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from cookbook.config.recipe import LossScaleSection
+from cookbook.config.sections import LossScaleSection
 
 
 @dataclass(kw_only=True)

@@ -27,21 +27,18 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from cookbook.config.recipe import ModelSection, ScratchModel
+from cookbook.config.sections import ModelSection, ScratchModel
 from cookbook.planning.packing import packing_problem
 from cookbook.system import lock
 from cookbook.system.digests import sha256_of
-from cookbook.system.files import RecipeError, first_line, make_folder
+from cookbook.system.files import RecipeError, first_line, make_folder, refuse
 from cookbook.system.shipped import HOME
 from cookbook.training.models.attention import PACKED
 from cookbook.training.models.experts import autocast_products
 from cookbook.training.models.fp8 import convert_layers
-from cookbook.training.models.fp8 import num_converted as num_converted  # for `stages`
 from cookbook.training.models.loss import add_loss
 from cookbook.training.models.speed import compile_layers, patch_kernels, save_activations
-from cookbook.training.models.speed import kernel_notes as kernel_notes  # for `stages`
 from cookbook.training.models.structure import not_served, scratch_config
-from cookbook.training.models.structure import random_parts as random_parts  # for `stages`
 
 SCRATCH_FORMAT = 2
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -165,8 +162,7 @@ def load_config(name: str, max_length: int) -> PreTrainedConfig:
     problem = not_served(config)
     if problem is not None:
         raise RecipeError(f"model.name_or_path is {name!r}: {problem}")
-    if mistakes := _check_positions(config, max_length):
-        raise RecipeError(mistakes)
+    refuse(_check_positions(config, max_length))
     return config
 
 

@@ -1,152 +1,14 @@
-"""`convert`: files of other projects become a recipe and a strategy. No torch.
-
-`cookbook.config.foreign` has the keys that have one counterpart; here is what is derived from several.
+"""The keys of a recipe from those of converted files: by `cookbook.config.foreign` where one has one counterpart, and
+here what is derived from several.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from typer import Argument, Option
-
-from cookbook.commands.arguments import positive
-from cookbook.commands.launch import check
 from cookbook.config.foreign import ADAPTER, EVALUATION, PROJECTS, SAVING, NoCounterpart, Project
-from cookbook.config.recipe import RECIPES, Recipe, leaves
-from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
-from cookbook.system.files import (
-    Document,
-    KeyPath,
-    RecipeError,
-    cannot_write,
-    dump_yaml,
-    gathered,
-    kind_in_words,
-    read_document,
-    show,
-)
-from cookbook.system.shipped import located
-
-ORDER = list(dict.fromkeys(leaves(Recipe)))
-"""The keys of a recipe, in the order in which they are written."""
-TRAITS = (
-    "kind",
-    "zero_stage",
-    "offload_optimizer",
-    "offload_param",
-    "reshard",
-    "offload",
-    "dp_replicate_size",
-    "tp_size",
-    "sp_size",
-    "ep_size",
-    "zero_hpz_partition_size",
-)
-"""What makes two strategies different, apart from the number of processes, which a strategy takes from the GPUs."""
-
-ProjectName = Literal[
-    "trainer", "trl", "alignment-handbook", "llama-factory", "axolotl", "torchtune", "accelerate", "deepspeed"
-]
-
-
-def convert(
-    files: Annotated[
-        list[Path], Argument(metavar="FILE...", help="a training file, an accelerate YAML, a DeepSpeed JSON")
-    ],
-    *,
-    out: Annotated[Path | None, Option(help="default: recipes/ with the name of the first file")] = None,
-    project: Annotated[
-        ProjectName | None, Option("--from", help="whose FILE it is, where its keys leave that open")
-    ] = None,
-    processes: Annotated[int | None, Option(callback=positive, help="with which the file was used")] = None,
-) -> int:
-    """Turn another project's files into a recipe and a strategy."""
-    out = out or RECIPES / f"{files[0].stem}.yaml"
-    if out.suffix not in (".yaml", ".yml"):
-        raise RecipeError(f"--out is {str(out)!r}; name a .yaml file")
-    documents = [read_document(path) for path in files]
-    projects = [recognize(document, project) for document in documents]
-    names = [PROJECTS[name] for name in projects]
-    if sum(not one.is_distribution for one in names) > 1:
-        raise RecipeError(f"{files[0]} and another file each have the settings of a training; give one of them")
-    found = Conversion(processes)
-    for document, one in sorted(zip(documents, names, strict=True), key=lambda pair: pair[1].is_distribution):
-        found.read(document, one)
-    training = next((one for one in names if not one.is_distribution), None)
-    found.derive(training)
-    name, files_to_write = found.strategy(out.stem.replace(".", "_"))
-    recipe = nested({"strategy": name, **found.recipe})
-    source = " and ".join(f"{path} ({one.name})" for path, one in zip(files, names, strict=True))
-    if training is not None:
-        files_to_write[out] = f"# Converted by `python -m cookbook convert` from {source}.\n" + dump_yaml(recipe)
-    if taken := [path for path in files_to_write if path.exists() or path.is_symlink()]:
-        raise RecipeError([f"{path}: exists, and is not overwritten; name another with --out" for path in taken])
-    for path, text in files_to_write.items():
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise RecipeError(cannot_write(path, error, "name another file with --out")) from None
-        print(f"{path}: written")
-    print(f"from {source}\nstrategy: {name}")
-    if training is None:
-        print("no recipe: the file has no model and no data; for a recipe:")
-        print(dump_yaml(recipe).rstrip())
-    if found.notes:
-        print("left out, or to decide:", *found.notes, sep="\n  ")
-    mistakes: list[str] = []
-    with gathered(mistakes):
-        if training is None:
-            load_strategy(strategy_path(name))
-        else:
-            check([out], assignments=[], processes=found.processes)
-    if mistakes:
-        print("to correct before it runs:", *mistakes, sep="\n  ")
-    return 0
-
-
-def nested(values: dict[str, Any]) -> dict[str, Any]:
-    """`{"a.b": 1}` as `{"a": {"b": 1}}`, in the order of a recipe."""
-    found: dict[str, Any] = {}
-    for key, value in sorted(values.items(), key=lambda pair: ORDER.index(pair[0])):
-        section, _, name = key.partition(".")
-        if name:
-            found.setdefault(section, {})[name] = value
-        else:
-            found[key] = value
-    return found
-
-
-def recognize(document: Document, name: str | None = None) -> str:
-    """The project whose keys a file has.
-
-    Args:
-        name: whose it is if its keys leave that open; a distribution beside it is recognized all the same.
-
-    Raises:
-        RecipeError: too few keys are known, it is a recipe of ours, or two projects fit equally.
-    """
-    if {"batch", "optim", "run"} <= document.values.keys():
-        raise RecipeError(f"{document.name}: is a recipe already; check it with `python -m cookbook check`")
-    fits = {
-        one: len({path.split(".")[0] for path in project.keys} & document.values.keys())
-        for one, project in PROJECTS.items()
-    }
-    most = max(fits.values())
-    best = [one for one, number in fits.items() if number == most]
-    best = [one for one in best if PROJECTS[one].base not in best]  # the base knows them all
-    if name is not None and PROJECTS[name].is_distribution == PROJECTS[best[0]].is_distribution:
-        return name
-    if most * 2 < len(document.values):
-        raise RecipeError(
-            f"{document.name}: of its {len(document.values)} keys {most} are known, as {PROJECTS[best[0]].name}'s;"
-            f" files of {', '.join(one.name for one in PROJECTS.values())} can be converted; name yours with --from"
-        )
-    if len(best) > 1:
-        raise RecipeError(f"{document.name}: may be a file of {' or '.join(best)}; write --from {best[0]}, for example")
-    return best[0]
+from cookbook.system.files import Document, KeyPath, RecipeError, kind_in_words, read_document, show
 
 
 class Conversion:
@@ -480,111 +342,14 @@ class Conversion:
             if keep < 2:
                 self._note("~keep", "run.keep_last is at least 2, as a crash may damage the newest")
 
-    def strategy(self, name: str) -> tuple[str, dict[Path, str]]:
-        """The shipped strategy with the traits of the files, or `name` and the files to write for it."""
-        given = {key.removeprefix("strategy."): value for key, value in self.other.items() if key[0] != "~"}
-        version = given.pop("fsdp_version", 1)
-        if given.get("zero_stage"):
-            given["kind"] = "zero"
-        elif given.get("kind") == "zero":
-            given["kind"] = "ddp"
-        is_sharded = {"reshard", "offload"} & given.keys() and "kind" not in given
-        kind = given.get("kind", "fsdp" if is_sharded else "ddp")
-        if not given:
-            self.notes.append(
-                "no distribution in the file: ddp; any other strategy has the same curve (docs/strategies.md)"
-            )
-        wanted = dict.fromkeys([trait for trait in TRAITS if trait.endswith("_size")], 1) | given
-        if kind == "fsdp":
-            plain = wanted["dp_replicate_size"] == wanted["tp_size"] == wanted["sp_size"] == 1
-            kind = "fsdp1" if version == 1 and plain and "kind" in given and not given.get("offload") else "fsdp2"
-            wanted |= {"reshard": given.get("reshard", True), "offload": given.get("offload", False)}
-        else:
-            wanted |= {"reshard": None, "offload": False}
-        wanted |= {"kind": kind, "zero_stage": given.get("zero_stage", 0)}
-        traits = tuple(wanted.get(trait) for trait in TRAITS)
-        for shipped in known_strategies():
-            try:
-                loaded = load_strategy(strategy_path(shipped))
-                if traits_of(loaded) == traits and not loaded.open_sizes:  # an open size is another on other machines
-                    return shipped, {}
-            except RecipeError:  # a broken file of the user's own
-                continue
-        return name, _new_strategy(name, wanted)
+    @property
+    def distribution(self) -> dict[str, Any]:
+        """Properties of a strategy."""
+        return {key.removeprefix("strategy."): value for key, value in self.other.items() if key[0] != "~"}
 
 
-def traits_of(strategy: Strategy) -> tuple[Any, ...]:
-    """The values of `TRAITS`."""
-    fsdp = strategy.fsdp
-    reshard = None
-    if fsdp is not None:
-        sharding = fsdp.fsdp_sharding_strategy
-        reshard = sharding == "FULL_SHARD" if sharding else fsdp.fsdp_reshard_after_forward
-    values = {
-        "kind": "ddp" if strategy.kind == "tp" else strategy.kind,
-        "reshard": reshard,
-        "offload": fsdp is not None and fsdp.fsdp_offload_params,
-        "zero_hpz_partition_size": strategy.written_secondary_group_size,
-    }
-    return tuple(values[trait] if trait in values else getattr(strategy, trait) for trait in TRAITS)
-
-
-def _new_strategy(name: str, wanted: dict[str, Any]) -> dict[Path, str]:
-    """An accelerate YAML, and under ZeRO a DeepSpeed JSON made from the shipped one of its stage."""
-    kind, found = wanted["kind"], {}
-    kinds = {"single": "NO", "ddp": "MULTI_GPU", "zero": "DEEPSPEED"}
-    block: dict[str, Any] = {"distributed_type": kinds.get(kind, "FSDP"), "num_processes": "auto"}
-    if kind == "zero":
-        json_path = Path("ds_configs") / f"{name}.json"
-        found[json_path] = json.dumps(_deepspeed(wanted), indent=2) + "\n"
-        block["deepspeed_config"] = {
-            "deepspeed_config_file": str(json_path),
-            "deepspeed_multinode_launcher": "standard",
-        }
-    elif kind in ("fsdp1", "fsdp2"):
-        base = read_document(strategy_path(kind)).values["fsdp_config"]
-        block["fsdp_config"] = {**base, "fsdp_offload_params": wanted["offload"]}
-        if kind == "fsdp1":
-            block["fsdp_config"]["fsdp_sharding_strategy"] = "FULL_SHARD" if wanted["reshard"] else "SHARD_GRAD_OP"
-        else:
-            block["fsdp_config"]["fsdp_reshard_after_forward"] = wanted["reshard"]
-    sizes = {key: wanted[key] for key in ("dp_replicate_size", "tp_size", "sp_size") if wanted[key] > 1}
-    if kind == "fsdp2" and sizes.keys() - {"sp_size"}:
-        sizes["dp_shard_size"] = 2  # at least; more processes extend it
-    if sizes:
-        block["parallelism_config"] = {f"parallelism_config_{key}": size for key, size in sizes.items()}
-    text = f"# Converted by `python -m cookbook convert`; no shipped strategy has these traits.\n{dump_yaml(block)}"
-    return {strategy_path(name): text, **found}
-
-
-def _deepspeed(wanted: dict[str, Any]) -> dict[str, Any]:
-    values = read_document(Path(located(f"ds_configs/zero{wanted['zero_stage']}.json"))).values
-    zero = values["zero_optimization"]
-    disk = read_document(Path(located("ds_configs/zero3_nvme.json"))).values
-    for key in ("offload_optimizer", "offload_param"):
-        if (device := wanted.get(key)) is not None:
-            values["zero_force_ds_cpu_optimizer"] = False
-            zero[key] = {"device": "cpu", "pin_memory": True}
-        if device == "nvme":
-            zero[key] = disk["zero_optimization"][key] | {"nvme_path": wanted.get("nvme_path", "nvme_swap")}
-            values["aio"] = disk["aio"]
-    if wanted.get("offload_param") == "nvme":
-        zero["stage3_prefetch_bucket_size"] = 0
-    if wanted["zero_hpz_partition_size"] > 1:
-        zero["zero_hpz_partition_size"] = wanted["zero_hpz_partition_size"]
-    return values
-
-
-SOURCE_KEYS = {
-    "path": "path",
-    "id": "path",
-    "data_files": "path",
-    "name": "name",
-    "config": "name",
-    "split": "split",
-    "revision": "revision",
-    "weight": "weight",
-}
+SOURCE_KEYS = {key: key for key in ("path", "name", "split", "revision", "weight")}
+SOURCE_KEYS |= {"id": "path", "data_files": "path", "config": "name"}
 COLUMN_KEYS = {"field_messages": "messages", "message_field_role": "role", "message_field_content": "content"}
 RECOGNIZED_TYPES = ("alpaca", "chat_template", "sharegpt")
 SOURCE_ADVICE = "no counterpart; the shape of rows is recognized, and data.columns maps the rest"

@@ -1,0 +1,120 @@
+"""`convert`: files of other projects become a recipe and a strategy. No torch."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from typer import Argument, Option
+
+from cookbook.commands.arguments import positive
+from cookbook.commands.convert.keys import Conversion
+from cookbook.commands.convert.strategy import choose_strategy
+from cookbook.commands.launch import check
+from cookbook.config.foreign import PROJECTS
+from cookbook.config.recipe import RECIPES, Recipe, leaves
+from cookbook.config.strategy import load_strategy, strategy_path
+from cookbook.system.files import Document, RecipeError, cannot_write, dump_yaml, gathered, read_document
+
+ORDER = list(dict.fromkeys(leaves(Recipe)))
+"""The keys of a recipe, in the order in which they are written."""
+
+ProjectName = Literal[
+    "trainer", "trl", "alignment-handbook", "llama-factory", "axolotl", "torchtune", "accelerate", "deepspeed"
+]
+
+
+def convert(
+    files: Annotated[
+        list[Path], Argument(metavar="FILE...", help="a training file, an accelerate YAML, a DeepSpeed JSON")
+    ],
+    *,
+    out: Annotated[Path | None, Option(help="default: recipes/ with the name of the first file")] = None,
+    project: Annotated[
+        ProjectName | None, Option("--from", help="whose FILE it is, where its keys leave that open")
+    ] = None,
+    processes: Annotated[int | None, Option(callback=positive, help="with which the file was used")] = None,
+) -> int:
+    """Turn another project's files into a recipe and a strategy."""
+    out = out or RECIPES / f"{files[0].stem}.yaml"
+    if out.suffix not in (".yaml", ".yml"):
+        raise RecipeError(f"--out is {str(out)!r}; name a .yaml file")
+    documents = [read_document(path) for path in files]
+    projects = [recognize(document, project) for document in documents]
+    names = [PROJECTS[name] for name in projects]
+    if sum(not one.is_distribution for one in names) > 1:
+        raise RecipeError(f"{files[0]} and another file each have the settings of a training; give one of them")
+    found = Conversion(processes)
+    for document, one in sorted(zip(documents, names, strict=True), key=lambda pair: pair[1].is_distribution):
+        found.read(document, one)
+    training = next((one for one in names if not one.is_distribution), None)
+    found.derive(training)
+    name, files_to_write = choose_strategy(found.distribution, out.stem.replace(".", "_"), found.notes)
+    recipe = nested({"strategy": name, **found.recipe})
+    source = " and ".join(f"{path} ({one.name})" for path, one in zip(files, names, strict=True))
+    if training is not None:
+        files_to_write[out] = f"# Converted by `python -m cookbook convert` from {source}.\n" + dump_yaml(recipe)
+    if taken := [path for path in files_to_write if path.exists() or path.is_symlink()]:
+        raise RecipeError([f"{path}: exists, and is not overwritten; name another with --out" for path in taken])
+    for path, text in files_to_write.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise RecipeError(cannot_write(path, error, "name another file with --out")) from None
+        print(f"{path}: written")
+    print(f"from {source}\nstrategy: {name}")
+    if training is None:
+        print("no recipe: the file has no model and no data; for a recipe:")
+        print(dump_yaml(recipe).rstrip())
+    if found.notes:
+        print("left out, or to decide:", *found.notes, sep="\n  ")
+    mistakes: list[str] = []
+    with gathered(mistakes):
+        if training is None:
+            load_strategy(strategy_path(name))
+        else:
+            check([out], assignments=[], processes=found.processes)
+    if mistakes:
+        print("to correct before it runs:", *mistakes, sep="\n  ")
+    return 0
+
+
+def nested(values: dict[str, Any]) -> dict[str, Any]:
+    """`{"a.b": 1}` as `{"a": {"b": 1}}`, in the order of a recipe."""
+    found: dict[str, Any] = {}
+    for key, value in sorted(values.items(), key=lambda pair: ORDER.index(pair[0])):
+        section, _, name = key.partition(".")
+        if name:
+            found.setdefault(section, {})[name] = value
+        else:
+            found[key] = value
+    return found
+
+
+def recognize(document: Document, name: str | None = None) -> str:
+    """The project whose keys a file has.
+
+    Args:
+        name: whose it is if its keys leave that open; a distribution beside it is recognized all the same.
+
+    Raises:
+        RecipeError: too few keys are known, it is a recipe of ours, or two projects fit equally.
+    """
+    if {"batch", "optim", "run"} <= document.values.keys():
+        raise RecipeError(f"{document.name}: is a recipe already; check it with `python -m cookbook check`")
+    fits = {
+        one: len({path.split(".")[0] for path in project.keys} & document.values.keys())
+        for one, project in PROJECTS.items()
+    }
+    most = max(fits.values())
+    best = [one for one, number in fits.items() if number == most]
+    best = [one for one in best if PROJECTS[one].base not in best]  # the base knows them all
+    if name is not None and PROJECTS[name].is_distribution == PROJECTS[best[0]].is_distribution:
+        return name
+    if most * 2 < len(document.values):
+        raise RecipeError(
+            f"{document.name}: of its {len(document.values)} keys {most} are known, as {PROJECTS[best[0]].name}'s;"
+            f" files of {', '.join(one.name for one in PROJECTS.values())} can be converted; name yours with --from"
+        )
+    if len(best) > 1:
+        raise RecipeError(f"{document.name}: may be a file of {' or '.join(best)}; write --from {best[0]}, for example")
+    return best[0]

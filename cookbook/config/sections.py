@@ -1,0 +1,425 @@
+"""The sections of a recipe, typed, strict and frozen, with every default in this file."""
+
+import difflib
+import math
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
+
+from cookbook.config import row_kinds
+from cookbook.config.objectives import TooLong
+from cookbook.config.registry import Section
+from cookbook.system.files import PathText
+
+BUILTIN_SOURCE = "python-stdlib"
+TEXT_FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".md")
+BINARY_FORMATS = (".parquet", ".arrow")
+COMPRESSIONS = (".gz", ".zst")
+"""Of text formats."""
+ALL_LINEAR = "all-linear"
+
+
+class ScratchModel(Section):
+    """A new model: weights from `seed`, and a tokenizer trained on `data.train`."""
+
+    model_type: Literal["llama", "qwen3"] = "llama"
+    vocab_size: int = Field(ge=300)
+    """Maximum; on a small data set the tokenizer may find fewer merges."""
+    hidden_size: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    num_hidden_layers: int = Field(gt=0)
+    num_attention_heads: int = Field(gt=0)
+    num_key_value_heads: int = Field(gt=0)
+    tie_word_embeddings: bool = True
+    """Use one matrix for the embedding and the output head."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self):
+        if self.hidden_size % self.num_attention_heads or (self.hidden_size // self.num_attention_heads) % 2:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} / num_attention_heads {self.num_attention_heads} must be an even"
+                " integer"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of"
+                f" num_key_value_heads {self.num_key_value_heads}"
+            )
+        return self
+
+
+class OneOf(Section):
+    """A section in which one of `alternatives` must be given."""
+
+    alternatives: ClassVar[tuple[str, str]]
+    hint: ClassVar[str] = " (null unsets a key)"
+
+    @model_validator(mode="after")
+    def _has_one(self):
+        given = {key: value for key in self.alternatives if (value := getattr(self, key)) is not None}
+        if not given:
+            raise ValueError(f"neither {' nor '.join(self.alternatives)} is given; write one of them")
+        if len(given) > 1:
+            both = (key if isinstance(value, BaseModel) else f"{key} {value!r}" for key, value in given.items())
+            raise ValueError(f"{' and '.join(both)} are both given; keep one{self.hint}")
+        return self
+
+
+def _no_number(*words: str) -> BeforeValidator:
+    """For a key that is false, true or one of `words`: Literal compares by ==, so it would accept 1 for true."""
+    *options, last = ("false", "true", *map(repr, words))
+
+    def check(value: Any) -> Any:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            raise ValueError(f"is {value}; use {', '.join(options)} or {last}")
+        return value
+
+    return BeforeValidator(check)
+
+
+class ModelSection(OneOf):
+    alternatives, hint = ("name_or_path", "from_scratch"), ""
+    name_or_path: PathText | None = None
+    """Hub name or local folder of a causal language model."""
+    revision: str | None = None
+    """Commit, tag or branch on the Hub."""
+    from_scratch: ScratchModel | None = None
+    """Sizes of a new model, instead of name_or_path."""
+    gradient_checkpointing: Annotated[
+        Literal[False, True, "selective", "offload"], _no_number("selective", "offload")
+    ] = False
+    """true recomputes each layer in the backward pass: less memory, about a third more compute. `selective` keeps the
+    outputs of matrix products and attention, and recomputes only the cheap operations between them. `offload` is true,
+    with the inputs of the layers in host memory until then; on a CPU they are there anyway."""
+    compile: bool = False
+    """torch.compile for each layer. Changes speed and the last bits, and takes seconds to minutes at the start."""
+    liger_kernels: bool = False
+    """Use Liger's fused Triton kernels for norms, rotary embedding and MLP; needs `pip install liger-kernel`. Skipped,
+    with a note, on a machine without a GPU. On an H100 a run with them failed (docs/on_gpu.md)."""
+
+    @property
+    def recompute(self) -> Literal[False, True, "selective"]:
+        """What the backward pass computes again: true is whole layers."""
+        return True if self.gradient_checkpointing == "offload" else self.gradient_checkpointing
+
+    @model_validator(mode="after")
+    def _revision_of_a_name(self):
+        if self.revision is not None and self.name_or_path is None:
+            raise ValueError(f"revision {self.revision!r} would be ignored: it goes with name_or_path")
+        return self
+
+
+def _keys_of_rows(columns: dict[str, str]) -> dict[str, str]:
+    known = [*row_kinds.own_keys(), *row_kinds.MESSAGE_KEYS]
+    for key, column in columns.items():
+        if key not in known:
+            turned = f"; did you mean {column}: {key}?" if column in known else ""
+            raise ValueError(f"has {key!r}; write KEY: COLUMN with a key of {', '.join(known)}{turned}")
+    return columns
+
+
+Columns = Annotated[dict[str, str], AfterValidator(_keys_of_rows)]
+
+
+def data_format(name: str) -> str | None:
+    """The ending that decides how a file is read: `.jsonl` for rows.jsonl.gz; None if it is no data file."""
+    path = Path(name)
+    if path.suffix in COMPRESSIONS:
+        return inner if (inner := Path(path.stem).suffix) in TEXT_FORMATS else None
+    return path.suffix if path.suffix in (*TEXT_FORMATS, *BINARY_FORMATS) else None
+
+
+class Source(Section):
+    path: PathText
+    """`python-stdlib`, a data file (.jsonl, .json, .csv, .tsv, .txt, .md, each also .gz or .zst; .parquet, .arrow), a
+    local folder of such files or of `save_to_disk`, or a Hub dataset name."""
+    split: str = "train"
+    """Split on the Hub; sub-folder or file prefix in a folder; `train` or `test` of python-stdlib."""
+    name: str | None = None
+    """Configuration (subset) of a Hub dataset."""
+    revision: str | None = None
+    """Commit, tag or branch on the Hub."""
+    max_rows: int | None = Field(default=None, gt=0)
+    """Use only the first N rows."""
+    columns: Columns | None = None
+    """In the place of data.columns for this source; {} for none."""
+    weight: float | None = Field(default=None, gt=0, le=1000, allow_inf_nan=False)
+    """data.train only: how often an epoch uses each row. 2 uses it twice; 0.25 uses a quarter of the rows, and another
+    quarter in the next epoch. Default: 1."""
+
+
+def _source_from_text(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+SourceField = Annotated[Source, BeforeValidator(_source_from_text, json_schema_input_type=str | Source)]
+
+
+def _sources_from_one(value: Any) -> Any:
+    if value == []:
+        raise ValueError("is empty; name at least one source")
+    return value if isinstance(value, list) else [value]
+
+
+def _named_from_one(value: Any) -> Any:
+    if isinstance(value, list):
+        raise ValueError("is a list; give each set a name, as in {one: path/to/one.jsonl, two: path/to/two.jsonl}")
+    keys = sorted(Source.model_fields.keys() & value) if isinstance(value, dict) else []
+    if keys and not difflib.get_close_matches("path", value):
+        are_keys = "is a key" if len(keys) == 1 else "are keys"
+        raise ValueError(f"path is missing; {', '.join(keys)} {are_keys} of a source, so no set can be called that")
+    return {"": value} if keys or isinstance(value, str) else {} if value is None else value
+
+
+def eval_key(name: str) -> str:
+    """The key of a held-out set."""
+    return f"data.eval.{name}" if name else "data.eval"
+
+
+class DataSection(Section):
+    train: Annotated[
+        list[SourceField],
+        Field(min_length=1),
+        BeforeValidator(_sources_from_one, json_schema_input_type=str | Source | list[str | Source]),
+    ]
+    """A source or a list of them. Rows of `messages` (chat), `prompt` and `completion`, or `text`; for preferences with
+    `chosen` and `rejected`; or in a common shape, such as ShareGPT or Alpaca."""
+    eval: Annotated[
+        dict[str, SourceField],
+        BeforeValidator(_named_from_one, json_schema_input_type=str | Source | dict[str, str | Source]),
+    ] = {}
+    """Held-out rows: a source, or several named ones, evaluated separately. Evaluated before the first step, every
+    run.eval_every_steps, and at the end."""
+    columns: Columns | None = None
+    """Which column holds what, for rows that are not understood by themselves or in two ways: {user: question,
+    assistant: answer}. Other columns are not read. `role` and `content` rename keys of messages."""
+    holdout: float = Field(default=0.0, ge=0, lt=1)
+    """Fraction of data.train that is held out and evaluated as `holdout`. Rows are selected by a hash of their content,
+    so duplicates stay together in any order."""
+    max_length: int = Field(default=2048, ge=8)
+    """Tokens per sample; for longer rows see too_long."""
+    too_long: TooLong | None = None
+    """Rows longer than max_length: `cut` truncates at the end, `drop` leaves them out, `split` makes several samples,
+    `error` stops. They are counted in any case. Default: cut, and split for cpt."""
+    packing: Annotated[Literal[False, True, "auto"], _no_number("auto")] = "auto"
+    """Concatenate the samples of a micro-batch into one row without padding; each attends to itself only. Changes speed
+    and memory, never the curve. `auto`: for architectures that were shown to keep samples apart."""
+    streaming: bool = False
+    """Read data.train during training, for sets larger than memory or disk; needs run.max_steps. Rows are shuffled
+    within blocks of shuffle_rows."""
+    shuffle_rows: int = Field(default=10_000, gt=0, le=10**9)
+    """Rows per shuffled block (streaming only)."""
+    chat_template: PathText | None = None
+    """A Jinja file. Default: the tokenizer's own template."""
+    on_bad_row: Literal["error", "drop"] = "error"
+    """How to treat rows that cannot be trained on: stop and list the first 20, or drop and count them."""
+
+    @property
+    def is_packed(self) -> bool:
+        """`packing`, once `cookbook.planning.packing` has decided it."""
+        assert self.packing != "auto", "data.packing is asked for before it is decided"
+        return self.packing
+
+    @property
+    def sources(self) -> list[tuple[str, Source]]:
+        """All sources, each with its key."""
+        held_out = ((eval_key(name), source) for name, source in self.eval.items())
+        return [*(("data.train", source) for source in self.train), *held_out]
+
+    @model_validator(mode="after")
+    def _columns_of_sources(self):
+        if self.columns is not None:
+            self.train[:] = [self._with_columns(source) for source in self.train]
+            self.eval.update({name: self._with_columns(source) for name, source in self.eval.items()})
+        return self
+
+    def _with_columns(self, source: Source) -> Source:
+        has_own = source.columns is not None or source.path == BUILTIN_SOURCE
+        return source if has_own else source.model_copy(update={"columns": self.columns})
+
+    @model_validator(mode="after")
+    def _keys_of_streaming(self):
+        if "shuffle_rows" in self.model_fields_set and not self.streaming:
+            raise ValueError(f"shuffle_rows {self.shuffle_rows} would be ignored without streaming: true; take it out")
+        if self.streaming and self.holdout:
+            raise ValueError(f"holdout {self.holdout} does not go with streaming; give held-out rows in data.eval")
+        if self.too_long == "error" and self.on_bad_row == "drop":
+            raise ValueError(
+                "too_long error does not go with on_bad_row drop; write too_long: drop, or on_bad_row: error"
+            )
+        weighted = [source.path for source in self.train if source.weight is not None]
+        if self.streaming and weighted:
+            raise ValueError(f"weight of {weighted[0]!r} does not go with streaming, which reads source after source")
+        weighted = [source.path for source in self.eval.values() if source.weight is not None]
+        if weighted:
+            raise ValueError(f"weight of {weighted[0]!r} would be ignored in data.eval; take it out")
+        if self.holdout and "holdout" in self.eval:
+            raise ValueError("eval has a set named 'holdout', the name of the rows that data.holdout takes; rename it")
+        return self
+
+
+def _list_of_targets(value: Any) -> Any:
+    if isinstance(value, str) and value != ALL_LINEAR:
+        raise ValueError(f"is {value!r}; write {ALL_LINEAR}, or a list: [{value}]")
+    if value == []:
+        raise ValueError(f"is empty; write {ALL_LINEAR}, or name layers")
+    if isinstance(value, list) and len(value) > 1 and ALL_LINEAR in value:
+        raise ValueError(f"has {ALL_LINEAR} beside names; write {ALL_LINEAR} alone, or names only")
+    return [value] if isinstance(value, str) else value
+
+
+class AdapterSection(Section):
+    """Trains a few new weights and freezes the model's own (peft)."""
+
+    name: Literal["lora", "dora", "qlora"]
+    """`qlora` stores the frozen weights in 4 bits (NF4, double quantization; bitsandbytes)."""
+    rank: int = Field(default=16, gt=0)
+    alpha: float = Field(default=32.0, gt=0, allow_inf_nan=False)
+    """The update is scaled by alpha / rank, or alpha / sqrt(rank) with rslora."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout on the adapter's input. Above 0 the curve depends on the number of processes."""
+    targets: Annotated[
+        list[str], BeforeValidator(_list_of_targets, json_schema_input_type=Literal["all-linear"] | list[str])
+    ] = [ALL_LINEAR]
+    """Linear layers that get an adapter: all but the head, or those whose names end so ([q_proj, v_proj]). A name that
+    matches no layer is an error."""
+    modules_to_save: list[str] = []
+    """Which of embedding and head to train fully and save with the adapter: [embed_tokens, lm_head]."""
+    rslora: bool = False
+    """Rank-stabilized scaling, Kalajdzievski 2023 (arXiv 2312.03732)."""
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the frozen weights of all linear layers but the head are stored in 4 bits."""
+        return self.name == "qlora"
+
+
+class BatchSection(OneOf):
+    alternatives = ("micro_batch_size", "micro_batch_tokens")
+    global_batch_size: int = Field(gt=0)
+    """Sequences (preferences: pairs) per optimizer step, over all processes."""
+    micro_batch_size: int | None = Field(default=None, gt=0)
+    """Sequences (pairs) per forward and process. Changes speed and memory, never the result."""
+    micro_batch_tokens: int | None = Field(default=None, gt=0)
+    """Maximum number of tokens per forward, padding included; instead of micro_batch_size."""
+
+
+def _power_of_two(value: float) -> float:
+    if math.frexp(value)[0] != 0.5:
+        raise ValueError(f"is {value:g}; write a power of two, as 65536, so that scaling does not round")
+    return value
+
+
+PowerOfTwo = Annotated[float, Field(gt=0, le=2.0**24), AfterValidator(_power_of_two)]
+
+
+class LossScaleSection(Section):
+    """Losses are multiplied by it, and gradients divided again, since small ones would be 0 in fp16."""
+
+    initial: PowerOfTwo = 65536.0
+    """The first scale. It halves where a gradient is not finite, and that step is skipped."""
+    window: int = Field(default=2000, gt=0)
+    """It doubles after so many steps in a row without that."""
+    hysteresis: int = Field(default=1, gt=0)
+    """It halves at the Nth such step since it last doubled, and at each one after it."""
+    minimum: PowerOfTwo = 1.0
+    """A gradient that is not finite at this scale ends the run."""
+
+    @model_validator(mode="after")
+    def _minimum_below(self):
+        if self.minimum > self.initial:
+            raise ValueError(f"minimum {self.minimum:g} is above initial {self.initial:g}")
+        return self
+
+
+class ProfileSection(Section):
+    """Steps that torch's profiler records."""
+
+    steps: list[Annotated[int, Field(gt=0)]] = Field(min_length=2, max_length=2)
+    """The first and the last one. The first steps of a start are slower than the others."""
+    ranks: list[Annotated[int, Field(ge=0)]] = Field(default=[0], min_length=1)
+    """Of which processes; with all of them, the slowest is known."""
+
+    @model_validator(mode="after")
+    def _in_order(self):
+        if self.steps[0] > self.steps[1]:
+            raise ValueError(f"steps is {self.steps}; write the first step before the last")
+        return self
+
+
+class RunSection(OneOf):
+    alternatives = ("num_epochs", "max_steps")
+    num_epochs: int | None = Field(default=None, gt=0)
+    max_steps: int | None = Field(default=None, gt=0)
+    """Optimizer steps, instead of num_epochs."""
+    eval_every_steps: int | None = Field(default=None, gt=0)
+    """Evaluate data.eval every N steps. Default: before the first step and at the end only."""
+    sample_every_steps: int | None = Field(default=None, gt=0)
+    """Before the first step, every N steps and at the end, continue the beginnings of the first four held-out samples,
+    taking the most probable token each time, into samples.jsonl. Default: never."""
+    sample_tokens: int | None = Field(default=None, gt=0)
+    """Maximum number of tokens of such a continuation. Default: 64."""
+    output_dir: PathText = Field(default_factory=str)  # load_recipe fills it in
+    """Folder for everything that a run writes; `.NAME.lock` next to it keeps a second run out. Default: outputs/ plus
+    the names of recipe and strategy, as in outputs/llama31_8b-sft-zero3."""
+    save_every_steps: int | None = Field(default=None, gt=0)
+    """Save a checkpoint every N steps. There is always one at the end."""
+    save_every_minutes: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Save a checkpoint every N minutes."""
+    save_first_step: bool = False
+    """Save a checkpoint after step 1, to find out early that saving works."""
+    save_in_background: bool = False
+    """Write checkpoints in the background: a step waits only for a copy of the state in host memory, which costs that
+    memory."""
+    keep_last: int = Field(default=2, ge=2)
+    """Keep the N newest checkpoints; at least 2, as a crash may damage the newest."""
+    keep_best: int = Field(default=0, ge=0)
+    """Also keep the N checkpoints with the lowest evaluation loss (of the first set, if there are several)."""
+    resume: str = Field(default="never", min_length=1)
+    """never: start from scratch and rename an earlier run | auto: resume from the newest complete checkpoint | a path:
+    resume from that checkpoint."""
+    allow_changes: list[str] = []
+    """Keys that may differ from the recipe of the checkpoint, such as optim.learning_rate."""
+    stop_after_steps: int | None = Field(default=None, gt=0)
+    """Stop after N steps of this start, with a checkpoint and exit code 75; the schedule is not shortened."""
+    skip_nonfinite_steps: int = Field(default=0, ge=0)
+    """Maximum number of steps to skip because a loss or gradient is not finite; one more ends the run."""
+    hang_timeout_minutes: float = Field(default=30.0, gt=0, le=10_080)
+    """End a run that makes no progress for this long and name the process at fault. Must exceed the longest forward."""
+    on_out_of_memory: Literal["stop", "smaller_micro_batch", "next_strategy"] = "stop"
+    """What `python -m cookbook launch` does when GPU memory runs out: end the run | start it again from its newest
+    checkpoint with at most half the micro-batch | and, where that is not enough, with the next strategy that fits by
+    the forecast. The global batch stays, and so does the curve."""
+    check_export: bool = True
+    """At the end, open the export in a fresh process and compare it with the checkpoint. Takes one start plus reading
+    both."""
+    deterministic: bool = False
+    """Use only kernels that give the same bits each time on the same GPUs; an operation without one is an error. Slower
+    on GPUs; CPU kernels are deterministic anyway."""
+    log_every_steps: int = Field(default=10, gt=0)
+    """Print a line every N steps; metrics.jsonl has every step."""
+    monitor: bool = True
+    """Measure what GPUs and CPU do, each second, into monitor.jsonl; a small process for each machine."""
+    check_ranks_every_steps: int | None = Field(default=None, gt=0)
+    """Every N steps, compare what several processes hold (weights, optimizer state, position in the data) to the bit;
+    a difference ends the run. Default: never."""
+    profile: ProfileSection | None = None
+    """Steps to profile, as {steps: [10, 14], ranks: [0]}: a trace and where the time went, in profile/. These steps are
+    slower. Default: none."""
+    memory_snapshot: bool = False
+    """Record every allocation on the GPUs from the loading of the model on, and write at the end of training, or when
+    memory runs out in it, what was there at the peak, into memory/. Slower."""
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
+    """Experiment trackers that get the numbers of metrics.jsonl and these settings; needs
+    `pip install -r requirements-trackers.txt`."""
+
+    @model_validator(mode="after")
+    def _tokens_of_samples(self):
+        if self.sample_tokens is not None and self.sample_every_steps is None:
+            raise ValueError(f"sample_tokens {self.sample_tokens} would be ignored without sample_every_steps")
+        return self
+
+    def total_steps(self, steps_per_epoch: int | None) -> int:
+        """Optimizer steps of the whole run; `steps_per_epoch` is None for a stream, which needs max_steps."""
+        return self.max_steps or (self.num_epochs or 0) * (steps_per_epoch or 0)

@@ -1,0 +1,171 @@
+"""Documents validated by any pydantic model, with the place of every mistake and what to write instead."""
+
+import copy
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from cookbook.system.files import Document, KeyPath, nearest, show, type_name
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def validate(
+    document: Document, model: type[Model], owned_elsewhere: Mapping[str, str] | None = None
+) -> tuple[Model | None, list[str]]:
+    """Validates a document as `model`. Returns the model, None if it is invalid, and the mistakes.
+
+    Misspelt keys do not hide other mistakes: the rest is validated as if they had their nearest valid names.
+
+    Args:
+        owned_elsewhere: for keys that this file may not set, what to write instead.
+    """
+    owned, mistakes = owned_elsewhere or {}, []
+    parsed, problems = _try(document.values, model)
+    homes = _homes(model) if problems else {}
+    unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
+    if unknown:
+        mistakes = [_word(document, model, problem, owned, homes) for problem in unknown]
+        parsed, problems = _try(_with_nearest_names(document.values, model, unknown, owned), model)
+    mistakes += [_word(document, model, problem, owned, homes) for problem in problems]
+    return parsed, list(dict.fromkeys(mistakes))
+
+
+def part(document: Document, name: str, model: type[Model]) -> Model | None:
+    """One section validated by itself, independent of mistakes in other sections; None if it is invalid."""
+    return validate(Document(document.name, document.values.get(name, {})), model)[0]
+
+
+def _try(values: Any, model: type[Model]) -> tuple[Model | None, list[Any]]:
+    try:
+        return model.model_validate(values), []
+    except ValidationError as error:
+        return None, [{**problem, "loc": _as_written(values, problem["loc"])} for problem in error.errors()]
+
+
+def _as_written(values: Any, path: KeyPath) -> KeyPath:
+    """A pydantic location as a path in the file, which may have one value in place of a list or of a named mapping."""
+    found: list[str | int] = []
+    for part in path:
+        is_list = isinstance(values, list | tuple)
+        if (part == "" and not (isinstance(values, dict) and "" in values)) or (isinstance(part, int) and not is_list):
+            continue
+        found.append(part)
+        if isinstance(values, dict):
+            values = values.get(part)
+        else:
+            values = values[part] if is_list and isinstance(part, int) and part < len(values) else None
+    return tuple(found)
+
+
+def _with_nearest_names(values: Any, model: type[BaseModel], unknown: list[Any], owned: Mapping[str, str]) -> Any:
+    values = copy.deepcopy(values)
+    for problem in unknown:
+        *path, key = problem["loc"]
+        section = values
+        for part_of_path in path:
+            section = section[part_of_path]
+        value = section.pop(key)
+        close = difflib.get_close_matches(key, _known_keys(model, tuple(path), values), n=1)
+        if close and key not in owned:
+            section.setdefault(close[0], value)
+    return values
+
+
+# Expected types, where pydantic's own words would confuse the author of a YAML file.
+_EXPECTED = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "model_type": "a section of `key: value` lines",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a section of `key: value` lines",
+}
+
+
+def _word(
+    document: Document,
+    model: type[BaseModel],
+    problem: Any,
+    owned_elsewhere: Mapping[str, str],
+    known: Mapping[str, list[tuple[str, ...]]],
+) -> str:
+    """The message for a pydantic error; `known` is the result of `_homes`."""
+    path, kind, value = tuple(problem["loc"]), problem["type"], problem["input"]
+    place, context = document.place(*path), problem.get("ctx", {})
+    # A name that the user chose, such as that of an evaluation set, is no key and has no owner.
+    owner = next((owned_elsewhere[key] for key in reversed(path) if key in owned_elsewhere and key in known), None)
+    if kind == "extra_forbidden":
+        key = str(path[-1])
+        if key in owned_elsewhere:
+            return f"{place}: does not belong here; {owned_elsewhere[key]}"
+        homes = [home for home in dict.fromkeys(known.get(key, [])) if home != path]
+        here = _known_keys(model, path[:-1], document.values)
+        if len(homes) == 1 and not difflib.get_close_matches(key, here):
+            return f"{place}: does not belong here; write it as {'.'.join(homes[0])}"
+        return f"{place}: unknown key; {nearest(key, here)}"
+    if kind == "missing" and isinstance(path[-1], int):
+        return f"{document.place(*path[:-1])} has too few values"
+    if kind == "missing":
+        return f"{place}: is missing; " + (f'write "auto": {owner}' if owner else "this key has no default")
+    if kind == "value_error":
+        message = str(context["error"])
+        return f"{place}{' ' if message.startswith(('is ', 'has ')) else ': '}{message}"
+    if value is None:
+        return f"{place} is empty; write a value, or leave the key out for its default"
+    if kind == "literal_error" and owner:
+        return f'{place} is {show(value)}; write "auto": {owner}'
+    if kind == "literal_error":
+        expected = context["expected"].replace("False", "false").replace("True", "true")
+        choices = {word.strip("' ").lower(): word for word in re.split(r", | or ", expected)}
+        if value is False and "no" in choices:
+            return f"{place} is false (YAML reads a bare no so); write {choices['no']} in quotes"
+        close = difflib.get_close_matches(str(value).lower(), choices, n=1)
+        return f"{place} is {show(value)}; use {expected}" + (f" (did you mean {choices[close[0]]}?)" if close else "")
+    if kind == "string_type" and isinstance(value, bool):
+        return (
+            f"{place} is {show(value)} (YAML reads a bare yes, no, on or off so); it must be text: write it in quotes"
+        )
+    if kind in _EXPECTED:
+        return f"{place} is {show(value)} ({type_name(value)}); it must be {_EXPECTED[kind]}"
+    if kind == "too_long":
+        return f"{place} is {show(list(value))}; write {context['max_length']} values"
+    return f"{place} is {show(value)}; it must be {problem['msg'].removeprefix('Input should be ')}"
+
+
+def _homes(model: type[BaseModel], path: tuple[str, ...] = ()) -> dict[str, list[tuple[str, ...]]]:
+    """All valid paths of each key name."""
+    homes: dict[str, list[tuple[str, ...]]] = {}
+    for name, info in model.model_fields.items():
+        homes.setdefault(name, []).append((*path, name))
+        for candidate in _models_in(info.annotation):
+            for key, places in _homes(candidate, (*path, name)).items():
+                homes.setdefault(key, []).extend(places)
+    return homes
+
+
+def _known_keys(model: type[BaseModel], path: KeyPath, values: Any) -> list[str]:
+    """Field names of the section at `path` inside `model`, for these values of the whole."""
+    for part in path:
+        values = values.get(part) if isinstance(values, dict) else None
+        if part not in model.model_fields:  # an index, or a name that the user chose
+            continue
+        inner = next(_models_in(model.model_fields[part].annotation), None)
+        if inner is None:
+            return []
+        model = inner
+    # The keys of some sections depend on their name (`registry.Named`).
+    return list((model.kind_of(values) if hasattr(model, "kind_of") else model).model_fields)
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+        yield from annotation.kinds() if hasattr(annotation, "kinds") else ()
+    for argument in getattr(annotation, "__args__", ()):
+        yield from _models_in(argument)
