@@ -81,14 +81,15 @@ def expert_problem(config: PreTrainedConfig, size: int) -> str | None:
     return f"{count} experts cannot be divided over ep_size {size}; use a divisor" if count % size else None
 
 
-def pipeline_problem(config: PreTrainedConfig, num_stages: int) -> str | None:
-    """Why a model cannot be cut into so many stages, or None."""
+def pipeline_problem(config: PreTrainedConfig, num_stages: int, chunks: int = 1) -> str | None:
+    """Why a model cannot be cut into so many stages of so many ranges of layers, or None."""
     if num_stages == 1:
         return None
     if config.model_type not in PIPELINED:
         return f"{config.model_type} is not one of the models that a pipeline is known to suit: {', '.join(PIPELINED)}"
-    if config.num_hidden_layers < num_stages:
-        return f"{config.num_hidden_layers} layers cannot be divided over pp_size {num_stages}"
+    if config.num_hidden_layers < num_stages * chunks:
+        each = f" x pp_chunks {chunks}" if chunks > 1 else ""
+        return f"{config.num_hidden_layers} layers cannot be divided over pp_size {num_stages}{each}"
     return None
 
 
@@ -120,7 +121,7 @@ def mesh_problem(config: PreTrainedConfig, mesh: Mesh) -> str | None:
         return problem
     if mesh.sequence > 1 and (problem := sequence_problem(config, mesh.sequence)):
         return problem
-    return expert_problem(config, mesh.expert) or pipeline_problem(config, mesh.pipeline)
+    return expert_problem(config, mesh.expert) or pipeline_problem(config, mesh.pipeline, mesh.chunks)
 
 
 def find_config(model: ModelSection) -> tuple[PreTrainedConfig, str]:
