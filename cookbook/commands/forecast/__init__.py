@@ -451,7 +451,11 @@ def _stage_memory(
     received = message * count * (sum(sends) + sum(layers.start > 0 for layers in chunks))
 
     def sent(one: Begun) -> int:
-        """What was sent of each micro-batch whose backward is still to come."""
+        """What was sent of each micro-batch whose backward is still to come; with several chunks all of a step, as many
+        as are received, until its end (torch 2.13, pipelining/schedules.py, `_PipelineScheduleRuntime`, send_ops).
+        """
+        if len(chunks) > 1:
+            return received
         return message * sum(number for number, is_sent in zip(one.counts, sends, strict=True) if is_sent)
 
     def waiting(one: Begun) -> int:

@@ -157,7 +157,10 @@ def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
     micro = min(recipe.batch.micro_batch_size or 2, 2)
     values["batch"] = {"global_batch_size": ranks * micro * 2}
     train, rows, are_own = few_rows(recipe, NUM_STEPS * ranks * micro * 2, rehearsal.folder, notes)
-    has_own_tokenizer = write_tiny_model(recipe, rows, rehearsal.folder / "model", notes)
+    mesh = strategy.mesh(rehearsal.num_processes)
+    has_own_tokenizer = write_tiny_model(
+        recipe, rows, rehearsal.folder / "model", notes, least_layers=mesh.pipeline * mesh.chunks
+    )
     length = min(recipe.data.max_length, 1024 if are_own else 128)
     if are_own and not has_own_tokenizer:
         length = 2048  # the small stand-in tokenizer makes three times as many tokens of a row

@@ -125,9 +125,9 @@ def num_planned(num_micro_batches: int, num_stages: int, chunks: int = 1) -> int
 
 
 def num_turns(num_micro_batches: int, num_stages: int, chunks: int = 1) -> int:
-    """Forwards of a chunk, each with a backward, that fit into a step if all take as long: those of a stage, and its
-    waiting at both ends, or for the first micro-batch of a round that is shorter than the pipeline. More than there are
-    where micro-batches are left out of `num_planned`.
+    """The length of a step in turns of a stage, each a forward and a backward of a chunk, if all chunks take as long:
+    its own, and its waiting at both ends of the step, and in each round that is shorter than the pipeline. An upper
+    bound where `num_planned` is for more micro-batches.
     """
     rounds = max(num_planned(num_micro_batches, num_stages, chunks), num_stages)
     return (chunks - 1) * rounds + num_micro_batches + num_stages - 1

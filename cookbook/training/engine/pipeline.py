@@ -9,6 +9,7 @@ A stage may have several ranges of layers, its chunks, each of which is a stage 
 """
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -193,6 +194,8 @@ class _Interleaved(ScheduleInterleaved1F1B):
     """torch's schedule for any number of micro-batches: that for `num_planned`, without those that there are not."""
 
     def __init__(self, stages: list[Any], count: int, **options: Any) -> None:
+        # Before it raises an error, it logs the whole order of all stages.
+        logging.getLogger(ScheduleInterleaved1F1B.__module__).disabled = True
         self.count = count
         super().__init__(stages, num_planned(count, stages[0].group_size, len(stages)), **options)
 
