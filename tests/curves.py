@@ -217,6 +217,15 @@ def file_of(strategy: str, folder: Path) -> str:
     return str(copy)
 
 
+def with_stages(folder: Path, strategy: str, count: int = 2, chunks: int = 1) -> str:
+    """The path of a copy of a pipeline's file with so many stages, each of so many ranges of layers."""
+    path = folder / f"{strategy}_{count}x{chunks}.yaml"
+    text = (ROOT / "accelerate_configs" / f"{strategy}.yaml").read_text()
+    sizes = f"pp_size: {count}\n  parallelism_config_pp_chunks: {chunks}" if chunks > 1 else f"pp_size: {count}"
+    path.write_text(text.replace("pp_size: 2", sizes))
+    return str(path)
+
+
 class Lab:
     """Runs recipes in a shared folder; a run with the same arguments happens once, whatever test asks for it."""
 

@@ -107,6 +107,14 @@ def tied_gradients_not_added() -> None:
     Pipeline._add_up_tied = lambda self: None
 
 
+def every_chunk_runs_all_layers() -> None:
+    """A stage with several ranges of layers computes all of them each time."""
+    from cookbook.training.models import loss
+
+    right = loss._only
+    loss._only = lambda backbone, layers, *, is_last: right(backbone, range(len(backbone.layers)), is_last=is_last)
+
+
 def copies_of_stages_not_averaged() -> None:
     """Each pipeline updates its copy by its own samples."""
     from cookbook.training.engine.pipeline import Pipeline

@@ -518,6 +518,20 @@ STRATEGY_MISTAKES = {
         "  parallelism_config_pp_size: 2\n  parallelism_config_ddp_bucket_cap_mb: 50",
         ":5: parallelism_config.parallelism_config_ddp_bucket_cap_mb: would be ignored: ...",
     ),
+    "chunks without a pipeline": (
+        "ddp_tp",
+        YAML,
+        "  parallelism_config_tp_size: 2",
+        "  parallelism_config_tp_size: 2\n  parallelism_config_pp_chunks: 2",
+        ":6: parallelism_config.parallelism_config_pp_chunks: would be ignored: there is no pp_size ...",
+    ),
+    "no chunks": (
+        "pp",
+        YAML,
+        "  parallelism_config_pp_size: 2",
+        "  parallelism_config_pp_size: 2\n  parallelism_config_pp_chunks: 0",
+        ":5: parallelism_config.parallelism_config_pp_chunks is 0; ...",
+    ),
     "a static graph for DDP": (
         "ddp_sp",
         YAML,

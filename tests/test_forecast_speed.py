@@ -21,7 +21,7 @@ from cookbook.planning.costs.flops import ModelSizes, Recompute, Step, sizes_of,
 from cookbook.planning.costs.traffic import checkpoint_traffic, host_traffic, transfers
 from cookbook.system.hardware import parse_machines
 from cookbook.training.models.structure import find_config
-from tests.curves import processes_of
+from tests.curves import processes_of, with_stages
 
 
 def decoder(*, layers, hidden, inner, heads, kv_heads, vocab, head_dim=None, tied=False, gates=2, lora=None):
@@ -353,10 +353,10 @@ def messages_of_step_3(curve):
     return {rank: {kind: pair for kind, pair in kinds.items() if pair[0]} for rank, kinds in found.items()}
 
 
-def messages_by_the_ledger(curve, name, settings):
+def messages_by_the_ledger(curve, name, settings, file=None):
     recipe = load_recipe(curve.folder.parent / "recipe.yaml", [f"{key}={value}" for key, value in settings.items()])
     config = find_config(recipe.model)[0]
-    count, strategy = processes_of(name), shipped(name)
+    count, strategy = processes_of(name), shipped(name) if file is None else load_strategy(Path(file))
     step = Step(
         num_tokens=SAMPLES * 16,
         num_labelled=SAMPLES * 15,
@@ -378,20 +378,25 @@ TRACED = [
     *(pytest.param(one, {}, marks=EXPENSIVE) for one in ("fsdp2_grad_op", "ddp_tp", "fsdp2_tp", "pp", "pp_fsdp2")),
     *(pytest.param(one, BF16, marks=EXPENSIVE) for one in ("hsdp_tp", "pp_tp_fsdp2")),
     pytest.param("tp", {"model.gradient_checkpointing": "true"}, marks=EXPENSIVE),
+    *(pytest.param(one, {"chunks": 2}, marks=EXPENSIVE) for one in ("pp", "pp_fsdp2", "pp_tp")),
 ]
 
 
 @pytest.mark.parametrize(("name", "more"), TRACED)
 def test_a_real_step_sends_the_messages_of_the_ledger(lab, name, more):
     """Their number and their bytes, from torch's profiler; of a pipeline those of the last stage, and the mean."""
+    chunks = more.get("chunks", 1)
     settings = SIXTEEN | more | {"batch.micro_batch_size": str(PER_MICRO_BATCH)}
+    settings.pop("chunks", None)
     # As shipped, zero3 keeps the weights of so small a model whole.
     file = lab.derive(name, stage3_param_persistence_threshold=0) if name == "zero3" else name
+    if chunks > 1:
+        file = with_stages(lab.folder, name, chunks=chunks)
     curve = lab.run(file, settings, processes=processes_of(name), sabotage="messages_of_a_step")
     found = messages_of_step_3(curve)
     assert len(found) == processes_of(name)
     calls, sent, least = {}, {}, set()
-    for one in messages_by_the_ledger(curve, name, settings):
+    for one in messages_by_the_ledger(curve, name, settings, file if chunks > 1 else None):
         calls[one.kind] = calls.get(one.kind, 0) + one.calls
         least |= {one.kind} if one.is_least else set()
         sent[one.kind] = sent.get(one.kind, 0) + one.num_bytes

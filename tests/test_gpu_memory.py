@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu_memory
-from tests.curves import Lab
+from tests.curves import Lab, with_stages
 from tests.experts import experts
 from tests.gpu_runs import GpuLab, GpuRun
 
@@ -58,6 +58,14 @@ def error_of(run: GpuRun) -> float:
 @pytest.mark.parametrize(("strategy", "adapter", "checkpointing"), CELLS)
 def test_a_run_takes_what_was_forecast(gpu_lab: GpuLab, strategy: str, adapter: str, checkpointing: str):
     assert abs(error_of(run_cell(gpu_lab, strategy, adapter, checkpointing))) < WITHIN
+
+
+@pytest.mark.slow
+def test_stages_of_two_ranges_of_layers_take_what_was_forecast(gpu_lab: GpuLab):
+    """Over eight micro-batches, of which the first stage keeps up to five in one of its ranges."""
+    settings = {"data.packing": "true", "model.gradient_checkpointing": "true"}
+    settings |= {"strategy": with_stages(gpu_lab.folder, "pp", chunks=2), "batch.micro_batch_size": "1"}
+    assert abs(error_of(gpu_lab.run("pp", settings, recipe="memory"))) < WITHIN
 
 
 @pytest.mark.simulated

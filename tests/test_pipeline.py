@@ -5,31 +5,38 @@ The curves of the shipped file are in the matrix (tests/test_equivalence*.py); h
 
 import itertools
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from filelock import FileLock
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from cookbook.commands.forecast.activations import ActivationTrace, Phase
 from cookbook.config.mesh import Mesh
-from cookbook.planning.costs.inputs import head_layers, num_begun, sketch, slowest_share, stage_layers, stage_of
+from cookbook.planning.costs.inputs import (
+    begun,
+    head_layers,
+    num_turns,
+    pipeline_order,
+    sketch,
+    slowest_share,
+    stage_chunks,
+    stage_layers,
+    stage_of,
+)
 from cookbook.planning.meshes import pipeline_problem
-from tests.curves import ROOT, SGD, Lab, distance
+from cookbook.training.engine.pipeline import _Interleaved
+from tests.curves import ADAMW, SGD, Lab, distance, with_stages
 from tests.test_equivalence import SGD_LOSS, SGD_NORM
-from tests.test_equivalence_features import LORA
+from tests.test_equivalence_features import LORA, preferences
+from tests.test_resume import EXACT, chain
 from tests.test_tensor_parallel import QWEN3
 
 FOUR_LAYERS = {"model.from_scratch.num_hidden_layers": "4"}
 LLAMA = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 5, "vocab_size": 32}
-
-
-def stages(lab: Lab, count: int) -> str:
-    """The path of a file of so many stages."""
-    path = lab.folder / f"pp_{count}.yaml"
-    text = (ROOT / "accelerate_configs/pp.yaml").read_text()
-    path.write_text(text.replace("pp_size: 2", f"pp_size: {count}"))
-    return str(path)
 
 
 def test_the_stage_of_a_rank_by_hand():
@@ -64,10 +71,89 @@ def test_the_stages_of_known_models_by_hand():
     assert [len(stage_layers(33, stage, 4, head_layers=0)) for stage in range(4)] == [8, 8, 8, 9]
 
 
+def most_begun(num_micro_batches: int, num_stages: int, chunks: int = 1) -> list[int]:
+    """Of each stage the most micro-batches, of whatever chunk, that have begun at once."""
+    stages = (begun(num_micro_batches, stage, num_stages, chunks) for stage in range(num_stages))
+    return [max(sum(one.counts) for one in stage) for stage in stages]
+
+
 def test_micro_batches_that_a_stage_has_begun_before_its_first_backward_by_hand():
-    assert [num_begun(8, stage, 4) for stage in range(4)] == [4, 3, 2, 1]  # 1F1B
-    assert [num_begun(4, stage, 4) for stage in range(4)] == [4, 3, 2, 1]
-    assert [num_begun(3, stage, 4) for stage in range(4)] == [3, 3, 3, 3]  # GPipe
+    assert most_begun(8, 4) == [4, 3, 2, 1]  # 1F1B
+    assert most_begun(4, 4) == [4, 3, 2, 1]
+    assert most_begun(3, 4) == [3, 3, 3, 3]  # GPipe
+    # Narayanan et al. 2021, figure 4: (chunks - 1) x stages + 2 (stages - 1 - stage) + 1
+    assert most_begun(8, 4, chunks=2) == [11, 9, 7, 5]
+    assert most_begun(101, 2, chunks=2) == [5, 3]
+    assert most_begun(1, 2, chunks=3) == [3, 3]
+    first = {one for one in begun(1, 0, 2, 2) if one.is_first}
+    assert {(one.chunk, one.counts, one.waiting) for one in first} == {(0, (1, 0), (0, 0)), (1, (1, 1), (1, 0))}
+
+
+def torchs(num_micro_batches: int, num_stages: int, chunks: int) -> dict[int, list]:
+    """What torch's schedules have each stage do."""
+
+    def found(stage: int) -> list:
+        named = {"num_stages": num_stages * chunks, "group_size": num_stages, "group_rank": stage}
+        pieces = [SimpleNamespace(**named, stage_index=stage, has_backward=True) for _ in range(chunks)]
+        if chunks > 1:
+            return _Interleaved(pieces, num_micro_batches, loss_fn=max).pipeline_order[stage]
+        kind = Schedule1F1B if num_micro_batches >= num_stages else ScheduleGPipe
+        return kind(pieces[0], num_micro_batches, loss_fn=max)._get_pipeline_order()[stage]
+
+    orders = {}
+    for stage in range(num_stages):
+        # The rest are pauses, and what a stage does once at the end.
+        orders[stage] = [
+            one for one in found(stage) if one and one.computation_type.name in ("FORWARD", "FULL_BACKWARD")
+        ]
+        if chunks == 1:  # where torch 2.13, which does not run this list, counts the last stage's forwards from 1
+            seen = Counter()
+            for i, one in enumerate(orders[stage]):
+                orders[stage][i] = one._replace(microbatch_index=seen[one.computation_type])
+                seen[one.computation_type] += 1
+    return orders
+
+
+def time_of(orders: dict[int, list], num_stages: int, chunks: int) -> float:
+    """How long all stages take, each in its order, if a forward takes 1/3 of a chunk's turn and a backward 2/3."""
+    ends, at, free = {}, Counter(), Counter()
+    while any(at[stage] < len(order) for stage, order in orders.items()):
+        before = sum(at.values())
+        for stage, order in orders.items():
+            while at[stage] < len(order):
+                kind, piece, i = order[at[stage]].computation_type, order[at[stage]].stage_index, order[at[stage]][2]
+                needs = (kind, piece - 1 if kind.name == "FORWARD" else piece + 1, i)
+                if 0 <= needs[1] < num_stages * chunks and needs not in ends:
+                    break
+                free[stage] = max(free[stage], ends.get(needs, 0)) + (1 if kind.name == "FORWARD" else 2)
+                ends[kind, piece, i] = free[stage]
+                at[stage] += 1
+        assert sum(at.values()) > before, "all stages wait"
+    return max(free.values()) / 3
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_the_order_of_a_stage_and_the_time_of_all_are_those_of_torchs_schedule(num_stages: int, chunks: int):
+    """Where torch has no schedule for so many micro-batches, ours ends later than the least, and no later than what the
+    forecast has for it, nor than with one chunk.
+    """
+    for count in range(1, 20):
+        orders = torchs(count, num_stages, chunks)
+        for stage, order in orders.items():
+            expected = [
+                (one.computation_type.name != "FORWARD", one.stage_index // num_stages, one[2]) for one in order
+            ]
+            if chunks > 1 or count >= num_stages:  # GPipe's backwards have another order, which changes nothing
+                assert list(pipeline_order(count, stage, num_stages, chunks)) == expected, (count, stage)
+            assert len(expected) == len(set(expected)) == 2 * chunks * count
+        least, taken = chunks * count + num_stages - 1, time_of(orders, num_stages, chunks)
+        turns = num_turns(count, num_stages, chunks)
+        rounds = max(1, count // num_stages)
+        if chunks == 1 or (count >= num_stages and count % rounds == 0):
+            assert taken == pytest.approx(turns) == pytest.approx(least)
+        else:
+            assert least < taken + 1e-9 <= turns + 1e-6 and taken <= chunks * (count + num_stages - 1), count
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -85,6 +171,22 @@ def test_stages_together_have_each_weight_once_and_a_tied_one_twice(is_tied: boo
     ]
 
 
+def test_the_chunks_of_a_stage_by_hand():
+    chunks = [stage_chunks(8, stage, 2, 2, head_layers=0) for stage in range(2)]
+    assert chunks == [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]
+    # Llama-3.1-8B: 8 + 9 layers, and 8 + 7 with a head of two.
+    chunks = [stage_chunks(32, stage, 2, 2, head_layers=2) for stage in range(2)]
+    assert [[*map(len, one)] for one in chunks] == [[8, 9], [8, 7]]
+    assert slowest_share(32, 2, 2, head_layers=2) == 0.5
+    whole = sketch(LLAMA | {"tie_word_embeddings": False}, 10_000)
+    parts = [stage_of(whole, stage, 2, 2) for stage in range(2)]
+    names = [
+        sorted({weight.name.split(".")[1] for weight in part.weights if weight.layer is not None}) for part in parts
+    ]
+    assert names == [["0", "2"], ["1", "3", "4"]]
+    assert [{weight.layer for weight in part.weights} - {None} for part in parts] == [{0, 1}, {0, 1, 2}]
+
+
 def test_what_a_stage_holds_by_hand():
     """A layer keeps 100 bytes, hidden states are 10, and so is their gradient; what is made before the layers is 3, and
     the gradient of a tied head, which waits for that of the embedding, 7.
@@ -94,7 +196,7 @@ def test_what_a_stage_holds_by_hand():
     embed, end = (Phase(name=name, layer=None, held=held, peak=30) for name, held in (("embed", 0), ("end", 17)))
     head, back = (Phase(name=name, layer=None, held=413, peak=500) for name in ("head", "head backward"))
     trace = ActivationTrace(phases=(embed, *forward, head, back, *backward, end))
-    first = trace.of_stage(range(2), 4, num_waiting=1, message=10, tied=7)
+    first = trace.of_stage([range(2)], 4, waiting=[1], message=10, tied=7)
     assert [(phase.name, phase.layer, phase.held) for phase in first.phases] == [
         ("embed", None, 203),
         ("forward", 0, 216),
@@ -103,7 +205,7 @@ def test_what_a_stage_holds_by_hand():
         ("backward", 0, 316),
         ("end", None, 213),
     ]
-    last = trace.of_stage(range(2, 4), 4, num_waiting=0, message=10, tied=7)
+    last = trace.of_stage([range(2, 4)], 4, waiting=[0], message=10, tied=7)
     assert [(phase.name, phase.layer, phase.held, phase.peak) for phase in last.phases] == [
         ("forward", 0, 3, 103),
         ("forward", 1, 113, 213),
@@ -113,8 +215,20 @@ def test_what_a_stage_holds_by_hand():
         ("backward", 0, 113, 143),
     ]
     # What was received lies in the buffers of messages, whether a layer keeps it or not.
-    last = replace(trace, keeps_inputs=True).of_stage(range(2, 4), 4, num_waiting=1, message=10, tied=7)
+    last = replace(trace, keeps_inputs=True).of_stage([range(2, 4)], 4, waiting=[1], message=10, tied=7)
     assert [phase.held for phase in last.phases] == [193 + held for held in (3, 103, 203, 203, 203, 103)]
+    # Two chunks: layers 0 and 2. Three micro-batches wait in the first and one in the second, each with its layer and
+    # what is made before the layers.
+    first = trace.of_stage([range(1), range(2, 3)], 4, waiting=[3, 1], message=10, tied=7)
+    assert [trace.kept_by(layers, 4, message=10, tied=7) for layers in (range(1), range(2, 3))] == [103, 103]
+    assert [(phase.name, phase.layer, phase.held) for phase in first.phases] == [
+        ("embed", None, 412),
+        ("forward", 0, 412 + 13),
+        ("forward", 1, 412 + 3),
+        ("backward", 1, 412 + 113),
+        ("backward", 0, 412 + 113),
+        ("end", None, 412 + 10),
+    ]
 
 
 def test_models_whose_code_has_more_between_the_layers_are_refused():
@@ -124,6 +238,8 @@ def test_models_whose_code_has_more_between_the_layers_are_refused():
     assert "gemma is not one of the models" in str(pipeline_problem(AutoConfig.for_model("gemma"), 2))
     assert pipeline_problem(AutoConfig.for_model("qwen2", num_hidden_layers=3), 3) is None
     assert "3 layers cannot be divided" in str(pipeline_problem(AutoConfig.for_model("qwen2", num_hidden_layers=3), 4))
+    three = AutoConfig.for_model("qwen2", num_hidden_layers=3)
+    assert pipeline_problem(three, 2, 2) == "3 layers cannot be divided over pp_size 2 x pp_chunks 2"
 
 
 @pytest.mark.parametrize(
@@ -189,8 +305,62 @@ def test_counts_of_all_stages_are_noticed(lab: Lab):
     ],
 )
 def test_four_stages_have_the_curve_of_one_process(lab: Lab, settings: dict[str, str]):
-    found = distance(lab.run(stages(lab, 4), settings, processes=4), lab.run("single", settings))
+    found = distance(lab.run(with_stages(lab.folder, "pp", 4), settings, processes=4), lab.run("single", settings))
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+
+
+THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
+SHARES = {"batch.micro_batch_size": "2"}
+BUDGET = {"batch": "{global_batch_size: 16, micro_batch_tokens: 300}", "model.from_scratch.num_hidden_layers": "5"}
+CHUNKED = [
+    pytest.param("pp", 2, 2, {"data.packing": "true", "model.gradient_checkpointing": "true"}, 2, id="packed"),
+    pytest.param("pp_fsdp2", 2, 2, SGD, 4, id="shards"),
+    pytest.param("pp", 2, 2, "dpo", 2, id="dpo"),
+    pytest.param("pp", 2, 2, BUDGET, 2, id="micro-batches of many shapes", marks=THOROUGH),
+    pytest.param("pp", 2, 2, ADAMW, 2, id="adamw, untied, as many micro-batches as stages", marks=THOROUGH),
+    pytest.param("pp", 2, 2, LORA, 2, id="adapter", marks=THOROUGH),
+    pytest.param("pp", 2, 2, SHARES, 4, id="copies", marks=THOROUGH),
+    pytest.param("pp_tp", 2, 2, SHARES, 4, id="matrices", marks=THOROUGH),
+    pytest.param("pp_tp_fsdp2", 2, 2, SHARES, 8, id="matrices and shards", marks=THOROUGH),
+    pytest.param("pp", 4, 2, {"model.from_scratch.num_hidden_layers": "8"} | SHARES, 4, id="eight", marks=THOROUGH),
+    pytest.param("pp", 2, 3, {"model.from_scratch.num_hidden_layers": "7"}, 2, id="three chunks", marks=THOROUGH),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "count", "chunks", "more", "processes"), CHUNKED)
+def test_chunks_of_layers_have_the_curve_of_one_process(
+    lab: Lab, name: str, count: int, chunks: int, more: dict[str, str] | str, processes: int
+):
+    settings = FOUR_LAYERS | (preferences(lab, more) if isinstance(more, str) else more)
+    curve = lab.run(with_stages(lab.folder, name, count, chunks), settings, processes=processes)
+    found = distance(curve, lab.run("single", settings))
+    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    assert curve.record["strategy"]["ranges of layers"] == chunks
+
+
+@pytest.mark.slow
+def test_layers_that_run_with_every_chunk_of_their_stage_leave_the_curve(lab: Lab):
+    wrong = lab.run(with_stages(lab.folder, "pp", chunks=2), FOUR_LAYERS, sabotage="every_chunk_runs_all_layers")
+    assert distance(wrong, lab.run("single", FOUR_LAYERS)).loss > 100 * SGD_LOSS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "where",
+    [["fsdp2", "pp/2", "single"], pytest.param(["pp/2", "pp_fsdp2/2", "pp", "pp_tp/2", "zero3"], marks=THOROUGH)],
+    ids=["two", "four"],
+)
+def test_a_run_goes_on_with_and_without_chunks(lab: Lab, tmp_path: Path, where: list[str]):
+    """Every leg takes up weights, moments and counts bit by bit; `/2` has chunks."""
+    settings = {key: value for key, value in EXACT.items() if key != "run.eval_every_steps"} | FOUR_LAYERS
+    legs = []
+    for leg in where:
+        name, _, chunks = leg.partition("/")
+        file = with_stages(lab.folder, name, chunks=2) if chunks else name
+        legs.append(file if name == "single" else f"{file}:{4 if name in ('pp_fsdp2', 'pp_tp') else 2}")
+    found = distance(chain(lab, tmp_path, legs, settings, num_steps=3), lab.run("single", settings))
+    assert found.loss < 1e-5 and found.norm < 1e-4, found
 
 
 def test_stages_of_shards_may_divide_a_tied_embedding_unevenly(lab: Lab):
@@ -246,15 +416,18 @@ def test_bf16_stays_in_the_band_of_one_process(lab: Lab):
     assert found.loss < 5e-3 and found.norm < 2e-2, found
 
 
-def test_a_want_of_memory_in_a_stage_is_told_as_such(lab: Lab):
+@pytest.mark.parametrize("chunks", [1, pytest.param(2, marks=THOROUGH)])
+def test_a_want_of_memory_in_a_stage_is_told_as_such(lab: Lab, chunks: int):
     """torch hides what a forward raised behind an error of its own."""
-    folder, output = lab.attempt("pp", SGD, sabotage="no_memory_in_step_2")
+    file = "pp" if chunks == 1 else with_stages(lab.folder, "pp", chunks=chunks)
+    folder, output = lab.attempt(file, SGD if chunks == 1 else FOUR_LAYERS, sabotage="no_memory_in_step_2")
     assert (folder / "exit_code").read_text() != "0"
     assert "rank 1: CUDA out of memory" in output and "failed to run forward" not in output, output[-3000:]
+    assert "Full Schedule" not in output
 
 
 def test_more_stages_than_layers_are_refused(lab: Lab):
-    folder, output = lab.attempt(stages(lab, 3), {"batch.micro_batch_size": "4"}, processes=3)
+    folder, output = lab.attempt(with_stages(lab.folder, "pp", 3), {"batch.micro_batch_size": "4"}, processes=3)
     assert (folder / "exit_code").read_text() == "2" and "2 layers cannot be divided over pp_size 3" in output
 
 

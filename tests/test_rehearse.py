@@ -273,6 +273,7 @@ def test_the_tiny_model_keeps_the_structure_of_the_large_one(name):
     ]
     assert widths[0] / small.hidden_size == widths[1] / large.hidden_size
     assert small.hidden_size % 2 == 0
+    assert standins.shrink(large, 1000, 6).num_hidden_layers == 6
     assert small.vocab_size == 1024
 
 

@@ -29,6 +29,9 @@ class Mesh:
     """Processes that compute the same tokens together."""
     pipeline: int = 1
     """Stages: groups of processes that hold different layers. The same samples pass through all of them."""
+    chunks: int = 1
+    """Ranges of layers of each stage. The samples pass through the first of all stages, then through the second of all,
+    and so on; torch calls each a stage."""
 
     @property
     def num_processes(self) -> int:

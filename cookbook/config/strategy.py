@@ -112,6 +112,7 @@ class ParallelismBlock(Block):
     # Ours: accelerate 1.15 has neither pipelines nor experts and no keys for DDP, and passes over keys in this block
     # that it does not know.
     parallelism_config_pp_size: Size = 1
+    parallelism_config_pp_chunks: int = Field(default=1, gt=0)
     parallelism_config_ep_size: Size = 1
     parallelism_config_ddp_bucket_cap_mb: int | None = Field(default=None, gt=0)
 
@@ -261,6 +262,8 @@ class Strategy:
     tp_size: int = 1
     sp_size: int = 1
     pp_size: int = 1
+    pp_chunks: int = 1
+    """Ranges of layers of a stage."""
     ep_size: int = 1
     open_sizes: frozenset[str] = frozenset()
     """The sizes above that the file leaves open (`auto`): `SMALLEST`, until `fitted` knows the machines."""
@@ -359,6 +362,7 @@ class Strategy:
             "sequence": self.sp_size,
             "tensor": self.tp_size,
             "pipeline": self.pp_size,
+            "chunks": self.pp_chunks,
             "expert": self.ep_size,
         }
         return Mesh(replicate=self.dp_replicate_size, shard=self.dp_shard_size, **sizes)
@@ -447,7 +451,7 @@ def _check_blocks(parsed: AccelerateFile, place: Callable[..., str]) -> Iterator
     if parsed.parallelism_config is not None and (problem := _mesh_problem(parsed, parsed.parallelism_config)):
         yield f"{place('parallelism_config')}: {problem}"
     elif parsed.parallelism_config is not None:
-        yield from _check_ddp(parsed, parsed.parallelism_config, place)
+        yield from _check_ignored(parsed, parsed.parallelism_config, place)
         block = parsed.parallelism_config
         least = math.prod(block.sizes.values())
         copies = (machines if machines > 1 else SMALLEST) if len(block.open_sizes) > 1 else 1
@@ -461,11 +465,14 @@ def _check_blocks(parsed: AccelerateFile, place: Callable[..., str]) -> Iterator
         yield from _check_fsdp(parsed.fsdp_config, place)
 
 
-def _check_ddp(parsed: AccelerateFile, mesh: ParallelismBlock, place: Callable[..., str]) -> Iterator[str]:
+def _check_ignored(parsed: AccelerateFile, mesh: ParallelismBlock, place: Callable[..., str]) -> Iterator[str]:
     key = "parallelism_config_ddp_bucket_cap_mb"
     others = max(mesh.sizes["tp_size"], mesh.sizes["pp_size"], mesh.sizes["ep_size"])
     if key in mesh.model_fields_set and (parsed.distributed_type != "MULTI_GPU" or others > 1):
         yield f"{place('parallelism_config', key)}: would be ignored: this strategy does not use DDP; take it out"
+    key = "parallelism_config_pp_chunks"
+    if key in mesh.model_fields_set and mesh.sizes["pp_size"] == 1:
+        yield f"{place('parallelism_config', key)}: would be ignored: there is no pp_size from 2 on; take it out"
 
 
 def _mesh_problem(parsed: AccelerateFile, mesh: ParallelismBlock) -> str | None:
@@ -632,6 +639,7 @@ def _strategy(
         fsdp=parsed.fsdp_config,
         has_parallelism_block=bool(parsed.parallelism_config and parsed.parallelism_config.model_fields_set),
         bucket_cap_mb=mesh.parallelism_config_ddp_bucket_cap_mb,
+        pp_chunks=mesh.parallelism_config_pp_chunks,
         **sizes,
         open_sizes=mesh.open_sizes,
     )

@@ -48,15 +48,16 @@ def expert_problem(config: Any, size: int) -> str | None:
     )
 
 
-def pipeline_problem(config: Any, num_stages: int) -> str | None:
-    """Why a model cannot be cut into so many stages, or None."""
+def pipeline_problem(config: Any, num_stages: int, chunks: int = 1) -> str | None:
+    """Why a model cannot be cut into so many stages of so many ranges of layers, or None."""
     if num_stages == 1:
         return None
     if config.model_type not in PIPELINED:
         return f"{config.model_type} is not one of the models that a pipeline is known to suit: {', '.join(PIPELINED)}"
-    layers = getattr(config, "num_hidden_layers", num_stages)
-    if layers < num_stages:
-        return f"{layers} layers cannot be divided over pp_size {num_stages}"
+    layers = getattr(config, "num_hidden_layers", num_stages * chunks)
+    if layers < num_stages * chunks:
+        each = f" x pp_chunks {chunks}" if chunks > 1 else ""
+        return f"{layers} layers cannot be divided over pp_size {num_stages}{each}"
     return None
 
 
@@ -99,4 +100,4 @@ def mesh_problem(config: Any, mesh: Mesh) -> str | None:
         return problem
     if mesh.sequence > 1 and (problem := sequence_problem(config, mesh.sequence)):
         return problem
-    return expert_problem(config, mesh.expert) or pipeline_problem(config, mesh.pipeline)
+    return expert_problem(config, mesh.expert) or pipeline_problem(config, mesh.pipeline, mesh.chunks)

@@ -1,5 +1,6 @@
 """What a forward and a backward hold of activations, phase by phase."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -50,17 +51,41 @@ class ActivationTrace:
         return sum(getattr(phase, name) for phase in self.phases)
 
     def of_stage(
-        self, layers: range, num_layers: int, *, num_waiting: int, message: int, tied: int = 0
+        self, chunks: Sequence[range], num_layers: int, *, waiting: Sequence[int], message: int, tied: int = 0
     ) -> "ActivationTrace":
-        """The phases of a pipeline's stage, its layers counted from 0.
+        """The phases of a pipeline's stage, its layers counted from 0: of one micro-batch in all chunks, as if nothing
+        were computed between them.
 
         Args:
-            layers: those of the stage.
-            num_waiting: micro-batches whose backward is still to come while another one is computed.
+            chunks: the stage's ranges of layers.
+            waiting: for each, the micro-batches whose backward is still to come while another one is computed.
             message: bytes of the hidden states of a micro-batch.
             tied: bytes of the gradient of a head that is tied to the embedding, which in the trace waits for that of
                 the embedding. No stage has both: it is counted as a gradient when the head has made it.
         """
+        parts = [self._of_chunk(layers, num_layers, message, tied) for layers in chunks]
+        kept = sum(number * each for number, (each, _) in zip(waiting, parts, strict=True))
+        own = [layer for layers in chunks for layer in layers]
+        here = {(phase.name, phase.layer): phase for _, phases in parts for phase in phases}
+        found = (here[phase.name, phase.layer] for phase in self.phases if (phase.name, phase.layer) in here)
+        return ActivationTrace(
+            phases=tuple(
+                replace(
+                    phase,
+                    layer=None if phase.layer is None else own.index(phase.layer),
+                    held=phase.held + kept,
+                    peak=phase.peak + kept,
+                )
+                for phase in found
+            )
+        )
+
+    def kept_by(self, layers: range, num_layers: int, *, message: int, tied: int = 0) -> int:
+        """Bytes of a micro-batch between its forward and its backward in a range of layers; see `of_stage`."""
+        return self._of_chunk(layers, num_layers, message, tied)[0]
+
+    def _of_chunk(self, layers: range, num_layers: int, message: int, tied: int) -> tuple[int, list[Phase]]:
+        """`kept_by`, and the phases without what waits."""
         is_first, is_last = layers.start == 0, layers.stop == num_layers
         held = {(phase.name, phase.layer): phase.held for phase in self.phases}
         # What every stage makes before its layers, such as rotary embeddings.
@@ -73,7 +98,6 @@ class ActivationTrace:
             kept = held["backward", layers.start - 1] - message - tied - shared + received
             forward = held["forward", layers.start] - shared - message + received
             before = {"forward": forward, "head backward": kept, "backward": kept + tied}
-        waiting = num_waiting * (held["backward", layers.stop - 1] - message - tied - kept)
 
         def is_here(phase: Phase) -> bool:
             if phase.layer is not None:
@@ -85,11 +109,7 @@ class ActivationTrace:
             elsewhere = before[kind]
             if phase.name == "forward" and phase.layer == layers.start and not is_first:
                 elsewhere += message - received
-            return replace(
-                phase,
-                layer=None if phase.layer is None else phase.layer - layers.start,
-                held=max(0, phase.held - elsewhere) + waiting,
-                peak=max(0, phase.peak - elsewhere) + waiting,
-            )
+            return replace(phase, held=max(0, phase.held - elsewhere), peak=max(0, phase.peak - elsewhere))
 
-        return ActivationTrace(phases=tuple(here(phase) for phase in self.phases if is_here(phase)))
+        phases = [here(phase) for phase in self.phases if is_here(phase)]
+        return held["backward", layers.stop - 1] - message - tied - kept, phases

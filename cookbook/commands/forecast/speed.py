@@ -11,7 +11,7 @@ from typing import Any, Literal
 from cookbook.commands.forecast.activations import ActivationTrace
 from cookbook.config.strategy import Strategy
 from cookbook.planning.costs.flops import ModelSizes, Precision, Step, work
-from cookbook.planning.costs.inputs import slowest_share
+from cookbook.planning.costs.inputs import num_turns, slowest_share
 from cookbook.planning.costs.traffic import (
     ADAMW_BYTES,
     HostTraffic,
@@ -179,9 +179,10 @@ def step_seconds(
     messages = transfers(strategy, sizes, step, count, num_local=gpus_each)
     host = host_traffic(strategy, sizes, step, num_processes=count, gpus_each=gpus_each, adam_bytes=ADAMW_BYTES)
     # A process of a pipeline computes its stage of each micro-batch, or waits for the slowest one, and for all at both
-    # ends of a step.
-    share = slowest_share(sizes.num_layers, strategy.pp_size, head_layers=sizes.head_layers)
-    waits = (step.micro_batches + strategy.pp_size - 1) / step.micro_batches * share * strategy.pp_size
+    # ends of a step: until the first range of layers of the stages before it has run, and after its last.
+    stages, chunks = strategy.pp_size, strategy.pp_chunks
+    share = slowest_share(sizes.num_layers, stages, chunks, head_layers=sizes.head_layers)
+    waits = num_turns(step.micro_batches, stages, chunks) / (chunks * step.micro_batches) * share * stages
     num_traced = waits / strategy.pp_size * step.micro_batches
     flops = waits * work(sizes, step).total / count
     copied = checkpoint_traffic(strategy, sizes, step, count)

@@ -18,13 +18,14 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
 from cookbook.planning.costs.flops import Step, sizes_of
 from cookbook.planning.costs.inputs import (
+    Begun,
     CostInputs,
     Skeleton,
+    begun,
     cost_inputs,
     hidden_bytes,
     micro_batch_of,
-    num_begun,
-    stage_layers,
+    stage_chunks,
     stage_of,
 )
 from cookbook.planning.costs.loading import loading as loading_of
@@ -314,11 +315,10 @@ def _stage_memory(
     """
     num_stages, count, recipe = strategy.pp_size, plan.gradient_accumulation_steps, traces.recipe
     whole = traces.skeleton
-    layers = stage_layers(whole.num_layers, stage, num_stages, head_layers=whole.head_layers)
-    skeleton = stage_of(whole, stage, num_stages)
+    chunks = stage_chunks(whole.num_layers, stage, num_stages, strategy.pp_chunks, head_layers=whole.head_layers)
+    skeleton = stage_of(whole, stage, num_stages, strategy.pp_chunks)
     inputs = cost_inputs(recipe, strategy, plan.num_processes, num_local=plan.num_local)
     held = states_of(whole, inputs, stage * plan.num_processes // num_stages)
-    begun, is_last = num_begun(count, stage, num_stages), stage == num_stages - 1
     tokens = micro_batch_of(recipe) * len(recipe.objective.sequences) * recipe.data.max_length
     message = tokens * traces.sizes.hidden
     message *= hidden_bytes(strategy, recipe.compute_precision, is_full=recipe.adapter is None)
@@ -327,18 +327,32 @@ def _stage_memory(
     tied = each * sum(both) // strategy.tp_size if whole.is_tied else 0
     start = loading_of(skeleton, inputs, held, local=1)
 
-    def at(num_waiting: int, *, accumulates: bool) -> Memory:
-        own = work.of_stage(layers, whole.num_layers, num_waiting=num_waiting, message=message, tied=tied)
-        # Those to receive, and what was sent of each micro-batch whose backward is still to come.
-        messages = message * (count * (stage > 0) + (count + num_waiting + 1) * (not is_last))
-        with_all = _with_buffers(held, messages + workspaces(gpu))
-        return peak(skeleton, with_all, own, accumulates=accumulates, is_sharded=bool(held.units), loading=start.gpu)
+    kept = [work.kept_by(layers, whole.num_layers, message=message, tied=tied) for layers in chunks]
+    sends = [layers.stop < whole.num_layers for layers in chunks]
+    received = message * count * (sum(sends) + sum(layers.start > 0 for layers in chunks))
+
+    def sent(one: Begun) -> int:
+        """What was sent of each micro-batch whose backward is still to come; with several chunks all of a step, as many
+        as are received, until its end (torch 2.13, pipelining/schedules.py, `_PipelineScheduleRuntime`, send_ops).
+        """
+        if len(chunks) > 1:
+            return received
+        return message * sum(number for number, is_sent in zip(one.counts, sends, strict=True) if is_sent)
+
+    def waiting(one: Begun) -> int:
+        return sent(one) + sum(number * each for number, each in zip(one.waiting, kept, strict=True))
+
+    def at(one: Begun) -> Memory:
+        own = work.of_stage(chunks, whole.num_layers, waiting=one.waiting, message=message, tied=tied)
+        with_all = _with_buffers(held, received + sent(one) + workspaces(gpu))
+        return peak(
+            skeleton, with_all, own, accumulates=not one.is_first, is_sharded=bool(held.units), loading=start.gpu
+        )
 
     # At the first backward of a step there are no gradients yet; at the next one fewer may wait.
-    found = [at(begun - 1, accumulates=False)]
-    if count > 1:
-        found.append(at(begun - 1 if count > begun else begun - 2, accumulates=True))
-    return max(found, key=lambda one: one.allocated)
+    moments = begun(count, stage, num_stages, strategy.pp_chunks)
+    of_both = ([one for one in moments if one.is_first == is_first] for is_first in (True, False))
+    return max((at(max(those, key=waiting)) for those in of_both if those), key=lambda one: one.allocated)
 
 
 LARGEST = 2**20

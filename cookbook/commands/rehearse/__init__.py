@@ -193,7 +193,10 @@ def _put_small_data(rehearsal: Rehearsal, recipe: Recipe, values: dict[str, Any]
     """
     notes, eval_file = rehearsal.notes, rehearsal.folder / "eval.jsonl"
     train, rows, are_own = few_rows(recipe, num_rows, rehearsal.folder, notes)
-    has_own_tokenizer = write_tiny_model(recipe, rows, rehearsal.folder / "model", notes)
+    mesh = rehearsal.strategy.mesh(rehearsal.num_processes)
+    has_own_tokenizer = write_tiny_model(
+        recipe, rows, rehearsal.folder / "model", notes, least_layers=mesh.pipeline * mesh.chunks
+    )
     length = min(recipe.data.max_length, 1024 if are_own else 128)
     if are_own and not has_own_tokenizer:
         length = 2048  # the small stand-in tokenizer makes three times as many tokens of a row

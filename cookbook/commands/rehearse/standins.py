@@ -73,9 +73,10 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def write_tiny_model(recipe: Recipe, rows: Rows, folder: Path, notes: Notes) -> bool:
-    """Write a model of the recipe's architecture with two layers and random weights. Returns whether its tokenizer is
-    the recipe's own. A new model (from_scratch) is left to the run, which builds one from these few rows.
+def write_tiny_model(recipe: Recipe, rows: Rows, folder: Path, notes: Notes, *, least_layers: int = 2) -> bool:
+    """Write a model of the recipe's architecture with two layers, or as many as a pipeline needs, and random weights.
+    Returns whether its tokenizer is the recipe's own. A new model (from_scratch) is left to the run, which builds one
+    from these few rows.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -87,7 +88,7 @@ def write_tiny_model(recipe: Recipe, rows: Rows, folder: Path, notes: Notes) -> 
         notes.covered.append("a new model of the recipe's own sizes")
         return False
     config, tokenizer, origin = _describe_model(recipe, rows)
-    small = shrink(config, len(tokenizer))
+    small = shrink(config, len(tokenizer), least_layers)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(small, name, getattr(tokenizer, name))
     with torch.random.fork_rng(devices=[]):
@@ -140,7 +141,7 @@ def stand_in_tokenizer(facts: dict[str, Any], some_texts: Iterable[str]) -> Any:
     return tokenizer
 
 
-def shrink(config: Any, vocab_size: int) -> Any:
+def shrink(config: Any, vocab_size: int, least_layers: int = 2) -> Any:
     """A small configuration of the same structure: what is shared, tied, biased or scaled stays so."""
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     kv_heads = kv_heads or heads
@@ -151,7 +152,7 @@ def shrink(config: Any, vocab_size: int) -> Any:
     hidden = int(small_heads * 16 * wide)
     values = config.to_dict()
     kinds = values.get("layer_types")
-    layers = max(2, len(set(kinds or ())))
+    layers = max(2, least_layers, len(set(kinds or ())))
     if kinds:
         values["layer_types"] = (list(dict.fromkeys(kinds)) * layers)[:layers]
     if "max_window_layers" in values:

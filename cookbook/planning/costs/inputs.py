@@ -1,7 +1,10 @@
 """The inputs of the ledger, as plain values: the weights of a model, and a recipe under a strategy."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import chain, count
 from typing import Any, Literal
 
 from cookbook.config.mesh import Mesh
@@ -89,27 +92,102 @@ def stage_layers(num_layers: int, stage: int, num_stages: int, *, head_layers: i
     return range(starts[stage], num_layers if stage == before else starts[stage + 1])
 
 
-def slowest_share(num_layers: int, num_stages: int, *, head_layers: int) -> float:
+def stage_chunks(num_layers: int, stage: int, num_stages: int, chunks: int = 1, *, head_layers: int) -> list[range]:
+    """The ranges of layers of a stage, in the order of the layers: those of every `num_stages`-th of so many times as
+    many stages.
+    """
+    own = range(stage, num_stages * chunks, num_stages)
+    return [stage_layers(num_layers, one, num_stages * chunks, head_layers=head_layers) for one in own]
+
+
+def layers_of_stage(num_layers: int, stage: int, num_stages: int, chunks: int = 1, *, head_layers: int) -> list[int]:
+    """The layers of all ranges of a stage."""
+    return [*chain.from_iterable(stage_chunks(num_layers, stage, num_stages, chunks, head_layers=head_layers))]
+
+
+def slowest_share(num_layers: int, num_stages: int, chunks: int = 1, *, head_layers: int) -> float:
     """What the slowest stage computes of a token's products, in [1 / stages, 1]."""
     if num_stages == 1:
         return 1.0
-    counts = [len(stage_layers(num_layers, stage, num_stages, head_layers=head_layers)) for stage in range(num_stages)]
+    stages = range(num_stages)
+    counts = [len(layers_of_stage(num_layers, stage, num_stages, chunks, head_layers=head_layers)) for stage in stages]
     counts[-1] += head_layers
     return max(counts) / sum(counts)
 
 
-def num_begun(num_micro_batches: int, stage: int, num_stages: int) -> int:
-    """Micro-batches whose forward a stage has run when its first backward begins: under 1F1B one for itself and each
-    stage behind it; all where there are fewer than stages, as under GPipe (engine/pipeline.py chooses).
+def num_planned(num_micro_batches: int, num_stages: int, chunks: int = 1) -> int:
+    """For how many micro-batches the schedule is made, of which those that there are not are left out. With several
+    chunks a chunk runs a round of at least as many micro-batches as stages before the next chunk's turn, and torch has
+    rounds of one size (2.13, pipelining/schedules.py, ScheduleInterleaved1F1B).
     """
-    return num_micro_batches if num_micro_batches < num_stages else num_stages - stage
+    if chunks == 1:
+        return num_micro_batches
+    return next(planned for planned in count(num_micro_batches) if planned % max(1, planned // num_stages) == 0)
 
 
-def stage_of(skeleton: Skeleton, stage: int, num_stages: int) -> Skeleton:
+def num_turns(num_micro_batches: int, num_stages: int, chunks: int = 1) -> int:
+    """The length of a step in turns of a stage, each a forward and a backward of a chunk, if all chunks take as long:
+    its own, and its waiting at both ends of the step, and in each round that is shorter than the pipeline. An upper
+    bound where `num_planned` is for more micro-batches.
+    """
+    rounds = max(num_planned(num_micro_batches, num_stages, chunks), num_stages)
+    return (chunks - 1) * rounds + num_micro_batches + num_stages - 1
+
+
+@cache
+def pipeline_order(
+    num_micro_batches: int, stage: int, num_stages: int, chunks: int = 1
+) -> Sequence[tuple[bool, int, int]]:
+    """What a stage computes, one after the other: whether a backward, the chunk, and the micro-batch. 1F1B, or with
+    several chunks torch's interleaved 1F1B (pipelining/schedules.py, _get_1f1b_rank_ops); with one chunk and fewer
+    micro-batches than stages GPipe (engine/pipeline.py chooses).
+    """
+    planned = num_planned(num_micro_batches, num_stages, chunks)
+    each = planned if chunks == 1 else planned // max(1, planned // num_stages)  # micro-batches of a round
+    passes = [(i // each % chunks, i // (each * chunks) * each + i % each) for i in range(planned * chunks)]
+    ahead = (1 if chunks == 1 else 2) * (num_stages - 1 - stage) + (chunks - 1) * each
+    if chunks == 1 and planned < num_stages:
+        ahead = planned
+    forwards = [(False, chunk, i) for chunk, i in passes]
+    backwards = [(True, chunks - 1 - chunk, i) for chunk, i in passes]
+    in_turn = chain.from_iterable(zip(forwards[ahead:], backwards, strict=False))
+    order = [*forwards[:ahead], *in_turn, *backwards[len(forwards[ahead:]) :]]
+    return [one for one in order if one[2] < num_micro_batches]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """A forward or backward of a stage, and what it has begun by then."""
+
+    chunk: int
+    counts: tuple[int, ...]
+    """Of each chunk, the micro-batches whose forward has begun and whose backward has not ended."""
+    is_first: bool
+    """Whether no backward has ended yet."""
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """The same without the one that is computed."""
+        return tuple(number - (chunk == self.chunk) for chunk, number in enumerate(self.counts))
+
+
+@cache
+def begun(num_micro_batches: int, stage: int, num_stages: int, chunks: int = 1) -> frozenset[Begun]:
+    """All that differ, of the forwards and backwards of a step."""
+    found, counts, is_first = set(), [0] * chunks, True
+    for is_backward, chunk, _ in pipeline_order(num_micro_batches, stage, num_stages, chunks):
+        counts[chunk] += not is_backward
+        found.add(Begun(chunk=chunk, counts=tuple(counts), is_first=is_first))
+        counts[chunk] -= is_backward
+        is_first = is_first and not is_backward
+    return frozenset(found)
+
+
+def stage_of(skeleton: Skeleton, stage: int, num_stages: int, chunks: int = 1) -> Skeleton:
     """What a stage of a pipeline has of a model, its layers counted from 0. The last has a copy of a tied embedding
     as its head.
     """
-    layers = stage_layers(skeleton.num_layers, stage, num_stages, head_layers=skeleton.head_layers)
+    layers = layers_of_stage(skeleton.num_layers, stage, num_stages, chunks, head_layers=skeleton.head_layers)
     is_last = stage == num_stages - 1
 
     def is_here(weight: Weight) -> bool:
@@ -122,7 +200,7 @@ def stage_of(skeleton: Skeleton, stage: int, num_stages: int) -> Skeleton:
     def counted(weight: Weight) -> Weight:
         if weight.part == "embedding" and stage > 0:
             return replace(weight, part="head")
-        return weight if weight.layer is None else replace(weight, layer=weight.layer - layers.start)
+        return weight if weight.layer is None else replace(weight, layer=layers.index(weight.layer))
 
     weights = tuple(counted(weight) for weight in skeleton.weights if is_here(weight))
     return replace(skeleton, weights=weights, num_layers=len(layers))

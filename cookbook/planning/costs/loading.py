@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from cookbook.planning.costs.inputs import CostInputs, Skeleton, hidden_bytes, num_begun, stage_layers
+from cookbook.planning.costs.inputs import CostInputs, Skeleton, begun, hidden_bytes, stage_chunks
 from cookbook.planning.costs.memory import FLOAT32, States, constants, resident
 
 BROADCAST_BUCKETS = 2 * 250 * 2**20
@@ -58,8 +58,8 @@ def checkpoints_on_host(inputs: CostInputs, skeleton: Skeleton, hidden: int, loc
     """Bytes of a machine's pinned memory for the inputs of layers, which wait there for the backward; 0 if they stay on
     the GPU.
 
-    torch rounds each block up to a power of two (ATen/core/CachingHostAllocator.h). A stage of a pipeline has begun as
-    many micro-batches as stages are left, at most.
+    torch rounds each block up to a power of two (ATen/core/CachingHostAllocator.h). A stage of a pipeline has begun
+    several micro-batches (`inputs.begun`).
     """
     if not inputs.offloads_checkpoints:
         return 0
@@ -68,12 +68,16 @@ def checkpoints_on_host(inputs: CostInputs, skeleton: Skeleton, hidden: int, loc
         * hidden
         * hidden_bytes(inputs.strategy, inputs.mixed_precision, is_full=inputs.adapter is None)
     )
-    block, stages = 1 << (each - 1).bit_length(), inputs.strategy.pp_size
+    block, stages, chunks = 1 << (each - 1).bit_length(), inputs.strategy.pp_size, inputs.strategy.pp_chunks
 
     def of_rank(rank: int) -> int:
         stage = rank * stages // inputs.num_processes
-        layers = stage_layers(skeleton.num_layers, stage, stages, head_layers=skeleton.head_layers)
-        return len(layers) * num_begun(inputs.accumulation, stage, stages) * block
+        own = stage_chunks(skeleton.num_layers, stage, stages, chunks, head_layers=skeleton.head_layers)
+        kept = (
+            sum(number * len(layers) for number, layers in zip(one.counts, own, strict=True))
+            for one in begun(inputs.accumulation, stage, stages, chunks)
+        )
+        return max(kept) * block
 
     return sum(map(of_rank, range(local)))
 

@@ -150,7 +150,7 @@ def _part(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     """
     mesh = inputs.mesh
     stage, within = divmod(rank, mesh.stage_size)
-    layers = stage_of(skeleton, stage, mesh.pipeline)
+    layers = stage_of(skeleton, stage, mesh.pipeline, mesh.chunks)
     own = _own_experts(_tensor_shards(layers, mesh.tensor, within % mesh.tensor), mesh.expert)
     return _whole(own, inputs) if inputs.strategy.fsdp is None else _fsdp2(own, inputs, within // mesh.tensor)
 

@@ -9,7 +9,7 @@ from typing import Literal
 from cookbook.config.mesh import Mesh
 from cookbook.config.strategy import Strategy
 from cookbook.planning.costs.flops import ModelSizes, Step
-from cookbook.planning.costs.inputs import bytes_of, exchange_precision, hidden_bytes, stage_layers
+from cookbook.planning.costs.inputs import bytes_of, exchange_precision, hidden_bytes, layers_of_stage
 
 ADAMW_BYTES = 28
 """AdamW in float32 reads weight, gradient and two moments, and writes all but the gradient."""
@@ -229,10 +229,11 @@ def _tensors_of_last_stage(mesh: Mesh, sizes: ModelSizes) -> int | None:
     """Without DDP a gradient is a call (engine/collectives.py, add_up)."""
     if not sizes.trained or mesh.pipeline == 1:
         return len(sizes.trained) or None
-    begin = sizes.num_layers - _layers_of_last_stage(sizes, mesh.pipeline)
-    first = next((i for i, (_, _, layer) in enumerate(sizes.trained) if layer == begin), 0)
+    own = _layers_of_last_stage(sizes, mesh.pipeline, mesh.chunks)
+    layers = [layer for _, _, layer in sizes.trained]
+    first = next((i for i, layer in enumerate(layers) if layer is not None), 0)
     embedding = first > 0 and sizes.is_tied  # the last stage has it too, as the head
-    return len(sizes.trained) - first + embedding
+    return sum(layer in own or (layer is None and i > first) for i, layer in enumerate(layers)) + embedding
 
 
 def _zero_buckets(strategy: Strategy, sizes: ModelSizes) -> int | None:
@@ -268,7 +269,7 @@ def _fsdp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_proce
     of_own = _exchanged_bytes(strategy, step) * experts / expert
     gathered, reduced = _fsdp_units(strategy, sizes)
     once = 0 if keeps else gathered - 1  # what the head is in stays gathered
-    layers = _layers_of_last_stage(sizes, strategy.pp_size)
+    layers = len(_layers_of_last_stage(sizes, strategy.pp_size, strategy.pp_chunks))
     found = [
         _repeated("weights, forward", "all-gather", weights, group, micro, stride=tensor, calls=gathered),
         _repeated("weights, backward", "all-gather", regathered, group, micro, stride=tensor, calls=once),
@@ -279,6 +280,8 @@ def _fsdp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_proce
         *(_repeated(f"experts, {name}", "all-gather", own, owners, micro, expert, calls=layers) for name in PASSES),
         _repeated("gradients of experts", "reduce-scatter", of_own, owners, micro, expert, calls=layers),
     ]
+    if strategy.pp_chunks > 1:  # the first backward of a step gathers a layer of the chunk before ahead, in vain
+        found[1] = replace(found[1], calls=(found[1].calls or 0) + 1)
     return [transfer for transfer in found if transfer.ranks > 1 and transfer.num_bytes]
 
 
@@ -286,13 +289,13 @@ def _fsdp_units(strategy: Strategy, sizes: ModelSizes) -> tuple[int, int]:
     """What FSDP gathers as one, and of that what is trained: each layer, the embedding, and the rest with the head
     (`memory._units_fsdp2`); with FSDP1 embedding and head are in the rest, as is a tied one.
     """
-    layers = _layers_of_last_stage(sizes, strategy.pp_size)
+    layers = len(_layers_of_last_stage(sizes, strategy.pp_size, strategy.pp_chunks))
     ends = 1 if sizes.is_tied or strategy.kind == "fsdp1" or strategy.pp_size > 1 else 2
     return layers + ends, layers + (ends if sizes.is_full else int(sizes.head_trained))
 
 
-def _layers_of_last_stage(sizes: ModelSizes, num_stages: int) -> int:
-    return len(stage_layers(sizes.num_layers, num_stages - 1, num_stages, head_layers=sizes.head_layers))
+def _layers_of_last_stage(sizes: ModelSizes, num_stages: int, chunks: int) -> list[int]:
+    return layers_of_stage(sizes.num_layers, num_stages - 1, num_stages, chunks, head_layers=sizes.head_layers)
 
 
 def _activations(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step, half: int) -> list[Transfer]:
@@ -313,7 +316,8 @@ def _activations(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step, 
     of_layers = half * rows + full * sizes.column_matrices
     of_ends = full * tokens * sizes.is_embedding_divided + half * labelled
     terms = 2 * 4 * mesh.tensor * step.num_labelled / groups  # training/models/loss.py, _VocabularyShard
-    share = _layers_of_last_stage(sizes, stages) / sizes.num_layers if sizes.num_layers else 0.0
+    last = len(_layers_of_last_stage(sizes, stages, mesh.chunks))
+    share = last / sizes.num_layers if sizes.num_layers else 0.0
     calls = round(share * (rows + sizes.column_matrices)) + 1 + (sizes.is_embedding_divided and stages == 1)
     micro = step.micro_batches
     reduced = _repeated("activations", "all-reduce", (of_layers * tokens + of_ends) / stages, mesh.tensor, calls=calls)
@@ -324,15 +328,19 @@ def _activations(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step, 
 def _hidden_states(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step) -> list[Transfer]:
     """Pipeline parallel: hidden states forward and their gradients back, in the dtype of the residual stream: float32
     under autocast, that of the frozen weights beside an adapter, that of the forward under FSDP2. Each process of a
-    tensor-parallel group sends all of them.
+    tensor-parallel group sends all of them. With several chunks they pass all stages as often, and between that go from
+    the last to the first.
     """
     if mesh.pipeline == 1:
         return []
     each = hidden_bytes(strategy, step.precision, is_full=sizes.is_full) * sizes.hidden
-    sent = 2 * each * step.num_tokens / mesh.token_parallel_size
+    borders = (mesh.pipeline * mesh.chunks - 1) / (mesh.pipeline - 1)
+    sent = 2 * each * step.num_tokens / mesh.token_parallel_size * borders
     found = _repeated("hidden states", "send", sent, mesh.pipeline, stride=mesh.stage_size)
-    # The last stage only sends back, and a vote: torch's stages take one each step (2.13, _warmup_backward_result).
-    return [replace(found, times=2 * step.micro_batches, calls=step.micro_batches + 1)]
+    # The last stage sends its last chunk's only back. And votes: torch's stages take one each step (2.13,
+    # _warmup_forward_vote, _warmup_backward_result).
+    calls = (2 * mesh.chunks - 1) * (step.micro_batches + 1)
+    return [replace(found, times=2 * mesh.chunks * step.micro_batches, calls=calls)]
 
 
 def checkpoint_traffic(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int) -> float:

@@ -3,9 +3,14 @@
 transformers leaves a stage's layers in the model and puts identities in place of the others, so that names stay those
 of the whole model. Schedule and messages are torch's. What torch splits into micro-batches are only their numbers:
 every stage has the batches themselves.
+
+A stage may have several ranges of layers, its chunks, each of which is a stage to torch (Narayanan et al. 2021, arXiv
+2104.04473, section 2.2). The model then runs one of them at a time (`add_loss` in models/loss.py).
 """
 
 import json
+import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,15 +18,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from cookbook.config.objectives.forward import Batch
+from cookbook.config.objectives.forward import Batch, negative_log_likelihood
+from cookbook.planning.costs.inputs import num_planned
 from cookbook.training.engine.base import Engine, num_elements
 from cookbook.training.engine.collectives import add_up
 from cookbook.training.engine.copies import Copies
 from cookbook.training.engine.findings import Comparison
 from cookbook.training.engine.fsdp2 import Fsdp2WhileRead, gather_tied_once
 from cookbook.training.engine.norm import local
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 class Pipeline(Copies):
@@ -90,26 +98,35 @@ class Pipeline(Copies):
         Returns:
             The results; on all stages but the last those of a model that returns zeros.
         """
-        has_backward = torch.is_grad_enabled()
+        has_backward, num_stages, chunks = torch.is_grad_enabled(), self.mesh.pipeline, self.mesh.chunks
         on_meta: dict[str, Any] = {"device": "meta", "requires_grad": has_backward}
         # torch declares one shape for all messages, so they are as long as the longest.
         num_tokens = max(batch["input_ids"].numel() for batch in batches)
         message = torch.empty(num_tokens, self.model.config.hidden_size, dtype=self._hidden_dtype, **on_meta)
-        stage = _Stage(self, function, batches, begin, message)
-        piped = _Schedulable(
-            self,
-            stage,
-            self._index,
-            self.mesh.pipeline,
-            self.device,
-            input_args=(message,) if self._index else (),
-            output_args=(torch.empty((), **on_meta) if self._is_last else message,),
-            group=self._group,
-        )
+        stages, piped = [], []
+        for chunk, index in enumerate(range(self._index, num_stages * chunks, num_stages)):
+            # Loss and metrics are the last chunk's, once; the others only need what the model gets.
+            of_batch = function if chunk == chunks - 1 else negative_log_likelihood
+            is_last = index == num_stages * chunks - 1
+            stages.append(_Stage(self, chunk, of_batch, batches, begin, message, is_last=is_last))
+            found = _Schedulable(
+                self,
+                stages[-1],
+                index,
+                num_stages * chunks,
+                self.device,
+                input_args=(message,) if index else (),
+                output_args=(torch.empty((), **on_meta) if is_last else message,),
+                group=self._group,
+            )
+            piped.append(found)
         # 1F1B needs a micro-batch for each stage; with fewer it would be GPipe: all forwards, then all backwards.
-        kind = Schedule1F1B if len(batches) >= self.mesh.pipeline else ScheduleGPipe
+        of_one = Schedule1F1B if len(batches) >= num_stages else ScheduleGPipe
         loss = (lambda output, number: output) if has_backward else None
-        schedule: Any = kind(piped, len(batches), loss_fn=loss, scale_grads=False)
+        options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
+        schedule: Any = (
+            _Interleaved(piped, len(batches), **options) if chunks > 1 else of_one(piped[0], len(batches), **options)
+        )
         numbers = torch.arange(len(batches))
         try:
             schedule.step(
@@ -117,7 +134,7 @@ class Pipeline(Copies):
             )
         except RuntimeError as error:  # torch hides that of a forward, such as a want of memory, behind its own
             raise error.__cause__ or error from None
-        return stage.results
+        return stages[-1].results
 
     def _num_shards(self, gradient: torch.Tensor) -> float:
         is_tied = self._tied is not None and gradient is self._tied.grad
@@ -132,6 +149,8 @@ class Pipeline(Copies):
         yield from super()._findings()
         stage = self.transformer()._pp_stage
         yield "stage", (self._index, self.mesh.pipeline), (stage.pp_rank, stage.pp_size)
+        held = {int(index) for name, _ in self.model.named_parameters() for index in _LAYER.findall(name)}
+        yield "ranges of layers", self.mesh.chunks, len({i for i in held if i - 1 not in held})
         asked, found = (dist.get_process_group_ranks(group) for group in (self._group, stage.pp_group))
         yield "ranks of the pipeline", asked, found
 
@@ -156,8 +175,7 @@ class ShardedPipeline(Pipeline, Fsdp2WhileRead):
         return Engine._forward(self, function, batch)  # without autocast: FSDP2 casts
 
     def _num_layers(self) -> int:
-        stage = self.transformer()._pp_stage
-        return len(range(*stage.layer_range_for_rank(self._index, self.model.config.num_hidden_layers)))
+        return sum(map(len, self.transformer()._pp_stage.chunks))
 
 
 class _Schedulable(PipelineStage):
@@ -172,20 +190,41 @@ class _Schedulable(PipelineStage):
             super().backward_one_chunk(*arguments, **options)
 
 
+class _Interleaved(ScheduleInterleaved1F1B):
+    """torch's schedule for any number of micro-batches: that for `num_planned`, without those that there are not."""
+
+    def __init__(self, stages: list[Any], count: int, **options: Any) -> None:
+        # Before it raises an error, it logs the whole order of all stages.
+        logging.getLogger(ScheduleInterleaved1F1B.__module__).disabled = True
+        self.count = count
+        super().__init__(stages, num_planned(count, stages[0].group_size, len(stages)), **options)
+
+    def _prepare_schedule_with_comms(self, actions: dict[int, list[Any]], *arguments: Any) -> None:
+        self._n_microbatches = self.count
+        self.pipeline_order = {
+            rank: [one for one in order if one is None or one.microbatch_index < self.count]
+            for rank, order in actions.items()
+        }
+        super()._prepare_schedule_with_comms(self.pipeline_order, *arguments)
+
+
 class _Stage(torch.nn.Module):
     """What torch calls with the number of a micro-batch, and with what came from the stage before."""
 
     def __init__(
         self,
         engine: Pipeline,
+        chunk: int,
         function: Callable[[Any, Batch], Any],
         batches: list[Batch],
         begin: Callable[[int], None],
         message: torch.Tensor,
+        *,
+        is_last: bool,
     ) -> None:
         super().__init__()
         self.engine, self.function, self.batches, self.begin = engine, function, batches, begin
-        self.message = message
+        self.chunk, self.message, self.is_last = chunk, message, is_last
         self.results: list[Any] = []
 
     def forward(self, *received: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
@@ -201,8 +240,8 @@ class _Stage(torch.nn.Module):
         sent: list[torch.Tensor] = []
 
         def model(**inputs: Any) -> torch.Tensor:
-            found = self.engine.model(hidden=hidden, **inputs)
-            if self.engine._is_last:
+            found = self.engine.model(hidden=hidden, chunk=self.chunk, **inputs)
+            if self.is_last:
                 return found
             sent.append(found.flatten(0, 1).to(self.message.dtype))
             return found.new_zeros(len(inputs["target_positions"]), dtype=torch.float32)

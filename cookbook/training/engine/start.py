@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.device_mesh import DeviceMesh
 
 from cookbook.config.mesh import Mesh
-from cookbook.planning.costs.inputs import head_in_layers, stage_layers
+from cookbook.planning.costs.inputs import head_in_layers, stage_chunks
 from cookbook.planning.launch import CUBLAS_DETERMINISTIC, CUBLAS_VARIABLE
 from cookbook.planning.plan import Plan
 from cookbook.system import status
@@ -93,6 +93,8 @@ def shard_while_loading(mesh: Mesh, **options: Any) -> dict[str, Any]:
         raise RecipeError(f"tensor, pipeline and expert parallel need transformers 5.23 or newer; here is {here}")
 
     class Config(DistributedConfig):
+        chunks = mesh.chunks
+
         @property
         def dp_size(self) -> int:
             """With 1 transformers leaves copies alone. It would apply FSDP2 to them, before there is an adapter."""
@@ -110,8 +112,9 @@ def shard_while_loading(mesh: Mesh, **options: Any) -> dict[str, Any]:
 @cache
 def _cut_by_cost() -> None:
     """Make transformers 5.23 cut a model into our stages, and not into as many layers each
-    (distributed/pipeline_parallel.py, apply_pipeline_parallelism). It lists the matrices that tensor parallel shards
-    before it takes layers out of a stage, and then does not find them (distributed/mixin.py, maybe_distribute_model).
+    (distributed/pipeline_parallel.py, apply_pipeline_parallelism): one range of layers, of which those between the
+    ranges of the stage are then taken out too. It lists the matrices that tensor parallel shards before it takes layers
+    out of a stage, and then does not find them (distributed/mixin.py, maybe_distribute_model).
     """
     from transformers.distributed import mixin, pipeline_parallel
 
@@ -120,15 +123,30 @@ def _cut_by_cost() -> None:
     theirs: Any = pipeline_parallel.PipelineStage
 
     def cut(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
-        head = head_in_layers(model)
+        found: Any = model
+        layers, head, chunks = found.base_model.layers, head_in_layers(model), found.config.distributed_config.chunks
+        stages = [
+            stage_chunks(len(layers), stage, mesh.size(), chunks, head_layers=head) for stage in range(mesh.size())
+        ]
 
         class Stage(theirs):  # type: ignore[misc]
             def layer_range_for_rank(self, rank: int, num_layers: int) -> tuple[int, int]:
-                layers = stage_layers(num_layers, rank, self.pp_size, head_layers=head)
-                return layers.start, layers.stop
+                return stages[rank][0].start, stages[rank][-1].stop
+
+            def find_rank_for_key(self, key: str, num_layers: int, base_model_prefix: str) -> int | None:
+                inside = key.removeprefix(f"{base_model_prefix}.layers.")
+                if inside == key:
+                    return super().find_rank_for_key(key, num_layers, base_model_prefix)
+                layer = int(inside.partition(".")[0])
+                return next((rank for rank, own in enumerate(stages) if any(layer in one for one in own)), None)
 
         pipeline_parallel.PipelineStage = Stage
-        return apply_pipeline(model, mesh)
+        apply_pipeline(model, mesh)
+        found._pp_stage.chunks = own = stages[mesh.get_local_rank()]
+        for i in range(len(layers)):
+            if not any(i in one for one in own):
+                layers[i] = pipeline_parallel.PipelineIdentityLayer()
+        return model
 
     def shard(model: torch.nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> torch.nn.Module:
         identity = pipeline_parallel.PipelineIdentityLayer

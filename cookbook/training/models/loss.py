@@ -1,6 +1,7 @@
 """The loss inside the model: only labelled positions pass through the head, in chunks if their logits are many."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -227,8 +228,8 @@ def add_loss(model: PreTrainedModel, sequence_mesh: DeviceMesh | None = None) ->
     for packing. There is no attention mask: causal attention never sees padding on the right. A micro-batch without
     targets calls the head on zero rows, since the collectives of a sharded head must happen on every rank.
 
-    A stage of a pipeline but the first takes `hidden`, (B, T, hidden size), of the stage before instead of embeddings;
-    all but the last return that.
+    A stage of a pipeline runs the `chunk` of its layers that it is called with. Each but the first of all takes
+    `hidden`, (B, T, hidden size), of the one before instead of embeddings; all but the last return that.
 
     Args:
         sequence_mesh: the ranks that share the tokens of each row; each passes its `sequence_part`.
@@ -258,6 +259,7 @@ def _forward(
     target_positions: torch.Tensor,
     targets: torch.Tensor | None = None,
     hidden: torch.Tensor | None = None,
+    chunk: int = 0,
     position_ids: torch.Tensor | None = None,
     lengths: tuple[int, ...] | None = None,
     offsets: torch.Tensor | None = None,
@@ -277,8 +279,11 @@ def _forward(
         options["segments"] = Segments(offsets, max(lengths), Lengths(lengths))
     backbone = self.base_model
     inputs = {"input_ids": input_ids} if hidden is None else {"inputs_embeds": hidden}
-    hidden = backbone(**inputs, position_ids=position_ids, use_cache=False, **options).last_hidden_state
-    if not self.has_head:
+    stage = getattr(self, "_pp_stage", None)
+    is_last = stage is None or (self.has_head and chunk == len(stage.chunks) - 1)
+    with contextlib.nullcontext() if stage is None else _only(backbone, stage.chunks[chunk], is_last=is_last):
+        hidden = backbone(**inputs, position_ids=position_ids, use_cache=False, **options).last_hidden_state
+    if not is_last:
         return hidden
     # By index: with a mask the host would wait for the number of rows, here and in the backward pass.
     hidden = hidden.flatten(0, 1).index_select(0, target_positions)
@@ -286,6 +291,21 @@ def _forward(
         head = self.get_output_embeddings()
         return head(hidden.to(head.weight.dtype)).argmax(-1)
     return nll_of_targets(self, hidden, targets)
+
+
+@contextlib.contextmanager
+def _only(backbone: torch.nn.Module, layers: range, *, is_last: bool) -> Iterator[None]:
+    """Have the forward of a backbone run these of its layers alone, and its norm only after the last of all."""
+    from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
+
+    whole, idle = dict(backbone._modules), PipelineIdentityLayer()
+    every: Any = whole["layers"]
+    chosen = torch.nn.ModuleList(layer if i in layers else idle for i, layer in enumerate(every))
+    backbone._modules |= {"layers": chosen} if is_last else {"layers": chosen, "norm": idle}
+    try:
+        yield
+    finally:
+        backbone._modules.update(whole)
 
 
 def nll_of_targets(model: PreTrainedModel, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
