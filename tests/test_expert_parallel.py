@@ -80,6 +80,14 @@ def test_muon_whose_matrices_experts_are_not(lab: Lab):
 
 
 @pytest.mark.slow
+def test_an_adapter_on_attention(lab: Lab):
+    adapter = {"adapter": "{name: lora, rank: 4, targets: [q_proj, k_proj, v_proj, o_proj]}"}
+    settings = experts(lab) | adapter | {"optim.learning_rate": "0.3"}
+    found = distance(lab.run("fsdp2_ep", settings | FOUR), lab.run("single", settings))
+    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+
+
+@pytest.mark.slow
 def test_two_processes_may_have_half_of_the_experts_each(lab: Lab):
     path = lab.folder / "ep_alone.yaml"
     text = (ROOT / "accelerate_configs/fsdp2_ep.yaml").read_text()

@@ -30,6 +30,14 @@ CELLS = [
 ]
 
 
+WIDE_ADAPTER = {
+    "data.packing": "true",
+    "model.gradient_checkpointing": "true",
+    "adapter": "{name: lora, rank: 512}",
+    "optim": "{name: sgd, learning_rate: 1e-3, momentum: 0}",
+    "batch": "{global_batch_size: 8, micro_batch_size: 1}",
+}
+"""Before it is sharded it takes more than its gradients, and a step, do afterwards."""
 DEEP = {
     "model.from_scratch.num_hidden_layers": "12",
     "model.from_scratch.hidden_size": "256",
@@ -98,6 +106,14 @@ def test_a_process_takes_what_was_forecast_of_its_experts(gpu_lab: GpuLab, lab: 
     assert abs(error_of(run)) < WITHIN / 4
     other = gpu_memory.forecast_of("fsdp2", settings, tmp_path, processes=4)
     assert abs(run.record["forecast"]["allocated"] / other - 1) > 5 * WITHIN
+
+
+@pytest.mark.simulated
+@pytest.mark.slow
+def test_the_start_counts_an_adapter_that_is_sharded_after_the_model(gpu_lab: GpuLab):
+    run = gpu_lab.run("fsdp2_tp", WIDE_ADAPTER, recipe="memory", processes=4)
+    print(run.record["forecast"], [max(run.report(rank)["peak_bytes"]) for rank in range(4)])
+    assert abs(error_of(run)) < WITHIN
 
 
 def test_a_forecast_of_another_run_would_be_off(gpu_lab: GpuLab):
