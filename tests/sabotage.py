@@ -200,6 +200,8 @@ def in_float64() -> None:
         torch.float32 = torch.float = torch.float64
         torch.Tensor.float = torch.Tensor.double
 
+    train.LAST_SAVE_TRIES = 1  # no checkpoint has float64
+    train.CACHE /= "float64"  # where no reference is one of float32
     models.load_model = lambda *arguments, **options: read(*arguments, **{**options, "dtype": torch.float64})
     Engine.prepare = prepare_in_float64
     Engine.assert_in_force = lambda self: None

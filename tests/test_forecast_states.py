@@ -119,7 +119,6 @@ SLOW = [
     run("tp", 2, *LORA),
     run("ddp_tp", 4, *BF16),
     run("fsdp2_tp", 4, *BF16),
-    run("fsdp2_tp", 4, *LORA, *BF16),
     run("fsdp2_ep", 4, *BF16),
     run("pp_fsdp2", 4, *BF16),
     run("pp_tp", 4, *BF16),

@@ -111,6 +111,7 @@ OF_COLUMNS = {"adapter.targets": "[q_proj, k_proj, v_proj, gate_proj, up_proj]"}
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_tensor_parallel_group_drops_the_same_inputs_of_an_adapter(lab: Lab):
     """Two groups of two draw as two processes do; a save compares what the processes of a group hold alike."""
     curve, others = lab.run("fsdp2_tp", DROPOUT | OF_COLUMNS), lab.run("fsdp2", DROPOUT | OF_COLUMNS, processes=2)
@@ -120,7 +121,13 @@ def test_a_tensor_parallel_group_drops_the_same_inputs_of_an_adapter(lab: Lab):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", ["adapter_of_equal_shards", "adapter_left_out_of_fsdp2_unchecked"])
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "adapter_of_equal_shards",
+        pytest.param("adapter_left_out_of_fsdp2_unchecked", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_mistake_with_an_adapter_leaves_the_curve(lab: Lab, mistake: str):
     found = distance(lab.run("fsdp2_tp", LORA | MICRO, sabotage=mistake), lab.run("single", LORA | MICRO))
     assert found.loss > 100 * SGD_LOSS or found.norm > 100 * SGD_NORM, found
