@@ -163,6 +163,58 @@ def adapter_drawn_by_the_layers_of_a_process() -> None:
     adapters.zlib = SimpleNamespace(crc32=lambda name: next(numbers))
 
 
+def adapter_of_equal_shards() -> None:
+    """As peft draws a matrix of an adapter that tensor parallel shards: each rank the same numbers."""
+    from torch.distributed.tensor import DTensor
+
+    from cookbook.training import adapters
+
+    def distribute(whole, mesh, placements, **options):
+        shard = whole.chunk(mesh.size(), placements[0].dim)[0].contiguous()
+        return DTensor.from_local(shard, mesh, placements)
+
+    adapters.distribute_tensor = distribute
+
+
+def adapter_left_out_of_fsdp2() -> None:
+    """Nothing shards what peft adds to a model that FSDP2 has been applied to, nor reduces its gradients."""
+    from cookbook.training.engine import fsdp2
+
+    fsdp2.shard_late = lambda model, optimizer: None
+
+
+def adapter_left_out_of_fsdp2_unchecked() -> None:
+    """The same, and nothing looks for whole parameters."""
+    from cookbook.training.engine import Engine
+
+    adapter_left_out_of_fsdp2()
+    Engine.assert_in_force = lambda self: None
+
+
+def in_float64() -> None:
+    """No mistake: all that is float32 has twice the digits, so that what is left of a difference is no rounding."""
+    import torch
+    from transformers.integrations import moe
+
+    from cookbook.training import models
+    from cookbook.training.engine import Engine
+
+    moe._can_use_grouped_mm = lambda *matrices: False  # torch's kernel has no float64
+    read, prepare = models.load_model, Engine.prepare
+
+    def prepare_in_float64(self, *arguments, **options):
+        prepare(self, *arguments, **options)
+        # Only now: safetensors reads by these names. Norms, routers and losses ask for float32 by them.
+        torch.float32 = torch.float = torch.float64
+        torch.Tensor.float = torch.Tensor.double
+
+    train.LAST_SAVE_TRIES = 1  # no checkpoint has float64
+    train.CACHE /= "float64"  # where no reference is one of float32
+    models.load_model = lambda *arguments, **options: read(*arguments, **{**options, "dtype": torch.float64})
+    Engine.prepare = prepare_in_float64
+    Engine.assert_in_force = lambda self: None
+
+
 def no_memory_in_step_2() -> None:
     """On the last process, in a forward."""
     from cookbook.config.objectives.token_loss import TokenLoss

@@ -11,6 +11,7 @@ from cookbook.system.files import RecipeError
 from tests.conftest import RECIPE, ROOT
 
 LORA, DORA, QLORA = (f"adapter={{name: {name}}}" for name in ("lora", "dora", "qlora"))
+HEAD = "adapter={name: lora, modules_to_save: [lm_head]}"
 DPO = "objective={name: dpo}"
 CLASHES = {
     "mixed_precision: fp16 without a GPU": (["mixed_precision=fp16"], "ddp", 0),
@@ -25,7 +26,8 @@ CLASHES = {
     "optim.gradient_dtype with communication_data_type in the JSON": (["optim.gradient_dtype=bf16"], "zero1", 0),
     "run.memory_snapshot without a real GPU": (["run.memory_snapshot=true"], "ddp", 0),
     "adapter.name: dora or qlora with tensor parallel": ([DORA], "tp", 0),
-    "adapter with FSDP2 over tensor, pipeline or expert parallel": ([LORA], "pp_fsdp2", 0),
+    "adapter.name: dora or qlora with FSDP2 over pipeline or expert parallel": ([DORA], "pp_fsdp2", 0),
+    "adapter.modules_to_save with tensor parallel, or FSDP2 over pipeline or expert parallel": ([HEAD], "tp", 0),
     "adapter.name: qlora with FSDP1": ([QLORA], "fsdp1", 0),
     "adapter.name: qlora with weights on NVMe": ([QLORA], "zero3_nvme", 0),
     "model.gradient_checkpointing: selective with ZeRO-3": (["model.gradient_checkpointing=selective"], "zero3", 0),
@@ -61,6 +63,10 @@ BESIDE = [
     ([LORA], "tp"),
     ([LORA], "ddp_tp"),
     ([LORA], "pp_tp"),
+    ([LORA], "hsdp_tp"),
+    ([LORA], "pp_tp_fsdp2"),
+    ([LORA], "fsdp2_ep"),
+    ([HEAD], "fsdp2"),
     ([DPO], "pp_tp"),
     ([DPO], "hsdp_tp"),
     ([DPO], "pp_tp_fsdp2"),
@@ -80,9 +86,10 @@ BESIDE = [
 
 def plan(assignments: list[str], strategy: str, num_gpus: int):
     micro = ["batch.micro_batch_size=2"]
-    recipe, found = load_pair(Path(RECIPE), assignments + micro, Path(f"accelerate_configs/{strategy}.yaml"))
+    name = str(ROOT / "recipes/olmoe_1b_7b/sft.yaml") if strategy == "fsdp2_ep" else RECIPE
+    recipe, found = load_pair(Path(name), assignments + micro, Path(f"accelerate_configs/{strategy}.yaml"))
     count = max(2, found.written_mesh.num_processes)
-    return make_plan(recipe, found, num_processes=count, num_gpus=num_gpus, recipe_name=RECIPE)
+    return make_plan(recipe, found, num_processes=count, num_gpus=num_gpus, recipe_name=name)
 
 
 def test_every_row_has_a_clash_here():

@@ -24,6 +24,7 @@ from cookbook.training.models.structure import not_served
 from tests.curves import ROOT, Curve, Lab, distance
 from tests.experts import experts
 from tests.test_equivalence import ADAMW_LOSS, ADAMW_NORM, SGD_LOSS, SGD_NORM
+from tests.test_equivalence_features import preferences
 from tests.test_forecast_speed import messages_of_step_3
 
 FOUR = {"batch.micro_batch_size": "2"}
@@ -78,6 +79,33 @@ def test_muon_whose_matrices_experts_are_not(lab: Lab):
     settings = experts(lab) | MUON
     found = distance(lab.run("fsdp2_ep", settings | FOUR), lab.run("single", settings))
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_an_adapter_on_attention(lab: Lab):
+    adapter = {"adapter": "{name: lora, rank: 4, targets: [q_proj, k_proj, v_proj, o_proj]}"}
+    settings = experts(lab) | adapter | {"optim.learning_rate": "0.3"}
+    found = distance(lab.run("fsdp2_ep", settings | FOUR), lab.run("single", settings))
+    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+
+
+def in_float64(lab: Lab, strategy: str, settings: dict[str, str]) -> list[dict]:
+    """The steps of a run, which ends when it would save."""
+    folder, output = lab.attempt(strategy, settings, sabotage="in_float64")
+    steps = Curve(folder).steps
+    assert len(steps) == 20, output[-4000:]
+    return steps
+
+
+@pytest.mark.slow
+def test_preferences_differ_by_rounding_alone(lab: Lab):
+    """In float32 the norms differ by 4e-6, and by 2e-6 on one process with other micro-batches."""
+    settings = preferences(lab) | experts(lab)
+    ours, theirs = in_float64(lab, "fsdp2_ep", settings), in_float64(lab, "single", settings)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-12)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-11)
 
 
 @pytest.mark.slow

@@ -14,7 +14,12 @@ LORA = {"adapter.name": "lora", "adapter.rank": "4"}
 
 # By name: recipe, settings, the strategies of make test-long, and those that only make test-all adds.
 FEATURES = {
-    "lora": ("sft", LORA | PACKED, ["fsdp2", "zero3", "tp"], ["ddp", "fsdp1", "fsdp2_offload", "hsdp", "zero2"]),
+    "lora": (
+        "sft",
+        LORA | PACKED,
+        ["fsdp2", "zero3", "tp"],
+        ["ddp", "fsdp1", "fsdp2_offload", "fsdp2_tp", "hsdp", "zero2"],
+    ),
     "dora": ("sft", LORA | {"adapter.name": "dora"}, ["fsdp2"], ["zero3"]),
     "qlora": ("sft", LORA | {"adapter.name": "qlora"}, ["zero3"], ["ddp", "fsdp2", "zero2"]),
     "adamw_8bit": ("sft", {"optim.name": "adamw_8bit"}, ["fsdp2"], ["ddp", "fsdp2_offload"]),

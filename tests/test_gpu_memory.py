@@ -39,6 +39,13 @@ DEEP = {
     "batch": "{global_batch_size: 16, micro_batch_size: 4}",
 }
 """The inputs of many layers are a large share of the peak."""
+WIDE_ADAPTER = DEEP | {
+    "model.gradient_checkpointing": "true",
+    "adapter": "{name: lora, rank: 256}",
+    "optim": "{name: sgd, learning_rate: 1e-3, momentum: 0}",
+    "batch": "{global_batch_size: 8, micro_batch_size: 1}",
+}
+"""Whole, before four processes share it, it takes more than a step does afterwards."""
 
 
 def run_cell(gpu_lab: GpuLab, strategy: str, adapter: str, checkpointing: str) -> GpuRun:
@@ -117,6 +124,15 @@ def test_a_process_takes_what_was_forecast_of_its_experts(gpu_lab: GpuLab, lab: 
     assert abs(error_of(run)) < WITHIN / 4
     other = gpu_memory.forecast_of("fsdp2", settings, tmp_path, processes=4)
     assert abs(run.record["forecast"]["allocated"] / other - 1) > 5 * WITHIN
+
+
+@pytest.mark.simulated
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_the_start_counts_an_adapter_that_is_sharded_after_the_model(gpu_lab: GpuLab):
+    run = gpu_lab.run("fsdp2_tp", WIDE_ADAPTER, recipe="memory", processes=8)
+    assert run.record["forecast"]["moment"] == "the start"
+    assert abs(error_of(run)) < WITHIN
 
 
 def test_a_forecast_of_another_run_would_be_off(gpu_lab: GpuLab):

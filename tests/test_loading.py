@@ -143,6 +143,13 @@ def test_the_start_by_hand(full: Recipe, name: str, states: States, host: int, g
     assert (found.host, found.gpu) == (host, gpu)
 
 
+def test_an_adapter_is_whole_on_each_gpu_before_it_joins_the_shards(full: Recipe):
+    """Four numbers of each of two processes in float32, beside the shards that 50 bytes are."""
+    adapted, sharded = full.model_copy(update={"adapter": load_adapter("lora")}), replace(ON_GPU.gpu, gradients=4 * 4)
+    inputs = cost_inputs(adapted, read("fsdp2_tp"), 4)
+    assert loading(skeleton_of(*WEIGHTS), inputs, replace(ON_GPU, gpu=sharded), local=4).gpu == 50 + 2 * 4 * 4
+
+
 def test_without_efficient_loading_each_process_has_a_copy(full: Recipe):
     strategy = read("fsdp2")
     assert strategy.fsdp is not None

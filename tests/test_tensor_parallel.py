@@ -17,6 +17,7 @@ from cookbook.training.engine.state import _distance, _holders
 from cookbook.training.models import loss
 from tests.curves import SGD, Lab, distance
 from tests.test_equivalence import SGD_LOSS, SGD_NORM
+from tests.test_equivalence_features import LORA
 
 QWEN3 = {"model.from_scratch.model_type": "qwen3", "batch.micro_batch_size": "2"}
 
@@ -100,3 +101,40 @@ def test_a_loss_of_a_shard_alone_leaves_the_curve(lab: Lab):
 def test_a_mistake_leaves_the_curve(lab: Lab, mistake: str):
     found = distance(lab.run("ddp_tp", SGD, processes=4, sabotage=mistake), lab.run("single", SGD))
     assert found.loss > 100 * SGD_LOSS or found.norm > 100 * SGD_NORM, found
+
+
+MICRO = {"batch.micro_batch_size": "2"}
+DROPOUT = LORA | MICRO | {"adapter.dropout": "0.2", "data.max_length": "95", "run.save_every_steps": "10"}
+"""Rows that no mesh pads."""
+OF_COLUMNS = {"adapter.targets": "[q_proj, k_proj, v_proj, gate_proj, up_proj]"}
+"""Their inputs are whole on each process, as without tensor parallel."""
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_tensor_parallel_group_drops_the_same_inputs_of_an_adapter(lab: Lab):
+    """Two groups of two draw as two processes do; a save compares what the processes of a group hold alike."""
+    curve, others = lab.run("fsdp2_tp", DROPOUT | OF_COLUMNS), lab.run("fsdp2", DROPOUT | OF_COLUMNS, processes=2)
+    found = distance(curve, others)
+    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    assert distance(others, lab.run("single", DROPOUT | OF_COLUMNS)).loss > 100 * SGD_LOSS, "nothing was dropped"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "adapter_of_equal_shards",
+        pytest.param("adapter_left_out_of_fsdp2_unchecked", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_mistake_with_an_adapter_leaves_the_curve(lab: Lab, mistake: str):
+    found = distance(lab.run("fsdp2_tp", LORA | MICRO, sabotage=mistake), lab.run("single", LORA | MICRO))
+    assert found.loss > 100 * SGD_LOSS or found.norm > 100 * SGD_NORM, found
+
+
+@pytest.mark.slow
+def test_an_adapter_that_fsdp2_did_not_shard_is_refused(lab: Lab):
+    folder, output = lab.attempt("fsdp2_tp", LORA | MICRO, sabotage="adapter_left_out_of_fsdp2")
+    assert (folder / "exit_code").read_text() != "0"
+    assert "whole parameters: asked for 0, found 14" in output

@@ -115,11 +115,24 @@ OF_KEYS: tuple[Combination, ...] = (
         way_out="adapter.name: lora, or accelerate_configs/fsdp2.yaml, which shards the frozen weights as well",
     ),
     Combination(
-        what="adapter with FSDP2 over tensor, pipeline or expert parallel",
-        clashes=lambda recipe, strategy, num_gpus: recipe.adapter is not None and strategy.is_sharded_while_read,
-        why="transformers applies FSDP2 while it reads the model, and so not to the adapter that comes later",
-        seen="transformers 5.23, peft 0.21.2",
-        way_out="accelerate_configs/ddp_tp.yaml, pp.yaml or fsdp2.yaml",
+        what="adapter.name: dora or qlora with FSDP2 over pipeline or expert parallel",
+        clashes=lambda recipe, strategy, num_gpus: (
+            _with_adapter("dora", "qlora")(recipe) and strategy.is_sharded_while_read and strategy.tp_size == 1
+        ),
+        why="transformers applies FSDP2 while it reads the model, before peft takes norms and bitsandbytes its 4 bits",
+        seen="transformers 5.23, peft 0.21.2, bitsandbytes 0.50.2",
+        way_out="adapter.name: lora, or accelerate_configs/fsdp2.yaml or pp.yaml",
+    ),
+    Combination(
+        what="adapter.modules_to_save with tensor parallel, or FSDP2 over pipeline or expert parallel",
+        clashes=lambda recipe, strategy, num_gpus: (
+            recipe.adapter is not None
+            and bool(recipe.adapter.modules_to_save)
+            and (strategy.tp_size > 1 or strategy.is_sharded_while_read)
+        ),
+        why="peft copies the module, and neither what tensor parallel nor what FSDP2 made of it can be copied",
+        seen="peft 0.21.2, torch 2.13",
+        way_out="adapter.modules_to_save: [], or accelerate_configs/fsdp2.yaml",
     ),
     Combination(
         what="adapter.name: qlora with FSDP1",

@@ -3,8 +3,10 @@
 peft is imported inside functions: with bitsandbytes it takes two seconds, which a run without an adapter saves.
 """
 
+import contextlib
 import json
 import zlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,7 +125,8 @@ def inject(model: PreTrainedModel, settings: AdapterSection) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     try:
-        inject_adapter_in_model(lora_config(settings), model, adapter_name=ADAPTER_NAME)
+        with _sizes_of_modules():
+            inject_adapter_in_model(lora_config(settings), model, adapter_name=ADAPTER_NAME)
     except ValueError as error:
         ways = {"lora_dropout": "adapter.dropout: 0", "use_dora": "adapter.name: lora"}
         way = next((f"; write {way}" for word, way in ways.items() if word in str(error)), "")
@@ -134,6 +137,28 @@ def inject(model: PreTrainedModel, settings: AdapterSection) -> None:
             f"adapter.targets: {', '.join(stacked)} of {type(model).__name__} are no linear layers; peft would adapt"
             f" their parameters, which is not served yet; write adapter.targets: [{', '.join(_adapted_linear(model))}]"
         )
+
+
+@contextlib.contextmanager
+def _sizes_of_modules() -> Iterator[None]:
+    """Have peft size an adapter by what a linear layer computes, and shard it as tensor parallel did the layer.
+
+    peft 0.21.2 takes the size of the weight's local shard (tuners/tuners_utils.py, _get_in_out_features), which is what
+    a process computes with under tensor parallel alone, and less than that where FSDP2 shards it further.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    theirs = LoraLayer._get_in_out_features
+
+    def sizes(self: LoraLayer, module: torch.nn.Module) -> Any:
+        is_sharded = isinstance(module, torch.nn.Linear) and isinstance(module.weight, DTensor)
+        return (module.in_features, module.out_features) if is_sharded else theirs(self, module)
+
+    LoraLayer._get_in_out_features = sizes  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        LoraLayer._get_in_out_features = theirs  # type: ignore[method-assign]
 
 
 def usual_targets(config: PreTrainedConfig) -> list[str]:

@@ -311,5 +311,12 @@ def _check_outputs(rehearsal: Rehearsal) -> str | None:
         )
     rehearsal.notes.covered.append(
         f"export reopened by {opener} alone: evaluation loss {loss:.4f}, the run's {after:.4f} ({before:.4f} untrained)"
+        f"{_rounding(out / 'export') if adapter is None else ''}"
     )
     return None
+
+
+def _rounding(export: Path) -> str:
+    """Why the two losses may differ in their fourth digit, whatever the model: the run evaluates float32 weights."""
+    dtype = read_document(export / "config.json").values["dtype"]
+    return "" if dtype == "float32" else f"; trained in float32, stored in {dtype} as the base model is"

@@ -43,8 +43,13 @@ def loading(skeleton: Skeleton, inputs: CostInputs, states: States, local: int) 
         whole += min(whole, BROADCAST_BUCKETS)
     largest = sorted((weight.num_elements for weight in skeleton.weights), reverse=True)
     on_the_way = FLOAT32 * sum(largest[: 1 if is_quantized else READERS])
-    is_sharded = strategy.tp_size > 1 or strategy.is_sharded_while_read
-    return Loading(host=on_the_way * local + stays, gpu=0 if is_sharded else whole)
+    if strategy.is_sharded_while_read:
+        # peft adds an adapter to shards; it is whole until `engine.fsdp2.shard_late`, and then there once more.
+        late = states.gpu.gradients * inputs.mesh.num_shards if inputs.adapter is not None else 0
+        whole = late and states.gpu.weights + late
+    elif strategy.tp_size > 1:
+        whole = 0
+    return Loading(host=on_the_way * local + stays, gpu=whole)
 
 
 def _as_read(skeleton: Skeleton, inputs: CostInputs) -> int:

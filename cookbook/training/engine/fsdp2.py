@@ -115,7 +115,7 @@ class Fsdp2(Fsdp):
             yield "wrapper", "FSDPModule", type(model).__name__
             return
         yield "whole parameters", 0, sum(not is_sharded(parameter) for parameter in model.parameters())
-        yield "mesh", self._meshes(), {tuple(p.device_mesh.shape) for p in self._trained() if isinstance(p, DTensor)}
+        yield "mesh", self._meshes(), {tuple(p.device_mesh.shape) for p in model.parameters() if isinstance(p, DTensor)}
         # FSDP2 replaces the class of a module by a subclass of another name, so look at the bases.
         bases = [(unit, {base.__name__ for base in type(unit).__mro__}) for unit in self._units()]
         layers = [unit for unit, names in bases if names & set(model._no_split_modules)]
@@ -151,9 +151,14 @@ class Fsdp2WhileRead(Fsdp2):
         return shard_while_loading(self.mesh, fsdp_mixed_precision=self.mixed_precision == "bf16")
 
     def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        self._complete(model, optimizer)
+        return model, self.accelerator.prepare(optimizer)
+
+    def _complete(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """What transformers left to do. Before the first forward."""
+        shard_late(model, optimizer)
         gather_tied_once(model)
         self._reduce_in_gradient_dtype(model)
-        return model, self.accelerator.prepare(optimizer)
 
 
 def _groups(model: torch.nn.Module) -> Iterator[Any]:
@@ -168,6 +173,38 @@ def _groups_of(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def shard_late(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Shard the parameters that came after FSDP2, those of an adapter, in model and optimizer, in place. Before the
+    first forward.
+
+    FSDP2 shards what a unit has when it is applied to it, and is applied to a unit once. So each parameter joins those
+    of the innermost unit that it is in, with which it is gathered and reduced, as if it had been there.
+    """
+    places = [held._module_info for group in _groups(model) for held in group.fsdp_params]
+    known = {getattr(place.module, place.param_name) for place in places}
+    sharded: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for module in reversed(list(model.modules())):  # what is inside of a unit first
+        late = [parameter for parameter in module.parameters() if parameter not in known]
+        if not isinstance(module, FSDPModule) or not late:
+            continue
+        (group,) = _groups_of(module._get_fsdp_state())
+        made = type(group)(
+            late,
+            (module,),
+            group.mesh_info,
+            group.post_forward_mesh_info,
+            group.device,
+            None,
+            group.mp_policy,
+            group.offload_policy,
+        )
+        group.fsdp_params += made.fsdp_params
+        sharded |= zip(late, (held.sharded_param for held in made.fsdp_params), strict=True)
+        known |= set(sharded.values())
+    for settings in optimizer.param_groups:
+        settings["params"] = [sharded.get(parameter, parameter) for parameter in settings["params"]]
 
 
 def gather_tied_once(model: torch.nn.Module) -> None:

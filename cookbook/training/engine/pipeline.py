@@ -26,7 +26,7 @@ from cookbook.training.engine.base import Engine, num_elements
 from cookbook.training.engine.collectives import add_up
 from cookbook.training.engine.copies import Copies
 from cookbook.training.engine.findings import Comparison
-from cookbook.training.engine.fsdp2 import Fsdp2WhileRead, gather_tied_once
+from cookbook.training.engine.fsdp2 import Fsdp2WhileRead
 from cookbook.training.engine.norm import local
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -165,8 +165,7 @@ class ShardedPipeline(Pipeline, Fsdp2WhileRead):
     load_options = Fsdp2WhileRead.load_options
 
     def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-        gather_tied_once(model)
-        self._reduce_in_gradient_dtype(model)
+        self._complete(model, optimizer)
         wrapped = super()._wrap(model, optimizer)
         self._hidden_dtype = self.low_dtype or torch.float32  # of what FSDP2's layers return
         return wrapped
