@@ -119,7 +119,7 @@ OF_KEYS: tuple[Combination, ...] = (
         clashes=lambda recipe, strategy, num_gpus: (
             _with_adapter("dora", "qlora")(recipe) and strategy.is_sharded_while_read and strategy.tp_size == 1
         ),
-        why="transformers applies FSDP2 while it reads the model, before peft takes norms and bitsandbytes its 4 bits",
+        why="dora adds sharded and whole tensors, and peft does not find bitsandbytes' 4 bits in sharded weights",
         seen="transformers 5.23, peft 0.21.2, bitsandbytes 0.50.2",
         way_out="adapter.name: lora, or accelerate_configs/fsdp2.yaml or pp.yaml",
     ),
