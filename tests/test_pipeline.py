@@ -352,7 +352,7 @@ def test_layers_that_run_with_every_chunk_of_their_stage_leave_the_curve(lab: La
     ids=["two", "four"],
 )
 def test_a_run_goes_on_with_and_without_chunks(lab: Lab, tmp_path: Path, where: list[str]):
-    """Every leg takes up weights, moments and counts bit by bit; `/2` has chunks."""
+    """Every part resumes with weights, moments and counts equal to the bit; `/2` has chunks."""
     settings = {key: value for key, value in EXACT.items() if key != "run.eval_every_steps"} | FOUR_LAYERS
     legs = []
     for leg in where:

@@ -1,4 +1,4 @@
-"""Mistakes of a recipe that no section sees alone: in several keys, or on the disk."""
+"""Mistakes of a recipe that no section can find alone: in several keys, or on the disk."""
 
 import difflib
 import importlib.util

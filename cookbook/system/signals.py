@@ -85,7 +85,9 @@ def stop_deferring(is_main: bool) -> None:
 
 
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """The kernel sends this process a signal when its parent ends, even by SIGKILL."""
+    """Have the kernel send this process a signal when its parent ends, even by SIGKILL; exit at once if it has ended
+    before. Only Linux has this signal; elsewhere the parent is checked once.
+    """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it ended before

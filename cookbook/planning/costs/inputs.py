@@ -161,7 +161,7 @@ class Begun:
 
     chunk: int
     counts: tuple[int, ...]
-    """Of each chunk, the micro-batches whose forward has begun and whose backward has not ended."""
+    """For each chunk, the micro-batches whose forward has begun and whose backward has not ended."""
     is_first: bool
     """Whether no backward has ended yet."""
 
@@ -173,7 +173,7 @@ class Begun:
 
 @cache
 def begun(num_micro_batches: int, stage: int, num_stages: int, chunks: int = 1) -> frozenset[Begun]:
-    """All that differ, of the forwards and backwards of a step."""
+    """The distinct counts that a stage has at the forwards and backwards of a step, in no order."""
     found, counts, is_first = set(), [0] * chunks, True
     for is_backward, chunk, _ in pipeline_order(num_micro_batches, stage, num_stages, chunks):
         counts[chunk] += not is_backward

@@ -199,8 +199,8 @@ def traffic_in_words(inputs: CostInputs) -> str:
         sentences.insert(0, words)
         sentences.append(f"of an expert a part of 1/{inputs.mesh.expert}, in groups of {sharers}")
     if inputs.strategy.pp_size > 1:
-        times = f", {inputs.strategy.pp_chunks} times" if inputs.strategy.pp_chunks > 1 else ""
-        words = f"for each micro-batch hidden states to the next stage and their gradients back{times}"
+        each = f" and each of {inputs.strategy.pp_chunks} ranges of layers" if inputs.strategy.pp_chunks > 1 else ""
+        words = f"for each micro-batch{each} hidden states to the next stage and their gradients back"
         sentences.insert(0, words)
     if inputs.adapter is not None:
         gathers = inputs.strategy.zero_stage == 3 or inputs.strategy.fsdp is not None

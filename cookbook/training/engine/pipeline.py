@@ -132,7 +132,7 @@ class Pipeline(Copies):
             schedule.step(
                 number=numbers, target=numbers if self._is_last and has_backward else None, return_outputs=False
             )
-        except RuntimeError as error:  # torch hides that of a forward, such as a want of memory, behind its own
+        except RuntimeError as error:  # torch hides that of a forward, such as one out of memory, behind its own
             raise error.__cause__ or error from None
         return stages[-1].results
 
