@@ -24,13 +24,14 @@ TEST_WORKERS = $(or $(WORKERS),3)
 BUILD_NEEDS = sh system.sh .venv/bin/python build
 
 # A variable that the help of no target on the command line names would be ignored, STRATGY=zero3 for example.
+# A make that another one starts gets the variables of that one too.
 GIVEN := $(strip $(foreach name,$(.VARIABLES),$(if $(findstring command,$(origin $(name))),$(name))))
-ifneq ($(GIVEN),)
+ifeq ($(MAKELEVEL)$(if $(GIVEN),,none),0)
 MARK := \#\#
-GOALS := $(subst $() ,|,$(or $(strip $(MAKECMDGOALS)),help))
-READ := PYTHON $(shell sed -nE 's/^($(GOALS)):.*$(MARK)//p' $(firstword $(MAKEFILE_LIST)) | grep -oE '\b[A-Z][A-Z_]+=' | tr -d = | sort -u)
+GOALS := $(or $(strip $(MAKECMDGOALS)),help)
+READ := PYTHON SHELL MAKEFLAGS $(shell awk -F: -v goals=" $(GOALS) " 'index(goals, " " $$1 " ") && sub(/.*$(MARK)/, "")' Makefile | grep -oE '\b[A-Z][A-Z_]+=' | tr -d = | sort -u)
 ifneq ($(filter-out $(READ),$(GIVEN)),)
-$(error make $(MAKECMDGOALS) would ignore $(filter-out $(READ),$(GIVEN)); it reads $(READ))
+$(error make $(GOALS) would ignore $(filter-out $(READ),$(GIVEN)); it reads $(READ))
 endif
 endif
 

@@ -67,6 +67,10 @@ LAUNCHER_VARIABLES += ("DS_ACCELERATOR",)  # which tests in this process may hav
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
+for name in ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS"):
+    os.environ.pop(name, None)  # of `make test`, which a make that a test starts would take for its own
+
+
 def clean_environment(**extra: str) -> dict[str, str]:
     """This environment without what a launcher or a user may have set for some other run."""
     kept = {

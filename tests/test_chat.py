@@ -168,7 +168,7 @@ def test_an_adapter_on_another_base_than_its_own_is_refused(shelf, tmp_path, mon
     capsys.readouterr()
     assert talk(["add"], monkeypatch, adapter) == 2 and [main(words) for words in commands] == [2, 2]
     printed = capsys.readouterr()
-    assert printed.err.count(f"{base}: its weights are not those that {adapter} was trained on") == 3
+    assert printed.err.count(f"{base}: its files are not those that {adapter} was trained on") == 3
     assert "EVALUATION" not in printed.out and "SAMPLE" not in printed.out
 
 

@@ -281,6 +281,11 @@ def test_make_refuses_a_variable_that_it_would_ignore(line, unread):
     assert named is not None and sorted(named[1].split()) == unread.split()
 
 
+def test_make_takes_no_variable_of_a_make_that_starts_it_for_its_own():
+    answer = run("make", "-n", "train", "RECIPE=a.yaml", MAKEFLAGS=" -- WORKERS=2", MAKELEVEL="1")
+    assert answer.returncode == 0, answer.stderr
+
+
 def test_what_the_help_of_a_target_names_is_what_its_rule_reads():
     """The variables of the help are those that make takes, so none that a rule reads may lack there."""
     makefile = (ROOT / "Makefile").read_text()

@@ -337,15 +337,22 @@ def test_folder_gives_the_files_of_the_split_sorted(tmp_path, files, split, expe
     assert list(texts(read_rows(Source(path=str(tmp_path), split=split), "error"))) == expected
 
 
-def test_files_of_rows_that_a_folder_is_not_read_for_are_named(tmp_path):
-    def note() -> str | None:
-        return unread_note(Source(path=str(tmp_path)))
-
-    for name in ("b.jsonl", "README.md", "dataset_info.json"):
+@pytest.mark.parametrize(
+    ("files", "split", "unread"),
+    [
+        (["b.jsonl", "README.md", "state.json", "config.json", "test.csv"], "train", ""),
+        (["b.jsonl", "more.csv"], "train", "more.csv is"),
+        (["train.jsonl", "extra.jsonl", "b.parquet"], "train", "b.parquet, extra.jsonl are"),
+        (["test/x.jsonl", "test/y.csv", "a.jsonl"], "test", "y.csv is"),
+        (["train/a.csv", "b.jsonl"], "train", "a.csv is"),
+    ],
+)
+def test_files_of_rows_that_a_folder_is_not_read_for_are_named(tmp_path, files, split, unread):
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         write_lines(tmp_path / name, '{"text": "a"}')
-    assert note() is None
-    write_lines(tmp_path / "more.csv", "text", "a")
-    assert note() == f"{tmp_path}: of its files only .jsonl is read, not more.csv; list them as sources"
+    expected = f"{tmp_path}: {unread} not read beside the other files; list files as sources" if unread else None
+    assert unread_note(Source(path=str(tmp_path), split=split)) == expected
 
 
 @pytest.mark.parametrize(

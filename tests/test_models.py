@@ -1,6 +1,7 @@
 """The loss inside the model is the one of the full logits, in chunks or not. pytest tests/test_models.py"""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from cookbook.training.models import (
     train_tokenizer,
     weights_digest,
 )
-from cookbook.training.models.experts import autocast_products
+from cookbook.training.models.experts import PRODUCTS, autocast_products
 from cookbook.training.models.loss import add_loss
 from cookbook.training.models.structure import random_parts
 
@@ -374,21 +375,45 @@ def test_heads_that_tensor_parallel_cannot_divide_are_named():
     assert "6 query heads and 2 key heads cannot be divided" in str(mesh_problem(config, Mesh(tensor=4)))
 
 
+@pytest.mark.parametrize(
+    ("values", "mesh", "problem"),
+    [
+        ({"model_type": "qwen2", "num_attention_heads": 4, "sliding_window": 8}, Mesh(sequence=2), None),
+        ({"model_type": "mistral", "num_attention_heads": 4, "sliding_window": 8}, Mesh(sequence=2), "window is 8 tok"),
+        ({"model_type": "mixtral"}, Mesh(expert=3), None),
+        ({"model_type": "mixtral", "num_local_experts": 1}, Mesh(expert=2), "1 expert cannot be divided"),
+        ({"model_type": "llama"}, Mesh(expert=2), "llama has no experts"),
+        ({"model_type": "llama", "num_hidden_layers": None}, Mesh(pipeline=2), None),
+        ({"model_type": "llama", "num_hidden_layers": 3}, Mesh(pipeline=2, chunks=2), "3 layers cannot"),
+        ({"model_type": "llama", "num_attention_heads": "x"}, Mesh(tensor=2), None),
+    ],
+)
+def test_of_a_written_configuration_only_what_it_has_is_judged(values: dict, mesh: Mesh, problem: str | None):
+    found = mesh_problem(SimpleNamespace(**values), mesh)
+    assert found is None if problem is None else problem in str(found)
+    if None not in values.values() and "x" not in values.values():  # which transformers refuses or replaces
+        whole = mesh_problem(AutoConfig.for_model(**values), mesh)
+        assert whole is None if problem is None and "mixtral" not in values.values() else whole is not None
+
+
 def products_of_experts(tokens: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """(5, 8): the first two tokens times the first expert's matrix, the others times the second's."""
     parts = tokens.to(dtype).split([2, 3])
     return torch.cat([part @ matrix for part, matrix in zip(parts, weights.to(dtype), strict=True)])
 
 
-def test_experts_are_multiplied_in_the_dtype_of_autocast_and_without_it_in_their_own():
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_experts_are_multiplied_in_the_dtype_of_autocast_and_without_it_in_their_own(product: str):
     autocast_products()
+    namespace, name = product.split("::")
+    multiply = getattr(getattr(torch.ops, namespace), name)
     torch.manual_seed(0)
     tokens, weights = torch.randn(5, 8), torch.randn(2, 8, 8, requires_grad=True)
     ends = torch.tensor([2, 5], dtype=torch.int32)
-    plain = F.grouped_mm(tokens, weights, offs=ends)
+    plain = multiply(tokens, weights, ends)
     torch.testing.assert_close(plain, products_of_experts(tokens, weights, torch.float32))
     with torch.autocast("cpu", torch.bfloat16):
-        found = F.grouped_mm(tokens, weights, offs=ends)
+        found = multiply(tokens, weights, ends)
     assert found.dtype == torch.bfloat16 and not torch.allclose(found.float(), plain, atol=1e-3)
     torch.testing.assert_close(found, products_of_experts(tokens, weights, torch.bfloat16))
     (gradient,) = torch.autograd.grad(found.float().sum(), weights)

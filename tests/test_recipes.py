@@ -218,6 +218,12 @@ def test_an_old_name_is_answered_with_the_recipe_and_strategy_to_take(old, capsy
         load_recipe(Path(f"recipes/{old}.yaml"))
 
 
+@pytest.mark.parametrize("verb", ["launch", "check"])
+def test_a_recipe_that_is_gone_is_answered_with_the_nearest(verb, capsys):
+    assert main([verb, "recipes/qwen3_32b/sft_lora_fsdp2.yaml"]) == 2
+    assert "is gone; the nearest is recipes/qwen25_32b/sft_lora.yaml with strategy: fsdp2" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("verb", ["launch", "check", "explain", "preview", "plan", "rehearse", "doctor"])
 def test_every_command_that_takes_a_recipe_knows_the_old_names(verb, capsys):
     assert main([verb, "recipes/llama31_8b/sft_zero3.yaml"]) == 2

@@ -49,12 +49,16 @@ def check_base(trained: Path) -> None:
 
     try:
         base = Base.read(trained)
+        folder = Path(base.name_or_path)
     except FileNotFoundError:
         return
     except (OSError, ValueError, TypeError) as error:
         raise RecipeError(f"{trained}: the record of its base cannot be read ({first_line(error)})") from None
-    folder = Path(base.name_or_path)
-    if (folder / "config.json").is_file() and weights_digest(folder, cache=CACHE) != base.sha256:
+    try:
+        digest = weights_digest(folder, cache=CACHE) if (folder / "config.json").is_file() else None
+    except OSError as error:
+        raise RecipeError(f"{folder}, the base of {trained}: cannot be read ({first_line(error)})") from None
+    if digest not in (None, base.sha256):
         raise RecipeError(
-            f"{folder}: its weights are not those that {trained} was trained on (another SHA-256); put those back"
+            f"{folder}: its files are not those that {trained} was trained on (another SHA-256); put those back"
         )

@@ -246,9 +246,10 @@ def _clashes_behind(path: Path, override: Path | None) -> list[str]:
 
 def _placed(mistakes: list[str], path: Path, assignments: list[str]) -> list[str]:
     """`file: section.key ...` with the place of the values in it: each --set that gave one, or the key's line."""
-    if not mistakes:  # the file may not be there
-        return []
-    lines = read_document(path).lines
+    try:
+        lines = read_document(path).lines
+    except RecipeError:  # of which the mistakes are
+        return mistakes
     found = []
     for mistake in mistakes:
         named = re.match(rf"{re.escape(str(path))}(?: under \S+)?: (\w+(?:\.\w+)*)(.*)", mistake, re.DOTALL)

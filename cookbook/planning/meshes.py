@@ -6,8 +6,9 @@ A configuration is transformers', or the values of a `config.json`, which may la
 from typing import Any
 
 from cookbook.config.mesh import Mesh
-from cookbook.planning.costs.flops import num_experts
+from cookbook.planning.costs.flops import EXPERTS
 from cookbook.planning.packing import packing_problem
+from cookbook.system.console import several
 
 PIPELINED = ("llama", "mistral", "qwen2", "qwen3")
 """Model types that can be cut into stages: between embedding and norm their code is the layers and nothing else.
@@ -31,21 +32,33 @@ EXPERT_PARALLEL = ("deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qw
 """Model types for which docs/architectures.md has the curve of one process."""
 
 
+def _size(config: Any, *names: str) -> int | None:
+    """The first of these that the configuration has; None if it has none of them, or no number."""
+    text = config.get_text_config() if _is_whole(config) else config
+    found = next((value for name in names if (value := getattr(text, name, None)) is not None), None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _is_whole(config: Any) -> bool:
+    """Whether nothing is missing in a configuration: transformers' has all defaults."""
+    return hasattr(config, "get_text_config")
+
+
 def expert_problem(config: Any, size: int) -> str | None:
     """Why so many processes cannot share a model's experts, or None."""
     if size == 1:
         return None
-    count = num_experts(config)
-    if config.model_type not in EXPERT_PARALLEL:
-        if count == 1:
-            return f"{config.model_type} has no experts; use fsdp2"
+    count, is_compared = _size(config, *EXPERTS), config.model_type in EXPERT_PARALLEL
+    if count is None and (_is_whole(config) or not is_compared):
+        return f"{config.model_type} has no experts; use fsdp2"
+    if not is_compared:
         return (
             f"{config.model_type} is not among the architectures whose curve under expert parallel was compared; use"
             " fsdp2 or zero3"
         )
-    return (
-        f"{count} experts cannot be divided over ep_size {size}; use a divisor" if count > 1 and count % size else None
-    )
+    if count is None or count % size == 0:
+        return None
+    return f"{several(count, 'expert')} cannot be divided over ep_size {size}; use a divisor"
 
 
 def pipeline_problem(config: Any, num_stages: int, chunks: int = 1) -> str | None:
@@ -54,10 +67,10 @@ def pipeline_problem(config: Any, num_stages: int, chunks: int = 1) -> str | Non
         return None
     if config.model_type not in PIPELINED:
         return f"{config.model_type} is not one of the models that a pipeline is known to suit: {', '.join(PIPELINED)}"
-    layers = getattr(config, "num_hidden_layers", num_stages * chunks)
-    if layers < num_stages * chunks:
+    layers = _size(config, "num_hidden_layers")
+    if layers is not None and layers < num_stages * chunks:
         each = f" x pp_chunks {chunks}" if chunks > 1 else ""
-        return f"{layers} layers cannot be divided over pp_size {num_stages}{each}"
+        return f"{several(layers, 'layer')} cannot be divided over pp_size {num_stages}{each}"
     return None
 
 
@@ -71,13 +84,13 @@ def tensor_problem(config: Any) -> str | None:
 def _undivided(config: Any, size: int) -> str | None:
     """What of a model so many processes cannot share under tensor parallel, or None. transformers 5.23 shards the
     matrices of attention between heads, and does not check that."""
-    heads = getattr(config, "num_attention_heads", 0)
+    heads = _size(config, "num_attention_heads")
     counts = {
-        "query heads": heads,
-        "key heads": getattr(config, "num_key_value_heads", None) or heads,
-        "inner features": getattr(config, "intermediate_size", 0),
+        "query head": heads,
+        "key head": _size(config, "num_key_value_heads") or heads,
+        "inner feature": _size(config, "intermediate_size"),
     }
-    found = [f"{count} {what}" for what, count in counts.items() if count % size]
+    found = [several(count, what) for what, count in counts.items() if count and count % size]
     return f"{' and '.join(found)} cannot be divided over tp_size {size}; use a divisor" if found else None
 
 
@@ -85,8 +98,10 @@ def sequence_problem(config: Any, size: int) -> str | None:
     """Why `size` ranks cannot share the tokens of this model's rows, or None: each takes a part of the heads."""
     if problem := packing_problem(config):
         return f"sequence parallel needs the attention of packed rows, and {problem}"
-    heads = getattr(config, "num_attention_heads", 0)
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    heads = _size(config, "num_attention_heads")
+    key_heads = _size(config, "num_key_value_heads") or heads
+    if heads is None or key_heads is None:
+        return None
     if heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0):
         return None
     return f"{heads} query and {key_heads} key heads cannot be divided over sp_size {size}; use a divisor of both"

@@ -115,11 +115,13 @@ def packing_problem(config: Any, max_length: int | None = None) -> str | None:
         config: the model's configuration, with at least `model_type`.
         max_length: longest sample in tokens; default: the model's positions.
     """
-    max_length = max_length or getattr(config, "max_position_embeddings", None) or 2**62
+    max_length = max_length or getattr(config, "max_position_embeddings", None)
+    limit = f"data.max_length {max_length}" if max_length else "a sample may have"
+    slides = getattr(config, "use_sliding_window", not config.model_type.startswith("qwen"))  # transformers' default
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if window is not None and window < max_length:
-        return f"its attention window is {window} tokens, less than data.max_length {max_length}"
+    window = getattr(config, "sliding_window", None) if slides else None
+    if window is not None and window < (max_length or 2**62):
+        return f"its attention window is {window} tokens, less than {limit}"
     foreign = sorted(kinds - {"full_attention", "sliding_attention"})
     if foreign:
         return f"it has layers of {', '.join(foreign)}"

@@ -15,6 +15,7 @@ EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: stopped, start it again."""
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PARENT_GONE = "parent gone"
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)  # found before a fork, after which dlopen may wait for a lock
 PR_SET_PDEATHSIG = 1
 """Of Linux's prctl."""
 REASONS = (None, *(number.name for number in HANDLED), PARENT_GONE)
@@ -88,8 +89,8 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
     """Have the kernel send this process a signal when its parent ends, even by SIGKILL; exit at once if it has ended
     before. Only Linux has this signal; elsewhere the parent is checked once.
     """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    if _prctl is not None:
+        _prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it ended before
         os._exit(1)
 

@@ -117,14 +117,13 @@ def _divided(skeleton: Skeleton, dim: int) -> int:
     return sum(weight.shard_dim == dim and len(weight.shape) > 1 for weight in found)
 
 
-def num_experts(config: Any) -> int:
-    """Number of experts of a layer between which its router chooses; 1 without a router.
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Keys of a configuration for the number of experts, by architecture."""
 
-    Args:
-        config: transformers', or the values of a `config.json`.
-    """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return _first(text, "num_local_experts", "num_experts", "n_routed_experts") or 1
+
+def num_experts(config: Any) -> int:
+    """Number of experts of a layer between which its router chooses; 1 without a router."""
+    return _first(config.get_text_config(), *EXPERTS) or 1
 
 
 def _first(config: Any, *names: str) -> Any:

@@ -20,8 +20,6 @@ FOLDER_FORMATS = (
     TEXT_FILES,
 )
 """Endings of files that are read together; of the folder's, the first group."""
-DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Files of `datasets` that hold no rows."""
 
 
 def raw_rows(source: Source, *, streaming: bool = False) -> Iterator[tuple[str, Any]]:
@@ -71,21 +69,32 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
 
 
 def unread_note(source: Source) -> str | None:
-    """A note on files of rows in the source's folder that are of another format than those that are read, or None.
-    A description beside the data, such as a README, is no such file.
+    """A note on files of rows beside those that are read of a folder, or None. Files of other splits are none, nor
+    are .json, which may describe the data.
     """
     folder = Path(source.path)
     if not folder.is_dir():
         return None
     read = set(local_files(source))
-    suffixes = next(one for one in FOLDER_FORMATS if any(path.name.endswith(one) for path in read))
-    others = {path for one in FOLDER_FORMATS if one not in (suffixes, TEXT_FILES) for path in _data_files(folder, one)}
-    left = sorted(path.name for path in others - read if path.name not in DESCRIPTIONS)
+    beside = {path for place in {folder / source.split, *(path.parent for path in read)} for path in _visible(place)}
+    others = tuple(split for split in OTHER_SPLITS if not source.split.startswith(split))
+    left = sorted(path.name for path in beside - read if _has_rows(path) and not path.name.lower().startswith(others))
     if not left:
         return None
-    formats = " and ".join(sorted({path.suffix for path in read}))
     more = f" and {len(left) - 5} more" if len(left) > 5 else ""
-    return f"{folder}: of its files only {formats} is read, not {', '.join(left[:5])}{more}; list them as sources"
+    verb = "is" if len(left) == 1 else "are"
+    return f"{folder}: {', '.join(left[:5])}{more} {verb} not read beside the other files; list files as sources"
+
+
+def _has_rows(path: Path) -> bool:
+    is_cache = path.suffix in ARROW_FILES and (path.parent / "state.json").is_file()  # of `datasets`
+    endings = (one for group in FOLDER_FORMATS if group != TEXT_FILES for one in group if one != ".json")
+    return path.name.endswith(tuple(endings)) and not is_cache
+
+
+def _visible(folder: Path) -> list[Path]:
+    found = folder.iterdir() if folder.is_dir() else ()
+    return [path for path in found if path.is_file() and not path.name.startswith(".")]
 
 
 def _data_files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:

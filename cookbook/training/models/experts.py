@@ -2,39 +2,50 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 KEYS = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda"}
+PRODUCTS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
+"""By which transformers multiplies with stacked experts: torch's, and its own where that one does not serve, as in
+compiled layers (5.23, integrations/moe.py, `_can_use_grouped_mm`)."""
 
 
 @functools.cache
-def autocast_products() -> torch.library.Library | None:
-    """Make `torch.nn.functional.grouped_mm`, by which transformers multiplies with stacked experts, an operation of
-    autocast, as `torch.mm` is. Without this the experts of float32 weights, those of `single` and `ddp`, are computed
-    in float32 whatever `mixed_precision` asks for. Nothing changes outside of autocast.
+def autocast_products() -> tuple[torch.library.Library, ...]:
+    """Make `PRODUCTS` operations of autocast, as `torch.mm` is. Without this the experts of float32 weights, those of
+    `single` and `ddp`, are computed in float32 whatever `mixed_precision` asks for. Nothing changes outside of
+    autocast, nor where torch has a kernel of its own.
 
     Returns:
-        What holds the registration for the rest of the process; None if this torch has a kernel of its own.
+        What holds the registrations for the rest of the process.
     """
-    name = "aten::_grouped_mm"
-    missing = [key for key in KEYS if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key)]
-    if not missing:
-        return None
-    library = torch.library.Library("aten", "IMPL")
-    for key in missing:
-        library.impl("_grouped_mm", _casting(key), key)
-    return library
+    with suppress(ImportError):
+        import transformers.integrations.moe  # noqa: F401  # defines the second
+    libraries = []
+    for product in PRODUCTS:
+        namespace, name = product.split("::")
+        if not torch._C._dispatch_has_kernel(product):
+            continue
+        libraries.append(torch.library.Library(namespace, "IMPL"))
+        operation = getattr(getattr(torch.ops, namespace), name).default
+        for key in KEYS:
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(product, key):
+                libraries[-1].impl(name, _casting(operation, key), key)
+    return tuple(libraries)
 
 
-def _casting(key: str) -> Callable[..., torch.Tensor]:
-    def multiply(
-        first: torch.Tensor, second: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
-    ) -> torch.Tensor:
+def _casting(operation: Any, key: str) -> Callable[..., torch.Tensor]:
+    def multiply(*arguments: Any, **options: Any) -> torch.Tensor:
         dtype = torch.get_autocast_dtype(KEYS[key])
-        bias = None if bias is None else bias.to(dtype)
+
+        def cast(value: Any) -> Any:
+            is_cast = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
+            return value.to(dtype) if is_cast else value
+
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))):
-            return torch.ops.aten._grouped_mm(first.to(dtype), second.to(dtype), offs, bias, out_dtype)
+            return operation(*map(cast, arguments), **{name: cast(value) for name, value in options.items()})
 
     return multiply
