@@ -3,6 +3,7 @@
 python -m pytest -q tests/test_data_memory.py
 """
 
+import gc
 import json
 import os
 import subprocess
@@ -44,12 +45,15 @@ FORMATS: dict[str, Callable[[Path, list[dict[str, str]]], object]] = {
 
 def peak_of(do: Callable[[], object]) -> int:
     """Bytes that Python and NumPy held at most while `do` ran."""
+    gc.collect()
+    gc.freeze()  # else garbage in cycles waits the longer, the more the tests before have left in this process
     tracemalloc.start()
     try:
         do()
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+        gc.unfreeze()
 
 
 def test_a_list_in_json_is_read_alike_wherever_it_is_cut(tmp_path: Path, monkeypatch):
