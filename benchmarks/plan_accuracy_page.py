@@ -21,7 +21,7 @@ EXPLAINED = {
     "m501": "3.72 GiB were reserved before the first step, says its page, for 1.9 GiB of weights: what loading left"
     " counts in so small a run.",
 }
-"""Of each row outside its band."""
+"""Why a row lies outside its band, for each that does."""
 LATE = {f"m{number}" for number in range(504, 511)} | {"m501"}
 """Rows that were read when the forecast stood."""
 OF_THE_BAND = {"m313", "m314", "m502", "m503"}

@@ -27,7 +27,7 @@ class Program:
     where: str
     """That it is so."""
     dropout: float = 0.0
-    """Of its adapters, by default."""
+    """Dropout of its adapters, by default."""
     keeps_inputs_of_4_bits: bool = False
     """bitsandbytes kept the input of every 4-bit layer for the backward, which never reads it, until it was found in
     July 2024 (bitsandbytes PR 1270)."""
@@ -129,7 +129,7 @@ class Setup:
     """Processes of a tensor- and sequence-parallel group: a lower bound gives each so large a part of all."""
     kind: Literal["allocated", "reserved", "weights"] = "allocated"
     gpu_gib: float = 0.0
-    """Of the GPU; 0 if it is not stated."""
+    """Memory of the GPU; 0 if it is not stated."""
 
 
 ATTENTION = ("q_proj", "v_proj")

@@ -48,7 +48,7 @@ PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "trl", "peft", "
 
 NUM_WARMUP_STEPS = 2
 CHARACTERS = (80, 400)
-"""Of an answer. Padding then wastes no more than with GSM8K's chats (65 % of a batch are tokens there)."""
+"""Fewest and most of an answer. Padding wastes no more than with GSM8K's chats (there, 65 % are tokens)."""
 
 
 def device() -> str:

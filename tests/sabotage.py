@@ -101,7 +101,7 @@ def copies_not_averaged() -> None:
 
 
 def tied_gradients_not_added() -> None:
-    """Of a pipeline, first and last stage each update their copy of a tied embedding by their own gradients."""
+    """A pipeline's first and last stage each update their copy of a tied embedding by their own gradients."""
     from cookbook.training.engine.pipeline import Pipeline
 
     Pipeline._add_up_tied = lambda self: None
@@ -293,7 +293,7 @@ def shards_of_experts_counted_along_one_dimension() -> None:
 
 
 def gradient_not_finite_in_step_3() -> None:
-    """Of one parameter on one process; every loss is a number."""
+    """One parameter's gradient on one process is nan; every loss is a number."""
     from cookbook.training.engine import Engine
 
     right = Engine.gradients
@@ -340,7 +340,7 @@ def layer_1_explodes() -> None:
 
 
 def weight_scaled_up_in_step_14() -> None:
-    """Of the last norm, which scales the logits, so that the tied head's gradient explodes."""
+    """The last norm's weight, which scales the logits, so that the tied head's gradient explodes."""
     from cookbook.training.engine import Engine
 
     right = Engine.gradients

@@ -14,7 +14,7 @@ def from_grid(grid: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def to_grid(batch: dict[str, Any]) -> torch.Tensor:
-    """Of a micro-batch."""
+    """Targets of a micro-batch as a grid in the shape of its input."""
     grid = torch.full_like(batch["input_ids"], IGNORE_INDEX)
     grid.view(-1)[batch["target_positions"]] = batch["targets"]
     return grid

@@ -285,7 +285,7 @@ def test_a_scaled_learning_rate_is_shown_with_its_arithmetic(in_root):
 
 
 def dots(lines):
-    """Of each character column of a plain chart, the rows that have a dot, from the top."""
+    """For each character column of a plain chart, the rows that have a dot, from the top."""
     body = [line.split("|", 1)[1].ljust(WIDTH) for line in lines[:HEIGHT]]
     return [{row for row in range(HEIGHT) if body[row][column] == "*"} for column in range(WIDTH)]
 

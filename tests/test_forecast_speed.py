@@ -295,7 +295,7 @@ def test_a_pipeline_sends_hidden_states_and_averages_over_its_copies():
 
 
 def test_stages_wait_at_both_ends_of_a_step():
-    """Of two stages each waits for one micro-batch: of one it computes half the time, of seven 7/8."""
+    """Each of two stages waits for one micro-batch: with one it computes half the time, with seven 7/8 of it."""
     machines = parse_machines("2xH100")
     times = {}
     for micro in (1, 7):
@@ -583,7 +583,7 @@ class Published:
     machines: str
     length: int
     samples: int
-    """Of each GPU's micro-batch."""
+    """Samples of each GPU's micro-batch."""
     tokens_per_second: float
     strategy: str = "fsdp2"
     micro_batches: int = 1

@@ -72,7 +72,7 @@ def test_the_stages_of_known_models_by_hand():
 
 
 def most_begun(num_micro_batches: int, num_stages: int, chunks: int = 1) -> list[int]:
-    """Of each stage the most micro-batches, of whatever chunk, that have begun at once."""
+    """For each stage, the most micro-batches, of whatever chunk, that have begun at once."""
     stages = (begun(num_micro_batches, stage, num_stages, chunks) for stage in range(num_stages))
     return [max(sum(one.counts) for one in stage) for stage in stages]
 

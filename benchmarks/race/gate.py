@@ -20,8 +20,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 PARTS = ("head", "matrices", "attention", "optimizer", "rest")
-"""Of a step. `head`: logits and loss, with their gradients, and the embedding, which shares its weight. `matrices`: of
-the layers. `attention`: its kernel."""
+"""Parts of a step. `head`: logits and loss, with their gradients, and the embedding, which shares its weight.
+`matrices`: of the layers. `attention`: its kernel."""
 
 
 class Gate:

@@ -83,7 +83,7 @@ TEMPLATES = tuple(
 """Tried in this order if the tokenizer's own is missing or cannot be trained with."""
 UNCUT = 2**31
 SPLIT_LENGTH = 4096
-"""Of texts, as in mistral_7b/cpt: longer ones become several samples."""
+"""Tokens of a sample of text, as in mistral_7b/cpt: longer texts become several samples."""
 ROWS_SEEN = 100
 """To find out the kind of rows."""
 MIN_ROWS_TO_HOLD_OUT, HOLDOUT, MAX_HELD_OUT = 200, 0.05, 1000

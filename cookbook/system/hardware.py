@@ -11,13 +11,13 @@ from cookbook.system.gpus import InstalledGpu, read_driver, visible_gpus
 
 GIB = 2**30
 MAX_GPUS = 16
-"""Of one machine: a DGX-2 has as many. Larger NVLink domains (GB200 NVL72) are not in the table."""
+"""Most GPUs of one machine: a DGX-2 has as many. Larger NVLink domains (GB200 NVL72) are not in the table."""
 USUAL_GPUS = 8
-"""Of one machine, at most, but for few: HGX and DGX boards since the A100, AMD's platforms, cloud machines."""
+"""Most GPUs of one machine, but for few: HGX and DGX boards since the A100, AMD's platforms, cloud machines."""
 MAX_MACHINES = 1024
 
 DRIVER_RESERVE_GIB = 0.75
-"""Of the memory that nvidia-smi reports, what torch never gets: 0.25 GiB on a T4 (15.00 and 14.75), 0.35 on an RTX
+"""What torch never gets of the memory that nvidia-smi reports: 0.25 GiB on a T4 (15.00 and 14.75), 0.35 on an RTX
 4090, 0.59 on an L40S, 0.75 on an A100 80GB, as torch's own out-of-memory messages state the capacity."""
 
 HOST_AT_LEAST = 0.5
@@ -58,7 +58,7 @@ class Gpu:
     half_flops: float
     """bf16 with float32 sums; fp16 for a GPU that has no bf16."""
     bandwidth: float
-    """Of its memory, bytes."""
+    """Bytes to or from its own memory."""
     nvlink: float | None
     """Bytes to all other GPUs of the machine together (of AMD's, over Infinity Fabric); None: PCIe. A bridge joins two
     cards at most, and is an option (A100 PCIe, A6000, RTX 3090, H100 PCIe, H100 NVL): those count as PCIe."""
@@ -202,8 +202,8 @@ class Machines:
     usable_gib: float | None = None
     """Memory of each GPU that torch can have; None without a GPU."""
     fabric_gbits: tuple[float, float] = (100, 400)
-    """Of each GPU's network card, Gb/s: as given, or the range of what clusters have. One card to a GPU, as in DGX and
-    HGX machines; one 400 Gb/s card for 8 GPUs is 50."""
+    """Rate of each GPU's network card, Gb/s: as given, or the range of what clusters have. One card to a GPU, as in
+    DGX and HGX machines; one 400 Gb/s card for 8 GPUs is 50."""
     host_gib: float | None = None
     """Memory of each machine; None: not known."""
     nvme_gib: float | None = None

@@ -22,7 +22,7 @@ class Hosts:
 
     count: int = 1
     index: int = 0
-    """Of this machine, from 0."""
+    """Number of this machine, from 0."""
     first: str = ""
     """Name or address of machine 0."""
     port: int = PORT

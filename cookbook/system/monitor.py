@@ -118,7 +118,7 @@ def gpu_sample(handle: Any) -> Sample:
     received = ask(nvml.nvmlDeviceGetPcieThroughput, handle, nvml.NVML_PCIE_UTIL_RX_BYTES)
 
     def errors(kind: int) -> int | None:
-        """Of ECC memory, since the driver started."""
+        """Number of ECC memory errors since the driver started."""
         return ask(nvml.nvmlDeviceGetTotalEccErrors, handle, kind, nvml.NVML_VOLATILE_ECC)
 
     found = {

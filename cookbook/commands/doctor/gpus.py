@@ -11,7 +11,7 @@ from cookbook.system.hardware import PCIE_X16, find_gpu
 from cookbook.system.shipped import typed
 
 BUSY_SHARE = 0.05
-"""Of a GPU's memory in use before a run starts: more is worth a warning."""
+"""Share of a GPU's memory in use before a run starts: more is worth a warning."""
 PCIE_WAYS = {10: "one switch", 20: "several switches", 30: "the CPU", 40: "the CPU", 50: "two CPUs"}
 """By nvmlGpuTopologyLevel_t."""
 PEER_PROBLEMS = {

@@ -18,7 +18,7 @@ from cookbook.system import signals
 
 REPEATS = 5
 BYTES = {"gloo": 16 << 20, "nccl": 256 << 20}
-"""Of the tensor that is reduced: enough for the links to reach their rate."""
+"""Size of the tensor that is reduced: enough for the links to reach their rate."""
 WORK = {"gloo": 1024, "nccl": 8192}
 """Rows of the square matrices whose product each process computes for itself, to tell a slow one."""
 BEAT_SECONDS = 0.2

@@ -59,7 +59,7 @@ class Comparison:
 
     names: tuple[str, str]
     short: tuple[dict[str, str], dict[str, str]]
-    """Of each side, the files by the name that stands for them."""
+    """For each side, the short names of files, by path."""
     settings: tuple[CostInputs, CostInputs]
     differences: list[Difference]
     caveats: list[str]
