@@ -1,7 +1,7 @@
 """The published runs of benchmarks/memory_published.csv: what of a row and its program a forecast needs to know.
 
 Where a program differs from this project in what it documents or shows in its code (16-bit weights, whole logits, other
-checkpointing), `PROGRAMS` says so for all its rows alike. `setup_of` tells for each row what it needs to be run, or why
+checkpointing), `PROGRAMS` has it for all its rows alike. `setup_of` gives for each row what it needs to be run, or why
 it cannot be compared; nothing in it was fitted to a row.
 """
 
@@ -228,7 +228,7 @@ def read_facts() -> list[Row]:
 
 
 def is_out_of_memory(row: Row) -> bool:
-    """Whether the run failed for want of memory."""
+    """Whether the run ran out of memory."""
     return row["reported_GiB_or_GB"] == "OOM"
 
 

@@ -61,7 +61,7 @@ def device() -> str:
 
 
 def make_workplace(folder: Path) -> dict[str, Any]:
-    """What all programs read. Returns what is to be said of the data."""
+    """What all programs read. Returns facts about the data for the page."""
     import numpy as np
 
     from cookbook.config.sections import ScratchModel

@@ -136,7 +136,7 @@ def gradients_summed_again() -> None:
     Copies._backward_apart = backward
 
 
-def copies_not_told_from_shards() -> None:
+def copies_taken_for_shards() -> None:
     """The ranks of a stage, which see other samples or have other shards, all average their gradients."""
     from cookbook.config.mesh import Mesh
 
@@ -378,7 +378,7 @@ def schedule_per_process() -> None:
 
 
 def clip_not_handed_over() -> None:
-    """DeepSpeed is not told the clip value and takes its own default, 1.0."""
+    """DeepSpeed does not get the clip value and takes its own default, 1.0."""
     from cookbook.training.engine import zero
 
     right = zero.deepspeed_config
@@ -392,7 +392,7 @@ def clip_not_handed_over() -> None:
 
 
 def clip_not_handed_over_and_unchecked() -> None:
-    """The same, with the engine's own check switched off: then the curve must tell."""
+    """The same, with the engine's own check switched off: then the curve must show it."""
     from cookbook.training.engine import Engine
 
     clip_not_handed_over()
@@ -669,7 +669,7 @@ def bytes_and_positions() -> None:
 
 
 def sizes_of_buckets() -> None:
-    """No mistake: in step 3, when DDP has made its buckets again, it says how large they are."""
+    """No mistake: in step 3, when DDP has made its buckets again, it prints how large they are."""
     from cookbook.training.engine import Engine
 
     right = Engine.begin_step

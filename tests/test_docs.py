@@ -173,7 +173,7 @@ def attempt_cookbook(arguments: list[str], folder: Path) -> list[list[str]]:
     if verb == "launch" and "--machines" in arguments:  # this machine has no route to the one that a page names
         run_cookbook(folder, "check", arguments[1])
     elif verb == "launch":
-        # Without --dry-run, a recipe whose label asks for GPUs would be refused here for want of them.
+        # Without --dry-run, a recipe whose label asks for GPUs would be refused here, where there are none.
         dry_run = [] if "--dry-run" in arguments else ["--dry-run"]
         printed = run_cookbook(folder, *arguments, *dry_run)
         return [shlex.split(printed.splitlines()[-1])]

@@ -87,7 +87,7 @@ def test_each_rank_has_the_numbers_of_its_own_gpu_in_usual_units(tmp_path, monke
     assert second == {"rank": 9, **MEASURED}
     changed = {"busy_percent": 12, "celsius": 91, "uncorrected_errors": 2}
     expected = {"rank": 8, **MEASURED, **changed, "throttled": ["heat, hardware slowdown", "power cap"]}
-    del expected["watts"]  # which this driver does not tell
+    del expected["watts"]  # which this driver does not report
     assert first == expected
 
 

@@ -2,7 +2,7 @@
 
     [accelerate launch ...] benchmarks/race/gate.py SOCKET MODULE [ARGUMENTS ...]
 
-A step ends with the optimizer's update: there this process tells the other side of the socket its CPU time and memory,
+A step ends with the optimizer's update: there this process sends the other side of the socket its CPU time and memory,
 and waits for an order. So everything that a program does between two updates counts, whatever its loop is.
 benchmarks/vs_peers.py gives the orders.
 """

@@ -92,7 +92,7 @@ class Gpu:
 # Rates in TFLOP/s and GB/s. Reported memory: thundergolfer.com/blog/nvidia-gpu-memory-capacity for T4, A10, A100, L4,
 # L40S, H100 and H200, nvidia-smi tables in public issues and logs for the others, and torch's own "total capacity of
 # 191.98 GiB" for the MI300X. NVIDIA published no sheet of the H20: its figures are those of machines that are sold with
-# it. RTX PRO 6000 is the Workstation Edition, whose peak others tell; its namesakes are slower. Earlier rows win.
+# it. RTX PRO 6000 is the Workstation Edition, whose peak others state; its namesakes are slower. Earlier rows win.
 _TABLE = """
 name           | words           | generation | sold | MiB    | half  | memory | NVLink | host  | sheet
 V100-PCIe-32GB | V100 PCIE       | volta      | 32   | 32768  | 112   | 900    |        | PCIe3 | V100, January 2020
@@ -174,7 +174,7 @@ def find_gpu(name: str) -> Gpu | None:
 
     sizes = set(re.findall(r"(\d+)\s*GB", name.upper()))
     for gpu in GPUS:
-        # The name of a GH200 tells the memory of its CPU too.
+        # The name of a GH200 has the memory of its CPU too.
         known = {str(gpu.sold_gb)} | ({"480"} if gpu.name == "GH200" else set())
         foreign = OTHER_GPUS.intersection(tokens) - set(gpu.words)
         if all(map(is_there, gpu.words)) and sizes <= known and not foreign:
@@ -230,7 +230,7 @@ class Machines:
             kinds = [gpu.name for gpu in GPUS if self.usable_gib == _usable(gpu.sold_gb)]
             example = kinds[-1] if kinds else "H100"
             count = re.sub(r"[^x]+$", "", self.text)
-            return f"{self.text} tells the memory and not the speed: name the GPU, as in {count}{example}"
+            return f"{self.text} gives the memory and not the speed: name the GPU, as in {count}{example}"
         return None
 
 

@@ -109,7 +109,7 @@ def gpu_handles(num_ranks: int) -> list[Any]:
 
 
 def gpu_sample(handle: Any) -> Sample:
-    """What a GPU does now; what its driver does not tell is left out."""
+    """What a GPU does now; what its driver does not report is left out."""
     use, memory = ask(nvml.nvmlDeviceGetUtilizationRates, handle), ask(nvml.nvmlDeviceGetMemoryInfo, handle)
     watts, most_watts = ask(nvml.nvmlDeviceGetPowerUsage, handle), ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
     reasons = ask(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle) or 0

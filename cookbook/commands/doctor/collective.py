@@ -143,7 +143,7 @@ def name_the_silent(stages: list[list[str]], silent: list[int], states: list[str
     if not named:
         text = f"all {len(at)} ranks wait for each other in {at[0]}: the link between them is silent"
         return failure(
-            "collective", text, "export NCCL_DEBUG=INFO; export NCCL_P2P_DISABLE=1 tells whether it is peer access"
+            "collective", text, "export NCCL_DEBUG=INFO; export NCCL_P2P_DISABLE=1 shows whether it is peer access"
         )
     words = [
         f"rank {rank} is silent: it did not get past {at[rank]}" + (f" ({states[rank]})" if states[rank] else "")

@@ -102,7 +102,7 @@ def check_needs(needs: Needs, gpus: list[InstalledGpu], used: int, recipe: str) 
         yield failure("GPUs", f"{asked}; a run would see {used or 'none'}", way_out)
     elif least is not None and needs.gpu_gb and least < needs.gpu_gb * 1e9:
         text = f"{asked}; the smallest here has {in_bytes(least)}"
-        yield warning("GPUs", text, f"python -m cookbook plan {recipe} tells which strategy fits")
+        yield warning("GPUs", text, f"python -m cookbook plan {recipe} shows which strategy fits")
 
 
 def check_links(driver: Driver) -> Iterator[Finding]:

@@ -63,7 +63,7 @@ class Comparison:
     settings: tuple[CostInputs, CostInputs]
     differences: list[Difference]
     caveats: list[str]
-    """Why the curve may differ though no key says so."""
+    """Why the curve may differ though no key shows it."""
 
     @property
     def same_curve(self) -> bool:
