@@ -48,14 +48,14 @@ PAGE = ROOT / "docs" / "architectures.md"
 COMMAND = "python benchmarks/architectures.py --others"
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes")
 LIMIT = 2e-6
-"""Of the loss: SGD_LOSS of tests/test_equivalence.py."""
+"""Largest error of a loss: SGD_LOSS of tests/test_equivalence.py."""
 REFUSED = 2
 """The exit code of what no run takes."""
 STEPS = 4
 LARGEST = 30_000_000
 """Parameters of a model that is tiny."""
 MAX_LENGTH = 96
-"""Of the recipe in tests/curves.py."""
+"""Tokens of a sequence, as in the recipe of tests/curves.py."""
 
 TYPES = (
     "apertus",
@@ -338,7 +338,7 @@ def tokenizer_folder(lab: Lab) -> Path:
 
 HEADINGS = ("one process", "packed", "`fsdp2`", "`zero3`", "`tp`", "`ddp_sp`", "`pp`", "`fsdp2_ep`", "LoRA", "QLoRA")
 WITHIN_PROCESS = 1e-4
-"""Of a token's loss, of models with large random weights."""
+"""Largest error of a token's loss, of models with large random weights."""
 PAGE_TEXT = """\
 # Architectures
 

@@ -25,7 +25,7 @@ from cookbook.system.hardware import GIB, parse_machines  # noqa: E402
 RESULTS, PAGE, PLOT = ROOT / "benchmarks/results/at_scale.json", ROOT / "docs/at_scale.md", ROOT / "docs/at_scale.svg"
 RECIPE = "recipes/llama31_8b/sft.yaml"
 SAMPLES = 2
-"""Of each GPU in a step, of 4,096 tokens: the recipe's micro-batch."""
+"""Samples of each GPU in a step, of 4,096 tokens: the recipe's micro-batch."""
 FABRIC_GBITS = 400
 STRATEGIES = ("zero1", "zero2", "zero3", "fsdp2", "hsdp", "fsdp2_tp")
 GPUS = tuple(2**power for power in range(6, 13))

@@ -35,7 +35,7 @@ PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsand
 
 
 LIMIT = 2e-6
-"""Of the loss, against one process: SGD_LOSS of tests/test_equivalence.py."""
+"""Largest error of the loss, against one process: SGD_LOSS of tests/test_equivalence.py."""
 MISTAKES = {
     "mean_of_means": "mean of the micro-batches' means",
     "wrong_divisor": "gradient averaged over processes twice",

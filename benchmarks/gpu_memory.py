@@ -112,7 +112,7 @@ def forecast_of(name: str, settings: dict[str, str], folder: Path, *, processes:
 
 
 def error_of(row: dict[str, Any]) -> float | None:
-    """Of the peak, relative to the forecast; None where the run was refused."""
+    """Error of the forecast of the peak, relative to the forecast; None where the run was refused."""
     return row["peak_bytes"] / row["forecast_bytes"] - 1 if "peak_bytes" in row else None
 
 

@@ -43,10 +43,10 @@ PAGE = ROOT / "docs" / "on_gpu.md"
 BEGIN, END = "<!-- benchmarks/on_gpu.py -->\n", "<!-- end -->\n"
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes", "triton")
 NUM_STEPS, NUM_WARMUP = 6, 2
-"""Of a cell; the first are not timed: kernels are chosen, compiled and loaded."""
+"""Steps of a cell; the first are not timed: kernels are chosen, compiled and loaded."""
 LIMIT_SECONDS = 240
 NUM_ROWS, NUM_WORDS = 256, 2600
-"""Of an answer: more than any sequence holds, so that all are of full length, as the forecast has them."""
+"""Rows of data, and words of an answer: more than any sequence holds, so that all have the forecast's full length."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def measure(cell: Cell, folder: Path, *, has_speed: bool) -> dict[str, Any]:
 
 
 def forecast_of(row: dict[str, Any], machines: Machines) -> Forecast:
-    """Of a row of the results, as its recipe is today."""
+    """The forecast of a row of the results, with its recipe as it is today."""
     path = ROOT / "recipes" / f"{row['recipe']}.yaml"
     recipe = load_recipe(path, [f"{key}={value}" for key, value in row["settings"].items()])
     (found,) = forecast_all(recipe, [load_strategy(Path(recipe.strategy))], machines, str(path), limits=False).forecasts

@@ -44,9 +44,9 @@ class Compared:
     forecast: float
     low: float
     high: float
-    """Of the band, if it is reserved memory."""
+    """End of the band, if it is reserved memory."""
     error: float
-    """Of the forecast, relative to what was published."""
+    """Error of the forecast, relative to what was published."""
     error_without_habits: float
     moment: str
     states: float

@@ -21,7 +21,7 @@ EXPLAINED = {
     "m501": "3.72 GiB were reserved before the first step, says its page, for 1.9 GiB of weights: what loading left"
     " counts in so small a run.",
 }
-"""Of each row outside its band."""
+"""Why a row lies outside its band, for each that does."""
 LATE = {f"m{number}" for number in range(504, 511)} | {"m501"}
 """Rows that were read when the forecast stood."""
 OF_THE_BAND = {"m313", "m314", "m502", "m503"}
@@ -41,7 +41,7 @@ their own: from what the plan expects to be allocated to the most that it expect
 NCCL, and with whole logits, which these programs held (`benchmarks/unsaid_rows.py`). They are in no figure above."""
 FAILURES = """\
 "Needed" is reserved memory and CUDA's own: the middle of the forecast's band, and its ends. `make plan` counts NCCL's
-buffers too, and says "tight" of a few more. A run is tight where the GPU's memory lies between the ends. m061 and m063
+buffers too, and finds a few more "tight". A run is tight where the GPU's memory lies between the ends. m061 and m063
 do not state checkpointing, and are given the least that they could need, with every layer recomputed; of tensor and
 sequence parallel each process is given an equal part of all."""
 
@@ -110,9 +110,10 @@ def _summary(results: dict[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        f"Of {len(results['failed'])} runs that ran out of memory, the plan says {_count(called)}, and expects of"
-        f' {above} that they need more than the GPU has; without habits it says "fits" of {fits}. Of {ran.total()} runs'
-        f" that ran, on GPUs whose memory is known, it says {_count(ran)}.",
+        f"Of {len(results['failed'])} runs that ran out of memory, the plan's verdicts are {_count(called)}; it expects"
+        f" of {above} that they need more than the GPU has. Without habits the verdict is"
+        f' "fits" of {fits}. Of {ran.total()} runs that ran, on GPUs whose memory is known, the verdicts are'
+        f" {_count(ran)}.",
         "",
         f"{len(late)} rows ({', '.join(sorted(LATE))}; m509 and m510 are one setup for a forecast) were read when all"
         f" this stood, and nothing was changed for them: {within(late, 0.15)} are within 15 %, and the mean error is"
@@ -179,7 +180,7 @@ def _worst(rows: list[dict[str, Any]]) -> list[str]:
 
 def _failures(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "| row | run | source | GPU, GiB | needed, GiB | the plan says | without habits |",
+        "| row | run | source | GPU, GiB | needed, GiB | the plan's verdict | without habits |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:

@@ -1,7 +1,7 @@
 """The published runs of benchmarks/memory_published.csv: what of a row and its program a forecast needs to know.
 
 Where a program differs from this project in what it documents or shows in its code (16-bit weights, whole logits, other
-checkpointing), `PROGRAMS` says so for all its rows alike. `setup_of` tells for each row what it needs to be run, or why
+checkpointing), `PROGRAMS` has it for all its rows alike. `setup_of` gives for each row what it needs to be run, or why
 it cannot be compared; nothing in it was fitted to a row.
 """
 
@@ -27,7 +27,7 @@ class Program:
     where: str
     """That it is so."""
     dropout: float = 0.0
-    """Of its adapters, by default."""
+    """Dropout of its adapters, by default."""
     keeps_inputs_of_4_bits: bool = False
     """bitsandbytes kept the input of every 4-bit layer for the backward, which never reads it, until it was found in
     July 2024 (bitsandbytes PR 1270)."""
@@ -129,7 +129,7 @@ class Setup:
     """Processes of a tensor- and sequence-parallel group: a lower bound gives each so large a part of all."""
     kind: Literal["allocated", "reserved", "weights"] = "allocated"
     gpu_gib: float = 0.0
-    """Of the GPU; 0 if it is not stated."""
+    """Memory of the GPU; 0 if it is not stated."""
 
 
 ATTENTION = ("q_proj", "v_proj")
@@ -228,7 +228,7 @@ def read_facts() -> list[Row]:
 
 
 def is_out_of_memory(row: Row) -> bool:
-    """Whether the run failed for want of memory."""
+    """Whether the run ran out of memory."""
     return row["reported_GiB_or_GB"] == "OOM"
 
 

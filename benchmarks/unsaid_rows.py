@@ -56,7 +56,7 @@ class Unsaid:
     """What of a row its table does not say, and its program's scripts do."""
 
     sizes: dict[str, Any] | str
-    """Of the model, or its name in recipes/offline_facts.json."""
+    """Sizes of the model, or its name in recipes/offline_facts.json."""
     strategy: str
     gpus: str
     length: int

@@ -48,7 +48,7 @@ PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "trl", "peft", "
 
 NUM_WARMUP_STEPS = 2
 CHARACTERS = (80, 400)
-"""Of an answer. Padding then wastes no more than with GSM8K's chats (65 % of a batch are tokens there)."""
+"""Fewest and most of an answer. Padding wastes no more than with GSM8K's chats (there, 65 % are tokens)."""
 
 
 def device() -> str:
@@ -61,7 +61,7 @@ def device() -> str:
 
 
 def make_workplace(folder: Path) -> dict[str, Any]:
-    """What all programs read. Returns what is to be said of the data."""
+    """What all programs read. Returns facts about the data for the page."""
     import numpy as np
 
     from cookbook.config.sections import ScratchModel

@@ -139,9 +139,9 @@ class Distance:
     loss: float
     """Absolute, over all steps and evaluations."""
     norm: float
-    """Of the gradient norm, relative."""
+    """Relative, of the gradient norm."""
     weight: float
-    """Of any final weight, absolute."""
+    """Absolute, of any final weight."""
 
 
 def distance(curve: Curve, reference: Curve) -> Distance:

@@ -37,7 +37,7 @@ class Count:
                 self.bytes[place][kind] += storage.nbytes()
 
     def add_slices(self, place: str, kind: str, tensors: Iterable[Any]) -> None:
-        """Of tensors that are slices of a file in memory, which on a GPU are copied there, the slices alone."""
+        """Adds tensors that are slices of a file in memory: the slices alone, which is what a GPU gets."""
         for tensor in map(plain, tensors):
             self.seen.add(tensor.untyped_storage().data_ptr())
             self.bytes[place][kind] += tensor.numel() * tensor.element_size()

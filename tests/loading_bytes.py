@@ -16,7 +16,7 @@ import train
 
 
 def bytes_by_device(model: Any) -> dict[str, int]:
-    """Of a model's tensors, each storage once; of a DTensor, this process's part."""
+    """Bytes of a model's tensors, each storage once; of a DTensor, this process's part."""
     found: Counter[str] = Counter()
     seen: set[tuple[str, int]] = set()
     for tensor in (*model.parameters(), *model.buffers()):

@@ -101,7 +101,7 @@ def copies_not_averaged() -> None:
 
 
 def tied_gradients_not_added() -> None:
-    """Of a pipeline, first and last stage each update their copy of a tied embedding by their own gradients."""
+    """A pipeline's first and last stage each update their copy of a tied embedding by their own gradients."""
     from cookbook.training.engine.pipeline import Pipeline
 
     Pipeline._add_up_tied = lambda self: None
@@ -136,7 +136,7 @@ def gradients_summed_again() -> None:
     Copies._backward_apart = backward
 
 
-def copies_not_told_from_shards() -> None:
+def copies_taken_for_shards() -> None:
     """The ranks of a stage, which see other samples or have other shards, all average their gradients."""
     from cookbook.config.mesh import Mesh
 
@@ -293,7 +293,7 @@ def shards_of_experts_counted_along_one_dimension() -> None:
 
 
 def gradient_not_finite_in_step_3() -> None:
-    """Of one parameter on one process; every loss is a number."""
+    """One parameter's gradient on one process is nan; every loss is a number."""
     from cookbook.training.engine import Engine
 
     right = Engine.gradients
@@ -340,7 +340,7 @@ def layer_1_explodes() -> None:
 
 
 def weight_scaled_up_in_step_14() -> None:
-    """Of the last norm, which scales the logits, so that the tied head's gradient explodes."""
+    """The last norm's weight, which scales the logits, so that the tied head's gradient explodes."""
     from cookbook.training.engine import Engine
 
     right = Engine.gradients
@@ -378,7 +378,7 @@ def schedule_per_process() -> None:
 
 
 def clip_not_handed_over() -> None:
-    """DeepSpeed is not told the clip value and takes its own default, 1.0."""
+    """DeepSpeed does not get the clip value and takes its own default, 1.0."""
     from cookbook.training.engine import zero
 
     right = zero.deepspeed_config
@@ -392,7 +392,7 @@ def clip_not_handed_over() -> None:
 
 
 def clip_not_handed_over_and_unchecked() -> None:
-    """The same, with the engine's own check switched off: then the curve must tell."""
+    """The same, with the engine's own check switched off: then the curve must show it."""
     from cookbook.training.engine import Engine
 
     clip_not_handed_over()
@@ -669,7 +669,7 @@ def bytes_and_positions() -> None:
 
 
 def sizes_of_buckets() -> None:
-    """No mistake: in step 3, when DDP has made its buckets again, it says how large they are."""
+    """No mistake: in step 3, when DDP has made its buckets again, it prints how large they are."""
     from cookbook.training.engine import Engine
 
     right = Engine.begin_step

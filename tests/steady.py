@@ -26,7 +26,7 @@ from cookbook.planning import simulated_gpus
 from tests.warm_parent import WarmParent
 
 GROWTH = 0.02
-"""Of resident memory, above which it is a leak: 2,000 steps that leave 1 kB each are 2 MB of about 700."""
+"""Share by which resident memory may grow; more is a leak: 2,000 steps that leave 1 kB each are 2 MB of about 700."""
 SETTINGS = ADAMW | {
     "optim.learning_rate": "1e-4",
     "batch.micro_batch_size": "2",

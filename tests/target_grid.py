@@ -8,18 +8,18 @@ IGNORE_INDEX = -100
 
 
 def from_grid(grid: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a model with its loss wants."""
+    """What a model with its loss takes."""
     (positions,) = (grid.flatten() != IGNORE_INDEX).nonzero(as_tuple=True)
     return {"targets": grid.flatten()[positions], "target_positions": positions}
 
 
 def to_grid(batch: dict[str, Any]) -> torch.Tensor:
-    """Of a micro-batch."""
+    """Targets of a micro-batch as a grid in the shape of its input."""
     grid = torch.full_like(batch["input_ids"], IGNORE_INDEX)
     grid.view(-1)[batch["target_positions"]] = batch["targets"]
     return grid
 
 
 def packed(lengths: list[int] | tuple[int, ...]) -> dict[str, Any]:
-    """What tells the samples of a packed row apart."""
+    """What separates the samples of a packed row."""
     return {"lengths": tuple(lengths), "offsets": torch.tensor([0, *lengths]).cumsum(0).int()}

@@ -62,7 +62,7 @@ def test_a_name_that_matches_nothing_is_refused(settings: dict, expected: str):
     assert expected in mistake
 
 
-def test_all_wrong_names_are_told_together():
+def test_all_wrong_names_are_reported_together():
     settings = AdapterSection(name="lora", targets=["a", "q_proj", "b"], modules_to_save=["c"])
     with pytest.raises(RecipeError) as caught:
         adapters.check_names(config(), settings)

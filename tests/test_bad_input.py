@@ -81,7 +81,7 @@ def test_sound_files_pass_the_same_door(book):
     assert book.names() == before
 
 
-def test_bad_input_is_told_before_torch_is_imported(book):
+def test_bad_input_is_reported_before_torch_is_imported(book):
     three_broken_files(book)
     done = book.train(RECIPE, PYTHONPROFILEIMPORTTIME="1")
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
@@ -169,7 +169,7 @@ def mistakes(book, *assignments):
     return caught.value.mistakes
 
 
-# One row a mistake: what is replaced in the recipe, and what is said after its place.
+# One row a mistake: what is replaced in the recipe, and the message after its place.
 RECIPE_MISTAKES = {
     "key at the top": ("seed: 42", "sead: 42", "4: sead: unknown key; did you mean seed?"),
     "key in a section": (
@@ -487,7 +487,7 @@ def test_a_file_that_is_no_recipe_is_refused(book, content, message):
     assert says(RECIPE + message, line), line
 
 
-# One row a mistake: the strategy, the file, what is replaced there, and what is said after the file's name.
+# One row a mistake: the strategy, the file, what is replaced there, and the message after the file's name.
 YAML, JSON = "accelerate_configs/{}.yaml", "ds_configs/{}.json"
 STRATEGY_MISTAKES = {
     "YAML key": (

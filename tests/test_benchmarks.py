@@ -22,7 +22,7 @@ def results():
 
 
 def row(cell, ours, theirs, **changes):
-    """Of steps that took so many seconds."""
+    """A row of results, whose steps took so many seconds."""
     sides = {
         name: {"clock": seconds, "cpu": seconds, "losses": [2.0, 1.5, 1.0], "tokens": [600] * len(seconds)}
         for name, seconds in (("ours", ours), ("theirs", theirs))

@@ -30,7 +30,7 @@ COPIED = ("benchmarks", "docs")
 TRIED = {"checkpoints", "equivalence_table", "gpu_memory", "gpu_runs", "overhead", "plan_accuracy", "recipe_labels"}
 TRIED |= {"architectures", "at_scale", "on_gpu", "pictures", "vs_peers"}
 PARTS = {"plan_accuracy_page", "published_rows", "published_runs", "trace_picture", "unsaid_rows"}
-"""Of plan_accuracy."""
+"""Modules of plan_accuracy, which are no programs."""
 
 
 @pytest.fixture

@@ -105,7 +105,7 @@ def test_experts_that_are_stacked_in_memory_are_apart_in_the_files(tmp_path: Pat
     assert not (tmp_path / "ours" / "whole.tmp").exists()
 
 
-def test_missing_elements_are_told_and_the_older_folder_stays(tmp_path: Path):
+def test_missing_elements_are_reported_and_the_older_folder_stays(tmp_path: Path):
     target = tmp_path / "export"
     target.mkdir()
     (target / "older").touch()

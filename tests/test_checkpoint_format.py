@@ -103,7 +103,7 @@ def test_a_load_reads_into_the_memory_that_is_there(tmp_path: Path):
         assert resident() - before > 2**25
 
 
-def test_what_is_missing_is_told(tmp_path: Path):
+def test_what_is_missing_is_reported(tmp_path: Path):
     whole = torch.randn(4, 6)
     first = column_pieces("a", whole, "weight", 2)[0]
     write_pieces(tmp_path / "0.safetensors", [first], room=room_for(["a"]), step=1)
@@ -554,7 +554,7 @@ def test_a_folder_that_was_removed_under_the_run_is_made_again(tmp_path: Path):
     assert names(tmp_path / "checkpoints") == [2]
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, capsys):
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path, capsys):
     target = saver(tmp_path / "checkpoints")
     (tmp_path / "checkpoints").write_text("a file")
     save(target, 1)

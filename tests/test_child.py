@@ -1,4 +1,4 @@
-"""`launch` passes signals on to the training processes and tells by its exit code how the run ended.
+"""`launch` passes signals on to the training processes and shows by its exit code how the run ended.
 
 python -m pytest -q tests/test_child.py
 """

@@ -223,7 +223,7 @@ def test_a_run_that_is_not_there_is_answered_with_those_that_are(folder, monkeyp
         assert said in capsys.readouterr().err
 
 
-def test_a_python_without_the_libraries_is_told_where_they_are():
+def test_a_python_without_the_libraries_names_the_place_of_them():
     answer = run(sys.executable, "-S", "-m", "cookbook", "--help")
     assert (answer.returncode, answer.stdout) == (2, "")
     assert re.search(r" has no \w+; first: source \.venv/bin/activate", answer.stderr)
@@ -550,7 +550,7 @@ def test_a_full_disk_behind_a_file_is_not_taken_for_the_output(monkeypatch, tmp_
 
 
 @pytest.mark.parametrize("command", [["--version"], ["check", "--help"]], ids=" ".join)
-def test_a_full_disk_behind_stdout_is_told_in_one_line(command):
+def test_a_full_disk_behind_stdout_is_an_error_of_one_line(command):
     with open("/dev/full", "w") as full:
         answer = subprocess.run(
             [sys.executable, "-m", "cookbook", *command], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
@@ -601,7 +601,7 @@ def test_a_checkpoint_to_resume_from_that_is_not_there_is_a_mistake(command, fol
     ],
     ids=["processes", "machines", "recipe"],
 )
-def test_what_is_wrong_is_told_before_simulated_gpus_are_compiled(arguments, expected, in_root, monkeypatch, capsys):
+def test_mistakes_are_reported_before_simulated_gpus_are_compiled(arguments, expected, in_root, monkeypatch, capsys):
     monkeypatch.setattr(launch.simulated_gpus, "build", None)
     monkeypatch.setattr(launch.simulated_gpus, "problem", lambda: None)
     assert main(["launch", "--simulate-gpus", "2", *arguments]) == 2

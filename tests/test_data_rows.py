@@ -296,7 +296,7 @@ def test_bad_rows_of_a_table_are_named_with_their_line(tmp_path):
         read_rows(Source(path=path), "error")
 
 
-def test_a_table_that_is_not_utf_8_is_told_to_be_saved_as_that(tmp_path):
+def test_a_table_that_is_not_utf_8_is_refused_with_how_to_save_it(tmp_path):
     path = write_lines(tmp_path / "a.csv", "question,answer", "Erkläre x,y".encode("latin-1"))
     with pytest.raises(RecipeError, match=r"a\.csv:2: not UTF-8: byte 0xe4 after 'Erkl'; save the file as"):
         read_rows(Source(path=path), "error")

@@ -75,7 +75,7 @@ def test_sources_of_several_kinds_stand_in_order_and_evaluation_sets_apart(tmp_p
     ]
 
 
-def test_mistakes_of_all_sources_are_told_together_with_their_places(tmp_path, tokenizer):
+def test_mistakes_of_all_sources_are_reported_together_with_their_places(tmp_path, tokenizer):
     bad = [text_file(tmp_path / f"{name}.jsonl", "a", "") for name in "xyz"]
     with pytest.raises(RecipeError) as error:
         read_data(DataSection(train=bad[:2], eval=bad[2]), SFT)
@@ -252,7 +252,7 @@ def test_bad_row_of_a_stream_stops_it_with_its_place_or_is_dropped_and_counted(t
     assert stream.first_pass.num_dropped == {"empty text": 1}
 
 
-def test_what_a_stream_dropped_and_cut_is_told_once_however_many_passes_there_were(tmp_path, tokenizer):
+def test_what_a_stream_dropped_and_cut_is_reported_once_however_many_passes_there_were(tmp_path, tokenizer):
     path = text_file(tmp_path / "a.jsonl", *words(6), "w" * 20, "", *words(3), "")
     data = DataSection(train=path, streaming=True, shuffle_rows=5, max_length=8, on_bad_row="drop")
     cut = "data.train: 1 of 10 rows (10.0%) are longer than data.max_length 8 and are cut there"

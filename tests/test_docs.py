@@ -173,7 +173,7 @@ def attempt_cookbook(arguments: list[str], folder: Path) -> list[list[str]]:
     if verb == "launch" and "--machines" in arguments:  # this machine has no route to the one that a page names
         run_cookbook(folder, "check", arguments[1])
     elif verb == "launch":
-        # Without --dry-run, a recipe whose label asks for GPUs would be refused here for want of them.
+        # Without --dry-run, a recipe whose label asks for GPUs would be refused here, where there are none.
         dry_run = [] if "--dry-run" in arguments else ["--dry-run"]
         printed = run_cookbook(folder, *arguments, *dry_run)
         return [shlex.split(printed.splitlines()[-1])]
@@ -284,7 +284,7 @@ def test_a_command_of_the_pages_exists_and_finds_nothing_wrong(trials, place, li
 
 
 def test_the_accelerate_lines_behind_the_commands_pass_a_dry_run(trials, lab):
-    """Of lines that differ only in the strategy, three are run; so they are of the library's, which are all alike."""
+    """Three are run of lines that differ only in the strategy, and of the library's, which are all alike."""
     chosen: dict[tuple[str, ...], dict[str, tuple[list[str], Path]]] = {}
     for (place, _), trial in trials.items():
         for words in trial.accelerate_lines:

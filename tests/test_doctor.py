@@ -1,4 +1,4 @@
-"""Protects the doctor: what it says of a machine is true, it ends in time whatever hangs, and it leaves nothing behind.
+"""Protects the doctor: what it finds on a machine is so, it ends in time whatever hangs, and it leaves nothing behind.
 
 python -m pytest -q tests/test_doctor.py
 """
@@ -106,7 +106,7 @@ def test_only_the_gpus_that_a_run_will_see_count():
     assert gpus.find_link(broken.gpus[2:4], broken.pairs).kind == "NVLink (18 links)"
 
 
-def test_lack_of_peers_and_unlike_gpus_are_told():
+def test_lack_of_peers_and_unlike_gpus_are_reported():
     no_peers = simulated_driver.read(H100 + "pair.0.1.peer 5\n")
     assert ("warning", "no peer access between GPU 0 and 1 (not supported), in spite of NVLink") in statuses(
         gpus.check_links(no_peers)
@@ -268,7 +268,7 @@ def test_sizes_are_those_by_hand(monkeypatch):
     assert sizes(recipe, load_strategy(Path("accelerate_configs/ddp.yaml")), 2, on_gpus=False).host == 0
 
 
-def test_a_low_limit_of_open_files_is_told():
+def test_a_low_limit_of_open_files_is_reported():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
@@ -296,7 +296,7 @@ def test_a_low_limit_of_open_files_is_told():
         ("ACCELERATE_LOG_LEVEL", "info", "ok", ""),
     ],
 )
-def test_variables_that_would_change_or_slow_a_run_are_told(monkeypatch, name, value, status, remedy):
+def test_variables_that_would_change_or_slow_a_run_are_reported(monkeypatch, name, value, status, remedy):
     for other in list(os.environ):
         if other.startswith(("ACCELERATE_", "FSDP_", "NCCL_", "GLOO_", "CUDA_")) or other in hosts.TORCHRUN:
             monkeypatch.delenv(other)
@@ -306,7 +306,7 @@ def test_variables_that_would_change_or_slow_a_run_are_told(monkeypatch, name, v
     assert (found.status, found.remedy) == (status, remedy)
 
 
-def test_hidden_gpus_are_told():
+def test_hidden_gpus_are_reported():
     assert list(environment.hidden_gpus(None, 8, 8)) == []
     assert list(environment.hidden_gpus("0,1", 2, 2)) == []
     assert worst(environment.hidden_gpus("0,1", 2, 8)) == "warning"
@@ -317,7 +317,7 @@ def test_hidden_gpus_are_told():
 # Compiled operations.
 
 
-def test_a_lock_left_by_a_dead_build_is_told_unless_a_run_is_building(tmp_path, monkeypatch):
+def test_a_lock_left_by_a_dead_build_is_reported_unless_a_run_is_building(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert list(software.check_locks()) == []
     lock = tmp_path / "async_io/lock"
@@ -379,7 +379,7 @@ def test_operations_for_nvme_want_the_cuda_toolkit_of_torch_s_version(toolkit, t
 
 
 def test_what_cannot_be_built_without_the_toolkit_fails_in_doctor_and_before_a_run(toolkit, tmp_path, monkeypatch):
-    """An 8B model would be downloaded before the compiler says so."""
+    """An 8B model would be downloaded before the compiler fails."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     nvme, plain = (load_strategy(ROOT / f"accelerate_configs/{name}.yaml") for name in ("zero3_nvme", "zero3"))
     for module in (software, launch):
@@ -495,7 +495,7 @@ class Server(http.server.BaseHTTPRequestHandler):
         elif "secret" in self.path:
             status, code = 401, "RepoNotFound"
         elif "public" in self.path and self.headers.get("Authorization"):
-            status = 401  # what the Hub says to a token that has expired, whatever is asked
+            status = 401  # what the Hub answers to a token that has expired, whatever is asked
         elif "moved" in self.path:
             status = 302
         elif "rev9" in self.path:
@@ -536,7 +536,7 @@ def model(name, revision=None):
     return hub.Wanted(key="model.name_or_path", name=name, revision=revision, repo_type="model")
 
 
-def test_gated_private_and_missing_models_are_told_apart_and_the_token_never(servers, monkeypatch):
+def test_gated_private_and_missing_models_are_distinguished_and_no_token_is_shown(servers, monkeypatch):
     port = servers[0].server_port
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
     things = [model("a/gated"), model("a/secret"), model("a/open", "rev9"), model("a/open"), model("a/public")]
@@ -556,7 +556,7 @@ def test_the_token_does_not_follow_a_redirection(servers, monkeypatch):
     assert found.status == "ok" and servers[1].seen == []
 
 
-def test_a_password_in_the_address_of_the_hub_is_not_told(servers):
+def test_a_password_in_the_address_of_the_hub_is_not_shown(servers):
     found = list(hub.check_hub([model("a/gated")]))
     assert CANARY not in json.dumps([asdict(one) for one in found])
 
@@ -901,7 +901,7 @@ def test_a_doctor_that_is_ended_takes_its_processes_along(tmp_path, number):
         (["--strategy", "zero9"], "zero9"),
     ],
 )
-def test_a_mistake_on_the_command_line_is_told_in_a_moment(arguments, said):
+def test_a_mistake_on_the_command_line_is_reported_in_a_moment(arguments, said):
     done = subprocess.run(
         doctor_command(*arguments), cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=30
     )

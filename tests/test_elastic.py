@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 STOPS = [
     {"rank": 0, "at": "data.next", "step": step, "restart": count, "do": "SIGSTOP"} for count, step in ((0, 6), (1, 12))
 ]
-"""Of the first process: before the machine is lost, and once it trains alone."""
+"""Stops of the first process: before the machine is lost, and once it trains alone."""
 
 
 class Cluster:

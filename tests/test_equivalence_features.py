@@ -150,7 +150,7 @@ def test_eight_bit_adamw_stays_in_a_band(lab: Lab, strategy: str):
 )
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_in_bf16_an_adapter_stays_in_a_band_around_one_process(lab: Lab, strategy: str, settings: dict[str, str]):
-    """Of the same precision: in bf16 the frozen weights are rounded first, and 4 bits of those are another base."""
+    """One process in the same precision: bf16 rounds the frozen weights first, and 4 bits of those are another base."""
     settings = settings | {"mixed_precision": "bf16"}
     found = distance(lab.run(strategy, settings, processes=2), lab.run("single", settings))
     assert found.loss < 5e-3 and found.norm < 2e-2, found

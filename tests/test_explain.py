@@ -183,7 +183,7 @@ def test_a_loss_scale_and_what_follows_a_shortage_are_shown_where_they_are(in_ro
     assert found["LENGTH"]["out of memory"].text == "goes on with a smaller micro-batch or strategy"
 
 
-def test_a_default_and_the_command_line_are_told_apart_from_the_file(in_root):
+def test_a_default_and_the_command_line_are_distinguished_from_the_file(in_root):
     assignments = ["batch.micro_batch_size=2", "run={num_epochs: 3, output_dir: outputs/x}"]
     found = explain(ZERO3, assignments=assignments).sections
     assert found["BATCH"]["forward"].sources == ("command line",)
@@ -248,7 +248,7 @@ def test_what_depends_on_the_tokens_is_not_made_up(book, unknown):
     assert found is None and "counted when the data is tokenised" in text
 
 
-def test_a_warm_up_longer_than_the_rows_allow_is_told_now(book):
+def test_a_warm_up_longer_than_the_rows_allow_is_refused_at_once(book):
     rows(book, 10)
     with pytest.raises(RecipeError, match="warmup_steps is 10, but the run has 9 steps"):
         length("data.train=rows.jsonl", *THREE_EPOCHS)
@@ -285,7 +285,7 @@ def test_a_scaled_learning_rate_is_shown_with_its_arithmetic(in_root):
 
 
 def dots(lines):
-    """Of each character column of a plain chart, the rows that have a dot, from the top."""
+    """For each character column of a plain chart, the rows that have a dot, from the top."""
     body = [line.split("|", 1)[1].ljust(WIDTH) for line in lines[:HEIGHT]]
     return [{row for row in range(HEIGHT) if body[row][column] == "*"} for column in range(WIDTH)]
 
@@ -535,7 +535,7 @@ KEYS = {
 
 
 @pytest.mark.parametrize("assignment", KEYS)
-def test_a_key_that_changes_the_curve_is_told_from_one_that_does_not(assignment, in_root):
+def test_a_key_that_changes_the_curve_is_distinguished_from_one_that_does_not(assignment, in_root):
     one, other = explain(ZERO3), explain(ZERO3, assignments=[assignment])
     found = compare.compare_runs(one, other)
     assert {one.effect for one in found.differences} == {KEYS[assignment]}
@@ -591,7 +591,7 @@ def test_a_recipe_may_stand_beside_another_of_another_kind(in_root):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_be_explained_is_told_in_a_line(book, capsys, arguments, message):
+def test_what_cannot_be_explained_is_an_error_of_one_line(book, capsys, arguments, message):
     assert main(["explain", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(re.escape(message).replace(re.escape("..."), ".*"), line), line

@@ -516,7 +516,7 @@ def test_an_adapter_whose_base_is_gone_is_compared_all_the_same(lora: Run, capsy
     "kind", ["all weights", pytest.param("adapter", marks=[pytest.mark.slow, pytest.mark.thorough])]
 )
 def test_a_fresh_process_says_yes_and_no(tmp_path: Path, capsys, monkeypatch, kind: str):
-    """The same through the front door: another process opens it, and what it says ends the command."""
+    """The same through the front door: another process opens it, and what it finds ends the command."""
     made = Run(tmp_path, ADAPTERS["lora"] if kind == "adapter" else None, tie_word_embeddings=False)
     made.save(3)
     assert export(made) == 0
@@ -585,7 +585,7 @@ def everything(path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_told_and_nothing_is_touched(run: Run, capsys, monkeypatch, case: str):
+def test_bad_input_is_reported_and_nothing_is_touched(run: Run, capsys, monkeypatch, case: str):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     spoil, arguments, expected = BAD[case]
     spoil(run)
@@ -596,7 +596,7 @@ def test_bad_input_is_told_and_nothing_is_touched(run: Run, capsys, monkeypatch,
     assert everything(run.folder.parent) == before
 
 
-def test_a_disk_without_room_is_told_first(run: Run, capsys, monkeypatch):
+def test_a_disk_without_room_is_reported_first(run: Run, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     assert export(run) == 2
     assert re.search(r": 1000 B are free, and the export needs \S+ \S+, \S+ \S+ more$", capsys.readouterr().err.strip())
@@ -614,7 +614,7 @@ def test_the_recipe_of_every_optimizer_is_read_back(name: str):
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_model(tmp_path: Path):
-    """Private pages, as /proc tells them; those of mapped files are the disk's, and go when others need the room."""
+    """Private pages, as /proc counts them; those of mapped files are the disk's, and go when others need the room."""
     script = """
 import json, sys, threading, time, re
 from pathlib import Path
@@ -795,7 +795,7 @@ NO_CHECKPOINT = {
 
 
 @pytest.mark.parametrize("case", NO_CHECKPOINT)
-def test_what_is_no_checkpoint_is_told(run: Run, capsys, case: str):
+def test_what_is_no_checkpoint_is_refused(run: Run, capsys, case: str):
     spoil, expected = NO_CHECKPOINT[case]
     assert main(["checkpoint", str(spoil(run))]) == 2
     said = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Accidents in real runs: whatever happens, the run ends soon and says why, and the next start gives the same curve.
+"""Accidents in real runs: whatever happens, the run ends soon with its reason, and the next start gives the same curve.
 
 pytest tests/test_faults.py                         one of each kind
 pytest tests/test_faults.py -m "slow or not slow"   SIGKILL at every point of a save, every engine (make test-all)
@@ -277,7 +277,7 @@ def test_a_run_has_finished_when_its_export_was_opened_and_compared(lab: Lab, tm
     assert status(tmp_path / "out")["state"] == "failed" and not (tmp_path / "out/export").exists()
 
 
-def test_a_last_step_that_cannot_be_saved_is_tried_again_and_then_told(lab: Lab, tmp_path: Path):
+def test_a_last_step_that_cannot_be_saved_is_tried_again_and_then_reported(lab: Lab, tmp_path: Path):
     output = tmp_path / "out"
     fault = {"rank": 0, "at": "save.begin", "step": 6, "do": "EROFS"}
     done = lab.start(

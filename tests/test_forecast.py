@@ -1,4 +1,4 @@
-"""A forecast holds what it says: its parts make the whole, its verdict follows, and what it proposes fits.
+"""A forecast is consistent: its parts make the whole, its verdict follows, and what it proposes fits.
 
 python -m pytest -q tests/test_forecast.py
 """
@@ -320,7 +320,7 @@ def test_what_cannot_run_says_why(llama):
 
 
 @pytest.mark.parametrize("gpus", ["8xT4", "8xV100"])
-def test_a_gpu_without_bf16_is_told_before_anything_fits(llama, gpus):
+def test_a_gpu_without_bf16_is_refused_before_anything_fits(llama, gpus):
     small = llama.model_copy(update={"adapter": AdapterSection(name="lora")})
     found = only(small, gpus, "zero3")
     assert found.verdict == "cannot run" and "bf16" in found.why[0] and "mixed_precision: fp16" in found.why[0]
@@ -401,7 +401,7 @@ def test_the_answer_for_people(capsys):
     assert "zero3: the one that fits" in printed
     assert "does not fit" in printed and "|WWW" in printed
     assert re.search(r"sends +at least [\d,]+ messages a step from each GPU\n", printed)
-    assert "names the memory" in printed or "tells the memory and not the speed" in printed
+    assert "names the memory" in printed or "gives the memory and not the speed" in printed
 
 
 def test_the_label_says_what_a_machine_has(capsys):
@@ -433,7 +433,7 @@ def test_where_all_cannot_run_they_say_why(capsys):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_bad_input_is_told(words, said, capsys):
+def test_bad_input_is_reported(words, said, capsys):
     assert main(["plan", LLAMA, *words]) == 2
     assert said in capsys.readouterr().err
 

@@ -295,7 +295,7 @@ def test_a_pipeline_sends_hidden_states_and_averages_over_its_copies():
 
 
 def test_stages_wait_at_both_ends_of_a_step():
-    """Of two stages each waits for one micro-batch: of one it computes half the time, of seven 7/8."""
+    """Each of two stages waits for one micro-batch: with one it computes half the time, with seven 7/8 of it."""
     machines = parse_machines("2xH100")
     times = {}
     for micro in (1, 7):
@@ -565,7 +565,7 @@ def test_more_gpus_do_the_same_work_sooner():
         ("T4", "bf16", "fp16"),
     ],
 )
-def test_no_time_is_told_that_cannot_be_backed(text, precision, reason):
+def test_no_time_is_forecast_that_cannot_be_backed(text, precision, reason):
     assert reason in no_forecast(parse_machines(text), precision)
 
 
@@ -583,7 +583,7 @@ class Published:
     machines: str
     length: int
     samples: int
-    """Of each GPU's micro-batch."""
+    """Samples of each GPU's micro-batch."""
     tokens_per_second: float
     strategy: str = "fsdp2"
     micro_batches: int = 1
@@ -885,7 +885,7 @@ def test_published_steps_of_little_work_lie_inside_the_forecast(row):
 
 
 def test_where_the_gpu_has_little_to_do_launches_are_the_limit():
-    """256 tokens take as long as 512, and are told so; a compiled layer launches less."""
+    """The forecast of 256 tokens is that of 512; a compiled layer launches less."""
     small, double, large = (qwen(QWEN_1_8B, "zero3", "1xA100-80GB", None, length) for length in (256, 512, 8192))
     assert small.bottleneck == "kernel launches" and (small.low, small.high) == (double.low, double.high)
     assert large.bottleneck == "compute"

@@ -113,7 +113,7 @@ QUICK = [
 ]
 OWN_ARITHMETIC = ("ddp", "ddp_sp", "fsdp1", "fsdp2", "fsdp2_offload", "pp", "tp", "zero1", "zero2_offload", "zero3")
 OWN_ARITHMETIC += ("zero3_nvme", "zero3_offload")
-"""Of the strategies for two processes; the others hold what one of these does."""
+"""Strategies for two processes with states of their own; the others hold what one of these does."""
 SLOW = [
     *(run(name, 2, *BF16) for name in OWN_ARITHMETIC),
     run("single", 1, *LORA, *BF16),

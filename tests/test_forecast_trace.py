@@ -1,4 +1,4 @@
-"""What the trace on tensors without data says is what a real forward and backward allocate on the CPU.
+"""What the trace on tensors without data counts is what a real forward and backward allocate on the CPU.
 
 python -m pytest -q tests/test_forecast_trace.py
 """

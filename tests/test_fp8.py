@@ -1,5 +1,5 @@
 """Protects `mixed_precision: fp8`: no scale depends on the micro-batch or on how a strategy hands the weights over, and
-what a machine lacks is said before anything loads. Curves: the row fp8 of tests/test_gpu_features.py.
+what a machine lacks is reported before anything loads. Curves: the row fp8 of tests/test_gpu_features.py.
 
 python -m pytest -q tests/test_fp8.py
 """

@@ -56,7 +56,7 @@ def run_cell(gpu_lab: GpuLab, strategy: str, adapter: str, checkpointing: str) -
 
 
 def error_of(run: GpuRun) -> float:
-    """Of the GPU that has most, relative to the forecast in run.json, which is of what the run itself was."""
+    """Error of the forecast in run.json, relative to it, on the GPU whose peak is highest."""
     peaks = [max(run.report(rank)["peak_bytes"]) for rank in range(len(run.codes))]
     forecast: dict[str, Any] = run.record["forecast"]
     return max(peaks) / forecast["allocated"] - 1

@@ -85,7 +85,7 @@ def test_without_an_allocation_what_is_in_use_is_the_peak():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: make test-gpu runs it there")
-def test_the_peak_is_torch_s_own_and_is_written_after_a_want_of_memory(tmp_path: Path):
+def test_the_peak_is_torch_s_own_and_is_written_when_memory_runs_out(tmp_path: Path):
     start()
     said: list[str] = []
     history = MemoryHistory(True, tmp_path, 0, torch.device("cuda", 0), said.append)

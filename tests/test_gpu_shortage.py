@@ -48,7 +48,7 @@ def test_a_run_that_does_not_fit_ends_with_one_sentence(gpu_lab):
     assert 1 in run.codes and not {0, 2} & set(run.codes)
     told = "".join(run.log(rank) for rank in range(2))
     assert "Traceback" not in told
-    assert told.count("CUDA out of memory") == 1, "the first tells for all"
+    assert told.count("CUDA out of memory") == 1, "the first prints for all"
     assert "\n  Next: " in told
     found = json.loads((run.output / "status.json").read_text())
     assert (found["state"], found["exit_code"]) == ("failed", 1)

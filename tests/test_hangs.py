@@ -102,7 +102,7 @@ def mistakes(case: Case, done: subprocess.CompletedProcess, output: Path) -> lis
     except OSError as error:
         return [*found, str(error), done.stdout[-2000:]]
     accused = report.splitlines()[1]
-    # Steps take less time here than a sign is written in; a sleeping process still tells where it is.
+    # Steps take less time here than a sign is written in; a sleeping process still shows where it is.
     is_late = case.do == "SIGSTOP" and not case.point.startswith("phase.")
     if not accused.startswith(f"rank {case.rank} (process ") or not (is_late or case.last_sign in accused):
         found.append(accused)
@@ -142,7 +142,7 @@ def test_a_healthy_run_leaves_nothing_of_its_watch(lab: Lab, tmp_path: Path):
 
 
 def test_an_earlier_run_keeps_its_record_when_the_next_start_hangs(lab: Lab, tmp_path: Path):
-    """Nothing of the folder is this start's yet; but one that goes on with the run says why it did not."""
+    """Nothing of the folder is this start's yet; but one that goes on with the run records why it did not."""
     output = tmp_path / "out"
     settings = SETTINGS | {"run.output_dir": str(output)}
     assert lab.start("ddp", settings, 2).returncode == 0

@@ -292,7 +292,7 @@ def test_the_machine_is_what_its_driver_tells():
     assert from_driver([]).text == "cpu"
 
 
-def test_of_different_gpus_the_smallest_counts_and_no_speed_is_told():
+def test_of_different_gpus_the_smallest_counts_and_no_speed_is_known():
     found = from_driver([gpu(0, *H100), gpu(1, *L4)])
     assert found.gpu is None and found.usable_gib < 22 and found.no_speed
 

@@ -1,4 +1,4 @@
-"""Protects `init`: the recipe it writes is the one that counting by hand gives, and what `plan` says fits.
+"""Protects `init`: the recipe it writes is the one that counting by hand gives, and what fits it by `plan`.
 
 python -m pytest -q tests/test_init.py
 """

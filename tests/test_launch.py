@@ -199,7 +199,7 @@ def test_clearing_leaves_nothing_that_accelerate_would_obey(monkeypatch, launche
     assert os.environ == {"HOME": "/x"}
 
 
-# The real thing, once: a script that says who started it.
+# The real thing, once: a script that prints who started it.
 PROBE = """
 import json, sys
 sys.path.insert(0, {root!r})

@@ -177,7 +177,7 @@ def load_adapter(name: str) -> object:
     return adapter
 
 
-def test_host_memory_that_is_too_small_for_the_start_is_told(full: Recipe):
+def test_host_memory_that_is_too_small_for_the_start_is_reported(full: Recipe):
     """Llama 3.1 8B: 8.03e9 weights of 4 bytes are 29.9 GiB, and that once on each machine."""
     (found,) = forecast_all(full, [read("fsdp2")], parse_machines("8xH100", host_gib=25), "recipe").forecasts
     assert found.host / GIB == pytest.approx(29.9, abs=0.1)

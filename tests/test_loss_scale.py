@@ -13,8 +13,8 @@ from cookbook.training.engine.loss_scale import LossScale
 SETTINGS = {"initial": 1024.0, "window": 2, "hysteresis": 2, "minimum": 256.0}
 OVERFLOWS = {3, 4, 7}
 PATH = [1024, 1024, 2048, 2048, 1024, 1024, 2048, 2048]
-"""Of steps 1 to 8: two good ones double it; step 3 is tolerated, and 4 halves it; two double it; 7 is tolerated again,
-since it has doubled since then."""
+"""The scale of steps 1 to 8: two good ones double it; step 3 is tolerated, and 4 halves it; two double it; 7 is
+tolerated again, since it has doubled since then."""
 SELDOM = [pytest.mark.slow, pytest.mark.thorough]
 FP16 = {"mixed_precision": "fp16", "run.max_steps": "8", "run.eval_every_steps": "null"}
 FP16 |= {f"loss_scale.{name}": str(value) for name, value in SETTINGS.items()}

@@ -365,7 +365,7 @@ def test_dropout_of_a_configuration_is_found():
 
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "opt", "gpt_neo", "mamba"])
 def test_a_mesh_of_one_suits_every_configuration(name: str):
-    """Of several of these classes none has the names that heads and inner features have elsewhere."""
+    """Several of these classes have no field under the names that heads and inner features have elsewhere."""
     assert mesh_problem(AutoConfig.for_model(name), Mesh()) is None
 
 

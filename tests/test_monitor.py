@@ -87,7 +87,7 @@ def test_each_rank_has_the_numbers_of_its_own_gpu_in_usual_units(tmp_path, monke
     assert second == {"rank": 9, **MEASURED}
     changed = {"busy_percent": 12, "celsius": 91, "uncorrected_errors": 2}
     expected = {"rank": 8, **MEASURED, **changed, "throttled": ["heat, hardware slowdown", "power cap"]}
-    del expected["watts"]  # which this driver does not tell
+    del expected["watts"]  # which this driver does not report
     assert first == expected
 
 
@@ -155,7 +155,7 @@ def test_a_run_on_simulated_gpus_measures_the_gpu_of_each_rank(gpu_lab: GpuLab, 
 
 
 def history_of(*samples: dict[str, Any], cpu: dict[str, Any] | None = None) -> History:
-    """Of 20 lines, in which each rank's GPU is healthy but for its sample."""
+    """A history of 20 lines, in which each rank's GPU is healthy but for its sample."""
     cpu = {"busy_percent": 50, "memory_gib": 100, "memory_total_gib": 1000} | (cpu or {})
     gpus = [{"rank": rank, **MEASURED, **sample} for rank, sample in enumerate(samples)]
     lines = [{"time": 10.0 * i, "gpus": gpus, "cpu": cpu} for i in range(20)]

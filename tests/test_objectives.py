@@ -52,7 +52,7 @@ def logits() -> torch.Tensor:
 
 
 def log_probability(logits: torch.Tensor, targets: torch.Tensor) -> tuple[float, int]:
-    """Of one sequence, token by token."""
+    """Log-probability of one sequence and its number of labels, token by token."""
     total, count = 0.0, 0
     for position, target in enumerate(targets.tolist()):
         if target != -100:

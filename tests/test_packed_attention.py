@@ -49,7 +49,7 @@ MIXTURE = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
 }
-# Windows at least as long as the samples: no sample can tell.
+# Windows at least as long as the samples: no sample differs.
 WINDOWED = {"exaone4", "exaone_moe", "gemma3_text", "ministral", "mistral", "olmo3"}
 
 

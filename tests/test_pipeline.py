@@ -72,7 +72,7 @@ def test_the_stages_of_known_models_by_hand():
 
 
 def most_begun(num_micro_batches: int, num_stages: int, chunks: int = 1) -> list[int]:
-    """Of each stage the most micro-batches, of whatever chunk, that have begun at once."""
+    """For each stage, the most micro-batches, of whatever chunk, that have begun at once."""
     stages = (begun(num_micro_batches, stage, num_stages, chunks) for stage in range(num_stages))
     return [max(sum(one.counts) for one in stage) for stage in stages]
 
@@ -277,7 +277,7 @@ def test_copies_of_stages_of_shards_have_the_curve_of_one_process(lab: Lab):
     small = {"batch.micro_batch_size": "2"}
     found = distance(lab.run("pp_tp", small, processes=8), lab.run("single", SGD))
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
-    _, output = lab.attempt("pp_tp", small, processes=8, sabotage="copies_not_told_from_shards")
+    _, output = lab.attempt("pp_tp", small, processes=8, sabotage="copies_taken_for_shards")
     assert "processes with the same layers and other samples: asked for 2, found 4" in output
 
 
@@ -417,7 +417,7 @@ def test_bf16_stays_in_the_band_of_one_process(lab: Lab):
 
 
 @pytest.mark.parametrize("chunks", [1, pytest.param(2, marks=THOROUGH)])
-def test_a_want_of_memory_in_a_stage_is_told_as_such(lab: Lab, chunks: int):
+def test_memory_that_runs_out_in_a_stage_is_reported_as_such(lab: Lab, chunks: int):
     """torch hides what a forward raised behind an error of its own."""
     file = "pp" if chunks == 1 else with_stages(lab.folder, "pp", chunks=chunks)
     folder, output = lab.attempt(file, SGD if chunks == 1 else FOUR_LAYERS, sabotage="no_memory_in_step_2")

@@ -122,6 +122,6 @@ def test_a_tokenizer_of_the_hub_is_fetched_without_the_weights(show, book, monke
     assert asked == [("some/model", "x", ["tokenizer.json"])]
 
 
-def test_bad_rows_are_told_as_a_run_would(show):
+def test_bad_rows_are_reported_as_a_run_would(show):
     with pytest.raises(RecipeError, match=r"rows\.jsonl:1: missing keys"):
         show([{}])

@@ -315,7 +315,7 @@ def test_times_of_simulated_gpus_are_not_explained(gpu_lab: GpuLab, capsys):
     assert "simulated GPUs, whose times mean nothing" in capsys.readouterr().err
 
 
-def test_steps_that_were_not_reached_are_told(tmp_path):
+def test_steps_that_were_not_reached_are_reported(tmp_path):
     said: list[str] = []
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     for ranks, reached in ([0], 4), ([1], 4), ([0], 5):

@@ -155,7 +155,7 @@ def test_the_schema_closes_every_section_and_knows_every_key():
 
 
 def test_what_a_resumed_run_may_change_is_what_leaves_its_curve_as_it_is():
-    """Of keys outside of `run`, written by hand: `rule_of` derives them from what `explain` says of each."""
+    """The keys outside of `run` are written by hand: `rule_of` derives them from `explain`'s effect of each."""
     free = {key for key in leaves(Recipe) if rule_of(key) == "free" and key.split(".")[0] != "run"}
     batch = {"batch.micro_batch_size", "batch.micro_batch_tokens"}
     model = {"model.gradient_checkpointing", "model.compile", "model.liger_kernels"}

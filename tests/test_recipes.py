@@ -170,7 +170,7 @@ def test_the_page_is_what_the_recipes_say():
     assert library.PAGE.read_text() == library.library_page(), "write it again: python -m cookbook library"
 
 
-def test_a_machine_that_is_too_small_is_told_what_to_do_instead():
+def test_on_a_machine_that_is_too_small_the_answer_is_what_to_do_instead():
     text = library.what_it_takes(Path("recipes/qwen25_7b/sft.yaml"))
     assert "4 GPUs of 80 GB" in text
     assert "make rehearse RECIPE=recipes/qwen25_7b/sft.yaml" in text
@@ -318,7 +318,7 @@ def test_the_default_folder_has_the_names_of_recipe_and_strategy(book, path, str
     assert load_pair(Path(path), ["run.output_dir=null"])[0].run.output_dir.startswith("outputs/")
 
 
-def test_a_run_under_another_strategy_is_told_of_the_folder_that_it_could_resume(book):
+def test_a_run_under_another_strategy_names_the_folder_that_it_could_resume(book):
     path = Path("recipes/qwen25_7b/sft.yaml")
     recipe, strategy = load_pair(path, [], find_strategy("fsdp2"))
     Path("outputs/qwen25_7b-sft_lora-zero3/checkpoints/step-00000003").mkdir(parents=True)

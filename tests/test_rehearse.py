@@ -159,13 +159,13 @@ def test_an_export_with_the_untrained_weights_fails_the_rehearsal(monkeypatch, c
     assert "the export, opened by transformers, has an evaluation loss of" in capsys.readouterr().err
 
 
-def test_an_unknown_model_without_network_is_told_before_anything_starts(monkeypatch):
+def test_an_unknown_model_without_network_is_refused_before_anything_starts(monkeypatch):
     monkeypatch.setattr(rehearse, "_run", lambda *_: pytest.fail("a run was started"))
     with pytest.raises(RecipeError, match=r"someone/unheard-of.*offline_facts\.json"):
         rehearsal_of("recipes/qwen3_0_6b/sft.yaml", "model={name_or_path: someone/unheard-of}")
 
 
-def test_a_batch_that_does_not_split_at_full_size_is_told_before_anything_starts(monkeypatch):
+def test_a_batch_that_does_not_split_at_full_size_is_refused_before_anything_starts(monkeypatch):
     monkeypatch.setattr(rehearse, "_run", lambda *_: pytest.fail("a run was started"))
     with pytest.raises(RecipeError, match=r"batch\.global_batch_size is 100, but 4 processes x micro_batch_size 4"):
         rehearsal_of("recipes/qwen25_7b/sft.yaml", "batch.global_batch_size=100")
@@ -252,7 +252,7 @@ def test_the_recomputed_loss_leaves_out_what_the_length_cuts_to_nothing(tmp_path
 
 
 @pytest.mark.parametrize("processes", [0, -1])
-def test_an_impossible_number_of_processes_is_told(processes, capsys):
+def test_an_impossible_number_of_processes_is_refused(processes, capsys):
     assert main(["rehearse", RECIPES[0], "--processes", str(processes)]) == 2
     assert f"--processes is {processes}; write a number above 0" in capsys.readouterr().err
 
@@ -300,7 +300,7 @@ LOGS = {
 
 
 @pytest.mark.parametrize(("log", "told"), LOGS.values(), ids=LOGS)
-def test_what_went_wrong_is_told_without_the_launchers_own_report(tmp_path, log, told):
+def test_what_went_wrong_is_shown_without_the_launchers_own_report(tmp_path, log, told):
     path = tmp_path / "log.txt"
     path.write_text(log)
     assert _what_went_wrong(path) == told

@@ -3,10 +3,12 @@
 Run alone: pytest -q tests/test_repository.py
 """
 
+import ast
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -111,3 +113,29 @@ def test_the_dev_container_runs_what_the_readme_says() -> None:
     assert settings["postCreateCommand"] == "make setup" and "sh system.sh" in settings["onCreateCommand"]
     python = settings["customizations"]["vscode"]["settings"]["python.defaultInterpreterPath"]
     assert python == "${containerWorkspaceFolder}/.venv/bin/python"
+
+
+FOLDERS = ("cookbook", "tests", "benchmarks")
+
+
+def texts_of(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each string that stands alone: docstrings, and what follows an assignment."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+
+
+def test_no_docstring_begins_with_of() -> None:
+    """Such a one does not name its thing: who reads it must read the code around it too."""
+    written = {"module": '"""Of it."""', "class": 'class A:\n    """Of it."""', "value": 'A = 1\n"""\nOf it."""'}
+    for source in written.values():
+        assert [text.split() for _, text in texts_of(source)] == [["Of", "it."]]
+    files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert len(files) > 300
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in files
+        for line, text in texts_of(path.read_text(encoding="utf-8"))
+        if text.split()[:1] == ["Of"]
+    ]
+    assert not found, f'docstrings that begin with "Of"; name the thing first: {" ".join(found)}'

@@ -1,4 +1,4 @@
-"""Protects run.sample_every_steps: what a run writes is what its model says, and the curve does not notice.
+"""Protects run.sample_every_steps: what a run writes is what its model generates, and the curve does not notice.
 
 python -m pytest -q tests/test_samples.py -m "slow or not slow"
 """
@@ -55,7 +55,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def by_the_library(curve: Curve, prompts: list[str]) -> list[str]:
-    """What transformers' own generation says with the exported weights, one prompt at a time."""
+    """What transformers' own generation gives with the exported weights, one prompt at a time."""
     tokenizer: Any = AutoTokenizer.from_pretrained(curve.folder / "export")
     model: Any = AutoModelForCausalLM.from_pretrained(curve.folder / "export", dtype=torch.float32)
     found = []

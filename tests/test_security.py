@@ -314,7 +314,7 @@ def test_a_run_that_crashes_tells_no_secret(book: Book):
     assert leaks(book.root, printed) == []
 
 
-def test_a_secret_that_is_told_would_be_found(tmp_path: Path):
+def test_a_secret_that_leaks_would_be_found(tmp_path: Path):
     secret = SECRETS["MY_PASSWORD"]
     (tmp_path / "run.json").write_text(json.dumps({"environment": {"MY_PASSWORD": secret}}))
     (tmp_path / "log").write_bytes(base64.b64encode(f"header: {secret}; more".encode()))

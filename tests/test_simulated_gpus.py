@@ -31,7 +31,7 @@ def run(*command: str, memory: int = 1 << 20, **extra: str) -> subprocess.Comple
 
 
 def evaluate(code: str, **extra: str) -> list:
-    """The values that a program tells with `tell(...)`, on the simulated GPUs."""
+    """The values that a program passes to `tell(...)`, on the simulated GPUs."""
     program = f"import json, sys, torch\ntold = []\ntell = told.append\n{code}\nprint('TOLD' + json.dumps(told))"
     done = run(sys.executable, "-c", program, **extra)
     assert done.returncode == 0, done.stderr[-3000:]

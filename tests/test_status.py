@@ -1,4 +1,4 @@
-"""status.json tells how a run stands, and a run that fails at the same step again and again stops with a report.
+"""status.json shows how a run stands, and a run that fails at the same step again and again stops with a report.
 
 python -m pytest -q tests/test_status.py
 """
@@ -69,7 +69,7 @@ def test_a_reader_never_meets_half_a_file(tmp_path):
     assert len(seen) > 10
 
 
-def test_a_full_disk_is_told_and_leaves_the_old_file(tmp_path, monkeypatch, capsys):
+def test_a_full_disk_is_reported_and_leaves_the_old_file(tmp_path, monkeypatch, capsys):
     run = Status(tmp_path, is_main=True)
 
     def full(descriptor: int) -> None:

@@ -82,7 +82,7 @@ def test_a_zero_yaml_names_the_json_of_its_own_name(name):
     assert (ROOT / f"ds_configs/{name}.json").is_file()
 
 
-# Prefetching is off with parameters on NVMe: strategy.py tells why.
+# Prefetching is off with parameters on NVMe: see strategy.py.
 NVME_KEYS = {"offload_optimizer", "offload_param", "zero_force_ds_cpu_optimizer", "aio", "stage3_prefetch_bucket_size"}
 
 

@@ -40,7 +40,7 @@ SKY_KEYS = {
     "run": str,
     "volumes": {"/outputs": str},
 }
-"""Of what SkyPilot 0.14.1 reads (sky/utils/schemas.py, get_task_schema and get_resources_schema), what is used here."""
+"""The part used here of what SkyPilot 0.14.1 reads (sky/utils/schemas.py, get_task_schema, get_resources_schema)."""
 
 
 def submit(capsys, to, recipe=RECIPE, gpus="2x8xH100", *words):

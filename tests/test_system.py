@@ -52,7 +52,7 @@ def machine(tmp_path: Path) -> Machine:
 
 
 @pytest.mark.parametrize(("what", "code"), [("build", 0), ("venv", 1)])
-def test_a_user_is_told_in_one_line_and_nothing_is_installed(machine: Machine, what: str, code: int):
+def test_a_user_gets_one_line_and_nothing_is_installed(machine: Machine, what: str, code: int):
     machine.add_apt("false")
     done = machine.run(what)
     assert done.returncode == code and done.stdout == ""
@@ -83,7 +83,7 @@ def test_root_gets_what_is_missing_and_a_line_that_says_why(machine: Machine, tm
     assert machine.run("venv").stdout == "", "installed again"
 
 
-def test_root_is_told_what_apt_said_where_it_fails(machine: Machine):
+def test_root_gets_the_error_of_apt_where_it_fails(machine: Machine):
     machine.user = 0
     machine.add_apt("echo 'E: Unable to locate package'; exit 100")
     done = machine.run("build")

@@ -137,7 +137,7 @@ def test_there_is_a_test_for_each_tracker() -> None:
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("name", READERS)
 def test_a_tracker_has_the_numbers_of_the_metrics_once(name: str, tmp_path: Path, capsys) -> None:
-    """Of four starts: the second repeats steps 3 and 4 and is killed in between, the third repeats both, and the last
+    """Four starts: the second repeats steps 3 and 4 and is killed in between, the third repeats both, and the last
     the evaluation after step 6, which was saved before it."""
     need_trackers()
     folder = tmp_path / "outputs/run"

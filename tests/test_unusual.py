@@ -83,7 +83,7 @@ def test_the_rule():
     assert begins([*calm, *[50.0] * MOST, *[1.0] * 5, 50.0]) == [30], "what lasts becomes usual"
 
 
-def test_layers_are_told_apart_and_modules_outside_of_them():
+def test_layers_are_distinguished_and_modules_outside_of_them():
     names = {
         "model.layers.11.mlp.up_proj.weight": "model.layers.11",
         "base_model.model.model.layers.3.self_attn.q_proj.lora_A.default.weight": "base_model.model.model.layers.3",

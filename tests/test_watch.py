@@ -391,7 +391,7 @@ print(json.dumps(entered_collectives()))
 
 
 def test_each_backend_of_a_group_counts_for_itself():
-    """In the form in which torch's flight recorder tells them; NCCL itself needs GPUs."""
+    """In the form in which torch's flight recorder writes them; NCCL itself needs GPUs."""
     done = subprocess.run([sys.executable, "-c", TWO_BACKENDS], cwd=ROOT, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     assert {name: (state["number"], state["op"]) for name, state in found.items()} == {

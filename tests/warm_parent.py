@@ -114,7 +114,7 @@ class WarmParent:
 
     @property
     def pid(self) -> int | None:
-        """Of the parent, once it was asked: its children are launchers, and theirs the processes of a run."""
+        """Process id of the parent, once it has started: its children are launchers, theirs the processes of a run."""
         return self._process.pid if self._process else None
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ def run_all(jobs: list[dict], at_once: int) -> list[dict]:
 
 
 def answer_of(job: dict) -> dict:
-    """Of a run that has ended, or whose launcher was killed."""
+    """The answer of a run that has ended, or whose launcher was killed."""
     path = Path(job["folder"]) / ANSWER
     return json.loads(path.read_text()) if path.exists() else {"codes": [-signal.SIGKILL], "seconds": None}
 

@@ -80,5 +80,5 @@ def all_cells(device: str) -> list[Cell]:
 
 
 def cell_of(row: dict[str, Any]) -> Cell:
-    """Of a row of the results, which has more keys."""
+    """The cell of a row of the results, which has more keys."""
     return Cell(**{field.name: row[field.name] for field in fields(Cell)})

@@ -2,7 +2,7 @@
 
     [accelerate launch ...] benchmarks/race/gate.py SOCKET MODULE [ARGUMENTS ...]
 
-A step ends with the optimizer's update: there this process tells the other side of the socket its CPU time and memory,
+A step ends with the optimizer's update: there this process sends the other side of the socket its CPU time and memory,
 and waits for an order. So everything that a program does between two updates counts, whatever its loop is.
 benchmarks/vs_peers.py gives the orders.
 """
@@ -20,8 +20,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 PARTS = ("head", "matrices", "attention", "optimizer", "rest")
-"""Of a step. `head`: logits and loss, with their gradients, and the embedding, which shares its weight. `matrices`: of
-the layers. `attention`: its kernel."""
+"""Parts of a step. `head`: logits and loss, with their gradients, and the embedding, which shares its weight.
+`matrices`: of the layers. `attention`: its kernel."""
 
 
 class Gate:

@@ -64,7 +64,7 @@ def speed_table(rows: list[dict[str, Any]], device: str) -> list[str]:
 
 
 def start_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Of each cell that ran: start and memory."""
+    """Start and memory of each cell that ran."""
     lines = [
         "| beside | strategy | model | precision | | CPU s to the end of step 1 | theirs | peak memory, GiB | theirs |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -77,7 +77,7 @@ def start_table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def parts_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Of plain cells in fp32: shares of the time of a step, ours once for each model."""
+    """Shares of the time of a step in plain cells in fp32, ours once for each model."""
     lines = [f"| model | | {' | '.join(PARTS)} |", "|---|---|" + "---|" * len(PARTS)]
     seen = set()
     for row in rows:

@@ -148,7 +148,7 @@ class Runner:
 
 
 def variables(folder: Path, processes: int, *, on_cpu: bool) -> dict[str, str]:
-    """Of the environment of a program."""
+    """Environment variables of a program."""
     found = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -164,7 +164,7 @@ def variables(folder: Path, processes: int, *, on_cpu: bool) -> dict[str, str]:
 
 
 def tokens_of(log: list[dict[str, Any]]) -> list[int]:
-    """Of each step, where they are told: by ours of the step, by TRL their sum so far."""
+    """Tokens of each step, where they are logged: ours logs those of the step, TRL their sum so far."""
     found = [int(line["num_tokens"]) for line in log if "num_tokens" in line]
     if log and "step_seconds" in log[0]:
         return found

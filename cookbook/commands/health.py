@@ -75,7 +75,7 @@ def _of_gpus(values: Values) -> Iterable[str]:
     if shares and max(shares.values()) < LEAST_MEMORY:
         yield (
             f"GPU memory at most {max(shares.values()):.0%} used: a larger batch.micro_batch_size may fit"
-            " (cookbook plan says so)"
+            " (see cookbook plan)"
         )
     broken = {who: max(count) for who, count in gpus.get("uncorrected_errors", {}).items() if max(count)}
     if broken:

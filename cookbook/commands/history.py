@@ -19,18 +19,18 @@ class History:
 
     folder: Path
     lines: list[dict[str, Any]]
-    """Of metrics.jsonl."""
+    """Lines of metrics.jsonl."""
     events: list[dict[str, Any]]
-    """Of events.jsonl."""
+    """Lines of events.jsonl."""
     record: dict[str, Any]
     """run.json."""
     settings: dict[str, Any]
     """recipe.yaml by `section.key`."""
     state: str
     samples: list[dict[str, Any]]
-    """Of samples.jsonl."""
+    """Lines of samples.jsonl."""
     monitor: list[dict[str, Any]]
-    """Of monitor.jsonl and those of other machines, in the order of time."""
+    """Lines of monitor.jsonl and those of other machines, in the order of time."""
 
     @property
     def steps(self) -> list[dict[str, Any]]:

@@ -83,7 +83,7 @@ TEMPLATES = tuple(
 """Tried in this order if the tokenizer's own is missing or cannot be trained with."""
 UNCUT = 2**31
 SPLIT_LENGTH = 4096
-"""Of texts, as in mistral_7b/cpt: longer ones become several samples."""
+"""Tokens of a sample of text, as in mistral_7b/cpt: longer texts become several samples."""
 ROWS_SEEN = 100
 """To find out the kind of rows."""
 MIN_ROWS_TO_HOLD_OUT, HOLDOUT, MAX_HELD_OUT = 200, 0.05, 1000
@@ -181,7 +181,7 @@ def _read(data: str, task: Task | None) -> tuple[Task, Source, Rows]:
         if not guess:
             raise
         guessed: list[str] = []
-        with gathered(guessed):  # the first error tells more
+        with gathered(guessed):  # the first error explains more
             source = source.model_copy(update={"columns": guess})
             rows = read_rows(source, "drop", objective)
         if guessed:
@@ -395,7 +395,7 @@ class _Draft:
             notes["adapter"] = f"no shipped recipe is an example of {self.task} with all weights"
         elif method is not None:
             without = "all weights do not fit on these GPUs without offloading"
-            notes["adapter"] = without if on_gpus else "the smallest, for want of a GPU"
+            notes["adapter"] = without if on_gpus else "the smallest, as there is no GPU"
         if batch["global_batch_size"] != (theirs := like["batch"]["global_batch_size"]):
             gpus = f" and {self.machines.num_gpus} GPUs" if self.machines.num_gpus > 1 else ""
             notes["batch.global_batch_size"] = f"for {self.num_samples:,} samples{gpus}; {theirs} in the example"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 MARK, BLOCK = "⟦{}⟧", "█"
 NUM_RANGES, BAR_WIDTH = 10, 40
-"""Of the histogram of lengths."""
+"""Rows of the histogram of lengths, and characters of its longest bar."""
 
 
 def preview(recipe_path: Path, assignments: list[str], num_samples: int = 3, *, cache: Path = Path(".cache")) -> int:

@@ -29,7 +29,7 @@ TITLES = {
     "mfu": "Model FLOPs utilization",
     "peak_memory_gib": "Peak memory, GiB, largest process",
 }
-"""Of what has a curve in every run, in their order on the page; the metrics of an objective follow by their names."""
+"""Titles of the curves of every run, in their order on the page; the metrics of an objective follow by their names."""
 HARDWARE = {
     "busy_percent": "Busy, percent of the time",
     "memory_gib": "Memory in use, GiB",
@@ -43,10 +43,10 @@ HARDWARE = {
     "disk_write_mb_s": "Written to disks, MB/s",
     "network_mb_s": "Sent over the network, MB/s",
 }
-"""Of what has a curve where monitor.jsonl is."""
+"""Titles of the curves where monitor.jsonl is."""
 POSITIONS = ("step", "epoch", "num_tokens")
 MOST_POINTS = 2000
-"""Of a curve: more than a page has pixels."""
+"""Points of a curve: more than a page has pixels."""
 MOST_SAMPLES = 12
 """Continuations of one prompt."""
 INKS = 8
@@ -81,11 +81,11 @@ class Line:
     name: str
     points: list[tuple[float, float]]
     has_dots: bool = False
-    """Of few points, such as evaluations."""
+    """Whether its points are marked: few ones, such as evaluations."""
     ink: int = 0
     is_dashed: bool = False
     floor: list[float] | None = None
-    """Of an area, whose upper edge are the points; it is filled between both."""
+    """Lower edge of an area, whose upper edge is the points; it is filled between both."""
 
 
 def run_page(run: History, summary: Iterable[tuple[str, str]]) -> str:

@@ -31,7 +31,7 @@ MISTAKE = 2
 NEEDS = {"slurm": (), "sky": ("--volume",), "k8s": ("--image", "--volume"), "trainjob": ("--image", "--volume")}
 """Flags that a system requires; SkyPilot only for several machines."""
 CLAIM_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
-"""Of Kubernetes' claims (RFC 1123, a subdomain)."""
+"""Names of Kubernetes' volume claims (RFC 1123, a subdomain)."""
 Values = dict[str, Any]
 
 
@@ -43,7 +43,7 @@ class Task:
     """Letters, digits and hyphens, as Kubernetes wants of its names."""
     machines: Machines
     words: list[str]
-    """Of `cookbook launch`, without those that differ between machines."""
+    """Arguments of `cookbook launch`, without those that differ between machines."""
     seconds_to_save: int
     image: str
     volume: str

@@ -98,7 +98,7 @@ def tune(
     here = num_gpus()
     if simulated_gpus.is_active() or machines.num_gpus != here:
         there = "simulated GPUs" if simulated_gpus.is_active() else f"{here} GPUs"
-        print(f"nothing was tried: this machine has {there}, whose speed says nothing of {machines.text}")
+        print(f"nothing was tried: this machine has {there}, whose speed is no measure for {machines.text}")
         return 0
     speeds = {one.settings: measure(path, one.settings, recipe, assignments, steps) for one in chosen}
     for settings, speed in speeds.items():

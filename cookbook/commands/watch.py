@@ -17,7 +17,7 @@ from cookbook.system.records import METRICS, RUN, parse_lines, read_json
 from cookbook.system.screen import step_words
 
 TAIL_BYTES = 65536
-"""Of metrics.jsonl, read each time."""
+"""Bytes at the end of metrics.jsonl that are read each time."""
 HEAD = ("run", "state", "step", "loss", "held out", "tokens/s", "left")
 
 

@@ -44,7 +44,7 @@ from cookbook.system.validation import validate
 
 RECIPES = Path("recipes")
 MOVED = {"llama33_70b": "llama31_70b", "qwen3_32b": "qwen25_32b"}
-"""Of recipes that had a strategy in their name, folders that are gone, by that of the nearest model."""
+"""Folders that are gone, of recipes that had a strategy in their name, with that of the nearest model."""
 
 
 class Recipe(Section):
@@ -57,7 +57,7 @@ class Recipe(Section):
     """'no' is float32; fp16 uses loss scaling and needs a GPU; fp8 is bf16 with the layers' products in 8 bits, and
     needs torchao and a GPU of Ada, Hopper or later."""
     loss_scale: LossScaleSection | None = None
-    """Of fp16 only."""
+    """Loss scaling, for mixed_precision: fp16 only."""
     seed: int = Field(default=42, ge=0, lt=2**32)
     """Seed of data order, new weights and dropout."""
     plugins: list[PathText] = []

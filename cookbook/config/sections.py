@@ -16,7 +16,7 @@ BUILTIN_SOURCE = "python-stdlib"
 TEXT_FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".md")
 BINARY_FORMATS = (".parquet", ".arrow")
 COMPRESSIONS = (".gz", ".zst")
-"""Of text formats."""
+"""Suffixes of compressed files, which are of text formats."""
 ALL_LINEAR = "all-linear"
 
 
@@ -339,7 +339,7 @@ class ProfileSection(Section):
     steps: list[Annotated[int, Field(gt=0)]] = Field(min_length=2, max_length=2)
     """The first and the last one. The first steps of a start are slower than the others."""
     ranks: list[Annotated[int, Field(ge=0)]] = Field(default=[0], min_length=1)
-    """Of which processes; with all of them, the slowest is known."""
+    """Ranks that are recorded; with all of them, the slowest is known."""
 
     @model_validator(mode="after")
     def _in_order(self):

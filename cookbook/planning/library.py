@@ -32,7 +32,7 @@ class Needs:
 
     @property
     def num_gpus(self) -> int | None:
-        """Of all machines."""
+        """GPUs of all machines together."""
         return self.gpus_each and self.num_machines * self.gpus_each
 
     @property

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 Row: TypeAlias = "str | Sequence[str | Text]"
-"""Of a page: a line, or cells."""
+"""A row of a page: a line, or cells."""
 WIDTH = 120
 """Columns without a terminal, and at most on one."""
 BEYOND = 10_000

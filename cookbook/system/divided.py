@@ -16,7 +16,7 @@ PHASE, LAYER = "run: ", "layer: "
 """Prefixes of our annotations."""
 STEP = "step"
 PARTS = ("compute", "copies", "communication", "other")
-"""Of a phase. Communication is what neither computing nor copying hides; other is Python, and waiting for the host."""
+"""In a phase, communication is what neither computing nor copying hides; other is Python and waiting for the host."""
 COMMUNICATION = re.compile(r"(gloo|nccl|mpi):|c10d::|_c10d_functional::|nccl(Dev)?Kernel|simulated_nccl:")
 COPIES = re.compile(r"aten::(copy_|_to_copy|_pin_memory)$|Memcpy|Memset")
 CALLERS = re.compile(r"(torch::)?autograd::|torch\.distributed\.|(?!.*::)")
@@ -36,10 +36,10 @@ class Event:
     is_note: bool = False
     """An annotation and no operation."""
     is_async: bool = False
-    """Of no thread, as gloo's work."""
+    """Belongs to no thread, as gloo's work."""
     on_device: bool = False
     sequence: int = -1
-    """Of autograd: the same for an operation and its backward."""
+    """Autograd's number, the same for an operation and its backward."""
     link: int = 0
     """The same for an operation of the host and the GPU's kernels that it launched; 0: none."""
 

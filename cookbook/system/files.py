@@ -181,7 +181,7 @@ def read_document(path: Path) -> Document:
     try:
         if not path.is_file():
             if path.is_symlink():
-                path.stat()  # says why it leads nowhere
+                path.stat()  # its error has the reason
             raise RecipeError(
                 f"{name}: {'a folder, not a' if path.is_dir() else 'no such'} file (looked in {Path.cwd()})"
             )

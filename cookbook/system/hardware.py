@@ -11,13 +11,13 @@ from cookbook.system.gpus import InstalledGpu, read_driver, visible_gpus
 
 GIB = 2**30
 MAX_GPUS = 16
-"""Of one machine: a DGX-2 has as many. Larger NVLink domains (GB200 NVL72) are not in the table."""
+"""Most GPUs of one machine: a DGX-2 has as many. Larger NVLink domains (GB200 NVL72) are not in the table."""
 USUAL_GPUS = 8
-"""Of one machine, at most, but for few: HGX and DGX boards since the A100, AMD's platforms, cloud machines."""
+"""Most GPUs of one machine, but for few: HGX and DGX boards since the A100, AMD's platforms, cloud machines."""
 MAX_MACHINES = 1024
 
 DRIVER_RESERVE_GIB = 0.75
-"""Of the memory that nvidia-smi reports, what torch never gets: 0.25 GiB on a T4 (15.00 and 14.75), 0.35 on an RTX
+"""What torch never gets of the memory that nvidia-smi reports: 0.25 GiB on a T4 (15.00 and 14.75), 0.35 on an RTX
 4090, 0.59 on an L40S, 0.75 on an A100 80GB, as torch's own out-of-memory messages state the capacity."""
 
 HOST_AT_LEAST = 0.5
@@ -58,7 +58,7 @@ class Gpu:
     half_flops: float
     """bf16 with float32 sums; fp16 for a GPU that has no bf16."""
     bandwidth: float
-    """Of its memory, bytes."""
+    """Bytes to or from its own memory."""
     nvlink: float | None
     """Bytes to all other GPUs of the machine together (of AMD's, over Infinity Fabric); None: PCIe. A bridge joins two
     cards at most, and is an option (A100 PCIe, A6000, RTX 3090, H100 PCIe, H100 NVL): those count as PCIe."""
@@ -92,7 +92,7 @@ class Gpu:
 # Rates in TFLOP/s and GB/s. Reported memory: thundergolfer.com/blog/nvidia-gpu-memory-capacity for T4, A10, A100, L4,
 # L40S, H100 and H200, nvidia-smi tables in public issues and logs for the others, and torch's own "total capacity of
 # 191.98 GiB" for the MI300X. NVIDIA published no sheet of the H20: its figures are those of machines that are sold with
-# it. RTX PRO 6000 is the Workstation Edition, whose peak others tell; its namesakes are slower. Earlier rows win.
+# it. RTX PRO 6000 is the Workstation Edition, whose peak others state; its namesakes are slower. Earlier rows win.
 _TABLE = """
 name           | words           | generation | sold | MiB    | half  | memory | NVLink | host  | sheet
 V100-PCIe-32GB | V100 PCIE       | volta      | 32   | 32768  | 112   | 900    |        | PCIe3 | V100, January 2020
@@ -174,7 +174,7 @@ def find_gpu(name: str) -> Gpu | None:
 
     sizes = set(re.findall(r"(\d+)\s*GB", name.upper()))
     for gpu in GPUS:
-        # The name of a GH200 tells the memory of its CPU too.
+        # The name of a GH200 has the memory of its CPU too.
         known = {str(gpu.sold_gb)} | ({"480"} if gpu.name == "GH200" else set())
         foreign = OTHER_GPUS.intersection(tokens) - set(gpu.words)
         if all(map(is_there, gpu.words)) and sizes <= known and not foreign:
@@ -202,8 +202,8 @@ class Machines:
     usable_gib: float | None = None
     """Memory of each GPU that torch can have; None without a GPU."""
     fabric_gbits: tuple[float, float] = (100, 400)
-    """Of each GPU's network card, Gb/s: as given, or the range of what clusters have. One card to a GPU, as in DGX and
-    HGX machines; one 400 Gb/s card for 8 GPUs is 50."""
+    """Rate of each GPU's network card, Gb/s: as given, or the range of what clusters have. One card to a GPU, as in
+    DGX and HGX machines; one 400 Gb/s card for 8 GPUs is 50."""
     host_gib: float | None = None
     """Memory of each machine; None: not known."""
     nvme_gib: float | None = None
@@ -230,7 +230,7 @@ class Machines:
             kinds = [gpu.name for gpu in GPUS if self.usable_gib == _usable(gpu.sold_gb)]
             example = kinds[-1] if kinds else "H100"
             count = re.sub(r"[^x]+$", "", self.text)
-            return f"{self.text} tells the memory and not the speed: name the GPU, as in {count}{example}"
+            return f"{self.text} gives the memory and not the speed: name the GPU, as in {count}{example}"
         return None
 
 

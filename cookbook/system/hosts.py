@@ -13,7 +13,7 @@ import psutil
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 PORT = 29500
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables by which a launcher tells a process its place."""
+"""Variables by which a launcher gives a process its place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Hosts:
 
     count: int = 1
     index: int = 0
-    """Of this machine, from 0."""
+    """Number of this machine, from 0."""
     first: str = ""
     """Name or address of machine 0."""
     port: int = PORT

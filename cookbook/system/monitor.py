@@ -109,7 +109,7 @@ def gpu_handles(num_ranks: int) -> list[Any]:
 
 
 def gpu_sample(handle: Any) -> Sample:
-    """What a GPU does now; what its driver does not tell is left out."""
+    """What a GPU does now; what its driver does not report is left out."""
     use, memory = ask(nvml.nvmlDeviceGetUtilizationRates, handle), ask(nvml.nvmlDeviceGetMemoryInfo, handle)
     watts, most_watts = ask(nvml.nvmlDeviceGetPowerUsage, handle), ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
     reasons = ask(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle) or 0
@@ -118,7 +118,7 @@ def gpu_sample(handle: Any) -> Sample:
     received = ask(nvml.nvmlDeviceGetPcieThroughput, handle, nvml.NVML_PCIE_UTIL_RX_BYTES)
 
     def errors(kind: int) -> int | None:
-        """Of ECC memory, since the driver started."""
+        """Number of ECC memory errors since the driver started."""
         return ask(nvml.nvmlDeviceGetTotalEccErrors, handle, kind, nvml.NVML_VOLATILE_ECC)
 
     found = {

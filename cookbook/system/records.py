@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 
 METRICS, EVENTS, SAMPLES, RUN = "metrics.jsonl", "events.jsonl", "samples.jsonl", "run.json"
-"""Of a run, in its folder."""
+"""Names of files in a run's folder."""
 
 
 def replace_file(path: Path, text: str, *, flush: bool = False) -> None:

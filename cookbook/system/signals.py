@@ -17,7 +17,7 @@ HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PARENT_GONE = "parent gone"
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # found before a fork, after which dlopen may wait for a lock
 PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl."""
+"""Option of Linux's prctl: the signal that a process gets when its parent ends."""
 REASONS = (None, *(number.name for number in HANDLED), PARENT_GONE)
 """All results of `requested`; processes exchange the index."""
 

@@ -1,6 +1,6 @@
 """`status.json` in the output folder: the state of the run, for schedulers and the next start.
 
-Exit codes do not tell whether to restart a run: torchrun always exits with 1 and srun with 143.
+Exit codes do not show whether to restart a run: torchrun always exits with 1 and srun with 143.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ def read(folder: Path) -> dict[str, Any] | None:
     """The record of the folder's last run; None if there is none or it cannot be read.
 
     Keys: `state` (running, stopped, finished, failed), `step`, `exit_code`, `reason`, `checkpoint`, `pid`, `host`,
-    `started`, `launch`, `failed_after`. A run that was killed still has "running"; the folder's lock tells them apart.
+    `started`, `launch`, `failed_after`. A run that was killed still has "running"; the folder's lock shows which it is.
     """
     record = read_json(folder / FILE)
     return record if isinstance(record.get("state"), str) else None

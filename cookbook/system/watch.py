@@ -1,6 +1,6 @@
 """Hang watchdog: ends a run that makes no progress, in any phase, and names the ranks at fault.
 
-When one process stops, the others can only tell that they wait. So each process has a thread that notices when its main
+When one process stops, the others only know that they wait. So each process has a thread that notices when its main
 thread makes no progress, and writes its state to a folder next to the output folder, `.NAME.hang/START`:
 
     beat_R.json     heartbeat: what rank R did last

@@ -117,7 +117,7 @@ def _lines(frames: list[dict[str, Any]]) -> list[str]:
 
 
 class MemoryHistory:
-    """Writes the summary when its context ends, after an exception such as a want of memory too. Not collective."""
+    """Writes the summary when its context ends, also after an exception, such as out of memory. Not collective."""
 
     def __init__(self, is_on: bool, folder: Path, rank: int, device: torch.device, say: Callable[[str], None]) -> None:
         """Args: folder: of the run; say: shows the largest places."""

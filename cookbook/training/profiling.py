@@ -35,7 +35,7 @@ class Profile:
         """
         Args:
             folder: of the run.
-            model: the transformers model, whose layers are told apart.
+            model: the transformers model, whose layers are timed one by one.
             say: shows the table.
         """
         self._settings = settings if settings is not None and rank in settings.ranks else None

@@ -51,7 +51,7 @@ DISK_SECONDS = 20.0
 TORCH_SECONDS = 30.0
 """For torch to be imported and to compute a little on every GPU."""
 KEEP_SECONDS = 1.5
-"""Before the deadline, for what is left to be killed and told."""
+"""Seconds before the deadline in which what is left is killed and reported."""
 COLOURS = {"ok": "green", "warning": "yellow", "failure": "red"}
 
 

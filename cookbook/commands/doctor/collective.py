@@ -26,7 +26,8 @@ STALL_SECONDS = 20.0
 SLOW_RATIO = 2.0
 """A rank's own work against the fastest rank's. The best of five counts, so that a moment's noise does not."""
 LEAST_SHARE = {"NVLink": 0.5, "PCIe": 0.25}
-"""Of the link's rate in one direction, as bus bandwidth. Chosen, not measured: below it something is wrong."""
+"""Least bus bandwidth as a share of the link's rate in one direction, below which something is wrong. Chosen, not
+measured."""
 
 
 def bus_bandwidth(collective: str, num_bytes: int, seconds: float, count: int) -> float:
@@ -142,7 +143,7 @@ def name_the_silent(stages: list[list[str]], silent: list[int], states: list[str
     if not named:
         text = f"all {len(at)} ranks wait for each other in {at[0]}: the link between them is silent"
         return failure(
-            "collective", text, "export NCCL_DEBUG=INFO; export NCCL_P2P_DISABLE=1 tells whether it is peer access"
+            "collective", text, "export NCCL_DEBUG=INFO; export NCCL_P2P_DISABLE=1 shows whether it is peer access"
         )
     words = [
         f"rank {rank} is silent: it did not get past {at[rank]}" + (f" ({states[rank]})" if states[rank] else "")

@@ -11,7 +11,7 @@ from cookbook.system.hardware import PCIE_X16, find_gpu
 from cookbook.system.shipped import typed
 
 BUSY_SHARE = 0.05
-"""Of a GPU's memory in use before a run starts: more is worth a warning."""
+"""Share of a GPU's memory in use before a run starts: more is worth a warning."""
 PCIE_WAYS = {10: "one switch", 20: "several switches", 30: "the CPU", 40: "the CPU", 50: "two CPUs"}
 """By nvmlGpuTopologyLevel_t."""
 PEER_PROBLEMS = {
@@ -102,7 +102,7 @@ def check_needs(needs: Needs, gpus: list[InstalledGpu], used: int, recipe: str) 
         yield failure("GPUs", f"{asked}; a run would see {used or 'none'}", way_out)
     elif least is not None and needs.gpu_gb and least < needs.gpu_gb * 1e9:
         text = f"{asked}; the smallest here has {in_bytes(least)}"
-        yield warning("GPUs", text, f"python -m cookbook plan {recipe} tells which strategy fits")
+        yield warning("GPUs", text, f"python -m cookbook plan {recipe} shows which strategy fits")
 
 
 def check_links(driver: Driver) -> Iterator[Finding]:

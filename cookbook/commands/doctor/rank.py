@@ -1,7 +1,7 @@
 """One process of the short collective: `python -m cookbook.commands.doctor.rank FOLDER RANK COUNT BACKEND PARENT`.
 
 It appends each stage to FOLDER/stage-RANK, touches FOLDER/alive-RANK as a heartbeat, and writes its times to
-FOLDER/times-RANK: so its parent can tell which rank hangs, and where.
+FOLDER/times-RANK: so its parent can find which rank hangs, and where.
 """
 
 import json
@@ -18,9 +18,9 @@ from cookbook.system import signals
 
 REPEATS = 5
 BYTES = {"gloo": 16 << 20, "nccl": 256 << 20}
-"""Of the tensor that is reduced: enough for the links to reach their rate."""
+"""Size of the tensor that is reduced: enough for the links to reach their rate."""
 WORK = {"gloo": 1024, "nccl": 8192}
-"""Rows of the square matrices whose product each process computes for itself, to tell a slow one."""
+"""Rows of the square matrices whose product each process computes for itself, to find a slow one."""
 BEAT_SECONDS = 0.2
 
 
@@ -46,7 +46,7 @@ def main(folder: Path, rank: int, count: int, backend: str) -> None:
     # Whoever started this ends it long before.
     dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timedelta(minutes=10))
 
-    device_ids = [rank] if backend == "nccl" else None  # else NCCL's barrier guesses it and says so
+    device_ids = [rank] if backend == "nccl" else None  # else NCCL's barrier guesses it and warns
 
     def wait() -> None:
         if backend == "nccl":

@@ -26,7 +26,7 @@ class Phase:
     moved: int = 0
     """Read and written by the kernels that memory bounds: all but products and attention."""
     streamed: int = 0
-    """Of it, by kernels that move more than a GPU's cache holds."""
+    """Part of `moved`, by kernels that move more than a GPU's cache holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class ActivationTrace:
         return replace(self, phases=tuple(between(*pair) for pair in zip(self.phases, other.phases, strict=True)))
 
     def total(self, name: Literal["kernels", "moved", "streamed"]) -> int:
-        """Of all phases; 0 for a bound."""
+        """Sum over all phases; 0 for a bound."""
         return sum(getattr(phase, name) for phase in self.phases)
 
     def of_stage(

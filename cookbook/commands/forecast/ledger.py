@@ -47,7 +47,7 @@ class Ledger(TorchDispatchMode):
         self._deadline = time.monotonic() + TIMEOUT_SECONDS
         self._open: tuple[str, int | None, int] | None = None
         self._kept = 0
-        """Of `made`, gradients of the weights around a layer's experts, which outlive the experts' backward."""
+        """Bytes of `made` that outlive the experts' backward: gradients of the weights around a layer's experts."""
         self._counts = True
         self._known = weakref.WeakSet[Any]()
         for tensor in known:

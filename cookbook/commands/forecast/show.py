@@ -79,7 +79,7 @@ def _table(report: PlanReport) -> str:
         low, high = one.memory.needed if report.machines.gpus_each else (one.memory.allocated,) * 2
         name, time = one.strategy.name, "-"
         if _is_own(report, one):
-            name, notes = f"{name} {OWN}", [f"{OWN} as the recipe says"]
+            name, notes = f"{name} {OWN}", [f"{OWN} as in the recipe"]
         if one.time is not None:
             time = _range(one.time.low, one.time.high, f" s{' !' if report.time_caveat else ''}")
         rows.append(

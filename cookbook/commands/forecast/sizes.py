@@ -17,7 +17,7 @@ class Sizes:
     """The forecasts of a strategy under each size of one dimension of its mesh."""
 
     name: str
-    """Of the strategy."""
+    """Name of the strategy."""
     key: str
     written: int
     forecasts: list[tuple[int, Forecast]]

@@ -41,8 +41,9 @@ class Objective(Named):
     mean_over: ClassVar[Literal["tokens", "samples"]] = "tokens"
     """What the loss is averaged over: labelled tokens, or samples."""
     shares_samples: ClassVar[bool] = False
-    """Of a loss over samples, whether ranks that share the tokens of samples may share the samples too: `compute` takes
-    its sums from `sums_by_sequence`, and `values` and `reference_logps` are those of the sequences that it returns.
+    """Whether ranks that share the tokens of samples may share the samples too, for a loss over samples: `compute`
+    takes its sums from `sums_by_sequence`, and `values` and `reference_logps` are those of the sequences that it
+    returns.
     """
     needs_reference: ClassVar[bool] = False
     """Whether batches carry `reference_logps`, computed by the model before training."""

@@ -156,7 +156,7 @@ class Step:
     """Whether the inputs of layers go to host memory and back."""
     precision: Precision = "bf16"
     gradient_dtype: Literal["bf16", "fp16"] | None = None
-    """Of exchanged gradients, if the recipe writes it."""
+    """Type of the gradients that processes exchange, if the recipe writes it."""
     is_compiled: bool = False
     """Whether the decoder layers are compiled."""
 

@@ -275,7 +275,7 @@ class CostInputs:
     adapter: AdapterSection | None = None
     """None: all weights are trained."""
     num_tokens: int = 0
-    """Of a micro-batch of full length, on each process."""
+    """Tokens of a micro-batch of full length, on each process."""
     offloads_checkpoints: bool = False
     """Whether GPUs keep the inputs of layers in host memory (`model.gradient_checkpointing: offload`)."""
 

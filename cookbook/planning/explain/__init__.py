@@ -275,7 +275,7 @@ def _batch(recipe: Recipe, plan: Plan, document: Document, processes: Quantity, 
 
 
 def _length(recipe: Recipe, document: Document) -> tuple[int | None, Section]:
-    """Steps, if they are known, and what can be said of them."""
+    """Steps, if they are known, and what is known of them."""
     of = partial(_quantity, document)
     run, size = recipe.run, recipe.batch.global_batch_size
     rows = _count_rows(recipe)

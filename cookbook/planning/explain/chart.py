@@ -7,7 +7,7 @@ LETTERS = "⠿┤└─"
 WIDTH, HEIGHT = 60, 6
 """In characters; one has 2 x 4 dots."""
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-"""Of a braille character, by column and row from the top (Unicode 17.0, chapter 21.1)."""
+"""Bits of a braille character's dots, by column and row from the top (Unicode 17.0, chapter 21.1)."""
 
 
 def draw(values: Sequence[float], *, bottom: str, top: str, ticks: Sequence[str], plain: bool = False) -> list[str]:

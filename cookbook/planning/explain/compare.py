@@ -59,11 +59,11 @@ class Comparison:
 
     names: tuple[str, str]
     short: tuple[dict[str, str], dict[str, str]]
-    """Of each side, the files by the name that stands for them."""
+    """For each side, the short names of files, by path."""
     settings: tuple[CostInputs, CostInputs]
     differences: list[Difference]
     caveats: list[str]
-    """Why the curve may differ though no key says so."""
+    """Why the curve may differ though no key shows it."""
 
     @property
     def same_curve(self) -> bool:

@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 CACHE = (Path.cwd() if IS_INSTALLED else HERE.parents[2]) / ".cache" / "simulated_gpus"
 DEVICE, NCCL = ("device.cpp", "attention.cpp"), ("nccl.cpp",)
 COUNT = "SIMULATED_GPUS"
-"""The variable that says how many there are."""
+"""The variable with their number."""
 BUILD_SECONDS = 900
 MOST = 64
 """As many as device.cpp counts memory for."""

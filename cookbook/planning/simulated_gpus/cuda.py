@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 NAME = "Simulated GPU"
-"""Of no known GPU: nothing can take its peak, or print an MFU."""
+"""The name of no known GPU: nothing can look up its peak, or print an MFU."""
 OURS = ("/cookbook/", "/train.py")
 """A wait is charged to the innermost line of a file with one of these in its path."""
 
@@ -105,7 +105,7 @@ class Devices:
         self.library.simulated_waited(b"torch.cuda.synchronize")
 
     def answers(self) -> dict[str, Any]:
-        """Of torch.cuda."""
+        """What replaces attributes of torch.cuda."""
         return {
             "_initialized": True,
             "_lazy_init": lambda: None,
@@ -136,7 +136,7 @@ class Devices:
         }
 
     def low_level_answers(self) -> dict[str, Any]:
-        """Of torch._C; dynamo wants a function of its own for each name."""
+        """What replaces attributes of torch._C; dynamo needs a separate function for each name."""
         return {
             "_cuda_getDeviceCount": lambda: self.count,
             "_cuda_isCurrentStreamCapturing": lambda: False,

@@ -45,7 +45,7 @@ class Layout:
     """Ranks that share the tokens of each row."""
     sequence_rank: int = 0
     shares_samples: bool = False
-    """Of the objective: whether these ranks share the samples of a micro-batch."""
+    """Whether these ranks share the samples of a micro-batch too, as the objective allows."""
 
 
 @dataclass(frozen=True, kw_only=True)

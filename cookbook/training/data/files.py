@@ -236,7 +236,7 @@ def _parquet_rows(path: Path, source: Source) -> Iterator[Any]:
 
 
 def _arrow_file_rows(path: Path, source: Source) -> Iterator[Any]:
-    """Of a stream, as `save_to_disk` writes it, or of a file with an index."""
+    """Rows of an Arrow stream, as `save_to_disk` writes it, or of an Arrow file with an index."""
     import pyarrow
 
     with pyarrow.memory_map(str(path)) as file:

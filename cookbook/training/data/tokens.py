@@ -281,7 +281,7 @@ def _in_processes(work: _Work, slices: Iterator[Rows], num_processes: int) -> It
     except RuntimeError as error:
         if not str(error).startswith("DataLoader worker (pid"):
             raise
-        raise RuntimeError("a tokenizing process was killed, perhaps for want of memory") from error
+        raise RuntimeError("a tokenizing process was killed, perhaps as memory ran out") from error
     finally:
         writer.close()
         tasks._shutdown_workers()  # type: ignore[attr-defined]

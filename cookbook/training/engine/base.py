@@ -115,7 +115,7 @@ class Engine:
         return accelerator
 
     def _scaler_class(self, accelerator: Accelerator) -> type:
-        """Of torch's scaler, which finds and skips what is not finite."""
+        """Class of the loss scaler: torch's, which finds and skips what is not finite."""
         return type(accelerator.scaler)
 
     @property

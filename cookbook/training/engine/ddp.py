@@ -33,7 +33,7 @@ class Ddp(Engine):
 
     @property
     def _options(self) -> dict[str, Any]:
-        """Of DDP. Gradients are views of its buckets, which saves a copy of them."""
+        """DDP's arguments. Gradients are views of its buckets, which saves a copy of them."""
         options = {"gradient_as_bucket_view": True, "broadcast_buffers": False, "find_unused_parameters": False}
         return {**options, "bucket_cap_mb": self.strategy.bucket_cap_mb or TORCHS_BUCKET_MIB}
 

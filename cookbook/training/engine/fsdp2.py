@@ -169,7 +169,7 @@ def _groups(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def _groups_of(state: Any) -> list[Any]:
-    """Of a unit. In torch 2.10 it has one at most, under another name."""
+    """A unit's groups of parameters. In torch 2.10 it has one at most, under another name."""
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

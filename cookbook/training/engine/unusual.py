@@ -27,7 +27,7 @@ class Unusual:
     usual: float
     """The median before it; nan if there were too few norms."""
     squares: dict[str, float]
-    """Of the norm, by trained parameter, times a factor that is the same for all."""
+    """Squared norms by trained parameter, times a factor that is the same for all."""
 
     @property
     def not_finite(self) -> list[str]:

@@ -191,7 +191,7 @@ def _gradient_of_logits(
     sums: torch.Tensor | None,
     shard: _VocabularyShard | None,
 ) -> torch.Tensor:
-    """Of the sum of the losses: probabilities, (L, V), less 1 at the target.
+    """Gradient of the sum of the losses: probabilities, (L, V), less 1 at the target.
 
     In the dtype of the logits, but float32 for fp16, whose smallest number is 6e-8: its loss scale must come first.
 
