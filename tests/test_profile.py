@@ -156,7 +156,7 @@ def test_a_run_on_simulated_gpus_is_profiled(gpu_lab: GpuLab, strategy: str):
         (
             "single",
             None,
-            {"batch.micro_batch_size": "16", "run.profile": "null"},
+            {"batch.micro_batch_size": "16", "run.profile": "null", "model.from_scratch.num_hidden_layers": "12"},
             ["of the positions are padding: set data.packing: true about"],
         ),
     ],
