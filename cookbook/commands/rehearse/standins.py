@@ -13,6 +13,7 @@ from typing import Any
 from cookbook.config.recipe import Recipe
 from cookbook.config.row_kinds import BadRow, MadeUp, columns, kinds
 from cookbook.config.sections import BUILTIN_SOURCE, Source
+from cookbook.planning.costs.flops import EXPERTS
 from cookbook.planning.library import hub_answers, known_kind, known_model
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.data.rows import Rows, read_rows, texts
@@ -150,6 +151,10 @@ def shrink(config: Any, vocab_size: int, least_layers: int = 2) -> Any:
     small_kv_heads = min(kv_heads, 2)
     small_heads = small_kv_heads * (heads // kv_heads)
     hidden = int(small_heads * 16 * wide)
+
+    def narrow(size: int) -> int:
+        return max(64, round(hidden * size / config.hidden_size / 64) * 64)
+
     values = config.to_dict()
     kinds = values.get("layer_types")
     layers = max(2, least_layers, len(set(kinds or ())))
@@ -160,7 +165,7 @@ def shrink(config: Any, vocab_size: int, least_layers: int = 2) -> Any:
     values |= {
         "vocab_size": math.ceil(vocab_size / 64) * 64,
         "hidden_size": hidden,
-        "intermediate_size": max(64, round(hidden * config.intermediate_size / config.hidden_size / 64) * 64),
+        "intermediate_size": narrow(config.intermediate_size),
         "num_hidden_layers": layers,
         "num_attention_heads": small_heads,
         "num_key_value_heads": small_kv_heads,
@@ -168,6 +173,11 @@ def shrink(config: Any, vocab_size: int, least_layers: int = 2) -> Any:
     }
     if "head_dim" in values:
         values["head_dim"] = 16
+    if isinstance(values.get("moe_intermediate_size"), int):
+        values["moe_intermediate_size"] = narrow(values["moe_intermediate_size"])
+    # Twice as many as a token chooses are enough to choose from; any ep_size up to 8 divides the 16 of most.
+    least = max(8, 2 * (values.get("num_experts_per_tok") or 1))
+    values |= {key: min(values[key], least) for key in EXPERTS if isinstance(values.get(key), int)}
     for key in ("architectures", "_name_or_path", "transformers_version", "quantization_config"):
         values.pop(key, None)
     return type(config).from_dict(values)
