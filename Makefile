@@ -25,13 +25,15 @@ BUILD_NEEDS = sh system.sh .venv/bin/python build
 
 # A variable that the help of no target on the command line names would be ignored, STRATGY=zero3 for example.
 # A make that another one starts gets the variables of that one too.
+ifeq ($(MAKELEVEL),0)
 GIVEN := $(strip $(foreach name,$(.VARIABLES),$(if $(findstring command,$(origin $(name))),$(name))))
-ifeq ($(MAKELEVEL)$(if $(GIVEN),,none),0)
+ifneq ($(GIVEN),)
 MARK := \#\#
 GOALS := $(or $(strip $(MAKECMDGOALS)),help)
 READ := PYTHON SHELL MAKEFLAGS $(shell awk -F: -v goals=" $(GOALS) " 'index(goals, " " $$1 " ") && sub(/.*$(MARK)/, "")' Makefile | grep -oE '\b[A-Z][A-Z_]+=' | tr -d = | sort -u)
 ifneq ($(filter-out $(READ),$(GIVEN)),)
 $(error make $(GOALS) would ignore $(filter-out $(READ),$(GIVEN)); it reads $(READ))
+endif
 endif
 endif
 

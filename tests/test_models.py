@@ -391,9 +391,19 @@ def test_heads_that_tensor_parallel_cannot_divide_are_named():
 def test_of_a_written_configuration_only_what_it_has_is_judged(values: dict, mesh: Mesh, problem: str | None):
     found = mesh_problem(SimpleNamespace(**values), mesh)
     assert found is None if problem is None else problem in str(found)
-    if None not in values.values() and "x" not in values.values():  # which transformers refuses or replaces
-        whole = mesh_problem(AutoConfig.for_model(**values), mesh)
-        assert whole is None if problem is None and "mixtral" not in values.values() else whole is not None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "mesh", "problem"),
+    [
+        ("qwen2", Mesh(sequence=2), None),
+        ("mistral", Mesh(sequence=2), "window is 8 tok"),
+        ("mixtral", Mesh(expert=3), "8 experts cannot be divided"),
+    ],
+)
+def test_of_a_whole_configuration_the_defaults_are_judged_too(model_type: str, mesh: Mesh, problem: str | None):
+    found = mesh_problem(AutoConfig.for_model(model_type, num_attention_heads=4, sliding_window=8), mesh)
+    assert found is None if problem is None else problem in str(found)
 
 
 def products_of_experts(tokens: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
