@@ -27,6 +27,7 @@ from cookbook.system.console import several
 from cookbook.system.files import Document, RecipeError, cannot_write, dump_yaml, gathered, refuse
 from cookbook.system.hardware import GIB, Machines, in_gib, parse_machines, this_machine
 from cookbook.system.imports import quiet_deepspeed
+from cookbook.system.machine import CPU_PROCESSES
 from cookbook.system.shipped import located, own_folder, short, typed
 from cookbook.training.data.rows import BadRows, Rows, read_rows
 from cookbook.training.data.sources import raw_rows, unread_note
@@ -378,6 +379,8 @@ class _Draft:
         self.values = self._values(method, recompute, strategy.name)
         batch, num_ranks, size = self.values["batch"], found.plan.data_parallel_size, 1
         most = self._forecast(self.values, [strategy], limits=True).largest_micro_batch if on_gpus else ROWS_ON_A_CPU
+        if not on_gpus:
+            num_ranks = max(num_ranks, CPU_PROCESSES)  # which the same recipe then serves
         while 2 * size <= (most or 1) and batch["global_batch_size"] % (2 * size * num_ranks) == 0:
             size *= 2
         batch["micro_batch_size"] = size
