@@ -116,6 +116,17 @@ def test_mistakes_in_several_sections_do_not_hide_files_that_are_missing(book):
     assert len(caught.value.mistakes) == 4
 
 
+def test_the_examples_for_missing_keys_make_a_recipe(book):
+    book.write("empty.yaml", "seed: 1\n")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(Path("empty.yaml"))
+    assert len(caught.value.mistakes) == sum(field.is_required() for field in Recipe.model_fields.values())
+    examples = [mistake.partition(", for example ")[2] for mistake in caught.value.mistakes]
+    book.write("rows.jsonl", "{}\n")
+    book.write("full.yaml", "\n".join(examples))
+    assert load_recipe(Path("full.yaml")).model.name_or_path == "my-model"
+
+
 def test_a_recipe_cannot_be_changed_after_loading(book):
     recipe = load_recipe(RECIPE)
     with pytest.raises(ValidationError, match="frozen"):

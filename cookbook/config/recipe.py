@@ -50,7 +50,7 @@ MOVED = {"llama33_70b": "llama31_70b", "qwen3_32b": "qwen25_32b"}
 class Recipe(Section):
     """A reproducible fine-tuning run."""
 
-    strategy: Annotated[PathText, AfterValidator(lambda name: str(strategy_path(name)))]
+    strategy: Annotated[PathText, AfterValidator(lambda name: str(strategy_path(name)))] = Field(examples=["fsdp2"])
     """A name in accelerate_configs/ such as zero3, or the path of an accelerate YAML. `accelerate launch --config_file`
     overrides it, and the run logs that."""
     mixed_precision: Literal["no", "bf16", "fp16", "fp8"] = "bf16"
@@ -62,15 +62,15 @@ class Recipe(Section):
     """Seed of data order, new weights and dropout."""
     plugins: list[PathText] = []
     """Python files that add objectives, optimizers, schedules or kinds of rows. They run with your rights."""
-    model: ModelSection
-    data: DataSection
+    model: ModelSection = Field(examples=[{"name_or_path": "my-model"}])
+    data: DataSection = Field(examples=[{"train": "rows.jsonl"}])
     objective: SerializeAsAny[Objective] = SFT()
     adapter: AdapterSection | None = None
     """Default: none; all weights are trained."""
-    batch: BatchSection
-    optim: SerializeAsAny[Optimizer]
+    batch: BatchSection = Field(examples=[{"global_batch_size": 64, "micro_batch_size": 4}])
+    optim: SerializeAsAny[Optimizer] = Field(examples=[{"learning_rate": 0.0001}])
     schedule: SerializeAsAny[Schedule] = Cosine()
-    run: RunSection
+    run: RunSection = Field(examples=[{"num_epochs": 1}])
 
     @property
     def compute_precision(self) -> Literal["no", "bf16", "fp16"]:

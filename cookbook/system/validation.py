@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from cookbook.system.files import Document, KeyPath, nearest, show, type_name
 
@@ -69,7 +70,7 @@ def _with_nearest_names(values: Any, model: type[BaseModel], unknown: list[Any],
         for part_of_path in path:
             section = section[part_of_path]
         value = section.pop(key)
-        close = difflib.get_close_matches(key, _known_keys(model, tuple(path), values), n=1)
+        close = difflib.get_close_matches(key, _fields(model, tuple(path), values), n=1)
         if close and key not in owned:
             section.setdefault(close[0], value)
     return values
@@ -105,14 +106,16 @@ def _word(
         if key in owned_elsewhere:
             return f"{place}: does not belong here; {owned_elsewhere[key]}"
         homes = [home for home in dict.fromkeys(known.get(key, [])) if home != path]
-        here = _known_keys(model, path[:-1], document.values)
+        here = _fields(model, path[:-1], document.values)
         if len(homes) == 1 and not difflib.get_close_matches(key, here):
             return f"{place}: does not belong here; write it as {'.'.join(homes[0])}"
-        return f"{place}: unknown key; {nearest(key, here)}"
+        return f"{place}: unknown key; {nearest(key, list(here))}"
     if kind == "missing" and isinstance(path[-1], int):
         return f"{document.place(*path[:-1])} has too few values"
+    if kind == "missing" and owner:
+        return f'{place}: is missing; write "auto": {owner}'
     if kind == "missing":
-        return f"{place}: is missing; " + (f'write "auto": {owner}' if owner else "this key has no default")
+        return f"{place}: is missing; this key has no default{_example(document, model, path)}"
     if kind == "value_error":
         message = str(context["error"])
         return f"{place}{' ' if message.startswith(('is ', 'has ')) else ': '}{message}"
@@ -149,18 +152,30 @@ def _homes(model: type[BaseModel], path: tuple[str, ...] = ()) -> dict[str, list
     return homes
 
 
-def _known_keys(model: type[BaseModel], path: KeyPath, values: Any) -> list[str]:
-    """Field names of the section at `path` inside `model`, for these values of the whole."""
+def _example(document: Document, model: type[BaseModel], path: KeyPath) -> str:
+    """The end of a message about a missing key: a value that its field has as an example."""
+    key = str(path[-1])
+    field = _fields(model, path[:-1], document.values).get(key)
+    if field is None or not field.examples:
+        return ""
+    value = field.examples[0]
+    if isinstance(value, dict):
+        value = "{" + ", ".join(f"{name}: {inner}" for name, inner in value.items()) + "}"
+    return f", for example {key}: {value}"
+
+
+def _fields(model: type[BaseModel], path: KeyPath, values: Any) -> dict[str, FieldInfo]:
+    """Fields of the section at `path` inside `model`, for these values of the whole."""
     for part in path:
         values = values.get(part) if isinstance(values, dict) else None
         if part not in model.model_fields:  # an index, or a name that the user chose
             continue
         inner = next(_models_in(model.model_fields[part].annotation), None)
         if inner is None:
-            return []
+            return {}
         model = inner
     # The keys of some sections depend on their name (`registry.Named`).
-    return list((model.kind_of(values) if hasattr(model, "kind_of") else model).model_fields)
+    return (model.kind_of(values) if hasattr(model, "kind_of") else model).model_fields
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
