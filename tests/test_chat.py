@@ -152,13 +152,13 @@ def test_compare_switches_an_adapter_off(shelf, monkeypatch, capsys):
 
 
 def test_an_adapter_on_another_base_than_its_own_is_refused(shelf, tmp_path, monkeypatch, capsys):
-    """A run that begins in the base's folder leaves another model there."""
+    """A run that begins in the base's folder leaves another model there. The base was moved since the training."""
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     shutil.copytree(shelf.base, base)
     shutil.copytree(shelf.adapter, adapter)
     settings = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": str(base)}))
-    record = {"name_or_path": str(base), "revision": None, "sha256": weights_digest(base)}
+    record = {"name_or_path": "where it was", "revision": None, "sha256": weights_digest(base)}
     (adapter / "base_model.json").write_text(json.dumps(record))
     monkeypatch.chdir(tmp_path)
     evaluation = ["evaluate", str(adapter), str(shelf.rows), "--set", "data.max_length=128"]

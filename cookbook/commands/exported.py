@@ -1,5 +1,6 @@
 """Finds the model that a command is to use, and the run and the base that it comes from. Imports no torch."""
 
+import json
 from pathlib import Path
 
 from cookbook.commands.arguments import which_run
@@ -33,7 +34,8 @@ def find_run(folder: Path) -> Path | None:
 
 
 def check_base(trained: Path) -> None:
-    """Check that the base model in a folder is still the one that was trained from.
+    """Check that the base model in a folder is still the one that was trained from. An adapter's is where its
+    `adapter_config.json` has it, which may have been edited since.
 
     Takes about a second per gigabyte at the first time, see `sha256_of`. A model of the Hub has a commit instead.
 
@@ -49,10 +51,12 @@ def check_base(trained: Path) -> None:
 
     try:
         base = Base.read(trained)
-        folder = Path(base.name_or_path)
+        is_adapter = (trained / ADAPTER).is_file()
+        settings = json.loads((trained / ADAPTER).read_text(encoding="utf-8")) if is_adapter else {}
+        folder = Path(settings.get("base_model_name_or_path") or base.name_or_path)
     except FileNotFoundError:
         return
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise RecipeError(f"{trained}: the record of its base cannot be read ({first_line(error)})") from None
     try:
         digest = weights_digest(folder, cache=CACHE) if (folder / "config.json").is_file() else None
