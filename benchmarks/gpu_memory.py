@@ -11,6 +11,7 @@ chance, and the forecast has as many for each.
 
 import argparse
 import json
+import os
 import platform
 import sys
 import tempfile
@@ -19,17 +20,18 @@ from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from cookbook.commands.forecast import of_run  # noqa: E402
-from cookbook.commands.forecast.outside import workspaces  # noqa: E402
 from cookbook.config.recipe import load_recipe  # noqa: E402
 from cookbook.config.strategy import find_strategy, load_strategy  # noqa: E402
+from cookbook.planning import simulated_gpus  # noqa: E402
 from cookbook.planning.plan import make_plan  # noqa: E402
 from cookbook.training.models.structure import find_config  # noqa: E402
-from tests.curves import Lab, processes_of  # noqa: E402
+from tests.curves import Lab, file_of, processes_of  # noqa: E402
 from tests.experts import experts, experts_config, needs_experts  # noqa: E402
 from tests.gpu_runs import RECIPE, RECIPES, GpuLab  # noqa: E402
 
@@ -101,14 +103,15 @@ def forecast_again(row: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def forecast_of(name: str, settings: dict[str, str], folder: Path, *, processes: int) -> int:
-    """The forecast of the peak under a shipped strategy, in bytes; `folder` is for the recipe."""
+    """The forecast of the peak under a strategy as the runs have it, in bytes; `folder` is for the recipe."""
     path = folder / "memory.yaml"
     path.write_text(RECIPE.format(**RECIPES["memory"]), encoding="utf-8")
     recipe = load_recipe(path, [f"{key}={value}" for key, value in settings.items()])
-    strategy = load_strategy(find_strategy(name)).fitted(processes, processes)
+    strategy = load_strategy(Path(file_of(name, folder))).fitted(processes, processes)
     plan = make_plan(recipe, strategy, num_processes=processes, num_gpus=processes, recipe_name=str(path))
     config, _ = find_config(recipe.model)
-    return of_run(config, recipe, strategy, plan, None).allocated - workspaces(None)
+    with patch.dict(os.environ, {simulated_gpus.COUNT: str(processes)}):  # they have no cuBLAS and its workspaces
+        return of_run(config, recipe, strategy, plan, None).allocated
 
 
 def error_of(row: dict[str, Any]) -> float | None:

@@ -85,7 +85,7 @@ class Unit:
     gradients_left: int
     """This process's shard of the reduced gradients."""
     sent: int
-    """This process's shard of the weights in the send buffer of a gather."""
+    """This process's shard of the weights that a gather casts, or fetches from the host, before it sends them."""
     stays: bool
     """Whether it stays gathered until its gradients are reduced; else it is freed after the forward."""
     is_experts: bool = False
@@ -211,8 +211,8 @@ def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
 
     Under expert parallel a layer's experts are a unit inside that of the layer.
     """
-    strategy, mesh = inputs.strategy, inputs.mesh
-    assert strategy.fsdp is not None
+    mesh, fsdp = inputs.mesh, inputs.strategy.fsdp
+    assert fsdp is not None
 
     def shards(weight: Weight) -> int:
         return mesh.num_shards // mesh.expert if weight.is_expert else mesh.num_shards
@@ -229,6 +229,10 @@ def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
         rows = _chunk(weight.shape[0], shards(weight), index % shards(weight))
         return weight.num_elements // weight.shape[0] * rows
 
+    def is_copied(weight: Weight) -> bool:
+        # A shard that needs no cast is gathered as it lies (_fsdp_collectives.py, _get_param_all_gather_inputs).
+        return fsdp.fsdp_offload_params or _bytes_per_number(weight, inputs) != low
+
     low = inputs.low_bytes
     gradients = FLOAT32 * sum(padded(weight) for weight in skeleton.weights if weight.is_trained)
     weights = sum(_bytes_per_number(weight, inputs) * padded(weight) for weight in skeleton.weights)
@@ -243,14 +247,14 @@ def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
             gradients=inputs.exchange_bytes * sum(gathered(weight) for weight in found if weight.is_trained),
             gradients_made=low * sum(weight.num_elements for weight in found if weight.is_trained),
             gradients_left=FLOAT32 * sum(padded(weight) for weight in found if weight.is_trained),
-            sent=low * sum(padded(weight) for weight in found),
-            stays=stays or (not is_experts and not strategy.fsdp.fsdp_reshard_after_forward),
+            sent=low * sum(padded(weight) for weight in found if is_copied(weight)),
+            stays=stays or (not is_experts and not fsdp.fsdp_reshard_after_forward),
             is_experts=is_experts,
         )
         for layer, parts, stays, is_experts, found in _units_fsdp2(skeleton, has_experts=mesh.expert > 1)
     )
     buffers = ResidentBytes(weights=constants(skeleton), buffers=_buffers(skeleton))
-    if strategy.fsdp.fsdp_offload_params:
+    if fsdp.fsdp_offload_params:
         return States(gpu=buffers, host=state, gradients_at_first=0, gradients_between=0, units=units)
     return States(
         gpu=replace(state, weights=weights + buffers.weights, buffers=buffers.buffers),
@@ -318,7 +322,7 @@ def _fsdp1(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
                 gradients=inputs.exchange_bytes * length * is_trained,
                 gradients_made=low * length * is_trained,
                 gradients_left=FLOAT32 * share * is_trained,
-                sent=low * share,
+                sent=low * share * (low != FLOAT32),
                 stays=stays,
             )
         )
