@@ -99,7 +99,10 @@ def counts(strategy: str) -> list[int]:
         return [4]
     if strategy in ("hsdp_tp", "pp_tp_fsdp2"):
         return [8]
-    return {"single": [1], "tp": [2], "pp": [2, 4]}.get(strategy, [1, 2, 3, 4])
+    if strategy.endswith("_sp"):
+        return [2, 4]
+    # One process under ddp is what single is: accelerate launches it without a process group.
+    return {"single": [1], "ddp": [2, 3, 4], "tp": [2], "pp": [2, 4]}.get(strategy, [1, 2, 3, 4])
 
 
 QUICK = [
@@ -244,7 +247,8 @@ class Scale:
             f"strategy={self.strategy(case)}",
         ):
             words += ["--set", setting]
-        self.parent.run(folder, words, processes=case.processes, limit=900, eager=True)
+        launched = case.strategy != "single"
+        self.parent.run(folder, words, processes=case.processes, limit=900, eager=True, launched=launched)
         return "".join(path.read_text(errors="replace") for path in folder.glob("log_*"))
 
 

@@ -77,10 +77,11 @@ class WarmParent:
             limit: seconds, after which all are killed.
             options: `variables` of the environment of its processes; `restarts`; `accelerate`, the flags of an
                 `accelerate launch`, which then starts them in torchrun's place; `sabotage`, "module:function" to be
-                called first; `shared`, all on one GPU; `machines`, a number to which these processes believe to
-                belong; `eager`, nothing compiled by torch, whose compiler does not
-                survive a fork; `cwd`; `host`, the network namespace of the run, and `disks`, pairs of a folder
-                and the place where this run alone finds it (as root).
+                called first; `launched`, torchrun's variables for one process as well, which else is a plain
+                `python train.py`; `shared`, all on one GPU; `machines`, a number to which these processes believe to
+                belong; `eager`, nothing compiled by torch, whose compiler does not survive a fork; `cwd`; `host`, the
+                network namespace of the run, and `disks`, pairs of a folder and the place where this run alone finds
+                it (as root).
 
         Returns:
             codes: exit codes by rank; seconds.
@@ -311,7 +312,7 @@ def fork_ranks(job: dict, deadline: float) -> list[int]:
 def run_rank(job: dict, rank: int, port: int) -> None:
     """One process of a run that torchrun would have started; never returns."""
     count = job["processes"]
-    if count > 1:
+    if count > 1 or job.get("launched"):
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     if job.get("shared"):
