@@ -591,6 +591,7 @@ def bytes_on_the_wire() -> None:
     """No mistake: each process prints the bytes that its sockets have sent, as the kernel counts them, at each step."""
     import socket
     import struct
+    import time
 
     from cookbook.training.engine import Engine
 
@@ -609,6 +610,7 @@ def bytes_on_the_wire() -> None:
     right = Engine.begin_step
 
     def begin_step(self, number, seed):
+        time.sleep(0.05)  # until the receivers have acknowledged all
         print(f"SENT {number} {self.world.rank} {sent()} {self.num_parameters} {self.num_trained}", flush=True)
         return right(self, number, seed)
 

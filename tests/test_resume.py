@@ -164,7 +164,7 @@ def test_a_chain_of_strategies_is_one_run(lab: Lab, tmp_path: Path, name: str):
         settings = kept | experts(lab, tie_word_embeddings=False)
     if "global_batch_size" not in str(settings):
         settings = settings | {"batch.global_batch_size": "24", "batch.micro_batch_size": "2"}
-    curve = chain(lab, tmp_path, legs, settings, num_steps=1 if len(legs) > 8 else 3)
+    curve = chain(lab, tmp_path, legs, settings, num_steps=min(3, 19 // (len(legs) - 1)))
     found = distance(curve, lab.run("single", settings))
     # An adapter's second matrix begins at zero, so the first steps of AdamW turn rounding into differences.
     loss, norm = (1e-4, 1e-3) if "adapter.name" in settings else (1e-5, 1e-4)
