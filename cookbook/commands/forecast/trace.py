@@ -409,15 +409,15 @@ def _trace_phases(
     def micro_batch(counted: AbstractContextManager) -> None:
         ids = torch.zeros(rows, length, dtype=torch.long)
         positions = torch.zeros(rows, length, dtype=torch.long)
-        targets = torch.zeros(num_targets, dtype=torch.long)
+        targets, target_positions = torch.zeros(2, num_targets, dtype=torch.long)
         with counted:
             ledger.begin("embed")
             with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
                 backbone = model.base_model
                 hidden = backbone(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
-                chosen = hidden.flatten(0, 1).index_select(0, torch.zeros_like(targets))
-                loss = nll_of_targets(model, chosen, targets).sum()
-            del hidden, chosen
+                hidden = hidden.flatten(0, 1).index_select(0, target_positions)  # frees the former, as a run does
+                loss = nll_of_targets(model, hidden, targets).sum()
+            del hidden
             ledger.keeps_inputs = all(one() is not None for one in ledger.inputs[1:])
             ledger.begin("head backward")
             loss.backward()
