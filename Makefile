@@ -147,7 +147,7 @@ test: $(DEV_STAMP)  ## [TESTS=tests/test_lock.py] [WORKERS=3]: the curves of the
 
 test-long: $(DEV_STAMP)  ## [TESTS=...] [WORKERS=3]: the slow tests: adapters, packing, objectives and optimizers under the strategies, faults, every rehearsal
 	@$(BUILD_NEEDS)
-	@.venv/bin/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "slow and not thorough" $(TESTS)
+	@.venv/bin/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "slow and not thorough or due" $(TESTS)
 
 test-all: $(DEV_STAMP)  ## [TESTS=...] [WORKERS=3]: all tests: also every column under every strategy, every fault
 	@$(BUILD_NEEDS)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from zlib import crc32
 
 # Two workers and their runs share the cores: threads that wait for one another spin, and a run of one process, which
 # accelerate gives all cores, took three times its CPU time. Before torch is imported.
@@ -86,6 +87,8 @@ DURATIONS = Path(__file__).with_name("durations.json")
 SHORT = 1.0
 LONG = 3.0
 """Where a test takes more, it is slow, unless it is marked as core."""
+TURNS = 20
+"""With TURN=3 the fourth of so many parts of the thorough tests is due, which `make test-long` runs too."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -119,7 +122,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     one of its workers: at the end only moments are left to steal.
     """
     known = json.loads(DURATIONS.read_text())
+    turn = int(os.environ["TURN"]) % TURNS if "TURN" in os.environ else None
     for item in items:
+        thorough = item.get_closest_marker("thorough")
+        if thorough and not thorough.kwargs and crc32(item.nodeid.encode()) % TURNS == turn:
+            item.add_marker("due")
         if REAL and item.get_closest_marker("simulated"):
             item.add_marker(pytest.mark.skip(reason="real GPUs do not count what this reads"))
         if known.get(item.nodeid, 0.0) > LONG and not item.get_closest_marker("core"):

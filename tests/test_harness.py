@@ -109,7 +109,7 @@ def test_what_would_be_ignored_is_refused(words, message, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
+@pytest.mark.thorough(needs="lm_eval")
 def test_a_task_of_ones_own_has_the_numbers_of_plain_transformers(shelf, capsys):
     need_lm_eval()
     seen = set()
@@ -127,7 +127,7 @@ def test_a_task_of_ones_own_has_the_numbers_of_plain_transformers(shelf, capsys)
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
+@pytest.mark.thorough(needs="lm_eval")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
