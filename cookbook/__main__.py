@@ -4,16 +4,10 @@ import sys
 
 
 def main() -> int:
-    """Runs one command. Ctrl-C while it is imported ends quietly too; another Python than that of .venv is named."""
+    """Runs one command. Ctrl-C while it is imported ends quietly too."""
     try:
-        try:
-            from cookbook.commands.cli import main
-        except ModuleNotFoundError as error:
-            if (error.name or "").startswith("cookbook"):
-                raise
-            advice = "first: source .venv/bin/activate (docs/install.md)"
-            print(f"{sys.executable} has no {error.name}; {advice}", file=sys.stderr)
-            return 2
+        from cookbook.commands.cli import main
+
         return main()
     except KeyboardInterrupt:
         return 130

@@ -619,3 +619,11 @@ def test_mistakes_are_reported_before_simulated_gpus_are_compiled(arguments, exp
 def test_a_choice_that_there_is_not_is_one_line(command, expected, in_root, capsys):
     assert main(command) == 2
     assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize("command", [["train.py"], ["-m", "cookbook", "check"]], ids=["train.py", "cookbook"])
+def test_a_python_without_the_libraries_is_answered_with_what_to_do_first(command):
+    without = [sys.executable, "-S"]  # no site-packages
+    done = subprocess.run([*without, *command], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"\S+ has no \w+; first: source .venv/bin/activate \(docs/install.md\)\n", done.stderr)
