@@ -32,7 +32,7 @@ from cookbook.training.models.speed import save_activations
 if TYPE_CHECKING:
     from cookbook.commands.forecast.compiled import Kept
 
-TRACED, EXCHANGED = "cookbook_traced", "cookbook_traced_exchange"
+TRACED, JOINED, EXCHANGED = "cookbook_traced", "cookbook_traced_joined", "cookbook_traced_exchange"
 """Names for `attn_implementation`."""
 PROBE_LAYERS = 3
 COMPUTE_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -88,7 +88,8 @@ def trace(
     trained = torch.float32 if autocast or (is_zero3 and is_lora) else low  # see `_zero3` in costs/memory.py
     cast = low if (autocast or (fsdp and not is_sharded_while_read)) and is_low else None
     unit = Unit(low, None if is_sharded_while_read else torch.float32) if fsdp == 2 and is_low else None
-    ways = _ways(recipe, EXCHANGED if is_exchanged else TRACED, kept)
+    alone = TRACED if is_low or not recipe.data.is_packed else JOINED
+    ways = _ways(recipe, EXCHANGED if is_exchanged else alone, kept)
     for attention, compiling in ways:
         try:
             model = _fake_model(config, recipe, trained, low, attention)
@@ -267,15 +268,21 @@ def _traced_attention(
     return _flash(query.to(dtype), key.to(dtype), value.to(dtype))[0], None
 
 
+def _traced_joined(*inputs: Any, **unused: Any) -> tuple[torch.Tensor, None]:
+    """The same for packed rows in float32, whose samples are computed one by one and then joined by a copy."""
+    return _traced_attention(*inputs)[0].clone(), None
+
+
 def _traced_exchange(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *mask: Any, **unused: Any
 ) -> tuple[torch.Tensor, None]:
-    """The same under sequence parallel, whose all-to-alls copy what goes in and what comes out."""
+    """Attention under sequence parallel, whose all-to-alls copy what goes in and what comes out."""
     out, _ = _traced_attention(module, query.clone(), key.clone(), value.clone(), None)
     return out.clone(), None
 
 
 AttentionInterface.register(TRACED, _traced_attention)
+AttentionInterface.register(JOINED, _traced_joined)
 AttentionInterface.register(EXCHANGED, _traced_exchange)
 
 
