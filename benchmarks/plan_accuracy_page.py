@@ -13,7 +13,14 @@ TITLES = {
     "sharded": "FSDP",
 }
 COLORS = {"whole": "#1f77b4", "sharded": "#2ca02c"}
+OF_LITGPT = (
+    "a mask of dropout takes a byte for each number on a GPU, and was forecast with two, as on a CPU, until 2026-11-24:"
+    " then litgpt's rows lay between -9.0 and 0.0 %. What else the program holds is not known."
+)
 EXPLAINED = {
+    "m117": OF_LITGPT,
+    "m122": OF_LITGPT,
+    "m124": OF_LITGPT,
     "m321": "what was allocated is not published. Of the same program's other runs with LoRA on 16-bit weights (m502,"
     " m504, m505: 1, 4, 6 sequences) 1.08, 1.16 and 1.26 times the forecast's allocated memory was reserved, and of"
     " this one, of 10, 1.39; the band ends at 1.24, and m505 is above it too. Where it was published (m503, m314) the"

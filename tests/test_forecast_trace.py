@@ -157,14 +157,16 @@ def test_the_trace_counts_what_compiled_layers_allocate(settings, tmp_path, monk
 @pytest.mark.thorough
 def test_a_compiled_layer_that_is_recomputed_takes_more_than_the_trace_counts(tmp_path, monkeypatch):
     """Inductor joins operations of the backward that the trace runs one after another (docs/plan.md)."""
-    hold_against_a_real_pass(COMPILED["recomputed"], tmp_path, monkeypatch, missing=0.16)
+    hold_against_a_real_pass(COMPILED["recomputed"], tmp_path, monkeypatch, missing=0.2)
 
 
 def hold_against_a_real_pass(settings: Recipe, tmp_path, monkeypatch, *, missing: float = 0.0) -> None:
     """`missing`: the share of the real peak that the trace does not count, at most."""
     monkeypatch.setattr(ledgers, "ALLOCATION_BYTES", 1)  # that of CUDA's allocator
-    found = traced(settings, config_of())
-    at_head, most = allocated(settings, config_of(), tmp_path)
+    # In float32 a GPU repeats grouped keys and values, and a CPU does not.
+    config = config_of() if settings.mixed_precision == "bf16" else config_of(num_key_value_heads=6)
+    found = traced(settings, config)
+    at_head, most = allocated(settings, config, tmp_path)
     head = next(one for one in found.phases if one.name == "head")
     assert head.held == pytest.approx(at_head, rel=0.01)
     peak = max(one.peak for one in found.phases)

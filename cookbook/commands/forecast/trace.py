@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -97,9 +98,8 @@ def trace(
                 _share_experts(model, ep_size)
             if change is not None:
                 change(model)
-            linear = torch.nn.functional.linear
-            set_linear = partial(setattr, torch.nn.functional, "linear")
-            with _set_to(set_linear, _LinearOfZero3.apply if is_zero3 else linear, before=linear):
+            linear = _LinearOfZero3.apply if is_zero3 else F.linear
+            with _set_function("linear", linear), _set_function("dropout", _dropout):
                 offloads = recipe.model.gradient_checkpointing == "offload"
                 ledger = _trace_phases(model, rows, length, num_targets, cast, unit, fsdp == 1, compiling, offloads)
             break
@@ -265,6 +265,8 @@ def _traced_attention(
 ) -> tuple[torch.Tensor, None]:
     """Like `cookbook.training.models.attention.attend`, without computing."""
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+    if (groups := query.shape[1] // key.shape[1]) > 1 and dtype == torch.float32:
+        key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
     return _flash(query.to(dtype), key.to(dtype), value.to(dtype))[0], None
 
 
@@ -284,6 +286,11 @@ def _traced_exchange(
 AttentionInterface.register(TRACED, _traced_attention)
 AttentionInterface.register(JOINED, _traced_joined)
 AttentionInterface.register(EXCHANGED, _traced_exchange)
+
+
+def _dropout(hidden: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """As on a GPU, where the mask takes a byte for each number (aten/src/ATen/native/Dropout.cpp)."""
+    return torch.native_dropout(hidden, p, training)[0] if training and p else hidden
 
 
 class _LinearOfZero3(torch.autograd.Function):
@@ -315,6 +322,11 @@ def _set_to(setter: Callable[[Any], Any], value: Any, *, before: Any) -> Iterato
         yield
     finally:
         setter(before)
+
+
+def _set_function(name: str, value: Any) -> AbstractContextManager[None]:
+    """Sets a function of torch.nn.functional for a block."""
+    return _set_to(partial(setattr, F, name), value, before=getattr(F, name))
 
 
 class _Exchange(torch.autograd.Function):
