@@ -157,11 +157,10 @@ def _part(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
 
 def _whole(skeleton: Skeleton, inputs: CostInputs) -> States:
     """Trained weights are float32 under autocast; frozen ones have the compute dtype."""
-    strategy, num_processes = inputs.strategy, inputs.num_processes
     trained = [weight.num_elements for weight in skeleton.weights if weight.is_trained]
     gradients = FLOAT32 * sum(trained)
-    # Gradients are views of DDP's buckets (gradient_as_bucket_view), which outlive zero_grad.
-    is_wrapped = strategy.kind == "ddp" and num_processes > 1
+    # Gradients are views of DDP's buckets (gradient_as_bucket_view), which outlive zero_grad; of one process too.
+    is_wrapped = inputs.strategy.kind == "ddp"
     return States(
         gpu=ResidentBytes(
             weights=resident(skeleton.weights, inputs) + constants(skeleton),
