@@ -297,6 +297,8 @@ def test_a_product_in_4_bits_has_the_weight_and_its_scales_for_a_moment():
             ledger.peak = 0
             result.backward(gradient)
             assert ledger.peak == before + scales + 2 * weights + 2 * tokens * 192
+            # Each way the scales, their offset, the weight and the product; half a byte read and two written.
+            assert ledger.kernels == 2 * (3 + 1) and ledger.moved == 2 * (weights / 2 + scales + 2 * weights)
 
 
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "16 bits"])

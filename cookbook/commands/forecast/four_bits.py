@@ -10,16 +10,28 @@ BLOCK = 64
 """Weights per scale (bitsandbytes 0.50.2, nn/modules.py, Params4bit)."""
 
 
-def _product_makes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> list[torch.Tensor]:
-    """The result, then temporaries: the dequantized weight and its scales before and after the offset
-    (backends/cuda/ops.py, _dequant_linear_fallback, for more than 1,536 rows; a fused kernel may need none)."""
-    whole = torch.empty_like(weight, dtype=hidden.dtype)
-    return [hidden.new_empty(*hidden.shape[:-1], weight.shape[0]), whole, _scales(weight), _scales(weight)]
+def _dequantized(packed: torch.Tensor, rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The weight of so many rows, and the float32 scales of its blocks, dequantized from 8 bits."""
+    scales = packed.new_empty(-(-2 * packed.numel() // BLOCK), dtype=torch.float32)
+    return [packed.new_empty(rows, 2 * packed.numel() // rows, dtype=dtype), scales]
 
 
-# One operation like bitsandbytes': selective checkpointing sees no product inside that it would keep.
+def _product_makes(hidden: torch.Tensor, whole: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return hidden.new_empty(*hidden.shape[:-1], whole.shape[0])
+
+
+# Custom operations, as the ledger has what each of them launches. Selective checkpointing sees no product inside that
+# it would keep, nor in bitsandbytes' one operation of both.
+_dequantize_4bit = torch.library.custom_op("cookbook::dequantize_4bit", _dequantized, mutates_args=())
+_dequantize_4bit.register_fake(_dequantized)
 _gemm_4bit = torch.library.custom_op("cookbook::gemm_4bit", _product_makes, mutates_args=())
 _gemm_4bit.register_fake(_product_makes)
+
+
+def _dequantize(weight: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    packed = weight.view(torch.uint8).flatten()[: weight.numel() // 2]  # a view as long as the weight in 4 bits
+    found: list[torch.Tensor] = _dequantize_4bit(packed, weight.shape[0], dtype)
+    return found
 
 
 class _Product(torch.autograd.Function):
@@ -28,21 +40,22 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """backends/cuda/ops.py, _dequant_linear_fallback, for more than 1,536 rows (a fused kernel may need no
+        temporaries): the offset of the scales is added out of place."""
         ctx.weight = weight
-        return _gemm_4bit(hidden, weight, bias)[0]
+        whole, scales = _dequantize(weight, hidden.dtype)
+        before_offset = torch.empty_like(scales)
+        result: torch.Tensor = _gemm_4bit(hidden, whole, bias)
+        del before_offset
+        return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (gradient,) = gradients
-        scales = _scales(ctx.weight)  # functional.py, dequantize_4bit: offset added in place
-        result = torch.matmul(gradient, torch.empty_like(ctx.weight, dtype=gradient.dtype))
+        whole, scales = _dequantize(ctx.weight, gradient.dtype)  # the offset is added in place
+        result = torch.matmul(gradient, whole)
         del scales
         return result, None, None
-
-
-def _scales(weight: torch.Tensor) -> torch.Tensor:
-    """The float32 scales of the blocks, dequantized from 8 bits."""
-    return weight.new_empty(-(-weight.numel() // BLOCK), dtype=torch.float32)
 
 
 def _product(self: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:

@@ -18,8 +18,10 @@ TIMEOUT_SECONDS = 20.0
 """A model that runs token by token would take minutes."""
 ALLOCATION_BYTES = 512
 """CUDA's allocator rounds sizes up to multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "traced_flash_attention", "traced_flash_attention_backward")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "gemm_4bit", "traced_flash_attention", "traced_flash_attention_backward")
 """Operations bound by FLOPs and not by memory."""
+KERNELS = {"dequantize_4bit": 3}
+"""Of operations that start more than one: scales, their offset, the weight."""
 FREE = ("device", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "_unsafe_view")
 """Operations that start no kernel, beside views."""
 CACHE_BYTES = 64 * 2**20
@@ -59,7 +61,7 @@ class Ledger(TorchDispatchMode):
             if isinstance(value, torch.Tensor):
                 self._see(value.untyped_storage())
         if self._counts and not function.is_view and function._opname not in FREE:
-            self.kernels += 1
+            self.kernels += KERNELS.get(function._opname, 1)
             if function._opname not in PRODUCTS:
                 self._count_bytes(function._opname, (args, kwargs), result)
         return result
