@@ -399,6 +399,16 @@ def clip_not_handed_over_and_unchecked() -> None:
     Engine.assert_in_force = lambda self: None
 
 
+def groups_with_another_limit() -> None:
+    """Process groups that a library makes keep torch's limit of a collective."""
+    from datetime import timedelta
+
+    from cookbook.training.engine import base
+
+    right = base.prepare_process
+    base.prepare_process = lambda plan, timeout: right(plan, timedelta(minutes=30))
+
+
 def wrong_divisor() -> None:
     """The factor that undoes the averaging over processes is forgotten."""
     from cookbook.training.engine import Engine

@@ -208,6 +208,7 @@ def test_a_strategy_that_falls_back_to_ddp_is_refused(lab: Lab, strategy: str):
         ("fsdp1", "reductions_in_16_bits", "dtypes of a unit's weights and reductions"),
         ("fsdp2", "reductions_in_16_bits", "dtypes of a layer's weights, reductions and output"),
         ("zero3", "another_bucket", "zero_optimization.reduce_bucket_size"),
+        ("zero3", "groups_with_another_limit", "limit of a collective"),
     ],
 )
 def test_settings_that_a_library_changed_are_refused(lab: Lab, strategy: str, mistake: str, named: str):

@@ -21,7 +21,7 @@ ALLOCATION_BYTES = 512
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "gemm_4bit", "traced_flash_attention", "traced_flash_attention_backward")
 """Operations bound by FLOPs and not by memory."""
 KERNELS = {"dequantize_4bit": 3}
-"""Of operations that start more than one: scales, their offset, the weight."""
+"""How many an operation starts if it is not one: scales, their offset, the weight."""
 FREE = ("device", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "_unsafe_view")
 """Operations that start no kernel, beside views."""
 CACHE_BYTES = 64 * 2**20

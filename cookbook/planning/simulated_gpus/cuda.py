@@ -4,7 +4,6 @@ import atexit
 import collections
 import contextlib
 import ctypes
-import datetime
 import importlib.util
 import json
 import os
@@ -304,11 +303,10 @@ def replace_nccl(torch: Any) -> None:
         Options = simulated_nccl.ProcessGroupNCCL.Options
 
         def __init__(self, store: Any, rank: int, size: int, options: Any = None) -> None:
-            options = options or self.Options()
-            timeout = getattr(options, "_timeout", None) or datetime.timedelta(minutes=30)
+            self.options = options or self.Options()
             store = c10d.PrefixStore("simulated_nccl", store)
-            self._gloo = c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
-            super().__init__(store, self._gloo, rank, size, options)
+            self._gloo = c10d.ProcessGroupGloo(store, rank, size, timeout=self.options._timeout)
+            super().__init__(store, self._gloo, rank, size, self.options)
             _kept_alive.append(self)
 
         def perform_nocolor_split(self, device: Any) -> None:

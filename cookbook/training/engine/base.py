@@ -33,7 +33,7 @@ from cookbook.training.engine.collectives import Collectives, to_device
 from cookbook.training.engine.findings import Comparison, as_json, describe_optimizer, num_shards
 from cookbook.training.engine.loss_scale import LossScale, grad_scaler
 from cookbook.training.engine.norm import clip, square_sum, squares
-from cookbook.training.engine.start import prepare_process
+from cookbook.training.engine.start import limits_of_collectives, prepare_process
 from cookbook.training.engine.unusual import Unusual, Usual
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -84,7 +84,7 @@ class Engine:
         self.mixed_precision, self.max_grad_norm = recipe.compute_precision, recipe.optim.max_grad_norm
         self.loss_scale = LossScale(settings=scaling) if (scaling := recipe.loss_scaling) is not None else None
         """fp16's; its `scale` is that of the step to come."""
-        prepare_process(plan)
+        prepare_process(plan, timeout)
         self.accelerator = self._start(on_cpu=not torch.cuda.is_available())
         self.device: torch.device = self.accelerator.device
         self.collectives = Collectives(world, self.mesh, self.device, lambda doing: self.beat(doing, self.current_step))
@@ -200,6 +200,8 @@ class Engine:
     def findings(self) -> Iterator[Comparison]:
         """Everything that a library could have changed: strategy, precision and clipping do change silently."""
         yield "processes", self.plan.num_processes, dist.get_world_size() if dist.is_initialized() else 1
+        if dist.is_initialized():
+            yield "limit of a collective", {self.timeout}, limits_of_collectives()
         yield "processes seen by accelerate", self.plan.num_processes, self.accelerator.num_processes
         shared = getattr(self.transformer(), "sequence_mesh", None)
         yield "processes that share a row", self.mesh.sequence, 1 if shared is None else shared.size()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from cookbook.config.mesh import Mesh
@@ -39,8 +40,11 @@ def make_deterministic() -> None:
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
 
-def prepare_process(plan: Plan) -> None:
+def prepare_process(plan: Plan, timeout: timedelta) -> None:
     """Check the GPUs that torch sees, and silence and repair what the libraries do to a process.
+
+    Args:
+        timeout: limit of a collective in every process group, also in those that libraries make.
 
     Raises:
         RecipeError: more processes than GPUs, or a torch that cannot use them.
@@ -53,10 +57,19 @@ def prepare_process(plan: Plan) -> None:
     if not on_cpu and local_processes > torch.cuda.device_count():
         seen = torch.cuda.device_count()
         raise RecipeError(f"{local_processes} processes on this machine, but torch sees {seen} GPUs")
+    # Of a group within the first, by default 30 minutes, or NCCL's 10 (torch 2.13, distributed_c10d.py).
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 retires: a line for each call, thousands in a run.
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     # accelerate 1.15 has no argument for the successor.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+
+
+def limits_of_collectives() -> set[timedelta]:
+    """The limits in all process groups that this process belongs to."""
+    groups = distributed_c10d._world.pg_map if dist.is_initialized() else ()
+    backends = [group._get_backend(device) for group in groups for device in group._device_types]
+    return {backend.options._timeout for backend in backends}
 
 
 def start_processes(timeout: timedelta, *, as_gpus: bool) -> None:
