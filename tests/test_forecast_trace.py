@@ -4,12 +4,14 @@ python -m pytest -q tests/test_forecast_trace.py
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import inject_adapter_in_model
 from target_grid import from_grid
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -299,6 +301,58 @@ def test_a_product_in_4_bits_has_the_weight_and_its_scales_for_a_moment():
             assert ledger.peak == before + scales + 2 * weights + 2 * tokens * 192
             # Each way the scales, their offset, the weight and the product; half a byte read and two written.
             assert ledger.kernels == 2 * (3 + 1) and ledger.moved == 2 * (weights / 2 + scales + 2 * weights)
+
+
+def indices(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.long)
+
+
+def of_loss(logits: torch.Tensor) -> torch.Tensor:
+    """The gradient alone."""
+    with torch.no_grad():
+        each, total = torch.empty(100), torch.empty(())
+        return torch.ops.aten.nll_loss_backward(each, logits, indices(100), None, 0, -100, total)
+
+
+def of_experts(rows: torch.Tensor) -> torch.Tensor:
+    weights, ends = torch.empty(4, 64, 32, dtype=torch.bfloat16), torch.empty(4, dtype=torch.int32)
+    return torch._grouped_mm(torch.empty(100, 64, dtype=torch.bfloat16), weights, offs=ends)
+
+
+ATEN = torch.ops.aten
+# What is done with 100 x 64 float32 numbers, 25,600 bytes; the kernels it starts, and the bytes that these move.
+BY_HAND: dict[str, tuple[Callable[[torch.Tensor], Any], int, int]] = {
+    "slice_backward": (lambda x: ATEN.slice_backward(x[:, :16], [100, 64], 1, 0, 16, 1), 2, 25600 + 2 * 6400),
+    "select_backward": (lambda x: ATEN.select_backward(x[0], [100, 64], 0, 0), 2, 25600 + 2 * 256),
+    "nll_loss_forward": (lambda x: F.nll_loss(x, indices(100), reduction="none"), 1, 800 + 2 * (400 + 4)),
+    "nll_loss_backward": (of_loss, 2, 25600),
+    "scatter_": (lambda x: x.scatter_(1, indices(100, 1), torch.empty(100, 1)), 1, 800 + 2 * 400),
+    "index_put_": (lambda x: ATEN.index_put_(x, [indices(10)], torch.empty(10, 64)), 1, 80 + 2 * 2560),
+    "new_zeros": (lambda x: x.new_zeros(50, 64), 1, 12800),
+    "ones_like": (torch.ones_like, 1, 25600),
+    "_grouped_mm": (of_experts, 1, 0),
+    "addmm_": (lambda x: x.addmm_(torch.empty(100, 32), torch.empty(32, 64)), 1, 0),
+}
+
+
+@pytest.mark.parametrize(("operation", "kernels", "moved"), BY_HAND.values(), ids=BY_HAND)
+def test_kernels_and_their_bytes_by_hand(operation: Callable[[torch.Tensor], Any], kernels: int, moved: int):
+    with FakeTensorMode():
+        numbers = torch.empty(100, 64)
+        with Ledger([numbers]) as ledger:
+            operation(numbers)
+    assert (ledger.kernels, ledger.moved, ledger.streamed) == (kernels, moved, 0)
+
+
+@pytest.mark.parametrize(("heads", "kernels"), [(6, 3), (2, 5)])
+def test_the_backward_of_attention_sums_the_gradients_of_grouped_heads(heads: int, kernels: int):
+    with FakeTensorMode():
+        query = torch.empty(1, 6, 128, 32, dtype=torch.bfloat16, requires_grad=True)
+        shared = torch.empty(1, heads, 128, 32, dtype=torch.bfloat16)
+        result, _ = tracing._flash(query, shared, shared)
+        with Ledger([]) as ledger:
+            result.backward(torch.empty_like(result))
+    assert ledger.kernels == kernels
 
 
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "16 bits"])

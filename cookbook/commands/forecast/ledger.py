@@ -18,10 +18,18 @@ TIMEOUT_SECONDS = 20.0
 """A model that runs token by token would take minutes."""
 ALLOCATION_BYTES = 512
 """CUDA's allocator rounds sizes up to multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "gemm_4bit", "traced_flash_attention", "traced_flash_attention_backward")
+PRODUCTS = (
+    *("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "addbmm", "gemm_4bit", "_grouped_mm", "_scaled_mm"),
+    *("grouped_mm_fallback", "grouped_mm_fallback_backward"),  # those of transformers
+    *("traced_flash_attention", "traced_flash_attention_backward"),
+)
 """Operations bound by FLOPs and not by memory."""
-KERNELS = {"dequantize_4bit": 3}
-"""How many an operation starts if it is not one: scales, their offset, the weight."""
+KERNELS = {
+    "dequantize_4bit": 3,  # scales, their offset, the weight
+    "traced_flash_attention_backward": 3,  # one before it and one after (flash-attention, flash_bwd_launch_template.h)
+    **dict.fromkeys(("slice_backward", "select_backward", "nll_loss_backward"), 2),  # zeros, and what is put into them
+}
+"""How many an operation starts if it is not one."""
 FREE = ("device", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "_unsafe_view")
 """Operations that start no kernel, beside views."""
 CACHE_BYTES = 64 * 2**20
@@ -61,19 +69,32 @@ class Ledger(TorchDispatchMode):
             if isinstance(value, torch.Tensor):
                 self._see(value.untyped_storage())
         if self._counts and not function.is_view and function._opname not in FREE:
-            self.kernels += KERNELS.get(function._opname, 1)
-            if function._opname not in PRODUCTS:
-                self._count_bytes(function._opname, (args, kwargs), result)
+            self._count(function._opname, (args, kwargs), result)
         return result
 
-    def _count_bytes(self, name: str, given: Any, result: Any) -> None:
+    def _count(self, name: str, given: Any, result: Any) -> None:
+        self.kernels += KERNELS.get(name, 1)
+        if name in PRODUCTS:
+            if name == "traced_flash_attention_backward" and len(result) > 5:
+                self.kernels += 2  # sums over grouped heads
+            return
         read, written = (
-            sum(min(one.nbytes, one.untyped_storage().nbytes()) for one in tree_iter(some) if torch.is_tensor(one))
+            [min(one.nbytes, one.untyped_storage().nbytes()) for one in tree_iter(some) if torch.is_tensor(one)]
             for some in (given, result)
         )
-        size = read if name in ("copy_", "fill_", "zero_") else read + written  # `given` has what these write
-        if name in ("embedding", "gather", "index_select"):  # they read some rows of what they are given
-            size = 2 * written
+        size = sum(read) + sum(written)
+        if name in ("copy_", "fill_", "zero_"):  # `given` has what these write
+            size = sum(read)
+        elif name in ("embedding", "gather", "index_select"):  # they read some rows of what they are given
+            size = 2 * sum(written)
+        elif name == "nll_loss_forward":  # a number of each row
+            size = sum(read[1:]) + 2 * sum(written)
+        elif name in ("scatter_", "index_put_", "index_put"):  # as much as they put there, with data in place, always
+            size = sum(read[1:]) + read[-1]  # (torch 2.13, csrc/autograd/FunctionsManual.cpp, index_backward)
+        elif name in ("slice_backward", "select_backward"):  # aten/src/ATen/native/TensorShape.cpp
+            size = 2 * sum(read) + sum(written)
+        elif name == "nll_loss_backward" or name.startswith("new_") or name.endswith("_like"):  # they read no values
+            size = sum(written)
         self.moved += size
         self.streamed += size if size > CACHE_BYTES else 0
 

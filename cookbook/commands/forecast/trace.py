@@ -249,9 +249,16 @@ _flash_gradients = torch.library.custom_op(
     "cookbook::traced_flash_attention_backward", _flash_makes_backward, mutates_args=()
 )
 _flash_gradients.register_fake(_flash_makes_backward)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+    ctx.set_materialize_grads(False)  # the log-sum-exp has no gradient
+
+
 _flash.register_autograd(
     lambda ctx, gradient, _: tuple(_flash_gradients(gradient, *ctx.saved_tensors)[:3]),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
+    setup_context=_save_for_backward,
 )
 
 
