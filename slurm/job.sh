@@ -3,6 +3,8 @@
 #   sbatch --nodes=2 [--gpus-per-node=8] [--time=8:00:00] slurm/job.sh RECIPE [flags of python -m cookbook launch]
 # Two minutes before its time is up the run saves and stops, and the job queues again and resumes. A step and a save
 # must take less: --signal=B:USR1@600 leaves ten.
+# A sweep, whose task N adds the words of line N of a file, such as --set seed=1 --set run.output_dir=outputs/seed1:
+#   SWEEP=sweep.txt sbatch --array=1-8 slurm/job.sh RECIPE
 #SBATCH --exclusive
 #SBATCH --ntasks-per-node=1
 #SBATCH --signal=B:USR1@120
@@ -12,8 +14,17 @@
 export COOKBOOK_STEP_FILE=$PWD/slurm-$SLURM_JOB_ID.step # the step after which the run stopped
 before=$(cat "$COOKBOOK_STEP_FILE" 2>/dev/null || echo 0)
 
+words=()
+if [ "$SLURM_ARRAY_TASK_ID" ]; then
+  read -ra words <<<"$(sed -n "${SLURM_ARRAY_TASK_ID}p" "${SWEEP:-/dev/null}")"
+  if [ ${#words[@]} = 0 ]; then
+    echo "task $SLURM_ARRAY_TASK_ID of an array: SWEEP=$SWEEP has no such line, with what is different in it" >&2
+    exit 2
+  fi
+fi
+
 # A machine that fails ends the others by the lost connection; srun waits for them, so that its exit code is the run's.
-srun --kill-on-bad-exit=0 --wait=60 --cpu-bind=none .venv/bin/python -m cookbook launch "$@" \
+srun --kill-on-bad-exit=0 --wait=60 --cpu-bind=none .venv/bin/python -m cookbook launch "$@" "${words[@]}" \
   ${SLURM_RESTART_COUNT:+--set run.resume=auto} &
 srun=$! asked=''
 trap 'asked=yes; kill -USR1 $srun' USR1 # srun passes it on to every machine

@@ -203,6 +203,24 @@ def test_a_mistake_ends_the_job_with_its_own_code(slurm, lab, tmp_path):
     assert log.read_text().count("3 processes, which 2 machines cannot split evenly") == 2
 
 
+def test_a_sweep_is_an_array_of_jobs_each_with_a_line_of_its_own(slurm, lab, tmp_path):
+    """And a task without a line ends, before it repeats another's run."""
+    rates = {1: "0.01", 2: "0.02"}
+    lines = [f"--set optim.learning_rate={rate} --set run.output_dir={tmp_path}/{task}" for task, rate in rates.items()]
+    sweep = tmp_path / "sweep.txt"
+    sweep.write_text("\n".join(lines) + "\n")
+    words = ("slurm/job.sh", str(lab.folder / "recipe.yaml"), "--strategy", "ddp", "--processes", "2")
+    short = ("--set", "run.max_steps=5", "--set", "run.check_export=false")
+    options = ("--array=1-3", "--nodes=1", f"--output={tmp_path}/%a.txt")
+    job = slurm.call("sbatch", "--parsable", *options, *words, *short, SWEEP=str(sweep)).strip()
+    until(lambda: not slurm.call("squeue", "-h", "-j", job, check=False), "the end of the array", 240)
+    logs = [(tmp_path / f"{task}.txt").read_text() for task in (1, 2, 3)]
+    assert f"task 3 of an array: SWEEP={sweep} has no such line" in logs[2] and not (tmp_path / "3").exists()
+    for task, rate in rates.items():
+        assert f"learning_rate: {rate}\n" in (tmp_path / f"{task}/recipe.yaml").read_text(), logs[task - 1]
+        assert json.loads((tmp_path / f"{task}/status.json").read_text())["exit_code"] == 0, logs[task - 1]
+
+
 def test_a_script_of_submit_has_the_curve_of_one_process(slurm, lab, tmp_path, monkeypatch, capsys):
     folder, log, script = tmp_path / "submitted", tmp_path / "log.txt", tmp_path / "script.sh"
     monkeypatch.chdir(slurm.folder)

@@ -7,6 +7,7 @@ import socket
 import subprocess
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from socket import AF_INET, AF_INET6
 
 import psutil
 
@@ -75,10 +76,10 @@ def set_interfaces(first: str, environment: MutableMapping[str, str] = os.enviro
     may take another, gloo that of the machine's own name, which Debian's /etc/hosts resolves to 127.0.1.1.
 
     Returns:
-        The mistakes: an interface that is not here, an address that cannot be reached.
+        The mistakes: an interface that is not here or leads nowhere, an address that cannot be reached.
     """
     missing = [name for name in INTERFACES if not environment.get(name)]
-    mistakes = [problem for name in INTERFACES if (problem := interface_problem(name, environment))]
+    mistakes = [problem for name in INTERFACES if (problem := interface_problem(name, environment, first))]
     if missing:
         try:
             name = interface_to(first)
@@ -125,16 +126,30 @@ def address_warning(hosts: Hosts) -> str | None:
     return f"warning: --first is {hosts.first}, {what}; write one of its own, unless the network translates it"
 
 
-def interface_problem(variable: str, environment: MutableMapping[str, str] = os.environ) -> str | None:
-    """The mistake in one of `INTERFACES`, with which processes fail to connect, or wait: there is no such interface."""
+def interface_problem(variable: str, environment: MutableMapping[str, str] = os.environ, first: str = "") -> str | None:
+    """The mistake in one of `INTERFACES`, with which processes fail to connect, or wait: there is no such interface, or
+    it does not lead out of this machine.
+
+    Args:
+        first: name or address of machine 0, on several machines.
+    """
     value = environment.get(variable, "")
     if not value or value.startswith("^"):  # ^ names those to leave out
         return None
     exact = variable.startswith("GLOO") or value.startswith("=")
     wanted = [name for name in value.lstrip("=").split(",") if name]
-    if any(name == one if exact else one.startswith(name) for name in wanted for one in _interfaces()):
-        return None
-    return f"{variable}={value}: no such network interface; here are {', '.join(_interfaces())}"
+    chosen = [one for one in _interfaces() if any(name == one if exact else one.startswith(name) for name in wanted)]
+    others = [name for name in _interfaces() if not _is_loopback(name)]
+    if not chosen:
+        return f"{variable}={value}: no such network interface; here are {', '.join(_interfaces())}"
+    if first and not first.startswith(("127.", "localhost", "::1")) and not set(chosen) & set(others):
+        return f"{variable}={value} does not leave this machine, and machine 0 is {first}; write {' or '.join(others)}"
+    return None
+
+
+def _is_loopback(interface: str) -> bool:
+    found = [one.address for one in psutil.net_if_addrs().get(interface, ()) if one.family in (AF_INET, AF_INET6)]
+    return bool(found) and all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in found)
 
 
 def _interfaces() -> list[str]:
