@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from cookbook.commands.forecast import ledger as ledgers
 from cookbook.commands.forecast import trace as tracing
 from cookbook.commands.forecast.activations import ActivationTrace
+from cookbook.commands.forecast.autocast import autocast_of_cuda
 from cookbook.commands.forecast.four_bits import _Product
 from cookbook.commands.forecast.ledger import Ledger
 from cookbook.commands.forecast.trace import Untraceable, bound, trace
@@ -353,6 +354,35 @@ def test_the_backward_of_attention_sums_the_gradients_of_grouped_heads(heads: in
         with Ledger([]) as ledger:
             result.backward(torch.empty_like(result))
     assert ledger.kernels == kernels
+
+
+# Of 100 x 64 numbers in 16 bits: the type of the result, the kernels, and the bytes these move.
+OF_AUTOCAST: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], torch.dtype, int, int]] = {
+    # three casts; then 25,600 bytes and the two weights read, as many written, and the mean and spread of each row
+    "layer norm": (
+        lambda x: F.layer_norm(x, (64,), x[0], x[0]),
+        torch.float32,
+        4,
+        12800 + 25600 + 2 * (128 + 256) + (2 * 25600 + 2 * 256 + 2 * 400),
+    ),
+    "power": (lambda x: torch.pow(x, 3.0), torch.float32, 2, 12800 + 25600 + 2 * 25600),
+    "sum": (lambda x: x.sum(dim=1), torch.float32, 1, 12800 + 400),
+    "softmax": (lambda x: F.softmax(x, dim=-1), torch.float32, 2, 12800 + 25600 + 2 * 25600),
+    "its own type": (lambda x: x.sum(dim=1, dtype=torch.bfloat16), torch.bfloat16, 1, 12800 + 200),
+    "gelu": (F.gelu, torch.bfloat16, 1, 2 * 12800),
+}
+
+
+@pytest.mark.parametrize(("operation", "dtype", "kernels", "moved"), OF_AUTOCAST.values(), ids=OF_AUTOCAST)
+def test_autocast_computes_in_float32_what_cuda_s_does(
+    operation: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, kernels: int, moved: int
+):
+    with FakeTensorMode():
+        numbers = torch.empty(100, 64, dtype=torch.bfloat16)
+        with autocast_of_cuda(), torch.autocast("cpu", dtype=torch.bfloat16), Ledger([numbers]) as ledger:
+            assert operation(numbers).dtype == dtype
+    assert (ledger.kernels, ledger.moved) == (kernels, moved)
+    assert torch.ones(2, dtype=torch.bfloat16).sum().dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "16 bits"])

@@ -21,6 +21,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTra
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cookbook.commands.forecast.activations import ActivationTrace, Phase
+from cookbook.commands.forecast.autocast import autocast_of_cuda
 from cookbook.commands.forecast.four_bits import multiply_in_4_bits
 from cookbook.commands.forecast.ledger import Ledger, MarkedLayer, Unit, experts_of
 from cookbook.config.recipe import Recipe
@@ -99,7 +100,7 @@ def trace(
             if change is not None:
                 change(model)
             linear = _LinearOfZero3.apply if is_zero3 else F.linear
-            with _set_function("linear", linear), _set_function("dropout", _dropout):
+            with _set_function("linear", linear), _set_function("dropout", _dropout), autocast_of_cuda():
                 offloads = recipe.model.gradient_checkpointing == "offload"
                 ledger = _trace_phases(model, rows, length, num_targets, cast, unit, fsdp == 1, compiling, offloads)
             break
