@@ -152,6 +152,21 @@ def counts_of_all_stages() -> None:
     Collectives.sums = lambda self, rows: rows.sum(0).tolist()
 
 
+def loss_counted_by_two_stages() -> None:
+    """The backward of a pipeline begins twice."""
+    import torch
+
+    from cookbook.training.engine.pipeline import _Stage
+
+    right = _Stage.forward
+
+    def forward(self, *received, number):
+        sent = right(self, *received, number=number)
+        return 2 * sent if self.is_last and torch.is_grad_enabled() else sent
+
+    _Stage.forward = forward
+
+
 def adapter_drawn_by_the_layers_of_a_process() -> None:
     """Which of its layers it is decides about an adapter's first weights, and not which of the model's."""
     from itertools import count

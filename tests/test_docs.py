@@ -13,7 +13,8 @@ import shutil
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,8 +27,16 @@ from pydantic import TypeAdapter
 import cookbook
 from cookbook.commands import cli
 from cookbook.commands import launch as launching
-from cookbook.config.recipe import Recipe
+from cookbook.commands.forecast import forecast_all, tokens_of_step
+from cookbook.commands.forecast.skeleton import skeleton
+from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.registry import Named, Section
+from cookbook.config.strategy import Strategy, load_known
+from cookbook.planning.costs.flops import ModelSizes, Step, sizes_of
+from cookbook.planning.costs.traffic import Transfer, host_traffic, transfers
+from cookbook.planning.plan import make_plan
+from cookbook.system.hardware import parse_machines
+from cookbook.training.models.structure import find_config
 from tests.needs import need_simulated_gpus
 
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "recipes/README.md"]
@@ -444,6 +453,254 @@ def test_the_page_of_strategies_offers_every_one():
     rows = re.findall(r"(?m)^\| \[`(\w+)`\]\((\S+)\) \|", text_of("docs/strategies.md"))
     assert len(rows) >= 14
     assert sorted(rows) == [(name, f"../accelerate_configs/{name}.yaml") for name in STRATEGIES]
+
+
+def section(page: str, heading: str) -> str:
+    """What is under a heading, up to the next one of any depth."""
+    _, _, found = text_of(page).partition(f"\n{heading}\n")
+    assert found, f"{page} has no {heading}"
+    return re.split(r"(?m)^#+ (?=\w)", found)[0]
+
+
+def table(page: str, heading: str) -> list[list[str]]:
+    """The cells of the first table under a heading, without its head."""
+    lines = f"\n{section(page, heading)}".partition("\n\n|")[2].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def names_in(text: str) -> list[str]:
+    """The strategies that a text names."""
+    return [name for name in re.findall(r"\w+", text) if name in STRATEGIES]
+
+
+@pytest.fixture
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def plan_options(page: str) -> tuple[str, dict[str, str]]:
+    """The recipe and the flags of the only `python -m cookbook plan` of a page."""
+    (line,) = [line for line in commands(text_of(page)) if line.startswith("python -m cookbook plan ")]
+    recipe, *words = shlex.split(line)[4:]
+    return recipe, dict(zip(words[::2], words[1::2], strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_the_repository")
+def test_the_longest_samples_are_those_of_plan():
+    name, options = plan_options("docs/long_context.md")
+    room = {key: float(options[f"--{key.replace('_', '-')}"]) for key in ("host_gib", "nvme_gib")}
+    report = forecast_all(load_recipe(ROOT / name), load_known(), parse_machines(options["--gpus"], **room), name)
+    found = {one.strategy.name: one.longest or 0 for one in report.forecasts if one.verdict != "cannot run"}
+    shown = [
+        (name, int(cell.replace(",", "")) if cell[0].isdigit() else 0)
+        for names, cell in table("docs/long_context.md", "## The longest sample")
+        for name in names_in(names)
+    ]
+    assert dict(shown) == found
+    lengths = [length for _, length in shown]
+    assert len(lengths) == len(found) >= 25 and lengths == sorted(lengths, reverse=True)
+
+
+LINKS = "## Links, and what a strategy sends over them"
+HOST = "### Inside a machine, and to its host"
+
+
+@cache
+def known() -> dict[str, Strategy]:
+    return {one.name: one for one in load_known()}
+
+
+@cache
+def sizes_and_recipe(name: str) -> tuple[ModelSizes, Recipe]:
+    recipe = load_recipe(ROOT / name)
+    config, _ = find_config(recipe.model)
+    return sizes_of(config, skeleton(config, recipe)), recipe
+
+
+def sent(
+    name: str, sizes: ModelSizes, recipe: Recipe, number: int | None = None
+) -> tuple[list[Transfer], tuple[float, float]]:
+    """What a strategy sends in a step on two machines of eight GPUs, and the bytes from each GPU to its host and back.
+
+    Args:
+        number: of micro-batches; None: the recipe's.
+    """
+    count = known()[name].num_processes or 16
+    strategy = replace(known()[name].fitted(count, 8), num_machines=-(-count // 8))
+    plan = make_plan(recipe, strategy, num_processes=count, num_gpus=min(count, 8), recipe_name=name)
+    tokens = tokens_of_step(recipe)
+    step = Step(
+        num_tokens=tokens,
+        num_labelled=tokens,
+        length=recipe.data.max_length,
+        micro_batches=number or plan.gradient_accumulation_steps,
+        recompute=recipe.model.recompute,
+        precision="bf16",
+    )
+    host = host_traffic(strategy, sizes, step, num_processes=count, gpus_each=8)
+    return transfers(strategy, sizes, step, count, num_local=8), (host.down, host.up)
+
+
+def gb_to_others(messages: list[Transfer]) -> float:
+    return sum(one.over_links(8)[1] for one in messages) / 1e9
+
+
+NUMBER = 3
+"""Micro-batches for which formulas with A are compared: with two a sum and a product may be the same."""
+KINDS = {"gather": "all-gather", "reduction": "reduce-scatter", "all-reduce": "all-reduce"}
+
+
+def times_in(cell: str) -> dict[str, int]:
+    """`2 A - 1 gathers, one all-reduce` -> how often each kind comes in `NUMBER` micro-batches."""
+    found = dict.fromkeys(KINDS.values(), 0)
+    for factor, is_each, less, kind in re.findall(r"(\d |one )?(A )?(- \d )?\b(gather|reduction|all-reduce)s?\b", cell):
+        times = (1 if factor in ("", "one ") else int(factor)) * (NUMBER if is_each else 1)
+        found[KINDS[kind]] += times - int(less[2:] or 0)
+    return found
+
+
+@pytest.mark.usefixtures("in_the_repository")
+def test_the_table_of_links_has_what_each_strategy_sends_over_which():
+    sizes, recipe = sizes_and_recipe(plan_options("docs/several_machines.md")[0])
+    rows = table("docs/several_machines.md", LINKS)
+    assert sorted(name for row in rows for name in names_in(row[0])) == STRATEGIES
+    dense = [(name, row) for row in rows for name in names_in(row[0]) if name != "fsdp2_ep"]
+    for name, (_, between, inside, gigabytes, _) in dense:
+        messages, _ = sent(name, sizes, recipe, NUMBER)
+        of_states = [one for one in messages if one.what.startswith(("weights", "gradients"))]
+        for cell, leaves in ((between, True), (inside, False)):
+            here = [one for one in of_states if (one.over_links(8)[1] > 0) == leaves]
+            times = {kind: sum(one.times for one in here if one.kind == kind) for kind in KINDS.values()}
+            assert times_in(cell) == times, (name, cell)
+        others = {one.what: one.over_links(8)[1] > 0 for one in messages if one not in of_states}
+        assert all(leaves == (what == "hidden states") for what, leaves in others.items()), name
+        assert ("activations" in inside, name.startswith("pp")) == ("activations" in others, "hidden states" in others)
+        assert float(gigabytes) == two_digits(gb_to_others(sent(name, sizes, recipe)[0])), name
+
+
+def two_digits(value: float) -> float:
+    return float(f"{value:.2g}")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_the_repository")
+def test_the_network_is_the_limit_at_the_rates_of_the_page():
+    name, options = plan_options("docs/several_machines.md")
+    text = " ".join(section("docs/several_machines.md", LINKS).split())
+    said = re.search(r"Of (\d+), (\d+), (\d+) and (\d+) Gbit/s (.+?)\. ", text)
+    assert said is not None
+    rates = list(map(int, said.groups()[:4]))
+    first = {
+        one: 0 if rate == "none" else int(rate)
+        for rate, names in re.findall(r"(?:from|at) (\d+|none)((?: \w+)*? `.+?)(?=, from|, at|, and at|$)", said[5])
+        for one in names_in(names)
+    }
+    assert len(first) >= 6
+    strategies = [known()[one] for one in first]
+    for rate in rates:
+        machines = parse_machines(options["--gpus"], fabric_gbits=float(rate))
+        report = forecast_all(load_recipe(ROOT / name), strategies, machines, name, limits=False)
+        limits = {one.strategy.name: one.time.bottleneck == "network" for one in report.forecasts if one.time}
+        assert limits == {one: rate <= most for one, most in first.items()}, rate
+
+
+@pytest.mark.usefixtures("in_the_repository")
+def test_what_expert_parallel_sends_is_that_of_the_ledger():
+    name = "recipes/qwen3_30b_a3b/sft.yaml"
+    written = re.search(
+        r"\[Qwen3-30B-A3B\]\(\.\./(\S+)\) it sends (\d+) GB, and `fsdp2` (\d+)",
+        " ".join(text_of("docs/several_machines.md").split()),
+    )
+    assert written is not None and written[1] == name
+    sizes, recipe = sizes_and_recipe(name)
+    for strategy, number in (("fsdp2_ep", written[2]), ("fsdp2", written[3])):
+        messages, _ = sent(strategy, sizes, recipe)
+        assert float(number) == float(f"{gb_to_others(messages):.2g}"), strategy
+        assert all(one.kind != "all-to-all" or one.over_links(8)[1] == 0 for one in messages)
+
+
+@pytest.mark.usefixtures("in_the_repository")
+def test_the_table_of_offloading_has_what_the_ledger_copies():
+    sizes, recipe = sizes_and_recipe(plan_options("docs/several_machines.md")[0])
+    rows = table("docs/several_machines.md", HOST)
+    offloading = [name for name in STRATEGIES if name != "fsdp2_ep" and any(sent(name, sizes, recipe)[1])]
+    assert sorted(name for row in rows for name in names_in(row[0])) == offloading
+    values = {"A": NUMBER, "P": sizes.num_trained, "H": sizes.head, "D": 16}
+    for names, down, up, cell in rows:
+        for name in names_in(names):
+            formulas = [re.sub(r"(?<=[\d)]) (?=[A-Z(])|(?<=[A-Z]) (?=[A-Z])", "*", one) for one in (down, up)]
+            assert [eval(one, {}, values) for one in formulas] == pytest.approx(sent(name, sizes, recipe, NUMBER)[1])
+            numbers = [two_digits(one / 1e9) for one in sent(name, sizes, recipe)[1]]
+            assert list(map(float, cell.split(" and "))) == numbers, name
+
+
+def branches() -> dict[str, list[str]]:
+    """The leaves under each line of the tree that has no other line above it, and of several machines each branch."""
+    (drawing,) = fences(section("docs/strategies.md", "## The tree"), "text")
+    found: dict[str, list[str]] = {}
+    root = where = ""
+    for line in drawing.splitlines():
+        words, _, leaves = line.partition(" ..")
+        if re.match(r"\w", words):
+            root = where = words
+        elif re.match(r"[├└]", words) and root.startswith("several machines"):
+            where = words.lstrip("├└─ ")
+        found.setdefault(where, []).extend(re.findall(r"\w+", leaves))
+    return {where: leaves for where, leaves in found.items() if leaves}
+
+
+def test_each_leaf_of_the_tree_is_a_strategy_and_each_strategy_a_leaf_or_named_beside_it():
+    leaves = {leaf for found in branches().values() for leaf in found}
+    beside = re.findall(r"(?m)^Not a leaf is `(\w+)`: \w+", section("docs/strategies.md", "## The tree"))
+    assert leaves.isdisjoint(beside)
+    assert sorted([*leaves, *beside]) == STRATEGIES
+
+
+def test_the_branches_of_several_machines_are_what_goes_between_them():
+    """By the table of links, which has what the ledger counts."""
+    found = branches()
+    between = {name: times_in(row[1]) for row in table("docs/several_machines.md", LINKS) for name in names_in(row[0])}
+    at = [where for where in found if re.match(r"one sum|sums in each|gathers of|no more than hidden", where)]
+    assert len(at) == 4
+    for where, gathers, sums in zip(at, ({0, 1}, {0, 1}, {2 * NUMBER}, {0}), (1, NUMBER, NUMBER, 0), strict=True):
+        for name in found[where]:
+            times = between[name]
+            assert times["all-gather"] in gathers, (where, name)
+            assert times["reduce-scatter"] + times["all-reduce"] == sums, (where, name)
+
+
+def test_the_readme_starts_with_leaves_of_the_tree():
+    named = [name for row in table("README.md", "## Which strategy") for name in names_in(row[0])]
+    leaves = {leaf for found in branches().values() for leaf in found}
+    assert len(named) >= 7 and set(named) <= leaves
+
+
+AXES = {"replicas": "replicate", "shards": "shard"} | {
+    axis: axis for axis in ("pipeline", "sequence", "tensor", "expert")
+}
+
+
+@pytest.mark.usefixtures("in_the_repository")
+def test_the_drawing_of_who_has_what_is_the_mesh_of_each_file():
+    (drawing,) = fences(section("docs/strategies.md", "## Who has what"), "text")
+    lines = drawing.splitlines()[2:]
+    drawn = []
+    for parts, samples in zip(lines[::3], lines[1::3], strict=True):
+        names, cells = parts[:20], parts[20:].split(maxsplit=8)
+        sizes = {AXES[axis]: int(size) for size, axis in re.findall(r"(\d+) (\w+)", cells[8].partition(",")[0])}
+        for name in names_in(names):
+            mesh = known()[name].fitted(8, 8).mesh(8)
+            written = {axis: size for axis in AXES.values() if (size := getattr(mesh, axis)) > 1}
+            assert sizes == written, name
+            part = (f".{mesh.sequence_rank(rank)}" if mesh.sequence > 1 else "" for rank in range(8))
+            shown = [f"s{mesh.data_parallel_rank(rank)}{each}" for rank, each in enumerate(part)]
+            assert samples.split() == shown, name
+            drawn.append(name)
+    beside = names_in(section("docs/strategies.md", "## Who has what").partition("Not drawn:")[2])
+    assert len(drawn) >= 16 and set(drawn) | set(beside) == set(STRATEGIES)
 
 
 def test_the_layers_of_the_contributing_page_are_those_of_the_package():

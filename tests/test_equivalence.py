@@ -6,6 +6,8 @@ pytest -m "slow or not slow" tests/test_equivalence.py      (make matrix also wr
 
 import json
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -140,11 +142,18 @@ def test_the_micro_batch_size_does_not_change_the_curve(lab: Lab, micro_batch_si
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
 
 
+def others_thoroughly(*chosen: str, without: Sequence[str] = ()) -> list[Any]:
+    """All strategies, of which those that are not chosen run with the thorough tests."""
+    others = [name for name in DISTRIBUTED if name not in (*chosen, *without)]
+    return [*chosen, *(pytest.param(name, marks=pytest.mark.thorough) for name in others)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", others_thoroughly("fsdp2", "zero3"))
 def test_gradient_checkpointing_does_not_change_the_curve(lab: Lab, strategy: str):
-    curve = lab.run(strategy, {"model.gradient_checkpointing": "true"}, processes=2)
-    found = distance(curve, lab.run("single", SGD))
+    processes, settings = processes_of(strategy), settings_for(strategy, SGD)
+    again = settings | smaller_for(processes, 2) | {"model.gradient_checkpointing": "true"}
+    found = distance(lab.run(strategy, again, processes=processes), lab.run("single", settings))
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
 
 
@@ -152,11 +161,12 @@ def test_gradient_checkpointing_does_not_change_the_curve(lab: Lab, strategy: st
 # the weights once and every operation after. 8 bits of mantissa are 4e-3 relative; over 20 steps the curves of this
 # model of three layers stay in a band of 5e-3 in loss and 2e-2 in norm.
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["single", "fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", others_thoroughly("single", "fsdp2", "zero3"))
 def test_bf16_stays_in_a_band_around_the_float32_curve(lab: Lab, strategy: str):
-    model = {"model.from_scratch.num_hidden_layers": "3"}
-    curve = lab.run(strategy, model | {"mixed_precision": "bf16"}, processes=1 if strategy == "single" else 2)
-    found = distance(curve, lab.run("single", model))
+    processes = processes_of(strategy)
+    model = settings_for(strategy, {"model.from_scratch.num_hidden_layers": "3"})
+    settings = model | smaller_for(processes, 2) | {"mixed_precision": "bf16"}
+    found = distance(curve := lab.run(strategy, settings, processes=processes), lab.run("single", model))
     assert 1e-5 < found.loss < 5e-3 and found.norm < 2e-2, found
     assert curve.record["strategy"]["precision"] == "bf16"
 

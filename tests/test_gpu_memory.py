@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import gpu_memory
+from cookbook.training.models import train_tokenizer
 from tests.curves import Lab, with_stages
 from tests.experts import experts
 from tests.gpu_runs import GpuLab, GpuRun
@@ -81,6 +83,23 @@ def test_a_run_takes_what_was_forecast(gpu_lab: GpuLab, strategy: str, adapter: 
 def test_the_forecast_knows_what_a_gpu_does_unlike_a_cpu(gpu_lab: GpuLab, strategy: str, settings: dict[str, str]):
     run = gpu_lab.run(strategy, {"data.packing": "true"} | settings, recipe="memory")
     assert abs(error_of(run)) < WITHIN / 10
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_sample_of_32_768_tokens_takes_what_was_forecast(gpu_lab: GpuLab, tmp_path: Path):
+    """A recipe for long samples rehearses shorter ones. Two processes share it, a minute a step on two cores."""
+    row = {"messages": [{"role": role, "content": "the quick brown fox " * 6000} for role in ("user", "assistant")]}
+    (tmp_path / "long.jsonl").write_text(2 * f"{json.dumps(row)}\n")
+    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=32768)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    train_tokenizer(["the quick brown fox"], 300).save_pretrained(tmp_path / "model")
+    settings = {"data": f"{{train: {tmp_path}/long.jsonl, max_length: 32768}}", "run.max_steps": "1"}
+    settings |= {"batch": "{global_batch_size: 1, micro_batch_size: 1}"}
+    settings["model"] = f"{{name_or_path: {tmp_path}/model, gradient_checkpointing: true}}"
+    run = gpu_lab.run("fsdp2_sp", settings, recipe="memory")
+    assert run.steps[0]["num_tokens"] == 32768 and abs(error_of(run)) < WITHIN
 
 
 @pytest.mark.slow

@@ -81,6 +81,13 @@ def test_under_fsdp_one_process_of_a_machine_reads_the_weights(tmp_path: Path, m
         assert found["prepared"]["cpu"] == pytest.approx(whole / 2, rel=0.01)
 
 
+def test_a_stage_reads_its_own_layers(tmp_path: Path, model_folder: Path):
+    """Two of the four, which are nearly all of the model."""
+    for found in read_in(tmp_path, model_folder, "pp"):
+        assert found["resident"] == pytest.approx(whole_of(model_folder) / 2, rel=0.1)
+        assert found["prepared"]["cpu"] == pytest.approx(whole_of(model_folder) / 2, rel=0.05)
+
+
 def test_the_measurement_sees_a_whole_copy(tmp_path: Path, model_folder: Path):
     """On a CPU each process of DDP trains on weights of its own."""
     for found in read_in(tmp_path, model_folder, "ddp"):

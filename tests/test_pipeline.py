@@ -292,6 +292,12 @@ def test_counts_of_all_stages_are_noticed(lab: Lab):
         distance(wrong, lab.run("single", SGD))
 
 
+def test_a_loss_that_two_stages_count_leaves_the_curve(lab: Lab):
+    wrong, right = lab.run("pp", SGD, sabotage="loss_counted_by_two_stages"), lab.run("single", SGD)
+    assert wrong.steps[0]["grad_norm"] == pytest.approx(2 * right.steps[0]["grad_norm"], rel=1e-5)
+    assert distance(wrong, right).loss > 100 * SGD_LOSS
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",

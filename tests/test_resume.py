@@ -4,6 +4,8 @@ pytest tests/test_resume.py                 a few legs each
 pytest tests/test_resume.py -m slow         every strategy file, adapters, optimizers, bf16
 """
 
+import os
+import random
 import re
 import shutil
 import subprocess
@@ -12,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from curves import ADAMW, ROOT, Curve, Lab, distance
+from curves import ADAMW, ROOT, Curve, Lab, distance, processes_of
 from filelock import FileLock
 
 from cookbook.training.checkpoint import folder
@@ -169,6 +171,21 @@ def test_a_chain_of_strategies_is_one_run(lab: Lab, tmp_path: Path, name: str):
     # An adapter's second matrix begins at zero, so the first steps of AdamW turn rounding into differences.
     loss, norm = (1e-4, 1e-3) if "adapter.name" in settings else (1e-5, 1e-4)
     assert found.loss < loss and found.norm < norm, found
+
+
+@pytest.mark.slow
+def test_a_chain_drawn_at_random_is_one_run(lab: Lab, tmp_path: Path):
+    """Other strategies, processes and settings with each commit: TURN is the seed."""
+    chance = random.Random(int(os.environ.get("TURN", 0)))
+    # Of what all take; zero3_nvme and fsdp2_ep need models of their own.
+    names = sorted({path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")} - {"zero3_nvme", "fsdp2_ep"})
+    legs = [f"{name}:{processes_of(name)}" for name in chance.sample(names, 6)]
+    settings = EXACT | chance.choice([{}, {"adapter.name": "lora"}, {"data.packing": "true"}])
+    settings |= {"model.from_scratch.tie_word_embeddings": chance.choice(["false", "true"])}
+    print(legs, settings)
+    curve = chain(lab, tmp_path, legs, settings, num_steps=3)
+    found = distance(curve, lab.run("single", settings))
+    assert found.loss < 1e-4 and found.norm < 1e-3, found
 
 
 @pytest.mark.slow

@@ -83,9 +83,17 @@ def test_fewer_key_heads_than_processes_are_repeated(lab: Lab):
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
 
 
-def test_groups_that_see_other_samples(lab: Lab):
-    settings = SGD | {"batch.micro_batch_size": "2", "data.packing": "true"}
-    found = distance(lab.run("fsdp2_sp", settings, processes=4), lab.run("single", SGD))
+@pytest.mark.parametrize(
+    ("strategy", "packing"),
+    [
+        ("fsdp2_sp", "true"),
+        pytest.param("ddp_sp", "true", marks=pytest.mark.slow),
+        pytest.param("zero3_sp", "false", marks=pytest.mark.slow),
+    ],
+)
+def test_groups_that_see_other_samples(lab: Lab, strategy: str, packing: str):
+    settings = SGD | {"batch.micro_batch_size": "2", "data.packing": packing}
+    found = distance(lab.run(strategy, settings, processes=4), lab.run("single", SGD))
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
 
 
