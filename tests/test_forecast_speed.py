@@ -758,6 +758,7 @@ RECORDS = [
         machines="8xH100",
         length=2048,
         samples=6,
+        strategy="fsdp1",
         tokens_per_second=10643,
     ),
     Published(
@@ -768,6 +769,7 @@ RECORDS = [
         length=8192,
         samples=8,
         recompute=True,
+        strategy="fsdp1",
         tokens_per_second=6935,
     ),
     Published(
@@ -777,16 +779,18 @@ RECORDS = [
         machines="8xA100-80GB",
         length=2048,
         samples=6,
+        strategy="fsdp1",
         tokens_per_second=4641,
     ),
     Published(
-        name="MPT-7B A100, 4k (sets an end)",
+        name="MPT-7B A100, 4k",
         source="llm-foundry scripts/train/benchmarking",
         shape=MPT_7B,
         machines="8xA100-80GB",
         length=4096,
         samples=8,
         recompute=True,
+        strategy="fsdp1",
         tokens_per_second=3684,
     ),
     Published(
@@ -800,7 +804,7 @@ RECORDS = [
         tokens_per_second=2904,
     ),
     Published(
-        name="70B 64 A100",
+        name="70B 64 A100 (sets an end)",
         source="torchtitan docs/performance.md at 4d88a8a44",
         shape=LLAMA_70B,
         machines="8x8xA100-80GB",
@@ -909,7 +913,9 @@ def test_launches_by_hand():
 
 
 def test_kernels_of_a_trace_take_the_memory_s_time_and_the_host_s():
-    """10 GB of 12 in kernels beyond a cache: at 90 % of 3.35 TB/s; all 12 at 60 %; 1,000 launches of 5 to 60 us."""
+    """10 GB of 12 in kernels beyond a cache: at 90 % of 3.35 TB/s; all 12 at 60 %; 1,000 launches of 5 to 60 us. Of two
+    micro-batches the second one's gradients are added to the first one's, by a kernel.
+    """
     phases = (Phase(name="forward", layer=0, held=0, peak=0, kernels=1000, moved=12 * 10**9, streamed=10 * 10**9),)
     machines = parse_machines("1xH100")
     sizes = decoder(**LLAMA_8B)
@@ -917,10 +923,62 @@ def test_kernels_of_a_trace_take_the_memory_s_time_and_the_host_s():
     found = step_seconds(shipped("single"), sizes, step, machines, trace=ActivationTrace(phases=phases))
     parts = {part.name: (part.low, part.high) for part in found.parts}
     bandwidth = machines.gpu.bandwidth
-    assert parts["GPU memory"] == pytest.approx((2 * 10e9 / 0.9 / bandwidth, 2 * 12e9 / 0.6 / bandwidth))
-    assert parts["kernel launches"] == pytest.approx((2 * 1000 * 5e-6, 2 * 1000 * 60e-6))
+    added = 12 * sizes.num_trained
+    assert parts["GPU memory"] == pytest.approx(
+        ((2 * 10e9 + added) / 0.9 / bandwidth, (2 * 12e9 + added) / 0.6 / bandwidth)
+    )
+    assert parts["kernel launches"] == pytest.approx((2001 * 5e-6, 2001 * 60e-6))
     # One kernel runs after another: products, then those, then the update.
     assert found.low == pytest.approx(sum(parts[name][0] for name in ("compute", "GPU memory", "update")))
+
+
+# Of 1,000 parameters, all trained, in three micro-batches over four processes: bytes of the copies around messages, and
+# their kernels beside those that have the host's time elsewhere.
+COPIES = {
+    "ddp": (0, 0),
+    "fsdp1": (0, 0),
+    # 2 bytes read and 2 written of a weight in each pass, less the head, which stays; of a gradient 2 and 4
+    "fsdp2": (3 * (4 * 1000 + 4 * (1000 - 28) + 6 * 1000), 3 * (3 * 5 + 3 * 4 + 5)),
+    "fsdp2_grad_op": (3 * (4 * 1000 + 6 * 1000), 3 * (3 * 5 + 5)),
+    "zero1": (4 * 1000, 0),
+    "zero2": (3 * 4 * 1000, 0),
+    "zero3": (3 * (2 * 4 + 4) * 1000, 0),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_around_messages_by_hand(name: str):
+    messages = transfers(shipped(name), SMALL, replace(STEP, micro_batches=3), 4)
+    assert sum(one.copied for one in messages) == COPIES[name][0]
+    assert sum(one.copies * (one.calls or 0) for one in messages) == COPIES[name][1]
+
+
+# The same in two tensors: bytes of a process's share of each that are added to what it has, and the kernels for it.
+SUMS = {
+    "single": (2 * 12 * 1000, 2 * 2),
+    "ddp": (3 * 12 * 1000 + (8 + 4) * 1000, 2 * (3 + 1)),  # the first to zeros; divided, and cleared
+    "fsdp2": (2 * 12 * 1000 / 4, 2 * 2),
+    "zero2": (0, 0),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_gradients_by_hand(name: str):
+    sizes, step = replace(SMALL, trained=[(900, True, 0), (100, False, 0)]), replace(STEP, micro_batches=3)
+    found = list(speed._of_engine(shipped(name), sizes, step, 4, []))
+    assert sum(size for size, *_ in found) == SUMS[name][0]
+    assert sum(kernels for *_, kernels in found) == SUMS[name][1]
+
+
+def test_the_norm_of_gradients_is_part_of_the_update():
+    """AdamW's 28 bytes, and of the gradient a copy in float64 and its sum; 8 more if it is clipped."""
+    machines = parse_machines("4xH100")
+    assert machines.gpu is not None
+    for name, share in {"ddp": 1, "fsdp2": 4}.items():
+        found = step_seconds(shipped(name), SMALL, STEP, machines)
+        (update,) = (part for part in found.parts if part.name == "update")
+        moved = machines.gpu.bandwidth * update.low * 0.9, machines.gpu.bandwidth * update.high * 0.6
+        assert moved == pytest.approx(((28 + 4 + 8 + 8) * 1000 / share, (28 + 4 + 8 + 8 + 8) * 1000 / share))
 
 
 MEASURED = json.loads(Path("benchmarks/results/on_gpu.json").read_text())

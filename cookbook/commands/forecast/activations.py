@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+CACHE_BYTES = 64 * 2**20
+"""More than an H100's cache holds (50 MiB); an RTX 4090 has 72."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from cookbook.commands.forecast.activations import Phase
+from cookbook.commands.forecast.activations import CACHE_BYTES, Phase
 
 TIMEOUT_SECONDS = 20.0
 """A model that runs token by token would take minutes."""
@@ -32,8 +32,6 @@ KERNELS = {
 """How many an operation starts if it is not one."""
 FREE = ("device", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "_unsafe_view")
 """Operations that start no kernel, beside views."""
-CACHE_BYTES = 64 * 2**20
-"""More than an H100's cache holds (50 MiB); an RTX 4090 has 72."""
 AROUND_EXPERTS = {
     "forward": "experts forward",
     "experts forward": "rest forward",

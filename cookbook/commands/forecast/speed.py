@@ -4,11 +4,11 @@ A time is a range: the fast end overlaps everything possible at the best publish
 at the worst.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from cookbook.commands.forecast.activations import ActivationTrace
+from cookbook.commands.forecast.activations import CACHE_BYTES, ActivationTrace
 from cookbook.config.strategy import Strategy
 from cookbook.planning.costs.flops import ModelSizes, Precision, Step, work
 from cookbook.planning.costs.inputs import num_turns, slowest_share
@@ -25,7 +25,7 @@ from cookbook.system.hardware import DISK_READ, DISK_WRITE, Gpu, Machines
 EFFICIENCY = {
     "volta": (0.25, 0.50),
     "turing": (0.25, 0.50),
-    "ampere": (0.40, 0.68),
+    "ampere": (0.40, 0.69),
     "ada": (0.35, 0.65),
     "hopper": (0.34, 0.56),
     "blackwell": (0.25, 0.50),
@@ -35,12 +35,12 @@ EFFICIENCY = {
 
 The ends come from published records. Hopper: torchtitan, Llama-3.1-8B in eager mode (2024-12: 5,762 tokens/s a GPU,
 30 %, with messages and pointwise kernels, which count apart below), and llm-foundry, MPT-70B with checkpointing on 64
-H100 (1,039 tokens/s, 56 %). Ampere: torchtitan, Llama-3-8B before its fused optimizer (2,627 tokens/s, 43 %), and
-llm-foundry, MPT-7B with checkpointing at 4,096 tokens (3,684 tokens/s, 68 %). Volta: Megatron-LM (Shoeybi et al. 2019:
-39 TFLOP/s a V100, with room below) and DeepSpeed's BERT (64); Turing is taken like it. Ada: torchtune, Llama-3.1-8B on
-an RTX 4090 (1,650 tokens/s, 62 %), with room below. Blackwell: torchtitan on GB200 (21,919 tokens/s, 41 %), with room:
-of B200 the only record is of limited power. CDNA 3: torchao's float8 README, Llama-3-8B on 8 MI300X (5,377
-tokens/s, 21 %), with room above."""
+H100 (1,039 tokens/s, 56 %). Ampere: torchtitan, Llama-3-8B before its fused optimizer (2,627 tokens/s, 43 %), and its
+Llama-3-70B with checkpointing on 64 A100 (353 tokens/s: 67.5 % of the peak, 68.4 % beside FSDP2's copies). Volta:
+Megatron-LM (Shoeybi et al. 2019: 39 TFLOP/s a V100, with room below) and DeepSpeed's BERT (64); Turing is taken like
+it. Ada: torchtune, Llama-3.1-8B on an RTX 4090 (1,650 tokens/s, 62 %), with room below. Blackwell: torchtitan on GB200
+(21,919 tokens/s, 41 %), with room: of B200 the only record is of limited power. CDNA 3: torchao's float8 README,
+Llama-3-8B on 8 MI300X (5,377 tokens/s, 21 %), with room above."""
 
 NVLINK_SHARE, PCIE_PEER_SHARE, FABRIC_SHARE = (0.50, 0.82), (0.30, 0.80), (0.50, 0.90)
 """Share of a link's rate that a ring of large messages reaches; assumptions. Without peer access, as on GeForce cards,
@@ -86,6 +86,9 @@ ZERO_HOOK = (2e-5, 2e-4)
 """Host seconds of stages 1 and 2 to copy a gradient to its bucket; an assumption."""
 ZERO_MODULES = 9
 """Modules with weights in a layer: seven products and two norms."""
+ADD_BYTES, NORM_BYTES, CLIP_BYTES = 12, 20, 8
+"""Of a float32 gradient: added to that of the micro-batches before; its norm, which is cast to float64 first
+(training/engine/norm.py; torch 2.13, include/ATen/native/ReduceOpsUtils.h, make_reduction); scaled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,10 +189,21 @@ def step_seconds(
     num_traced = waits / strategy.pp_size * step.micro_batches
     flops = waits * work(sizes, step).total / count
     copied = checkpoint_traffic(strategy, sizes, step, count)
+    engine = list(_of_engine(strategy, sizes, step, count, messages))
+    moved = _traced_bytes(trace, num_traced) if trace else (0.0, _pointwise_bytes(sizes, step) * waits / count)
+    streamed = sum(size for size, kernels, _ in engine if size > CACHE_BYTES * kernels)
+    launches = sum(number for *_, number in engine)
     parts = [
         _over("compute", (flops, flops), gpu.half_flops, EFFICIENCY[gpu.generation], is_kernel=True),
-        _traced_pointwise(trace, num_traced, gpu) if trace else _pointwise(sizes, step, count / waits, gpu),
-        _launches(strategy, sizes, step, num_traced, trace),
+        # One after another with the products, also those of FSDP2 and DDP.
+        _over(
+            "GPU memory",
+            (moved[0] + streamed, moved[1] + sum(size for size, *_ in engine)),
+            gpu.bandwidth,
+            MEMORY_SHARE,
+            is_kernel=True,
+        ),
+        _launches(strategy, sizes, step, num_traced, trace, launches),
         *_links(messages, machines, gpu, gpus_each),
         _update(strategy, sizes, count, host, gpu),
         # In both directions at once.
@@ -232,12 +246,18 @@ def combined(parts: Iterable[Portion]) -> Range:
 
 
 def _launches(
-    strategy: Strategy, sizes: ModelSizes, step: Step, num_micro: float, trace: ActivationTrace | None
+    strategy: Strategy,
+    sizes: ModelSizes,
+    step: Step,
+    num_micro: float,
+    trace: ActivationTrace | None,
+    of_engine: float = 0.0,
 ) -> Portion:
-    """The host's work for the micro-batches of a process.
+    """The host's work for a step of a process.
 
     Args:
         num_micro: micro-batches, each with all layers.
+        of_engine: kernels that the engine starts in a step.
     """
     passes = 4 if step.recompute is True else 3  # a backward is two
     adapted = 2 if sizes.num_matrix_trained < sizes.num_matrix else 1
@@ -249,7 +269,13 @@ def _launches(
         hook, times = ZERO_HOOK, ZERO_MODULES
     if trace is not None:
         launches = trace.total("kernels")
-    low, high = (num_micro * (launches * LAUNCH[end] + sizes.num_layers * times * hook[end]) for end in (0, 1))
+    # Of a gradient's norm a cast and a sum, and where it is clipped one more. DeepSpeed's are of flat partitions.
+    of_norm = (2, 3) if strategy.kind != "zero" else (0, 0)
+    low, high = (
+        (num_micro * launches + of_engine + of_norm[end] * len(sizes.trained) / strategy.pp_size) * LAUNCH[end]
+        + num_micro * sizes.num_layers * times * hook[end]
+        for end in (0, 1)
+    )
     return Portion(name=OF_HOST, low=low, high=high)
 
 
@@ -259,18 +285,34 @@ def _over(name: str, amount: tuple[float, float], rate: float, shares: tuple[flo
     return Portion(name=name, low=amount[0] / (best * rate), high=amount[1] / (worst * rate), **options)
 
 
-def _traced_pointwise(trace: ActivationTrace, num_micro: float, gpu: Gpu) -> Portion:
+def _traced_bytes(trace: ActivationTrace, num_micro: float) -> tuple[float, float]:
     """All kernels but products and attention: bound by the GPU's memory, or by its cache where they move little."""
-    worst, best = (share * gpu.bandwidth / num_micro for share in MEMORY_SHARE)
-    low, high = trace.total("streamed") / best, trace.total("moved") / worst
-    return Portion(name="GPU memory", low=low, high=high, is_kernel=True)
+    return num_micro * trace.total("streamed"), num_micro * trace.total("moved")
 
 
-def _pointwise(sizes: ModelSizes, step: Step, count: float, gpu: Gpu) -> Portion:
-    """Norms, rotary embedding, activation functions and the softmax of the loss: bound by the GPU's memory."""
+def _pointwise_bytes(sizes: ModelSizes, step: Step) -> float:
+    """Norms, rotary embedding, activation functions and the softmax of the loss."""
     moved = step.num_tokens * sizes.num_layers * sizes.hidden * ACTIVATION_BYTES
-    moved += step.num_labelled * sizes.vocab * LOGIT_BYTES
-    return _over("GPU memory", (0.0, moved / count), gpu.bandwidth, MEMORY_SHARE)
+    return moved + step.num_labelled * sizes.vocab * LOGIT_BYTES
+
+
+def _of_engine(
+    strategy: Strategy, sizes: ModelSizes, step: Step, count: int, messages: list[Transfer]
+) -> Iterator[tuple[float, float, float]]:
+    """Bytes that an engine moves beside the model, in how many large kernels, and how many it starts for them in all:
+    copies around messages; sums of the gradients of several micro-batches, of a flat one few. DDP adds those of the
+    first one too, to zeros in its buckets, which it also divides and clears.
+    """
+    for message in messages:
+        calls = message.calls or 1
+        yield message.copied, calls, message.copies * calls
+    if strategy.kind == "zero" or strategy.offloads:
+        return
+    mesh, is_ddp = strategy.mesh(count), strategy.kind == "ddp"
+    share = mesh.tensor * mesh.pipeline * (mesh.num_shards if strategy.sends_each_micro_batch else 1)
+    times = step.micro_batches + (1 if is_ddp else -1)
+    for numel in [numel for numel, *_ in sizes.trained] or [sizes.num_trained]:
+        yield times * ADD_BYTES * numel / share, times, times / mesh.pipeline
 
 
 def _links(messages: list[Transfer], machines: Machines, gpu: Gpu, gpus_each: int) -> list[Portion]:
@@ -312,5 +354,6 @@ def _update(strategy: Strategy, sizes: ModelSizes, count: int, host: HostTraffic
     if host.update:
         return _over("CPU update", (host.update, host.update), 1.0, CPU_ADAM, overlaps=False)
     whole = strategy.kind in ("single", "ddp")
-    moved = ADAMW_BYTES * sizes.num_trained / (1 if whole else count // strategy.mesh(count).replicate)
-    return _over("update", (moved, moved), gpu.bandwidth, MEMORY_SHARE, overlaps=False)
+    own = sizes.num_trained / (1 if whole else count // strategy.mesh(count).replicate)
+    each = ADAMW_BYTES + NORM_BYTES
+    return _over("update", (each * own, (each + CLIP_BYTES) * own), gpu.bandwidth, MEMORY_SHARE, overlaps=False)

@@ -35,6 +35,10 @@ class Transfer:
     """Collectives, or messages sent, of a process in a step; of a pipeline its last stage. None: not known."""
     is_least: bool = False
     """Whether there are as many `calls` or more."""
+    copied: float = 0.0
+    """Bytes that a GPU reads and writes in a step to copy the tensors into the buffer that is sent, or out of it."""
+    copies: int = 0
+    """Kernels that it starts for that with each call, in the host's time; DeepSpeed's are in that of its hooks."""
     ranks: int
     """Size of a group."""
     stride: int = 1
@@ -145,8 +149,9 @@ def _state_transfers(
         # keeps its shard (stage_1_and_2.py, allreduce_and_scatter; use_multi_rank_bucket_allreduce is true).
         times = micro if strategy.zero_stage == 2 else 1
         buckets, pieces = _zero_buckets(strategy, sizes), _zero_gathers(strategy, sizes)
+        gradients = _repeated("gradients", "all-reduce", reduced, num_processes, times, calls=buckets)
         return [
-            _repeated("gradients", "all-reduce", reduced, num_processes, times, calls=buckets),
+            replace(gradients, copied=2 * half * trained * times),  # into buckets, in the dtype of the weights
             _repeated("weights", "all-gather", half * trained, num_processes, calls=pieces),
         ]
     # How many weights a gather has depends on what DeepSpeed's prefetching finds: of more than a layer none was seen.
@@ -163,9 +168,11 @@ def _state_transfers(
             _repeated("weights, first forward", "all-gather", half * trained, num_processes, calls=units),
             _repeated("weights, after it", "all-gather", others, group, times, calls=units),
         ]
-    gathers = [replace(gather, is_least=True) for gather in gathers]
+    # partition_parameters.py, AllGatherCoalescedHandle, joins the parts of each weight.
+    gathers = [replace(gather, is_least=True, copied=2 * gather.num_bytes) for gather in gathers]
     buckets = _zero_buckets(strategy, sizes)
-    return [*gathers, _repeated("gradients", "reduce-scatter", reduced, num_processes, micro, calls=buckets)]
+    gradients = _repeated("gradients", "reduce-scatter", reduced, num_processes, micro, calls=buckets)
+    return [*gathers, replace(gradients, copied=2 * half * trained * micro)]
 
 
 PASSES = ("forward", "backward")
@@ -280,9 +287,25 @@ def _fsdp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_proce
         *(_repeated(f"experts, {name}", "all-gather", own, owners, micro, expert, calls=layers) for name in PASSES),
         _repeated("gradients of experts", "reduce-scatter", of_own, owners, micro, expert, calls=layers),
     ]
+    if strategy.kind != "fsdp1":  # whose weights are views of what it gathers
+        found = [_copied(one, half / _exchanged_bytes(strategy, step)) for one in found]
     if strategy.pp_chunks > 1:  # the first backward of a step gathers a layer of the chunk before ahead, in vain
         found[1] = replace(found[1], calls=(found[1].calls or 0) + 1)
     return [transfer for transfer in found if transfer.ranks > 1 and transfer.num_bytes]
+
+
+def _copied(message: Transfer, of_gradient: float) -> Transfer:
+    """With FSDP2's copies (torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py): of weights out of what was
+    gathered, before which a shard is cast and put into a buffer; of gradients into what is sent.
+
+    Args:
+        of_gradient: its bytes over those that are sent of it.
+    """
+    if message.kind == "all-gather":
+        return replace(message, copied=2 * message.num_bytes, copies=3)
+    if message.kind == "reduce-scatter":
+        return replace(message, copied=(1 + of_gradient) * message.num_bytes, copies=1)
+    return message
 
 
 def _fsdp_units(strategy: Strategy, sizes: ModelSizes) -> tuple[int, int]:
