@@ -6,6 +6,7 @@ process, padded, where that is another run than the one that is tested.
 
 import json
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from test_equivalence import (
     smaller_for,
 )
 
+from cookbook.commands.cli import main
 from tests.curves import ROOT, SGD, WORDS, Lab, distance, processes_of
 
 LORA = {"adapter.name": "lora", "adapter.rank": "4", "adapter.alpha": "8", "optim.learning_rate": "0.3"}
@@ -33,11 +35,8 @@ PACKED = {"data.packing": "true"}
 # Blocks of 256 values share a scale, and lie elsewhere in a flat partition or a shard: 1.6e-4 and 3.2e-4 were measured.
 EIGHT_BIT_LOSS, EIGHT_BIT_NORM = 5e-4, 1e-3
 
-EIGHT = ("hsdp_tp", "pp_tp_fsdp2")
-"""They run eight processes."""
-SEQUENCE = ("ddp_sp", "fsdp2_sp", "zero3_sp")
-# Of what transformers shards while it reads the model, with the others that are refused or another's like.
-NO_DORA = ("tp", "ddp_tp", "pp_tp", "fsdp2_tp", "hsdp_tp", "pp_fsdp2", "pp_tp_fsdp2", *SEQUENCE)
+# Tensor parallel, and what transformers shards while it reads the model: refused.
+NO_DORA = ("tp", "ddp_tp", "pp_tp", "fsdp2_tp", "hsdp_tp", "pp_fsdp2", "pp_tp_fsdp2")
 NO_MUON = [name for name in DISTRIBUTED if name.startswith("zero") or name == "fsdp1"]
 COLUMNS = {
     "packed": (PACKED, DISTRIBUTED),
@@ -67,6 +66,17 @@ CASES = [
     for column, (_, strategies) in COLUMNS.items()
     for strategy in strategies
 ]
+
+
+def test_what_is_not_compared_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(ROOT)
+    cells = [(column, name) for column, (_, found) in COLUMNS.items() for name in DISTRIBUTED if name not in found]
+    assert ("muon", "zero2") in cells
+    for column, name in cells:
+        words = ["check", str(lab.folder / "recipe.yaml"), "--strategy", name, "--processes", str(processes_of(name))]
+        words += [word for key, value in settings_of(lab, column, name).items() for word in ("--set", f"{key}={value}")]
+        assert main(words) == 2 and re.search(f"name: .*{column}.* with", capsys.readouterr().err), (column, name)
+    assert main([*words[:4], "ddp", *words[5:]]) == 0  # the last column under another strategy
 
 
 def write_pairs(path: Path, num_rows: int = 53) -> None:
