@@ -76,7 +76,7 @@ def test_what_is_not_compared_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPat
         words = ["check", str(lab.folder / "recipe.yaml"), "--strategy", name, "--processes", str(processes_of(name))]
         words += [word for key, value in settings_of(lab, column, name).items() for word in ("--set", f"{key}={value}")]
         assert main(words) == 2 and re.search(f"name: .*{column}.* with", capsys.readouterr().err), (column, name)
-    assert main([*words[:4], "ddp", *words[5:]]) == 0  # the last column under another strategy
+    assert main([*words[:3], "ddp", *words[4:]]) == 0  # the last column under another strategy
 
 
 def write_pairs(path: Path, num_rows: int = 53) -> None:
