@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -472,6 +473,50 @@ def test_traffic_is_that_of_the_paper(name, accumulation, in_root):
 def test_alone_nothing_is_sent(in_root):
     assert costs.total_traffic(setting("zero3", 1)) == 0
     assert costs.traffic_in_words(setting("zero3", 1)) == "none: one process"
+
+
+# Two machines of eight: a group of consecutive ranks lies in one, its counterparts in both.
+@pytest.mark.parametrize(
+    ("name", "inside", "between", "both"),
+    [
+        ("ddp", [], [], ["gradients"]),
+        (
+            "hsdp_tp",
+            ["activations", "loss", "weights (forward)", "weights (backward)", "gradients"],
+            ["gradients of the shard"],
+            [],
+        ),
+        ("pp", ["gradients"], ["hidden states"], []),
+        (
+            "fsdp2_ep",
+            ["tokens to experts"],
+            [],
+            [f"{what} ({when})" for what in ("weights", "experts") for when in ("forward", "backward")]
+            + ["gradients", "gradients of experts"],
+        ),
+        ("zero3_hpz", ["weights (after it)"], [], ["weights (first forward)", "gradients"]),
+    ],
+)
+def test_links_are_those_between_the_processes_of_a_group(name, inside, between, both, in_root):
+    found = setting(name, 16, num_local=8)
+    found = replace(found, strategy=found.strategy.fitted(16, 8))
+    links = costs.as_dict(found)["links"]
+    names = ("inside a machine", "between machines", "inside a machine and between machines")
+    assert [sorted(links.pop(key, [])) for key in names] == [sorted(one) for one in (inside, between, both)]
+    assert links == {}
+    alone = costs.links(replace(found, num_local=16))
+    assert [*alone] == ["inside a machine"], "on one machine nothing leaves it"
+
+
+def test_micro_batches_in_flight_and_links_are_on_the_page(in_root):
+    """Two stages of 16 of 32 processes, on four machines of eight: the first begins a forward ahead."""
+    found = explain(Path("recipes/llama33_70b/sft.yaml"), strategy_path=strategy("pp_tp_fsdp2"))
+    assert found.sections["BATCH"]["in flight"].value == [2, 1]
+    page = " ".join(in_words(found).split())
+    assert "in flight at most 2, 1 micro-batches, from the first stage to the last yaml:12" in page
+    assert "links between machines: hidden states; inside a machine: activations, loss;" in page
+    alone = explain(Path("recipes/llama33_70b/sft.yaml"), strategy_path=strategy("fsdp2"))
+    assert "in flight" not in alone.sections["BATCH"]
 
 
 def test_a_frozen_parameter_is_cut_where_the_strategy_cuts_weights(in_root):

@@ -24,13 +24,14 @@ from cookbook.commands.forecast.strategy import _verdict
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import AdapterSection
 from cookbook.config.strategy import load_strategy
-from cookbook.planning.costs.inputs import Skeleton, Weight
+from cookbook.planning.costs.inputs import Skeleton, Weight, in_flight
 from cookbook.planning.costs.memory import ResidentBytes, States
 from cookbook.planning.plan import make_plan
 from cookbook.system.hardware import find_gpu, parse_machines
 from cookbook.training.models.structure import find_config
 
 LLAMA = "recipes/llama31_8b/sft.yaml"
+PAGE = ROOT / "docs/plan.md"
 
 
 @pytest.fixture(autouse=True)
@@ -362,6 +363,96 @@ def test_a_bar_is_as_long_as_its_memory():
     assert [text.count(letter) for letter in "WGOBAL"] == [5, 5, 0, 0, 10, 0]
 
 
+# Stages of a pipeline.
+
+SMALL = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+LAYER = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 96 + 2 * 64  # queries, keys and values, output, MLP, norms
+END = 300 * 64  # embedding or head
+
+
+def small(gpus: str, strategy: str, *assignments: str) -> tuple[PlanReport, dict, str]:
+    """The plan of a small model: as it is, for programs, and for people."""
+    settings = ["mixed_precision=bf16", "batch.micro_batch_size=1"]
+    settings += [f"model.from_scratch.{key}={value}" for key, value in SMALL.items()]
+    recipe = load_recipe(ROOT / "recipes/quickstart.yaml", [*settings, *assignments])
+    report = outlook(recipe, gpus, strategy)
+    (found,) = as_record(report, "recipe", num_samples=None, price=None)["forecasts"]
+    return report, found, in_words(report, "recipe", num_samples=None, price=None)
+
+
+def test_each_stage_is_that_by_hand_and_the_largest_is_the_strategy_s():
+    """The head takes as long as a layer: the first of two stages has three of five layers, the last two."""
+    report, found, _ = small("2xH100", "pp")
+    stages = found["memory"]["stages"]
+    assert [one["holds"] for one in stages] == [["embedding", "layers 0 to 2"], ["layers 3 to 4", "head"]]
+    assert [one["in_flight"] for one in stages] == [2, 1]
+    by_hand = (END + 3 * LAYER, 1 + 3 * 9), (2 * LAYER + 64 + END, 2 * 9 + 1 + 1)  # elements and weights
+    for one, (numel, num_weights) in zip(stages, by_hand, strict=True):
+        assert (one["parameters"], one["gradients"]) == (4 * numel, 4 * numel)
+        assert one["optimizer"] == 8 * numel + 4 * num_weights  # of each weight also the number of its steps
+    memory = report.forecasts[0].memory
+    assert memory.allocated == max(one["allocated"] for one in stages) == found["memory"]["allocated"]
+    assert memory.reserved[1] == max(one["reserved"][1] for one in stages)
+
+
+def test_the_mark_follows_the_largest_stage():
+    """With a long vocabulary it is the last, whose logits outweigh a second micro-batch; without stages there is
+    none.
+    """
+    for vocab, largest in ((300, "0"), (50_000, "1")):
+        _, _, printed = small("2xH100", "pp", f"model.from_scratch.vocab_size={vocab}")
+        assert re.findall(r"^    (\d) .* the most$", printed, re.MULTILINE) == [largest]
+        assert f"of stage {largest}\n" in printed
+    _, found, printed = small("2xH100", "ddp")
+    assert found["memory"]["stages"] == [] and "stage" not in printed
+
+
+@pytest.mark.parametrize(
+    ("num_micro_batches", "num_stages", "chunks", "first", "last"),
+    [
+        (8, 4, 1, 4, 1),  # 1F1B: one for each stage that follows, and its own
+        (2, 4, 1, 2, 2),  # fewer than stages: all forwards, then all backwards
+        (1, 2, 1, 1, 1),
+        (
+            8,
+            2,
+            2,
+            2 * 2 + 1,
+            3,
+        ),  # V L + L - 1 ranges (docs/strategies.md); at the last 2 of the first range and its own
+    ],
+)
+def test_micro_batches_in_flight_by_hand(num_micro_batches, num_stages, chunks, first, last):
+    found = [in_flight(num_micro_batches, stage, num_stages, chunks) for stage in (0, num_stages - 1)]
+    assert found == [first, last]
+
+
+# Links.
+
+
+@pytest.mark.parametrize(
+    ("gpus", "name", "expected"),
+    [
+        ("8xH100", "ddp", {"gradients": ["NVLink"]}),
+        ("8xL40S", "ddp", {"gradients": ["PCIe between GPUs"]}),
+        ("8x80GB", "ddp", {"gradients": ["NVLink or PCIe"]}),
+        ("8xMI300X", "ddp", {"gradients": ["Infinity Fabric"]}),
+        ("cpu", "ddp", {"gradients": ["inside the machine"]}),
+        ("2x8xH100", "ddp", {"gradients": ["NVLink", "network"]}),
+        ("2x1xH100", "ddp", {"gradients": ["network"]}),
+        ("2x2xH100", "pp", {"hidden states": ["network"], "gradients": ["NVLink"]}),
+        ("1x4xH100", "pp", {"hidden states": ["NVLink"], "gradients": ["NVLink"]}),
+    ],
+)
+def test_each_message_names_the_links_that_carry_it(gpus, name, expected):
+    _, found, printed = small(gpus, name)
+    assert {message["what"]: message["links"] for message in found["messages"]} == expected
+    for what, links in expected.items():
+        assert re.search(rf"\b{' and '.join(links)}: [\w, ]*{what}", printed)
+        assert set(links) <= set(found.get("parts", links)), "the time has the same names"
+
+
 # The command.
 
 
@@ -402,6 +493,14 @@ def test_the_answer_for_people(capsys):
     assert "does not fit" in printed and "|WWW" in printed
     assert re.search(r"sends +at least [\d,]+ messages a step from each GPU\n", printed)
     assert "names the memory" in printed or "gives the memory and not the speed" in printed
+
+
+def test_the_stages_of_the_page_are_those_of_today(capsys):
+    command, shown = re.search(r"\$ python -m cookbook (plan .*)\n((?:.*\n)*?)```", PAGE.read_text()).groups()
+    assert main(command.split()) == 0
+    printed = capsys.readouterr().out
+    parts = [part for part in re.split(r"^\.\.\.\n", shown, flags=re.MULTILINE) if part]
+    assert len(parts) == 2 and "micro-batches in flight" in parts[0] and all(part in printed for part in parts)
 
 
 def test_the_label_says_what_a_machine_has(capsys):

@@ -41,6 +41,8 @@ class Memory:
     """The most that `logits` is at any moment."""
     outside: tuple[int, int] = (CONTEXT, CONTEXT)
     """Memory outside torch's allocator, least and most; see outside.py for several processes."""
+    stages: tuple["Stage", ...] = ()
+    """Those of a pipeline, if this is the one of them that allocates most."""
 
     @property
     def allocated(self) -> int:
@@ -62,6 +64,9 @@ class Memory:
     @property
     def reserved(self) -> tuple[int, int]:
         """What torch.cuda.max_memory_reserved reports, least and most by published and own runs."""
+        if self.stages:
+            of_each = [stage.memory.reserved for stage in self.stages]
+            return max(low for low, _ in of_each), max(high for _, high in of_each)
         low, high = RESERVED_SHARDED if self.is_sharded else RESERVED_WHOLE
         # The loss is computed in chunks whose sizes differ between micro-batches, which fragments memory.
         holes = 0 if self.is_sharded else self.head
@@ -82,6 +87,18 @@ class Memory:
             f"peak GPU memory: {allocated_gib:.2f} GiB allocated, {difference:+.1%} against the forecast of"
             f" {self.allocated / GIB:.2f}{reserved}"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A stage of a pipeline."""
+
+    holds: list[str]
+    """Its part of the model, for people."""
+    in_flight: int
+    """See `costs.inputs.in_flight`."""
+    memory: Memory
+    """A process's. Layers are counted from the stage's first."""
 
 
 def peak(

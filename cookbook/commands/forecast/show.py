@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cookbook.commands.forecast import NOTHING_HELPS, UNKNOWN, Forecast, PlanReport, tokens_of_step
-from cookbook.commands.forecast.memory import GIB
+from cookbook.commands.forecast.memory import GIB, Memory
 from cookbook.commands.forecast.sizes import Sizes
+from cookbook.commands.forecast.speed import link_names
+from cookbook.planning.costs.traffic import by_link, links_in_words
 from cookbook.planning.plan import describe_batch
 from cookbook.system.console import Row, coloured, page
 from cookbook.system.hardware import in_gib
@@ -171,14 +173,16 @@ def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price:
     assert memory is not None
     if best.verdict == "does not fit":
         said = report.suggestion or NOTHING_HELPS
-        return page((f"Nothing fits. Nearest is {best.strategy.name}: {'; '.join(best.why)}.",), (f"Next: {said}.",))
+        why = (f"Nothing fits. Nearest is {best.strategy.name}: {'; '.join(best.why)}.",)
+        return page(why, *_stages(memory), (f"Next: {said}.",))
     sizes = [(words, getattr(memory, name)) for _, name, words in PARTS]
     parts = [f"{words} {in_gib(size)}" for words, size in sizes if size >= GIB // 10]
     low, high = memory.reserved
     reserved = f", {in_gib(low, high)} reserved" if machines.gpus_each else ""
-    rows = [
+    rows: list[Row] = [
         ("peak", f"{in_gib(memory.allocated)} GiB allocated{reserved}, at {memory.moment}"),
         ("", ", ".join(parts) or "nothing of 0.1 GiB or more"),
+        *_stages(memory),
         ("disk", f"{in_gib(best.checkpoint)} GiB a checkpoint"),
     ]
     if best.is_bound:
@@ -199,6 +203,7 @@ def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price:
         counted = sum(message.calls or 0 for message in best.messages)
         where = " of the last stage" if best.strategy.pp_size > 1 else ""
         rows.append(("sends", f"{least}{counted:,} messages a step from each GPU{where}"))
+        rows.append(("", links_in_words(by_link(best.messages, *_links(report, best)))))
     rows.append(("length", length))
     if price is not None:
         cost = f"not known without a {'length' if time else 'time'}"
@@ -207,6 +212,20 @@ def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price:
             cost = f"{_range(*total, '')} at {price:g} a GPU and hour"
         rows.append(("price", cost))
     return "\n".join([page((f"{best.strategy.name}: {_reason(report, best)}",)), page(*rows, indent=4)])
+
+
+def _stages(memory: Memory) -> list[Row]:
+    """A row for each stage of a pipeline."""
+    rows: list[Row] = [("stage", "GiB", "micro-batches in flight", "holds", "")] if memory.stages else []
+    for i, stage in enumerate(memory.stages):
+        size, most = stage.memory.allocated, "the most" * (stage.memory.allocated == memory.allocated)
+        rows.append((str(i), in_gib(size), str(stage.in_flight), ", ".join(stage.holds), most))
+    return rows
+
+
+def _links(report: PlanReport, one: Forecast) -> tuple[int, tuple[str, str]]:
+    """Processes of a machine, and what connects them and the machines."""
+    return min(one.num_processes, report.machines.gpus_each or one.num_processes), link_names(report.machines)
 
 
 def _reason(report: PlanReport, best: Forecast) -> str:
@@ -257,11 +276,20 @@ def as_record(
         if memory is not None:
             names = (*(name for _, name, _ in PARTS), "moment", "allocated", "reserved", "needed")
             record["memory"] = {name: getattr(memory, name) for name in names} | {"is_bound": one.is_bound}
+            record["memory"]["stages"] = [
+                {"holds": stage.holds, "in_flight": stage.in_flight}
+                | {name: getattr(stage.memory, name) for name in names if name != "needed"}
+                for stage in memory.stages
+            ]
             others = ("host", "disk", "checkpoint", "largest_micro_batch", "longest")
             record |= {name: getattr(one, name) for name in others}
         if one.plan is not None:
             keys = ("what", "kind", "num_bytes", "calls", "is_least", "ranks")
-            record["messages"] = [{key: getattr(message, key) for key in keys} for message in one.messages]
+            links = _links(report, one)
+            record["messages"] = [
+                {key: getattr(message, key) for key in keys} | {"links": message.links(*links)}
+                for message in one.messages
+            ]
         if time is not None:
             record["step_seconds"] = [time.low, time.high]
             record["bottleneck"] = time.bottleneck

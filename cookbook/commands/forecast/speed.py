@@ -87,7 +87,7 @@ ZERO_HOOK = (2e-5, 2e-4)
 ZERO_MODULES = 9
 """Modules with weights in a layer: seven products and two norms."""
 ADD_BYTES, NORM_BYTES, CLIP_BYTES = 12, 20, 8
-"""Of a float32 gradient: added to that of the micro-batches before; its norm, which is cast to float64 first
+"""A float32 gradient's: added to that of the micro-batches before; its norm, which is cast to float64 first
 (training/engine/norm.py; torch 2.13, include/ATen/native/ReduceOpsUtils.h, make_reduction); scaled."""
 
 
@@ -193,6 +193,8 @@ def step_seconds(
     moved = _traced_bytes(trace, num_traced) if trace else (0.0, _pointwise_bytes(sizes, step) * waits / count)
     streamed = sum(size for size, kernels, _ in engine if size > CACHE_BYTES * kernels)
     launches = sum(number for *_, number in engine)
+    if trace and not (gpu.has_grouped_products and step.precision == "bf16"):
+        launches += num_traced * trace.total("looped")
     parts = [
         _over("compute", (flops, flops), gpu.half_flops, EFFICIENCY[gpu.generation], is_kernel=True),
         # One after another with the products, also those of FSDP2 and DDP.
@@ -251,13 +253,13 @@ def _launches(
     step: Step,
     num_micro: float,
     trace: ActivationTrace | None,
-    of_engine: float = 0.0,
+    others: float = 0.0,
 ) -> Portion:
     """The host's work for a step of a process.
 
     Args:
         num_micro: micro-batches, each with all layers.
-        of_engine: kernels that the engine starts in a step.
+        others: kernels of a step that are not in its trace.
     """
     passes = 4 if step.recompute is True else 3  # a backward is two
     adapted = 2 if sizes.num_matrix_trained < sizes.num_matrix else 1
@@ -272,7 +274,7 @@ def _launches(
     # Of a gradient's norm a cast and a sum, and where it is clipped one more. DeepSpeed's are of flat partitions.
     of_norm = (2, 3) if strategy.kind != "zero" else (0, 0)
     low, high = (
-        (num_micro * launches + of_engine + of_norm[end] * len(sizes.trained) / strategy.pp_size) * LAUNCH[end]
+        (num_micro * launches + others + of_norm[end] * len(sizes.trained) / strategy.pp_size) * LAUNCH[end]
         + num_micro * sizes.num_layers * times * hook[end]
         for end in (0, 1)
     )
@@ -319,20 +321,29 @@ def _links(messages: list[Transfer], machines: Machines, gpu: Gpu, gpus_each: in
     """Latency of each message and bytes over the rate of its links (the alpha-beta model)."""
     over = [message.over_links(gpus_each) for message in messages]
     inside, between = sum(pair[0] for pair in over), sum(pair[1] for pair in over)
-    name, rate, shares = ("Infinity Fabric" if gpu.is_amd else "NVLink", gpu.nvlink, NVLINK_SHARE)
+    names, rate, shares = link_names(machines), gpu.nvlink, NVLINK_SHARE
     link: Literal["NVLink", "PCIe"] = "NVLink"
     if rate is None:
-        name, link, rate, shares = "PCIe between GPUs", "PCIe", gpu.host_link, PCIE_PEER_SHARE
+        link, rate, shares = "PCIe", gpu.host_link, PCIE_PEER_SHARE
     slow, fast = (gbits * 1e9 / 8 * gpus_each for gbits in machines.fabric_gbits)
     here, away = latencies(messages, link, gpus_each)
     return [
-        Portion(name=name, low=inside / (shares[1] * rate) + here[0], high=inside / (shares[0] * rate) + here[1]),
+        Portion(name=names[0], low=inside / (shares[1] * rate) + here[0], high=inside / (shares[0] * rate) + here[1]),
         Portion(
-            name="network",
+            name=names[1],
             low=between / (FABRIC_SHARE[1] * fast) + away[0],
             high=between / (FABRIC_SHARE[0] * slow) + away[1],
         ),
     ]
+
+
+def link_names(machines: Machines) -> tuple[str, str]:
+    """What connects the processes of a machine, and the machines."""
+    if (gpu := machines.gpu) is None:
+        return "NVLink or PCIe" if machines.gpus_each else "inside the machine", "network"
+    if gpu.nvlink is None:
+        return "PCIe between GPUs", "network"
+    return "Infinity Fabric" if gpu.is_amd else "NVLink", "network"
 
 
 def latencies(

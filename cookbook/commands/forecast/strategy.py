@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 from transformers import PreTrainedConfig
 
 from cookbook.commands.forecast.activations import ActivationTrace
-from cookbook.commands.forecast.memory import CONTEXT, GIB, Memory, peak
+from cookbook.commands.forecast.memory import CONTEXT, GIB, Memory, Stage, peak
 from cookbook.commands.forecast.outside import outside as outside_of
 from cookbook.commands.forecast.outside import workspaces
 from cookbook.commands.forecast.skeleton import skeleton as skeleton_of
@@ -24,6 +24,7 @@ from cookbook.planning.costs.inputs import (
     begun,
     cost_inputs,
     hidden_bytes,
+    in_flight,
     micro_batch_of,
     stage_chunks,
     stage_of,
@@ -292,8 +293,9 @@ def _gpu_memory(
     outside: tuple[int, int] = (CONTEXT, CONTEXT),
 ) -> Memory:
     if strategy.pp_size > 1:
-        stages = (_stage_memory(traces, strategy, plan, work, stage, gpu) for stage in range(strategy.pp_size))
-        return replace(max(stages, key=lambda one: one.allocated), outside=outside)
+        stages = tuple(_stage(traces, strategy, plan, work, stage, gpu) for stage in range(strategy.pp_size))
+        i, most = max(enumerate(stage.memory for stage in stages), key=lambda pair: pair[1].allocated)
+        return replace(most, moment=f"{most.moment} of stage {i}", outside=outside, stages=stages)
     is_sharded = plan.num_processes > 1 and (strategy.kind in ("fsdp1", "fsdp2") or strategy.zero_stage == 3)
     accumulates = plan.gradient_accumulation_steps > 1
     inputs = cost_inputs(traces.recipe, strategy, plan.num_processes, num_local=plan.num_local)
@@ -307,10 +309,10 @@ def _with_buffers(held: States, size: int) -> States:
     return replace(held, gpu=replace(held.gpu, buffers=held.gpu.buffers + size))
 
 
-def _stage_memory(
+def _stage(
     traces: TraceCache, strategy: Strategy, plan: Plan, work: ActivationTrace, stage: int, gpu: Gpu | None
-) -> Memory:
-    """The memory of a process of a stage. At the beginning of a step torch allocates a message for each micro-batch
+) -> Stage:
+    """A stage and the memory of its process. At the beginning of a step torch allocates a message for each micro-batch
     (torch 2.13, pipelining/stage.py, `_setup_forward_recv_info` and `_create_grad_recv_info`).
     """
     num_stages, count, recipe = strategy.pp_size, plan.gradient_accumulation_steps, traces.recipe
@@ -352,7 +354,11 @@ def _stage_memory(
     # At the first backward of a step there are no gradients yet; at the next one fewer may wait.
     moments = begun(count, stage, num_stages, strategy.pp_chunks)
     of_both = ([one for one in moments if one.is_first == is_first] for is_first in (True, False))
-    return max((at(max(those, key=waiting)) for those in of_both if those), key=lambda one: one.allocated)
+    memory = max((at(max(those, key=waiting)) for those in of_both if those), key=lambda one: one.allocated)
+    most = in_flight(count, stage, num_stages, strategy.pp_chunks)
+    holds = [f"layers {one.start} to {one.stop - 1}" if len(one) > 1 else f"layer {one.start}" for one in chunks]
+    holds = ["embedding"] * (stage == 0) + holds + ["head"] * (stage == num_stages - 1)
+    return Stage(holds=holds, in_flight=most, memory=memory)
 
 
 LARGEST = 2**20

@@ -183,6 +183,11 @@ def begun(num_micro_batches: int, stage: int, num_stages: int, chunks: int = 1) 
     return frozenset(found)
 
 
+def in_flight(num_micro_batches: int, stage: int, num_stages: int, chunks: int = 1) -> int:
+    """The most that a stage has begun at a time; with several chunks a micro-batch counts in each."""
+    return max(sum(one.counts) for one in begun(num_micro_batches, stage, num_stages, chunks))
+
+
 def stage_of(skeleton: Skeleton, stage: int, num_stages: int, chunks: int = 1) -> Skeleton:
     """What a stage of a pipeline has of a model, its layers counted from 0. The last has a copy of a tied embedding
     as its head.

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from cookbook.planning.costs.flops import ModelSizes, Step
 from cookbook.planning.costs.inputs import CostInputs, Skeleton, Weight
 from cookbook.planning.costs.memory import ResidentBytes, States, gradient_bytes, states
-from cookbook.planning.costs.traffic import Transfer, transfers
+from cookbook.planning.costs.traffic import Transfer, by_link, transfers
 
 DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
 NO_TRAFFIC = "none: one process"
@@ -172,14 +172,27 @@ def _term(share: StateShare) -> str:
     return f"{share.what} {share.num_bytes:g}" + (f"/{share.num_shards}" if share.num_shards > 1 else "")
 
 
+def links(inputs: CostInputs) -> dict[str, list[str]]:
+    """What goes over which links in a step, activations too; empty if nothing is sent."""
+    local = inputs.num_local or inputs.strategy.num_local(inputs.num_processes)
+    return by_link(_messages(inputs, num_of_experts=1), local, ("inside a machine", "between machines"))
+
+
 def messages(inputs: CostInputs) -> list[Transfer]:
     """Messages of a step per trained parameter, without a head; none under tensor parallel, which sends activations."""
-    sizes = ModelSizes(num_parameters=1, num_trained=1, num_matrix=1, num_matrix_trained=1)
+    return [one for one in _messages(inputs) if one.num_bytes]
+
+
+def _messages(inputs: CostInputs, num_of_experts: int = 0) -> list[Transfer]:
+    """`messages` beside so many parameters of experts, and those of activations without their bytes."""
+    count, experts = 1 + num_of_experts, num_of_experts
+    sizes = ModelSizes(
+        num_parameters=count, num_trained=count, num_matrix=1, num_matrix_trained=1, num_of_experts=experts
+    )
     micro, precision = inputs.accumulation, inputs.mixed_precision
     asked = inputs.optim.gradient_dtype
     step = Step(num_tokens=0, num_labelled=0, length=1, micro_batches=micro, precision=precision, gradient_dtype=asked)
-    found = transfers(inputs.strategy, sizes, step, inputs.num_processes, num_local=inputs.num_local)
-    return [one for one in found if one.num_bytes]
+    return transfers(inputs.strategy, sizes, step, inputs.num_processes, num_local=inputs.num_local)
 
 
 def traffic_in_words(inputs: CostInputs) -> str:
@@ -241,4 +254,5 @@ def as_dict(inputs: CostInputs) -> dict[str, Any]:
             {key: value for key, value in vars(one).items() if key not in ("calls", "is_least", "copied", "copies")}
             for one in messages(inputs)
         ],
+        "links": links(inputs),
     }

@@ -67,17 +67,40 @@ class Transfer:
         rounds = 2 if self.kind == "all-reduce" else 1
         return rounds * (self.ranks - num_machines), rounds * (num_machines - 1)
 
+    def carriers(self, gpus_each: int) -> tuple[bool, bool]:
+        """Whether links inside a machine carry it, and whether those between machines do. The ranks of a machine are
+        consecutive.
+        """
+        is_alone = self.ranks * self.stride <= gpus_each
+        return is_alone or gpus_each // self.stride > 1, not is_alone
+
+    def links(self, gpus_each: int, names: tuple[str, str]) -> list[str]:
+        """The names of those that do, given the names of both."""
+        return [name for name, carries in zip(names, self.carriers(gpus_each), strict=True) if carries]
+
     def over_links(self, gpus_each: int) -> tuple[float, float]:
-        """Bytes that a GPU sends inside its machine, and that a machine sends to others; its ranks are consecutive.
+        """Bytes that a GPU sends inside its machine, and that a machine sends to others.
 
         A ring over several machines leaves each machine once. NCCL builds one ring per network card, and the cards of a
         machine share the traffic.
         """
-        if self.ranks * self.stride <= gpus_each:
-            return self.sent, 0.0
+        inside, between = self.carriers(gpus_each)
         members_here = max(1, gpus_each // self.stride)
-        inside = self.sent if members_here > 1 else 0.0
-        return inside, self.sent * gpus_each / members_here
+        return self.sent * inside, self.sent * between * gpus_each / members_here
+
+
+def by_link(messages: Iterable[Transfer], gpus_each: int, names: tuple[str, str]) -> dict[str, list[str]]:
+    """What goes over which links, as in `{"NVLink": ["activations"], "NVLink and network": ["gradients"]}`."""
+    found: dict[str, list[str]] = {}
+    for one in messages:
+        what, _, when = one.what.partition(", ")
+        found.setdefault(" and ".join(one.links(gpus_each, names)), []).append(f"{what} ({when})" if when else what)
+    return found
+
+
+def links_in_words(links: dict[str, list[str]]) -> str:
+    """`by_link` for people."""
+    return "; ".join(f"{link}: {', '.join(what)}" for link, what in links.items())
 
 
 def transfers(

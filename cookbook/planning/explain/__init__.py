@@ -13,7 +13,8 @@ from cookbook.config.schedule import learning_rate, peak_learning_rate
 from cookbook.config.sections import BUILTIN_SOURCE, Source, data_format
 from cookbook.config.strategy import Strategy
 from cookbook.planning.costs import per_parameter as costs
-from cookbook.planning.costs.inputs import CostInputs, cost_inputs
+from cookbook.planning.costs.inputs import CostInputs, cost_inputs, in_flight
+from cookbook.planning.costs.traffic import links_in_words
 from cookbook.planning.ds_config import deepspeed_config, separate_swap
 from cookbook.planning.explain.chart import draw
 from cookbook.planning.library import read_label, read_needs
@@ -264,6 +265,11 @@ def _batch(recipe: Recipe, plan: Plan, document: Document, processes: Quantity, 
         found["forward"] = of(tokens, f"at most {tokens:,} tokens on each process", "batch.micro_batch_tokens")
         text = f"at most {accumulation} = {batch.global_batch_size} / {size}: it follows the samples' lengths"
         found["accumulation"] = of(accumulation, text, "batch.global_batch_size")
+    if (stages := plan.mesh.pipeline) > 1:
+        begun = [in_flight(accumulation, stage, stages, plan.mesh.chunks) for stage in range(stages)]
+        text = f"at most {', '.join(map(str, begun))} micro-batches, from the first stage to the last"
+        place = source(yaml_file, f"parallelism_config.parallelism_config_{SIZE_KEYS['pipeline']}")
+        found["in flight"] = Quantity(value=begun, text=text, sources=(place,))
     each = len(recipe.objective.sequences)
     bound = batch.global_batch_size * each * recipe.data.max_length
     twice = f" x {each}" if each > 1 else ""
@@ -426,7 +432,10 @@ def _costs(setting: CostInputs) -> Section:
         if words := costs.states_in_words(setting, where):
             section[where] = Quantity(value=costs.total(costs.shares(setting), where), text=words)
     traffic = costs.total_traffic(setting)
-    return {**section, "traffic": Quantity(value=traffic, text=costs.traffic_in_words(setting))}
+    section["traffic"] = Quantity(value=traffic, text=costs.traffic_in_words(setting))
+    if links := costs.links(setting):
+        section["links"] = Quantity(value=links, text=links_in_words(links))
+    return section
 
 
 def _deepspeed(
