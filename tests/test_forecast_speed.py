@@ -8,6 +8,7 @@ import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -930,6 +931,24 @@ def test_kernels_of_a_trace_take_the_memory_s_time_and_the_host_s():
     assert parts["kernel launches"] == pytest.approx((2001 * 5e-6, 2001 * 60e-6))
     # One kernel runs after another: products, then those, then the update.
     assert found.low == pytest.approx(sum(parts[name][0] for name in ("compute", "GPU memory", "update")))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "precision", "kernels"),
+    [
+        ("1xH100", "bf16", 10),
+        ("1xB200", "bf16", 10),
+        ("1xH100", "fp16", 73),
+        ("1xA100-80GB", "bf16", 73),
+        ("1xRTX5090", "bf16", 73),
+    ],
+)
+def test_products_with_experts_are_a_loop_on_most_gpus(gpus: str, precision: Any, kernels: int):
+    phase = Phase(name="forward", layer=0, held=0, peak=0, kernels=10, looped=63)
+    step, trace = replace(STEP, precision=precision), ActivationTrace(phases=(phase,))
+    found = step_seconds(shipped("single"), SMALL, step, parse_machines(gpus), trace=trace)
+    (launches,) = (part for part in found.parts if part.name == "kernel launches")
+    assert (launches.low, launches.high) == pytest.approx((kernels * 5e-6, kernels * 60e-6))
 
 
 # Of 1,000 parameters, all trained, in three micro-batches over four processes: bytes of the copies around messages, and

@@ -345,6 +345,12 @@ def test_kernels_and_their_bytes_by_hand(operation: Callable[[torch.Tensor], Any
     assert (ledger.kernels, ledger.moved, ledger.streamed) == (kernels, moved, 0)
 
 
+def test_a_product_with_four_experts_is_four_where_it_is_a_loop():
+    with FakeTensorMode(), Ledger([]) as ledger:
+        of_experts(torch.empty(100, 64))
+    assert (ledger.kernels, ledger.looped) == (1, 3)
+
+
 @pytest.mark.parametrize(("heads", "kernels"), [(6, 3), (2, 5)])
 def test_the_backward_of_attention_sums_the_gradients_of_grouped_heads(heads: int, kernels: int):
     with FakeTensorMode():
@@ -412,7 +418,7 @@ def test_a_layer_is_divided_at_its_experts_and_layers_between_are_like_those_tra
     ]
     monkeypatch.setattr(tracing, "_is_uniform", lambda config: False)
     whole = call(ep_size=2)
-    assert [replace(one, kernels=0, moved=0, streamed=0) for one in found.phases] == [
-        replace(one, kernels=0, moved=0, streamed=0) for one in whole.phases
+    assert [replace(one, kernels=0, looped=0, moved=0, streamed=0) for one in found.phases] == [
+        replace(one, kernels=0, looped=0, moved=0, streamed=0) for one in whole.phases
     ]
     assert {phase.name for phase in call().phases} == {"embed", "forward", "head", "head backward", "backward", "end"}

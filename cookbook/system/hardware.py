@@ -79,6 +79,12 @@ class Gpu:
         return self.generation.startswith("cdna")
 
     @property
+    def has_grouped_products(self) -> bool:
+        """Whether torch multiplies with all experts in one kernel, in bf16, and not in a loop over them (2.13,
+        aten/src/ATen/native/cuda/GroupedBlas.cpp, _grouped_mm_cuda: compute capabilities 9 and 10, and CDNA 3)."""
+        return self.generation in ("hopper", "cdna3") or self.name in ("B200", "B300")
+
+    @property
     def memory_gib(self) -> float:
         """As the driver reports it."""
         return self.memory_mib / 1024

@@ -25,7 +25,9 @@ class Phase:
     making: int = 0
     """How much higher the peak is if these gradients live to its end."""
     kernels: int = 0
-    """Operations that start a kernel."""
+    """What operations start."""
+    looped: int = 0
+    """More of them where a product with all experts is a loop; see `Gpu.has_grouped_products`."""
     moved: int = 0
     """Read and written by the kernels that memory bounds: all but products and attention."""
     streamed: int = 0
@@ -49,7 +51,7 @@ class ActivationTrace:
 
         return replace(self, phases=tuple(between(*pair) for pair in zip(self.phases, other.phases, strict=True)))
 
-    def total(self, name: Literal["kernels", "moved", "streamed"]) -> int:
+    def total(self, name: Literal["kernels", "looped", "moved", "streamed"]) -> int:
         """Sum over all phases; 0 for a bound."""
         return sum(getattr(phase, name) for phase in self.phases)
 

@@ -47,7 +47,7 @@ class Ledger(TorchDispatchMode):
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.live = self.peak = self.made = self.peak_with_made = 0
-        self.kernels = self.moved = self.streamed = 0
+        self.kernels = self.looped = self.moved = self.streamed = 0
         self.phases: list[Phase] = []
         self.inputs: list[weakref.ref[Any]] = []
         """What the layers got."""
@@ -75,6 +75,8 @@ class Ledger(TorchDispatchMode):
         if name in PRODUCTS:
             if name == "traced_flash_attention_backward" and len(result) > 5:
                 self.kernels += 2  # sums over grouped heads
+            if name == "_grouped_mm":  # the one vector has the end of each expert's rows
+                self.looped += next(len(one) - 1 for one in tree_iter(given) if torch.is_tensor(one) and one.ndim == 1)
             return
         read, written = (
             [min(one.nbytes, one.untyped_storage().nbytes()) for one in tree_iter(some) if torch.is_tensor(one)]
@@ -138,12 +140,12 @@ class Ledger(TorchDispatchMode):
         if self._open is not None:
             before, of_layer, held = self._open
             making = self.peak_with_made - self.peak
-            counted = dict(kernels=self.kernels, moved=self.moved, streamed=self.streamed)
+            counted = {name: getattr(self, name) for name in ("kernels", "looped", "moved", "streamed")}
             self.phases.append(Phase(name=before, layer=of_layer, held=held, peak=self.peak, making=making, **counted))
         self._kept = {"experts backward": self.made, "rest backward": self._kept}.get(name, 0)
         self.made, self._open = self._kept, (name, layer, self.live + self._kept)
         self.peak, self.peak_with_made = self.live, self.live + self.made
-        self.kernels = self.moved = self.streamed = 0
+        self.kernels = self.looped = self.moved = self.streamed = 0
 
     def pass_experts(self, layer: int) -> None:
         """A forward comes to the end or the beginning of a layer's experts. A forward that checkpointing repeats in
