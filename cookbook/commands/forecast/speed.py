@@ -70,8 +70,8 @@ LOGIT_BYTES = 24
 """Per labelled position and word: written and read in bf16, in float32, and as a gradient."""
 LAUNCH = (5e-6, 60e-6)
 """Host seconds per operation in eager mode, from the bare launch to the overhead of modules and autograd in Python.
-With enough tokens the host runs ahead of the GPU; with few it limits the step. The slow end is that of a virtual
-machine with an H100, where 31 to 61 microseconds were measured (docs/on_gpu.md). This and ZERO3_HOOK enclose Qwen's
+With enough tokens the host runs ahead of the GPU; with few it limits the step. The slow end is above that of a virtual
+machine with an H100, where 30 to 53 microseconds were measured (docs/on_gpu.md). This and ZERO3_HOOK enclose Qwen's
 table (its README, "Profiling of Memory and Speed"; one A100, micro-batches of a sample, recomputed): 256 and 512 tokens
 take the same time, 5.2 ms per layer and micro-batch with LoRA, 10.9 when all weights are trained under DeepSpeed (stage
 not given, assumed to be 3)."""
