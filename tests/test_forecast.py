@@ -430,6 +430,8 @@ def test_micro_batches_in_flight_by_hand(num_micro_batches, num_stages, chunks, 
 
 # Links.
 
+TIED = "gradients of the tied embedding"
+
 
 @pytest.mark.parametrize(
     ("gpus", "name", "expected"),
@@ -441,8 +443,8 @@ def test_micro_batches_in_flight_by_hand(num_micro_batches, num_stages, chunks, 
         ("cpu", "ddp", {"gradients": ["inside the machine"]}),
         ("2x8xH100", "ddp", {"gradients": ["NVLink", "network"]}),
         ("2x1xH100", "ddp", {"gradients": ["network"]}),
-        ("2x2xH100", "pp", {"hidden states": ["network"], "gradients": ["NVLink"]}),
-        ("1x4xH100", "pp", {"hidden states": ["NVLink"], "gradients": ["NVLink"]}),
+        ("2x2xH100", "pp", {"hidden states": ["network"], TIED: ["network"], "gradients": ["NVLink"]}),
+        ("1x4xH100", "pp", {"hidden states": ["NVLink"], TIED: ["NVLink"], "gradients": ["NVLink"]}),
     ],
 )
 def test_each_message_names_the_links_that_carry_it(gpus, name, expected):

@@ -447,8 +447,14 @@ def test_gradients_of_the_last_stage_by_hand(is_tied: bool, calls: int):
     trained = [(8, True, None), *((4, True, i // 2) for i in range(8)), (2, False, None)]
     trained += [] if is_tied else [(8, True, None)]
     sizes = replace(SMALL, num_layers=4, head_layers=3, is_tied=is_tied, trained=trained)
-    gradients = next(one for one in transfers(shipped("pp"), sizes, STEP, 4) if one.what.startswith("gradients"))
-    assert gradients.calls == calls
+    found = {one.what: one for one in transfers(shipped("pp"), sizes, STEP, 4)}
+    assert found["gradients"].calls == calls
+    # One more between both ends, which are two ranks apart.
+    tied = found.get("gradients of the tied embedding")
+    assert (tied is not None) is is_tied
+    if tied:
+        assert (tied.num_bytes, tied.kind, tied.calls) == (4 * sizes.vocab * sizes.hidden, "all-reduce", 1)
+        assert (tied.ranks, tied.stride) == (2, 2)
 
 
 def test_steps_of_a_ring_by_hand():

@@ -160,6 +160,7 @@ def _state_transfers(
     if strategy.kind != "zero":
         mesh = strategy.mesh(num_processes)
         found = [*_hidden_states(strategy, mesh, sizes, step), *_activations(strategy, mesh, sizes, step, half)]
+        found += _of_tied(strategy, mesh, sizes, step)
         if strategy.fsdp is not None:
             return [*found, *_fsdp_transfers(strategy, sizes, step, num_processes, half)]
         # At the last micro-batch. Each process has the gradients of its part of the model.
@@ -387,6 +388,16 @@ def _hidden_states(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step
     # _warmup_forward_vote, _warmup_backward_result).
     calls = (2 * mesh.chunks - 1) * (step.micro_batches + 1)
     return [replace(found, times=2 * mesh.chunks * step.micro_batches, calls=calls)]
+
+
+def _of_tied(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step) -> list[Transfer]:
+    """Pipeline parallel: the first and the last stage add up the gradients of an embedding that is also the head."""
+    if mesh.pipeline == 1 or not (sizes.is_tied and sizes.head_trained):
+        return []
+    parts = mesh.tensor if sizes.is_embedding_divided else 1
+    parts *= mesh.stage_size // mesh.tensor if strategy.fsdp is not None else 1
+    size, apart = _exchanged_bytes(strategy, step) * sizes.head / parts, (mesh.pipeline - 1) * mesh.stage_size
+    return [_repeated("gradients of the tied embedding", "all-reduce", size, 2, stride=apart, calls=1)]
 
 
 def checkpoint_traffic(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int) -> float:
