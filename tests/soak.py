@@ -38,8 +38,8 @@ from tests.warm_parent import WarmParent
 STRATEGIES = [
     *("single:1", "ddp:2", "ddp:3", "fsdp1:2", "fsdp2:2", "fsdp2:3", "fsdp2_grad_op:2", "fsdp2_offload:2", "hsdp:4"),
     *("zero1:2", "zero2:3", "zero2_offload:2", "zero3:2", "zero3:3", "zero3_offload:2", "tp:2"),
-    *("zero3_hpz:4", "ddp_sp:2", "fsdp2_sp:4", "zero3_sp:2", "ddp_tp:4", "fsdp2_tp:4", "hsdp_tp:8"),
-    *("pp:2", "pp:4", "pp_tp:4", "pp_fsdp2:4", "pp_tp_fsdp2:8"),
+    *("zero3_hpz:4", "ddp_sp:2", "fsdp2_sp:4", "zero3_sp:2", "ddp_tp:4", "fsdp2_tp:4"),
+    *("pp:2", "pp_tp:4", "pp_fsdp2:4"),
 ]
 WAYS = ["one process", "all processes", "launcher and all", "SIGTERM to one", "SIGTERM to all"]
 POINTS = [

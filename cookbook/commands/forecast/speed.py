@@ -25,7 +25,7 @@ from cookbook.system.hardware import DISK_READ, DISK_WRITE, Gpu, Machines
 EFFICIENCY = {
     "volta": (0.25, 0.50),
     "turing": (0.25, 0.50),
-    "ampere": (0.40, 0.69),
+    "ampere": (0.40, 0.70),
     "ada": (0.35, 0.65),
     "hopper": (0.34, 0.56),
     "blackwell": (0.25, 0.50),
@@ -35,8 +35,8 @@ EFFICIENCY = {
 
 The ends come from published records. Hopper: torchtitan, Llama-3.1-8B in eager mode (2024-12: 5,762 tokens/s a GPU,
 30 %, with messages and pointwise kernels, which count apart below), and llm-foundry, MPT-70B with checkpointing on 64
-H100 (1,039 tokens/s, 56 %). Ampere: torchtitan, Llama-3-8B before its fused optimizer (2,627 tokens/s, 43 %), and its
-Llama-3-70B with checkpointing on 64 A100 (353 tokens/s: 67.5 % of the peak, 68.4 % beside FSDP2's copies). Volta:
+H100 (1,039 tokens/s, 56 %). Ampere: torchtitan, Llama-3-8B before its fused optimizer (2,627 tokens/s, 43 %), and
+fms-fsdp, Llama-2-70B with checkpointing under FSDP1 on 128 A100 (380 tokens/s, 69.5 %). Volta:
 Megatron-LM (Shoeybi et al. 2019: 39 TFLOP/s a V100, with room below) and DeepSpeed's BERT (64); Turing is taken like
 it. Ada: torchtune, Llama-3.1-8B on an RTX 4090 (1,650 tokens/s, 62 %), with room below. Blackwell: torchtitan on GB200
 (21,919 tokens/s, 41 %), with room: of B200 the only record is of limited power. CDNA 3: torchao's float8 README,
