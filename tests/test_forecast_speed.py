@@ -1068,7 +1068,7 @@ def test_a_forecast_is_narrow_enough_to_be_of_use():
 
 
 def test_another_peak_would_miss(monkeypatch):
-    """The ranges are no barn doors: with half the peak in the table, or twice, half of the records or more lie outside."""
+    """The ranges are no barn doors: with half the peak in the table, or twice, at least half of the records miss."""
     for factor in (0.5, 2.0):
         ends = {name: (low * factor, high * factor) for name, (low, high) in speed.EFFICIENCY.items()}
         with monkeypatch.context() as patch:
