@@ -683,6 +683,20 @@ AXES = {"replicas": "replicate", "shards": "shard"} | {
 }
 
 
+def held_under(name: str) -> list[str]:
+    """What eight processes hold, as the drawing has it: data parallel alone keeps whole weights, and every dimension
+    but the replicas shards them."""
+    mesh = known()[name].fitted(8, 8).mesh(8)
+    sharing = 8 // mesh.replicate if mesh.shard * mesh.tensor > 1 else 1
+    among = mesh.shard * mesh.tensor
+    if mesh.pipeline > 1:
+        return [f"L{mesh.stage(rank)}" + (f".{rank % among}" if among > 1 else "") for rank in range(8)]
+    if mesh.expert > 1:
+        return [f"E{rank % mesh.expert}.{rank // mesh.expert}" for rank in range(8)]
+    copies = [f"+C{rank % 4}" if name == "zero3_hpz" else "" for rank in range(8)]  # on two machines of four
+    return [(f"W{rank % sharing}" if sharing > 1 else "W") + copies[rank] for rank in range(8)]
+
+
 @pytest.mark.usefixtures("in_the_repository")
 def test_the_drawing_of_who_has_what_is_the_mesh_of_each_file():
     (drawing,) = fences(section("docs/strategies.md", "## Who has what"), "text")
@@ -698,6 +712,7 @@ def test_the_drawing_of_who_has_what_is_the_mesh_of_each_file():
             part = (f".{mesh.sequence_rank(rank)}" if mesh.sequence > 1 else "" for rank in range(8))
             shown = [f"s{mesh.data_parallel_rank(rank)}{each}" for rank, each in enumerate(part)]
             assert samples.split() == shown, name
+            assert cells[:8] == held_under(name), name
             drawn.append(name)
     beside = names_in(section("docs/strategies.md", "## Who has what").partition("Not drawn:")[2])
     assert len(drawn) >= 16 and set(drawn) | set(beside) == set(STRATEGIES)

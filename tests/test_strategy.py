@@ -211,28 +211,6 @@ def test_an_open_size_takes_the_processes_that_there_are(book, name, size, machi
     assert loaded.open_sizes and not fitted.open_sizes
 
 
-def test_the_drawing_of_who_has_what_is_that_of_the_meshes():
-    text = (ROOT / "docs/strategies.md").read_text().partition("\n## Who has what\n")[2]
-    blocks = text.partition("```text\n")[2].partition("\n```")[0].split("\n\n")
-    drawn = [[line.split("  ") for line in block.splitlines()] for block in blocks]
-    assert len(drawn) == 11
-    for block, (weights, samples) in zip(blocks, drawn, strict=True):
-        names, shards = block[:15].strip().split(", "), [cell.strip() for cell in weights[1:] if cell.strip()]
-        parts = [cell.strip() for cell in samples if cell.strip()]
-        for name in names:
-            mesh = load_strategy(find_strategy(name)).mesh(8)
-            # Data parallel alone keeps whole weights; every other dimension but the replicas shards them.
-            sharing = 8 // mesh.replicate if mesh.shard * mesh.tensor > 1 else 1
-            held = [f"W{rank % sharing}" if sharing > 1 else "W" for rank in range(8)]
-            if mesh.pipeline > 1:
-                among = mesh.shard * mesh.tensor
-                parts_of = [f".{rank % among}" if among > 1 else "" for rank in range(8)]
-                held = [f"L{mesh.stage(rank)}{part}" for rank, part in enumerate(parts_of)]
-            assert shards == held, name
-            ranks = [(mesh.data_parallel_rank(rank), mesh.sequence_rank(rank)) for rank in range(8)]
-            assert parts == [f"s{sample}.{part}" if mesh.sequence > 1 else f"s{sample}" for sample, part in ranks], name
-
-
 def test_a_strategy_is_found_by_name_or_path(book):
     assert (
         find_strategy("zero3")

@@ -86,9 +86,9 @@ ZERO_HOOK = (2e-5, 2e-4)
 """Host seconds of stages 1 and 2 to copy a gradient to its bucket; an assumption."""
 ZERO_MODULES = 9
 """Modules with weights in a layer: seven products and two norms."""
-ADD_BYTES, NORM_BYTES, CLIP_BYTES = 12, 20, 8
-"""A float32 gradient's: added to that of the micro-batches before; its norm, which is cast to float64 first
-(training/engine/norm.py; torch 2.13, include/ATen/native/ReduceOpsUtils.h, make_reduction); scaled."""
+ADD_BYTES, NORM_BYTES, CLIP_BYTES = 12, 4, 8
+"""A float32 gradient's: added to that of the micro-batches before; read for its norm (training/engine/norm.py); scaled.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,8 +271,8 @@ def _launches(
         hook, times = ZERO_HOOK, ZERO_MODULES
     if trace is not None:
         launches = trace.total("kernels")
-    # Of a gradient's norm a cast and a sum, and where it is clipped one more. DeepSpeed's are of flat partitions.
-    of_norm = (2, 3) if strategy.kind != "zero" else (0, 0)
+    # A matrix's norm: rows, a cast, two sums; where it is clipped one more. DeepSpeed's are of flat partitions.
+    of_norm = (4, 5) if strategy.kind != "zero" else (0, 0)
     low, high = (
         (num_micro * launches + others + of_norm[end] * len(sizes.trained) / strategy.pp_size) * LAUNCH[end]
         + num_micro * sizes.num_layers * times * hook[end]

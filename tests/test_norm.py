@@ -1,0 +1,40 @@
+"""The norm of gradients is exact to 2e-8, whatever their size, without a second copy of them.
+
+python -m pytest -q tests/test_norm.py
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from cookbook.training.engine.norm import norm_in_float64
+
+
+def largest_allocation(function: Callable[[], torch.Tensor]) -> int:
+    """Of those made inside of operations, too; in bytes."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        function()
+    events = found.profiler.kineto_results.events()
+    return max(event.nbytes() for event in events if event.name() == "[memory]")
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (1024,), (64, 1024), (1000, 1001), (2048, 4096), (0, 7)], ids=str)
+def test_the_norm_is_that_of_float64_without_a_copy_in_it(shape: tuple[int, ...]):
+    """Rows of uneven size, as gradients have them; torch's own float32 norm shows that the numbers are hard enough."""
+    torch.manual_seed(0)
+    tensor = torch.randn(shape) * torch.rand(shape[0], *(1 for _ in shape[1:]))
+    exact = float(tensor.double().square().sum().sqrt())
+    found = norm_in_float64(tensor)
+    assert found.dtype == torch.float64 and float(found) == pytest.approx(exact, rel=2e-8, abs=0)
+    if tensor.numel() > 10**6:
+        assert abs(float(torch.linalg.vector_norm(tensor)) / exact - 1) > 1e-5
+        assert largest_allocation(lambda: norm_in_float64(tensor)) < tensor.nbytes / 100
+        avoided = largest_allocation(lambda: torch.linalg.vector_norm(tensor, dtype=torch.float64))
+        assert avoided == 2 * tensor.nbytes
+
+
+def test_numbers_of_16_bits_are_squared_in_32():
+    tensor = torch.full((70, 1024), 300.0, dtype=torch.float16)  # whose squares are no such numbers
+    assert float(norm_in_float64(tensor)) == pytest.approx(300 * (70 * 1024) ** 0.5, rel=1e-7)
