@@ -13,7 +13,7 @@ from cookbook.training.engine.norm import norm_in_float64
 
 
 def largest_allocation(function: Callable[[], torch.Tensor]) -> int:
-    """Of those made inside of operations, too; in bytes."""
+    """Bytes of the largest that is made, also inside of operations."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         function()
     events = found.profiler.kineto_results.events()

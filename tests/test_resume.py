@@ -179,11 +179,11 @@ def test_a_chain_drawn_at_random_is_one_run(lab: Lab, tmp_path: Path):
     chance = random.Random(int(os.environ.get("TURN", 0)))
     # Of what all take; zero3_nvme and fsdp2_ep need models of their own.
     names = sorted({path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")} - {"zero3_nvme", "fsdp2_ep"})
-    legs = [f"{name}:{processes_of(name)}" for name in chance.sample(names, 6)]
+    legs = [f"{name}:{processes_of(name)}" for name in chance.sample(names, 9)]
     settings = EXACT | chance.choice([{}, {"adapter.name": "lora"}, {"data.packing": "true"}])
     settings |= {"model.from_scratch.tie_word_embeddings": chance.choice(["false", "true"])}
     print(legs, settings)
-    curve = chain(lab, tmp_path, legs, settings, num_steps=3)
+    curve = chain(lab, tmp_path, legs, settings, num_steps=2)
     found = distance(curve, lab.run("single", settings))
     assert found.loss < 1e-4 and found.norm < 1e-3, found
 
