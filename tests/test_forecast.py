@@ -300,6 +300,14 @@ def test_the_best_size_of_a_mesh_is_found_and_one_that_heads_forbid_is_refused(t
     assert re.search(r"tp tp_size 2 +tight +\d+ to \d+ +- +in its file\n", printed)
 
 
+def test_stages_may_be_more_than_the_gpus_of_a_machine():
+    recipe, machines = load_recipe(ROOT / "recipes/qwen25_7b/sft.yaml"), parse_machines("8x1xH100", **ROOM)
+    strategies = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("pp", "tp")]
+    (found,) = better_sizes(recipe, strategies, machines, "recipe")
+    assert [(size, one.verdict) for size, one in found.forecasts] == [(2, "tight"), (4, "fits"), (8, "fits")]
+    assert (found.key, found.best.strategy.pp_size) == ("pp_size", 8)
+
+
 def test_a_run_forecasts_as_the_plan_does(llama):
     strategy = load_strategy(Path("accelerate_configs/zero3.yaml"))
     plan = make_plan(llama, strategy, num_processes=8, num_gpus=8, recipe_name="recipe")

@@ -31,13 +31,15 @@ class Sizes:
 def better_sizes(recipe: Recipe, strategies: list[Strategy], machines: Machines, recipe_name: str) -> list[Sizes]:
     """Those of the strategies for which another size than that of the file is best and may run.
 
-    The sizes are powers of two, up to the GPUs of a machine: heads and layers are seldom divisible by others.
+    The sizes are powers of two, for heads and layers are seldom divisible by others, up to the GPUs of a machine. Stages
+    may be as many as all GPUs, since what they send is little.
     """
     traces = TraceCache(find_config(recipe.model)[0], recipe, recipe_name)
-    tried = [2**power for power in range(1, machines.gpus_each.bit_length())]
     found = []
     for strategy in strategies:
         for key in (key for key in KEYS if getattr(strategy, key) > 1 and key not in strategy.open_sizes):
+            most = machines.num_gpus if key == "pp_size" else machines.gpus_each
+            tried = [2**power for power in range(1, most.bit_length())]
             resized = {size: replace(strategy, **{key: size}) for size in sorted({*tried, getattr(strategy, key)})}
             forecasts = [(size, forecast(traces, one, machines, limits=False)) for size, one in resized.items()]
             found.append(Sizes(name=strategy.name, key=key, written=getattr(strategy, key), forecasts=forecasts))
