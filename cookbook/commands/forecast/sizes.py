@@ -31,8 +31,8 @@ class Sizes:
 def better_sizes(recipe: Recipe, strategies: list[Strategy], machines: Machines, recipe_name: str) -> list[Sizes]:
     """Those of the strategies for which another size than that of the file is best and may run.
 
-    The sizes are powers of two, for heads and layers are seldom divisible by others, up to the GPUs of a machine. Stages
-    may be as many as all GPUs, since what they send is little.
+    The sizes are powers of two, for heads and layers are seldom divisible by others, up to the GPUs of a machine, or of
+    stages up to all: what those send is little.
     """
     traces = TraceCache(find_config(recipe.model)[0], recipe, recipe_name)
     found = []
