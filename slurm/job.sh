@@ -3,7 +3,8 @@
 #   sbatch --nodes=2 [--gpus-per-node=8] [--time=8:00:00] slurm/job.sh RECIPE [flags of python -m cookbook launch]
 # Two minutes before its time is up the run saves and stops, and the job queues again and resumes. A step and a save
 # must take less: --signal=B:USR1@600 leaves ten.
-# A sweep, whose task N adds the words of line N of a file, such as --set seed=1 --set run.output_dir=outputs/seed1:
+# A sweep, whose task N adds the words of line N of a file, such as --set seed=1 --set run.output_dir=outputs/seed1,
+# without quotes:
 #   SWEEP=sweep.txt sbatch --array=1-8 slurm/job.sh RECIPE
 #SBATCH --exclusive
 #SBATCH --ntasks-per-node=1
@@ -16,7 +17,7 @@ before=$(cat "$COOKBOOK_STEP_FILE" 2>/dev/null || echo 0)
 
 words=()
 if [ "$SLURM_ARRAY_TASK_ID" ]; then
-  read -ra words <<<"$(sed -n "${SLURM_ARRAY_TASK_ID}p" "${SWEEP:-/dev/null}")"
+  read -ra words <<<"$(sed -n "${SLURM_ARRAY_TASK_ID}p" "${SWEEP:-/dev/null}" | tr -d '\r')"
   if [ ${#words[@]} = 0 ]; then
     echo "task $SLURM_ARRAY_TASK_ID of an array: SWEEP=$SWEEP has no such line, with what is different in it" >&2
     exit 2

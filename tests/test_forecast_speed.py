@@ -19,7 +19,7 @@ from cookbook.commands.forecast.speed import Portion, combined, no_forecast, ste
 from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import load_strategy
 from cookbook.planning.costs.flops import ModelSizes, Recompute, Step, sizes_of, work
-from cookbook.planning.costs.traffic import checkpoint_traffic, host_traffic, transfers
+from cookbook.planning.costs.traffic import Transfer, checkpoint_traffic, host_traffic, transfers
 from cookbook.system.hardware import parse_machines
 from cookbook.training.models.structure import find_config
 from tests.curves import processes_of, with_stages
@@ -456,6 +456,17 @@ def test_gradients_of_the_last_stage_by_hand(is_tied: bool, calls: int):
     if tied:
         assert (tied.num_bytes, tied.kind, tied.calls) == (4 * sizes.vocab * sizes.hidden, "all-reduce", 1)
         assert (tied.ranks, tied.stride) == (2, 2)
+
+
+def test_both_ends_of_a_pipeline_by_hand():
+    """Four stages of four processes: 0 to 3 add up with 12 to 15, on one machine inside, on two over four pairs."""
+    tied = Transfer(what="", kind="all-reduce", num_bytes=10, ranks=2, stride=12, groups=4)
+    assert (tied.carriers(16), tied.over_links(16), tied.hops(16)) == ((True, False), (10, 0), (2, 0))
+    assert (tied.carriers(8), tied.over_links(8), tied.hops(8)) == ((False, True), (0, 4 * 10), (0, 2))
+    strategy = replace(shipped("pp"), pp_size=4)
+    found = transfers(strategy, replace(SMALL, num_layers=4, is_tied=True), STEP, 16)
+    (of_run,) = (one for one in found if one.what == "gradients of the tied embedding")
+    assert (of_run.ranks, of_run.stride, of_run.groups) == (2, 12, 4)
 
 
 def test_steps_of_a_ring_by_hand():

@@ -4,6 +4,7 @@ Imports torch, which takes seconds, so `train.py` checks files and rows before i
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
@@ -186,7 +187,7 @@ def start_engine(
         world,
         recipe,
         # Data and downloads are done; under ZeRO-3 rank 0 may still read weights for minutes.
-        timeout=timedelta(minutes=max(30.0, recipe.run.hang_timeout_minutes) + 10),
+        timeout=timedelta(minutes=math.ceil(max(30.0, recipe.run.hang_timeout_minutes)) + 10),
     )
     engine.beat = beat
     _check_folder(recipe, engine)

@@ -142,9 +142,19 @@ def interface_problem(variable: str, environment: MutableMapping[str, str] = os.
     others = [name for name in _interfaces() if not _is_loopback(name)]
     if not chosen:
         return f"{variable}={value}: no such network interface; here are {', '.join(_interfaces())}"
-    if first and not first.startswith(("127.", "localhost", "::1")) and not set(chosen) & set(others):
-        return f"{variable}={value} does not leave this machine, and machine 0 is {first}; write {' or '.join(others)}"
+    if first and not _is_here(first) and not set(chosen) & set(others):
+        advice = f"; write {' or '.join(others)}" * bool(others)
+        return f"{variable}={value} does not leave this machine, and machine 0 is {first}{advice}"
     return None
+
+
+def _is_here(name: str) -> bool:
+    """Whether a name or an address is this machine's loopback."""
+    try:
+        found = {place[0] for *_, place in socket.getaddrinfo(name, None)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in map(str, found))
 
 
 def _is_loopback(interface: str) -> bool:

@@ -251,7 +251,11 @@ def as_dict(inputs: CostInputs) -> dict[str, Any]:
         "states": [vars(share) for share in shares(inputs)],
         "frozen": [vars(share) for share in frozen] or None,
         "traffic": [
-            {key: value for key, value in vars(one).items() if key not in ("calls", "is_least", "copied", "copies")}
+            {
+                key: value
+                for key, value in vars(one).items()
+                if key not in ("calls", "is_least", "copied", "copies", "groups")
+            }
             for one in messages(inputs)
         ],
         "links": links(inputs),

@@ -43,6 +43,13 @@ class Transfer:
     """Size of a group."""
     stride: int = 1
     """Distance between neighbouring ranks of a group."""
+    groups: int | None = None
+    """How many groups there are from one rank to the next of a group, if fewer than `stride`."""
+
+    @property
+    def _span(self) -> int:
+        """Ranks from the first of a group to the last of the groups beside it."""
+        return (self.ranks - 1) * self.stride + (self.groups or self.stride)
 
     @property
     def volume(self) -> float:
@@ -59,7 +66,7 @@ class Transfer:
         (src/graph/tuning.cc, ncclTopoTuneModel): those of a ring, of an all-reduce over machines those of a tree; of
         messages from rank to rank, which go at once, one.
         """
-        num_machines = min(self.ranks, max(1, math.ceil(self.ranks * self.stride / gpus_each)))
+        num_machines = min(self.ranks, max(1, math.ceil(self._span / gpus_each)))
         if self.kind in ("send", "all-to-all"):
             return (0, 1) if num_machines > 1 else (1, 0)
         if self.kind == "all-reduce" and num_machines > 1:
@@ -71,7 +78,7 @@ class Transfer:
         """Whether links inside a machine carry it, and whether those between machines do. The ranks of a machine are
         consecutive.
         """
-        is_alone = self.ranks * self.stride <= gpus_each
+        is_alone = self._span <= gpus_each
         return is_alone or gpus_each // self.stride > 1, not is_alone
 
     def links(self, gpus_each: int, names: tuple[str, str]) -> list[str]:
@@ -85,8 +92,8 @@ class Transfer:
         machine share the traffic.
         """
         inside, between = self.carriers(gpus_each)
-        members_here = max(1, gpus_each // self.stride)
-        return self.sent * inside, self.sent * between * gpus_each / members_here
+        rings = min(gpus_each, self.groups) if self.groups else gpus_each / max(1, gpus_each // self.stride)
+        return self.sent * inside, self.sent * between * rings
 
 
 def by_link(messages: Iterable[Transfer], gpus_each: int, names: tuple[str, str]) -> dict[str, list[str]]:
@@ -397,7 +404,8 @@ def _of_tied(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step) -> l
     parts = mesh.tensor if sizes.is_embedding_divided else 1
     parts *= mesh.stage_size // mesh.tensor if strategy.fsdp is not None else 1
     size, apart = _exchanged_bytes(strategy, step) * sizes.head / parts, (mesh.pipeline - 1) * mesh.stage_size
-    return [_repeated("gradients of the tied embedding", "all-reduce", size, 2, stride=apart, calls=1)]
+    found = _repeated("gradients of the tied embedding", "all-reduce", size, 2, stride=apart, calls=1)
+    return [replace(found, groups=mesh.stage_size)]
 
 
 def checkpoint_traffic(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int) -> float:
