@@ -8,13 +8,15 @@ import contextlib
 import json
 import shlex
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
-from conftest import RECIPE
+from conftest import RECIPE, ROOT, clean_environment
 from curves import Curve, distance, done_of
 
 from cookbook.commands import launch
@@ -210,6 +212,25 @@ def test_two_machines_have_the_curve_of_one_process(machines, lab, tmp_path, str
 
 
 @pytest.mark.slow
+def test_torchrun_s_own_line_has_the_curve_of_one_process(machines, lab, tmp_path):
+    """As in docs/several_machines.md."""
+
+    def train(index):
+        line = ["ip", "netns", "exec", machines[index], sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+        line += ["--nproc-per-node", "1", "--node-rank", str(index), "--master-addr", ADDRESSES[0]]
+        line += ["--master-port", "29500", "train.py", str(lab.folder / "recipe.yaml"), "--set", "strategy=ddp"]
+        line += ["--set", f"run.output_dir={tmp_path / 'run'}"]
+        environment = clean_environment(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+        return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+
+    with ThreadPoolExecutor() as both:
+        ends = list(both.map(train, range(2)))
+    assert [end.returncode for end in ends] == [0, 0], "".join(end.stdout[-2000:] + end.stderr[-2000:] for end in ends)
+    found = distance(Curve(tmp_path / "run"), lab.run("single"))
+    assert found.loss < 2e-6 and found.norm < 1e-6 and found.weight < 1e-6, found
+
+
+@pytest.mark.slow
 def test_machines_without_a_common_output_folder_are_refused_before_the_first_step(machines, lab, tmp_path):
     own, shared = tmp_path / "own", tmp_path / "shared"
     own.mkdir()
@@ -225,17 +246,32 @@ def test_machines_without_a_common_output_folder_are_refused_before_the_first_st
 SILENT_SECONDS = 8.0
 
 
+def run_with_a_cut(machines, lab, tmp_path, at, cut):
+    """A run under ddp whose second machine stops at a point of step 6.
+
+    Args:
+        cut: called beside the run with that machine, the parent of the processes and the path of the report of a hang;
+            returns whether it came to what it waits for.
+
+    Returns:
+        The run's folder, and what each machine's launch came to.
+    """
+    folder = tmp_path / "run"
+    settings = {"run.output_dir": str(folder), "run.hang_timeout_minutes": str(SILENT_SECONDS / 60)}
+    faults = [{"rank": 1, "at": at, "step": 6, "do": "SIGSTOP"}]
+    with ThreadPoolExecutor() as beside:
+        found = beside.submit(cut, machines[1], lab.parent, folder / "hang/report.txt")
+        ends = run_on(machines, lab, tmp_path, "ddp", settings, faults=faults)
+        set_cable(machines[1], "up")
+        assert found.result(), "".join(end.stdout[-3000:] for end in ends)
+    return folder, ends
+
+
 @pytest.mark.slow
 def test_a_machine_that_falls_silent_ends_the_run_on_the_other_and_is_named(machines, lab, tmp_path):
     """As by a power cut: the process stops in a step, and the cable is dead from then on. No connection closes."""
-    folder = tmp_path / "run"
-    settings = {"run.output_dir": str(folder), "run.hang_timeout_minutes": str(SILENT_SECONDS / 60)}
-    faults = [{"rank": 1, "at": "step.forward", "step": 6, "do": "SIGSTOP"}]
-    with ThreadPoolExecutor() as beside:
-        power = beside.submit(cut_power, machines[1], lab.parent, folder / "hang/report.txt")
-        ends = run_on(machines, lab, tmp_path, "ddp", settings, faults=faults)
-        set_cable(machines[1], "up")
-        assert power.result() and ends[0].returncode == 1, ends[0].stdout[-3000:]
+    folder, ends = run_with_a_cut(machines, lab, tmp_path, "step.forward", cut_power)
+    assert ends[0].returncode == 1, ends[0].stdout[-3000:]
     report = (folder / "hang/report.txt").read_text()
     assert f"machine {machines[1]} is silent, with all its processes: rank 1." in report
     assert f"on {machines[1]}) never entered gloo:" in report and "Last heartbeat: " in report
@@ -246,19 +282,13 @@ def test_a_machine_that_falls_silent_ends_the_run_on_the_other_and_is_named(mach
 @pytest.mark.slow
 def test_a_cut_cable_ends_the_run_on_both_machines(machines, lab, tmp_path):
     """All ranks wait in the same collective: none of them is at fault."""
-    folder = tmp_path / "run"
-    settings = {"run.output_dir": str(folder), "run.hang_timeout_minutes": str(SILENT_SECONDS / 60)}
-    faults = [{"rank": 1, "at": "data.next", "step": 6, "do": "SIGSTOP"}]
-    with ThreadPoolExecutor() as beside:
-        cut = beside.submit(cut_cable, machines[1], lab.parent)
-        ends = run_on(machines, lab, tmp_path, "ddp", settings, faults=faults)
-        set_cable(machines[1], "up")
-    assert cut.result() and [end.returncode for end in ends] == [1, 1], "".join(end.stdout[-3000:] for end in ends)
+    folder, ends = run_with_a_cut(machines, lab, tmp_path, "data.next", cut_cable)
+    assert [end.returncode for end in ends] == [1, 1], "".join(end.stdout[-3000:] for end in ends)
     report = (folder / "hang/report.txt").read_text()
     assert "the network between" in report and "is silent" not in report, report
 
 
-def cut_cable(machine, parent):
+def cut_cable(machine, parent, _):
     """Cuts the cable of the machine while its process is stopped in a step, which then goes on. Returns whether one
     was.
     """
