@@ -185,6 +185,23 @@ def test_a_job_saves_before_its_limit_queues_again_and_resumes_on_the_same_curve
     assert not list(slurm.folder.glob("slurm-*.step"))
 
 
+@pytest.mark.thorough
+def test_slurm_s_own_limit_stops_a_job_that_queues_again(slurm, lab, tmp_path):
+    """A minute, the shortest there is; the signal comes half of it before, or sooner."""
+    folder, log = tmp_path / "limited", tmp_path / "log.txt"
+    words = ["slurm/job.sh", str(lab.folder / "recipe.yaml"), "--strategy", "ddp", "--processes", "2"]
+    words += ["--set", f"run.output_dir={folder}", "--set", "run.max_steps=1000000"]
+    options = ("--nodes=2", "--time=1", "--signal=B:USR1@30", f"--output={log}")
+    job = slurm.call("sbatch", "--parsable", *options, *words).strip()
+    try:
+        until(lambda: slurm.job(job)["Restarts"] == "1", "the job in the queue again", 150)
+    finally:
+        slurm.call("scancel", job)
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("stopped", 75) and status["step"] > 0, log.read_text()
+    assert f"stopped after step {status['step']}; the job queues again" in log.read_text()
+
+
 def test_a_job_that_makes_no_step_does_not_queue_again(slurm, lab, tmp_path):
     job, process, log = stopped_at(slurm, lab, tmp_path / "slow", "phase.reading the rows", 0)
     send_signal_before_the_limit(slurm, job, process)
@@ -201,6 +218,19 @@ def test_a_mistake_ends_the_job_with_its_own_code(slurm, lab, tmp_path):
     until(lambda: slurm.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), "the end of the job")
     assert slurm.job(job)["ExitCode"] == "2:0", log.read_text()
     assert log.read_text().count("3 processes, which 2 machines cannot split evenly") == 2
+
+
+@pytest.mark.thorough
+def test_a_process_that_dies_ends_the_job_with_1(slurm, lab, tmp_path):
+    folder, log = tmp_path / "killed", tmp_path / "log.txt"
+    fault = {"rank": 1, "at": "step.forward", "step": 6, "do": "SIGKILL"}
+    words = ["slurm/job.sh", str(lab.folder / "recipe.yaml"), "--strategy", "ddp", "--processes", "2"]
+    submit = ("sbatch", "--parsable", "--nodes=2", f"--output={log}", *words, "--set", f"run.output_dir={folder}")
+    job = slurm.call(*submit, COOKBOOK_FAULTS=json.dumps([fault])).strip()
+    until(lambda: slurm.job(job)["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), "its end", 240)
+    ended = slurm.job(job)
+    assert (ended["JobState"], ended["Restarts"], ended["ExitCode"]) == ("FAILED", "0", "1:0"), log.read_text()
+    assert json.loads((folder / "status.json").read_text())["exit_code"] == 1, log.read_text()
 
 
 def test_a_sweep_is_an_array_of_jobs_each_with_a_line_of_its_own(slurm, lab, tmp_path):
