@@ -323,102 +323,110 @@ def _named(rows: list[dict[str, Any]]) -> str:
 
 def render(results: dict[str, Any]) -> str:
     """The page, in Markdown."""
-    scale, rows = results["scale"], results["published"]
+    return "\n".join([*on_paper(results), *against_published(results["published"])])
+
+
+def on_paper(results: dict[str, Any]) -> list[str]:
+    """Its lines on what is forecast."""
     few, many = str(GPUS[0]), str(GPUS[-1])
+    return [
+        "# At scale, on paper",
+        "",
+        f"What [`plan`](plan.md) forecasts for Llama-3.1-8B on {few} to {int(many):,} H100, eight to a machine,"
+        f" with a network card of {FABRIC_GBITS} Gbit/s to a GPU. Each GPU has {SAMPLES} samples of 4,096 tokens in"
+        " a step, so the global batch grows with the machines. **Nothing here was measured**; the forecast knows"
+        " rates, and latencies by NCCL's own estimate, but no congested network, slow machine, or failure."
+        " [Published runs](#against-published-runs-of-several-machines) of several machines show how far it can be"
+        " trusted.",
+        "",
+        "![Seconds of a step, share of messages and memory over the number of GPUs, by strategy](at_scale.svg)",
+        "",
+        *table(results["scale"], few, many),
+        "",
+        "The time is from everything overlapped at the best published rates to nothing overlapped at the worst;"
+        " messages are their share of the latter. A ring sends the same from each GPU however many it has, so on"
+        " paper the fast end stays, and what is sharded over all GPUs shrinks to nothing; but each message takes a"
+        " step for each GPU, which is the slow end where weights are gathered over thousands. `hsdp` and `hsdp_tp`"
+        " have a group in each machine: their memory does not shrink, and only their sums of gradients leave the"
+        " machine, by a tree. The gathers of `zero3` are counted as one a layer, and may be more; in published runs"
+        " on 768 GPUs and more they took far longer (below). `zero1` and `zero2` send the same where a step has one"
+        " micro-batch, and need most when they start, with weights in float32. `fsdp2_grad_op` keeps whole layers,"
+        " and over thousands of GPUs narrow matrices are gathered with padding. A pipeline has only two"
+        " micro-batches here, or four under tensor parallel, and its waiting is in the time. Groups of tensor and"
+        " sequence parallel, and stages, are two, as in the files. The grey line is the memory of a GPU.",
+        "",
+        "Not in the plot:",
+        "",
+        "| strategy | why |",
+        "| --- | --- |",
+        *(f"| {name} | {why} |" for name, why in results["left_out"].items()),
+        "",
+        "## Qwen3-30B-A3B",
+        "",
+        f"The same forecast for [a mixture of experts](../{MIXTURE}), which `fsdp2_ep` is for: a pair of GPUs"
+        " divides the experts of a layer, so each gathers half of them. The time counts active weights only, not"
+        " routing, uneven loads and small products. FSDP2 shards the experts of a layer by their number, 128: over"
+        " more processes a gather is mostly padding, which the memory has and the time has not. ZeRO-3 cuts"
+        " tensors anywhere.",
+        "",
+        *table(results["mixture"], few, many),
+        "",
+        "## Llama-3.3-70B",
+        "",
+        f"The same forecast for [the recipe of Llama-3.3-70B](../{LARGE}), with {2 * SAMPLES} samples for each GPU"
+        f" in a step, in micro-batches of {SAMPLES}. `fsdp2_tp` divides each layer between two GPUs of a machine,"
+        " `pp_fsdp2` the layers between two halves of the machines, `pp_tp_fsdp2` both. The first two gather half"
+        " as many weights for a micro-batch as `fsdp2`, and have twice as many micro-batches. The idle time of a"
+        " pipeline with so few micro-batches is included.",
+        "",
+        *table(results["large"], *map(str, GPUS_OF_LARGE)),
+        "",
+        "```bash",
+        f"python -m cookbook plan {LARGE} --gpus 4x8xH100 --strategy fsdp2_tp --strategy pp_fsdp2",
+        f"python -m cookbook rehearse {LARGE} --strategy pp_fsdp2",
+        "```",
+        "",
+    ]
+
+
+def against_published(rows: list[dict[str, Any]]) -> list[str]:
+    """Those on what others measured."""
     inside = sum(row["is_inside"] for row in rows)
-    return "\n".join(
-        [
-            "# At scale, on paper",
-            "",
-            f"What [`plan`](plan.md) forecasts for Llama-3.1-8B on {few} to {int(many):,} H100, eight to a machine,"
-            f" with a network card of {FABRIC_GBITS} Gbit/s to a GPU. Each GPU has {SAMPLES} samples of 4,096 tokens in"
-            " a step, so the global batch grows with the machines. **Nothing here was measured**; the forecast knows"
-            " rates, and latencies by NCCL's own estimate, but no congested network, slow machine, or failure."
-            " [Published runs](#against-published-runs-of-several-machines) of several machines show how far it can be"
-            " trusted.",
-            "",
-            "![Seconds of a step, share of messages and memory over the number of GPUs, by strategy](at_scale.svg)",
-            "",
-            *table(scale, few, many),
-            "",
-            "The time is from everything overlapped at the best published rates to nothing overlapped at the worst;"
-            " messages are their share of the latter. A ring sends the same from each GPU however many it has, so on"
-            " paper the fast end stays, and what is sharded over all GPUs shrinks to nothing; but each message takes a"
-            " step for each GPU, which is the slow end where weights are gathered over thousands. `hsdp` and `hsdp_tp`"
-            " have a group in each machine: their memory does not shrink, and only their sums of gradients leave the"
-            " machine, by a tree. The gathers of `zero3` are counted as one a layer, and may be more; in published runs"
-            " on 768 GPUs and more they took far longer (below). `zero1` and `zero2` send the same where a step has one"
-            " micro-batch, and need most when they start, with weights in float32. `fsdp2_grad_op` keeps whole layers,"
-            " and over thousands of GPUs narrow matrices are gathered with padding. A pipeline has only two"
-            " micro-batches here, or four under tensor parallel, and its waiting is in the time. Groups of tensor and"
-            " sequence parallel, and stages, are two, as in the files. The grey line is the memory of a GPU.",
-            "",
-            "Not in the plot:",
-            "",
-            "| strategy | why |",
-            "| --- | --- |",
-            *(f"| {name} | {why} |" for name, why in results["left_out"].items()),
-            "",
-            "## Qwen3-30B-A3B",
-            "",
-            f"The same forecast for [a mixture of experts](../{MIXTURE}), which `fsdp2_ep` is for: a pair of GPUs"
-            " divides the experts of a layer, so each gathers half of them. The time counts active weights only, not"
-            " routing, uneven loads and small products. FSDP2 shards the experts of a layer by their number, 128: over"
-            " more processes a gather is mostly padding, which the memory has and the time has not. ZeRO-3 cuts"
-            " tensors anywhere.",
-            "",
-            *table(results["mixture"], few, many),
-            "",
-            "## Llama-3.3-70B",
-            "",
-            f"The same forecast for [the recipe of Llama-3.3-70B](../{LARGE}), with {2 * SAMPLES} samples for each GPU"
-            f" in a step, in micro-batches of {SAMPLES}. `fsdp2_tp` divides each layer between two GPUs of a machine,"
-            " `pp_fsdp2` the layers between two halves of the machines, `pp_tp_fsdp2` both. The first two gather half"
-            " as many weights for a micro-batch as `fsdp2`, and have twice as many micro-batches. The idle time of a"
-            " pipeline with so few micro-batches is included.",
-            "",
-            *table(results["large"], *map(str, GPUS_OF_LARGE)),
-            "",
-            "```bash",
-            f"python -m cookbook plan {LARGE} --gpus 4x8xH100 --strategy fsdp2_tp --strategy pp_fsdp2",
-            f"python -m cookbook rehearse {LARGE} --strategy pp_fsdp2",
-            "```",
-            "",
-            "## Against published runs of several machines",
-            "",
-            f"Tokens per second of each GPU, of {len(rows)} runs of 64 GPUs or more by other programs, in 16 bits."
-            f" {inside} lie inside the forecast. The error is that of its geometric middle: above zero, the forecast is"
-            " too fast. Nothing was fitted to a row but ends of the share of its peak that a GPU reaches, to those that"
-            " `cookbook/commands/forecast/speed.py` names.",
-            "",
-            *summary(rows),
-            "",
-            "Outside are:",
-            "",
-            *outside(rows),
-            "",
-            "Other programs do not do all that the strategy beside them does here. What is called selective is counted"
-            " as recomputing no product; some of theirs recompute every second layer or some products. Megatron-LM"
-            " sums the gradients of tensor parallel in 16 bits, and its pipelines may have several ranges of layers a"
-            " stage; both are counted as [here](strategies.md). Its figures are TFLOP/s, over its FLOPs of a token."
-            " Context parallel passes keys and values around, where `fsdp2_sp` exchanges heads. The network is what"
-            " the source states for each GPU, or 100 to 400 Gbit/s; fms-fsdp's 400 and 800 are read as those of a"
-            " machine. llm-foundry's A100 reduce gradients in 16 bits. torchtitan's H100 have less power and memory"
-            " bandwidth than those of the data sheet.",
-            "",
-            *table_of_runs(rows),
-            "",
-            "Left out:",
-            "",
-            "| runs | why |",
-            "| --- | --- |",
-            *(f"| {runs} | {why} |" for runs, why in LEFT_OUT_RUNS.items()),
-            "",
-            "Written by `python benchmarks/at_scale.py` from data sheets, published rates and the"
-            " [ledger](terms.md), and the rows of `benchmarks/speed_published.csv`; no hardware took part.",
-            "",
-        ]
-    )
+    return [
+        "## Against published runs of several machines",
+        "",
+        f"Tokens per second of each GPU, of {len(rows)} runs of 64 GPUs or more by other programs, in 16 bits."
+        f" {inside} lie inside the forecast. The error is that of its geometric middle: above zero, the forecast is"
+        " too fast. Nothing was fitted to a row but ends of the share of its peak that a GPU reaches, to those that"
+        " `cookbook/commands/forecast/speed.py` names.",
+        "",
+        *summary(rows),
+        "",
+        "Outside are:",
+        "",
+        *outside(rows),
+        "",
+        "Other programs do not do all that the strategy beside them does here. What is called selective is counted"
+        " as recomputing no product; some of theirs recompute every second layer or some products. Megatron-LM"
+        " sums the gradients of tensor parallel in 16 bits, and its pipelines may have several ranges of layers a"
+        " stage; both are counted as [here](strategies.md). Its figures are TFLOP/s, over its FLOPs of a token."
+        " Context parallel passes keys and values around, where `fsdp2_sp` exchanges heads. The network is what"
+        " the source states for each GPU, or 100 to 400 Gbit/s; fms-fsdp's 400 and 800 are read as those of a"
+        " machine. llm-foundry's A100 reduce gradients in 16 bits. torchtitan's H100 have less power and memory"
+        " bandwidth than those of the data sheet.",
+        "",
+        *table_of_runs(rows),
+        "",
+        "Left out:",
+        "",
+        "| runs | why |",
+        "| --- | --- |",
+        *(f"| {runs} | {why} |" for runs, why in LEFT_OUT_RUNS.items()),
+        "",
+        "Written by `python benchmarks/at_scale.py` from data sheets, published rates and the"
+        " [ledger](terms.md), and the rows of `benchmarks/speed_published.csv`; no hardware took part.",
+        "",
+    ]
 
 
 def plot(results: dict[str, Any]) -> str:
