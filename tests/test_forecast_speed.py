@@ -833,16 +833,6 @@ RECORDS = [
         tokens_per_second=331,
     ),
     Published(
-        name="Llama 2 70B 64 A100",
-        source="torchtitan docs/performance.md at 041336434",
-        shape=LLAMA_2_70B,
-        machines="8x8xA100-80GB",
-        length=4096,
-        samples=2,
-        recompute=True,
-        tokens_per_second=353,
-    ),
-    Published(
         name="Llama 2 70B 128 A100 (sets an end)",
         source="fms-fsdp README at 0d319983",
         shape=LLAMA_2_70B,
@@ -1079,7 +1069,7 @@ def test_a_forecast_is_narrow_enough_to_be_of_use():
 
 
 def test_another_peak_would_miss(monkeypatch):
-    """The ranges are no barn doors: with half the peak in the table, or twice, at least half of the records miss."""
+    """The ranges are no barn doors: with half the peak in the table, or twice, most records lie outside."""
     for factor in (0.5, 2.0):
         ends = {name: (low * factor, high * factor) for name, (low, high) in speed.EFFICIENCY.items()}
         with monkeypatch.context() as patch:
@@ -1087,4 +1077,4 @@ def test_another_peak_would_miss(monkeypatch):
             inside = sum(
                 low <= record.tokens_per_second <= high for record in RECORDS for low, high in [record.range()]
             )
-        assert inside <= len(RECORDS) / 2, f"{inside} of {len(RECORDS)} with {factor} of the peak"
+        assert inside < len(RECORDS) / 2, f"{inside} of {len(RECORDS)} with {factor} of the peak"

@@ -36,11 +36,11 @@ EFFICIENCY = {
 The ends come from published records. Hopper: torchtitan, Llama-3.1-8B in eager mode (2024-12: 5,762 tokens/s a GPU,
 30 %, with messages and pointwise kernels, which count apart below), and llm-foundry, MPT-70B with checkpointing on 64
 H100 (1,039 tokens/s, 56 %). Ampere: torchtitan, Llama-3-8B before its fused optimizer (2,627 tokens/s, 43 %), and
-fms-fsdp, Llama-2-70B with checkpointing under FSDP1 on 128 A100 (380 tokens/s, 69.5 %). Volta:
-Megatron-LM (Shoeybi et al. 2019: 39 TFLOP/s a V100, with room below) and DeepSpeed's BERT (64); Turing is taken like
-it. Ada: torchtune, Llama-3.1-8B on an RTX 4090 (1,650 tokens/s, 62 %), with room below. Blackwell: torchtitan on GB200
-(21,919 tokens/s, 41 %), with room: of B200 the only record is of limited power. CDNA 3: torchao's float8 README,
-Llama-3-8B on 8 MI300X (5,377 tokens/s, 21 %), with room above."""
+fms-fsdp, Llama-2-70B with checkpointing under FSDP1 on 128 A100 (380 tokens/s, 69.5 %). Volta: Megatron-LM (Shoeybi et
+al. 2019: 39 TFLOP/s a V100, with room below) and DeepSpeed's BERT (64); Turing is taken like it. Ada: torchtune,
+Llama-3.1-8B on an RTX 4090 (1,650 tokens/s, 62 %), with room below. Blackwell: torchtitan on GB200 (21,919 tokens/s,
+41 %), with room: of B200 the only record is of limited power. CDNA 3: torchao's float8 README, Llama-3-8B on 8 MI300X
+(5,377 tokens/s, 21 %), with room above."""
 
 NVLINK_SHARE, PCIE_PEER_SHARE, FABRIC_SHARE = (0.50, 0.82), (0.30, 0.80), (0.50, 0.90)
 """Share of a link's rate that a ring of large messages reaches; assumptions. Without peer access, as on GeForce cards,
