@@ -16,21 +16,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cookbook.commands import shortage
 from cookbook.config import schedule
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
-from cookbook.planning import launch
-from cookbook.planning.plan import Plan, begun_elsewhere, describe_batch, load_pair, make_plan
-from cookbook.system import faults, lock, machine, signals, status, watch
+from cookbook.planning import launchers
+from cookbook.planning.run_plan import Plan, begun_elsewhere, describe_batch, load_pair, make_plan
+from cookbook.run import shortage
+from cookbook.system import faults, lock, machine, signals, status, watchdog
 from cookbook.system.files import RecipeError, refuse
 from cookbook.system.imports import imports
 from cookbook.system.shipped import located
 from cookbook.training.data.known import known_rows
 
 if TYPE_CHECKING:
-    from cookbook.commands.services import Services
-    from cookbook.commands.stages import Run
+    from cookbook.run.services import Services
+    from cookbook.run.stages import Run
     from cookbook.training.checkpoint.saver import Saver
     from cookbook.training.data.batches import StepBatch
     from cookbook.training.engine import Engine
@@ -71,25 +71,25 @@ def main() -> int:
         return 2
 
 
-def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, Plan, launch.World, list[str]]:
+def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, Plan, launchers.World, list[str]]:
     """Check everything that needs no torch: files, launcher, environment, batch, GPUs."""
-    launcher, world = launch.find_launcher(), launch.read_world()
+    launcher, world = launchers.find_launcher(), launchers.read_world()
     given = Path(launcher.config_file) if launcher.config_file else None
     recipe, _ = load_pair(Path(recipe_name), assignments, given)
-    path, note = launch.strategy_in_force(launcher, world, recipe.strategy)
+    path, note = launchers.strategy_in_force(launcher, world, recipe.strategy)
     recipe, strategy = load_pair(Path(recipe_name), assignments, path)
-    mistakes = launch.check_environment(strategy, launcher, recipe.mixed_precision)
-    launch.clear_environment()
+    mistakes = launchers.check_environment(strategy, launcher, recipe.mixed_precision)
+    launchers.clear_environment()
     num_gpus = machine.num_gpus()
     if num_gpus:
         machine.expand_segments()
-    world = launch.trim_world(world, strategy, launcher, num_gpus)
-    mistakes += launch.check_count(world, launcher)
-    mistakes += launch.check_shares(strategy, world)
-    mistakes += launch.choose_network(world)
-    sizes = launch.elastic_sizes(world)
-    mistakes += launch.check_elastic(sizes, recipe.run.resume)
-    mistakes += launch.check_machine(
+    world = launchers.trim_world(world, strategy, launcher, num_gpus)
+    mistakes += launchers.check_count(world, launcher)
+    mistakes += launchers.check_shares(strategy, world)
+    mistakes += launchers.choose_network(world)
+    sizes = launchers.elastic_sizes(world)
+    mistakes += launchers.check_elastic(sizes, recipe.run.resume)
+    mistakes += launchers.check_machine(
         strategy, num_gpus, deterministic=recipe.run.deterministic, mixed_precision=recipe.mixed_precision
     )
     try:
@@ -112,10 +112,10 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
     return recipe, strategy, plan, world, notes + begun_elsewhere(Path(recipe_name), recipe, strategy)
 
 
-def start_watch(recipe: Recipe, world: launch.World) -> watch.Watch:
+def start_watch(recipe: Recipe, world: launchers.World) -> watchdog.Watch:
     """Start the watchdog that ends this process if it hangs."""
     output_dir, goes_on = Path(recipe.run.output_dir), recipe.run.resume == "auto"
-    return watch.Watch(
+    return watchdog.Watch(
         output_dir,
         world.rank,
         world.num_processes,
@@ -126,7 +126,7 @@ def start_watch(recipe: Recipe, world: launch.World) -> watch.Watch:
 
 
 def train(
-    recipe: Recipe, strategy: Strategy, plan: Plan, world: launch.World, notes: list[str], watching: watch.Watch
+    recipe: Recipe, strategy: Strategy, plan: Plan, world: launchers.World, notes: list[str], watching: watchdog.Watch
 ) -> int:
     """Run from the rows to the export. Returns the exit code.
 
@@ -146,8 +146,8 @@ def train(
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns from every process
 
-        from cookbook.commands import stages
-        from cookbook.commands.services import start_services
+        from cookbook.run import stages
+        from cookbook.run.services import start_services
         from cookbook.training.checkpoint import resume
         from cookbook.training.engine import build_ops
 
@@ -182,7 +182,7 @@ def train(
     return finish(run, services) if reason is None else stop(run, services, reason)
 
 
-def take_folder(recipe: Recipe, world: launch.World) -> tuple[bool, list[int]]:
+def take_folder(recipe: Recipe, world: launchers.World) -> tuple[bool, list[int]]:
     """Lock the output folder, on rank 0.
 
     Returns:
@@ -192,7 +192,7 @@ def take_folder(recipe: Recipe, world: launch.World) -> tuple[bool, list[int]]:
         return False, []
     output_dir = Path(recipe.run.output_dir)
     lock.hold(output_dir)
-    watch.remove_other_starts(output_dir, status.attempt_id())
+    watchdog.remove_other_starts(output_dir, status.attempt_id())
     is_restarted = status.is_restart(output_dir)
     goes_on = is_restarted or recipe.run.resume == "auto"
     return is_restarted, status.past_failures(output_dir) if goes_on else []
@@ -341,7 +341,7 @@ def evaluate(run: "Run", services: "Services") -> str | None:
 
 def sample(run: "Run", services: "Services") -> str | None:
     """Continue held-out prompts, unless that was done after this step. Returns a reason to stop."""
-    from cookbook.commands import samples
+    from cookbook.run import samples
 
     if run.progress.is_sampled:
         return None
@@ -431,7 +431,7 @@ def way_on(saver: "Saver") -> str:
 
 def finish(run: "Run", services: "Services") -> int:
     """End a run after its last step: export the last checkpoint. Returns the exit code."""
-    from cookbook.commands import publish
+    from cookbook.run import publish
     from cookbook.training import metrics
 
     engine, log, saver = run.engine, services.log, services.saver
@@ -484,9 +484,9 @@ def is_due(step: int, every: int | None) -> bool:
 
 
 if __name__ == "__main__":
-    watch.guard()
+    watchdog.guard()
     try:
         exit_code = main()
     finally:
-        watch.guard()
+        watchdog.guard()
     sys.exit(status.note_exit(exit_code))

@@ -37,7 +37,7 @@ from cookbook.planning.meshes import (  # noqa: E402
 from cookbook.planning.packing import packing_problem  # noqa: E402
 from cookbook.system.files import RecipeError  # noqa: E402
 from cookbook.training.adapters import quantization_options  # noqa: E402
-from cookbook.training.checkpoint.export import saved_buffers  # noqa: E402
+from cookbook.training.checkpoint.write_model import saved_buffers  # noqa: E402
 from cookbook.training.models.loss import add_loss  # noqa: E402
 from cookbook.training.models.structure import not_served, random_parts  # noqa: E402
 from tests.curves import Curve, Lab  # noqa: E402

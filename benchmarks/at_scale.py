@@ -21,12 +21,12 @@ import matplotlib
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from cookbook.commands.forecast import forecast_all  # noqa: E402
-from cookbook.commands.forecast.speed import EFFICIENCY, step_seconds  # noqa: E402
-from cookbook.commands.forecast.strategy import Forecast  # noqa: E402
 from cookbook.config.strategy import Strategy, load_strategy  # noqa: E402
-from cookbook.planning.costs.flops import ModelSizes, Step  # noqa: E402
-from cookbook.planning.plan import load_pair  # noqa: E402
+from cookbook.forecast.costs.flops import ModelSizes, Step  # noqa: E402
+from cookbook.forecast.ranking import forecast_all  # noqa: E402
+from cookbook.forecast.step_time import EFFICIENCY, step_seconds  # noqa: E402
+from cookbook.forecast.verdict import Forecast  # noqa: E402
+from cookbook.planning.run_plan import load_pair  # noqa: E402
 from cookbook.system.hardware import GIB, parse_machines  # noqa: E402
 
 RESULTS, PAGE, PLOT = ROOT / "benchmarks/results/at_scale.json", ROOT / "docs/at_scale.md", ROOT / "docs/at_scale.svg"
@@ -398,7 +398,7 @@ def against_published(rows: list[dict[str, Any]]) -> list[str]:
         f"Tokens per second of each GPU, of {len(rows)} runs of 64 GPUs or more by other programs, in 16 bits."
         f" {inside} lie inside the forecast. The error is that of its geometric middle: above zero, the forecast is"
         " too fast. Nothing was fitted to a row but ends of the share of its peak that a GPU reaches, to those that"
-        " `cookbook/commands/forecast/speed.py` names.",
+        " `cookbook/forecast/step_time.py` names.",
         "",
         *summary(rows),
         "",

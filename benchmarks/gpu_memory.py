@@ -25,11 +25,11 @@ from unittest.mock import patch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from cookbook.commands.forecast import of_run  # noqa: E402
+from cookbook import simulated_gpus  # noqa: E402
 from cookbook.config.recipe import load_recipe  # noqa: E402
 from cookbook.config.strategy import find_strategy, load_strategy  # noqa: E402
-from cookbook.planning import simulated_gpus  # noqa: E402
-from cookbook.planning.plan import make_plan  # noqa: E402
+from cookbook.forecast.verdict import of_run  # noqa: E402
+from cookbook.planning.run_plan import make_plan  # noqa: E402
 from cookbook.training.models.structure import find_config  # noqa: E402
 from tests.curves import Lab, file_of, processes_of  # noqa: E402
 from tests.experts import experts, experts_config, needs_experts  # noqa: E402

@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from cookbook.commands.forecast.outside import workspaces  # noqa: E402
+from cookbook.forecast.outside import workspaces  # noqa: E402
 from cookbook.system.hardware import find_gpu  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "simulated_gpus.json"

@@ -30,11 +30,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from cookbook.commands.forecast import Forecast, forecast_all, tokens_of_step  # noqa: E402
 from cookbook.commands.rehearse.standins import stand_in_tokenizer  # noqa: E402
 from cookbook.config.recipe import load_recipe  # noqa: E402
 from cookbook.config.strategy import load_strategy  # noqa: E402
-from cookbook.planning.library import known_model  # noqa: E402
+from cookbook.forecast.ranking import forecast_all  # noqa: E402
+from cookbook.forecast.verdict import Forecast, tokens_of_step  # noqa: E402
+from cookbook.planning.offline import known_model  # noqa: E402
 from cookbook.system.files import dump_yaml, read_document  # noqa: E402
 from cookbook.system.hardware import GIB, Machines, find_gpu, parse_machines  # noqa: E402
 

@@ -55,7 +55,7 @@ def work(arguments: list[str]) -> None:
     import psutil
 
     import train
-    from cookbook.system.watch import Watch
+    from cookbook.system.watchdog import Watch
 
     began = psutil.Process().create_time()
     marks: Rows = []
@@ -261,7 +261,7 @@ def one_model(width: int, base: str) -> dict[str, Any]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from cookbook.training.checkpoint import export, folder
+    from cookbook.training.checkpoint import folder, write_model
     from cookbook.training.checkpoint.saver import Saver
     from cookbook.training.checkpoint.tensors import StagedPiece
 
@@ -278,8 +278,8 @@ def one_model(width: int, base: str) -> dict[str, Any]:
     )
     save = cpu_seconds(lambda: saver.save(1, pieces, state), 1)
     before = own_memory()
-    weights = export.weights_of(folder.open_checkpoint(root / folder.folder_name(1)))
-    write = cpu_seconds(lambda: export.write_model(weights, target, config=config, dtype=torch.float32), 1)
+    weights = write_model.weights_of(folder.open_checkpoint(root / folder.folder_name(1)))
+    write = cpu_seconds(lambda: write_model.write_model(weights, target, config=config, dtype=torch.float32), 1)
     written = sum(path.stat().st_size for path in target.iterdir()) / 1e6
     size = sum(tensor.numel() for tensor in named.values()) * 4 / 1e6
     grown = {"export_memory_mb": own_memory() - before, "written_mb": written}

@@ -23,7 +23,7 @@ from benchmarks.plan_accuracy_page import plot, render  # noqa: E402
 from benchmarks.published_rows import Row, Setup, is_out_of_memory, program_of, read_facts, setup_of  # noqa: E402
 from benchmarks.published_runs import forecast  # noqa: E402
 from benchmarks.unsaid_rows import UNSAID, place  # noqa: E402
-from cookbook.commands.forecast.memory import GIB, Memory  # noqa: E402
+from cookbook.forecast.memory import GIB, Memory  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "plan_accuracy.json"
 PAGE = ROOT / "docs" / "plan_accuracy.md"

@@ -38,7 +38,7 @@ NOTES = {
     " of one compiled setup that are left out (m075, m078, m081: H100, MI300X, B200) published 47.7, 39.1 and 33.7"
     " GiB.",
     "whole": "torchtune's step from uncompiled to compiled layers is 9.0 GiB (m089, m090); the forecast's is 8.8, from"
-    " what torch's own partitioner keeps of a layer for the backward (`cookbook/commands/forecast/compiled.py`).",
+    " what torch's own partitioner keeps of a layer for the backward (`cookbook/forecast/compiled.py`).",
 }
 
 

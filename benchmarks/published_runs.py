@@ -13,15 +13,15 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from benchmarks.published_rows import KNOWN, PROGRAMS, SIZES, Loss, Program, Setup, program_of
-from cookbook.commands.forecast.activations import ActivationTrace
-from cookbook.commands.forecast.memory import Memory, peak
-from cookbook.commands.forecast.skeleton import skeleton
-from cookbook.commands.forecast.trace import trace
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import load_strategy
-from cookbook.planning.costs.inputs import Skeleton, Weight, cost_inputs
-from cookbook.planning.costs.memory import ResidentBytes, States, Unit, states
-from cookbook.planning.library import known_model
+from cookbook.forecast.activations import ActivationTrace
+from cookbook.forecast.costs.inputs import Skeleton, Weight, cost_inputs
+from cookbook.forecast.costs.states import ResidentBytes, States, Unit, states
+from cookbook.forecast.memory import Memory, peak
+from cookbook.forecast.skeleton import skeleton
+from cookbook.forecast.trace import trace
+from cookbook.planning.offline import known_model
 
 ROOT = Path(__file__).resolve().parent.parent
 

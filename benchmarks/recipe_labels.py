@@ -15,10 +15,11 @@ from pathlib import Path
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cookbook.commands.forecast import MAY_RUN, Forecast, forecast_all
+from cookbook.commands.shared.labels import recipe_files
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.strategy import Strategy, load_strategy
-from cookbook.planning.library import recipe_files
+from cookbook.forecast.ranking import forecast_all
+from cookbook.forecast.verdict import MAY_RUN, Forecast
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import GIB, Machines, parse_machines
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from cookbook.system.divided import COMMUNICATION, PARTS, PHASE, STEP, Event, innermost, part_of
+from cookbook.system.step_phases import COMMUNICATION, PARTS, PHASE, STEP, Event, innermost, part_of
 
 WIDTH, LEFT, LANE, GAP, COLUMN = 880, 140, 20, 8, 2
 """Pixels; each column of a lane is filled to the share of its time."""

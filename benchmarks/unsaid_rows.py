@@ -15,13 +15,13 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from benchmarks.published_rows import LLAMA_2, Row
-from cookbook.commands.forecast import of_run
-from cookbook.commands.forecast.memory import GIB
-from cookbook.commands.forecast.outside import outside
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import load_strategy
-from cookbook.planning.library import known_model
-from cookbook.planning.plan import make_plan
+from cookbook.forecast.memory import GIB
+from cookbook.forecast.outside import outside
+from cookbook.forecast.verdict import of_run
+from cookbook.planning.offline import known_model
+from cookbook.planning.run_plan import make_plan
 from cookbook.system.hardware import parse_machines
 
 ROOT = Path(__file__).resolve().parent.parent

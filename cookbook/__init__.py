@@ -1,10 +1,15 @@
-"""Parts of the recipe book, a folder for each layer. Imports point downwards only:
+"""Parts of the recipe book, a folder for each room. Imports point downwards only:
 
-commands   what users call, train.py's stages among them
-training   what train.py is made of; the parts of this layer do not import one another
-planning   what follows from a recipe and a strategy, without torch
-config     what users write
-system     the machine, its processes and files
+commands        what users call: a file or folder for each verb
+run             what train.py calls: stages, services, samples, shortage of memory, publishing
+forecast        memory, time and price of a run, before it is started
+training        what train.py is made of; the parts of this room do not import one another
+planning        what follows from a recipe and a strategy, without torch
+config          what users write, with the mathematics of what has a name
+simulated_gpus  GPUs for machines that have none
+system          the machine, its processes and files
+
+A run imports nothing of `commands`, and of `forecast` only what `run/forecasts.py` asks for, when it asks.
 """
 
 import logging

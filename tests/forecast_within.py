@@ -19,7 +19,7 @@ prepare = Engine.prepare
 def prepare_and_forecast(engine: Engine, model: Any, optimizer: Any, **options: Any) -> None:
     prepare(engine, model, optimizer, **options)
     if engine.is_main:
-        from cookbook.commands.forecast import of_run
+        from cookbook.forecast.verdict import of_run
 
         assignments = [sys.argv[i + 1] for i, word in enumerate(sys.argv) if word == "--set"]
         recipe = load_recipe(Path(sys.argv[1]), assignments)

@@ -29,7 +29,7 @@ if __name__ == "__main__":
 
     train.train_step = step_with_room
     if FIRST == 0:
-        from cookbook.commands import stages
+        from cookbook.run import stages
 
         make_run = stages.make_run
 

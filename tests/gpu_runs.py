@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from cookbook.planning import simulated_gpus
+from cookbook import simulated_gpus
 from cookbook.system.machine import num_gpus
 from tests.curves import ROOT, WORDS, Curve, environment, file_of, processes_of
 from tests.needs import need_builds_of, need_simulated_gpus

@@ -12,9 +12,9 @@ from typing import NoReturn
 
 import pytest
 
+from cookbook import simulated_gpus
 from cookbook.commands.doctor import software
 from cookbook.commands.harness import INSTALL
-from cookbook.planning import simulated_gpus
 from cookbook.system.imports import has_torchao
 
 ROOT = Path(__file__).parents[1]

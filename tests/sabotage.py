@@ -371,7 +371,7 @@ def weight_scaled_up_in_step_14() -> None:
 
 def export_not_what_was_trained() -> None:
     """The last weight of the export is another."""
-    from cookbook.commands import publish
+    from cookbook.run import publish
 
     right = publish.write_model
 
@@ -526,7 +526,7 @@ def weights_diverge() -> None:
 
 def position_diverges() -> None:
     """After step 3 one process believes to have seen another sample."""
-    from cookbook.commands.stages import Progress
+    from cookbook.run.stages import Progress
 
     right = Progress.advance
 

@@ -15,13 +15,13 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
-from cookbook.commands.forecast.skeleton import skeleton
 from cookbook.commands.merge import merge
 from cookbook.config.recipe import load_recipe
 from cookbook.config.sections import AdapterSection
+from cookbook.forecast.skeleton import skeleton
 from cookbook.system.files import RecipeError
 from cookbook.training import adapters
-from cookbook.training.checkpoint import export as checkpoint
+from cookbook.training.checkpoint import write_model as checkpoint
 from cookbook.training.models import train_tokenizer, weights_digest
 from tests.conftest import ROOT
 from tests.curves import Lab

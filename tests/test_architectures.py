@@ -16,7 +16,7 @@ from benchmarks import architectures
 from cookbook.planning.meshes import EXPERT_PARALLEL, PIPELINED, TENSOR_PARALLEL
 from cookbook.planning.packing import PACKABLE
 from cookbook.system.files import RecipeError
-from cookbook.training.checkpoint.export import saved_buffers
+from cookbook.training.checkpoint.write_model import saved_buffers
 from cookbook.training.models import load_config
 from cookbook.training.models.structure import FROZEN_IN_PART, NOT_SERVED, not_served
 from tests.curves import Lab

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import at_scale
-from cookbook.planning.costs.flops import Step
+from cookbook.forecast.costs.flops import Step
 from tests.test_forecast_speed import LLAMA_8B, LLAMA_70B, MPT_7B, MPT_13B, decoder
 
 

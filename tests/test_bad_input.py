@@ -17,7 +17,7 @@ import pytest
 import yaml
 from conftest import RECIPE, ROOT, clean_environment
 
-from cookbook.planning.plan import load_pair
+from cookbook.planning.run_plan import load_pair
 from cookbook.system.files import RecipeError
 from tests import simulated_driver
 

@@ -21,7 +21,7 @@ import pytest
 from conftest import ROOT
 
 from benchmarks import gpu_memory, pictures, trace_picture
-from cookbook.system import divided
+from cookbook.system import step_phases
 from tests.curves import Lab, done_of, environment
 from tests.gpu_runs import GpuLab
 from tests.needs import need_chromium, need_trl
@@ -190,7 +190,7 @@ def test_the_picture_of_a_step_fills_each_lane_to_the_share_of_its_time(tmp_path
 def test_the_picture_of_a_step_has_the_parts_and_phases_that_a_profile_has_today():
     picture = (ROOT / "docs/trace.svg").read_text()
     assert "prefers-color-scheme: dark" in picture and picture.count(">rank ") == 2
-    for part in divided.PARTS:
+    for part in step_phases.PARTS:
         assert len(re.findall(rf">{part} \d+%<", picture)) == 2, part
     phases = set(re.findall(r"<title>([\w ]+)</title>", picture))
     assert phases >= {"data", "forward", "backward", "update"}

@@ -15,8 +15,8 @@ import psutil
 import pytest
 from conftest import ROOT, clean_environment
 
-from cookbook.planning.child import ACCELERATE_CLI
 from cookbook.system import status
+from cookbook.system.child import ACCELERATE_CLI
 
 # What `accelerate launch` does with one process: it waits, forwards nothing, and ends with 1 for whatever came.
 LAUNCHER = """
@@ -64,7 +64,7 @@ sys.exit(status.note_exit(75))
 PARENT = """
 import os, sys
 from pathlib import Path
-from cookbook.planning.child import run_child
+from cookbook.system.child import run_child
 sys.exit(run_child([sys.executable, *sys.argv[1:]], dict(os.environ), Path(sys.argv[3])))
 """
 

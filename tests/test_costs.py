@@ -15,18 +15,18 @@ from conftest import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from cookbook.commands.doctor.sizes import sizes
-from cookbook.commands.forecast import forecast_all
-from cookbook.commands.forecast.skeleton import skeleton
+from cookbook.commands.doctor.storage import sizes
+from cookbook.commands.shared import labels
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import AdapterSection
 from cookbook.config.strategy import Strategy, load_strategy
-from cookbook.planning import library
-from cookbook.planning.costs.flops import ModelSizes, Step, attention_flops, sizes_of, work
-from cookbook.planning.costs.inputs import CostInputs, cost_inputs, sketch
-from cookbook.planning.costs.loading import machine_bytes
-from cookbook.planning.costs.memory import checkpoint_bytes, states
-from cookbook.planning.costs.per_parameter import PLACES, frozen_shares, messages, shares, states_in_words, total
+from cookbook.forecast.costs.flops import ModelSizes, Step, attention_flops, sizes_of, work
+from cookbook.forecast.costs.inputs import CostInputs, cost_inputs, sketch
+from cookbook.forecast.costs.loading import machine_bytes
+from cookbook.forecast.costs.per_parameter import PLACES, frozen_shares, messages, shares, states_in_words, total
+from cookbook.forecast.costs.states import checkpoint_bytes, states
+from cookbook.forecast.ranking import forecast_all
+from cookbook.forecast.skeleton import skeleton
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import parse_machines
 from cookbook.training.adapters import inject
@@ -147,8 +147,8 @@ def with_checkpointing(recipe: Recipe, kind: bool | str) -> Recipe:
 
 def test_a_label_asks_for_the_host_memory_and_disk_that_the_ledger_counts():
     found = 0
-    for path in library.recipe_files():
-        recipe, needs = load_recipe(path), library.read_needs(library.read_label(path))
+    for path in labels.recipe_files():
+        recipe, needs = load_recipe(path), labels.read_needs(labels.read_label(path))
         if needs.host_gb is None or needs.num_gpus is None:
             continue
         strategy = load_strategy(Path(recipe.strategy))

@@ -20,7 +20,7 @@ from small_data import make_tokenizer
 
 from cookbook.config.objectives import Objective
 from cookbook.config.sections import DataSection, Source
-from cookbook.training.data import files
+from cookbook.training.data import readers
 from cookbook.training.data.sets import read_data
 from cookbook.training.data.stream import Stream
 
@@ -62,15 +62,15 @@ def test_a_list_in_json_is_read_alike_wherever_it_is_cut(tmp_path: Path, monkeyp
     for indent in (None, 2):
         path.write_text(" \n" + json.dumps(rows, indent=indent) + "\n\n", encoding="utf-8-sig")
         for size in (1, 2, 3, 7, 2**16):
-            monkeypatch.setattr(files, "READ_CHARACTERS", size)
-            monkeypatch.setattr(files, "MAX_ITEM", 1000)
-            assert [row for _, row in files.file_rows(path, source)] == rows
+            monkeypatch.setattr(readers, "READ_CHARACTERS", size)
+            monkeypatch.setattr(readers, "MAX_ITEM", 1000)
+            assert [row for _, row in readers.file_rows(path, source)] == rows
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_pass_over_a_file_of_eight_times_the_rows_takes_no_more_memory(tmp_path: Path, monkeypatch, kind: str):
     """And, read at once, it takes several times as much."""
-    monkeypatch.setattr(files, "READ_CHARACTERS", 4096)  # else more than the smaller file
+    monkeypatch.setattr(readers, "READ_CHARACTERS", 4096)  # else more than the smaller file
     tokenizer, objective = make_tokenizer(), Objective.of(name="sft")
     streamed, whole = {}, {}
     for num_rows in (BLOCK, FEW, MANY):  # the first run fills caches

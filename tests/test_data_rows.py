@@ -25,7 +25,7 @@ from cookbook.config.sections import DataSection, Source
 from cookbook.system.files import RecipeError
 from cookbook.training.data import rows as reading
 from cookbook.training.data import stdlib
-from cookbook.training.data.files import MAX_ROW_BYTES, MAX_TEXT_CHARACTERS
+from cookbook.training.data.readers import MAX_ROW_BYTES, MAX_TEXT_CHARACTERS
 from cookbook.training.data.rows import texts
 from cookbook.training.data.sources import unread_note
 from cookbook.training.data.stdlib import load_stdlib

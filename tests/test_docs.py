@@ -27,14 +27,15 @@ from pydantic import TypeAdapter
 import cookbook
 from cookbook.commands import cli
 from cookbook.commands import launch as launching
-from cookbook.commands.forecast import forecast_all, tokens_of_step
-from cookbook.commands.forecast.skeleton import skeleton
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.registry import Named, Section
 from cookbook.config.strategy import Strategy, load_known
-from cookbook.planning.costs.flops import ModelSizes, Step, sizes_of
-from cookbook.planning.costs.traffic import Transfer, host_traffic, transfers
-from cookbook.planning.plan import make_plan
+from cookbook.forecast.costs.flops import ModelSizes, Step, sizes_of
+from cookbook.forecast.costs.traffic import Transfer, host_traffic, transfers
+from cookbook.forecast.ranking import forecast_all
+from cookbook.forecast.skeleton import skeleton
+from cookbook.forecast.verdict import tokens_of_step
+from cookbook.planning.run_plan import make_plan
 from cookbook.system.hardware import parse_machines
 from cookbook.training.models.structure import find_config
 from tests.needs import need_simulated_gpus
@@ -385,7 +386,9 @@ def test_there_are_links_and_paths_to_check():
 
 
 def test_a_link_or_path_to_nowhere_would_be_found():
-    page = "See [a](docs/none.md), [b](README.md#no-such-heading), `tests/none.py` and `cookbook/planning/plan.py`.\n"
+    page = (
+        "See [a](docs/none.md), [b](README.md#no-such-heading), `tests/none.py` and `cookbook/planning/run_plan.py`.\n"
+    )
     assert broken_links("README.md", page) == (2, ["docs/none.md", "README.md#no-such-heading"])
     assert missing_paths(page) == (2, ["tests/none.py"])
 

@@ -23,13 +23,23 @@ import pytest
 import torch
 from conftest import ROOT, clean_environment
 
-from cookbook.commands import doctor
-from cookbook.commands.doctor import collective, environment, finding, gpus, host, hub, nvme, probe, software
-from cookbook.commands.doctor.sizes import Sizes, sizes
+from cookbook.commands.doctor import (
+    collective,
+    driver,
+    environment,
+    examination,
+    finding,
+    host,
+    hub,
+    nvme,
+    probe,
+    software,
+)
+from cookbook.commands.doctor.storage import Sizes, sizes
+from cookbook.commands.shared.labels import Needs
 from cookbook.config.strategy import load_strategy
-from cookbook.planning import launch
-from cookbook.planning.library import Needs
-from cookbook.planning.plan import load_pair
+from cookbook.planning import launchers
+from cookbook.planning.run_plan import load_pair
 from cookbook.system import hosts, machine
 from cookbook.system.gpus import Driver, InstalledGpu
 from tests import simulated_driver
@@ -54,7 +64,7 @@ TWO_4090 = (
 
 
 def link_of(driver):
-    return gpus.find_link(driver.gpus, driver.pairs)
+    return driver.find_link(driver.gpus, driver.pairs)
 
 
 def statuses(findings):
@@ -71,7 +81,7 @@ def test_eight_h100_are_read_as_such():
     assert len(driver.pairs) == 8 * 7 / 2 and {pair.nvlinks for pair in driver.pairs} == {18}
     link = link_of(driver)
     assert link.kind == "NVLink (18 links)" and link.gb == pytest.approx(18 * 26.562)
-    said = [*gpus.check_gpus(driver), *gpus.check_links(driver)]
+    said = [*driver.check_gpus(driver), *driver.check_links(driver)]
     assert worst(said) == "ok" and said[0].text == "8 x NVIDIA H100 80GB HBM3, 80 GiB, driver 570.124.06"
 
 
@@ -80,7 +90,7 @@ def test_two_4090_without_peer_access_a_narrow_slot_and_company_are_read_as_such
     link = link_of(driver)
     # 16 GT/s x 128/130 / 8 bits = 1.969 GB/s for a lane; the slower card has 8.
     assert link.kind == "PCIe through the CPU" and link.gb == pytest.approx(8 * 16 * 128 / 130 / 8, rel=1e-3)
-    said = [*gpus.check_gpus(driver), *gpus.check_links(driver)]
+    said = [*driver.check_gpus(driver), *driver.check_links(driver)]
     (busy,) = [one for one in said if "in use" in one.text]
     assert busy.status == "warning" and "python3.11 (4242)" in busy.text and busy.text.startswith("GPU 1: 8.9 GiB")
     assert busy.remedy == "end it, or export CUDA_VISIBLE_DEVICES=0"
@@ -97,33 +107,33 @@ def test_nvlinks_without_a_switch_are_counted_pair_by_pair():
         (0, 1): 2, (0, 2): 0, (0, 3): 2, (1, 2): 2, (1, 3): 0, (2, 3): 2,
     }  # fmt: skip
     assert link_of(driver).kind == "PCIe through several switches"
-    assert gpus.find_link(driver.gpus[:2], driver.pairs) == gpus.Link(kind="NVLink (2 links)", gb=50.0)
+    assert driver.find_link(driver.gpus[:2], driver.pairs) == driver.Link(kind="NVLink (2 links)", gb=50.0)
 
 
 def test_only_the_gpus_that_a_run_will_see_count():
     broken = simulated_driver.read(H100 + "gpu.0.nvlinks \n")
     assert link_of(broken).kind == "PCIe through two CPUs"
-    assert gpus.find_link(broken.gpus[2:4], broken.pairs).kind == "NVLink (18 links)"
+    assert driver.find_link(broken.gpus[2:4], broken.pairs).kind == "NVLink (18 links)"
 
 
 def test_lack_of_peers_and_unlike_gpus_are_reported():
     no_peers = simulated_driver.read(H100 + "pair.0.1.peer 5\n")
     assert ("warning", "no peer access between GPU 0 and 1 (not supported), in spite of NVLink") in statuses(
-        gpus.check_links(no_peers)
+        driver.check_links(no_peers)
     )
     mixed = simulated_driver.read(H100 + "gpu.1.name NVIDIA GeForce RTX 4090\n")
-    assert any("several kinds" in text for _, text in statuses(gpus.check_gpus(mixed)))
+    assert any("several kinds" in text for _, text in statuses(driver.check_gpus(mixed)))
 
 
 def test_the_label_of_a_recipe_is_held_against_the_gpus():
     found = simulated_driver.read(H100).gpus
     needs = Needs(gpus_each=8, gpu_gb=80)
-    assert list(gpus.check_needs(needs, found, 8, "r.yaml")) == []
-    (few,) = gpus.check_needs(needs, found[:2], 2, "r.yaml")
+    assert list(driver.check_needs(needs, found, 8, "r.yaml")) == []
+    (few,) = driver.check_needs(needs, found[:2], 2, "r.yaml")
     assert few.status == "failure" and few.text == "r.yaml needs 8 GPUs of 80 GB; a run would see 2"
-    (small,) = gpus.check_needs(Needs(gpus_each=2, gpu_gb=80), simulated_driver.read(TWO_4090).gpus, 2, "r.yaml")
+    (small,) = driver.check_needs(Needs(gpus_each=2, gpu_gb=80), simulated_driver.read(TWO_4090).gpus, 2, "r.yaml")
     assert small.status == "warning" and "the smallest here has 24 GiB" in small.text
-    assert list(gpus.check_needs(Needs(gpus_each=None, gpu_gb=None), [], 0, "r.yaml")) == []
+    assert list(driver.check_needs(Needs(gpus_each=None, gpu_gb=None), [], 0, "r.yaml")) == []
 
 
 def test_where_the_driver_tells_no_rate_the_data_sheet_does():
@@ -132,15 +142,15 @@ def test_where_the_driver_tells_no_rate_the_data_sheet_does():
 
 def test_one_gpu_has_no_link_and_what_a_driver_does_not_support_is_no_mistake():
     driver = simulated_driver.read("count 1\ngpu.*.name NVIDIA L4\ngpu.*.processes error 13\ngpu.*.memory.used error 4")
-    assert link_of(driver) is None and list(gpus.check_links(driver)) == []
-    assert worst(gpus.check_gpus(driver)) == "ok" and gpus.pcie_gb(driver.gpus[0]) is None
+    assert link_of(driver) is None and list(driver.check_links(driver)) == []
+    assert worst(driver.check_gpus(driver)) == "ok" and driver.pcie_gb(driver.gpus[0]) is None
     assert driver.gpus[0].total_bytes == 0
 
 
 def test_no_gpu_is_fine_and_a_driver_that_is_not_loaded_is_not():
-    assert statuses(gpus.check_gpus(Driver(gpus=[]))) == [("ok", "no GPU: runs use the CPU")]
-    assert worst(gpus.check_gpus(simulated_driver.read("init error 9"))) == "failure"
-    assert worst(gpus.check_gpus(Driver(gpus=[InstalledGpu(index=i) for i in range(2)]))) == "warning"
+    assert statuses(driver.check_gpus(Driver(gpus=[]))) == [("ok", "no GPU: runs use the CPU")]
+    assert worst(driver.check_gpus(simulated_driver.read("init error 9"))) == "failure"
+    assert worst(driver.check_gpus(Driver(gpus=[InstalledGpu(index=i) for i in range(2)]))) == "warning"
 
 
 @pytest.mark.parametrize(
@@ -382,13 +392,13 @@ def test_what_cannot_be_built_without_the_toolkit_fails_in_doctor_and_before_a_r
     """An 8B model would be downloaded before the compiler fails."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     nvme, plain = (load_strategy(ROOT / f"accelerate_configs/{name}.yaml") for name in ("zero3_nvme", "zero3"))
-    for module in (software, launch):
+    for module in (software, launchers):
         monkeypatch.setattr(module, "torch_cuda", lambda: "12.8")
 
     def of_toolkit(needs_nvme, on_gpus):
         return [one for one in software.check_build(needs_nvme, on_gpus, tmp_path) if "CUDA" in one.text]
 
-    assert of_toolkit(True, True) == launch.check_machine(nvme, 8, deterministic=False) == []
+    assert of_toolkit(True, True) == launchers.check_machine(nvme, 8, deterministic=False) == []
     (toolkit / "bin/nvcc").unlink()
     (found,) = of_toolkit(True, True)
     assert found.status == "failure" and "CUDA_HOME" in found.remedy
@@ -396,10 +406,10 @@ def test_what_cannot_be_built_without_the_toolkit_fails_in_doctor_and_before_a_r
     (found,) = of_toolkit(False, True)
     assert found.status == "ok"
     assert of_toolkit(True, False) == [], "on a CPU nothing of CUDA is built"
-    (mistake,) = launch.check_machine(nvme, 8, deterministic=False)
+    (mistake,) = launchers.check_machine(nvme, 8, deterministic=False)
     assert mistake.startswith(f"{nvme.path}: ") and "CUDA_HOME" in mistake
-    assert launch.check_machine(nvme, 0, deterministic=False) == []
-    assert launch.check_machine(plain, 8, deterministic=False) == []
+    assert launchers.check_machine(nvme, 0, deterministic=False) == []
+    assert launchers.check_machine(plain, 8, deterministic=False) == []
 
 
 # The disk.
@@ -646,7 +656,7 @@ def test_a_check_that_hangs_is_ended_with_its_children_and_what_it_said_is_kept(
     while pid_is_alive(said["first"]) and time.monotonic() < limit:
         time.sleep(0.01)
     assert not pid_is_alive(said["first"])
-    (found,) = doctor._trouble(one)
+    (found,) = examination._trouble(one)
     assert found.status == "failure" and "hangs" in found.text
 
 
@@ -662,9 +672,9 @@ def test_a_check_that_breaks_or_dies_is_a_line_of_the_report():
     assert run_probe(raises, 5)[0].trouble == "ValueError: odd"
     one, _ = run_probe(dies, 5)
     assert one.trouble == "its process died of SIGKILL" and one.said == [{"first": 1}]
-    assert worst(doctor._trouble(one)) == "warning"
+    assert worst(examination._trouble(one)) == "warning"
     fine, _ = run_probe(lambda: iter([{"all": 2}]), 5)
-    assert fine.said == [{"all": 2}] and doctor._trouble(fine) == []
+    assert fine.said == [{"all": 2}] and examination._trouble(fine) == []
 
 
 def test_what_a_check_said_in_time_counts_however_late_it_is_read():
@@ -689,11 +699,13 @@ def even(count=8, seconds=0.002):
 
 
 def test_bandwidth_is_held_against_the_link():
-    link = gpus.Link(kind="NVLink (18 links)", gb=478.0)
+    link = driver.Link(kind="NVLink (18 links)", gb=478.0)
     # 2 x 7/8 x 268 MB / 2 ms = 235 GB/s, just under half of 478; in 1.5 ms 313.
     assert worst(collective.judge(even(seconds=0.002), "nccl", link)) == "warning"
     assert worst(collective.judge(even(seconds=0.0015), "nccl", link)) == "ok"
-    assert worst(collective.judge(even(seconds=0.002), "nccl", gpus.Link(kind="PCIe through the CPU", gb=31.5))) == "ok"
+    assert (
+        worst(collective.judge(even(seconds=0.002), "nccl", driver.Link(kind="PCIe through the CPU", gb=31.5))) == "ok"
+    )
     assert worst(collective.judge(even(seconds=2.0), "gloo", None)) == "ok"
 
 
@@ -912,7 +924,7 @@ SOME = [finding.ok("Python", "3.11.7"), finding.warning("CPU", "too many " * 30,
 
 
 def test_lines_are_aligned_and_remedies_can_be_copied():
-    text = doctor.in_words(SOME, 1.23)
+    text = examination.in_words(SOME, 1.23)
     lines = text.splitlines()
     assert lines[0] == "ok       Python  3.11.7" and lines[1].startswith("warning  CPU     too many")
     assert lines[-2] == " " * 17 + "-> export OMP_NUM_THREADS=1" and lines[-1] == "ready: 1 warning (1.2 s)"

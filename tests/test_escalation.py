@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from cookbook.commands import escalation, shortage
+from cookbook import simulated_gpus
 from cookbook.commands.cli import main
-from cookbook.commands.escalation import Start, smaller_batches
+from cookbook.commands.launch import run_and_restart
 from cookbook.config.sections import BatchSection
-from cookbook.planning import simulated_gpus
-from cookbook.planning.plan import load_pair, make_plan
+from cookbook.planning.run_plan import load_pair, make_plan
+from cookbook.run import shortage
+from cookbook.run.next_start import Start, smaller_batches
 from cookbook.system import status
 from tests.curves import file_of
 from tests.gpu_runs import LIMIT_SECONDS, NUM_GPUS, RECIPE, RECIPES, GpuLab
@@ -44,7 +45,7 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.fixture
 def gpus_of(gpu_lab: GpuLab, monkeypatch):
-    """Runs `escalation.run` on two simulated GPUs of so much memory; returns its exit code and the command lines."""
+    """Runs `run_and_restart` on two simulated GPUs of so much memory; returns its exit code and the command lines."""
     need_simulated_gpus()
 
     def climb(folder: Path, strategy: str, memory: int, *settings: str) -> tuple[int, list[list[str]]]:
@@ -63,7 +64,7 @@ def gpus_of(gpu_lab: GpuLab, monkeypatch):
             return gpu_lab.parent("gpu").ask(job)["codes"][0]
 
         path = write_recipe(folder, gpu_lab.folder / "long.jsonl")
-        return escalation.run(start_of(path, strategy, list(settings)), run_child, {}), commands
+        return run_and_restart(start_of(path, strategy, list(settings)), run_child, {}), commands
 
     return climb
 

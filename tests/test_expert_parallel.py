@@ -11,13 +11,13 @@ import pytest
 from transformers import AutoConfig
 
 from benchmarks.architectures import tiny_config
-from cookbook.commands.forecast import forecast_all
-from cookbook.commands.forecast.skeleton import skeleton
 from cookbook.config.mesh import Mesh
 from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import find_strategy, load_strategy
-from cookbook.planning.costs.flops import ModelSizes, Step, sizes_of
-from cookbook.planning.costs.traffic import transfers
+from cookbook.forecast.costs.flops import ModelSizes, Step, sizes_of
+from cookbook.forecast.costs.traffic import transfers
+from cookbook.forecast.ranking import forecast_all
+from cookbook.forecast.skeleton import skeleton
 from cookbook.planning.meshes import EXPERT_PARALLEL, mesh_problem
 from cookbook.system.hardware import parse_machines
 from cookbook.training.models.structure import not_served

@@ -15,14 +15,16 @@ import pytest
 from conftest import RECIPE, ROOT, clean_environment
 
 from cookbook.commands.cli import main
+from cookbook.commands.explain import compare
+from cookbook.commands.explain.chart import HEIGHT, LETTERS, WIDTH, draw
+from cookbook.commands.explain.explanation import explain, in_words
+from cookbook.config import effects
 from cookbook.config.optim import Optimizer
 from cookbook.config.recipe import Recipe, leaves
 from cookbook.config.sections import AdapterSection
 from cookbook.config.strategy import load_strategy
-from cookbook.planning.costs import per_parameter as costs
-from cookbook.planning.costs.inputs import CostInputs
-from cookbook.planning.explain import compare, explain, in_words
-from cookbook.planning.explain.chart import HEIGHT, LETTERS, WIDTH, draw
+from cookbook.forecast.costs import per_parameter as costs
+from cookbook.forecast.costs.inputs import CostInputs
 from cookbook.system.console import can_show
 from cookbook.system.files import RecipeError
 
@@ -66,7 +68,7 @@ BY_HAND = {
 
 @pytest.mark.parametrize("case", BY_HAND)
 def test_quantities_are_those_worked_out_by_hand(case, in_root, monkeypatch):
-    monkeypatch.setattr("cookbook.planning.plan.num_cores", lambda: 8)
+    monkeypatch.setattr("cookbook.planning.run_plan.num_cores", lambda: 8)
     recipe, asked, processes, accumulation, tokens = BY_HAND[case]
     batch = explain(Path(recipe), **asked).sections["BATCH"]
     assert batch["processes"].value == processes
@@ -589,15 +591,15 @@ def test_a_key_that_changes_the_curve_is_distinguished_from_one_that_does_not(as
 
 def test_the_lists_of_keys_name_keys_of_a_recipe():
     known = set(leaves(Recipe))
-    listed = {*compare.NEVER_THE_CURVE, *compare.ONLY_ROUNDING, *compare.ONLY_THE_RUN, *compare.THE_CURVE_IN_RUN}
+    listed = {*effects.NEVER_THE_CURVE, *effects.ONLY_ROUNDING, *effects.ONLY_THE_RUN, *effects.THE_CURVE_IN_RUN}
     assert listed - known == set()
     assert {"data.pakcing"} - known == {"data.pakcing"}
-    assert compare.effect_of("optim.betas") == compare.effect_of("a.key.of.tomorrow") == "curve"
+    assert effects.effect_of("optim.betas") == effects.effect_of("a.key.of.tomorrow") == "curve"
 
 
 def test_what_is_said_never_to_change_the_curve_is_in_the_equivalence_tests():
     text = "".join(path.read_text() for path in (ROOT / "tests").glob("test_equivalence*.py"))
-    for key in compare.NEVER_THE_CURVE:
+    for key in effects.NEVER_THE_CURVE:
         assert re.search(rf'\b{key.rpartition(".")[2]}"?: ', text), key
 
 
@@ -705,7 +707,7 @@ def test_a_misspelt_key_does_not_hide_a_clash(book, capsys):
 
 @pytest.mark.parametrize(("needs", "code"), [("2 GPUs of 24 GB.", 0), ("3 GPUs of 24 GB.", 2), ("1 GPU of 24 GB.", 0)])
 def test_check_splits_the_batch_over_the_gpus_that_the_label_names(book, capsys, monkeypatch, needs, code):
-    monkeypatch.setattr("cookbook.commands.launch.num_gpus", lambda: 1 / 0)  # not this machine's
+    monkeypatch.setattr("cookbook.commands.check.num_gpus", lambda: 1 / 0)  # not this machine's
     text = Path(RECIPE).read_text()
     book.write(RECIPE, f"# Needs: {needs}\n{text}")
     found, lines, mistakes = checked(capsys, RECIPE)
@@ -731,10 +733,10 @@ def test_check_takes_the_values_and_the_processes_of_a_command_line(book, capsys
 
 def test_check_refuses_fp16_where_neither_the_label_nor_the_machine_has_a_gpu(book, capsys, monkeypatch):
     book.edit(RECIPE, ("mixed_precision: 'no'", "mixed_precision: fp16"))
-    monkeypatch.setattr("cookbook.commands.launch.num_gpus", lambda: 0)
+    monkeypatch.setattr("cookbook.commands.check.num_gpus", lambda: 0)
     code, _, mistakes = checked(capsys, RECIPE)
     assert code == 2 and "fp16 needs a GPU" in mistakes[0]
-    monkeypatch.setattr("cookbook.commands.launch.num_gpus", lambda: 2)
+    monkeypatch.setattr("cookbook.commands.check.num_gpus", lambda: 2)
     assert checked(capsys, RECIPE)[0] == 0
 
 

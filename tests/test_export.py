@@ -33,15 +33,15 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from cookbook.commands import merge, publish
 from cookbook.commands.cli import main
-from cookbook.commands.publish import reopen
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection
+from cookbook.run import publish
+from cookbook.run.publish import merged, reopen
 from cookbook.system.files import RecipeError
 from cookbook.training import adapters
-from cookbook.training.checkpoint import export as building
 from cookbook.training.checkpoint import folder
+from cookbook.training.checkpoint import write_model as building
 from cookbook.training.checkpoint.listing import recipe_of
 from cookbook.training.checkpoint.saver import Saver
 from cookbook.training.checkpoint.streamed import StreamedModel
@@ -223,8 +223,8 @@ def test_merged_layer_by_layer_it_is_what_peft_merges_as_a_whole(tmp_path: Path,
     adapter, config = MERGED[case]
     made = Run(tmp_path, adapter | {"rank": 4, "alpha": 8}, **config)
     publish.export(made.folder, publish.find_checkpoint(made.folder, saved_step(made)), reopened=False)
-    parts, logits = merge._merged_in_parts(made.base, made.folder / "export")
-    expected, expected_logits = merge._merged_whole(made.base, made.folder / "export")
+    parts, logits = merged._merged_in_parts(made.base, made.folder / "export")
+    expected, expected_logits = merged._merged_whole(made.base, made.folder / "export")
     assert parts.keys() == expected.keys()
     for dtype in (torch.float32, torch.bfloat16):
         assert all(torch.equal(parts[name].read(dtype), expected[name].read(dtype)) for name in expected)
@@ -262,7 +262,7 @@ def test_an_adapter_that_does_not_fit_its_settings_is_not_merged(lora: Run, here
         tensors["base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight"] = torch.zeros(4, 32)
     save_file(tensors, path)
     with pytest.raises(RuntimeError, match="not in its file" if left == "settings" else "without a place"):
-        merge._merged_in_parts(lora.base, lora.folder / "export")
+        merged._merged_in_parts(lora.base, lora.folder / "export")
 
 
 MERGES = """
@@ -270,12 +270,12 @@ import json, sys, threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from cookbook.commands import merge
+from cookbook.run.publish import merged
 {grown_by}
 tiny, base, adapter, out = map(Path, sys.argv[1:])
-merge.write_merged(tiny, tiny.parent, None)  # what is imported then counts for both
-print(json.dumps([grown_by(lambda: merge.write_merged(adapter, out, None)),
-                  grown_by(lambda: merge._merged_whole(base, adapter))]))
+merged.write_merged(tiny, tiny.parent, None)  # what is imported then counts for both
+print(json.dumps([grown_by(lambda: merged.write_merged(adapter, out, None)),
+                  grown_by(lambda: merged._merged_whole(base, adapter))]))
 """
 
 

@@ -15,18 +15,19 @@ from conftest import ROOT, clean_environment
 from transformers import AutoConfig
 
 from cookbook.commands.cli import main
-from cookbook.commands.forecast import Forecast, PlanReport, forecast_all, micro_batch_of, of_run, rung_below
-from cookbook.commands.forecast.activations import ActivationTrace, Phase
-from cookbook.commands.forecast.memory import CONTEXT, GIB, Memory, peak
-from cookbook.commands.forecast.show import _bar, as_record, in_words
-from cookbook.commands.forecast.sizes import better_sizes
-from cookbook.commands.forecast.strategy import _verdict
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import AdapterSection
 from cookbook.config.strategy import load_strategy
-from cookbook.planning.costs.inputs import Skeleton, Weight, in_flight
-from cookbook.planning.costs.memory import ResidentBytes, States
-from cookbook.planning.plan import make_plan
+from cookbook.forecast.activations import ActivationTrace, Phase
+from cookbook.forecast.costs.inputs import Skeleton, Weight
+from cookbook.forecast.costs.states import ResidentBytes, States
+from cookbook.forecast.memory import CONTEXT, GIB, Memory, peak
+from cookbook.forecast.mesh_sizes import better_sizes
+from cookbook.forecast.ranking import PlanReport, forecast_all, micro_batch_of, rung_below
+from cookbook.forecast.show import _bar, as_record, in_words
+from cookbook.forecast.verdict import Forecast, _verdict, of_run
+from cookbook.planning.pipeline_stages import in_flight
+from cookbook.planning.run_plan import make_plan
 from cookbook.system.hardware import find_gpu, parse_machines
 from cookbook.training.models.structure import find_config
 

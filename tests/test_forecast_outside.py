@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.commands.forecast.memory import CONTEXT, GIB, Memory
-from cookbook.commands.forecast.outside import outside, workspaces
 from cookbook.config.strategy import load_strategy
+from cookbook.forecast.memory import CONTEXT, GIB, Memory
+from cookbook.forecast.outside import outside, workspaces
 from cookbook.system.hardware import parse_machines
 
 MB = 2**20  # as nvidia-smi counts

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
-from cookbook.commands.forecast import forecast_all, speed
-from cookbook.commands.forecast.activations import ActivationTrace, Phase
-from cookbook.commands.forecast.skeleton import skeleton
-from cookbook.commands.forecast.speed import Portion, combined, no_forecast, step_seconds
 from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import load_strategy
-from cookbook.planning.costs.flops import ModelSizes, Recompute, Step, sizes_of, work
-from cookbook.planning.costs.traffic import Transfer, checkpoint_traffic, host_traffic, transfers
+from cookbook.forecast import step_time
+from cookbook.forecast.activations import ActivationTrace, Phase
+from cookbook.forecast.costs.flops import ModelSizes, Recompute, Step, sizes_of, work
+from cookbook.forecast.costs.traffic import Transfer, checkpoint_traffic, host_traffic, transfers
+from cookbook.forecast.ranking import forecast_all
+from cookbook.forecast.skeleton import skeleton
+from cookbook.forecast.step_time import Portion, combined, no_forecast, step_seconds
 from cookbook.system.hardware import parse_machines
 from cookbook.training.models.structure import find_config
 from tests.curves import processes_of, with_stages
@@ -302,7 +303,9 @@ def test_stages_wait_at_both_ends_of_a_step():
     times = {}
     for micro in (1, 7):
         step = Step(num_tokens=8192, num_labelled=8192, length=4096, micro_batches=micro)
-        found = {name: speed.step_seconds(shipped(name), decoder(**LLAMA_8B), step, machines) for name in ("pp", "tp")}
+        found = {
+            name: step_time.step_seconds(shipped(name), decoder(**LLAMA_8B), step, machines) for name in ("pp", "tp")
+        }
         times[micro] = {
             name: next(part.low for part in one.parts if part.name == "compute") for name, one in found.items()
         }
@@ -482,10 +485,10 @@ def test_steps_of_a_ring_by_hand():
     across = transfers(replace(shipped("hsdp"), open_sizes=frozenset(), dp_shard_size=8), SMALL, STEP, 16)[-1]
     assert across.hops(8) == (0, 2)
     calls = [replace(one, calls=10) for one in (sixteen[0], transfers(shipped("tp"), SMALL, STEP, 2)[0])]
-    here, away = speed.latencies(calls, "NVLink", machines.gpus_each)
+    here, away = step_time.latencies(calls, "NVLink", machines.gpus_each)
     assert away == pytest.approx((10 * (6.6 + 14 * 0.6 + 2.7) * 1e-6, 10 * (8.4 + 14 * 3.4 + 14) * 1e-6))
     assert here == pytest.approx((10 * (6.6 + 2 * 0.6) * 1e-6, 10 * (8.4 + 2 * 3.4) * 1e-6))
-    assert speed.latencies([replace(sixteen[0], calls=None)], "PCIe", 8) == ((0, 0), (0, 0))
+    assert step_time.latencies([replace(sixteen[0], calls=None)], "PCIe", 8) == ((0, 0), (0, 0))
 
 
 def test_many_small_messages_take_time_that_their_bytes_do_not():
@@ -507,7 +510,7 @@ def traffic(name, **changes):
 
 def test_what_is_not_offloaded_has_no_traffic():
     assert {name: traffic(name) for name in ("ddp", "fsdp2", "zero3")} == dict.fromkeys(
-        ("ddp", "fsdp2", "zero3"), speed.HostTraffic()
+        ("ddp", "fsdp2", "zero3"), step_time.HostTraffic()
     )
 
 
@@ -624,7 +627,7 @@ class Published:
         return found.tokens_per_second(count, machines.num_gpus)
 
 
-# None of these set an end of speed.EFFICIENCY, but for those that say so. fp8 and power-limited records are left out.
+# None of these set an end of EFFICIENCY, but for those that say so. fp8 and power-limited records are left out.
 RECORDS = [
     Published(
         name="8B H100 eager (sets an end)",
@@ -936,9 +939,9 @@ def test_launches_by_hand():
         ("zero3", True): 4 * 40 * 60e-6 + 3 * 9 * 500e-6,
     }
     for (name, recompute), seconds in hand.items():
-        part = speed._launches(shipped(name), SMALL, replace(STEP, recompute=recompute), 2, None)
+        part = step_time._launches(shipped(name), SMALL, replace(STEP, recompute=recompute), 2, None)
         assert part.high == pytest.approx(3 * 2 * seconds), name
-    adapted = speed._launches(shipped("single"), FROZEN, STEP, 2, None)
+    adapted = step_time._launches(shipped("single"), FROZEN, STEP, 2, None)
     assert adapted.high == pytest.approx(3 * 2 * 3 * 80 * 60e-6)
 
 
@@ -1013,7 +1016,7 @@ SUMS = {
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_of_gradients_by_hand(name: str):
     sizes, step = replace(SMALL, trained=[(900, True, 0), (100, False, 0)]), replace(STEP, micro_batches=3)
-    found = list(speed._of_engine(shipped(name), sizes, step, 4, []))
+    found = list(step_time._of_engine(shipped(name), sizes, step, 4, []))
     assert sum(size for size, *_ in found) == SUMS[name][0]
     assert sum(kernels for *_, kernels in found) == SUMS[name][1]
 
@@ -1057,8 +1060,8 @@ def test_launches_run_beside_the_gpu():
 
 
 def test_of_experts_the_time_has_a_caveat():
-    assert speed.caveat(SMALL) is None
-    assert "64 experts" in speed.caveat(replace(SMALL, num_experts=64))
+    assert step_time.caveat(SMALL) is None
+    assert "64 experts" in step_time.caveat(replace(SMALL, num_experts=64))
 
 
 def test_a_forecast_is_narrow_enough_to_be_of_use():
@@ -1071,9 +1074,9 @@ def test_a_forecast_is_narrow_enough_to_be_of_use():
 def test_another_peak_would_miss(monkeypatch):
     """The ranges are no barn doors: with half the peak in the table, or twice, most records lie outside."""
     for factor in (0.5, 2.0):
-        ends = {name: (low * factor, high * factor) for name, (low, high) in speed.EFFICIENCY.items()}
+        ends = {name: (low * factor, high * factor) for name, (low, high) in step_time.EFFICIENCY.items()}
         with monkeypatch.context() as patch:
-            patch.setattr(speed, "EFFICIENCY", ends)
+            patch.setattr(step_time, "EFFICIENCY", ends)
             inside = sum(
                 low <= record.tokens_per_second <= high for record in RECORDS for low, high in [record.range()]
             )

@@ -15,11 +15,11 @@ import pytest
 from filelock import FileLock
 from transformers import LlamaConfig
 
-from cookbook.commands.forecast.skeleton import skeleton
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.strategy import load_strategy
-from cookbook.planning.costs.inputs import Skeleton, Weight, cost_inputs
-from cookbook.planning.costs.memory import States, states
+from cookbook.forecast.costs.inputs import Skeleton, Weight, cost_inputs
+from cookbook.forecast.costs.states import States, states
+from cookbook.forecast.skeleton import skeleton
 from cookbook.training.models.structure import find_config
 from tests.curves import ROOT, Lab, with_stages, write_chats
 from tests.experts import experts

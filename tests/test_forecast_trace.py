@@ -18,17 +18,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from cookbook.commands.forecast import ledger as ledgers
-from cookbook.commands.forecast import trace as tracing
-from cookbook.commands.forecast.activations import ActivationTrace
-from cookbook.commands.forecast.autocast import autocast_of_cuda
-from cookbook.commands.forecast.four_bits import _Product
-from cookbook.commands.forecast.ledger import Ledger
-from cookbook.commands.forecast.trace import Untraceable, bound, trace
 from cookbook.config.recipe import Recipe
+from cookbook.forecast import ledger as ledgers
+from cookbook.forecast import trace as tracing
+from cookbook.forecast.activations import ActivationTrace
+from cookbook.forecast.autocast import autocast_of_cuda
+from cookbook.forecast.four_bits import _Product
+from cookbook.forecast.ledger import Ledger
+from cookbook.forecast.trace import Untraceable, bound, trace
 from cookbook.training.adapters import lora_config
+from cookbook.training.models.efficiency import compile_layers, save_activations
 from cookbook.training.models.loss import add_loss
-from cookbook.training.models.speed import compile_layers, save_activations
 from tests.experts import experts_config
 from tests.needs import need_compiler
 

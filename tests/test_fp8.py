@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cookbook.commands.cli import main
-from cookbook.commands.forecast.speed import no_forecast
-from cookbook.planning import launch
+from cookbook.forecast.step_time import no_forecast
+from cookbook.planning import launchers
 from cookbook.system import machine
 from cookbook.system.gpus import Driver, InstalledGpu
 from cookbook.system.hardware import parse_machines
@@ -104,7 +104,7 @@ def test_only_matrices_of_the_layers_that_fit_multiply_in_eight_bits():
 def test_layers_compile_around_it():
     need_torchao()
     from cookbook.training.models import fp8
-    from cookbook.training.models.speed import compile_layers
+    from cookbook.training.models.efficiency import compile_layers
 
     ids, losses = torch.arange(24).reshape(2, 12), []
     for compiles in (False, True):
@@ -168,9 +168,9 @@ def test_check_and_the_start_of_a_run_ask_the_driver(book, monkeypatch, capsys):
     assert main(["check", RECIPE]) == 2
     assert "compute capability 8.0: products of 8 bits need 8.9" in capsys.readouterr().err
     ddp = load_strategy(Path("accelerate_configs/ddp.yaml"))
-    told = launch.check_machine(ddp, 1, deterministic=False, mixed_precision="fp8")
+    told = launchers.check_machine(ddp, 1, deterministic=False, mixed_precision="fp8")
     assert any("8.9 (Ada, Hopper or later); mixed_precision: bf16" in mistake for mistake in told)
-    assert launch.check_machine(ddp, 1, deterministic=False) == []
+    assert launchers.check_machine(ddp, 1, deterministic=False) == []
 
 
 def test_no_time_is_forecast_and_no_other_gpu_accepted():

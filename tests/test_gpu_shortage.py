@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from cookbook.commands import shortage
+from cookbook.run import shortage
 
 # As torch 2.13's allocator writes it (c10/cuda/CUDACachingAllocator.cpp), shortened.
 FULL = (

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from cookbook.config.strategy import load_strategy
-from cookbook.planning.costs.flops import ModelSizes, Step
-from cookbook.planning.costs.traffic import transfers
+from cookbook.forecast.costs.flops import ModelSizes, Step
+from cookbook.forecast.costs.traffic import transfers
 from tests.curves import ADAMW, ROOT, SGD, Curve, Lab, distance, processes_of
 from tests.gpu_runs import GpuLab
 from tests.test_equivalence import ADAMW_LOSS, ADAMW_NORM, NVME_MODEL

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from curves import ADAMW, Lab
 
-from cookbook.system.watch import PHASES, folder_of
+from cookbook.system.watchdog import PHASES, folder_of
 
 TIMEOUT_SECONDS = 15.0
 """More than any phase takes here while other runs start."""

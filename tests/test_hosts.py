@@ -22,8 +22,8 @@ from curves import Curve, distance, done_of
 from cookbook.commands import launch
 from cookbook.commands.cli import main
 from cookbook.config.strategy import load_strategy
-from cookbook.planning import launch as planning
-from cookbook.planning.plan import launch_command
+from cookbook.planning import launchers as planning
+from cookbook.planning.run_plan import launch_command
 from cookbook.system import hosts
 from tests import simulated_driver
 from tests.needs import need_simulated_gpus

@@ -13,8 +13,8 @@ from transformers import AutoConfig
 
 from cookbook.commands.cli import main
 from cookbook.commands.init import ANY, EXAMPLES
+from cookbook.commands.shared.labels import read_label
 from cookbook.config.recipe import load_recipe
-from cookbook.planning.library import read_label
 from cookbook.system.hardware import Machines
 
 OUT = "recipes/mine.yaml"

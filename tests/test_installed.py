@@ -88,7 +88,7 @@ def test_a_shipped_path_is_shown_as_it_is_reached_from_here(tmp_path, monkeypatc
 
 
 def test_a_recipe_elsewhere_trains_on_the_rows_beside_it_and_not_on_those_here(tmp_path, monkeypatch):
-    from cookbook.planning.plan import load_pair
+    from cookbook.planning.run_plan import load_pair
 
     recipe = project(tmp_path / "there")
     here = project(tmp_path / "here").parent
@@ -112,7 +112,7 @@ def test_make_is_named_in_the_folder_of_the_repository_alone(tmp_path, monkeypat
     assert typed(*both) == "cookbook launch mine.yaml"
 
 
-PAGES = {"cookbook/planning/combinations.py", "cookbook/planning/library.py", "cookbook/commands/submit.py"}
+PAGES = {"cookbook/planning/refusals.py", "cookbook/commands/library.py", "cookbook/commands/submit.py"}
 """They write pages of the repository, and jobs that run in its folder."""
 
 

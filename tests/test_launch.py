@@ -15,8 +15,8 @@ import pytest
 from conftest import LAUNCHER_VARIABLES, RECIPE, ROOT, clean_environment
 
 from cookbook.config.strategy import load_strategy, strategy_path
-from cookbook.planning import launch
-from cookbook.planning.launch import Launcher, World, check_environment, read_world, strategy_in_force, trim_world
+from cookbook.planning import launchers
+from cookbook.planning.launchers import Launcher, World, check_environment, read_world, strategy_in_force, trim_world
 from cookbook.system import gpus, machine
 from cookbook.system.files import RecipeError
 from tests import simulated_driver
@@ -140,13 +140,13 @@ def test_a_flag_that_accelerate_drops_under_ddp_is_refused(book, monkeypatch, la
     for variable, value in launched["ddp"].items():
         monkeypatch.setenv(variable, value)
     words = launch_arguments("ddp", *flags)
-    launcher = launch._read_flags([*words, "--mixed_precision", "of train.py"])
+    launcher = launchers._read_flags([*words, "--mixed_precision", "of train.py"])
     strategy = load_strategy(Path("accelerate_configs/ddp.yaml"))
     (mistake,) = check_environment(strategy, launcher, "bf16")
     assert expected in mistake
-    without = launch._read_flags([*launch_arguments("ddp", "--max_restarts", "2", "--mixed_precision", "bf16")])
+    without = launchers._read_flags([*launch_arguments("ddp", "--max_restarts", "2", "--mixed_precision", "bf16")])
     assert check_environment(strategy, without, "bf16") == []
-    module = launch._read_flags(["--config_file", "a.yaml", "-m", "train", "--set", "seed=1"])
+    module = launchers._read_flags(["--config_file", "a.yaml", "-m", "train", "--set", "seed=1"])
     assert (module.config_file, module.flags) == ("a.yaml", ())
 
 
@@ -195,7 +195,7 @@ def test_stray_variables_end_train_py_with_a_message(book):
 
 def test_clearing_leaves_nothing_that_accelerate_would_obey(monkeypatch, launched):
     monkeypatch.setattr(os, "environ", {**launched["zero3"], **launched["hsdp"], "HOME": "/x"})
-    launch.clear_environment()
+    launchers.clear_environment()
     assert os.environ == {"HOME": "/x"}
 
 
@@ -206,10 +206,10 @@ sys.path.insert(0, {root!r})
 from pathlib import Path
 from cookbook.planning import launch
 from cookbook.config.strategy import load_strategy
-found = launch.find_launcher()
+found = launchers.find_launcher()
 path = Path(found.config_file or "accelerate_configs/single.yaml")
-mistakes = launch.check_environment(load_strategy(path), found, "bf16")
-world = launch.read_world()
+mistakes = launchers.check_environment(load_strategy(path), found, "bf16")
+world = launchers.read_world()
 answer = [found.is_accelerate, found.config_file, found.num_processes, world.num_processes, mistakes]
 print("PROBE" + json.dumps(answer))
 """
@@ -267,8 +267,8 @@ FROM_ACCELERATE = Launcher(is_accelerate=True, config_file="a.yaml", num_process
 )
 def test_accelerate_launch_is_recognised_by_the_words_of_an_ancestor(monkeypatch, ancestors, expected):
     processes = [SimpleNamespace(cmdline=lambda words=words: words) for words in ancestors]
-    monkeypatch.setattr(launch.psutil, "Process", lambda: SimpleNamespace(parents=lambda: processes))
-    assert launch.find_launcher() == expected
+    monkeypatch.setattr(launchers.psutil, "Process", lambda: SimpleNamespace(parents=lambda: processes))
+    assert launchers.find_launcher() == expected
 
 
 ALONE = World(rank=0, local_rank=0, num_processes=1, num_local=1, is_launched=False)
@@ -386,7 +386,7 @@ def test_machines_with_other_numbers_of_processes_would_fill_an_open_mesh_in_oth
     hsdp, ddp = (load_strategy(strategy_path(name)) for name in ("hsdp", "ddp"))
     for num_local in (8, 4):
         world = replace(LAUNCHED, num_processes=16, num_local=num_local)
-        (found,) = launch.check_shares(hsdp, world, {"GROUP_WORLD_SIZE": "3"})
+        (found,) = launchers.check_shares(hsdp, world, {"GROUP_WORLD_SIZE": "3"})
         assert "needs as many on each machine" in found
-        assert not launch.check_shares(ddp, world, {"GROUP_WORLD_SIZE": "3"})
-        assert not launch.check_shares(hsdp, world, {"GROUP_WORLD_SIZE": str(16 // num_local)})
+        assert not launchers.check_shares(ddp, world, {"GROUP_WORLD_SIZE": "3"})
+        assert not launchers.check_shares(hsdp, world, {"GROUP_WORLD_SIZE": str(16 // num_local)})

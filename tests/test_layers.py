@@ -1,4 +1,4 @@
-"""Protects the layers: imports point downwards only, the words need no torch, and no setting is read by nobody.
+"""Protects the rooms of the package: who may import whom, what loads without torch, and that each setting is read.
 
 python -m pytest -q tests/test_layers.py
 """
@@ -7,75 +7,197 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
 
-import pytest
 from conftest import ROOT, clean_environment
 
 import cookbook
+from cookbook.commands.cli import app
 from cookbook.config.recipe import Recipe
 from cookbook.config.registry import Named, Section
 
+PACKAGE = ROOT / "cookbook"
 HEAVY = ("torch", "transformers", "accelerate", "deepspeed", "numpy", "datasets", "tokenizers")
-
-
-LAYERS = re.findall(r"^(\w+)  +", str(cookbook.__doc__), re.MULTILINE)
+ROOMS = re.findall(r"^(\w+)  +", str(cookbook.__doc__), re.MULTILINE)
 """Names of the folders, the highest first, as the picture in cookbook/__init__.py has them."""
+SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PACKAGE]
+DOOR = "cookbook.run.forecasts"
+WITH_TORCH = {
+    "cookbook.config.objectives.forward": "the passes over a model that objectives share",
+    "cookbook.config.optim.eight_bits": "AdamW's states in 8 bits",
+    "cookbook.config.optim.groups": "parameter groups, and the class of each optimizer",
+    "cookbook.config.optim.orthogonal": "Muon's iteration",
+}
+"""Files of the rooms below training that load torch."""
 
 
-def imports(path):
-    """Layer and part of cookbook that a file imports, at its top or inside its functions."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        modules = []
-        if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            modules = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        yield from (tuple(module.split(".")[1:3]) for module in modules if module.startswith("cookbook."))
+def name_of(path: Path) -> str:
+    """The module in a file."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-SOURCES = [path for path in sorted((ROOT / "cookbook").rglob("*.py")) if path.parent != ROOT / "cookbook"]
+MODULES = {name_of(path): path for path in [*SOURCES, ROOT / "train.py"]}
 
 
-def place_of(path):
-    """Layer and part that a file belongs to."""
-    layer, part = path.relative_to(ROOT / "cookbook").parts[:2]
-    return layer, part.removesuffix(".py")
+def room_of(module: str) -> str:
+    return module.split(".")[1]
 
 
-WITHOUT_TORCH = sorted({".".join(place_of(path)) for path in SOURCES if LAYERS.index(place_of(path)[0]) > 1})
+def imports(path: Path, *, typing: bool = True):
+    """(module of this repository, whether it is imported inside a function or for types only), one by one."""
+
+    def walk(node, is_lazy):
+        for child in ast.iter_child_nodes(node):
+            is_typing = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+            if is_typing and not typing:
+                continue
+            if isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{path}: relative import"
+                for alias in child.names:
+                    whole = f"{child.module}.{alias.name}"
+                    yield (whole if whole in MODULES else child.module), is_lazy
+            elif isinstance(child, ast.Import):
+                yield from ((alias.name, is_lazy) for alias in child.names)
+            yield from walk(child, is_lazy or is_typing or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+
+    return {found for found in walk(ast.parse(path.read_text()), False) if found[0] in MODULES}
 
 
-def test_every_folder_is_a_layer():
-    folders = {path.name for path in (ROOT / "cookbook").iterdir() if path.is_dir()} - {"__pycache__"}
-    assert folders == set(LAYERS) and len(LAYERS) == 5
+GRAPH = {module: {other for other, _ in imports(path)} for module, path in MODULES.items()}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_downwards(path):
-    layer, part = place_of(path)
-    for other_layer, other in set(imports(path)) - {(layer, part)}:
-        assert LAYERS.index(other_layer) >= LAYERS.index(layer), f"{path} imports {other}, which stands above it"
-        assert (layer, other_layer) != ("training", "training"), f"{path} imports {other}, a part like itself"
+def reached(start: str, graph=GRAPH) -> set[str]:
+    """All modules that one imports, at any time, at any depth."""
+    found, ahead = set(), [start]
+    while ahead:
+        module = ahead.pop()
+        if module not in found:
+            found.add(module)
+            ahead += graph[module]
+    return found
 
 
-def test_there_are_imports_to_check():
-    assert sum(len(set(imports(path))) for path in SOURCES) > 15
+def test_every_folder_is_a_room():
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir()} - {"__pycache__"}
+    assert folders == set(ROOMS) and len(ROOMS) == 8
 
 
-@pytest.mark.parametrize("module", WITHOUT_TORCH)
-def test_the_lower_layers_load_without_the_machinery(module):
+def upward(graph) -> list[tuple[str, str]]:
+    found = []
+    for module, others in graph.items():
+        for other in others - {module}:
+            if module == "train" or not other.startswith("cookbook."):
+                continue
+            mine, its = room_of(module), room_of(other)
+            is_sibling = mine == its == "training" and module.split(".")[2] != other.split(".")[2]
+            if ROOMS.index(its) < ROOMS.index(mine) or is_sibling:
+                found.append((module, other))
+    return found
+
+
+def circles(graph) -> list[set[str]]:
+    """Groups of modules that reach one another."""
+    closed = {module: reached(module, graph) for module in graph}
+    return [
+        group for module in graph if len(group := {other for other in closed[module] if module in closed[other]}) > 1
+    ]
+
+
+def test_imports_point_downwards():
+    assert sum(map(len, GRAPH.values())) > 500
+    assert upward(GRAPH) == []
+
+
+def test_no_modules_import_one_another():
+    """For types neither."""
+    assert circles(GRAPH) == []
+
+
+def test_an_import_upward_or_in_a_circle_would_be_found():
+    wrong = GRAPH | {"cookbook.system.files": {"cookbook.config.recipe"}}
+    assert ("cookbook.system.files", "cookbook.config.recipe") in upward(wrong)
+    assert {"cookbook.system.files", "cookbook.config.recipe"} <= circles(wrong)[0]
+
+
+def test_a_run_imports_no_command_and_the_forecast_through_one_door():
+    """At any time: what `train.py` reaches, also from inside its functions, as long as it passes no door."""
+    graph = GRAPH | {DOOR: {other for other in GRAPH[DOOR] if room_of(other) != "forecast"}}
+    found = reached("train", graph)
+    assert len(found) > 100
+    assert {module for module in found if module != "train" and room_of(module) in ("commands", "forecast")} == set()
+    through = [is_lazy for other, is_lazy in imports(MODULES[DOOR]) if room_of(other) == "forecast"]
+    assert len(through) > 3 and all(through), "the door imports the forecast only when it is asked"
+
+
+def test_commands_are_verbs():
+    verbs = {command.name or command.callback.__name__ for command in app.registered_commands}
+    parts = {path.stem for path in (PACKAGE / "commands").iterdir()} - {"__pycache__", "__init__"}
+    assert parts - {"cli", "shared"} == {verb.replace("-", "_") for verb in verbs}
+
+
+def test_no_two_modules_have_one_name():
+    """Whoever opens a file by its name must not find another one's job."""
+    names = Counter(path.stem for path in SOURCES if path.stem != "__init__")
+    assert {name: count for name, count in names.items() if count > 1} == {}
+
+
+def test_what_stands_below_training_loads_without_torch_file_by_file():
     """Bad input has to be reported in a moment, and importing torch takes seconds."""
+    below = {
+        module for module in MODULES if module != "train" and ROOMS.index(room_of(module)) > ROOMS.index("training")
+    }
+    costs = {module for module in MODULES if module.startswith("cookbook.forecast.costs")}
+    early = {"cookbook.run.shortage", "cookbook.run.next_start", DOOR, "cookbook.commands.cli"}
+    skipped = {"cookbook.simulated_gpus.inject.sitecustomize"}  # runs only with its variables
+    light = sorted((below | costs | early) - WITH_TORCH.keys() - skipped)
+    assert len(light) > 60
     code = (
-        f"import sys, time; start = time.perf_counter(); import cookbook.{module.removesuffix('.__init__')};"
-        f"print(time.perf_counter() - start, *[name for name in {HEAVY} if name in sys.modules])"
+        "import importlib, sys\n"
+        f"for name in {light}:\n"
+        "    importlib.import_module(name)\n"
+        f"    heavy = [one for one in {HEAVY} if one in sys.modules]\n"
+        "    if heavy:\n"
+        "        sys.exit(f'{name} loads {heavy}')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], cwd=ROOT, env=clean_environment(), capture_output=True, text=True
     )
-    seconds, *heavy = done.stdout.split()
-    print(f"cookbook.{module}: {float(seconds):.2f} s")
-    assert heavy == []
+    assert (done.returncode, done.stderr) == (0, "")
+    for module in WITH_TORCH:
+        tops = {
+            node.names[0].name for node in ast.parse(MODULES[module].read_text()).body if isinstance(node, ast.Import)
+        }
+        assert "torch" in tops, f"{module} no longer loads torch: take it out of the list"
+
+
+def dotted_names(text: str) -> set[str]:
+    """Names of modules as the tests, settings and pages write them in strings."""
+    return set(re.findall(r"(?<![\w./-])cookbook(?:\.[a-z_]\w*)+", text))
+
+
+def exists(name: str) -> bool:
+    """Whether a name is a module of the package, or stands for something in one."""
+    parts = name.split(".")
+    for length in range(len(parts), 1, -1):
+        place = ROOT.joinpath(*parts[:length])
+        if place.with_suffix(".py").is_file() or (place / "__init__.py").is_file():
+            source = place.with_suffix(".py") if place.with_suffix(".py").is_file() else place / "__init__.py"
+            return length == len(parts) or parts[length] in source.read_text()
+        if place.is_dir() and length == len(parts):
+            return True
+    return False
+
+
+def test_module_names_in_strings_exist():
+    """`-m` lines, package data and warm parents, which no linter looks at."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    files = [name for name in tracked if Path(name).suffix in (".py", ".toml", ".md", ".sh", ".ipynb", ".yml", "")]
+    named = {name for file in files if (ROOT / file).is_file() for name in dotted_names((ROOT / file).read_text())}
+    here = {"cookbook.shipped", "cookbook.__doc__", "cookbook.lock"}  # of a wheel, of every module, a file
+    assert len(named) > 100
+    assert {name for name in named if not exists(name)} - here <= {"cookbook.of.nobody"}
+    assert not exists("cookbook.of.nobody") and exists("cookbook.config.recipe.Recipe")
 
 
 def questions_for_the_kind(text):

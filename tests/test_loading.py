@@ -13,13 +13,13 @@ import torch
 from curves import ROOT, run_to_end, write_chats
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cookbook.commands.forecast import forecast_all
-from cookbook.commands.forecast.memory import GIB
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.strategy import Strategy, load_strategy
-from cookbook.planning.costs.inputs import Skeleton, Weight, cost_inputs
-from cookbook.planning.costs.loading import loading
-from cookbook.planning.costs.memory import ResidentBytes, States
+from cookbook.forecast.costs.inputs import Skeleton, Weight, cost_inputs
+from cookbook.forecast.costs.loading import loading
+from cookbook.forecast.costs.states import ResidentBytes, States
+from cookbook.forecast.memory import GIB
+from cookbook.forecast.ranking import forecast_all
 from cookbook.system.hardware import parse_machines
 from cookbook.training.models import train_tokenizer
 

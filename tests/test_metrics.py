@@ -9,13 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cookbook.planning.costs.flops import ModelSizes
+from cookbook.forecast.costs.flops import ModelSizes
 from cookbook.planning.ds_config import run_name
+from cookbook.run.forecasts import FlopCounter, flop_counter
 from cookbook.training import metrics
 from cookbook.training.metrics import (
-    FlopCounter,
     RunLog,
-    device_peak_flops,
     environment_record,
     peak_memory_gib,
 )
@@ -102,7 +101,8 @@ def test_a_folder_without_a_run_is_used_as_it_is(tmp_path: Path):
 )
 def test_the_peak_belongs_to_the_device(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert device_peak_flops(torch.device("cuda")) == peak
+    run = SimpleNamespace(engine=SimpleNamespace(device=torch.device("cuda"), is_main=False))
+    assert flop_counter(run, []).peak == peak
 
 
 def test_what_cannot_be_read_of_the_metrics_is_taken_out_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

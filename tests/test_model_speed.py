@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cookbook.config.sections import ModelSection
 from cookbook.system.files import RecipeError
 from cookbook.training.models import load_model
-from cookbook.training.models.speed import kernel_notes
+from cookbook.training.models.efficiency import kernel_notes
 from tests.needs import need_compiler
 
 LENGTHS = [[5, 9, 3], [4, 4], [7, 8, 9, 10], [11, 3]]

@@ -16,10 +16,9 @@ import psutil
 import pytest
 from conftest import ROOT, clean_environment
 
-from cookbook.commands import health
 from cookbook.commands.cli import main
-from cookbook.commands.history import History, read_history
-from cookbook.commands.report import MOST_POINTS, thinned
+from cookbook.commands.report.pages import MOST_POINTS, health, thinned
+from cookbook.commands.shared.history import History, read_history
 from cookbook.system import monitor
 from tests.curves import Lab
 from tests.gpu_runs import GpuLab

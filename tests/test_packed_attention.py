@@ -13,15 +13,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from cookbook.commands.shared import labels
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import ModelSection
-from cookbook.planning import library
 from cookbook.planning.packing import PACKABLE, Packing, decide, known_config
 from cookbook.system.files import RecipeError
 from cookbook.training.models import attention, load_config, load_model
 from cookbook.training.models.attention import PACKED, Lengths, Segments, _varlen, attend
+from cookbook.training.models.efficiency import save_activations
 from cookbook.training.models.loss import add_loss
-from cookbook.training.models.speed import save_activations
 from cookbook.training.models.structure import find_config
 
 LENGTHS = [7, 1, 12, 3, 9, 5, 2, 8]
@@ -349,7 +349,7 @@ def test_auto_keeps_what_a_run_had_and_what_its_recipe_asks_for(tmp_path: Path):
     assert decide(recipe_with("auto", tmp_path, compiled | {"mixed_precision": "bf16"}), config).is_on
 
 
-@pytest.mark.parametrize("path", library.recipe_files(), ids=str)
+@pytest.mark.parametrize("path", labels.recipe_files(), ids=str)
 def test_what_is_known_of_a_model_without_torch_decides_as_its_configuration(path: Path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     recipe = load_recipe(path)

@@ -14,20 +14,19 @@ import pytest
 from filelock import FileLock
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from cookbook.commands.forecast.activations import ActivationTrace, Phase
 from cookbook.config.mesh import Mesh
-from cookbook.planning.costs.inputs import (
+from cookbook.forecast.activations import ActivationTrace, Phase
+from cookbook.forecast.costs.inputs import sketch, stage_of
+from cookbook.planning.meshes import pipeline_problem
+from cookbook.planning.pipeline_stages import (
     begun,
     head_layers,
     num_turns,
     pipeline_order,
-    sketch,
     slowest_share,
     stage_chunks,
     stage_layers,
-    stage_of,
 )
-from cookbook.planning.meshes import pipeline_problem
 from cookbook.training.engine.pipeline import _Interleaved
 from tests.curves import ADAMW, SGD, Lab, distance, with_stages
 from tests.test_equivalence import SGD_LOSS, SGD_NORM

@@ -9,8 +9,8 @@ import pytest
 from conftest import RECIPE
 
 from cookbook.config.strategy import load_strategy
-from cookbook.planning import plan as plan_module
-from cookbook.planning.plan import default_num_processes, launch_command, load_pair, make_plan, show_command
+from cookbook.planning import run_plan as plan_module
+from cookbook.planning.run_plan import default_num_processes, launch_command, load_pair, make_plan, show_command
 from cookbook.system.files import RecipeError
 
 

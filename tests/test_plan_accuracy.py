@@ -14,7 +14,7 @@ from benchmarks import plan_accuracy
 from benchmarks.plan_accuracy_page import BANDS, EXPLAINED, within
 from benchmarks.published_rows import read_facts, setup_of
 from benchmarks.unsaid_rows import UNSAID, place
-from cookbook.commands.forecast.memory import GIB
+from cookbook.forecast.memory import GIB
 
 
 @pytest.fixture(scope="module")

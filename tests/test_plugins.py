@@ -21,7 +21,7 @@ from cookbook.config import plugins, registry
 from cookbook.config.objectives import Answer, Objective
 from cookbook.config.recipe import dump_recipe, load_recipe
 from cookbook.config.strategy import find_strategy
-from cookbook.planning.plan import load_pair, make_plan
+from cookbook.planning.run_plan import load_pair, make_plan
 from cookbook.system.files import RecipeError
 from cookbook.training.checkpoint.listing import recipe_of
 from cookbook.training.checkpoint.resume import changes

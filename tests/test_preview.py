@@ -33,7 +33,7 @@ def show(book, capsys):
 
 
 def test_a_terminal_of_plain_letters_gets_plain_marks(show, monkeypatch):
-    monkeypatch.setattr("cookbook.commands.preview.can_show", lambda *_: False)
+    monkeypatch.setattr("cookbook.commands.preview.sample_page.can_show", lambda *_: False)
     out = show([chat("hi", "ho")])
     assert "assistant\n[[ho<|im_end|>]]\n" in out and out.isascii()
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from cookbook.commands.cli import main
-from cookbook.commands.history import History, read_history, read_ranks
+from cookbook.commands.shared.history import History, read_history, read_ranks
 from cookbook.commands.why_slow import GROUPS, advice, beside_forecast, shares
 from cookbook.config.sections import ProfileSection
-from cookbook.system.divided import PARTS, Event, divide, in_words
+from cookbook.system.step_phases import PARTS, Event, divide, in_words
 from cookbook.training.profiling import Profile
 from tests.curves import ROOT, Lab
 from tests.gpu_runs import GpuLab
@@ -346,6 +346,6 @@ def test_a_profile_that_cannot_be_is_a_mistake_of_the_recipe(lab: Lab, profile: 
 
 
 def test_each_part_of_the_forecast_is_held_against_a_part_of_the_profile():
-    text = (ROOT / "cookbook/commands/forecast/speed.py").read_text()
+    text = (ROOT / "cookbook/forecast/step_time.py").read_text()
     named = re.findall(r'(?:Portion\(\s*name=|_over\()"([^"]+)"', text)
     assert len(named) > 5 and set(named) <= {name for names in GROUPS.values() for name in names}

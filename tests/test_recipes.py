@@ -12,14 +12,15 @@ import pytest
 import yaml
 from conftest import ROOT
 
+from cookbook.commands import library
 from cookbook.commands.cli import main
+from cookbook.commands.shared import labels
 from cookbook.config.recipe import Recipe, Section, load_recipe
 from cookbook.config.registry import Named
 from cookbook.config.sections import BUILTIN_SOURCE
 from cookbook.config.strategy import find_strategy, load_strategy
-from cookbook.planning import library
 from cookbook.planning.packing import decide, known_config
-from cookbook.planning.plan import begun_elsewhere, load_pair, make_plan
+from cookbook.planning.run_plan import begun_elsewhere, load_pair, make_plan
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import GIB, parse_machines
 
@@ -45,11 +46,11 @@ def test_a_recipe_is_short_and_its_label_complete(name):
     assert 25 <= len(lines) <= 50
     assert lines[0] == "# yaml-language-server: $schema=../schema.json"
     assert (Path(name).parent / lines[0].split("=")[1]).is_file()
-    label = library.read_label(Path(name))
-    assert list(label) == list(library.LABEL)
+    label = labels.read_label(Path(name))
+    assert list(label) == list(labels.LABEL)
     assert all(label.values())
     assert label["Run"] == f"make train RECIPE={name}"
-    assert library.read_needs(label).num_gpus
+    assert labels.read_needs(label).num_gpus
     assert "not measured" in label["Fits"]
     assert re.search(r"arXiv \d{4}\.\d{5}|https://\S+|trl/scripts/", label["Settings"]), "no published source"
 
@@ -66,7 +67,7 @@ def test_a_recipe_is_named_by_its_model_objective_and_adapter(name):
 @pytest.mark.parametrize("name", LIBRARY)
 def test_a_recipe_has_a_plan_on_the_gpus_of_its_label(name):
     recipe, strategy = load_pair(Path(name))
-    count = library.read_needs(library.read_label(Path(name))).num_gpus
+    count = labels.read_needs(labels.read_label(Path(name))).num_gpus
     assert count is not None
     plan = make_plan(recipe, strategy, num_processes=count, num_gpus=count, recipe_name=name)
     assert plan.num_processes == count
@@ -75,8 +76,8 @@ def test_a_recipe_has_a_plan_on_the_gpus_of_its_label(name):
 @pytest.mark.parametrize("name", LIBRARY)
 def test_a_recipe_fits_the_machine_that_it_needs(name):
     """By the table of its label, which the test below compares with `plan`."""
-    label, own = library.read_label(Path(name)), Path(load_recipe(Path(name)).strategy).stem
-    needs, fits = library.read_needs(label), library.read_fits(label)
+    label, own = labels.read_label(Path(name)), Path(load_recipe(Path(name)).strategy).stem
+    needs, fits = labels.read_needs(label), labels.read_fits(label)
     assert 3 <= len(fits) <= 4
     assert any(re.search(r"\w \d", text) for text in fits.values())
     fitting = re.findall(r"(\w+) \d", fits[needs.machine])
@@ -84,7 +85,7 @@ def test_a_recipe_fits_the_machine_that_it_needs(name):
     if needs.host_gb is not None:
         host = re.search(rf"\b{own} \d+ \+ ([\d,]+)", fits[needs.machine])
         assert host is not None and int(host[1].replace(",", "")) * GIB < needs.host_gb * 1e9
-    assert library.gpus_needed(label, "no such strategy") == needs.num_gpus
+    assert labels.gpus_needed(label, "no such strategy") == needs.num_gpus
 
 
 @pytest.mark.slow
@@ -100,11 +101,11 @@ def test_the_table_of_a_label_is_what_plan_computes(name, monkeypatch):
 
 def test_a_strategy_that_fits_on_fewer_gpus_needs_fewer():
     label = {"Needs": "4 GPUs of 80 GB.", "Fits": "GiB. 1x24GB zero3_offload 9 + 2 2x8x80GB zero3 30, fsdp2 28"}
-    assert library.read_fits(label) == {"1x24GB": "zero3_offload 9 + 2", "2x8x80GB": "zero3 30, fsdp2 28"}
-    found = {name: library.gpus_needed(label, name) for name in ("zero3_offload", "fsdp2", "ddp")}
+    assert labels.read_fits(label) == {"1x24GB": "zero3_offload 9 + 2", "2x8x80GB": "zero3 30, fsdp2 28"}
+    found = {name: labels.gpus_needed(label, name) for name in ("zero3_offload", "fsdp2", "ddp")}
     assert found == {"zero3_offload": 1, "fsdp2": 4, "ddp": 4}
-    assert library.gpus_needed({}, "ddp") == 0
-    assert library.gpus_needed(library.read_label(Path("recipes/qwen3_0_6b/sft.yaml")), "ddp") == 1
+    assert labels.gpus_needed({}, "ddp") == 0
+    assert labels.gpus_needed(labels.read_label(Path("recipes/qwen3_0_6b/sft.yaml")), "ddp") == 1
 
 
 @pytest.mark.parametrize("name", LIBRARY)
@@ -135,8 +136,8 @@ def test_a_share_of_the_largest_matrix_fits_an_nvme_buffer():
     buffer_size = deepspeed["zero_optimization"]["offload_param"]["buffer_size"]
     sizes = {}
     for name in LIBRARY:
-        label, model = library.read_label(Path(name)), load_recipe(Path(name)).model.name_or_path
-        counts = [parse_machines(key).num_gpus for key, text in library.read_fits(label).items() if "_nvme" in text]
+        label, model = labels.read_label(Path(name)), load_recipe(Path(name)).model.name_or_path
+        counts = [parse_machines(key).num_gpus for key, text in labels.read_fits(label).items() if "_nvme" in text]
         if counts:
             config = FACTS["models"][model]["config"]
             largest = config["hidden_size"] * max(config["vocab_size"], config["intermediate_size"])
@@ -171,7 +172,7 @@ def test_the_page_is_what_the_recipes_say():
 
 
 def test_on_a_machine_that_is_too_small_the_answer_is_what_to_do_instead():
-    text = library.what_it_takes(Path("recipes/qwen25_7b/sft.yaml"))
+    text = labels.what_it_takes(Path("recipes/qwen25_7b/sft.yaml"))
     assert "4 GPUs of 80 GB" in text
     assert "make rehearse RECIPE=recipes/qwen25_7b/sft.yaml" in text
     assert "STRATEGY=" in text and re.search(r"1x24GB +.*zero3_offload \d", text)
@@ -180,7 +181,7 @@ def test_on_a_machine_that_is_too_small_the_answer_is_what_to_do_instead():
 
 
 def test_the_smallest_recipe_still_has_a_smaller_one():
-    assert "recipes/quickstart.yaml" in library.what_it_takes(Path("recipes/smollm2_135m/sft.yaml"))
+    assert "recipes/quickstart.yaml" in labels.what_it_takes(Path("recipes/smollm2_135m/sft.yaml"))
 
 
 # Old names.
@@ -279,7 +280,7 @@ def test_what_no_recipe_shows_stands_with_its_reason_among_the_decisions():
     in_recipes = set()
     for name in RECIPES:
         in_recipes |= shown(yaml.safe_load(Path(name).read_text()))
-        fits = " ".join(library.read_fits(library.read_label(Path(name))).values())
+        fits = " ".join(labels.read_fits(labels.read_label(Path(name))).values())
         in_recipes |= {f"strategy: {strategy}" for strategy in re.findall(r"([a-z]\w+) \d", fits)}
     everything = {*choices(), *(f"strategy: {path.stem}" for path in Path("accelerate_configs").glob("*.yaml"))}
     missing = sources(everything) - sources(in_recipes)

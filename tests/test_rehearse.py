@@ -14,12 +14,12 @@ from conftest import ROOT, clean_environment
 from cookbook.commands import rehearse
 from cookbook.commands.cli import main
 from cookbook.commands.rehearse import _what_went_wrong, standins
-from cookbook.commands.rehearse.reopen import recompute
+from cookbook.commands.rehearse.recompute import recompute
 from cookbook.config.objectives import Objective
 from cookbook.config.strategy import find_strategy
-from cookbook.planning import library
+from cookbook.planning import offline
 from cookbook.planning.packing import Packing
-from cookbook.planning.plan import load_pair
+from cookbook.planning.run_plan import load_pair
 from cookbook.system.files import RecipeError
 from tests.needs import need_builds_of, need_simulated_gpus
 
@@ -261,7 +261,7 @@ def test_an_impossible_number_of_processes_is_refused(processes, capsys):
 def test_the_tiny_model_keeps_the_structure_of_the_large_one(name):
     from transformers import AutoConfig
 
-    facts = library.known_model(name)
+    facts = offline.known_model(name)
     assert facts is not None
     large = AutoConfig.for_model(**facts["config"])
     small = standins.shrink(large, 1000)

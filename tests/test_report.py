@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from cookbook.commands.cli import main
-from cookbook.commands.history import read_history
+from cookbook.commands.shared.history import read_history
 from tests.needs import need_chromium
 
 HOSTILE = """<script>alert("1")</script> & $x_1$ '"><img src=x>"""
@@ -195,7 +195,7 @@ def test_runs_lie_over_one_another_by_step_and_by_tokens(tmp_path: Path, capsys)
 
 
 def test_a_compared_run_stands_where_its_tokens_are(tmp_path: Path) -> None:
-    from cookbook.commands.report import _tokens
+    from cookbook.commands.report.pages import _tokens
 
     run = read_history(write_run(tmp_path / "run", num_steps=20))
     assert [_tokens(run)(line) for line in run.evaluations] == [0, 0, 10_000, 10_000, 20_000, 20_000]

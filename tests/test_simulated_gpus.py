@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, clean_environment
 
-from cookbook.planning import simulated_gpus
+from cookbook import simulated_gpus
 from cookbook.system.files import RecipeError
 from tests.needs import need_simulated_gpus
 
@@ -256,7 +256,7 @@ def test_the_page_shows_the_files_that_there_are():
     page = (ROOT / "docs/simulated_gpus.md").read_text()
     picture = page.split("```")[1]
     named = set(re.findall(r"\b[\w/]+\.(?:cpp|py)\b", picture)) - {"train.py"}
-    folder = ROOT / "cookbook/planning/simulated_gpus"
+    folder = ROOT / "cookbook/simulated_gpus"
     there = {path.name for path in folder.rglob("*") if path.suffix in (".cpp", ".py") and path.name != "__init__.py"}
     assert {Path(name).name for name in named} == there
     assert os.access(folder / "bin/nvidia-smi", os.X_OK)

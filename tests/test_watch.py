@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, clean_environment
 
-from cookbook.system.watch import PHASES, Watch, folder_of, hang_report, put_away_report, remove_other_starts
+from cookbook.system.watchdog import PHASES, Watch, folder_of, hang_report, put_away_report, remove_other_starts
 
 TIMEOUT_SECONDS = 3.0
 
@@ -25,7 +25,7 @@ RUN = """
 import ctypes, json, os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from cookbook.system.watch import Watch
+from cookbook.system.watchdog import Watch
 
 folder, size, fault, timeout, deadline = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], *map(float, sys.argv[4:])
 
@@ -250,7 +250,7 @@ def test_alone_a_process_that_computes_is_not_silent_and_one_that_waits_is(tmp_p
     program = f"""
 import sys, time
 from pathlib import Path
-from cookbook.system.watch import Watch
+from cookbook.system.watchdog import Watch
 watch = Watch(Path(sys.argv[1]), 0, 1, 1.0)
 watch.enter("importing the libraries", is_alone=True)
 end = time.monotonic() + 4
@@ -266,7 +266,7 @@ LOCKED = """
 import os, sys, time
 from pathlib import Path
 from cookbook.system import lock
-from cookbook.system.watch import Watch
+from cookbook.system.watchdog import Watch
 rank, folder, works = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "True"
 watch = Watch(folder / "out", rank, 2, 1.5)
 watch.enter("preparing model folder and tokens", is_alone=True)
@@ -377,7 +377,7 @@ def test_a_collective_of_an_earlier_phase_accuses_nobody():
 
 TWO_BACKENDS = """
 import json, sys, torch, torch.distributed as dist
-from cookbook.system.watch import entered_collectives
+from cookbook.system.watchdog import entered_collectives
 
 dist.init_process_group("cpu:gloo,cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
 recorded = [("nccl:all_reduce", 40), ("gloo:all_reduce", 3), ("nccl:broadcast", 41)]

@@ -5,14 +5,11 @@ a mistake in a file is reported in a moment; what needs torch is imported when i
 """
 
 import errno
-import json
 import os
 import platform
 import re
 import sys
-import time
 from importlib import metadata
-from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
@@ -20,24 +17,30 @@ from typer import Exit, Option, Typer
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
-from cookbook.commands.arguments import QUICKSTART, RECIPE, AsJson, Assignments, StrategyFile
-from cookbook.commands.chat import chat, sample
+from cookbook.commands.chat import chat
+from cookbook.commands.check import check
+from cookbook.commands.checkpoint import checkpoint
+from cookbook.commands.combinations import combinations
 from cookbook.commands.convert import convert
+from cookbook.commands.doctor import doctor
 from cookbook.commands.evaluate import evaluate
+from cookbook.commands.explain import explain
+from cookbook.commands.export import export
 from cookbook.commands.init import init
-from cookbook.commands.launch import check, explain, launch
+from cookbook.commands.launch import launch
+from cookbook.commands.library import library
+from cookbook.commands.merge import merge
 from cookbook.commands.plan import plan
+from cookbook.commands.preview import preview
 from cookbook.commands.rehearse import rehearse
-from cookbook.commands.results import checkpoint, compare, export, merge, report, summary
+from cookbook.commands.report import report
+from cookbook.commands.sample import sample
+from cookbook.commands.schema import schema
 from cookbook.commands.submit import submit
+from cookbook.commands.summary import summary
 from cookbook.commands.tune import tune
 from cookbook.commands.watch import watch
 from cookbook.commands.why_slow import why_slow
-from cookbook.config.recipe import recipe_schema
-from cookbook.config.strategy import load_strategy
-from cookbook.planning.combinations import page as combinations_page
-from cookbook.planning.library import PAGE, library_page
-from cookbook.planning.plan import load_pair
 from cookbook.system.console import show_all_letters
 from cookbook.system.files import RecipeError, cannot_write
 from cookbook.system.shipped import HOME, short
@@ -137,56 +140,6 @@ def cookbook(
     """Train a recipe under a strategy."""
 
 
-def preview(path: Annotated[Path, RECIPE] = QUICKSTART, *, samples: int = 3, assignments: Assignments) -> int:
-    """Show samples as the model will see them, and their lengths."""
-    if samples < 0:
-        raise RecipeError(f"--samples is {samples}; it must be at least 0")
-    from cookbook.commands.preview import preview
-
-    return preview(path, assignments, samples)
-
-
-def doctor(
-    path: Annotated[Path | None, RECIPE] = None,
-    *,
-    strategy: StrategyFile = None,
-    as_json: AsJson = False,
-    deadline: Annotated[float, Option(help="in seconds")] = 60.0,
-) -> int:
-    """Is this machine ready: 0 yes, 1 with warnings, 2 no."""
-    from cookbook.commands.doctor import examine
-    from cookbook.commands.doctor import report as print_report
-
-    start = time.monotonic()
-    recipe, loaded = None, None
-    if path is not None:
-        recipe, loaded = load_pair(path, strategy_path=strategy)
-    elif strategy is not None:
-        loaded = load_strategy(strategy)
-    return print_report(examine(recipe, loaded, path, deadline), time.monotonic() - start, as_json=as_json)
-
-
-def library() -> int:
-    """Write recipes/README.md from the recipes."""
-    return _write(PAGE, library_page())
-
-
-def combinations() -> int:
-    """Write docs/combinations.md: what is refused, and why."""
-    return _write(Path("docs/combinations.md"), combinations_page())
-
-
-def schema() -> int:
-    """Write recipes/schema.json, for editors to check recipes."""
-    return _write(Path("recipes/schema.json"), json.dumps(recipe_schema(), indent=2) + "\n")
-
-
-def _write(path: Path, text: str) -> int:
-    path.write_text(text, encoding="utf-8")
-    print(path)
-    return 0
-
-
 # Without markup, help is plain text, and rich is not loaded.
 app = Typer(
     cls=_Commands,
@@ -205,7 +158,6 @@ for command in (
     watch,
     summary,
     report,
-    compare,
     why_slow,
     chat,
     sample,
@@ -219,7 +171,8 @@ for command in (
     checkpoint,
     doctor,
     convert,
+    library,
+    combinations,
+    schema,
 ):
     app.command()(command)
-for page in (library, combinations, schema):
-    app.command()(page)

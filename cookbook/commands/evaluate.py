@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from cookbook.commands import harness
-from cookbook.commands.arguments import MODEL, AsJson, Assignments, positive, run_folder
-from cookbook.commands.exported import ADAPTER, CACHE, check_base, find_model, find_run
+from cookbook.commands.shared.arguments import MODEL, AsJson, Assignments, positive, run_folder
+from cookbook.commands.shared.find_model import ADAPTER, CACHE, check_base, find_model, find_run
 from cookbook.config.objectives.token_loss import TokenLoss
 from cookbook.config.recipe import Recipe, load_recipe, parse_recipe
 from cookbook.config.strategy import find_strategy, load_strategy
-from cookbook.planning import launch
+from cookbook.planning import launchers
 from cookbook.planning.packing import decide
-from cookbook.planning.plan import make_plan
+from cookbook.planning.run_plan import make_plan
 from cookbook.system.console import page
 from cookbook.system.files import Document, RecipeError, refuse
 from cookbook.system.imports import quiet_deepspeed
@@ -136,17 +136,17 @@ def evaluate_model(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
     rows = read_eval(recipe.data, recipe.objective)  # before the imports, which take seconds
     if not num_gpus():
         quiet_deepspeed()
-    launch.clear_environment()
+    launchers.clear_environment()
     strategy = load_strategy(find_strategy("single"))
     plan = make_plan(recipe, strategy, num_processes=1, num_gpus=num_gpus(), recipe_name=str(folder))
     precision = recipe.mixed_precision
-    refuse(launch.check_machine(strategy, num_gpus(), deterministic=False, mixed_precision=precision))
+    refuse(launchers.check_machine(strategy, num_gpus(), deterministic=False, mixed_precision=precision))
 
     from transformers.utils import logging
 
     # peft 0.21 reads an attribute that transformers 5 renames.
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
-    from cookbook.commands import stages
+    from cookbook.run import stages
     from cookbook.training import models
     from cookbook.training.data import batches
     from cookbook.training.data.sets import tokenize_eval
@@ -156,7 +156,7 @@ def evaluate_model(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
     sets, notes = tokenize_eval(rows, tokenizer, recipe.data, recipe.objective, cache=CACHE)
     for note in notes:
         print(note, file=sys.stderr)
-    world = launch.World(rank=0, local_rank=0, num_processes=1, num_local=1, is_launched=False)
+    world = launchers.World(rank=0, local_rank=0, num_processes=1, num_local=1, is_launched=False)
     engine = stages.start_engine(recipe, strategy, plan, world, beat=lambda doing, step: None)
     recipe = _prepare_model(folder, recipe, engine)
     limits = recipe.batch.model_dump(include={"micro_batch_size", "micro_batch_tokens"})
@@ -183,7 +183,7 @@ def _prepare_model(folder: Path, recipe: Recipe, engine: "Engine") -> Recipe:
     """
     import torch
 
-    from cookbook.commands import stages
+    from cookbook.run import stages
     from cookbook.training import adapters, models
 
     is_adapter, base = (folder / ADAPTER).is_file(), str(folder)

@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from cookbook.commands.chat import load_machinery
+from cookbook.commands.shared.find_model import quiet_without_gpus
 from cookbook.system.files import RecipeError, closest, first_line
 
 INSTALL = "pip install lm_eval==0.4.13"
@@ -54,7 +54,10 @@ def evaluate_tasks(
     Raises:
         RecipeError: what lm_eval refuses, with its reason.
     """
-    opened = load_machinery().open_model(folder)
+    quiet_without_gpus()
+    from cookbook.commands.shared import generation
+
+    opened = generation.open_model(folder)
     is_chat = bool(opened.tokenizer.chat_template) and not plain
     try:
         import lm_eval

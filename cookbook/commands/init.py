@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from typer import Argument, Option
 
-from cookbook.commands.launch import check
+from cookbook.commands.check import check
+from cookbook.commands.shared.labels import read_label
 from cookbook.config.objectives import Objective
 from cookbook.config.recipe import RECIPES, Recipe, default_output_dir, parse_recipe, read_recipe
 from cookbook.config.row_kinds import kinds, kinds_of, rename, suggested_columns
 from cookbook.config.sections import ALL_LINEAR, Source
 from cookbook.config.strategy import Strategy, load_known
-from cookbook.planning.library import read_label
 from cookbook.system.console import several
 from cookbook.system.files import Document, RecipeError, cannot_write, dump_yaml, gathered, refuse
 from cookbook.system.hardware import GIB, Machines, in_gib, parse_machines, this_machine
@@ -33,7 +33,7 @@ from cookbook.training.data.rows import BadRows, Rows, read_rows
 from cookbook.training.data.sources import raw_rows, unread_note
 
 if TYPE_CHECKING:
-    from cookbook.commands.forecast import Forecast
+    from cookbook.forecast.verdict import Forecast
     from cookbook.training.data.tokens import TokenSet
 
 Task = Literal["sft", "cpt", "dpo", "orpo", "kto_zero"]
@@ -107,7 +107,7 @@ def init(
     """Write a recipe for your model, rows and GPUs."""
     machines = _check_arguments(model, data, gpus, out)
     quiet_deepspeed()
-    from cookbook.commands.preview import TOKENIZER_FILES
+    from cookbook.commands.preview.sample_page import TOKENIZER_FILES
     from cookbook.training.models import fetch_model, load_config
 
     mistakes: list[str] = []
@@ -295,7 +295,7 @@ class _Draft:
         Raises:
             RecipeError: nothing fits.
         """
-        from cookbook.commands.forecast.strategy import TraceCache
+        from cookbook.forecast.verdict import TraceCache
 
         machines = self.machines
         whole = _recipe(self._values("lora", True, "single")).model_copy(update={"adapter": None})
@@ -320,12 +320,12 @@ class _Draft:
         )
 
     def _forecast(self, values: Values, strategies: list[Strategy], *, limits: bool = False) -> "Forecast":
-        from cookbook.commands.forecast import forecast_all
+        from cookbook.forecast.ranking import forecast_all
 
         return forecast_all(_recipe(values), strategies, self.machines, str(self.out), limits=limits).forecasts[0]
 
     def _fits(self, found: "Forecast") -> bool:
-        from cookbook.commands.forecast import UNKNOWN
+        from cookbook.forecast.verdict import UNKNOWN
 
         if found.verdict == "not judged":
             assert found.memory is not None

@@ -1,151 +1,45 @@
-"""Merges a trained adapter into its base model, after checking that it is the right base."""
+"""`merge`: a trained adapter and its base model as one model."""
 
-import ctypes
 import shutil
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging
+from typer import Option
 
+from cookbook.commands.shared.arguments import run_folder
 from cookbook.system.files import RecipeError
-from cookbook.training.adapters import ADAPTER_NAME, BASE_RECORD, Base, open_beside
-from cookbook.training.checkpoint.export import Weight, as_weight, building, saved_buffers, write_model
-from cookbook.training.checkpoint.streamed import StreamedModel, probe_logits
-from cookbook.training.checkpoint.tensors import CHUNK
-from cookbook.training.models import fetch_model, weights_digest
-
-M_MMAP_THRESHOLD = -3
-"""In glibc's malloc.h."""
+from cookbook.system.imports import quiet_deepspeed
 
 
-def merge(run: Path, dtype: str | None) -> int:
+def merge(
+    folder: Annotated[Path, run_folder()],
+    *,
+    dtype: Annotated[Literal["bfloat16", "float16", "float32"] | None, Option(help="default: the base model's")] = None,
+) -> int:
+    """Write a trained adapter and its base model as one model."""
+    quiet_deepspeed()
+    return write(folder, dtype)
+
+
+def write(run: Path, dtype: str | None) -> int:
     """Write `merged/` beside the run's `export/`, and reopen it. Returns the exit code.
 
     Raises:
         RecipeError: no adapter there, or its base model is not the one that it was trained on.
     """
+    import torch
+
+    from cookbook.run.publish.merged import write_merged
+    from cookbook.training.adapters import BASE_RECORD, Base
+    from cookbook.training.checkpoint.write_model import building
+
     folder, target = run / "export", run / "merged"
     if not (folder / BASE_RECORD).is_file():
         raise RecipeError(f"{folder}: no adapter there; name the run.output_dir of a finished run with an adapter")
     with building(target) as build:
         checked = write_merged(folder, build, getattr(torch, dtype) if dtype else None)
-        for name in ("README.md", "export.json"):  # of an adapter that `cookbook.commands.publish` wrote
+        for name in ("README.md", "export.json"):  # of an adapter that `cookbook.run.publish` wrote
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, build / name)
     print(f"{target}: {Base.read(folder).name_or_path} with the adapter in it, {checked}")
     return 0
-
-
-def write_merged(folder: Path, build: Path, dtype: torch.dtype | None) -> str:
-    """Write the adapter of `folder` and its base model into `build` as one model, with the tokenizer, and reopen it.
-
-    Merges in float32 on the CPU, a layer at a time, and stores `dtype`, by default that of the base model. For qlora,
-    the base is the unquantized model. The CPU holds the adapter, the embeddings and a layer; the whole model where the
-    base's files have other tensors than transformers would save (see `StreamedModel.open`).
-
-    Returns:
-        A sentence with the dtype and the largest difference of the logits.
-
-    Raises:
-        RecipeError: its base model is not the one that it was trained on.
-        RuntimeError: the logits are not those of the adapter.
-    """
-    base = Base.read(folder)
-    base_folder = Path(fetch_model(base.name_or_path, base.revision))
-    if weights_digest(base_folder) != base.sha256:
-        raise RecipeError(
-            f"{base.name_or_path}: its weights are not those that {folder} was trained on (another SHA-256)"
-        )
-    logging.disable_progress_bar()
-    _map_large_tensors()
-    config = AutoConfig.from_pretrained(base_folder, trust_remote_code=False)
-    stored: torch.dtype = dtype or config.dtype or torch.float32
-    weights, expected = _merged_in_parts(base_folder, folder) or _merged_whole(base_folder, folder)
-    write_model(weights, build, config=config, dtype=stored)
-    del weights  # before it is opened again
-    AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(build)
-    shutil.copyfile(folder / "generation_config.json", build / "generation_config.json")
-    error = (_logits_of(build) - expected).abs().max().item() / expected.abs().max().item()
-    limit = {torch.float32: 1e-4, torch.float16: 1e-2}.get(stored, 5e-2)
-    if not error < limit:
-        raise RuntimeError(f"{build}: its logits are {error:.1e} from those of the adapter; it was removed")
-    return f"{str(stored).removeprefix('torch.')}; reopened, its logits are within {error:.0e} of the adapter's"
-
-
-def _merged_in_parts(base_folder: Path, adapter: Path) -> tuple[dict[str, Weight], torch.Tensor] | None:
-    """The weights, each merged when it is read, and the logits of adapter and base; None if it cannot be streamed."""
-    from peft.tuners.lora import LoraLayer
-    from peft.utils import ModulesToSaveWrapper
-
-    streamed = StreamedModel.open(base_folder)
-    if streamed is None:
-        return None
-    names = [name for name, _ in streamed.model.named_parameters()]
-    weights = {name: streamed.weight(name) for name in names}
-    weights |= {name: as_weight(buffer) for name, buffer in saved_buffers(streamed.model).items()}
-    open_beside(streamed.model, adapter)
-    for name, module in streamed.model.named_modules():
-        if isinstance(module, LoraLayer):
-            for key in streamed.tensors_of(module.get_base_layer()):
-                of_layer = f"{name}.{key}"
-                weights[of_layer] = weights[of_layer]._replace(parts=partial(_merged_layer, streamed, module, key))
-        elif isinstance(module, ModulesToSaveWrapper):
-            for key, parameter in module.modules_to_save[ADAPTER_NAME].named_parameters():
-                weights[f"{name}.{key}"] = _as_weight(parameter.detach())
-    return weights, streamed.probe_logits()
-
-
-@torch.no_grad()
-def _merged_layer(streamed: StreamedModel, layer: Any, key: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """A tensor of a layer with the adapter in it."""
-    with streamed.filled(layer):
-        layer.merge(safe_merge=True)
-        yield from _as_weight(getattr(layer.get_base_layer(), key).detach()).parts(dtype)
-    layer.merged_adapters.clear()
-
-
-def _merged_whole(base_folder: Path, adapter: Path) -> tuple[dict[str, Weight], torch.Tensor]:
-    """As `_merged_in_parts`, with the whole model in memory."""
-    from peft import PeftModel
-
-    model = PeftModel.from_pretrained(_opened(base_folder), str(adapter))
-    expected = probe_logits(model)
-    merged: PreTrainedModel = model.merge_and_unload(safe_merge=True)
-    weights = {name: _as_weight(parameter.detach()) for name, parameter in merged.named_parameters()}
-    return weights | {name: as_weight(buffer) for name, buffer in saved_buffers(merged).items()}, expected
-
-
-def _map_large_tensors() -> None:
-    """Have glibc give back each tensor's memory when it is freed. By default its threshold grows with what is freed, up
-    to 32 MB, and the gaps between smaller tensors held as much as the model (mallopt(3), M_MMAP_THRESHOLD).
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, 2**20)
-
-
-def _logits_of(folder: Path) -> torch.Tensor:
-    """Logits of a model in files, after transformers has found every tensor that it expects in them."""
-    streamed = StreamedModel.open(folder)
-    if streamed is None:
-        return probe_logits(_opened(folder))
-    _, info = AutoModelForCausalLM.from_pretrained(
-        folder, device_map="meta", output_loading_info=True, trust_remote_code=False, use_safetensors=True
-    )
-    if wrong := {what: sorted(map(str, keys))[:5] for what, keys in info.items() if keys}:
-        raise RuntimeError(f"{folder}: transformers finds {wrong}; it was removed")
-    return streamed.probe_logits()
-
-
-def _opened(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
-    )
-
-
-def _as_weight(tensor: torch.Tensor) -> Weight:
-    return Weight(list(tensor.shape), lambda dtype: (part.to(dtype) for part in tensor.reshape(-1).split(CHUNK)))

@@ -6,10 +6,10 @@ from typing import Annotated
 
 from typer import Option
 
-from cookbook.commands.arguments import QUICKSTART, RECIPE, AsJson, Assignments, Strategies, positive
+from cookbook.commands.shared.arguments import QUICKSTART, RECIPE, AsJson, Assignments, Strategies, positive
+from cookbook.commands.shared.labels import read_label, read_needs
 from cookbook.config.strategy import find_strategy, known_strategies, load_known, load_strategy
-from cookbook.planning.library import read_label, read_needs
-from cookbook.planning.plan import load_pair
+from cookbook.planning.run_plan import load_pair
 from cookbook.system.hardware import GIB, Machines, parse_machines, this_machine, with_room
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.shipped import short
@@ -35,9 +35,10 @@ def plan(
     strategies = [load_strategy(path) for path in paths]
 
     quiet_deepspeed()
-    from cookbook.commands.forecast import MAY_RUN, forecast_all
-    from cookbook.commands.forecast.show import as_record, in_words
-    from cookbook.commands.forecast.sizes import better_sizes
+    from cookbook.forecast.mesh_sizes import better_sizes
+    from cookbook.forecast.ranking import forecast_all
+    from cookbook.forecast.show import as_record, in_words
+    from cookbook.forecast.verdict import MAY_RUN
 
     others = load_known() if strategy else []
     outlook = forecast_all(recipe, strategies, machines, str(path), others)

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 
 from typer import Option
 
-from cookbook.commands.arguments import RECIPE, Assignments, StrategyFile, positive
+from cookbook.commands.shared.arguments import RECIPE, Assignments, StrategyFile, positive
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
-from cookbook.planning.plan import default_num_processes, describe_batch, load_pair, make_plan
+from cookbook.planning.run_plan import default_num_processes, describe_batch, load_pair, make_plan
 from cookbook.system.files import RecipeError, dump_yaml, gathered, refuse
 from cookbook.system.hardware import Machines, in_gib, parse_machines
 from cookbook.system.imports import quiet_deepspeed
@@ -251,7 +251,8 @@ def _plan(recipe: Recipe, strategy: Strategy, machines: Machines, path: Path) ->
         recipe, strategy, num_processes=count, num_local=each, num_gpus=machines.gpus_each, recipe_name=str(path)
     )
     quiet_deepspeed()
-    from cookbook.commands.forecast import MAY_RUN, forecast_all
+    from cookbook.forecast.ranking import forecast_all
+    from cookbook.forecast.verdict import MAY_RUN
 
     (found,) = forecast_all(recipe, [strategy], machines, str(path), limits=False).forecasts
     if found.verdict not in MAY_RUN:

@@ -10,19 +10,19 @@ from typing import Annotated, Any
 import yaml
 from typer import Option
 
-from cookbook.commands.arguments import RECIPE, Assignments, Strategies, positive
+from cookbook import simulated_gpus
 from cookbook.commands.launch import run_command
 from cookbook.commands.plan import machines_for
+from cookbook.commands.shared.arguments import RECIPE, Assignments, Strategies, positive
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy, find_strategy, known_strategies, load_strategy
-from cookbook.planning import simulated_gpus
-from cookbook.planning.plan import default_num_processes, launch_command, load_pair
+from cookbook.planning.run_plan import default_num_processes, launch_command, load_pair
 from cookbook.system import signals
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import Machines
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import num_cores, num_gpus
-from cookbook.system.records import read_lines
+from cookbook.system.record_files import read_lines
 
 WARM_UP = 2
 """First steps of a trial, which are not counted: kernels are chosen and memory is allocated."""
@@ -118,7 +118,8 @@ def candidates(
     forecast of time, or without one by what costs least: no recomputation, no offload, large products.
     """
     quiet_deepspeed()
-    from cookbook.commands.forecast import MAY_RUN, forecast_all
+    from cookbook.forecast.ranking import forecast_all
+    from cookbook.forecast.verdict import MAY_RUN
 
     own_kind = recipe.model.gradient_checkpointing
     kinds = tuple(dict.fromkeys((False, "selective", True, own_kind))) if machines.num_gpus else (own_kind,)

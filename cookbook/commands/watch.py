@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from cookbook.commands.arguments import positive, run_folder, which_run
-from cookbook.commands.history import state_of
+from cookbook.commands.shared.arguments import positive, run_folder, which_run
+from cookbook.commands.shared.history import state_of
 from cookbook.system.console import console, page
 from cookbook.system.files import RecipeError
-from cookbook.system.records import METRICS, RUN, parse_lines, read_json
+from cookbook.system.record_files import METRICS, RUN, parse_lines, read_json
 from cookbook.system.screen import step_words
 
 TAIL_BYTES = 65536

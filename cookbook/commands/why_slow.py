@@ -6,13 +6,13 @@ from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any
 
-from cookbook.commands.arguments import run_folder
-from cookbook.commands.history import History, read_history, read_ranks
+from cookbook.commands.shared.arguments import run_folder
+from cookbook.commands.shared.history import History, read_history, read_ranks
 from cookbook.config.strategy import Strategy, load_strategy
 from cookbook.system.console import page
-from cookbook.system.divided import PARTS, in_words
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import GIB, find_gpu, in_gib
+from cookbook.system.step_phases import PARTS, in_words
 
 GROUPS = {
     "compute": ("compute", "GPU memory"),
@@ -20,7 +20,7 @@ GROUPS = {
     "copies": ("PCIe to the host", "activations to the host", "disk"),
     "update": ("update", "CPU update"),
 }
-"""Parts of a profile and those of the forecast (`cookbook.commands.forecast.speed`) that they are held against."""
+"""Parts of a profile and those of the forecast (`cookbook.forecast.step_time`) that they are held against."""
 WARM_UP = 2
 """Steps of a run that are not counted: they compile and allocate."""
 PAUSES = {"data": "data_seconds", "evaluation": "eval_seconds", "saving": "save_seconds"}

@@ -673,3 +673,16 @@ def missing_strategy(name: str, place: Callable[[], str]) -> list[str]:
     if not is_short(name) and path == Path(name):
         return find_file(name, place, STRATEGIES)
     return [] if path.is_file() else [f"{place()} is {name!r}: no such strategy; {nearest(name, known_strategies())}"]
+
+
+def exchange_precision(strategy: Strategy, mixed_precision: str, asked: str | None) -> str:
+    """The precision in which processes exchange gradients; `no` is float32.
+
+    Args:
+        asked: the recipe's `optim.gradient_dtype`.
+    """
+    if asked is not None:
+        return asked
+    # deepspeed 0.19.8, runtime/engine.py, communication_data_type: by default the model's dtype.
+    is_low = strategy.kind == "zero" and (strategy.deepspeed or {}).get("communication_data_type") != "fp32"
+    return mixed_precision if is_low else "no"

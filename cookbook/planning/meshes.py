@@ -6,9 +6,11 @@ A configuration is transformers', or the values of a `config.json`, which may la
 from typing import Any
 
 from cookbook.config.mesh import Mesh
-from cookbook.planning.costs.flops import EXPERTS
 from cookbook.planning.packing import packing_problem
 from cookbook.system.console import several
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Keys of a configuration for the number of experts, by architecture."""
 
 PIPELINED = ("llama", "mistral", "qwen2", "qwen3")
 """Model types that can be cut into stages: between embedding and norm their code is the layers and nothing else.
@@ -116,3 +118,8 @@ def mesh_problem(config: Any, mesh: Mesh) -> str | None:
     if mesh.sequence > 1 and (problem := sequence_problem(config, mesh.sequence)):
         return problem
     return expert_problem(config, mesh.expert) or pipeline_problem(config, mesh.pipeline, mesh.chunks)
+
+
+def num_experts(config: Any) -> int:
+    """Number of experts of a layer between which its router chooses; 1 without a router."""
+    return _size(config.get_text_config(), *EXPERTS) or 1

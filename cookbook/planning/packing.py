@@ -9,7 +9,7 @@ from typing import Any
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection
-from cookbook.planning.library import known_model
+from cookbook.planning.offline import known_model
 from cookbook.system.files import RecipeError
 
 # A list, since no attribute reveals it: stablelm, nemotron and nanochat silently use attention code of their own.
@@ -104,7 +104,7 @@ def decide(recipe: Recipe, config: Any, *, before: bool | None = None) -> Packin
 
 def stops_compiling(recipe: Recipe) -> bool:
     """Whether packed rows undo `model.compile`: their float32 attention breaks a layer's graph, which checkpointing
-    does not support (cookbook/training/models/speed.py)."""
+    does not support (cookbook/training/models/efficiency.py)."""
     return recipe.model.compile and bool(recipe.model.gradient_checkpointing) and recipe.mixed_precision == "no"
 
 

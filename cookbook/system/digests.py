@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from cookbook.system.records import read_json, replace_file
+from cookbook.system.record_files import read_json, replace_file
 
 CACHE_FILE = "digests.json"
 

@@ -74,7 +74,7 @@ def release() -> None:
 def making(path: Path) -> Iterator[None]:
     """Holds the lock `path` while this process makes a shared result or finds it made; others wait.
 
-    Waiting counts as progress for `cookbook.system.watch` as long as the holder calls `give_signs`.
+    Waiting counts as progress for `cookbook.system.watchdog` as long as the holder calls `give_signs`.
     """
     global _waited
     lock = FileLock(path)

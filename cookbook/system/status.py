@@ -16,7 +16,7 @@ import psutil
 
 from cookbook.system import signals
 from cookbook.system.files import RecipeError
-from cookbook.system.records import METRICS, RUN, read_json, read_lines, replace_file
+from cookbook.system.record_files import METRICS, RUN, read_json, read_lines, replace_file
 
 FILE = "status.json"
 EXPORTING = "export"

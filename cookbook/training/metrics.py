@@ -11,19 +11,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from cookbook.planning import simulated_gpus
-from cookbook.planning.costs.flops import ModelSizes, Step, work
-from cookbook.system.hardware import GIB, peak_flops
+from cookbook import simulated_gpus
+from cookbook.system.hardware import GIB
 from cookbook.system.machine import allocator_settings
 from cookbook.system.monitor import Monitor
-from cookbook.system.records import EVENTS, METRICS, RUN, SAMPLES, replace_file
+from cookbook.system.record_files import EVENTS, METRICS, RUN, SAMPLES, replace_file
 from cookbook.system.screen import Screen
 from cookbook.system.shipped import IS_INSTALLED
 
@@ -42,37 +40,10 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
 
 
-def device_peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s of a known GPU."""
-    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-
-
 def peak_reserved_gib(device: torch.device) -> float:
     """Peak memory that torch has reserved on the GPU, with fragments; 0 if unknown: on CPU and on simulated GPUs."""
     is_known = device.type == "cuda" and not simulated_gpus.is_active()
     return torch.cuda.max_memory_reserved(device) / GIB if is_known else 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class FlopCounter:
-    """Model FLOPs utilization by the rules of docs/flops.md; recomputation is not counted."""
-
-    sizes: ModelSizes | None
-    """None if unknown: then mfu is not logged."""
-    peak: float | None
-    """FLOP/s of a GPU; None if unknown."""
-
-    def mfu(self, batch: Any, seconds: float, num_processes: int) -> dict[str, float]:
-        """`{"mfu": fraction of the peak}`, or empty if it is unknown.
-
-        Args:
-            batch: a `cookbook.training.data.batches.StepBatch`.
-        """
-        if self.sizes is None or self.peak is None:
-            return {}
-        length = batch.num_tokens / batch.num_sequences
-        step = Step(num_tokens=batch.num_tokens, num_labelled=batch.num_targets, length=length)
-        return {"mfu": work(self.sizes, step).total / seconds / (self.peak * num_processes)}
 
 
 def set_aside(folder: Path) -> Path | None:

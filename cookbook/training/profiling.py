@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from cookbook.config.sections import ProfileSection
-from cookbook.system.divided import LAYER, PHASE, STEP, Event, divide, in_words
+from cookbook.system.step_phases import LAYER, PHASE, STEP, Event, divide, in_words
 
 FOLDER = "profile"
 _LAYER_NAME = re.compile(r"(?:layers|h|blocks)\.\d+$")

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from accelerate.tracking import GeneralTracker, MLflowTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
-from cookbook.system.records import read_lines
+from cookbook.system.record_files import read_lines
 
 PROJECT = "cookbook"
 """Where a tracker groups runs, unless its own environment variable names a group."""

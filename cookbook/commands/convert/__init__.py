@@ -5,10 +5,10 @@ from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from cookbook.commands.arguments import positive
+from cookbook.commands.check import check
 from cookbook.commands.convert.keys import Conversion
-from cookbook.commands.convert.strategy import choose_strategy
-from cookbook.commands.launch import check
+from cookbook.commands.convert.strategy_files import choose_strategy
+from cookbook.commands.shared.arguments import positive
 from cookbook.config.foreign import PROJECTS
 from cookbook.config.recipe import RECIPES, Recipe, leaves
 from cookbook.config.strategy import load_strategy, strategy_path

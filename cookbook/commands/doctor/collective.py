@@ -12,9 +12,9 @@ from typing import Any
 
 import psutil
 
+from cookbook import simulated_gpus
+from cookbook.commands.doctor.driver import Link
 from cookbook.commands.doctor.finding import Finding, failure, ok, warning
-from cookbook.commands.doctor.gpus import Link
-from cookbook.planning import simulated_gpus
 from cookbook.system.machine import num_cores
 
 ROOT = Path(__file__).parents[3]

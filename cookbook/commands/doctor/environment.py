@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cookbook.commands.doctor.finding import Finding, failure, ok, warning
 from cookbook.config.strategy import Strategy
-from cookbook.planning.launch import Launcher, check_environment
+from cookbook.planning.launchers import Launcher, check_environment
 from cookbook.system import hosts
 
 SLOWING = {

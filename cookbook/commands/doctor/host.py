@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from cookbook.commands.doctor.finding import Finding, failure, ok, warning
-from cookbook.commands.doctor.sizes import Sizes
+from cookbook.commands.doctor.storage import Sizes
 from cookbook.system.console import in_bytes, several
 from cookbook.system.machine import num_cores
 

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 
 from cookbook.commands.doctor.finding import Finding, failure, ok, warning
-from cookbook.commands.doctor.sizes import Sizes
 from cookbook.commands.doctor.software import find_built_op
+from cookbook.commands.doctor.storage import Sizes
 from cookbook.config.strategy import Strategy
 from cookbook.system.console import in_bytes
 

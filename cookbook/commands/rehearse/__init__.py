@@ -20,19 +20,19 @@ from typing import Annotated, Any, Literal
 
 from typer import Option
 
-from cookbook.commands.arguments import RECIPE, Assignments, StrategyFile, process_count
+from cookbook import simulated_gpus
 from cookbook.commands.rehearse.standins import Notes, few_rows, write_jsonl, write_tiny_model
+from cookbook.commands.shared.arguments import RECIPE, Assignments, StrategyFile, process_count
+from cookbook.commands.shared.labels import read_label, read_needs
 from cookbook.config.recipe import Recipe, dump_recipe
 from cookbook.config.strategy import Strategy
-from cookbook.planning import simulated_gpus
-from cookbook.planning.library import read_label, read_needs
 from cookbook.planning.packing import decide
-from cookbook.planning.plan import describe_batch, launch_command, load_pair, make_plan
+from cookbook.planning.run_plan import describe_batch, launch_command, load_pair, make_plan
 from cookbook.system.console import page, several
 from cookbook.system.files import RecipeError, dump_yaml, read_document
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import CPU_PROCESSES, num_cores, num_gpus, torch_cuda
-from cookbook.system.records import METRICS, RUN, read_lines
+from cookbook.system.record_files import METRICS, RUN, read_lines
 from cookbook.system.shipped import short
 from cookbook.training.data.rows import row_bytes
 
@@ -276,7 +276,7 @@ def _what_went_wrong(log: Path) -> str:
 
 def _check_outputs(rehearsal: Rehearsal) -> str | None:
     """What is wrong with the run's outputs, or None; notes what was covered."""
-    from cookbook.commands.rehearse.reopen import recompute  # imports numpy, which `check` starts without
+    from cookbook.commands.rehearse.recompute import recompute  # imports numpy, which `check` starts without
 
     out = rehearsal.folder / "out"
     record = json.loads((out / RUN).read_text(encoding="utf-8"))

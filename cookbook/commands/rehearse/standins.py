@@ -13,8 +13,8 @@ from typing import Any
 from cookbook.config.recipe import Recipe
 from cookbook.config.row_kinds import BadRow, MadeUp, columns, kinds
 from cookbook.config.sections import BUILTIN_SOURCE, Source
-from cookbook.planning.costs.flops import EXPERTS
-from cookbook.planning.library import hub_answers, known_kind, known_model
+from cookbook.planning.meshes import EXPERTS
+from cookbook.planning.offline import hub_answers, known_kind, known_model
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.data.rows import Rows, read_rows, texts
 from cookbook.training.data.sources import raw_rows

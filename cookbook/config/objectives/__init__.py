@@ -5,6 +5,6 @@ global batch. That makes every objective the same under every strategy.
 """
 
 from cookbook.config.objectives import dpo, kto_zero, orpo, token_loss
-from cookbook.config.objectives.base import Answer, Objective, TooLong, TrainOn
+from cookbook.config.objectives.objective import Answer, Objective, TooLong, TrainOn
 
 __all__ = ["Answer", "Objective", "TooLong", "TrainOn", "dpo", "kto_zero", "orpo", "token_loss"]

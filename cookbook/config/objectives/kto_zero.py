@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from cookbook.config.objectives.base import Answer, Objective
+from cookbook.config.objectives.objective import Answer, Objective
 from cookbook.config.registry import register
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from cookbook.config.objectives.base import Answer, Objective, TrainOn
+from cookbook.config.objectives.objective import Answer, Objective, TrainOn
 from cookbook.config.registry import register
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Literal
 
-from cookbook.config.optim.base import Groups, WithBetas
+from cookbook.config.optim.optimizer import Groups, WithBetas
 from cookbook.config.registry import register
 
 if TYPE_CHECKING:

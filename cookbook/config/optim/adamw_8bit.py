@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
-from cookbook.config.optim.base import Groups, WithBetas
+from cookbook.config.optim.optimizer import Groups, WithBetas
 from cookbook.config.registry import Refusal, register
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from cookbook.config.optim.base import Optimizer
+from cookbook.config.optim.optimizer import Optimizer
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:

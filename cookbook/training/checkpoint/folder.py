@@ -26,7 +26,7 @@ from typing import Any
 import xxhash
 
 from cookbook.system import faults
-from cookbook.system.records import replace_file, seal_of
+from cookbook.system.record_files import replace_file, seal_of
 
 FORMAT = 1
 MANIFEST, STATE, LATEST = "manifest.json", "state.json", "LATEST"

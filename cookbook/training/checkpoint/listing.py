@@ -12,11 +12,11 @@ from pydantic import BaseModel
 from cookbook.config.recipe import Recipe
 from cookbook.config.registry import RECORDED
 from cookbook.config.strategy import known_strategies, load_strategy, strategy_path
-from cookbook.planning.combinations import refusals
+from cookbook.planning.refusals import refusals
 from cookbook.system.console import Row, in_bytes, page, several
 from cookbook.system.files import RecipeError
 from cookbook.system.machine import num_gpus
-from cookbook.system.records import RUN, read_json
+from cookbook.system.record_files import RUN, read_json
 from cookbook.training.checkpoint import folder, resume
 from cookbook.training.checkpoint.folder import BrokenCheckpoint, Checkpoint
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cookbook.config.effects import effect_of
 from cookbook.config.recipe import Recipe
 from cookbook.config.registry import Named
-from cookbook.planning.explain.compare import effect_of
 from cookbook.system import files
 from cookbook.system.files import RecipeError
 from cookbook.training.checkpoint import folder

@@ -14,7 +14,7 @@ import torch
 
 from cookbook.system import faults
 from cookbook.system.console import in_bytes
-from cookbook.system.records import replace_file
+from cookbook.system.record_files import replace_file
 from cookbook.training.checkpoint import folder
 from cookbook.training.checkpoint.tensors import StagedPiece, StatePiece, room_for, write_pieces
 

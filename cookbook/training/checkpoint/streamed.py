@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from cookbook.training.checkpoint.export import Weight, saved_buffers
 from cookbook.training.checkpoint.tensors import CHUNK, DTYPES, TensorFile
+from cookbook.training.checkpoint.write_model import Weight, saved_buffers
 
 PROBE_TOKENS = 16
 """Length of the input on which two models' logits are compared."""

@@ -20,7 +20,7 @@ from cookbook.config.sections import BUILTIN_SOURCE, DataSection, Source
 from cookbook.system import lock
 from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, make_folder
-from cookbook.system.records import replace_file
+from cookbook.system.record_files import replace_file
 from cookbook.training.data.rows import Rows
 from cookbook.training.data.sets import RowSets, read_data
 from cookbook.training.data.sources import local_files

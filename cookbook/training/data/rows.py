@@ -26,7 +26,7 @@ from cookbook.config.row_kinds import (
 )
 from cookbook.config.sections import DataSection, Source
 from cookbook.system.files import RecipeError, closest, dump_yaml, kind_in_words
-from cookbook.training.data.files import MAX_ROW_BYTES
+from cookbook.training.data.readers import MAX_ROW_BYTES
 from cookbook.training.data.sources import raw_rows
 
 MAX_SHOWN = 20

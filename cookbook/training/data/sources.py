@@ -7,7 +7,7 @@ from typing import Any
 
 from cookbook.config.sections import BUILTIN_SOURCE, COMPRESSIONS, Source, data_format
 from cookbook.system.files import RecipeError, first_line
-from cookbook.training.data.files import file_rows, known_columns, numbered
+from cookbook.training.data.readers import file_rows, known_columns, numbered
 
 OTHER_SPLITS = ("test", "val", "eval", "dev")
 ARROW_FILES = (".arrow",)

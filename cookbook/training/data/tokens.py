@@ -26,7 +26,7 @@ from cookbook.config.sections import DataSection
 from cookbook.system import lock, signals
 from cookbook.system.files import RecipeError
 from cookbook.system.machine import num_cores
-from cookbook.system.records import seal_of
+from cookbook.system.record_files import seal_of
 from cookbook.training.data.encode import encode
 from cookbook.training.data.rows import BadRows, Rows
 

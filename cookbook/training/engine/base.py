@@ -24,10 +24,10 @@ from torch.profiler import record_function
 from cookbook.config.objectives.forward import Batch, LossOutput
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
-from cookbook.planning.launch import World
-from cookbook.planning.plan import Plan
+from cookbook.planning.launchers import World
+from cookbook.planning.run_plan import Plan
 from cookbook.system import faults
-from cookbook.system.divided import PHASE
+from cookbook.system.step_phases import PHASE
 from cookbook.training.engine import agreement, state
 from cookbook.training.engine.collectives import Collectives, to_device
 from cookbook.training.engine.findings import Comparison, as_json, describe_optimizer, num_shards

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from cookbook.config.mesh import Mesh
-from cookbook.planning.launch import World
+from cookbook.planning.launchers import World
 from cookbook.training.engine.norm import local
 
 EXPORT_TIMEOUT = timedelta(days=1)

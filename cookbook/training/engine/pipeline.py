@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from cookbook.config.objectives.forward import Batch, negative_log_likelihood
-from cookbook.planning.costs.inputs import num_planned
+from cookbook.planning.pipeline_stages import num_planned
 from cookbook.training.engine.base import Engine, num_elements
 from cookbook.training.engine.collectives import add_up
 from cookbook.training.engine.copies import Copies

@@ -17,9 +17,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from cookbook.config.mesh import Mesh
-from cookbook.planning.costs.inputs import head_in_layers, stage_chunks
-from cookbook.planning.launch import CUBLAS_DETERMINISTIC, CUBLAS_VARIABLE
-from cookbook.planning.plan import Plan
+from cookbook.planning.launchers import CUBLAS_DETERMINISTIC, CUBLAS_VARIABLE
+from cookbook.planning.pipeline_stages import head_in_layers, stage_chunks
+from cookbook.planning.run_plan import Plan
 from cookbook.system import status
 from cookbook.system.files import RecipeError
 

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DeepSpeedPlugin
 
-from cookbook.config.strategy import Strategy
-from cookbook.planning.costs.inputs import exchange_precision
+from cookbook.config.strategy import Strategy, exchange_precision
 from cookbook.planning.ds_config import deepspeed_config, separate_swap
 from cookbook.system import lock
 from cookbook.system.files import RecipeError

@@ -34,10 +34,10 @@ from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, first_line, make_folder, refuse
 from cookbook.system.shipped import HOME
 from cookbook.training.models.attention import PACKED
+from cookbook.training.models.efficiency import compile_layers, patch_kernels, save_activations
 from cookbook.training.models.experts import autocast_products
 from cookbook.training.models.fp8 import convert_layers
 from cookbook.training.models.loss import add_loss
-from cookbook.training.models.speed import compile_layers, patch_kernels, save_activations
 from cookbook.training.models.structure import not_served, scratch_config
 
 SCRATCH_FORMAT = 2

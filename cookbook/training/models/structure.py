@@ -6,7 +6,7 @@ from typing import Any
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from cookbook.config.sections import ModelSection, ScratchModel
-from cookbook.planning.library import hub_answers, known_model
+from cookbook.planning.offline import hub_answers, known_model
 from cookbook.system.files import RecipeError, first_line
 
 FROM_MODEL = "its own configuration"

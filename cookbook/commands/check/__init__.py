@@ -1,0 +1,97 @@
+"""`check`: recipes with their strategies, before anything is started."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from cookbook.commands.check.warnings import doubts, read_all
+from cookbook.commands.shared.arguments import (
+    RECIPE,
+    Assignments,
+    StrategyFile,
+    process_count,
+)
+from cookbook.commands.shared.labels import read_label, read_needs, recipe_files
+from cookbook.commands.shared.mistakes import lacks_checkpoint, lacks_for_fp8, placed
+from cookbook.config.recipe import OWNED_ELSEWHERE, Recipe, read_recipe
+from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
+from cookbook.planning import run_plan
+from cookbook.system.files import RecipeError, gathered, refuse
+from cookbook.system.machine import num_gpus
+from cookbook.system.shipped import short
+from cookbook.system.validation import validate
+
+
+def check(
+    paths: Annotated[list[Path] | None, RECIPE] = None,
+    *,
+    strategy: StrategyFile = None,
+    processes: Annotated[int | None, process_count("as many as GPUs are on the recipe's label")] = None,
+    assignments: Assignments,
+    data: Annotated[bool, Option("--data", help="read every row as well, without a model")] = False,
+) -> int:
+    """Check recipes with their strategies; or all that are here."""
+    mistakes: list[str] = []
+    found = paths or recipe_files()
+    if not found:
+        raise RecipeError([f"recipes/: no recipe there (looked in {Path.cwd()})"])
+    for path in found:
+        with gathered(mistakes):
+            for line in _check_recipe(path, strategy, assignments, processes, data=data, is_named=bool(paths)):
+                print(short(line))
+    for path in () if paths else map(strategy_path, known_strategies()):
+        with gathered(mistakes):
+            load_strategy(path)
+            print(short(f"{path}: fine"))
+    if mistakes:
+        sys.stdout.flush()
+        raise RecipeError(mistakes)
+    return 0
+
+
+def _check_recipe(
+    path: Path, override: Path | None, assignments: list[str], processes: int | None, *, data: bool, is_named: bool
+) -> Iterator[str]:
+    try:
+        recipe, strategy = run_plan.load_pair(path, assignments, strategy_path=override)
+    except RecipeError as error:
+        raise RecipeError([*error.mistakes, *placed(_clashes_behind(path, override), path, assignments)]) from None
+    if not is_named and strategy.num_processes:  # another number is a mistake only for a recipe that somebody chose
+        processes = None
+    mistakes = [f"{path}: {mistake}" for mistake in lacks_checkpoint(recipe)]
+    if not mistakes:
+        with gathered(mistakes):
+            batch = run_plan.describe_batch(recipe, _plan_of_label(path, recipe, strategy, processes))
+    refuse(placed(mistakes, path, assignments))
+    yield f"{path}: fine under {strategy.path}; {batch}"
+    for doubt in placed([f"{path}: {doubt}" for doubt in doubts(recipe)], path, assignments):
+        yield f"warning: {doubt}"
+    if data:
+        yield from read_all(recipe)
+
+
+def _plan_of_label(path: Path, recipe: Recipe, strategy: Strategy, processes: int | None = None) -> run_plan.Plan:
+    """The plan for `processes`, or as many as the recipe's label names GPUs, whatever this machine has; a recipe that
+    names none is for this machine.
+    """
+    needs = read_needs(read_label(path))
+    named, here = needs.num_gpus, 0 if needs.num_gpus else num_gpus()
+    count = processes or strategy.num_processes or named or run_plan.default_num_processes(strategy, here)
+    gpus = count if named or here else 0
+    refuse(lacks_for_fp8(path, recipe, here))
+    return run_plan.make_plan(
+        recipe, strategy, num_processes=count, num_local=needs.num_local(count), num_gpus=gpus, recipe_name=str(path)
+    )
+
+
+def _clashes_behind(path: Path, override: Path | None) -> list[str]:
+    """What would clash if every misspelt key of the recipe had its nearest name; nothing if more than that is wrong."""
+    mistakes: list[str] = []
+    with gathered(mistakes):
+        recipe, _ = validate(read_recipe(path), Recipe, OWNED_ELSEWHERE)
+        if recipe is not None and (override or Path(recipe.strategy)).is_file():
+            _plan_of_label(path, recipe, load_strategy(override or Path(recipe.strategy)))
+    return mistakes

@@ -1,0 +1,18 @@
+"""`checkpoint`: what a run can resume from."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+from cookbook.commands.report import pages as pages
+from cookbook.commands.shared.arguments import AsJson, run_folder
+from cookbook.training.checkpoint.listing import in_words, list_checkpoints
+
+
+def checkpoint(
+    path: Annotated[Path, run_folder("a run, its checkpoints/, or one checkpoint")], *, as_json: AsJson = False
+) -> int:
+    """List checkpoints and how to resume; 1 if one is broken."""
+    found = list_checkpoints(path)
+    print(json.dumps(found, indent=1) if as_json else in_words(found))
+    return 1 if any(one["broken"] for one in found) else 0

@@ -1,0 +1,40 @@
+"""`report`: a run as a page, or several laid over one another."""
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from cookbook.commands.report import pages as pages
+from cookbook.commands.shared.arguments import run_folder
+from cookbook.commands.shared.history import read_history
+from cookbook.commands.summary import summarize
+from cookbook.system.console import page
+from cookbook.system.files import RecipeError, cannot_write
+
+OUT = Option(metavar="FILE", help="default: report.html in the run's folder, compare.html beside the first of several")
+
+
+def report(
+    folders: Annotated[list[Path], run_folder("run.output_dir of a run; of several, to compare them")],
+    *,
+    out: Annotated[Path | None, OUT] = None,
+) -> int:
+    """Write an HTML page of a run; or lay several over one another."""
+    runs = [read_history(folder) for folder in folders]
+    if len(runs) == 1:
+        return _write_page(out or folders[0] / "report.html", pages.run_page(runs[0], summarize(runs[0]).items()))
+    if len(set(map(Path.resolve, folders))) < len(folders):
+        raise RecipeError(f"{' '.join(map(str, folders))}: a run is named twice; name each once")
+    rows = pages.differences(runs)
+    print(page("WHAT DIFFERS", ("key", *map(str, folders), "affects"), *rows) if rows else "Nothing differs.")
+    return _write_page(out or folders[0].resolve().parent / "compare.html", pages.compare_page(runs))
+
+
+def _write_page(path: Path, text: str) -> int:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(cannot_write(path, error, "name another file with --out")) from None
+    print(path)
+    return 0

@@ -1,0 +1,407 @@
+"""A page about a run, or about several: one HTML file with curves as SVG, without scripts and without a network."""
+
+import io
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from html import escape
+from itertools import pairwise
+from typing import Any
+
+from cookbook.commands.report import health
+from cookbook.commands.shared.history import History, read_ranks
+from cookbook.config.effects import effect_of
+from cookbook.system.files import flatten
+from cookbook.system.hardware import GIB
+from cookbook.system.record_files import SAMPLES
+
+TITLES = {
+    "loss": "Loss",
+    "learning_rate": "Learning rate",
+    "grad_norm": "Gradient norm",
+    "tokens_per_second": "Tokens per second, all processes",
+    "step_seconds": "Seconds a step",
+    "data_seconds": "Seconds that a step waited for its batch",
+    "eval_seconds": "Seconds of evaluation before a step",
+    "save_seconds": "Seconds that a save took before a step",
+    "mfu": "Model FLOPs utilization",
+    "peak_memory_gib": "Peak memory, GiB, largest process",
+}
+"""Titles of the curves of every run, in their order on the page; the metrics of an objective follow by their names."""
+HARDWARE = {
+    "busy_percent": "Busy, percent of the time",
+    "memory_gib": "Memory in use, GiB",
+    "celsius": "Temperature, degrees Celsius",
+    "watts": "Power, watts",
+    "clock_mhz": "Clock, MHz",
+    "nvlink_mb_s": "Sent over NVLink, MB/s",
+    "pcie_sent_mb_s": "Sent over PCIe by the GPU, MB/s",
+    "pcie_received_mb_s": "Received over PCIe by the GPU, MB/s",
+    "disk_read_mb_s": "Read from disks, MB/s",
+    "disk_write_mb_s": "Written to disks, MB/s",
+    "network_mb_s": "Sent over the network, MB/s",
+}
+"""Titles of the curves where monitor.jsonl is."""
+POSITIONS = ("step", "epoch", "num_tokens")
+MOST_POINTS = 2000
+"""Points of a curve: more than a page has pixels."""
+MOST_SAMPLES = 12
+"""Continuations of one prompt."""
+INKS = 8
+"""Colours of lines; a ninth line has the first again."""
+STYLE = """\
+:root { color-scheme: light dark; --ink: #1f2328; --soft: #59636e; --rule: #d1d9e0; --page: #fff; --panel: #f6f8fa;
+--line-0: #0969da; --line-1: #cf222e; --line-2: #1a7f37; --line-3: #8250df; --line-4: #bc4c00; --line-5: #0a7d91;
+--line-6: #bf3989; --line-7: #6e5a00 }
+@media (prefers-color-scheme: dark) { :root { --ink: #f0f6fc; --soft: #9198a1; --rule: #3d444d; --page: #0d1117;
+--panel: #151b23; --line-0: #4493f8; --line-1: #f85149; --line-2: #3fb950; --line-3: #ab7df8; --line-4: #f0883e;
+--line-5: #39c5cf; --line-6: #f778ba; --line-7: #d29922 } }
+* { box-sizing: border-box }
+body { margin: 0 auto; padding: 1rem; max-width: 84rem; background: var(--page); color: var(--ink);
+font: 16px/1.45 system-ui, sans-serif }
+h1 { font-size: 1.4rem; overflow-wrap: anywhere } h2 { margin: 2rem 0 .7rem; font-size: 1.15rem }
+h3 { margin: 0 0 .3rem; font-size: .95rem; overflow-wrap: anywhere }
+.charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 24rem), 1fr)) }
+figure { margin: 0; padding: .8rem; background: var(--panel); border: 1px solid var(--rule); border-radius: 8px }
+svg { display: block; width: 100%; height: auto }
+.legend { display: flex; flex-wrap: wrap; gap: .1rem .9rem; margin: .3rem 0 0; padding: 0; list-style: none;
+font-size: .85rem; overflow-wrap: anywhere }
+.legend i { display: inline-block; width: 1.1em; height: .25em; margin-right: .4em; vertical-align: middle }
+.scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .9rem }
+th, td { padding: .25rem .8rem .25rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--rule) }
+thead th { color: var(--soft) } .soft { color: var(--soft) }"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One curve of a chart."""
+
+    name: str
+    points: list[tuple[float, float]]
+    has_dots: bool = False
+    """Whether its points are marked: few ones, such as evaluations."""
+    ink: int = 0
+    is_dashed: bool = False
+    floor: list[float] | None = None
+    """Lower edge of an area, whose upper edge is the points; it is filled between both."""
+
+
+def run_page(run: History, summary: Iterable[tuple[str, str]]) -> str:
+    """The page of one run.
+
+    Args:
+        summary: rows of name and value for its head.
+    """
+    marks = [event["step"] for event in run.events if event.get("event") in ("skip", "gradient")]
+    starts = [event["step"] for event in run.events if event.get("event") == "start" and event["step"]]
+    charts = []
+    for i, key in enumerate(_keys([run])):
+        lines = _lines_of(run, key, _steps)
+        charts.append(_chart(key, lines, has_legend=len(lines) > 1, marks=marks, starts=starts, number=i))
+    body = [_table(("", ""), [("state", run.state), *summary]), "<h2>Curves</h2>", _grid(charts)]
+    if starts or marks:
+        red = "Red: a step was skipped, or its gradient was unusual; see the events."
+        body.append(f'<p class="soft">Dotted: the run was started again. {red}</p>')
+    if run.monitor:
+        body += ["<h2>Hardware</h2>", *_hardware(run)]
+    if memory := list(_memory(run)):
+        body += ["<h2>Memory</h2>", _grid(memory)]
+    if run.samples:
+        body += ["<h2>Samples</h2>", _samples(run.samples)]
+    body += ["<h2>Events</h2>", _table(("time", "step", "event", ""), _event_rows(run))]
+    rows = [(key, _shown(value), _source(run, key)) for key, value in run.settings.items()]
+    body += ["<h2>Settings</h2>", _table(("key", "value", "from"), rows)]
+    return _page(f"Run {run.folder}", body)
+
+
+def _samples(lines: Sequence[dict[str, Any]]) -> str:
+    """Each prompt with its continuations: the first, and the newest."""
+    by_prompt: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        by_prompt.setdefault(str(line.get("prompt")), []).append(line)
+    rows = []
+    for prompt, of_prompt in by_prompt.items():
+        shown = of_prompt if len(of_prompt) <= MOST_SAMPLES else [of_prompt[0], *of_prompt[1 - MOST_SAMPLES :]]
+        rows += [(prompt, str(line["step"]), str(line.get("completion"))) for line in shown]
+    left_out = "" if len(rows) == len(lines) else f'<p class="soft">{SAMPLES} has {len(lines) - len(rows)} more.</p>'
+    return _table(("prompt", "step", "continuation"), rows) + left_out
+
+
+def _hardware(run: History) -> Iterator[str]:
+    """What the monitor saw, by minutes."""
+    found = health.findings(run) or ["Nothing to complain of."]
+    yield f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in found)}</ul>"
+    measured, charts = health.series(run), []
+    for i, (key, title) in enumerate(HARDWARE.items()):
+        lines = [Line(name=who, points=of, ink=j) for j, (who, of) in enumerate(measured.get(key, {}).items())]
+        if lines:
+            charts.append(_chart(f"{title}, by minutes", lines, has_legend=True, number=f"h{i}"))
+    yield _grid(charts)
+
+
+def _memory(run: History) -> Iterator[str]:
+    """The bytes in use over time by the work that allocated them, of each rank that recorded them; else what the
+    monitor saw over the parts of the forecast.
+    """
+    recorded = [one for one in read_ranks(run.folder / "memory", "bytes_over_time") if one.get("over_time")]
+    for record in recorded:
+        sizes = {name: [size / GIB for size in of] for name, of in record["over_time"].items()}
+        what = "" if record.get("is_whole", True) else ", of the last allocations"
+        title = f"GPU memory in use by what allocated it, GiB, rank {record['rank']}, by allocations{what}"
+        points = range(len(record["bytes_over_time"]))
+        yield _chart(title, _stacked(sizes, list(points)), has_legend=True, number=f"m{record['rank']}")
+    parts = {name: size / GIB for name, size in run.record.get("forecast", {}).get("parts", {}).items() if size}
+    measured = {who: of for who, of in health.series(run).get("memory_gib", {}).items() if who != "CPU"}
+    if parts and measured and not recorded:
+        who = max(measured, key=lambda rank: max(value for _, value in measured[rank]))
+        ends = [measured[who][0][0], measured[who][-1][0]]
+        areas = _stacked({f"forecast: {name}": [size, size] for name, size in parts.items()}, ends)
+        line = Line(name=f"measured, {who}, which has most", points=measured[who], ink=len(areas))
+        title = f"GPU memory in use, GiB, by minutes, over the forecast of {run.record['forecast']['moment']}"
+        yield _chart(title, [*areas, line], has_legend=True, number="m")
+
+
+def _stacked(sizes: dict[str, list[float]], places: Sequence[float]) -> list[Line]:
+    """Areas, each on those before it."""
+    floor, found = [0.0] * len(places), []
+    for ink, (name, of) in enumerate(sizes.items()):
+        top = [low + size for low, size in zip(floor, of, strict=True)]
+        found.append(Line(name=name, points=list(zip(places, top, strict=True)), ink=ink, floor=floor))
+        floor = top
+    return found
+
+
+def compare_page(runs: Sequence[History]) -> str:
+    """The page that lays runs over one another."""
+    names = [str(run.folder) for run in runs]
+    rows = differences(runs)
+    body = [
+        _legend(enumerate(names)),
+        "<h2>What differs</h2>",
+        _table(("key", *names, "affects"), rows) if rows else "<p>Nothing differs.</p>",
+    ]
+    for letter, title, places in (("s", "By step", _steps), ("t", "By tokens trained on", _tokens)):
+        groups: dict[tuple[str, str], list[Line]] = {}
+        for key in _keys(runs):
+            for ink, run in enumerate(runs):
+                for line in _lines_of(run, key, places):
+                    of_set = line.name if line.has_dots else ""
+                    groups.setdefault((key, of_set), []).append(replace(line, ink=ink))
+        charts = [
+            _chart(key, lines, of_set, number=f"{letter}{i}") for i, ((key, of_set), lines) in enumerate(groups.items())
+        ]
+        body += [f"<h2>{title}</h2>", _grid(charts)]
+    return _page(f"{len(runs)} runs", body)
+
+
+def differences(runs: Sequence[History]) -> list[tuple[str, ...]]:
+    """Rows of what differs: key, the value of each run, and what it affects."""
+    facts = [_facts(run) for run in runs]
+    rows: list[tuple[str, ...]] = []
+    for key in dict.fromkeys(key for of_run in facts for key in of_run):
+        values = [_shown(of_run.get(key)) for of_run in facts]
+        if len(set(values)) > 1:
+            is_machine = key == "device" or key.startswith("versions.")
+            effect = "speed" if key == "processes" else "rounding" if is_machine else effect_of(key)
+            rows.append((key, *values, effect))
+    return rows
+
+
+def _facts(run: History) -> dict[str, Any]:
+    """The settings with the strategy in effect, number of processes, device and versions."""
+    strategy, hardware = run.record.get("strategy", {}), run.record.get("hardware", {})
+    found = {key: value for key, value in run.settings.items() if key != "run.output_dir"}
+    found |= {"strategy": strategy.get("file"), "processes": strategy.get("processes")}
+    return found | {"device": hardware.get("gpu", "CPU")} | flatten({"versions": run.record.get("versions", {})})
+
+
+def _keys(runs: Iterable[History]) -> list[str]:
+    """What has a curve: the numbers of training lines."""
+    found = {key: None for run in runs for line in run.steps for key in line if key not in POSITIONS}
+    return [key for key in TITLES if key in found] + [key for key in found if key not in TITLES]
+
+
+def _steps(run: History) -> Callable[[dict[str, Any]], float]:
+    return lambda line: line["step"]
+
+
+def _tokens(run: History) -> Callable[[dict[str, Any]], float]:
+    """From a line to the tokens trained on up to its step."""
+    total, tokens = 0, {}
+    for line in run.lines:
+        total += line.get("num_tokens", 0)
+        tokens[line["step"]] = total
+    return lambda line: tokens[line["step"]]
+
+
+Places = Callable[[History], Callable[[dict[str, Any]], float]]
+
+
+def _lines_of(run: History, key: str, places: Places) -> list[Line]:
+    """The curve of a key in training, and on each evaluation set."""
+    place = places(run)
+    training = [(place(line), line[key]) for line in run.lines if line.get(key) is not None]
+    lines = [Line(name="training", points=training)]
+    for i, of_set in enumerate(dict.fromkeys(line.get("eval_set", "") for line in run.evaluations), 1):
+        chosen = [line for line in run.evaluations if line.get("eval_set", "") == of_set]
+        points = [(place(line), line[f"eval_{key}"]) for line in chosen if line.get(f"eval_{key}") is not None]
+        if points:
+            lines.append(Line(name=f"held out{of_set and f': {of_set}'}", points=points, has_dots=True, ink=i))
+    forecast = run.record.get("forecast")
+    if key == "peak_memory_gib" and forecast and training:
+        ends = [(training[0][0], forecast["allocated"] / GIB), (training[-1][0], forecast["allocated"] / GIB)]
+        lines.append(Line(name="forecast", points=ends, ink=1, is_dashed=True))
+    return lines
+
+
+def _chart(
+    key: str,
+    lines: Sequence[Line],
+    of_set: str = "",
+    *,
+    has_legend: bool = False,
+    number: int | str,
+    marks: Sequence[int] = (),
+    starts: Sequence[int] = (),
+) -> str:
+    title = TITLES.get(key, key) + (f", {of_set}" if of_set else "")
+    legend = _legend((line.ink, line.name) for line in lines) if has_legend else ""
+    drawing = _svg(lines, f"c{number}-", marks, starts)
+    return f"<figure><h3>{escape(title)}</h3>{drawing}{legend}</figure>"
+
+
+def _legend(names: Iterable[tuple[int, str]]) -> str:
+    """Names with the number of their colour."""
+    items = (f'<li><i style="background: var(--line-{ink % INKS})"></i>{escape(name)}</li>' for ink, name in names)
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _svg(lines: Sequence[Line], prefix: str, marks: Sequence[int], starts: Sequence[int]) -> str:
+    """A drawing by matplotlib, whose colours follow the page and whose ids begin with `prefix`."""
+    from matplotlib import rc_context  # takes a second
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    # One colour for each role, which CSS variables then replace; none is black, which SVG leaves out.
+    inks = {f"#00bb{i:02x}": f"var(--line-{i})" for i in range(INKS)}
+    soft, rule = "#00aa01", "#00aa02"
+    settings = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "page",
+        "font.family": "sans-serif",
+        "font.size": 10,
+        "path.simplify": False,  # each of the points of `thinned` is there
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.edgecolor": rule,
+        "xtick.color": soft,
+        "ytick.color": soft,
+    }
+    with rc_context(settings):
+        figure = Figure(figsize=(5.4, 3.0), layout="constrained")
+        axes = figure.add_subplot()
+        axes.grid(color=rule, linewidth=0.6)
+        axes.set_axisbelow(True)
+        for step in starts:
+            axes.axvline(step, color=soft, linestyle=":", linewidth=1.5)
+        for step in marks:
+            axes.axvline(step, color="#00bb01", linewidth=1)
+        for i, line in enumerate(lines):
+            points = thinned(line.points) if line.floor is None else line.points  # of an area both edges have as many
+            x, y = zip(*points, strict=True) if points else ((), ())
+            style, color = "--" if line.is_dashed else "-", f"#00bb{line.ink % INKS:02x}"
+            if line.floor is not None:
+                axes.fill_between(x, line.floor, y, color=color, alpha=0.35, linewidth=0)
+            (drawn,) = axes.plot(x, y, color=color, linestyle=style, linewidth=1.6)
+            if line.has_dots or len(x) == 1:
+                drawn.set(marker="o", markersize=3.5)
+            drawn.set_gid(f"curve-{i}")
+        if axes.get_xlim()[1] >= 1000:
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # which calls half a minute 500m
+        file = io.StringIO()
+        figure.savefig(
+            file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        )
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"| width="[\d.]+pt"| height="[\d.]+pt"', "", text)  # HTML's own
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", text)
+    for colour, variable in {**inks, soft: "var(--soft)", rule: "var(--rule)"}.items():
+        text = text.replace(colour, variable)
+    return text
+
+
+def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most `MOST_POINTS`: the least and the greatest of each part of a longer curve, so that no spike is lost."""
+    if len(points) <= MOST_POINTS:
+        return points
+    edges = [round(i * len(points) / (MOST_POINTS // 2)) for i in range(MOST_POINTS // 2 + 1)]
+    found = []
+    for begin, end in pairwise(edges):
+        part = range(begin, end)
+        ends = {min(part, key=lambda i: points[i][1]), max(part, key=lambda i: points[i][1])}
+        found += [points[i] for i in sorted(ends)]
+    return found
+
+
+def _event_rows(run: History) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for event in run.events:
+        details = {key: value for key, value in event.items() if key not in ("event", "step", "time") and value}
+        when = datetime.fromtimestamp(event.get("time", 0)).strftime("%Y-%m-%d %H:%M:%S")
+        words = ", ".join(f"{key.replace('_', ' ')} {_in_event(value)}" for key, value in details.items())
+        rows.append((when, str(event["step"]), str(event.get("event")), words))
+    return rows
+
+
+def _in_event(value: Any) -> str:
+    match value:
+        case dict():  # shares by name
+            return ", ".join(f"{share:.0%} {name}" for name, share in value.items())
+        case list():
+            return ", ".join(map(str, value))
+        case float():
+            return f"{value:.4g}"
+    return str(value)
+
+
+def _source(run: History, key: str) -> str:
+    """Where the value of a setting is from."""
+    command = run.record.get("command", [])
+    assigned = [word.partition("=")[0] for flag, word in pairwise(command) if flag == "--set"]
+    written = run.record.get("written_settings")
+    if any(key == one or key.startswith(f"{one}.") for one in assigned):
+        return "--set"
+    if written is None:
+        return "not recorded"
+    is_written = any(key == one or key.startswith(f"{one}.") or one.startswith(f"{key}.") for one in written)
+    return "recipe" if is_written else "default"
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    shown = f"<thead><tr>{top}</tr></thead>" if any(head) else ""
+    return f'<div class="scroll"><table>{shown}<tbody>{lines}</tbody></table></div>'
+
+
+def _grid(charts: Iterable[str]) -> str:
+    return f'<div class="charts">{"".join(charts)}</div>'
+
+
+def _page(title: str, body: Iterable[str]) -> str:
+    return "\n".join(
+        (
+            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}</title>\n<style>\n{STYLE}\n</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>",
+            *body,
+            "</body>\n</html>\n",
+        )
+    )

@@ -1,0 +1,89 @@
+"""Arguments that several commands share: type, check, help and completion."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, BadParameter, CallbackParam, Option
+
+from cookbook.commands.shared.labels import recipe_files
+from cookbook.config.recipe import RECIPES
+from cookbook.config.strategy import find_strategy, known_strategies
+from cookbook.system.files import RecipeError, closest
+from cookbook.system.shipped import HOME, located
+
+QUICKSTART = RECIPES / "quickstart.yaml"
+MODEL = "the run.output_dir of a recipe, or a model's own folder"
+
+
+def recipes() -> list[str]:
+    """Completions of a recipe."""
+    return sorted(str(path.relative_to(HOME) if path.is_relative_to(HOME) else path) for path in recipe_files())
+
+
+def _runs() -> list[str]:
+    return sorted(str(path.parent) for path in Path("outputs").glob("*/run.json"))
+
+
+def which_run(folder: Path) -> str:
+    """What to write in the place of a folder that is no run's: the nearest, or those that are here."""
+    names = {Path(run).name: run for run in _runs()}
+    if found := closest(folder.name, names):
+        return f"did you mean {names[found]}?"
+    here = f"; here are {', '.join(names.values())}" if names else ", for example outputs/quickstart"
+    return f"name the run.output_dir of a run{here}"
+
+
+def positive(param: CallbackParam, value: float | None) -> float | None:
+    """The value of an argument, which must be above 0 if somebody wrote it."""
+    if value is not None and not 0 < value < 1e15:
+        raise RecipeError(f"{param.opts[0]} is {value:g}; write a number above 0{' and below 1e15' * (value > 0)}")
+    return value
+
+
+def process_count(default: str) -> Any:
+    """`--processes`, and what it is where nobody writes it."""
+    return Option(callback=positive, help=f"default: {default}")
+
+
+def run_folder(what: str = "the run.output_dir of a recipe") -> Any:
+    """The folder of a run, or what else a command takes for it."""
+    return Argument(metavar="RUN", autocompletion=_runs, help=what)
+
+
+def _find(strategy: Path | None) -> Path | None:
+    return None if strategy is None else find_strategy(str(strategy))
+
+
+def _locate(given: str | Path) -> Path:
+    """A recipe that is not here is a shipped one."""
+    if not str(given).strip():
+        raise BadParameter("is empty; write a path")
+    return Path(located(str(given)))
+
+
+RECIPE = Argument(metavar="RECIPE", autocompletion=recipes, parser=_locate)
+StrategyFile = Annotated[
+    Path | None,
+    Option(
+        "--strategy",
+        metavar="NAME|PATH",
+        callback=_find,
+        autocompletion=known_strategies,
+        help="in the recipe's place",
+    ),
+]
+Assignments = Annotated[
+    list[str],
+    Option("--set", metavar="section.key=value", default_factory=list, show_default=False, help="may be repeated"),
+]
+Strategies = Annotated[
+    list[str] | None,
+    Option("--strategy", metavar="NAME|PATH", autocompletion=known_strategies, help="only this; may be repeated"),
+]
+AsJson = Annotated[bool, Option("--json", help="everything that is known, for programs")]
+
+
+def write_page(path: Path, text: str) -> int:
+    path.write_text(text, encoding="utf-8")
+    print(path)
+    return 0

@@ -1,0 +1,76 @@
+"""Finds the model that a command is to use, and the run and the base that it comes from. Imports no torch."""
+
+import json
+from pathlib import Path
+
+from cookbook.commands.shared.arguments import which_run
+from cookbook.system.files import RecipeError, first_line
+from cookbook.system.imports import quiet_deepspeed
+from cookbook.system.machine import num_gpus
+from cookbook.training.checkpoint.listing import is_run
+
+ADAPTER = "adapter_config.json"
+"""Marks a model's folder as an adapter, as peft writes it."""
+CACHE = Path(".cache")
+
+
+def find_model(folder: Path) -> Path:
+    """The Hugging Face folder of a run, or `folder` itself if it is one.
+
+    Raises:
+        RecipeError: neither.
+    """
+    found = folder / "export" if (folder / "export").is_dir() else folder
+    if any((found / name).is_file() for name in ("config.json", ADAPTER)):
+        return found
+    if any(folder.glob("checkpoints/step-*")):
+        raise RecipeError(
+            f"{folder}: the run is not finished; write its newest checkpoint first: cookbook export {folder}"
+        )
+    raise RecipeError(f"{found}: no model there; {which_run(folder)}")
+
+
+def find_run(folder: Path) -> Path | None:
+    """The run that `folder` is, or in which it lies."""
+    return next((path for path in (folder, folder.resolve().parent) if is_run(path)), None)
+
+
+def check_base(trained: Path) -> None:
+    """Check that the base model in a folder is still the one that was trained from. An adapter's is where its
+    `adapter_config.json` has it, which may have been edited since.
+
+    Takes about a second per gigabyte at the first time, see `sha256_of`. A model of the Hub has a commit instead.
+
+    Args:
+        trained: the folder of an adapter, or of what a run keeps of its model; adapters of other projects have no
+            record of their base.
+
+    Raises:
+        RecipeError: its weights are others, or the record is damaged.
+    """
+    from cookbook.training.adapters import Base
+    from cookbook.training.models import weights_digest
+
+    try:
+        base = Base.read(trained)
+        is_adapter = (trained / ADAPTER).is_file()
+        settings = json.loads((trained / ADAPTER).read_text(encoding="utf-8")) if is_adapter else {}
+        folder = Path(settings.get("base_model_name_or_path") or base.name_or_path)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise RecipeError(f"{trained}: the record of its base cannot be read ({first_line(error)})") from None
+    try:
+        digest = weights_digest(folder, cache=CACHE) if (folder / "config.json").is_file() else None
+    except OSError as error:
+        raise RecipeError(f"{folder}, the base of {trained}: cannot be read ({first_line(error)})") from None
+    if digest not in (None, base.sha256):
+        raise RecipeError(
+            f"{folder}: its files are not those that {trained} was trained on (another SHA-256); put those back"
+        )
+
+
+def quiet_without_gpus() -> None:
+    """Before torch is imported: else DeepSpeed, which peft imports, warns that there is no GPU."""
+    if not num_gpus():
+        quiet_deepspeed()

@@ -1,0 +1,159 @@
+"""Opens a trained model and generates answers, which are printed as they come. Imports torch."""
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, TextStreamer
+from transformers.utils import logging
+
+from cookbook.commands.shared.find_model import ADAPTER, check_base, find_run
+from cookbook.config.messages import Chat
+from cookbook.run.publish import MODEL_FILES
+from cookbook.system.files import RecipeError, first_line
+from cookbook.training.adapters import Base
+from cookbook.training.models import fetch_model
+
+
+class Printer(TextStreamer):
+    """Prints an answer as it is generated, and keeps its text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[arg-type]
+        self.text = ""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.text += text
+        print(text, end="\n" if stream_end else "", flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generator:
+    """A model on its device, and its tokenizer."""
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    is_adapter: bool
+    context: Callable[[], AbstractContextManager] = nullcontext
+    """Entered while the model generates."""
+
+    def generate(
+        self,
+        prompt: str | Chat,
+        printer: Printer,
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> None:
+        """Generate an answer into `printer`.
+
+        Args:
+            prompt: a chat, for the chat template; or a text, which is continued.
+            temperature: 0 takes the most probable token each time.
+            tools: the tools that a chat may call.
+
+        Raises:
+            RecipeError: a prompt that leaves too few positions, or that the chat template refuses.
+        """
+        inputs = self._encode(prompt, tools)
+        length = inputs["input_ids"].shape[1]
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if positions is not None and length + max_new_tokens > positions:
+            raise RecipeError(
+                f"the prompt has {length} tokens, and with --max-new-tokens {max_new_tokens} it would exceed the"
+                f" model's {positions} positions; write a smaller number, or a shorter prompt (in a chat: /reset)"
+            )
+        sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        with self.context():
+            self.model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=printer, **sampling)
+
+    def check_system(self, system: str) -> None:
+        """Check that the chat template writes a system prompt.
+
+        Raises:
+            RecipeError: it refuses the prompt or leaves it out, or there is no template.
+        """
+        if not self.tokenizer.chat_template:
+            raise RecipeError("--system: the model has no chat template, so there is no place for it; take it out")
+        chat = [{"role": "system", "content": system}, {"role": "user", "content": "a"}]
+        ids = self._encode(chat)["input_ids"][0]
+        if system.strip() not in self.tokenizer.decode(ids):
+            raise RecipeError("--system: the model's chat template leaves it out; take it out")
+
+    def _encode(self, prompt: str | Chat, tools: list[dict[str, Any]] | None = None) -> dict[str, torch.Tensor]:
+        """`input_ids` and `attention_mask`, each (1, T) int64, on the device."""
+        if isinstance(prompt, str):
+            found = self.tokenizer(prompt, return_tensors="pt")
+        else:
+            options: Any = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+            try:
+                found = self.tokenizer.apply_chat_template(prompt, tools=tools, **options)
+            except TemplateError as error:
+                raise RecipeError(f"the model's chat template refuses the chat: {first_line(error)}") from None
+        # Some tokenizers return token types as well, which a causal model does not take.
+        return {name: found[name].to(self.model.device) for name in ("input_ids", "attention_mask")}
+
+
+def open_model(folder: Path) -> Generator:
+    """Open a Hugging Face folder, on the GPU if there is one. An adapter's base model comes from where it is recorded.
+
+    Raises:
+        RecipeError: weights or tokenizer are missing, or the base model is, or it is another.
+    """
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # else transformers warns of each sampling setting that a greedy answer ignores
+    is_adapter = (folder / ADAPTER).is_file()
+    opener: Any = AutoModelForCausalLM
+    if is_adapter:
+        check_base(folder)
+        from peft import AutoPeftModelForCausalLM as opener  # takes the base model's revision from the adapter
+
+        # peft 0.21 reads an attribute that transformers 5 renames.
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        model = opener.from_pretrained(folder, dtype="auto", trust_remote_code=False, use_safetensors=True)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{folder}: cannot be opened ({first_line(error)})") from None
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return Generator(model=_placed(model), tokenizer=tokenizer, is_adapter=is_adapter)
+
+
+def open_base(tuned: Generator, folder: Path) -> Generator:
+    """The model before training: with an adapter the same one with the adapter switched off, else the one that the run
+    recorded; with the tokenizer, template and generation settings of the tuned one.
+
+    Raises:
+        RecipeError: no record of a base model, or it cannot be opened.
+    """
+    if tuned.is_adapter:
+        return replace(tuned, context=tuned.model.disable_adapter)
+    run = find_run(folder)
+    try:
+        if run is None:
+            raise FileNotFoundError("it lies in no run's folder")
+        base = Base.read(run / MODEL_FILES)
+    except (OSError, ValueError, TypeError) as error:
+        raise RecipeError(f"--compare: {folder} has no record of its base model ({first_line(error)})") from None
+    if base.is_new:
+        raise RecipeError(f"--compare: the model of {run} was trained from scratch and has no base; take it out")
+    check_base(run / MODEL_FILES)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            fetch_model(base.name_or_path, base.revision), dtype="auto", trust_remote_code=False, use_safetensors=True
+        )
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"--compare: {base.name_or_path} cannot be opened ({first_line(error)})") from None
+    model.generation_config = tuned.model.generation_config
+    return replace(tuned, model=_placed(model))
+
+
+def _placed(model: Any) -> Any:
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")

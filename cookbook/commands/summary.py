@@ -1,0 +1,47 @@
+"""`summary`: what a run did, in a few lines."""
+
+from pathlib import Path
+from statistics import mean, median
+from typing import Annotated
+
+from cookbook.commands.report import pages as pages
+from cookbook.commands.shared.arguments import run_folder
+from cookbook.commands.shared.history import History, read_history
+from cookbook.system.console import page, several
+from cookbook.system.shipped import short
+
+
+def summary(folder: Annotated[Path, run_folder()]) -> int:
+    """Show what a run did: losses, speed, memory, its model."""
+    print(page(f"SUMMARY of {folder}", *summarize(read_history(folder)).items()))
+    return 0
+
+
+def summarize(run: History) -> dict[str, str]:
+    steps, evaluations, record = run.steps, run.evaluations, run.record
+    first, last = steps[0], steps[-1]
+    tail = steps[-10:]
+    is_measured = "step_seconds" in first  # on simulated GPUs there is nothing to measure
+    rows = {
+        "loss": f"{first['loss']:.3f} at step {first['step']}, {mean(line['loss'] for line in tail):.3f} at the end"
+        f" (mean of the last {len(tail)} steps)"
+    }
+    for name in dict.fromkeys(line.get("eval_set", "") for line in evaluations):
+        of_set = [line for line in evaluations if line.get("eval_set", "") == name]
+        shown = [f"{line['eval_loss']:.3f} at step {line['step']}" for line in (of_set[0], of_set[-1])]
+        rows[f"held-out loss{name and f' of {name}'}"] = ", ".join(dict.fromkeys(shown))
+    if "reward_accuracy" in last:
+        accuracy = mean(line["reward_accuracy"] for line in tail)
+        rows["reward accuracy"] = f"{accuracy:.2f} (mean of the last {len(tail)} steps)"
+    time_taken = f" in {sum(line['step_seconds'] for line in steps):.0f} s" if is_measured else ""
+    rows["training"] = f"steps {first['step']} to {last['step']}{time_taken}, {last['epoch']:.2f} epochs"
+    if is_measured:
+        rows["tokens/s"] = f"{median(line['tokens_per_second'] for line in steps):,.0f} (median step, all processes)"
+    rows["peak memory"] = f"{max(line['peak_memory_gib'] for line in steps):.2f} GiB (largest process)"
+    if record:
+        strategy, hardware = record["strategy"], record["hardware"]
+        device = hardware.get("gpu") or f"{hardware['cores']} CPU cores"
+        rows["strategy"] = short(f"{strategy['file']}, {several(strategy['processes'], 'process')} on {device}")
+    export = run.folder / "export"
+    rows["model"] = str(export) if export.is_dir() else "none: the run was not finished"
+    return rows

@@ -1,0 +1,197 @@
+"""FLOPs of training, for `mfu` and `plan`; see docs/flops.md.
+
+Counts matrix products only; for attention, the positions inside the causal mask and the window.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cookbook.forecast.costs.inputs import Skeleton, Weight
+from cookbook.planning.meshes import num_experts
+
+Recompute = Literal[False, True, "selective"]
+Precision = Literal["bf16", "fp16", "no"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """The sizes of a whole model."""
+
+    num_parameters: int
+    """Tied ones count once."""
+    num_trained: int
+    num_matrix: int
+    """Weights that each token is multiplied with, without embedding and head and with the active experts only."""
+    num_matrix_trained: int
+    head_trained: bool = True
+    num_layers: int = 0
+    head_layers: int = 0
+    """See `inputs.head_layers`."""
+    hidden: int = 0
+    num_heads: int = 0
+    num_key_heads: int = 0
+    head_dim: float = 0.0
+    """Size of a head; the mean of both if queries and values differ."""
+    vocab: int = 0
+    num_experts: int = 1
+    num_of_experts: int = 0
+    """Parameters of the experts of all layers."""
+    num_routed: int = 0
+    """Experts that a token passes through, over all layers."""
+    windows: Sequence[int | None] = ()
+    """The attention window of each layer with attention; None: no window. Empty: no layer has one."""
+    column_matrices: int = 0
+    """Matrices of all layers that tensor parallel divides by their outputs; each has an input's gradient to sum."""
+    row_matrices: int = 0
+    """Those that it divides by their inputs; each has an output to sum."""
+    is_embedding_divided: bool = False
+    """Whether tensor parallel divides the embedding by tokens, so that what it looks up is summed."""
+    is_tied: bool = False
+    """Whether embedding and head are one matrix."""
+    trained: Sequence[tuple[int, bool, int | None]] = ()
+    """Elements of each trained weight in the model's order, whether it is a matrix, and its layer. Empty: not known."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all weights are trained."""
+        return self.num_trained == self.num_parameters
+
+    @property
+    def width(self) -> float:
+        """Width of attention: heads x size of a head, which may differ from the hidden size."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def head(self) -> int:
+        """Weights of the output head, which FSDP2 keeps gathered from forward to backward (accelerate 1.15,
+        utils/fsdp_utils.py, fsdp2_prepare_model)."""
+        return self.vocab * self.hidden
+
+
+def sizes_of(config: Any, skeleton: Skeleton) -> ModelSizes:
+    """The sizes of a model, from its transformers configuration and its weights."""
+    text = config.get_text_config()
+    experts = num_experts(config)
+    share = (_first(text, "num_experts_per_tok") or experts) / experts
+
+    routed = [weight for weight in skeleton.weights if weight.is_expert]
+
+    def active(weight: Weight) -> float:
+        """Elements of a weight that a token is multiplied with."""
+        if len(weight.shape) < 2 or weight.layer is None or weight.name.endswith("bias"):
+            return 0.0
+        return weight.num_elements * (share if weight.is_expert else 1.0)
+
+    heads = text.num_attention_heads
+    plain = _first(text, "head_dim") or text.hidden_size // heads
+    queries, values = _first(text, "qk_head_dim") or plain, _first(text, "v_head_dim") or plain
+    head = [w for w in skeleton.weights if w.part == ("embedding" if skeleton.is_tied else "head")]
+    return ModelSizes(
+        num_parameters=sum(weight.num_elements for weight in skeleton.weights),
+        num_trained=sum(weight.num_elements for weight in skeleton.weights if weight.is_trained),
+        num_matrix=round(sum(map(active, skeleton.weights))),
+        num_matrix_trained=round(sum(active(weight) for weight in skeleton.weights if weight.is_trained)),
+        head_trained=any(weight.is_trained for weight in head),
+        num_layers=skeleton.num_layers,
+        head_layers=skeleton.head_layers,
+        hidden=text.hidden_size,
+        num_heads=heads,
+        num_key_heads=_first(text, "num_key_value_heads") or heads,
+        head_dim=(queries + values) / 2,
+        vocab=text.vocab_size,
+        num_experts=experts,
+        num_of_experts=sum(weight.num_elements for weight in routed),
+        num_routed=len({weight.layer for weight in routed}) * round(share * experts),
+        windows=_attention_windows(text, skeleton.num_layers),
+        column_matrices=_divided(skeleton, 0),
+        row_matrices=_divided(skeleton, 1),
+        is_embedding_divided=any(w.part == "embedding" and w.shard_dim == 0 for w in skeleton.weights),
+        is_tied=skeleton.is_tied,
+        trained=[(one.num_elements, len(one.shape) > 1, one.layer) for one in skeleton.weights if one.is_trained],
+    )
+
+
+def _divided(skeleton: Skeleton, dim: int) -> int:
+    """Matrices of the layers that tensor parallel divides along a dimension; an adapter's lie beside them."""
+    found = (weight for weight in skeleton.weights if weight.layer is not None and ".lora_" not in weight.name)
+    return sum(weight.shard_dim == dim and len(weight.shape) > 1 for weight in found)
+
+
+def _first(config: Any, *names: str) -> Any:
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+def _attention_windows(text: Any, num_layers: int) -> tuple[int | None, ...]:
+    """The windows of the attention layers; other kinds (linear attention, state spaces, convolutions) have none."""
+    window = _first(text, "sliding_window")
+    kinds = _first(text, "layer_types") or num_layers * ["sliding_attention"]  # Mistral's, all alike
+    known = {"attention": None, "full_attention": None, "sliding_attention": window}
+    known["chunked_attention"] = _first(text, "attention_chunk_size")
+    return tuple(known[kind] for kind in kinds if kind in known)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The work of an optimizer step, over all processes. A DPO pair is two sequences."""
+
+    num_tokens: float
+    """Tokens through the layers, padding included."""
+    num_labelled: float
+    """Tokens through the head."""
+    length: float
+    """Mean length of a token's sample: sum of squared lengths / sum of lengths, padding included."""
+    micro_batches: int = 1
+    """Per process."""
+    recompute: Recompute = False
+    offloads_checkpoints: bool = False
+    """Whether the inputs of layers go to host memory and back."""
+    precision: Precision = "bf16"
+    gradient_dtype: Literal["bf16", "fp16"] | None = None
+    """Type of the gradients that processes exchange, if the recipe writes it."""
+    is_compiled: bool = False
+    """Whether the decoder layers are compiled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """FLOPs in matrix products."""
+
+    forward: float
+    backward: float
+    recomputed: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward + self.recomputed
+
+
+def work(sizes: ModelSizes, step: Step) -> Work:
+    """FLOPs of a step over all processes.
+
+    Per weight and token: 2 in the forward, 2 for the gradient of the input, and 2 for that of a trained weight, so 6 N
+    for trained and 4 N for frozen weights (Kaplan et al. 2020; Chowdhery et al. 2022, PaLM, appendix B). The reference
+    pass of DPO costs one `forward` of the data set. Selective recomputation repeats neither products nor attention.
+    """
+    head = sizes.head
+    attention = attention_flops(sizes, step.length)
+    layers_forward = 2 * sizes.num_matrix + attention
+    layers_backward = 2 * (sizes.num_matrix + sizes.num_matrix_trained) + 2 * attention
+    return Work(
+        forward=step.num_tokens * layers_forward + step.num_labelled * 2 * head,
+        backward=step.num_tokens * layers_backward + step.num_labelled * 2 * (head + head * sizes.head_trained),
+        recomputed=step.num_tokens * layers_forward if step.recompute is True else 0.0,
+    )
+
+
+def attention_flops(sizes: ModelSizes, length: float) -> float:
+    """Forward FLOPs per token of the two attention products, at a mean sample `length`.
+
+    2 x 2 x width for each visible position: T / 2 on average in a sample of T, W - W^2 / 2T with a window W < T. The
+    backward costs twice as much.
+    """
+    windows = sizes.windows or sizes.num_layers * [None]
+    seen = (
+        length / 2 if window is None or window >= length else window - window**2 / (2 * length) for window in windows
+    )
+    return 4 * sizes.width * sum(seen)

@@ -1,0 +1,105 @@
+"""Host memory and disk of a machine, and the peak while a run starts and weights are read and sharded."""
+
+from dataclasses import dataclass
+
+from cookbook.forecast.costs.inputs import CostInputs, Skeleton, hidden_bytes
+from cookbook.forecast.costs.states import FLOAT32, States, constants, resident
+from cookbook.planning.pipeline_stages import begun, stage_chunks
+
+BROADCAST_BUCKETS = 2 * 250 * 2**20
+"""torch/nn/parallel/distributed.py, broadcast_bucket_size."""
+READERS = 4
+"""Threads that read one weight each (transformers 5.23, core_model_loading.py, GLOBAL_WORKERS)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """Peak memory of the start, without files that are only mapped, which the kernel can evict."""
+
+    host: int
+    """Bytes of a machine, over all its processes."""
+    gpu: int
+    """Bytes of each GPU; 0 if that is less than its final shards."""
+
+
+def loading(skeleton: Skeleton, inputs: CostInputs, states: States, local: int) -> Loading:
+    """The peak memory of the start of a run on GPUs, with `local` processes per machine."""
+    strategy = inputs.strategy
+    is_quantized = any(weight.is_quantized for weight in skeleton.weights)
+    stays = states.host.weights * local
+    if strategy.kind == "zero" and strategy.zero_stage == 3 and not is_quantized:
+        # The first process maps the files; each weight is sharded on the GPU before the next is created.
+        return Loading(host=stays, gpu=0)
+    whole = _as_read(skeleton, inputs)
+    if strategy.fsdp is not None and not strategy.is_sharded_while_read and not is_quantized:
+        # A machine's first process holds the whole model until the last weight is sent (accelerate 1.15, fsdp_utils.py,
+        # fsdp2_load_full_state_dict), in addition to offloaded shards.
+        copies = 1 if strategy.fsdp.fsdp_cpu_ram_efficient_loading else local
+        return Loading(host=copies * whole + stays, gpu=0)
+    # Weights are read to the GPU. If the file has another dtype they are converted on the host first
+    # (aten/src/ATen/native/cuda/Copy.cu, copy_requires_temporaries). Quantized weights are read one by one.
+    if strategy.kind == "ddp":
+        # DDP broadcasts its weights in buckets, two of them in flight (torch/distributed/utils.py, _sync_module_states;
+        # csrc/distributed/c10d/comm.cpp, kMaxInFlight).
+        whole += min(whole, BROADCAST_BUCKETS)
+    largest = sorted((weight.num_elements for weight in skeleton.weights), reverse=True)
+    on_the_way = FLOAT32 * sum(largest[: 1 if is_quantized else READERS])
+    if strategy.is_sharded_while_read:
+        # peft adds an adapter to shards; it is whole until `engine.fsdp2.shard_late`, and then there once more.
+        late = states.gpu.gradients * inputs.mesh.num_shards if inputs.adapter is not None else 0
+        whole = late and states.gpu.weights + late
+    elif strategy.tp_size > 1:
+        whole = 0
+    return Loading(host=on_the_way * local + stays, gpu=whole)
+
+
+def _as_read(skeleton: Skeleton, inputs: CostInputs) -> int:
+    """Bytes of the whole model and its adapter as loaded."""
+    if inputs.strategy.kind == "fsdp1" or inputs.adapter is None:  # in one dtype; see `Engine.frozen_dtype`
+        return FLOAT32 * sum(weight.num_elements for weight in skeleton.weights)
+    return resident(skeleton.weights, inputs) + constants(skeleton)
+
+
+def checkpoints_on_host(inputs: CostInputs, skeleton: Skeleton, hidden: int, local: int) -> int:
+    """Bytes of a machine's pinned memory for the inputs of layers, which wait there for the backward; 0 if they stay on
+    the GPU.
+
+    torch rounds each block up to a power of two (ATen/core/CachingHostAllocator.h). A stage of a pipeline has begun
+    several micro-batches (`inputs.begun`).
+    """
+    if not inputs.offloads_checkpoints:
+        return 0
+    each = (
+        inputs.num_tokens
+        * hidden
+        * hidden_bytes(inputs.strategy, inputs.mixed_precision, is_full=inputs.adapter is None)
+    )
+    block, stages, chunks = 1 << (each - 1).bit_length(), inputs.strategy.pp_size, inputs.strategy.pp_chunks
+
+    def of_rank(rank: int) -> int:
+        stage = rank * stages // inputs.num_processes
+        own = stage_chunks(skeleton.num_layers, stage, stages, chunks, head_layers=skeleton.head_layers)
+        kept = (
+            sum(number * len(layers) for number, layers in zip(one.counts, own, strict=True))
+            for one in begun(inputs.accumulation, stage, stages, chunks)
+        )
+        return max(kept) * block
+
+    return sum(map(of_rank, range(local)))
+
+
+def machine_bytes(
+    skeleton: Skeleton, inputs: CostInputs, states: States, local: int, *, hidden: int, on_gpus: bool
+) -> tuple[int, int, int]:
+    """Bytes of a machine with `local` processes: host memory, the offloaded part of it, and disk.
+
+    Host memory is the maximum of what is offloaded and the start of the run on GPUs.
+
+    Args:
+        hidden: width of the hidden states.
+    """
+    offloaded = states.host.total * local
+    if on_gpus:
+        offloaded += checkpoints_on_host(inputs, skeleton, hidden, local)
+    start = loading(skeleton, inputs, states, local).host if on_gpus else 0
+    return max(offloaded, start), offloaded, states.disk.total * local

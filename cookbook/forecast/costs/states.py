@@ -1,0 +1,689 @@
+"""Memory of weights, gradients and optimizer state on each process, by the rules of each engine.
+
+Every rule cites the code that it follows; `tests/test_forecast_states.py` compares it with the engines, to the byte.
+
+Bytes of a trained parameter under AdamW and bf16 over D processes, by place (G GPU, H host, N NVMe):
+
+                    weights  masters  gradients        moments  another copy of the weights
+    single, ddp     G 4      -        G 4              G 8      -
+    fsdp, tp        G 4/D    -        G 4/D            G 8/D    -
+    pp              G 4/D    -        G 4/D            G 8/D    -                 D stages, if they were equal
+    pp_tp           G 4/D    -        G 4/D            G 8/D    -                 stages x shards of matrices
+    pp_fsdp2        G 4/D    -        G 4/D            G 8/D    -                 stages x shards
+    fsdp2_ep        G 4/D    -        G 4/D            G 8/D    -                 of experts and of the rest
+    fsdp2_offload   H 4/D    -        H 4/D            H 8/D    -
+    zero1           G 2      G 4/D    G 2              G 8/D    -
+    zero2           G 2      G 4/D    G 2/D            G 8/D    -
+    zero2_offload   G 2      H 4/D    H 4/D + 2/D      H 8/D    H 2/D, on its way back after the update
+    zero3           G 2/D    G 4/D    G 2/D            G 8/D    G 2/hpZ, where the JSON asks for it
+    zero3_offload   H 2/D    H 4/D    H 4/D + 2/D      H 8/D    H 2/hpZ, the same
+    zero3_nvme      N 2/D    N 4/D    N 4/D, H 2/D     N 8/D    -
+
+What a GPU holds during a step of two micro-batches (# allocated, . not):
+
+                       forward  backward  forward  backward  update   where
+    weights, moments   #######  ########  #######  ########  ######   gpu
+    gradients          .......  ..######  #######  ########  ######   gradients_at_first, gradients_between, gpu
+    gathered weights   .#.#.#.  #.#.#.#.  .#.#.#.  #.#.#.#.  ......   units; of ZeRO-3 gathered_weights and sent
+      where they stay  .######  ########  .######  ########  ......   units that stay (fsdp2_grad_op)
+    buckets            .......  ########  .......  ########  ......   gradient_buckets, reduction
+    float32 gradients  .......  ........  .......  ........  ..##..   update
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cookbook.config.recipe import Recipe
+from cookbook.config.strategy import Strategy
+from cookbook.forecast.costs.inputs import CostInputs, Skeleton, Weight, stage_of
+
+FLOAT32 = 4
+MIN_SWAP = 2**20
+"""DeepSpeed keeps smaller tensors in memory (runtime/swap_tensor/utils.py, MIN_AIO_BYTES)."""
+SWAP_ALIGNMENT = 1024
+"""DeepSpeed pads files and buffers to multiples of this many bytes per thread (AIO_ALIGNED_BYTES)."""
+ALIGNMENT_FSDP1 = 16
+"""Bytes to which FSDP1 aligns a parameter in the flat one (torch/distributed/fsdp/_flat_param.py,
+_get_aligned_numel)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidentBytes:
+    """Memory of one process in one place, between the last backward of a step and its update."""
+
+    weights: int = 0
+    """Weights that the forward reads, frozen ones included: whole or sharded, plus permanently gathered ones."""
+    masters: int = 0
+    """Separate float32 copies that the optimizer updates."""
+    gradients: int = 0
+    moments: int = 0
+    """Optimizer state."""
+    buffers: int = 0
+    """Permanent buffers of the engine, and buffers of the model."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.masters + self.gradients + self.moments + self.buffers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """An FSDP unit: weights that are gathered, and whose gradients are reduced, together. Sizes are in bytes."""
+
+    layer: int | None
+    """Its decoder layer."""
+    parts: tuple[str, ...]
+    """See `Weight.part`."""
+    weights: int
+    """The gathered weights."""
+    gradients: int
+    """The whole gradients in the buffer to reduce."""
+    gradients_made: int
+    """The gradients as produced by the backward, before they are copied to that buffer."""
+    gradients_left: int
+    """This process's shard of the reduced gradients."""
+    sent: int
+    """This process's shard of the weights that a gather casts, or fetches from the host, before it sends them."""
+    stays: bool
+    """Whether it stays gathered until its gradients are reduced; else it is freed after the forward."""
+    is_experts: bool = False
+    """Whether it holds the experts of a layer, inside the unit of the rest of it (expert parallel)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class States:
+    """The permanent state of one process, and the additional memory of forward and backward."""
+
+    gpu: ResidentBytes
+    host: ResidentBytes = field(default_factory=ResidentBytes)
+    """Pinned host memory."""
+    disk: ResidentBytes = field(default_factory=ResidentBytes)
+    """NVMe."""
+    gradients_at_first: int
+    """Gradients on the GPU during the first micro-batch of a step."""
+    gradients_between: int
+    """Gradients on the GPU between micro-batches; differs from the end of the step for ZeRO-1 only."""
+    units: tuple[Unit, ...] = ()
+    """FSDP units, in the order of the forward."""
+    is_flat: bool = False
+    """Whether the weights of a unit are views of the gathered tensor (FSDP1) instead of copies (FSDP2)."""
+    gathered_weights: int = 0
+    """Maximum of temporarily gathered weights on the GPU."""
+    sent: int = 0
+    """The gather's output buffer, which lives until all weights in it have been used (ZeRO-3)."""
+    is_sent_again: bool = False
+    """Whether the backward gathers again, because not all weights can stay until then."""
+    buffers_late: int = 0
+    """Part of `gpu.buffers` that a step has only from the end of its first micro-batch on."""
+    gradient_buckets: int = 0
+    """Gradient buckets on the GPU, allocated from the first gradient of a backward to its end."""
+    bucket: int = 0
+    """Gradients that are reduced at once (ZeRO)."""
+    whole_gradients: int = 0
+    """Unsharded gradients of the whole model."""
+    reduction: int = 0
+    """Temporary memory of a reduction, beyond the buckets."""
+    gradients_before: int = 0
+    """Gradients of earlier micro-batches, at the last reduction of a backward."""
+    gradients_added: int = 0
+    """Temporary result of that reduction, which is added to them."""
+    update: int = 0
+    """Temporary memory of the update and of what follows it, beyond `gpu`."""
+
+
+def states(skeleton: Skeleton, inputs: CostInputs, rank: int = 0) -> States:
+    """The states of one process after the first update, when the optimizer has its moments."""
+    match inputs.strategy.kind:
+        case "single" | "ddp" | "tp" | "pp" | "fsdp2":
+            return _part(skeleton, inputs, rank)
+        case "fsdp1":
+            return _fsdp1(skeleton, inputs, rank)
+        case "zero":
+            return (_zero3 if inputs.strategy.zero_stage == 3 else _zero12)(skeleton, inputs, rank)
+
+
+def _part(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
+    """A stage of layers, of that a shard of each matrix or some of each layer's experts, and of that a shard by FSDP2;
+    each as far as the mesh goes.
+    """
+    mesh = inputs.mesh
+    stage, within = divmod(rank, mesh.stage_size)
+    layers = stage_of(skeleton, stage, mesh.pipeline, mesh.chunks)
+    own = _own_experts(_tensor_shards(layers, mesh.tensor, within % mesh.tensor), mesh.expert)
+    return _whole(own, inputs) if inputs.strategy.fsdp is None else _fsdp2(own, inputs, within // mesh.tensor)
+
+
+def _whole(skeleton: Skeleton, inputs: CostInputs) -> States:
+    """Trained weights are float32 under autocast; frozen ones have the compute dtype."""
+    trained = [weight.num_elements for weight in skeleton.weights if weight.is_trained]
+    gradients = FLOAT32 * sum(trained)
+    # Gradients are views of DDP's buckets (gradient_as_bucket_view), which outlive zero_grad; of one process too.
+    is_wrapped = inputs.strategy.kind == "ddp"
+    return States(
+        gpu=ResidentBytes(
+            weights=resident(skeleton.weights, inputs) + constants(skeleton),
+            gradients=gradients,
+            moments=inputs.optim.state_bytes(_tensors(skeleton, lambda weight: weight.num_elements)),
+            buffers=_buffers(skeleton),
+        ),
+        gradients_at_first=gradients if is_wrapped else 0,
+        gradients_between=gradients,
+        # After the first step DDP rebuilds its buckets while the gradients are still views of the old ones.
+        update=gradients if is_wrapped else _rounded(sum(trained), inputs),
+    )
+
+
+def _rounded(numel: int, inputs: CostInputs) -> int:
+    """Bytes of the rounded gradients that copies of the model exchange at once."""
+    has_copies = inputs.strategy.mesh(inputs.num_processes).replicate > 1
+    return inputs.exchange_bytes * numel if has_copies and inputs.optim.gradient_dtype else 0
+
+
+def _tensor_shards(skeleton: Skeleton, size: int, rank: int) -> Skeleton:
+    """What a rank of a tensor-parallel group has of each weight."""
+
+    def shard(weight: Weight) -> Weight:
+        if size == 1 or weight.shard_dim is None:
+            return weight
+        shape = list(weight.shape)
+        shape[weight.shard_dim] = _chunk(shape[weight.shard_dim], size, rank)
+        return replace(weight, shape=tuple(shape))
+
+    return replace(skeleton, weights=tuple(map(shard, skeleton.weights)))
+
+
+def _own_experts(skeleton: Skeleton, size: int) -> Skeleton:
+    """What a rank of an expert-parallel group has of each weight: an equal number of a layer's experts."""
+
+    def own(weight: Weight) -> Weight:
+        rows, *others = weight.shape
+        return replace(weight, shape=(rows // size, *others)) if weight.is_expert else weight
+
+    return replace(skeleton, weights=tuple(map(own, skeleton.weights)))
+
+
+def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
+    """Parameters and gradients are sharded along dimension 0, and shards padded to equal size
+    (fsdp/_fully_shard/_fsdp_param.py, _init_sharded_param); copies on the host may lack the padding.
+
+    Under expert parallel a layer's experts are a unit inside that of the layer.
+    """
+    mesh, fsdp = inputs.mesh, inputs.strategy.fsdp
+    assert fsdp is not None
+
+    def shards(weight: Weight) -> int:
+        return mesh.num_shards // mesh.expert if weight.is_expert else mesh.num_shards
+
+    def padded(weight: Weight) -> int:
+        rows, *others = _stored(weight, inputs)
+        return math.prod(others) * math.ceil(rows / shards(weight))
+
+    def gathered(weight: Weight) -> int:
+        return shards(weight) * padded(weight)
+
+    def local(weight: Weight) -> int:
+        index = rank // mesh.expert if weight.is_expert else rank
+        rows = _chunk(weight.shape[0], shards(weight), index % shards(weight))
+        return weight.num_elements // weight.shape[0] * rows
+
+    def is_copied(weight: Weight) -> bool:
+        # A shard that needs no cast is gathered as it lies (_fsdp_collectives.py, _get_param_all_gather_inputs).
+        return fsdp.fsdp_offload_params or _bytes_per_number(weight, inputs) != low
+
+    low = inputs.low_bytes
+    gradients = FLOAT32 * sum(padded(weight) for weight in skeleton.weights if weight.is_trained)
+    weights = sum(_bytes_per_number(weight, inputs) * padded(weight) for weight in skeleton.weights)
+    state = ResidentBytes(
+        weights=weights, gradients=gradients, moments=inputs.optim.state_bytes(_tensors(skeleton, local))
+    )
+    units = tuple(
+        Unit(
+            layer=layer,
+            parts=parts,
+            weights=low * sum(map(gathered, found)),
+            gradients=inputs.exchange_bytes * sum(gathered(weight) for weight in found if weight.is_trained),
+            gradients_made=low * sum(weight.num_elements for weight in found if weight.is_trained),
+            gradients_left=FLOAT32 * sum(padded(weight) for weight in found if weight.is_trained),
+            sent=low * sum(padded(weight) for weight in found if is_copied(weight)),
+            stays=stays or (not is_experts and not fsdp.fsdp_reshard_after_forward),
+            is_experts=is_experts,
+        )
+        for layer, parts, stays, is_experts, found in _units_fsdp2(skeleton, has_experts=mesh.expert > 1)
+    )
+    buffers = ResidentBytes(weights=constants(skeleton), buffers=_buffers(skeleton))
+    if fsdp.fsdp_offload_params:
+        return States(gpu=buffers, host=state, gradients_at_first=0, gradients_between=0, units=units)
+    return States(
+        gpu=replace(state, weights=weights + buffers.weights, buffers=buffers.buffers),
+        gradients_at_first=0,
+        gradients_between=gradients,
+        units=units,
+    )
+
+
+def _units_fsdp2(
+    skeleton: Skeleton, *, has_experts: bool
+) -> Iterator[tuple[int | None, tuple[str, ...], bool, bool, list[Weight]]]:
+    """Layer, parts, `Unit.stays`, `Unit.is_experts` and weights of each unit (accelerate 1.15, fsdp2_prepare_model;
+    transformers 5.23, distributed/fsdp.py).
+
+    Args:
+        has_experts: whether experts are units of their own, which are always freed after the forward.
+    """
+    of_part = {part: [w for w in skeleton.weights if w.part == part] for part in ("embedding", "norm", "head", "rest")}
+    # Of a pipeline's stages the last has a tied embedding as its head, and the others have no tail.
+    is_one = skeleton.is_tied and bool(of_part["embedding"])
+    tail = ("embedding", "norm", "head") if is_one else ("norm", "head")
+    if not is_one:
+        yield None, ("embedding",), False, False, of_part["embedding"]
+    if of_part["rest"]:
+        yield None, ("rest",), True, False, of_part["rest"]
+    for layer in range(skeleton.num_layers):
+        inside = [weight for weight in skeleton.weights if weight.layer == layer]
+        experts = [weight for weight in inside if has_experts and weight.is_expert]
+        yield layer, ("layer",), False, False, [weight for weight in inside if weight not in experts]
+        if experts:
+            yield layer, ("layer",), False, True, experts
+    yield None, tail, True, False, [weight for part in tail for weight in of_part[part]]
+
+
+def _fsdp1(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
+    """Each layer is one flat float32 parameter, the rest another; each process has an equal shard.
+
+    Weights are aligned to 16 bytes of the compute dtype, and the length is a multiple of the processes
+    (_flat_param.py, _init_flat_param_and_metadata). If any weight of a unit is trained, the whole flat parameter has a
+    gradient.
+    """
+    strategy, num_processes = inputs.strategy, inputs.num_processes
+    assert strategy.fsdp is not None
+    low = inputs.low_bytes
+    weights, gradients, local, units = 0, 0, [], []
+    for layer in (None, *range(skeleton.num_layers)):
+        found = [weight for weight in skeleton.weights if weight.layer == layer]
+        starts, length = _flat_fsdp1(found, ALIGNMENT_FSDP1 // low, num_processes)
+        share = length // num_processes
+        is_trained = any(weight.is_trained for weight in found)
+        weights += FLOAT32 * share
+        gradients += FLOAT32 * share * is_trained
+        local += [
+            (_overlap(start, weight.num_elements, rank * share, share), weight)
+            for start, weight in zip(starts, found, strict=True)
+        ]
+        stays = layer is None or strategy.fsdp.fsdp_sharding_strategy != "FULL_SHARD"
+        parts = tuple(dict.fromkeys(weight.part for weight in found))
+        units.append(
+            Unit(
+                layer=layer,
+                parts=parts,
+                weights=low * length,
+                gradients=inputs.exchange_bytes * length * is_trained,
+                gradients_made=low * length * is_trained,
+                gradients_left=FLOAT32 * share * is_trained,
+                sent=low * share * (low != FLOAT32),
+                stays=stays,
+            )
+        )
+    tensors = [(numel, weight.is_orthogonal) for numel, weight in local if weight.is_trained and numel]
+    # One process shards nothing, and copies weights only to cast them.
+    is_copied = num_processes > 1 or low != FLOAT32
+    return States(
+        gpu=ResidentBytes(
+            weights=weights,
+            gradients=gradients,
+            moments=inputs.optim.state_bytes(tensors),
+            buffers=_buffers(skeleton),
+        ),
+        gradients_at_first=0,
+        gradients_between=gradients,
+        units=tuple(units) if is_copied else (),
+        is_flat=True,
+    )
+
+
+def _flat_fsdp1(weights: list[Weight], alignment: int, num_processes: int) -> tuple[list[int], int]:
+    """The offset of each weight in the flat parameter, and its length, in elements."""
+    starts, length = [], 0
+    for weight in weights:
+        length = _round_up(length, alignment)
+        starts.append(length)
+        length += weight.num_elements
+    return starts, _round_up(length, num_processes)
+
+
+def _param_groups(skeleton: Skeleton) -> list[list[Weight]]:
+    """Trained weights by optimizer group: matrices, then the rest (see `groups.parameter_groups`)."""
+    trained = [weight for weight in skeleton.weights if weight.is_trained]
+    groups = ([weight for weight in trained if (len(weight.shape) >= 2) == is_matrix] for is_matrix in (True, False))
+    return [group for group in groups if group]
+
+
+def _zero12(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
+    """The trained weights of a group are one flat tensor, replicated and padded to a multiple of twice the processes;
+    masters and moments are sharded equally (stage_1_and_2.py, __init__).
+
+    A process keeps the whole gradient of each weight that its shard touches (get_flat_partition), in the weights'
+    dtype.
+    """
+    strategy, num_processes = inputs.strategy, inputs.num_processes
+    zero = strategy.zero
+    low = inputs.low_bytes
+    groups = [[weight.num_elements for weight in group] for group in _param_groups(skeleton)]
+    flats = [_round_up(sum(sizes), 2 * num_processes) for sizes in groups]
+    parts = [flat // num_processes for flat in flats]
+    touched, padding = 0, 0
+    for sizes, part in zip(groups, parts, strict=True):
+        start, own = 0, rank * part
+        for size in sizes:
+            touched += size if _overlap(start, size, own, part) else 0
+            start += size
+        padding += part - max(0, min(start - own, part))
+    trained = sum(map(sum, groups))
+    largest = max(map(max, groups))
+    frozen = [weight for weight in skeleton.weights if not weight.is_trained]
+    masters = FLOAT32 * sum(parts)
+    moments = inputs.optim.state_bytes([(part, False) for part in parts])
+    weights = low * sum(flats) + resident(frozen, inputs) + constants(skeleton)
+    buffers = _buffers(skeleton)
+    num_buckets = 2 if zero.get("overlap_comm") else 1
+    bucket = low * zero.get("reduce_bucket_size", 5 * 10**8)
+    # A full bucket, or the rest at the end, is concatenated before it is sent, and then cast (allreduce_bucket).
+    is_cast = inputs.exchange != inputs.mixed_precision
+    passing = {
+        "gradient_buckets": num_buckets * bucket,
+        "bucket": bucket,
+        "whole_gradients": low * trained,
+        "reduction": (low + inputs.exchange_bytes * is_cast) * min(bucket // low, trained),
+    }
+    if strategy.offload_optimizer == "cpu":
+        # Between micro-batches each gradient that the shard touches is kept whole, and added in float32 at the end.
+        waiting = low * touched if inputs.accumulation > 1 else 0
+        return States(
+            gpu=ResidentBytes(weights=weights, buffers=buffers + low * largest),
+            host=ResidentBytes(
+                masters=masters,
+                gradients=masters + waiting,
+                moments=moments,
+                buffers=low * sum(parts) + low * largest,
+            ),
+            gradients_at_first=0,
+            gradients_between=0,
+            **passing,
+        )
+    gradients, between = low * (touched + padding), low * (touched if strategy.zero_stage == 2 else trained)
+    added = low * touched
+    if gradient_bytes(inputs) > low:  # float32 gradients accumulate in this process's shard only (stage_1_and_2.py)
+        gradients = between = added = FLOAT32 * sum(parts)
+    return States(
+        gpu=ResidentBytes(weights=weights, masters=masters, gradients=gradients, moments=moments, buffers=buffers),
+        gradients_at_first=0,
+        gradients_between=between,
+        # ZeRO-1's gradients move into the bucket, including those of earlier micro-batches.
+        gradients_before=added if strategy.zero_stage == 2 else 0,
+        gradients_added=added,
+        update=_flat_gradients(max(parts), gradient_bytes(inputs)),
+        **passing,
+    )
+
+
+def _flat_gradients(numel: int, num_bytes: int) -> int:
+    """Bytes while DeepSpeed concatenates the gradients of a group and then casts them to float32 (stage_1_and_2.py,
+    step; stage3.py, _prepare_fp32_grad_for_sub_group)."""
+    return numel * (num_bytes if num_bytes == FLOAT32 else num_bytes + FLOAT32)
+
+
+def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
+    """Each process has an equal, padded shard of every parameter (partition_parameters.py, _padding_size). Masters are
+    always separate (stage3.py, _create_fp32_partitions, compares a device with its name). Small parameters stay
+    gathered in addition to their shards.
+    """
+    strategy, num_processes = inputs.strategy, inputs.num_processes
+    zero = strategy.zero
+    low = inputs.low_bytes
+
+    def numel(weight: Weight) -> int:
+        return math.prod(_stored(weight, inputs))
+
+    def part(weight: Weight) -> int:
+        return math.ceil(numel(weight) / num_processes)
+
+    def size(weight: Weight) -> int:
+        # An adapter's weights are created in float32 and stay so if the model was sharded while it was loaded; a
+        # 4-bit model is sharded later, and they are cast.
+        is_adapter = inputs.adapter is not None and not inputs.adapter.is_quantized
+        return FLOAT32 if weight.is_trained and is_adapter else low
+
+    threshold = zero.get("stage3_param_persistence_threshold", 10**5)
+    persistent = [weight for weight in skeleton.weights if numel(weight) <= threshold]
+    others = [weight for weight in skeleton.weights if numel(weight) > threshold]
+    # One process uses its shards in place, unless they are on the host.
+    is_gathered = num_processes > 1 or strategy.offload_param is not None
+    gathered = sum(size(weight) * part(weight) * num_processes for weight in persistent) * is_gathered
+    gathered += constants(skeleton)
+    parts = sum(size(weight) * part(weight) for weight in skeleton.weights)
+    # hpZ: a forward keeps a second copy of the gathered weights, sharded over a smaller group, for all gathers until
+    # the update. Frozen weights have it from the start; small trained parameters have none.
+    group = inputs.secondary_group_size
+    left = [weight for weight in skeleton.weights if not weight.is_trained or numel(weight) > threshold]
+    copies = [(weight, size(weight) * (part(weight) * num_processes // group)) for weight in left if group > 1]
+    second = sum(num_bytes for _, num_bytes in copies)
+    subgroups = list(_subgroups(skeleton, part, zero.get("sub_group_size", 10**9)))
+    subgroup_parts = [[part(weight) for weight in subgroup] for subgroup in subgroups]
+    trained = sum(map(sum, subgroup_parts))
+    gradients = gradient_bytes(inputs) * trained
+    bucket = low * zero.get("reduce_bucket_size", 5 * 10**8)
+    live = max(zero.get("stage3_max_live_parameters", 10**9), zero.get("stage3_max_reuse_distance", 10**9))
+    released = [numel(weight) for weight in others] if is_gathered else []
+    # A prefetch gathers into one buffer. The first use copies the weights out of it; the others keep it alive
+    # (partition_parameters.py, AllGatherCoalescedHandle.wait). Nothing is prefetched from NVMe
+    # (partitioned_param_coordinator.py, _fetch_sub_module_impl).
+    whole = low * sum(weight.num_elements for weight in skeleton.weights if weight.is_trained)
+    is_cast = inputs.exchange != inputs.mixed_precision
+    ahead = zero.get("stage3_prefetch_bucket_size", 5 * 10**7)
+    transient: dict[str, Any] = {
+        "gathered_weights": low * min(sum(released), live + max(released, default=0)),
+        "sent": 0 if strategy.offload_param == "nvme" else low * min(sum(released), ahead + max(released, default=0)),
+        "is_sent_again": sum(released) > live,
+        # The second copy is made as weights are released: in the backward, if all can stay until then.
+        "buffers_late": sum(num_bytes for weight, num_bytes in copies if weight.is_trained)
+        * (sum(released) <= live and strategy.offload_param is None),
+        "bucket": bucket,
+        "gradients_before": 0 if strategy.offload_optimizer else gradients,
+        "whole_gradients": whole,
+        # The gradients in the bucket are cast, and concatenated (coalesced_collectives.py, reduce_scatter_coalesced).
+        "reduction": min(bucket, whole) // low * inputs.exchange_bytes * (1 + is_cast),
+    }
+    gpu = ResidentBytes(
+        weights=gathered, buffers=bucket + _buffers(skeleton) + second * (strategy.offload_param is None)
+    )
+    state = ResidentBytes(
+        masters=FLOAT32 * trained,
+        gradients=gradients,
+        moments=inputs.optim.state_bytes([(sum(found), False) for found in subgroup_parts]),
+    )
+    if strategy.offload_optimizer is None:
+        gpu = replace(state, weights=gathered + parts, buffers=gpu.buffers)
+        update = _flat_gradients(max(map(sum, subgroup_parts)), gradient_bytes(inputs))
+        return States(gpu=gpu, gradients_at_first=gradients, gradients_between=gradients, update=update, **transient)
+    transient |= {"gradients_at_first": 0, "gradients_between": 0}
+    # In addition to the accumulation buffer, each float32 shard has its own gradient.
+    host, disk = replace(state, gradients=gradients + FLOAT32 * trained), ResidentBytes()
+    if strategy.offload_optimizer == "nvme":
+        filled = [[min(part(w), max(0, numel(w) - rank * part(w))) for w in subgroup] for subgroup in subgroups]
+        host, disk = _optimizer_on_disk(inputs, subgroup_parts, filled)
+        host = replace(host, gradients=host.gradients + gradients)
+    if strategy.offload_param is None:
+        gpu = replace(gpu, weights=gathered + parts)
+    elif strategy.offload_param == "cpu":
+        host = replace(host, weights=parts, buffers=host.buffers + second)
+    else:
+        kept, buffers, swapped = _weights_on_disk(skeleton, inputs, subgroups, part, size)
+        host, disk = replace(host, weights=kept, buffers=host.buffers + buffers), replace(disk, weights=swapped)
+    return States(gpu=gpu, host=host, disk=disk, **transient)
+
+
+def _weights_on_disk(
+    skeleton: Skeleton,
+    inputs: CostInputs,
+    subgroups: list[list[Weight]],
+    part: Callable[[Weight], int],
+    size: Callable[[Weight], int],
+) -> tuple[int, int, int]:
+    """Bytes of weights too small to be swapped, of buffers on the host, and of weights on the disk.
+
+    The buffers are the swapper's; one for the new weights of a sub-group, sized as if unsharded; and placeholders: one
+    element per group, and one of 2 bytes (partitioned_param_swapper.py, reserve_partitioned_swap_space).
+
+    Args:
+        part: elements of a process's shard.
+        size: bytes of an element.
+    """
+    low, block = inputs.low_bytes, inputs.strategy.zero["offload_param"]
+    alignment, limit = _thread_alignment(inputs.strategy) // low, _swap_limit(inputs.strategy)
+    kept = sum(size(weight) * part(weight) for weight in skeleton.weights if low * part(weight) < limit)
+    swapped = [part(weight) for weight in skeleton.weights if low * part(weight) >= limit]
+    buffer = block.get("buffer_count", 5) * _round_up(block.get("buffer_size", 10**8), alignment)
+    largest = max(subgroups, key=lambda subgroup: sum(map(part, subgroup)))
+    reserved = sum(_round_up(math.prod(_stored(weight, inputs)), alignment) for weight in largest)
+    placeholders = sum(size(group[0]) for group in _param_groups(skeleton)) + 2
+    on_disk = low * sum(_round_up(numel, alignment) for numel in swapped)
+    return kept, low * (buffer + reserved) + placeholders, on_disk
+
+
+def _optimizer_on_disk(
+    inputs: CostInputs, subgroups: list[list[int]], filled: list[list[int]]
+) -> tuple[ResidentBytes, ResidentBytes]:
+    """Host and disk memory of swapped optimizer state. A sub-group is swapped as a whole; of each of its gradients, the
+    part that fills whole blocks. The remainder is a view that keeps the whole gradient in memory, or the float32
+    accumulation buffer (runtime/swap_tensor/optimizer_utils.py, _adjust_for_misaligned_lengths).
+
+    Args:
+        subgroups: elements of the shards of each sub-group's weights.
+        filled: the same without padding, which gradients do not have.
+    """
+    strategy = inputs.strategy
+    optim, is_copied = inputs.optim, inputs.low_bytes < FLOAT32
+    per_block, limit = _thread_alignment(strategy) // FLOAT32, _swap_limit(strategy)
+    # The count of updates stays in memory.
+    num_moments, count = len(optim.state(is_matrix=False)), optim.state_bytes([(0, False)])
+    host, disk = ResidentBytes(), ResidentBytes()
+    for subgroup, gradients in zip(subgroups, filled, strict=True):
+        numel = sum(subgroup)
+        if FLOAT32 * numel < limit:
+            host = replace(
+                host,
+                masters=host.masters + FLOAT32 * numel,
+                gradients=host.gradients + FLOAT32 * numel,
+                moments=host.moments + optim.state_bytes([(numel, False)]),
+            )
+            continue
+        swapped = [part for part in gradients if FLOAT32 * part >= limit]
+        kept = [part for part in gradients if FLOAT32 * part < limit or part % per_block]
+        file = FLOAT32 * _round_up(numel, per_block)
+        host = replace(host, gradients=host.gradients + FLOAT32 * sum(kept) * is_copied, moments=host.moments + count)
+        disk = replace(
+            disk,
+            masters=disk.masters + file,
+            gradients=disk.gradients + FLOAT32 * sum(part // per_block * per_block for part in swapped),
+            moments=disk.moments + num_moments * file,
+        )
+    largest = _round_up(max(sum(subgroup) for subgroup in subgroups), per_block)
+    num_buffers = strategy.zero["offload_optimizer"].get("buffer_count", 4)
+    return replace(host, buffers=FLOAT32 * num_buffers * largest), disk
+
+
+def _subgroups(skeleton: Skeleton, part: Callable[[Weight], int], limit: int) -> Iterator[list[Weight]]:
+    """Trained weights in groups that are updated together, each until its shards reach `limit` elements (stage3.py,
+    _create_fp16_sub_groups).
+    """
+    for group in _param_groups(skeleton):
+        found: list[Weight] = []
+        numel = 0
+        for weight in group:
+            found.append(weight)
+            numel += part(weight)
+            if numel >= limit:
+                yield found
+                found, numel = [], 0
+        if found:
+            yield found
+
+
+def _thread_alignment(strategy: Strategy) -> int:
+    """Bytes to which swapped tensors are padded."""
+    return SWAP_ALIGNMENT * strategy.aio.get("intra_op_parallelism", 1)
+
+
+def _swap_limit(strategy: Strategy) -> int:
+    return max(MIN_SWAP, strategy.aio.get("block_size", MIN_SWAP))
+
+
+def checkpoint_bytes(skeleton: Skeleton, recipe: Recipe) -> int:
+    """Bytes of trained weights and their moments, both saved in float32."""
+    total = 0
+    for weight in skeleton.weights:
+        if weight.is_trained:
+            total += weight.num_elements * 4 * (1 + len(recipe.optim.state(is_matrix=weight.is_orthogonal)))
+    return total
+
+
+def gradient_bytes(inputs: CostInputs) -> int:
+    """Bytes of an accumulated gradient element: float32, or under ZeRO as set in the JSON."""
+    if inputs.strategy.kind != "zero":
+        return FLOAT32
+    asked = (inputs.strategy.deepspeed or {}).get("data_types") or {}
+    return FLOAT32 if asked.get("grad_accum_dtype") == "fp32" else inputs.low_bytes
+
+
+def resident(weights: Iterable[Weight], inputs: CostInputs) -> int:
+    """Bytes of unsharded weights."""
+    return sum(_bytes_per_number(weight, inputs) * math.prod(_stored(weight, inputs)) for weight in weights)
+
+
+def _tensors(skeleton: Skeleton, numel: Callable[[Weight], int]) -> list[tuple[int, bool]]:
+    return [(numel(weight), weight.is_orthogonal) for weight in skeleton.weights if weight.is_trained]
+
+
+def _bytes_per_number(weight: Weight, inputs: CostInputs) -> int:
+    """Bytes of a stored element of a weight, except under ZeRO."""
+    return FLOAT32 if weight.is_trained else inputs.low_bytes
+
+
+def _stored(weight: Weight, inputs: CostInputs) -> tuple[int, ...]:
+    """The shape of a weight in memory: 4-bit weights are packed two per byte, and the bytes stored as one column of the
+    compute dtype (see `adapters.quantization_options`).
+    """
+    if not weight.is_quantized:
+        return weight.shape
+    return (weight.num_elements // (2 * inputs.low_bytes), 1)
+
+
+def constants(skeleton: Skeleton) -> int:
+    """Bytes of replicated quantization constants: an 8-bit scale per block of 64 weights, a float32 scale per 256 of
+    those, a float32 offset, and two tables of values (bitsandbytes 0.50, functional.py, quantize_4bit).
+    """
+    total = 0
+    for weight in skeleton.weights:
+        if weight.is_quantized:
+            blocks = math.ceil(weight.num_elements / 64)
+            total += blocks + FLOAT32 * (math.ceil(blocks / 256) + 1 + 16 + 256)
+    return total
+
+
+def _buffers(skeleton: Skeleton) -> int:
+    return FLOAT32 * sum(skeleton.buffers)
+
+
+def _chunk(length: int, num_chunks: int, index: int) -> int:
+    """The size of a chunk of `torch.chunk`; the last ones may be shorter or empty."""
+    size = math.ceil(length / num_chunks)
+    return max(0, min(size, length - index * size))
+
+
+def _overlap(start: int, length: int, other: int, other_length: int) -> int:
+    return max(0, min(start + length, other + other_length) - max(start, other))
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,254 @@
+"""Counts what operations on fake tensors allocate, between marks around the layers and their experts."""
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from cookbook.forecast.activations import CACHE_BYTES, Phase
+
+TIMEOUT_SECONDS = 20.0
+"""A model that runs token by token would take minutes."""
+ALLOCATION_BYTES = 512
+"""CUDA's allocator rounds sizes up to multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
+PRODUCTS = (
+    *("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "addbmm", "gemm_4bit", "_grouped_mm", "_scaled_mm"),
+    *("grouped_mm_fallback", "grouped_mm_fallback_backward"),  # those of transformers
+    *("traced_flash_attention", "traced_flash_attention_backward"),
+)
+"""Operations bound by FLOPs and not by memory."""
+KERNELS = {
+    "dequantize_4bit": 3,  # scales, their offset, the weight
+    "traced_flash_attention_backward": 3,  # one before it and one after (flash-attention, flash_bwd_launch_template.h)
+    **dict.fromkeys(("slice_backward", "select_backward", "nll_loss_backward"), 2),  # zeros, and what is put into them
+}
+"""How many an operation starts if it is not one."""
+FREE = ("device", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "_unsafe_view")
+"""Operations that start no kernel, beside views."""
+AROUND_EXPERTS = {
+    "forward": "experts forward",
+    "experts forward": "rest forward",
+    "backward": "experts again",
+    "experts again": "backward",
+}
+"""The phase that follows where a forward comes to a layer's experts, or leaves them."""
+
+
+class Ledger(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations allocate, until they are freed."""
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.live = self.peak = self.made = self.peak_with_made = 0
+        self.kernels = self.looped = self.moved = self.streamed = 0
+        self.phases: list[Phase] = []
+        self.inputs: list[weakref.ref[Any]] = []
+        """What the layers got."""
+        self.keeps_inputs = False
+        self._deadline = time.monotonic() + TIMEOUT_SECONDS
+        self._open: tuple[str, int | None, int] | None = None
+        self._kept = 0
+        """Bytes of `made` that outlive the experts' backward: gradients of the weights around a layer's experts."""
+        self._counts = True
+        self._known = weakref.WeakSet[Any]()
+        for tensor in known:
+            self._known.add(tensor.untyped_storage())
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for value in tree_iter(result):
+            if isinstance(value, torch.Tensor):
+                self._see(value.untyped_storage())
+        if self._counts and not function.is_view and function._opname not in FREE:
+            self._count(function._opname, (args, kwargs), result)
+        return result
+
+    def _count(self, name: str, given: Any, result: Any) -> None:
+        self.kernels += KERNELS.get(name, 1)
+        if name in PRODUCTS:
+            if name == "traced_flash_attention_backward" and len(result) > 5:
+                self.kernels += 2  # sums over grouped heads
+            if name == "_grouped_mm":  # the one vector has the end of each expert's rows
+                self.looped += next(len(one) - 1 for one in tree_iter(given) if torch.is_tensor(one) and one.ndim == 1)
+            return
+        read, written = (
+            [min(one.nbytes, one.untyped_storage().nbytes()) for one in tree_iter(some) if torch.is_tensor(one)]
+            for some in (given, result)
+        )
+        size = sum(read) + sum(written)
+        if name in ("copy_", "fill_", "zero_"):  # `given` has what these write
+            size = sum(read)
+        elif name in ("embedding", "gather", "index_select"):  # they read some rows of what they are given
+            size = 2 * sum(written)
+        elif name == "nll_loss_forward":  # a number of each row
+            size = sum(read[1:]) + 2 * sum(written)
+        elif name in ("scatter_", "index_put_", "index_put"):  # as much as they put there, with data in place, always
+            size = sum(read[1:]) + read[-1]  # (torch 2.13, csrc/autograd/FunctionsManual.cpp, index_backward)
+        elif name in ("slice_backward", "select_backward"):  # aten/src/ATen/native/TensorShape.cpp
+            size = 2 * sum(read) + sum(written)
+        elif name == "nll_loss_backward" or name.startswith("new_") or name.endswith("_like"):  # they read no values
+            size = sum(written)
+        self.moved += size
+        self.streamed += size if size > CACHE_BYTES else 0
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Does not count tensors that are allocated inside."""
+        self._counts, before = False, self._counts
+        try:
+            yield
+        finally:
+            self._counts = before
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._known or not self._counts:
+            return
+        size = -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
+        self._known.add(storage)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        self.peak_with_made = max(self.peak_with_made, self.live + self.made)
+        weakref.finalize(storage, self._gone, size)
+
+    def _gone(self, size: int) -> None:
+        self.live -= size
+
+    def drop_gradient(self, parameter: torch.Tensor) -> None:
+        """Frees a gradient: strategies count gradients themselves, the trace only the memory to compute them."""
+        assert parameter.grad is not None
+        self.made += -(-parameter.grad.untyped_storage().nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
+        parameter.grad = None
+
+    def forget(self) -> None:
+        """Discards all phases, to trace again."""
+        self.phases.clear()
+        self.inputs.clear()
+        self._open = None
+        self._deadline = time.monotonic() + TIMEOUT_SECONDS
+
+    def begin(self, name: str, layer: int | None = None) -> None:
+        """Ends the current phase and begins another."""
+        if time.monotonic() > self._deadline:
+            raise TimeoutError(f"not traced within {TIMEOUT_SECONDS:.0f} seconds")
+        if self._open is not None:
+            before, of_layer, held = self._open
+            making = self.peak_with_made - self.peak
+            counted = {name: getattr(self, name) for name in ("kernels", "looped", "moved", "streamed")}
+            self.phases.append(Phase(name=before, layer=of_layer, held=held, peak=self.peak, making=making, **counted))
+        self._kept = {"experts backward": self.made, "rest backward": self._kept}.get(name, 0)
+        self.made, self._open = self._kept, (name, layer, self.live + self._kept)
+        self.peak, self.peak_with_made = self.live, self.live + self.made
+        self.kernels = self.looped = self.moved = self.streamed = 0
+
+    def pass_experts(self, layer: int) -> None:
+        """A forward comes to the end or the beginning of a layer's experts. A forward that checkpointing repeats in
+        their backward divides nothing: they are gathered by then.
+        """
+        if self._open is not None and (following := AROUND_EXPERTS.get(self._open[0])):
+            self.begin(following, layer)
+
+
+class Mark(torch.autograd.Function):
+    """Identity that begins a phase when its forward or backward runs."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, begin: Any, forward: tuple, backward: tuple) -> torch.Tensor:
+        ctx.begin, ctx.backward_of = begin, backward
+        begin(*forward)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        ctx.begin(*ctx.backward_of)
+        return gradients[0], None, None, None
+
+
+class MarkAll(torch.autograd.Function):
+    """Identity of several tensors: begins a phase when its forward runs, and another when all of their gradients are
+    there.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, begin: Callable[[], None], begin_backward: Callable[[], None], *tensors: torch.Tensor) -> Any:
+        ctx.begin_backward = begin_backward
+        begin()
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.begin_backward()
+        return None, None, *gradients
+
+
+def experts_of(module: torch.nn.Module) -> list[Any]:
+    """Its modules of experts (transformers 5.23, integrations/moe.py, use_experts_implementation)."""
+    return [one for one in module.modules() if hasattr(one, "_is_expert_parallel")]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The casts of FSDP2's units."""
+
+    takes: torch.dtype
+    returns: torch.dtype | None
+    """None: what it computed."""
+
+    def taken(self, values: Any) -> Any:
+        return _cast(values, self.takes)
+
+    def returned(self, values: Any) -> Any:
+        return values if self.returns is None else _cast(values, self.returns)
+
+
+class MarkedLayer(torch.nn.Module):
+    """A decoder layer between two marks."""
+
+    def __init__(self, layer: torch.nn.Module, number: int, ledger: Ledger, is_last: bool, unit: Unit | None) -> None:
+        super().__init__()
+        self.layer, self._number, self._ledger, self._is_last = layer, number, ledger, is_last
+        self._unit = unit
+        for experts in experts_of(layer):
+            if experts._is_expert_parallel:
+                experts.forward = partial(self._experts, experts.forward)
+
+    def _experts(self, compute: Callable[..., torch.Tensor], hidden: Any, chosen: Any, weights: Any) -> torch.Tensor:
+        """The forward of the layer's experts, which are a unit of their own, between two marks."""
+        if self._unit is not None:
+            hidden, weights = self._unit.taken((hidden, weights))
+        i, ledger = self._number, self._ledger
+        begin = partial(ledger.pass_experts, i)
+        hidden, weights = MarkAll.apply(begin, partial(ledger.begin, "rest backward", i), hidden, weights)
+        result = compute(hidden, chosen, weights)
+        (result,) = MarkAll.apply(begin, partial(ledger.begin, "experts backward", i), result)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        i, begin = self._number, self._ledger.begin
+        if self._unit is not None:  # outside the marks: a unit is gathered and reduced between its casts
+            hidden, args, kwargs = self._unit.taken((hidden, args, kwargs))
+        self._ledger.inputs.append(weakref.ref(hidden.untyped_storage()))
+        hidden = Mark.apply(hidden, begin, ("forward", i), ("backward", i - 1) if i else ("end",))
+        result = self.layer(hidden, *args, **kwargs)
+        if self._is_last:
+            hidden, *rest = result if isinstance(result, tuple) else (result,)
+            hidden = Mark.apply(hidden, begin, ("head",), ("backward", i))
+            result = (hidden, *rest) if isinstance(result, tuple) else hidden
+        return result if self._unit is None else self._unit.returned(result)
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    """Casts nested floating-point tensors (torch/distributed/fsdp/_fully_shard/_fsdp_common.py, _cast_fp_tensor)."""
+    return tree_map_only(torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, values)

@@ -1,0 +1,223 @@
+"""Peak GPU memory of one process: the states of its strategy plus the activations of a micro-batch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from cookbook.forecast import units
+from cookbook.forecast.activations import ActivationTrace, Phase
+from cookbook.forecast.costs.inputs import Skeleton
+from cookbook.forecast.costs.states import States
+from cookbook.system.hardware import GIB
+
+CONTEXT = round(0.9 * GIB)
+"""CUDA's own memory in a process, outside torch's allocator: 0.47 to 0.92 GiB by GPU and driver (ml-engineering,
+debug/pytorch.md, read 2026-08)."""
+
+RESERVED_WHOLE = (1.01, 1.09)
+"""Reserved over allocated memory where weights are not sharded: nanotron's published runs, 60,780 to 60,096 MiB
+and 14,332 to 13,153. On an H100 up to the size of the tensors of head and loss was added to it (docs/on_gpu.md)."""
+RESERVED_SHARDED = (1.07, 1.24)
+"""The same where weights are gathered and freed: nanotron 9,170 to 8,570 MiB, answer.ai's FSDP with LoRA 10.24 to 8.28
+GiB and 10.22 to 9.16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on the GPU of the process that needs most, at the moment of its peak."""
+
+    moment: str
+    parameters: int
+    gradients: int = 0
+    optimizer: int = 0
+    gathered: int = 0
+    """Temporarily gathered weights, gradient buckets, buffers of the engine, cuBLAS's workspaces."""
+    activations: int = 0
+    """Activations, copies of weights in low precision, and temporaries."""
+    logits: int = 0
+    """Head and loss: logits, their log-probabilities or gradient, and the gradient of the head's weight."""
+    is_sharded: bool
+    head: int = 0
+    """The most that `logits` is at any moment."""
+    outside: tuple[int, int] = (CONTEXT, CONTEXT)
+    """Memory outside torch's allocator, least and most; see outside.py for several processes."""
+    stages: tuple["Stage", ...] = ()
+    """Those of a pipeline, if this is the one of them that allocates most."""
+
+    @property
+    def allocated(self) -> int:
+        """What torch.cuda.max_memory_allocated reports."""
+        return self.parameters + self.gradients + self.optimizer + self.gathered + self.activations + self.logits
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """What adds up to `allocated`, by its name for people."""
+        return {
+            "weights": self.parameters,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "gathered and buffers": self.gathered,
+            "activations": self.activations,
+            "logits": self.logits,
+        }
+
+    @property
+    def reserved(self) -> tuple[int, int]:
+        """What torch.cuda.max_memory_reserved reports, least and most by published and own runs."""
+        if self.stages:
+            of_each = [stage.memory.reserved for stage in self.stages]
+            return max(low for low, _ in of_each), max(high for _, high in of_each)
+        low, high = RESERVED_SHARDED if self.is_sharded else RESERVED_WHOLE
+        # The loss is computed in chunks whose sizes differ between micro-batches, which fragments memory.
+        holes = 0 if self.is_sharded else self.head
+        return round(self.allocated * low), round(self.allocated * high) + holes
+
+    @property
+    def needed(self) -> tuple[int, int]:
+        """Memory of the GPU: reserved plus outside, least and most."""
+        low, high = self.reserved
+        return low + self.outside[0], high + self.outside[1]
+
+    def compared(self, allocated_gib: float, reserved_gib: float) -> str:
+        """A line that compares the measured peaks of a run with this forecast; reserved 0 means unknown."""
+        low, high = (size / GIB for size in self.reserved)
+        difference = allocated_gib * GIB / self.allocated - 1
+        reserved = f"; {reserved_gib:.2f} GiB reserved, forecast {low:.1f} to {high:.1f}" if reserved_gib else ""
+        return (
+            f"peak GPU memory: {allocated_gib:.2f} GiB allocated, {difference:+.1%} against the forecast of"
+            f" {self.allocated / GIB:.2f}{reserved}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A stage of a pipeline."""
+
+    holds: list[str]
+    """Its part of the model, for people."""
+    in_flight: int
+    """See `costs.inputs.in_flight`."""
+    memory: Memory
+    """A process's. Layers are counted from the stage's first."""
+
+
+def peak(
+    skeleton: Skeleton, states: States, work: ActivationTrace, *, accumulates: bool, is_sharded: bool, loading: int = 0
+) -> Memory:
+    """The memory at the largest moment of a step, once the optimizer has its states, or of the start.
+
+    Args:
+        work: one micro-batch.
+        accumulates: whether a step has several, so that gradients of earlier ones exist during a forward.
+        loading: bytes that the start takes, before weights are sharded.
+    """
+    gpu = states.gpu
+    at = partial(Memory, parameters=gpu.weights, optimizer=gpu.masters + gpu.moments, is_sharded=is_sharded)
+    if states.units:
+        moments = [_of_units(at, states, one, accumulates) for one in units.moments(states, work.phases)]
+    else:
+        done = _done_fractions(skeleton)
+        moments = [_at_phase(at, states, phase, *done(phase), accumulates) for phase in work.phases]
+        gathered = states.gathered_weights + states.gradient_buckets + max(states.reduction, states.gradients_added)
+        moments.append(
+            at(
+                moment="the last reduction of gradients",
+                gradients=states.gradients_before if accumulates else states.gradients_at_first,
+                gathered=gpu.buffers + gathered,
+            )
+        )
+    update = at(moment="the update", gradients=gpu.gradients + states.update, gathered=gpu.buffers)
+    start = Memory(moment="the start", parameters=loading, is_sharded=is_sharded)
+    largest = max([*moments, update, start], key=lambda one: one.allocated)
+    return replace(largest, head=max(one.logits for one in moments))
+
+
+def _at_phase(
+    at: Callable[..., Memory], states: States, phase: Phase, begun: float, done: float, accumulates: bool
+) -> Memory:
+    """A phase of a strategy without FSDP units.
+
+    Args:
+        begun: the share of the gradients that earlier phases produced.
+        done: the share after this phase.
+    """
+    gpu = states.gpu
+    there = states.gradients_between if accumulates else states.gradients_at_first
+    buffers = gpu.buffers - (0 if accumulates else states.buffers_late)
+    gathered, making, reduced = buffers + states.gathered_weights, phase.making, begun
+    is_backward = phase.name in ("head backward", "backward", "end")
+    if not is_backward or states.is_sent_again:
+        gathered += states.sent
+    if states.bucket:  # gradients are copied to the bucket, and become this process's shard when it is full
+        full = states.bucket / max(1, states.whole_gradients)
+        making, reduced = 0, begun // full * full
+        gathered += states.gradient_buckets * (is_backward and done > 0)
+        gathered += states.reduction * (begun // full < done // full)
+    made = max(0, round(gpu.gradients * reduced) - there)
+    is_head = phase.name in ("head", "head backward")
+    # An existing gradient is accumulated in place.
+    activations = phase.peak + (0 if there else making)
+    return at(
+        moment=_moment_name(phase),
+        gradients=there + made,
+        gathered=gathered,
+        activations=phase.held if is_head else activations,
+        logits=activations - phase.held if is_head else 0,
+    )
+
+
+def _of_units(at: Callable[..., Memory], states: States, moment: units.Moment, accumulates: bool) -> Memory:
+    gpu, phase = states.gpu, moment.phase
+    reduced = min(moment.reduced, gpu.gradients)  # 0 if gradients are offloaded
+    is_head = moment.what is None and phase.name in ("head", "head backward")
+    return at(
+        moment=moment.what or _moment_name(phase),
+        gradients=states.gradients_between if accumulates else reduced,
+        gathered=gpu.buffers + moment.gathered,
+        activations=phase.held if is_head else moment.activations,
+        logits=max(0, moment.activations - phase.held) if is_head else 0,
+    )
+
+
+def _moment_name(phase: Phase) -> str:
+    return {
+        "embed": "the embedding",
+        "forward": f"the forward of layer {phase.layer}",
+        "experts forward": f"the forward of the experts of layer {phase.layer}",
+        "rest forward": f"the forward of layer {phase.layer} after its experts",
+        "head": "the loss",
+        "head backward": "the backward of the loss",
+        "backward": f"the backward of layer {phase.layer}",
+        "experts again": f"the second forward of the experts of layer {phase.layer}",
+        "experts backward": f"the backward of the experts of layer {phase.layer}",
+        "rest backward": f"the backward of layer {phase.layer} before its experts",
+        "end": "the embedding's backward",
+    }[phase.name]
+
+
+def _done_fractions(skeleton: Skeleton) -> Callable[[Phase], tuple[float, float]]:
+    """Maps a phase of the first micro-batch to the shares of gradients that exist at its beginning and end.
+
+    The embedding's gradient comes last and is part of the trace.
+    """
+    trained = [weight for weight in skeleton.weights if weight.is_trained]
+    whole = sum(weight.num_elements for weight in trained) or 1
+    of_layer = [0] * skeleton.num_layers
+    for weight in trained:
+        if weight.layer is not None:
+            of_layer[weight.layer] += weight.num_elements
+    outside = sum(weight.num_elements for weight in trained if weight.part not in ("layer", "embedding"))
+
+    def done(phase: Phase) -> tuple[float, float]:
+        match phase.name:
+            case "head backward":
+                return 0.0, outside / whole
+            case "backward":
+                assert phase.layer is not None
+                after = outside + sum(of_layer[phase.layer + 1 :])
+                return after / whole, (after + of_layer[phase.layer]) / whole
+            case "end":
+                return (outside + sum(of_layer)) / whole, 1.0
+        return 0.0, 0.0
+
+    return done

@@ -1,0 +1,46 @@
+"""Sizes of a mesh that suit a model and machines better than those in a strategy's file."""
+
+from dataclasses import dataclass, replace
+
+from cookbook.config.recipe import Recipe
+from cookbook.config.strategy import Strategy
+from cookbook.forecast.verdict import MAY_RUN, Forecast, TraceCache, forecast, rank
+from cookbook.system.hardware import Machines
+from cookbook.training.models.structure import find_config
+
+KEYS = ("tp_size", "sp_size", "pp_size", "ep_size")
+"""What is tried; the processes that these leave are copies or shards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The forecasts of a strategy under each size of one dimension of its mesh."""
+
+    name: str
+    """Name of the strategy."""
+    key: str
+    written: int
+    forecasts: list[tuple[int, Forecast]]
+    """By size, ascending."""
+
+    @property
+    def best(self) -> Forecast:
+        return min((one for _, one in self.forecasts), key=rank)
+
+
+def better_sizes(recipe: Recipe, strategies: list[Strategy], machines: Machines, recipe_name: str) -> list[Sizes]:
+    """Those of the strategies for which another size than that of the file is best and may run.
+
+    The sizes are powers of two, for heads and layers are seldom divisible by others, up to the GPUs of a machine, or of
+    stages up to all: what those send is little.
+    """
+    traces = TraceCache(find_config(recipe.model)[0], recipe, recipe_name)
+    found = []
+    for strategy in strategies:
+        for key in (key for key in KEYS if getattr(strategy, key) > 1 and key not in strategy.open_sizes):
+            most = machines.num_gpus if key == "pp_size" else machines.gpus_each
+            tried = [2**power for power in range(1, most.bit_length())]
+            resized = {size: replace(strategy, **{key: size}) for size in sorted({*tried, getattr(strategy, key)})}
+            forecasts = [(size, forecast(traces, one, machines, limits=False)) for size, one in resized.items()]
+            found.append(Sizes(name=strategy.name, key=key, written=getattr(strategy, key), forecasts=forecasts))
+    return [one for one in found if one.best.verdict in MAY_RUN and one.best is not dict(one.forecasts)[one.written]]

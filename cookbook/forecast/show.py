@@ -1,0 +1,335 @@
+"""A forecast for people, with a row and a bar for each strategy, and for programs as JSON."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cookbook.forecast.costs.traffic import by_link, links_in_words
+from cookbook.forecast.memory import GIB, Memory
+from cookbook.forecast.mesh_sizes import Sizes
+from cookbook.forecast.ranking import NOTHING_HELPS, PlanReport
+from cookbook.forecast.step_time import link_names
+from cookbook.forecast.verdict import UNKNOWN, Forecast, tokens_of_step
+from cookbook.planning.run_plan import describe_batch
+from cookbook.system.console import Row, coloured, page
+from cookbook.system.hardware import in_gib
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+PARTS = (
+    ("W", "parameters", "weights"),
+    ("G", "gradients", "gradients"),
+    ("O", "optimizer", "optimizer"),
+    ("B", "gathered", "gathered and buffers"),
+    ("A", "activations", "activations"),
+    ("L", "logits", "head and loss"),
+)
+BAR = 40
+OWN = "*"
+"""Marks the strategy that the recipe names."""
+HEADER = ("strategy", "GPUs", "verdict", "GiB a GPU", "micro batch", "length", "step", "limit", "host GiB", "disk GiB")
+COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
+
+
+def in_words(
+    report: PlanReport, recipe_name: str, *, num_samples: int | None, price: float | None, sizes: Sequence[Sizes] = ()
+) -> str:
+    """The whole answer.
+
+    Args:
+        sizes: of meshes, where others than those of the files were tried.
+        num_samples: rows of the training data, for the length of the run.
+        price: of a GPU for an hour.
+    """
+    machines, recipe, best = report.machines, report.recipe, report.forecasts[0]
+    room = "" if machines.usable_gib is None else f", of which a run can have {machines.usable_gib:.0f} GiB each"
+    counts = [
+        f"{n / 1e9:.3g} B" if n >= 1e8 else f"{n / 1e6:.3g} M" for n in (report.num_parameters, report.num_trained)
+    ]
+    step = describe_batch(recipe, best.plan) if best.plan else f"{recipe.batch.global_batch_size} sequences"
+    kept = {True: "recomputed", "selective": "recomputed but for products", False: "kept"}
+    kept["offload"] = "recomputed from inputs in host memory"
+    model = f"{report.model}, {counts[0]} parameters ({counts[1]} trained); structure from {report.origin}"
+    most = f"at most {tokens_of_step(recipe):,} tokens; activations {kept[recipe.model.gradient_checkpointing]}"
+    notes = (("note", note) for note in machines.notes)
+    parts = [
+        f"PLAN of {recipe_name} on {'the CPU' if machines.usable_gib is None else machines.text}{room}",
+        page(*notes, ("model", model), ("a step", step), ("", most)),
+    ]
+    if best.memory is not None:
+        parts += ["", _table(report), "", _bars(report)]
+    reasons: dict[str, list[str]] = {}
+    for one in report.forecasts:
+        if one.verdict == "cannot run":
+            reasons.setdefault(one.why[0].split(": ", 1)[-1], []).append(one.strategy.name)
+    parts += [""] if reasons else []
+    for why, names in reasons.items():
+        parts += [page((f"{', '.join(names)} cannot run:",)), page((why,), indent=4)]
+    if sizes:
+        parts += ["", _sizes(sizes)]
+    if best.memory is not None:
+        parts += ["", _best(report, best, num_samples=num_samples, price=price)]
+    return "\n".join(parts)
+
+
+def _table(report: PlanReport) -> str:
+    rows: list[Row] = [HEADER]
+    notes = []
+    for one in report.forecasts:
+        if one.memory is None:
+            continue
+        low, high = one.memory.needed if report.machines.gpus_each else (one.memory.allocated,) * 2
+        name, time = one.strategy.name, "-"
+        if _is_own(report, one):
+            name, notes = f"{name} {OWN}", [f"{OWN} as in the recipe"]
+        if one.time is not None:
+            time = _range(one.time.low, one.time.high, f" s{' !' if report.time_caveat else ''}")
+        rows.append(
+            (
+                name,
+                str(one.num_processes),
+                _verdict(one),
+                in_gib(low, high),
+                "<1" if one.largest_micro_batch == 0 else _count(one.largest_micro_batch),
+                _count(one.longest),
+                time,
+                one.time.bottleneck if one.time else "-",
+                in_gib(one.host) if one.host else "-",
+                in_gib(one.disk) if one.disk else "-",
+            )
+        )
+    if report.time_caveat and any(one.time for one in report.forecasts):
+        notes.append(f"! {report.time_caveat}")
+    return page(*rows, *((note,) for note in notes))
+
+
+def _sizes(found: Sequence[Sizes]) -> str:
+    """A row for each size of a mesh that was tried, where another than that of the file is best."""
+    rows: list[Row] = [("size of the mesh", "verdict", "GiB a GPU", "step", "")]
+    for sizes in found:
+        for size, one in sizes.forecasts:
+            notes = ["best"] if one is sizes.best else []
+            notes += ["in its file"] if size == sizes.written else []
+            notes += [one.why[0].split(": ", 1)[-1]] if one.memory is None else []
+            rows.append(
+                (
+                    f"{sizes.name} {sizes.key} {size}",
+                    _verdict(one),
+                    in_gib(*one.memory.needed) if one.memory else "-",
+                    _range(one.time.low, one.time.high, " s") if one.time else "-",
+                    ", ".join(notes),
+                )
+            )
+    return page(*rows, ("a size is written in the strategy's file, or in a copy of it",))
+
+
+def _verdict(one: Forecast) -> "Text":
+    return coloured(one.verdict.replace("host memory", "host"), COLOURS.get(one.verdict, ""))  # in full in `why`
+
+
+def _is_own(report: PlanReport, one: Forecast) -> bool:
+    """Whether the recipe names this strategy."""
+    return Path(one.strategy.path) == Path(report.recipe.strategy)
+
+
+def _bars(report: PlanReport) -> str:
+    """A bar for each strategy, their legend, and what the table leaves open."""
+    usable, num_gpus = report.machines.usable_gib, report.machines.num_gpus
+    shown = [(one, one.memory) for one in report.forecasts if one.memory is not None]
+    whole = usable * GIB if usable is not None else max(memory.needed[1] for _, memory in shown)
+    legend = [f"{letter} {words}" for letter, _, words in PARTS]
+    notes = ["  ".join(legend[:4]), "  ".join([*legend[4:], "- CUDA, NCCL and fragments, at most"])]
+    for one, _ in shown:
+        if 1 < one.num_processes < num_gpus:
+            notes.append(
+                f"{one.strategy.name} has {one.num_processes} processes, as its file writes:"
+                f" {num_gpus - one.num_processes} of {num_gpus} GPUs would have nothing to do"
+            )
+    unknown = [f"{one.strategy.name}: {'; '.join(one.why)}" for one, _ in shown if one.verdict in UNKNOWN]
+    if unknown:
+        notes += [*unknown, "what a machine has: --host-gib, --nvme-gib (make: HOST_GIB=, NVME_GIB=)"]
+    return page(
+        ("", f"0{f'{in_gib(round(whole))} GiB':>{BAR}}", ""),
+        *((one.strategy.name, _bar(one, whole), "" if one.verdict == "fits" else _verdict(one)) for one, _ in shown),
+        *((note,) for note in notes),
+    )
+
+
+def _bar(one: Forecast, whole: float) -> str:
+    """Cells of 1/BAR of a GPU."""
+    assert one.memory is not None
+    text, filled = "|", 0.0
+    for letter, name, _ in PARTS:
+        filled += getattr(one.memory, name)
+        text += letter * (1 + round(filled / whole * BAR) - len(text))
+    if one.verdict == "not judged":
+        return text[: 1 + BAR]
+    text += "-" * (1 + round(one.memory.needed[1] / whole * BAR) - len(text))
+    return f"{text[: 1 + BAR]:{1 + BAR}}|"
+
+
+def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price: float | None) -> str:
+    memory, recipe, machines, time = best.memory, report.recipe, report.machines, best.time
+    assert memory is not None
+    if best.verdict == "does not fit":
+        said = report.suggestion or NOTHING_HELPS
+        why = (f"Nothing fits. Nearest is {best.strategy.name}: {'; '.join(best.why)}.",)
+        return page(why, *_stages(memory), (f"Next: {said}.",))
+    sizes = [(words, getattr(memory, name)) for _, name, words in PARTS]
+    parts = [f"{words} {in_gib(size)}" for words, size in sizes if size >= GIB // 10]
+    low, high = memory.reserved
+    reserved = f", {in_gib(low, high)} reserved" if machines.gpus_each else ""
+    rows: list[Row] = [
+        ("peak", f"{in_gib(memory.allocated)} GiB allocated{reserved}, at {memory.moment}"),
+        ("", ", ".join(parts) or "nothing of 0.1 GiB or more"),
+        *_stages(memory),
+        ("disk", f"{in_gib(best.checkpoint)} GiB a checkpoint"),
+    ]
+    if best.is_bound:
+        rows.insert(2, ("", "activations are a bound by formula: this model's code could not be traced"))
+    steps = _num_steps(report, num_samples)
+    length = (
+        f"{steps:,} steps" if steps else "not known: run.num_epochs of unread data; give --samples (make: SAMPLES=)"
+    )
+    if time is None:
+        rows.append(("time", str(report.no_time)))
+    else:
+        per_gpu = time.tokens_per_second(tokens_of_step(recipe), best.num_processes)
+        rows.append(("speed", f"{_range(*per_gpu, ' tokens/s a GPU')}, limited by {time.bottleneck}"))
+        if steps is not None:
+            length += f", {_range(*time.hours(steps), ' hours')} at full length; shorter samples take less"
+    if best.messages:
+        least = "at least " * any(message.is_least for message in best.messages)
+        counted = sum(message.calls or 0 for message in best.messages)
+        where = " of the last stage" if best.strategy.pp_size > 1 else ""
+        rows.append(("sends", f"{least}{counted:,} messages a step from each GPU{where}"))
+        rows.append(("", links_in_words(by_link(best.messages, *_links(report, best)))))
+    rows.append(("length", length))
+    if price is not None:
+        cost = f"not known without a {'length' if time else 'time'}"
+        if time is not None and steps is not None:
+            total = time.price(steps, per_gpu_hour=price, num_gpus=machines.num_gpus)
+            cost = f"{_range(*total, '')} at {price:g} a GPU and hour"
+        rows.append(("price", cost))
+    return "\n".join([page((f"{best.strategy.name}: {_reason(report, best)}",)), page(*rows, indent=4)])
+
+
+def _stages(memory: Memory) -> list[Row]:
+    """A row for each stage of a pipeline."""
+    rows: list[Row] = [("stage", "GiB", "micro-batches in flight", "holds", "")] if memory.stages else []
+    for i, stage in enumerate(memory.stages):
+        size, most = stage.memory.allocated, "the most" * (stage.memory.allocated == memory.allocated)
+        rows.append((str(i), in_gib(size), str(stage.in_flight), ", ".join(stage.holds), most))
+    return rows
+
+
+def _links(report: PlanReport, one: Forecast) -> tuple[int, tuple[str, str]]:
+    """Processes of a machine, and what connects them and the machines."""
+    return min(one.num_processes, report.machines.gpus_each or one.num_processes), link_names(report.machines)
+
+
+def _reason(report: PlanReport, best: Forecast) -> str:
+    num_fitting = sum(one.verdict == "fits" for one in report.forecasts)
+    if best.verdict == "not judged":
+        return "what it allocates; a CPU's memory is shared, so nothing is judged"
+    if best.verdict != "fits":
+        return "may fit: " + "; ".join(best.why)
+    if len(report.forecasts) == 1:
+        return "fits"
+    if num_fitting == 1:
+        return "the one that fits"
+    return f"the {'fastest' if best.time else 'simplest'} of {num_fitting} that fit"
+
+
+def _num_steps(report: PlanReport, num_samples: int | None) -> int | None:
+    recipe = report.recipe
+    if recipe.run.max_steps is not None:
+        return recipe.run.max_steps
+    if num_samples is None:
+        return None
+    return recipe.run.total_steps(-(-num_samples // recipe.batch.global_batch_size))
+
+
+def _range(low: float, high: float, unit: str) -> str:
+    def two_digits(value: float) -> str:
+        return f"{float(f'{value:.2g}'):,.10g}"
+
+    return f"{two_digits(low)} to {two_digits(high)}{unit}"
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def as_record(
+    report: PlanReport, recipe_name: str, *, num_samples: int | None, price: float | None, sizes: Sequence[Sizes] = ()
+) -> dict[str, Any]:
+    """Everything, in bytes and seconds; arguments as for `in_words`."""
+    steps = _num_steps(report, num_samples)
+    found = []
+    for one in report.forecasts:
+        memory, time = one.memory, one.time
+        record: dict[str, Any] = {"strategy": one.strategy.path, "is_own": _is_own(report, one)}
+        record |= {name: getattr(one, name) for name in ("verdict", "why", "num_processes")}
+        if one.plan is not None:
+            record["gradient_accumulation_steps"] = one.plan.gradient_accumulation_steps
+        if memory is not None:
+            names = (*(name for _, name, _ in PARTS), "moment", "allocated", "reserved", "needed")
+            record["memory"] = {name: getattr(memory, name) for name in names} | {"is_bound": one.is_bound}
+            record["memory"]["stages"] = [
+                {"holds": stage.holds, "in_flight": stage.in_flight}
+                | {name: getattr(stage.memory, name) for name in names if name != "needed"}
+                for stage in memory.stages
+            ]
+            others = ("host", "disk", "checkpoint", "largest_micro_batch", "longest")
+            record |= {name: getattr(one, name) for name in others}
+        if one.plan is not None:
+            keys = ("what", "kind", "num_bytes", "calls", "is_least", "ranks")
+            links = _links(report, one)
+            record["messages"] = [
+                {key: getattr(message, key) for key in keys} | {"links": message.links(*links)}
+                for message in one.messages
+            ]
+        if time is not None:
+            record["step_seconds"] = [time.low, time.high]
+            record["bottleneck"] = time.bottleneck
+            record["parts"] = {part.name: [part.low, part.high] for part in time.parts}
+            if steps is not None:
+                record["hours"] = time.hours(steps)
+                if price is not None:
+                    record["price"] = time.price(steps, per_gpu_hour=price, num_gpus=report.machines.num_gpus)
+        found.append(record)
+    machines = report.machines
+    return {
+        "recipe": recipe_name,
+        "machines": {"text": machines.text, "gpus": machines.num_gpus, "usable_gib": machines.usable_gib}
+        | {"notes": machines.notes},
+        "model": {"type": report.model, "parameters": report.num_parameters, "trained": report.num_trained}
+        | {"structure_from": report.origin},
+        "steps": steps,
+        "forecasts": found,
+        "sizes": [_sizes_record(one) for one in sizes],
+        "next_rung": report.suggestion,
+        "no_time": report.no_time,
+        "time_caveat": report.time_caveat,
+    }
+
+
+def _sizes_record(sizes: Sizes) -> dict[str, Any]:
+    return {
+        "strategy": sizes.name,
+        "key": sizes.key,
+        "written": sizes.written,
+        "forecasts": [
+            {
+                "size": size,
+                "is_best": one is sizes.best,
+                "verdict": one.verdict,
+                "why": one.why,
+                "needed": one.memory.needed if one.memory else None,
+                "step_seconds": [one.time.low, one.time.high] if one.time else None,
+            }
+            for size, one in sizes.forecasts
+        ],
+    }

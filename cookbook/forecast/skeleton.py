@@ -1,0 +1,85 @@
+"""The skeleton of a model: its real code and the recipe's adapter on the meta device, without reading weights."""
+
+import re
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from cookbook.config.recipe import Recipe
+from cookbook.forecast.costs.inputs import Part, Skeleton, Weight
+from cookbook.planning.pipeline_stages import head_in_layers
+from cookbook.training.adapters import inject
+
+
+def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
+    """The skeleton of a recipe's model; about a second for 70 billion parameters.
+
+    Raises:
+        RecipeError: as `adapters.inject`.
+    """
+    with torch.device("meta"):
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    quantized = set()
+    if recipe.adapter is not None and recipe.adapter.is_quantized:  # all linear layers but the head, in 4 bits
+        linear = (module for module in model.modules() if type(module) is torch.nn.Linear and module is not last)
+        quantized = {id(module.weight) for module in linear}
+    buffers = tuple(buffer.numel() for buffer in model.buffers())
+    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
+    cuts = [(re.compile(re.escape(name).replace(r"\*", r"\d+")), how) for name, how in plan.items()]
+    head = head_in_layers(model)
+    if recipe.adapter is not None:
+        with torch.device("meta"):
+            inject(model, recipe.adapter)
+    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    units: Any = model._no_split_modules or []
+    layers = [f"{name}." for name, module in model.named_modules() if type(module).__name__ in units]
+    parts = _parts(model, first, last)
+    outside = {id(p) for module in (first, last) if module is not None for p in module.parameters()}
+    weights = []
+    for name, parameter in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        layer = next((number for number, prefix in enumerate(layers) if name.startswith(prefix)), None)
+        weights.append(
+            Weight(
+                name=name,
+                shape=tuple(parameter.shape),
+                layer=layer,
+                part="layer" if layer is not None else parts.get(id(parameter), "rest"),
+                is_trained=parameter.requires_grad,
+                is_quantized=id(parameter) in quantized,
+                shard_dim=_sharded_dim(owner, cuts, parameter.ndim),
+                is_orthogonal=parameter.ndim == 2 and id(parameter) not in outside,
+            )
+        )
+    is_tied = last is not None and first is not None and last.weight is first.weight
+    return Skeleton(weights=tuple(weights), num_layers=len(layers), is_tied=is_tied, buffers=buffers, head_layers=head)
+
+
+def _parts(model: PreTrainedModel, first: Any, last: Any) -> dict[int, Part]:
+    """The part of each parameter outside the layers, by id; missing ones are `rest`."""
+    found: dict[int, Part] = {}
+    # The final norm is the last norm among the direct children (accelerate 1.15, fsdp_utils.py, _find_final_norm).
+    norms = [module for module in model.base_model.children() if "Norm" in type(module).__name__]
+    of_parts: list[tuple[Part, Any]] = [("norm", norms[-1] if norms else None), ("head", last), ("embedding", first)]
+    for part, module in of_parts:
+        if module is not None:
+            found |= {id(parameter): part for parameter in module.parameters()}
+    return found
+
+
+def _sharded_dim(module: str, cuts: list[tuple[re.Pattern[str], str]], num_dimensions: int) -> int | None:
+    """The dimension along which a weight is sharded. Of an adapter's matrices, only the one on the sharded side is.
+
+    Args:
+        cuts: the model's tensor-parallel plan: patterns of module names, and how they are sharded.
+    """
+    base, _, rest = module.partition(".lora_")
+    base = base.removesuffix(".base_layer")
+    how = next((how for pattern, how in cuts if pattern.fullmatch(base)), "")
+    if (how.startswith("colwise") and rest[:1] in ("", "B")) or how == "embedding_rowwise":
+        return 0
+    if how.startswith("rowwise") and rest[:1] in ("", "A") and num_dimensions > 1:
+        return 1
+    return None

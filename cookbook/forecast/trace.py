@@ -1,0 +1,537 @@
+"""Activation memory of a forward and backward, traced by running the real model on torch's fake tensors.
+
+Fake tensors have shapes and dtypes but no data, so the model's own code, the recipe's adapter and checkpointing, and
+the loss determine what is kept and for how long. Runs on any CPU in seconds and reads no weights.
+"""
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from cookbook.config.recipe import Recipe
+from cookbook.forecast.activations import ActivationTrace, Phase
+from cookbook.forecast.autocast import autocast_of_cuda
+from cookbook.forecast.four_bits import multiply_in_4_bits
+from cookbook.forecast.ledger import Ledger, MarkedLayer, Unit, experts_of
+from cookbook.planning.packing import stops_compiling
+from cookbook.training.adapters import ADAPTER_NAME, lora_config
+from cookbook.training.models.efficiency import save_activations
+from cookbook.training.models.experts import autocast_products
+from cookbook.training.models.loss import LOGITS_BUDGET, add_loss, nll_of_targets
+
+if TYPE_CHECKING:
+    from cookbook.forecast.compiled import Kept
+
+TRACED, JOINED, EXCHANGED = "cookbook_traced", "cookbook_traced_joined", "cookbook_traced_exchange"
+"""Names for `attn_implementation`."""
+PROBE_LAYERS = 3
+COMPUTE_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Untraceable(Exception):
+    """The model's code needs values that a fake tensor does not have."""
+
+
+def trace(
+    config: PreTrainedConfig,
+    recipe: Recipe,
+    *,
+    rows: int,
+    length: int,
+    num_targets: int,
+    autocast: bool,
+    tp_size: int,
+    ep_size: int = 1,
+    fsdp: Literal[0, 1, 2] = 0,
+    is_sharded_while_read: bool = False,
+    is_zero3: bool = False,
+    is_exchanged: bool = False,
+    change: Callable[[PreTrainedModel], None] | None = None,
+    kept: "Kept | None" = None,
+) -> ActivationTrace:
+    """Traces one micro-batch.
+
+    Args:
+        rows: sequences of `length` tokens each; under packing one row of all tokens.
+        num_targets: labelled positions in all rows.
+        autocast: whether weights are float32 and operations cast them, as under single and DDP; else the weights have
+            the recipe's precision, as under ZeRO and FSDP.
+        fsdp: FSDP's version, or 0. accelerate's autocast then surrounds low-precision weights, and FSDP2 casts the
+            inputs and outputs of its units.
+        is_sharded_while_read: whether transformers applied FSDP2, which then casts inputs only, without autocast.
+        is_zero3: whether to use DeepSpeed's linear layers, which always save their input, and float32 LoRA weights.
+        is_exchanged: whether attention exchanges tokens for heads, as under sequence parallel.
+        tp_size: size of the tensor-parallel group, which shares heads and inner features.
+        ep_size: size of the expert-parallel group, which shares the experts of a layer; each gets as many tokens.
+        change: modifies the model into that of another program (benchmarks/plan_accuracy.py).
+        kept: likewise for what its checkpointing keeps of a compiled layer.
+
+    Raises:
+        Untraceable: use `bound` instead.
+    """
+    num_layers = config.num_hidden_layers
+    probed = min(num_layers, PROBE_LAYERS) if _is_uniform(config) else num_layers
+    low = COMPUTE_DTYPES[recipe.compute_precision]
+    config = _share_of(_with_layers(config, probed), tp_size)
+    is_low = low != torch.float32
+    is_lora = recipe.adapter is not None and not recipe.adapter.is_quantized
+    trained = torch.float32 if autocast or (is_zero3 and is_lora) else low  # see `_zero3` in costs/memory.py
+    cast = low if (autocast or (fsdp and not is_sharded_while_read)) and is_low else None
+    unit = Unit(low, None if is_sharded_while_read else torch.float32) if fsdp == 2 and is_low else None
+    alone = TRACED if is_low or not recipe.data.is_packed else JOINED
+    ways = _ways(recipe, EXCHANGED if is_exchanged else alone, kept)
+    for attention, compiling in ways:
+        try:
+            model = _fake_model(config, recipe, trained, low, attention)
+            if ep_size > 1:
+                _share_experts(model, ep_size)
+            if change is not None:
+                change(model)
+            linear = _LinearOfZero3.apply if is_zero3 else F.linear
+            with _set_function("linear", linear), _set_function("dropout", _dropout), autocast_of_cuda():
+                offloads = recipe.model.gradient_checkpointing == "offload"
+                ledger = _trace_phases(model, rows, length, num_targets, cast, unit, fsdp == 1, compiling, offloads)
+            break
+        except Exception as error:  # a model's code may fail in any way without data
+            is_slow = isinstance(error, TimeoutError) and compiling is None
+            if attention == ways[-1][0] or is_slow:
+                message = (str(error).splitlines() or [""])[0][:200]
+                raise Untraceable(f"{config.model_type}: {type(error).__name__}: {message}") from error
+    phases = tuple(_lengthen(ledger.phases, probed, num_layers))
+    return ActivationTrace(phases=phases, keeps_inputs=ledger.keeps_inputs)
+
+
+def _ways(recipe: Recipe, ours: str, kept: "Kept | None") -> list[tuple[str, Callable[..., None] | None]]:
+    """Attention, and what traces compiled layers if they are: the first that works is taken. Some models do not accept
+    a custom attention, and some layers cannot be compiled.
+    """
+    ways: list[tuple[str, Callable[..., None] | None]] = [(ours, None), ("sdpa", None), ("eager", None)]
+    # Packed float32 attention breaks a layer's graph, which checkpointing does not support (models/speed.py).
+    if not recipe.model.compile or (recipe.data.is_packed and stops_compiling(recipe)):
+        return ways
+    from cookbook.forecast.compiled import (  # inductor, which other runs need not import
+        kept_by,
+        trace_compiled_layers,
+    )
+
+    kept = kept or kept_by(recipe.model.gradient_checkpointing)
+    return [(ours, partial(trace_compiled_layers, kept=kept)), *ways]
+
+
+LAYER_BYTES = 96
+"""Per token and hidden unit, kept by a layer in 16 bits: the maximum of the models measured by ml-engineering
+(gemma-2b; Llama-3.1-8B has 56; training/performance, read 2026-08)."""
+
+
+def bound(config: PreTrainedConfig, recipe: Recipe, *, tokens: int, tp_size: int) -> ActivationTrace:
+    """An upper bound by formula for a model that cannot be traced: each layer keeps `LAYER_BYTES`, or only its input
+    under checkpointing, and the loss has logits, those of 16 bits once more in float32, and log-probabilities."""
+    text = config.get_text_config()
+    size = COMPUTE_DTYPES[recipe.compute_precision].itemsize
+    layer = LAYER_BYTES * size // 2 * tokens * text.hidden_size // tp_size
+    if recipe.adapter is not None and recipe.adapter.dropout:
+        # Dropout keeps the masked input and the mask of each linear layer; a gated layer has seven.
+        inputs = 6 * text.hidden_size + (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+        layer += (size + 1) * tokens * inputs // tp_size
+    kept = {True: size * tokens * text.hidden_size, "offload": 0}.get(recipe.model.gradient_checkpointing, layer)
+    layers = range(text.num_hidden_layers)
+    head = (size + 8) * min(tokens * text.vocab_size // tp_size, LOGITS_BUDGET)
+    phases = (
+        *(Phase(name="forward", layer=i, held=i * kept, peak=i * kept + layer) for i in layers),
+        Phase(name="head", layer=None, held=len(layers) * kept, peak=len(layers) * kept + head),
+        *(Phase(name="backward", layer=i, held=(i + 1) * kept, peak=(i + 1) * kept + layer) for i in reversed(layers)),
+    )
+    return ActivationTrace(phases=phases)
+
+
+def _is_uniform(config: PreTrainedConfig) -> bool:
+    """Whether all layers are alike, so that a few represent all."""
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    sparse = any(
+        getattr(config, key, 0) for key in ("first_k_dense_replace", "mlp_only_layers", "interleave_moe_layer_step")
+    )
+    return not kinds and not sparse and getattr(config, "decoder_sparse_step", 1) in (None, 1)
+
+
+def _with_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
+    config = copy.deepcopy(config)
+    if vars(config).get("layer_types"):
+        config.layer_types = config.layer_types[:num_layers]
+    config.num_hidden_layers = num_layers
+    config.use_cache = False
+    return config
+
+
+def _share_of(config: PreTrainedConfig, tp_size: int) -> PreTrainedConfig:
+    """The configuration of one tensor-parallel rank: its share of heads, inner features and vocabulary, whole hidden
+    states.
+    """
+    if tp_size == 1:
+        return config
+    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(config, key, None):
+            setattr(config, key, max(1, getattr(config, key) // tp_size))
+    config.vocab_size = math.ceil(config.vocab_size / tp_size)
+    return config
+
+
+def _fake_model(
+    config: PreTrainedConfig, recipe: Recipe, trained: torch.dtype, frozen: torch.dtype, attention: str
+) -> PreTrainedModel:
+    """The model as built by `train.py`, on the meta device."""
+    adapter = recipe.adapter
+    config = copy.deepcopy(config)
+    config._attn_implementation = attention
+    dtype = trained if adapter is None else frozen
+    with torch.device("meta"):
+        with _set_to(torch.set_default_dtype, dtype, before=torch.get_default_dtype()):
+            # from_config would be collective in a run under ZeRO-3.
+            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+        if adapter is not None:
+            from peft import inject_adapter_in_model
+
+            for parameter in model.parameters():
+                parameter.requires_grad_(False)
+            inject_adapter_in_model(lora_config(adapter), model, adapter_name=ADAPTER_NAME)
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(trained)
+            if adapter.is_quantized:
+                multiply_in_4_bits(model)
+    model.config.use_cache = False
+    autocast_products()
+    if recipe.model.gradient_checkpointing:
+        save_activations(model, selective=recipe.model.recompute == "selective")
+    add_loss(model)
+    return model.train()
+
+
+def _flash_makes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocates as a flash attention kernel does: the output and the log-sum-exp."""
+    batch, heads, length, _ = query.shape
+    out = query.new_empty(batch, length, heads, value.shape[-1])
+    return out, query.new_empty(batch, heads, length, dtype=torch.float32)
+
+
+def _flash_makes_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    sums: torch.Tensor,
+) -> list[torch.Tensor]:
+    """Gradients of the three inputs, then temporaries: that of the queries is accumulated in float32, those of grouped
+    keys and values per query head (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd)."""
+    found = [torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)]
+    found += [torch.empty_like(query, dtype=torch.float32), torch.empty_like(sums)]
+    if key.shape[1] != query.shape[1]:
+        found += [torch.empty_like(query), value.new_empty(*query.shape[:3], value.shape[-1])]
+    return found
+
+
+# A custom operation, whose results selective checkpointing keeps by its name.
+_flash = torch.library.custom_op("cookbook::traced_flash_attention", _flash_makes, mutates_args=())
+_flash.register_fake(_flash_makes)
+_flash_gradients = torch.library.custom_op(
+    "cookbook::traced_flash_attention_backward", _flash_makes_backward, mutates_args=()
+)
+_flash_gradients.register_fake(_flash_makes_backward)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+    ctx.set_materialize_grads(False)  # the log-sum-exp has no gradient
+
+
+_flash.register_autograd(
+    lambda ctx, gradient, _: tuple(_flash_gradients(gradient, *ctx.saved_tensors)[:3]),
+    setup_context=_save_for_backward,
+)
+
+
+def _traced_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """Like `cookbook.training.models.attention.attend`, without computing."""
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+    if (groups := query.shape[1] // key.shape[1]) > 1 and dtype == torch.float32:
+        key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
+    return _flash(query.to(dtype), key.to(dtype), value.to(dtype))[0], None
+
+
+def _traced_joined(*inputs: Any, **unused: Any) -> tuple[torch.Tensor, None]:
+    """The same for packed rows in float32, whose samples are computed one by one and then joined by a copy."""
+    return _traced_attention(*inputs)[0].clone(), None
+
+
+def _traced_exchange(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *mask: Any, **unused: Any
+) -> tuple[torch.Tensor, None]:
+    """Attention under sequence parallel, whose all-to-alls copy what goes in and what comes out."""
+    out, _ = _traced_attention(module, query.clone(), key.clone(), value.clone(), None)
+    return out.clone(), None
+
+
+AttentionInterface.register(TRACED, _traced_attention)
+AttentionInterface.register(JOINED, _traced_joined)
+AttentionInterface.register(EXCHANGED, _traced_exchange)
+
+
+def _dropout(hidden: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """As on a GPU, where the mask takes a byte for each number (aten/src/ATen/native/Dropout.cpp)."""
+    return torch.native_dropout(hidden, p, training)[0] if training and p else hidden
+
+
+class _LinearOfZero3(torch.autograd.Function):
+    """DeepSpeed 0.19.8, runtime/zero/linear.py, LinearFunctionForZeroStage3."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight, bias)
+        result = hidden.matmul(weight.t())
+        return result if bias is None else result.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        hidden, weight, _ = ctx.saved_tensors
+        needs_hidden, needs_weight, *needs_bias = ctx.needs_input_grad
+        of_hidden = gradient.matmul(weight) if needs_hidden else None
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        of_weight = rows.t().matmul(hidden.reshape(-1, hidden.shape[-1])) if needs_weight else None
+        of_bias = rows.sum(0) if any(needs_bias) else None
+        return (of_hidden, of_weight, of_bias)[: len(ctx.needs_input_grad)]
+
+
+@contextmanager
+def _set_to(setter: Callable[[Any], Any], value: Any, *, before: Any) -> Iterator[None]:
+    """Sets a global setting for a block, and restores `before` after it."""
+    setter(value)
+    try:
+        yield
+    finally:
+        setter(before)
+
+
+def _set_function(name: str, value: Any) -> AbstractContextManager[None]:
+    """Sets a function of torch.nn.functional for a block."""
+    return _set_to(partial(setattr, F, name), value, before=getattr(F, name))
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all of as many rows as are sent."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(rows.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(gradients[0].contiguous())
+
+
+def _share_experts(model: PreTrainedModel, size: int) -> None:
+    """Leaves each layer the experts of one process of a group, between the two exchanges of tokens (transformers 5.23,
+    distributed/expert_parallel.py, AllToAllEP).
+    """
+    found = experts_of(model)
+    if not found:
+        raise Untraceable(f"{type(model).__name__} has no experts that can be divided")
+    for experts in found:
+        for name, weight in list(experts._parameters.items()):
+            own = weight[: len(weight) // size].detach()
+            experts._parameters[name] = torch.nn.Parameter(own, requires_grad=weight.requires_grad)
+        experts.num_experts //= size
+        experts._is_expert_parallel = True
+        experts.forward = partial(_dispatched, experts.forward)
+
+
+def _dispatched(
+    compute: Callable[..., torch.Tensor], hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """The experts' output for each token.
+
+    Args:
+        compute: the forward of the experts of this process.
+        hidden: (tokens, hidden).
+        chosen, weights: (tokens, experts of a token).
+    """
+    order = torch.argsort(chosen.reshape(-1))
+    received = _Exchange.apply(hidden[order // chosen.shape[-1]])
+    own = torch.zeros_like(order).unsqueeze(-1)
+    computed = compute(received, own, torch.ones_like(own, dtype=received.dtype))  # which lives as long as what follows
+    returned = _Exchange.apply(computed)
+    outputs = torch.empty_like(returned)
+    outputs[order] = returned
+    return (outputs.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
+
+
+def _cast_at_ends(model: PreTrainedModel, unit: Unit) -> None:
+    """Adds FSDP2's casts to the units outside the layers: embedding, final norm and head."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    ends += [module for module in model.base_model.children() if "Norm" in type(module).__name__][-1:]
+    for module in ends:
+        module.register_forward_pre_hook(lambda _, args, options: unit.taken((args, options)), with_kwargs=True)
+        module.register_forward_hook(lambda _, args, result: unit.returned(result))
+
+
+def _train_whole_units(model: PreTrainedModel) -> None:
+    """Under FSDP1 the weights of a unit are views of one parameter, so if one is trained all have gradients
+    (torch/distributed/fsdp/_flat_param.py, _use_unsharded_views)."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    outside = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+    for weights in (*(list(layer.parameters()) for layer in layers), outside):
+        is_trained = any(weight.requires_grad for weight in weights)
+        for weight in weights:
+            weight.requires_grad_(is_trained)
+
+
+def _trace_phases(
+    model: PreTrainedModel,
+    rows: int,
+    length: int,
+    num_targets: int,
+    autocast: torch.dtype | None,
+    unit: Unit | None,
+    is_flat: bool,
+    compiling: Callable[..., None] | None,
+    offloads: bool,
+) -> Ledger:
+    fake = FakeTensorMode()
+    _fake_in_place(model, fake)
+    ledger = Ledger((*model.parameters(), *model.buffers()))
+    if compiling is not None:
+        compiling(model, uncounted=ledger.uncounted)
+    if offloads:
+        _offload_checkpoints(model, ledger)
+    _mark_layers(model, ledger, unit)
+    if unit is not None:
+        _cast_at_ends(model, unit)
+    if is_flat:
+        _train_whole_units(model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(ledger.drop_gradient)
+
+    def micro_batch(counted: AbstractContextManager) -> None:
+        ids = torch.zeros(rows, length, dtype=torch.long)
+        positions = torch.zeros(rows, length, dtype=torch.long)
+        targets, target_positions = torch.zeros(2, num_targets, dtype=torch.long)
+        with counted:
+            ledger.begin("embed")
+            with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+                backbone = model.base_model
+                hidden = backbone(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+                hidden = hidden.flatten(0, 1).index_select(0, target_positions)  # frees the former, as a run does
+                loss = nll_of_targets(model, hidden, targets).sum()
+            del hidden
+            ledger.keeps_inputs = all(one() is not None for one in ledger.inputs[1:])
+            ledger.begin("head backward")
+            loss.backward()
+            del loss
+            ledger.begin("done")
+
+    log = logging.getLogger(FakeTensor.__module__)
+    # CUDA's autocast flag, which peft queries (0.21.2, lora/bnb.py), also for recomputation in the backward.
+    set_flag, flag = partial(torch.set_autocast_enabled, "cuda"), torch.is_autocast_enabled("cuda")
+    with (
+        fake,
+        _set_to(log.setLevel, logging.CRITICAL, before=log.level),  # tracebacks of what fake tensors do not support
+        _set_to(set_flag, autocast is not None, before=flag),
+    ):
+        if compiling is not None:
+            micro_batch(nullcontext())
+            ledger.forget()
+        micro_batch(ledger)
+    return ledger
+
+
+def _fake_in_place(model: torch.nn.Module, mode: FakeTensorMode) -> None:
+    """Replaces meta tensors by fake CPU tensors and keeps ties, which `.to()` cannot do (it swaps the tensors)."""
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for owner in (module._parameters, module._buffers):
+            for name, tensor in owner.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    new: Any = FakeTensor(mode, tensor.detach().to("meta"), torch.device("cpu"))
+                    if isinstance(tensor, torch.nn.Parameter):
+                        new = torch.nn.Parameter(new, requires_grad=tensor.requires_grad)
+                    made[id(tensor)] = tensor, new  # keeping the old one alive keeps its id unique
+                owner[name] = made[id(tensor)][1]
+
+
+def _offload_checkpoints(model: PreTrainedModel, ledger: Ledger) -> None:
+    """Takes the inputs of checkpoints off the GPU until they are unpacked, as `save_on_cpu` does in a run."""
+
+    def to_host(tensor: torch.Tensor) -> torch.Tensor:
+        with ledger.uncounted():
+            return tensor.clone()
+
+    def offloaded(checkpoint: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(to_host, torch.Tensor.clone):
+            return checkpoint(*args, **kwargs)
+
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer._gradient_checkpointing_func = partial(offloaded, layer._gradient_checkpointing_func)
+
+
+def _mark_layers(model: PreTrainedModel, ledger: Ledger, unit: Unit | None) -> None:
+    found = [
+        (owner, name, module)
+        for owner in model.modules()
+        for name, module in owner._modules.items()
+        if isinstance(module, GradientCheckpointingLayer)
+    ]
+    if not found:
+        raise Untraceable(f"{type(model).__name__} has no layers that support checkpointing")
+    for i, (owner, name, layer) in enumerate(found):
+        owner._modules[name] = MarkedLayer(layer, i, ledger, is_last=i == len(found) - 1, unit=unit)
+
+
+def _lengthen(phases: list[Phase], probed: int, num_layers: int) -> Iterator[Phase]:
+    """Extends the phases to all layers: a middle layer represents those that were not traced."""
+    more = num_layers - probed
+    if not more:
+        yield from phases
+        return
+    middle = probed // 2
+    forward = {one.layer: one for one in phases if one.name == "forward"}
+    kept = forward[middle + 1].held - forward[middle].held
+    backward = {one.layer: one for one in reversed(phases) if one.name == "backward"}  # the first of each
+    waiting = backward[middle + 1].held - backward[middle].held  # autocast's copies have been freed by then
+    for (layer, is_forward), found in groupby(phases, lambda one: (one.layer, one.name.endswith("forward"))):
+        of_layer = list(found)
+        if layer is None:
+            for one in of_layer:
+                shift = {"head": more * kept, "head backward": more * waiting}.get(one.name, 0)
+                yield replace(one, held=one.held + shift, peak=one.peak + shift)
+            continue
+        repeats = range(more + 1) if layer == middle else [0 if layer < middle else more]
+        each = kept if is_forward else waiting
+        for shift in repeats if is_forward else reversed(repeats):
+            for one in of_layer:
+                held, peak = one.held + shift * each, one.peak + shift * each
+                yield replace(one, layer=layer + shift, held=held, peak=peak)

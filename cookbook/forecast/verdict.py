@@ -1,0 +1,433 @@
+"""The forecast of one strategy on given machines: its memory and time, and whether it fits."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
+
+from transformers import PreTrainedConfig
+
+from cookbook.config.recipe import Recipe
+from cookbook.config.strategy import Strategy
+from cookbook.forecast.activations import ActivationTrace
+from cookbook.forecast.costs.flops import Step, sizes_of
+from cookbook.forecast.costs.inputs import CostInputs, Skeleton, cost_inputs, hidden_bytes, micro_batch_of, stage_of
+from cookbook.forecast.costs.loading import loading as loading_of
+from cookbook.forecast.costs.loading import machine_bytes
+from cookbook.forecast.costs.states import FLOAT32, States, checkpoint_bytes
+from cookbook.forecast.costs.states import states as states_of
+from cookbook.forecast.costs.traffic import Transfer, transfers
+from cookbook.forecast.memory import CONTEXT, GIB, Memory, Stage, peak
+from cookbook.forecast.outside import outside as outside_of
+from cookbook.forecast.outside import workspaces
+from cookbook.forecast.skeleton import skeleton as skeleton_of
+from cookbook.forecast.step_time import Range, no_forecast, step_seconds
+from cookbook.forecast.trace import Untraceable, bound
+from cookbook.forecast.trace import trace as trace_pass
+from cookbook.planning.meshes import mesh_problem
+from cookbook.planning.packing import decide
+from cookbook.planning.pipeline_stages import Begun, begun, in_flight, stage_chunks
+from cookbook.planning.run_plan import Plan, default_num_processes, make_plan
+from cookbook.system.files import RecipeError
+from cookbook.system.hardware import HOST_AT_LEAST, Gpu, Machines, in_gib
+from cookbook.training.models.loss import LOGITS_BUDGET
+
+Verdict = Literal["fits", "host memory unknown", "disk unknown", "tight", "not judged", "does not fit", "cannot run"]
+"""On a CPU, whose memory is shared with everything else, the verdict is `not judged`. With `host memory unknown` and
+`disk unknown` the GPUs suffice, and the machine's memory or disk was not given."""
+UNKNOWN: tuple[Verdict, ...] = ("host memory unknown", "disk unknown")
+MAY_RUN: tuple[Verdict, ...] = ("fits", *UNKNOWN, "tight", "not judged")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The forecast of one strategy on given machines."""
+
+    strategy: Strategy
+    verdict: Verdict
+    why: list[str]
+    """Why it cannot run or may not fit."""
+    shortage: float = 0.0
+    """Needed over available amount of the scarcest resource."""
+    num_processes: int = 0
+    plan: Plan | None = None
+    memory: Memory | None = None
+    is_bound: bool = False
+    """Whether activations are an upper bound by formula, because the model could not be traced."""
+    host: int = 0
+    """Bytes of host memory per machine, the maximum of offloaded state and loading; 0 without GPUs."""
+    disk: int = 0
+    """Bytes of a machine's NVMe disk."""
+    checkpoint: int = 0
+    """Bytes of a checkpoint."""
+    time: Range | None = None
+    messages: list[Transfer] = field(default_factory=list)
+    """What processes send to one another in a step of full samples."""
+    largest_micro_batch: int | None = None
+    """Sequences (pairs) of max_length that fit; None for an unknown GPU, or if nothing fits."""
+    longest: int | None = None
+    """Longest sequence that fits at micro-batch 1, in tokens."""
+
+
+TRACES: dict[tuple[Any, ...], ActivationTrace] = {}
+"""Traces of this process; each takes seconds and is the same for every machine."""
+SKELETONS: dict[tuple[str, str], Skeleton] = {}
+
+
+class TraceCache:
+    """The model's skeleton and its traces, which strategies share."""
+
+    def __init__(self, config: PreTrainedConfig, recipe: Recipe, recipe_name: str = "") -> None:
+        """
+        Args:
+            recipe_name: for mistakes.
+        """
+        self.config, self.recipe = config, (recipe := decide(recipe, config).settle(recipe))
+        self.recipe_name = recipe_name
+        parts = recipe.model_dump_json(include={"model", "data", "objective", "adapter", "mixed_precision"})
+        self._key = config.to_json_string(), parts
+        if self._key not in SKELETONS:
+            SKELETONS[self._key] = skeleton_of(config, recipe)
+        self.skeleton = SKELETONS[self._key]
+        self.sizes = sizes_of(config, self.skeleton)
+        self.untraceable: str | None = None
+
+    def changed(self, **sections: Any) -> "TraceCache":
+        """Those of the recipe with other sections."""
+        return TraceCache(self.config, self.recipe.model_copy(update=sections), self.recipe_name)
+
+    def work(self, strategy: Strategy, micro_batch: int) -> ActivationTrace:
+        """The trace of a micro-batch of samples of data.max_length, or a bound."""
+        recipe, tp_size = self.recipe, strategy.tp_size
+        sequences = micro_batch * len(recipe.objective.sequences)
+        length = -(-recipe.data.max_length // strategy.sp_size)
+        rows, row = (1, sequences * length) if recipe.data.is_packed else (sequences, length)
+        if self.untraceable is None:
+            options: dict[str, Any] = {
+                "rows": rows,
+                "length": row,
+                "num_targets": sequences * length,
+                "autocast": strategy.has_autocast,
+                "tp_size": tp_size,
+                "ep_size": strategy.ep_size,
+                "fsdp": 0 if strategy.fsdp is None else strategy.fsdp.fsdp_version,
+                "is_sharded_while_read": strategy.is_sharded_while_read,
+                "is_zero3": strategy.zero_stage == 3,
+                "is_exchanged": strategy.sp_size > 1,
+            }
+            key = (*self._key, *options.values())
+            try:
+                if key not in TRACES:
+                    TRACES[key] = trace_pass(self.config, recipe, **options)
+                return TRACES[key]
+            except Untraceable as error:
+                self.untraceable = str(error)
+        return bound(self.config, recipe, tokens=sequences * length, tp_size=tp_size)
+
+
+def of_run(config: PreTrainedConfig, recipe: Recipe, strategy: Strategy, plan: Plan, gpu: Gpu | None) -> Memory:
+    """The GPU memory forecast of a run that is starting. Not collective.
+
+    Raises:
+        Untraceable: only a bound is available.
+    """
+    traces = TraceCache(config, recipe)
+    held = _of_heaviest(traces.skeleton, cost_inputs(recipe, strategy, plan.num_processes, num_local=plan.num_local))
+    work = traces.work(strategy, micro_batch_of(recipe))
+    if traces.untraceable is not None:
+        raise Untraceable(traces.untraceable)
+    return _gpu_memory(traces, strategy, held, plan, work, gpu)
+
+
+def time_of_run(
+    config: PreTrainedConfig, recipe: Recipe, strategy: Strategy, plan: Plan, gpu: Gpu | None, num_tokens: float | None
+) -> Range | str:
+    """The time of a step that is forecast for a run that is starting, or why there is none. Not collective.
+
+    Args:
+        num_tokens: of a step in the mean; None: every sample has data.max_length. Kernels are those of full samples.
+    """
+    count, each = plan.num_processes, plan.num_local
+    machines = Machines(text=f"{each} GPUs", num_machines=count // each, gpus_each=each, gpu=gpu)
+    if why := no_forecast(machines, recipe.mixed_precision):
+        return "the speed of this GPU is not known" if gpu is None else why
+    found = _step_time(TraceCache(config, recipe), strategy, plan, machines, num_tokens)
+    assert found is not None
+    return found
+
+
+def _of_heaviest(found: Skeleton, inputs: CostInputs) -> States:
+    """The states of the rank that holds most: equal shards of flat tensors differ in padding and touched weights, and
+    stages of a pipeline in what lies at both ends.
+    """
+    strategy = inputs.strategy
+    differ = strategy.kind in ("fsdp1", "pp") or strategy.zero_stage in (1, 2)
+    ranks = range(inputs.num_processes) if differ else range(1)
+    return max((states_of(found, inputs, rank) for rank in ranks), key=lambda one: one.gpu.total)
+
+
+def forecast(traces: TraceCache, strategy: Strategy, machines: Machines, *, limits: bool = True) -> Forecast:
+    """The forecast of one strategy; see `forecast_all`."""
+    recipe, found, recipe_name = traces.recipe, traces.skeleton, traces.recipe_name
+    each = max(1, machines.gpus_each)
+    count = default_num_processes(strategy, machines.num_gpus)
+    strategy = strategy.fitted(count, min(count, machines.gpus_each) or None)
+    try:
+        if machines.num_gpus and count > machines.num_gpus:
+            raise RecipeError(f"{strategy.path}: needs {count} GPUs, but there are only {machines.num_gpus}")
+        if (gpu := machines.gpu) is not None:
+            for precision, has, instead in (("bf16", gpu.has_bf16, "fp16"), ("fp8", gpu.has_fp8, "bf16")):
+                if recipe.mixed_precision == precision and not has:
+                    lacks = f"mixed_precision is {precision}, which a {gpu.name} does not have"
+                    raise RecipeError(f"{recipe_name}: {lacks}; write mixed_precision: {instead}")
+        _check_nvme_buffers(strategy, found, count)
+        if problem := mesh_problem(traces.config, strategy.mesh(count)):
+            raise RecipeError(f"{strategy.path}: {problem}")
+        spread = replace(strategy, num_machines=-(-count // each))
+        num_gpus = min(count, each) if machines.gpus_each else 0
+        plan = make_plan(recipe, spread, num_processes=count, num_gpus=num_gpus, recipe_name=recipe_name)
+    except RecipeError as error:
+        return Forecast(strategy=strategy, verdict="cannot run", why=error.mistakes, num_processes=count)
+    inputs = cost_inputs(recipe, strategy, count, num_local=plan.num_local)
+    held = _of_heaviest(found, inputs)
+    outside = outside_of(strategy, machines, count)
+
+    def memory_of(work: ActivationTrace) -> Memory:
+        return _gpu_memory(traces, strategy, held, plan, work, machines.gpu, outside)
+
+    memory = memory_of(traces.work(strategy, micro_batch_of(recipe)))
+    local = min(count, each)
+    hidden, on_gpus = traces.sizes.hidden, machines.gpus_each > 0
+    host, offloaded, disk = machine_bytes(found, inputs, held, local, hidden=hidden, on_gpus=on_gpus)
+    verdict, why, shortage = _verdict(memory, host, disk, machines, offloaded=offloaded)
+    largest = longest = None
+    if limits and machines.usable_gib is not None and held.gpu.total < machines.usable_gib * GIB:
+        largest = _largest(traces, strategy, memory_of, machines.usable_gib * GIB)
+    if largest is not None:
+        tokens = int(largest * recipe.data.max_length)
+        positions = getattr(traces.config, "max_position_embeddings", None) or tokens
+        longest = min(tokens, positions) // 64 * 64
+    return Forecast(
+        strategy=strategy,
+        verdict=verdict,
+        why=why,
+        shortage=shortage,
+        num_processes=count,
+        plan=plan,
+        memory=memory,
+        is_bound=traces.untraceable is not None,
+        host=host,
+        disk=disk,
+        checkpoint=checkpoint_bytes(found, recipe),
+        time=_step_time(traces, strategy, plan, machines),
+        messages=transfers(strategy, traces.sizes, _step_of(traces, plan), count, num_local=plan.num_local),
+        largest_micro_batch=None if largest is None else int(largest),
+        longest=longest,
+    )
+
+
+def _check_nvme_buffers(strategy: Strategy, found: Skeleton, count: int) -> None:
+    """Raises RecipeError if the largest shard of a weight exceeds a swap buffer.
+
+    DeepSpeed would fail after minutes of loading (runtime/swap_tensor/partitioned_param_swapper.py:357).
+    """
+    if strategy.offload_param != "nvme" or strategy.deepspeed is None:
+        return
+    buffer = strategy.deepspeed["zero_optimization"]["offload_param"].get("buffer_size", 10**8)
+    part = -(-max(weight.num_elements for weight in found.weights) // count)
+    if part > buffer:
+        asked = f"write at least {part:,}, a process's shard of the largest weight"
+        raise RecipeError(f"{strategy.deepspeed_file}: offload_param.buffer_size is {buffer:,}; {asked}")
+
+
+def _step_time(
+    traces: TraceCache, strategy: Strategy, plan: Plan, machines: Machines, num_tokens: float | None = None
+) -> Range | None:
+    recipe = traces.recipe
+    if no_forecast(machines, recipe.mixed_precision) is not None:
+        return None
+    step = _step_of(traces, plan, num_tokens)
+    work = None if step.is_compiled else traces.work(strategy, micro_batch_of(recipe))
+    trace = work if work is not None and work.total("kernels") else None  # a bound counts none
+    return step_seconds(strategy, traces.sizes, step, machines, num_processes=plan.num_processes, trace=trace)
+
+
+def _step_of(traces: TraceCache, plan: Plan, num_tokens: float | None = None) -> Step:
+    """A step of so many tokens; None: of samples of data.max_length, each token labelled."""
+    recipe, most = traces.recipe, tokens_of_step(traces.recipe)
+    share = 1.0 if num_tokens is None else num_tokens / most
+    return Step(
+        num_tokens=share * most,
+        num_labelled=share * most,
+        length=share * recipe.data.max_length,
+        micro_batches=plan.gradient_accumulation_steps,
+        recompute=recipe.model.recompute,
+        offloads_checkpoints=recipe.model.gradient_checkpointing == "offload",
+        precision=recipe.compute_precision,
+        gradient_dtype=recipe.optim.gradient_dtype,
+        is_compiled=recipe.model.compile,
+    )
+
+
+def tokens_of_step(recipe: Recipe) -> int:
+    """Upper bound of the tokens of a step: every sample at data.max_length."""
+    return recipe.batch.global_batch_size * len(recipe.objective.sequences) * recipe.data.max_length
+
+
+def _gpu_memory(
+    traces: TraceCache,
+    strategy: Strategy,
+    held: States,
+    plan: Plan,
+    work: ActivationTrace,
+    gpu: Gpu | None,
+    outside: tuple[int, int] = (CONTEXT, CONTEXT),
+) -> Memory:
+    if strategy.pp_size > 1:
+        stages = tuple(_stage(traces, strategy, plan, work, stage, gpu) for stage in range(strategy.pp_size))
+        i, most = max(enumerate(stage.memory for stage in stages), key=lambda pair: pair[1].allocated)
+        return replace(most, moment=f"{most.moment} of stage {i}", outside=outside, stages=stages)
+    is_sharded = plan.num_processes > 1 and (strategy.kind in ("fsdp1", "fsdp2") or strategy.zero_stage == 3)
+    accumulates = plan.gradient_accumulation_steps > 1
+    inputs = cost_inputs(traces.recipe, strategy, plan.num_processes, num_local=plan.num_local)
+    start = loading_of(traces.skeleton, inputs, held, local=1)
+    held = _with_buffers(held, workspaces(gpu))
+    found = peak(traces.skeleton, held, work, accumulates=accumulates, is_sharded=is_sharded, loading=start.gpu)
+    return replace(found, outside=outside)
+
+
+def _with_buffers(held: States, size: int) -> States:
+    return replace(held, gpu=replace(held.gpu, buffers=held.gpu.buffers + size))
+
+
+def _stage(
+    traces: TraceCache, strategy: Strategy, plan: Plan, work: ActivationTrace, stage: int, gpu: Gpu | None
+) -> Stage:
+    """A stage and the memory of its process. At the beginning of a step torch allocates a message for each micro-batch
+    (torch 2.13, pipelining/stage.py, `_setup_forward_recv_info` and `_create_grad_recv_info`).
+    """
+    num_stages, count, recipe = strategy.pp_size, plan.gradient_accumulation_steps, traces.recipe
+    whole = traces.skeleton
+    chunks = stage_chunks(whole.num_layers, stage, num_stages, strategy.pp_chunks, head_layers=whole.head_layers)
+    skeleton = stage_of(whole, stage, num_stages, strategy.pp_chunks)
+    inputs = cost_inputs(recipe, strategy, plan.num_processes, num_local=plan.num_local)
+    held = states_of(whole, inputs, stage * plan.num_processes // num_stages)
+    tokens = micro_batch_of(recipe) * len(recipe.objective.sequences) * recipe.data.max_length
+    message = tokens * traces.sizes.hidden
+    message *= hidden_bytes(strategy, recipe.compute_precision, is_full=recipe.adapter is None)
+    each = FLOAT32 if strategy.has_autocast else inputs.low_bytes
+    both = (weight.num_elements for weight in whole.weights if weight.part == "embedding" and weight.is_trained)
+    tied = each * sum(both) // strategy.tp_size if whole.is_tied else 0
+    start = loading_of(skeleton, inputs, held, local=1)
+
+    kept = [work.kept_by(layers, whole.num_layers, message=message, tied=tied) for layers in chunks]
+    sends = [layers.stop < whole.num_layers for layers in chunks]
+    received = message * count * (sum(sends) + sum(layers.start > 0 for layers in chunks))
+
+    def sent(one: Begun) -> int:
+        """What was sent of each micro-batch whose backward is still to come; with several chunks all of a step, as many
+        as are received, until its end (torch 2.13, pipelining/schedules.py, `_PipelineScheduleRuntime`, send_ops).
+        """
+        if len(chunks) > 1:
+            return received
+        return message * sum(number for number, is_sent in zip(one.counts, sends, strict=True) if is_sent)
+
+    def waiting(one: Begun) -> int:
+        return sent(one) + sum(number * each for number, each in zip(one.waiting, kept, strict=True))
+
+    def at(one: Begun) -> Memory:
+        own = work.of_stage(chunks, whole.num_layers, waiting=one.waiting, message=message, tied=tied)
+        with_all = _with_buffers(held, received + sent(one) + workspaces(gpu))
+        return peak(
+            skeleton, with_all, own, accumulates=not one.is_first, is_sharded=bool(held.units), loading=start.gpu
+        )
+
+    # At the first backward of a step there are no gradients yet; at the next one fewer may wait.
+    moments = begun(count, stage, num_stages, strategy.pp_chunks)
+    of_both = ([one for one in moments if one.is_first == is_first] for is_first in (True, False))
+    memory = max((at(max(those, key=waiting)) for those in of_both if those), key=lambda one: one.allocated)
+    most = in_flight(count, stage, num_stages, strategy.pp_chunks)
+    holds = [f"layers {one.start} to {one.stop - 1}" if len(one) > 1 else f"layer {one.start}" for one in chunks]
+    holds = ["embedding"] * (stage == 0) + holds + ["head"] * (stage == num_stages - 1)
+    return Stage(holds=holds, in_flight=most, memory=memory)
+
+
+LARGEST = 2**20
+
+
+def _largest(
+    traces: TraceCache, strategy: Strategy, memory_of: Callable[[ActivationTrace], Memory], usable: float
+) -> float | None:
+    """The number of samples of max_length in a forward that surely fit; below 1 for shorter samples.
+
+    Every phase grows linearly with the tokens, so two traces are extrapolated. Both have enough tokens for the chunked
+    loss, whose logits do not grow further.
+    """
+    recipe = traces.recipe
+    ranks = strategy.sp_size * strategy.tp_size  # which share the logits of a micro-batch
+    in_chunks = 2 * LOGITS_BUDGET * ranks // (traces.sizes.vocab * recipe.data.max_length) + 1
+    small = max(micro_batch_of(recipe), in_chunks)
+    one, two = (traces.work(strategy, size) for size in (small, 2 * small))
+    if len(one.phases) != len(two.phases):  # one was traced and the other took too long
+        return None
+
+    def fits(size: float) -> bool:
+        work = one.towards(two, size / small - 1)
+        return memory_of(work).needed[1] <= usable
+
+    low, high = 0.0, 1.0
+    while fits(high) and high < LARGEST:
+        low, high = high, 2 * high
+    for _ in range(12):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low or None
+
+
+def _verdict(
+    memory: Memory, host: int, disk: int, machines: Machines, *, offloaded: int
+) -> tuple[Verdict, list[str], float]:
+    """The fields verdict, why and shortage of `Forecast`."""
+    if machines.usable_gib is None:
+        return "not judged", [], 0.0
+    why, verdict = [], cast(Verdict, "fits")
+    low, high = memory.needed
+    usable = machines.usable_gib * GIB
+    if low > usable:
+        verdict = "does not fit"
+        why.append(f"needs {in_gib(low)} GiB or more of a GPU that has {in_gib(usable)}")
+    elif high > usable:
+        verdict = "tight"
+        why.append(f"between {in_gib(low)} and {in_gib(high)} GiB of {in_gib(usable)}")
+    shortage = low / usable
+    of_host = "host memory" if offloaded >= host else "host memory to read the weights"
+    # Some host memory is assumed for loading, but none for offloading, which needs it for the whole run.
+    granted = 0.0 if offloaded else HOST_AT_LEAST * machines.gpus_each * machines.usable_gib * GIB
+    asked: tuple[tuple[str, Verdict, int, float | None, float], ...] = (
+        (of_host, "host memory unknown", host, machines.host_gib, granted),
+        ("NVMe", "disk unknown", disk, machines.nvme_gib, 0.0),
+    )
+    for what, unknown, needed, there, taken in asked:
+        if there is None and needed > taken:
+            verdict = unknown if verdict == "fits" else verdict
+            why.append(f"{unknown}, needs {in_gib(needed)} GiB a machine")
+        elif there is not None and needed > there * GIB:
+            verdict = "does not fit"
+            why.append(f"needs {in_gib(needed)} GiB of {what} in a machine that has {in_gib(there * GIB)}")
+            shortage = max(shortage, needed / GIB / there)
+    return verdict, why, shortage
+
+
+SIMPLICITY = ("single", "ddp", "fsdp2", "zero", "fsdp1", "tp", "pp")
+
+
+def rank(one: Forecast) -> tuple:
+    """A key by which the best forecast is the least."""
+    order = {"fits": 0, "not judged": 0, "tight": 2, "does not fit": 3, "cannot run": 4}.get(one.verdict, 1)
+    strategy = one.strategy
+    offload = sum(kind is not None for kind in (strategy.offload_optimizer, strategy.offload_param))
+    offload += 2 * (strategy.offload_param == "nvme") + bool(strategy.fsdp and strategy.fsdp.fsdp_offload_params)
+    seconds = one.time.low + one.time.high if one.time else 0.0
+    if one.verdict == "does not fit":  # the nearest first
+        return order, one.shortage, 0, 0, strategy.name
+    simplicity = strategy.sp_size, SIMPLICITY.index(strategy.kind)
+    return order, round(seconds, 3), offload, simplicity, strategy.zero_stage, strategy.name

@@ -1,0 +1,234 @@
+"""Recipe + strategy + machine -> what will run: batch arithmetic, conflicts, the launch command. No torch."""
+
+import glob
+import math
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from cookbook.config.mesh import Mesh
+from cookbook.config.recipe import Recipe, default_output_dir, parse_recipe, read_recipe
+from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
+from cookbook.planning.meshes import mesh_problem
+from cookbook.planning.packing import known_config
+from cookbook.planning.refusals import refusals
+from cookbook.system.console import several
+from cookbook.system.files import Document, RecipeError, gathered, path_problem, refuse
+from cookbook.system.hosts import Hosts
+from cookbook.system.machine import CPU_PROCESSES, num_cores
+from cookbook.system.shipped import program
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The derived quantities of a run."""
+
+    num_processes: int
+    num_local: int
+    """Processes of this machine."""
+    num_gpus: int
+    """GPUs of this machine; 0: the run uses the CPU."""
+    mesh: Mesh
+    gradient_accumulation_steps: int
+    """Forwards per process in an optimizer step; an upper bound under batch.micro_batch_tokens."""
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.mesh.data_parallel_size
+
+
+def describe_batch(recipe: Recipe, plan: Plan) -> str:
+    """The batch arithmetic in one line."""
+    processes = several(plan.data_parallel_size, "data-parallel process")
+    start = f"{recipe.batch.global_batch_size} {recipe.objective.sample}s a step"
+    if recipe.batch.micro_batch_tokens is not None:
+        return f"{start}, split over {processes} in forwards of at most {recipe.batch.micro_batch_tokens} tokens"
+    micro = recipe.batch.micro_batch_size
+    return f"{start} = {processes} x micro-batch {micro} x accumulation {plan.gradient_accumulation_steps}"
+
+
+def load_pair(
+    recipe_path: Path, assignments: list[str] | None = None, strategy_path: Path | None = None
+) -> tuple[Recipe, Strategy]:
+    """A validated recipe and its strategy; `strategy_path` overrides the one that the recipe names.
+
+    Raises:
+        RecipeError: all mistakes of the recipe, the YAML and the JSON together.
+    """
+    document, recipe, strategy = None, None, None
+    mistakes: list[str] = []
+    with gathered(mistakes):
+        document = read_recipe(recipe_path)
+        recipe = parse_recipe(document, recipe_path, assignments, strategy_path)
+    strategy_path = strategy_path or _named_strategy(document, recipe)
+    if strategy_path is not None:
+        with gathered(mistakes):
+            strategy = load_strategy(strategy_path)
+    if mistakes or recipe is None or strategy is None:
+        raise RecipeError(mistakes)
+    return recipe, strategy
+
+
+def _named_strategy(document: Document | None, recipe: Recipe | None) -> Path | None:
+    """The strategy that a recipe names, even if the recipe has mistakes elsewhere."""
+    if recipe is not None:
+        return Path(recipe.strategy)
+    name = document.values.get("strategy") if document is not None else None
+    if not isinstance(name, str) or path_problem(name) is not None or not strategy_path(name).is_file():
+        return None
+    return strategy_path(name)
+
+
+def begun_elsewhere(recipe_path: Path, recipe: Recipe, strategy: Strategy) -> list[str]:
+    """Notes for a run with nothing to resume in its default folder while that of another strategy has checkpoints."""
+    folder = default_output_dir(recipe_path, strategy.path)
+    if recipe.run.resume != "auto" or recipe.run.output_dir != folder or any(Path(folder).glob("checkpoints/step-*")):
+        return []
+    stem = Path(folder).name.removesuffix(strategy.name)
+    others = {path.parents[1] for path in Path("outputs").glob(f"{glob.escape(stem)}*/checkpoints/step-*")}
+    found = sorted(str(path) for path in others if path.name.removeprefix(stem) in known_strategies())
+    return [
+        f"nothing to resume in {folder}; {other} has checkpoints of this recipe: SET=run.output_dir={other} resumes it"
+        for other in found
+    ]
+
+
+def default_num_processes(strategy: Strategy, num_gpus: int) -> int:
+    """The strategy file's number of processes; for `auto` one per GPU, or without a GPU a few or those of the mesh."""
+    if strategy.num_processes is not None:
+        return strategy.num_processes
+    return num_gpus or max(min(CPU_PROCESSES, num_cores()), strategy.written_mesh.num_processes)
+
+
+def make_plan(
+    recipe: Recipe,
+    strategy: Strategy,
+    *,
+    num_processes: int,
+    num_gpus: int,
+    recipe_name: str,
+    num_local: int | None = None,
+) -> Plan:
+    """The plan of a run.
+
+    Args:
+        num_processes: of all machines.
+        num_local: of this machine; None: an equal share on each machine that the strategy file counts.
+        num_gpus: on this machine; 0 means that the run uses the CPU.
+
+    Raises:
+        RecipeError: all conflicts between recipe, strategy and machine.
+    """
+    mistakes = []
+    num_local = num_local or strategy.num_local(num_processes)
+    strategy = strategy.fitted(num_processes, num_local)
+    mesh, written = strategy.mesh(num_processes), strategy.written_mesh.num_processes
+    objective = recipe.objective
+    if strategy.sp_size > 1 and objective.mean_over == "samples" and not objective.shares_samples:
+        why = f"processes that share the tokens of samples would each see a part of the sums of {objective.name}"
+        way = "take them from sums_by_sequence and declare shares_samples, or use a strategy without sequence parallel"
+        mistakes.append(f"{strategy.path}: {why}; {way}")
+    if strategy.kind == "single" and num_processes != 1:
+        mistakes.append(f"{strategy.path}: runs one process, but {num_processes} were requested; use ddp")
+    if num_processes % written or (strategy.num_processes is not None and written not in (1, num_processes)):
+        multiple = " or a multiple" if strategy.num_processes is None else ""
+        mistakes.append(
+            f"{strategy.path}: parallelism_config is a mesh of {written} processes, but {num_processes} were requested;"
+            f" change its sizes, or run {written}{multiple}"
+        )
+    group = strategy.secondary_group_size(num_local)
+    if num_processes % group:
+        mistakes.append(
+            f"{strategy.path}: zero_hpz_partition_size is {group}, which does not divide {num_processes} processes, so"
+            " DeepSpeed would use another size; write the number of GPUs of a machine"
+        )
+    if num_gpus and num_local > num_gpus:
+        mistakes.append(
+            f"{strategy.path}: {num_local} processes on this machine, which has {several(num_gpus, 'GPU')};"
+            f" ask for at most {num_gpus} (or hide them with CUDA_VISIBLE_DEVICES=)"
+        )
+    mistakes += refusals(recipe, strategy, num_gpus, recipe_name)
+    config = known_config(recipe.model)
+    if config is not None and (problem := mesh_problem(config, mesh)):
+        mistakes.append(f"{strategy.path}: {problem}")
+    if recipe.run.profile is not None and max(recipe.run.profile.ranks) >= num_processes:
+        ranks = f"{recipe_name}: run.profile.ranks is {recipe.run.profile.ranks}"
+        mistakes.append(f"{ranks}, but there are {num_processes} processes; the last is {num_processes - 1}")
+    batch = recipe.batch
+    # Under a token budget the number of forwards depends on the lengths: at most one per sequence.
+    per_forward = (batch.micro_batch_size or 1) * mesh.data_parallel_size
+    is_uneven = batch.micro_batch_size is not None and batch.global_batch_size % per_forward
+    if is_uneven and mesh.num_processes == num_processes:  # a mesh that does not fit has no batch arithmetic
+        mistakes.append(f"{recipe_name}: {_impossible_split(recipe, mesh.data_parallel_size, num_processes)}")
+    refuse(mistakes)
+    return Plan(
+        num_processes=num_processes,
+        num_local=num_local,
+        num_gpus=num_gpus,
+        mesh=mesh,
+        gradient_accumulation_steps=math.ceil(batch.global_batch_size / per_forward),
+    )
+
+
+def _impossible_split(recipe: Recipe, data_parallel_size: int, num_processes: int) -> str:
+    batch = recipe.batch
+    assert batch.micro_batch_size is not None
+    per_forward = batch.micro_batch_size * data_parallel_size
+    ways = [max(1, batch.global_batch_size // per_forward) * per_forward]
+    if batch.global_batch_size > per_forward:
+        ways.append(math.ceil(batch.global_batch_size / per_forward) * per_forward)
+    fitting = [
+        size
+        for size in range(min(batch.micro_batch_size, batch.global_batch_size // data_parallel_size), 0, -1)
+        if batch.global_batch_size % (size * data_parallel_size) == 0
+    ]
+    who = (
+        f"{data_parallel_size} data-parallel processes"
+        if data_parallel_size != num_processes
+        else f"{num_processes} processes"
+    )
+    text = (
+        f"batch.global_batch_size is {batch.global_batch_size}, but {who} x micro_batch_size {batch.micro_batch_size} ="
+        f" {per_forward} sequences per forward. Use global_batch_size {' or '.join(map(str, ways))}"
+    )
+    if fitting:
+        text += f", or micro_batch_size {fitting[0]}"
+    most = min(num_processes - 1, batch.global_batch_size // batch.micro_batch_size)
+    fewer = [n for n in range(most, 0, -1) if batch.global_batch_size % (n * batch.micro_batch_size) == 0]
+    if fewer and data_parallel_size == num_processes:
+        text += f", or {several(fewer[0], 'process')}"
+    return f"{text}."
+
+
+def launch_command(
+    recipe: str,
+    strategy: Strategy,
+    *,
+    num_processes: int,
+    assignments: list[str],
+    hosts: Hosts | None = None,
+    logs: Path | None = None,
+) -> list[str]:
+    """The `accelerate launch` line of a run, as an argument list.
+
+    Args:
+        hosts: None: those of the strategy file.
+        logs: folder in which torchrun writes the output of each process to files of its own.
+    """
+    command = ["accelerate", "launch", "--config_file", strategy.path, "--num_processes", str(num_processes)]
+    if hosts is not None and hosts.count > 1:
+        command += ["--num_machines", str(hosts.count), "--machine_rank", str(hosts.index)]
+        command += ["--main_process_ip", hosts.first, "--main_process_port", str(hosts.port)]
+    elif num_processes > 1 and strategy.num_machines == 1 and strategy.main_process_port is None:
+        command += ["--main_process_port", "0"]  # a free port, so that several runs share a machine
+    if logs is not None:
+        command += ["--tee", "3", "--log_dir", str(logs)]  # 3: stdout and stderr
+    command += [program(), recipe]
+    for assignment in assignments:
+        command += ["--set", assignment]
+    return command
+
+
+def show_command(command: list[str]) -> str:
+    """A command as one types it."""
+    return shlex.join(command)

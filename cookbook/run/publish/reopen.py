@@ -1,0 +1,257 @@
+"""Opens an export with plain transformers and peft, and compares it with the checkpoint. A process of its own:
+
+    python -m cookbook.run.publish.reopen EXPORT MODEL CHECKPOINT DTYPE
+
+Prints what was compared as JSON, or exits with 1 and the difference in the last line. Tensors are compared in parts,
+from memory-mapped files. Models are opened one after the other, and only if they fit into memory.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers.utils import logging
+
+from cookbook.training.adapters import Base, name_in_file
+from cookbook.training.checkpoint.folder import open_checkpoint
+from cookbook.training.checkpoint.tensors import CHUNK, Reader
+from cookbook.training.checkpoint.write_model import BUFFERS
+
+LIMIT_GIB = 4.0
+"""Largest model, in float32, that is opened: above it, opening it twice takes longer than a check should."""
+TOLERANCE = 1e-5
+"""Relative to the largest logit: both models compute in float32 with the same weights."""
+OPEN: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True}
+
+
+class Wrong(Exception):
+    """A difference between export and checkpoint."""
+
+
+class Expected:
+    """The checkpoint's weights in the exported dtype."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype) -> None:
+        opened = open_checkpoint(checkpoint)
+        self.reader, self.state, self.dtype = Reader(opened.pieces), opened.state(), dtype
+        self.shapes: dict[str, list[int]] = self.state["parameters"]
+
+    def parts(self, name: str) -> Iterator[torch.Tensor]:
+        """The elements of a parameter, in order."""
+        return self.reader.parts(name, "weight", math.prod(self.shapes[name]), self.dtype)
+
+    def compare(self, name: str, tensor: torch.Tensor, key: str) -> None:
+        """Raise the first difference of a tensor, reading the checkpoint in parts."""
+        if list(tensor.shape) != self.shapes[name]:
+            raise Wrong(f"{key} has the shape {list(tensor.shape)}, and {self.shapes[name]} was trained")
+        if tensor.is_meta:  # the model was not opened; its files were compared
+            return
+        for part, expected in zip(tensor.detach().reshape(-1).split(CHUNK), self.parts(name), strict=True):
+            if not torch.equal(part.float(), expected.float()):
+                raise Wrong(f"{key} is not what the checkpoint holds")
+
+    @torch.no_grad()
+    def fill(self, model: torch.nn.Module) -> None:
+        """Copy the checkpoint into the trained parameters of a model."""
+        parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        if different := sorted(parameters.keys() ^ self.shapes.keys()):
+            raise Wrong(f"the model has other parameters than the checkpoint: {different}")
+        for name, parameter in parameters.items():
+            at = 0
+            for part in self.parts(name):
+                parameter.view(-1)[at : at + len(part)] = part.float()
+                at += len(part)
+
+
+def reopen(export: Path, model_files: Path, checkpoint: Path, dtype: torch.dtype) -> dict[str, str]:
+    """Sentences on what was compared: `tensors` and `logits`.
+
+    Raises:
+        Wrong: the export differs from what was trained.
+    """
+    expected = Expected(checkpoint, dtype)
+    settings = expected.state["recipe"].get("adapter")
+    config = AutoConfig.from_pretrained(model_files, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(export, trust_remote_code=False)
+    if tokenizer.get_vocab() != AutoTokenizer.from_pretrained(model_files, trust_remote_code=False).get_vocab():
+        raise Wrong("the tokenizer has another vocabulary")
+    GenerationConfig.from_pretrained(export)
+    too_large = _too_large(config)
+    if settings is None:
+        tensors, logits = _check_model(export, config, expected, too_large, model_files)
+    else:
+        tensors, logits = _check_adapter(export, config, expected, too_large, settings, model_files)
+    return {"tensors": tensors, "logits": logits}
+
+
+def _check_model(
+    export: Path, config: PreTrainedConfig, expected: Expected, too_large: str | None, model_files: Path
+) -> tuple[str, str]:
+    same = {name: name for name in expected.shapes}
+    names = _check_tensor_files(export, expected, same, strict=False)
+    where = {"device_map": "meta"} if too_large else {}
+    model, info = AutoModelForCausalLM.from_pretrained(
+        export, output_loading_info=True, **where, trust_remote_code=False, use_safetensors=True, **OPEN
+    )
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if info.get(what):
+            raise Wrong(f"transformers finds {what.replace('_', ' ')}: {', '.join(map(str, sorted(info[what])[:5]))}")
+    count = f"{len(same)} tensors equal to the checkpoint's"
+    if too_large:
+        if len(names) < len(same):
+            count = f"{len(names)} of {count}; the others have other names in files"
+        return count, f"logits not compared: {too_large}"
+    _compare_all(dict(model.named_parameters()), same, expected)
+    logits = _sample_logits(model, config)
+    del model
+    reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    expected.fill(reference)
+    if (model_files / BUFFERS).is_file():
+        reference.load_state_dict(load_file(model_files / BUFFERS), strict=False)
+    return count, _compare_logits(logits, _sample_logits(reference, config))
+
+
+def _check_adapter(
+    export: Path,
+    config: PreTrainedConfig,
+    expected: Expected,
+    too_large: str | None,
+    settings: dict[str, Any],
+    model_files: Path,
+) -> tuple[str, str]:
+    from peft import PeftModel  # for adapters only: importing it takes seconds
+
+    from cookbook.config.sections import AdapterSection
+    from cookbook.training import adapters
+
+    names = {name_in_file(name): name for name in expected.shapes}
+    in_files = {f"base_model.model.{key}": name for key, name in names.items()}
+    found = _check_tensor_files(export, expected, in_files, strict=True)
+    base, problem = (None, too_large) if too_large else _base_folder(model_files)
+    whole = _open_base(base, config)
+    model = PeftModel.from_pretrained(whole, str(export), low_cpu_mem_usage=base is None)
+    opened = {
+        name_in_file(name.removeprefix("base_model.model.")): parameter
+        for name, parameter in model.named_parameters()
+        if "lora_" in name or ".modules_to_save." in name
+    }
+    _compare_all(opened, names, expected)
+    count = f"{len(found)} tensors equal to the checkpoint's"
+    if base is None:
+        return count, f"logits not compared: {problem}"
+    logits = _sample_logits(model, config)
+    del model, whole, opened
+    reference = _open_base(base, config)
+    adapters.add_adapter(reference, AdapterSection.model_validate(settings), seed=0)
+    expected.fill(reference)
+    return count, _compare_logits(logits, _sample_logits(reference, config))
+
+
+def _base_folder(model_files: Path) -> tuple[Path | None, str]:
+    """The base model's folder on this machine, or why there is none."""
+    from huggingface_hub import snapshot_download
+
+    from cookbook.training.models import HUB_FILES
+
+    base = Base.read(model_files)
+    path = Path(base.name_or_path)
+    if not path.is_dir():
+        local: dict[str, Any] = {"allow_patterns": HUB_FILES, "local_files_only": True}
+        try:
+            path = Path(snapshot_download(str(path), revision=base.revision, **local))
+        except (OSError, ValueError):
+            return None, f"the base model {base.name_or_path} is not on this machine"
+    return path, ""
+
+
+def _open_base(folder: Path | None, config: PreTrainedConfig) -> Any:
+    if folder is None:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, use_safetensors=True, **OPEN)
+
+
+def _check_tensor_files(export: Path, expected: Expected, names: dict[str, str], *, strict: bool) -> list[str]:
+    """Compare every tensor in the files; returns the keys that the checkpoint has.
+
+    Args:
+        names: from keys in the files to names in the checkpoint.
+        strict: refuse other keys. transformers stores some models under other names than they have in memory.
+    """
+    keys = []
+    for path in sorted(export.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a mapping
+                tensor = file.get_tensor(key)  # memory-mapped
+                if not tensor.numel():
+                    raise Wrong(f"{key} is empty")
+                if not all(part.isfinite().all() for part in tensor.reshape(-1).split(CHUNK)):
+                    raise Wrong(f"{key} has values that are not finite")
+                if key in names:
+                    if tensor.dtype != expected.dtype:
+                        raise Wrong(f"{key} is {tensor.dtype}, and {expected.dtype} was asked for")
+                    expected.compare(names[key], tensor, key)
+                keys.append(key)
+    if not keys:
+        raise Wrong("there are no weights in it")
+    ours = [key for key in keys if key in names]
+    if strict and (len(ours) < len(keys) or len(ours) < len(names)):
+        raise Wrong(f"its tensors are not those that were trained: {sorted(set(keys) ^ names.keys())[:5]}")
+    return ours
+
+
+def _compare_all(opened: dict[str, torch.nn.Parameter], names: dict[str, str], expected: Expected) -> None:
+    """Compare the parameters of an opened model with the checkpoint."""
+    if opened.keys() != names.keys():
+        raise Wrong(f"opened, it has other parameters than were trained: {sorted(opened.keys() ^ names.keys())[:5]}")
+    for key, parameter in opened.items():
+        expected.compare(names[key], parameter, key)
+
+
+def _too_large(config: PreTrainedConfig) -> str | None:
+    """Why the model is not opened on this machine, or None."""
+    with torch.device("meta"):
+        size = 4 * sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters()) / 2**30
+    room = psutil.virtual_memory().available / 2**30
+    if size > LIMIT_GIB:
+        return f"{size:.1f} GiB of weights in float32 are more than {LIMIT_GIB:g}"
+    return f"{size:.1f} GiB of weights, and {room:.1f} GiB of memory are free" if 2 * size > room else None
+
+
+@torch.no_grad()
+def _sample_logits(model: Any, config: PreTrainedConfig) -> torch.Tensor:
+    """Logits (2, 16, V) on tokens drawn from a seed."""
+    ids = torch.randint(config.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
+    return model.eval()(input_ids=ids).logits.float()
+
+
+def _compare_logits(logits: torch.Tensor, reference: torch.Tensor) -> str:
+    error = (logits - reference).abs().max().item() / max(1.0, reference.abs().max().item())
+    if not error <= TOLERANCE:
+        raise Wrong(f"its logits are {error:.1e} from those of the checkpoint")
+    return f"logits equal to those of the checkpoint within {error:.0e}"
+
+
+def main() -> int:
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    export, model_files, checkpoint, dtype = sys.argv[1:]
+    try:
+        found = reopen(Path(export), Path(model_files), Path(checkpoint), getattr(torch, dtype))
+    except Wrong as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

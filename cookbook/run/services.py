@@ -1,0 +1,238 @@
+"""What surrounds the loop of a run: its logs and records, forecasts, status, watchdog, monitor and checkpoints."""
+
+import uuid
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cookbook.config import plugins
+from cookbook.config.recipe import dump_recipe
+from cookbook.planning.run_plan import describe_batch
+from cookbook.run import forecasts, publish, shortage
+from cookbook.run.stages import Run
+from cookbook.system import signals
+from cookbook.system.files import flatten
+from cookbook.system.hardware import GIB
+from cookbook.system.machine import num_cores
+from cookbook.system.monitor import Monitor
+from cookbook.system.record_files import METRICS, RUN
+from cookbook.system.status import Status
+from cookbook.system.watchdog import Watch, put_away_report
+from cookbook.training import metrics, trackers
+from cookbook.training.checkpoint.saver import Saver
+from cookbook.training.data import batches
+from cookbook.training.data.tokens import TokenSet
+from cookbook.training.memory_history import MemoryHistory
+from cookbook.training.models.fp8 import num_converted
+from cookbook.training.profiling import Profile
+
+if TYPE_CHECKING:
+    from cookbook.run.forecasts import Memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    """Logging, status, watchdog and checkpoints of a run."""
+
+    log: metrics.RunLog
+    record: dict[str, Any]
+    """Content of run.json."""
+    expected: "Memory | None"
+    """Forecast of a GPU's memory; None on a CPU and on ranks other than 0."""
+    flops: forecasts.FlopCounter
+    status: Status
+    watch: Watch
+    saver: Saver
+    profile: Profile
+    memory_history: MemoryHistory
+
+
+def start_services(run: Run, failed_after: list[int], notes: list[str], watch: Watch) -> Services:
+    """Open the log, after setting an earlier run aside if this one does not resume it, and write what is known before
+    the first step.
+
+    Args:
+        failed_after: result of `status.past_failures`.
+        notes: notes for the user, logged here.
+        watch: the watchdog of this process.
+    """
+    engine, world = run.engine, run.engine.world
+    flops = forecasts.flop_counter(run, notes)
+    log, record, expected = _open_log(run, notes)
+    attempt = engine.collectives.broadcast_text(uuid.uuid4().hex[:8])
+    if run.recipe.run.monitor and world.local_rank == 0:  # an earlier run's folder was set aside before the broadcast
+        log.monitor = Monitor(
+            run.output_dir, first_rank=world.rank, num_ranks=world.num_local, machine=world.rank // world.num_local
+        )
+    return Services(
+        log=log,
+        record=record,
+        expected=expected,
+        flops=flops,
+        status=Status(run.output_dir, is_main=engine.is_main, step=run.progress.step, failed_after=failed_after),
+        watch=watch,
+        saver=_start_saver(run, log, watch, attempt),
+        profile=Profile(run.recipe.run.profile, run.output_dir, world.rank, engine.transformer(), log.say),
+        memory_history=MemoryHistory(
+            run.recipe.run.memory_snapshot, run.output_dir, world.rank, engine.device, log.say
+        ),
+    )
+
+
+def _open_log(run: Run, notes: list[str]) -> tuple[metrics.RunLog, dict[str, Any], "Memory | None"]:
+    """The log with what is known of the run in it, the content of run.json, and the forecast of a GPU's memory."""
+    engine, checkpoint, step = run.engine, run.checkpoint, run.progress.step
+    is_own = checkpoint is not None and checkpoint.path.resolve().parent == (run.output_dir / "checkpoints").resolve()
+    repeated = trackers.logged_after(run.output_dir / METRICS, step) if is_own else {}
+    log = metrics.RunLog(
+        run.output_dir,
+        is_main=engine.is_main,
+        max_steps=run.inputs.max_steps,
+        resumed_step=step if is_own else None,
+        is_evaluated=run.progress.is_evaluated,
+        is_sampled=run.progress.is_sampled,
+        log_every_steps=run.recipe.run.log_every_steps,
+    )
+    log.write_text("recipe.yaml", dump_recipe(run.recipe))
+    if engine.is_main:
+        _prepare_folder(run, log)
+    expected = forecasts.memory(run, notes)
+    shortages = shortage.history()
+    record = _record(run, expected, shortages)
+    log.write_record(RUN, record)
+    for answered in shortages[-1:] if is_own else shortages:
+        log.event("out_of_memory", step, **answered)
+    started = {"strategy": engine.strategy.name, "processes": engine.plan.num_processes}
+    log.event("start", step, **started, resumed_from=record["resumed_from"])
+    for line in notes:
+        log.say(line)
+    if engine.is_main:
+        log.screen.header(f"RUN {run.output_dir}", record["header"].items())
+        settings = flatten(run.recipe.model_dump(mode="json", exclude_none=True))
+        settings |= {"strategy": engine.strategy.path, "processes": engine.plan.num_processes}
+        log.followers += [
+            trackers.Tracker(name, run.output_dir, settings, step=step, repeated=repeated, say=log.say)
+            for name in run.recipe.run.trackers
+        ]
+    return log, record, expected
+
+
+def _prepare_folder(run: Run, log: metrics.RunLog) -> None:
+    """Remove what earlier starts have left, and write what an export will need."""
+    put_away_report(run.output_dir)
+    publish.sweep_exports(run.output_dir)
+    try:
+        run.write_model_files()
+    except Exception as error:  # for a full disk, tokenizers raises something other than OSError
+        log.say(f"{run.output_dir / publish.MODEL_FILES} could not be written: {error}; retried at the end")
+
+
+def _record(run: Run, expected: "Memory | None", shortages: list[dict[str, Any]]) -> dict[str, Any]:
+    """What run.json has before the first step."""
+    engine, checkpoint = run.engine, run.checkpoint
+    record = metrics.environment_record(engine.device)
+    if run.recipe.plugins:
+        record["plugins"] = plugins.record(run.recipe.plugins)
+    record["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    record |= {"strategy": engine.describe(), "resumed_from": None if checkpoint is None else str(checkpoint.path)}
+    if expected is not None:
+        names = "allocated", "reserved", "needed", "moment", "parts"
+        record["forecast"] = {name: getattr(expected, name) for name in names}
+    written = run.recipe.model_dump(mode="json", exclude_unset=True)
+    record |= {"max_steps": run.inputs.max_steps, "written_settings": list(flatten(written))}
+    record["packing"] = _padding(run)
+    record["header"] = _header(run, record, expected)
+    if shortages:
+        record["out_of_memory"] = shortages
+    if engine.is_main:
+        record["step_forecast"] = forecasts.step_time(run, _tokens_of_step(run))
+        record["machines"] = engine.plan.num_processes // engine.world.num_local
+    return record
+
+
+def _padding(run: Run) -> dict[str, Any]:
+    """Whether rows are packed; else why not, and what share of the positions of the first steps is padding."""
+    found: dict[str, Any] = {"is_on": run.packing.is_on}
+    if run.packing.is_on:
+        return found
+    train, size = run.inputs.data.train, run.recipe.batch.global_batch_size
+    share = None  # not known of a stream
+    if isinstance(train, TokenSet) and run.engine.is_main:
+        order = batches.epoch_order(train, run.recipe.seed, 0)
+        share = batches.measure(train, order, run.layout, global_batch_size=size).padding
+    return found | {"why": run.packing.why, "can_pack": run.packing.can_pack, "padding": share}
+
+
+def _tokens_of_step(run: Run) -> float | None:
+    """The mean tokens of a step; None for a stream, of which it is not known."""
+    train = run.inputs.data.train
+    return len(train.ids) / len(train) * run.recipe.batch.global_batch_size if isinstance(train, TokenSet) else None
+
+
+def _header(run: Run, record: dict[str, Any], expected: "Memory | None") -> dict[str, str]:
+    """What the run is, for people."""
+    recipe, inputs, engine, plan = run.recipe, run.inputs, run.engine, run.engine.plan
+    trained = "all trained"
+    if engine.num_trained != engine.num_parameters:
+        trained = f"{engine.num_trained:,} trained ({engine.num_trained / engine.num_parameters:.2%})"
+    if recipe.adapter is not None:
+        trained += f", {recipe.adapter.name} of rank {recipe.adapter.rank}"
+    train, hardware = inputs.data.train, record["hardware"]
+    size = "stream"
+    if isinstance(train, TokenSet):
+        size = f"{len(train):,} {recipe.objective.sample}s, {len(train.ids):,} tokens"
+    simulated = " (simulated: no speeds)" if hardware.get("simulated") else ""
+    many = "s" if plan.num_processes > 1 else ""
+    device = f"process{many and 'es'} on {num_cores()} CPU cores"
+    if "gpu" in hardware:
+        device = f"GPU{many}, {hardware['gpu']}{simulated}"
+    machines = plan.num_processes // engine.world.num_local
+    eight_bits = ""
+    if recipe.mixed_precision == "fp8":
+        of = " of the first stage" if engine.mesh.pipeline > 1 else ""
+        eight_bits = f" in {num_converted(engine.model)} matrices{of}"
+    padding = "none, samples are packed"
+    if not (packing := record["packing"])["is_on"]:
+        share = "an unknown share" if packing["padding"] is None else f"{packing['padding']:.0%}"
+        padding = f"{share} of all positions: {packing['why']}"
+    rows = {
+        "model": f"{inputs.config.model_type}, {engine.num_parameters:,} parameters, {trained}",
+        "data": f"{size}; at most {recipe.data.max_length:,} tokens each",
+        "machine": f"{plan.num_processes} {device}" + (f" on {machines} machines" if machines > 1 else ""),
+        "strategy": f"{engine.strategy.name}, precision {recipe.mixed_precision}{eight_bits}",
+        "batch": describe_batch(recipe, plan),
+        "padding": padding,
+        "steps": f"{inputs.max_steps:,}, {inputs.steps_per_epoch or 'an unknown number'} an epoch",
+    }
+    if run.progress.step:
+        is_done = run.progress.step == inputs.max_steps
+        rows["steps"] += "; all were done before" if is_done else f"; goes on after step {run.progress.step:,}"
+    if expected is not None:
+        low, high = (size / GIB for size in expected.reserved)
+        rows["memory"] = f"forecast {expected.allocated / GIB:.2f} GiB a GPU at {expected.moment}"
+        rows["memory"] += f", {low:.2f} to {high:.2f} reserved"
+    return rows
+
+
+def _start_saver(run: Run, log: metrics.RunLog, watch: Watch, attempt: str) -> Saver:
+    settings, engine = run.recipe.run, run.engine
+    saver = Saver(
+        run.output_dir / "checkpoints",
+        rank=engine.world.rank,
+        num_ranks=engine.plan.num_processes,
+        attempt=attempt,
+        keep_last=settings.keep_last,
+        keep_best=settings.keep_best,
+        in_background=settings.save_in_background,
+        say=log.say,
+        on_save=partial(log.event, "save"),
+        timeout_seconds=watch.timeout_seconds / 2,  # a save must be given up before it passes for a hang
+        beat=lambda: watch.beat("save", engine.current_step),
+        stop_requested=lambda: signals.requested() is not None,
+    )
+    if run.checkpoint is not None:
+        saver.start_from(run.checkpoint)
+        log.say(f"resuming from {run.checkpoint.path}")
+    return saver

@@ -1,0 +1,323 @@
+"""The stages of a run before its first step, in the order in which `train.py` calls them; `services` has the last.
+
+Imports torch, which takes seconds, so `train.py` checks files and rows before it imports this.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import torch
+from accelerate.utils import set_seed
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from cookbook.config import plugins
+from cookbook.config.objectives.forward import Batch, sequence_logps
+from cookbook.config.optim.groups import build_optimizer
+from cookbook.config.recipe import Recipe
+from cookbook.config.strategy import Strategy
+from cookbook.planning.launchers import World
+from cookbook.planning.meshes import mesh_problem, num_experts
+from cookbook.planning.packing import Packing, decide
+from cookbook.planning.run_plan import Plan
+from cookbook.run import publish
+from cookbook.system import lock
+from cookbook.system.files import RecipeError
+from cookbook.training import adapters, memory_history, models
+from cookbook.training.checkpoint import resume
+from cookbook.training.checkpoint.folder import Checkpoint
+from cookbook.training.checkpoint.write_model import saved_buffers
+from cookbook.training.data import batches
+from cookbook.training.data.ahead import Ahead
+from cookbook.training.data.reference import with_reference
+from cookbook.training.data.sets import RowSets, TokenSets, tokenize_data
+from cookbook.training.engine import Engine, engine_class, make_deterministic
+from cookbook.training.models.efficiency import kernel_notes
+from cookbook.training.models.structure import random_parts
+
+SIGHT_SECONDS = 10.0
+"""For a new file to be seen on all machines, whose network file systems may cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Model folder, tokenizer and data, before anything is on a device."""
+
+    folder: str
+    """Where the model is loaded from."""
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    data: TokenSets
+    steps_per_epoch: int | None
+    """None for a stream."""
+    max_steps: int
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Everything besides the engine that changes during training; part of a checkpoint's `state.json`."""
+
+    step: int = 0
+    num_samples: int = 0
+    num_skipped: int = 0
+    """Steps skipped because loss or gradient was not finite."""
+    is_evaluated: bool = False
+    """Whether the evaluation after this step is done."""
+    is_sampled: bool = False
+    """Whether the continuations after this step are written."""
+    eval_loss: float | None = None
+    """Loss on the first evaluation set after this step."""
+    stream_digest: str | None = None
+    """See `StepBatch.stream_digest`."""
+
+    def advance(self, batch: batches.StepBatch, *, is_skipped: bool) -> None:
+        """Count a step."""
+        self.step += 1
+        self.num_samples += batch.num_samples
+        self.stream_digest = batch.stream_digest
+        self.num_skipped += is_skipped
+        self.is_evaluated, self.is_sampled, self.eval_loss = False, False, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The state of the training loop."""
+
+    recipe: Recipe
+    inputs: Inputs
+    """With the reference log-probabilities, if the objective needs them."""
+    packing: Packing
+    made_from: dict[str, str]
+    """Fingerprints of "data", "model" and "plugins", see `take_fingerprints`."""
+    engine: Engine
+    """Owns model and optimizer."""
+    checkpoint: Checkpoint | None
+    """The one that the run resumes from."""
+    progress: Progress
+    steps: Ahead[batches.StepBatch]
+    """The remaining steps."""
+    layout: batches.Layout
+    eval_sets: dict[str, Callable[[], Iterable[Batch]]]
+    """By name; each call iterates over a set once."""
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.recipe.run.output_dir)
+
+    def write_model_files(self) -> None:
+        """Write what an export needs besides a checkpoint, see `publish.write_model_files`. Rank 0 calls."""
+        publish.write_model_files(
+            self.output_dir,
+            self.inputs.folder,
+            self.recipe.model,
+            config=self.inputs.config,
+            tokenizer=self.inputs.tokenizer,
+            digest=self.made_from["model"],
+            buffers=saved_buffers(self.engine.transformer()) if self.recipe.adapter is None else None,
+        )
+
+
+def load_inputs(recipe: Recipe, plan: Plan, rows: RowSets, *, cache: Path, notes: list[str]) -> Inputs:
+    """Prepare model folder, configuration, tokenizer and tokens, once per machine, under file locks.
+
+    Args:
+        notes: receives notes for the user.
+
+    Raises:
+        RecipeError: a model that cannot be loaded, or trained under this plan, or data without a target.
+    """
+    transformers_logging.disable_progress_bar()
+    folder = models.resolve_model(
+        recipe.model, seed=recipe.seed, texts=rows.texts(), fingerprint=rows.fingerprint, cache=cache
+    )
+    config = models.load_config(folder, recipe.data.max_length)
+    decide(recipe, config)  # refuses what cannot be packed before any process waits for another
+    if problem := mesh_problem(config, plan.mesh):
+        raise RecipeError(f"model {folder}: {problem}")
+    notes += kernel_notes(recipe.model, config)
+    if drawn := random_parts(config):
+        keys = ", ".join(f"{key} {value:g}" for key, value in drawn.items())
+        notes.append(f"{config.model_type} has {keys}: what is drawn, and so the curve, depends on processes")
+    if recipe.run.deterministic and torch.cuda.is_available() and num_experts(config) > 1:
+        why = "torch counts the tokens of experts with torch.histc, which has no deterministic kernel on a GPU"
+        raise RecipeError([f"run.deterministic is true, and {config.model_type} has experts: {why}; set it to false"])
+    if recipe.adapter is not None:
+        adapters.check_names(config, recipe.adapter)
+    tokenizer = models.load_tokenizer(folder, recipe.data.chat_template)
+    data = tokenize_data(rows, tokenizer, recipe.data, recipe.objective, cache=cache)
+    notes += data.notes
+    steps_per_epoch = batches.steps_per_epoch(data.train, recipe.batch.global_batch_size)
+    return Inputs(
+        folder=folder,
+        config=config,
+        tokenizer=tokenizer,
+        data=data,
+        steps_per_epoch=steps_per_epoch,
+        max_steps=recipe.run.total_steps(steps_per_epoch),
+    )
+
+
+def start_engine(
+    recipe: Recipe, strategy: Strategy, plan: Plan, world: World, *, beat: Callable[[str, int], None]
+) -> Engine:
+    """Start the strategy and its process group. From here on every rank must call each function.
+
+    Args:
+        beat: see `Engine`.
+
+    Raises:
+        RecipeError: machines that do not share the output folder.
+    """
+    if recipe.run.deterministic:
+        make_deterministic()
+    # The same seed on all ranks until the weights exist, since each rank contributes its shard of what it drew.
+    set_seed(recipe.seed)
+    beat("meeting the others", 0)
+    engine = engine_class(strategy)(
+        strategy,
+        plan,
+        world,
+        recipe,
+        # Data and downloads are done; under ZeRO-3 rank 0 may still read weights for minutes.
+        timeout=timedelta(minutes=math.ceil(max(30.0, recipe.run.hang_timeout_minutes)) + 10),
+    )
+    engine.beat = beat
+    _check_folder(recipe, engine)
+    return engine
+
+
+def _check_folder(recipe: Recipe, engine: Engine) -> None:
+    """Check that every machine sees the output folder of rank 0. Each rank writes its part of a checkpoint there, so
+    that without a common folder a run would train to its end and save nothing.
+
+    Raises:
+        RecipeError: on every rank, after the process group has ended.
+    """
+    if engine.world.num_local == engine.world.num_processes:
+        return
+    folder = Path(recipe.run.output_dir)
+    signature = engine.collectives.broadcast_text(lock.signature(folder))
+    deadline = time.monotonic() + SIGHT_SECONDS
+    while not (sees := lock.signature(folder) == signature) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    blind = [rank for rank, found in enumerate(engine.collectives.all_gather(sees)[:, 0]) if not found]
+    if blind:
+        engine.close()
+        ranks = f"rank{'s' * (len(blind) > 1)} {', '.join(map(str, blind))}"
+        raise RecipeError(
+            f"run.output_dir {folder}: {ranks} cannot see what rank 0 wrote there; several machines need one folder"
+            " that all see under one path, such as on NFS: --set run.output_dir=/shared/run"
+        )
+
+
+def take_fingerprints(recipe: Recipe, inputs: Inputs, engine: Engine, *, cache: Path) -> dict[str, str]:
+    """SHA-256 of "data", "model", and "plugins" if there are any. Computed by rank 0, from large files."""
+    found = {}
+    if engine.is_main:
+        found["data"] = inputs.data.fingerprint(cache)
+        found["model"] = models.weights_digest(Path(inputs.folder), cache=cache)
+        if recipe.plugins:
+            found["plugins"] = plugins.digest(recipe.plugins)
+    return json.loads(engine.collectives.broadcast_text(json.dumps(found)))
+
+
+def choose_packing(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint | None) -> Packing:
+    """Decide `data.packing`, equally on all ranks; `auto` keeps what the run to resume had."""
+    before = None if checkpoint is None else bool(checkpoint.state()["recipe"]["data"].get("packing"))
+    return decide(recipe, inputs.config, before=before)
+
+
+def prepare_model(recipe: Recipe, inputs: Inputs, engine: Engine) -> None:
+    """Load model and adapter, build the optimizer, and wrap them in the engine."""
+    if recipe.run.memory_snapshot:
+        memory_history.start()
+    model = load_model(inputs.folder, recipe, engine, has_adapter=recipe.adapter is not None)
+    if recipe.adapter is not None:
+        adapters.add_adapter(model, recipe.adapter, seed=recipe.seed)
+    optimizer = build_optimizer(model, recipe.optim, recipe.compute_precision)
+    engine.prepare(model, optimizer, counts_beside=recipe.optim.counts_beside)
+
+
+def load_model(folder: str, recipe: Recipe, engine: Engine, *, has_adapter: bool) -> PreTrainedModel:
+    """The model as training has it, before an adapter is on it; where it has one, frozen and as its kind wants."""
+    quantization = adapters.quantization_options(recipe.adapter if has_adapter else None, recipe.compute_precision)
+    return models.load_model(
+        folder,
+        recipe.model,
+        packing=recipe.data.is_packed,
+        dtype=engine.frozen_dtype if has_adapter else torch.float32,
+        sequence_mesh=engine.sequence_mesh,
+        fp8=recipe.mixed_precision == "fp8",
+        **engine.load_options(is_quantized=bool(quantization)),
+        **quantization,
+    )
+
+
+def make_run(
+    recipe: Recipe,
+    inputs: Inputs,
+    packing: Packing,
+    made_from: dict[str, str],
+    engine: Engine,
+    checkpoint: Checkpoint | None,
+    *,
+    cache: Path,
+) -> Run:
+    """Compute the reference, restore the checkpoint, and iterate from there over optimizer steps of a fixed batch."""
+    layout = batches.Layout(
+        num_ranks=engine.mesh.data_parallel_size,
+        rank=engine.data_parallel_rank,
+        pad_id=inputs.tokenizer.pad_token_id,
+        micro_batch_size=recipe.batch.micro_batch_size,
+        micro_batch_tokens=recipe.batch.micro_batch_tokens,
+        packing=recipe.data.is_packed,
+        length_multiple=engine.mesh.length_multiple(recipe.data.max_length),
+        sequence_size=engine.mesh.sequence,
+        sequence_rank=engine.mesh.sequence_rank(engine.world.rank),
+        shares_samples=recipe.objective.shares_samples,
+    )
+    data = inputs.data
+    if recipe.objective.needs_reference:
+        data = with_reference(
+            data,
+            [made_from["model"], recipe.mixed_precision, engine.strategy.name, str(recipe.adapter)],
+            cache=cache,
+            all_true=engine.collectives.all_true,
+            compute=lambda tokens: engine.collect(
+                sequence_logps, batches.indexed_batches(tokens, layout), len(tokens.lengths), what="reference"
+            ),
+        )
+    # After the reference, which the untrained model computes.
+    progress = Progress()
+    if checkpoint is not None:
+        state = resume.load(checkpoint, engine.parameter_shapes(), engine.restore)
+        progress = Progress(**{field.name: state[field.name] for field in fields(Progress) if field.name in state})
+    if progress.step > inputs.max_steps:
+        raise RecipeError([f"the run has {inputs.max_steps} steps, and its checkpoint is of step {progress.step}"])
+    steps = batches.train_steps(
+        data.train,
+        layout,
+        seed=recipe.seed,
+        global_batch_size=recipe.batch.global_batch_size,
+        num_samples_consumed=progress.num_samples,
+        stream_digest=progress.stream_digest,
+    )
+    return Run(
+        recipe=recipe,
+        inputs=replace(inputs, data=data),
+        packing=packing,
+        made_from=made_from,
+        engine=engine,
+        checkpoint=checkpoint,
+        progress=progress,
+        steps=Ahead(islice(steps, inputs.max_steps - progress.step)),
+        layout=layout,
+        eval_sets={name: partial(batches.eval_batches, tokens, layout) for name, tokens in data.eval.items()},
+    )

@@ -1,0 +1,175 @@
+"""GPUs without a GPU: the CUDA paths of torch, accelerate and DeepSpeed, run for real on a machine that has none.
+
+`device.cpp` registers a CUDA device whose bytes lie in host memory, `attention.cpp` its attention kernels, `nccl.cpp` a
+process group over gloo; `cuda.py` is what torch.cuda answers, and `nvml.cpp` the driver's library.
+`inject/sitecustomize.py` puts all this into each Python that has the variables of `environment`.
+See docs/simulated_gpus.md for what that can show and what it cannot.
+"""
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+from filelock import FileLock
+
+from cookbook.system.files import RecipeError
+from cookbook.system.machine import torch_cuda
+from cookbook.system.shipped import IS_INSTALLED
+
+HERE = Path(__file__).resolve().parent
+CACHE = (Path.cwd() if IS_INSTALLED else HERE.parents[1]) / ".cache" / "simulated_gpus"
+DEVICE, NCCL = ("device.cpp", "attention.cpp"), ("nccl.cpp",)
+COUNT = "SIMULATED_GPUS"
+"""The variable with their number."""
+BUILD_SECONDS = 900
+MOST = 64
+"""As many as device.cpp counts memory for."""
+
+
+def is_active() -> bool:
+    """Whether this process has simulated GPUs: what it measures is then no measurement."""
+    return os.environ.get(COUNT, "0") != "0"
+
+
+def problem() -> str | None:
+    """Why GPUs cannot be simulated here, or None."""
+    if (cuda := torch_cuda()) is not None:
+        return f"this torch is built for CUDA {cuda}, whose own device cannot be replaced"
+    return compiler_problem()
+
+
+def compiler_problem() -> str | None:
+    """Why nothing can be compiled here, or None."""
+    if _compiler() is None:
+        return "there is no C++ compiler (apt-get install g++)"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return "Python's headers are missing (apt-get install python3-dev)"
+    return None
+
+
+def check(count: int) -> None:
+    """Checks what takes no time.
+
+    Raises:
+        RecipeError: `count` GPUs cannot be simulated here, see `problem`.
+    """
+    if not 1 <= count <= MOST:
+        raise RecipeError(f"{count} simulated GPUs; write a number from 1 to {MOST}")
+    if why := problem():
+        raise RecipeError(f"GPUs cannot be simulated here: {why}")
+
+
+def environment(count: int, *, memory: int | None = None, report: Path | None = None) -> dict[str, str]:
+    """What a process and its children must have in their environment to see `count` GPUs. Builds the libraries, once.
+
+    Args:
+        memory: bytes of each GPU; 80 GiB unless given.
+        report: folder in which each process leaves rank_<n>.json: peaks, waits, collectives, operations.
+
+    Raises:
+        RecipeError: see `check`; or the compiler failed.
+    """
+    check(count)
+    library = build()
+    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    found = {
+        COUNT: str(count),
+        "SIMULATED_GPUS_LIBRARY": str(library),
+        "PYTHONPATH": os.pathsep.join([str(HERE / "inject"), *others]),
+        "PATH": os.pathsep.join([str(HERE / "bin"), os.environ.get("PATH", "")]),
+        **nvml_environment(),
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count))),
+    }
+    if memory is not None:
+        found["SIMULATED_GPU_MEMORY"] = str(memory)
+    if report is not None:
+        found["SIMULATED_GPUS_REPORT"] = str(report.resolve())
+    return found
+
+
+def nvml_environment(facts: Path | None = None) -> dict[str, str]:
+    """The variables under which pynvml finds the simulated library of the driver, which is built once.
+
+    Args:
+        facts: what it answers, as `nvml.cpp` describes; else as many GPUs as are simulated.
+
+    Raises:
+        RecipeError: the compiler failed.
+    """
+    folder = _built("nvml", ["nvml.cpp"], _compile_nvml)
+    folders = [str(folder), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    found = {"LD_LIBRARY_PATH": os.pathsep.join(folders)}
+    return found | ({"SIMULATED_NVML": str(facts.resolve())} if facts else {})
+
+
+def build() -> Path:
+    """The folder of the libraries for the installed torch, built if they are not there: about a minute of one core. Of
+    a torch that has CUDA, the process group alone.
+
+    Raises:
+        RecipeError: the compiler failed.
+    """
+    name = f"torch-{metadata.version('torch')}-python-{sysconfig.get_python_version()}"
+    return _built(name, [*DEVICE, *NCCL, "device.h"], _compile)
+
+
+def _built(name: str, sources: list[str], make: Callable[[Path], None]) -> Path:
+    digest = hashlib.sha256(b"".join((HERE / source).read_bytes() for source in sources)).hexdigest()[:12]
+    folder = CACHE / f"{name}-{digest}"
+    if folder.is_dir():
+        return folder
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.is_dir():
+            half = Path(f"{folder}.part")
+            shutil.rmtree(half, ignore_errors=True)
+            half.mkdir()
+            make(half)
+            half.rename(folder)  # whole or not there
+    return folder
+
+
+def _compile_nvml(folder: Path) -> None:
+    library = str(folder / "libnvidia-ml.so.1")
+    _run([[_compiler() or "c++", "-std=c++20", "-fPIC", "-shared", str(HERE / "nvml.cpp"), "-o", library]])
+
+
+def _compile(folder: Path) -> None:
+    compiler, spec = _compiler(), importlib.util.find_spec("torch")
+    assert compiler is not None and spec is not None and spec.origin is not None
+    torch = Path(spec.origin).parent
+    flags = ["-std=c++20", "-O0", "-fPIC", f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
+    flags += [f"-I{sysconfig.get_path('include')}", "-DUSE_C10D_GLOO", "-DTORCH_EXTENSION_NAME=simulated_nccl"]
+    names = NCCL if torch_cuda() else (*DEVICE, *NCCL)
+    objects = {name: str(folder / f"{name}.o") for name in names}
+    print("building the simulated GPUs, once for this torch ...", file=sys.stderr, flush=True)
+    _run([[compiler, *flags, "-c", str(HERE / name), "-o", made] for name, made in objects.items()])
+    linking = [compiler, "-shared", f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib"]
+    module = folder / f"simulated_nccl{sysconfig.get_config_var('EXT_SUFFIX')}"
+    _run([[*linking, objects[NCCL[0]], "-o", str(module), "-ltorch_cpu", "-ltorch_python", "-ltorch", "-lc10"]])
+    if DEVICE[0] in objects:
+        device = [objects[name] for name in DEVICE]
+        _run([[*linking, *device, "-o", str(folder / "libsimulated_gpus.so"), "-ltorch_cpu", "-lc10"]])
+    for made in objects.values():
+        Path(made).unlink()
+
+
+def _run(commands: list[list[str]]) -> None:
+    """All at once."""
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    errors = [process.communicate(timeout=BUILD_SECONDS)[1] for process in running]
+    failed = [error for process, error in zip(running, errors, strict=True) if process.returncode]
+    if failed:
+        raise RecipeError(f"GPUs cannot be simulated here, since the compiler failed:\n{failed[0][-2000:]}")
+
+
+def _compiler() -> str | None:
+    names = filter(None, (os.environ.get("CXX"), "c++", "g++"))
+    return next(filter(None, map(shutil.which, names)), None)
