@@ -74,10 +74,9 @@ def main() -> int:
 def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, Plan, launchers.World, list[str]]:
     """Check everything that needs no torch: files, launcher, environment, batch, GPUs."""
     launcher, world = launchers.find_launcher(), launchers.read_world()
-    given = Path(launcher.config_file) if launcher.config_file else None
-    recipe, _ = load_pair(Path(recipe_name), assignments, given)
-    path, note = launchers.strategy_in_force(launcher, world, recipe.strategy)
-    recipe, strategy = load_pair(Path(recipe_name), assignments, path)
+    in_force = partial(launchers.strategy_in_force, launcher, world)
+    recipe, strategy = load_pair(Path(recipe_name), assignments, in_force)
+    note = launchers.strategy_note(launcher, strategy.path, recipe.strategy)
     mistakes = launchers.check_environment(strategy, launcher, recipe.mixed_precision)
     launchers.clear_environment()
     num_gpus = machine.num_gpus()

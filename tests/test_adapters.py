@@ -15,7 +15,7 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
-from cookbook.commands.merge import merge
+from cookbook.commands.merge import merge_run
 from cookbook.config.recipe import load_recipe
 from cookbook.config.sections import AdapterSection
 from cookbook.forecast.skeleton import skeleton
@@ -139,7 +139,7 @@ def test_a_saved_adapter_gives_its_tensors_back(run: Path):
 
 
 def test_the_merged_model_answers_as_base_and_adapter_do(run: Path, capsys):
-    assert merge(run, None) == 0
+    assert merge_run(run, None) == 0
     assert "reopened" in capsys.readouterr().out
     ids = torch.randint(0, 300, (2, 20), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
@@ -153,7 +153,7 @@ def test_the_merged_model_answers_as_base_and_adapter_do(run: Path, capsys):
 def test_merging_into_another_base_is_refused_and_nothing_is_written(run: Path):
     new_model(tie_word_embeddings=True).save_pretrained(run.parent / "base")
     with pytest.raises(RecipeError, match="not those that"):
-        merge(run, None)
+        merge_run(run, None)
     assert sorted(path.name for path in run.iterdir()) == ["export"]
 
 

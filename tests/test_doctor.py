@@ -25,7 +25,6 @@ from conftest import ROOT, clean_environment
 
 from cookbook.commands.doctor import (
     collective,
-    driver,
     environment,
     examination,
     finding,
@@ -35,6 +34,7 @@ from cookbook.commands.doctor import (
     probe,
     software,
 )
+from cookbook.commands.doctor import driver as gpus
 from cookbook.commands.doctor.storage import Sizes, sizes
 from cookbook.commands.shared.labels import Needs
 from cookbook.config.strategy import load_strategy
@@ -64,7 +64,7 @@ TWO_4090 = (
 
 
 def link_of(driver):
-    return driver.find_link(driver.gpus, driver.pairs)
+    return gpus.find_link(driver.gpus, driver.pairs)
 
 
 def statuses(findings):
@@ -81,7 +81,7 @@ def test_eight_h100_are_read_as_such():
     assert len(driver.pairs) == 8 * 7 / 2 and {pair.nvlinks for pair in driver.pairs} == {18}
     link = link_of(driver)
     assert link.kind == "NVLink (18 links)" and link.gb == pytest.approx(18 * 26.562)
-    said = [*driver.check_gpus(driver), *driver.check_links(driver)]
+    said = [*gpus.check_gpus(driver), *gpus.check_links(driver)]
     assert worst(said) == "ok" and said[0].text == "8 x NVIDIA H100 80GB HBM3, 80 GiB, driver 570.124.06"
 
 
@@ -90,7 +90,7 @@ def test_two_4090_without_peer_access_a_narrow_slot_and_company_are_read_as_such
     link = link_of(driver)
     # 16 GT/s x 128/130 / 8 bits = 1.969 GB/s for a lane; the slower card has 8.
     assert link.kind == "PCIe through the CPU" and link.gb == pytest.approx(8 * 16 * 128 / 130 / 8, rel=1e-3)
-    said = [*driver.check_gpus(driver), *driver.check_links(driver)]
+    said = [*gpus.check_gpus(driver), *gpus.check_links(driver)]
     (busy,) = [one for one in said if "in use" in one.text]
     assert busy.status == "warning" and "python3.11 (4242)" in busy.text and busy.text.startswith("GPU 1: 8.9 GiB")
     assert busy.remedy == "end it, or export CUDA_VISIBLE_DEVICES=0"
@@ -107,33 +107,33 @@ def test_nvlinks_without_a_switch_are_counted_pair_by_pair():
         (0, 1): 2, (0, 2): 0, (0, 3): 2, (1, 2): 2, (1, 3): 0, (2, 3): 2,
     }  # fmt: skip
     assert link_of(driver).kind == "PCIe through several switches"
-    assert driver.find_link(driver.gpus[:2], driver.pairs) == driver.Link(kind="NVLink (2 links)", gb=50.0)
+    assert gpus.find_link(driver.gpus[:2], driver.pairs) == gpus.Link(kind="NVLink (2 links)", gb=50.0)
 
 
 def test_only_the_gpus_that_a_run_will_see_count():
     broken = simulated_driver.read(H100 + "gpu.0.nvlinks \n")
     assert link_of(broken).kind == "PCIe through two CPUs"
-    assert driver.find_link(broken.gpus[2:4], broken.pairs).kind == "NVLink (18 links)"
+    assert gpus.find_link(broken.gpus[2:4], broken.pairs).kind == "NVLink (18 links)"
 
 
 def test_lack_of_peers_and_unlike_gpus_are_reported():
     no_peers = simulated_driver.read(H100 + "pair.0.1.peer 5\n")
     assert ("warning", "no peer access between GPU 0 and 1 (not supported), in spite of NVLink") in statuses(
-        driver.check_links(no_peers)
+        gpus.check_links(no_peers)
     )
     mixed = simulated_driver.read(H100 + "gpu.1.name NVIDIA GeForce RTX 4090\n")
-    assert any("several kinds" in text for _, text in statuses(driver.check_gpus(mixed)))
+    assert any("several kinds" in text for _, text in statuses(gpus.check_gpus(mixed)))
 
 
 def test_the_label_of_a_recipe_is_held_against_the_gpus():
     found = simulated_driver.read(H100).gpus
     needs = Needs(gpus_each=8, gpu_gb=80)
-    assert list(driver.check_needs(needs, found, 8, "r.yaml")) == []
-    (few,) = driver.check_needs(needs, found[:2], 2, "r.yaml")
+    assert list(gpus.check_needs(needs, found, 8, "r.yaml")) == []
+    (few,) = gpus.check_needs(needs, found[:2], 2, "r.yaml")
     assert few.status == "failure" and few.text == "r.yaml needs 8 GPUs of 80 GB; a run would see 2"
-    (small,) = driver.check_needs(Needs(gpus_each=2, gpu_gb=80), simulated_driver.read(TWO_4090).gpus, 2, "r.yaml")
+    (small,) = gpus.check_needs(Needs(gpus_each=2, gpu_gb=80), simulated_driver.read(TWO_4090).gpus, 2, "r.yaml")
     assert small.status == "warning" and "the smallest here has 24 GiB" in small.text
-    assert list(driver.check_needs(Needs(gpus_each=None, gpu_gb=None), [], 0, "r.yaml")) == []
+    assert list(gpus.check_needs(Needs(gpus_each=None, gpu_gb=None), [], 0, "r.yaml")) == []
 
 
 def test_where_the_driver_tells_no_rate_the_data_sheet_does():
@@ -142,15 +142,15 @@ def test_where_the_driver_tells_no_rate_the_data_sheet_does():
 
 def test_one_gpu_has_no_link_and_what_a_driver_does_not_support_is_no_mistake():
     driver = simulated_driver.read("count 1\ngpu.*.name NVIDIA L4\ngpu.*.processes error 13\ngpu.*.memory.used error 4")
-    assert link_of(driver) is None and list(driver.check_links(driver)) == []
-    assert worst(driver.check_gpus(driver)) == "ok" and driver.pcie_gb(driver.gpus[0]) is None
+    assert link_of(driver) is None and list(gpus.check_links(driver)) == []
+    assert worst(gpus.check_gpus(driver)) == "ok" and gpus.pcie_gb(driver.gpus[0]) is None
     assert driver.gpus[0].total_bytes == 0
 
 
 def test_no_gpu_is_fine_and_a_driver_that_is_not_loaded_is_not():
-    assert statuses(driver.check_gpus(Driver(gpus=[]))) == [("ok", "no GPU: runs use the CPU")]
-    assert worst(driver.check_gpus(simulated_driver.read("init error 9"))) == "failure"
-    assert worst(driver.check_gpus(Driver(gpus=[InstalledGpu(index=i) for i in range(2)]))) == "warning"
+    assert statuses(gpus.check_gpus(Driver(gpus=[]))) == [("ok", "no GPU: runs use the CPU")]
+    assert worst(gpus.check_gpus(simulated_driver.read("init error 9"))) == "failure"
+    assert worst(gpus.check_gpus(Driver(gpus=[InstalledGpu(index=i) for i in range(2)]))) == "warning"
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_memory_is_held_against_what_is_offloaded():
 
 def test_sizes_are_those_by_hand(monkeypatch):
     monkeypatch.chdir(ROOT)
-    recipe, strategy = load_pair(RECIPE_7B, strategy_path=Path("accelerate_configs/zero3_nvme.yaml"))
+    recipe, strategy = load_pair(RECIPE_7B, strategy=Path("accelerate_configs/zero3_nvme.yaml"))
     count = 7_615_616_512  # of Qwen2.5-7B, as its safetensors index has it
     kept = recipe.run.keep_last + 1  # the next checkpoint is written before the oldest goes
     found = sizes(recipe, strategy, 2, on_gpus=False)
@@ -699,13 +699,11 @@ def even(count=8, seconds=0.002):
 
 
 def test_bandwidth_is_held_against_the_link():
-    link = driver.Link(kind="NVLink (18 links)", gb=478.0)
+    link = gpus.Link(kind="NVLink (18 links)", gb=478.0)
     # 2 x 7/8 x 268 MB / 2 ms = 235 GB/s, just under half of 478; in 1.5 ms 313.
     assert worst(collective.judge(even(seconds=0.002), "nccl", link)) == "warning"
     assert worst(collective.judge(even(seconds=0.0015), "nccl", link)) == "ok"
-    assert (
-        worst(collective.judge(even(seconds=0.002), "nccl", driver.Link(kind="PCIe through the CPU", gb=31.5))) == "ok"
-    )
+    assert worst(collective.judge(even(seconds=0.002), "nccl", gpus.Link(kind="PCIe through the CPU", gb=31.5))) == "ok"
     assert worst(collective.judge(even(seconds=2.0), "gloo", None)) == "ok"
 
 
@@ -934,7 +932,7 @@ def test_lines_are_aligned_and_remedies_can_be_copied():
 @pytest.mark.parametrize(("extra", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
 def test_colours_are_for_terminals_alone(extra, coloured):
     code = (
-        "from cookbook.commands.doctor import report; from cookbook.commands.doctor.finding import ok;"
+        "from cookbook.commands.doctor.examination import report; from cookbook.commands.doctor.finding import ok;"
         "report([ok('Python', 'x')], 1.0, as_json=False)"
     )
     command = [sys.executable, "-c", code]

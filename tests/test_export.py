@@ -618,7 +618,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path):
     script = """
 import json, sys, threading, time, re
 from pathlib import Path
-from cookbook.commands import publish
+from cookbook.run import publish
 publish._reopen = lambda *_: {"tensors": "", "logits": ""}
 peak = [0]
 def private():

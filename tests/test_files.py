@@ -180,7 +180,7 @@ def test_a_link_to_itself_is_a_file_that_cannot_be_read(tmp_path):
     ids=lambda value: value[:12],
 )
 def test_no_part_of_a_value_on_the_command_line_is_left_out(text, expected):
-    (mistake,) = apply_overrides(Document("file", {}), [f"a.b={text}"])
+    (mistake,) = apply_overrides(Document("file", {}), [f"a.b={text}"]).mistakes
     assert mistake.startswith(f"--set a.b={text}: {expected}")
 
 
@@ -189,7 +189,7 @@ def test_no_part_of_a_value_on_the_command_line_is_left_out(text, expected):
 )
 def test_a_value_that_yaml_reads_whole_is_taken(text, value):
     document = Document("file", {})
-    assert not apply_overrides(document, [f"a={text}"]) and document.values == {"a": value}
+    assert not apply_overrides(document, [f"a={text}"]).mistakes and document.values == {"a": value}
 
 
 @pytest.mark.parametrize("text", ["$HOME/x", "${HOME}/x", "/data/$USER/x", "~/x"])

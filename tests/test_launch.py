@@ -16,7 +16,15 @@ from conftest import LAUNCHER_VARIABLES, RECIPE, ROOT, clean_environment
 
 from cookbook.config.strategy import load_strategy, strategy_path
 from cookbook.planning import launchers
-from cookbook.planning.launchers import Launcher, World, check_environment, read_world, strategy_in_force, trim_world
+from cookbook.planning.launchers import (
+    Launcher,
+    World,
+    check_environment,
+    read_world,
+    strategy_in_force,
+    strategy_note,
+    trim_world,
+)
 from cookbook.system import gpus, machine
 from cookbook.system.files import RecipeError
 from tests import simulated_driver
@@ -204,7 +212,7 @@ PROBE = """
 import json, sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
-from cookbook.planning import launch
+from cookbook.planning import launchers
 from cookbook.config.strategy import load_strategy
 found = launchers.find_launcher()
 path = Path(found.config_file or "accelerate_configs/single.yaml")
@@ -293,14 +301,14 @@ ZERO3 = "accelerate_configs/zero3.yaml"
     ids=["the recipe's", "the recipe's, written otherwise", "another", "torchrun", "plain python"],
 )
 def test_the_strategy_in_force_and_what_is_said_about_it(launcher, world, path, note):
-    found, said = strategy_in_force(launcher, world, ZERO3)
+    found, said = strategy_in_force(launcher, world, Path(ZERO3)), strategy_note(launcher, path, ZERO3)
     assert found == Path(path)
     assert (said is None) if note is None else (note in said)
 
 
 def test_accelerate_launch_without_a_file_is_refused():
     with pytest.raises(RecipeError, match="Write --config_file accelerate_configs/<name>"):
-        strategy_in_force(Launcher(is_accelerate=True), LAUNCHED, ZERO3)
+        strategy_in_force(Launcher(is_accelerate=True), LAUNCHED, Path(ZERO3))
 
 
 def trim(monkeypatch, *, rank=0, size=12, name="ddp", launcher=None, num_gpus=0):

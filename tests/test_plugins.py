@@ -112,13 +112,13 @@ def test_plan_takes_it(recipe, capsys):
 
 
 def test_its_own_refusal_is_one_of_the_table(recipe):
-    pair = load_pair(recipe, strategy_path=Path("accelerate_configs/fsdp1.yaml"))
+    pair = load_pair(recipe, strategy=Path("accelerate_configs/fsdp1.yaml"))
     with pytest.raises(RecipeError, match=r"optim\.name: heavy_ball with FSDP1: nobody has tried it"):
         make_plan(*pair, num_processes=2, num_gpus=0, recipe_name=str(recipe))
 
 
 def test_a_loss_over_samples_that_cannot_share_them_is_refused_where_tokens_are_shared(recipe):
-    pair = load_pair(recipe, strategy_path=Path("accelerate_configs/ddp_sp.yaml"))
+    pair = load_pair(recipe, strategy=Path("accelerate_configs/ddp_sp.yaml"))
     with pytest.raises(RecipeError, match="would each see a part of the sums of margin; take them from sums_by_seq"):
         make_plan(*pair, num_processes=2, num_gpus=0, recipe_name=str(recipe))
 

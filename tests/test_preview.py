@@ -11,7 +11,7 @@ import pytest
 from conftest import RECIPE, RECIPE_TEXT
 from small_data import chat, make_tokenizer
 
-from cookbook.commands.preview import preview
+from cookbook.commands.preview.sample_page import preview
 from cookbook.system.files import RecipeError
 
 SCRATCH = re.search(r"  from_scratch:\n(    .*\n)+", RECIPE_TEXT).group()

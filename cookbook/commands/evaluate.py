@@ -15,7 +15,7 @@ from cookbook.commands import harness
 from cookbook.commands.shared.arguments import MODEL, AsJson, Assignments, positive, run_folder
 from cookbook.commands.shared.find_model import ADAPTER, CACHE, check_base, find_model, find_run
 from cookbook.config.objectives.token_loss import TokenLoss
-from cookbook.config.recipe import Recipe, load_recipe, parse_recipe
+from cookbook.config.recipe import Recipe, load_recipe, parse_recipe, prepare
 from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.planning import launchers
 from cookbook.planning.packing import decide
@@ -110,7 +110,7 @@ def _recipe_for(folder: Path, model: Path, data: str | None, assignments: list[s
         }
         if data is None:
             raise RecipeError(f"{folder} is no run's, so there are no held-out rows; name DATA as well")
-        recipe = parse_recipe(Document(str(model), values), model, assignments, None)
+        recipe = parse_recipe(prepare(Document(str(model), values), assignments))
     if not recipe.data.eval and not recipe.data.holdout:
         raise RecipeError(f"{run}: its recipe has no held-out rows; name DATA as well")
     if recipe.objective.needs_reference:

@@ -19,12 +19,12 @@ from typer import Argument, Option
 from cookbook.commands.check import check
 from cookbook.commands.shared.labels import read_label
 from cookbook.config.objectives import Objective
-from cookbook.config.recipe import RECIPES, Recipe, default_output_dir, parse_recipe, read_recipe
+from cookbook.config.recipe import RECIPES, Recipe, default_output_dir, parse_recipe, prepare
 from cookbook.config.row_kinds import kinds, kinds_of, rename, suggested_columns
 from cookbook.config.sections import ALL_LINEAR, Source
 from cookbook.config.strategy import Strategy, load_known
 from cookbook.system.console import several
-from cookbook.system.files import Document, RecipeError, cannot_write, dump_yaml, gathered, refuse
+from cookbook.system.files import Document, RecipeError, cannot_write, dump_yaml, gathered, read_document, refuse
 from cookbook.system.hardware import GIB, Machines, in_gib, parse_machines, this_machine
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import CPU_PROCESSES
@@ -155,7 +155,7 @@ def _check_arguments(model: str, data: str, gpus: str | None, out: Path) -> Mach
 
 
 def _recipe(values: Values) -> Recipe:
-    return parse_recipe(Document("init", deepcopy(values)), RECIPES / "mine.yaml", None, None)
+    return parse_recipe(prepare(Document("init", deepcopy(values))))
 
 
 def _read(data: str, task: Task | None) -> tuple[Task, Source, Rows]:
@@ -335,7 +335,7 @@ class _Draft:
     def _example(self, method: str | None) -> tuple[Example, Values]:
         """The example for a method, and the values in its file."""
         found = next(one for one in EXAMPLES[self.task, method is not None] if self.billions <= one.billions)
-        return found, read_recipe(found.path).values
+        return found, read_document(found.path).values
 
     def _values(self, method: str | None, recompute: bool, strategy: str) -> Values:
         """A recipe at micro-batch 1."""

@@ -18,10 +18,10 @@ def merge(
 ) -> int:
     """Write a trained adapter and its base model as one model."""
     quiet_deepspeed()
-    return write(folder, dtype)
+    return merge_run(folder, dtype)
 
 
-def write(run: Path, dtype: str | None) -> int:
+def merge_run(run: Path, dtype: str | None) -> int:
     """Write `merged/` beside the run's `export/`, and reopen it. Returns the exit code.
 
     Raises:

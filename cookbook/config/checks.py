@@ -2,8 +2,11 @@
 
 import difflib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
 
 from cookbook.config.objectives import Objective
 from cookbook.config.optim import Optimizer
@@ -20,32 +23,40 @@ from cookbook.config.sections import (
 )
 from cookbook.config.strategy import missing_strategy
 from cookbook.system.files import Document, find_file, path_problem
-from cookbook.system.validation import part
+
+KINDS: dict[str, type[BaseModel]] = {
+    "batch": BatchSection,
+    "data": DataSection,
+    "model": ModelSection,
+    "objective": Objective,
+    "optim": Optimizer,
+    "run": RunSection,
+    "schedule": Schedule,
+}
 
 
-def check_across_keys(document: Document, known: set[str]) -> Iterator[str]:
-    """Mistakes that involve several keys or the disk; a section with mistakes of its own is left out.
+def check_across_keys(document: Document, found: Mapping[str, Any], known: set[str]) -> Iterator[str]:
+    """Mistakes that involve several keys or the disk.
 
     Args:
+        found: the section of each name in KINDS; None: it has mistakes of its own, and is left out.
         known: the dotted keys of a recipe.
     """
     place = document.place
+    model, data, run = (found[name] for name in ("model", "data", "run"))
     strategy = document.values.get("strategy")
     if isinstance(strategy, str) and path_problem(strategy) is None:
         yield from missing_strategy(strategy, lambda: place("strategy"))
     precision = document.values.get("mixed_precision", "bf16")
     if document.values.get("loss_scale") is not None and precision != "fp16":
         yield f"{place('loss_scale')}: would be ignored with mixed_precision {precision}; take it out, or write fp16"
-    optim = part(document, "optim", Optimizer)
+    optim = found["optim"]
     if optim is not None and optim.gradient_dtype == "fp16" and precision != "fp16":
         problem = "small gradients would be 0 without a loss scale; write bf16, or mixed_precision: fp16"
         yield f"{place('optim', 'gradient_dtype')} is fp16 with mixed_precision {precision}: {problem}"
-    model = part(document, "model", ModelSection)
     name = model.name_or_path if model is not None else None
     if name is not None:
-        yield from _check_model(name, place("model", "name_or_path"))
-    data = part(document, "data", DataSection)
-    run = part(document, "run", RunSection)
+        yield from _check_model(name, lambda: place("model", "name_or_path"))
     if data is not None:
         if data.chat_template is not None:
             yield from find_file(data.chat_template, lambda: place("data", "chat_template"))
@@ -54,16 +65,16 @@ def check_across_keys(document: Document, known: set[str]) -> Iterator[str]:
             yield from _check_source(source, place, ("data", "train", *([i] if is_list else [])))
         for name, source in data.eval.items():
             yield from _check_source(source, place, ("data", "eval", *([name] if name else [])))
-        yield from _check_data(data, run, document)
+        yield from _check_data(data, run, found["objective"], found["batch"], place)
     if run is not None:
-        yield from _check_output_dir(run.output_dir, place("run", "output_dir"))
-        schedule = part(document, "schedule", Schedule)
+        yield from _check_output_dir(run.output_dir, lambda: place("run", "output_dir"))
+        schedule = found["schedule"]
         if schedule is not None and run.max_steps is not None:
             for mistake in schedule.misfits(run.max_steps):
                 key, _, problem = mistake.partition(" ")
                 yield f"{place('schedule', key)} {problem}"
         yield from _check_saving(run, data, place, known)
-        yield from _check_trackers(run, place("run", "trackers"))
+        yield from _check_trackers(run, lambda: place("run", "trackers"))
         if run.profile is not None and run.max_steps is not None and run.profile.steps[1] > run.max_steps:
             given = f"{place('run', 'profile', 'steps')} is {run.profile.steps}"
             yield f"{given}, but the run has {run.max_steps} steps; name earlier ones"
@@ -74,19 +85,22 @@ def check_across_keys(document: Document, known: set[str]) -> Iterator[str]:
                     yield f"{given}, but there is no data.eval; add it, or take this key out"
 
 
-def _check_model(name: str, place: str) -> Iterator[str]:
+def _check_model(name: str, place: Callable[[], str]) -> Iterator[str]:
     folder = Path(name)
     if not folder.is_dir():
         if name.startswith((".", "/")) or name.count("/") > 1:  # the Hub has NAME and OWNER/NAME
-            yield f"{place} is {name!r}: no such folder (looked in {Path.cwd()})"
+            yield f"{place()} is {name!r}: no such folder (looked in {Path.cwd()})"
     elif (folder / "export").is_dir() and not (folder / "config.json").is_file():
-        yield f"{place} is {name!r}, the folder of a run; name its model: {folder / 'export'}"
+        yield f"{place()} is {name!r}, the folder of a run; name its model: {folder / 'export'}"
 
 
-def _check_data(data: DataSection, run: RunSection | None, document: Document) -> Iterator[str]:
-    place = document.place
-    objective = part(document, "objective", Objective)
-    batch = part(document, "batch", BatchSection)
+def _check_data(
+    data: DataSection,
+    run: RunSection | None,
+    objective: Objective | None,
+    batch: BatchSection | None,
+    place: Callable[..., str],
+) -> Iterator[str]:
     if data.streaming and run is not None and run.num_epochs is not None:
         problem = "the length of a stream is not known before its end; write run.max_steps instead"
         yield f"{place('run', 'num_epochs')} is {run.num_epochs}, but {problem}"
@@ -105,16 +119,16 @@ def _check_data(data: DataSection, run: RunSection | None, document: Document) -
             yield f"{given}, too few for {what} data.max_length {data.max_length}; write at least {longest}"
 
 
-def _check_output_dir(name: str, place: str) -> Iterator[str]:
+def _check_output_dir(name: str, place: Callable[[], str]) -> Iterator[str]:
     here, folder = Path.cwd(), Path(name).resolve()
     existing = next((path for path in (Path(name), *Path(name).parents) if path.is_symlink() or path.exists()), here)
     if folder == here or folder in here.parents:
         what = "the current folder" if folder == here else "a parent of the current folder"
-        yield f"{place} is {name!r}, {what}; name one of its own, as outputs/mine"
+        yield f"{place()} is {name!r}, {what}; name one of its own, as outputs/mine"
     elif not existing.exists():
-        yield f"{place} is {name!r}, but {existing} is a broken link"
+        yield f"{place()} is {name!r}, but {existing} is a broken link"
     elif not existing.is_dir():
-        yield f"{place} is {name!r}, but {existing} is a file; name a folder"
+        yield f"{place()} is {name!r}, but {existing} is a file; name a folder"
 
 
 def _check_saving(
@@ -137,17 +151,17 @@ def _check_saving(
             yield f"{place('run', 'allow_changes')} names {key!r}, which no recipe has{hint}"
 
 
-def _check_trackers(run: RunSection, place: str) -> Iterator[str]:
+def _check_trackers(run: RunSection, place: Callable[[], str]) -> Iterator[str]:
     for name in sorted(set(run.trackers)):
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # wandb leaves a folder of its name, which passes for a package
-            yield f"{place} has {name}, which is not installed: pip install -r requirements-trackers.txt"
+            yield f"{place()} has {name}, which is not installed: pip install -r requirements-trackers.txt"
         if run.trackers.count(name) > 1:
-            yield f"{place} has {name} more than once; keep one of them"
+            yield f"{place()} has {name} more than once; keep one of them"
 
 
 def _check_source(source: Source, place: Callable[..., str], where: tuple[str | int, ...]) -> list[str]:
-    path, given = Path(source.path), f"{place(*where)} is {source.path!r}"
+    path = Path(source.path)
     if source.path == BUILTIN_SOURCE:
         if source.split not in ("train", "test"):
             return [f"{place(*where, 'split')} is {source.split!r}; {BUILTIN_SOURCE} has train and test"]
@@ -156,9 +170,10 @@ def _check_source(source: Source, place: Callable[..., str], where: tuple[str | 
             return mistakes
     elif path.is_file():
         formats = ", ".join(TEXT_FORMATS)
-        return [f"{given}: a data file must end in {formats} (or these with .gz, .zst), .parquet or .arrow"]
+        rest = f"a data file must end in {formats} (or these with .gz, .zst), .parquet or .arrow"
+        return [f"{place(*where)} is {source.path!r}: {rest}"]
     elif source.path.startswith((".", "/")) and not path.is_dir():
-        return [f"{given}: no such folder (looked in {Path.cwd()})"]
+        return [f"{place(*where)} is {source.path!r}: no such folder (looked in {Path.cwd()})"]
     unused = ", ".join(sorted({"name", "revision"} & source.model_fields_set))
     if unused and (source.path == BUILTIN_SOURCE or path.exists()):
         return [f"{place(*where)}: {unused} would be ignored: {source.path} is not on the Hub; take it out"]

@@ -1,5 +1,8 @@
 """A recipe: what to train. `sections` has its keys with their defaults, `checks` what no section sees alone.
 
+A file becomes a recipe in steps, each from document to document, mistakes on the way in it (`open_recipe`): read, write
+--set into it, choose between alternatives, import plugins, locate paths; and is then validated (`parse_recipe`).
+
 `python -m cookbook schema` writes `recipes/schema.json` from these models, so that an editor completes and checks a
 recipe while it is typed.
 """
@@ -12,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BaseModel, Field, SerializeAsAny
 
 from cookbook.config import foreign, plugins
-from cookbook.config.checks import check_across_keys
+from cookbook.config.checks import KINDS, check_across_keys
 from cookbook.config.objectives import Objective
 from cookbook.config.objectives.token_loss import SFT
 from cookbook.config.optim import Optimizer
@@ -27,7 +30,7 @@ from cookbook.config.sections import (
     ModelSection,
     RunSection,
 )
-from cookbook.config.strategy import STRATEGIES, is_short, known_strategies, strategy_path
+from cookbook.config.strategy import STRATEGIES, is_short, strategy_path
 from cookbook.system.files import (
     Document,
     KeyPath,
@@ -40,11 +43,9 @@ from cookbook.system.files import (
 )
 from cookbook.system.imports import show_torchao
 from cookbook.system.shipped import HOME, located, typed
-from cookbook.system.validation import validate
+from cookbook.system.validation import parts, validate
 
 RECIPES = Path("recipes")
-MOVED = {"llama33_70b": "llama31_70b", "qwen3_32b": "qwen25_32b"}
-"""Folders that are gone, of recipes that had a strategy in their name, with that of the nearest model."""
 
 
 class Recipe(Section):
@@ -83,24 +84,6 @@ class Recipe(Section):
         return (self.loss_scale or LossScaleSection()) if self.mixed_precision == "fp16" else None
 
 
-def read_recipe(path: Path) -> Document:
-    """The recipe in a file, before validation.
-
-    Raises:
-        RecipeError: as `read_document`; for a renamed recipe, with the one to use instead.
-    """
-    folder, asked = RECIPES.resolve(), Path(os.path.realpath(path))  # `resolve` fails at a link to itself
-    if asked.is_relative_to(folder) and not path.exists():
-        for strategy in sorted(known_strategies(), key=len, reverse=True):
-            new = asked.relative_to(folder).with_name(f"{asked.stem.removesuffix(f'_{strategy}')}.yaml")
-            new = RECIPES / MOVED.get(new.parent.name, new.parent) / new.name
-            if asked.stem.endswith(f"_{strategy}") and Path(located(str(new))).is_file():
-                what = "is" if new.parent.name == asked.parent.name else "is gone; the nearest is"
-                how = f"(STRATEGY={strategy}, --strategy {strategy})"
-                raise RecipeError(f"{path} {what} {new} with strategy: {strategy} {how}")
-    return read_document(path)
-
-
 def default_output_dir(path: Path, strategy: str) -> str:
     """`outputs/llama31_8b-sft-zero3` for recipes/llama31_8b/sft.yaml under `zero3` or its file."""
     file = Path(os.path.realpath(path))
@@ -116,73 +99,110 @@ def load_recipe(path: Path, assignments: list[str] | None = None) -> Recipe:
     Raises:
         RecipeError: all mistakes together, each with its place.
     """
-    return parse_recipe(read_recipe(path), path, assignments, None)
+    return parse_recipe(open_recipe(path, assignments))
 
 
-def parse_recipe(document: Document, path: Path, assignments: list[str] | None, strategy: Path | None) -> Recipe:
-    """Like `load_recipe`, for a document that has been read; writes the assignments into it. `strategy` is the run's,
-    if it is not the recipe's own; it names the default of `run.output_dir`.
+def open_recipe(path: Path, assignments: list[str] | None = None) -> Document:
+    """A recipe's file before validation: with assignments, located paths, and its plugins imported."""
+    try:
+        document = read_document(path)
+    except RecipeError as error:
+        return Document(str(path), {}, mistakes=error.mistakes, is_whole=False)
+    return prepare(document, assignments)
+
+
+def prepare(document: Document, assignments: list[str] | None = None) -> Document:
+    """As `open_recipe`, for a document that has been read."""
+    document = apply_overrides(document, assignments or [])
+    return _locate_paths(_use_plugins(_choose_alternatives(document)))
+
+
+def parse_recipe(document: Document, strategy: Path | None = None) -> Recipe:
+    """The validated recipe of a prepared document.
+
+    Args:
+        strategy: the run's, if it is not the recipe's own; it names the default of `run.output_dir`.
+
+    Raises:
+        RecipeError: as `load_recipe`.
     """
-    mistakes = apply_overrides(document, assignments or [])
-    _replace_alternatives(document)
-    if missing := _use_plugins(document, path.parent):
-        raise RecipeError(mistakes + missing)  # their names would be reported as unknown too
-    _locate_paths(document, path)
-    run, named = document.values.get("run"), document.values.get("strategy")
-    if isinstance(run, dict) and run.get("output_dir") is None:
-        is_path = isinstance(named, str) and path_problem(named) is None
-        run["output_dir"] = default_output_dir(path, str(strategy or (named if is_path else "")))
+    if not document.is_whole:
+        raise RecipeError(document.mistakes)
+    document = _name_output(document, strategy)
     recipe, found = validate(document, Recipe, OWNED_ELSEWHERE)
-    mistakes += [*found, *check_across_keys(document, {*leaves(Recipe)})]
+    sections = parts(document, KINDS) if found else {name: getattr(recipe, name) for name in KINDS}
+    mistakes = [*document.mistakes, *found, *check_across_keys(document, sections, {*leaves(Recipe)})]
     if mistakes or recipe is None:
         raise RecipeError(mistakes)
     return recipe
 
 
-def _replace_alternatives(document: Document) -> None:
+def named_strategy(document: Document) -> Path | None:
+    """The file of the strategy that a document names, even if it has mistakes elsewhere; None if there is none."""
+    name = document.values.get("strategy")
+    if not isinstance(name, str) or path_problem(name) is not None or not strategy_path(name).is_file():
+        return None
+    return strategy_path(name)
+
+
+def _name_output(document: Document, strategy: Path | None) -> Document:
+    run, named = document.values.get("run"), document.values.get("strategy")
+    if isinstance(run, dict) and run.get("output_dir") is None:
+        is_path = isinstance(named, str) and path_problem(named) is None
+        run["output_dir"] = default_output_dir(Path(document.name), str(strategy or (named if is_path else "")))
+    return document
+
+
+def _choose_alternatives(document: Document) -> Document:
     """A key that --set gives takes the place of its alternative in the file: `run.max_steps=50` that of num_epochs."""
     for name, kind in (("run", RunSection), ("batch", BatchSection), ("model", ModelSection)):
         section = document.values.get(name)
         given = [key for key in kind.alternatives if (name, key) in document.overrides]
         if isinstance(section, dict) and len(given) == 1 and section.get(given[0]) is not None:
             section.pop(next(key for key in kind.alternatives if key != given[0]), None)
+    return document
 
 
 LOCAL = (("model", "name_or_path"), ("data", "chat_template"), ("data", "train"), ("data", "eval"))
 """Keys whose relative paths are the recipe's own. What a run writes goes into the current folder."""
 
 
-def _locate_paths(document: Document, file: Path) -> None:
+def _locate_paths(document: Document) -> Document:
     """Relative paths of the recipe as they are reached from the current folder; --set names what is there already."""
+    file, given = Path(document.name), document.overrides
+
+    def reach(value: Any, where: KeyPath) -> Any:
+        if where in given:
+            return value
+        if isinstance(value, str) and value != BUILTIN_SOURCE and path_problem(value) is None:
+            return located(value, file)
+        inner = {"path": value["path"]} if isinstance(value, dict) and "path" in value else value
+        if isinstance(inner, dict):
+            return value | {key: reach(one, (*where, key)) for key, one in inner.items()}
+        if isinstance(value, list):
+            return [reach(one, (*where, i)) for i, one in enumerate(value)]
+        return value
+
     for section, key in LOCAL:
         values = document.values.get(section)
         if isinstance(values, dict) and key in values:
-            values[key] = _located(values[key], document, file, (section, key))
+            values[key] = reach(values[key], (section, key))
     named = document.values.get("strategy")
-    if isinstance(named, str) and path_problem(named) is None and ("strategy",) not in document.overrides:
+    if isinstance(named, str) and path_problem(named) is None and ("strategy",) not in given:
         path = located(str(STRATEGIES / f"{named}.yaml") if is_short(named) else named, file)
         document.values["strategy"] = path if Path(path).is_file() else named
+    return document
 
 
-def _located(value: Any, document: Document, file: Path, where: KeyPath) -> Any:
-    if where in document.overrides:
-        return value
-    if isinstance(value, str) and value != BUILTIN_SOURCE and path_problem(value) is None:
-        return located(value, file)
-    inner = {"path": value["path"]} if isinstance(value, dict) and "path" in value else value
-    if isinstance(inner, dict):
-        return value | {key: _located(one, document, file, (*where, key)) for key, one in inner.items()}
-    if isinstance(value, list):
-        return [_located(one, document, file, (*where, i)) for i, one in enumerate(value)]
-    return value
-
-
-def _use_plugins(document: Document, folder: Path) -> list[str]:
-    """Imports the plugins of a recipe and replaces their paths by absolute ones. Returns the mistakes."""
+def _use_plugins(document: Document) -> Document:
+    """Imports the plugins of a recipe and replaces their paths by absolute ones. Without one of them, the names that it
+    has would be mistakes too.
+    """
     values = document.values.get("plugins", [])
     if not isinstance(values, list) or any(not isinstance(value, str) or path_problem(value) for value in values):
         plugins.use([])
-        return []  # `validate` reports these
+        return document  # `validate` reports these
+    folder = Path(document.name).parent
     mistakes, files = [], [str((folder / value).resolve()) for value in values]
     for i, (value, file) in enumerate(zip(values, files, strict=True)):
         place = document.place("plugins", i)
@@ -190,17 +210,16 @@ def _use_plugins(document: Document, folder: Path) -> list[str]:
             mistakes.append(f"{place} is {value!r}: no such file (looked in {folder.resolve()})")
         elif files.index(file) != i:
             mistakes.append(f"{place} is {value!r}, given twice; keep one of them")
-    if mistakes:
-        plugins.use([])
-        return mistakes
-    if values:
+    if values and not mistakes:
         show_torchao()
         document.values["plugins"] = files
     try:
-        plugins.use(files)
+        plugins.use([] if mistakes else files)
     except RecipeError as error:
-        return [f"{document.place('plugins')}: {mistake}" for mistake in error.mistakes]
-    return []
+        mistakes = [f"{document.place('plugins')}: {mistake}" for mistake in error.mistakes]
+    document.mistakes += mistakes
+    document.is_whole = not mistakes
+    return document
 
 
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

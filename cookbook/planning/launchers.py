@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from cookbook.config.strategy import OWNED_BY_THE_RECIPE, Strategy, strategy_path
+from cookbook.config.strategy import OWNED_BY_THE_RECIPE, Strategy, load_strategy, strategy_path
 from cookbook.system import hosts
 from cookbook.system.files import RecipeError
 from cookbook.system.machine import CPU_PROCESSES, fp8_problems, toolkit_problem, torch_cuda
@@ -115,29 +115,36 @@ def _read_flags(words: list[str]) -> Launcher:
     )
 
 
-def strategy_in_force(launcher: Launcher, world: World, recipe_strategy: str) -> tuple[Path, str | None]:
-    """The strategy file of this run, and a note for the user if it is not the recipe's.
+def strategy_in_force(launcher: Launcher, world: World, named: Path | None) -> Path | None:
+    """The strategy file of this run.
+
+    Args:
+        named: by the recipe; None, as the result: none that exists, which is for whoever reads the recipe to report.
 
     Raises:
-        RecipeError: `accelerate launch` without --config_file, which would use the defaults of the user account.
+        RecipeError: `accelerate launch` without --config_file, which would use the defaults of the user account; or the
+            mistakes of the recipe's strategy.
     """
+    if not launcher.is_accelerate:
+        if named is None or world.is_launched:
+            return named
+        load_strategy(named)  # its mistakes are reported now, not only when a launcher uses it
+        return strategy_path("single")
+    if launcher.config_file is None:
+        raise RecipeError(
+            "accelerate launch: without --config_file it uses this user account's defaults, not the recipe's"
+            f" strategy. Write --config_file accelerate_configs/<name>.yaml, or use {typed('train', 'launch')}"
+        )
+    return Path(launcher.config_file)
+
+
+def strategy_note(launcher: Launcher, path: str, named: str) -> str | None:
+    """A note for the user where the strategy in force is not the one that the recipe names."""
+    if Path(path).resolve() == Path(named).resolve():
+        return None
     if launcher.is_accelerate:
-        if launcher.config_file is None:
-            raise RecipeError(
-                "accelerate launch: without --config_file it uses this user account's defaults, not the recipe's"
-                f" strategy. Write --config_file accelerate_configs/<name>.yaml, or use {typed('train', 'launch')}"
-            )
-        path = Path(launcher.config_file)
-        if path.resolve() == Path(recipe_strategy).resolve():
-            return path, None
-        return path, f"strategy {path} (from the command line) instead of the recipe's {recipe_strategy}"
-    if world.is_launched:
-        return Path(recipe_strategy), None
-    single = strategy_path("single")
-    if single.resolve() == Path(recipe_strategy).resolve():
-        return single, None
-    how = typed("train", "launch")
-    return single, f"one process: no launcher started this run; {how} uses the recipe's {recipe_strategy}"
+        return f"strategy {path} (from the command line) instead of the recipe's {named}"
+    return f"one process: no launcher started this run; {typed('train', 'launch')} uses the recipe's {named}"
 
 
 def read_world(environment: Mapping[str, str] = os.environ) -> World:

@@ -3,17 +3,18 @@
 import glob
 import math
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from cookbook.config.mesh import Mesh
-from cookbook.config.recipe import Recipe, default_output_dir, parse_recipe, read_recipe
-from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
+from cookbook.config.recipe import Recipe, default_output_dir, named_strategy, open_recipe, parse_recipe
+from cookbook.config.strategy import Strategy, known_strategies, load_strategy
 from cookbook.planning.meshes import mesh_problem
 from cookbook.planning.packing import known_config
 from cookbook.planning.refusals import refusals
 from cookbook.system.console import several
-from cookbook.system.files import Document, RecipeError, gathered, path_problem, refuse
+from cookbook.system.files import RecipeError, gathered, refuse
 from cookbook.system.hosts import Hosts
 from cookbook.system.machine import CPU_PROCESSES, num_cores
 from cookbook.system.shipped import program
@@ -48,35 +49,34 @@ def describe_batch(recipe: Recipe, plan: Plan) -> str:
 
 
 def load_pair(
-    recipe_path: Path, assignments: list[str] | None = None, strategy_path: Path | None = None
+    recipe_path: Path,
+    assignments: list[str] | None = None,
+    strategy: Path | Callable[[Path | None], Path | None] | None = None,
 ) -> tuple[Recipe, Strategy]:
-    """A validated recipe and its strategy; `strategy_path` overrides the one that the recipe names.
+    """A validated recipe and its strategy.
+
+    Args:
+        strategy: instead of the one that the recipe names; or a choice, given that one, or None if there is none.
 
     Raises:
         RecipeError: all mistakes of the recipe, the YAML and the JSON together.
     """
-    document, recipe, strategy = None, None, None
+    document = open_recipe(recipe_path, assignments)
+    named = named_strategy(document)
+    path, recipe, loaded = None, None, None
     mistakes: list[str] = []
+    in_choice: list[str] = []
+    with gathered(in_choice):
+        path = strategy(named) if callable(strategy) else strategy or named
     with gathered(mistakes):
-        document = read_recipe(recipe_path)
-        recipe = parse_recipe(document, recipe_path, assignments, strategy_path)
-    strategy_path = strategy_path or _named_strategy(document, recipe)
-    if strategy_path is not None:
+        recipe = parse_recipe(document, path)
+    mistakes += in_choice
+    if path is not None:
         with gathered(mistakes):
-            strategy = load_strategy(strategy_path)
-    if mistakes or recipe is None or strategy is None:
+            loaded = load_strategy(path)
+    if mistakes or recipe is None or loaded is None:
         raise RecipeError(mistakes)
-    return recipe, strategy
-
-
-def _named_strategy(document: Document | None, recipe: Recipe | None) -> Path | None:
-    """The strategy that a recipe names, even if the recipe has mistakes elsewhere."""
-    if recipe is not None:
-        return Path(recipe.strategy)
-    name = document.values.get("strategy") if document is not None else None
-    if not isinstance(name, str) or path_problem(name) is not None or not strategy_path(name).is_file():
-        return None
-    return strategy_path(name)
+    return recipe, loaded
 
 
 def begun_elsewhere(recipe_path: Path, recipe: Recipe, strategy: Strategy) -> list[str]:

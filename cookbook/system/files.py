@@ -72,6 +72,10 @@ class Document:
     values: Any
     lines: dict[KeyPath, int] = field(default_factory=dict)
     overrides: set[KeyPath] = field(default_factory=set)
+    mistakes: list[str] = field(default_factory=list)
+    """Found on the way to what the file describes, and reported with those that are found later."""
+    is_whole: bool = True
+    """Whether later mistakes mean something: not in a file that cannot be read."""
 
     def place(self, *path: str | int) -> str:
         """`file:line: section.key`, with the nearest known line when the key itself is missing."""
@@ -279,9 +283,9 @@ def _parse_json(name: str, text: str) -> Document:
     return Document(name, values, _parse_yaml(name, text.replace("\t", " ")).lines)
 
 
-def apply_overrides(document: Document, assignments: list[str]) -> list[str]:
-    """Writes `section.key=value` assignments, values in YAML, into the document. Returns the mistakes."""
-    mistakes = []
+def apply_overrides(document: Document, assignments: Iterable[str]) -> Document:
+    """Writes `section.key=value` assignments, values in YAML, into the document."""
+    mistakes = document.mistakes
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         path = tuple(key.strip().split("."))
@@ -310,7 +314,7 @@ def apply_overrides(document: Document, assignments: list[str]) -> list[str]:
         else:
             target[path[-1]] = value
             document.overrides.add(path)
-    return mistakes
+    return document
 
 
 def _refuse_left_out(text: str) -> None:

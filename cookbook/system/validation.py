@@ -35,9 +35,14 @@ def validate(
     return parsed, list(dict.fromkeys(mistakes))
 
 
+def parts(document: Document, models: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
+    """Sections, each validated by itself, independent of mistakes in the others; None where one is invalid."""
+    return {name: part(document, name, model) for name, model in models.items()}
+
+
 def part(document: Document, name: str, model: type[Model]) -> Model | None:
-    """One section validated by itself, independent of mistakes in other sections; None if it is invalid."""
-    return validate(Document(document.name, document.values.get(name, {})), model)[0]
+    """As `parts`, one section."""
+    return validate(Document("", document.values.get(name, {})), model)[0]
 
 
 def _try(values: Any, model: type[Model]) -> tuple[Model | None, list[Any]]:

@@ -16,10 +16,10 @@ from cookbook.commands.shared.arguments import (
 )
 from cookbook.commands.shared.labels import read_label, read_needs, recipe_files
 from cookbook.commands.shared.mistakes import lacks_checkpoint, lacks_for_fp8, placed
-from cookbook.config.recipe import OWNED_ELSEWHERE, Recipe, read_recipe
+from cookbook.config.recipe import OWNED_ELSEWHERE, Recipe
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
 from cookbook.planning import run_plan
-from cookbook.system.files import RecipeError, gathered, refuse
+from cookbook.system.files import RecipeError, gathered, read_document, refuse
 from cookbook.system.machine import num_gpus
 from cookbook.system.shipped import short
 from cookbook.system.validation import validate
@@ -56,7 +56,7 @@ def _check_recipe(
     path: Path, override: Path | None, assignments: list[str], processes: int | None, *, data: bool, is_named: bool
 ) -> Iterator[str]:
     try:
-        recipe, strategy = run_plan.load_pair(path, assignments, strategy_path=override)
+        recipe, strategy = run_plan.load_pair(path, assignments, override)
     except RecipeError as error:
         raise RecipeError([*error.mistakes, *placed(_clashes_behind(path, override), path, assignments)]) from None
     if not is_named and strategy.num_processes:  # another number is a mistake only for a recipe that somebody chose
@@ -91,7 +91,7 @@ def _clashes_behind(path: Path, override: Path | None) -> list[str]:
     """What would clash if every misspelt key of the recipe had its nearest name; nothing if more than that is wrong."""
     mistakes: list[str] = []
     with gathered(mistakes):
-        recipe, _ = validate(read_recipe(path), Recipe, OWNED_ELSEWHERE)
+        recipe, _ = validate(read_document(path), Recipe, OWNED_ELSEWHERE)
         if recipe is not None and (override or Path(recipe.strategy)).is_file():
             _plan_of_label(path, recipe, load_strategy(override or Path(recipe.strategy)))
     return mistakes

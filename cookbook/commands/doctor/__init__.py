@@ -25,7 +25,7 @@ def doctor(
     start = time.monotonic()
     recipe, loaded = None, None
     if path is not None:
-        recipe, loaded = load_pair(path, strategy_path=strategy)
+        recipe, loaded = load_pair(path, strategy=strategy)
     elif strategy is not None:
         loaded = load_strategy(strategy)
     return print_report(examine(recipe, loaded, path, deadline), time.monotonic() - start, as_json=as_json)

@@ -8,7 +8,7 @@ from typing import Any
 from cookbook.commands.explain.explanation import Explanation, explain, shorten, source
 from cookbook.config.effects import EFFECTS, effect_of
 from cookbook.config.optim import number
-from cookbook.config.recipe import Recipe, read_recipe
+from cookbook.config.recipe import Recipe
 from cookbook.config.sections import Source
 from cookbook.config.strategy import Strategy, find_strategy, is_short, load_strategy
 from cookbook.forecast.costs import per_parameter as costs
@@ -56,7 +56,7 @@ def is_strategy(name: str) -> bool:
     """Whether an argument names a strategy, by its name or its file, and not a recipe."""
     if is_short(name):
         return True
-    values = read_recipe(Path(located(name))).values
+    values = read_document(Path(located(name))).values
     return "distributed_type" in values or "compute_environment" in values
 
 

@@ -180,7 +180,7 @@ def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
     small = rehearsal.folder / "recipe.yaml"
     small.write_text(dump_yaml(values), encoding="utf-8")
     # Plan the small recipe too, to report what its strategy cannot do without starting processes.
-    checked, _ = load_pair(small, strategy_path=Path(strategy.path))
+    checked, _ = load_pair(small, strategy=Path(strategy.path))
     count = rehearsal.num_processes
     gpus = {"CPU": 0, "GPUs": num_gpus(), "simulated GPUs": count}[rehearsal.place]
     make_plan(checked, strategy, num_processes=count, num_gpus=gpus, recipe_name=str(recipe_path))
