@@ -81,6 +81,8 @@ def reached(start: str, graph=GRAPH) -> set[str]:
 def test_every_folder_is_a_room():
     folders = {path.name for path in PACKAGE.iterdir() if path.is_dir()} - {"__pycache__"}
     assert folders == set(ROOMS) and len(ROOMS) == 8
+    unsaid = {path.parent for path in SOURCES if not (path.parent / "__init__.py").is_file()}
+    assert unsaid == {PACKAGE / "simulated_gpus" / "inject"}, "each folder says what it is"
 
 
 def upward(graph) -> list[tuple[str, str]]:

@@ -3,15 +3,35 @@
 python -m pytest -q tests/test_start.py
 """
 
+import ast
 import json
 import subprocess
 import sys
+from collections import Counter
 
 from conftest import ROOT, clean_environment
 
 from tests.curves import RECIPE
 from tests.small_data import chat
 
+LOADED = {"files": 123, "lines of code": 13_300}
+"""What a run in one process may load of the package before its first step. Lower it when it falls."""
+BEFORE_THE_FIRST_STEP = """
+import sys
+opened = []
+sys.addaudithook(lambda event, given: opened.append(str(given[0])) if event == "open" else None)
+import train
+loop = train.loop
+
+def first(run, services):
+    names = sorted(name for name in sys.modules if name.startswith("cookbook."))
+    print("BEFORE", sum(name == sys.argv[1] for name in opened), *names)
+    return loop(run, services)
+
+train.loop = first
+sys.argv[0] = "train.py"
+assert train.main() == 0
+"""
 HEAVY = ("deepspeed", "mlflow", "pandas", "peft", "datasets", "torch._inductor.compile_fx", "tensorboard", "wandb")
 """Each takes 0.1 to 3 s."""
 MUON = "from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam"
@@ -19,22 +39,60 @@ MUON = "from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam"
 
 def heavy_after(code, *arguments):
     """Those of HEAVY that a fresh process has imported after `code`."""
+    return lines_after(code, *arguments)["HEAVY"]
+
+
+def lines_after(code, *arguments):
+    """The words behind BEFORE and HEAVY that a fresh process prints."""
     code += f"\nimport sys; print('HEAVY', *[name for name in {HEAVY} if sys.modules.get(name)])"
     environment = clean_environment() | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return next(line for line in reversed(done.stdout.splitlines()) if line.startswith("HEAVY")).split()[1:]
+    found = (line.split() for line in done.stdout.splitlines() if line.startswith(("HEAVY", "BEFORE")))
+    return {word: words for word, *words in found}
+
+
+def code_lines(path):
+    """Lines that hold code: neither blank, nor comments, nor docstrings."""
+    tree = ast.parse(path.read_text())
+    texts = {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        for line in range(node.lineno, node.end_lineno + 1)
+    }
+    lines = enumerate(path.read_text().splitlines(), 1)
+    return sum(bool(line.strip()) and not line.strip().startswith("#") and i not in texts for i, line in lines)
 
 
 def test_a_run_in_one_process_imports_nothing_that_it_does_not_use(tmp_path):
     recipe, rows = tmp_path / "recipe.yaml", tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(chat("Count.", f"one two three {i}")) + "\n" for i in range(32)))
     recipe.write_text(RECIPE.replace("DATA", str(rows)).replace("OUTPUT", str(tmp_path / "out")))
-    code = "import sys, train; sys.argv[0] = 'train.py'; assert train.main() == 0"
-    assert heavy_after(code, str(recipe), "--set", "run.max_steps=1", "--set", "schedule.warmup_steps=0") == []
+    settings = ("--set", "run.max_steps=1", "--set", "schedule.warmup_steps=0")
+    found = lines_after(BEFORE_THE_FIRST_STEP, str(recipe), *settings)
+    assert found["HEAVY"] == []
     assert (tmp_path / "out" / "export" / "model.safetensors").is_file()
+    num_reads, *modules = found["BEFORE"]
+    assert num_reads == "1", "a recipe is read once"
+    rooms = Counter(name.split(".")[1] for name in modules)
+    assert not {"commands", "forecast"} & rooms.keys() and rooms["training"] > 30
+    paths = {ROOT.joinpath(*name.split(".")).with_suffix(".py") for name in modules}
+    paths = {path if path.is_file() else path.with_suffix("") / "__init__.py" for path in paths}
+    loaded = {"files": len(paths), "lines of code": sum(map(code_lines, paths))}
+    print(loaded)
+    for what, number in loaded.items():
+        assert 0.97 * LOADED[what] < number <= LOADED[what], f"{what}: {number}, and {LOADED[what]} are on record"
+
+
+def test_lines_of_code_are_counted_without_words(tmp_path):
+    path = tmp_path / "x.py"
+    path.write_text(
+        '"""Words\nof two lines."""\n\n# A comment.\nx = 1  # one\n\n\ndef f():\n    """Words."""\n    return x\n'
+    )
+    assert code_lines(path) == 3
 
 
 def test_deepspeed_comes_without_autotuner_and_compiler_and_its_own_muon_is_whole():
