@@ -19,8 +19,8 @@ CHANGES_ATTENTION = frozenset(("block_indices", "indices", "position_bias", "s_a
 LONG_ON_CPU = 1024
 """Tokens. On CPU shorter samples are computed in float32 under bf16 and fp16: oneDNN compiles its products of 16 bits
 for each new length, which costs more than they save where lengths vary. At 80 to 119 tokens forward and backward of 4
-query heads of size 64 took 0.8 ms in float32, 7.0 in bf16, 1.5 when its length came again; at 2,000 tokens 69, 65 and 45
-(one thread of an Intel Xeon with AMX, torch 2.13.0+cpu, by a program that is not kept)."""
+heads of size 64 took 0.8 ms in float32, 7.0 in bf16, 1.5 when its length came again; at 2,000 tokens 69, 65 and 45 (one
+thread of an Intel Xeon with AMX, torch 2.13.0+cpu, by a program that is not kept)."""
 
 VARLEN_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
 """They differ by version: torch 2.10 has is_causal and no scale, 2.13 window_size; grouped heads came last."""
