@@ -81,6 +81,7 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
     launchers.clear_environment()
     num_gpus = machine.num_gpus()
     if num_gpus:
+        # Here and not in `launch`: accelerate, torchrun and srun start runs as well.
         machine.expand_segments()
     world = launchers.trim_world(world, strategy, launcher, num_gpus)
     mistakes += launchers.check_count(world, launcher)
@@ -257,6 +258,7 @@ def train_step(
     recipe, engine, progress = run.recipe, run.engine, run.progress
     peak = schedule.peak_learning_rate(recipe.optim, recipe.schedule, recipe.batch.global_batch_size)
     lr = schedule.learning_rate(progress.step, run.inputs.max_steps, peak, recipe.schedule)
+    # No scheduler object: one that accelerate prepares advances once per process, and is state to save.
     set_learning_rate(engine.optimizer, lr)
     engine.begin_step(progress.step + 1, recipe.seed)
     objective = recipe.objective
@@ -458,6 +460,7 @@ def finish(run: "Run", services: "Services") -> int:
         )
         if not publish.has_model_files(run.output_dir):
             run.write_model_files()
+        # From the checkpoint, by this process: no rank must hold a whole model, and any step is exported alike.
         publish.export(run.output_dir, saver.newest, reopened=run.recipe.run.check_export, say=log.say)
     log.event("finish", run.inputs.max_steps)
     services.status.end("finished", exit_code=0)

@@ -276,7 +276,7 @@ def choices(model=Recipe, key=""):
         yield from (f"{own}: {word}" for word in words if word != info.default)
 
 
-def test_what_no_recipe_shows_stands_with_its_reason_among_the_decisions():
+def test_what_no_recipe_shows_stands_with_its_reason_in_a_list():
     in_recipes = set()
     for name in RECIPES:
         in_recipes |= shown(yaml.safe_load(Path(name).read_text()))
@@ -285,11 +285,9 @@ def test_what_no_recipe_shows_stands_with_its_reason_among_the_decisions():
     everything = {*choices(), *(f"strategy: {path.stem}" for path in Path("accelerate_configs").glob("*.yaml"))}
     missing = sources(everything) - sources(in_recipes)
     assert len(everything) > 90 and len(missing) > 20
-    page = Path("docs/decisions.md").read_text()
-    entry = re.search(r"(?ms)^\*\*\S+ What no recipe shows\.\*\*.*?(?=^\*\*|^## |\Z)", page)
-    assert entry is not None
-    lists = re.findall(r"(?m)^- ((?:`[^`]+`(?:, )?)+)\.\s+\S", entry[0])
-    explained = [key for keys in lists for key in keys[1:-1].split("`, `")]
+    reasons = yaml.safe_load(Path("tests/keys_no_recipe_shows.yaml").read_text())
+    assert all(reasons.values())
+    explained = [key for keys in reasons for key in keys.split(", ")]
     assert sorted(missing) == sorted(explained)
 
 

@@ -70,6 +70,7 @@ def evaluate_tasks(
         members = {child for children in parts["group_map"].values() for child in children}
         roots = [one for name, one in {**parts["tasks"], **parts["groups"]}.items() if name not in members]
         found = lm_eval.simple_evaluate(
+            # Opened here, as lm_eval would read pickled weights too; and with the template, unlike its default.
             HFLM(pretrained=opened.model, tokenizer=opened.tokenizer, batch_size=batch_size),
             tasks=roots,
             task_manager=manager,

@@ -169,5 +169,6 @@ def learning_rate(step: int, max_steps: int, peak: float, schedule: Schedule) ->
     """
     schedule = schedule.for_length(max_steps)
     if step < schedule.warmup_steps:
+        # From 1/warmup_steps: a step with learning rate 0 would be computed and thrown away.
         return peak * (step + 1) / schedule.warmup_steps
     return peak * schedule.factor(step, max_steps)

@@ -227,6 +227,7 @@ class DeepspeedFile(Block):
     train_micro_batch_size_per_gpu: Literal["auto"]
     gradient_accumulation_steps: Literal["auto"]
     gradient_clipping: Literal["auto"]
+    # Never true: DeepSpeedCPUAdam is not the optimizer of the other strategies, and needs a compiler.
     zero_force_ds_cpu_optimizer: Literal[False] | None = None
     communication_data_type: Literal["fp32"] | None = None
     data_types: DataTypesBlock | None = None

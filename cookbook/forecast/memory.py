@@ -14,6 +14,7 @@ CONTEXT = round(0.9 * GIB)
 """CUDA's own memory in a process, outside torch's allocator: 0.47 to 0.92 GiB by GPU and driver (ml-engineering,
 debug/pytorch.md, read 2026-08)."""
 
+# Measured without expandable segments, which train.py sets by default and which leave less in fragments.
 RESERVED_WHOLE = (1.01, 1.09)
 """Reserved over allocated memory where weights are not sharded: nanotron's published runs, 60,780 to 60,096 MiB
 and 14,332 to 13,153. On an H100 up to the size of the tensors of head and loss was added to it (docs/on_gpu.md)."""

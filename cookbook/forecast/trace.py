@@ -94,6 +94,7 @@ def trace(
     ways = _ways(recipe, EXCHANGED if is_exchanged else alone, kept)
     for attention, compiling in ways:
         try:
+            # The model alone: DeepSpeed and DDP do not run on fake tensors; costs/states.py has the rules of theirs.
             model = _fake_model(config, recipe, trained, low, attention)
             if ep_size > 1:
                 _share_experts(model, ep_size)

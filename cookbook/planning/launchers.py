@@ -78,6 +78,7 @@ LAUNCHERS = (
 
 def find_launcher() -> Launcher:
     """The `accelerate launch` among this process's ancestors, if any."""
+    # accelerate hands on what --config_file has, in variables, not its name; and by name it is read strictly.
     for words in _ancestors():
         for i, word in enumerate(words):
             name = Path(word).name

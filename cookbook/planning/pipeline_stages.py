@@ -10,6 +10,7 @@ from typing import Any
 
 def head_layers(head: int, layer: int) -> int:
     """The layers whose products of a token take as long as those of the head, from the elements of their weights."""
+    # In full, although only labelled positions reach the head: their share is not known before the data.
     return round(head / layer)
 
 
@@ -30,6 +31,8 @@ def stage_layers(num_layers: int, stage: int, num_stages: int, *, head_layers: i
     if num_layers < num_stages or num_stages == 1:  # fewer layers than stages are refused
         return range(num_layers if stage == before else 0)
 
+    # By computation alone. Memory would set an untied embedding against the head, and the micro-batches that wait in
+    # the first stage against logits; `plan` shows the fullest stage, and more stages or sharding are the way out.
     def slowest(last: int) -> int:
         return max(math.ceil((num_layers - last) / before), last + head_layers)
 

@@ -63,6 +63,7 @@ def end_run(
     print("\n" + "\n  ".join(lines), file=sys.stderr, flush=True)
     on_gpu = "CUDA" in str(error) or "CUBLAS" in str(error)
     is_answered = recipe.run.on_out_of_memory != "stop" and (on_gpu or not plan.num_gpus)
+    # Answered by `launch`: a strategy is chosen before processes start, and this one cannot save alone.
     if is_answered and _note(lines[0]):
         return 1
     if is_answered and (line := _by_hand(recipe, strategy, plan, recipe_name, assignments)):

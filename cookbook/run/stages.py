@@ -285,6 +285,8 @@ def make_run(
     )
     data = inputs.data
     if recipe.objective.needs_reference:
+        # By the model that will be trained, which before its first step is the reference, with an adapter too: no
+        # second one to spread, and one way under every strategy.
         data = with_reference(
             data,
             [made_from["model"], recipe.mixed_precision, engine.strategy.name, str(recipe.adapter)],

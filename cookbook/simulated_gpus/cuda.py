@@ -35,6 +35,8 @@ def load_library() -> ctypes.CDLL:
 def install(torch: Any, library: ctypes.CDLL) -> None:
     """Makes this torch believe in the library's device."""
     devices = Devices(torch, library)
+    # Under CUDA's own name, with data: a device by another name leaves the libraries' CUDA branches untried, and fake
+    # tensors have no loss and no norm, which each step reads.
     for name, value in {**devices.answers(), **_memory_answers(devices), **_stream_answers(devices)}.items():
         setattr(torch.cuda, name, value)
         if hasattr(torch.cuda.memory, name):

@@ -23,6 +23,7 @@ def sha256_of(paths: Iterable[Path], *, cache: Path | None = None) -> dict[Path,
         key = f"{file}|{stat.st_size}|{stat.st_mtime_ns}"
         if key not in known:
             with file.open("rb") as content:
+                # Not the name of a blob in the Hub's cache, which is its digest: a damaged blob keeps its name.
                 known[key] = hashlib.file_digest(content, "sha256").hexdigest()
         found[path] = known[key]
     if cache is not None:

@@ -265,6 +265,7 @@ class _Activity:
         sign = lock.sign_of_waited()
         spent, moved = _cpu_seconds(), _disk_bytes()
         is_busy = spent - self._spent > BUSY_SHARE * (now - self._looked_at) or moved - self._moved > BUSY_BYTES
+        # No fixed time for a lock: any is too short for the tokens of a large set, and too long for a dead machine.
         gets_on = is_busy if sign is None else sign != self._sign
         self._looked_at, self._spent, self._moved, self._sign = now, spent, moved, sign
         if gets_on:

@@ -86,6 +86,7 @@ def check_names(config: PreTrainedConfig, settings: AdapterSection) -> None:
         leaf for leaf, (first, *more) in leaves.items() if not more and (first is head or type(first) is Embedding)
     ]
     mistakes = []
+    # peft is content when one of several targets matches: a misspelt one would be left out in silence.
     for target in settings.targets if settings.targets != [ALL_LINEAR] else []:
         if leaves.get(target) == [head]:
             mistakes.append(
@@ -239,6 +240,7 @@ def _draw_first_weights(model: PreTrainedModel, seed: int) -> None:
     for layer_name, layer in model.named_modules():
         if not isinstance(layer, LoraLayer):
             continue
+        # From one stream over all layers each stage of a pipeline would draw others, and only the curve would show it.
         generator = torch.Generator().manual_seed(seed + zlib.crc32(layer_name.encode()))
         base: Any = layer.get_base_layer()
         sized: Any = base if isinstance(base, torch.nn.Linear) else layer  # GPT-2 has Conv1D
@@ -297,6 +299,7 @@ def write_adapter(
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     peft_config.inference_mode = True
     peft_config.save_pretrained(str(folder))
+    # With its digest: peft records name and revision, which can come to mean other weights before a merge.
     base.write(folder)
 
 

@@ -51,6 +51,7 @@ def set_aside(folder: Path) -> Path | None:
     if not (folder / RUN).is_file():
         return None
     number = next(n for n in itertools.count(1) if not folder.with_name(f"{folder.name}.{n}").exists())
+    # Kept: the second command that somebody tries must not destroy the result of the first.
     return folder.rename(folder.with_name(f"{folder.name}.{number}"))
 
 
@@ -112,6 +113,7 @@ class _Lines:
                 self._file = self.path.open("ab", buffering=0)
                 self.say(f"{self.path} was removed during the run; a new one is started")
             while self._waiting:
+                # Kept in memory while a full disk refuses them: a run that ended for a line of its log would lose days.
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
         except OSError as error:
             if not self._is_stuck:

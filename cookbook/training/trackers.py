@@ -64,6 +64,7 @@ def _start_trackio(folder: Path, name: str, run_id: str | None, config: Config) 
     return tracker, run_id
 
 
+# Not Accelerator.init_trackers, which opens all of them in one call and lets the first error end the run.
 STARTS: dict[str, Callable[[Path, str, str | None, Config], Started]] = {
     "tensorboard": _start_tensorboard,
     "wandb": _start_wandb,

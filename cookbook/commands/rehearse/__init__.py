@@ -164,6 +164,7 @@ def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
     if recipe.model.from_scratch is None:
         values["model"]["name_or_path"] = str(rehearsal.folder / "model")
         values["model"].pop("revision", None)
+    # At a recipe's own rate three steps move the loss by less than rounding: untrained weights would pass.
     values["optim"]["learning_rate"] = LEARNING_RATE
     values["schedule"]["warmup_steps"] = min(values["schedule"]["warmup_steps"], 1)
     values["schedule"] |= dict.fromkeys(recipe.schedule.stretches, 1)

@@ -46,6 +46,8 @@ def sums_by_sequence(values: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, 
     Float64, as preference losses depend on small differences between sums of several hundred.
     """
     sums = torch.stack([_own_sums(values, batch), _own_sums(torch.ones_like(values), batch)])
+    # Each rank computes the losses of some samples: with those of all on each, loss, counts and metrics would have to
+    # be divided wherever they are used, by a plugin too.
     if "own_sequences" in batch:
         sums = _AddedUp.apply(sums, batch["sequence_group"])[:, batch["own_sequences"]]
     return sums[0], sums[1]

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class KTOZero(Objective):
     """Eqs. 7 and 8 of Ethayarajh et al. 2024 (arXiv 2402.01306) with z0 = 0, which TRL calls `apo_zero_unpaired`.
 
-    z0 estimates the divergence from the reference; docs/decisions.md explains why it is omitted. The loss of an answer
-    with log-ratio r is desirable_weight (1 - sigmoid(beta r)), or undesirable_weight (1 - sigmoid(-beta r)).
+    z0 estimates the divergence from the reference as a mean over a batch, so that a loss would depend on the samples
+    beside it, and the curve on micro-batches and processes. The loss of an answer with log-ratio r is
+    desirable_weight (1 - sigmoid(beta r)), or undesirable_weight (1 - sigmoid(-beta r)).
     """
 
     rows = ("chat_judgement", "judgement")

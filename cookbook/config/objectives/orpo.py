@@ -48,6 +48,7 @@ class ORPO(Objective):
         means = sums / num_tokens
         log_odds = means - torch.log(-torch.expm1(means.clamp(max=-1e-12)))  # odds are infinite at p = 1
         chosen, rejected = log_odds[0::2], log_odds[1::2]
+        # Per pair, as equation 6. TRL's first term is a mean over tokens, in which long answers weigh more.
         losses = -means[0::2] - self.beta * F.logsigmoid(chosen - rejected)
         metrics = {
             "nll_chosen": -means[0::2].detach().sum(),

@@ -55,6 +55,8 @@ def choose(
     named = [] if recipe.run.resume in ("never", "auto") else [Path(recipe.run.resume)]
     reasons = []
     for path in (*own, *named):
+        # Before anything is loaded, although files are then read twice: damage that a load finds would leave a model
+        # half overwritten, and no earlier checkpoint to take.
         reason = _why_broken(path, rank, num_ranks)
         if collectives.all_true(reason is None):
             checkpoint = folder.open_checkpoint(path)

@@ -149,6 +149,8 @@ class Saver:
             self.failed = receipt.get("error")
             return
         try:
+            # Through the folder and not by a collective: this may run in a thread, and a rank that dies in a save would
+            # leave the others in it.
             files = folder.read_receipts(
                 build,
                 receipt,

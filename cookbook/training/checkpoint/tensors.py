@@ -190,6 +190,7 @@ class _Writer:
         self._write_at(memoryview(head), 0)
         if self._flush is not None:
             self._flush.result()
+        # accelerate's save_state returns when the page cache has its files, which a crash of the machine loses.
         os.fsync(self._descriptor)
 
     def _flush_behind(self) -> None:

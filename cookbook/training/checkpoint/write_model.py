@@ -175,6 +175,7 @@ def write_model(
             name: torch.empty(w.shape, dtype=w.own_dtype or dtype) for name, w in weights.items() if name not in ignored
         }
     names = {id(tensor): name for name, tensor in planned.items()}
+    # Names from transformers, tensors from us: save_pretrained wants all of them first, and so a second copy on disk.
     in_files = revert_weight_conversion(empty, dict(planned))
     if not all(id(tensor) in names for tensor in in_files.values()):
         with _joined(weights, folder, dtype) as joined:

@@ -84,6 +84,8 @@ def epoch_order(tokens: TokenSet, seed: int, epoch: int) -> np.ndarray:
     for part, (size, count) in enumerate(zip(tokens.part_sizes, tokens.epoch_sizes, strict=True)):
         picked = np.arange(count)
         if count != size:
+            # A fixed permutation, so that four epochs of weight 0.25 show each row once; draws by probability would
+            # repeat some and leave out others.
             permutation = np.random.RandomState([seed, part, 1]).permutation(size)
             picked = permutation[(epoch * count + picked) % size]
         shown.append(start + picked)

@@ -123,7 +123,7 @@ def read_eval(data: DataSection, objective: Objective) -> dict[str, list[Rows]]:
 def _hold_out(train: list[Rows], share: float) -> tuple[list[Rows], list[Rows]]:
     kept, held_out = [], []
     for rows in train:
-        # By content: a row stays in its set however the file changes around it.
+        # By content: a row stays in its set however the file changes around it, and equal rows are on one side.
         digests = (hashlib.sha256(row_bytes(row)).digest() for row in rows.rows)
         is_held_out = [int.from_bytes(digest[:8], "big") < share * 2**64 for digest in digests]
         kept.append(_select(rows, [i for i, out in enumerate(is_held_out) if not out]))

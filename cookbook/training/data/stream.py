@@ -177,4 +177,5 @@ class Stream:
 
 
 def _order(seed: int, epoch: int, number: int, size: int) -> np.ndarray:
+    # Not a shuffle buffer, whose order depends on its whole past: a run could not find its position again.
     return np.random.RandomState([seed, epoch, number]).permutation(size)

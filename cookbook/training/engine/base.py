@@ -97,6 +97,7 @@ class Engine:
         self.current_step = 0
         self._losses: list[torch.Tensor] = []
         self._are_reached = False
+        # Empty at each start: all ranks must decide alike, and only rank 0 has the log of the norms before.
         self._usual = Usual(overflows=self.mixed_precision == "fp16")
         self.beat: Callable[[str, int], None] = lambda doing, step: None
         """Heartbeat for the watchdog: called with the work that begins, and its step."""
@@ -111,6 +112,7 @@ class Engine:
         """
         accelerator = Accelerator(cpu=on_cpu, mixed_precision=self.mixed_precision, **options)
         if accelerator.scaler is not None and self.loss_scale is not None:
+            # Not the library's: after equal overflows torch and DeepSpeed have other scales, and skip other steps.
             accelerator.scaler = grad_scaler(self._scaler_class(accelerator), self.loss_scale)
         return accelerator
 
@@ -180,6 +182,7 @@ class Engine:
         }
         self.asked_optimizer = describe_optimizer(optimizer)
         self.model, self.optimizer = self._wrap(model, optimizer)
+        # Before any step: accelerate trains plain DDP for some files of FSDP and DeepSpeed, without a word.
         self.assert_in_force()
 
     def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
@@ -240,6 +243,7 @@ class Engine:
             loss = outcome.loss_sum * scale
             if not self._losses and faults.at("step.loss", self.current_step):
                 loss = loss * math.nan
+            # Not `item()`: a step waits for the device once, in `_update` (tests/test_gpu_waits.py).
             self._losses.append(loss.detach())
             return loss
 
@@ -328,11 +332,15 @@ class Engine:
     def _update(self, shares: dict[str, torch.Tensor], values: tuple[float, ...]) -> StepResult:
         if self.accelerator.scaler is not None:
             self.accelerator.unscale_gradients()
+        # Not accelerator.clip_grad_norm_, whose norm is float32: DeepSpeed's is float64, and would clip otherwise.
         squares = square_sum(self.model.parameters(), self._num_shards, self._on_device)
+        # The step's one wait for the device: whatever the host must know, votes to stop included, goes into this.
         rows = self.collectives.all_gather(*shares.values(), squares, *values)
         rows[:, len(shares)] = np.sqrt(rows[:, len(shares)].mean())
         result = self._result(shares, rows)
+        # Before clipping, which scales what it looks at.
         result = replace(result, unusual=self._unusual(result.grad_norm))
+        # The norm decides, not the loss: a loss that is not finite gives such a norm, which is the same on all ranks.
         # Under fp16 the scaler must see a step that is not finite: it skips it and lowers its scale.
         if math.isfinite(result.grad_norm) or self.accelerator.scaler is not None:
             if self.max_grad_norm:

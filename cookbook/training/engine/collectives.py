@@ -41,6 +41,7 @@ def add_up(gradients: list[torch.Tensor], group: dist.ProcessGroup, dtype: torch
     Args:
         dtype: in which they are sent and added; None for their own.
     """
+    # Only what is sent is rounded; micro-batches were added up in float32.
     sent = gradients if dtype is None else [gradient.to(dtype) for gradient in gradients]
     works = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in sent]
     for work in works:
@@ -150,13 +151,15 @@ class Collectives:
         self.beat("meeting the others")
         store, is_main = dist.distributed_c10d._get_default_store(), self.world.rank == 0
         self._store_barrier(store, "done", timeout if is_main else EXPORT_TIMEOUT)
-        # Without the device, NCCL's barrier guesses it and warns.
+        # Without the device, NCCL's barrier guesses it and warns. `device_id` in init_process_group would do too, but
+        # connects at once, before a mistake that any rank may find is reported.
         dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
         self._store_barrier(store, "left", timeout)
         try:
             dist.destroy_process_group()
         finally:
             if not is_main:
+                # Only now: before, a rank that rank 0 waits for could wait for rank 0 inside NCCL.
                 store.set(f"cookbook/gone/{self.world.rank}", "1")
         if is_main:
             self._store_barrier(store, "gone", timeout)

@@ -34,12 +34,16 @@ class Ddp(Engine):
     @property
     def _options(self) -> dict[str, Any]:
         """DDP's arguments. Gradients are views of its buckets, which saves a copy of them."""
+        # No static_graph: under no_sync, which accumulation needs, torch 2.13 ends the first step with an internal
+        # assert (reducer.cpp:1732). Parameters without a gradient are an error, see `unreached`.
         options = {"gradient_as_bucket_view": True, "broadcast_buffers": False, "find_unused_parameters": False}
         return {**options, "bucket_cap_mb": self.strategy.bucket_cap_mb or TORCHS_BUCKET_MIB}
 
     def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         wrapped, optimizer = super()._wrap(model, optimizer)
         if self.gradient_dtype is not None and isinstance(wrapped, DistributedDataParallel):
+            # No PowerSGD: its error depends on gradients, step and rank of its factors, so no band can be stated; and
+            # its state differs on each process, so no other strategy or number of processes could resume it.
             wrapped.register_comm_hook(self.gradient_dtype, _exchange)
         return wrapped, optimizer
 

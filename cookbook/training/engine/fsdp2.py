@@ -68,6 +68,8 @@ class Fsdp2(Fsdp):
     @contextlib.contextmanager
     def _synchronise(self, last: bool) -> Iterator[None]:
         """Reduce-scatter inside a shard group each time; all-reduce between replicas at the last micro-batch."""
+        # Not set_requires_gradient_sync(last): whole gradients in float32 would stay until the last micro-batch, which
+        # is the memory that FSDP2 saves.
         self.model.set_requires_all_reduce(last)
         yield
         if not last and self.gradient_dtype is not None:
@@ -148,6 +150,8 @@ class Fsdp2WhileRead(Fsdp2):
         return Engine._start(self, on_cpu=on_cpu, **options)
 
     def load_options(self, *, is_quantized: bool) -> dict[str, Any]:
+        # Before the adapter, which so has to join the groups that are there: applied after it, FSDP2 would need each
+        # process to hold its whole share of the model first.
         return shard_while_loading(self.mesh, fsdp_mixed_precision=self.mixed_precision == "bf16")
 
     def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
@@ -190,6 +194,8 @@ def shard_late(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None
         if not isinstance(module, FSDPModule) or not late:
             continue
         (group,) = _groups_of(module._get_fsdp_state())
+        # Not a unit for each adapter: that is one more gather and one more reduction a layer. This group is only made
+        # for its shards, which join the unit's own.
         made = type(group)(
             late,
             (module,),

@@ -69,7 +69,8 @@ class Pipeline(Copies):
 
     def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         is_adapted = any(not parameter.requires_grad for parameter in model.parameters())
-        # That of one process, which adds up what the layers return in the dtype of the embedding.
+        # That of one process, which adds up what the layers return in the dtype of the embedding. Messages in bf16
+        # would be half the bytes, and round at each border: the curve would depend on the number of stages.
         self._hidden_dtype = self.frozen_dtype if is_adapted else torch.float32
         found: Any = model
         is_tied = found.config.tie_word_embeddings and self._index in (0, self.mesh.pipeline - 1)
@@ -103,9 +104,11 @@ class Pipeline(Copies):
         # torch declares one shape for all messages, so they are as long as the longest.
         num_tokens = max(batch["input_ids"].numel() for batch in batches)
         message = torch.empty(num_tokens, self.model.config.hidden_size, dtype=self._hidden_dtype, **on_meta)
+        # A schedule for each step (0.2 ms): one that is kept would be bound to the batches and the length of another.
         stages, piped = [], []
         for chunk, index in enumerate(range(self._index, num_stages * chunks, num_stages)):
-            # Loss and metrics are the last chunk's, once; the others only need what the model gets.
+            # Loss and metrics are the last chunk's, once; the others only need what the model gets, and the loss of the
+            # zeros that they return need not be 0 (DPO's is not).
             of_batch = function if chunk == chunks - 1 else negative_log_likelihood
             is_last = index == num_stages * chunks - 1
             stages.append(_Stage(self, chunk, of_batch, batches, begin, message, is_last=is_last))
@@ -120,13 +123,17 @@ class Pipeline(Copies):
                 group=self._group,
             )
             piped.append(found)
+        # No zero-bubble schedule: its backward of weights computes a checkpointed layer again for each group of
+        # weights, and runs no hook of a parameter (torch 2.13, pipelining/_backward.py).
         # 1F1B needs a micro-batch for each stage; with fewer it would be GPipe: all forwards, then all backwards.
         of_one = Schedule1F1B if len(batches) >= num_stages else ScheduleGPipe
         loss = (lambda output, number: output) if has_backward else None
+        # scale_grads would divide by the number of micro-batches, after `gradients` has divided by that of targets.
         options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
         schedule: Any = (
             _Interleaved(piped, len(batches), **options) if chunks > 1 else of_one(piped[0], len(batches), **options)
         )
+        # torch splits tensors into equal parts, which ragged and packed rows do not have; numbers of batches do.
         numbers = torch.arange(len(batches))
         try:
             schedule.step(
@@ -196,6 +203,8 @@ class _Interleaved(ScheduleInterleaved1F1B):
         # Before it raises an error, it logs the whole order of all stages.
         logging.getLogger(ScheduleInterleaved1F1B.__module__).disabled = True
         self.count = count
+        # torch refuses a number that its rounds do not divide, and its ScheduleLoopedBFS, which takes any, keeps the
+        # activations of all micro-batches.
         super().__init__(stages, num_planned(count, stages[0].group_size, len(stages)), **options)
 
     def _prepare_schedule_with_comms(self, actions: dict[int, list[Any]], *arguments: Any) -> None:
@@ -243,6 +252,7 @@ class _Stage(torch.nn.Module):
             if self.is_last:
                 return found
             sent.append(found.flatten(0, 1).to(self.message.dtype))
+            # So the objective runs on every stage, and all know the names of its metrics.
             return found.new_zeros(len(inputs["target_positions"]), dtype=torch.float32)
 
         self.results.append(self.engine._forward(lambda _, batch: self.function(model, batch), self.batches[i]))

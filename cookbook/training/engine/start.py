@@ -57,7 +57,8 @@ def prepare_process(plan: Plan, timeout: timedelta) -> None:
     if not on_cpu and local_processes > torch.cuda.device_count():
         seen = torch.cuda.device_count()
         raise RecipeError(f"{local_processes} processes on this machine, but torch sees {seen} GPUs")
-    # Of a group within the first, by default 30 minutes, or NCCL's 10 (torch 2.13, distributed_c10d.py).
+    # Of a group that a library makes without one: 30 minutes, or NCCL's 10 (torch 2.13, distributed_c10d.py), would be
+    # less than the watchdog's, which names who is at fault.
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 retires: a line for each call, thousands in a run.
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
@@ -118,6 +119,7 @@ def shard_while_loading(mesh: Mesh, **options: Any) -> dict[str, Any]:
 
     if mesh.pipeline > 1:
         _cut_by_cost()
+    # Sizes of our mesh are factors; transformers' shards contain the groups of experts.
     sizes = {"dp_replicate_size": mesh.replicate, "fsdp_size": mesh.shard * mesh.expert, "ep_size": mesh.expert}
     return {"distributed_config": Config(**sizes, tp_size=mesh.tensor, pp_size=mesh.pipeline, **options)}
 
@@ -157,6 +159,7 @@ def _cut_by_cost() -> None:
         apply_pipeline(model, mesh)
         found._pp_stage.chunks = own = stages[mesh.get_local_rank()]
         for i in range(len(layers)):
+            # Identities keep the names of all other layers, and with them checkpoints, adapters and optimizer groups.
             if not any(i in one for one in own):
                 layers[i] = pipeline_parallel.PipelineIdentityLayer()
         return model

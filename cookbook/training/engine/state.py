@@ -117,6 +117,7 @@ class Moments:
             if known is parameter:
                 return copies
         copies = {kind: torch.zeros_like(local(parameter), device="cpu") for kind in kinds}
+        # In 32 bits: the scales of 8 belong to blocks of a shard, and another strategy's shards have other blocks.
         copies |= self.optimizer.moments(parameter)
         self._copies.append((parameter, copies))
         return copies

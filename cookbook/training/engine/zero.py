@@ -41,6 +41,7 @@ def build_ops(strategy: Strategy, cache: Path) -> None:
 
     # ninja is installed beside the interpreter, which is not on PATH unless the environment was activated.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    # A folder of our own: in torch's, a lock file that is removed below could be another program's, and in use.
     folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str((cache / "torch_extensions").resolve())))
     folder.mkdir(parents=True, exist_ok=True)
     with lock.making(folder / "cookbook.lock"):
@@ -107,6 +108,7 @@ class Zero(Engine):
     def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         wrapped = super()._wrap(model, optimizer)
         if self.loss_scale is not None:
+            # DeepSpeed 0.19.8 doubles its scale a step after its window, torch at it; one rule replaces both.
             wrapped[0].optimizer.loss_scaler = _ruled_scaler(self.loss_scale)
         self._with_gradient: set[torch.Tensor] = set()
         self._hooks = [
@@ -176,6 +178,7 @@ class Zero(Engine):
         return contextlib.nullcontext()
 
     def _backward(self, loss: torch.Tensor) -> None:
+        # Not accelerator.backward, which under DeepSpeed steps as well, before clipping and the check of the norm.
         self.model.backward(loss, scale_wrt_gas=False)
 
     def _update(self, shares: dict[str, torch.Tensor], values: tuple[float, ...]) -> StepResult:

@@ -76,6 +76,8 @@ def resolve_model(model: ModelSection, *, seed: int, texts: Iterable[str], finge
             with tempfile.TemporaryDirectory(prefix=f"model-{key}.", dir=cache) as build:
                 tokenizer = train_tokenizer(texts, sizes.vocab_size)
                 tokenizer.save_pretrained(build)
+                # Saved, then loaded like any other: ZeRO-3 and tensor parallel, which cut a model while it is read,
+                # meet nothing special.
                 new_model(sizes, tokenizer, seed).save_pretrained(build)
                 Path(build).rename(built)
     return str(built)

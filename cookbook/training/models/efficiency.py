@@ -34,6 +34,8 @@ def save_activations(model: PreTrainedModel, *, selective: bool, offload: bool =
         what = "model.gradient_checkpointing: offload needs transformers 5.23 or newer"
         raise RecipeError(f"{what}; here is {transformers.__version__}")
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    # Offloaded by transformers on the stream of the layers. A copy on a second stream overlaps, but needs events on
+    # both sides: one that is missing is a wrong curve, and neither a CPU nor a simulated GPU shows it.
     enable(options, **({"offload": True} if offload else {}))
 
 

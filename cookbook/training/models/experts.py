@@ -29,6 +29,7 @@ def autocast_products() -> tuple[torch.library.Library, ...]:
         namespace, name = product.split("::")
         if not torch._C._dispatch_has_kernel(product):
             continue
+        # With torch's dispatcher: a patch of transformers' function would be of a private name that older ones lack.
         libraries.append(torch.library.Library(namespace, "IMPL"))
         operation = getattr(getattr(torch.ops, namespace), name).default
         for key in KEYS:

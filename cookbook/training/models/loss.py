@@ -140,6 +140,7 @@ class _LossOfHead(torch.autograd.Function):
         found = torch.cat(parts, -1)
         # No view is returned, of which FSDP2 warns.
         nll, sums = (found, None) if shard is None else shard.join(found)
+        # Not of several chunks: as Liger, it would have to multiply them with the weight before positions are weighed.
         if has_backward and len(parts) == 1:
             gradient = _gradient_of_logits(logits, targets, nll, sums, shard)
         ctx.save_for_backward(hidden, weight, bias, targets, nll, sums, gradient)
@@ -249,6 +250,7 @@ def add_loss(model: PreTrainedModel, sequence_mesh: DeviceMesh | None = None) ->
     elif model.has_head and issubclass(type(head), FSDPModule):
         head.__class__ = type("FSDPLossHead", (loss_head, type(head)), {})
     model.sequence_mesh = sequence_mesh
+    # Inside the forward, on which the engines' hooks are: around it DDP would not synchronize, in silence.
     model.forward = MethodType(_forward, model)
 
 
@@ -300,6 +302,8 @@ def _only(backbone: torch.nn.Module, layers: range, *, is_last: bool) -> Iterato
 
     whole, idle = dict(backbone._modules), PipelineIdentityLayer()
     every: Any = whole["layers"]
+    # While it runs, not for good: names, shards and checkpoints stay those of one model, and the hooks of idle layers,
+    # such as FSDP2's gathers, do not fire.
     chosen = torch.nn.ModuleList(layer if i in layers else idle for i, layer in enumerate(every))
     backbone._modules |= {"layers": chosen} if is_last else {"layers": chosen, "norm": idle}
     try:
