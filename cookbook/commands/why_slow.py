@@ -172,7 +172,7 @@ def _of_padding(profiles: list[dict[str, Any]], step: float, run: History) -> It
     """What padded rows cost: their share of the positions is about that share of the computing. Attention, which grows
     with the square of a row, has more.
     """
-    packing = run.record.get("packing", {})  # older runs have none
+    packing = run.record.get("packing", {})
     padding = packing.get("padding") or 0.0  # of a stream it is not known
     gain = step * padding
     if profiles:

@@ -230,7 +230,7 @@ def take_fingerprints(recipe: Recipe, inputs: Inputs, engine: Engine, *, cache: 
 
 def choose_packing(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint | None) -> Packing:
     """Decide `data.packing`, equally on all ranks; `auto` keeps what the run to resume had."""
-    before = None if checkpoint is None else bool(checkpoint.state()["recipe"]["data"].get("packing"))
+    before = None if checkpoint is None else checkpoint.state()["recipe"]["data"]["packing"]
     return decide(recipe, inputs.config, before=before)
 
 
