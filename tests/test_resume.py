@@ -316,7 +316,7 @@ def test_consent_lets_the_learning_rate_change_and_says_so(lab: Lab, stopped: Pa
 
 def test_a_schedule_of_another_kind_needs_consent_to_each_key_or_to_the_section():
     recipe = load_recipe(ROOT / "recipes/quickstart.yaml")
-    before = recipe.model_copy(update={"schedule": Schedule.of(name="wsd", decay_steps=2)})
+    before = recipe.model_copy(update={"schedule": Schedule.of(name="wsd", warmup_steps=30, decay_steps=2)})
     state = {"recipe": before.model_dump(mode="json", exclude_none=True), "made_from": {}}
     mistakes, _ = resume.changes(state, recipe, {})
     assert [mistake.split(" ")[0] for mistake in mistakes] == ["schedule.decay_steps", "schedule.name"]
