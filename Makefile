@@ -103,9 +103,9 @@ sample: $(if $(RUN),$(STAMP))  ## RUN=outputs/... [PROMPT="..."] [FROM_EVAL=5]: 
 	@$(if $(RUN),,echo 'make sample: write RUN=..., the run.output_dir of a recipe' >&2; exit 2)
 	@$(COOKBOOK) sample "$(RUN)" $(if $(PROMPT),--prompt "$$PROMPT") $(if $(FROM_EVAL),--from-eval $(FROM_EVAL))
 
-evaluate: $(if $(RUN),$(STAMP))  ## RUN=outputs/... [DATA=path/to/rows.jsonl] [SET=...]: loss and perplexity on held-out rows, or on any; [TASKS=arc_easy]: results at tasks of lm-evaluation-harness
+evaluate: $(if $(RUN),$(STAMP))  ## RUN=outputs/... [DATA=path/to/rows.jsonl] [SET=...]: loss and perplexity on held-out rows, or on any
 	@$(if $(RUN),,echo 'make evaluate: write RUN=..., the run.output_dir of a recipe' >&2; exit 2)
-	@$(COOKBOOK) evaluate "$(RUN)" $(if $(DATA),"$(DATA)") $(if $(TASKS),--tasks "$(TASKS)") $(SET_FLAGS)
+	@$(COOKBOOK) evaluate "$(RUN)" $(if $(DATA),"$(DATA)") $(SET_FLAGS)
 
 merge: $(if $(RUN),$(STAMP))  ## RUN=outputs/...: merge a trained adapter and its base into one model
 	@$(if $(RUN),,echo 'make merge: write RUN=..., the run.output_dir of a recipe with an adapter' >&2; exit 2)

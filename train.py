@@ -177,7 +177,7 @@ def train(
     watching.enter("opening the logs")
     services = start_services(run, failed_after, notes, watching)
     watching.enter("training")
-    with run.steps, services.memory_history:
+    with run.steps:
         reason = loop(run, services)
     return finish(run, services) if reason is None else stop(run, services, reason)
 

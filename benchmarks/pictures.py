@@ -94,7 +94,7 @@ def main() -> None:
     (ddp, written), (zero3, _) = train("ddp"), train("zero3")
     (DOCS / "screen.svg").write_text(drawn(screen(written)), encoding="utf-8")
     subprocess.run([*COOKBOOK, "report", str(ddp)], cwd=ROOT, check=True)
-    subprocess.run([*COOKBOOK, "compare", str(ddp), str(zero3)], cwd=ROOT, check=True)
+    subprocess.run([*COOKBOOK, "report", str(ddp), str(zero3)], cwd=ROOT, check=True)
     of_ranks, warmup = f"{{steps: [{PROFILED}, {PROFILED}], ranks: [0, 1]}}", PROFILED_STEPS // 2
     fsdp2, _ = train("fsdp2", run__max_steps=PROFILED_STEPS, schedule__warmup_steps=warmup, run__profile=of_ranks)
     traces = sorted((ROOT / fsdp2 / "profile").glob("rank_*.pt.trace.json.gz"))

@@ -63,7 +63,7 @@ def _spreads(strategy: Strategy, machines: Machines) -> bool:
     one GPU has something to offload.
     """
     if strategy.kind == "fsdp1":
-        return False  # only to resume older runs
+        return False  # a new run takes fsdp2
     if machines.num_gpus == 1:
         return strategy.kind == "single" or strategy.offloads
     sizes = (strategy.dp_replicate_size, strategy.tp_size, strategy.pp_size, strategy.ep_size)

@@ -14,7 +14,6 @@ import pytest
 
 from cookbook import simulated_gpus
 from cookbook.commands.doctor import software
-from cookbook.commands.harness import INSTALL
 from cookbook.system.imports import has_torchao
 
 ROOT = Path(__file__).parents[1]
@@ -48,12 +47,6 @@ def need_trl() -> None:
     """Ends the test where the package of requirements-peers.txt is missing."""
     if find_spec("trl") is None:
         end_without("needs pip install --no-deps -r requirements-peers.txt")
-
-
-def need_lm_eval() -> None:
-    """Ends the test where lm-evaluation-harness is missing, which brings 300 MB of packages."""
-    if find_spec("lm_eval") is None:
-        end_without(f"needs {INSTALL}")
 
 
 def need_chromium() -> str:

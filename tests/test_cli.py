@@ -30,7 +30,6 @@ VERBS = [
     "watch",
     "summary",
     "report",
-    "compare",
     "why-slow",
     "chat",
     "sample",

@@ -24,7 +24,6 @@ CLASHES = {
     "mixed_precision: fp8 with tensor parallel": (["mixed_precision=fp8"], "tp", 2),
     "mixed_precision: fp8 with FSDP2 over pipeline or expert parallel": (["mixed_precision=fp8"], "pp_fsdp2", 4),
     "optim.gradient_dtype with communication_data_type in the JSON": (["optim.gradient_dtype=bf16"], "zero1", 0),
-    "run.memory_snapshot without a real GPU": (["run.memory_snapshot=true"], "ddp", 0),
     "adapter.name: dora or qlora with tensor parallel": ([DORA], "tp", 0),
     "adapter.name: dora or qlora with FSDP2 over pipeline or expert parallel": ([DORA], "pp_fsdp2", 0),
     "adapter.modules_to_save with tensor parallel, or FSDP2 over pipeline or expert parallel": ([HEAD], "tp", 0),

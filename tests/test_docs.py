@@ -62,7 +62,6 @@ MADE = (
     "hang/",
     "step-",
     "model/",
-    "memory/",
     "profile/",
 )
 WRITTEN_BY_A_RUN = {"recipe.yaml", "run.json", "metrics.jsonl", "status.json", "adapter_config.json", "base_model.json"}

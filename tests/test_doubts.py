@@ -132,7 +132,6 @@ def test_every_row_is_read_without_a_model_and_without_torch(tmp_path):
         (["convert", "FILES=a.yaml b.json", "OUT=recipes/x.yaml"], 'convert a.yaml b.json --out "recipes/x.yaml"'),
         (["chat", "RUN=my outputs/a", "COMPARE=1"], 'chat "my outputs/a" --compare'),
         (["evaluate", "RUN=outputs/a", "DATA=rows.jsonl"], 'evaluate outputs/a "rows.jsonl"'),
-        (["evaluate", "RUN=outputs/a", "TASKS=arc_easy"], 'evaluate outputs/a --tasks "arc_easy"'),
         (["check", "RECIPE=a.yaml", "DATA=1"], "check a.yaml --data"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

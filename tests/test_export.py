@@ -338,7 +338,7 @@ def test_an_export_needs_the_run_alone(run: Run, tmp_path: Path):
 BUILD = """
 import os, signal, sys
 from pathlib import Path
-from cookbook.training.checkpoint import export
+from cookbook.training.checkpoint import write_model as export
 
 folder, moment = Path(sys.argv[1]), sys.argv[2]
 def die(*_, **options): os.kill(os.getpid(), signal.SIGKILL)

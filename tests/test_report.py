@@ -1,4 +1,4 @@
-"""Protects `report`, `compare` and `watch`: every number of metrics.jsonl is drawn, nothing is fetched or executed.
+"""Protects `report` and `watch`: every number of metrics.jsonl is drawn, nothing is fetched or executed.
 
 python -m pytest -q tests/test_report.py -m "slow or not slow"
 """
@@ -135,7 +135,7 @@ def test_the_page_of_a_run_has_every_number_and_loads_nothing(tmp_path: Path, ca
     ]
 
 
-def test_the_page_has_the_memory_by_what_allocated_it_else_over_the_forecast(tmp_path: Path) -> None:
+def test_the_page_has_the_memory_over_the_forecast(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     gpus = [[{"rank": rank, "memory_gib": minute + rank} for rank in (0, 1)] for minute in range(5)]
     lines = [{"time": 60.0 * minute, "gpus": of, "cpu": {}} for minute, of in enumerate(gpus)]
@@ -150,16 +150,6 @@ def test_the_page_has_the_memory_by_what_allocated_it_else_over_the_forecast(tmp
     assert offences(page) == [] and page.curves()[-3:] == [2, 2, 5] and "over the forecast of the update" in page.text
     assert "measured, rank 1, which has most" in page.text and "forecast: gradients" not in page.text
     assert page.text.count("fill-opacity: 0.35") == 2, "an area for each part"
-    (folder / "memory").mkdir()
-    for rank in (0, 1):
-        sizes = {"weights": [2**30] * 7, "activations": [0, 2**30, 0] * 2 + [0]}
-        total = [sum(pair) for pair in zip(*sizes.values(), strict=True)]
-        recorded = {"rank": rank, "is_whole": True, "bytes_over_time": total, "over_time": sizes}
-        (folder / f"memory/rank_{rank}.json").write_text(json.dumps(recorded))
-    assert main(["report", str(folder)]) == 0
-    page = Page(folder / "report.html")
-    assert offences(page) == [] and page.curves()[-4:] == [7] * 4 and "by what allocated it, GiB, rank 1" in page.text
-    assert "over the forecast" not in page.text
 
 
 @pytest.mark.parametrize(
@@ -179,7 +169,7 @@ def test_runs_lie_over_one_another_by_step_and_by_tokens(tmp_path: Path, capsys)
     record = json.loads((folders[2] / "run.json").read_text())
     record["strategy"]["processes"], record["versions"] = 2, {"torch": "2.12.0"}
     (folders[2] / "run.json").write_text(json.dumps(record))
-    assert main(["compare", *map(str, folders), "--out", str(tmp_path / "all.html")]) == 0
+    assert main(["report", *map(str, folders), "--out", str(tmp_path / "all.html")]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"optim.learning_rate +2e-05 +1e-05 +2e-05 +curve", printed) and "eps" not in printed
     assert re.search(r"processes +4 +4 +2 +speed", printed) and re.search(
@@ -205,8 +195,7 @@ def test_a_compared_run_stands_where_its_tokens_are(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["report", "nowhere"], "nowhere/metrics.jsonl: no such file"),
-        (["compare", "run"], "run is one run; name two or more"),
-        (["compare", "run", "./run"], "run run: a run is named twice"),
+        (["report", "run", "./run"], "run run: a run is named twice"),
         (["watch", "nowhere"], "nowhere: no such folder"),
         (["watch", "run", "--every", "0"], "--every is 0"),
         (["report", "run", "--out", "nowhere/page.html"], "nowhere/page.html: cannot be written"),
@@ -285,7 +274,7 @@ FRAME = """<!DOCTYPE html><script>onmessage = event => document.title = event.da
 def test_a_browser_shows_the_pages_in_both_themes_and_widths(width: int, is_dark: bool, tmp_path: Path) -> None:
     chromium = need_chromium()
     folders = [str(write_run(tmp_path / name)) for name in ("a", "b")]
-    assert main(["report", folders[0]]) == main(["compare", *folders]) == 0
+    assert main(["report", folders[0]]) == main(["report", *folders]) == 0
     for path, num_charts in ((tmp_path / "a/report.html", 7), (tmp_path / "compare.html", 18)):
         measured = path.with_suffix(".measured.html")
         measured.write_text(path.read_text().replace("</body>", f"{SCRIPT}</body>"))

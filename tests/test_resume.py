@@ -17,7 +17,9 @@ import torch
 from curves import ADAMW, ROOT, Curve, Lab, distance, processes_of
 from filelock import FileLock
 
-from cookbook.training.checkpoint import folder
+from cookbook.config.recipe import load_recipe
+from cookbook.config.schedule import Schedule
+from cookbook.training.checkpoint import folder, resume
 from cookbook.training.checkpoint.tensors import Reader
 from tests.experts import experts, needs_experts
 
@@ -310,6 +312,17 @@ def test_consent_lets_the_learning_rate_change_and_says_so(lab: Lab, stopped: Pa
     assert "optim.learning_rate was 0.1 when the checkpoint was made, and is 0.05, as run.allow_changes allows" in said
     rates = [line["learning_rate"] for line in Curve(output).steps]
     assert rates[2] < rates[1]
+
+
+def test_a_schedule_of_another_kind_needs_consent_to_each_key_or_to_the_section():
+    recipe = load_recipe(ROOT / "recipes/quickstart.yaml")
+    before = recipe.model_copy(update={"schedule": Schedule.of(name="wsd", warmup_steps=30, decay_steps=2)})
+    state = {"recipe": before.model_dump(mode="json", exclude_none=True), "made_from": {}}
+    mistakes, _ = resume.changes(state, recipe, {})
+    assert [mistake.split(" ")[0] for mistake in mistakes] == ["schedule.decay_steps", "schedule.name"]
+    allowing = recipe.model_copy(update={"run": recipe.run.model_copy(update={"allow_changes": ["schedule"]})})
+    mistakes, notes = resume.changes(state, allowing, {})
+    assert mistakes == [] and len(notes) == 2
 
 
 def test_a_run_can_begin_at_a_checkpoint_of_another(lab: Lab, stopped: Path, tmp_path: Path):

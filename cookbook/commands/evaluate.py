@@ -1,6 +1,4 @@
-"""Loss and perplexity of a trained model on any rows, by the code that evaluates during training; and its results at
-tasks of lm-evaluation-harness.
-"""
+"""Loss and perplexity of a trained model on any rows, by the code that evaluates during training."""
 
 import json
 import math
@@ -9,10 +7,9 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option
+from typer import Argument
 
-from cookbook.commands import harness
-from cookbook.commands.shared.arguments import MODEL, AsJson, Assignments, positive, run_folder
+from cookbook.commands.shared.arguments import MODEL, AsJson, Assignments, run_folder
 from cookbook.commands.shared.find_model import ADAPTER, CACHE, check_base, find_model, find_run
 from cookbook.config.objectives.token_loss import TokenLoss
 from cookbook.config.recipe import Recipe, load_recipe, parse_recipe, prepare
@@ -33,28 +30,13 @@ def evaluate(
     folder: Annotated[Path, run_folder(MODEL)],
     data: Annotated[str | None, Argument(metavar="DATA", help="as data.eval; default: the run's own sets")] = None,
     *,
-    tasks: Annotated[
-        str | None, Option(metavar="NAME[,NAME]", help="of lm-evaluation-harness, or YAML files of its kind")
-    ] = None,
-    few_shot: Annotated[int | None, Option(metavar="N", help="with --tasks: solved examples before a question")] = None,
-    limit: Annotated[int | None, Option(callback=positive, help="with --tasks: the first N rows of each")] = None,
-    plain: Annotated[bool, Option("--plain", help="with --tasks: without the model's chat template")] = False,
-    batch_size: Annotated[int | None, Option(callback=positive, help="with --tasks: rows at a time; default 8")] = None,
     as_json: AsJson = False,
     assignments: Assignments,
 ) -> int:
-    """Compute a model's loss on any rows, or run benchmarks.
+    """Compute a model's loss on any rows.
 
-    Runs in one process. Loss and perplexity have the settings of the run's recipe; a model of no run is evaluated in
-    float32. Benchmarks are tasks of lm-evaluation-harness.
+    Runs in one process, with the settings of the run's recipe; a model of no run is evaluated in float32.
     """
-    if tasks is not None:
-        if given := [name for name, value in (("DATA", data), ("--set", assignments)) if value]:
-            raise RecipeError(f"{' and '.join(given)} would be ignored beside --tasks; take it out, or --tasks")
-        return _show_tasks(folder, tasks, few_shot, limit, plain, batch_size or 8, as_json)
-    options = {"--few-shot": few_shot, "--limit": limit, "--plain": plain or None, "--batch-size": batch_size}
-    if given := [name for name, value in options.items() if value is not None]:
-        raise RecipeError(f"{', '.join(given)} would be ignored without --tasks; take it out, or name --tasks")
     model = find_model(folder)
     recipe = _recipe_for(folder, model, data, assignments)
     found = evaluate_model(model, recipe)
@@ -64,24 +46,6 @@ def evaluate(
     names = list(dict.fromkeys(name for one in found for name in one))
     rows = [[f"{one:.4f}" if isinstance(one, float) else str(one) for one in map(line.get, names)] for line in found]
     print(page(f"EVALUATION of {model}", names, *rows))
-    return 0
-
-
-def _show_tasks(
-    folder: Path, tasks: str, few_shot: int | None, limit: int | None, plain: bool, batch_size: int, as_json: bool
-) -> int:
-    if few_shot is not None and few_shot < 0:
-        raise RecipeError(f"--few-shot is {few_shot}; write 0 or more")
-    names = harness.parse_tasks(tasks)
-    model, run = find_model(folder), find_run(folder)
-    found = harness.evaluate_tasks(model, names, few_shot=few_shot, limit=limit, plain=plain, batch_size=batch_size)
-    if as_json:
-        print(json.dumps(found, indent=1))
-    else:
-        prompts = "through its chat template" if found[0]["chat_template"] else "as plain text"
-        print(page(f"TASKS of {model}, prompts {prompts}", *harness.table(found)))
-    if run is not None:
-        print(f"added to {harness.write_results(run, found)}", file=sys.stderr)
     return 0
 
 

@@ -37,7 +37,6 @@ QUIET = {
     "run.save_first_step": "false",
     "run.keep_best": "0",
     "run.trackers": "[]",
-    "run.memory_snapshot": "false",
     "run.on_out_of_memory": "stop",
     "data.eval": "{}",
     "data.holdout": "0",

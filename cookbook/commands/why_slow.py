@@ -45,7 +45,7 @@ def why_slow(folder: Annotated[Path, run_folder()]) -> int:
     steps = run.steps[WARM_UP:] or run.steps
     if "step_seconds" not in steps[0]:
         raise RecipeError(f"{folder}: ran on simulated GPUs, whose times mean nothing")
-    print(page(f"TIME of {folder}, {len(steps)} steps", *_rows(run, steps)))
+    print(page(f"TIME of {folder}, {len(steps)} steps", *_rows(steps)))
     profiles = read_ranks(folder / "profile", "phases")
     for record in profiles:
         title = f"PROFILE of steps {record['first_step']} to {record['last_step']}, rank {record['rank']}"
@@ -68,7 +68,7 @@ def shares(steps: list[dict[str, Any]]) -> dict[str, float]:
     return {name: of / total for name, of in seconds.items()}
 
 
-def _rows(run: History, steps: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+def _rows(steps: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     found = shares(steps)
     whole = sum(line["step_seconds"] + line.get("eval_seconds", 0.0) + line.get("save_seconds", 0.0) for line in steps)
     for name, share in found.items():
@@ -172,7 +172,7 @@ def _of_padding(profiles: list[dict[str, Any]], step: float, run: History) -> It
     """What padded rows cost: their share of the positions is about that share of the computing. Attention, which grows
     with the square of a row, has more.
     """
-    packing = run.record.get("packing", {})  # older runs have none
+    packing = run.record.get("packing", {})
     padding = packing.get("padding") or 0.0  # of a stream it is not known
     gain = step * padding
     if profiles:

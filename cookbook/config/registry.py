@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 Entry = TypeVar("Entry")
 
 RECORDED = {"recorded": True}
-"""Validation context for a recipe that a run recorded: an unregistered name is accepted with all its keys, and keys
-that a kind does not have are dropped, so that no plugin needs to be imported to read a record."""
+"""Validation context for a recipe that a run recorded: an unregistered name is accepted with all its keys, so that no
+plugin needs to be imported to read a record."""
 
 _known: dict[str, dict[str, Any]] = {}
 _plugin: dict[tuple[str, str], str] = {}
@@ -133,13 +133,12 @@ class Named(Section):
     def _choose(cls, values: Any, handler: Any, info: ValidationInfo) -> Any:
         if not isinstance(values, dict):
             return handler(values)
-        is_record = info.context == RECORDED
         if not cls.is_base():
             others = {key for kind in cls.kinds() for key in kind.model_fields} - cls.model_fields.keys()
             foreign = sorted(values.keys() & others)
             # An unknown key is reported first: with it, another kind may have been meant.
             is_misspelt = bool(values.keys() - others - cls.model_fields.keys())
-            if foreign and not is_record and not is_misspelt:
+            if foreign and not is_misspelt:
                 raise ValueError(
                     f"{', '.join(foreign)} would be ignored by {values.get('name', cls.default)}; take it out"
                 )
@@ -147,7 +146,7 @@ class Named(Section):
         kind = cls.kind_of(values)
         if kind is not cls:
             return kind.model_validate(values, context=info.context)
-        if is_record:
+        if info.context == RECORDED:
             unknown: type[BaseModel] = type(cls.__name__, (cls,), {"model_config": ConfigDict(extra="allow")})
             return unknown.model_validate(values)
         raise _wrong_name(cls, values)

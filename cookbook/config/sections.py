@@ -407,9 +407,6 @@ class RunSection(OneOf):
     profile: ProfileSection | None = None
     """Steps to profile, as {steps: [10, 14], ranks: [0]}: a trace and where the time went, in profile/. These steps are
     slower. Default: none."""
-    memory_snapshot: bool = False
-    """Record every allocation on the GPUs from the loading of the model on, and write at the end of training, or when
-    memory runs out in it, what was there at the peak, into memory/. Slower."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
     """Experiment trackers that get the numbers of metrics.jsonl and these settings; needs
     `pip install -r requirements-trackers.txt`."""

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cookbook import simulated_gpus
 from cookbook.config.recipe import Recipe
 from cookbook.config.registry import Refusal, known
 from cookbook.config.strategy import Strategy
@@ -97,15 +96,6 @@ OF_KEYS: tuple[Combination, ...] = (
         why="both set the dtype in which ZeRO exchanges gradients",
         seen="by design",
         way_out="one of them: the recipe's key for any strategy, the JSON's for fp32",
-    ),
-    Combination(
-        what="run.memory_snapshot without a real GPU",
-        clashes=lambda recipe, strategy, num_gpus: (
-            recipe.run.memory_snapshot and (not num_gpus or simulated_gpus.is_active())
-        ),
-        why="torch records the allocations of its CUDA allocator only, which simulated GPUs do not have",
-        seen="torch 2.13",
-        way_out="run.memory_snapshot: false, or a machine with GPUs",
     ),
     Combination(
         what="adapter.name: dora or qlora with tensor parallel",

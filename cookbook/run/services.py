@@ -24,7 +24,6 @@ from cookbook.training import metrics, trackers
 from cookbook.training.checkpoint.saver import Saver
 from cookbook.training.data import batches
 from cookbook.training.data.tokens import TokenSet
-from cookbook.training.memory_history import MemoryHistory
 from cookbook.training.models.fp8 import num_converted
 from cookbook.training.profiling import Profile
 
@@ -46,7 +45,6 @@ class Services:
     watch: Watch
     saver: Saver
     profile: Profile
-    memory_history: MemoryHistory
 
 
 def start_services(run: Run, failed_after: list[int], notes: list[str], watch: Watch) -> Services:
@@ -75,9 +73,6 @@ def start_services(run: Run, failed_after: list[int], notes: list[str], watch: W
         watch=watch,
         saver=_start_saver(run, log, watch, attempt),
         profile=Profile(run.recipe.run.profile, run.output_dir, world.rank, engine.transformer(), log.say),
-        memory_history=MemoryHistory(
-            run.recipe.run.memory_snapshot, run.output_dir, world.rank, engine.device, log.say
-        ),
     )
 
 

@@ -30,7 +30,7 @@ from cookbook.planning.run_plan import Plan
 from cookbook.run import publish
 from cookbook.system import lock
 from cookbook.system.files import RecipeError
-from cookbook.training import adapters, memory_history, models
+from cookbook.training import adapters, models
 from cookbook.training.checkpoint import resume
 from cookbook.training.checkpoint.folder import Checkpoint
 from cookbook.training.checkpoint.write_model import saved_buffers
@@ -230,14 +230,12 @@ def take_fingerprints(recipe: Recipe, inputs: Inputs, engine: Engine, *, cache: 
 
 def choose_packing(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint | None) -> Packing:
     """Decide `data.packing`, equally on all ranks; `auto` keeps what the run to resume had."""
-    before = None if checkpoint is None else bool(checkpoint.state()["recipe"]["data"].get("packing"))
+    before = None if checkpoint is None else checkpoint.state()["recipe"]["data"]["packing"]
     return decide(recipe, inputs.config, before=before)
 
 
 def prepare_model(recipe: Recipe, inputs: Inputs, engine: Engine) -> None:
     """Load model and adapter, build the optimizer, and wrap them in the engine."""
-    if recipe.run.memory_snapshot:
-        memory_history.start()
     model = load_model(inputs.folder, recipe, engine, has_adapter=recipe.adapter is not None)
     if recipe.adapter is not None:
         adapters.add_adapter(model, recipe.adapter, seed=recipe.seed)

@@ -64,12 +64,6 @@ def _path(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.lock"
 
 
-def release() -> None:
-    """Releases the locks of this process, if it outlives its run."""
-    while _held_locks:
-        _held_locks.pop().release()
-
-
 @contextlib.contextmanager
 def making(path: Path) -> Iterator[None]:
     """Holds the lock `path` while this process makes a shared result or finds it made; others wait.

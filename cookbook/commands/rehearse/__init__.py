@@ -172,7 +172,7 @@ def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
         _put_precision_of_a_cpu(recipe, values, rehearsal.notes)
     run = values["run"]
     # A rehearsal is no experiment, and ends before most profiled steps.
-    for key in ("num_epochs", "trackers", "profile", "memory_snapshot"):
+    for key in ("num_epochs", "trackers", "profile"):
         run.pop(key, None)
     run |= {"max_steps": NUM_STEPS, "output_dir": str(rehearsal.folder / "out"), "eval_every_steps": 2}
     if "save_every_steps" in run:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from cookbook.commands.report import health
-from cookbook.commands.shared.history import History, read_ranks
+from cookbook.commands.shared.history import History
 from cookbook.config.effects import effect_of
 from cookbook.system.files import flatten
 from cookbook.system.hardware import GIB
@@ -142,19 +142,10 @@ def _hardware(run: History) -> Iterator[str]:
 
 
 def _memory(run: History) -> Iterator[str]:
-    """The bytes in use over time by the work that allocated them, of each rank that recorded them; else what the
-    monitor saw over the parts of the forecast.
-    """
-    recorded = [one for one in read_ranks(run.folder / "memory", "bytes_over_time") if one.get("over_time")]
-    for record in recorded:
-        sizes = {name: [size / GIB for size in of] for name, of in record["over_time"].items()}
-        what = "" if record.get("is_whole", True) else ", of the last allocations"
-        title = f"GPU memory in use by what allocated it, GiB, rank {record['rank']}, by allocations{what}"
-        points = range(len(record["bytes_over_time"]))
-        yield _chart(title, _stacked(sizes, list(points)), has_legend=True, number=f"m{record['rank']}")
+    """What the monitor saw over the parts of the forecast."""
     parts = {name: size / GIB for name, size in run.record.get("forecast", {}).get("parts", {}).items() if size}
     measured = {who: of for who, of in health.series(run).get("memory_gib", {}).items() if who != "CPU"}
-    if parts and measured and not recorded:
+    if parts and measured:
         who = max(measured, key=lambda rank: max(value for _, value in measured[rank]))
         ends = [measured[who][0][0], measured[who][-1][0]]
         areas = _stacked({f"forecast: {name}": [size, size] for name, size in parts.items()}, ends)

@@ -5,9 +5,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
-
-from pydantic import BaseModel
+from typing import Any
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.registry import RECORDED
@@ -58,23 +56,11 @@ def find_folders(path: Path) -> list[Path]:
 
 
 def recipe_of(values: Mapping[str, Any]) -> Recipe:
-    """The recipe in a checkpoint's state. It has every key, some of which a recipe refuses beside others (betas of
-    sgd); those have their default values, and are removed.
-    """
-    return Recipe.model_validate(_without_defaults(Recipe, values), context=RECORDED)
-
-
-def _without_defaults(section: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {}
-    for key, value in values.items():
-        field = section.model_fields.get(key)
-        kinds = (field.annotation, *get_args(field.annotation)) if field else ()
-        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-        if inner is not None and isinstance(value, Mapping):
-            kept[key] = _without_defaults(inner, value)
-        elif field is None or value != (list(field.default) if isinstance(field.default, tuple) else field.default):
-            kept[key] = value
-    return kept
+    """The recipe in a checkpoint's state, without its plugins' code."""
+    data = dict(values["data"])
+    if not data["streaming"]:
+        del data["shuffle_rows"]  # it has every key, and a recipe refuses one that means nothing
+    return Recipe.model_validate({**values, "data": data}, context=RECORDED)
 
 
 def describe(path: Path) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from cookbook.config.effects import effect_of
 from cookbook.config.recipe import Recipe
-from cookbook.config.registry import Named
 from cookbook.system import files
 from cookbook.system.files import RecipeError
 from cookbook.training.checkpoint import folder
@@ -109,7 +108,7 @@ def changes(state: Mapping[str, Any], recipe: Recipe, made_from: Mapping[str, st
     Returns:
         Mistakes, and notes on changes that `run.allow_changes` lists.
     """
-    was = {"plugins": []} | flatten(state["recipe"])  # older checkpoints have no plugins
+    was = flatten(state["recipe"])
     now = flatten(recipe.model_dump(mode="json", exclude_none=True))
     same = {what: digest == state["made_from"].get(what) for what, digest in made_from.items()}
     verbs = {"plugins": "are"}
@@ -122,7 +121,7 @@ def changes(state: Mapping[str, Any], recipe: Recipe, made_from: Mapping[str, st
         rule = rule_of(key)
         is_same_content = any(key.startswith(prefix) and same.get(what, False) for prefix, what in BY_CONTENT.items())
         may_differ = rule == "free" or (rule == "by_content" and is_same_content)
-        if before == after or may_differ or _is_unknown(key, recipe):
+        if before == after or may_differ:
             continue
         change = f"{key} was {before!r} when the checkpoint was made, and is {after!r}"
         if rule != "with_consent":
@@ -132,13 +131,6 @@ def changes(state: Mapping[str, Any], recipe: Recipe, made_from: Mapping[str, st
         else:
             mistakes.append(f"{change}; change it back, or consent: run.allow_changes: [{key}]")
     return mistakes, notes
-
-
-def _is_unknown(key: str, recipe: Recipe) -> bool:
-    """Whether the section's kind has no such key; older checkpoints have the keys of all kinds."""
-    section, _, rest = key.partition(".")
-    chosen = getattr(recipe, section, None)
-    return isinstance(chosen, Named) and rest not in type(chosen).model_fields
 
 
 def load(checkpoint: Checkpoint, trained: Mapping[str, list[int]], restore: Callable[..., None]) -> dict[str, Any]:

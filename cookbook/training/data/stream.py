@@ -64,15 +64,11 @@ class Stream:
         """
         files = [path for source in self.data.train for path in local_files(source)]
         digests = sha256_of(files, cache=cache)
-        # A key without a value is left out, as in the fingerprint of older checkpoints.
-        words = self.data.model_dump_json(
-            exclude={"eval", "train", "columns", "chat_template", "packing"}, exclude_none=True
-        )
+        words = self.data.model_dump_json(exclude={"eval", "train", "columns", "chat_template", "packing"})
         sources = []
         for source in self.data.train:
             content = [digests[path] for path in local_files(source)]
-            left_out = {*(["path"] if content else []), *(["columns"] if source.columns is None else [])}
-            sources.append([content, source.model_dump(mode="json", exclude=left_out)])
+            sources.append([content, source.model_dump(mode="json", exclude={"path"} if content else None)])
         text = json.dumps([words, sources, tokenizer_fingerprint(self.tokenizer)])
         return hashlib.sha256(text.encode()).hexdigest()
 

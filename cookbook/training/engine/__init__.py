@@ -5,7 +5,7 @@ file of a family what it does differently; nothing outside these files asks whic
 """
 
 from cookbook.config.strategy import Kind, Strategy
-from cookbook.training.engine.base import Engine, StepResult
+from cookbook.training.engine.base import Engine
 from cookbook.training.engine.ddp import Ddp, Single
 from cookbook.training.engine.expert_parallel import ExpertParallel
 from cookbook.training.engine.findings import in_words
@@ -16,7 +16,7 @@ from cookbook.training.engine.start import make_deterministic
 from cookbook.training.engine.tensor_parallel import ShardedTensorParallel, TensorParallel
 from cookbook.training.engine.zero import Zero, build_ops
 
-__all__ = ["Engine", "StepResult", "build_ops", "engine_class", "in_words", "make_deterministic"]
+__all__ = ["Engine", "build_ops", "engine_class", "in_words", "make_deterministic"]
 
 FAMILIES: dict[Kind, type[Engine]] = {
     "single": Single,

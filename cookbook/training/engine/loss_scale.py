@@ -51,9 +51,9 @@ class LossScale:
         return {name: value for name, value in asdict(self).items() if name != "settings"}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue; older checkpoints have the scale only, beside counts of their engine."""
+        """Continue from what `state` gave."""
         for name in self.state():
-            setattr(self, name, state.get(name, getattr(self, name)))
+            setattr(self, name, state[name])
 
 
 def grad_scaler(kind: type, rule: LossScale) -> Any:
