@@ -26,6 +26,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.records import differences  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results" / "overhead.json"
 PAGE = ROOT / "docs" / "overhead.md"
 BEGIN, END = "<!-- overhead:begin -->", "<!-- overhead:end -->"
@@ -424,18 +426,24 @@ def main() -> None:
         work(arguments.work)
     earlier = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"found": {}, "commands": {}}
     found, command = earlier["found"], " ".join(["python benchmarks/overhead.py", *sys.argv[1:]])
+    now = {
+        "versions": {name: version(name) for name in PACKAGES},
+        "hardware": f"{os.cpu_count()} cores of {processor()}, no GPU",
+    }
+    another = differences(earlier, now, now) if found.keys() - set(arguments.sections) else []
+    if another and not arguments.quick:
+        print(f"Some sections cannot join the record, and are printed only: {'; '.join(another)}", flush=True)
     with tempfile.TemporaryDirectory(prefix="overhead-") as base:
         for section in arguments.sections:
             given = arguments.quick, Path(base)
             found[section] = start(*given) if section == "start" else slopes(section, *given)
             print(section, json.dumps(found[section]), flush=True)
-    if arguments.quick:
+    if arguments.quick or another:
         return
     results = {
         "commands": earlier["commands"] | dict.fromkeys(arguments.sections, command),
         "date": date.today().isoformat(),
-        "versions": {name: version(name) for name in PACKAGES},
-        "hardware": f"{os.cpu_count()} cores of {processor()}, no GPU",
+        **now,
         "found": found,
     }
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")

@@ -166,6 +166,30 @@ def test_forecasts_of_today_leave_the_versions_of_the_runs(tmp_path: Path, monke
     assert json.loads((tmp_path / "RESULTS").read_text(encoding="utf-8")) == older
 
 
+@pytest.mark.parametrize(("versions", "joins"), [("other", False), ("the same", True)])
+def test_a_row_joins_those_of_the_same_versions_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], versions: str, joins: bool
+):
+    recorded = json.loads(simulated.RESULTS.read_text(encoding="utf-8"))
+    now = {key: recorded[key] for key in ("machine", "versions")}
+    if versions == "other":
+        now["versions"] = now["versions"] | {"torch": "1.0"}
+    row = recorded["rows"][0] | {"peak_bytes": 7}
+    for name, found in (("of_now", lambda: now), ("measure", lambda *_: iter([row]))):
+        monkeypatch.setattr(simulated, name, found)
+    for name, content in (("RESULTS", json.dumps(recorded)), ("PAGE", simulated.PAGE.read_text(encoding="utf-8"))):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        monkeypatch.setattr(simulated, name, tmp_path / name)
+    monkeypatch.setattr("sys.argv", ["run.py", "simulated", "--strategies", row["strategy"]])
+    run.main()
+    written = json.loads((tmp_path / "RESULTS").read_text(encoding="utf-8"))
+    said = capsys.readouterr().out
+    assert row["strategy"] in said.splitlines()[-1]
+    assert ("versions: torch is 1.0, in the record 2.13.0+cpu" in said) == (not joins)
+    assert (row in written["rows"]) == joins and len(written["rows"]) == len(recorded["rows"])
+    assert joins or written == recorded
+
+
 @pytest.mark.simulated
 @pytest.mark.slow
 def test_a_process_takes_what_was_forecast_of_its_experts(gpu_lab: GpuLab, lab: Lab, tmp_path: Path):
