@@ -224,11 +224,11 @@ def one_count_of_samples(num_samples: int, base: str) -> dict[str, Any]:
 
     folder, key = Path(base) / f"tokens-{num_samples}", {"of": num_samples}
     if not folder.exists():
-        module._save(folder, token_set(num_samples, 128), {"made_from": key, "num_dropped": {}})
+        module.save_entry(folder, token_set(num_samples, 128), {"made_from": key, "num_dropped": {}})
         return {}
     before = own_memory()
     loaded: list[Any] = []
-    load = cpu_seconds(lambda: loaded.append(module._load(folder, key)), 1)
+    load = cpu_seconds(lambda: loaded.append(module.load_entry(folder, key)), 1)
     steps = next_steps(loaded[0][0], 8)
     first = cpu_seconds(lambda: next(steps), 1)
     later = cpu_seconds(lambda: next(steps), 9)
