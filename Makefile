@@ -173,7 +173,7 @@ steady: $(DEV_STAMP)  ## [STEPS=2000]: one long run with evaluations and saves, 
 	@.venv/bin/python tests/steady.py --steps $(or $(STEPS),2000)
 
 gpu-memory: $(DEV_STAMP)  ## peak memory on simulated GPUs against the forecast, every strategy; half an hour and more
-	@.venv/bin/python benchmarks/gpu_memory.py
+	@.venv/bin/python benchmarks/forecast_accuracy/run.py simulated
 
 test-gpu: $(DEV_STAMP)  ## [WORKERS=4]: the same tests on this machine's GPUs, with the error of the simulation
 	@$(BUILD_NEEDS)

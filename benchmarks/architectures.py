@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.records import differences  # noqa: E402
 from cookbook.config.sections import AdapterSection  # noqa: E402
 from cookbook.planning.meshes import (  # noqa: E402
     expert_problem,
@@ -492,22 +493,28 @@ def main() -> None:
             print(json.dumps(try_type(lab, "qwen3_moe", ("plain", "packed", "lora"))))
             lab.close()
             return
-        record = {
-            "command": COMMAND,
+        now = {
             "machine": f"{platform.machine()}, CPU only",
             "versions": {name: version(name) for name in PACKAGES},
-            "rows": record["rows"],
-            "others": record["others"],
         }
+        is_whole = arguments.others and record["rows"].keys() <= set(arguments.types)
+        another = [] if is_whole else differences(record, now, now)
+        if another:
+            print(f"Some rows cannot join the record, and are printed only: {'; '.join(another)}", flush=True)
+        record = {"command": COMMAND, **now, "rows": record["rows"], "others": record["others"]}
         for name in arguments.types:
             record["rows"] = dict(sorted({**record["rows"], name: try_type(lab, name)}.items()))
             print(name, json.dumps(record["rows"][name]), flush=True)
-            write(record)
+            if not another:
+                write(record)
         lab.close()
     if arguments.others:
         names = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(record["rows"]))
         record["others"] = {name: compare_within_process(name) for name in names}
-        write(record)
+        if another:
+            print(json.dumps(record["others"]))
+        else:
+            write(record)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from cookbook.commands.rehearse.standins import stand_in_tokenizer  # noqa: E402
 from cookbook.config.recipe import load_recipe  # noqa: E402
 from cookbook.config.strategy import load_strategy  # noqa: E402
 from cookbook.forecast.ranking import forecast_all  # noqa: E402
@@ -38,6 +37,7 @@ from cookbook.forecast.verdict import Forecast, tokens_of_step  # noqa: E402
 from cookbook.planning.offline import known_model  # noqa: E402
 from cookbook.system.files import dump_yaml, read_document  # noqa: E402
 from cookbook.system.hardware import GIB, Machines, find_gpu, parse_machines  # noqa: E402
+from cookbook.training.models import stand_in_tokenizer  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "on_gpu.json"
 PAGE = ROOT / "docs" / "on_gpu.md"
@@ -236,7 +236,7 @@ def tables(results: dict[str, Any]) -> str:
             speed = f"{row['tokens_per_second']:,} | {row['mfu']:.1%} | {low:,.0f} to {high:,.0f}"
             speeds.append(f"| {shown(row)} | {speed} |")
     other = ["| recipe, and what was changed | tokens/s | GiB allocated | reserved / allocated |", "|---" * 4 + "|"]
-    for row in [row for row in results["rows"] if not is_full(row)] + results["earlier"]["rows"]:
+    for row in [row for row in results["rows"] if not is_full(row)] + results.get("earlier", {"rows": []})["rows"]:
         if "error" in row:
             other.append(f"| {shown(row)} | {row['error']} | | |")
         else:

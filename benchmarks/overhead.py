@@ -26,6 +26,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.records import differences  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results" / "overhead.json"
 PAGE = ROOT / "docs" / "overhead.md"
 BEGIN, END = "<!-- overhead:begin -->", "<!-- overhead:end -->"
@@ -222,11 +224,11 @@ def one_count_of_samples(num_samples: int, base: str) -> dict[str, Any]:
 
     folder, key = Path(base) / f"tokens-{num_samples}", {"of": num_samples}
     if not folder.exists():
-        module._save(folder, token_set(num_samples, 128), {"made_from": key, "num_dropped": {}})
+        module.save_entry(folder, token_set(num_samples, 128), {"made_from": key, "num_dropped": {}})
         return {}
     before = own_memory()
     loaded: list[Any] = []
-    load = cpu_seconds(lambda: loaded.append(module._load(folder, key)), 1)
+    load = cpu_seconds(lambda: loaded.append(module.load_entry(folder, key)), 1)
     steps = next_steps(loaded[0][0], 8)
     first = cpu_seconds(lambda: next(steps), 1)
     later = cpu_seconds(lambda: next(steps), 9)
@@ -424,18 +426,24 @@ def main() -> None:
         work(arguments.work)
     earlier = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"found": {}, "commands": {}}
     found, command = earlier["found"], " ".join(["python benchmarks/overhead.py", *sys.argv[1:]])
+    now = {
+        "versions": {name: version(name) for name in PACKAGES},
+        "hardware": f"{os.cpu_count()} cores of {processor()}, no GPU",
+    }
+    another = differences(earlier, now, now) if found.keys() - set(arguments.sections) else []
+    if another and not arguments.quick:
+        print(f"Some sections cannot join the record, and are printed only: {'; '.join(another)}", flush=True)
     with tempfile.TemporaryDirectory(prefix="overhead-") as base:
         for section in arguments.sections:
             given = arguments.quick, Path(base)
             found[section] = start(*given) if section == "start" else slopes(section, *given)
             print(section, json.dumps(found[section]), flush=True)
-    if arguments.quick:
+    if arguments.quick or another:
         return
     results = {
         "commands": earlier["commands"] | dict.fromkeys(arguments.sections, command),
         "date": date.today().isoformat(),
-        "versions": {name: version(name) for name in PACKAGES},
-        "hardware": f"{os.cpu_count()} cores of {processor()}, no GPU",
+        **now,
         "found": found,
     }
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")

@@ -15,7 +15,6 @@ from pathlib import Path
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cookbook.commands.shared.labels import recipe_files
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.strategy import Strategy, load_strategy
 from cookbook.forecast.ranking import forecast_all
@@ -79,8 +78,8 @@ def _entry(one: Forecast) -> str:
 
 
 def main() -> int:
-    named = [Path(name) for name in sys.argv[1:]]
-    for path in named or [path for path in recipe_files() if re.search(FITS, path.read_text())]:
+    named, every = [Path(name) for name in sys.argv[1:]], sorted(Path("recipes").rglob("*.yaml"))
+    for path in named or [path for path in every if re.search(FITS, path.read_text())]:
         text = re.sub(FITS, fits(path), path.read_text(encoding="utf-8"))
         path.write_text(text, encoding="utf-8")
         print(path)

@@ -6,6 +6,8 @@
 A cell is two live programs with the same weights and samples: train.py, and one of benchmarks/peers. Each stops after
 every update (benchmarks/race/gate.py) and goes on when the other has stopped, A B, B A, ... Writes
 benchmarks/results/vs_peers.json and the tables of docs/speed.md, of this machine's GPUs or, without one, of its CPU.
+Rows of another machine, or of other versions, than those of the committed results stay out of both: they are printed
+beside the committed ones, and written to outputs/vs_peers.json.
 """
 
 import argparse
@@ -40,8 +42,13 @@ from benchmarks.race.cells import (  # noqa: E402
 )
 from benchmarks.race.page import render, speed_table  # noqa: E402
 from benchmarks.race.runner import Failed, Runner  # noqa: E402
+from benchmarks.records import differences  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "vs_peers.json"
+APART = ROOT / "outputs" / "vs_peers.json"
+"""Rows that cannot stand among the committed ones."""
+SAME = ("hardware", "versions", "data")
+"""What rows of one table share."""
 PAGE = ROOT / "docs" / "speed.md"
 BEGIN, END = "<!-- vs_peers:begin -->", "<!-- vs_peers:end -->"
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "trl", "peft", "datasets")
@@ -263,25 +270,37 @@ def write_page(results: dict[str, Any]) -> None:
     PAGE.write_text(f"{before}{BEGIN}\n{render(results)}\n{END}{rest.split(END)[1]}", encoding="utf-8")
 
 
-def write_results(results: dict[str, Any]) -> None:
+def write_results(path: Path, results: dict[str, Any]) -> None:
     """One line for each row, so that a new run reads as a difference."""
     parts = []
     for name, found in results.items():
         rows = ",\n   ".join(map(json.dumps, found["rows"]))
         rest = "".join(f'  "{key}": {json.dumps(value)},\n' for key, value in found.items() if key != "rows")
         parts.append(f' "{name}": {{\n{rest}  "rows": [\n   {rows}\n  ]\n }}')
-    RESULTS.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def merged(results: dict[str, Any], name: str, new: dict[str, Any]) -> dict[str, Any]:
     """With new rows in the place of those of the same cells. All must be of one machine, versions and data."""
     old = results.get(name, new | {"commands": [], "rows": []})
-    for key in ("versions", "hardware", "data"):
-        assert old[key] == new[key], f"{key} is {new[key]}, and the other rows are of {old[key]}"
+    found = differences(old, new, SAME)
+    assert not found, found
     rows = {cell_of(row): row for row in [*old["rows"], *new["rows"]]}
     commands = list(dict.fromkeys([*old["commands"], *new["commands"]]))
     ordered = [rows[cell] for cell in all_cells(name) if cell in rows]
     return {**results, name: new | {"commands": commands, "rows": ordered}}
+
+
+def beside_committed(row: dict[str, Any], committed: list[dict[str, Any]]) -> list[str]:
+    """Lines of a table: the committed row of the same cell, if it was measured, and this one."""
+    same = [one for one in committed if cell_of(one) == cell_of(row)]
+    pairs = [*(("committed", one) for one in same), ("here", row)]
+    return [f"| {place} {line}" for place, one in pairs for line in speed_table([one], device())[2:]]
 
 
 def main() -> None:
@@ -291,10 +310,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one race of all peers, one measured step; prints it")
     parser.add_argument("--page", action="store_true", help="write the tables again from the results")
     arguments = parser.parse_args()
-    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    results = read_results(RESULTS)
     if arguments.page:
         write_page(results)
         return
+    words = set(arguments.cells)
+    cells = [cell for cell in all_cells(device()) if words <= set(re.findall(r"[^\s|,]+", cell.words()))]
+    if not cells:
+        names = "".join(f"\n  {cell.words()}" for cell in all_cells(device()))
+        parser.error(f"--cells {' '.join(arguments.cells)}: no cell has all these words; write some of one of{names}")
     with tempfile.TemporaryDirectory(prefix="race-") as base:
         shared = Path(base) / "shared"
         shared.mkdir()
@@ -303,13 +327,25 @@ def main() -> None:
         if arguments.quick:
             print(json.dumps(race(["ours", *PEERS], shared, all_cells(device())[0], 1), indent=1))
             return
-        for cell in all_cells(device()):
-            if set(arguments.cells) <= set(re.findall(r"[^\s|,]+", cell.words())):
-                row = measure(cell, shared, arguments.pairs)
-                print(*(speed_table([row], device())[2:]), flush=True)
-                results = merged(results, device(), new | {"rows": [row]})
-                write_results(results)
-    write_page(results)
+        committed = results.get(device(), {})
+        path, another = RESULTS, differences(committed, new, SAME)
+        if another:
+            path, results = APART, read_results(APART)
+            if differences(results.get(device(), {}), new, SAME):
+                results.pop(device())
+            heading, line = speed_table([], device())
+            print("These rows are not of the machine and versions of the committed ones, and are kept apart:")
+            print(*(f"  {one}" for one in another), "", f"| where {heading}", f"|---{line}", sep="\n", flush=True)
+        for cell in cells:
+            row = measure(cell, shared, arguments.pairs)
+            lines = beside_committed(row, committed["rows"]) if another else speed_table([row], device())[2:]
+            print(*lines, sep="\n", flush=True)
+            results = merged(results, device(), new | {"rows": [row]})
+            write_results(path, results)
+    if another:
+        print(f"\nWritten to {APART}; {RESULTS} and {PAGE} stay as they are.")
+    else:
+        write_page(results)
 
 
 if __name__ == "__main__":

@@ -119,3 +119,19 @@ def test_an_architecture_does_what_the_record_says(lab: Lab, model_type: str, co
     assert found["plain"]["loss"] < SGD_LOSS
     assert found[column].get("loss", 0) < SGD_LOSS and found[column].keys() == expected[column].keys()
     assert all(found[column][key] == expected[column][key] for key in found[column].keys() - {"loss"})
+
+
+@pytest.mark.parametrize("is_same", [False, True])
+def test_a_row_joins_those_of_the_same_versions_only(is_same, tmp_path, monkeypatch, capsys):
+    for name in ("RESULTS", "PAGE"):
+        (tmp_path / name).write_text(getattr(architectures, name).read_text(encoding="utf-8"), encoding="utf-8")
+        monkeypatch.setattr(architectures, name, tmp_path / name)
+    monkeypatch.setattr(architectures, "version", lambda name: RECORD["versions"][name] if is_same else "1.0")
+    monkeypatch.setattr(architectures.platform, "machine", lambda: RECORD["machine"].partition(",")[0])
+    row = RECORD["rows"]["llama"] | {"plain": {"loss": 0.125}}
+    monkeypatch.setattr(architectures, "try_type", lambda lab, name: row)
+    monkeypatch.setattr("sys.argv", ["architectures.py", "--types", "llama", "--folder", str(tmp_path)])
+    architectures.main()
+    said, written = capsys.readouterr().out, json.loads(architectures.RESULTS.read_text(encoding="utf-8"))
+    assert '"loss": 0.125' in said and ("torch is 1.0, in the record" in said) == (not is_same)
+    assert written == (RECORD | {"rows": RECORD["rows"] | {"llama": row}} if is_same else RECORD)

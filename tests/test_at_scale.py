@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import at_scale
+from benchmarks.forecast_accuracy import at_scale, models, published_speed
 from cookbook.forecast.costs.flops import Step
 from tests.test_forecast_speed import LLAMA_8B, LLAMA_70B, MPT_7B, MPT_13B, decoder
 
@@ -57,7 +57,7 @@ def test_the_forecasts_of_the_mixture_are_those_of_today_and_what_expert_paralle
 
 def test_published_runs_are_compared_with_what_is_forecast_today(results):
     rows = results["published"]
-    assert at_scale.published() == rows and len(rows) >= 63
+    assert published_speed.published() == rows and len(rows) >= 63
     names = {"ddp_tp", "fsdp1", "fsdp2", "fsdp2_sp", "fsdp2_tp", "hsdp", "pp_tp", "zero3"}
     assert {row["strategy"] for row in rows} == names
     assert sum(128 <= row["gpus"] <= 512 for row in rows) >= 24
@@ -71,7 +71,7 @@ def test_published_runs_miss_the_forecast_as_the_page_says(results):
     """As found: most are inside; some are a little faster than the fast end; of the slow ones the page says why."""
     rows = results["published"]
     assert sum(row["is_inside"] for row in rows) >= 0.95 * len(rows)
-    missed = "\n".join(at_scale.outside(rows))
+    missed = "\n".join(published_speed.outside(rows))
     for row in rows:
         named = f"{row['name']}, {row['strategy']} on {row['gpus']:,} {row['gpu']}"
         if not row["is_inside"]:
@@ -94,14 +94,16 @@ def test_published_models_have_the_sizes_of_their_sources():
         ("MPT-7B", MPT_7B),
         ("MPT-13B", MPT_13B),
     ):
-        assert at_scale.sizes_of(name).num_parameters == decoder(**shape).num_parameters, name
-    for name in (*at_scale.LLAMAS, *at_scale.GPTS):
+        assert models.sizes_of(name).num_parameters == decoder(**shape).num_parameters, name
+    for name in (*models.LLAMAS, *models.GPTS):
         digits = name.rpartition("-")[2]
         billions = float(digits[:-1]) / (1000 if digits.endswith("M") else 1)
         # MPT-1B and MPT-3B have 1.3 and 2.7 billions.
-        assert at_scale.sizes_of(name).num_parameters / 1e9 == pytest.approx(billions, rel=0.33, abs=0.01), name
+        assert models.sizes_of(name).num_parameters / 1e9 == pytest.approx(billions, rel=0.33, abs=0.01), name
     # Narayanan et al. 2021, section 5.1: 175B, 300 billion tokens, 1,024 GPUs at 140 TFLOP/s take 34 days.
-    each = at_scale._flops_of_megatron(at_scale.sizes_of("GPT-175B"), Step(num_tokens=1, num_labelled=1, length=2048))
+    each = published_speed.flops_of_megatron(
+        models.sizes_of("GPT-175B"), Step(num_tokens=1, num_labelled=1, length=2048)
+    )
     assert 300e9 * each / (1024 * 140e12) / 86400 == pytest.approx(34, abs=1)
 
 

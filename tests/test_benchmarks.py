@@ -6,6 +6,7 @@ python -m pytest -q tests/test_benchmarks.py
 import copy
 import json
 import re
+import sys
 from dataclasses import asdict
 
 import pytest
@@ -117,6 +118,71 @@ def test_a_program_that_failed_is_a_row_with_its_reason(results):
     broken = copy.deepcopy(results)
     broken["cpu"]["rows"][0] = {**results["cpu"]["rows"][0], "failed": reason}
     assert render(broken).count(reason) == 1
+
+
+ELSEWHERE = {"cpu": "another", "cores": 2, "machine": "x86_64", "gpu": None}
+
+
+@pytest.fixture
+def race_of_one_cell(results, tmp_path, monkeypatch, capsys):
+    """Runs the program on this machine with a row made up in the place of a race, beside results that were committed
+    on the hardware given: what it prints, then the committed results and those that it kept apart.
+    """
+    cell = Cell("trl")
+    here = {"hardware": {"cpu": "this", "cores": 2, "machine": "x86_64", "gpu": None}, "versions": {"torch": "2.13"}}
+    made = row(cell, [1.0] * 8, [7.0] * 8, date="2026-11-25", load=0.1) | {"failed": "made up"}
+
+    def run(committed_on, *words):
+        committed = here | {"hardware": committed_on, "data": results["cpu"]["data"], "commands": ["earlier"]}
+        committed["rows"] = [row(cell, [1.0] * 8, [2.0] * 8, date="2026-11-24", load=0.1)]
+        for side in ("ours", "theirs"):
+            committed["rows"][0][side] |= {"first_cpu": 1.0, "memory": 1, "parts": {}}
+        for name, folder in (("RESULTS", "committed"), ("APART", "apart")):
+            monkeypatch.setattr(vs_peers, name, tmp_path / folder / "vs_peers.json")
+        monkeypatch.setattr(vs_peers, "PAGE", tmp_path / "speed.md")
+        vs_peers.PAGE.write_text(f"{vs_peers.BEGIN}\nas committed\n{vs_peers.END}\n")
+        vs_peers.write_results(vs_peers.RESULTS, {"cpu": committed})
+        monkeypatch.setattr(vs_peers, "device", lambda: "cpu")
+        monkeypatch.setattr(vs_peers, "environment", lambda: here)
+        monkeypatch.setattr(vs_peers, "make_workplace", lambda folder: results["cpu"]["data"])
+        monkeypatch.setattr(vs_peers, "measure", lambda cell, shared, num_pairs: made | asdict(cell))
+        monkeypatch.setattr(sys, "argv", ["vs_peers.py", *(words or ("--cells", "TRL", "single", "fp32"))])
+        vs_peers.main()
+        found = (vs_peers.read_results(path) for path in (vs_peers.RESULTS, vs_peers.APART))
+        return committed, here["hardware"], capsys.readouterr().out, *found
+
+    return run
+
+
+def test_rows_of_another_machine_are_printed_beside_the_committed_ones_and_kept_apart(race_of_one_cell):
+    committed, here, said, written, apart = race_of_one_cell(ELSEWHERE)
+    assert "hardware: cpu is this, in the record another" in said
+    first, *others = [line for line in said.splitlines() if line.startswith(("| committed", "| here"))]
+    assert cells(first)[0] == "committed" and cells(first)[7] == "2.00 [2.00..2.00]"
+    assert cells(others[0])[:6] == ["here", "TRL", "single", "5 M", "fp32", ""] and "made up" in others[0]
+    assert written == {"cpu": committed} and "as committed" in vs_peers.PAGE.read_text()
+    assert apart["cpu"]["hardware"] == here and {one["failed"] for one in apart["cpu"]["rows"]} == {"made up"}
+    *_, again = race_of_one_cell(ELSEWHERE, "--cells", "TRL", "zero3")
+    assert len(again["cpu"]["rows"]) == len(apart["cpu"]["rows"]) + 1, "rows of one machine gather there"
+
+
+def test_rows_of_the_same_machine_replace_the_committed_ones(race_of_one_cell):
+    """The control of the test before."""
+    here = race_of_one_cell(ELSEWHERE)[1]
+    vs_peers.APART.unlink()
+    _, _, said, written, apart = race_of_one_cell(here)
+    assert "kept apart" not in said and "committed" not in said and apart == {}
+    assert written["cpu"]["rows"][0]["failed"] == "made up" and len(written["cpu"]["commands"]) == 2
+    page = vs_peers.PAGE.read_text()
+    assert "made up" in page and "as committed" not in page
+
+
+def test_words_that_no_cell_has_are_refused_before_anything_runs(race_of_one_cell, capsys):
+    with pytest.raises(SystemExit) as ended:
+        race_of_one_cell(ELSEWHERE, "--cells", "TRL", "fp8")
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "--cells TRL fp8: no cell has all these words" in said and "TRL | single | 5 M | fp32 | DPO" in said
 
 
 def test_results_of_other_versions_are_not_mixed(results):

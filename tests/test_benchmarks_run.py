@@ -2,9 +2,9 @@
 
 python -m pytest -q tests/test_benchmarks_run.py
 
-`--page` programs write into a copy of the pages, which must come out as they are here. What else plan_accuracy.py and
-recipe_labels.py compute is tested by tests/test_plan_accuracy.py and tests/test_recipes.py; tests/test_overhead.py runs
-overhead.py, tests/test_at_scale.py computes what at_scale.py writes, and tests/test_architectures.py tries one of
+`--page` programs write into a copy of the pages, which must come out as they are here. What else forecast_accuracy and
+recipe_labels.py compute is tested by tests/test_plan_accuracy.py, tests/test_at_scale.py, tests/test_gpu_memory.py and
+tests/test_recipes.py; tests/test_overhead.py runs overhead.py, and tests/test_architectures.py tries one of
 architectures.py.
 """
 
@@ -20,17 +20,18 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from benchmarks import gpu_memory, pictures, trace_picture
+from benchmarks import pictures, trace_picture
+from benchmarks.forecast_accuracy import simulated
 from cookbook.system import step_phases
 from tests.curves import Lab, done_of, environment
 from tests.gpu_runs import GpuLab
 from tests.needs import need_chromium, need_trl
 
 COPIED = ("benchmarks", "docs")
-TRIED = {"checkpoints", "equivalence_table", "gpu_memory", "gpu_runs", "overhead", "plan_accuracy", "recipe_labels"}
-TRIED |= {"architectures", "at_scale", "on_gpu", "pictures", "vs_peers"}
-PARTS = {"plan_accuracy_page", "published_rows", "published_runs", "trace_picture", "unsaid_rows"}
-"""Modules of plan_accuracy, which are no programs."""
+TRIED = {"architectures", "checkpoints", "equivalence_table", "forecast_accuracy/run", "gpu_runs", "on_gpu"}
+TRIED |= {"overhead", "pictures", "recipe_labels", "vs_peers"}
+LED = {"race/gate", "peers/with_accelerate", "peers/with_trainer", "peers/with_trl"}
+"""Programs that vs_peers starts."""
 
 
 @pytest.fixture
@@ -66,16 +67,17 @@ def changed(copy: Path) -> list[str]:
 
 
 def test_every_program_is_tried():
-    assert {path.stem for path in (ROOT / "benchmarks").glob("*.py")} == TRIED | PARTS
-    programs = [
-        path.stem for path in (ROOT / "benchmarks").glob("*.py") if '__name__ == "__main__"' in path.read_text()
-    ]
-    assert set(programs) == TRIED
+    folder = ROOT / "benchmarks"
+    programs = [path for path in folder.rglob("*.py") if '__name__ == "__main__"' in path.read_text()]
+    assert {str(path.relative_to(folder).with_suffix("")) for path in programs} == TRIED | LED
 
 
-@pytest.mark.parametrize("name", ["architectures", "gpu_memory", "on_gpu", "plan_accuracy", "vs_peers"])
-def test_a_page_comes_out_as_it_is_here(lab: Lab, copy: Path, name: str):
-    run(lab, copy, f"{name}.py", "--page")
+FORECAST_ACCURACY = [f"forecast_accuracy/run.py {name}" for name in ("published", "at-scale", "simulated")]
+
+
+@pytest.mark.parametrize("program", ["architectures.py", "on_gpu.py", "vs_peers.py", *FORECAST_ACCURACY])
+def test_a_page_comes_out_as_it_is_here(lab: Lab, copy: Path, program: str):
+    run(lab, copy, *program.split(), "--page")
     assert changed(copy) == []
 
 
@@ -97,8 +99,8 @@ def test_the_table_of_equivalence_is_made_from_what_the_tests_leave(lab: Lab, co
 
 
 def test_memory_is_measured_and_its_runs_are_compared(lab: Lab, gpu_lab: GpuLab, copy: Path):
-    row = next(gpu_memory.measure(gpu_lab, lab, ["ddp"], ["full"], ["false"]))
-    error = gpu_memory.error_of(row)
+    row = next(simulated.measure(gpu_lab, lab, ["ddp"], ["full"], ["false"]))
+    error = simulated.error_of(row)
     assert error is not None and abs(error) < 0.02
     lines = run(lab, copy, "gpu_runs.py", str(gpu_lab.folder), "--compare").splitlines()
     assert lines[0].split()[:3] == ["run", "loss", "norm"]

@@ -432,7 +432,7 @@ def test_the_quickstart_of_the_readme_is_the_run_that_its_label_records():
 
 
 def test_the_readme_has_the_errors_of_memory_that_were_measured():
-    rows = json.loads((ROOT / "benchmarks/results/gpu_memory.json").read_text())["rows"]
+    rows = json.loads((ROOT / "benchmarks/forecast_accuracy/results/simulated.json").read_text())["rows"]
     errors = [abs(row["peak_bytes"] / row["forecast_bytes"] - 1) for row in rows if "peak_bytes" in row]
     found = re.search(
         r"(\d+) runs of (\d+) strategies peak within ([\d.]+)% of", " ".join(text_of("README.md").split())

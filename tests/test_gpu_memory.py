@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import gpu_memory
+from benchmarks.forecast_accuracy import run, simulated
 from cookbook.training.models import train_tokenizer
 from tests.curves import Lab, with_stages
 from tests.experts import experts
@@ -139,39 +139,65 @@ def test_inputs_of_layers_in_host_memory_leave_the_gpu_and_change_no_bit(gpu_lab
 )
 def test_the_recorded_peaks_are_what_is_forecast_of_them_today(tmp_path: Path, strategy: str, adapter: str):
     """Without checkpointing; with accumulation for an adapter only."""
-    rows = json.loads(gpu_memory.RESULTS.read_text(encoding="utf-8"))["rows"]
+    rows = json.loads(simulated.RESULTS.read_text(encoding="utf-8"))["rows"]
     kinds = ("strategy", "adapter", "checkpointing", "accumulates")
     expected = (strategy, adapter, "false", adapter != "full")
     (row,) = [row for row in rows if tuple(row[kind] for kind in kinds) == expected]
-    assert gpu_memory.forecast_again(row, tmp_path) == row, "write it again: benchmarks/gpu_memory.py --forecast"
-    error = gpu_memory.error_of(row)
+    assert simulated.forecast_again(row, tmp_path) == row, (
+        "write it again: benchmarks/forecast_accuracy/run.py simulated --forecast"
+    )
+    error = simulated.error_of(row)
     assert error is not None and abs(error) < WITHIN / 2
 
 
 def test_every_recorded_peak_is_near_its_forecast():
-    rows = json.loads(gpu_memory.RESULTS.read_text(encoding="utf-8"))["rows"]
-    assert max(abs(error) for row in rows if (error := gpu_memory.error_of(row)) is not None) < WITHIN
+    rows = json.loads(simulated.RESULTS.read_text(encoding="utf-8"))["rows"]
+    assert max(abs(error) for row in rows if (error := simulated.error_of(row)) is not None) < WITHIN
 
 
 def test_forecasts_of_today_leave_the_versions_of_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    recorded = json.loads(gpu_memory.RESULTS.read_text(encoding="utf-8"))
+    recorded = json.loads(simulated.RESULTS.read_text(encoding="utf-8"))
     older = recorded | {"versions": {"torch": "1.0"}, "machine": "another"}
-    for name, content in (("RESULTS", json.dumps(older)), ("PAGE", gpu_memory.PAGE.read_text(encoding="utf-8"))):
+    for name, content in (("RESULTS", json.dumps(older)), ("PAGE", simulated.PAGE.read_text(encoding="utf-8"))):
         (tmp_path / name).write_text(content, encoding="utf-8")
-        monkeypatch.setattr(gpu_memory, name, tmp_path / name)
-    monkeypatch.setattr("sys.argv", ["gpu_memory.py", "--forecast", "--strategies", "fsdp2_tp"])
-    gpu_memory.main()
+        monkeypatch.setattr(simulated, name, tmp_path / name)
+    monkeypatch.setattr("sys.argv", ["run.py", "simulated", "--forecast", "--strategies", "fsdp2_tp"])
+    run.main()
     assert json.loads((tmp_path / "RESULTS").read_text(encoding="utf-8")) == older
+
+
+@pytest.mark.parametrize(("versions", "joins"), [("other", False), ("the same", True)])
+def test_a_row_joins_those_of_the_same_versions_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], versions: str, joins: bool
+):
+    recorded = json.loads(simulated.RESULTS.read_text(encoding="utf-8"))
+    now = {key: recorded[key] for key in ("machine", "versions")}
+    if versions == "other":
+        now["versions"] = now["versions"] | {"torch": "1.0"}
+    row = recorded["rows"][0] | {"peak_bytes": 7}
+    for name, found in (("of_now", lambda: now), ("measure", lambda *_: iter([row]))):
+        monkeypatch.setattr(simulated, name, found)
+    for name, content in (("RESULTS", json.dumps(recorded)), ("PAGE", simulated.PAGE.read_text(encoding="utf-8"))):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        monkeypatch.setattr(simulated, name, tmp_path / name)
+    monkeypatch.setattr("sys.argv", ["run.py", "simulated", "--strategies", row["strategy"]])
+    run.main()
+    written = json.loads((tmp_path / "RESULTS").read_text(encoding="utf-8"))
+    said = capsys.readouterr().out
+    assert row["strategy"] in said.splitlines()[-1]
+    assert ("versions: torch is 1.0, in the record 2.13.0+cpu" in said) == (not joins)
+    assert (row in written["rows"]) == joins and len(written["rows"]) == len(recorded["rows"])
+    assert joins or written == recorded
 
 
 @pytest.mark.simulated
 @pytest.mark.slow
 def test_a_process_takes_what_was_forecast_of_its_experts(gpu_lab: GpuLab, lab: Lab, tmp_path: Path):
     """Recomputed, with accumulation; the control is the forecast of fsdp2, which gathers all experts."""
-    settings = experts(lab, **gpu_memory.MIXTURE) | gpu_memory.settings_of("fsdp2_ep", "full", "true", True)
+    settings = experts(lab, **simulated.MIXTURE) | simulated.settings_of("fsdp2_ep", "full", "true", True)
     run = gpu_lab.run("fsdp2_ep", settings, recipe="memory")
     assert abs(error_of(run)) < WITHIN / 4
-    other = gpu_memory.forecast_of("fsdp2", settings, tmp_path, processes=4)
+    other = simulated.forecast_of("fsdp2", settings, tmp_path, processes=4)
     assert abs(run.record["forecast"]["allocated"] / other - 1) > 5 * WITHIN
 
 

@@ -10,16 +10,16 @@ from xml.dom import minidom
 
 import pytest
 
-from benchmarks import plan_accuracy
-from benchmarks.plan_accuracy_page import BANDS, EXPLAINED, within
-from benchmarks.published_rows import read_facts, setup_of
-from benchmarks.unsaid_rows import UNSAID, place
+from benchmarks.forecast_accuracy import published
+from benchmarks.forecast_accuracy.memory_rows import read_facts, setup_of
+from benchmarks.forecast_accuracy.published_page import BANDS, EXPLAINED, within
+from benchmarks.forecast_accuracy.unsaid_rows import UNSAID, place
 from cookbook.forecast.memory import GIB
 
 
 @pytest.fixture(scope="module")
 def results():
-    return json.loads(plan_accuracy.RESULTS.read_text(encoding="utf-8"))
+    return json.loads(published.RESULTS.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +32,8 @@ def of_group(results, group):
 
 
 def test_the_page_and_the_plot_show_the_results(results):
-    assert plan_accuracy.PAGE.read_text(encoding="utf-8") == plan_accuracy.render(results)
-    assert plan_accuracy.PLOT.read_text(encoding="utf-8") == plan_accuracy.plot(results)
+    assert published.PAGE.read_text(encoding="utf-8") == published.render(results)
+    assert published.PLOT.read_text(encoding="utf-8") == published.plot(results)
 
 
 def test_the_readme_says_how_many_are_near(results):
@@ -41,11 +41,11 @@ def test_the_readme_says_how_many_are_near(results):
     near = within(rows, 0.15)
     unaided = within([row | {"error": row["error_without_habits"]} for row in rows], 0.15)
     said = f"within 15% for {near} of {len(rows)} published runs; {unaided} without reading their code first"
-    assert said in " ".join((plan_accuracy.ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert said in " ".join((published.ROOT / "README.md").read_text(encoding="utf-8").split())
 
 
 def test_the_plot_has_a_point_for_each_row(results):
-    drawing = minidom.parseString(plan_accuracy.plot(results))
+    drawing = minidom.parseString(published.plot(results))
     assert len(drawing.getElementsByTagName("title")) == len(results["compared"])
 
 
@@ -114,25 +114,25 @@ def test_a_forecast_that_forgets_activations_misses(results, group):
 @pytest.mark.parametrize("row", ["m125", "m092", "m024", "m144", "m005"])
 def test_a_row_forecast_again_gives_what_is_recorded(results, facts, row):
     setup = setup_of(facts[row])
-    found = plan_accuracy.compare(facts[row], setup)
+    found = published.compare(facts[row], setup)
     recorded = next(one for one in results["compared"] if one["id"] == row)
     assert found.forecast == pytest.approx(recorded["forecast"], rel=0.01)
     if row == "m125":  # a forecast of another run would show
-        other = plan_accuracy.compare(facts[row], replace(setup, rows=2))
+        other = published.compare(facts[row], replace(setup, rows=2))
         assert other.forecast > 1.2 * recorded["forecast"]
 
 
 def test_a_failed_run_forecast_again_still_fails(facts):
-    failed = plan_accuracy.call(facts["m148"], setup_of(facts["m148"]))
+    failed = published.call(facts["m148"], setup_of(facts["m148"]))
     assert failed.verdict == "does not fit"
     roomy = replace(setup_of(facts["m148"]), gpu_gib=80.0)
-    assert plan_accuracy.call(facts["m148"], roomy).verdict == "fits"
+    assert published.call(facts["m148"], roomy).verdict == "fits"
 
 
 def test_a_miss_shows_on_the_page(results):
     changed = copy.deepcopy(results)
     row = next(row for row in changed["compared"] if row["id"] == "m125")
     row["error"] = 0.3
-    page = plan_accuracy.render(changed)
+    page = published.render(changed)
     assert "- **m125** (+30.0%): not explained yet." in page
-    assert page != plan_accuracy.render(results)
+    assert page != published.render(results)

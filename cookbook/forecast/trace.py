@@ -75,7 +75,7 @@ def trace(
         is_exchanged: whether attention exchanges tokens for heads, as under sequence parallel.
         tp_size: size of the tensor-parallel group, which shares heads and inner features.
         ep_size: size of the expert-parallel group, which shares the experts of a layer; each gets as many tokens.
-        change: modifies the model into that of another program (benchmarks/plan_accuracy.py).
+        change: modifies the model into that of another program (benchmarks/forecast_accuracy).
         kept: likewise for what its checkpointing keeps of a compiled layer.
 
     Raises:

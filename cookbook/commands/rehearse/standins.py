@@ -3,7 +3,6 @@
 import json
 import math
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import islice
@@ -112,6 +111,7 @@ def _describe_model(recipe: Recipe, rows: Rows) -> tuple[Any, Any, str]:
     """Configuration, tokenizer, and their origin."""
     from transformers import AutoTokenizer
 
+    from cookbook.training.models import stand_in_tokenizer
     from cookbook.training.models.structure import OFFLINE_FACTS, find_config, hub_options
 
     config, origin = find_config(recipe.model)
@@ -125,21 +125,6 @@ def _describe_model(recipe: Recipe, rows: Rows) -> tuple[Any, Any, str]:
             raise RecipeError(f"model.name_or_path is {name!r}: no tokenizer there ({first_line(error)})") from None
         return config, stand_in_tokenizer(facts, texts(rows)), OFFLINE_FACTS.rpartition("/")[2]
     return config, tokenizer, f"{origin}, with its own tokenizer"
-
-
-def stand_in_tokenizer(facts: dict[str, Any], some_texts: Iterable[str]) -> Any:
-    """A small tokenizer with a model's special tokens.
-
-    Args:
-        facts: of `known_model`.
-    """
-    from cookbook.training.models import train_tokenizer
-
-    tokenizer = train_tokenizer(some_texts, 1024)
-    tokenizer.add_tokens([*facts["special_tokens"]], special_tokens=True)
-    named = {"bos_token": facts["bos_token"], "eos_token": facts["eos_token"]}
-    tokenizer.add_special_tokens({key: token for key, token in named.items() if token})
-    return tokenizer
 
 
 def shrink(config: Any, vocab_size: int, least_layers: int = 2) -> Any:

@@ -370,7 +370,7 @@ def cached_tokens(
     folder = cache / f"tokens-{key[:16]}"
     cache.mkdir(parents=True, exist_ok=True)
     with lock.making(folder.with_suffix(".lock")):
-        found = _load(folder, made_from)
+        found = load_entry(folder, made_from)
         if found is not None:
             return found
         bad_rows = BadRows()
@@ -383,11 +383,11 @@ def cached_tokens(
             raise RecipeError([f"{place}: no row left to train on", *why])
         num_dropped = dict(bad_rows.num_by_reason)
         try:
-            _save(folder, tokens, {"made_from": made_from, "num_dropped": num_dropped})
+            save_entry(folder, tokens, {"made_from": made_from, "num_dropped": num_dropped})
         except OSError as error:
             shutil.rmtree(folder.with_suffix(".unfinished"), ignore_errors=True)
             print(f"{folder} could not be written: {error}; these tokens stay in memory", file=sys.stderr)
-        return _load(folder, made_from) or (tokens, num_dropped)
+        return load_entry(folder, made_from) or (tokens, num_dropped)
 
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
@@ -405,8 +405,8 @@ OPTIONAL_ARRAYS = ("values", "row_lengths", "target_counts")
 META_FIELDS = ("group_size", "part_sizes", "num_cut")
 
 
-def _save(folder: Path, tokens: TokenSet, meta: dict[str, Any]) -> None:
-    """Write the entry atomically. The caller holds the lock."""
+def save_entry(folder: Path, tokens: TokenSet, meta: dict[str, Any]) -> None:
+    """Write an entry of the cache atomically. The caller holds the lock."""
     unfinished = folder.with_suffix(".unfinished")
     for leftover in (unfinished, folder):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -427,8 +427,8 @@ def digest_of(array: np.ndarray) -> str:
     return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data)
 
 
-def _load(folder: Path, made_from: dict[str, Any]) -> tuple[TokenSet, dict[str, int]] | None:
-    """The entry, or None if it is missing or damaged."""
+def load_entry(folder: Path, made_from: dict[str, Any]) -> tuple[TokenSet, dict[str, int]] | None:
+    """An entry of the cache, or None if it is missing or damaged."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         fields = {name: meta[name] for name in META_FIELDS} | {"part_sizes": tuple(meta["part_sizes"])}

@@ -129,6 +129,19 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     return fast
 
 
+def stand_in_tokenizer(facts: dict[str, Any], some_texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A small tokenizer with a model's special tokens.
+
+    Args:
+        facts: of `known_model`.
+    """
+    tokenizer = train_tokenizer(some_texts, 1024)
+    tokenizer.add_tokens([*facts["special_tokens"]], special_tokens=True)
+    named = {"bos_token": facts["bos_token"], "eos_token": facts["eos_token"]}
+    tokenizer.add_special_tokens({key: token for key, token in named.items() if token})
+    return tokenizer
+
+
 def new_model(sizes: ScratchModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
     """A new model of the given sizes, its weights drawn from `seed`."""
     config = scratch_config(sizes, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)

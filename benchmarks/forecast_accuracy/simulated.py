@@ -1,12 +1,8 @@
 """Peak allocated memory on simulated GPUs beside the forecast, for every strategy, adapter and way to checkpoint.
 
-    make gpu-memory
-
-Writes benchmarks/results/gpu_memory.json and the table in docs/simulated_gpus.md, in half an hour and more on two
-cores; `--page` writes the table again from the results, `--forecast` the forecasts too, beside the peaks that were
-measured. Rows are packed and of full length; the recipe is `memory` of tests/gpu_runs.py. Where a strategy divides
-experts, the model is a mixture of which each token goes to all experts: how many a tiny router sends to a process is
-chance, and the forecast has as many for each.
+Rows are packed and of full length; the recipe is `memory` of tests/gpu_runs.py. Where a strategy divides experts, the
+model is a mixture of which each token goes to all experts: how many a tiny router sends to a process is chance, and the
+forecast has as many for each.
 """
 
 import argparse
@@ -22,22 +18,21 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from benchmarks.records import differences, dump
+from cookbook import simulated_gpus
+from cookbook.config.recipe import load_recipe
+from cookbook.config.strategy import find_strategy, load_strategy
+from cookbook.forecast.verdict import of_run
+from cookbook.planning.run_plan import make_plan
+from cookbook.training.models.structure import find_config
+from tests.curves import Lab, file_of, processes_of
+from tests.experts import experts, experts_config, needs_experts
+from tests.gpu_runs import RECIPE, RECIPES, GpuLab
 
-from cookbook import simulated_gpus  # noqa: E402
-from cookbook.config.recipe import load_recipe  # noqa: E402
-from cookbook.config.strategy import find_strategy, load_strategy  # noqa: E402
-from cookbook.forecast.verdict import of_run  # noqa: E402
-from cookbook.planning.run_plan import make_plan  # noqa: E402
-from cookbook.training.models.structure import find_config  # noqa: E402
-from tests.curves import Lab, file_of, processes_of  # noqa: E402
-from tests.experts import experts, experts_config, needs_experts  # noqa: E402
-from tests.gpu_runs import RECIPE, RECIPES, GpuLab  # noqa: E402
-
-RESULTS = ROOT / "benchmarks" / "results" / "gpu_memory.json"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).resolve().parent / "results" / "simulated.json"
 PAGE = ROOT / "docs" / "simulated_gpus.md"
-BEGIN, END = "<!-- benchmarks/gpu_memory.py -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- benchmarks/forecast_accuracy -->\n", "<!-- end -->\n"
 COMMAND = "make gpu-memory"
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes")
 SHIPPED = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
@@ -134,11 +129,14 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_results(rows: list[dict[str, Any]], **of_runs: Any) -> None:
-    """`of_runs`: the machine and the versions of runs that were measured before; else those of now."""
-    now = {"machine": f"{platform.machine()}, CPU only", "versions": {name: version(name) for name in PACKAGES}}
-    record = {"command": COMMAND, **now, **of_runs, "rows": sorted(rows, key=lambda row: row["strategy"])}
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+def of_now() -> dict[str, Any]:
+    """The machine and the versions of a run that is measured now."""
+    return {"machine": f"{platform.machine()}, CPU only", "versions": {name: version(name) for name in PACKAGES}}
+
+
+def write_results(rows: list[dict[str, Any]], of_runs: dict[str, Any]) -> None:
+    record = {"command": COMMAND, **of_runs, "rows": sorted(rows, key=lambda row: row["strategy"])}
+    RESULTS.write_text(dump(record) + "\n", encoding="utf-8")
 
 
 def write_page(rows: list[dict[str, Any]]) -> None:
@@ -147,35 +145,49 @@ def write_page(rows: list[dict[str, Any]]) -> None:
     PAGE.write_text(f"{before}{BEGIN}{table(rows)}{END}{after}", encoding="utf-8")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--page", action="store_true", help="write the table again from the results")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--forecast", action="store_true", help="compute the forecasts again; peaks are kept")
     parser.add_argument("--folder", type=Path, help="where the runs go, and are found again")
     parser.add_argument("--strategies", nargs="+", choices=SHIPPED, default=SHIPPED, help="the others stay")
     parser.add_argument("--adapters", nargs="+", choices=ADAPTERS, default=ADAPTERS, help="likewise")
     parser.add_argument("--checkpointing", nargs="+", choices=CHECKPOINTING, default=CHECKPOINTING, help="likewise")
-    arguments = parser.parse_args()
-    recorded = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    rows = recorded.get("rows", [])
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measures, or computes the forecasts again, unless only the page is asked for; writes the page's table."""
+    recorded = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"rows": []}
     if arguments.forecast:
         with tempfile.TemporaryDirectory() as made:
-            rows = [forecast_again(row, Path(made)) if row["strategy"] in arguments.strategies else row for row in rows]
-        write_results(rows, machine=recorded["machine"], versions=recorded["versions"])
+            rows = [
+                forecast_again(row, Path(made)) if row["strategy"] in arguments.strategies else row
+                for row in recorded["rows"]
+            ]
+        write_results(rows, {key: recorded[key] for key in ("machine", "versions")})
     elif not arguments.page:
         with tempfile.TemporaryDirectory() as made:
-            folder = arguments.folder or Path(made)
-            on_cpu = Lab(folder / "cpu")
-            lab = GpuLab(folder, on_cpu.parent)
-            for row in measure(lab, on_cpu, arguments.strategies, arguments.adapters, arguments.checkpointing):
-                key = list(row.items())[:4]
-                rows = [one for one in rows if list(one.items())[:4] != key] + [row]
-                error = error_of(row)
-                write_results(rows)
-                print(*(value for _, value in key), "refused" if error is None else f"{error:+.2%}", flush=True)
-            lab.close()
-    write_page(rows)
+            measure_into(recorded, arguments, arguments.folder or Path(made))
+    write_page(json.loads(RESULTS.read_text(encoding="utf-8"))["rows"])
 
 
-if __name__ == "__main__":
-    main()
+def measure_into(recorded: dict[str, Any], arguments: argparse.Namespace, folder: Path) -> None:
+    """Measures what is asked for, and writes it as it goes. Of another machine or other versions than the record, all
+    rows replace it at the end, and some are printed only.
+    """
+    now, kinds = of_now(), (arguments.strategies, arguments.adapters, arguments.checkpointing)
+    another = differences(recorded, now, now)
+    is_all = [set(chosen) for chosen in kinds] == [set(SHIPPED), set(ADAPTERS), set(CHECKPOINTING)]
+    if another and not is_all:
+        print(f"Some rows cannot join the record, and are printed only: {'; '.join(another)}", flush=True)
+    rows = [] if another else recorded["rows"]
+    on_cpu = Lab(folder / "cpu")
+    lab = GpuLab(folder, on_cpu.parent)
+    for row in measure(lab, on_cpu, *kinds):
+        key = list(row.items())[:4]
+        rows = [one for one in rows if list(one.items())[:4] != key] + [row]
+        if not another:
+            write_results(rows, now)
+        error = error_of(row)
+        print(*(value for _, value in key), "refused" if error is None else f"{error:+.2%}", flush=True)
+    lab.close()
+    if another and is_all:
+        write_results(rows, now)

@@ -4,26 +4,23 @@ and what its program's model does otherwise than ours."""
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from benchmarks.published_rows import KNOWN, PROGRAMS, SIZES, Loss, Program, Setup, program_of
+from benchmarks.forecast_accuracy.memory_rows import PROGRAMS, Loss, Program, Setup, program_of
+from benchmarks.forecast_accuracy.models import config_of
 from cookbook.config.recipe import Recipe
-from cookbook.config.strategy import load_strategy
+from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.forecast.activations import ActivationTrace
 from cookbook.forecast.costs.inputs import Skeleton, Weight, cost_inputs
 from cookbook.forecast.costs.states import ResidentBytes, States, Unit, states
 from cookbook.forecast.memory import Memory, peak
 from cookbook.forecast.skeleton import skeleton
 from cookbook.forecast.trace import trace
-from cookbook.planning.offline import known_model
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def _loss(
@@ -80,7 +77,7 @@ def _keep_every_second(
     passed: tuple[list[str], list[str]], context: Any, operation: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     names = passed[context.is_recompute]
-    names.append(operation._opname)
+    names.append(operation.__name__.partition(".")[0])
     return CheckpointPolicy.MUST_SAVE if _every_second(names)[-1] else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -134,20 +131,8 @@ def _in_4_bits(layer: Any, program: Program) -> Callable[[torch.Tensor], torch.T
     return lambda hidden: _FourBits.apply(hidden, layer.weight, layer.bias, program)
 
 
-@cache
-def config_of(model: str) -> PreTrainedConfig:
-    """The structure of a model."""
-    if model in SIZES:
-        sizes = dict(SIZES[model])
-        return AutoConfig.for_model(sizes.pop("model_type"), **sizes)
-    facts = known_model(KNOWN[model])
-    assert facts is not None
-    return AutoConfig.for_model(**facts["config"])
-
-
 def recipe_of(setup: Setup) -> Recipe:
     """What of a setup a recipe can say."""
-    checkpointing = {"none": False, "full": True, "every second product": "selective"}
     adapter = None
     if setup.adapter is not None:
         rank, targets = setup.adapter
@@ -157,17 +142,39 @@ def recipe_of(setup: Setup) -> Recipe:
             "targets": list(targets),
             "dropout": PROGRAMS[setup.program].dropout,
         }
+    return recipe(
+        "fsdp2",
+        {
+            "name_or_path": setup.model,
+            "gradient_checkpointing": {"none": False, "full": True, "every second product": "selective"}[
+                setup.checkpointing
+            ],
+            "compile": setup.is_compiled,
+        },
+        adapter,
+        length=setup.length,
+        rows=setup.rows,
+        rows_a_step=setup.rows * setup.processes,
+    )
+
+
+def recipe(
+    strategy: str,
+    model: dict[str, Any],
+    adapter: dict[str, Any] | None,
+    *,
+    length: int,
+    rows: int,
+    rows_a_step: int,
+) -> Recipe:
+    """A recipe of one step, on micro-batches of so many rows."""
     return Recipe.model_validate(
         {
-            "strategy": "accelerate_configs/fsdp2.yaml",
-            "model": {
-                "name_or_path": setup.model,
-                "gradient_checkpointing": checkpointing[setup.checkpointing],
-                "compile": setup.is_compiled,
-            },
-            "data": {"train": "python-stdlib", "max_length": setup.length, "packing": False},
+            "strategy": f"accelerate_configs/{strategy}.yaml",
+            "model": model,
+            "data": {"train": "python-stdlib", "max_length": length, "packing": False},
             "adapter": adapter,
-            "batch": {"global_batch_size": setup.rows * setup.processes, "micro_batch_size": setup.rows},
+            "batch": {"global_batch_size": rows_a_step, "micro_batch_size": rows},
             "optim": {"learning_rate": 1e-5},
             "run": {"max_steps": 1, "output_dir": "outputs/published"},
         }
@@ -207,7 +214,7 @@ def states_of(setup: Setup, found: Skeleton) -> States:
     if PROGRAMS[setup.program].weights == "bf16":
         return _in_16_bits(setup, found)
     name = setup.shards if setup.reshards else "fsdp2_grad_op"
-    strategy = load_strategy(ROOT / f"accelerate_configs/{name}.yaml")
+    strategy = load_strategy(find_strategy(name))
     held = states(found, cost_inputs(recipe_of(setup), strategy, setup.processes))
     return _with_one_root(held) if setup.root_has_ends else held
 

@@ -1,4 +1,4 @@
-"""The published runs of benchmarks/memory_published.csv: what of a row and its program a forecast needs to know.
+"""The published runs of memory_published.csv: what of a row and its program a forecast needs to know.
 
 Where a program differs from this project in what it documents or shows in its code (16-bit weights, whole logits, other
 checkpointing), `PROGRAMS` has it for all its rows alike. `setup_of` gives for each row what it needs to be run, or why
@@ -9,7 +9,7 @@ import csv
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 FACTS = Path(__file__).resolve().parent / "memory_published.csv"
 
@@ -133,71 +133,6 @@ class Setup:
 
 
 ATTENTION = ("q_proj", "v_proj")
-LLAMA_2 = dict(model_type="llama", vocab_size=32000, rms_norm_eps=1e-5, tie_word_embeddings=False)
-SIZES: dict[str, dict[str, Any]] = {
-    "Llama-2-7B": LLAMA_2
-    | dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32),
-    "Llama-2-13B": LLAMA_2
-    | dict(hidden_size=5120, intermediate_size=13824, num_hidden_layers=40, num_attention_heads=40),
-    "Llama-2-70B": LLAMA_2
-    | dict(
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-    ),
-    "Yi-34B": LLAMA_2
-    | dict(
-        vocab_size=64000,
-        hidden_size=7168,
-        intermediate_size=20480,
-        num_hidden_layers=60,
-        num_attention_heads=56,
-        num_key_value_heads=8,
-    ),
-    "Qwen3-32B": dict(
-        model_type="qwen3",
-        vocab_size=151936,
-        hidden_size=5120,
-        intermediate_size=25600,
-        num_hidden_layers=64,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-        max_position_embeddings=40960,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    ),
-    "phi-1.5": dict(
-        model_type="phi",
-        vocab_size=51200,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=24,
-        num_attention_heads=32,
-        partial_rotary_factor=0.5,
-        hidden_act="gelu_pytorch_tanh",  # in one kernel, as litgpt has it
-    ),
-    "StableLM-Alpha-3B": dict(
-        model_type="gpt_neox",
-        vocab_size=50688,
-        hidden_size=4096,
-        intermediate_size=16384,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        rotary_pct=0.25,
-        tie_word_embeddings=False,
-    ),
-}
-KNOWN = {
-    "Llama-3-8B": "NousResearch/Meta-Llama-3.1-8B",
-    "Llama-3.1-8B": "NousResearch/Meta-Llama-3.1-8B",
-    "Llama-3.2-3B": "unsloth/Llama-3.2-3B",
-    "Qwen2-7B": "Qwen/Qwen2.5-7B",
-    "Mistral-7B": "mistral-community/Mistral-7B-v0.2",
-}
 TARGETS = {"phi-1.5": ATTENTION, "StableLM-Alpha-3B": ("query_key_value",)}
 """litgpt's adapters of query and value, in the names of transformers; gpt_neox has one matrix for all three."""
 ANSWER_AI = ("k_proj", "q_proj", "v_proj", "up_proj", "down_proj", "gate_proj")

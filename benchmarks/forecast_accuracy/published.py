@@ -1,14 +1,9 @@
-"""Our forecast of GPU memory beside what other programs published of their runs.
+"""The plan's forecast of GPU memory beside what other programs published of their runs.
 
-    python benchmarks/plan_accuracy.py
-
-Writes benchmarks/results/plan_accuracy.json, docs/plan_accuracy.md and docs/plan_accuracy.svg, in a few minutes on any
-CPU; `--page` writes the page again from the results. The rows: published_rows.py; how they are run: published_runs.py.
+The rows: memory_rows.py; how they are run: memory_runs.py; those of which too little is said: unsaid_rows.py.
 """
 
-import argparse
 import json
-import sys
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
@@ -16,16 +11,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from benchmarks.forecast_accuracy.memory_rows import Row, Setup, is_out_of_memory, program_of, read_facts, setup_of
+from benchmarks.forecast_accuracy.memory_runs import forecast
+from benchmarks.forecast_accuracy.published_page import plot, render
+from benchmarks.forecast_accuracy.unsaid_rows import UNSAID, place
+from benchmarks.records import dump
+from cookbook.forecast.memory import GIB, Memory
 
-from benchmarks.plan_accuracy_page import plot, render  # noqa: E402
-from benchmarks.published_rows import Row, Setup, is_out_of_memory, program_of, read_facts, setup_of  # noqa: E402
-from benchmarks.published_runs import forecast  # noqa: E402
-from benchmarks.unsaid_rows import UNSAID, place  # noqa: E402
-from cookbook.forecast.memory import GIB, Memory  # noqa: E402
-
-RESULTS = ROOT / "benchmarks" / "results" / "plan_accuracy.json"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).resolve().parent / "results" / "published.json"
 PAGE = ROOT / "docs" / "plan_accuracy.md"
 PLOT = ROOT / "docs" / "plan_accuracy.svg"
 UNITS = {"GiB": GIB, "GB (1e9)": 10**9, "GB (torchtitan log, GiB)": GIB, "MiB": 2**20}
@@ -180,7 +174,7 @@ def run() -> dict[str, Any]:
             compared.append(asdict(compare(row, setup)))
             print(f"{row['id']}  {compared[-1]['error']:+.1%}  {compared[-1]['setup']}", flush=True)
     return {
-        "command": "python benchmarks/plan_accuracy.py",
+        "command": "python benchmarks/forecast_accuracy/run.py published",
         "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
         "seconds": round(time.monotonic() - begin),
         "compared": compared,
@@ -190,27 +184,10 @@ def run() -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--page", action="store_true", help="write the page again from the results")
-    if not parser.parse_args().page:
-        RESULTS.write_text(dump(run()))
-    results = json.loads(RESULTS.read_text())
-    PAGE.write_text(render(results))
-    PLOT.write_text(plot(results))
-
-
-def dump(results: dict[str, Any]) -> str:
-    """JSON with a line for each row."""
-    lines = []
-    for key, value in results.items():
-        if isinstance(value, list):
-            rows = ",\n  ".join(json.dumps(row) for row in value)
-            lines.append(f'"{key}": [\n  {rows}\n ]')
-        else:
-            lines.append(f'"{key}": {json.dumps(value)}')
-    return "{\n " + ",\n ".join(lines) + "\n}\n"
-
-
-if __name__ == "__main__":
-    main()
+def main(*, only_page: bool) -> None:
+    """Writes the results, unless only the page is asked for, then the page and its plot."""
+    if not only_page:
+        RESULTS.write_text(dump(run()) + "\n", encoding="utf-8")
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    PAGE.write_text(render(results), encoding="utf-8")
+    PLOT.write_text(plot(results), encoding="utf-8")

@@ -1,10 +1,10 @@
-"""docs/plan_accuracy.md and its plot, from benchmarks/results/plan_accuracy.json."""
+"""docs/plan_accuracy.md and its plot, from results/published.json."""
 
 import math
 from collections import Counter
 from typing import Any
 
-from benchmarks.published_rows import HABITS, PROGRAMS
+from benchmarks.forecast_accuracy.memory_rows import HABITS, PROGRAMS
 
 BANDS = {"whole": 0.10, "sharded": 0.15}
 """Within which a forecast should lie."""
@@ -45,7 +45,8 @@ NOTES = {
 UNSAID = """\
 Nobody says whether torch's allocated or reserved memory was read, or all that nvidia-smi saw. So these have a band of
 their own: from what the plan expects to be allocated to the most that it expects on the GPU, with fragments, CUDA and
-NCCL, and with whole logits, which these programs held (`benchmarks/unsaid_rows.py`). They are in no figure above."""
+NCCL, and with whole logits, which these programs held (`benchmarks/forecast_accuracy/unsaid_rows.py`). They are in no
+figure above."""
 FAILURES = """\
 "Needed" is reserved memory and CUDA's own: the middle of the forecast's band, and its ends. `make plan` counts NCCL's
 buffers too, and finds a few more "tight". A run is tight where the GPU's memory lies between the ends. m061 and m063
@@ -86,7 +87,7 @@ def render(results: dict[str, Any]) -> str:
     lines += ["", "## Rows left out", "", "| rows | why |", "|---|---|"]
     lines += [f"| {number} | {why} |" for why, number in results["left_out"].items()]
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
-    lines += ["", f"{versions}. The rows and their sources: `benchmarks/memory_published.csv`."]
+    lines += ["", f"{versions}. The rows and their sources: `benchmarks/forecast_accuracy/memory_published.csv`."]
     return "\n".join(lines) + "\n"
 
 
