@@ -105,7 +105,7 @@ def run(folder: Path, *command: str) -> str:
 
 
 def run_cookbook(folder: Path, *arguments: str) -> str:
-    """`python -m cookbook` in this process. `launch` goes as far as to the moment where it would start accelerate: it
+    """`cookbook` in this process. `launch` goes as far as to the moment where it would start accelerate: it
     prints that line, having checked all.
     """
     printed, errors, environment = io.StringIO(), io.StringIO(), dict(os.environ)
@@ -317,8 +317,8 @@ WRONG = [
     "make train RECIPE=recipes/quickstart.yaml STRATEGY=zero9",
     "python train.py recipes/none.yaml",
     "python train.py --set optim.learnig_rate=1",
-    "python -m cookbook levitate",
-    "python -m cookbook sample outputs/quickstart --temperature 1",
+    "cookbook levitate",
+    "cookbook sample outputs/quickstart --temperature 1",
     "python -m pytest tests/test_nothing.py",
     "cp recipes/none.yaml recipes/mine.yaml",
     "frobnicate recipes",
@@ -484,8 +484,8 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan_options(page: str) -> tuple[str, dict[str, str]]:
-    """The recipe and the flags of the only `python -m cookbook plan` of a page."""
-    (line,) = [line for line in commands(text_of(page)) if line.startswith("python -m cookbook plan ")]
+    """The recipe and the flags of the only `cookbook plan` of a page."""
+    (line,) = [line for line in commands(text_of(page)) if line.startswith("cookbook plan ")]
     recipe, *words = shlex.split(line)[4:]
     return recipe, dict(zip(words[::2], words[1::2], strict=True))
 

@@ -168,7 +168,7 @@ def test_a_known_structure_has_the_published_number_of_parameters(name):
 
 
 def test_the_page_is_what_the_recipes_say():
-    assert library.PAGE.read_text() == library.library_page(), "write it again: python -m cookbook library"
+    assert library.PAGE.read_text() == library.library_page(), "write it again: cookbook library"
 
 
 def test_on_a_machine_that_is_too_small_the_answer_is_what_to_do_instead():

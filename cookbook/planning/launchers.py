@@ -17,7 +17,6 @@ from cookbook.config.strategy import OWNED_BY_THE_RECIPE, Strategy, strategy_pat
 from cookbook.system import hosts
 from cookbook.system.files import RecipeError
 from cookbook.system.machine import CPU_PROCESSES, fp8_problems, toolkit_problem, torch_cuda
-from cookbook.system.shipped import typed
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_DETERMINISTIC = (":4096:8", ":16:8")
@@ -125,7 +124,7 @@ def strategy_in_force(launcher: Launcher, world: World, recipe_strategy: str) ->
         if launcher.config_file is None:
             raise RecipeError(
                 "accelerate launch: without --config_file it uses this user account's defaults, not the recipe's"
-                f" strategy. Write --config_file accelerate_configs/<name>.yaml, or use {typed('train', 'launch')}"
+                " strategy. Write --config_file accelerate_configs/<name>.yaml, or use cookbook launch"
             )
         path = Path(launcher.config_file)
         if path.resolve() == Path(recipe_strategy).resolve():
@@ -136,8 +135,7 @@ def strategy_in_force(launcher: Launcher, world: World, recipe_strategy: str) ->
     single = strategy_path("single")
     if single.resolve() == Path(recipe_strategy).resolve():
         return single, None
-    how = typed("train", "launch")
-    return single, f"one process: no launcher started this run; {how} uses the recipe's {recipe_strategy}"
+    return single, f"one process: no launcher started this run; cookbook launch uses the recipe's {recipe_strategy}"
 
 
 def read_world(environment: Mapping[str, str] = os.environ) -> World:
@@ -154,7 +152,7 @@ def read_world(environment: Mapping[str, str] = os.environ) -> World:
     if not (are_numbers and int(rank) < int(size) and int(local_rank) < int(local_size) <= int(size)):
         raise RecipeError(
             f"environment: RANK={rank} LOCAL_RANK={local_rank} WORLD_SIZE={size} LOCAL_WORLD_SIZE={local_size} do"
-            f" not fit together; unset them or use {typed('train', 'launch')}"
+            f" not fit together; unset them or use cookbook launch"
         )
     return World(
         rank=int(rank),
