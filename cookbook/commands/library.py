@@ -21,12 +21,12 @@ def library_page() -> str:
     lines = [
         "# The library",
         "",
-        "Generated from the recipes by `cookbook library`; change those, not this page. Replace `launch` by `rehearse` to",
-        "try a row first without a GPU, with a tiny model of its kind.",
+        "Generated from the recipes by `cookbook library`; change those, not this page. Replace `launch` by `rehearse`",
+        "to try a row first without a GPU, with a tiny model of its kind.",
         "",
-        "A recipe is a model and a task. Its strategy is a default; any other gives the same curve (`--strategy",
-        "zero3`). The label at the top of each recipe lists which strategies fit which machines, as forecast by `plan`,",
-        "until a row has a measurement, and the published source of every learning rate, batch size and schedule.",
+        "A recipe is a model and a task. Its strategy is a default; another gives the same curve (`--strategy zero3`).",
+        "The label at the top of each recipe lists which strategies fit which machines, as forecast by `plan`, until a",
+        "row has a measurement, and the published source of every learning rate, batch size and schedule.",
         "",
         "| Recipe | Model | Objective | Adapter | Default strategy | Global batch | Learning rate | Needs | Measured |"
         " Run |",
