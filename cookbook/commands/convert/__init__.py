@@ -29,7 +29,10 @@ def convert(
     *,
     out: Annotated[Path | None, Option(help="default: recipes/ with the name of the first file")] = None,
     project: Annotated[
-        ProjectName | None, Option("--from", help="whose FILE it is, where its keys leave that open")
+        ProjectName | None,
+        Option(
+            "--from", metavar="PROJECT", help=f"whose FILE it is, if its keys leave that open: {', '.join(PROJECTS)}"
+        ),
     ] = None,
     processes: Annotated[int | None, Option(callback=positive, help="with which the file was used")] = None,
 ) -> int:
