@@ -52,7 +52,7 @@ help:  ## this list; make help-dev has the targets of maintainers
 	@$(call LISTED,##,13)
 	@echo
 	@echo 'ARGS: flags of cookbook launch: make quickstart ARGS="--set run.max_steps=50"'
-	@echo 'After setup and `source .venv/bin/activate`, all else is a command: cookbook -h'
+	@echo 'All else: source .venv/bin/activate, then cookbook -h; or make plan ARGS="..."'
 
 help-dev:  ##- this list
 	@$(call LISTED,##-,16)

@@ -138,8 +138,6 @@ def attempt(line: str, folder: Path) -> list[list[str]]:
             return [words]
         case ["python", "train.py", *arguments]:
             run(folder, sys.executable, "train.py", *arguments, "--dry-run")
-        case ["python", "-m", "cookbook", *arguments]:
-            return attempt_cookbook(arguments, folder)
         case ["python", "-m", "pytest", *arguments]:
             for name in (word for word in arguments if "/" in word):
                 assert (ROOT / name).exists(), f"{name} is not there"
@@ -312,9 +310,13 @@ def test_the_accelerate_lines_behind_the_commands_pass_a_dry_run(trials, lab):
 
 WRONG = [
     "make fly",
-    "make train RECIPE=recipes/quickstart.yaml STRATEGIES=zero2",
-    "make train RECIPE=recipes/none.yaml",
-    "make train RECIPE=recipes/quickstart.yaml STRATEGY=zero9",
+    "make quickstart STRATEGIES=zero2",
+    "make quickstart STRATEGY=zero9",
+    "make finetune-7b ARGS=--fast",
+    "make check ARGS=recipes/quickstart.yaml",
+    "python -m cookbook check",
+    "cookbook launch recipes/none.yaml",
+    "cookbook launch recipes/quickstart.yaml --strategies zero2",
     "python train.py recipes/none.yaml",
     "python train.py --set optim.learnig_rate=1",
     "cookbook levitate",

@@ -49,7 +49,7 @@ def test_a_recipe_is_short_and_its_label_complete(name):
     label = labels.read_label(Path(name))
     assert list(label) == list(labels.LABEL)
     assert all(label.values())
-    assert label["Run"] == f"make train RECIPE={name}"
+    assert label["Run"] == f"cookbook launch {name}"
     assert labels.read_needs(label).num_gpus
     assert "not measured" in label["Fits"]
     assert re.search(r"arXiv \d{4}\.\d{5}|https://\S+|trl/scripts/", label["Settings"]), "no published source"
@@ -174,10 +174,10 @@ def test_the_page_is_what_the_recipes_say():
 def test_on_a_machine_that_is_too_small_the_answer_is_what_to_do_instead():
     text = labels.what_it_takes(Path("recipes/qwen25_7b/sft.yaml"))
     assert "4 GPUs of 80 GB" in text
-    assert "make rehearse RECIPE=recipes/qwen25_7b/sft.yaml" in text
-    assert "STRATEGY=" in text and re.search(r"1x24GB +.*zero3_offload \d", text)
-    for command in re.findall(r"RECIPE=(\S+)", text):
-        assert Path(command).is_file()
+    assert "cookbook rehearse recipes/qwen25_7b/sft.yaml" in text
+    assert "(--strategy ...)" in text and re.search(r"1x24GB +.*zero3_offload \d", text)
+    named = re.findall(r"cookbook (?:launch|rehearse) (\S+)", text)
+    assert len(named) >= 3 and all(Path(name).is_file() for name in named)
 
 
 def test_the_smallest_recipe_still_has_a_smaller_one():

@@ -20,7 +20,7 @@ def report(
     *,
     out: Annotated[Path | None, OUT] = None,
 ) -> int:
-    """Write an HTML page of a run; or lay several over one another."""
+    """Write an HTML page of a run; or one that compares several."""
     runs = [read_history(folder) for folder in folders]
     if len(runs) == 1:
         return _write_page(out or folders[0] / "report.html", pages.run_page(runs[0], summarize(runs[0]).items()))
