@@ -4,7 +4,7 @@
 #   docker build -t cookbook --build-arg BASE=CUDA_IMAGE .                 for GPUs: Debian or Ubuntu with CUDA's toolkit
 #   docker run --rm cookbook make quickstart
 #   docker run --rm --gpus all --shm-size 8g -v "$PWD/outputs:/app/outputs" cookbook \
-#     make train RECIPE=recipes/quickstart.yaml STRATEGY=zero3
+#     cookbook launch recipes/quickstart.yaml --strategy zero3
 ARG BASE=python:3.11-slim-bookworm
 # hadolint ignore=DL3006
 FROM ${BASE}

@@ -1,6 +1,6 @@
 #!/bin/bash
 # A recipe on the machines of a Slurm job; run from the project's folder, which all machines share:
-#   sbatch --nodes=2 [--gpus-per-node=8] [--time=8:00:00] slurm/job.sh RECIPE [flags of python -m cookbook launch]
+#   sbatch --nodes=2 [--gpus-per-node=8] [--time=8:00:00] slurm/job.sh RECIPE [flags of cookbook launch]
 # Two minutes before its time is up the run saves and stops, and the job queues again and resumes. A step and a save
 # must take less: --signal=B:USR1@600 leaves ten.
 # A sweep, whose task N adds the words of line N of a file, such as --set seed=1 --set run.output_dir=outputs/seed1,

@@ -1,6 +1,6 @@
 """Weights of a checkpoint become files that transformers reads, whole or not at all. pytest tests/test_checkpoint.py
 
-What `python -m cookbook export` makes of them: tests/test_export.py. The format: tests/test_checkpoint_format.py.
+What `cookbook export` makes of them: tests/test_export.py. The format: tests/test_checkpoint_format.py.
 """
 
 import json

@@ -70,8 +70,12 @@ def cookbook_without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def make_targets() -> list[str]:
-    """The targets of the Makefile that a person may type."""
+    """The targets of the Makefile by name, without those that are commands."""
     return re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+
+
+def widest(text: str) -> int:
+    return max(map(len, text.splitlines()))
 
 
 @pytest.fixture
@@ -86,14 +90,15 @@ def test_help_lists_every_command_in_plain_text_of_80_columns():
     rows = re.findall(r"^  ([a-z-]+)  +(\S.*)$", answer.stdout.partition("Commands:")[2], flags=re.MULTILINE)
     assert [verb for verb, _ in rows] == VERBS
     assert not [text for _, text in rows if text.endswith("...")], "cut off"
-    assert answer.stdout.isascii() and "\x1b" not in answer.stdout and max(map(len, answer.stdout.splitlines())) <= 80
+    assert answer.stdout.isascii() and "\x1b" not in answer.stdout and widest(answer.stdout) <= 80
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_command_explains_itself(verb, capsys):
+def test_every_command_explains_itself_in_80_columns(verb, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
     assert main([verb, "--help"]) == 0
     printed = capsys.readouterr().out
-    assert verb in printed
+    assert verb in printed and 40 < widest(printed) <= 80
     assert main([verb, "-h"]) == 0 and capsys.readouterr().out == printed
 
 
@@ -228,60 +233,67 @@ def test_a_python_without_the_libraries_names_the_place_of_them():
     assert re.search(r" has no \w+; first: source \.venv/bin/activate", answer.stderr)
 
 
-def test_make_alone_explains_every_target():
-    answer = run("make", "--no-print-directory")
-    assert answer.returncode == 0
-    targets = make_targets()
-    assert len(targets) >= 9
-    explained = [line.split(maxsplit=1) for line in answer.stdout.splitlines()]
-    assert [words[0] for words in explained] == targets
-    assert all(len(words) == 2 for words in explained)
+USERS = ["help", "setup", "quickstart", "finetune-7b", "test", "clean"]
 
 
-def test_every_make_target_is_phony():
-    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-    assert phony is not None
-    assert sorted(phony.group(1).split()) == sorted(make_targets())
+def listed(target: str) -> list[str]:
+    """The targets that a list of make explains."""
+    answer = run("make", "--no-print-directory", *target.split())
+    assert answer.returncode == 0 and widest(answer.stdout) <= 79 and len(answer.stdout.splitlines()) <= 15
+    return re.findall(r"(?m)^([a-z0-9-]+) {2,}\S.*$", answer.stdout)
 
 
-def test_make_train_hands_its_variables_on():
-    answer = run("make", "-n", "train", "RECIPE=a.yaml", "STRATEGY=fsdp2", "PROCESSES=4", "SET=seed=7 optim.name=sgd")
-    told = " ".join(answer.stdout.split())
-    words = '-m cookbook launch "a.yaml" --strategy fsdp2 --processes 4 --set ' + "'seed=7' --set 'optim.name=sgd'"
-    assert words in told
-    assert "--simulate-gpus 2" in run("make", "-n", "train", "RECIPE=a.yaml", "SIMULATE_GPUS=2").stdout
+def test_make_alone_lists_what_users_need_and_help_dev_the_rest():
+    assert listed("") == listed("help") == USERS
+    assert set(listed("help-dev")) == set(make_targets()) - set(USERS) and len(listed("help-dev")) >= 10
 
 
-@pytest.mark.parametrize("target", ["train", "preview", "check", "plan", "rehearse", "explain", "doctor", "tune"])
-def test_make_hands_on_a_recipe_whose_path_has_a_space(target):
-    told = run("make", "-n", target, "RECIPE=a b.yaml").stdout
-    assert f'cookbook {target.replace("train", "launch")} "a b.yaml"' in told
+def told(*words: str) -> list[str]:
+    """The words after `cookbook` in the lines that a target would run."""
+    answer = run("make", "-n", *words)
+    assert answer.returncode == 0, answer.stderr
+    return re.findall(r"(?m)^\.venv/bin/python -m cookbook (.*?) *$", re.sub(" +", " ", answer.stdout))
 
 
-def test_make_quickstart_shows_the_run_that_it_made():
-    told = run("make", "-n", "quickstart", "SET=seed=7 run.output_dir=outputs/mine").stdout
-    assert "summary outputs/mine" in told and "sample outputs/mine" in told
-    assert "summary outputs/quickstart" in run("make", "-n", "quickstart").stdout
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_command_is_a_target_that_hands_its_words_on(verb):
+    assert not (ROOT / verb).exists()
+    words = '"a b.yaml" --set \'data.train="rows #1.jsonl"\''
+    assert told(verb, f"ARGS={words}") == [f"{verb} {words}"]
+
+
+def test_quickstart_and_finetune_7b_take_a_strategy_and_flags_of_launch():
+    assert told("finetune-7b") == ["launch recipes/qwen25_7b/sft.yaml"]
+    given = ("STRATEGY=fsdp2", "ARGS=--processes 4 --dry-run")
+    assert told("finetune-7b", *given) == ["launch recipes/qwen25_7b/sft.yaml --strategy fsdp2 --processes 4 --dry-run"]
+    assert told("quickstart", *given) == ["launch recipes/quickstart.yaml --strategy fsdp2 --processes 4 --dry-run"]
+
+
+@pytest.mark.parametrize("written", ["--set run.output_dir=outputs/mine", "--set=run.output_dir=outputs/mine"])
+def test_make_quickstart_shows_the_run_that_it_made(written):
+    assert told("quickstart", f"ARGS=--set seed=7 {written}")[1:] == ["summary outputs/mine", "sample outputs/mine"]
+    assert told("quickstart")[1:] == ["summary outputs/quickstart", "sample outputs/quickstart"]
 
 
 @pytest.mark.parametrize(
-    ("line", "unread"),
+    ("line", "unread", "read"),
     [
-        ("train RECIPE=a.yaml STRATGY=zero3", "STRATGY"),
-        ("train RECIPE=a.yaml SIMULATE_GPU=2 LR=3", "LR SIMULATE_GPU"),
-        ("plan RUN=outputs/a", "RUN"),
-        ("RECIPE=a.yaml", "RECIPE"),
+        ("quickstart STRATGY=zero3", "STRATGY", "PYTHON ARGS STRATEGY"),
+        ("finetune-7b STRATEGY=fsdp2 PROCESSES=8 SET=seed=1", "PROCESSES SET", "PYTHON ARGS STRATEGY"),
+        ("launch RECIPE=a.yaml", "RECIPE", "PYTHON ARGS"),
+        ("test ARGS=-x", "ARGS", "PYTHON TESTS WORKERS"),
+        ("STRATEGY=zero3", "STRATEGY", "PYTHON"),
     ],
 )
-def test_make_refuses_a_variable_that_it_would_ignore(line, unread):
+def test_make_refuses_a_variable_that_it_would_ignore(line, unread, read):
     answer = run("make", "-n", *line.split())
     assert (answer.returncode, answer.stdout) == (2, "")
-    named = re.search(r"would ignore ([A-Z_ ]+);", answer.stderr)
-    assert named is not None and sorted(named[1].split()) == unread.split()
+    named = re.search(r"would ignore ([A-Z ]+); it reads ([A-Z ]+)\.", answer.stderr)
+    assert named is not None and sorted(named[1].split()) == unread.split() and named[2] == read
 
 
 def test_make_takes_no_variable_of_a_make_that_starts_it_for_its_own():
-    answer = run("make", "-n", "train", "RECIPE=a.yaml", MAKEFLAGS=" -- WORKERS=2", MAKELEVEL="1")
+    answer = run("make", "-n", "plan", "ARGS=a.yaml", MAKEFLAGS=" -- WORKERS=2", MAKELEVEL="1")
     assert answer.returncode == 0, answer.stderr
 
 
@@ -297,22 +309,24 @@ def test_what_the_help_of_a_target_names_is_what_its_rule_reads():
             found |= read(values[word]) if word in values and word != "TESTS" else {word}
         return found
 
-    rules = re.findall(r"^([a-z0-9-]+):.*?## (.*)\n((?:\t.*\n)*)", makefile, flags=re.MULTILINE)
-    assert len(rules) >= 35
+    rules = re.findall(r"^([a-z0-9-]+):.*?##-? (.*)\n((?:(?:\t|ifeq|endif).*\n)*)", makefile, flags=re.MULTILINE)
+    assert [target for target, *_ in rules] == make_targets()
     for target, explained, rule in rules:
-        named = set(re.findall(r"\b([A-Z][A-Z_]+)=", explained))
-        assert read(rule) - {"PYTHON", "MAKEFILE_LIST", "CURDIR"} == named - {"PYTHON"}, target
+        named = set(re.findall(r"\b([A-Z]+)=", explained))
+        assert read(rule) - {"PYTHON", "CURDIR"} == named - {"PYTHON"}, target
 
 
-def test_make_hands_on_a_prompt_as_it_is():
-    shown = run("make", "-n", "sample", "RUN=a b", "PROMPT=x").stdout
-    assert 'sample "a b" --prompt "$PROMPT"' in shown, "make itself exports a variable of its command line"
-
-
-def test_make_train_without_a_recipe_says_what_to_write():
-    answer = run("make", "train")
-    assert answer.returncode == 2
-    assert "write RECIPE=..., for example: make train RECIPE=recipes/quickstart.yaml" in answer.stderr
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "RECIPE=a.yaml"], "make train: write cookbook launch RECIPE"),
+        (["quickstrat"], "No rule to make target 'quickstrat'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_target_that_make_has_not_is_answered_before_anything_is_installed(words, said):
+    answer = run("make", *words)
+    assert (answer.returncode, answer.stdout) == (2, "") and said in answer.stderr
 
 
 def test_check_finds_every_shipped_file_fine_and_needs_no_torch():
@@ -380,7 +394,7 @@ def test_launch_refuses_a_bad_recipe_in_a_moment_and_without_torch(tmp_path):
         (["check", "--strategy", "nothing"], "strategy 'nothing': no file accelerate_configs/nothing.yaml"),
         (["summary", "nowhere"], "nowhere/metrics.jsonl: no such file"),
         (["sample", "nowhere"], "nowhere: no model there"),
-        (["train", "recipes/quickstart.yaml"], "train is a target of make; the command is launch"),
+        (["train", "recipes/quickstart.yaml"], "train: the command is launch"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -501,7 +515,7 @@ def test_schema_on_disk_is_the_one_of_the_models(tmp_path, monkeypatch):
     assert main(["schema"]) == 0
     written = (tmp_path / "recipes/schema.json").read_text()
     assert json.loads(written)["properties"]["batch"]
-    assert written == (ROOT / "recipes/schema.json").read_text(), "run make schema"
+    assert written == (ROOT / "recipes/schema.json").read_text(), "run cookbook schema"
 
 
 def test_launch_tells_broken_rows_before_any_process_starts(tmp_path: Path) -> None:
@@ -517,7 +531,7 @@ def test_a_recipe_for_gpus_on_a_machine_without_says_what_it_takes_and_what_to_d
     done = cookbook_without_torch("launch", "recipes/qwen25_7b/sft.yaml")
     assert done.returncode == 2 and not done.stdout
     assert "needs 4 GPUs of 80 GB" in done.stderr
-    assert "make rehearse RECIPE=recipes/qwen25_7b/sft.yaml" in done.stderr
+    assert "cookbook rehearse recipes/qwen25_7b/sft.yaml" in done.stderr
     assert "accelerate launch --config_file accelerate_configs/zero3.yaml" in done.stderr
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import typer
 import yaml
 from conftest import ROOT, clean_environment
 from curves import Lab
@@ -104,8 +105,8 @@ def run(folder: Path, *command: str) -> str:
 
 
 def run_cookbook(folder: Path, *arguments: str) -> str:
-    """`python -m cookbook` in this process. `launch` goes as far as to the moment where it would start accelerate: it
-    prints that line, having checked all.
+    """`cookbook` in this process. `launch` goes as far as to the moment where it would start accelerate: it prints
+    that line, having checked all.
     """
     printed, errors, environment = io.StringIO(), io.StringIO(), dict(os.environ)
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed), redirect_stderr(errors):
@@ -137,8 +138,6 @@ def attempt(line: str, folder: Path) -> list[list[str]]:
             return [words]
         case ["python", "train.py", *arguments]:
             run(folder, sys.executable, "train.py", *arguments, "--dry-run")
-        case ["python", "-m", "cookbook", *arguments]:
-            return attempt_cookbook(arguments, folder)
         case ["python", "-m", "pytest", *arguments]:
             for name in (word for word in arguments if "/" in word):
                 assert (ROOT / name).exists(), f"{name} is not there"
@@ -164,12 +163,9 @@ def attempt(line: str, folder: Path) -> list[list[str]]:
 
 
 def attempt_make(arguments: list[str], folder: Path) -> list[list[str]]:
-    makefile = text_of("Makefile")
-    assignments = [word for word in arguments if "=" in word]
+    """Only what make has by name; it refuses a variable that it would ignore itself."""
     targets = [word for word in arguments if "=" not in word]
     assert set(targets) <= set(TARGETS), f"make {targets}: the Makefile has {TARGETS}"
-    for name in (word.split("=")[0] for word in assignments):
-        assert f"$({name})" in makefile, f"{name}= is read by no rule"
     lines = []
     for line in run(folder, "make", "-n", *arguments).splitlines():
         if found := re.match(r"\.venv/bin/python -m cookbook (.*)", line):
@@ -311,13 +307,17 @@ def test_the_accelerate_lines_behind_the_commands_pass_a_dry_run(trials, lab):
 
 WRONG = [
     "make fly",
-    "make train RECIPE=recipes/quickstart.yaml STRATEGIES=zero2",
-    "make train RECIPE=recipes/none.yaml",
-    "make train RECIPE=recipes/quickstart.yaml STRATEGY=zero9",
+    "make quickstart STRATEGIES=zero2",
+    "make quickstart STRATEGY=zero9",
+    "make finetune-7b ARGS=--fast",
+    "make check ARGS=recipes/quickstart.yaml",
+    "python -m cookbook check",
+    "cookbook launch recipes/none.yaml",
+    "cookbook launch recipes/quickstart.yaml --strategies zero2",
     "python train.py recipes/none.yaml",
     "python train.py --set optim.learnig_rate=1",
-    "python -m cookbook levitate",
-    "python -m cookbook sample outputs/quickstart --temperature 1",
+    "cookbook levitate",
+    "cookbook sample outputs/quickstart --temperature 1",
     "python -m pytest tests/test_nothing.py",
     "cp recipes/none.yaml recipes/mine.yaml",
     "frobnicate recipes",
@@ -392,10 +392,23 @@ def test_a_link_or_path_to_nowhere_would_be_found():
     assert missing_paths(page) == (2, ["tests/none.py"])
 
 
+def misspelt(text: str) -> tuple[int, list[str]]:
+    """How many commands a text names, and those that do not exist or have another spelling elsewhere."""
+    code = " ".join(re.findall(r"`[^`]+`", text))
+    named = re.findall(r"(python -m cookbook|make|cookbook)\s+([a-z][a-z0-9-]*)", code)
+    known = {"make": TARGETS, "cookbook": list(typer.main.get_command(cli.app).commands)}
+    return len(named), [f"{program} {name}" for program, name in named if name not in known.get(program, [])]
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_a_make_target_named_in_a_sentence_exists(page):
-    named = re.findall(r"`make ([a-z][a-z0-9-]*)[^`]*`", text_of(page))
-    assert set(named) <= set(TARGETS)
+def test_a_command_named_in_a_sentence_exists_and_has_one_spelling(page):
+    assert misspelt(prose(text_of(page)))[1] == []
+
+
+def test_a_misspelt_command_would_be_found():
+    assert sum(misspelt(prose(text_of(page)))[0] for page in PAGES) >= 50
+    text = "`make fly`, `make check`, `make test`, `python -m cookbook check`, `cookbook\nlevitate`, `cookbook check`"
+    assert misspelt(text) == (6, ["make fly", "make check", "python -m cookbook check", "cookbook levitate"])
 
 
 # The README.
@@ -483,9 +496,9 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan_options(page: str) -> tuple[str, dict[str, str]]:
-    """The recipe and the flags of the only `python -m cookbook plan` of a page."""
-    (line,) = [line for line in commands(text_of(page)) if line.startswith("python -m cookbook plan ")]
-    recipe, *words = shlex.split(line)[4:]
+    """The recipe and the flags of the only `cookbook plan` of a page."""
+    (line,) = [line for line in commands(text_of(page)) if line.startswith("cookbook plan ")]
+    recipe, *words = shlex.split(line)[2:]
     return recipe, dict(zip(words[::2], words[1::2], strict=True))
 
 

@@ -4,13 +4,10 @@ python -m pytest -q tests/test_doubts.py
 """
 
 import json
-import os
 import re
-import shlex
-import subprocess
 
 import pytest
-from conftest import ROOT, clean_environment
+from conftest import ROOT
 
 from cookbook.commands.cli import main
 from tests.test_cli import cookbook_without_torch
@@ -123,24 +120,3 @@ def test_every_row_is_read_without_a_model_and_without_torch(tmp_path):
     assert answer.returncode == 0 and "5 rows of `messages`; 1 dropped: " in answer.stdout
     answer = cookbook_without_torch(*(word for word in asked if word != "--data"), "--set", f"data.eval={bad}")
     assert answer.returncode == 0 and "7 rows" not in answer.stdout  # files only
-
-
-@pytest.mark.parametrize(
-    ("given", "command"),
-    [
-        (["init", "MODEL=a/b", "DATA=own words.jsonl", "GPUS=1x24GB"], 'init "a/b" "own words.jsonl" --gpus 1x24GB'),
-        (["convert", "FILES=a.yaml b.json", "OUT=recipes/x.yaml"], 'convert a.yaml b.json --out "recipes/x.yaml"'),
-        (["chat", "RUN=my outputs/a", "COMPARE=1"], 'chat "my outputs/a" --compare'),
-        (["evaluate", "RUN=outputs/a", "DATA=rows.jsonl"], 'evaluate outputs/a "rows.jsonl"'),
-        (["check", "RECIPE=a.yaml", "DATA=1"], "check a.yaml --data"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_make_has_the_commands_of_the_first_and_the_last_hour(given, command):
-    done = subprocess.run(["make", "-n", *given], cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if " -m cookbook " in line and "exec" not in line]
-    assert shlex.split(line.split(" -m cookbook ")[1]) == shlex.split(command)
-    if given[0] != "check":
-        done = subprocess.run(["make", given[0]], cwd=ROOT, env=dict(os.environ), capture_output=True, text=True)
-        assert done.returncode == 2 and f"make {given[0]}: write " in done.stderr

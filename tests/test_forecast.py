@@ -507,7 +507,7 @@ def test_the_answer_for_people(capsys):
 
 
 def test_the_stages_of_the_page_are_those_of_today(capsys):
-    command, shown = re.search(r"\$ python -m cookbook (plan .*)\n((?:.*\n)*?)```", PAGE.read_text()).groups()
+    command, shown = re.search(r"\$ cookbook (plan .*)\n((?:.*\n)*?)```", PAGE.read_text()).groups()
     assert main(command.split()) == 0
     printed = capsys.readouterr().out
     parts = [part for part in re.split(r"^\.\.\.\n", shown, flags=re.MULTILINE) if part]

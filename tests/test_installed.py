@@ -20,7 +20,7 @@ import pytest
 from conftest import ROOT, clean_environment
 
 from cookbook.system import shipped
-from cookbook.system.shipped import located, own_folder, typed
+from cookbook.system.shipped import located, own_folder
 
 SHIPPED = ("accelerate_configs", "ds_configs", "recipes")
 RECIPE = """\
@@ -102,31 +102,24 @@ def test_a_recipe_elsewhere_trains_on_the_rows_beside_it_and_not_on_those_here(t
     assert [source.path for source in found.data.train] == ["data/rows.jsonl"]
 
 
-def test_make_is_named_in_the_folder_of_the_repository_alone(tmp_path, monkeypatch):
-    both = ("train RECIPE=mine.yaml", "launch mine.yaml")
-    monkeypatch.chdir(ROOT)
-    assert typed(*both) == "make train RECIPE=mine.yaml"
-    monkeypatch.chdir(tmp_path)
-    assert typed(*both) == "cookbook launch mine.yaml"
-    (tmp_path / "Makefile").write_text("train:\n\techo somebody else's\n")
-    assert typed(*both) == "cookbook launch mine.yaml"
+def texts_of(path: Path) -> list[str]:
+    """The strings of a Python file that somebody may read while it runs."""
+    tree = ast.parse(path.read_text())
+    asides = {id(one.value) for one in ast.walk(tree) if isinstance(one, ast.Expr)}  # docstrings
+    found = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return [one.value for one in found if id(one) not in asides]
 
 
-PAGES = {"cookbook/planning/refusals.py", "cookbook/commands/library.py", "cookbook/commands/submit.py"}
-"""They write pages of the repository, and jobs that run in its folder."""
-
-
-def test_no_message_names_a_target_of_make_by_itself():
+def test_messages_name_cookbook_and_not_make_which_a_package_lacks():
     targets = "|".join(re.findall(r"(?m)^([a-z0-9-]+):.*##", (ROOT / "Makefile").read_text()))
-    found = set()
-    for path in [*(ROOT / "cookbook").rglob("*.py"), ROOT / "train.py"]:
-        tree = ast.parse(path.read_text())
-        asides = {id(one.value) for one in ast.walk(tree) if isinstance(one, ast.Expr)}  # docstrings
-        texts = (n for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str))
-        if any(re.search(rf"\bmake ({targets})\b", text.value) for text in texts if id(text) not in asides):
-            found.add(str(path.relative_to(ROOT)))
-    asking = {"cookbook/commands/doctor/software.py"}  # `in_repository`
-    assert found == PAGES | asking
+    files = [*(ROOT / "cookbook").rglob("*.py"), ROOT / "train.py"]
+    texts = {str(path.relative_to(ROOT)): "\n".join(texts_of(path)) for path in files}
+    assert {name for name, text in texts.items() if re.search(rf"\bmake ({targets})\b", text)} == {
+        "cookbook/commands/submit.py",  # writes jobs that run in the repository's folder
+        "cookbook/commands/doctor/software.py",  # only there, by `in_repository`
+    }
+    assert [name for name, text in texts.items() if "python -m cookbook " in text] == []
+    assert sum(len(re.findall(r"cookbook (launch|plan|rehearse|check)\b", text)) for text in texts.values()) >= 10
 
 
 def run(*command: str | Path, cwd: Path, **extra: str) -> str:

@@ -182,8 +182,8 @@ def on_paper(results: dict[str, Any]) -> list[str]:
         *table(results["large"], *map(str, GPUS_OF_LARGE)),
         "",
         "```bash",
-        f"python -m cookbook plan {LARGE} --gpus 4x8xH100 --strategy fsdp2_tp --strategy pp_fsdp2",
-        f"python -m cookbook rehearse {LARGE} --strategy pp_fsdp2",
+        f"cookbook plan {LARGE} --gpus 4x8xH100 --strategy fsdp2_tp --strategy pp_fsdp2",
+        f"cookbook rehearse {LARGE} --strategy pp_fsdp2",
         "```",
         "",
     ]

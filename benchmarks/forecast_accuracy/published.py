@@ -102,7 +102,7 @@ def compare(row: Row, setup: Setup) -> Compared:
 
 
 def verdict_of(memory: Memory, setup: Setup) -> str:
-    """As `make plan` judges."""
+    """As `cookbook plan` judges."""
     low, high = (size / GIB for size in memory.needed)
     return "does not fit" if low > setup.gpu_gib else "tight" if high > setup.gpu_gib else "fits"
 

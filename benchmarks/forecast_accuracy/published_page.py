@@ -48,10 +48,10 @@ their own: from what the plan expects to be allocated to the most that it expect
 NCCL, and with whole logits, which these programs held (`benchmarks/forecast_accuracy/unsaid_rows.py`). They are in no
 figure above."""
 FAILURES = """\
-"Needed" is reserved memory and CUDA's own: the middle of the forecast's band, and its ends. `make plan` counts NCCL's
-buffers too, and finds a few more "tight". A run is tight where the GPU's memory lies between the ends. m061 and m063
-do not state checkpointing, and are given the least that they could need, with every layer recomputed; of tensor and
-sequence parallel each process is given an equal part of all."""
+"Needed" is reserved memory and CUDA's own: the middle of the forecast's band, and its ends. `cookbook plan` counts
+NCCL's buffers too, and finds a few more "tight". A run is tight where the GPU's memory lies between the ends. m061 and
+m063 do not state checkpointing, and are given the least that they could need, with every layer recomputed; of tensor
+and sequence parallel each process is given an equal part of all."""
 
 
 def render(results: dict[str, Any]) -> str:
@@ -60,7 +60,7 @@ def render(results: dict[str, Any]) -> str:
     lines = [
         "# The plan's memory against published runs",
         "",
-        "`make plan` forecasts a run's GPU memory on a machine without one. Here the same forecast meets what other"
+        "`cookbook plan` forecasts a run's GPU memory on a machine without one. Here the same forecast meets what other"
         " programs published of theirs. What a program does otherwise than this project is taken from its documents and"
         " code, for all its rows alike (see the end of this page). No number was fitted to a row but the ends of the"
         " band of reserved memory under FSDP, which are from published pairs,"

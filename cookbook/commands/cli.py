@@ -1,4 +1,4 @@
-"""The commands of `python -m cookbook`; the Makefile gives each a shorter name.
+"""The commands of `cookbook`, which is also `python -m cookbook`.
 
 A command is a function from its arguments to an exit code; its docstring is its help. All load without torch, so that
 a mistake in a file is reported in a moment; what needs torch is imported when its command runs.
@@ -91,7 +91,7 @@ def _close_stdout() -> None:
 class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] == "train":
-            raise RecipeError("train is a target of make; the command is launch")
+            raise RecipeError("train: the command is launch; cookbook launch -h explains it")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> None:

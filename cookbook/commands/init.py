@@ -28,7 +28,7 @@ from cookbook.system.files import Document, RecipeError, cannot_write, dump_yaml
 from cookbook.system.hardware import GIB, Machines, in_gib, parse_machines, this_machine
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import CPU_PROCESSES
-from cookbook.system.shipped import located, own_folder, short, typed
+from cookbook.system.shipped import located, own_folder, short
 from cookbook.training.data.rows import BadRows, Rows, read_rows
 from cookbook.training.data.sources import raw_rows, unread_note
 
@@ -130,8 +130,8 @@ def init(
     print(text)
     check([out], assignments=[])
     recipe = shlex.quote(str(out))
-    print(typed(f"preview RECIPE={recipe}", f"preview {recipe}"))
-    print(typed(f"train RECIPE={recipe}", f"launch {recipe}"))
+    print(f"cookbook preview {recipe}")
+    print(f"cookbook launch {recipe}")
     return 0
 
 
@@ -421,7 +421,7 @@ class _Draft:
         settings, example = read_label(self.example.path)["Settings"], short(str(self.example.path))
         label = {
             "What": what,
-            "Run": typed(f"train RECIPE={out}", f"launch {out}"),
+            "Run": f"cookbook launch {out}",
             "Needs": f"{self._needs()} {self.memory}",
             "Measured": "not yet",
             "Settings": f"those of {example}, fitted to this model and these rows. Its label: {settings}",

@@ -21,10 +21,10 @@ def library_page() -> str:
     lines = [
         "# The library",
         "",
-        "Generated from the recipes by `python -m cookbook library`; change those, not this page. Replace `make train`",
-        "by `make rehearse` to try a row first without a GPU, with a tiny model of its kind.",
+        "Generated from the recipes by `cookbook library`; change those, not this page. Replace `launch` by `rehearse`",
+        "to try a row first without a GPU, with a tiny model of its kind.",
         "",
-        "A recipe is a model and a task. Its strategy is a default; any other gives the same curve (`STRATEGY=zero3`).",
+        "A recipe is a model and a task. Its strategy is a default; another gives the same curve (`--strategy zero3`).",
         "The label at the top of each recipe lists which strategies fit which machines, as forecast by `plan`, until a",
         "row has a measurement, and the published source of every learning rate, batch size and schedule.",
         "",
@@ -52,5 +52,5 @@ def _row(path: Path, recipe: Recipe) -> tuple[str, ...]:
         number(recipe.optim.learning_rate),
         label.get("Needs", "").split(". ")[0].rstrip("."),
         "not yet" if label.get("Measured", "not yet").startswith("not yet") else "yes, in its label",
-        f"`make train RECIPE={path}`",
+        f"`cookbook launch {path}`",
     )

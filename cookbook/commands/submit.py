@@ -256,7 +256,7 @@ def _plan(recipe: Recipe, strategy: Strategy, machines: Machines, path: Path) ->
 
     (found,) = forecast_all(recipe, [strategy], machines, str(path), limits=False).forecasts
     if found.verdict not in MAY_RUN:
-        advice = f"python -m cookbook plan {path} --gpus {machines.text} has what would"
+        advice = f"cookbook plan {path} --gpus {machines.text} has what would"
         raise RecipeError([f"{path} under {strategy.path} {found.verdict} on {machines.text}; {advice}", *found.why])
     facts = [f"{path} under {strategy.path} on {machines.text}", describe_batch(recipe, plan)]
     if found.memory and machines.gpus_each:

@@ -90,7 +90,7 @@ def tune(
     machines = machines_for(path, gpus, {})
     chosen = candidates(recipe, own, found, machines, str(path))[:trials]
     if not chosen:
-        raise RecipeError(f"{path}: nothing fits on {machines.text}; see python -m cookbook plan {path}")
+        raise RecipeError(f"{path}: nothing fits on {machines.text}; see cookbook plan {path}")
     print(f"TUNE of {path} on {machines.text}: {steps} steps each, after {WARM_UP} that are not counted")
     for one in chosen:
         print(f"  {one.settings.words}: {one.why}")

@@ -3,7 +3,7 @@
 A file becomes a recipe in steps, each from document to document, mistakes on the way in it (`open_recipe`): read, write
 --set into it, choose between alternatives, import plugins, locate paths; and is then validated (`parse_recipe`).
 
-`python -m cookbook schema` writes `recipes/schema.json` from these models, so that an editor completes and checks a
+`cookbook schema` writes `recipes/schema.json` from these models, so that an editor completes and checks a
 recipe while it is typed.
 """
 
@@ -42,7 +42,7 @@ from cookbook.system.files import (
     read_document,
 )
 from cookbook.system.imports import show_torchao
-from cookbook.system.shipped import HOME, located, typed
+from cookbook.system.shipped import HOME, located
 from cookbook.system.validation import parts, validate
 
 RECIPES = Path("recipes")
@@ -236,8 +236,7 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 _OWN_NAMES = {path.rpartition(".")[2] for path in leaves(Recipe)}
 OWNED_ELSEWHERE = {
     **{key: answer for key, answer in foreign.answers().items() if key not in _OWN_NAMES},
-    "num_processes": "the accelerate YAML or the launch command owns it"
-    f" ({typed('train PROCESSES=...', 'launch --processes ...')})",
+    "num_processes": "the accelerate YAML or the launch command owns it (cookbook launch --processes ...)",
     "gradient_clipping": "write optim.max_grad_norm",
     "r": "write it as adapter.rank",  # in peft
     "deepspeed": "name an accelerate YAML in `strategy`; it names its DeepSpeed JSON",

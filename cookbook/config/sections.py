@@ -388,7 +388,7 @@ class RunSection(OneOf):
     hang_timeout_minutes: float = Field(default=30.0, gt=0, le=10_080)
     """End a run that makes no progress for this long and name the process at fault. Must exceed the longest forward."""
     on_out_of_memory: Literal["stop", "smaller_micro_batch", "next_strategy"] = "stop"
-    """What `python -m cookbook launch` does when GPU memory runs out: end the run | start it again from its newest
+    """What `cookbook launch` does when GPU memory runs out: end the run | start it again from its newest
     checkpoint with at most half the micro-batch | and, where that is not enough, with the next strategy that fits by
     the forecast. The global batch stays, and so does the curve."""
     check_export: bool = True

@@ -189,9 +189,7 @@ def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price:
     if best.is_bound:
         rows.insert(2, ("", "activations are a bound by formula: this model's code could not be traced"))
     steps = _num_steps(report, num_samples)
-    length = (
-        f"{steps:,} steps" if steps else "not known: run.num_epochs of unread data; give --samples (make: SAMPLES=)"
-    )
+    length = f"{steps:,} steps" if steps else "not known: run.num_epochs of unread data; give --samples"
     if time is None:
         rows.append(("time", str(report.no_time)))
     else:

@@ -17,7 +17,6 @@ from cookbook.config.strategy import OWNED_BY_THE_RECIPE, Strategy, load_strateg
 from cookbook.system import hosts
 from cookbook.system.files import RecipeError
 from cookbook.system.machine import CPU_PROCESSES, fp8_problems, toolkit_problem, torch_cuda
-from cookbook.system.shipped import typed
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_DETERMINISTIC = (":4096:8", ":16:8")
@@ -134,7 +133,7 @@ def strategy_in_force(launcher: Launcher, world: World, named: Path | None) -> P
     if launcher.config_file is None:
         raise RecipeError(
             "accelerate launch: without --config_file it uses this user account's defaults, not the recipe's"
-            f" strategy. Write --config_file accelerate_configs/<name>.yaml, or use {typed('train', 'launch')}"
+            " strategy. Write --config_file accelerate_configs/<name>.yaml, or use cookbook launch"
         )
     return Path(launcher.config_file)
 
@@ -145,7 +144,7 @@ def strategy_note(launcher: Launcher, path: str, named: str) -> str | None:
         return None
     if launcher.is_accelerate:
         return f"strategy {path} (from the command line) instead of the recipe's {named}"
-    return f"one process: no launcher started this run; {typed('train', 'launch')} uses the recipe's {named}"
+    return f"one process: no launcher started this run; cookbook launch uses the recipe's {named}"
 
 
 def read_world(environment: Mapping[str, str] = os.environ) -> World:
@@ -162,7 +161,7 @@ def read_world(environment: Mapping[str, str] = os.environ) -> World:
     if not (are_numbers and int(rank) < int(size) and int(local_rank) < int(local_size) <= int(size)):
         raise RecipeError(
             f"environment: RANK={rank} LOCAL_RANK={local_rank} WORLD_SIZE={size} LOCAL_WORLD_SIZE={local_size} do"
-            f" not fit together; unset them or use {typed('train', 'launch')}"
+            f" not fit together; unset them or use cookbook launch"
         )
     return World(
         rank=int(rank),

@@ -109,4 +109,4 @@ def suggestion(recipe: Recipe, strategy: Strategy, plan: Plan, recipe_name: str)
         machines = replace(here, num_machines=max(1, -(-plan.num_processes // max(1, here.gpus_each))))
         return forecasts.first_change(recipe, strategy, machines, recipe_name)
     except Exception as trouble:  # the advice is optional, the report is not
-        return f"python -m cookbook plan {recipe_name} (no advice from here: {trouble})"
+        return f"cookbook plan {recipe_name} (no advice from here: {trouble})"

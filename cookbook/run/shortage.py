@@ -15,10 +15,9 @@ from cookbook.planning.run_plan import Plan, show_command
 from cookbook.run.next_start import Start, next_start, suggestion
 from cookbook.system import signals, status
 from cookbook.system.machine import EXPANDABLE, allocator_settings
-from cookbook.system.shipped import typed
 
 NOTE_FILE = "COOKBOOK_SHORTAGE_FILE"
-"""Environment variable with the file by which `python -m cookbook launch` learns of a shortage that it may answer."""
+"""Environment variable with the file by which `cookbook launch` learns of a shortage that it may answer."""
 HISTORY = "COOKBOOK_SHORTAGES"
 """Environment variable with the shortages that it has answered, see `history`."""
 STAGGER_SECONDS = 0.5
@@ -71,7 +70,7 @@ def end_run(
     elif on_gpu:
         advice = f"Next: {suggestion(recipe, strategy, plan, recipe_name)}."
     else:
-        advice = f"python -m cookbook plan {recipe_name} shows how much host memory each strategy takes."
+        advice = f"cookbook plan {recipe_name} shows how much host memory each strategy takes."
     print(f"  {advice}\n", file=sys.stderr, flush=True)
     return 1
 
@@ -86,12 +85,14 @@ def unanswered(recipe: Recipe) -> list[str]:
     what = recipe.run.on_out_of_memory
     if what == "stop" or NOTE_FILE in os.environ:
         return []
-    how = f"{typed('train', 'launch')} starts a run again"
-    return [f"run.on_out_of_memory {what}: {how}; started otherwise, it ends with the line to go on"]
+    return [
+        f"run.on_out_of_memory {what}: cookbook launch starts a run again; started otherwise, it ends with the line to"
+        " go on"
+    ]
 
 
 def _note(reason: str) -> bool:
-    """Leave the answer to `python -m cookbook launch`. Returns whether it started this run."""
+    """Leave the answer to `cookbook launch`. Returns whether it started this run."""
     path = os.environ.get(NOTE_FILE)
     if path:
         with contextlib.suppress(FileExistsError), open(path, "x", encoding="utf-8") as file:
@@ -100,7 +101,7 @@ def _note(reason: str) -> bool:
 
 
 def _by_hand(recipe: Recipe, strategy: Strategy, plan: Plan, recipe_name: str, assignments: list[str]) -> str | None:
-    """The command with which a run that `python -m cookbook launch` did not start goes on; None if there is none."""
+    """The command with which a run that `cookbook launch` did not start goes on; None if there is none."""
     if plan.num_gpus and plan.num_processes > plan.num_gpus:
         return None  # of several machines
     try:

@@ -51,16 +51,6 @@ def _reached(path: str, name: str) -> str:
     return name if located(name.rstrip(".")) == path.rstrip(".") else path
 
 
-def typed(target: str, command: str) -> str:
-    """What to type where the user is: a target of make in the repository's folder, `cookbook` and its words elsewhere.
-
-    Args:
-        target: with its variables, such as "train RECIPE=recipes/mine.yaml".
-        command: with its arguments, such as "launch recipes/mine.yaml".
-    """
-    return f"make {target}" if in_repository() else f"cookbook {command}"
-
-
 def in_repository() -> bool:
     """Whether the current folder is the repository's, whose Makefile no package has."""
     ours, here = HOME / "Makefile", Path("Makefile")

@@ -42,8 +42,8 @@ def install() -> None:
 
 
 class _Lasting:
-    """A stream that ignores write errors: after Ctrl-C in `make train | tee log`, on a closed terminal or a full disk
-    the run must still save.
+    """A stream that ignores write errors: after Ctrl-C in `cookbook launch | tee log`, on a closed terminal or a full
+    disk the run must still save.
     """
 
     def __init__(self, stream: TextIO) -> None:

@@ -24,9 +24,9 @@ EXPORTING = "export"
 MAX_FAILURES = 3
 """Consecutive failures after the same step, beyond which a start is refused."""
 EXIT_FILE = "COOKBOOK_EXIT_FILE"
-"""Environment variable with the file through which `note_exit` passes a code to `python -m cookbook launch`."""
+"""Environment variable with the file through which `note_exit` passes a code to `cookbook launch`."""
 STEP_FILE = "COOKBOOK_STEP_FILE"
-"""Environment variable with the file to which `python -m cookbook launch` writes the step after which a run stopped,
+"""Environment variable with the file to which `cookbook launch` writes the step after which a run stopped,
 for scripts that start it again."""
 
 
@@ -256,7 +256,7 @@ def is_of_this_launch(record: dict[str, Any]) -> bool:
 
 
 def note_exit(code: int) -> int:
-    """Passes this process's exit code to `python -m cookbook launch`, if that started it; the first process wins.
+    """Passes this process's exit code to `cookbook launch`, if that started it; the first process wins.
 
     Returns:
         The code to exit with: 0 for a stop that `launch` has been informed of, since torchrun would print FAILED, and

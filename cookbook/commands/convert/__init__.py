@@ -29,7 +29,10 @@ def convert(
     *,
     out: Annotated[Path | None, Option(help="default: recipes/ with the name of the first file")] = None,
     project: Annotated[
-        ProjectName | None, Option("--from", help="whose FILE it is, where its keys leave that open")
+        ProjectName | None,
+        Option(
+            "--from", metavar="PROJECT", help=f"whose FILE it is, if its keys leave that open: {', '.join(PROJECTS)}"
+        ),
     ] = None,
     processes: Annotated[int | None, Option(callback=positive, help="with which the file was used")] = None,
 ) -> int:
@@ -51,7 +54,7 @@ def convert(
     recipe = nested({"strategy": name, **found.recipe})
     source = " and ".join(f"{path} ({one.name})" for path, one in zip(files, names, strict=True))
     if training is not None:
-        files_to_write[out] = f"# Converted by `python -m cookbook convert` from {source}.\n" + dump_yaml(recipe)
+        files_to_write[out] = f"# Converted by `cookbook convert` from {source}.\n" + dump_yaml(recipe)
     if taken := [path for path in files_to_write if path.exists() or path.is_symlink()]:
         raise RecipeError([f"{path}: exists, and is not overwritten; name another with --out" for path in taken])
     for path, text in files_to_write.items():
@@ -100,7 +103,7 @@ def recognize(document: Document, name: str | None = None) -> str:
         RecipeError: too few keys are known, it is a recipe of ours, or two projects fit equally.
     """
     if {"batch", "optim", "run"} <= document.values.keys():
-        raise RecipeError(f"{document.name}: is a recipe already; check it with `python -m cookbook check`")
+        raise RecipeError(f"{document.name}: is a recipe already; check it with `cookbook check`")
     fits = {
         one: len({path.split(".")[0] for path in project.keys} & document.values.keys())
         for one, project in PROJECTS.items()

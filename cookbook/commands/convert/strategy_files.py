@@ -95,7 +95,7 @@ def _new_strategy(name: str, wanted: dict[str, Any]) -> dict[Path, str]:
         sizes["dp_shard_size"] = 2  # at least; more processes extend it
     if sizes:
         block["parallelism_config"] = {f"parallelism_config_{key}": size for key, size in sizes.items()}
-    text = f"# Converted by `python -m cookbook convert`; no shipped strategy has these traits.\n{dump_yaml(block)}"
+    text = f"# Converted by `cookbook convert`; no shipped strategy has these traits.\n{dump_yaml(block)}"
     return {strategy_path(name): text, **found}
 
 

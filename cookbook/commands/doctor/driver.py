@@ -8,7 +8,6 @@ from cookbook.commands.shared.labels import Needs
 from cookbook.system.console import in_bytes, several
 from cookbook.system.gpus import Driver, GpuPair, InstalledGpu
 from cookbook.system.hardware import PCIE_X16, find_gpu
-from cookbook.system.shipped import typed
 
 BUSY_SHARE = 0.05
 """Share of a GPU's memory in use before a run starts: more is worth a warning."""
@@ -98,11 +97,10 @@ def check_needs(needs: Needs, gpus: list[InstalledGpu], used: int, recipe: str) 
     asked = f"{recipe} needs {many}{several(needs.gpus_each, 'GPU')} of {needs.gpu_gb} GB"
     least = min((gpu.total_bytes for gpu in gpus), default=None)
     if used < needs.gpus_each:
-        way_out = typed(f"rehearse RECIPE={recipe}", f"rehearse {recipe}")
-        yield failure("GPUs", f"{asked}; a run would see {used or 'none'}", way_out)
+        yield failure("GPUs", f"{asked}; a run would see {used or 'none'}", f"cookbook rehearse {recipe}")
     elif least is not None and needs.gpu_gb and least < needs.gpu_gb * 1e9:
         text = f"{asked}; the smallest here has {in_bytes(least)}"
-        yield warning("GPUs", text, f"python -m cookbook plan {recipe} shows which strategy fits")
+        yield warning("GPUs", text, f"cookbook plan {recipe} shows which strategy fits")
 
 
 def check_links(driver: Driver) -> Iterator[Finding]:

@@ -116,7 +116,7 @@ def check_memory(limits: Limits, needs: Sizes | None) -> Iterator[Finding]:
     if needs is not None and needs.host:
         seen += f"; the run takes about {in_bytes(needs.host)} ({needs.host_why})"
     if needs is not None and needs.host > free:
-        yield failure("memory", seen, "STRATEGY=zero3_nvme, or a machine with more")
+        yield failure("memory", seen, "--strategy zero3_nvme, or a machine with more")
     else:
         yield ok("memory", seen)
 
@@ -155,7 +155,7 @@ def check_disk(output_dir: Path, needs: Sizes | None) -> Iterator[Finding]:
     if not os.access(folder, os.W_OK | os.X_OK):
         yield failure("disk", f"{folder} cannot be written to", "change run.output_dir in the recipe")
     elif needs is not None and needs.disk > free:
-        yield failure("disk", seen, "free space, or SET=run.output_dir=... on a larger disk")
+        yield failure("disk", seen, "free space, or --set run.output_dir=... on a larger disk")
     else:
         yield ok("disk", seen)
 

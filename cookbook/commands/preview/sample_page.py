@@ -1,6 +1,6 @@
 """What a recipe would train on: a few samples with their trained tokens marked, and figures of each set.
 
-`python -m cookbook preview RECIPE`; needs the tokenizer, not the weights.
+`cookbook preview RECIPE`; needs the tokenizer, not the weights.
 """
 
 import sys

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cookbook.config.recipe import RECIPES, load_recipe
 from cookbook.system.hardware import parse_machines
-from cookbook.system.shipped import in_repository, located, starts, typed
+from cookbook.system.shipped import located, starts
 
 LABEL = ("What", "Run", "Needs", "Fits", "Measured", "Settings")
 
@@ -89,18 +89,13 @@ def what_it_takes(path: Path) -> str:
     """What a recipe needs and the alternatives, for a machine that cannot train it."""
     label = read_label(path)
     lines = [f"{path} needs {label.get('Needs', 'hardware that its label does not name')}", "Instead, here:"]
-    lines.append(f"  {_command('rehearse', path)}    the same strategy and kind of model, tiny, on simulated GPUs")
-    lines.append(f"  {_command('train', RECIPES / 'quickstart.yaml')}    a small model")
+    lines.append(f"  cookbook rehearse {path}    the same strategy and kind of model, tiny, on simulated GPUs")
+    lines.append(f"  cookbook launch {RECIPES / 'quickstart.yaml'}    a small model")
     fits = [f"  {name:9} {text}" for name, text in read_fits(label).items()]
     if fits:
-        chosen_by = "STRATEGY=..." if in_repository() else "--strategy ..."
-        lines.append(f"What fits ({chosen_by}), in {label['Fits'].split('. ')[0]}:")
-    smaller = [f"  {_command('train', other)}    {what}" for other, what in _smaller(path, read_needs(label))]
+        lines.append(f"What fits (--strategy ...), in {label['Fits'].split('. ')[0]}:")
+    smaller = [f"  cookbook launch {other}    {what}" for other, what in _smaller(path, read_needs(label))]
     return "\n".join([*lines, *fits, *(["On less hardware:"] if smaller else []), *smaller])
-
-
-def _command(target: str, recipe: Path) -> str:
-    return typed(f"{target} RECIPE={recipe}", f"{'launch' if target == 'train' else target} {recipe}")
 
 
 def _smaller(path: Path, needs: Needs) -> list[tuple[Path, str]]:

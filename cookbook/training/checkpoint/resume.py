@@ -154,7 +154,7 @@ def load(checkpoint: Checkpoint, trained: Mapping[str, list[int]], restore: Call
         there, here = (found.get(differ[0], "absent") for found in (shapes, trained))
         mistake = f"{differ[0]} is {there} there and {here} here ({len(differ)} parameters differ)"
         raise RecipeError(f"run.resume: {checkpoint.path} is of another model: {mistake}")
-    from cookbook.training.checkpoint.tensors import Reader  # torch: `python -m cookbook checkpoint` does without
+    from cookbook.training.checkpoint.tensors import Reader  # torch: `cookbook checkpoint` does without
 
     reader = Reader(checkpoint.pieces)
     for name, shape in shapes.items():
