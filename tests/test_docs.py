@@ -68,6 +68,7 @@ MADE = (
 WRITTEN_BY_A_RUN = {"recipe.yaml", "run.json", "metrics.jsonl", "status.json", "adapter_config.json", "base_model.json"}
 WRITTEN_BY_A_RUN |= {"manifest.json", "state.json", "export.json", "events.jsonl", "report.html", "compare.html"}
 WRITTEN_BY_A_RUN |= {"monitor.jsonl", "monitor-1.jsonl"}
+OF_OTHERS = {"zero_to_fp32.py", "default_config.yaml"}  # files of DeepSpeed and accelerate
 
 
 def text_of(page: str) -> str:
@@ -370,7 +371,7 @@ def missing_paths(text: str) -> tuple[int, list[str]]:
         if re.fullmatch(pattern, word)
         and ("/" in word or re.search(r"\.(py|yaml|json|md|txt|toml|jinja)$", word))
         and not word.startswith(MADE)
-        and word not in WRITTEN_BY_A_RUN
+        and word not in WRITTEN_BY_A_RUN | OF_OTHERS
     ]
     return len(paths), [path for path in paths if not list(ROOT.glob(path.rstrip("/")))]
 
