@@ -13,7 +13,6 @@ import yaml
 from conftest import ROOT
 
 from cookbook.commands import library
-from cookbook.commands.cli import main
 from cookbook.commands.shared import labels
 from cookbook.config.recipe import Recipe, Section, load_recipe
 from cookbook.config.registry import Named

@@ -88,7 +88,8 @@ def begun_elsewhere(recipe_path: Path, recipe: Recipe, strategy: Strategy) -> li
     others = {path.parents[1] for path in Path("outputs").glob(f"{glob.escape(stem)}*/checkpoints/step-*")}
     found = sorted(str(path) for path in others if path.name.removeprefix(stem) in known_strategies())
     return [
-        f"nothing to resume in {folder}; {other} has checkpoints of this recipe: --set run.output_dir={other} resumes it"
+        f"nothing to resume in {folder}; {other} has checkpoints of this recipe, and --set run.output_dir={other}"
+        " resumes it"
         for other in found
     ]
 
