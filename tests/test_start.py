@@ -32,6 +32,39 @@ train.loop = first
 sys.argv[0] = "train.py"
 assert train.main() == 0
 """
+STAYS = 28
+"""Files that a recipe's name passes through before torch is imported, each return counted: 85 when a start read and
+validated the recipe twice."""
+WALK = """
+import sys
+from pathlib import Path
+import train
+
+NAME, HERE = "recipes/quickstart.yaml", str(Path.cwd())
+carried, walk = [], []
+
+def is_name(value):
+    return str(value) == NAME if isinstance(value, str | Path) else getattr(value, "name", None) == NAME
+
+def visit(frame, event, _):
+    code = frame.f_code
+    if not code.co_filename.startswith((f"{HERE}/cookbook/", f"{HERE}/train.py")) or code.co_name.startswith("<"):
+        return
+    given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    if event == "call" and any(is_name(frame.f_locals.get(one)) for one in given):
+        carried.append(frame)
+    elif event == "return" and carried and carried[-1] is frame:
+        carried.pop()
+    else:
+        return
+    if carried and walk[-1:] != [carried[-1].f_code.co_filename]:
+        walk.append(carried[-1].f_code.co_filename)
+
+sys.setprofile(visit)
+train.check(NAME, [])
+sys.setprofile(None)
+print("WALK", *(Path(one).relative_to(HERE) for one in walk))
+"""
 HEAVY = ("deepspeed", "mlflow", "pandas", "peft", "datasets", "torch._inductor.compile_fx", "tensorboard", "wandb")
 """Each takes 0.1 to 3 s."""
 MUON = "from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam"
@@ -50,7 +83,7 @@ def lines_after(code, *arguments):
         [sys.executable, "-c", code, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = (line.split() for line in done.stdout.splitlines() if line.startswith(("HEAVY", "BEFORE")))
+    found = (line.split() for line in done.stdout.splitlines() if line.startswith(("HEAVY", "BEFORE", "WALK")))
     return {word: words for word, *words in found}
 
 
@@ -85,6 +118,13 @@ def test_a_run_in_one_process_imports_nothing_that_it_does_not_use(tmp_path):
     print(loaded)
     for what, number in loaded.items():
         assert 0.97 * LOADED[what] < number <= LOADED[what], f"{what}: {number}, and {LOADED[what]} are on record"
+
+
+def test_a_recipe_goes_through_few_files_on_its_way_into_a_run():
+    walk = lines_after(WALK)["WALK"]
+    print(len(walk), *walk)
+    assert {"train.py", "cookbook/config/recipe.py", "cookbook/planning/run_plan.py"} <= set(walk)
+    assert 10 < len(walk) <= STAYS
 
 
 def test_lines_of_code_are_counted_without_words(tmp_path):
