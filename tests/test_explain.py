@@ -27,6 +27,7 @@ from cookbook.forecast.costs import per_parameter as costs
 from cookbook.forecast.costs.inputs import CostInputs
 from cookbook.system.console import can_show
 from cookbook.system.files import RecipeError
+from cookbook.training.checkpoint.resume import rule_of
 
 RECIPES = sorted(path.relative_to(ROOT) for path in (ROOT / "recipes").rglob("*.yaml"))
 STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
@@ -591,10 +592,13 @@ def test_a_key_that_changes_the_curve_is_distinguished_from_one_that_does_not(as
 
 def test_the_lists_of_keys_name_keys_of_a_recipe():
     known = set(leaves(Recipe))
-    listed = {*effects.NEVER_THE_CURVE, *effects.ONLY_ROUNDING, *effects.ONLY_THE_RUN, *effects.THE_CURVE_IN_RUN}
+    listed = {*effects.NEVER_THE_CURVE, *effects.ONLY_ROUNDING, *effects.ONLY_THE_RUN}
     assert listed - known == set()
     assert {"data.pakcing"} - known == {"data.pakcing"}
     assert effects.effect_of("optim.betas") == effects.effect_of("a.key.of.tomorrow") == "curve"
+    assert effects.effect_of("run.key_of_tomorrow") == "curve" and rule_of("run.key_of_tomorrow") == "fixed"
+    in_run = {key for key in known if key.startswith("run.") and effects.effect_of(key) == "curve"}
+    assert in_run == {"run.num_epochs", "run.max_steps", "run.skip_nonfinite_steps"}
 
 
 def test_what_is_said_never_to_change_the_curve_is_in_the_equivalence_tests():

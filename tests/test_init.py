@@ -12,7 +12,7 @@ from small_data import chat, make_tokenizer
 from transformers import AutoConfig
 
 from cookbook.commands.cli import main
-from cookbook.commands.init import ANY, EXAMPLES
+from cookbook.commands.init import ANY, EXAMPLES, _recipe
 from cookbook.commands.shared.labels import read_label
 from cookbook.config.recipe import load_recipe
 from cookbook.system.hardware import Machines
@@ -178,6 +178,18 @@ def test_mistakes_are_reported_together(book, monkeypatch, capsys):
     assert main(["init", "no/model", write([{"x": []}])]) == 2
     error = capsys.readouterr().err
     assert "'no/model': not a folder, and not fetched" in error and "rows.jsonl:1: missing keys" in error
+
+
+def test_in_a_folder_named_recipes_the_rows_are_those_that_were_named(book, monkeypatch):
+    """There a path in a file starts in the parent, and what somebody types in the folder itself."""
+    Path("recipes").mkdir(exist_ok=True)
+    monkeypatch.chdir("recipes")
+    write([{"prompt": "a", "completion": "b"}], "rows.jsonl")
+    write([{"x": 1}], "../rows.jsonl")
+    values = {"strategy": "single", "model": {"name_or_path": "no/model"}, "data": {"train": "rows.jsonl"}}
+    values |= {"batch": {"global_batch_size": 1, "micro_batch_size": 1}, "optim": {"learning_rate": 1.0}}
+    (source,) = _recipe(values | {"run": {"num_epochs": 1}}).data.train
+    assert Path(source.path).resolve() == Path("rows.jsonl").resolve()
 
 
 def test_a_folder_that_holds_no_model_is_an_error_that_names_the_model(model, capsys):

@@ -262,7 +262,7 @@ FROM_ACCELERATE = Launcher(is_accelerate=True, config_file="a.yaml", num_process
         ([["/x/bin/python", "/x/bin/accelerate-launch", *CONFIG]], FROM_ACCELERATE),
         ([["python", "-m", "accelerate.commands.launch", *CONFIG]], FROM_ACCELERATE),
         ([["python", "-m", "accelerate.commands.accelerate_cli", "launch", *CONFIG]], FROM_ACCELERATE),
-        ([["python", "-P", "/x/cookbook/planning/accelerate_cli.py", "launch", *CONFIG]], FROM_ACCELERATE),
+        ([["python", "-P", "/x/cookbook/system/accelerate_cli.py", "launch", *CONFIG]], FROM_ACCELERATE),
         ([["python", "/x/accelerate/commands/launch.py", *CONFIG]], FROM_ACCELERATE),
         ([["bash"], ["timeout", "60", "accelerate", "launch", *CONFIG]], FROM_ACCELERATE),
         ([["accelerate", "launch", "train.py", "--num_processes", "3"]], Launcher(is_accelerate=True)),

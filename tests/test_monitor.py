@@ -17,7 +17,8 @@ import pytest
 from conftest import ROOT, clean_environment
 
 from cookbook.commands.cli import main
-from cookbook.commands.report.pages import MOST_POINTS, health, thinned
+from cookbook.commands.report import hardware_problems
+from cookbook.commands.report.pages import MOST_POINTS, thinned
 from cookbook.commands.shared.history import History, read_history
 from cookbook.system import monitor
 from tests.curves import Lab
@@ -150,7 +151,7 @@ def test_a_run_on_simulated_gpus_measures_the_gpu_of_each_rank(gpu_lab: GpuLab, 
     history = read_history(run.output)
     assert [gpu["rank"] for gpu in history.monitor[-1]["gpus"]] == [0, 1]
     assert [gpu["celsius"] for gpu in history.monitor[-1]["gpus"]] == [61, 91]
-    assert health.findings(history) == ["GPU at 91 degrees (rank 1), not below 80: look at fans and air"]
+    assert hardware_problems.findings(history) == ["GPU at 91 degrees (rank 1), not below 80: look at fans and air"]
 
 
 def history_of(*samples: dict[str, Any], cpu: dict[str, Any] | None = None) -> History:
@@ -194,7 +195,7 @@ def history_of(*samples: dict[str, Any], cpu: dict[str, Any] | None = None) -> H
     ],
 )
 def test_what_is_wrong_is_named_with_its_rank_and_nothing_else_is(samples, cpu, said):
-    found = health.findings(history_of(*samples, cpu=cpu))
+    found = hardware_problems.findings(history_of(*samples, cpu=cpu))
     assert len(found) == len(said) and all(a.startswith(b) for a, b in zip(found, said, strict=True)), found
 
 

@@ -20,7 +20,6 @@ from cookbook.config.sections import BUILTIN_SOURCE
 from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.planning.packing import decide, known_config
 from cookbook.planning.run_plan import begun_elsewhere, load_pair, make_plan
-from cookbook.system.files import RecipeError
 from cookbook.system.hardware import GIB, parse_machines
 
 QUICKSTART = "recipes/quickstart.yaml"
@@ -181,41 +180,6 @@ def test_on_a_machine_that_is_too_small_the_answer_is_what_to_do_instead():
 
 def test_the_smallest_recipe_still_has_a_smaller_one():
     assert "recipes/quickstart.yaml" in labels.what_it_takes(Path("recipes/smollm2_135m/sft.yaml"))
-
-
-# Old names.
-
-
-RENAMED = {
-    "llama31_8b/dpo_lora_ddp": ("llama31_8b/dpo_lora", "ddp"),
-    "llama31_8b/sft_fsdp2": ("llama31_8b/sft", "fsdp2"),
-    "llama31_8b/sft_lora_zero2": ("llama31_8b/sft_lora", "zero2"),
-    "llama31_8b/sft_qlora_single": ("llama31_8b/sft_qlora", "single"),
-    "llama31_8b/sft_zero3": ("llama31_8b/sft", "zero3"),
-    "llama32_3b/sft_fsdp2": ("llama32_3b/sft", "fsdp2"),
-    "llama33_70b/sft_qlora_zero2": ("llama31_70b/sft_qlora", "zero2"),
-    "llama33_70b/sft_zero3_nvme": ("llama31_70b/sft", "zero3_nvme"),
-    "llama33_70b/sft_zero3_offload": ("llama31_70b/sft", "zero3_offload"),
-    "mistral_7b/cpt_fsdp2": ("mistral_7b/cpt", "fsdp2"),
-    "qwen25_7b/sft_zero2_offload": ("qwen25_7b/sft", "zero2_offload"),
-    "qwen25_7b/sft_zero3": ("qwen25_7b/sft", "zero3"),
-    "qwen25_7b/sft_zero3_offload": ("qwen25_7b/sft", "zero3_offload"),
-    "qwen3_0_6b/sft_ddp": ("qwen3_0_6b/sft", "ddp"),
-    "qwen3_0_6b/sft_lora_ddp": ("qwen3_0_6b/sft_lora", "ddp"),
-    "qwen3_32b/sft_lora_fsdp2": ("qwen25_32b/sft_lora", "fsdp2"),
-    "qwen3_4b/sft_fsdp2": ("qwen3_4b/sft", "fsdp2"),
-    "qwen3_4b/sft_lora_ddp": ("qwen3_4b/sft_lora", "ddp"),
-    "smollm2_135m/sft_single": ("smollm2_135m/sft", "single"),
-}
-"""Recipes that had a strategy in their name, with their replacement; one in another folder has another model."""
-
-
-@pytest.mark.parametrize("old", RENAMED)
-def test_an_old_name_is_answered_with_the_recipe_and_strategy_to_take(old, capsys):
-    new, strategy = RENAMED[old]
-    assert load_pair(Path(f"recipes/{new}.yaml"), [], find_strategy(strategy))[1].name == strategy
-    with pytest.raises(RecipeError, match=f"recipes/{new}.yaml with strategy: {strategy}"):
-        load_recipe(Path(f"recipes/{old}.yaml"))
 
 
 # What no recipe shows.

@@ -33,8 +33,7 @@ sys.argv[0] = "train.py"
 assert train.main() == 0
 """
 STAYS = 28
-"""Files that a recipe's name passes through before torch is imported, each return counted: 85 when a start read and
-validated the recipe twice."""
+"""Files that a recipe's name passes through before torch is imported, each return counted."""
 WALK = """
 import sys
 from pathlib import Path

@@ -155,7 +155,7 @@ def _check_arguments(model: str, data: str, gpus: str | None, out: Path) -> Mach
 
 
 def _recipe(values: Values) -> Recipe:
-    return parse_recipe(prepare(Document("init", deepcopy(values))))
+    return parse_recipe(prepare(Document("init", deepcopy(values), file=RECIPES / "mine.yaml")))
 
 
 def _read(data: str, task: Task | None) -> tuple[Task, Source, Rows]:

@@ -10,9 +10,31 @@ NEVER_THE_CURVE = (
 """Keys of speed and memory. Which sums are made together changes the last bits of each; docs/equivalence.md."""
 ONLY_ROUNDING = ("model.compile", "model.liger_kernels", "run.deterministic")
 """Other kernels for the same mathematics."""
-THE_CURVE_IN_RUN = ("run.num_epochs", "run.max_steps", "run.skip_nonfinite_steps")
-ONLY_THE_RUN = ("data.eval", "run")
-"""Sections of what is written and measured on the way; of `run` all but the keys above."""
+ONLY_THE_RUN = (
+    "data.eval",
+    "run.allow_changes",
+    "run.check_export",
+    "run.check_ranks_every_steps",
+    "run.eval_every_steps",
+    "run.hang_timeout_minutes",
+    "run.keep_best",
+    "run.keep_last",
+    "run.log_every_steps",
+    "run.monitor",
+    "run.on_out_of_memory",
+    "run.output_dir",
+    "run.profile",
+    "run.resume",
+    "run.sample_every_steps",
+    "run.sample_tokens",
+    "run.save_every_minutes",
+    "run.save_every_steps",
+    "run.save_first_step",
+    "run.save_in_background",
+    "run.stop_after_steps",
+    "run.trackers",
+)
+"""What is written and measured on the way, key by key: one that is in no list, as a new one, may change the curve."""
 EFFECTS = {
     "curve": "may change the curve",
     "speed": "speed and memory, never the curve",
@@ -24,7 +46,7 @@ EFFECTS = {
 
 def effect_of(key: str) -> str:
     """What a key of a recipe affects: a key of EFFECTS."""
-    rules = {"curve": THE_CURVE_IN_RUN, "speed": NEVER_THE_CURVE, "rounding": ONLY_ROUNDING, "run": ONLY_THE_RUN}
+    rules = {"speed": NEVER_THE_CURVE, "rounding": ONLY_ROUNDING, "run": ONLY_THE_RUN}
     for effect, keys in rules.items():
         if any(key == known or key.startswith(f"{known}.") for known in keys):
             return effect

@@ -145,11 +145,15 @@ def named_strategy(document: Document) -> Path | None:
     return strategy_path(name)
 
 
+def _file_of(document: Document) -> Path:
+    return document.file or Path(document.name)
+
+
 def _name_output(document: Document, strategy: Path | None) -> Document:
     run, named = document.values.get("run"), document.values.get("strategy")
     if isinstance(run, dict) and run.get("output_dir") is None:
         is_path = isinstance(named, str) and path_problem(named) is None
-        run["output_dir"] = default_output_dir(Path(document.name), str(strategy or (named if is_path else "")))
+        run["output_dir"] = default_output_dir(_file_of(document), str(strategy or (named if is_path else "")))
     return document
 
 
@@ -169,7 +173,7 @@ LOCAL = (("model", "name_or_path"), ("data", "chat_template"), ("data", "train")
 
 def _locate_paths(document: Document) -> Document:
     """Relative paths of the recipe as they are reached from the current folder; --set names what is there already."""
-    file, given = Path(document.name), document.overrides
+    file, given = _file_of(document), document.overrides
 
     def reach(value: Any, where: KeyPath) -> Any:
         if where in given:
@@ -202,7 +206,7 @@ def _use_plugins(document: Document) -> Document:
     if not isinstance(values, list) or any(not isinstance(value, str) or path_problem(value) for value in values):
         plugins.use([])
         return document  # `validate` reports these
-    folder = Path(document.name).parent
+    folder = _file_of(document).parent
     mistakes, files = [], [str((folder / value).resolve()) for value in values]
     for i, (value, file) in enumerate(zip(values, files, strict=True)):
         place = document.place("plugins", i)

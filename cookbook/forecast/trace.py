@@ -87,7 +87,7 @@ def trace(
     config = _share_of(_with_layers(config, probed), tp_size)
     is_low = low != torch.float32
     is_lora = recipe.adapter is not None and not recipe.adapter.is_quantized
-    trained = torch.float32 if autocast or (is_zero3 and is_lora) else low  # see `_zero3` in costs/memory.py
+    trained = torch.float32 if autocast or (is_zero3 and is_lora) else low  # see `_zero3` in costs/states.py
     cast = low if (autocast or (fsdp and not is_sharded_while_read)) and is_low else None
     unit = Unit(low, None if is_sharded_while_read else torch.float32) if fsdp == 2 and is_low else None
     alone = TRACED if is_low or not recipe.data.is_packed else JOINED
@@ -119,7 +119,7 @@ def _ways(recipe: Recipe, ours: str, kept: "Kept | None") -> list[tuple[str, Cal
     a custom attention, and some layers cannot be compiled.
     """
     ways: list[tuple[str, Callable[..., None] | None]] = [(ours, None), ("sdpa", None), ("eager", None)]
-    # Packed float32 attention breaks a layer's graph, which checkpointing does not support (models/speed.py).
+    # Packed float32 attention breaks a layer's graph, which checkpointing does not support (models/efficiency.py).
     if not recipe.model.compile or (recipe.data.is_packed and stops_compiling(recipe)):
         return ways
     from cookbook.forecast.compiled import (  # inductor, which other runs need not import

@@ -72,6 +72,8 @@ class Document:
     values: Any
     lines: dict[KeyPath, int] = field(default_factory=dict)
     overrides: set[KeyPath] = field(default_factory=set)
+    file: Path | None = None
+    """Where it will lie, if it is not read from the file `name`: its relative paths start there."""
     mistakes: list[str] = field(default_factory=list)
     """Found on the way to what the file describes, and reported with those that are found later."""
     is_whole: bool = True

@@ -10,7 +10,7 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
-from cookbook.commands.report import health
+from cookbook.commands.report import hardware_problems
 from cookbook.commands.shared.history import History
 from cookbook.config.effects import effect_of
 from cookbook.system.files import flatten
@@ -131,9 +131,9 @@ def _samples(lines: Sequence[dict[str, Any]]) -> str:
 
 def _hardware(run: History) -> Iterator[str]:
     """What the monitor saw, by minutes."""
-    found = health.findings(run) or ["Nothing to complain of."]
+    found = hardware_problems.findings(run) or ["Nothing to complain of."]
     yield f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in found)}</ul>"
-    measured, charts = health.series(run), []
+    measured, charts = hardware_problems.series(run), []
     for i, (key, title) in enumerate(HARDWARE.items()):
         lines = [Line(name=who, points=of, ink=j) for j, (who, of) in enumerate(measured.get(key, {}).items())]
         if lines:
@@ -144,7 +144,7 @@ def _hardware(run: History) -> Iterator[str]:
 def _memory(run: History) -> Iterator[str]:
     """What the monitor saw over the parts of the forecast."""
     parts = {name: size / GIB for name, size in run.record.get("forecast", {}).get("parts", {}).items() if size}
-    measured = {who: of for who, of in health.series(run).get("memory_gib", {}).items() if who != "CPU"}
+    measured = {who: of for who, of in hardware_problems.series(run).get("memory_gib", {}).items() if who != "CPU"}
     if parts and measured:
         who = max(measured, key=lambda rank: max(value for _, value in measured[rank]))
         ends = [measured[who][0][0], measured[who][-1][0]]

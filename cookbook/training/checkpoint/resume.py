@@ -24,7 +24,8 @@ BY_CONTENT = {"data.": "data", "model.": "model", "plugins": "plugins"}
 """They may change if the fingerprint of what they lead to is the same: a file that was moved, for example."""
 NEVER = ("optim.name", "data.streaming", "data.shuffle_rows")
 """They may not change, although other keys with their prefix may."""
-FREE = ("run.",)
+FREE = ("run.skip_nonfinite_steps",)
+"""They change the curve, and a run may need them to get past the step at which it ended."""
 
 
 def choose(
