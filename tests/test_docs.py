@@ -498,8 +498,8 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan_options(page: str) -> tuple[str, dict[str, str]]:
-    """The recipe and the flags of the only `cookbook plan` of a page."""
-    (line,) = [line for line in commands(text_of(page)) if line.startswith("cookbook plan ")]
+    """The recipe and the flags of the last `cookbook plan` of a page, which is that of its table."""
+    *_, line = [line for line in commands(text_of(page)) if line.startswith("cookbook plan ")]
     recipe, *words = shlex.split(line)[2:]
     return recipe, dict(zip(words[::2], words[1::2], strict=True))
 
