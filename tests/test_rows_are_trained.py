@@ -1,0 +1,489 @@
+"""Random rows through shipped and hostile templates and tokenizers of every kind: what a row says is what is trained.
+
+Either the row is refused, or its sample decodes to what transformers renders of it, each of its texts is there once and
+in order, the labels are the trained texts and their ends, and what generation will be prompted with comes before each.
+The oracle is transformers' own rendering and a search for words; it shares nothing with the encoder.
+
+Run alone: python -m pytest -q tests/test_rows_are_trained.py
+"""
+
+import csv
+import functools
+import itertools
+import json
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from read_back import Labelled, Outcome, ids_of, read_back
+from small_data import chat as small_chat
+from tiny_tokenizers import CHATML, KINDS, LOSSLESS, TEMPLATES, tiny_tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from cookbook.config.objectives import Objective
+from cookbook.config.sections import DataSection
+from cookbook.training.data.sets import read_data
+
+Row = dict[str, Any]
+Chat = list[dict[str, Any]]
+
+TOOLS = (TEMPLATES / "chatml_tools.jinja").read_text(encoding="utf-8")
+END = "<|im_end|>"
+
+
+# Templates.
+
+
+def tags(
+    *,
+    before: str = "",
+    if_system: str = "{{ open ~ m.role ~ line ~ m.content ~ end }}",
+    of_user: str = "{{ open ~ m.role ~ line ~ m.content ~ end }}",
+    thought: str = "{%- if m.reasoning_content -%}{{ '<think>' ~ m.reasoning_content ~ '</think>' }}{%- endif -%}",
+    content: str = "{{ m.content }}",
+    calls: str = "m.tool_calls or []",
+    call: str = "{{ '<call>' ~ (c.function | tojson) ~ '</call>' }}",
+    result: str = "{{ open ~ 'tool' ~ line ~ m.content ~ end }}",
+    of_tools: str = "{{ open ~ 'tools' ~ line ~ (tools | tojson) ~ end }}",
+    after: str = "",
+    prompt: str = "{{ open ~ 'assistant' ~ line }}",
+    marks: bool = True,
+    messages: str = "messages",
+) -> str:
+    """A template that writes everything, but for what is given in another way."""
+    begin, close = ("{% generation -%}", "{%- endgeneration %}") if marks else ("", "")
+    return (
+        "{%- set open = '<|im_start|>' -%}{%- set line = '\\n' -%}{%- set end = '<|im_end|>\\n' -%}"
+        f"{before}{{%- if tools -%}}{of_tools}{{%- endif -%}}{{%- for m in {messages} -%}}"
+        "{%- if m.role == 'assistant' -%}{{ open ~ 'assistant' ~ line }}"
+        f"{begin}{thought}{content}{{%- for c in {calls} -%}}{call}{{%- endfor -%}}{after}<|im_end|>{close}"
+        "{{ line }}"
+        f"{{%- elif m.role == 'tool' -%}}{result}{{%- elif m.role == 'system' -%}}{if_system}"
+        f"{{%- else -%}}{of_user}{{%- endif -%}}{{%- endfor -%}}"
+        f"{{%- if add_generation_prompt -%}}{prompt}{{%- endif -%}}"
+    )
+
+
+@dataclass(frozen=True)
+class Template:
+    text: str
+    arguments: Callable[[dict[str, Any]], Any] = lambda value: value
+    """The form in which it writes the arguments of a call as JSON."""
+    tokenizer: dict[str, Any] = field(default_factory=dict)
+
+
+PLAIN_USER = "{{ open ~ m.role ~ line ~ m.content ~ end }}"
+HOSTILE = {
+    "writes all": Template(tags()),
+    "writes all, without markers": Template(tags(marks=False)),
+    "drops the second call": Template(tags(calls="(m.tool_calls or [])[:1]")),
+    "drops a system message": Template(tags(if_system="")),
+    "drops results": Template(tags(result="{{ open ~ 'tool' ~ end }}")),
+    "drops tools": Template(tags(of_tools="")),
+    "drops the text beside calls": Template(tags(content="{{ '' if m.tool_calls else m.content }}")),
+    "drops the names of calls": Template(tags(call="{{ '<call>' ~ (c.function.arguments | tojson) ~ '</call>' }}")),
+    "drops reasoning": Template(tags(thought="")),
+    "drops earlier reasoning": Template(
+        tags(thought="{%- if m.reasoning_content and loop.last -%}{{ m.reasoning_content }}{%- endif -%}")
+    ),
+    "drops earlier reasoning, without markers": Template(
+        tags(thought="{%- if m.reasoning_content and loop.last -%}{{ m.reasoning_content }}{%- endif -%}", marks=False)
+    ),
+    "strips thoughts": Template(tags(content="{{ m.content.split('</think>')[-1] }}")),
+    "strips earlier thoughts": Template(
+        tags(content="{{ m.content if loop.last else m.content.split('</think>')[-1] }}")
+    ),
+    "strips thoughts of the user": Template(tags(of_user="{{ open ~ m.role ~ line ~ m.content.split('<')[0] ~ end }}")),
+    "trims": Template(
+        tags(content="{{ m.content | trim }}", of_user="{{ open ~ m.role ~ line ~ m.content | trim ~ end }}")
+    ),
+    "cuts": Template(tags(of_user="{{ open ~ m.role ~ line ~ m.content[:4] ~ end }}")),
+    "lowers": Template(tags(of_user="{{ open ~ m.role ~ line ~ m.content | upper ~ end }}")),
+    "escapes": Template(tags(of_user="{{ open ~ m.role ~ line ~ m.content | e ~ end }}")),
+    "dates": Template(tags(before="{{ strftime_now('%d %b %Y') }}")),
+    "prompts with a thought": Template(tags(prompt="{{ open ~ 'assistant' ~ line ~ '<think>' ~ line }}")),
+    "prompts with a thought, without markers": Template(
+        tags(prompt="{{ open ~ 'assistant' ~ line ~ '<think>' ~ line }}", marks=False)
+    ),
+    "prompts without a line end": Template(tags(prompt="{{ open ~ 'assistant' }}")),
+    "has no prompt": Template(tags(prompt="")),
+    "prints calls": Template(
+        tags(call="{{ '<call>' ~ c.function.name ~ ' ' ~ c.function.arguments ~ '</call>' }}"), json.dumps
+    ),
+    "adds calls up": Template(
+        tags(call="{{ '<call>' + c.function.name + ' ' + c.function.arguments + '</call>' }}"), json.dumps
+    ),
+    "iterates parts": Template(
+        tags(
+            content="{%- for p in m.content -%}{{ p.text }}{%- endfor -%}",
+            of_user="{{ open ~ m.role ~ line }}{%- for p in m.content -%}{{ p.text }}{%- endfor -%}{{ end }}",
+        )
+    ),
+    "writes the user twice": Template(tags(of_user=PLAIN_USER * 2)),
+    "writes answers twice": Template(tags(content="{{ m.content ~ m.content }}")),
+    "swaps": Template(tags(messages="messages | reverse")),
+    "doubles the begin token": Template(tags(before="{{ bos_token ~ bos_token }}"), tokenizer={"bos": "<s>"}),
+    "begins": Template(tags(before="{{ bos_token }}"), tokenizer={"bos": "<s>", "adds_bos": True}),
+    "marks the header": Template(
+        tags()
+        .replace("{{ open ~ 'assistant' ~ line }}{% gen", "{% gen")
+        .replace("-%}{%- if m.reas", "-%}{{ open ~ 'assistant' ~ line }}{%- if m.reas", 1)
+    ),
+    "marks without the end": Template(
+        tags().replace("<|im_end|>{%- endgeneration %}", "{%- endgeneration %}<|im_end|>")
+    ),
+    "marks the user": Template(
+        tags(of_user="{% generation %}{{ open ~ m.role ~ line ~ m.content ~ end }}{% endgeneration %}")
+    ),
+    "marks the last turn alone": Template(
+        tags(marks=False).replace(
+            "<|im_end|>",
+            "{% if loop.last %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}<|im_end|>{% endif %}",
+            1,
+        )
+    ),
+    "adds words to answers": Template(tags(after=" Sincerely.")),
+    "counts": Template(tags(before="{{ open ~ 'system' ~ line ~ (messages | length) ~ ' messages' ~ end }}")),
+    "merges the system message into the user's": Template(
+        tags(
+            if_system="",
+            of_user="{{ open ~ m.role ~ line }}{%- if messages[0].role == 'system' and loop.index == 2 -%}"
+            "{{ messages[0].content ~ line ~ line }}{%- endif -%}{{ m.content ~ end }}",
+        )
+    ),
+    "has tools before the last user's turn": Template(
+        tags(
+            of_tools="",
+            of_user="{%- if tools and (messages | selectattr('role', 'equalto', 'user') | list)[-1] == m -%}"
+            "{{ '<tools>' ~ (tools | tojson) ~ '</tools>' }}{%- endif -%}{{ open ~ m.role ~ line ~ m.content ~ end }}",
+        )
+    ),
+    "refuses an order": Template(
+        tags(
+            before="{%- for m in messages -%}{%- if loop.first and m.role == 'assistant' -%}{{ raise_exception('no') }}"
+            "{%- endif -%}{%- endfor -%}"
+        )
+    ),
+    "speaks for a silent user": Template(tags(messages="[{'role': 'user', 'content': 'Go on.'}] + messages")),
+}
+SHIPPED = {
+    path.stem: Template(path.read_text(encoding="utf-8"), tokenizer={"bos": "<s>"})
+    for path in TEMPLATES.glob("*.jinja")
+}
+ALL = HOSTILE | dict(sorted(SHIPPED.items()))
+FAITHFUL = ("writes all", "writes all, without markers", "begins", "trims", "chatml", "chatml_tools", "tulu")
+"""Never refuse a plain chat."""
+
+
+# Rows.
+
+
+@dataclass
+class Writer:
+    """Random rows, in which each text has words of its own."""
+
+    chance: random.Random
+    simple: bool = False
+    """Letters of the alphabet and single spaces alone, and nothing of the templates."""
+    counter: Iterator[int] = field(default_factory=itertools.count)
+
+    def word(self) -> str:
+        letters = "bcdfghjklmnprtvwxz"
+        number, word = next(self.counter) + 400, ""
+        while number:
+            number, digit = divmod(number, len(letters))
+            word += letters[digit] + self.chance.choice("aeiou")
+        return word
+
+    def text(self, *, of_assistant: bool = False) -> str:
+        word, other = self.word(), self.word()
+        forms = [word, f"{word} {other}", f"{word}, {other}."]
+        if not self.simple:
+            forms += [f" {word}", f"{word} ", f"\n{word}", f"{word}\n\n{other}", f"{word}  {other}", f"\n\n{word}\n"]
+            forms += [
+                f"é漢 {word}",
+                f"{{{{ {word} }}}}",
+                f'{{"a": "{word}"}}',
+                f"<b>{word}</b> & {other}",
+                f"{word}\\n",
+            ]
+            forms += [f"<think>{word}</think>{other}", f"<think>\n{word}\n</think>\n\n{other}"] * (1 + of_assistant)
+            forms += [f"{word}<|im_end|>{other}"]
+        return self.chance.choice(forms)
+
+    def flip(self, share: float = 0.5) -> bool:
+        return not self.simple and self.chance.random() < share
+
+    def value(self) -> Any:
+        return self.chance.choice([self.word(), 7, True, None, [self.word()], {self.word(): self.word()}, 1.5, "é"])
+
+    def call(self) -> dict[str, Any]:
+        arguments: Any = {self.word(): self.value() for _ in range(self.chance.randint(0, 2))}
+        if self.flip():
+            arguments = json.dumps(arguments)
+        function = {"name": self.word(), "arguments": arguments}
+        return {"id": self.word(), "type": "function", "function": function}
+
+    def answer(self) -> Chat:
+        """A turn of the assistant, with its calls and their results."""
+        turn: dict[str, Any] = {"role": "assistant", "content": self.text(of_assistant=True)}
+        results: Chat = []
+        if self.flip(0.4):
+            turn[self.chance.choice(["reasoning", "reasoning_content", "thinking"])] = self.text()
+        if self.flip(0.3):
+            turn["tool_calls"] = [self.call() for _ in range(self.chance.randint(1, 2))]
+            turn["content"] = self.chance.choice([turn["content"], "", None])
+            results = [
+                {"role": "tool", "content": self.text(), "tool_call_id": call["id"]} for call in turn["tool_calls"]
+            ]
+        if self.flip(0.2):
+            turn |= self.chance.choice([{"train": False}, {"weight": 0}, {"loss": False}])
+        return [turn, *results, *(self.answer() if results else [])]
+
+    def row(self) -> Row:
+        messages: Chat = []
+        if self.flip(0.3):
+            messages.append({"role": "system", "content": self.text()})
+        if self.flip(0.1):
+            messages += self.answer()
+        for _ in range(self.chance.randint(1, 3)):
+            messages += [{"role": "user", "content": self.text()} for _ in range(1 + self.flip(0.1))]
+            messages += self.answer()
+        if self.flip(0.1):
+            messages.append({"role": "user", "content": self.text()})
+        row: Row = {"messages": messages}
+        if self.flip(0.3):
+            parameters = {"type": "object", "properties": {self.word(): {"type": "string"}}}
+            row["tools"] = [
+                {
+                    "type": "function",
+                    "function": {"name": self.word(), "description": self.text(), "parameters": parameters},
+                }
+            ]
+        return row
+
+
+# The oracle.
+
+MARKS = [*("<|im_start|>", END, "<s>", "</s>")]
+REASONING = ("reasoning", "reasoning_content", "thinking")
+
+
+def loaded(arguments: Any) -> Any:
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def for_template(row: Row, template: Template) -> Chat:
+    """The messages as a template is meant to get them."""
+    chat = []
+    for message in row["messages"]:
+        given = {key: value for key, value in message.items() if key not in (*REASONING, "weight", "loss", "train")}
+        given["content"] = message["content"] or ""
+        if thought := next((message[key] for key in REASONING if key in message), None):
+            given |= dict.fromkeys(REASONING, thought)
+        if "tool_calls" in message:
+            given["tool_calls"] = [
+                one
+                | {
+                    "function": one["function"]
+                    | {"arguments": template.arguments(loaded(one["function"]["arguments"]))}
+                }
+                for one in message["tool_calls"]
+            ]
+        chat.append(given)
+    return chat
+
+
+def leaves(value: Any) -> Iterator[str]:
+    """The texts in a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    for one in value if isinstance(value, list) else ():
+        yield from leaves(one)
+    for key, one in value.items() if isinstance(value, dict) else ():
+        yield key
+        yield from leaves(one)
+
+
+def texts_of(message: dict[str, Any]) -> dict[str, list[str]]:
+    """What must be written of a message."""
+    found = {key: [message[key]] for key in ("content", *REASONING) if message.get(key)}
+    made = [
+        [one["function"]["name"], *leaves(loaded(one["function"]["arguments"]))]
+        for one in message.get("tool_calls", [])
+    ]
+    return found | ({"tool_calls": list(itertools.chain(*made))} if made else {})
+
+
+def shown(text: str, kind: str) -> str:
+    """What a tokenizer of a kind can show of a text: all of it, or all but spaces after marks, or but white space."""
+    if kind in ("words", "t5"):
+        return re.sub(r"\s", "", text)
+    if kind in LOSSLESS:
+        return text
+    marks = "|".join(re.escape(mark) for mark in sorted(MARKED, key=len, reverse=True))
+    return re.sub(rf"(^|{marks}) ?", r"\1", text)
+
+
+MARKED: set[str] = set(MARKS)
+
+
+def is_trained(message: dict[str, Any]) -> bool:
+    return message["role"] == "assistant" and not any(
+        message.get(key) in (False, 0) for key in ("train", "weight", "loss")
+    )
+
+
+def faults(row: Row, template: Template, kind: str, tokenizer: PreTrainedTokenizerBase, found: Labelled) -> list[str]:
+    """What is wrong with the sample of a row."""
+    MARKED.update(tokenizer.all_special_tokens)
+    MARKED.update(str(token) for token in tokenizer.added_tokens_decoder.values())
+    see: Callable[[str], str] = functools.partial(shown, kind=kind)
+    chat, tools, ids = for_template(row, template), row.get("tools"), ids_of(found)
+    problems = []
+    whole = see(tokenizer.apply_chat_template(chat, tools=tools, tokenize=False))
+    text = see(tokenizer.decode(ids))
+    if text != whole:
+        problems.append(f"the sample is {text!r}, the template writes {whole!r}")
+    place = 0
+    for number, message in enumerate(row["messages"], start=1):
+        ends = [place]
+        for key, texts in texts_of(message).items():
+            for one in texts:
+                word = see(one.strip()) if key != "tool_calls" else see(json.dumps(one, ensure_ascii=False)[1:-1])
+                at = text.find(word, place)
+                if at < 0:
+                    problems.append(f"message {number}: {key} {word!r} is not there, or not in its order")
+                elif len(word) > 3 and text.count(word) > 1:
+                    problems.append(f"message {number}: {key} {word!r} is there {text.count(word)} times")
+                ends.append(at + len(word))
+        place = max(ends)
+    problems += [
+        f"tools: {one!r} is not there"
+        for one in leaves(tools or [])
+        if see(json.dumps(one, ensure_ascii=False)[1:-1]) not in text and see(one) not in text
+    ]
+    return problems + prompt_faults(row, chat, tools, tokenizer, ids) + label_faults(row, see, tokenizer, found)
+
+
+def without_marks(text: str) -> str:
+    """The text with other letters in the place of special tokens, as many."""
+    return re.sub("|".join(map(re.escape, MARKS)), lambda match: "=" * len(match[0]), text)
+
+
+def prompt_faults(
+    row: Row, chat: Chat, tools: list[Any] | None, tokenizer: PreTrainedTokenizerBase, ids: list[int]
+) -> list[str]:
+    """Of what generation is prompted with, and of the special tokens of the whole."""
+    problems = []
+    has_marks = any(mark in json.dumps(row) for mark in MARKS)
+    if has_marks:  # which are text there, and tokens to transformers
+        chat, tools = json.loads(without_marks(json.dumps([chat, tools])))
+    special = set(tokenizer.all_special_ids)
+    whole = tokenizer.apply_chat_template(chat, tools=tools)["input_ids"]
+    if [one for one in ids if one in special] != [one for one in whole if one in special]:
+        problems.append(f"the special tokens are those of {tokenizer.decode(ids)!r}")
+    for k in [k for k, message in enumerate(row["messages"]) if is_trained(message)]:
+        try:
+            prompt = tokenizer.apply_chat_template(chat[:k], tools=tools, add_generation_prompt=True)["input_ids"]
+        except Exception:
+            continue  # it refuses a chat that ends there
+        before = len([one for one in prompt if one in special]) if has_marks else 0
+        start = ids[: len(prompt)]
+        if has_marks:
+            if [one for one in ids if one in special][:before] != [one for one in prompt if one in special]:
+                problems.append(f"message {k + 1}: other special tokens before it than in its prompt")
+        elif start != prompt:
+            problems.append(
+                f"message {k + 1} comes after {tokenizer.decode(start)!r}, its prompt is {tokenizer.decode(prompt)!r}"
+            )
+    return problems
+
+
+def stretches(found: Labelled, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, int]]:
+    """Each labelled stretch as text, with its last token; spaces stand where they stand in the whole."""
+    ids, place, out = ids_of(found), 0, []
+    for is_label, run in itertools.groupby(found, key=lambda one: one[1]):
+        end = place + len(list(run))
+        if is_label:
+            text = tokenizer.decode(ids[:end])[len(tokenizer.decode(ids[:place])) :]
+            last = [one for one in ids[place:end] if tokenizer.decode([one]).strip()]
+            out.append((text, last[-1] if last else -1))
+        place = end
+    return out
+
+
+def label_faults(row: Row, see: Callable[[str], str], tokenizer: PreTrainedTokenizerBase, found: Labelled) -> list[str]:
+    trained = [k for k, message in enumerate(row["messages"]) if is_trained(message)]
+    labelled = stretches(found, tokenizer)
+    if len(labelled) != len(trained):
+        return [f"{len(labelled)} trained stretches for {len(trained)} trained turns: {labelled}"]
+    problems = []
+    special = set(tokenizer.all_special_ids)
+    for k, (text, last) in zip(trained, labelled, strict=True):
+        if last not in special:
+            problems.append(f"message {k + 1}: {text!r} does not end with an end token")
+        rest = see(text)
+        for key, texts in texts_of(row["messages"][k]).items():
+            for one in texts:
+                word = see(one.strip()) if key != "tool_calls" else see(json.dumps(one, ensure_ascii=False)[1:-1])
+                if word not in rest:
+                    problems.append(f"message {k + 1}: {key} {word!r} is not trained in {rest!r}")
+                rest = rest.replace(word, "", 1)
+        rest = re.sub("|".join(map(re.escape, sorted(MARKED, key=len, reverse=True))), "", rest)
+        rest = re.sub(
+            r"null|true|false|tool_?calls?|tool_sep|call|name|arguments|arg_key|arg_value|think|function|parameters?|type|id|commentary|final|analysis|channel|message|json|constrain|functions|to|é|[\W\d_]",
+            "",
+            rest,
+        )
+        if rest:
+            problems.append(f"message {k + 1}: trained besides: {rest!r} in {text!r}")
+    return problems
+
+
+# The claims.
+
+
+def rows_for(name: str, kind: str, count: int) -> list[Row]:
+    writer = Writer(random.Random(f"{name} {kind}"), simple=kind == "words")
+    return [writer.row() for _ in range(count)]
+
+
+def outcome(row: Row, template: Template, kind: str, folder: Path) -> tuple[Outcome, PreTrainedTokenizerBase]:
+    tokenizer = tiny_tokenizer(kind, template.text, **template.tokenizer)
+    return read_back([row], tokenizer, folder), tokenizer
+
+
+ROWS_EACH = 4
+TOKENIZERS = [kind for kind in KINDS if kind != "unknown_letters"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_row_is_refused_or_trained_as_it_is(name: str, tmp_path: Path):
+    template, wrong = ALL[name], []
+    for kind in TOKENIZERS:
+        for row in rows_for(name, kind, ROWS_EACH):
+            found, tokenizer = outcome(row, template, kind, tmp_path)
+            if found.refused:
+                continue
+            problems = faults(row, template, kind, tokenizer, found.samples[0])
+            if problems and found.notes:
+                problems = [one for one in problems if "content" not in one or "special" not in found.notes]
+            wrong += [f"{kind}: {json.dumps(row, ensure_ascii=False)}: {one}" for one in problems]
+    assert wrong[:3] == [], len(wrong)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("name", [name for name in FAITHFUL if name in ALL])
+def test_a_plain_chat_is_not_refused(name: str, kind: str, tmp_path: Path):
+    writer = Writer(random.Random(name), simple=True)
+    for row in [writer.row() for _ in range(3)]:
+        found, tokenizer = outcome(row, ALL[name], kind, tmp_path)
+        assert (found.refused, found.notes) == ("", "")
+        assert faults(row, ALL[name], kind, tokenizer, found.samples[0]) == []
