@@ -94,8 +94,8 @@ DOCUMENTED = "{%- for one in documents or [] -%}{{ one.text }}{%- endfor -%}" + 
 GEMMA = (
     "{{- bos_token -}}{%- for m in messages -%}{{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role)"
     " + '\\n' -}}{%- if m.role == 'assistant' -%}{%- generation -%}{{- m.content + '<end_of_turn>\\n' -}}"
-    "{%- endgeneration -%}{%- else -%}{{- m.content + '<end_of_turn>\\n' -}}{%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}"
-    "{{- '<start_of_turn>model\\n' -}}{%- endif -%}"
+    "{%- endgeneration -%}{%- else -%}{{- m.content + '<end_of_turn>\\n' -}}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<start_of_turn>model\\n' -}}{%- endif -%}"
 )
 APART = (
     "{%- for m in messages -%}{{- '<|im_start|> ' + m.role + ' ' -}}{%- if m.role == 'assistant' -%}{%- generation -%}"

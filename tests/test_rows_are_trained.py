@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 from read_back import Labelled, Outcome, ids_of, read_back
 from small_data import chat as small_chat
-from tiny_tokenizers import CHATML, KINDS, LOSSLESS, TEMPLATES, tiny_tokenizer
+from tiny_tokenizers import KINDS, LOSSLESS, TEMPLATES, tiny_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from cookbook.config.objectives import Objective
@@ -51,7 +51,6 @@ def tags(
     call: str = "{{ '<call>' ~ (c.function | tojson) ~ '</call>' }}",
     result: str = "{{ open ~ 'tool' ~ line ~ m.content ~ end }}",
     of_tools: str = "{{ open ~ 'tools' ~ line ~ (tools | tojson) ~ end }}",
-    after: str = "",
     prompt: str = "{{ open ~ 'assistant' ~ line }}",
     marks: bool = True,
     messages: str = "messages",
@@ -62,7 +61,7 @@ def tags(
         "{%- set open = '<|im_start|>' -%}{%- set line = '\\n' -%}{%- set end = '<|im_end|>\\n' -%}"
         f"{before}{{%- if tools -%}}{of_tools}{{%- endif -%}}{{%- for m in {messages} -%}}"
         "{%- if m.role == 'assistant' -%}{{ open ~ 'assistant' ~ line }}"
-        f"{begin}{thought}{content}{{%- for c in {calls} -%}}{call}{{%- endfor -%}}{after}<|im_end|>{close}"
+        f"{begin}{thought}{content}{{%- for c in {calls} -%}}{call}{{%- endfor -%}}<|im_end|>{close}"
         "{{ line }}"
         f"{{%- elif m.role == 'tool' -%}}{result}{{%- elif m.role == 'system' -%}}{if_system}"
         f"{{%- else -%}}{of_user}{{%- endif -%}}{{%- endfor -%}}"
@@ -144,11 +143,11 @@ HOSTILE = {
     "marks the last turn alone": Template(
         tags(marks=False).replace(
             "<|im_end|>",
-            "{% if loop.last %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}<|im_end|>{% endif %}",
+            "{% if loop.last %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+            "{% else %}<|im_end|>{% endif %}",
             1,
         )
     ),
-    "adds words to answers": Template(tags(after=" Sincerely.")),
     "counts": Template(tags(before="{{ open ~ 'system' ~ line ~ (messages | length) ~ ' messages' ~ end }}")),
     "merges the system message into the user's": Template(
         tags(
@@ -321,6 +320,11 @@ def texts_of(message: dict[str, Any]) -> dict[str, list[str]]:
     return found | ({"tool_calls": list(itertools.chain(*made))} if made else {})
 
 
+def as_written(text: str, key: str, see: Callable[[str], str]) -> str:
+    """A text as it must be found: as it is, but for white space around it, or as JSON in a call."""
+    return see(json.dumps(text, ensure_ascii=False)[1:-1] if key == "tool_calls" else text.strip())
+
+
 def shown(text: str, kind: str) -> str:
     """What a tokenizer of a kind can show of a text: all of it, or all but spaces after marks, or but white space."""
     if kind in ("words", "t5"):
@@ -331,6 +335,12 @@ def shown(text: str, kind: str) -> str:
     return re.sub(rf"(^|{marks}) ?", r"\1", text)
 
 
+OF_TEMPLATES = re.compile(
+    r"null|true|false|tool_?calls?|tool_sep|call|name|arguments|arg_key|arg_value|think|functions?|parameters?|type|id"
+    r"|commentary|final|analysis|channel|message|json|constrain|to|é|[\W\d_]"
+)
+"""What templates write in a turn of the assistant, and values of arguments."""
+
 MARKED: set[str] = set(MARKS)
 
 
@@ -340,8 +350,10 @@ def is_trained(message: dict[str, Any]) -> bool:
     )
 
 
-def faults(row: Row, template: Template, kind: str, tokenizer: PreTrainedTokenizerBase, found: Labelled) -> list[str]:
-    """What is wrong with the sample of a row."""
+def faults(
+    row: Row, template: Template, kind: str, tokenizer: PreTrainedTokenizerBase, found: Labelled, notes: str = ""
+) -> list[str]:
+    """What is wrong with the sample of a row that has these notes."""
     MARKED.update(tokenizer.all_special_tokens)
     MARKED.update(str(token) for token in tokenizer.added_tokens_decoder.values())
     see: Callable[[str], str] = functools.partial(shown, kind=kind)
@@ -355,8 +367,10 @@ def faults(row: Row, template: Template, kind: str, tokenizer: PreTrainedTokeniz
     for number, message in enumerate(row["messages"], start=1):
         ends = [place]
         for key, texts in texts_of(message).items():
+            if key in REASONING and "reasoning" in notes and not is_trained(message):
+                continue
             for one in texts:
-                word = see(one.strip()) if key != "tool_calls" else see(json.dumps(one, ensure_ascii=False)[1:-1])
+                word = as_written(one, key, see)
                 at = text.find(word, place)
                 if at < 0:
                     problems.append(f"message {number}: {key} {word!r} is not there, or not in its order")
@@ -432,16 +446,12 @@ def label_faults(row: Row, see: Callable[[str], str], tokenizer: PreTrainedToken
         rest = see(text)
         for key, texts in texts_of(row["messages"][k]).items():
             for one in texts:
-                word = see(one.strip()) if key != "tool_calls" else see(json.dumps(one, ensure_ascii=False)[1:-1])
+                word = as_written(one, key, see)
                 if word not in rest:
                     problems.append(f"message {k + 1}: {key} {word!r} is not trained in {rest!r}")
                 rest = rest.replace(word, "", 1)
         rest = re.sub("|".join(map(re.escape, sorted(MARKED, key=len, reverse=True))), "", rest)
-        rest = re.sub(
-            r"null|true|false|tool_?calls?|tool_sep|call|name|arguments|arg_key|arg_value|think|function|parameters?|type|id|commentary|final|analysis|channel|message|json|constrain|functions|to|é|[\W\d_]",
-            "",
-            rest,
-        )
+        rest = OF_TEMPLATES.sub("", rest)
         if rest:
             problems.append(f"message {k + 1}: trained besides: {rest!r} in {text!r}")
     return problems
@@ -472,9 +482,9 @@ def test_a_row_is_refused_or_trained_as_it_is(name: str, tmp_path: Path):
             found, tokenizer = outcome(row, template, kind, tmp_path)
             if found.refused:
                 continue
-            problems = faults(row, template, kind, tokenizer, found.samples[0])
-            if problems and found.notes:
-                problems = [one for one in problems if "content" not in one or "special" not in found.notes]
+            problems = faults(row, template, kind, tokenizer, found.samples[0], found.notes)
+            if any(mark in json.dumps(row) for mark in MARKS) and "special token" not in found.notes:
+                problems.append(f"no note of special tokens, but {found.notes!r}")
             wrong += [f"{kind}: {json.dumps(row, ensure_ascii=False)}: {one}" for one in problems]
     assert wrong[:3] == [], len(wrong)
 
@@ -487,3 +497,123 @@ def test_a_plain_chat_is_not_refused(name: str, kind: str, tmp_path: Path):
         found, tokenizer = outcome(row, ALL[name], kind, tmp_path)
         assert (found.refused, found.notes) == ("", "")
         assert faults(row, ALL[name], kind, tokenizer, found.samples[0]) == []
+
+
+# That the oracle can see.
+
+
+def shifted(found: Labelled, **_: Any) -> Labelled:
+    labels = [is_label for _, is_label in found]
+    return [(token, label) for (token, _), label in zip(found, [False, *labels[:-1]], strict=True)]
+
+
+def without_a_text(found: Labelled, tokenizer: PreTrainedTokenizerBase, word: str) -> Labelled:
+    ids = ids_of(found)
+    for start, end in itertools.combinations(range(len(ids)), 2):
+        if tokenizer.decode(ids[start:end]).strip() == word:
+            return found[:start] + found[end:]
+    raise AssertionError(f"{word!r} is not there")
+
+
+def with_a_space(found: Labelled, tokenizer: PreTrainedTokenizerBase, **_: Any) -> Labelled:
+    """A space before the first label, as a dummy prefix is."""
+    first = [is_label for _, is_label in found].index(True)
+    (space,) = tokenizer(" ", add_special_tokens=False)["input_ids"][-1:]
+    return [*found[:first], (space, True), *found[first:]]
+
+
+def with_the_user(found: Labelled, **_: Any) -> Labelled:
+    return [(token, is_label or 2 < i < 8) for i, (token, is_label) in enumerate(found)]
+
+
+def without_the_end(found: Labelled, **_: Any) -> Labelled:
+    last = max(i for i, (_, is_label) in enumerate(found) if is_label)
+    return [(token, is_label and i != last) for i, (token, is_label) in enumerate(found)]
+
+
+def begun_twice(found: Labelled, **_: Any) -> Labelled:
+    return [found[0], *found]
+
+
+def whole_turn_lost(found: Labelled, **_: Any) -> Labelled:
+    first = [is_label for _, is_label in found].index(True)
+    last = next(i for i in range(first, len(found)) if not found[i][1])
+    return [(token, is_label and not first <= i < last) for i, (token, is_label) in enumerate(found)]
+
+
+MISTAKES = (shifted, without_a_text, with_a_space, with_the_user, without_the_end, begun_twice, whole_turn_lost)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "metaspace_always", "gemma"])
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_a_wrong_encoder_is_seen(mistake: Callable[..., Labelled], kind: str, tmp_path: Path):
+    row = small_chat("first question", "first answer", "second question", "second answer")
+    template = SHIPPED["chatml"]
+    found, tokenizer = outcome(row, template, kind, tmp_path)
+    assert faults(row, template, kind, tokenizer, found.samples[0]) == []
+    for word in ("first question", "second answer") if mistake is without_a_text else ("",):
+        broken = mistake(found.samples[0], tokenizer=tokenizer, word=word)
+        assert faults(row, template, kind, tokenizer, broken) != []
+
+
+def test_most_hostile_templates_are_met_by_a_row_that_shows_it():
+    """Each takes something away or adds something for a row that the test above has."""
+    keys = [key for name in HOSTILE for kind in TOKENIZERS for row in rows_for(name, kind, ROWS_EACH) for key in row]
+    assert keys.count("tools") > 50
+    turns = [turn for name in HOSTILE for row in rows_for(name, "bytes", ROWS_EACH) for turn in row["messages"]]
+    for has in (
+        lambda turn: len(turn.get("tool_calls", [])) > 1,
+        lambda turn: turn.get("tool_calls") and turn["content"],
+        lambda turn: turn["role"] == "system",
+        lambda turn: any(key in turn for key in REASONING),
+        lambda turn: "</think>" in (turn["content"] or ""),
+        lambda turn: not is_trained(turn) and turn["role"] == "assistant",
+        lambda turn: END in (turn["content"] or ""),
+    ):
+        assert sum(map(bool, map(has, turns))) > 5
+
+
+# The same rows in every format.
+
+
+def written(rows: list[Row], ending: str, folder: Path) -> Path:
+    path = folder / f"rows.{ending}"
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = pa.Table.from_pylist([dict.fromkeys(columns) | row for row in rows])
+    if ending == "jsonl":
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    elif ending == "json":
+        path.write_text(json.dumps(rows, indent=1))
+    elif ending == "csv":
+        with path.open("w", newline="") as file:
+            lines = csv.DictWriter(file, columns)
+            lines.writeheader()
+            lines.writerows([{k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items()} for row in rows])
+    elif ending == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as to:
+            to.write_table(table)
+    return path
+
+
+def as_texts(row: Row) -> Row:
+    """The row with its arguments as text, since an Arrow table takes no values of several types."""
+    for message in row["messages"]:
+        for one in message.get("tool_calls", []):
+            one["function"]["arguments"] = json.dumps(loaded(one["function"]["arguments"]))
+    return row
+
+
+def test_the_same_rows_have_one_fingerprint_in_every_format(tmp_path: Path):
+    writer, objective = Writer(random.Random(1)), Objective.of(name="sft")
+    rows = [as_texts(writer.row()) for _ in range(30)]
+    found = {}
+    for ending in ("jsonl", "json", "csv", "parquet", "arrow"):
+        path = str(written(rows, ending, tmp_path))
+        for streaming in (False, True):
+            data = DataSection.model_validate({"train": path, "streaming": streaming, "on_bad_row": "drop"})
+            (part,) = read_data(data, objective).train
+            assert len(part.rows) > 20
+            found[ending, streaming] = part.fingerprint
+    assert len(set(found.values())) == 1, found
