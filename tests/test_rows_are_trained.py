@@ -325,14 +325,11 @@ def as_written(text: str, key: str, see: Callable[[str], str]) -> str:
     return see(json.dumps(text, ensure_ascii=False)[1:-1] if key == "tool_calls" else text.strip())
 
 
-def shown(text: str, kind: str) -> str:
+def shown(text: str, kind: str, marks: re.Pattern[str]) -> str:
     """What a tokenizer of a kind can show of a text: all of it, or all but spaces after marks, or but white space."""
     if kind in ("words", "t5"):
         return re.sub(r"\s", "", text)
-    if kind in LOSSLESS:
-        return text
-    marks = "|".join(re.escape(mark) for mark in sorted(MARKED, key=len, reverse=True))
-    return re.sub(rf"(^|{marks}) ?", r"\1", text)
+    return text if kind in LOSSLESS else re.sub(rf"(^|{marks.pattern}) ?", r"\1", text)
 
 
 OF_TEMPLATES = re.compile(
@@ -340,8 +337,6 @@ OF_TEMPLATES = re.compile(
     r"|commentary|final|analysis|channel|message|json|constrain|to|é|[\W\d_]"
 )
 """What templates write in a turn of the assistant, and values of arguments."""
-
-MARKED: set[str] = set(MARKS)
 
 
 def is_trained(message: dict[str, Any]) -> bool:
@@ -354,15 +349,17 @@ def faults(
     row: Row, template: Template, kind: str, tokenizer: PreTrainedTokenizerBase, found: Labelled, notes: str = ""
 ) -> list[str]:
     """What is wrong with the sample of a row that has these notes."""
-    MARKED.update(tokenizer.all_special_tokens)
-    MARKED.update(str(token) for token in tokenizer.added_tokens_decoder.values())
-    see: Callable[[str], str] = functools.partial(shown, kind=kind)
+    added = sorted((str(token) for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
+    marks = re.compile("|".join(map(re.escape, added)))
+    see: Callable[[str], str] = functools.partial(shown, kind=kind, marks=marks)
     chat, tools, ids = for_template(row, template), row.get("tools"), ids_of(found)
     problems = []
     whole = see(tokenizer.apply_chat_template(chat, tools=tools, tokenize=False))
     text = see(tokenizer.decode(ids))
     if text != whole:
         problems.append(f"the sample is {text!r}, the template writes {whole!r}")
+    if ids[0] == ids[1] or (ids[0] == tokenizer.bos_token_id and ids[0] in ids[1:]):
+        problems.append(f"it begins twice: {text[:20]!r}")
     place = 0
     for number, message in enumerate(row["messages"], start=1):
         ends = [place]
@@ -383,7 +380,7 @@ def faults(
         for one in leaves(tools or [])
         if see(json.dumps(one, ensure_ascii=False)[1:-1]) not in text and see(one) not in text
     ]
-    return problems + prompt_faults(row, chat, tools, tokenizer, ids) + label_faults(row, see, tokenizer, found)
+    return problems + prompt_faults(row, chat, tools, tokenizer, ids) + label_faults(row, see, marks, tokenizer, found)
 
 
 def without_marks(text: str) -> str:
@@ -450,8 +447,7 @@ def label_faults(row: Row, see: Callable[[str], str], tokenizer: PreTrainedToken
                 if word not in rest:
                     problems.append(f"message {k + 1}: {key} {word!r} is not trained in {rest!r}")
                 rest = rest.replace(word, "", 1)
-        rest = re.sub("|".join(map(re.escape, sorted(MARKED, key=len, reverse=True))), "", rest)
-        rest = OF_TEMPLATES.sub("", rest)
+        rest = OF_TEMPLATES.sub("", marks.sub("", rest))
         if rest:
             problems.append(f"message {k + 1}: trained besides: {rest!r} in {text!r}")
     return problems
