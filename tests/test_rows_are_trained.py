@@ -430,7 +430,9 @@ def stretches(found: Labelled, tokenizer: PreTrainedTokenizerBase) -> list[tuple
     return out
 
 
-def label_faults(row: Row, see: Callable[[str], str], tokenizer: PreTrainedTokenizerBase, found: Labelled) -> list[str]:
+def label_faults(
+    row: Row, see: Callable[[str], str], marks: re.Pattern[str], tokenizer: PreTrainedTokenizerBase, found: Labelled
+) -> list[str]:
     trained = [k for k, message in enumerate(row["messages"]) if is_trained(message)]
     labelled = stretches(found, tokenizer)
     if len(labelled) != len(trained):
