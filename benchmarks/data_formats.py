@@ -86,14 +86,11 @@ def called(arguments: Any, **more: Any) -> list[Row]:
 TWICE = [user(), assistant("Red."), user("Sure?"), assistant("Blue.")]
 
 
-def formats_of(
-    project: str, *formats: tuple[str, Row] | tuple[str, Row, str] | tuple[str, Row, str, Row]
-) -> list[Format]:
-    found = []
-    for name, row, *more in formats:
-        objective, data = [*more, *("sft", {})[len(more) :]]
-        found.append(Format(project=project, name=name, row=row, objective=str(objective), data=dict(data)))
-    return found
+def formats_of(project: str, *formats: tuple[Any, ...]) -> list[Format]:
+    """Of each its name, an example row, the objective if it is not sft, and the keys of `data` that it needs."""
+    return [
+        Format(project=project, **dict(zip(("name", "row", "objective", "data"), one, strict=False))) for one in formats
+    ]
 
 
 FORMATS = [
