@@ -1,6 +1,6 @@
 """Protects docs/data.md: it says what the code does with the formats of other projects, and no text of theirs is lost.
 
-Run alone: python -m pytest -q tests/test_data_formats.py
+Run alone: python -m pytest -q tests/test_foreign_formats.py
 """
 
 import json
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
-from benchmarks import data_formats
+from benchmarks import foreign_formats
 
-found = cache(data_formats.outcomes)
+found = cache(foreign_formats.outcomes)
 NO_TEXTS = {"role", "from", "type", "id", "tool_call_id"}
 """Keys whose texts a template writes in words of its own."""
 
@@ -31,21 +31,21 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def test_the_page_is_what_the_code_does():
-    assert data_formats.PAGE.read_text(encoding="utf-8") == data_formats.page()
+    assert foreign_formats.PAGE.read_text(encoding="utf-8") == foreign_formats.page()
 
 
 def test_the_page_has_the_formats_of_each_project_and_is_found():
-    projects = Counter(one.project for one in data_formats.FORMATS)
-    assert len(data_formats.FORMATS) >= 60
+    projects = Counter(one.project for one in foreign_formats.FORMATS)
+    assert len(foreign_formats.FORMATS) >= 60
     assert projects.keys() == {"TRL", "axolotl", "LLaMA-Factory", "Unsloth", "OpenAI"}
     assert min(projects.values()) >= 7
-    headings = [f"{one.project}: {one.name}" for one in data_formats.FORMATS]
-    assert len({data_formats.anchor(heading) for heading in headings}) == len(headings)
+    headings = [f"{one.project}: {one.name}" for one in foreign_formats.FORMATS]
+    assert len({foreign_formats.anchor(heading) for heading in headings}) == len(headings)
     for name in ("README.md", "docs/recipes.md"):
         assert "data.md" in (ROOT / name).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("number", range(len(data_formats.FORMATS)))
+@pytest.mark.parametrize("number", range(len(foreign_formats.FORMATS)))
 def test_no_text_of_a_row_is_lost_without_a_word(number: int):
     """A text of a column is in the sample, or the column is named in a note, or the row is refused."""
     one, what = found()[number]
@@ -60,7 +60,7 @@ LABELS = {"label", "kto_tag"}
 """Columns of truth values."""
 
 
-@pytest.mark.parametrize("number", range(len(data_formats.FORMATS)))
+@pytest.mark.parametrize("number", range(len(foreign_formats.FORMATS)))
 def test_a_refusal_names_what_to_do_or_the_place(number: int):
     one, what = found()[number]
     if what.refused:

@@ -1,6 +1,6 @@
 """What becomes of rows in the formats that other projects document: what is trained of each, or why it is refused.
 
-    python benchmarks/data_formats.py
+    python benchmarks/foreign_formats.py
 
 Writes docs/data.md, in seconds; a test compares the page with what the code does now. One example row of each format
 goes through the reading and tokenizing of a run, with recipes/chat_templates/chatml_tools.jinja.
@@ -387,7 +387,7 @@ def outcomes() -> list[tuple[Format, Outcome]]:
 
     tokenizer = train_tokenizer(["a"], 300)
     tokenizer.chat_template = TEMPLATE.read_text(encoding="utf-8")
-    with tempfile.TemporaryDirectory(prefix="data-formats-") as folder:
+    with tempfile.TemporaryDirectory(prefix="foreign-formats-") as folder:
         return [(one, outcome(one, tokenizer, Path(folder))) for one in FORMATS]
 
 
@@ -398,7 +398,7 @@ What becomes of a row in the formats that TRL, axolotl, LLaMA-Factory, Unsloth a
 and which tokens are trained (between {begin} and {end}), or with which words it is refused. Nothing is converted
 beforehand: `data.train` names the file. Shapes and columns are explained in [recipes](recipes.md#your-data).
 
-Written by `python benchmarks/data_formats.py` with `recipes/chat_templates/chatml_tools.jinja`; a test compares the
+Written by `python benchmarks/foreign_formats.py` with `recipes/chat_templates/chatml_tools.jinja`; a test compares the
 page with what the code does. Of {count} formats {read} are read and {refused} are refused.
 """
 
