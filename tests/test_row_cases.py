@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -540,7 +541,7 @@ CASES = {
     "a date of the recipe": Case(
         rows=[{"messages": CHAT}],
         template=DATED,
-        data={"template_date": "2024-02-29"},
+        data={"template_date": date(2024, 2, 29)},
         exact=[chatml("system Today is 29 February 2024", "user hi", "assistant [[yes]]")],
     ),
     "special tokens in a user's text": Case(
@@ -554,7 +555,10 @@ CASES = {
         note="special token.*row 1",
     ),
     "unknown letters": Case(
-        rows=[{"messages": [user(), assistant("你好")]}], kind="unknown_letters", note="<unk>", refused="<unk>"
+        rows=[{"messages": [user(), assistant("你好")]}],
+        kind="unknown_letters",
+        note="<unk>|unknown token",
+        refused="<unk>|unknown token",
     ),
     "an end token and a line end in a completion": Case(
         rows=[{"prompt": "a", "completion": "b<|im_end|>\n"}], note="special token|end"
@@ -673,8 +677,8 @@ def test_special_tokens_in_a_user_s_text_are_text(tmp_path):
 def test_the_date_of_a_template_is_never_cached_as_if_it_were_constant(tmp_path):
     """Both with the same cache."""
     texts = [
-        read_back([{"messages": CHAT}], tiny_tokenizer(template=DATED), tmp_path, template_date=date).texts
-        for date in ("2026-11-25", "2026-11-26")
+        read_back([{"messages": CHAT}], tiny_tokenizer(template=DATED), tmp_path, template_date=day).texts
+        for day in (date(2026, 11, 25), date(2026, 11, 26))
     ]
     assert ["25 November 2026" in texts[0][0], "26 November 2026" in texts[1][0]] == [True, True]
 

@@ -6,6 +6,7 @@ where tools stand), in as few words as show them. Run alone: python -m pytest -q
 
 import re
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +292,7 @@ FAMILIES = {
     "Llama 3.1, with the recipe's date": Family(
         text=LLAMA.replace("{{ bos_token }}", "{{ bos_token }}" + DATED),
         tokenizer=LLAMA_TOKENS,
-        data={"template_date": "2024-07-26"},
+        data={"template_date": date(2024, 7, 26)},
         shows="<s><|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024<|eot_id|>",
         **ends("<|eot_id|>"),
         thought=NO_REASONING,
@@ -423,7 +424,7 @@ FAMILIES = {
     "gpt-oss, with a date": Family(
         text=OSS,
         tokenizer={"eos": "<|return|>"},
-        data={"template_date": "2025-08-05"},
+        data={"template_date": date(2025, 8, 5)},
         plain=NO_PREFIX,
         last=["<|channel|>final<|message|>A2<|return|>"],
         thought=f"{NO_PREFIX}|reasoning",
