@@ -6,6 +6,7 @@ Run alone: python -m pytest -q tests/test_foreign_formats.py
 import json
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -20,8 +21,9 @@ NO_TEXTS = {"role", "from", "type", "id", "tool_call_id"}
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    if isinstance(value, str) and value[:1] in "[{":
-        value = json.loads(value)
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = json.loads(value)
     if isinstance(value, str):
         yield value
     for one in value if isinstance(value, list) else ():

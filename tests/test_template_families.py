@@ -307,7 +307,14 @@ FAMILIES = {
         thought=NO_REASONING,
         whole="roles must alternate",
     ),
-    "Mistral 0.3": Family(text=MISTRAL, tokenizer=S_TOKENS, plain=NO_PREFIX, last=["A2</s>"], **NEITHER),
+    "Mistral 0.3": Family(
+        text=MISTRAL,
+        tokenizer=S_TOKENS,
+        plain=NO_PREFIX,
+        last=["A2</s>"],
+        thought=f"{NO_PREFIX}|reasoning",
+        whole=f"{NO_PREFIX}|tool",
+    ),
     "Mistral Small 3": Family(
         text=MISTRAL_7,
         tokenizer=S_TOKENS,
@@ -411,7 +418,7 @@ FAMILIES = {
         plain="stop",
         last="stop",
         thought="stop|reasoning",
-        whole="stop|tool|reasoning",
+        whole=f"stop|{NO_PREFIX}",
     ),
     "gpt-oss": Family(
         text=OSS,
