@@ -14,6 +14,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,10 @@ def tags(
     )
 
 
+def in_json(arguments: dict[str, Any]) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
+
+
 @dataclass(frozen=True)
 class Template:
     text: str
@@ -113,10 +118,10 @@ HOSTILE = {
     "prompts without a line end": Template(tags(prompt="{{ open ~ 'assistant' }}")),
     "has no prompt": Template(tags(prompt="")),
     "prints calls": Template(
-        tags(call="{{ '<call>' ~ c.function.name ~ ' ' ~ c.function.arguments ~ '</call>' }}"), json.dumps
+        tags(call="{{ '<call>' ~ c.function.name ~ ' ' ~ c.function.arguments ~ '</call>' }}"), in_json
     ),
     "adds calls up": Template(
-        tags(call="{{ '<call>' + c.function.name + ' ' + c.function.arguments + '</call>' }}"), json.dumps
+        tags(call="{{ '<call>' + c.function.name + ' ' + c.function.arguments + '</call>' }}"), in_json
     ),
     "iterates parts": Template(
         tags(
@@ -310,9 +315,23 @@ def leaves(value: Any) -> Iterator[str]:
         yield from leaves(one)
 
 
+def tool_texts(tools: list[Any] | None) -> list[str]:
+    """What must be written of tools in any form of a schema."""
+    return [
+        text
+        for one in (tool["function"] for tool in tools or [])
+        for text in (one["name"], *pieces(one["description"]), *one["parameters"]["properties"])
+    ]
+
+
+def pieces(text: str) -> list[str]:
+    """The parts of a text between tags of reasoning, around which templates set white space anew."""
+    return [piece for piece in re.split(r"\s*</?think>\s*", text) if piece.strip()]
+
+
 def texts_of(message: dict[str, Any]) -> dict[str, list[str]]:
     """What must be written of a message."""
-    found = {key: [message[key]] for key in ("content", *REASONING) if message.get(key)}
+    found = {key: pieces(message[key]) for key in ("content", *REASONING) if message.get(key)}
     made = [
         [one["function"]["name"], *leaves(loaded(one["function"]["arguments"]))]
         for one in message.get("tool_calls", [])
@@ -322,18 +341,19 @@ def texts_of(message: dict[str, Any]) -> dict[str, list[str]]:
 
 def as_written(text: str, key: str, see: Callable[[str], str]) -> str:
     """A text as it must be found: as it is, but for white space around it, or as JSON in a call."""
-    return see(json.dumps(text, ensure_ascii=False)[1:-1] if key == "tool_calls" else text.strip())
+    return see(json.dumps(text, ensure_ascii=False)[1:-1] if key in ("tool_calls", "tools") else text.strip())
 
 
 def shown(text: str, kind: str, marks: re.Pattern[str]) -> str:
     """What a tokenizer of a kind can show of a text: all of it, or all but spaces after marks, or but white space."""
+    text = text.replace("▁", " ")
     if kind in ("words", "t5"):
         return re.sub(r"\s", "", text)
     return text if kind in LOSSLESS else re.sub(rf"(^|{marks.pattern}) ?", r"\1", text)
 
 
 OF_TEMPLATES = re.compile(
-    r"null|true|false|tool_?calls?|tool_sep|call|name|arguments|arg_key|arg_value|think|functions?|parameters?|type|id"
+    r"[Nn]ull|None|[Tt]rue|[Ff]alse|thought|tool_?calls?|tool_sep|call|name|arguments|arg_key|arg_value|think|functions?|parameters?|type|id"
     r"|commentary|final|analysis|channel|message|json|constrain|to|é|[\W\d_]"
 )
 """What templates write in a turn of the assistant, and values of arguments."""
@@ -349,8 +369,9 @@ def faults(
     row: Row, template: Template, kind: str, tokenizer: PreTrainedTokenizerBase, found: Labelled, notes: str = ""
 ) -> list[str]:
     """What is wrong with the sample of a row that has these notes."""
-    added = sorted((str(token) for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
-    marks = re.compile("|".join(map(re.escape, added)))
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+    shown_as = {form for token in added for form in (token, token.replace("▁", " "), token.replace("▁", ""))}
+    marks = re.compile("|".join(map(re.escape, sorted(shown_as, key=len, reverse=True))))
     see: Callable[[str], str] = functools.partial(shown, kind=kind, marks=marks)
     chat, tools, ids = for_template(row, template), row.get("tools"), ids_of(found)
     problems = []
@@ -358,7 +379,7 @@ def faults(
     text = see(tokenizer.decode(ids))
     if text != whole:
         problems.append(f"the sample is {text!r}, the template writes {whole!r}")
-    if ids[0] == ids[1] or (ids[0] == tokenizer.bos_token_id and ids[0] in ids[1:]):
+    if "twice" not in notes and (ids[0] == ids[1] or (ids[0] == tokenizer.bos_token_id and ids[0] in ids[1:])):
         problems.append(f"it begins twice: {text[:20]!r}")
     place = 0
     for number, message in enumerate(row["messages"], start=1):
@@ -377,10 +398,19 @@ def faults(
         place = max(ends)
     problems += [
         f"tools: {one!r} is not there"
-        for one in leaves(tools or [])
-        if see(json.dumps(one, ensure_ascii=False)[1:-1]) not in text and see(one) not in text
+        for one in tool_texts(tools)
+        if not any(as_written(one, form, see) in text for form in ("tools", "content"))
     ]
-    return problems + prompt_faults(row, chat, tools, tokenizer, ids) + label_faults(row, see, marks, tokenizer, found)
+    of_prompts = prompt_faults(row, chat, tools, tokenizer, ids, see)
+    if "generation is asked for" in notes:
+        last = max(k for k, message in enumerate(row["messages"]) if is_trained(message))
+        of_prompts = {k: problem for k, problem in of_prompts.items() if k in (-1, last)}
+    asked_for = prompts(row, chat, tools, tokenizer)
+    return [*problems, *of_prompts.values(), *label_faults(row, see, marks, asked_for, tokenizer, found)]
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    return {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def without_marks(text: str) -> str:
@@ -389,31 +419,38 @@ def without_marks(text: str) -> str:
 
 
 def prompt_faults(
-    row: Row, chat: Chat, tools: list[Any] | None, tokenizer: PreTrainedTokenizerBase, ids: list[int]
-) -> list[str]:
-    """Of what generation is prompted with, and of the special tokens of the whole."""
-    problems = []
-    has_marks = any(mark in json.dumps(row) for mark in MARKS)
-    if has_marks:  # which are text there, and tokens to transformers
+    row: Row,
+    chat: Chat,
+    tools: list[Any] | None,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: list[int],
+    see: Callable[[str], str],
+) -> dict[int, str]:
+    """What is wrong with the tokens before a trained message, by its index, and -1 for the special tokens of all.
+
+    Before it stands the text of its prompt; since the last special token, which is at the end of an earlier turn or
+    later, also the prompt's very tokens.
+    """
+    problems = {}
+    if any(mark in json.dumps(row) for mark in MARKS):  # which are text there, and tokens to transformers
         chat, tools = json.loads(without_marks(json.dumps([chat, tools])))
-    special = set(tokenizer.all_special_ids)
+    special = special_ids(tokenizer)
     whole = tokenizer.apply_chat_template(chat, tools=tools)["input_ids"]
     if [one for one in ids if one in special] != [one for one in whole if one in special]:
-        problems.append(f"the special tokens are those of {tokenizer.decode(ids)!r}")
-    for k in [k for k, message in enumerate(row["messages"]) if is_trained(message)]:
-        try:
-            prompt = tokenizer.apply_chat_template(chat[:k], tools=tools, add_generation_prompt=True)["input_ids"]
-        except Exception:
-            continue  # it refuses a chat that ends there
-        before = len([one for one in prompt if one in special]) if has_marks else 0
-        start = ids[: len(prompt)]
-        if has_marks:
-            if [one for one in ids if one in special][:before] != [one for one in prompt if one in special]:
-                problems.append(f"message {k + 1}: other special tokens before it than in its prompt")
-        elif start != prompt:
-            problems.append(
-                f"message {k + 1} comes after {tokenizer.decode(start)!r}, its prompt is {tokenizer.decode(prompt)!r}"
-            )
+        problems[-1] = f"the special tokens are those of {tokenizer.decode(ids)!r}"
+    places = [i for i, one in enumerate(ids) if one in special]
+    for k, texts in prompts(row, chat, tools, tokenizer).items():
+        for text in texts:
+            prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+            marks = [i for i, one in enumerate(prompt) if one in special]
+            tail = prompt[marks[-1] if marks else 0 :]
+            border = places[len(marks) - 1] if 0 < len(marks) <= len(places) else 0
+            before = see(tokenizer.decode(ids[:border] + tail))
+            if ids[border:][: len(tail)] == tail and without_marks(before) == without_marks(see(text)):
+                break
+        else:
+            written = tokenizer.decode(ids[: border + len(tail)])
+            problems[k] = f"message {k + 1} comes after {written!r}, its prompt is {text!r}"
     return problems
 
 
@@ -430,15 +467,39 @@ def stretches(found: Labelled, tokenizer: PreTrainedTokenizerBase) -> list[tuple
     return out
 
 
+ASKED: tuple[dict[str, bool], ...] = (
+    {},
+    *({key: value} for key in ("enable_thinking", "thinking") for value in (False, True)),
+)
+"""Variables by which templates choose how an answer is asked for."""
+
+
+def prompts(row: Row, chat: Chat, tools: list[Any] | None, tokenizer: PreTrainedTokenizerBase) -> dict[int, list[str]]:
+    """What generation may be prompted with before each trained message; none where the template refuses that."""
+    found: dict[int, list[str]] = {}
+    for k in [k for k, message in enumerate(row["messages"]) if is_trained(message)]:
+        for variables in ASKED:
+            options = {"tools": tools, "add_generation_prompt": True, "tokenize": False, **variables}
+            with suppress(Exception):
+                text = tokenizer.apply_chat_template(chat[:k], **options)
+                found.setdefault(k, []).append(text)
+    return found
+
+
 def label_faults(
-    row: Row, see: Callable[[str], str], marks: re.Pattern[str], tokenizer: PreTrainedTokenizerBase, found: Labelled
+    row: Row,
+    see: Callable[[str], str],
+    marks: re.Pattern[str],
+    prompts: dict[int, list[str]],
+    tokenizer: PreTrainedTokenizerBase,
+    found: Labelled,
 ) -> list[str]:
     trained = [k for k, message in enumerate(row["messages"]) if is_trained(message)]
     labelled = stretches(found, tokenizer)
     if len(labelled) != len(trained):
         return [f"{len(labelled)} trained stretches for {len(trained)} trained turns: {labelled}"]
     problems = []
-    special = set(tokenizer.all_special_ids)
+    special = special_ids(tokenizer)
     for k, (text, last) in zip(trained, labelled, strict=True):
         if last not in special:
             problems.append(f"message {k + 1}: {text!r} does not end with an end token")
@@ -446,6 +507,9 @@ def label_faults(
         for key, texts in texts_of(row["messages"][k]).items():
             for one in texts:
                 word = as_written(one, key, see)
+                if word not in rest:  # its beginning may be the end of the prompt
+                    asked = [see(text) for text in prompts.get(k, [])]
+                    word = word[max(n for n in range(len(word)) if not n or any(a.endswith(word[:n]) for a in asked)) :]
                 if word not in rest:
                     problems.append(f"message {k + 1}: {key} {word!r} is not trained in {rest!r}")
                 rest = rest.replace(word, "", 1)
