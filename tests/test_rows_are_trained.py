@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ Chat = list[dict[str, Any]]
 
 TOOLS = (TEMPLATES / "chatml_tools.jinja").read_text(encoding="utf-8")
 END = "<|im_end|>"
+DAY = date(2026, 1, 31)
 
 
 # Templates.
@@ -80,6 +82,8 @@ class Template:
     arguments: Callable[[dict[str, Any]], Any] = lambda value: value
     """The form in which it writes the arguments of a call as JSON."""
     tokenizer: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    """Keys of a recipe's data."""
 
 
 PLAIN_USER = "{{ open ~ m.role ~ line ~ m.content ~ end }}"
@@ -177,8 +181,8 @@ HOSTILE = {
     "speaks for a silent user": Template(tags(messages="[{'role': 'user', 'content': 'Go on.'}] + messages")),
 }
 SHIPPED = {
-    path.stem: Template(path.read_text(encoding="utf-8"), tokenizer={"bos": "<s>"})
-    for path in TEMPLATES.glob("*.jinja")
+    path.stem: Template(text, tokenizer={"bos": "<s>"}, data={"template_date": DAY} if "strftime_now" in text else {})
+    for path, text in ((path, path.read_text(encoding="utf-8")) for path in TEMPLATES.glob("*.jinja"))
 }
 ALL = HOSTILE | dict(sorted(SHIPPED.items()))
 FAITHFUL = ("writes all", "writes all, without markers", "begins", "trims", "chatml", "chatml_tools", "tulu")
@@ -339,6 +343,11 @@ def texts_of(message: dict[str, Any]) -> dict[str, list[str]]:
     return found | ({"tool_calls": list(itertools.chain(*made))} if made else {})
 
 
+def rendered(tokenizer: PreTrainedTokenizerBase, chat: Chat, **options: Any) -> str:
+    """What transformers writes, on the day of the recipe."""
+    return tokenizer.apply_chat_template(chat, tokenize=False, strftime_now=lambda form: DAY.strftime(form), **options)
+
+
 def as_written(text: str, key: str, see: Callable[[str], str]) -> str:
     """A text as it must be found: as it is, but for white space around it, or as JSON in a call."""
     return see(json.dumps(text, ensure_ascii=False)[1:-1] if key in ("tool_calls", "tools") else text.strip())
@@ -375,7 +384,7 @@ def faults(
     see: Callable[[str], str] = functools.partial(shown, kind=kind, marks=marks)
     chat, tools, ids = for_template(row, template), row.get("tools"), ids_of(found)
     problems = []
-    whole = see(tokenizer.apply_chat_template(chat, tools=tools, tokenize=False))
+    whole = see(rendered(tokenizer, chat, tools=tools))
     text = see(tokenizer.decode(ids))
     if text != whole:
         problems.append(f"the sample is {text!r}, the template writes {whole!r}")
@@ -435,7 +444,7 @@ def prompt_faults(
     if any(mark in json.dumps(row) for mark in MARKS):  # which are text there, and tokens to transformers
         chat, tools = json.loads(without_marks(json.dumps([chat, tools])))
     special = special_ids(tokenizer)
-    whole = tokenizer.apply_chat_template(chat, tools=tools)["input_ids"]
+    whole = tokenizer(rendered(tokenizer, chat, tools=tools), add_special_tokens=False)["input_ids"]
     if [one for one in ids if one in special] != [one for one in whole if one in special]:
         problems[-1] = f"the special tokens are those of {tokenizer.decode(ids)!r}"
     places = [i for i, one in enumerate(ids) if one in special]
@@ -479,9 +488,8 @@ def prompts(row: Row, chat: Chat, tools: list[Any] | None, tokenizer: PreTrained
     found: dict[int, list[str]] = {}
     for k in [k for k, message in enumerate(row["messages"]) if is_trained(message)]:
         for variables in ASKED:
-            options = {"tools": tools, "add_generation_prompt": True, "tokenize": False, **variables}
             with suppress(Exception):
-                text = tokenizer.apply_chat_template(chat[:k], **options)
+                text = rendered(tokenizer, chat[:k], tools=tools, add_generation_prompt=True, **variables)
                 found.setdefault(k, []).append(text)
     return found
 
@@ -529,7 +537,7 @@ def rows_for(name: str, kind: str, count: int) -> list[Row]:
 
 def outcome(row: Row, template: Template, kind: str, folder: Path) -> tuple[Outcome, PreTrainedTokenizerBase]:
     tokenizer = tiny_tokenizer(kind, template.text, **template.tokenizer)
-    return read_back([row], tokenizer, folder), tokenizer
+    return read_back([row], tokenizer, folder, **template.data), tokenizer
 
 
 ROWS_EACH = 4
@@ -538,17 +546,19 @@ TOKENIZERS = [kind for kind in KINDS if kind != "unknown_letters"]
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_row_is_refused_or_trained_as_it_is(name: str, tmp_path: Path):
-    template, wrong = ALL[name], []
+    template, wrong, num_trained = ALL[name], [], 0
     for kind in TOKENIZERS:
         for row in rows_for(name, kind, ROWS_EACH):
             found, tokenizer = outcome(row, template, kind, tmp_path)
             if found.refused:
                 continue
+            num_trained += 1
             problems = faults(row, template, kind, tokenizer, found.samples[0], found.notes)
             if any(mark in json.dumps(row) for mark in MARKS) and "special token" not in found.notes:
                 problems.append(f"no note of special tokens, but {found.notes!r}")
             wrong += [f"{kind}: {json.dumps(row, ensure_ascii=False)}: {one}" for one in problems]
     assert wrong[:3] == [], len(wrong)
+    assert name not in SHIPPED or num_trained > 2
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
