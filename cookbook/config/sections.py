@@ -2,6 +2,7 @@
 
 import difflib
 import math
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -130,6 +131,10 @@ def data_format(name: str) -> str | None:
     return path.suffix if path.suffix in (*TEXT_FORMATS, *BINARY_FORMATS) else None
 
 
+TextPart = Literal["system", "content", "reasoning", "tool_calls", "tool_results", "tools", "name", "generation_prompt"]
+"""A part of a chat that a template may write otherwise than the row has it."""
+
+
 class Source(Section):
     path: PathText
     """`python-stdlib`, a data file (.jsonl, .json, .csv, .tsv, .txt, .md, each also .gz or .zst; .parquet, .arrow), a
@@ -212,6 +217,13 @@ class DataSection(Section):
     """Rows per shuffled block (streaming only)."""
     chat_template: PathText | None = None
     """A Jinja file. Default: the tokenizer's own template."""
+    template_date: date | None = None
+    """The date for a template that prints today's, as in 2026-01-31; without it such a template is refused."""
+    accept: list[TextPart] = []
+    """What the chat template may leave out of a row or write otherwise: [reasoning]. Without it, such a row is bad."""
+    special_tokens: Literal["text", "tokens"] | None = None
+    """What a special token's text, such as `<|im_end|>`, is in the texts of a row. Default: text in a chat, where the
+    template writes the tokens, and the token in rows without a template."""
     on_bad_row: Literal["error", "drop"] = "error"
     """How to treat rows that cannot be trained on: stop and list the first 20, or drop and count them."""
 
