@@ -25,6 +25,8 @@ class Pieces:
         special = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         special |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
         self.special_ids = set(special)
+        # Properties of the tokenizer that look a token up at each access.
+        self.begin, self.end, self.unknown = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id
         names = sorted(filter(None, special.values()), key=len, reverse=True)
         self._tails: dict[str, list[int]] = {}
         self.special_texts = re.compile("|".join(map(re.escape, names)) or r"(?!)")
@@ -72,17 +74,20 @@ class Pieces:
         special = self.tokenizer.eos_token or ""
         return self.encoded([special + "ab"])["input_ids"][0][1:] == self.encoded(["ab"])["input_ids"][0]
 
-    def range_of(self, encoding: Any, text: str, start: int, end: int) -> Range | None:
-        """The tokens of characters `start` to `end` of a text; None if a token spans one of these borders."""
+    def range_of(self, encoding: Any, ids: list[int], text: str, start: int, end: int) -> Range | None:
+        """The tokens of characters `start` to `end` of a text; None if a token spans one of these borders.
+
+        Args:
+            encoding: of the text, with its `ids`, which it would copy at each access.
+        """
         first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
         if first is None or last is None or (start and encoding.char_to_token(start - 1) is None):
             return None  # white space that the tokenizer leaves out, or that its offsets do
-        ids = encoding.ids
         if encoding.token_to_chars(first)[0] < start:
             if ids[first] not in self.special_ids:  # one of these may take the white space after it
                 return None
             first += 1
-        elif text[max(0, start - 2) : start].isspace() and not self._ends_alike(encoding, text, start, first):
+        elif text[max(0, start - 2) : start].isspace() and not self._ends_alike(encoding, ids[:first], text, start):
             return None
         while last + 1 < len(ids) and encoding.token_to_chars(last + 1) == encoding.token_to_chars(last):
             last += 1  # several tokens for one character
@@ -90,14 +95,14 @@ class Pieces:
             return None
         return first, last + 1
 
-    def _ends_alike(self, encoding: Any, text: str, end: int, num_tokens: int) -> bool:
-        """Whether the first tokens of a text are those of its first `end` characters, which end in white space:
-        some tokenizers split white space otherwise if a word follows it."""
-        ids = encoding.ids[max(0, num_tokens - MAX_TAIL) : num_tokens]
+    def _ends_alike(self, encoding: Any, before: list[int], text: str, end: int) -> bool:
+        """Whether the tokens before character `end` are those of the text up to there, which ends in white space: some
+        tokenizers split white space otherwise if a word follows it."""
+        ids = before[-MAX_TAIL:]
         place = next((i for i in reversed(range(len(ids))) if ids[i] in self.special_ids), None)
         if place is None:
             return False
-        start = encoding.token_to_chars(num_tokens - len(ids) + place)[0]
+        start = encoding.token_to_chars(len(before) - len(ids) + place)[0]
         tail = text[start:end]
         if tail not in self._tails:
             self._tails[tail] = self.encoded([tail])["input_ids"][0]

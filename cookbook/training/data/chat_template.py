@@ -49,6 +49,7 @@ class ChatTemplate:
         self.tokenizer, self.today = tokenizer, today
         self._special = dict(tokenizer.special_tokens_map)
         self._text_form: dict[bool, bool] = {}
+        self._has_markers: dict[bool, bool] = {}
 
     def text(self, tools: Any = None) -> str:
         """The template itself: of several, the one for tools if there are some.
@@ -60,7 +61,9 @@ class ChatTemplate:
 
     def has_markers(self, tools: Any = None) -> bool:
         """Whether it marks the assistant's tokens."""
-        return _GENERATION.search(self.text(tools)) is not None
+        if (tools is None) not in self._has_markers:
+            self._has_markers[tools is None] = _GENERATION.search(self.text(tools)) is not None
+        return self._has_markers[tools is None]
 
     def render(self, asked: Asked, end: int | None = None, *, prompt: bool = False, **variables: Any) -> str:
         """The text of the first `end` messages; with `prompt`, and what generation of the next one is given.

@@ -122,7 +122,7 @@ def _encode_plain_rows(
             written = [asked or "", *(text.removesuffix(tokenizer.eos_token or "") for text in texts)]
             if any(map(pieces.special_texts.search, written)):
                 remarks.append(SPECIAL_AS_TEXT if as_text else SPECIAL_AS_TOKENS)
-            if any(_has_unknown(sequence, tokenizer) for sequence in sequences):
+            if any(_has_unknown(sequence, pieces) for sequence in sequences):
                 remarks.append(UNKNOWN)
             yield Encoded(sequences, tuple(remarks))
 
@@ -139,19 +139,11 @@ TWICE_ENDED = "have the end token twice at the end of a turn"
 OTHER_TEXT = "decode to another text than the row's; the tokenizer changes or leaves out some characters"
 
 
-def _has_unknown(sequence: LabelledIds, tokenizer: "PreTrainedTokenizerBase") -> bool:
-    unknown, (ids, labels) = tokenizer.unk_token_id, sequence
-    if unknown is None or unknown == tokenizer.eos_token_id or unknown not in ids:
+def _has_unknown(sequence: LabelledIds, pieces: Pieces) -> bool:
+    unknown, (ids, labels) = pieces.unknown, sequence
+    if unknown is None or unknown == pieces.end or unknown not in ids:
         return False
     return any(i == unknown and label for i, label in zip(ids, labels, strict=True))
-
-
-def _is_ended_twice(sequence: LabelledIds, special_ids: set[int]) -> bool:
-    ids, labels = sequence
-    return any(
-        one == next_one and label and one in special_ids
-        for one, next_one, label in zip(ids, ids[1:], labels[1:], strict=False)
-    )
 
 
 def _start_and_end(tokenizer: "PreTrainedTokenizerBase", place: str) -> tuple[int | None, int]:
@@ -240,13 +232,14 @@ class _ChatEncoder:
         """Each chat, or its problem."""
         written = [self._write(one) for one in chats]
         plain = [one.text for one in written if isinstance(one, _Written) and not one.guard]
-        encodings = iter(self.pieces.encoded(plain).encodings if plain else [])
+        encoded = self.pieces.encoded(plain) if plain else None
+        encodings = zip(encoded.encodings, encoded["input_ids"], strict=True) if encoded else iter(())
         for asked, one in zip(chats, written, strict=True):
             if isinstance(one, BadRow):
                 yield one
                 continue
-            sequence = self._labelled(asked, one, None if one.guard else next(encodings))
-            yield self._checked(asked, one, sequence)
+            sequence, remarks = self._labelled(asked, one, None if one.guard else next(encodings))
+            yield self._checked(asked, one, sequence, remarks)
 
     def _write(self, asked: Asked) -> _Written | BadRow:
         if self.train_on == "all" and any("train" in message for message in asked.chat):
@@ -316,14 +309,18 @@ class _ChatEncoder:
             turns.append((len(before), len(after)))
         return whole, turns
 
-    def _labelled(self, asked: Asked, written: _Written, encoding: Any) -> LabelledIds:
+    def _labelled(
+        self, asked: Asked, written: _Written, encoding: tuple[Any, list[int]] | None
+    ) -> tuple[LabelledIds, list[str]]:
+        """The chat's tokens and labels, and its remarks."""
+        remarks = [SPECIAL_AS_TEXT] if written.guard else []
         if self.train_on == "all":
-            ids = encoding.ids if encoding is not None else self.pieces.in_pieces(written.text, (), written.guard)[0]
-            return ids, [1] * len(ids)
+            ids = encoding[1] if encoding else self.pieces.in_pieces(written.text, (), written.guard)[0]
+            return (ids, [1] * len(ids)), remarks
         ranges: list[Range | None] = [None]
-        if encoding is not None:
-            ids = encoding.ids
-            ranges = [self.pieces.range_of(encoding, written.text, start, end) for start, end in written.spans]
+        if encoding:
+            ids = encoding[1]
+            ranges = [self.pieces.range_of(*encoding, written.text, start, end) for start, end in written.spans]
         if None in ranges:
             cuts = {place for span in written.spans for place in span}
             ids, num_before = self.pieces.in_pieces(written.text, cuts, written.guard)
@@ -333,15 +330,20 @@ class _ChatEncoder:
             if not self.template.has_markers(asked.tools):
                 # White space after the end-of-turn token belongs to the template: generation has stopped before it.
                 end = first + len(self.pieces.without_space(ids[first:end]))
-            self._check_end(ids[first:end], asked)
+            if self._ends_twice(ids[first:end], asked):
+                remarks.append(TWICE_ENDED)
             labels[first:end] = [1] * (end - first)
-        return ids, labels
+        return (ids, labels), remarks
 
-    def _check_end(self, turn: list[int], asked: Asked) -> None:
-        """Raise RecipeError unless a turn's labels end with a special token, with only white space after it."""
+    def _ends_twice(self, turn: list[int], asked: Asked) -> bool:
+        """Whether a turn's labels end with the same special token twice.
+
+        Raises:
+            RecipeError: they do not end with a special token, with only white space after it.
+        """
         turn = self.pieces.without_space(turn)
         if turn and turn[-1] in self.pieces.special_ids:
-            return
+            return turn[-2:-1] == turn[-1:]
         place = "before {% endgeneration %}" if self.template.has_markers(asked.tools) else "after each turn"
         raise RecipeError(
             f"{asked.where}: the trained part of an assistant turn ends with"
@@ -350,11 +352,10 @@ class _ChatEncoder:
             " must know it as a special token"
         )
 
-    def _checked(self, asked: Asked, written: _Written, sequence: LabelledIds) -> Encoded | BadRow:
+    def _checked(self, asked: Asked, written: _Written, sequence: LabelledIds, remarks: list[str]) -> Encoded | BadRow:
         """The sequence with its remarks, or the problem of the chat or of chats of its shape."""
         key, ids = shape_of(asked, self.template.tested_texts), sequence[0]
         shape = self.shapes.get(key)
-        remarks = [SPECIAL_AS_TEXT] if written.guard else []
         self.num_seen += 1
         is_compared = shape is None or self.num_seen <= NUM_COMPARED or self.num_seen % COMPARED_EVERY == 0
         if shape is None:
@@ -365,17 +366,14 @@ class _ChatEncoder:
             problem, more = self._compared(asked, written, sequence)
             if problem is not None:
                 return problem
-            remarks += more
-        tokenizer = self.pieces.tokenizer
+            remarks = [*remarks, *more]
         if not written.guard and self.keys.special_tokens == "tokens" and self._has_special(asked):
             remarks.append(SPECIAL_AS_TOKENS)
-        if _has_unknown(sequence, tokenizer):
+        if _has_unknown(sequence, self.pieces):
             remarks.append(UNKNOWN)
-        if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:
+        if self.pieces.begin is not None and ids[:2] == [self.pieces.begin] * 2:
             remarks.append(TWICE_BEGUN)
-        if _is_ended_twice(sequence, self.pieces.special_ids):
-            remarks.append(TWICE_ENDED)
-        return Encoded([sequence], (*shape.remarks, *remarks))
+        return Encoded([sequence], tuple(dict.fromkeys((*shape.remarks, *remarks))))
 
     def _examined(self, asked: Asked, written: _Written, ids: list[int]) -> _Shape:
         """The first chat of a shape, looked at for all of them."""
@@ -435,7 +433,7 @@ class _ChatEncoder:
             return self._bad_row(Problem(leaf.part, leaf.message, leaf.key, leaf.detail, how)), []
         ids, labels = sequence
         tokenizer, text = self.pieces.tokenizer, written.text.replace(written.guard or GUARD, "")
-        if tokenizer.unk_token_id in ids:
+        if self.pieces.unknown in ids:
             return None, []
         if _without_space(tokenizer.decode(ids)) != _without_space(text):
             return None, [OTHER_TEXT]
