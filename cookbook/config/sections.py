@@ -182,6 +182,13 @@ def eval_key(name: str) -> str:
     return f"data.eval.{name}" if name else "data.eval"
 
 
+def _date_of(value: Any) -> Any:
+    try:
+        return date.fromisoformat(value) if isinstance(value, str) else value
+    except ValueError:
+        raise ValueError(f"is {value!r}; write a date as in 2026-01-31") from None
+
+
 class DataSection(Section):
     train: Annotated[
         list[SourceField],
@@ -217,7 +224,7 @@ class DataSection(Section):
     """Rows per shuffled block (streaming only)."""
     chat_template: PathText | None = None
     """A Jinja file. Default: the tokenizer's own template."""
-    template_date: date | None = None
+    template_date: Annotated[date | None, BeforeValidator(_date_of, json_schema_input_type=str | None)] = None
     """The date for a template that prints today's, as in 2026-01-31; without it such a template is refused."""
     accept: list[TextPart] = []
     """What the chat template may leave out of a row or write otherwise: [reasoning]. Without it, such a row is bad."""

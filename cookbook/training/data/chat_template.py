@@ -10,7 +10,6 @@ import jinja2
 from jinja2 import nodes
 
 from cookbook.config.row_kinds import Chat
-from cookbook.system.files import RecipeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,6 +21,11 @@ REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 THINKING = ({"enable_thinking": False}, {"enable_thinking": True}, {"thinking": False}, {"thinking": True})
 """Variables by which templates choose how an answer is prompted for."""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+class AsksForDate(Exception):
+    """A template prints today's date."""
+
 
 Span = tuple[int, int]
 """First character of a stretch, and the one after its last."""
@@ -70,7 +74,7 @@ class ChatTemplate:
 
         Raises:
             TEMPLATE_ERRORS: the template refuses the chat.
-            RecipeError: it asks for the date, and there is none.
+            AsksForDate: it does, and there is none.
         """
         return self._rendered(asked, end, prompt, variables)[0]
 
@@ -101,10 +105,7 @@ class ChatTemplate:
 
     def _strftime(self, form: str) -> str:
         if self.today is None:
-            raise RecipeError(
-                "the chat template prints today's date, so the samples would depend on the day. Give it a fixed one, as"
-                " in data.template_date: 2026-01-31, or name another template in data.chat_template"
-            )
+            raise AsksForDate
         return self.today.strftime(form)
 
     def _wants_text(self, with_tools: bool) -> bool:

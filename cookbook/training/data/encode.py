@@ -14,7 +14,14 @@ from cookbook.config.row_kinds import BadRow, Chat, Row, RowKind, kinds
 from cookbook.config.sections import DataSection
 from cookbook.system.files import RecipeError
 from cookbook.training.data.borders import Pieces, Range
-from cookbook.training.data.chat_template import TEMPLATE_ERRORS, THINKING, Asked, ChatTemplate, Span
+from cookbook.training.data.chat_template import (
+    TEMPLATE_ERRORS,
+    THINKING,
+    Asked,
+    AsksForDate,
+    ChatTemplate,
+    Span,
+)
 from cookbook.training.data.faithful import Problem, Words, changed_text, problems_of_shape, shape_of
 from cookbook.training.data.rows import Rows
 
@@ -127,16 +134,12 @@ def _encode_plain_rows(
             yield Encoded(sequences, tuple(remarks))
 
 
-SPECIAL_AS_TEXT = (
-    "have special tokens of the tokenizer in a text, read as text (data.special_tokens: tokens would read tokens)"
-)
-SPECIAL_AS_TOKENS = (
-    "have special tokens of the tokenizer in a text, read as these tokens (data.special_tokens: text would read text)"
-)
-UNKNOWN = "have the unknown token among those that carry loss; the tokenizer does not know all of their characters"
-TWICE_BEGUN = "begin with the begin-of-sequence token twice: the template writes it, and so does the text"
-TWICE_ENDED = "have the end token twice at the end of a turn"
-OTHER_TEXT = "decode to another text than the row's; the tokenizer changes or leaves out some characters"
+SPECIAL_AS_TEXT = "with special tokens in a text, read as text (data.special_tokens: tokens would read tokens)"
+SPECIAL_AS_TOKENS = "with special tokens in a text, read as tokens (data.special_tokens: text would read text)"
+UNKNOWN = "with the unknown token among those that carry loss; the tokenizer does not know some characters"
+TWICE_BEGUN = "with the begin-of-sequence token twice at the beginning"
+TWICE_ENDED = "with the end token twice at the end of a turn"
+OTHER_TEXT = "whose tokens decode to another text; the tokenizer changes or leaves out some characters"
 
 
 def _has_unknown(sequence: LabelledIds, pieces: Pieces) -> bool:
@@ -252,6 +255,11 @@ class _ChatEncoder:
             text, spans = self._rendered(asked)
         except TEMPLATE_ERRORS as error:  # a template may refuse a chat, for a system message, say
             return BadRow("refused by the chat template", str(error))
+        except AsksForDate:
+            raise RecipeError(
+                f"{asked.where}: the chat template prints today's date, so the samples would depend on the day. Give it"
+                " a fixed one, as in data.template_date: 2026-01-31, or another template in data.chat_template"
+            ) from None
         return _Written(asked, text, spans, guard)
 
     def _has_special(self, asked: Asked) -> bool:
@@ -388,7 +396,7 @@ class _ChatEncoder:
         remarks = []
         for one in found:
             if one.part in self.keys.accept:
-                remarks.append(f"are accepted although the chat template {one.how} {one.key} (data.accept)")
+                remarks.append(f"where the chat template {one.how} {one.key}, as data.accept has it")
             elif one.is_meant(asked):
                 remarks.append(one.remark)
             else:
@@ -417,7 +425,8 @@ class _ChatEncoder:
             earlier = [place for place in cuts if place < start]
             starts = (self.pieces.in_pieces(text, [one for one in earlier if one < len(text)])[0] for text in texts)
             if prompts and not any(ids[: len(one)] == one for one in starts):
-                found.append(Problem("generation_prompt", k, "generation prompt", how="does not begin a turn with its"))
+                how, seen = "does not begin a turn with its", f"which ends with {prompts[0][-40:]!a}"
+                found.append(Problem("generation_prompt", k, "generation prompt", seen, how))
         return found
 
     def _compared(self, asked: Asked, written: _Written, sequence: LabelledIds) -> tuple[BadRow | None, list[str]]:

@@ -44,7 +44,8 @@ class Problem(NamedTuple):
     @property
     def place(self) -> str:
         """Where the text is, for messages."""
-        message = "" if self.message is None else f"message {self.message + 1}"
+        role = {"system": " (system)", "tool_results": " (tool)"}.get(self.part, "")
+        message = "" if self.message is None else f"message {self.message + 1}{role}"
         return ", ".join(filter(None, (message, self.detail))) or "the row"
 
     def is_meant(self, asked: Asked) -> bool:
@@ -61,10 +62,10 @@ class Problem(NamedTuple):
         """What is said of a problem that `is_meant`."""
         if self.part == "generation_prompt":
             return (
-                "have an earlier turn that begins otherwise than generation is asked for it (objective.train_on: last"
+                "with an earlier turn that begins otherwise than generation is asked for it (objective.train_on: last"
                 " trains on the last turn alone)"
             )
-        return "have reasoning in an earlier turn, without loss, that the chat template leaves out"
+        return "with reasoning in an earlier turn, without loss, that the chat template leaves out"
 
     @property
     def remedy(self) -> str:

@@ -212,9 +212,11 @@ def _dropped_notes(place: str, num_dropped: Counter[str]) -> list[str]:
 
 
 def _remarks(place: str, remarks: Iterable[Remark]) -> list[str]:
-    return [
-        f"{place}: {one.num_rows:,} row{'s' * (one.num_rows > 1)} {one.words}; first: {one.first}" for one in remarks
-    ]
+    def words(one: Remark) -> str:
+        rows = f"{one.num_rows:,} row{'s' * (one.num_rows > 1)}"
+        return f"{place}: {rows} {one.words}; first: {one.first.removeprefix(place + ': ')}"
+
+    return list(map(words, remarks))
 
 
 SHARE_TO_KEEP = 0.99
