@@ -273,7 +273,7 @@ def test_only_nulls_that_a_struct_adds_are_left_out(tmp_path: Path):
 
 
 def test_a_slice_of_a_table_gives_the_rows_of_the_slice():
-    """Of structs, lists and maps, whose arrays hold more than the slice."""
+    """Structs, lists and maps hold more than the slice."""
     inner = pyarrow.struct([("a", pyarrow.string())])
     kinds = {
         "list": pyarrow.list_(inner),

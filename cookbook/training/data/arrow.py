@@ -71,7 +71,7 @@ def _features(schema: Any) -> dict[str, Any]:
     """The types of the columns as `datasets` writes them beside the schema."""
     try:
         found = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -8,7 +8,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +260,10 @@ def _read_columns(path: Path, names: list[str], source: Source) -> list[str]:
 
 def arrow_rows(batches: Iterable[Any], source: Source) -> Iterator[Any]:
     """The rows of record batches, as JSON would have them; a BadRow instead of a row that is not UTF-8."""
+    return chain.from_iterable(_decoded_parts(batches, source))
+
+
+def _decoded_parts(batches: Iterable[Any], source: Source) -> Iterator[list[Any]]:
     from cookbook.training.data.arrow import row_decoder
 
     schema = decode = None
@@ -268,7 +272,7 @@ def arrow_rows(batches: Iterable[Any], source: Source) -> Iterator[Any]:
             schema = batch.schema
             decode = row_decoder(schema, {(source.columns or {}).get("role", "role")})
         for start in range(0, len(batch), ROWS_PER_READ):
-            yield from _decoded(batch.slice(start, ROWS_PER_READ), decode)
+            yield _decoded(batch.slice(start, ROWS_PER_READ), decode)
 
 
 def _decoded(batch: Any, decode: Any) -> list[Any]:
