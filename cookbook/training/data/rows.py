@@ -161,6 +161,10 @@ def row_bytes(row: dict[str, Any]) -> bytes:
     return json.dumps(row, ensure_ascii=False).encode()
 
 
+def _refuse(value: Any) -> None:
+    raise BadRow("not JSON", kind_in_words(value))
+
+
 def _good_rows(reader: "_Reader", bad_rows: BadRows, *, streaming: bool = False) -> Iterator[dict[str, Any]]:
     num_good = 0
     for place, raw in raw_rows(reader.source, streaming=streaming):
@@ -199,7 +203,12 @@ class _Reader:
         named = rename(raw, self.source.columns or {})
         reading = self._reading_of(named, raw, place)
         row = reading.kind.check(reading.of(named))
-        if sum(len(text.encode()) for text in texts_in(row)) > MAX_ROW_BYTES:
+        try:
+            num_bytes = sum(len(text.encode()) for text in texts_in(row))
+        except TypeError:  # within calls or tools, of a column that JSON has no type for
+            json.dumps(row, default=_refuse)
+            raise
+        if num_bytes > MAX_ROW_BYTES:
             raise BadRow(f"row larger than {MAX_ROW_BYTES:,} bytes")
         if self.kind and reading.kind.name != self.kind:
             words = f"{reading.kind.words}, where the rows before have {kinds()[self.kind].words}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from cookbook.config.sections import BUILTIN_SOURCE, COMPRESSIONS, Source, data_format
 from cookbook.system.files import RecipeError, first_line
-from cookbook.training.data.readers import file_rows, known_columns, numbered
+from cookbook.training.data.readers import ROWS_PER_READ, arrow_rows, file_rows, known_columns, numbered
 
 OTHER_SPLITS = ("test", "val", "eval", "dev")
 ARROW_FILES = (".arrow",)
@@ -132,4 +132,9 @@ def _hub_rows(source: Source, streaming: bool) -> Iterator[Any]:
             f" Check the name, the split and the network, or use a local file or {BUILTIN_SOURCE!r}"
         ) from error
     # A stream may not know its columns before its first row.
-    yield from dataset.select_columns(known_columns(dataset.column_names, source)) if dataset.column_names else dataset
+    if dataset.column_names:
+        dataset = dataset.select_columns(known_columns(dataset.column_names, source))
+    # As tables, so that the schema decides what is JSON and which nulls are a row's own; files in them stay unopened.
+    tables = dataset.with_format("arrow")
+    parts = iter(tables) if streaming else tables.iter(ROWS_PER_READ)  # tables of a stream may differ in schema
+    yield from arrow_rows((batch for table in parts for batch in table.to_batches()), source)
