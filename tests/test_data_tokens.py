@@ -321,7 +321,6 @@ def test_reasoning_is_trained_in_the_last_turn_where_the_template_drops_earlier_
         ({"messages": CALLING}, "tool_calls"),
         ({"messages": chat("a", "b")["messages"], "tools": [{"name": "add"}]}, "tools"),
         ({"messages": [USER, {"role": "assistant", "content": "b", "reasoning_content": "why"}]}, "reasoning_content"),
-        ({"messages": [USER, {"role": "assistant", "content": "b", "thinking": "why"}]}, "thinking"),
     ],
 )
 def test_what_a_template_would_drop_is_a_bad_row(tokenizer, row, key):
