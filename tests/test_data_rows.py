@@ -516,10 +516,18 @@ def test_a_judgement_keeps_its_label_and_passes_again(tmp_path, raw, expected):
         assert rows.kind == ("judgement" if isinstance(raw["completion"], str) else "chat_judgement")
 
 
-def test_without_its_label_a_judgement_is_a_completion(tmp_path):
-    path = write_lines(tmp_path / "rows.jsonl", json.dumps(JUDGEMENTS["texts"][0]))
-    rows = read_rows(Source(path=path), "error")
-    assert (rows.kind, rows.rows) == ("completion", [{"prompt": "q", "completion": "y"}])
+@pytest.mark.parametrize("name", JUDGEMENTS)
+def test_without_its_label_a_judgement_is_a_completion(tmp_path, name):
+    """Which the recipe must say: a bad answer would be trained as a good one."""
+    raw, expected = JUDGEMENTS[name]
+    path = write_lines(tmp_path / "rows.jsonl", json.dumps(raw))
+    with pytest.raises(
+        RecipeError, match=r"`label` is not read: it is (true|false); objective.name sft would train bad"
+    ):
+        read_rows(Source(path=path), "error")
+    rows = read_rows(Source(path=path, ignore=["label"]), "error")
+    kept = {key: value for key, value in (expected or raw).items() if key in ("prompt", "completion")}
+    assert (rows.kind, rows.rows) == ("completion" if expected is None else "chat_completion", [kept])
 
 
 BAD_JUDGEMENTS = {
@@ -675,6 +683,10 @@ def test_what_was_understood_is_in_words(tmp_path, raw, words):
 
 AMBIGUOUS = {
     "two kinds": (SHAREGPT | ALPACA, "`conversations` as well as `instruction` and `output`"),
+    "a text that may be rendered from the rest": (
+        ALPACA | {"text": "t"},
+        "`instruction` and `output` as well as `text`",
+    ),
     "two shapes of a kind": (
         {"question": "q", "answer": "y", "response": "z"},
         "`question` and `response` as well as `question` and `answer`",
@@ -772,7 +784,7 @@ UNCHANGED = {
         "fa4598c57031 23b75900c568",
     ),
     "text beside Alpaca's columns": (
-        "sft",
+        "cpt",
         [{"text": "t u", "instruction": "i", "input": "", "output": "o"}],
         "52e5efcf0386 7749a9dd4bbf",
     ),

@@ -33,6 +33,8 @@ LOSS_MARKS = ("train", "training", "loss", "loss_mask", "weight", "loss_weight",
 """Whether a message carries loss: true, false, 1 or 0; `masked` is the opposite."""
 TEMPLATE_KEYS = ("tool_calls", "reasoning_content")
 """Keys of an assistant message besides its content, which a chat template must write."""
+IN_MESSAGES = "messages."
+"""Begins the name of a key of messages, whatever column they are in."""
 READ_KEYS = frozenset(
     ("role", "content", "name", "tool_call_id", "tool_calls", "function_call", *REASONING_KEYS, *LOSS_MARKS)
 )
@@ -172,7 +174,7 @@ def _read_message(message: Any) -> dict[str, Any]:
     if _is_call_role(message):
         message = message | {"content": "", "function_call": message.get("content")}
     for key in MEANT_KEYS.keys() & message.keys():
-        _refuse_key(key, message[key], MEANT_KEYS[key], way_out=f"messages.{key}")
+        _refuse_key(key, message[key], MEANT_KEYS[key], way_out=f"{IN_MESSAGES}{key}")
     return _checked(message, role)
 
 
@@ -216,7 +218,7 @@ def _loss_mark(message: Mapping[str, Any], role: str) -> bool | None:
         if key == "mask" and isinstance(value, bool):
             raise BadRow("mask that can mean two things", f"{shown}; write `train`: true or false, or 1 or 0 (no loss)")
         if not isinstance(value, int | float) or value not in (0, 1):
-            way_out = f"or pass it over with data.ignore: [messages.{key}]"
+            way_out = f"or pass it over with data.ignore: [{IN_MESSAGES}{key}]"
             raise BadRow(f"`{key}` is not true or false", f"{shown}; a message carries loss or none, {way_out}")
         carries = bool(value) != (key == "masked")
         # OpenAI's weight of a question is 1 like any other's, and an unmasked one is the default of `masked`.
@@ -343,7 +345,7 @@ def _objects(value: Any) -> list[dict[str, Any]]:
 def _left(value: Mapping[str, Any], read: Any, place: str) -> Iterator[str]:
     for key in value.keys() - read:
         if value[key] not in (None, "", [], {}):
-            yield f"messages.{place}{key}"
+            yield f"{IN_MESSAGES}{place}{key}"
 
 
 def check_tools(tools: Any, wrap: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ Reading, tokenizing, error messages and rehearsals all use the registered kinds.
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, ClassVar, NamedTuple
@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 from cookbook.config import registry
 from cookbook.config.messages import (
     FOREIGN_KEYS,
+    IN_MESSAGES,
     ONLY_TEXT,
     ROLES,
     BadRow,
@@ -66,6 +67,9 @@ class RowKind:
     """Optional keys."""
     namings: tuple[Naming, ...] = ()
     """Other names of the keys. Rows with a kind's own names are read by these alone."""
+    is_rendered: bool = False
+    """Whether its rows may be what another project rendered from their other columns. Rows in another shape besides are
+    then a question to the user, even if they have this kind's own names."""
     yields: bool = False
     """Whether its own names count like other names, since rows of other kinds may have them too."""
     matches: Callable[[Row], bool] = lambda row: True
@@ -125,7 +129,7 @@ NOT_TEXT = dict.fromkeys(
     ONLY_TEXT,
 )
 MADE_BEFORE = dict.fromkeys(
-    ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks", "segments"),
+    ("input_ids", "completion_mask", "assistant_masks"),
     "rows are tokenized here, from their texts",
 )
 NEVER_READ = NOT_TEXT | MADE_BEFORE
@@ -213,6 +217,37 @@ def _suggested_message_keys(messages: Any) -> dict[str, str]:
     return {"role": by_length[0], "content": by_length[-1]} if len(by_length) > 1 else {}
 
 
+def is_empty(value: Any) -> bool:
+    """Whether the value of an optional key asks for nothing."""
+    return value is None or value in ("", [], {}) or (isinstance(value, str) and not value.strip())
+
+
+def keys_in_messages(row: Row) -> set[str]:
+    """The keys of a row's messages, in whatever column they are, each as `messages.KEY`."""
+    messages = (one for value in row.values() for one in _items(value) if isinstance(one, dict))
+    return {f"{IN_MESSAGES}{key}" for one in messages for key in one}
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, str) and value.startswith("[{"):  # a cell of a table
+        value = from_json(value)
+    return value if isinstance(value, list) else []
+
+
+def without(row: Row, ignored: Sequence[str]) -> Row:
+    """The row without these columns; `messages.KEY` is a key of messages, in whatever column they are."""
+    in_messages = {name.removeprefix(IN_MESSAGES) for name in ignored if name.startswith(IN_MESSAGES)}
+    row = {column: value for column, value in row.items() if column not in ignored}
+    for column, value in row.items() if in_messages else ():
+        items = _items(value)
+        if any(in_messages & one.keys() for one in items if isinstance(one, dict)):
+            row[column] = [
+                {key: item for key, item in one.items() if key not in in_messages} if isinstance(one, dict) else one
+                for one in items
+            ]
+    return row
+
+
 class Reading(NamedTuple):
     """One way to read a row."""
 
@@ -234,11 +269,6 @@ class Reading(NamedTuple):
     def of(self, raw: Row) -> Row:
         """The row under the kind's own names."""
         return {key: raw[column] for key, column in self.columns.items()}
-
-    def left(self, present: Set[str]) -> tuple[list[str], list[str]]:
-        """The columns of rows that have these which are not read: those with a meaning, and metadata."""
-        left = [column for column in present if column not in self.columns.values()]
-        return sorted(set(left) & MEANT.keys()), sorted(set(left) - MEANT.keys())
 
     def words(self, raw: Row) -> str:
         """What was renamed in a row, for the user; empty if nothing was."""
@@ -272,8 +302,17 @@ def readings(present: Set[str]) -> list[Reading]:
 def kinds_of(raw: Row) -> set[str]:
     """The kinds that a row may be read as: by this project's own names, else by others."""
     found = readings({key for key, value in raw.items() if value is not None})
-    found = [one for one in found if one.kind.matches(one.of(raw))]
-    return {one.kind.name for one in [one for one in found if one.is_own] or found}
+    return {one.kind.name for one in by_own_names(one for one in found if one.kind.matches(one.of(raw)))}
+
+
+def by_own_names(found: Iterable[Reading]) -> list[Reading]:
+    """Of the ways to read a row those by this project's own names, if these decide it; else all.
+
+    A row in a shape of this project is read by it, whatever other columns it has.
+    """
+    found = list(found)
+    own = [one for one in found if one.is_own]
+    return own if any(not one.kind.is_rendered for one in own) else found
 
 
 def shapes() -> str:
@@ -329,18 +368,13 @@ def _split_prompt(chosen: str, rejected: str) -> Row:
 def _check_asked(raw: Row, *answers: str) -> Row:
     """The texts of a prompt, with its context, and of the answers to it."""
     row = _check_texts("prompt", *answers)(raw)
-    return row if _is_empty(raw.get("context")) else row | {"prompt": _with_context(row["prompt"], raw["context"])}
+    return row if is_empty(raw.get("context")) else row | {"prompt": _with_context(row["prompt"], raw["context"])}
 
 
 def _with_context(prompt: str, context: Any) -> str:
     """The prompt and, after an empty line, its context, unless the prompt has it already."""
     context = check_text(context, "`context`")
     return prompt if context in prompt else f"{prompt}\n\n{context}"
-
-
-def _is_empty(value: Any) -> bool:
-    """Whether an optional key asks for nothing."""
-    return value is None or value in ("", [], {}) or (isinstance(value, str) and not value.strip())
 
 
 CHAT_KEYS = ("system", "history", "tools", "functions", "chat_template_kwargs")
@@ -356,7 +390,7 @@ OF_THE_ENCODER = (
 def _for_template(raw: Row) -> Row:
     """The tools of a chat and the keys that its row gives to the template, if any."""
     kept: Row = {}
-    found = [key for key in ("tools", "functions") if not _is_empty(raw.get(key))]
+    found = [key for key in ("tools", "functions") if not is_empty(raw.get(key))]
     if len(found) > 1:
         raise BadRow("tools given twice", "as `tools` and as `functions`")
     if found:
@@ -364,7 +398,7 @@ def _for_template(raw: Row) -> Row:
         if tools := check_tools(raw[found[0]], wrap):
             kept["tools"] = tools
     kwargs = from_json(raw.get("chat_template_kwargs"))
-    if not _is_empty(kwargs):
+    if not is_empty(kwargs):
         if not isinstance(kwargs, dict):
             raise BadRow("not an object", f"`chat_template_kwargs` is {kind_in_words(kwargs)}")
         if taken := sorted(kwargs.keys() & set(OF_THE_ENCODER)):
@@ -394,7 +428,7 @@ def _check_history(history: Any) -> Chat:
 
 def _begun(raw: Row, chat: Chat) -> Chat:
     """The chat after the row's system message and earlier turns, if it has any."""
-    system, history = ([] if _is_empty(raw.get(key)) else [raw[key]] for key in ("system", "history"))
+    system, history = ([] if is_empty(raw.get(key)) else [raw[key]] for key in ("system", "history"))
     if not system and not history:
         return chat
     start: Chat = [{"role": "system", "content": check_text(text, "`system`")} for text in system]
@@ -408,7 +442,7 @@ def _begun(raw: Row, chat: Chat) -> Chat:
 def _check_chat(raw: Row) -> Row:
     chat = read_messages(raw["messages"])
     for key in ("loss_mask", "mask"):
-        if not _is_empty(raw.get(key)):
+        if not is_empty(raw.get(key)):
             chat = _masked(chat, key, from_json(raw[key]))
     chat = _begun(raw, chat)
     if all(message["role"] != "assistant" for message in chat):
@@ -441,9 +475,9 @@ def _masked(chat: Chat, key: str, mask: Any) -> Chat:
 
 def _check_exchange(raw: Row) -> Row:
     """A single exchange, whose texts become the messages of a chat; optional texts may be empty."""
-    optional = {key for key in ("system", "context") if _is_empty(raw.get(key))}
+    optional = {key for key in ("system", "context") if is_empty(raw.get(key))}
     row = _check_texts(*(key for key in ("system", "user", "context", "assistant") if key not in optional))(raw)
-    if not _is_empty(raw.get("history")):
+    if not is_empty(raw.get("history")):
         row["history"] = _check_history(raw["history"])
     return row | _for_template(raw)
 
@@ -501,7 +535,7 @@ def _check_chat_judgement(raw: Row) -> Row:
 def _conversation(raw: Row, name: str) -> Chat:
     """The whole conversation of a prompt (a text, messages or None) and an answer that may repeat the prompt."""
     prompt, answer = raw.get("prompt"), from_json(raw[name])
-    context = None if _is_empty(raw.get("context")) else raw["context"]
+    context = None if is_empty(raw.get("context")) else raw["context"]
     is_answer_only = isinstance(answer, list) and bool(answer) and role_of(answer[0]) == "assistant"
     is_answer_only = is_answer_only or (isinstance(answer, dict) and role_of(answer) == "assistant")
     if context is not None and not (isinstance(prompt, str) and is_answer_only):
@@ -604,6 +638,7 @@ for _kind in (
     RowKind(
         name="text",
         keys=("text",),
+        is_rendered=True,
         check=_check_texts("text"),
         texts=lambda row: (None, (row["text"],)),
         made_up=lambda some: {"text": some.text()},
