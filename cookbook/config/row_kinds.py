@@ -42,6 +42,11 @@ class Naming(NamedTuple):
     name: str = ""
     """What the field calls rows of this shape."""
 
+    def renames_beside(self, present: Set[str], kind: "RowKind") -> bool:
+        """Whether it takes another column for an optional key of rows that have this kind's own names, and the key."""
+        is_own = all(self.columns.get(key) == key for key in kind.keys)
+        return is_own and any(key != column and key in present for key, column in self.columns.items())
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowKind:
@@ -230,7 +235,10 @@ def keys_in_messages(row: Row) -> set[str]:
 
 def _items(value: Any) -> list[Any]:
     if isinstance(value, str) and value.startswith("[{"):  # a cell of a table
-        value = from_json(value)
+        try:
+            value = from_json(value)
+        except BadRow:  # found by whoever reads it as messages
+            return []
     return value if isinstance(value, list) else []
 
 
@@ -286,6 +294,8 @@ def readings(present: Set[str]) -> list[Reading]:
         own = Naming({key: key for key in (*kind.keys, *kind.other_keys)})
         ways: list[Reading] = []
         for naming in (own, *kind.namings):
+            if naming.renames_beside(present, kind):
+                continue
             named = {**naming.columns, **{key: key for key in kind.other_keys if key not in naming.columns}}
             used = {key: column for key, column in named.items() if column in present}
             for column, key in OTHER_NAMES.items():
@@ -377,7 +387,8 @@ def _with_context(prompt: str, context: Any) -> str:
     return prompt if context in prompt else f"{prompt}\n\n{context}"
 
 
-CHAT_KEYS = ("system", "history", "tools", "functions", "chat_template_kwargs")
+FOR_TEMPLATE = ("tools", "functions", "chat_template_kwargs")
+CHAT_KEYS = ("system", "history", *FOR_TEMPLATE)
 """Optional keys of every kind with chats."""
 OF_THE_ENCODER = (
     *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
@@ -492,6 +503,7 @@ def _chat_of_exchange(row: Row) -> Chat:
 def _check_chat_preference(raw: Row) -> Row:
     """Splits two conversations into their common beginning and the two ends that differ."""
     _check_same_form(raw)
+    raw = _of_request(raw)
     chosen, rejected = (_begun(raw, _conversation(raw, key)) for key in ("chosen", "rejected"))
     if chosen == rejected:
         raise BadRow("chosen and rejected are the same")
@@ -502,7 +514,20 @@ def _check_chat_preference(raw: Row) -> Row:
     if not all(end and end[0]["role"] == "assistant" for end in ends):
         seen = "the first message in which they differ must be the assistant's in both"
         raise BadRow("chosen and rejected do not answer the same prompt", f"message {shared + 1}; {seen}")
+    if not shared:
+        raise BadRow("no prompt", "`prompt` is missing, and `chosen` and `rejected` share no beginning")
     return {"prompt": chosen[:shared], "chosen": ends[0], "rejected": ends[1]} | _for_template(raw)
+
+
+def _of_request(raw: Row) -> Row:
+    """The row with the messages and tools of a prompt that is a request, as OpenAI has it."""
+    prompt = raw.get("prompt")
+    if not isinstance(prompt, dict) or "messages" not in prompt:
+        return raw
+    if left := sorted(key for key in prompt.keys() - {"messages", *FOR_TEMPLATE, "parallel_tool_calls"} if prompt[key]):
+        raise BadRow("`prompt` with more than messages and tools", ", ".join(map(ascii, left))[:80])
+    given = {key: prompt[key] for key in FOR_TEMPLATE if prompt.get(key)}
+    return raw | {"prompt": prompt["messages"]} | given
 
 
 def _check_label(raw: Row) -> bool:
@@ -546,7 +571,7 @@ def _conversation(raw: Row, name: str) -> Chat:
         text = check_text(prompt, "`prompt`")
         asked = [{"role": "user", "content": text if context is None else _with_context(text, context)}]
     elif isinstance(prompt, list | dict):
-        asked = read_messages(prompt, "prompt") if prompt else []
+        asked = read_messages(prompt, "prompt")
     else:
         raise BadRow("messages not a list", f"`prompt` is {kind_in_words(prompt)}")
     whole = check_messages(answer, name)
@@ -585,6 +610,8 @@ EXCHANGES = (
 LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 PROMPTS = ("instruction", "question", "query", "input")
 """Columns that hold the prompt of a preference."""
+CHAT_PROMPTS = ("conversations", "messages", *PROMPTS)
+"""The same where the answers are messages."""
 CHATS = ("conversations", "conversation", "dialogue", "dialog")
 """Columns that hold messages."""
 
@@ -650,8 +677,9 @@ for _kind in (
         matches=lambda raw: not isinstance(raw["chosen"], str),
         form=" of messages",
         namings=(
-            Naming({"prompt": "conversations", "chosen": "chosen", "rejected": "rejected"}),
+            *(Naming({"prompt": prompt, "chosen": "chosen", "rejected": "rejected"}) for prompt in CHAT_PROMPTS),
             Naming({"chosen": "chosen_messages", "rejected": "rejected_messages"}),
+            Naming({"prompt": "input", "chosen": "preferred_output", "rejected": "non_preferred_output"}, "OpenAI"),
         ),
         check=_check_chat_preference,
         chats=lambda row: [(row["prompt"] + row[key], num_turns(row["prompt"])) for key in ("chosen", "rejected")],

@@ -11,10 +11,11 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, Literal
 
-from cookbook.config.messages import IN_MESSAGES, unread_keys
+from cookbook.config.messages import IN_MESSAGES, from_json, unread_keys
 from cookbook.config.objectives import Objective
 from cookbook.config.registry import known
 from cookbook.config.row_kinds import (
+    FOR_TEMPLATE,
     LABELS,
     MEANT,
     MESSAGE_KEYS,
@@ -272,7 +273,9 @@ class _Reader:
             words = f"{reading.kind.words}, where the rows before have {kinds()[self.kind].words}"
             raise BadRow("another kind of row", words)
         if reading.kind.chats is not None:
-            self._keys_unread.update(key for value in of_kind.values() for key in unread_keys(value))
+            for key, value in of_kind.items():
+                if key not in FOR_TEMPLATE and isinstance(value, list | dict | str):
+                    self._keys_unread.update(unread_keys(from_json(value) if key == "messages" else value))
         if not self.kind:
             self._check_columns(reading.kind, place)
             self.kind, self.renamed = reading.kind.name, reading.words(named)
@@ -294,18 +297,21 @@ class _Reader:
         num_rows = sum(shape.num_rows for shape in self._shapes.values())
         names = {*counts, *self._keys_unread, *self.in_schema} - {*self._ignored}
         few = {name: f" ({count:,} of {num_rows:,} rows)" for name, count in counts.items() if count < num_rows}
-        passed_over = [name for name in self._ignored if name not in self._sought - self.in_schema]
+        passed_over = [name for name in self._ignored if name not in self._never_seen]
         found = [f"not read: {_listed([name + few.get(name, '') for name in sorted(names)])}"] if names else []
         found += [f"passed over by data.ignore: {_listed(passed_over)}"] if passed_over else []
         return "; ".join([*found, *(words for _, words in self._absent())])
 
+    @property
+    def _never_seen(self) -> set[str]:
+        return self._sought - self.in_schema - self._keys_unread
+
     def _absent(self) -> list[tuple[str, str]]:
         """Names of the recipe that no row had, each with its key and in words."""
-        sought = self._sought - self.in_schema - self._keys_unread
         named = [("ignore", name, name) for name in self._ignored]
         for key, column in self._columns.items():
             named.append(("columns", column, f"{IN_MESSAGES}{column}" if key in MESSAGE_KEYS else column))
-        return [(key, f"{key} has {name!a}, which no row has") for key, name, place in named if place in sought]
+        return [(key, f"{key} has {name!a}, which no row has") for key, name, place in named if place in self._never_seen]
 
     def _refuse_meant(self, reading: Reading, shape: _Shape, raw: dict[str, Any]) -> None:
         """Raise BadRow if a column that the kind does not read has a meaning, and a value that asks for something."""
