@@ -123,6 +123,16 @@ def _keys_of_rows(columns: dict[str, str]) -> dict[str, str]:
 Columns = Annotated[dict[str, str], AfterValidator(_keys_of_rows)]
 
 
+def _names(names: list[str]) -> list[str]:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if "" in names or twice:
+        raise ValueError(f"has {twice[0]!r} twice" if twice else "has an empty name")
+    return names
+
+
+Names = Annotated[list[str], AfterValidator(_names)]
+
+
 def data_format(name: str) -> str | None:
     """The ending that decides how a file is read: `.jsonl` for rows.jsonl.gz; None if it is no data file."""
     path = Path(name)
@@ -149,9 +159,43 @@ class Source(Section):
     """Use only the first N rows."""
     columns: Columns | None = None
     """In the place of data.columns for this source; {} for none."""
+    ignore: Names | None = None
+    """In the place of data.ignore for this source; [] for none."""
     weight: float | None = Field(default=None, gt=0, le=1000, allow_inf_nan=False)
     """data.train only: how often an epoch uses each row. 2 uses it twice; 0.25 uses a quarter of the rows, and another
     quarter in the next epoch. Default: 1."""
+
+    @model_validator(mode="after")
+    def _keys_of_its_kind(self):
+        if self.path == BUILTIN_SOURCE or data_format(self.path):
+            mistakes = hub_keys(self)
+            if self.split != "train" and self.path != BUILTIN_SOURCE:
+                mistakes.append(
+                    f"split {self.split!r} would be ignored: {self.path!r} is a file, all rows of which are read; take"
+                    " it out, and limit the rows with max_rows"
+                )
+            if mistakes:
+                raise ValueError("; ".join(mistakes))
+        _refuse_both(self.columns, self.ignore)
+        return self
+
+
+def _refuse_both(columns: dict[str, str] | None, ignore: list[str] | None) -> None:
+    if both := {*(ignore or ())} & {*(columns or {}).values()}:
+        raise ValueError(f"ignore has {sorted(both)[0]!r}, which columns reads; take it out of one of them")
+
+
+def hub_keys(source: Source) -> list[str]:
+    """The mistakes of a local source that has keys for the Hub."""
+    mistakes = [
+        f"{key} {value!r} would be ignored: it is for data sets of the Hub; take it out"
+        for key in ("name", "revision")
+        if (value := getattr(source, key)) is not None
+    ]
+    if "[" in source.split:
+        rows = "limit the rows with max_rows, and hold some out with data.holdout"
+        mistakes.append(f"split {source.split!r} has a slice, which is for data sets of the Hub; {rows}")
+    return mistakes
 
 
 def _source_from_text(value: Any) -> Any:
@@ -206,6 +250,8 @@ class DataSection(Section):
     columns: Columns | None = None
     """Which column holds what, for rows that are not understood by themselves or in two ways: {user: question,
     assistant: answer}. Other columns are not read. `role` and `content` rename keys of messages."""
+    ignore: Names | None = None
+    """Columns that are passed over, as if no row had them; `messages.KEY` is a key of messages."""
     holdout: float = Field(default=0.0, ge=0, lt=1)
     """Fraction of data.train that is held out and evaluated as `holdout`. Rows are selected by a hash of their content,
     so duplicates stay together in any order."""
@@ -248,14 +294,23 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _columns_of_sources(self):
-        if self.columns is not None:
-            self.train[:] = [self._with_columns(source) for source in self.train]
-            self.eval.update({name: self._with_columns(source) for name, source in self.eval.items()})
+        for key in ("columns", "ignore"):
+            if getattr(self, key) and all(source.path == BUILTIN_SOURCE for _, source in self.sources):
+                raise ValueError(f"{key} would be ignored: {BUILTIN_SOURCE} has its own columns; take it out")
+        self.train[:] = [self._with_columns(source) for source in self.train]
+        self.eval.update({name: self._with_columns(source) for name, source in self.eval.items()})
         return self
 
     def _with_columns(self, source: Source) -> Source:
-        has_own = source.columns is not None or source.path == BUILTIN_SOURCE
-        return source if has_own else source.model_copy(update={"columns": self.columns})
+        given = {key: value for key in ("columns", "ignore") if (value := getattr(self, key)) is not None}
+        given = {key: value for key, value in given.items() if getattr(source, key) is None}
+        if not given or source.path == BUILTIN_SOURCE:
+            return source
+        shared = source.model_copy(update=given)
+        _refuse_both(shared.columns, shared.ignore)
+        if len(self.sources) > 1:  # a name need not be in each of several sources: see `rows`
+            shared.model_fields_set.difference_update(given)
+        return shared
 
     @model_validator(mode="after")
     def _keys_of_streaming(self):

@@ -285,9 +285,33 @@ def _decoded(batch: Any, decode: Any) -> list[Any]:
 
 
 def known_columns(columns: list[str], source: Source) -> list[str]:
-    """The columns to read; all if none is known, so that the first row shows what there is."""
-    known = {*row_kinds.columns(), *(source.columns or {}).values()}
+    """The columns to read, with those that are refused; all if none is known, so that the first row shows what there
+    is."""
+    known = {*row_kinds.columns(), *row_kinds.MEANT, *(source.columns or {}).values()} - {*(source.ignore or ())}
     return [column for column in columns if column in known] or columns
+
+
+def unread_columns(path: Path, source: Source) -> list[str]:
+    """The columns of a Parquet or Arrow file that `known_columns` leaves out; of another file, whose rows have all that
+    is in it, none.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    kind = data_format(str(path))
+    if kind not in (".parquet", ".arrow"):
+        return []
+    try:
+        if kind == ".parquet":
+            names = pyarrow.parquet.read_schema(path).names
+        else:
+            with pyarrow.memory_map(str(path)) as file:
+                is_stream = file.read(6) != b"ARROW1"
+                file.seek(0)
+                names = (pyarrow.ipc.open_stream if is_stream else pyarrow.ipc.open_file)(file).schema.names
+    except (OSError, pyarrow.ArrowException):  # which `file_rows` reports
+        return []
+    return sorted(set(names) - set(known_columns(names, source)))
 
 
 def numbered(name: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:

@@ -204,7 +204,8 @@ def _tokens_of(
 
 
 def _renamed_notes(parts: Iterable[Rows]) -> list[str]:
-    return list(dict.fromkeys(f"{part.place}: {part.renamed}" for part in parts if part.renamed))
+    words = ((part.place, words) for part in parts for words in (part.renamed, part.unread) if words)
+    return list(dict.fromkeys(f"{place}: {found}" for place, found in words))
 
 
 def _dropped_notes(place: str, num_dropped: Counter[str]) -> list[str]:
