@@ -16,7 +16,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 SHIPPED = {path.stem: path for path in CHATML.parent.glob("*.jinja")}
 TWINS = {
+    "qwen2_5": ["qwen2_5"],
     "qwen3": ["qwen3"],
+    "qwen3_2507": ["qwen3_instruct_2507"],
+    "qwen3_5": ["qwen3_5_think"],
+    "qwen3_5_nothink": ["qwen3_5_nothink"],
+    "qwen3_6": ["qwen3_6"],
 }
 """Our template -> the models' own that it renders alike, by their names in TRL."""
 
@@ -110,7 +115,7 @@ CHATS = {
     "results in a question": [Q1, CALLING, says("user", "<tool_response>\n5\n</tool_response>"), R1],
     "result of JSON": [Q1, CALLING, result('{"depth": 3, "ok": true}'), A1],
 }
-KWARGS = [{}, {"enable_thinking": False}, {"enable_thinking": True}]
+KWARGS = [{}, {"enable_thinking": False}, {"enable_thinking": True}, {"preserve_thinking": True}]
 
 
 def grid():
