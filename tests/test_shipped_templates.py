@@ -22,6 +22,16 @@ TWINS = {
     "qwen3_5": ["qwen3_5_think"],
     "qwen3_5_nothink": ["qwen3_5_nothink"],
     "qwen3_6": ["qwen3_6"],
+    "deepseek_r1": ["deepseekv3", "deepseek_r1_distill"],
+    "glm4_moe": ["glm4moe"],
+    "phi3": ["phi3", "phi3_5"],
+    "gemma3": ["gemma3", "gemma"],
+    "gpt_oss": ["gptoss"],
+    "nemotron3": ["nemotron_3_nano", "nemotron_3_super"],
+    "nemotron3_ultra": ["nemotron_3_ultra", "nemotron_3_5_lightning"],
+    "gemma4": ["gemma4_v5"],
+    "llama3": ["llama3"],
+    "llama3_1": ["llama3_1", "llama3_2"],
 }
 """Our template -> the models' own that it renders alike, by their names in TRL."""
 
@@ -115,16 +125,68 @@ CHATS = {
     "results in a question": [Q1, CALLING, says("user", "<tool_response>\n5\n</tool_response>"), R1],
     "result of JSON": [Q1, CALLING, result('{"depth": 3, "ok": true}'), A1],
 }
-KWARGS = [{}, {"enable_thinking": False}, {"enable_thinking": True}, {"preserve_thinking": True}]
+KWARGS = [
+    {},
+    {"enable_thinking": False},
+    {"enable_thinking": True},
+    {"preserve_thinking": True},
+    {"truncate_history_thinking": False},
+    {"low_effort": True, "medium_effort": True, "reasoning_effort": "high"},
+]
+SCHEMAS = {
+    "types": {kind: {"type": kind} for kind in ("string", "number", "integer", "boolean", "array", "object", "null")},
+    "words": {"a": {"type": "string", "description": "A\n\u2013 b", "title": "T"}, "b": {"description": "any"}, "c": {}},
+    "choices": {
+        "a": {"type": "string", "enum": ["x", "y"], "default": "x"},
+        "b": {"type": "integer", "enum": [1, 2]},
+        "c": {"enum": ["x"]},
+    },
+    "defaults": {"a": {"type": "integer", "default": 3}, "b": {"type": "array", "default": [1, None]}},
+    "optional": {"a": {"type": "string", "nullable": True}, "b": {"type": ["string", "null"]}, "c": {"type": ["object"]}},
+    "lists": {
+        kind: {"type": "array", "items": {"type": kind, "description": "one"}, "nullable": kind == "string"}
+        for kind in ("string", "number", "integer", "boolean", "object", "null")
+    },
+    "list of objects": {"a": {"type": "array", "items": POINT | {"description": "P"}, "description": "Several"}},
+    "list of one of": {"a": {"type": "array", "items": {"oneOf": [{"type": "string"}, {"type": "number"}]}}},
+    "list of lists": {"a": {"type": "array", "items": {"type": "array", "items": {"type": ["string", "null"]}}}},
+    "one of": {
+        "a": {"oneOf": [{"type": "string", "description": "S"}, {"type": "integer", "default": 1}]},
+        "b": {"oneOf": [{"type": "object"}, {"type": "string"}], "default": "x"},
+        "c": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+    "objects": {
+        "a": POINT | {"description": "P"},
+        "B": {"type": "object", "additionalProperties": False},
+        "c": {"type": "object", "properties": {"d": {"type": "object", "properties": {"e": {"type": "string"}}}}},
+    },
+}
+"""Properties of a function, to see how each template writes schemas."""
+
+
+def tool(name, schema, **more):
+    return {"type": "function", "function": {"name": name, "description": name, "parameters": schema, **more}}
 
 
 def grid():
     for (name, chat), tools, kwargs in itertools.product(CHATS.items(), (None, TOOLS), KWARGS):
         words = [name, *["tools"] * bool(tools), *(f"{key}={value}" for key, value in kwargs.items())]
         yield ", ".join(words), Row(chat, tools, kwargs)
+    for name, properties in SCHEMAS.items():
+        schema = {"type": "object", "properties": properties}
+        yield f"schema of {name}", Row([Q1, A1], [tool("f", schema), tool("g", schema | {"required": ["a", "string"]})])
+    bare = {"type": "function", "function": {"name": "f", "description": "F"}}
+    yield "schema missing", Row([Q1, A1], [bare])
+    yield "schema of more", Row([SYSTEM, Q1, A1], [tool("f", {"type": "object", "properties": {}, "$defs": {}}, strict=True)])
 
 
 ROWS = dict(grid())
+
+
+DATE = """{%- macro strftime_now(pattern) -%}
+    {{- {"%Y-%m-%d": "2024-07-26", "%d %b %Y": "26 Jul 2024"}[pattern] -}}
+{%- endmacro %}"""
+"""Takes the place of the clock that a template may ask."""
 
 
 def own(name):
@@ -141,12 +203,11 @@ def rendered(template, row, prompted=False, marks=False):
         texts, stretches = render_jinja_template(
             [as_text(row.messages) if wants_text(template) else row.messages],
             tools=row.tools,
-            chat_template=template,
+            chat_template=DATE + template,
             add_generation_prompt=prompted,
             return_assistant_tokens_mask=marks,
             bos_token="<s>",
             eos_token="</s>",
-            strftime_now=lambda pattern: {"%Y-%m-%d": "2026-11-25"}.get(pattern, "25 Nov 2026"),
             **row.kwargs,
         )
     except Exception as error:
@@ -157,7 +218,7 @@ def rendered(template, row, prompted=False, marks=False):
 
 def wants_text(template):
     """Whether a template joins a call's arguments as a text, as OpenAI's format has them."""
-    return "+ tool['function']['arguments'] +" in template or 'joins arguments' in template
+    return "+ tool['function']['arguments'] +" in template
 
 
 def as_text(messages):
@@ -165,7 +226,7 @@ def as_text(messages):
         message
         | {
             "tool_calls": [
-                one | {"function": one["function"] | {"arguments": json.dumps(one["function"]["arguments"])}}
+                one | {"function": one["function"] | {"arguments": json.dumps(one["function"]["arguments"], ensure_ascii=False)}}
                 for one in message["tool_calls"]
             ]
         }
