@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from cookbook.config.chat_templates import missing_template
 from cookbook.config.objectives import Objective
 from cookbook.config.optim import Optimizer
 from cookbook.config.schedule import Schedule
@@ -59,7 +60,8 @@ def check_across_keys(document: Document, found: Mapping[str, Any], known: set[s
         yield from _check_model(name, lambda: place("model", "name_or_path"))
     if data is not None:
         if data.chat_template is not None:
-            yield from find_file(data.chat_template, lambda: place("data", "chat_template"))
+            named = document.values["data"]["chat_template"]
+            yield from missing_template(named, lambda: place("data", "chat_template"))
         is_list = isinstance(document.values["data"].get("train"), list)
         for i, source in enumerate(data.train):
             yield from _check_source(source, place, ("data", "train", *([i] if is_list else [])))

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
 from cookbook.config import row_kinds
+from cookbook.config.chat_templates import template_path
 from cookbook.config.objectives import TooLong
 from cookbook.config.registry import Section
 from cookbook.system.files import PathText
@@ -268,8 +269,9 @@ class DataSection(Section):
     within blocks of shuffle_rows."""
     shuffle_rows: int = Field(default=10_000, gt=0, le=10**9)
     """Rows per shuffled block (streaming only)."""
-    chat_template: PathText | None = None
-    """A Jinja file. Default: the tokenizer's own template."""
+    chat_template: Annotated[PathText, AfterValidator(template_path)] | None = Field(default=None, examples=["qwen3"])
+    """A name in recipes/chat_templates/ such as qwen3, or the path of a Jinja file (./NAME for one without suffix).
+    Default: the tokenizer's own template."""
     template_date: Annotated[date | None, BeforeValidator(_date_of, json_schema_input_type=str | None)] = None
     """The date for a template that prints today's, as in 2026-01-31; without it such a template is refused."""
     accept: list[TextPart] = []
