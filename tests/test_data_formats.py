@@ -347,11 +347,11 @@ NOT_JSON = {
 def test_a_value_that_json_does_not_have_is_refused_only_where_it_is_read(tmp_path: Path, case):
     value, kind, name = NOT_JSON[case]
     array = pyarrow.array([value, None], kind)
-    words = rf"not text: `text` is of type {name} \(column 'when'\), which JSON does not have; write it as text"
+    words = rf"not text: `when` is of type {name} \(column 'when'\), which JSON does not have; write it as text"
     path = written(tmp_path, pyarrow.table({"when": array, "id": [1, 2]}))
     with pytest.raises(RecipeError, match=f"row 1: {words}"):
         fingerprint(path, columns={"text": "when"})
-    path = written(tmp_path, pyarrow.table({"text": ["a", "b"], "when": array, "context": array}))
+    path = written(tmp_path, pyarrow.table({"text": ["a", "b"], "when": array, "source": array}))
     assert read_rows(Source(path=str(path)), "error", SFT).rows == [{"text": "a"}, {"text": "b"}]
 
 

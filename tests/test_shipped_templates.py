@@ -15,9 +15,12 @@ import jinja2
 import pytest
 from jinja2.ext import Extension
 from needs import need_trl
-from small_data import CHATML, make_tokenizer
+from small_data import CHATML, make_tokenizer, marked, rows_of, run_tokenize
 from tokenizers import pre_tokenizers
 from transformers.utils.chat_template_utils import render_jinja_template
+
+from cookbook.config.row_kinds import readings
+from cookbook.training.data.twin import offer, own_template, twin_of
 
 SHIPPED = {path.stem: path for path in CHATML.parent.glob("*.jinja")}
 TWINS = {
@@ -460,6 +463,7 @@ IN_HARMONY = ' to=functions.dig<|channel|>commentary json<|message|>{"depth": 3,
 IN_GEMMA = '<|tool_call>call:dig{depth:3,where:<|"|>here<|"|>}<tool_call|><|tool_response>'
 DEEP_ENDS = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 STRETCHES = {
+    "alpaca": ["Answer one.</s>", "Answer two.</s>"],
     "chatml": ["Answer one.<|im_end|>", "Answer two.<|im_end|>"],
     "chatml_tools": [f"{CALLED}<|im_end|>", "<think>\nThought two.\n</think>\nAnswer two.<|im_end|>"],
     "deepseek_r1": [f"Answer one.{DEEP_ENDS}", f"Thought two.\n</think>\n\nAnswer two.{DEEP_ENDS}"],
@@ -473,22 +477,23 @@ STRETCHES = {
     ],
     "llama3": ["Answer one.<|eot_id|>", "Answer two.<|eot_id|>"],
     "llama3_1": [f"{IN_LLAMA}<|eot_id|>", "Answer two.<|eot_id|>"],
-    "nemotron3": [f"<think></think>\n{IN_TAGS}\n<|im_end|>", "Thought two.\n</think>\nAnswer two.<|im_end|>"],
-    "nemotron3_ultra": [f"<think></think>\n{IN_TAGS}\n<|im_end|>", "Thought two.</think>Answer two.<|im_end|>"],
+    "nemotron3": [f"\n{IN_TAGS}\n<|im_end|>", "Thought two.\n</think>\nAnswer two.<|im_end|>"],
+    "nemotron3_ultra": [f"\n{IN_TAGS}\n<|im_end|>", "Thought two.</think>Answer two.<|im_end|>"],
     "phi3": ["Answer one.<|end|>", "Answer two.<|end|>"],
     "qwen2_5": [f"{CALLED}<|im_end|>", "Answer two.<|im_end|>"],
     "qwen3": [f"{CALLED}<|im_end|>", "<think>\nThought two.\n</think>\n\nAnswer two.<|im_end|>"],
     "qwen3_2507": [f"{CALLED}<|im_end|>", "Answer two.<|im_end|>"],
     "qwen3_5": ["\n</think>\n\n" + IN_TAGS + "<|im_end|>", "Thought two.\n</think>\n\nAnswer two.<|im_end|>"],
-    "qwen3_5_nothink": [IN_TAGS + "<|im_end|>", "<think>\nThought two.\n</think>\n\nAnswer two.<|im_end|>"],
+    "qwen3_5_nothink": [IN_TAGS + "<|im_end|>", "Thought two.\n</think>\n\nAnswer two.<|im_end|>"],
     "qwen3_6": ["\n</think>\n\n" + IN_TAGS + "<|im_end|>", "Thought two.\n</think>\n\nAnswer two.<|im_end|>"],
     "tulu": ["Answer one.</s>", "Answer two.</s>"],
 }
 """What is marked of a call and an answer with reasoning, or of two answers where the template writes no calls."""
-NO_CALLS = {"chatml", "gemma3", "llama3", "phi3", "tulu"}
+NO_CALLS = {"alpaca", "chatml", "gemma3", "llama3", "phi3", "tulu"}
 ONE_CALL = {"deepseek_r1"}
 """Here by a chat without it: the turn of calls is in the test of all rows."""
 ENDS = {
+    "alpaca": ["</s>"],
     "chatml": ["<|im_end|>"],
     "deepseek_r1": [DEEP_ENDS],
     "gemma3": ["<end_of_turn>"],
@@ -504,7 +509,7 @@ ENDS = {
 
 
 def test_every_shipped_template_is_looked_at():
-    assert set(SHIPPED) == set(STRETCHES) and set(TWINS) == set(SHIPPED) - {"chatml", "chatml_tools", "tulu"}
+    assert set(SHIPPED) == set(STRETCHES) and set(TWINS) == set(SHIPPED) - {"alpaca", "chatml", "chatml_tools", "tulu"}
 
 
 @pytest.mark.parametrize("name", STRETCHES)
@@ -561,7 +566,18 @@ FITTING = {
     "call": [Q1, CALLING],
     "call, reasoning": [Q1, THINKING, result("5"), R1],
 }
-KEEPS_TURNS = {"chatml", "chatml_tools", "gemma3", "llama3", "llama3_1", "phi3", "qwen2_5", "qwen3_2507", "tulu"}
+KEEPS_TURNS = {
+    "alpaca",
+    "chatml",
+    "chatml_tools",
+    "gemma3",
+    "llama3",
+    "llama3_1",
+    "phi3",
+    "qwen2_5",
+    "qwen3_2507",
+    "tulu",
+}
 """Templates under which every turn starts as generation is prompted for it; under the others the last does."""
 
 
@@ -609,3 +625,72 @@ def test_the_ids_of_the_generation_prompt_begin_the_chat(name):
                 assert ids[: len(prompted)] == prompted, label
                 num_turns += 1
     assert num_turns >= 200
+
+
+FIRST = "Below is an instruction that describes a task"
+PAIRED = ", paired with an input that provides further context"
+REQUEST = ". Write a response that appropriately completes the request.\n\n### Instruction:\n"
+
+
+def test_alpacas_prompt_has_the_input_in_a_part_of_its_own():
+    tokenizer = make_tokenizer(SHIPPED["alpaca"].read_text(encoding="utf-8"), bos="<s>")
+    alpaca = {"instruction": "Add.", "input": "1, 2", "output": "3"}
+    wants = [
+        (alpaca, f"<s>{FIRST}{PAIRED}{REQUEST}Add.\n\n### Input:\n1, 2\n\n### Response:\n[3<|im_end|>]"),
+        (alpaca | {"input": ""}, f"<s>{FIRST}{REQUEST}Add.\n\n### Response:\n[3<|im_end|>]"),
+        (
+            alpaca | {"system": "Be brief."},
+            "<s>Be brief.\n\n### Instruction:\nAdd.\n\n### Input:\n1, 2\n\n### Response:\n[3<|im_end|>]",
+        ),
+    ]
+    for raw, wanted in wants:
+        (reading,) = readings(raw.keys())
+        rows = rows_of(reading.kind.name, [reading.kind.check(reading.of(raw))])
+        assert marked(run_tokenize(rows, tokenizer)[0], 0, tokenizer) == wanted
+        assert run_tokenize(rows, tokenizer, train_on="all")[0].is_label.all()
+
+
+def test_alpacas_later_turns_are_prompted_for_again():
+    row = Row([Q1, A1, Q2, A2])
+    text = rendered(SHIPPED["alpaca"].read_text(encoding="utf-8"), row)
+    answers = "One?\n\n### Response:\nAnswer one.</s>\n\n### Instruction:\nTwo?\n\n### Response:\nAnswer two.</s>"
+    assert text == f"<s>{FIRST}{REQUEST}{answers}"
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_a_twin_is_found_by_what_it_renders(ours, theirs):
+    tokenizer = make_tokenizer(own(theirs), bos="<s>")
+    assert twin_of(tokenizer) == ours
+    assert offer(tokenizer) == f"data.chat_template: {ours} renders the same and marks the assistant's tokens"
+
+
+OTHERS = ["cohere", "cohere2", "gemma4_v2", "lfm2", "idefics3", "llava_next", "qwen3_8", "smolvlm"]
+
+
+@pytest.mark.parametrize("theirs", OTHERS)
+def test_a_template_of_another_family_has_no_twin(theirs):
+    tokenizer = make_tokenizer(own(theirs), bos="<s>")
+    assert twin_of(tokenizer) is None
+    assert "such as chatml" in offer(tokenizer)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ 1 / 0 }}", "{{ messages[9].content }}", "{% for m in messages %}x{% endfor %}", "{{ no.such }}", ""],
+)
+def test_an_odd_template_has_no_twin(template):
+    assert twin_of(make_tokenizer(template)) is None
+
+
+def test_of_several_templates_the_one_that_transformers_takes_has_the_twin():
+    qwen3, chatml = (SHIPPED[name].read_text(encoding="utf-8") for name in ("qwen3", "chatml"))
+    tokenizer = make_tokenizer({"default": qwen3, "tool_use": qwen3, "rag": chatml})
+    assert (own_template(tokenizer), own_template(tokenizer, has_tools=True)) == (
+        (qwen3, "default"),
+        (qwen3, "tool_use"),
+    )
+    assert twin_of(tokenizer) == "qwen3"
+    tokenizer.chat_template = {"tool_use": chatml}
+    assert own_template(tokenizer) == (chatml, "tool_use") and twin_of(tokenizer) == "chatml"
+    tokenizer.chat_template = {"rag": chatml, "other": chatml}
+    assert own_template(tokenizer) is None and twin_of(tokenizer) is None

@@ -496,8 +496,10 @@ def _check_exchange(raw: Row) -> Row:
 def _chat_of_exchange(row: Row) -> Chat:
     asked = "\n\n".join(row[key] for key in ("user", "context") if key in row)
     system = [{"role": "system", "content": row["system"]}] if "system" in row else []
-    asked_and_answered = {"role": "user", "content": asked}, {"role": "assistant", "content": row["assistant"]}
-    return [*system, *row.get("history", ()), *asked_and_answered]
+    # For a template that writes them apart, as Alpaca's does.
+    parts = {"instruction": row["user"], "input": row["context"]} if "context" in row else {}
+    question = {"role": "user", "content": asked, **parts}
+    return [*system, *row.get("history", ()), question, {"role": "assistant", "content": row["assistant"]}]
 
 
 def _check_chat_preference(raw: Row) -> Row:

@@ -49,13 +49,10 @@ class Problem(NamedTuple):
         return ", ".join(filter(None, (message, self.detail))) or "the row"
 
     def is_meant(self, asked: Asked) -> bool:
-        """Whether templates do so on purpose, and no label is lost: an earlier turn, of which the last is not."""
-        if self.message is None or self.message == max(asked.trained, default=-1):
+        """Whether templates do so on purpose to a turn that a user's message follows, and no label is lost."""
+        if self.message is None or all(one["role"] != "user" for one in asked.chat[self.message + 1 :]):
             return False
-        if self.part == "generation_prompt":
-            return True
-        is_earlier = any(message["role"] == "user" for message in asked.chat[self.message + 1 :])
-        return self.part == "reasoning" and self.message not in asked.trained and is_earlier
+        return self.part == "generation_prompt" or (self.part == "reasoning" and self.message not in asked.trained)
 
     @property
     def remark(self) -> str:
@@ -135,7 +132,10 @@ class Words:
                 new["reasoning_content"] = self.text(
                     "reasoning", k, "`reasoning_content`", message["reasoning_content"]
                 )
-            if message["content"]:
+            if "instruction" in message:
+                parts = {key: self.text("content", k, f"`{key}`", message[key]) for key in ("instruction", "input")}
+                new |= parts | {"content": "\n\n".join(parts.values())}
+            elif message["content"]:
                 new["content"] = self.text(part, k, "`content`", message["content"])
             if "tool_calls" in message:
                 new["tool_calls"] = [self._call(k, n, call) for n, call in enumerate(message["tool_calls"], start=1)]
