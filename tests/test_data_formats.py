@@ -95,13 +95,17 @@ def write_zstd(folder, rows):
     return path
 
 
+def cell_of(value):
+    return "" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
 def write_cells(name, delimiter):
     def write(folder, rows):
         keys = sorted({key for row in rows for key in row})
         text = io.StringIO()
         cells = csv.writer(text, delimiter=delimiter)
         cells.writerow(keys)
-        cells.writerows([json.dumps(row[key]) if key in row else "" for key in keys] for row in rows)
+        cells.writerows([cell_of(row.get(key)) for key in keys] for row in rows)
         whole = text.getvalue().encode()
         (folder / name).write_bytes(gzip.compress(whole) if name.endswith(".gz") else whole)
         return folder / name
@@ -186,6 +190,47 @@ JSON_WRITERS = {
 def test_the_same_rows_have_one_fingerprint_in_every_format(tmp_path: Path, form):
     expected = fingerprint(write_json_lines(tmp_path, CHATS))
     assert fingerprint(WRITERS[form](tmp_path, CHATS)) == expected
+
+
+ASK, YES, NO = talk()[:1], [{"role": "assistant", "content": "y"}], [{"role": "assistant", "content": "[1]"}]
+CHATS_OF = {
+    "dpo": [
+        {"prompt": ASK, "chosen": YES, "rejected": NO},
+        {"prompt": [*ASK, *YES, *ASK], "chosen": NO, "rejected": YES},
+    ],
+    "kto_zero": [{"prompt": ASK, "completion": YES, "label": True}, {"prompt": ASK, "completion": NO, "label": False}],
+    "sft": [{"prompt": ASK, "completion": YES}, {"prompt": [*ASK, *YES, *ASK], "completion": NO}],
+}
+
+
+@pytest.mark.parametrize("objective", CHATS_OF)
+@pytest.mark.parametrize("form", WRITERS)
+def test_chats_in_other_columns_have_one_fingerprint_too(tmp_path: Path, form, objective):
+    rows = CHATS_OF[objective]
+    lines, path = write_json_lines(tmp_path, rows), WRITERS[form](tmp_path, rows)
+    expected, found = (
+        read_rows(Source(path=str(one)), "error", Objective.of(name=objective)).fingerprint for one in (lines, path)
+    )
+    assert found == expected
+
+
+def test_a_cell_is_json_only_if_it_holds_messages(tmp_path: Path):
+    texts = [
+        "[1]",
+        "[]",
+        '[{"role": "chief", "content": "a"}]',
+        '{"role": "user", "content": "a"}',
+        '"a"',
+        "[x",
+        "null",
+    ]
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([["text"], *([one] for one in texts)])
+    assert [row["text"] for row in rows_in(path)] == texts
+    path.write_text('text\n"[{""role"": ""user"", ""role"": ""user""}]"\nb\n')
+    rows = read_rows(Source(path=str(path)), "drop", SFT)
+    assert rows.rows == [{"text": "b"}] and rows.num_dropped == {"key given twice": 1}
 
 
 @needs_json
@@ -351,7 +396,7 @@ def test_a_value_that_json_does_not_have_is_refused_only_where_it_is_read(tmp_pa
     path = written(tmp_path, pyarrow.table({"when": array, "id": [1, 2]}))
     with pytest.raises(RecipeError, match=f"row 1: {words}"):
         fingerprint(path, columns={"text": "when"})
-    path = written(tmp_path, pyarrow.table({"text": ["a", "b"], "when": array, "source": array}))
+    path = written(tmp_path, pyarrow.table({"text": ["a", "b"], "when": array, "query": array}))
     assert read_rows(Source(path=str(path)), "error", SFT).rows == [{"text": "a"}, {"text": "b"}]
 
 
@@ -363,8 +408,10 @@ def test_a_value_that_json_does_not_have_is_refused_within_a_call(tmp_path: Path
     bad = [{"messages": talk(call("add", at={"when": WHEN}))}]
     with pytest.raises(RecipeError, match=rf"row 1: not JSON: of type timestamp\[us\] \(column '{place}'\)"):
         fingerprint(write_parquet(tmp_path, bad))
-    with pytest.raises(RecipeError, match=r"row 1: not JSON: of type timestamp\[us\] \(column 'tools.when'\)"):
-        fingerprint(write_parquet(tmp_path, [{"messages": talk(), "tools": [{"when": WHEN}]}]))
+    for key, value in (("tools", [{"when": WHEN}]), ("chat_template_kwargs", {"when": WHEN})):
+        words = rf"row 1: not JSON: of type timestamp\[us\] \(column '{key}.when'\)"
+        with pytest.raises(RecipeError, match=words):
+            fingerprint(write_parquet(tmp_path, [{"messages": talk(), key: value}]))
 
 
 def test_a_picture_is_refused_by_its_name_and_never_opened(tmp_path: Path):
