@@ -16,7 +16,6 @@ from cookbook.config.objectives import Objective
 from cookbook.config.registry import known
 from cookbook.config.row_kinds import (
     FOR_TEMPLATE,
-    LABELS,
     MEANT,
     MESSAGE_KEYS,
     NEVER_READ,
@@ -27,6 +26,7 @@ from cookbook.config.row_kinds import (
     RowKind,
     by_own_names,
     is_empty,
+    is_rating,
     keys_in_messages,
     kinds,
     kinds_of,
@@ -232,7 +232,7 @@ class _Reader:
         self._columns, self._ignored = source.columns or {}, source.ignore or []
         self._shapes: dict[frozenset[str], _Shape] = {}
         self._keys_unread: set[str] = set()
-        """Of messages."""
+        """Keys of messages that nothing reads."""
         # Names of the recipe that no row had so far.
         of_messages = {f"{IN_MESSAGES}{column}" for key, column in self._columns.items() if key in MESSAGE_KEYS}
         of_rows = {column for key, column in self._columns.items() if key not in MESSAGE_KEYS}
@@ -251,7 +251,9 @@ class _Reader:
         if not isinstance(raw, dict):
             raise BadRow("not an object", f"{kind_in_words(raw)}; a row is an object with {shapes()}")
         if self._sought:
-            self._sought -= raw.keys() | keys_in_messages(raw)
+            self._sought -= raw.keys()
+            if any(name.startswith(IN_MESSAGES) for name in self._sought):
+                self._sought -= keys_in_messages(raw)
         if self._ignored:
             raw = without(raw, self._ignored)
         # A parquet file of mixed rows has null in the columns that a row lacks.
@@ -267,7 +269,11 @@ class _Reader:
             row = reading.kind.check(of_kind)
         except BadRow as bad:
             raise self._in_words_of_the_row(bad, reading) from None
-        if sum(len(text.encode()) for text in texts_in(row)) > MAX_ROW_BYTES:
+        try:
+            num_bytes = sum(len(text.encode()) for text in texts_in(row))
+        except UnicodeEncodeError:  # `check_text` names the others
+            raise BadRow("lone surrogate", "in a tool, a call or a name; not valid in text") from None
+        if num_bytes > MAX_ROW_BYTES:
             raise BadRow(f"row larger than {MAX_ROW_BYTES:,} bytes")
         if self.kind and reading.kind.name != self.kind:
             words = f"{reading.kind.words}, where the rows before have {kinds()[self.kind].words}"
@@ -311,7 +317,9 @@ class _Reader:
         named = [("ignore", name, name) for name in self._ignored]
         for key, column in self._columns.items():
             named.append(("columns", column, f"{IN_MESSAGES}{column}" if key in MESSAGE_KEYS else column))
-        return [(key, f"{key} has {name!a}, which no row has") for key, name, place in named if place in self._never_seen]
+        return [
+            (key, f"{key} has {name!a}, which no row has") for key, name, place in named if place in self._never_seen
+        ]
 
     def _refuse_meant(self, reading: Reading, shape: _Shape, raw: dict[str, Any]) -> None:
         """Raise BadRow if a column that the kind does not read has a meaning, and a value that asks for something."""
@@ -329,7 +337,7 @@ class _Reader:
             value = raw[column]
             if column == RATING:
                 is_rated = any(RATING in one.columns for one in shape.readings)
-                if not is_rated or str(value).strip().lower() not in LABELS:
+                if not is_rated or not is_rating(value):
                     continue
                 why = f"objective.name {self.objective.name} would train bad answers as good ones"
             elif is_empty(value):
