@@ -566,7 +566,18 @@ FITTING = {
     "call": [Q1, CALLING],
     "call, reasoning": [Q1, THINKING, result("5"), R1],
 }
-KEEPS_TURNS = {"alpaca", "chatml", "chatml_tools", "gemma3", "llama3", "llama3_1", "phi3", "qwen2_5", "qwen3_2507", "tulu"}
+KEEPS_TURNS = {
+    "alpaca",
+    "chatml",
+    "chatml_tools",
+    "gemma3",
+    "llama3",
+    "llama3_1",
+    "phi3",
+    "qwen2_5",
+    "qwen3_2507",
+    "tulu",
+}
 """Templates under which every turn starts as generation is prompted for it; under the others the last does."""
 
 
@@ -627,7 +638,10 @@ def test_alpacas_prompt_has_the_input_in_a_part_of_its_own():
     wants = [
         (alpaca, f"<s>{FIRST}{PAIRED}{REQUEST}Add.\n\n### Input:\n1, 2\n\n### Response:\n[3<|im_end|>]"),
         (alpaca | {"input": ""}, f"<s>{FIRST}{REQUEST}Add.\n\n### Response:\n[3<|im_end|>]"),
-        (alpaca | {"system": "Be brief."}, "<s>Be brief.\n\n### Instruction:\nAdd.\n\n### Input:\n1, 2\n\n### Response:\n[3<|im_end|>]"),
+        (
+            alpaca | {"system": "Be brief."},
+            "<s>Be brief.\n\n### Instruction:\nAdd.\n\n### Input:\n1, 2\n\n### Response:\n[3<|im_end|>]",
+        ),
     ]
     for raw, wanted in wants:
         (reading,) = readings(raw.keys())
@@ -660,7 +674,10 @@ def test_a_template_of_another_family_has_no_twin(theirs):
     assert "such as chatml" in offer(tokenizer)
 
 
-@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages[9].content }}", "{% for m in messages %}x{% endfor %}", "{{ no.such }}", ""])
+@pytest.mark.parametrize(
+    "template",
+    ["{{ 1 / 0 }}", "{{ messages[9].content }}", "{% for m in messages %}x{% endfor %}", "{{ no.such }}", ""],
+)
 def test_an_odd_template_has_no_twin(template):
     assert twin_of(make_tokenizer(template)) is None
 
@@ -668,7 +685,10 @@ def test_an_odd_template_has_no_twin(template):
 def test_of_several_templates_the_one_that_transformers_takes_has_the_twin():
     qwen3, chatml = (SHIPPED[name].read_text(encoding="utf-8") for name in ("qwen3", "chatml"))
     tokenizer = make_tokenizer({"default": qwen3, "tool_use": qwen3, "rag": chatml})
-    assert (own_template(tokenizer), own_template(tokenizer, has_tools=True)) == ((qwen3, "default"), (qwen3, "tool_use"))
+    assert (own_template(tokenizer), own_template(tokenizer, has_tools=True)) == (
+        (qwen3, "default"),
+        (qwen3, "tool_use"),
+    )
     assert twin_of(tokenizer) == "qwen3"
     tokenizer.chat_template = {"tool_use": chatml}
     assert own_template(tokenizer) == (chatml, "tool_use") and twin_of(tokenizer) == "chatml"

@@ -35,7 +35,9 @@ class _Chat(NamedTuple):
 
 def _chats() -> Iterator[_Chat]:
     """Chats as they stand at inference, before a turn of the assistant, and one with its last turn."""
-    system, one, two = ({"role": role, "content": text} for role, text in (("system", "s"), ("user", "a"), ("user", "b")))
+    system, one, two = (
+        {"role": role, "content": text} for role, text in (("system", "s"), ("user", "a"), ("user", "b"))
+    )
     answer = {"role": "assistant", "content": "c"}
     thought = answer | {"reasoning_content": "r"}
     calls = [
