@@ -180,11 +180,8 @@ def without_markers(template):
     return re.sub(r"\{%-? (end)?generation -?%\}", "", template)
 
 
-TEMPLATES = sorted(CHATML.parent.glob("*.jinja"))
-
-
-def test_shipped_templates_are_found():
-    assert CHATML in TEMPLATES and len(TEMPLATES) >= 3
+TEMPLATES = [CHATML.with_stem(name) for name in ("alpaca", "chatml", "chatml_tools", "llama3", "tulu")]
+"""Those that are no model's own and drop nothing of earlier turns, and Llama 3's."""
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
@@ -337,7 +334,7 @@ def test_the_shipped_template_for_tools_writes_all_that_others_leave_out():
     start = '<|im_start|>system\n<tools>\n{"name": "add"}\n</tools><|im_end|>\n<|im_start|>user\nq<|im_end|>\n'
     call = json.dumps(CALL["function"])
     assert marked(tokens, 0, with_tools) == (
-        f"{start}<|im_start|>assistant\n[\n<tool_call>\n{call}\n</tool_call><|im_end|>]\n"
+        f"{start}<|im_start|>assistant\n[<tool_call>\n{call}\n</tool_call><|im_end|>]\n"
         "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n[two<|im_end|>]\n"
     )
     turn = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n[<think>\nwhy\n</think>\nb<|im_end|>]\n"
