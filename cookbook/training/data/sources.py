@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+<<<<<<< HEAD
 from cookbook.config.sections import BUILTIN_SOURCE, COMPRESSIONS, Source, data_format, hub_keys
 from cookbook.system.files import RecipeError, first_line, refuse
 from cookbook.training.data.readers import (
@@ -15,6 +16,11 @@ from cookbook.training.data.readers import (
     numbered,
     unread_columns,
 )
+=======
+from cookbook.config.sections import BUILTIN_SOURCE, COMPRESSIONS, Source, data_format
+from cookbook.system.files import RecipeError, first_line
+from cookbook.training.data.readers import file_rows, known_columns, numbered, unread_columns
+>>>>>>> h-keys
 
 OTHER_SPLITS = ("test", "val", "eval", "dev")
 ARROW_FILES = (".arrow",)
@@ -53,11 +59,10 @@ def local_files(source: Source) -> list[Path]:
     """The files of a local source, in reading order; empty for the Hub and python-stdlib.
 
     Raises:
-        RecipeError: a folder without a file of the split, or with a key that is for the Hub.
+        RecipeError: a folder without a file of the split.
     """
     path = Path(source.path)
     if path.is_dir():
-        refuse([f"{source.path}: {mistake}" for mistake in hub_keys(source)])
         return _files_of_split(path, source.split)
     return [path] if data_format(source.path) else []
 
