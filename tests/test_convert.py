@@ -4,6 +4,7 @@ python -m pytest -q tests/test_convert.py
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import yaml
 from conftest import ROOT
 
 from cookbook.commands.cli import main
+from cookbook.config.chat_templates import known_templates
 from cookbook.config.foreign import PROJECTS, answers
 from cookbook.config.recipe import OWNED_ELSEWHERE, Recipe, leaves
 from cookbook.config.strategy import load_strategy
@@ -173,7 +175,11 @@ RECIPES = {
         "strategy": "fsdp2_offload",
         "mixed_precision": "bf16",
         "model": {"name_or_path": "some/model", "gradient_checkpointing": True},
-        "data": {"train": [{"path": "path/to/first.jsonl"}, {"path": "path/to/second.jsonl"}], "max_length": 1000},
+        "data": {
+            "train": [{"path": "path/to/first.jsonl"}, {"path": "path/to/second.jsonl"}],
+            "max_length": 1000,
+            "chat_template": "llama3",
+        },
         "objective": {"name": "sft"},
         "adapter": {"name": "lora", "rank": 4, "alpha": 8.0, "targets": ["all-linear"]},
         "batch": {"global_batch_size": 8, "micro_batch_size": 1},
@@ -189,6 +195,7 @@ RECIPES = {
             "train": {"path": "some/chats", "columns": {"messages": "talk"}},
             "holdout": 0.05,
             "max_length": 4096,
+            "too_long": "drop",
             "packing": True,
         },
         "adapter": {"name": "qlora", "rank": 32, "alpha": 16.0, "targets": ["all-linear"]},
@@ -234,7 +241,7 @@ FILES = {
 LISTED = {
     "trl": ["file.yaml:19: logging_steps is 5: every step", "file.yaml:20: surprise is 7: no counterpart is known"],
     "alignment-handbook": [":2: dataset_mixer is"],
-    "llama-factory": ["file.yaml:6: dataset is 'first,second': names in dataset_info.json", ":7: template is 'llama3'"],
+    "llama-factory": ["file.yaml:6: dataset is 'first,second': names in dataset_info.json"],
     "axolotl": ["file.yaml:2: datasets is a list of 1 item: shards 3", ":22: evals_per_epoch is 4: write"],
     "torchtune": ["file.yaml:2: tokenizer.path is", ":10: dataset.split is 'train[:10%]': write data.train.max_rows"],
     "trainer": ["to correct before it runs:", "model: is missing"],
@@ -412,6 +419,66 @@ def test_a_value_without_a_counterpart_does_not_become_a_default(folder, capsys)
     assert "num_train_epochs is 0.5: epochs are whole here" in printed
     assert "lr_scheduler_type is 'cosine_with_restarts': no counterpart; schedule.name can be cosine, linear" in printed
     assert "neither num_epochs nor max_steps is given" in printed
+
+
+def recipe_of(text: str) -> dict:
+    assert convert(text) == 0
+    return yaml.safe_load(Path("recipes/file.yaml").read_text())
+
+
+def test_rows_in_alpacas_prompt_have_its_template(folder, capsys):
+    """axolotl trains on the answers, torchtune on the prompt too where the file is silent."""
+    axolotl = AXOLOTL.replace("type: chat_template", "type: alpaca")
+    assert recipe_of(axolotl)["data"]["chat_template"] == "alpaca"
+    assert "objective" not in yaml.safe_load(Path("recipes/file.yaml").read_text())
+    Path("recipes/file.yaml").unlink()
+    rows = "dataset: {_component_: torchtune.datasets.alpaca_dataset, packed: false}"
+    torchtune = re.sub("dataset: .*", rows, TORCHTUNE)
+    capsys.readouterr()
+    recipe = recipe_of(torchtune)
+    assert recipe["data"]["chat_template"] == "alpaca" and recipe["objective"] == {"train_on": "all"}
+    assert recipe["data"]["columns"] == {"user": "instruction", "context": "input", "assistant": "output"}
+    assert "train_on_input is true where the file is silent" in capsys.readouterr().out
+    Path("recipes/file.yaml").unlink()
+    recipe = recipe_of(torchtune.replace("packed: false", "train_on_input: false"))
+    assert recipe["data"]["chat_template"] == "alpaca" and "objective" not in recipe
+
+
+def test_alpacas_prompt_for_a_part_of_the_rows_is_listed(folder, capsys):
+    mixed = AXOLOTL.replace("datasets:\n", "datasets:\n  - {path: other/rows, type: alpaca}\n")
+    assert "chat_template" not in recipe_of(mixed)["data"]
+    assert (
+        "type alpaca: a run has one prompt; for Alpaca's, write data.chat_template: alpaca" in capsys.readouterr().out
+    )
+
+
+def test_long_texts_that_axolotl_splits_are_split(folder):
+    recipe = recipe_of(AXOLOTL.replace("type: chat_template", "type: completion"))
+    assert recipe["data"]["too_long"] == "split"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (LLAMA_FACTORY.replace("template: llama3", "template: qwen3"), "qwen3"),
+        (LLAMA_FACTORY.replace("template: llama3", "template: qwen"), "qwen2_5"),
+        (AXOLOTL + "chat_template: qwen_25\n", "qwen2_5"),
+        (AXOLOTL + "chat_template: tokenizer_default\n", None),
+    ],
+)
+def test_a_named_template_is_the_shipped_one(folder, text, name):
+    assert recipe_of(text)["data"].get("chat_template") == name
+
+
+def test_a_named_template_that_is_not_shipped_is_listed(folder, capsys):
+    assert "chat_template" not in recipe_of(AXOLOTL + "chat_template: jamba\n")["data"]
+    assert "chat_template is 'jamba': the tokenizer's own template is used" in capsys.readouterr().out
+
+
+def test_every_named_template_has_its_file():
+    keys = [PROJECTS["llama-factory"].keys["template"], PROJECTS["axolotl"].keys["chat_template"]]
+    names = {name for key in keys for name in (key.values or {}).values() if name}
+    assert len(names) >= 9 and names <= set(known_templates())
 
 
 def test_one_module_to_save_is_a_list_of_one(folder):

@@ -18,6 +18,7 @@ from typer import Argument, Option
 
 from cookbook.commands.check import check
 from cookbook.commands.shared.labels import read_label
+from cookbook.config.chat_templates import template_path
 from cookbook.config.objectives import Objective
 from cookbook.config.recipe import RECIPES, Recipe, default_output_dir, parse_recipe, prepare
 from cookbook.config.row_kinds import kinds, kinds_of, rename, suggested_columns
@@ -78,10 +79,9 @@ TASKS: tuple[Task, ...] = ("kto_zero", "dpo", "sft", "cpt")
 """The first that trains on the rows is taken."""
 METHODS: tuple[str | None, ...] = (None, "lora", "qlora")
 """The adapter, most memory first."""
-TEMPLATES = tuple(
-    str(RECIPES / "chat_templates" / f"{name}.jinja") for name in ("chatml", "llama3", "tulu", "chatml_tools")
-)
-"""Tried in this order if the tokenizer's own is missing or cannot be trained with."""
+TEMPLATES = ("chatml", "llama3", "tulu", "chatml_tools")
+"""Tried in this order if neither the tokenizer's own template nor the shipped one that renders alike can be trained
+with."""
 UNCUT = 2**31
 SPLIT_LENGTH = 4096
 """Tokens of a sample of text, as in mistral_7b/cpt: longer texts become several samples."""
@@ -259,15 +259,18 @@ class _Draft:
     def _tokenize(self, folder: str) -> tuple["TokenSet", dict[str, int]]:
         """The tokens under the first chat template that can be trained with, and the number of bad rows by reason."""
         from cookbook.training.data.tokens import tokenize
+        from cookbook.training.data.twin import twin_of
         from cookbook.training.models import load_tokenizer
 
         is_chat, problem = kinds()[self.rows.kind].chats is not None, ""
-        for template in (None, *TEMPLATES) if is_chat else (None,):
+        twin = twin_of(load_tokenizer(folder, None)) if is_chat else None
+        templates = [None, *([twin] if twin else []), *(name for name in TEMPLATES if name != twin)]
+        for template in templates if is_chat else [None]:
             bad_rows = BadRows()
             try:
                 tokens = tokenize(
                     [self.rows],
-                    load_tokenizer(folder, template and located(template)),
+                    load_tokenizer(folder, template and template_path(template)),
                     max_length=UNCUT,
                     objective=self.objective,
                     bad_rows=bad_rows,
@@ -280,7 +283,8 @@ class _Draft:
                 continue
             if template is not None:
                 self.data["chat_template"] = template
-                self.notes["data.chat_template"] = f"of those here the first that serves; {problem}"
+                what = "renders as the tokenizer's own" if template == twin else "of those here the first that serves"
+                self.notes["data.chat_template"] = f"{what}; {problem}"
             elif is_chat:
                 self.notes["data"] = "chats go through the tokenizer's own template"
             elif self.task != "cpt" and load_tokenizer(folder, None).chat_template:

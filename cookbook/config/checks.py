@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from cookbook.config.chat_templates import missing_template
 from cookbook.config.objectives import Objective
 from cookbook.config.optim import Optimizer
 from cookbook.config.schedule import Schedule
@@ -59,7 +60,8 @@ def check_across_keys(document: Document, found: Mapping[str, Any], known: set[s
         yield from _check_model(name, lambda: place("model", "name_or_path"))
     if data is not None:
         if data.chat_template is not None:
-            yield from find_file(data.chat_template, lambda: place("data", "chat_template"))
+            named = document.values["data"]["chat_template"]
+            yield from missing_template(named, lambda: place("data", "chat_template"))
         is_list = isinstance(document.values["data"].get("train"), list)
         for i, source in enumerate(data.train):
             yield from _check_source(source, place, ("data", "train", *([i] if is_list else [])))
@@ -177,4 +179,9 @@ def _check_source(source: Source, place: Callable[..., str], where: tuple[str | 
     unused = ", ".join(sorted({"name", "revision"} & source.model_fields_set))
     if unused and (source.path == BUILTIN_SOURCE or path.exists()):
         return [f"{place(*where)}: {unused} would be ignored: {source.path} is not on the Hub; take it out"]
+    is_file = data_format(source.path) and source.split != "train"  # which is what the Hub's library calls a file
+    if is_file or ("[" in source.split and path.exists()):
+        what = "a file is read whole" if is_file else "a slice is for the Hub"
+        advice = "take it out, limit the rows with max_rows, and hold some out with data.holdout"
+        return [f"{place(*where, 'split')} is {source.split!r}, but {what}; {advice}"]
     return []

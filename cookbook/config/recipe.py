@@ -30,7 +30,7 @@ from cookbook.config.sections import (
     ModelSection,
     RunSection,
 )
-from cookbook.config.strategy import STRATEGIES, is_short, strategy_path
+from cookbook.config.strategy import STRATEGIES, strategy_path
 from cookbook.system.files import (
     Document,
     KeyPath,
@@ -42,7 +42,7 @@ from cookbook.system.files import (
     read_document,
 )
 from cookbook.system.imports import show_torchao
-from cookbook.system.shipped import HOME, located
+from cookbook.system.shipped import HOME, is_short, located
 from cookbook.system.validation import parts, validate
 
 RECIPES = Path("recipes")
@@ -176,7 +176,7 @@ def _locate_paths(document: Document) -> Document:
     file, given = _file_of(document), document.overrides
 
     def reach(value: Any, where: KeyPath) -> Any:
-        if where in given:
+        if where in given or (where == ("data", "chat_template") and isinstance(value, str) and is_short(value)):
             return value
         if isinstance(value, str) and value != BUILTIN_SOURCE and path_problem(value) is None:
             return located(value, file)

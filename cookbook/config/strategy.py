@@ -25,7 +25,7 @@ from cookbook.system.files import (
     read_document,
     show,
 )
-from cookbook.system.shipped import located, starts
+from cookbook.system.shipped import is_short, located, starts
 from cookbook.system.validation import part, validate
 
 STRATEGIES = Path("accelerate_configs")
@@ -386,12 +386,6 @@ class Strategy:
 def strategy_path(name: str) -> Path:
     """`fsdp2` or `accelerate_configs/fsdp2.yaml` -> the path of the file, here or shipped."""
     return Path(located(str(STRATEGIES / f"{name}.yaml") if is_short(name) else name))
-
-
-def is_short(name: str) -> bool:
-    """Whether a strategy is given by its name, and not as a path."""
-    path = Path(name)
-    return not path.suffix and len(path.parts) == 1
 
 
 def load_strategy(path: Path) -> Strategy:

@@ -13,6 +13,12 @@ HOME = PACKAGE / "shipped" if IS_INSTALLED else PACKAGE.parent
 FOLDERS = ("recipes", "accelerate_configs")
 
 
+def is_short(name: str) -> bool:
+    """Whether a strategy or a chat template is given by its name, and not as a path."""
+    path = Path(name)
+    return not path.suffix and len(path.parts) == 1 and name == path.name
+
+
 def own_folder(file: Path) -> Path:
     """Where relative paths in a recipe or a strategy start: the folder that holds recipes/ or accelerate_configs/ if
     the file lies in one of these, else the file's own.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cookbook.config.optim import number
 from cookbook.config.recipe import Recipe
-from cookbook.config.row_kinds import kinds, kinds_of, rename
+from cookbook.config.row_kinds import kinds, kinds_of, rename, without
 from cookbook.config.schedule import peak_learning_rate
 from cookbook.config.sections import ALL_LINEAR, BUILTIN_SOURCE, Source
 from cookbook.planning.packing import known_config
@@ -69,7 +69,7 @@ def _kinds_here(source: Source) -> set[str]:
         seen = [raw for _, raw in islice(raw_rows(source), ROWS_SEEN) if isinstance(raw, dict)]
     except RecipeError:  # reported by whoever reads the rows
         return set()
-    return set().union(*(kinds_of(rename(raw, source.columns or {})) for raw in seen))
+    return set().union(*(kinds_of(rename(without(raw, source.ignore or ()), source.columns or {})) for raw in seen))
 
 
 def read_all(recipe: Recipe) -> Iterator[str]:
@@ -84,5 +84,5 @@ def read_all(recipe: Recipe) -> Iterator[str]:
             found = read_rows(source, recipe.data.on_bad_row, recipe.objective)
             line = f"{key}: {source.path}: {len(found.rows):,} rows of {kinds()[found.kind].words}"
             dropped = (f"{count:,} dropped: {reason}" for reason, count in found.num_dropped.items())
-            yield "; ".join([line, *filter(None, [found.renamed]), *dropped])
+            yield "; ".join([line, *filter(None, [found.renamed, found.unread]), *dropped])
     refuse(mistakes)

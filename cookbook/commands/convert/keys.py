@@ -161,6 +161,14 @@ class Conversion:
             return [{"path": f"path/to/{name}.jsonl"} for name in names]
         component, files = self._take("dataset_component"), self._take("data_files")
         known = {"alpaca_dataset": "tatsu-lab/alpaca", "alpaca_cleaned_dataset": "yahma/alpaca-cleaned"}
+        if str(component).rpartition(".")[2] in known:
+            self._alpaca("~dataset_component")
+            self.recipe["data.columns"] = {"user": "instruction", "context": "input", "assistant": "output"}
+            if "objective.train_on" not in self.given:
+                self.recipe["objective.train_on"] = "all"
+                self._note(
+                    "~dataset_component", "train_on_input is true where the file is silent: objective.train_on all"
+                )
         if files is not None:
             path, split = files, None
         if path is None and component is not None:
@@ -175,6 +183,14 @@ class Conversion:
             self._note("~train_split", "write data.train.max_rows for a part of a split")
             extra["split"] = str(split).partition("[")[0]
         return [{"path": path, **{key: value for key, value in extra.items() if value not in (None, "train")}}]
+
+    def _alpaca(self, place: str) -> None:
+        """Rows in Alpaca's prompt, whatever the model's template."""
+        if self.recipe.get("data.chat_template", "alpaca") != "alpaca":
+            self._note(
+                place, f"has Alpaca's prompt, so data.chat_template {self.recipe['data.chat_template']} is left out"
+            )
+        self.recipe["data.chat_template"] = "alpaca"
 
     def _of_mixer(self, mixer: dict[str, Any], splits: list[str]) -> list[dict[str, Any]]:
         """The handbook's {data set: fraction}, whose splits are by name for training or test."""
@@ -202,7 +218,8 @@ class Conversion:
         return names
 
     def _list_of_sources(self, key: str) -> list[dict[str, Any]]:
-        found = []
+        found: list[dict[str, Any]] = []
+        types: list[str] = []
         for given in self._take(key) or []:
             source = given if isinstance(given, dict) else {"path": given}
             own: dict[str, Any] = {}
@@ -218,11 +235,17 @@ class Conversion:
                 elif theirs == "message_property_mappings" and isinstance(value, dict):
                     columns |= {one: value[one] for one in ("role", "content") if one in value}
                 elif theirs == "type" and value in RECOGNIZED_TYPES:
-                    continue
+                    types.append(value)
                 else:
                     self._note(f"~{key}", f"{theirs} {show(value)}: {SOURCE_ADVICE}")
             own.setdefault("path", "path/to/rows.jsonl")
             found.append({**own, **({"columns": columns} if columns else {})})
+        if found and types == ["completion"] * len(found):
+            self.recipe.setdefault("data.too_long", "split")
+        if found and types == ["alpaca"] * len(found):
+            self._alpaca(f"~{key}")
+        elif "alpaca" in types:
+            self._note(f"~{key}", "type alpaca: a run has one prompt; for Alpaca's, write data.chat_template: alpaca")
         return found
 
     def _objective(self) -> None:
@@ -351,7 +374,7 @@ class Conversion:
 SOURCE_KEYS = {key: key for key in ("path", "name", "split", "revision", "weight")}
 SOURCE_KEYS |= {"id": "path", "data_files": "path", "config": "name"}
 COLUMN_KEYS = {"field_messages": "messages", "message_field_role": "role", "message_field_content": "content"}
-RECOGNIZED_TYPES = ("alpaca", "chat_template", "sharegpt")
+RECOGNIZED_TYPES = ("alpaca", "chat_template", "completion", "sharegpt")
 SOURCE_ADVICE = "no counterpart; the shape of rows is recognized, and data.columns maps the rest"
 
 

@@ -10,13 +10,13 @@ from cookbook.config.effects import EFFECTS, effect_of
 from cookbook.config.optim import number
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import Source
-from cookbook.config.strategy import Strategy, find_strategy, is_short, load_strategy
+from cookbook.config.strategy import Strategy, find_strategy, load_strategy
 from cookbook.forecast.costs import per_parameter as costs
 from cookbook.forecast.costs.inputs import CostInputs
 from cookbook.planning.run_plan import load_pair
 from cookbook.system.console import Row, page, several
 from cookbook.system.files import RecipeError, apply_overrides, gathered, read_document, refuse, show
-from cookbook.system.shipped import located, short
+from cookbook.system.shipped import is_short, located, short
 
 DEFAULT_PROCESSES = 8
 """For two strategies without a recipe."""

@@ -1,0 +1,29 @@
+"""The chat templates in recipes/chat_templates, which a recipe gives by their names."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from cookbook.system.files import find_file, nearest
+from cookbook.system.shipped import is_short, located, starts
+
+FOLDER = Path("recipes/chat_templates")
+
+
+def template_path(name: str) -> str:
+    """The file of a template that is given by name or path. A bare name is a shipped one, whatever lies here."""
+    return located(str(FOLDER / f"{name}.jinja")) if is_short(name) else name
+
+
+def known_templates() -> list[str]:
+    """The names of the files in recipes/chat_templates/, here and shipped."""
+    return sorted({path.stem for start in starts() for path in (start / FOLDER).glob("*.jinja")})
+
+
+def missing_template(name: str, place: Callable[[], str]) -> list[str]:
+    """One mistake if the template that a recipe gives, by name or path, does not exist."""
+    if not is_short(name):
+        return find_file(name, place, FOLDER)
+    if name in known_templates():
+        return []
+    hint = f"; to give a file of that name, write ./{name}" if Path(name).is_file() else ""
+    return [f"{place()} is {name!r}: no such template; {nearest(name, known_templates())}{hint}"]

@@ -1,0 +1,153 @@
+"""Finds the shipped chat template that renders what a tokenizer's own template renders, and marks the assistant's part.
+
+By rendering a few chats with both, so that a template is known by what it does, whatever its text.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cookbook.config.chat_templates import known_templates, template_path
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHATML = "chatml"
+"""The shipped template for tokenizers whose own is of no shipped family."""
+
+# A template that asks the clock is compared on the day that Llama 3.1's writes.
+_DATE = """{%- macro strftime_now(pattern) -%}
+    {{- {"%Y-%m-%d": "2024-07-26", "%d %b %Y": "26 Jul 2024"}.get(pattern, "") -}}
+{%- endmacro %}"""
+_BEFORE_A_CALL = "ponder"
+_END = re.compile(r"<\S{1,40}>")
+
+
+class _Chat(NamedTuple):
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    kwargs: dict[str, Any] = {}
+    prompted: bool = True
+
+
+def _chats() -> Iterator[_Chat]:
+    """Chats as they stand at inference, before a turn of the assistant, and one with its last turn."""
+    system, one, two = (
+        {"role": role, "content": text} for role, text in (("system", "s"), ("user", "a"), ("user", "b"))
+    )
+    answer = {"role": "assistant", "content": "c"}
+    thought = answer | {"reasoning_content": "r"}
+    calls = [
+        {"id": f"call0000{name[0]}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for name, arguments in (("dig", {"depth": 3, "fast": True}), ("fly", {"to": ["x", "\u00e4"]}))
+    ]
+    results = [
+        {"role": "tool", "content": "d", "name": call["function"]["name"], "tool_call_id": call["id"]} for call in calls
+    ]
+    schema = {"type": "object", "properties": {"depth": {"type": "integer", "description": "m"}}, "required": ["depth"]}
+    tools = [{"type": "function", "function": {"name": "dig", "description": "Digs", "parameters": schema}}]
+    calling = answer | {"content": "", "reasoning_content": _BEFORE_A_CALL, "tool_calls": calls[:1]}
+    yield _Chat([one, answer, two])
+    yield _Chat([one, answer], prompted=False)
+    yield _Chat([system, one, thought, two], kwargs={"enable_thinking": False})
+    yield _Chat([one], tools)
+    yield _Chat([system, one, thought, two, calling, results[0]], tools)
+    yield _Chat([one, {"role": "assistant", "content": "", "tool_calls": calls}, *results, answer, two], tools)
+
+
+CHATS = tuple(_chats())
+
+
+def own_template(tokenizer: "PreTrainedTokenizerBase", *, has_tools: bool = False) -> tuple[str, str | None] | None:
+    """The template that a tokenizer writes chats with, and its name if there are several; None if there is none.
+
+    Of several, chats with tools have `tool_use`, others `default`, as in transformers; and any have the only one.
+    """
+    own = tokenizer.chat_template
+    if not isinstance(own, dict):
+        return (own, None) if own else None
+    names = [*(["tool_use"] if has_tools else []), "default", *(own if len(own) == 1 else ())]
+    return next(((own[name], name) for name in names if name in own), None)
+
+
+def twin_of(tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    """The name of the shipped template that renders what the tokenizer's own renders; None if none does."""
+    templates = [own_template(tokenizer, has_tools=has_tools) for has_tools in (False, True)]
+    if templates[0] is None or templates[1] is None:
+        return None
+    return _twin(templates[0][0], templates[1][0], json.dumps(tokenizer.special_tokens_map))
+
+
+def offer(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """What to write in place of a template that cannot be trained with, for messages."""
+    twin = twin_of(tokenizer)
+    if twin is None:
+        return f"give one with markers in data.chat_template, such as {CHATML} (docs/recipes.md, Chat templates)"
+    return f"data.chat_template: {twin} renders the same and marks the assistant's tokens"
+
+
+@cache
+def _twin(plain: str, with_tools: str, special_tokens: str) -> str | None:
+    specials = json.loads(special_tokens)
+    own = [_rendered(with_tools if chat.tools else plain, chat, specials) for chat in CHATS]
+    if own[0] is None:
+        return None
+    names = known_templates()
+    # First those that agree in all; then those that write of tool calls what the own template leaves out.
+    for skips in (False, True):
+        compared = [
+            (chat, text)
+            for chat, text in zip(CHATS, own, strict=True)
+            if text is not None and not (skips and _leaves_out(chat, text))
+        ]
+        for name in names:
+            template = Path(template_path(name)).read_text(encoding="utf-8")
+            if all(_agree(_rendered(template, chat, specials), text) for chat, text in compared):
+                return name
+    return None
+
+
+def _agree(ours: str | None, own: str) -> bool:
+    """Whether two renderings are the same, but for an end token that a family writes with the next message."""
+    return ours is not None and ours.startswith(own) and (ours == own or _END.fullmatch(ours[len(own) :]) is not None)
+
+
+def _leaves_out(chat: _Chat, text: str) -> bool:
+    """Whether a call is missing in a rendering, or the reasoning before it."""
+    calling = [message for message in chat.messages if "tool_calls" in message]
+    words = [call["function"]["name"] for message in calling for call in message["tool_calls"]]
+    words += [message["reasoning_content"] for message in calling if "reasoning_content" in message]
+    return any(word not in text for word in words)
+
+
+def _rendered(template: str, chat: _Chat, specials: dict[str, Any]) -> str | None:
+    """The text, or None if the template refuses the chat."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    for messages in (chat.messages, [_as_text(message) for message in chat.messages]):
+        try:
+            (text,), _ = render_jinja_template(
+                [messages],
+                tools=chat.tools,
+                chat_template=_DATE + template,
+                add_generation_prompt=chat.prompted,
+                **specials,
+                **chat.kwargs,
+            )
+        except Exception:  # a template may raise anything
+            continue
+        return text
+    return None
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls have their arguments as JSON text, as some templates want them."""
+    if "tool_calls" not in message:
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
+    calls = zip(message["tool_calls"], functions, texts, strict=True)
+    return message | {"tool_calls": [call | {"function": one | {"arguments": text}} for call, one, text in calls]}
