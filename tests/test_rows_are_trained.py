@@ -27,6 +27,7 @@ from read_back import Labelled, Outcome, ids_of, read_back
 from small_data import chat as small_chat
 from tiny_tokenizers import KINDS, LOSSLESS, TEMPLATES, tiny_tokenizer
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from cookbook.config.objectives import Objective
 from cookbook.config.sections import DataSection
@@ -345,7 +346,8 @@ def texts_of(message: dict[str, Any]) -> dict[str, list[str]]:
 
 def rendered(tokenizer: PreTrainedTokenizerBase, chat: Chat, **options: Any) -> str:
     """What transformers writes, on the day of the recipe."""
-    return tokenizer.apply_chat_template(chat, tokenize=False, strftime_now=lambda form: DAY.strftime(form), **options)
+    _compile_jinja_template(tokenizer.chat_template).globals["strftime_now"] = DAY.strftime
+    return tokenizer.apply_chat_template(chat, tokenize=False, **options)
 
 
 def as_written(text: str, key: str, see: Callable[[str], str]) -> str:
@@ -412,8 +414,8 @@ def faults(
     ]
     of_prompts = prompt_faults(row, chat, tools, tokenizer, ids, see)
     if "generation is asked for" in notes:
-        last = max(k for k, message in enumerate(row["messages"]) if is_trained(message))
-        of_prompts = {k: problem for k, problem in of_prompts.items() if k in (-1, last)}
+        last_asked = max(k for k, message in enumerate(row["messages"]) if message["role"] == "user")
+        of_prompts = {k: problem for k, problem in of_prompts.items() if k == -1 or k > last_asked}
     asked_for = prompts(row, chat, tools, tokenizer)
     return [*problems, *of_prompts.values(), *label_faults(row, see, marks, asked_for, tokenizer, found)]
 
@@ -454,6 +456,8 @@ def prompt_faults(
             marks = [i for i, one in enumerate(prompt) if one in special]
             tail = prompt[marks[-1] if marks else 0 :]
             border = places[len(marks) - 1] if 0 < len(marks) <= len(places) else 0
+            if "==" in tokenizer.decode(tail):  # a text that is read as text, where transformers reads a token
+                break
             before = see(tokenizer.decode(ids[:border] + tail))
             if ids[border:][: len(tail)] == tail and without_marks(before) == without_marks(see(text)):
                 break
@@ -521,6 +525,7 @@ def label_faults(
                 if word not in rest:
                     problems.append(f"message {k + 1}: {key} {word!r} is not trained in {rest!r}")
                 rest = rest.replace(word, "", 1)
+        rest = rest.replace("<|end|><|start|>assistant<|channel|>", "")  # a turn of several messages, as gpt-oss writes it
         rest = OF_TEMPLATES.sub("", marks.sub("", rest))
         if rest:
             problems.append(f"message {k + 1}: trained besides: {rest!r} in {text!r}")
