@@ -120,6 +120,7 @@ NOT_READ = {
     "a picture beside a text": ({"text": "t", "image": "a.png"}, "sft", "`image` is not read: it is a string"),
     "a system message of texts": ({"prompt": "q", "completion": "y", "system": "S"}, "sft", "`system` is not read"),
     "tools of texts": ({"prompt": "q", "chosen": "y", "rejected": "n", "tools": [TOOL]}, "dpo", "`tools` is not read"),
+    "a weight of the row": (CHAT | {"weight": 0.5}, "sft", "`weight` is not read: it is a number; rows weigh alike"),
     "tokens": ({"text": "t", "input_ids": [1, 2]}, "sft", "`input_ids` is not read"),
     "a judged answer of LLaMA-Factory": (
         {"instruction": "q", "output": "y", "kto_tag": True},
@@ -148,6 +149,11 @@ def test_a_key_without_a_value_asks_for_nothing(tmp_path, value):
     marks = dict.fromkeys(LOSS_MARKS)
     rows = read(tmp_path, empty | {"messages": [USER | in_message | marks, said() | in_message | marks]})
     assert rows.rows == [CHAT] and rows.unread == ("not read: id" if value is not None else "")
+
+
+def test_what_a_text_may_be_rendered_from_is_named_and_not_refused(tmp_path):
+    rows = read(tmp_path, {"text": "t", "system": "S", "tools": [TOOL], "weight": 1})
+    assert rows.rows == [{"text": "t"}] and rows.unread == "not read: system, tools"
 
 
 def test_metadata_is_named_once_with_how_many_rows_have_it(tmp_path):

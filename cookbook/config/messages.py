@@ -362,7 +362,9 @@ def check_text(text: Any, name: str) -> str:
     if text is None:
         raise BadRow("empty text", f"{name} is null or missing")
     if not isinstance(text, str):
-        advice = "; write its JSON text" if isinstance(text, dict | list) else ""
+        has_roles = isinstance(text, list) and text and role_of(text[0]) is not None
+        advice = "; messages stand in `messages`, or in `prompt` beside `completion`" if has_roles else ""
+        advice = advice or ("; write its JSON text" if isinstance(text, dict | list) else "")
         raise BadRow("not text", f"{name} is {kind_in_words(text)}{advice}")
     if not text.strip():
         raise BadRow("empty text", f"{name} is {'empty' if not text else 'only whitespace'}")

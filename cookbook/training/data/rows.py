@@ -24,8 +24,8 @@ from cookbook.config.row_kinds import (
     MadeUp,
     Reading,
     RowKind,
+    asks_for_something,
     by_own_names,
-    is_empty,
     is_rating,
     keys_in_messages,
     kinds,
@@ -323,8 +323,8 @@ class _Reader:
 
     def _refuse_meant(self, reading: Reading, shape: _Shape, raw: dict[str, Any]) -> None:
         """Raise BadRow if a column that the kind does not read has a meaning, and a value that asks for something."""
-        # Whoever names the columns knows of the others which are read by themselves; what never is may be a surprise.
-        meant = NEVER_READ if self._columns else MEANT
+        # Whoever names the columns leaves others out, as whoever rendered a text has; what is never read may surprise.
+        meant = NEVER_READ if self._columns or reading.kind.is_rendered else MEANT
         if reading.kind.name not in shape.left:
             read = {self._columns.get(column, column) for column in reading.columns.values()}
             left = sorted(key for key, value in raw.items() if value is not None and key not in read)
@@ -340,7 +340,7 @@ class _Reader:
                 if not is_rated or not is_rating(value):
                     continue
                 why = f"objective.name {self.objective.name} would train bad answers as good ones"
-            elif is_empty(value):
+            elif not asks_for_something(column, value):
                 continue
             else:
                 why = meant[column]
