@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from pydantic import ValidationError
-from small_data import make_tokenizer, marked, run_tokenize, write_lines
+from small_data import ROOT, make_tokenizer, marked, run_tokenize, write_lines
 
 from cookbook.config.messages import LOSS_MARKS, MEANT_KEYS, OTHER_ROLES, REASONING_KEYS
 from cookbook.config.objectives import Objective
@@ -416,3 +416,14 @@ def test_a_lone_surrogate_in_a_call_or_a_tool_is_a_bad_row(tmp_path):
     assert "lone surrogate" in refusal(tmp_path, {"messages": [USER, said("", tool_calls=[call])]})
     assert "lone surrogate" in refusal(tmp_path, CHAT | {"tools": [{"name": "\ud800"}]})
     assert "lone surrogate" in refusal(tmp_path, CHAT | {"chat_template_kwargs": {"a": "\ud800"}})
+
+
+def test_the_page_lists_the_names_that_have_a_meaning():
+    page = (ROOT / "docs/recipes.md").read_text()
+    rule = page.partition("### What is not read")[2].partition("### Rows that are too long")[0]
+    columns, in_messages = rule.partition("Messages:")[::2]
+    for names, text in ((MEANT, columns), (MEANT_KEYS, in_messages)):
+        assert not [name for name in names if f"`{name}`" not in text]
+    chats = page.partition("### Tools, reasoning, turns without loss")[2].partition("## Rows")[0]
+    roles = [name for names in OTHER_ROLES.values() for name in names]
+    assert not [name for name in (*roles, *REASONING_KEYS, *LOSS_MARKS) if f"`{name}`" not in chats]

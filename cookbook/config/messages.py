@@ -52,7 +52,7 @@ MEANT_KEYS = {
 }
 """Other keys of a message that a known format gives a meaning, and why they are not read."""
 
-PART_TEXTS = {"text": "text", "input_text": "text", "output_text": "text"}
+PART_TEXTS = ("text", "input_text", "output_text")
 PART_REASONING = ("thinking", "reasoning")
 PART_CALLS = ("tool_call",)
 PART_KEYS = frozenset(("type", "text", "value", *PART_REASONING))
@@ -139,8 +139,10 @@ def read_messages(messages: Any, name: str = "") -> Chat:
             one = _read_message(message)
             if "tool_calls" in one:
                 if has_calls and _is_call_role(message) and _is_call_role(messages[number - 2]):
-                    checked[-1]["tool_calls"] += one["tool_calls"]  # calls of one turn, each in a message of its own
-                    continue
+                    before = checked[-1]  # calls of one turn, each in a message of its own
+                    if before == one | {"tool_calls": before["tool_calls"]}:
+                        before["tool_calls"] += one["tool_calls"]
+                        continue
                 has_calls = True
             elif one["role"] == "tool" and not has_calls:
                 raise BadRow("tool result without a call", "has the role tool; no message before it has `tool_calls`")
