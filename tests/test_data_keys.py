@@ -318,6 +318,7 @@ BAD_MESSAGES = {
         [{"role": "narrator", "content": "a"}, said()],
         "wrong role: message 1 has 'narrator'",
     ),
+    "a role that is no text": ([{"role": ["user"], "content": "a"}, said()], "wrong role: message 1 has ['user']"),
     "a name that is no text": ([USER | {"name": 3}, said()], "not text: message 1 name is a number"),
 }
 

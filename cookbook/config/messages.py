@@ -171,7 +171,7 @@ def _read_message(message: Any) -> dict[str, Any]:
     if "role" not in message:
         raise BadRow("wrong role", f"is {kind_in_words(message)}, no role; {_ROLES_IN_WORDS}")
     role = role_of(message)
-    if role not in OTHER_ROLES:
+    if not isinstance(role, str) or role not in OTHER_ROLES:
         raise BadRow("wrong role", f"has {ascii(message['role'])[:40]}; {_ROLES_IN_WORDS}")
     if _is_call_role(message):
         message = message | {"content": "", "function_call": message.get("content")}

@@ -154,6 +154,8 @@ MEANT = NEVER_READ | SOMETIMES_READ
 RATING = "label"
 """A column that says whether an answer is good, beside what could be read as a judged answer."""
 
+FOR_TEMPLATE = ("tools", "functions", "chat_template_kwargs")
+"""Keys of what a chat template is given besides the messages."""
 MESSAGE_KEYS = ("role", "content")
 """Keys of a message that a recipe's columns may rename."""
 
@@ -341,19 +343,16 @@ def shapes() -> str:
 
 def texts_in(row: Row) -> Iterator[str]:
     """Every text of a checked row."""
-    for value in row.values():
+    for key, value in row.items():
         if isinstance(value, str):
             yield value
+        elif key in FOR_TEMPLATE:
+            yield json.dumps(value, ensure_ascii=False)
         elif isinstance(value, list):
             for message in value:
-                is_tool = "role" not in message
-                if not is_tool:
-                    yield message["content"]
-                    message = {key: item for key, item in message.items() if key not in ("role", "content", "train")}
-                if message:
-                    yield json.dumps(message, ensure_ascii=False)
-        elif isinstance(value, dict):
-            yield json.dumps(value, ensure_ascii=False)
+                yield message.get("content", "")
+                if more := {key: item for key, item in message.items() if key not in ("role", "content", "train")}:
+                    yield json.dumps(more, ensure_ascii=False)
 
 
 def _check_texts(*keys: str) -> Callable[[Row], Row]:
@@ -400,7 +399,6 @@ def _with_context(prompt: str, context: Any) -> str:
     return prompt if context in prompt else f"{prompt}\n\n{context}"
 
 
-FOR_TEMPLATE = ("tools", "functions", "chat_template_kwargs")
 CHAT_KEYS = ("system", "history", *FOR_TEMPLATE)
 """Optional keys of every kind with chats."""
 OF_THE_ENCODER = (
