@@ -176,7 +176,7 @@ def _locate_paths(document: Document) -> Document:
     file, given = _file_of(document), document.overrides
 
     def reach(value: Any, where: KeyPath) -> Any:
-        if where in given or where == ("data", "chat_template") and isinstance(value, str) and is_short(value):
+        if where in given or (where == ("data", "chat_template") and isinstance(value, str) and is_short(value)):
             return value
         if isinstance(value, str) and value != BUILTIN_SOURCE and path_problem(value) is None:
             return located(value, file)

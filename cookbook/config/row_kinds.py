@@ -6,7 +6,7 @@ Reading, tokenizing, error messages and rehearsals all use the registered kinds.
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, ClassVar, NamedTuple
@@ -14,6 +14,9 @@ from typing import Any, ClassVar, NamedTuple
 from cookbook.config import registry
 from cookbook.config.messages import (
     FOREIGN_KEYS,
+    IN_MESSAGES,
+    ONLY_TEXT,
+    ROLES,
     BadRow,
     Chat,
     check_messages,
@@ -21,7 +24,8 @@ from cookbook.config.messages import (
     check_tools,
     from_json,
     is_foreign,
-    own_names,
+    read_messages,
+    role_of,
 )
 from cookbook.system.files import closest, kind_in_words
 
@@ -34,9 +38,14 @@ class Naming(NamedTuple):
     """Names under which other projects store the keys of a kind."""
 
     columns: Mapping[str, str]
-    """A kind's key -> column. Columns of optional keys may be absent."""
+    """A kind's key -> column. Columns of optional keys may be absent; those not named here have the key's own name."""
     name: str = ""
     """What the field calls rows of this shape."""
+
+    def renames_beside(self, present: Set[str], kind: "RowKind") -> bool:
+        """Whether it takes another column for an optional key of rows that have this kind's own names, and the key."""
+        is_own = all(self.columns.get(key) == key for key in kind.keys)
+        return is_own and any(key != column and key in present for key, column in self.columns.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +72,9 @@ class RowKind:
     """Optional keys."""
     namings: tuple[Naming, ...] = ()
     """Other names of the keys. Rows with a kind's own names are read by these alone."""
+    is_rendered: bool = False
+    """Whether its rows may be what another project rendered from their other columns. Rows in another shape besides are
+    then a question to the user, even if they have this kind's own names."""
     yields: bool = False
     """Whether its own names count like other names, since rows of other kinds may have them too."""
     matches: Callable[[Row], bool] = lambda row: True
@@ -111,6 +123,35 @@ def own_keys() -> list[str]:
     """All keys of all kinds."""
     return list(dict.fromkeys(key for kind in kinds().values() for key in (*kind.keys, *kind.other_keys)))
 
+
+OTHER_NAMES = {"system_prompt": "system", "system_message": "system"}
+"""Columns that hold an optional key under another name."""
+NOT_TEXT = dict.fromkeys(
+    (
+        *("image", "images", "image_url", "image_urls", "pixel_values"),
+        *("audio", "audios", "video", "videos", "documents"),
+    ),
+    ONLY_TEXT,
+)
+MADE_BEFORE = dict.fromkeys(
+    ("input_ids", "completion_mask", "assistant_masks"),
+    "rows are tokenized here, from their texts",
+)
+NEVER_READ = NOT_TEXT | MADE_BEFORE
+"""Columns that a known format gives a meaning, and why nothing reads them."""
+SOMETIMES_READ = {
+    **dict.fromkeys(("system", *OTHER_NAMES), "there is no chat to begin with it; write `messages`"),
+    **dict.fromkeys(("tools", "functions"), "there is no chat template to write them; write `messages`"),
+    "chat_template_kwargs": "there is no chat template to give them to; write `messages`",
+    "history": "there is no chat to begin with it; write `messages`",
+    "context": "there is no prompt that it could follow",
+    **dict.fromkeys(("loss_mask", "mask"), "it goes with `messages`, a value for each"),
+    "kto_tag": "name it in data.columns, as label, and the others with it",
+}
+"""Columns that a known format gives a meaning, and why a kind without such a key does not read them."""
+MEANT = NEVER_READ | SOMETIMES_READ
+RATING = "label"
+"""A column that says whether an answer is good, beside what could be read as a judged answer."""
 
 MESSAGE_KEYS = ("role", "content")
 """Keys of a message that a recipe's columns may rename."""
@@ -175,10 +216,44 @@ def misspelt(row: Row) -> tuple[str, str] | None:
 
 def _suggested_message_keys(messages: Any) -> dict[str, str]:
     first = messages[0] if isinstance(messages, list) and messages else None
-    if not isinstance(first, dict) or "role" in own_names(first)[0]:
+    if not isinstance(first, dict) or role_of(first) is not None:
         return {}
     by_length = sorted((key for key, value in first.items() if isinstance(value, str)), key=lambda key: len(first[key]))
     return {"role": by_length[0], "content": by_length[-1]} if len(by_length) > 1 else {}
+
+
+def is_empty(value: Any) -> bool:
+    """Whether the value of an optional key asks for nothing."""
+    return value is None or value in ("", [], {}) or (isinstance(value, str) and not value.strip())
+
+
+def keys_in_messages(row: Row) -> set[str]:
+    """The keys of a row's messages, in whatever column they are, each as `messages.KEY`."""
+    messages = (one for value in row.values() for one in _items(value) if isinstance(one, dict))
+    return {f"{IN_MESSAGES}{key}" for one in messages for key in one}
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, str) and value.startswith("[{"):  # a cell of a table
+        try:
+            value = from_json(value)
+        except BadRow:  # found by whoever reads it as messages
+            return []
+    return value if isinstance(value, list) else []
+
+
+def without(row: Row, ignored: Sequence[str]) -> Row:
+    """The row without these columns; `messages.KEY` is a key of messages, in whatever column they are."""
+    in_messages = {name.removeprefix(IN_MESSAGES) for name in ignored if name.startswith(IN_MESSAGES)}
+    row = {column: value for column, value in row.items() if column not in ignored}
+    for column, value in row.items() if in_messages else ():
+        items = _items(value)
+        if any(in_messages & one.keys() for one in items if isinstance(one, dict)):
+            row[column] = [
+                {key: item for key, item in one.items() if key not in in_messages} if isinstance(one, dict) else one
+                for one in items
+            ]
+    return row
 
 
 class Reading(NamedTuple):
@@ -219,7 +294,13 @@ def readings(present: Set[str]) -> list[Reading]:
         own = Naming({key: key for key in (*kind.keys, *kind.other_keys)})
         ways: list[Reading] = []
         for naming in (own, *kind.namings):
-            used = {key: column for key, column in naming.columns.items() if column in present}
+            if naming.renames_beside(present, kind):
+                continue
+            named = {**naming.columns, **{key: key for key in kind.other_keys if key not in naming.columns}}
+            used = {key: column for key, column in named.items() if column in present}
+            for column, key in OTHER_NAMES.items():
+                if column in present and key in kind.other_keys and key not in used:
+                    used[key] = column
             if used.keys() >= set(kind.keys) and all(used != way.columns for way in ways):
                 ways.append(Reading(kind, used, naming.name))
         found += [
@@ -231,8 +312,17 @@ def readings(present: Set[str]) -> list[Reading]:
 def kinds_of(raw: Row) -> set[str]:
     """The kinds that a row may be read as: by this project's own names, else by others."""
     found = readings({key for key, value in raw.items() if value is not None})
-    found = [one for one in found if one.kind.matches(one.of(raw))]
-    return {one.kind.name for one in [one for one in found if one.is_own] or found}
+    return {one.kind.name for one in by_own_names(one for one in found if one.kind.matches(one.of(raw)))}
+
+
+def by_own_names(found: Iterable[Reading]) -> list[Reading]:
+    """Of the ways to read a row those by this project's own names, if these decide it; else all.
+
+    A row in a shape of this project is read by it, whatever other columns it has.
+    """
+    found = list(found)
+    own = [one for one in found if one.is_own]
+    return own if any(not one.kind.is_rendered for one in own) else found
 
 
 def shapes() -> str:
@@ -267,8 +357,8 @@ def _check_preference(raw: Row) -> Row:
     """Plain texts, used without a chat template like `prompt` and `completion`."""
     _check_same_form(raw)
     if raw.get("prompt") is None:
-        raw = _split_prompt(*(check_text(raw[key], f"`{key}`") for key in ("chosen", "rejected")))
-    row = _check_texts("prompt", "chosen", "rejected")(raw)
+        raw = raw | _split_prompt(*(check_text(raw[key], f"`{key}`") for key in ("chosen", "rejected")))
+    row = _check_asked(raw, "chosen", "rejected")
     if row["chosen"] == row["rejected"]:
         raise BadRow("chosen and rejected are the same")
     return row
@@ -285,17 +375,122 @@ def _split_prompt(chosen: str, rejected: str) -> Row:
     return {"prompt": chosen[:end], "chosen": chosen[end:], "rejected": rejected[end:]}
 
 
+def _check_asked(raw: Row, *answers: str) -> Row:
+    """The texts of a prompt, with its context, and of the answers to it."""
+    row = _check_texts("prompt", *answers)(raw)
+    return row if is_empty(raw.get("context")) else row | {"prompt": _with_context(row["prompt"], raw["context"])}
+
+
+def _with_context(prompt: str, context: Any) -> str:
+    """The prompt and, after an empty line, its context, unless the prompt has it already."""
+    context = check_text(context, "`context`")
+    return prompt if context in prompt else f"{prompt}\n\n{context}"
+
+
+FOR_TEMPLATE = ("tools", "functions", "chat_template_kwargs")
+CHAT_KEYS = ("system", "history", *FOR_TEMPLATE)
+"""Optional keys of every kind with chats."""
+OF_THE_ENCODER = (
+    *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
+    *("padding", "truncation", "max_length", "tokenizer_kwargs", "strftime_now"),
+)
+"""Keys of `apply_chat_template` that are not a row's to set."""
+
+
+def _for_template(raw: Row) -> Row:
+    """The tools of a chat and the keys that its row gives to the template, if any."""
+    kept: Row = {}
+    found = [key for key in ("tools", "functions") if not is_empty(raw.get(key))]
+    if len(found) > 1:
+        raise BadRow("tools given twice", "as `tools` and as `functions`")
+    if found:
+        wrap = _as_tool if found == ["functions"] else dict
+        if tools := check_tools(raw[found[0]], wrap):
+            kept["tools"] = tools
+    kwargs = from_json(raw.get("chat_template_kwargs"))
+    if not is_empty(kwargs):
+        if not isinstance(kwargs, dict):
+            raise BadRow("not an object", f"`chat_template_kwargs` is {kind_in_words(kwargs)}")
+        if taken := sorted(kwargs.keys() & set(OF_THE_ENCODER)):
+            raise BadRow("`chat_template_kwargs` that are not a row's to set", ", ".join(taken))
+        kept["chat_template_kwargs"] = kwargs
+    return kept
+
+
+def _as_tool(function: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": function}
+
+
+def _check_history(history: Any) -> Chat:
+    """Earlier turns: messages, or pairs of a question and its answer."""
+    history = from_json(history)
+    pairs = history if isinstance(history, list) else [None]
+    if any(isinstance(one, dict) for one in pairs):
+        return check_messages(history, "history")
+    turns: Chat = []
+    for number, pair in enumerate(pairs, start=1):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise BadRow("history is not pairs", f"`history` needs [question, answer], and item {number} is not")
+        for role, text in zip(("user", "assistant"), pair, strict=True):
+            turns.append({"role": role, "content": check_text(text, f"`history` {number}")})
+    return turns
+
+
+def _begun(raw: Row, chat: Chat) -> Chat:
+    """The chat after the row's system message and earlier turns, if it has any."""
+    system, history = ([] if is_empty(raw.get(key)) else [raw[key]] for key in ("system", "history"))
+    if not system and not history:
+        return chat
+    start: Chat = [{"role": "system", "content": check_text(text, "`system`")} for text in system]
+    if chat and chat[0]["role"] == "system":
+        if start and start[0]["content"] != chat[0]["content"]:
+            raise BadRow("two system messages", "`system`, and the first message; write one of them")
+        start, chat = chat[:1], chat[1:]
+    return [*start, *(turn for one in history for turn in _check_history(one)), *chat]
+
+
 def _check_chat(raw: Row) -> Row:
-    messages = own_names(from_json(raw["messages"]))
-    if raw.get("system") and isinstance(messages, list):
-        messages = [{"role": "system", "content": raw["system"]}, *messages]
-    return {"messages": check_messages(messages)} | ({"tools": check_tools(raw["tools"])} if raw.get("tools") else {})
+    chat = read_messages(raw["messages"])
+    for key in ("loss_mask", "mask"):
+        if not is_empty(raw.get(key)):
+            chat = _masked(chat, key, from_json(raw[key]))
+    chat = _begun(raw, chat)
+    if all(message["role"] != "assistant" for message in chat):
+        raise BadRow("no assistant turn")
+    return {"messages": chat} | _for_template(raw)
+
+
+def _masked(chat: Chat, key: str, mask: Any) -> Chat:
+    """The chat with `train: false` in the assistant's messages whose value in the mask is 0."""
+    if key == "mask" and isinstance(mask, str) and ROLES.get(mask.lower()) == "user":
+        return chat  # NeMo names the role without loss
+    if not isinstance(mask, list) or any(isinstance(one, str) or one not in (0, 1) for one in mask):
+        raise BadRow("loss mask is not a list of 0 and 1", f"`{key}` is {kind_in_words(mask)}")
+    if len(mask) != len(chat):
+        seen = f"`{key}` has {len(mask)} values for {len(chat)} messages; loss is on whole messages"
+        raise BadRow("loss mask of another length", seen)
+    masked: Chat = []
+    for number, (message, carries) in enumerate(zip(chat, mask, strict=True), start=1):
+        if carries and message["role"] != "assistant":
+            raise BadRow(
+                f"{key}: true of another role",
+                f"message {number}; only the assistant's messages carry loss (all tokens do with"
+                " objective.train_on: all)",
+            )
+        if message["role"] == "assistant" and not carries:
+            message = message | {"train": False}
+        masked.append(message)
+    return masked
 
 
 def _check_exchange(raw: Row) -> Row:
     """A single exchange, whose texts become the messages of a chat; optional texts may be empty."""
-    optional = {key for key in ("system", "context") if raw.get(key) is None or not str(raw[key]).strip()}
-    return _check_texts(*(key for key in ("system", "user", "context", "assistant") if key not in optional))(raw)
+    optional = {key for key in ("system", "context") if is_empty(raw.get(key))}
+    row = _check_texts(*(key for key in ("system", "user", "context", "assistant") if key not in optional))(raw)
+    if not is_empty(raw.get("history")):
+        row["history"] = _check_history(raw["history"])
+    return row | _for_template(raw)
 
 
 def _chat_of_exchange(row: Row) -> Chat:
@@ -304,14 +499,14 @@ def _chat_of_exchange(row: Row) -> Chat:
     # For a template that writes them apart, as Alpaca's does.
     parts = {"instruction": row["user"], "input": row["context"]} if "context" in row else {}
     question = {"role": "user", "content": asked, **parts}
-    return [*system, question, {"role": "assistant", "content": row["assistant"]}]
+    return [*system, *row.get("history", ()), question, {"role": "assistant", "content": row["assistant"]}]
 
 
 def _check_chat_preference(raw: Row) -> Row:
     """Splits two conversations into their common beginning and the two ends that differ."""
     _check_same_form(raw)
-    raw = {key: own_names(value) for key, value in raw.items()}
-    chosen, rejected = (_conversation(raw.get("prompt"), raw[key], key) for key in ("chosen", "rejected"))
+    raw = _of_request(raw)
+    chosen, rejected = (_begun(raw, _conversation(raw, key)) for key in ("chosen", "rejected"))
     if chosen == rejected:
         raise BadRow("chosen and rejected are the same")
     shared = 0
@@ -321,7 +516,20 @@ def _check_chat_preference(raw: Row) -> Row:
     if not all(end and end[0]["role"] == "assistant" for end in ends):
         seen = "the first message in which they differ must be the assistant's in both"
         raise BadRow("chosen and rejected do not answer the same prompt", f"message {shared + 1}; {seen}")
-    return {"prompt": chosen[:shared], "chosen": ends[0], "rejected": ends[1]}
+    if not shared:
+        raise BadRow("no prompt", "`prompt` is missing, and `chosen` and `rejected` share no beginning")
+    return {"prompt": chosen[:shared], "chosen": ends[0], "rejected": ends[1]} | _for_template(raw)
+
+
+def _of_request(raw: Row) -> Row:
+    """The row with the messages and tools of a prompt that is a request, as OpenAI has it."""
+    prompt = raw.get("prompt")
+    if not isinstance(prompt, dict) or "messages" not in prompt:
+        return raw
+    if left := sorted(key for key in prompt.keys() - {"messages", *FOR_TEMPLATE, "parallel_tool_calls"} if prompt[key]):
+        raise BadRow("`prompt` with more than messages and tools", ", ".join(map(ascii, left))[:80])
+    given = {key: prompt[key] for key in FOR_TEMPLATE if prompt.get(key)}
+    return raw | {"prompt": prompt["messages"]} | given
 
 
 def _check_label(raw: Row) -> bool:
@@ -331,40 +539,51 @@ def _check_label(raw: Row) -> bool:
     return LABELS[label]
 
 
-def _check_chat_judgement(raw: Row) -> Row:
-    raw = {key: own_names(value) for key, value in raw.items()}
-    label, answer = _check_label(raw), raw["completion"]
-    if not isinstance(answer, list) or not answer or _role(answer[0]) != "assistant":
+def _check_chat_completion(raw: Row) -> Row:
+    """A prompt of messages, or of one user's text, and the answer to it."""
+    answer = from_json(raw["completion"])
+    if isinstance(answer, str):
+        raw = raw | {"completion": [{"role": "assistant", "content": answer}]}
+    elif isinstance(answer, dict):
+        raw = raw | {"completion": [answer]}
+    elif not isinstance(answer, list) or not answer or role_of(answer[0]) != "assistant":
         raise BadRow("completion is not an answer", "its first message must be the assistant's")
-    whole = _conversation(raw["prompt"], answer, "completion")
-    return {"prompt": whole[: -len(answer)], "completion": whole[-len(answer) :], "label": label}
+    num_answered = len(check_messages(raw["completion"], "completion"))
+    whole = _begun(raw, _conversation(raw, "completion"))
+    return {"prompt": whole[:-num_answered], "completion": whole[-num_answered:]} | _for_template(raw)
 
 
-def _conversation(prompt: Any, answer: Any, name: str) -> Chat:
+def _check_chat_judgement(raw: Row) -> Row:
+    label = _check_label(raw)
+    answered = _check_chat_completion(raw)
+    return {"prompt": answered.pop("prompt"), "completion": answered.pop("completion"), "label": label} | answered
+
+
+def _conversation(raw: Row, name: str) -> Chat:
     """The whole conversation of a prompt (a text, messages or None) and an answer that may repeat the prompt."""
-    is_answer_only = isinstance(answer, list) and bool(answer) and _role(answer[0]) == "assistant"
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": check_text(prompt, "`prompt`")}]
-        if not is_answer_only:
-            whole = check_messages(answer, name)
-            if prompt[0] not in whole:  # a system message or earlier turns may precede it
-                raise BadRow("prompt is not in the conversation", f"no user message of `{name}` is the `prompt`")
-            return whole
+    prompt, answer = raw.get("prompt"), from_json(raw[name])
+    context = None if is_empty(raw.get("context")) else raw["context"]
+    is_answer_only = isinstance(answer, list) and bool(answer) and role_of(answer[0]) == "assistant"
+    is_answer_only = is_answer_only or (isinstance(answer, dict) and role_of(answer) == "assistant")
+    if context is not None and not (isinstance(prompt, str) and is_answer_only):
+        raise BadRow("`context` is not read", "beside a conversation it has no place; write it into a message")
     if prompt is None:
         return check_messages(answer, name)
-    if not isinstance(prompt, list):
+    if isinstance(prompt, str):
+        text = check_text(prompt, "`prompt`")
+        asked = [{"role": "user", "content": text if context is None else _with_context(text, context)}]
+    elif isinstance(prompt, list | dict):
+        asked = read_messages(prompt, "prompt")
+    else:
         raise BadRow("messages not a list", f"`prompt` is {kind_in_words(prompt)}")
-    if is_answer_only:
-        return check_messages([*prompt, *answer], f"prompt, {name}")
     whole = check_messages(answer, name)
-    start = [{"role": _role(one), "content": one.get("content")} if isinstance(one, dict) else one for one in prompt]
-    if whole[: len(prompt)] != start:
+    if is_answer_only:
+        return [*asked, *whole]
+    if isinstance(prompt, str) and asked[0] not in whole:  # a system message or earlier turns may precede it
+        raise BadRow("prompt is not in the conversation", f"no user message of `{name}` is the `prompt`")
+    if not isinstance(prompt, str) and whole[: len(asked)] != asked:
         raise BadRow("prompt is not in the conversation", f"`{name}` does not begin with the messages of `prompt`")
     return whole
-
-
-def _role(message: Any) -> Any:
-    return message.get("role") if isinstance(message, dict) else None
 
 
 def num_turns(chat: Chat) -> int:
@@ -372,13 +591,17 @@ def num_turns(chat: Chat) -> int:
     return sum(message["role"] == "assistant" for message in chat)
 
 
-def _exchange(user: str, assistant: str, name: str = "", context: str = "context", system: str = "system") -> Naming:
-    return Naming({"system": system, "user": user, "context": context, "assistant": assistant}, name)
+def _exchange(user: str, assistant: str, name: str = "", context: str = "context") -> Naming:
+    return Naming({"user": user, "context": context, "assistant": assistant}, name)
+
+
+def _is_chat_completion(raw: Row) -> bool:
+    return isinstance(raw["completion"], list | dict) or isinstance(raw["prompt"], list | dict)
 
 
 EXCHANGES = (
-    ("question", "answer"),
     ("question", "response"),
+    ("question", "answer"),
     ("query", "response"),
     ("prompt", "response"),
     ("instruction", "completion"),
@@ -389,16 +612,17 @@ EXCHANGES = (
 LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 PROMPTS = ("instruction", "question", "query", "input")
 """Columns that hold the prompt of a preference."""
+CHAT_PROMPTS = ("conversations", "messages", *PROMPTS)
+"""The same where the answers are messages."""
+CHATS = ("conversations", "conversation", "dialogue", "dialog")
+"""Columns that hold messages."""
 
 for _kind in (
     RowKind(
         name="messages",
         keys=("messages",),
-        namings=tuple(
-            Naming({"system": "system", "messages": name, "tools": "tools"})
-            for name in ("conversations", "conversation", "dialogue", "dialog")
-        ),
-        other_keys=("tools",),
+        namings=tuple(Naming({"messages": name}) for name in CHATS),
+        other_keys=(*CHAT_KEYS, "loss_mask", "mask"),
         check=_check_chat,
         chats=lambda row: [(row["messages"], 0)],
         prompt_may_train=True,
@@ -408,11 +632,10 @@ for _kind in (
         name="exchange",
         keys=("user", "assistant"),
         yields=True,
-        other_keys=("context", "system"),
+        other_keys=("context", *CHAT_KEYS),
         namings=(
             _exchange("instruction", "output", "Alpaca", context="input"),
             _exchange("instruction", "response", "Dolly"),
-            _exchange("question", "response", system="system_prompt"),
             *(_exchange(*names) for names in EXCHANGES),
         ),
         check=_check_exchange,
@@ -423,14 +646,28 @@ for _kind in (
     RowKind(
         name="completion",
         keys=("prompt", "completion"),
-        check=_check_texts("prompt", "completion"),
+        other_keys=("context",),
+        matches=lambda raw: not _is_chat_completion(raw),
+        check=lambda raw: _check_asked(raw, "completion"),
         texts=lambda row: (row["prompt"], (row["completion"],)),
         prompt_may_train=True,
         made_up=lambda some: {"prompt": some.text(), "completion": some.text()},
     ),
     RowKind(
+        name="chat_completion",
+        keys=("prompt", "completion"),
+        other_keys=("context", *CHAT_KEYS),
+        matches=_is_chat_completion,
+        form=" of messages",
+        check=_check_chat_completion,
+        chats=lambda row: [(row["prompt"] + row["completion"], num_turns(row["prompt"]))],
+        prompt_may_train=True,
+        made_up=lambda some: {"prompt": some.chat("user"), "completion": some.chat("assistant")},
+    ),
+    RowKind(
         name="text",
         keys=("text",),
+        is_rendered=True,
         check=_check_texts("text"),
         texts=lambda row: (None, (row["text"],)),
         made_up=lambda some: {"text": some.text()},
@@ -438,10 +675,14 @@ for _kind in (
     RowKind(
         name="chat_preference",
         keys=("chosen", "rejected"),
-        other_keys=("prompt",),
+        other_keys=("prompt", "context", *CHAT_KEYS),
         matches=lambda raw: not isinstance(raw["chosen"], str),
         form=" of messages",
-        namings=(Naming({"prompt": "conversations", "chosen": "chosen", "rejected": "rejected"}),),
+        namings=(
+            *(Naming({"prompt": prompt, "chosen": "chosen", "rejected": "rejected"}) for prompt in CHAT_PROMPTS),
+            Naming({"chosen": "chosen_messages", "rejected": "rejected_messages"}),
+            Naming({"prompt": "input", "chosen": "preferred_output", "rejected": "non_preferred_output"}, "OpenAI"),
+        ),
         check=_check_chat_preference,
         chats=lambda row: [(row["prompt"] + row[key], num_turns(row["prompt"])) for key in ("chosen", "rejected")],
         made_up=lambda some: {
@@ -453,9 +694,10 @@ for _kind in (
     RowKind(
         name="preference",
         keys=("chosen", "rejected"),
-        other_keys=("prompt",),
+        other_keys=("prompt", "context"),
         matches=lambda raw: isinstance(raw["chosen"], str),
         namings=(
+            Naming({"prompt": "instruction", "context": "input", "chosen": "chosen", "rejected": "rejected"}),
             *(Naming({"prompt": prompt, "chosen": "chosen", "rejected": "rejected"}) for prompt in PROMPTS),
             *(
                 Naming({"prompt": prompt, "chosen": "chosen_response", "rejected": "rejected_response"})
@@ -469,7 +711,8 @@ for _kind in (
     RowKind(
         name="chat_judgement",
         keys=("prompt", "completion", "label"),
-        matches=lambda raw: not isinstance(raw["completion"], str),
+        other_keys=("context", *CHAT_KEYS),
+        matches=_is_chat_completion,
         form=" of messages",
         check=_check_chat_judgement,
         chats=lambda row: [(row["prompt"] + row["completion"], num_turns(row["prompt"]))],
@@ -481,14 +724,28 @@ for _kind in (
         },
     ),
     RowKind(
+        name="judged_chat",
+        keys=("messages", "label"),
+        namings=tuple(Naming({"messages": name, "label": "label"}) for name in CHATS),
+        other_keys=CHAT_KEYS,
+        check=lambda raw: {**_check_chat(raw), "label": _check_label(raw)},
+        chats=lambda row: [(row["messages"], num_turns(row["messages"]) - 1)],
+        value=lambda row: float(row["label"]),
+        made_up=lambda some: {"messages": some.chat("user", "assistant"), "label": some.chance.random() < 0.5},
+    ),
+    RowKind(
         name="judgement",
         keys=("prompt", "completion", "label"),
-        matches=lambda raw: isinstance(raw["completion"], str),
-        namings=tuple(
-            Naming({"prompt": prompt, "completion": completion, "label": "label"})
-            for prompt, completion in (("prompt", "text"), *EXCHANGES)
+        other_keys=("context",),
+        matches=lambda raw: not _is_chat_completion(raw),
+        namings=(
+            Naming({"prompt": "instruction", "context": "input", "completion": "output", "label": "label"}, "Alpaca"),
+            *(
+                Naming({"prompt": prompt, "completion": completion, "label": "label"})
+                for prompt, completion in (("prompt", "text"), *EXCHANGES)
+            ),
         ),
-        check=lambda raw: _check_texts("prompt", "completion")(raw) | {"label": _check_label(raw)},
+        check=lambda raw: _check_asked(raw, "completion") | {"label": _check_label(raw)},
         texts=lambda row: (row["prompt"], (row["completion"],)),
         value=lambda row: float(row["label"]),
         made_up=lambda some: {"prompt": some.text(), "completion": some.text(), "label": some.chance.random() < 0.5},

@@ -2,6 +2,7 @@
 
 import difflib
 import math
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -123,12 +124,26 @@ def _keys_of_rows(columns: dict[str, str]) -> dict[str, str]:
 Columns = Annotated[dict[str, str], AfterValidator(_keys_of_rows)]
 
 
+def _names(names: list[str]) -> list[str]:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if "" in names or twice:
+        raise ValueError(f"has {twice[0]!r} twice" if twice else "has an empty name")
+    return names
+
+
+Names = Annotated[list[str], AfterValidator(_names)]
+
+
 def data_format(name: str) -> str | None:
     """The ending that decides how a file is read: `.jsonl` for rows.jsonl.gz; None if it is no data file."""
     path = Path(name)
     if path.suffix in COMPRESSIONS:
         return inner if (inner := Path(path.stem).suffix) in TEXT_FORMATS else None
     return path.suffix if path.suffix in (*TEXT_FORMATS, *BINARY_FORMATS) else None
+
+
+TextPart = Literal["system", "content", "reasoning", "tool_calls", "tool_results", "tools", "name", "generation_prompt"]
+"""A part of a chat that a template may write otherwise than the row has it."""
 
 
 class Source(Section):
@@ -145,9 +160,43 @@ class Source(Section):
     """Use only the first N rows."""
     columns: Columns | None = None
     """In the place of data.columns for this source; {} for none."""
+    ignore: Names | None = None
+    """In the place of data.ignore for this source; [] for none."""
     weight: float | None = Field(default=None, gt=0, le=1000, allow_inf_nan=False)
     """data.train only: how often an epoch uses each row. 2 uses it twice; 0.25 uses a quarter of the rows, and another
     quarter in the next epoch. Default: 1."""
+
+    @model_validator(mode="after")
+    def _keys_of_its_kind(self):
+        if self.path == BUILTIN_SOURCE or data_format(self.path):
+            mistakes = hub_keys(self)
+            if self.split != "train" and self.path != BUILTIN_SOURCE:
+                mistakes.append(
+                    f"split {self.split!r} would be ignored: {self.path!r} is a file, all rows of which are read; take"
+                    " it out, and limit the rows with max_rows"
+                )
+            if mistakes:
+                raise ValueError("; ".join(mistakes))
+        _refuse_both(self.columns, self.ignore)
+        return self
+
+
+def _refuse_both(columns: dict[str, str] | None, ignore: list[str] | None) -> None:
+    if both := {*(ignore or ())} & {*(columns or {}).values()}:
+        raise ValueError(f"ignore has {sorted(both)[0]!r}, which columns reads; take it out of one of them")
+
+
+def hub_keys(source: Source) -> list[str]:
+    """The mistakes of a local source that has keys for the Hub."""
+    mistakes = [
+        f"{key} {value!r} would be ignored: it is for data sets of the Hub; take it out"
+        for key in ("name", "revision")
+        if (value := getattr(source, key)) is not None
+    ]
+    if "[" in source.split:
+        rows = "limit the rows with max_rows, and hold some out with data.holdout"
+        mistakes.append(f"split {source.split!r} has a slice, which is for data sets of the Hub; {rows}")
+    return mistakes
 
 
 def _source_from_text(value: Any) -> Any:
@@ -178,6 +227,13 @@ def eval_key(name: str) -> str:
     return f"data.eval.{name}" if name else "data.eval"
 
 
+def _date_of(value: Any) -> Any:
+    try:
+        return date.fromisoformat(value) if isinstance(value, str) else value
+    except ValueError:
+        raise ValueError(f"is {value!r}; write a date as in 2026-01-31") from None
+
+
 class DataSection(Section):
     train: Annotated[
         list[SourceField],
@@ -195,6 +251,8 @@ class DataSection(Section):
     columns: Columns | None = None
     """Which column holds what, for rows that are not understood by themselves or in two ways: {user: question,
     assistant: answer}. Other columns are not read. `role` and `content` rename keys of messages."""
+    ignore: Names | None = None
+    """Columns that are passed over, as if no row had them; `messages.KEY` is a key of messages."""
     holdout: float = Field(default=0.0, ge=0, lt=1)
     """Fraction of data.train that is held out and evaluated as `holdout`. Rows are selected by a hash of their content,
     so duplicates stay together in any order."""
@@ -214,6 +272,13 @@ class DataSection(Section):
     chat_template: Annotated[PathText, AfterValidator(template_path)] | None = Field(default=None, examples=["qwen3"])
     """A name in recipes/chat_templates/ such as qwen3, or the path of a Jinja file (./NAME for one without suffix).
     Default: the tokenizer's own template."""
+    template_date: Annotated[date | None, BeforeValidator(_date_of, json_schema_input_type=str | None)] = None
+    """The date for a template that prints today's, as in 2026-01-31; without it such a template is refused."""
+    accept: list[TextPart] = []
+    """What the chat template may leave out of a row or write otherwise: [reasoning]. Without it, such a row is bad."""
+    special_tokens: Literal["text", "tokens"] | None = None
+    """What a special token's text, such as `<|im_end|>`, is in the texts of a row. Default: text in a chat, where the
+    template writes the tokens, and the token in rows without a template."""
     on_bad_row: Literal["error", "drop"] = "error"
     """How to treat rows that cannot be trained on: stop and list the first 20, or drop and count them."""
 
@@ -231,14 +296,23 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _columns_of_sources(self):
-        if self.columns is not None:
-            self.train[:] = [self._with_columns(source) for source in self.train]
-            self.eval.update({name: self._with_columns(source) for name, source in self.eval.items()})
+        for key in ("columns", "ignore"):
+            if getattr(self, key) and all(source.path == BUILTIN_SOURCE for _, source in self.sources):
+                raise ValueError(f"{key} would be ignored: {BUILTIN_SOURCE} has its own columns; take it out")
+        self.train[:] = [self._with_columns(source) for source in self.train]
+        self.eval.update({name: self._with_columns(source) for name, source in self.eval.items()})
         return self
 
     def _with_columns(self, source: Source) -> Source:
-        has_own = source.columns is not None or source.path == BUILTIN_SOURCE
-        return source if has_own else source.model_copy(update={"columns": self.columns})
+        given = {key: value for key in ("columns", "ignore") if (value := getattr(self, key)) is not None}
+        given = {key: value for key, value in given.items() if getattr(source, key) is None}
+        if not given or source.path == BUILTIN_SOURCE:
+            return source
+        shared = source.model_copy(update=given)
+        _refuse_both(shared.columns, shared.ignore)
+        if len(self.sources) > 1:  # a name need not be in each of several sources: see `rows`
+            shared.model_fields_set.difference_update(given)
+        return shared
 
     @model_validator(mode="after")
     def _keys_of_streaming(self):

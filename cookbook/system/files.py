@@ -376,7 +376,7 @@ def kind_in_words(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     names = {dict: "an empty object", list: "an empty list", str: "a string", int: "a number", float: "a number"}
-    return names.get(type(value), f"a {type(value).__name__}")
+    return names.get(type(value)) or str(getattr(value, "words", f"a {type(value).__name__}"))  # `Unreadable` has words
 
 
 def type_name(value: Any) -> str:

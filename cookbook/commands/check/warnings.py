@@ -84,5 +84,5 @@ def read_all(recipe: Recipe) -> Iterator[str]:
             found = read_rows(source, recipe.data.on_bad_row, recipe.objective)
             line = f"{key}: {source.path}: {len(found.rows):,} rows of {kinds()[found.kind].words}"
             dropped = (f"{count:,} dropped: {reason}" for reason, count in found.num_dropped.items())
-            yield "; ".join([line, *filter(None, [found.renamed]), *dropped])
+            yield "; ".join([line, *filter(None, [found.renamed, found.unread]), *dropped])
     refuse(mistakes)

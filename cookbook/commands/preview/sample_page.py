@@ -113,10 +113,13 @@ def marked(tokens: TokenSet, sequence: int, tokenizer: "PreTrainedTokenizerBase"
     start, end = tokens.offsets[sequence], tokens.offsets[sequence + 1]
     is_trained = tokens.is_label[start:end].copy()
     is_trained[0] = False  # nothing predicts a first token
-    text = ""
+    ids, text, before = tokens.ids[start:end].tolist(), "", ""
     for trained, run in groupby(range(end - start), key=lambda i: bool(is_trained[i])):
-        piece = tokenizer.decode(tokens.ids[start:end][list(run)].tolist())
+        # Decoded from the start, as a stretch by itself would lose the space before it.
+        so_far = tokenizer.decode(ids[: max(run) + 1])
+        piece = so_far[len(before) :]
         text += mark(piece) if trained else piece
+        before = so_far
     return text
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from cookbook.config.objectives import Answer, Objective
 from cookbook.config.row_kinds import BadRow, kinds
 from cookbook.config.sections import Source
-from cookbook.training.data.encode import LabelledIds, encode
+from cookbook.training.data.encode import Encoder, LabelledIds
 from cookbook.training.data.rows import read_rows
 
 
@@ -33,12 +33,12 @@ def recompute(export: Path, small: dict[str, Any], objective: Objective, eval_fi
         total, count = logp(model, sequence)
         return Answer(total, count, logp(reference, sequence)[0] if objective.needs_reference else math.nan)
 
-    encoded = encode(rows, tokenizer, objective.labels)
+    encoded = Encoder(tokenizer, objective.labels).encode(rows)
     samples, values = [], []
     value_of = kinds()[rows.kind].value
     for row, sample in zip(rows.rows, encoded, strict=True):
-        if not isinstance(sample, BadRow) and _is_trained(sample, length):
-            samples.append([answer(sequence) for sequence in sample])
+        if not isinstance(sample, BadRow) and _is_trained(sample.sequences, length):
+            samples.append([answer(sequence) for sequence in sample.sequences])
             values.append(value_of(row) if value_of else math.nan)
     return objective.by_hand(samples, values)
 

@@ -24,7 +24,7 @@ class KTOZero(Objective):
     desirable_weight (1 - sigmoid(beta r)), or undesirable_weight (1 - sigmoid(-beta r)).
     """
 
-    rows = ("chat_judgement", "judgement")
+    rows = ("chat_judgement", "judgement", "judged_chat")
     mean_over = "samples"
     shares_samples = True
     needs_reference = True

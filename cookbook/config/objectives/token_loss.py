@@ -29,7 +29,7 @@ class TokenLoss(Objective):
 class SFT(TokenLoss):
     """Supervised fine-tuning."""
 
-    rows = ("messages", "exchange", "completion", "text")
+    rows = ("messages", "exchange", "completion", "chat_completion", "text")
     name: Literal["sft"] = "sft"
     train_on: TrainOn = "assistant"
     """Tokens that carry loss: assistant turns (completions) with their end-of-turn token, the last such turn of a chat

@@ -1,6 +1,7 @@
 """From the sources of a recipe to the batches of one process:
 
-files     file_rows:      a data file of any format -> raw rows with their places
+readers   file_rows:      a data file of any format -> raw rows with their places
+arrow     row_decoder:    tables of Parquet, Arrow and the Hub -> rows as JSON would have them
 sources   raw_rows:       the same of a file, folder, Hub data set or python-stdlib
 rows      read_rows:      a source -> checked rows of one kind
 encode    encode:         rows + tokenizer -> token ids with labels

@@ -3,19 +3,26 @@
 A row becomes one sequence, or two for a preference: chosen before rejected.
 """
 
-import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import groupby, islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from datetime import date
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import jinja2
-import numpy as np
-
-from cookbook.config.messages import TEMPLATE_KEYS
 from cookbook.config.objectives import TrainOn
 from cookbook.config.row_kinds import BadRow, Chat, Row, RowKind, kinds
+from cookbook.config.sections import DataSection
 from cookbook.system.files import RecipeError
+from cookbook.training.data.borders import Pieces, Range
+from cookbook.training.data.chat_template import (
+    TEMPLATE_ERRORS,
+    THINKING,
+    Asked,
+    AsksForDate,
+    ChatTemplate,
+    Span,
+)
+from cookbook.training.data.faithful import Problem, Words, changed_text, problems_of_shape, shape_of
 from cookbook.training.data.rows import Rows
 
 if TYPE_CHECKING:
@@ -24,55 +31,122 @@ if TYPE_CHECKING:
 SHIPPED_TEMPLATE = "recipes/chat_templates/chatml.jinja"
 WRITES_ALL = "recipes/chat_templates/chatml_tools.jinja"
 ROWS_PER_BATCH = 512
-
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+NUM_COMPARED, COMPARED_EVERY = 100, 64
+"""Chats that are compared with their words one by one: the first ones, the first of each shape, and one in so many."""
+GUARD = "\ue000"
+"""A character for private use, of which no chat template knows."""
 
 LabelledIds = tuple[list[int], list[int]]
 """Token ids; 1 for a label, 0 for none."""
-Turn = tuple[int, int]
-"""First token of an assistant turn, and the one after its last."""
 
 
-def encode(rows: Rows, tokenizer: "PreTrainedTokenizerBase", train_on: TrainOn) -> Iterator[list[LabelledIds] | BadRow]:
-    """The sequences of each row, not truncated.
+class Encoded(NamedTuple):
+    """The sequences of a row, not truncated, and what is to be said of them."""
 
-    Chats go through the chat template; with train_on "assistant" the labels are the assistant's turns with their
-    end-of-turn tokens, less those with `train: false`; with "last", the last of them alone. For a prompt with
-    completion, the labels are the completion and an end-of-sequence token, or every token with train_on "all". A text
-    has only labels, whatever train_on is, and ends with an end-of-sequence token. In a preference, tokens that both
-    answers share are not labels.
+    sequences: list[LabelledIds]
+    remarks: tuple[str, ...] = ()
 
-    Raises:
-        RecipeError: a tokenizer or template that cannot be trained with, and the row that shows it.
+
+class TextKeys(NamedTuple):
+    """The recipe's keys for how texts become tokens."""
+
+    special_tokens: Literal["text", "tokens"] | None = None
+    accept: tuple[str, ...] = ()
+    template_date: date | None = None
+
+    @classmethod
+    def of(cls, data: DataSection) -> "TextKeys":
+        return cls(data.special_tokens, tuple(data.accept), data.template_date)
+
+
+DEFAULT_KEYS = TextKeys()
+
+
+class Encoder:
+    """Encodes rows of any kind; it looks at each shape of chat once.
+
+    With train_on "assistant" the labels of a chat are the assistant's turns with their end-of-turn tokens, less those
+    with `train: false`; with "last", the last of them alone. For a prompt with completion, the labels are the
+    completion and an end-of-sequence token, or every token with train_on "all". A text has only labels, whatever
+    train_on is, and ends with an end-of-sequence token. In a preference, tokens that both answers share are not labels.
     """
-    if not tokenizer.is_fast:
-        raise RecipeError(f"{rows.place}: {type(tokenizer).__name__} has no tokenizer.json; a fast tokenizer is needed")
-    kind = kinds()[rows.kind]
-    train_on = train_on if kind.prompt_may_train else "assistant"
-    if kind.chats is not None:
-        return _encode_chats(rows, kind.chats, tokenizer, train_on)
-    return _encode_plain_rows(rows, kind, tokenizer, train_on)
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", train_on: TrainOn, keys: TextKeys = DEFAULT_KEYS) -> None:
+        self.tokenizer, self.train_on, self.keys = tokenizer, train_on, keys
+        self._chats: dict[TrainOn, _ChatEncoder] = {}
+
+    def encode(self, rows: Rows) -> Iterator[Encoded | BadRow]:
+        """Each row.
+
+        Raises:
+            RecipeError: a tokenizer or template that cannot be trained with, and the row that shows it.
+        """
+        if not self.tokenizer.is_fast:
+            name = type(self.tokenizer).__name__
+            raise RecipeError(f"{rows.place}: {name} has no tokenizer.json; a fast tokenizer is needed")
+        kind = kinds()[rows.kind]
+        train_on = self.train_on if kind.prompt_may_train else "assistant"
+        if kind.chats is None:
+            return _encode_plain_rows(rows, kind, Pieces(self.tokenizer), train_on, self.keys)
+        try:
+            self.tokenizer.get_chat_template()
+        except ValueError:
+            hint = f"give one in data.chat_template, for example {SHIPPED_TEMPLATE}"
+            raise RecipeError(f"{rows.place}: has chats, but the tokenizer has no chat template; {hint}") from None
+        if train_on not in self._chats:
+            template = ChatTemplate(self.tokenizer, self.keys.template_date)
+            self._chats[train_on] = _ChatEncoder(template, Pieces(self.tokenizer), train_on, self.keys)
+        return _encode_chats(rows, kind.chats, self._chats[train_on], train_on)
 
 
 def _encode_plain_rows(
-    rows: Rows, kind: RowKind, tokenizer: "PreTrainedTokenizerBase", train_on: TrainOn
-) -> Iterator[list[LabelledIds]]:
+    rows: Rows, kind: RowKind, pieces: Pieces, train_on: TrainOn, keys: TextKeys
+) -> Iterator[Encoded]:
     assert kind.texts is not None
+    tokenizer = pieces.tokenizer
     start, end = _start_and_end(tokenizer, rows.place)
-    prompt_label = int(train_on == "all")
+    prompt_label, as_text = int(train_on == "all"), keys.special_tokens == "text"
+    options = {"split_special_tokens": True} if as_text else {}
     for batch in _batches(map(kind.texts, rows.rows)):
         # Prompt and answer separately, as at inference: together, a token could span the border.
-        prompts = None if batch[0][0] is None else _encoded([prompt for prompt, _ in batch], tokenizer)["input_ids"]
-        columns = zip(*(texts for _, texts in batch), strict=True)
-        answers = [_encoded(list(column), tokenizer)["input_ids"] for column in columns]
-        for i in range(len(batch)):
+        prompts = None
+        if batch[0][0] is not None:
+            prompts = pieces.encoded([prompt for prompt, _ in batch], **options)["input_ids"]
+        after = (
+            pieces.continued
+            if prompts is not None
+            else lambda texts, **more: pieces.encoded(texts, **more)["input_ids"]
+        )
+        answers = [after(list(column), **options) for column in zip(*(texts for _, texts in batch), strict=True)]
+        for i, (asked, texts) in enumerate(batch):
             prompt = [] if prompts is None else _start_with(prompts[i], start)
-            sequences = []
+            sequences, remarks = [], []
             for column in answers:
                 answer = column[i] if column[i][-1:] == [end] else [*column[i], end]
                 answer = answer if prompts is not None else _start_with(answer, start)
                 sequences.append((prompt + answer, [prompt_label] * len(prompt) + [1] * len(answer)))
-            yield sequences
+            # The end token of a text is the one that would be added.
+            written = [asked or "", *(text.removesuffix(tokenizer.eos_token or "") for text in texts)]
+            if any(map(pieces.special_texts.search, written)):
+                remarks.append(SPECIAL_AS_TEXT if as_text else SPECIAL_AS_TOKENS)
+            if any(_has_unknown(sequence, pieces) for sequence in sequences):
+                remarks.append(UNKNOWN)
+            yield Encoded(sequences, tuple(remarks))
+
+
+SPECIAL_AS_TEXT = "with special tokens in a text, read as text (data.special_tokens: tokens would read tokens)"
+SPECIAL_AS_TOKENS = "with special tokens in a text, read as tokens (data.special_tokens: text would read text)"
+UNKNOWN = "with the unknown token among those that carry loss; the tokenizer does not know some characters"
+TWICE_BEGUN = "with the begin-of-sequence token twice at the beginning"
+TWICE_ENDED = "with the end token twice at the end of a turn"
+OTHER_TEXT = "whose tokens decode to another text; the tokenizer changes or leaves out some characters"
+
+
+def _has_unknown(sequence: LabelledIds, pieces: Pieces) -> bool:
+    unknown, (ids, labels) = pieces.unknown, sequence
+    if unknown is None or unknown == pieces.end or unknown not in ids:
+        return False
+    return any(i == unknown and label for i, label in zip(ids, labels, strict=True))
 
 
 def _start_and_end(tokenizer: "PreTrainedTokenizerBase", place: str) -> tuple[int | None, int]:
@@ -88,17 +162,6 @@ def _start_with(ids: list[int], start: int | None) -> list[int]:
     return ids if start is None or ids[:1] == [start] else [start, *ids]
 
 
-def _encoded(texts: list[str], tokenizer: "PreTrainedTokenizerBase", **options: Any) -> Any:
-    return tokenizer(
-        texts,
-        add_special_tokens=False,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-        **options,
-    )
-
-
 def _batches(items: Iterator[Any]) -> Iterator[list[Any]]:
     while batch := list(islice(items, ROWS_PER_BATCH)):
         yield batch
@@ -107,165 +170,143 @@ def _batches(items: Iterator[Any]) -> Iterator[list[Any]]:
 def _encode_chats(
     rows: Rows,
     chats_of: Callable[[Row], list[tuple[Chat, int]]],
-    tokenizer: "PreTrainedTokenizerBase",
+    encoder: "_ChatEncoder",
     train_on: TrainOn,
-) -> Iterator[list[LabelledIds] | BadRow]:
-    try:
-        template = tokenizer.get_chat_template()
-    except ValueError:
-        hint = f"give one in data.chat_template, for example {SHIPPED_TEMPLATE}"
-        raise RecipeError(f"{rows.place}: has chats, but the tokenizer has no chat template; {hint}") from None
-    special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special_ids.update(tokenizer.all_special_ids)
-    has_markers = _GENERATION.search(template) is not None
-    encoder = _ChatEncoder(tokenizer, train_on, has_markers, special_ids)
+) -> Iterator[Encoded | BadRow]:
     num_chats = len(chats_of(rows.rows[0]))
     chats = (
-        _Asked(chat, row.get("tools"), _trained_turns(chat, num_shared, train_on), rows.where(i))
+        Asked(
+            chat,
+            row.get("tools"),
+            row.get("chat_template_kwargs") or {},
+            _trained_turns(chat, num_shared, train_on),
+            rows.where(i),
+        )
         for i, row in enumerate(rows.rows)
         for chat, num_shared in chats_of(row)
     )
     encoded = (sequence for batch in _batches(chats) for sequence in encoder.encode(batch))
     while found := list(islice(encoded, num_chats)):
         bad = [one for one in found if isinstance(one, BadRow)]
-        yield bad[0] if bad else [one for one in found if not isinstance(one, BadRow)]
+        if bad:
+            yield bad[0]
+            continue
+        good = [one for one in found if not isinstance(one, BadRow)]
+        remarks = dict.fromkeys(remark for one in good for remark in one.remarks)
+        yield Encoded([sequence for one in good for sequence in one.sequences], tuple(remarks))
 
 
-class _Asked(NamedTuple):
-    chat: Chat
-    tools: list[dict[str, Any]] | None
-    trained: list[int]
-    """The messages with loss."""
-    where: str
-
-
-def _trained_turns(chat: Chat, num_shared: int, train_on: TrainOn) -> list[int]:
+def _trained_turns(chat: Chat, num_shared: int, train_on: TrainOn) -> tuple[int, ...]:
     turns = [k for k, message in enumerate(chat) if message["role"] == "assistant"][num_shared:]
-    return [k for k in (turns[-1:] if train_on == "last" else turns) if chat[k].get("train") is not False]
+    return tuple(k for k in (turns[-1:] if train_on == "last" else turns) if chat[k].get("train") is not False)
 
 
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, OverflowError)
-"""What a template may raise; the last two for an `include` and a `range` that the sandbox refuses."""
+class _Written(NamedTuple):
+    """A chat as the template writes it."""
+
+    asked: Asked
+    """What was rendered."""
+    text: str
+    spans: list[Span]
+    """The characters of each turn with loss."""
+    guard: str = ""
+    """Stands within special tokens that are text."""
 
 
-@dataclass(frozen=True)
+class _Shape(NamedTuple):
+    """What was found out about chats of one shape."""
+
+    problem: BadRow | None
+    remarks: tuple[str, ...]
+
+
+@dataclass
 class _ChatEncoder:
     """Encodes chats through the tokenizer's template."""
 
-    tokenizer: "PreTrainedTokenizerBase"
+    template: ChatTemplate
+    pieces: Pieces
     train_on: TrainOn
-    has_markers: bool
-    """Whether the template marks the assistant's tokens."""
-    special_ids: set[int]
+    keys: TextKeys
+    shapes: dict[tuple[Any, ...], _Shape] = field(default_factory=dict)
+    num_seen: int = 0
 
-    def encode(self, chats: list[_Asked]) -> Iterator[LabelledIds | BadRow]:
+    def encode(self, chats: list[Asked]) -> Iterator[Encoded | BadRow]:
         """Each chat, or its problem."""
-        bad = [self._left_out(one) for one in chats]
-        good = [one for one, problem in zip(chats, bad, strict=True) if problem is None]
-        encoded = self._encode_good(good) if good else iter(())
-        for problem in bad:
-            yield next(encoded) if problem is None else problem
-
-    def _left_out(self, asked: _Asked) -> BadRow | None:
-        """The problem of a chat that has more than its labels or its rendered text would show."""
-        if self.train_on == "all" and any("train" in message for message in asked.chat):
-            return BadRow("train: false under objective.train_on: all", "under which every token carries loss")
-        present = [key for key in TEMPLATE_KEYS if any(key in message for message in asked.chat)]
-        without: list[tuple[str, Chat, Any]] = [
-            (key, [{name: value for name, value in one.items() if name != key} for one in asked.chat], asked.tools)
-            for key in present
-        ]
-        for key, chat, tools in [*without, *([("tools", asked.chat, None)] if asked.tools else [])]:
-            try:
-                if self._rendered(chat, tools) == self._rendered(asked.chat, asked.tools):
-                    problem = f"the chat template leaves out `{key}`"
-                    return BadRow(problem, f"name one that writes it in data.chat_template, such as {WRITES_ALL}")
-            except TEMPLATE_ERRORS:
-                continue  # it does not go without; or it refuses the chat, which is found below
-        return None
-
-    def _rendered(self, chat: Chat, tools: list[dict[str, Any]] | None, **options: bool) -> str:
-        return self.tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **options)
-
-    def _encode_good(self, chats: list[_Asked]) -> Iterator[LabelledIds | BadRow]:
-        if self.train_on == "all":
-            for plain in self._apply_template(chats, with_mask=False):
-                yield plain if isinstance(plain, BadRow) else (plain[0], [1] * len(plain[0]))
-            return
-        found: list[tuple[list[int], list[Turn]] | BadRow]
-        if self.has_markers:
-            marked = self._apply_template(chats, with_mask=True)
-            found = [one if isinstance(one, BadRow) else (one[0], _turns_in(one[1])) for one in marked]
-        else:
-            found = self._turns_by_prefix(chats)
-        for asked, one in zip(chats, found, strict=True):
+        written = [self._write(one) for one in chats]
+        plain = [one.text for one in written if isinstance(one, _Written) and not one.guard]
+        encoded = self.pieces.encoded(plain) if plain else None
+        encodings = zip(encoded.encodings, encoded["input_ids"], strict=True) if encoded else iter(())
+        for asked, one in zip(chats, written, strict=True):
             if isinstance(one, BadRow):
                 yield one
                 continue
-            ids, turns = one
-            turns_of = asked.trained
-            if self.has_markers:
-                turns_of = [k for k, message in enumerate(asked.chat) if message["role"] == "assistant"]
-            self._check_turns(ids, turns, len(turns_of), asked.where)
-            labels = [0] * len(ids)
-            for k, (first, end) in zip(turns_of, turns, strict=True):
-                labels[first:end] = [int(k in asked.trained)] * (end - first)
-            yield ids, labels
+            sequence, remarks = self._labelled(asked, one, None if one.guard else next(encodings))
+            yield self._checked(asked, one, sequence, remarks)
 
-    def _apply_template(self, chats: list[_Asked], *, with_mask: bool) -> list[LabelledIds | BadRow]:
-        if len(chats) > 1 and any(one.tools for one in chats):  # a call takes one list of tools
-            return [sequence for one in chats for sequence in self._apply_template([one], with_mask=with_mask)]
+    def _write(self, asked: Asked) -> _Written | BadRow:
+        if self.train_on == "all" and any("train" in message for message in asked.chat):
+            return BadRow("train: false under objective.train_on: all", "under which every token carries loss")
+        guard = ""
+        if self.keys.special_tokens != "tokens" and self._has_special(asked):
+            guard = GUARD
+            asked = asked._replace(chat=self._mapped(asked.chat), tools=asked.tools and self._mapped(asked.tools))
         try:
-            encoded = self.tokenizer.apply_chat_template(
-                [one.chat for one in chats],
-                tools=chats[0].tools,
-                return_dict=True,
-                return_assistant_tokens_mask=with_mask,
-                tokenizer_kwargs={"verbose": False},
+            text, spans = self._rendered(asked)
+        except TEMPLATE_ERRORS as error:  # a template may refuse a chat, for a system message, say
+            return BadRow("refused by the chat template", str(error))
+        except AsksForDate:
+            raise RecipeError(
+                f"{asked.where}: the chat template prints today's date, so the samples would depend on the day. Give it"
+                " a fixed one, as in data.template_date: 2026-01-31, or another template in data.chat_template"
+            ) from None
+        return _Written(asked, text, spans, guard)
+
+    def _has_special(self, asked: Asked) -> bool:
+        search = self.pieces.special_texts.search
+        for message in asked.chat:
+            if search(message["content"]) or ("reasoning_content" in message and search(message["reasoning_content"])):
+                return True
+            if "tool_calls" in message and search(str(message["tool_calls"])):
+                return True
+        return asked.tools is not None and search(str(asked.tools)) is not None
+
+    def _mapped(self, value: Any) -> Any:
+        """The value with a guard in each special token of its texts."""
+        if isinstance(value, str):
+            return self.pieces.guarded(value, GUARD)
+        if isinstance(value, list):
+            return [self._mapped(item) for item in value]
+        return {key: self._mapped(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+    def _rendered(self, asked: Asked) -> tuple[str, list[Span]]:
+        """The text of a chat, and the characters of each turn with loss.
+
+        Raises:
+            TEMPLATE_ERRORS: the template refuses the chat.
+            RecipeError: the turns cannot be found.
+        """
+        if self.train_on == "all":
+            return self.template.render(asked), []
+        if not self.template.has_markers(asked.tools):
+            return self._turns_by_prefix(asked)
+        text, spans = self.template.render_marked(asked)
+        turns = [k for k, message in enumerate(asked.chat) if message["role"] == "assistant"]
+        if len(spans) != len(turns):
+            raise RecipeError(
+                f"{asked.where}: the chat template marks {len(spans)} stretches of assistant tokens for {len(turns)}"
+                f" assistant turns; enclose each turn of its own, as {SHIPPED_TEMPLATE} does, and give it in"
+                " data.chat_template"
             )
-        except TEMPLATE_ERRORS as error:  # a template may refuse a chat, for a system message, say; find out which
-            if len(chats) == 1:
-                return [BadRow("refused by the chat template", str(error))]
-            return [sequence for one in chats for sequence in self._apply_template([one], with_mask=with_mask)]
-        all_ids = encoded["input_ids"]
-        masks = encoded["assistant_masks"] if with_mask else [[] for _ in all_ids]
-        return list(zip(all_ids, masks, strict=True))
+        return text, [span for k, span in zip(turns, spans, strict=True) if k in asked.trained]
 
-    def _turns_by_prefix(self, chats: list[_Asked]) -> list[tuple[list[int], list[Turn]] | BadRow]:
-        """Ids and turns for a template without generation markers: a turn is what its message adds to the rendered text
-        after the generation prompt. The whole text is tokenized once, and turns are mapped to its tokens."""
-        rendered: list[tuple[str, list[Turn]] | BadRow] = []
-        for asked in chats:
-            try:
-                rendered.append(self._render_turns(asked))
-            except TEMPLATE_ERRORS as error:
-                rendered.append(BadRow("refused by the chat template", str(error)))
-        texts = [one[0] for one in rendered if not isinstance(one, BadRow)]
-        encoded = _encoded(texts, self.tokenizer, return_offsets_mapping=True) if texts else {}
-        tokens = zip(encoded.get("input_ids", ()), encoded.get("offset_mapping", ()), strict=True)
-        found: list[tuple[list[int], list[Turn]] | BadRow] = []
-        for one in rendered:
-            if isinstance(one, BadRow):
-                found.append(one)
-                continue
-            ids, offsets = next(tokens)
-            starts, ends = np.array(offsets).T
-            turns = []
-            for start, end in one[1]:
-                # Count the tokens before it, since some tokenizers give a token of spaces no width.
-                first, after = int(np.count_nonzero(ends <= start)), int(np.count_nonzero(starts < end))
-                # White space after the end-of-turn token belongs to the template: generation has stopped before it.
-                turns.append((first, first + len(self._without_space(ids[first:after]))))
-            found.append((ids, turns))
-        return found
-
-    def _render_turns(self, asked: _Asked) -> tuple[str, list[Turn]]:
-        """The text of the chat, and the character range of each turn with loss."""
-        chat, tools = asked.chat, asked.tools
-        whole, turns = self._rendered(chat, tools), []
+    def _turns_by_prefix(self, asked: Asked) -> tuple[str, list[Span]]:
+        """For a template without generation markers: a turn is what its message adds to the rendered text after the
+        generation prompt."""
+        whole, turns = self.template.render(asked), []
         for k in asked.trained:
-            before = self._rendered(chat[:k], tools, add_generation_prompt=True)
-            after = whole if k + 1 == len(chat) else self._rendered(chat[: k + 1], tools)
+            before = self.template.render(asked, k, prompt=True)
+            after = whole if k + 1 == len(asked.chat) else self.template.render(asked, k + 1)
             if not (after.startswith(before) and whole.startswith(after) and len(before) < len(after)):
                 raise RecipeError(
                     f"{asked.where}: the chat template has no generation markers, and does not write message {k + 1} as"
@@ -276,41 +317,142 @@ class _ChatEncoder:
             turns.append((len(before), len(after)))
         return whole, turns
 
-    def _check_turns(self, ids: list[int], turns: list[Turn], num_turns: int, where: str) -> None:
-        """Raise RecipeError unless each turn's labels end with a special token, with only white space after it.
+    def _labelled(
+        self, asked: Asked, written: _Written, encoding: tuple[Any, list[int]] | None
+    ) -> tuple[LabelledIds, list[str]]:
+        """The chat's tokens and labels, and its remarks."""
+        remarks = [SPECIAL_AS_TEXT] if written.guard else []
+        if self.train_on == "all":
+            ids = encoding[1] if encoding else self.pieces.in_pieces(written.text, (), written.guard)[0]
+            return (ids, [1] * len(ids)), remarks
+        ranges: list[Range | None] = [None]
+        if encoding:
+            ids = encoding[1]
+            ranges = [self.pieces.range_of(*encoding, written.text, start, end) for start, end in written.spans]
+        if None in ranges:
+            cuts = {place for span in written.spans for place in span}
+            ids, num_before = self.pieces.in_pieces(written.text, cuts, written.guard)
+            ranges = [(num_before[start], num_before[end]) for start, end in written.spans]
+        labels = [0] * len(ids)
+        for first, end in filter(None, ranges):
+            if not self.template.has_markers(asked.tools):
+                # White space after the end-of-turn token belongs to the template: generation has stopped before it.
+                end = first + len(self.pieces.without_space(ids[first:end]))
+            if self._ends_twice(ids[first:end], asked):
+                remarks.append(TWICE_ENDED)
+            labels[first:end] = [1] * (end - first)
+        return (ids, labels), remarks
 
-        apply_chat_template labels everything to the end if it finds no token for the last character of a turn: then
-        turns merge, which the count detects.
+    def _ends_twice(self, turn: list[int], asked: Asked) -> bool:
+        """Whether a turn's labels end with the same special token twice.
+
+        Raises:
+            RecipeError: they do not end with a special token, with only white space after it.
         """
-        if len(turns) != num_turns:
-            raise RecipeError(
-                f"{where}: the chat template marks {len(turns)} stretches of assistant tokens for {num_turns} assistant"
-                f" turns; enclose each turn of its own, as {SHIPPED_TEMPLATE} does, and give it in data.chat_template"
-            )
-        for first, end in turns:
-            turn = self._without_space(ids[first:end])
-            if not turn or turn[-1] not in self.special_ids:
-                place = "before {% endgeneration %}" if self.has_markers else "after each turn"
-                raise RecipeError(
-                    f"{where}: the trained part of an assistant turn ends with {self.tokenizer.decode(turn[-3:])!r} and"
-                    " no special token, so the model would never learn to stop. In data.chat_template put the"
-                    f" end-of-turn token {place}, as {SHIPPED_TEMPLATE} does; the tokenizer must know it as a special"
-                    " token"
-                )
+        turn = self.pieces.without_space(turn)
+        if turn and turn[-1] in self.pieces.special_ids:
+            return turn[-2:-1] == turn[-1:]
+        place = "before {% endgeneration %}" if self.template.has_markers(asked.tools) else "after each turn"
+        raise RecipeError(
+            f"{asked.where}: the trained part of an assistant turn ends with"
+            f" {self.pieces.tokenizer.decode(turn[-3:])!r} and no special token, so the model would never learn to"
+            f" stop. In data.chat_template put the end-of-turn token {place}, as {SHIPPED_TEMPLATE} does; the tokenizer"
+            " must know it as a special token"
+        )
 
-    def _without_space(self, ids: list[int]) -> list[int]:
-        """The tokens up to the last one that is special or more than white space."""
-        end = len(ids)
-        while end and ids[end - 1] not in self.special_ids and not self.tokenizer.decode([ids[end - 1]]).strip():
-            end -= 1
-        return ids[:end]
+    def _checked(self, asked: Asked, written: _Written, sequence: LabelledIds, remarks: list[str]) -> Encoded | BadRow:
+        """The sequence with its remarks, or the problem of the chat or of chats of its shape."""
+        key, ids = shape_of(asked, self.template.tested_texts), sequence[0]
+        shape = self.shapes.get(key)
+        self.num_seen += 1
+        is_compared = shape is None or self.num_seen <= NUM_COMPARED or self.num_seen % COMPARED_EVERY == 0
+        if shape is None:
+            shape = self.shapes[key] = self._examined(asked, written, ids)
+        if shape.problem is not None:
+            return shape.problem
+        if is_compared:
+            problem, more = self._compared(asked, written, sequence)
+            if problem is not None:
+                return problem
+            remarks = [*remarks, *more]
+        if not written.guard and self.keys.special_tokens == "tokens" and self._has_special(asked):
+            remarks.append(SPECIAL_AS_TOKENS)
+        if _has_unknown(sequence, self.pieces):
+            remarks.append(UNKNOWN)
+        if self.pieces.begin is not None and ids[:2] == [self.pieces.begin] * 2:
+            remarks.append(TWICE_BEGUN)
+        return Encoded([sequence], tuple(dict.fromkeys((*shape.remarks, *remarks))))
+
+    def _examined(self, asked: Asked, written: _Written, ids: list[int]) -> _Shape:
+        """The first chat of a shape, looked at for all of them."""
+        words = Words(self.template.tested_texts)
+        try:
+            text, spans = self._rendered(words.replaced(asked))
+        except (RecipeError, *TEMPLATE_ERRORS):  # it accepts some texts only
+            return _Shape(None, ())
+        found = problems_of_shape(asked, words, text, None if self.train_on == "all" else spans)
+        if not written.guard:
+            found += self._other_prompts(asked, written, ids)
+        remarks = []
+        for one in found:
+            if one.part in self.keys.accept:
+                remarks.append(f"where the chat template {one.how} {one.key}, as data.accept has it")
+            elif one.is_meant(asked):
+                remarks.append(one.remark)
+            else:
+                return _Shape(self._bad_row(one), ())
+        return _Shape(None, tuple(dict.fromkeys(remarks)))
+
+    def _bad_row(self, problem: Problem) -> BadRow:
+        return BadRow(
+            f"the chat template {problem.how} {problem.key}",
+            f"{problem.place}: name another in data.chat_template, such as {WRITES_ALL}, {problem.remedy}or accept it"
+            f" with data.accept: [{problem.part}]",
+        )
+
+    def _other_prompts(self, asked: Asked, written: _Written, ids: list[int]) -> list[Problem]:
+        """The turns with loss that do not begin with the tokens by which generation is asked for them."""
+        found = []
+        cuts = [place for span in written.spans for place in span]
+        for k, (start, _) in zip(asked.trained, written.spans, strict=False):
+            prompts = []
+            for variables in ({}, *THINKING):
+                try:
+                    prompts.append(self.template.render(asked, k, prompt=True, **variables))
+                except TEMPLATE_ERRORS:  # no chat of so few messages can be prompted for
+                    continue
+            texts = [text for text in dict.fromkeys(prompts) if written.text.startswith(text)]
+            earlier = [place for place in cuts if place < start]
+            starts = (self.pieces.in_pieces(text, [one for one in earlier if one < len(text)])[0] for text in texts)
+            if prompts and not any(ids[: len(one)] == one for one in starts):
+                how, seen = "does not begin a turn with its", f"which ends with {prompts[0][-40:]!a}"
+                found.append(Problem("generation_prompt", k, "generation prompt", seen, how))
+        return found
+
+    def _compared(self, asked: Asked, written: _Written, sequence: LabelledIds) -> tuple[BadRow | None, list[str]]:
+        """A chat beside its words: its problem, and its remarks."""
+        words = Words(self.template.tested_texts)
+        try:
+            marked = self._rendered(words.replaced(written.asked))[0]
+        except (RecipeError, *TEMPLATE_ERRORS):
+            marked = None
+        leaf = None if marked is None else changed_text(words, marked, written.text)
+        if leaf is not None and leaf.part not in self.keys.accept:
+            how = "changes" if leaf.text in written.text else "leaves out a part of"
+            return self._bad_row(Problem(leaf.part, leaf.message, leaf.key, leaf.detail, how)), []
+        ids, labels = sequence
+        tokenizer, text = self.pieces.tokenizer, written.text.replace(written.guard or GUARD, "")
+        if self.pieces.unknown in ids:
+            return None, []
+        if _without_space(tokenizer.decode(ids)) != _without_space(text):
+            return None, [OTHER_TEXT]
+        if self.train_on != "all":
+            trained = _without_space(tokenizer.decode([i for i, label in zip(ids, labels, strict=True) if label]))
+            wanted = "".join(written.text[start:end] for start, end in written.spans).replace(GUARD, "")
+            if trained != _without_space(wanted):
+                return BadRow("the labels are not the text of the assistant's turns", f"{ascii(trained)[:80]}"), []
+        return None, []
 
 
-def _turns_in(mask: list[int]) -> list[Turn]:
-    turns, position = [], 0
-    for is_label, run in groupby(mask):
-        end = position + sum(1 for _ in run)
-        if is_label:
-            turns.append((position, end))
-        position = end
-    return turns
+def _without_space(text: str) -> str:
+    return "".join(text.split())

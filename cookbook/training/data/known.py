@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from cookbook.config import plugins, registry, row_kinds
+from cookbook.config import messages, plugins, registry, row_kinds
 from cookbook.config.objectives import Objective
 from cookbook.config.sections import BUILTIN_SOURCE, DataSection, Source
 from cookbook.system import lock
@@ -27,7 +27,7 @@ from cookbook.training.data.sources import local_files
 from cookbook.training.data.stdlib import python_files
 
 Item = TypeVar("Item")
-KEPT = ("kind", "num_dropped", "place", "renamed", "fingerprint")
+KEPT = ("kind", "num_dropped", "place", "renamed", "unread", "fingerprint")
 NOT_OF_ROWS = {"max_length", "too_long", "packing", "chat_template", "streaming", "shuffle_rows"}
 
 
@@ -91,7 +91,7 @@ def _key_of(data: DataSection, objective: Objective, cache: Path | None) -> str 
         return None
     if data.streaming or None in content:
         return None
-    code = [*sorted(Path(__file__).parent.glob("*.py")), Path(row_kinds.__file__)]
+    code = [*sorted(Path(__file__).parent.glob("*.py")), Path(row_kinds.__file__), Path(messages.__file__)]
     made_from = [
         content,
         data.model_dump(mode="json", exclude=NOT_OF_ROWS),

@@ -8,14 +8,16 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 from cookbook.config import row_kinds
+from cookbook.config.messages import ROLES, role_of
 from cookbook.config.row_kinds import BadRow
 from cookbook.config.sections import Source, data_format
-from cookbook.system.files import RecipeError, first_line
+from cookbook.system.files import RecipeError, first_line, kind_in_words
+from cookbook.training.data.json_text import json_value, unique
 
 MAX_ROW_BYTES = 1_000_000
 MAX_TEXT_CHARACTERS = MAX_ROW_BYTES // 4
@@ -71,7 +73,15 @@ def _json_rows(path: Path, file: io.BufferedReader) -> Iterator[tuple[str, Any]]
     """A list of objects, or one object per line, as many files of that name have."""
     start = file.peek(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     if not start.startswith(b"["):
-        yield from _jsonl_rows(path, file)
+        rows = _jsonl_rows(path, file)
+        for place, row in islice(rows, 1):
+            if isinstance(row, BadRow) and row.reason == "not JSON" and (whole := _object_over_lines(path)):
+                raise RecipeError(
+                    f"{path}: {kind_in_words(whole)}, written over several lines;"
+                    " write a list of objects, or each object in one line"
+                )
+            yield place, row
+        yield from rows
         return
     number = 0
     with io.TextIOWrapper(file, encoding="utf-8-sig") as text:
@@ -84,13 +94,24 @@ def _json_rows(path: Path, file: io.BufferedReader) -> Iterator[tuple[str, Any]]
             raise RecipeError(f"{path}: not a list of objects in JSON: {what}, in row {number + 1}") from None
 
 
+def _object_over_lines(path: Path) -> dict[str, Any] | None:
+    """The object with which a file begins, if it ends in a later line."""
+    with _opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace") as text:
+        start = text.read(MAX_ITEM).lstrip()
+    try:
+        found, end = json.JSONDecoder().raw_decode(start)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and "\n" in start[:end] else None
+
+
 def _list_items(text: io.TextIOWrapper) -> Iterator[Any]:
     """The items of a list in JSON, of which it holds one.
 
     Raises:
         ValueError: it is not well-formed.
     """
-    decoder = json.JSONDecoder(object_pairs_hook=_unique)
+    decoder = json.JSONDecoder(object_pairs_hook=unique)
     rest = _filled(_filled("", text)[1:], text)  # after the bracket
     more = not rest.startswith("]")
     while more:
@@ -146,9 +167,28 @@ def _csv_rows(path: Path, file: io.BufferedReader, delimiter: str = ",") -> Iter
                 elif stray := next((cell for cell in cells if not _is_text(cell)), ""):
                     yield place, BadRow("not UTF-8", f"{_shown(stray)}; save the file as UTF-8")
                 elif cells:
-                    yield place, {name: cell or None for name, cell in zip_longest(names, cells)}
+                    yield place, _row_of_cells(names, cells)
         except csv.Error as error:
             raise RecipeError(f"{path}:{lines.line_num}: not readable as cells: {error}") from None
+
+
+def _row_of_cells(names: list[str], cells: list[str]) -> Any:
+    try:
+        return {name: _value_of(cell) for name, cell in zip_longest(names, cells, fillvalue="")}
+    except BadRow as bad:
+        return bad
+
+
+def _value_of(cell: str) -> Any:
+    """The messages of a cell that holds a list of them in JSON, as a table of cells has no other way to write them;
+    else its text, or null if it is empty."""
+    if not cell.startswith("["):
+        return cell or None
+    value = json_value(cell)
+    if isinstance(value, BadRow) and value.reason != "not JSON":
+        raise value
+    are_messages = isinstance(value, list) and bool(value) and all(role_of(one) in ROLES.values() for one in value)
+    return value if are_messages else cell
 
 
 def _shown(cell: str) -> str:
@@ -205,34 +245,17 @@ def _parse(line: bytes) -> Any:
     if len(line) > MAX_ROW_BYTES:
         return BadRow(f"row larger than {MAX_ROW_BYTES:,} bytes")
     try:
-        return json.loads(line.decode("utf-8"), object_pairs_hook=_unique)
-    except BadRow as bad:
-        return bad
+        return json_value(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return BadRow("not UTF-8", f"byte 0x{line[error.start]:02x} at column {error.start + 1}")
-    except json.JSONDecodeError as error:
-        return BadRow("not JSON", f"{error.msg.removesuffix(' at')} at column {error.colno}")
-    except RecursionError:
-        return BadRow("not JSON", "nested too deeply")
-    except ValueError as error:  # a number of more digits than Python converts
-        return BadRow("not JSON", str(error))
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = Counter(key for key, _ in pairs)
-        raise BadRow("key given twice", ", ".join(ascii(key) for key, count in names.items() if count > 1)[:200])
-    return values
 
 
 def _parquet_rows(path: Path, source: Source) -> Iterator[Any]:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
-        columns = known_columns(file.schema_arrow.names, source)
-        for batch in file.iter_batches(batch_size=ROWS_PER_READ, columns=columns):
-            yield from _arrow_rows(batch)
+        columns = _read_columns(path, file.schema_arrow.names, source)
+        yield from arrow_rows(file.iter_batches(batch_size=ROWS_PER_READ, columns=columns), source)
 
 
 def _arrow_file_rows(path: Path, source: Source) -> Iterator[Any]:
@@ -243,26 +266,72 @@ def _arrow_file_rows(path: Path, source: Source) -> Iterator[Any]:
         is_stream = file.read(6) != b"ARROW1"
         file.seek(0)
         reader = pyarrow.ipc.open_stream(file) if is_stream else pyarrow.ipc.open_file(file)
-        columns = known_columns(reader.schema.names, source)
+        columns = _read_columns(path, reader.schema.names, source)
         batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
-        for batch in batches:
-            for start in range(0, len(batch), ROWS_PER_READ):
-                yield from _arrow_rows(batch.select(columns).slice(start, ROWS_PER_READ))
+        yield from arrow_rows((batch.select(columns) for batch in batches), source)
 
 
-def _arrow_rows(batch: Any) -> list[Any]:
+def _read_columns(path: Path, names: list[str], source: Source) -> list[str]:
+    columns = known_columns(names, source)
+    if twice := [name for name, count in Counter(columns).items() if count > 1]:
+        raise RecipeError(f"{path}: two columns are called {twice[0]!r}")
+    return columns
+
+
+def arrow_rows(batches: Iterable[Any], source: Source) -> Iterator[Any]:
+    """The rows of record batches, as JSON would have them; a BadRow instead of a row that is not UTF-8."""
+    return chain.from_iterable(_decoded_parts(batches, source))
+
+
+def _decoded_parts(batches: Iterable[Any], source: Source) -> Iterator[list[Any]]:
+    from cookbook.training.data.arrow import row_decoder
+
+    schema = decode = None
+    for batch in batches:
+        if schema is None or not schema.equals(batch.schema, check_metadata=True):
+            schema = batch.schema
+            decode = row_decoder(schema, {(source.columns or {}).get("role", "role")})
+        for start in range(0, len(batch), ROWS_PER_READ):
+            yield _decoded(batch.slice(start, ROWS_PER_READ), decode)
+
+
+def _decoded(batch: Any, decode: Any) -> list[Any]:
     try:
-        return batch.to_pylist()
+        return decode(batch)
     except UnicodeDecodeError:
         if len(batch) == 1:
             return [BadRow("not UTF-8")]
-        return [row for i in range(len(batch)) for row in _arrow_rows(batch.slice(i, 1))]
+        return [row for i in range(len(batch)) for row in _decoded(batch.slice(i, 1), decode)]
 
 
 def known_columns(columns: list[str], source: Source) -> list[str]:
-    """The columns to read; all if none is known, so that the first row shows what there is."""
-    known = {*row_kinds.columns(), *(source.columns or {}).values()}
+    """The columns to read, with those that are refused; all if none is known, so that the first row shows what there
+    is."""
+    known = {*row_kinds.columns(), *row_kinds.MEANT, *(source.columns or {}).values()} - {*(source.ignore or ())}
     return [column for column in columns if column in known] or columns
+
+
+def unread_columns(path: Path, source: Source) -> list[str]:
+    """The columns of a Parquet or Arrow file that `known_columns` leaves out; of another file, whose rows have all that
+    is in it, none.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    kind = data_format(str(path))
+    if kind not in (".parquet", ".arrow"):
+        return []
+    try:
+        if kind == ".parquet":
+            names = pyarrow.parquet.read_schema(path).names
+        else:
+            with pyarrow.memory_map(str(path)) as file:
+                is_stream = file.read(6) != b"ARROW1"
+                file.seek(0)
+                names = (pyarrow.ipc.open_stream if is_stream else pyarrow.ipc.open_file)(file).schema.names
+    except (OSError, pyarrow.ArrowException):  # which `file_rows` reports
+        return []
+    return sorted(set(names) - set(known_columns(names, source)))
 
 
 def numbered(name: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:

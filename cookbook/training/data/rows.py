@@ -2,19 +2,32 @@
 
 import hashlib
 import json
+import random
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any, Literal
 
+from cookbook.config.messages import IN_MESSAGES, from_json, unread_keys
 from cookbook.config.objectives import Objective
 from cookbook.config.registry import known
 from cookbook.config.row_kinds import (
+    FOR_TEMPLATE,
+    LABELS,
+    MEANT,
+    MESSAGE_KEYS,
+    NEVER_READ,
+    RATING,
     BadRow,
+    MadeUp,
     Reading,
     RowKind,
+    by_own_names,
+    is_empty,
+    keys_in_messages,
     kinds,
     kinds_of,
     misspelt,
@@ -23,13 +36,15 @@ from cookbook.config.row_kinds import (
     shapes,
     suggested_columns,
     texts_in,
+    without,
 )
 from cookbook.config.sections import DataSection, Source
-from cookbook.system.files import RecipeError, closest, dump_yaml, kind_in_words
+from cookbook.system.files import RecipeError, closest, dump_yaml, kind_in_words, refuse
 from cookbook.training.data.readers import MAX_ROW_BYTES
 from cookbook.training.data.sources import raw_rows
 
 MAX_SHOWN = 20
+MAX_NAMES = 12
 
 OnBadRow = Literal["error", "drop"]
 
@@ -51,6 +66,8 @@ class Rows:
     """Index of each row among the good rows of its source, from 1; None if all are here."""
     renamed: str = ""
     """How columns of another project's shape were read, in words; empty for rows in a shape of this one."""
+    unread: str = ""
+    """Columns and keys of messages that nothing reads, in words; empty if there are none."""
 
     @cached_property
     def fingerprint(self) -> str:
@@ -101,23 +118,29 @@ class BadRows:
 def read_rows(source: Source, on_bad_row: OnBadRow, objective: Objective, *, place: str = "data.train") -> Rows:
     """The good rows of a source, in order; the first good row decides the kind.
 
-    Keys of a row that its kind does not have (ids, scores) are ignored. With `max_rows` reading stops after that many
-    good rows.
+    Columns that its kind does not have are named in `Rows.unread`, or refused if they have a meaning. With `max_rows`
+    reading stops after that many good rows.
 
     Args:
         place: name of the source in later error messages.
 
     Raises:
         RecipeError: bad rows under on_bad_row "error", no row left, rows of a kind that the objective does not train
-            on, or a source that cannot be read.
+            on, a source that cannot be read, or a name in its columns or ignore that no row has.
     """
     bad_rows, reader = BadRows(), _Reader(source, objective)
     rows = list(_good_rows(reader, bad_rows))
     bad_rows.stop_if(on_bad_row)
     if not rows:
         raise RecipeError([f"{source.path}: no row left to train on", *bad_rows.mistakes()])
-    num_dropped = dict(bad_rows.num_by_reason)
-    return Rows(kind=reader.kind, rows=rows, num_dropped=num_dropped, place=place, renamed=reader.renamed)
+    return Rows(
+        kind=reader.kind,
+        rows=rows,
+        num_dropped=dict(bad_rows.num_by_reason),
+        place=place,
+        renamed=reader.renamed,
+        unread=reader.unread,
+    )
 
 
 def row_blocks(data: DataSection, objective: Objective, bad_rows: BadRows) -> Iterator[list[Rows]]:
@@ -134,7 +157,8 @@ def row_blocks(data: DataSection, objective: Objective, bad_rows: BadRows) -> It
         good, place = _good_rows(reader, bad_rows, streaming=True), place_of("data.train", data.train, i)
         while rows := list(islice(good, room)):
             numbers = range(number, number + len(rows))
-            parts.append(Rows(kind=reader.kind, rows=rows, place=place, numbers=numbers, renamed=reader.renamed))
+            found = Rows(kind=reader.kind, rows=rows, place=place, numbers=numbers)
+            parts.append(replace(found, renamed=reader.renamed, unread=reader.unread))
             room, number = room - len(rows), number + len(rows)
             if not room:
                 bad_rows.stop_if(data.on_bad_row)
@@ -161,9 +185,18 @@ def row_bytes(row: dict[str, Any]) -> bytes:
     return json.dumps(row, ensure_ascii=False).encode()
 
 
+def _refuse(value: Any) -> None:
+    raise BadRow("not JSON", kind_in_words(value))
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
+
+
 def _good_rows(reader: "_Reader", bad_rows: BadRows, *, streaming: bool = False) -> Iterator[dict[str, Any]]:
     num_good = 0
-    for place, raw in raw_rows(reader.source, streaming=streaming):
+    for place, raw in raw_rows(reader.source, streaming=streaming, unread=reader.in_schema):
         try:
             row = reader.read(raw, place)
         except BadRow as bad:
@@ -175,6 +208,21 @@ def _good_rows(reader: "_Reader", bad_rows: BadRows, *, streaming: bool = False)
         num_good += 1
         if num_good == reader.source.max_rows:
             return
+    if num_good and not streaming:  # a run of days does not end for a name
+        reader.check_names()
+
+
+@dataclass
+class _Shape:
+    """Rows with a value in the same columns."""
+
+    readings: list[Reading]
+    num_rows: int = 0
+    """Good ones so far."""
+    left: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = field(default_factory=dict)
+    """Kind -> the columns that it does not read: those that may ask for something, and metadata."""
+    unread: tuple[str, ...] = ()
+    """The metadata of the kind that is read."""
 
 
 class _Reader:
@@ -183,30 +231,143 @@ class _Reader:
     def __init__(self, source: Source, objective: Objective) -> None:
         self.source, self.objective = source, objective
         self.kind, self.renamed = "", ""
-        self._readings: dict[frozenset[str], list[Reading]] = {}
+        self.in_schema: set[str] = set()
+        """Columns of the files that the rows do not have, since nothing reads them."""
+        self._columns, self._ignored = source.columns or {}, source.ignore or []
+        self._shapes: dict[frozenset[str], _Shape] = {}
+        self._keys_unread: set[str] = set()
+        """Of messages."""
+        # Names of the recipe that no row had so far.
+        of_messages = {f"{IN_MESSAGES}{column}" for key, column in self._columns.items() if key in MESSAGE_KEYS}
+        of_rows = {column for key, column in self._columns.items() if key not in MESSAGE_KEYS}
+        self._sought = {*self._ignored, *of_messages, *of_rows}
 
     def read(self, raw: Any, place: str) -> dict[str, Any]:
         """The row with the keys of its kind only.
 
         Raises:
             BadRow: the first problem of the row.
-            RecipeError: the row is good, but the objective does not train on its kind.
+            RecipeError: the row is good, but the objective does not train on its kind, or the recipe names a column for
+                a key that its kind does not have.
         """
         if isinstance(raw, BadRow):
             raise raw
         if not isinstance(raw, dict):
             raise BadRow("not an object", f"{kind_in_words(raw)}; a row is an object with {shapes()}")
-        named = rename(raw, self.source.columns or {})
-        reading = self._reading_of(named, raw, place)
-        row = reading.kind.check(reading.of(named))
-        if sum(len(text.encode()) for text in texts_in(row)) > MAX_ROW_BYTES:
+        if self._sought:
+            self._sought -= raw.keys() | keys_in_messages(raw)
+        if self._ignored:
+            raw = without(raw, self._ignored)
+        # A parquet file of mixed rows has null in the columns that a row lacks.
+        present = frozenset(key for key, value in raw.items() if value is not None)
+        named = rename(raw, self._columns)
+        shape = self._shapes.get(present)
+        if shape is None:
+            shape = self._shapes[present] = _Shape(readings(rename(dict.fromkeys(present), self._columns).keys()))
+        reading = self._reading_of(shape, named, raw, place)
+        self._refuse_meant(reading, shape, raw)
+        of_kind = reading.of(named)
+        try:
+            row = reading.kind.check(of_kind)
+        except BadRow as bad:
+            raise self._in_words_of_the_row(bad, reading) from None
+        try:
+            num_bytes = sum(len(text.encode()) for text in texts_in(row))
+            json.dumps(row.get("chat_template_kwargs"))
+        except TypeError:  # within calls, tools or kwargs, of a column that JSON has no type for
+            json.dumps(row, default=_refuse)
+            raise
+        if num_bytes > MAX_ROW_BYTES:
             raise BadRow(f"row larger than {MAX_ROW_BYTES:,} bytes")
         if self.kind and reading.kind.name != self.kind:
             words = f"{reading.kind.words}, where the rows before have {kinds()[self.kind].words}"
             raise BadRow("another kind of row", words)
+        if reading.kind.chats is not None:
+            for key, value in of_kind.items():
+                if key not in FOR_TEMPLATE and isinstance(value, list | dict | str):
+                    self._keys_unread.update(unread_keys(from_json(value) if key == "messages" else value))
         if not self.kind:
+            self._check_columns(reading.kind, place)
             self.kind, self.renamed = reading.kind.name, reading.words(named)
+        shape.num_rows += 1
         return row
+
+    def check_names(self) -> None:
+        """Raise RecipeError if the source names columns that no row had."""
+        own = self.source.model_fields_set
+        mistakes = [f"{self.source.path}: {words}" for key, words in self._absent() if key in own]
+        refuse(mistakes)
+
+    @property
+    def unread(self) -> str:
+        """What the rows so far had that was not read, in words."""
+        counts: Counter[str] = Counter()
+        for shape in self._shapes.values():
+            counts.update(dict.fromkeys(shape.unread, shape.num_rows))
+        num_rows = sum(shape.num_rows for shape in self._shapes.values())
+        names = {*counts, *self._keys_unread, *self.in_schema} - {*self._ignored}
+        few = {name: f" ({count:,} of {num_rows:,} rows)" for name, count in counts.items() if count < num_rows}
+        passed_over = [name for name in self._ignored if name not in self._never_seen]
+        found = [f"not read: {_listed([name + few.get(name, '') for name in sorted(names)])}"] if names else []
+        found += [f"passed over by data.ignore: {_listed(passed_over)}"] if passed_over else []
+        return "; ".join([*found, *(words for _, words in self._absent())])
+
+    @property
+    def _never_seen(self) -> set[str]:
+        return self._sought - self.in_schema - self._keys_unread
+
+    def _absent(self) -> list[tuple[str, str]]:
+        """Names of the recipe that no row had, each with its key and in words."""
+        named = [("ignore", name, name) for name in self._ignored]
+        for key, column in self._columns.items():
+            named.append(("columns", column, f"{IN_MESSAGES}{column}" if key in MESSAGE_KEYS else column))
+        return [
+            (key, f"{key} has {name!a}, which no row has") for key, name, place in named if place in self._never_seen
+        ]
+
+    def _refuse_meant(self, reading: Reading, shape: _Shape, raw: dict[str, Any]) -> None:
+        """Raise BadRow if a column that the kind does not read has a meaning, and a value that asks for something."""
+        # Whoever names the columns knows of the others which are read by themselves; what never is may be a surprise.
+        meant = NEVER_READ if self._columns else MEANT
+        if reading.kind.name not in shape.left:
+            read = {self._columns.get(column, column) for column in reading.columns.values()}
+            left = sorted(key for key, value in raw.items() if value is not None and key not in read)
+            shape.left[reading.kind.name] = (
+                tuple(column for column in left if column in meant or column == RATING),
+                tuple(column for column in left if column not in meant),
+            )
+        asking, shape.unread = shape.left[reading.kind.name]
+        for column in asking:
+            value = raw[column]
+            if column == RATING:
+                is_rated = any(RATING in one.columns for one in shape.readings)
+                if not is_rated or str(value).strip().lower() not in LABELS:
+                    continue
+                why = f"objective.name {self.objective.name} would train bad answers as good ones"
+            elif is_empty(value):
+                continue
+            else:
+                why = meant[column]
+            seen = f"it is {kind_in_words(value)}; {why}. To pass it over: data.ignore: [{column}]"
+            raise BadRow(f"`{column}` is not read", seen)
+
+    def _check_columns(self, kind: RowKind, place: str) -> None:
+        """Raise if the recipe names columns for keys that the kind of the rows does not have."""
+        has_messages = any(isinstance(value, list) for value in kind.made_up(MadeUp(random.Random(0), ["a"])).values())
+        keys = [*kind.keys, *kind.other_keys, *(MESSAGE_KEYS if has_messages else ())]
+        for key, column in self._columns.items():
+            if key not in keys:
+                what = f"columns has {key}: {column}, but a row with {kind.keys_in_words} has no `{key}`"
+                raise RecipeError(f"{place}: {what}; its keys are {', '.join(keys)}")
+
+    def _in_words_of_the_row(self, bad: BadRow, reading: Reading) -> BadRow:
+        """The problem with the row's own columns in the place of the kind's keys."""
+        names = {key: self._columns.get(column, column) for key, column in reading.columns.items()}
+
+        def renamed(text: str) -> str:
+            return re.sub(r"`(\w+)`", lambda found: f"`{names.get(found[1], found[1])}`", text)
+
+        return BadRow(renamed(bad.reason), renamed(bad.seen))
 
     def remedy(self, raw: Any, bad: BadRow) -> str:
         """The lines of a recipe that may make a bad row a good one; empty if its columns are not the problem."""
@@ -218,12 +379,8 @@ class _Reader:
         lines = dump_yaml({"data": {"columns": columns}}).splitlines()
         return "\n".join(["If these are the columns to train on, name them in the recipe:", *(f"  {x}" for x in lines)])
 
-    def _reading_of(self, row: dict[str, Any], raw: dict[str, Any], place: str) -> Reading:
-        # A parquet file of mixed rows has null in the columns that a row lacks.
-        present = frozenset(key for key, value in row.items() if value is not None)
-        if present not in self._readings:
-            self._readings[present] = readings(present)
-        found = [one for one in self._readings[present] if one.kind.matches(one.of(row))]
+    def _reading_of(self, shape: _Shape, row: dict[str, Any], raw: dict[str, Any], place: str) -> Reading:
+        found = [one for one in shape.readings if one.kind.matches(one.of(row))]
         served = [one for one in found if one.kind.name in self.objective.rows]
         if not found:
             seen = ", ".join(map(ascii, raw))[:200] or "none"
@@ -245,12 +402,12 @@ class _Reader:
             raise BadRow("missing keys", f"found {seen}; a row must have {shapes()}")
         if not served:
             raise RecipeError(f"{place}: {self._unserved(found[0].kind)}")
-        # A row in a shape of this project is read by it, whatever other columns it has.
-        served = [one for one in served if one.is_own] or served
+        served = by_own_names(served)
         if len(served) > 1:
             words = " as well as ".join(one.in_words for one in served)
             choice = ", ".join(f"{key}: {column}" for key, column in served[0].columns.items())
-            raise BadRow("two kinds in one row", f"{words}; choose with data.columns, as in {{{choice}}}")
+            advice = f"choose with data.columns, as in {{{choice}}}, or pass columns over with data.ignore"
+            raise BadRow("two kinds in one row", f"{words}; {advice}")
         return served[0]
 
     def _unserved(self, kind: RowKind) -> str:

@@ -19,7 +19,7 @@ from cookbook.system.files import RecipeError, gathered, refuse
 from cookbook.training.data.rows import BadRows, Rows, place_of, read_rows, row_blocks, row_bytes, texts
 from cookbook.training.data.sources import unread_note
 from cookbook.training.data.stream import Stream
-from cookbook.training.data.tokens import TokenSet, cached_tokens
+from cookbook.training.data.tokens import Remark, TokenSet, cached_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,9 +71,11 @@ class TokenSets:
         if not isinstance(self.train, Stream):
             return []
         found, how = self.train.first_pass, self.train.objective.long_rows(self.train.data.too_long)
-        return _dropped_notes("data.train", found.num_dropped) + _long_note(
-            "data.train", found.num_long, found.num_rows, self.train.data.max_length, how
-        )
+        return [
+            *_dropped_notes("data.train", found.num_dropped),
+            *_remarks("data.train", found.remarks.values()),
+            *_long_note("data.train", found.num_long, found.num_rows, self.train.data.max_length, how),
+        ]
 
 
 def read_data(data: DataSection, objective: Objective) -> RowSets:
@@ -192,6 +194,7 @@ def _tokens_of(
     tokens, dropped = cached_tokens(parts, tokenizer, data, objective, cache=cache, place=place)
     counts = sum((Counter(part.num_dropped) for part in parts), Counter(dropped))
     notes.extend(_dropped_notes(place, counts))
+    notes.extend(_remarks(place, tokens.remarks))
     lengths, how = tokens.row_lengths, objective.long_rows(data.too_long)
     if lengths is not None:
         enough = int(np.quantile(lengths, SHARE_TO_KEEP, method="higher"))
@@ -201,11 +204,20 @@ def _tokens_of(
 
 
 def _renamed_notes(parts: Iterable[Rows]) -> list[str]:
-    return list(dict.fromkeys(f"{part.place}: {part.renamed}" for part in parts if part.renamed))
+    words = ((part.place, words) for part in parts for words in (part.renamed, part.unread) if words)
+    return list(dict.fromkeys(f"{place}: {found}" for place, found in words))
 
 
 def _dropped_notes(place: str, num_dropped: Counter[str]) -> list[str]:
     return [f"{place}: dropped {count} row{'s' * (count > 1)}: {reason}" for reason, count in num_dropped.items()]
+
+
+def _remarks(place: str, remarks: Iterable[Remark]) -> list[str]:
+    def words(one: Remark) -> str:
+        rows = f"{one.num_rows:,} row{'s' * (one.num_rows > 1)}"
+        return f"{place}: {rows} {one.words}; first: {one.first.removeprefix(place + ': ')}"
+
+    return list(map(words, remarks))
 
 
 SHARE_TO_KEEP = 0.99

@@ -5,9 +5,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cookbook.config.sections import BUILTIN_SOURCE, COMPRESSIONS, Source, data_format
-from cookbook.system.files import RecipeError, first_line
-from cookbook.training.data.readers import file_rows, known_columns, numbered
+from cookbook.config.sections import BUILTIN_SOURCE, COMPRESSIONS, Source, data_format, hub_keys
+from cookbook.system.files import RecipeError, first_line, refuse
+from cookbook.training.data.readers import (
+    ROWS_PER_READ,
+    arrow_rows,
+    file_rows,
+    known_columns,
+    numbered,
+    unread_columns,
+)
 
 OTHER_SPLITS = ("test", "val", "eval", "dev")
 ARROW_FILES = (".arrow",)
@@ -22,31 +29,35 @@ FOLDER_FORMATS = (
 """Endings of files that are read together; of the folder's, the first group."""
 
 
-def raw_rows(source: Source, *, streaming: bool = False) -> Iterator[tuple[str, Any]]:
+def raw_rows(source: Source, *, streaming: bool = False, unread: set[str] | None = None) -> Iterator[tuple[str, Any]]:
     """Each row with its place (`file:line`); a BadRow instead of a row that cannot be parsed.
 
     Args:
         streaming: download a Hub dataset while it is read; local files are always read as needed.
+        unread: receives the names of columns that are in a file's schema and not in its rows, since nothing reads them.
     """
+    unread = set() if unread is None else unread
     if source.path == BUILTIN_SOURCE:
         from cookbook.training.data.stdlib import load_stdlib
 
         yield from numbered(BUILTIN_SOURCE, load_stdlib(source.split))
     elif files := local_files(source):
         for file in files:
+            unread.update(unread_columns(file, source))
             yield from file_rows(file, source)
     else:
-        yield from numbered(source.path, _hub_rows(source, streaming))
+        yield from numbered(source.path, _hub_rows(source, streaming, unread))
 
 
 def local_files(source: Source) -> list[Path]:
     """The files of a local source, in reading order; empty for the Hub and python-stdlib.
 
     Raises:
-        RecipeError: a folder without a file of the split.
+        RecipeError: a folder without a file of the split, or with a key that is for the Hub.
     """
     path = Path(source.path)
     if path.is_dir():
+        refuse([f"{source.path}: {mistake}" for mistake in hub_keys(source)])
         return _files_of_split(path, source.split)
     return [path] if data_format(source.path) else []
 
@@ -117,7 +128,7 @@ def _saved_files(folder: Path, state: Path) -> list[Path]:
     return [folder / Path(name).name for name in names]
 
 
-def _hub_rows(source: Source, streaming: bool) -> Iterator[Any]:
+def _hub_rows(source: Source, streaming: bool, unread: set[str]) -> Iterator[Any]:
     import datasets
     from huggingface_hub.errors import HTTPError  # of whichever client this version of the Hub library uses
 
@@ -132,4 +143,11 @@ def _hub_rows(source: Source, streaming: bool) -> Iterator[Any]:
             f" Check the name, the split and the network, or use a local file or {BUILTIN_SOURCE!r}"
         ) from error
     # A stream may not know its columns before its first row.
-    yield from dataset.select_columns(known_columns(dataset.column_names, source)) if dataset.column_names else dataset
+    if names := dataset.column_names:
+        known = known_columns(names, source)
+        unread.update(set(names) - set(known))
+        dataset = dataset.select_columns(known)
+    # As tables, so that the schema decides what is JSON and which nulls are a row's own; files in them stay unopened.
+    tables = dataset.with_format("arrow")
+    parts = iter(tables) if streaming else tables.iter(ROWS_PER_READ)  # tables of a stream may differ in schema
+    yield from arrow_rows((batch for table in parts for batch in table.to_batches()), source)

@@ -16,9 +16,10 @@ from cookbook.config.sections import DataSection
 from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError
 from cookbook.training.data.ahead import Ahead
+from cookbook.training.data.encode import TextKeys
 from cookbook.training.data.rows import BadRows, row_blocks
 from cookbook.training.data.sources import local_files
-from cookbook.training.data.tokens import TokenSet, take, tokenize, tokenizer_fingerprint
+from cookbook.training.data.tokens import Remark, TokenSet, take, tokenize, tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,6 +42,7 @@ class PassCounts:
 
     num_rows: int = 0
     num_long: int = 0
+    remarks: dict[str, Remark] = field(default_factory=dict)
     num_dropped: Counter[str] = field(default_factory=Counter)
     """Bad rows by reason."""
 
@@ -153,6 +155,9 @@ class Stream:
         self.first_pass.num_rows += len(block.row_lengths)
         self.first_pass.num_long += int(np.count_nonzero(block.row_lengths > self.data.max_length))
         self.first_pass.num_dropped = num_dropped
+        for one in block.remarks:
+            before = self.first_pass.remarks.get(one.words, one._replace(num_rows=0))
+            self.first_pass.remarks[one.words] = before._replace(num_rows=before.num_rows + one.num_rows)
 
     def _blocks(self, bad_rows: BadRows) -> Iterator[tuple[TokenSet, Counter[str]]]:
         """One pass over the sources: blocks, and the rows dropped up to the end of each."""
@@ -163,6 +168,7 @@ class Stream:
                 self.tokenizer,
                 max_length=data.max_length,
                 too_long=data.too_long,
+                keys=TextKeys.of(data),
                 objective=self.objective,
                 bad_rows=bad_rows,
                 num_processes=1,

@@ -27,18 +27,27 @@ from cookbook.system import lock, signals
 from cookbook.system.files import RecipeError
 from cookbook.system.machine import num_cores
 from cookbook.system.record_files import seal_of
-from cookbook.training.data.encode import encode
+from cookbook.training.data.encode import DEFAULT_KEYS, Encoder, TextKeys
 from cookbook.training.data.rows import BadRows, Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 4  # of the cache files and of what `tokenize` makes of a row; a change makes old entries unused
+FORMAT_VERSION = 5  # of the cache files and of what `tokenize` makes of a row; a change makes old entries unused
 ROWS_PER_TASK = 2048
 MIN_ROWS_FOR_POOL = 20_000
 """A chat of 100 tokens takes 0.3 ms of one core, and processes take 3 s to start (measured on 2 cores)."""
 MAX_PROCESSES = 16
 """Each imports transformers, some 300 MB."""
+
+
+class Remark(NamedTuple):
+    """What is to be said of some rows, for the user."""
+
+    words: str
+    num_rows: int
+    first: str
+    """The first of them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,6 +71,8 @@ class TokenSet:
     """How often an epoch shows each sample of each source; empty: once."""
     num_cut: int = 0
     """Rows longer than max_length that were truncated or split."""
+    remarks: tuple[Remark, ...] = ()
+    """What is to be said of some rows."""
     row_lengths: np.ndarray | None = None
     """int64: tokens of each row in its longest sequence before truncation, of rows dropped for their length too."""
     values: np.ndarray | None = None
@@ -136,16 +147,18 @@ def tokenize(
     objective: Objective,
     bad_rows: BadRows,
     too_long: TooLong | None = None,
+    keys: TextKeys = DEFAULT_KEYS,
     num_processes: int | None = None,
 ) -> TokenSet | None:
     """The token set of all parts, in order, or None if no row is left; rows without a target go to `bad_rows`.
 
-    For the labels see `encode`. Sequences are truncated at the end to `max_length` tokens, the answers of a preference
+    For the labels see `Encoder`. Sequences are truncated at the end to `max_length` tokens, the answers of a preference
     separately. Rows that are split become chunks that overlap by one token, the last target of one and the unlabelled
     first token of the next, so that each label but the first is a target once; a chunk without a target is left out.
 
     Args:
         too_long: `data.too_long`.
+        keys: how texts become tokens.
         num_processes: workers for encoding; default: the machine's cores for many chats, whose templates are slow.
 
     Raises:
@@ -156,28 +169,33 @@ def tokenize(
     row_lengths: list[int] = []
     group_size, limit = len(objective.sequences), Limit(max_length, objective.long_rows(too_long))
     part_sizes, num_cut = [], 0
+    remarks: dict[str, Remark] = {}
+    encoder = Encoder(tokenizer, objective.labels, keys)
     for rows in parts:
         num_before = len(pieces)
         value_of = kinds()[rows.kind].value
-        for position, cut in enumerate(_cut_rows(rows, tokenizer, limit, objective, num_processes)):
+        for position, cut in enumerate(_cut_rows(rows, encoder, limit, objective, num_processes)):
             if isinstance(cut, BadRow):
                 bad_rows.add(rows.where(position), cut)
                 continue
             bad_rows.num_good += 1
-            row_lengths.append(cut[1])
-            if not cut[0]:
+            row_lengths.append(cut.length)
+            if not cut.pieces:
                 continue
-            pieces += cut[0]
-            num_cut += cut[1] > max_length
+            for words in cut.remarks:
+                before = remarks.get(words, Remark(words, 0, rows.where(position)))
+                remarks[words] = before._replace(num_rows=before.num_rows + 1)
+            pieces += cut.pieces
+            num_cut += cut.length > max_length
             if value_of is not None:
-                values += [value_of(rows.rows[position])] * (len(cut[0]) // group_size)
+                values += [value_of(rows.rows[position])] * (len(cut.pieces) // group_size)
         part_sizes.append(len(pieces) - num_before)
     if not pieces:
         return None
     sizes = tuple(size // group_size for size in part_sizes)
     # Values only if all sources have them.
     numbers = np.array(values) if len(values) == sum(sizes) else None
-    fields = {"values": numbers, "row_lengths": np.array(row_lengths)}
+    fields = {"values": numbers, "row_lengths": np.array(row_lengths), "remarks": tuple(remarks.values())}
     return join(pieces, group_size=group_size, part_sizes=sizes, num_cut=num_cut, **fields)
 
 
@@ -188,13 +206,19 @@ class Limit(NamedTuple):
     too_long: TooLong
 
 
-Cut = tuple[list[TokenArrays], int]
-"""What a row becomes, nothing if it is dropped for its length, and the tokens of its longest sequence before."""
+class Cut(NamedTuple):
+    """What a row becomes."""
+
+    pieces: list[TokenArrays]
+    """Empty if it is dropped for its length."""
+    length: int
+    """Tokens of its longest sequence before."""
+    remarks: tuple[str, ...] = ()
 
 
 def _cut_rows(
     rows: Rows,
-    tokenizer: "PreTrainedTokenizerBase",
+    encoder: Encoder,
     limit: Limit,
     objective: Objective,
     num_processes: int | None,
@@ -203,10 +227,14 @@ def _cut_rows(
         is_worth_it = kinds()[rows.kind].chats is not None and len(rows.rows) >= MIN_ROWS_FOR_POOL
         num_processes = min(num_cores(), MAX_PROCESSES) if is_worth_it else 1
     if num_processes == 1:
-        for encoded in encode(rows, tokenizer, objective.labels):
-            yield encoded if isinstance(encoded, BadRow) else _cut(encoded, limit, objective)
+        for encoded in encoder.encode(rows):
+            if isinstance(encoded, BadRow):
+                yield encoded
+                continue
+            cut = _cut(encoded.sequences, limit, objective)
+            yield cut if isinstance(cut, BadRow) else cut._replace(remarks=encoded.remarks)
         return
-    work = _Work(tokenizer, limit, objective.model_dump(), registry.plugin_files())
+    work = _Work(encoder.tokenizer, encoder.keys, limit, objective.model_dump(), registry.plugin_files())
     for task in _in_processes(work, _slices(rows), num_processes):
         if isinstance(task, RecipeError):
             raise task
@@ -228,6 +256,7 @@ class _Work:
     """What a worker process makes of a slice of rows. To torch's loader it is a data set, indexed by slices."""
 
     tokenizer: "PreTrainedTokenizerBase"
+    keys: TextKeys
     limit: Limit
     objective_keys: dict[str, Any]
     plugin_files: list[str]
@@ -238,9 +267,13 @@ class _Work:
         plugins.use(self.plugin_files)
         return Objective.model_validate(self.objective_keys)
 
+    @cached_property
+    def encoder(self) -> Encoder:
+        return Encoder(self.tokenizer, self.objective.labels, self.keys)
+
     def __getitem__(self, rows: Rows) -> Task:
         try:
-            return list(_cut_rows(rows, self.tokenizer, self.limit, self.objective, num_processes=1))
+            return list(_cut_rows(rows, self.encoder, self.limit, self.objective, num_processes=1))
         except RecipeError as error:  # raised, the loader would call its class with a text
             return error
 
@@ -310,7 +343,7 @@ def _cut(sequences: list[tuple[list[int], list[int]]], limit: Limit, objective: 
     length = max(len(ids) for ids, _ in sequences)
     is_long = length > max_length
     if is_long and too_long == "drop":
-        return [], length
+        return Cut([], length)
     if is_long and too_long == "error":
         remedy = "raise it, or write data.too_long: cut, drop or split"
         return BadRow("row longer than data.max_length", f"{length:,} tokens, where that is {max_length}; {remedy}")
@@ -330,7 +363,7 @@ def _cut(sequences: list[tuple[list[int], list[int]]], limit: Limit, objective: 
     if len(sequences) > 1 and all(np.array_equal(pieces[0][0], ids) for ids, _ in pieces[1:]):
         names = " and ".join(objective.sequences)
         return BadRow(f"{names} are the same after truncation", cut)
-    return pieces, length
+    return Cut(pieces, length)
 
 
 def _piece(ids: list[int], labels: list[int]) -> TokenArrays:
@@ -354,6 +387,7 @@ def cached_tokens(
     Raises:
         RecipeError: as `tokenize`; with on_bad_row "error", all rows that have nothing to train on; no row left.
     """
+    keys = TextKeys.of(data)
     made_from = {
         "format": FORMAT_VERSION,
         "rows": [rows.fingerprint for rows in parts],
@@ -363,6 +397,7 @@ def cached_tokens(
         "train_on": objective.labels,
         "on_bad_row": data.on_bad_row,
         "too_long": objective.long_rows(data.too_long),
+        "keys": json.loads(json.dumps(keys, default=str)),
     }
     if files := registry.plugin_files():
         made_from["plugins"] = plugins.digest(files)
@@ -375,7 +410,13 @@ def cached_tokens(
             return found
         bad_rows = BadRows()
         tokens = tokenize(
-            parts, tokenizer, max_length=data.max_length, too_long=data.too_long, objective=objective, bad_rows=bad_rows
+            parts,
+            tokenizer,
+            max_length=data.max_length,
+            too_long=data.too_long,
+            keys=keys,
+            objective=objective,
+            bad_rows=bad_rows,
         )
         bad_rows.stop_if(data.on_bad_row)
         if tokens is None:
@@ -402,7 +443,7 @@ def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 ARRAYS = ("ids", "is_label", "offsets")
 OPTIONAL_ARRAYS = ("values", "row_lengths", "target_counts")
-META_FIELDS = ("group_size", "part_sizes", "num_cut")
+META_FIELDS = ("group_size", "part_sizes", "num_cut", "remarks")
 
 
 def save_entry(folder: Path, tokens: TokenSet, meta: dict[str, Any]) -> None:
@@ -432,6 +473,7 @@ def load_entry(folder: Path, made_from: dict[str, Any]) -> tuple[TokenSet, dict[
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         fields = {name: meta[name] for name in META_FIELDS} | {"part_sizes": tuple(meta["part_sizes"])}
+        fields["remarks"] = tuple(Remark(*remark) for remark in meta["remarks"])
         if meta["made_from"] != made_from or meta["seal"] != seal_of(meta):
             return None
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in meta["digests"]}

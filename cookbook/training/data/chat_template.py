@@ -1,0 +1,149 @@
+"""A tokenizer's chat template: renders a chat as transformers does, and finds the characters of each assistant turn."""
+
+import json
+import re
+from datetime import date
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jinja2
+from jinja2 import nodes
+
+from cookbook.config.row_kinds import Chat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, OverflowError)
+"""What a template may raise; the last two for an `include` and a `range` that the sandbox refuses."""
+REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+"""Names under which templates read the reasoning of a message."""
+THINKING = ({"enable_thinking": False}, {"enable_thinking": True}, {"thinking": False}, {"thinking": True})
+"""Variables by which templates choose how an answer is prompted for."""
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+class AsksForDate(Exception):
+    """A template prints today's date."""
+
+
+Span = tuple[int, int]
+"""First character of a stretch, and the one after its last."""
+
+
+class Asked(NamedTuple):
+    """A chat to render, and what goes into the template besides."""
+
+    chat: Chat
+    tools: list[dict[str, Any]] | None = None
+    variables: dict[str, Any] = {}  # noqa: RUF012 (never changed)
+    trained: tuple[int, ...] = ()
+    """The messages with loss."""
+    where: str = ""
+
+
+class ChatTemplate:
+    """Renders chats through the template of a tokenizer.
+
+    Args:
+        today: the day that a template is given if it asks for the date; without one, such a template is refused.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", today: date | None = None) -> None:
+        self.tokenizer, self.today = tokenizer, today
+        self._special = dict(tokenizer.special_tokens_map)
+        self._text_form: dict[bool, bool] = {}
+        self._has_markers: dict[bool, bool] = {}
+
+    def text(self, tools: Any = None) -> str:
+        """The template itself: of several, the one for tools if there are some.
+
+        Raises:
+            ValueError: there is none.
+        """
+        return self.tokenizer.get_chat_template(tools=tools)
+
+    def has_markers(self, tools: Any = None) -> bool:
+        """Whether it marks the assistant's tokens."""
+        if (tools is None) not in self._has_markers:
+            self._has_markers[tools is None] = _GENERATION.search(self.text(tools)) is not None
+        return self._has_markers[tools is None]
+
+    def render(self, asked: Asked, end: int | None = None, *, prompt: bool = False, **variables: Any) -> str:
+        """The text of the first `end` messages; with `prompt`, and what generation of the next one is given.
+
+        Raises:
+            TEMPLATE_ERRORS: the template refuses the chat.
+            AsksForDate: it does, and there is none.
+        """
+        return self._rendered(asked, end, prompt, variables)[0]
+
+    def render_marked(self, asked: Asked) -> tuple[str, list[Span]]:
+        """The text of the chat, and the stretches between the template's markers."""
+        return self._rendered(asked, None, False, {})
+
+    def _rendered(self, asked: Asked, end: int | None, prompt: bool, more: dict[str, Any]) -> tuple[str, list[Span]]:
+        from transformers.utils.chat_template_utils import _compile_jinja_template, _render_with_assistant_indices
+
+        compiled = _compile_jinja_template(self.text(asked.tools))
+        values = {**self._special, "strftime_now": self._strftime, **asked.variables, **more}
+        messages = [self._given(message, asked.tools) for message in asked.chat[:end]]
+        # The function behind apply_chat_template, which takes no date (transformers/utils/chat_template_utils.py:543).
+        return _render_with_assistant_indices(compiled, messages, asked.tools, None, prompt, **values)
+
+    def _given(self, message: dict[str, Any], tools: Any) -> dict[str, Any]:
+        """A message in the form that the template reads."""
+        given = {key: value for key, value in message.items() if key != "train"}
+        if "reasoning_content" in message:
+            given |= dict.fromkeys(REASONING_NAMES, message["reasoning_content"])
+        if "tool_calls" in message and self._wants_text(tools is not None):
+            given["tool_calls"] = [
+                call | {"function": call["function"] | {"arguments": _as_text(call["function"]["arguments"])}}
+                for call in message["tool_calls"]
+            ]
+        return given
+
+    def _strftime(self, form: str) -> str:
+        if self.today is None:
+            raise AsksForDate
+        return self.today.strftime(form)
+
+    def _wants_text(self, with_tools: bool) -> bool:
+        """Whether the template takes the arguments of calls as a JSON text: it joins them to text, or prints an object
+        as Python does."""
+        if with_tools not in self._text_form:
+            arguments = {"probe": True}
+            as_object, as_text = (self._probe(with_tools, form) for form in (arguments, _as_text(arguments)))
+            fails = "probe" not in as_object or "'probe'" in as_object
+            self._text_form[with_tools] = fails and "probe" in as_text and '\\"probe' not in as_text
+        return self._text_form[with_tools]
+
+    def _probe(self, with_tools: bool, arguments: Any) -> str:
+        """A call with these arguments as the template writes it; empty if it refuses the call."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        call = {"id": "a" * 9, "type": "function", "function": {"name": "f", "arguments": arguments}}
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        template = _compile_jinja_template(self.text(True if with_tools else None))
+        try:
+            return template.render(messages=chat, tools=None, **self._special, strftime_now=lambda form: "")
+        except TEMPLATE_ERRORS:
+            return ""
+
+    @cached_property
+    def tested_texts(self) -> tuple[str, ...]:
+        """Texts that the template looks for in those of a chat, such as `</think>`."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        templates = self.tokenizer.chat_template
+        found: set[str] = set()
+        for template in templates.values() if isinstance(templates, dict) else [templates]:
+            tree = _compile_jinja_template(template).environment.parse(template)
+            for node in tree.find_all((nodes.Compare, nodes.Call, nodes.Filter)):
+                found |= {one.value for one in node.find_all(nodes.Const) if isinstance(one.value, str)}
+        marks = {text.strip() for text in found}
+        return tuple(sorted((mark for mark in marks if len(mark) > 1 and re.search(r"[<\[|]", mark)), key=len)[::-1])
+
+
+def _as_text(arguments: Any) -> str:
+    return json.dumps(arguments, ensure_ascii=False)

@@ -1,0 +1,243 @@
+"""Whether a chat template writes what a row says: each text of a chat, in order, once, and trained if it should be.
+
+A chat is rendered a second time with every text replaced by a word of its own. Where the words stand tells where the
+texts must; what stands between them is the template's, and must be the same around the texts.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from cookbook.config.row_kinds import Chat
+from cookbook.config.sections import TextPart
+from cookbook.training.data.chat_template import Asked, Span
+
+_WORD = re.compile(r"zq\d{4}qz")
+_CORE = re.compile(r"\S(?:.*\S)?", re.DOTALL)
+
+
+class Leaf(NamedTuple):
+    """A text of a chat."""
+
+    part: TextPart
+    message: int | None
+    """Its index; None for tools."""
+    key: str
+    """The key that has it, for messages."""
+    detail: str
+    """Which of several, for messages."""
+    text: str
+
+
+class Problem(NamedTuple):
+    """A text of a chat that a template does not write as it should."""
+
+    part: TextPart
+    message: int | None
+    key: str
+    detail: str = ""
+    how: str = "leaves out"
+
+    @property
+    def place(self) -> str:
+        """Where the text is, for messages."""
+        role = {"system": " (system)", "tool_results": " (tool)"}.get(self.part, "")
+        message = "" if self.message is None else f"message {self.message + 1}{role}"
+        return ", ".join(filter(None, (message, self.detail))) or "the row"
+
+    def is_meant(self, asked: Asked) -> bool:
+        """Whether templates do so on purpose to a turn that a user's message follows, and no label is lost."""
+        if self.message is None or all(one["role"] != "user" for one in asked.chat[self.message + 1 :]):
+            return False
+        return self.part == "generation_prompt" or (self.part == "reasoning" and self.message not in asked.trained)
+
+    @property
+    def remark(self) -> str:
+        """What is said of a problem that `is_meant`."""
+        if self.part == "generation_prompt":
+            return (
+                "with an earlier turn that begins otherwise than generation is asked for it (objective.train_on: last"
+                " trains on the last turn alone)"
+            )
+        return "with reasoning in an earlier turn, without loss, that the chat template leaves out"
+
+    @property
+    def remedy(self) -> str:
+        """What else the user can do, for messages."""
+        return "train on the last turn alone with objective.train_on: last, " if self.part == "reasoning" else ""
+
+
+@dataclass
+class Words:
+    """Replaces the texts of a chat by words of their own."""
+
+    tested: Sequence[str] = ()
+    """Texts that the template looks for, which stay."""
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+    """By word."""
+    scalars: list[tuple[str, Any]] = field(default_factory=list)
+    """The word of an argument's name, and the argument, which is no text."""
+
+    def word(self, part: TextPart, message: int | None, key: str, text: str, detail: str = "") -> str:
+        word = f"zq{len(self.leaves):04d}qz"
+        self.leaves[word] = Leaf(part, message, key, detail, text)
+        return word
+
+    def text(self, part: TextPart, message: int | None, key: str, text: str, detail: str = "") -> str:
+        """The text with words for its stretches between texts that the template looks for; white space stays around."""
+        pieces = re.split("(" + "|".join(map(re.escape, self.tested)) + ")", text) if self.tested else [text]
+        return "".join(
+            piece if i % 2 else _CORE.sub(lambda found: self.word(part, message, key, found[0], detail), piece, count=1)
+            for i, piece in enumerate(pieces)
+        )
+
+    def value(self, message: int, detail: str, value: Any) -> Any:
+        """Arguments of a call, with words for names and texts."""
+        if isinstance(value, str):
+            return self.text("tool_calls", message, "`tool_calls`", value, detail)
+        if isinstance(value, list):
+            return [self.value(message, detail, item) for item in value]
+        if isinstance(value, dict):
+            replaced = {}
+            for key, item in value.items():
+                word = self.word("tool_calls", message, "`tool_calls`", key, detail)
+                if not isinstance(item, str | list | dict):
+                    self.scalars.append((word, item))
+                replaced[word] = self.value(message, detail, item)
+            return replaced
+        return value
+
+    def schema(self, value: Any) -> Any:
+        """A tool with words for its name."""
+        if isinstance(value, dict):
+            own = value.get("function") if isinstance(value.get("function"), dict) else value
+            if isinstance(own.get("name"), str):  # type: ignore[union-attr]
+                named = own | {"name": self.word("tools", None, "`tools`", own["name"], f"tool {own['name']!a}")}  # type: ignore[operator,index]
+                return named if own is value else value | {"function": named}
+        return value
+
+    def replaced(self, asked: Asked) -> Asked:
+        """The chat with words in the place of its texts."""
+        tools = None if asked.tools is None else [self.schema(tool) for tool in asked.tools]
+        chat: Chat = []
+        for k, message in enumerate(asked.chat):
+            role, new = message["role"], dict(message)
+            part: TextPart = {"system": "system", "tool": "tool_results"}.get(role, "content")  # type: ignore[assignment]
+            if "name" in message and role != "tool":
+                new["name"] = self.word("name", k, "`name`", message["name"])
+            if "reasoning_content" in message:
+                new["reasoning_content"] = self.text(
+                    "reasoning", k, "`reasoning_content`", message["reasoning_content"]
+                )
+            if "instruction" in message:
+                parts = {key: self.text("content", k, f"`{key}`", message[key]) for key in ("instruction", "input")}
+                new |= parts | {"content": "\n\n".join(parts.values())}
+            elif message["content"]:
+                new["content"] = self.text(part, k, "`content`", message["content"])
+            if "tool_calls" in message:
+                new["tool_calls"] = [self._call(k, n, call) for n, call in enumerate(message["tool_calls"], start=1)]
+            chat.append(new)
+        return asked._replace(chat=chat, tools=tools)
+
+    def _call(self, message: int, number: int, call: dict[str, Any]) -> dict[str, Any]:
+        function, detail = call["function"], f"call {number} of {call['function']['name']!a}"
+        named = self.word("tool_calls", message, "`tool_calls`", function["name"], detail)
+        return call | {"function": {"name": named, "arguments": self.value(message, detail, function["arguments"])}}
+
+
+def shape_of(asked: Asked, tested: Sequence[str]) -> tuple[Any, ...]:
+    """What a template may tell chats apart by, but their words: roles, which keys there are, how many calls."""
+    messages = tuple(
+        (
+            message["role"],
+            bool(message["content"]),
+            "reasoning_content" in message,
+            len(message.get("tool_calls", ())),
+            "name" in message,
+            tuple(mark in message["content"] for mark in tested),
+        )
+        for message in asked.chat
+    )
+    return messages, asked.trained, asked.tools is None, tuple(map(repr, asked.variables.items()))
+
+
+def problems_of_shape(asked: Asked, words: Words, text: str, spans: Sequence[Span] | None) -> list[Problem]:
+    """The problems of a chat with words for its texts, as rendered.
+
+    Args:
+        asked: the chat itself.
+        words: the words in `text`.
+        spans: the characters of each message of `asked.trained`; None if all carry loss.
+    """
+    places = [(words.leaves[found[0]], found.start()) for found in _WORD.finditer(text)]
+    count = Counter(leaf for leaf, _ in places)
+    found = [(leaf, "leaves out") for leaf in words.leaves.values() if not count[leaf]]
+    # A name may stand beside a call and beside its result.
+    once = [leaf for leaf in words.leaves.values() if leaf.part not in ("tools", "name", "tool_calls")]
+    found += [(leaf, "writes more than once") for leaf in once if count[leaf] > 1]
+    found += [(leaf, "writes after a later message") for leaf in _out_of_order(places)]
+    found += _as_python(words, text)
+    for leaf, place in places if spans is not None else ():
+        is_trained = any(start <= place < end for start, end in spans or ())
+        if is_trained and leaf.message not in asked.trained:
+            found.append((leaf, "writes into a turn that carries loss"))
+        elif leaf.message in asked.trained and leaf.part != "name" and not is_trained:
+            found.append((leaf, "writes outside of the assistant's turn"))
+    problems = [Problem(leaf.part, leaf.message, leaf.key, leaf.detail, how) for leaf, how in found]
+    for tool in asked.tools or ():
+        function = tool.get("function") if isinstance(tool.get("function"), dict) else tool
+        keys = (function.get("parameters") or {}).get("properties") if isinstance(function, dict) else None
+        missing = [key for key in keys or () if isinstance(key, str) and key not in text]
+        problems += [Problem("tools", None, "`tools`", f"parameter {key!a}") for key in missing]
+    return list(dict.fromkeys(problems))
+
+
+def _out_of_order(places: Iterable[tuple[Leaf, int]]) -> Iterator[Leaf]:
+    highest = 0
+    for leaf, _ in places:
+        if leaf.message is None or leaf.part in ("system", "name"):  # some templates write these before the last turn
+            continue
+        if leaf.message < highest:
+            yield leaf
+        highest = max(highest, leaf.message)
+
+
+def _as_python(words: Words, text: str) -> list[tuple[Leaf, str]]:
+    """Arguments that are written as Python prints an object, or not at all."""
+    found = []
+    for word, leaf in words.leaves.items():
+        if leaf.part == "tool_calls" and f"'{word}'" in text and f'"{word}"' not in text:
+            found.append((leaf, "writes Python in the place of JSON for"))
+    for word, value in words.scalars:
+        rest = _WORD.split(text[text.find(word) + len(word) :])[0] if word in text else ""
+        # A template that writes no JSON may write an argument by itself as Python prints it.
+        if json.dumps(value) not in rest and str(value) not in rest:
+            found.append((words.leaves[word], "leaves out an argument of"))
+    return found
+
+
+def changed_text(words: Words, marked: str, text: str) -> Leaf | None:
+    """The first text that stands in `text`, the rendered chat, otherwise than its word stands in `marked`; None if each
+    text stands in the place of its word, and between them is what is between the words.
+    """
+    position, last, end = 0, None, 0
+    for found in _WORD.finditer(marked):
+        between = marked[end : found.start()]
+        if not text.startswith(between, position):
+            return last or words.leaves[found[0]]
+        position += len(between)
+        last, end = words.leaves[found[0]], found.end()
+        form = next((form for form in _forms(last.text) if text.startswith(form, position)), None)
+        if form is None:
+            return last
+        position += len(form)
+    return last if text[position:] != marked[end:] else None
+
+
+def _forms(text: str) -> list[str]:
+    """A text as a template may write it: as it is, or within JSON."""
+    forms = [text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]]
+    return sorted(dict.fromkeys(forms), key=len, reverse=True)

@@ -1,0 +1,432 @@
+"""Protects what a row says: each of its keys is read, named as passed over, or refused.
+
+python -m pytest -q tests/test_data_keys.py
+"""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from pydantic import ValidationError
+from small_data import make_tokenizer, marked, run_tokenize, write_lines
+
+from cookbook.config.messages import LOSS_MARKS, MEANT_KEYS, OTHER_ROLES, REASONING_KEYS
+from cookbook.config.objectives import Objective
+from cookbook.config.row_kinds import MEANT, kinds
+from cookbook.config.sections import DataSection, Source
+from cookbook.system.files import RecipeError
+from cookbook.training.data import rows as reading
+from cookbook.training.data.known import known_rows
+from cookbook.training.data.sets import read_data, tokenize_data
+
+SYSTEM, USER = {"role": "system", "content": "S"}, {"role": "user", "content": "q"}
+CALL = {"type": "function", "function": {"name": "dig", "arguments": {"depth": 3}}}
+TOOL = {"type": "function", "function": {"name": "dig", "parameters": {}}}
+RESULT = {"role": "tool", "content": "2"}
+
+
+def said(content="y", **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+def read(tmp_path, *raws, objective="sft", **source):
+    path = write_lines(tmp_path / "rows.jsonl", *map(json.dumps, raws))
+    return reading.read_rows(Source(path=path, **source), "error", Objective.of(name=objective))
+
+
+def refusal(tmp_path, *raws, **how):
+    with pytest.raises(RecipeError) as error:
+        read(tmp_path, *raws, **how)
+    return error.value.mistakes[0].partition("rows.jsonl:")[2]
+
+
+PAIR = {"prompt": [USER], "chosen": [said("y")], "rejected": [said("n")]}
+JUDGED = {"prompt": [USER], "completion": [said()], "label": True}
+CHAT = {"messages": [USER, said()]}
+HISTORY = [{"role": "user", "content": "e"}, {"role": "assistant", "content": "f"}]
+IN_CHATS = {
+    "messages": ("sft", CHAT, "messages"),
+    "question and answer": ("sft", {"instruction": "q", "output": "y"}, ""),
+    "completion": ("sft", {"prompt": [USER], "completion": [said()]}, "prompt"),
+    "preference": ("dpo", PAIR, "prompt"),
+    "judged answer": ("kto_zero", JUDGED, "prompt"),
+    "judged chat": ("kto_zero", CHAT | {"label": False}, "messages"),
+}
+
+
+@pytest.mark.parametrize(("objective", "raw", "chat"), IN_CHATS.values(), ids=IN_CHATS.keys())
+def test_every_kind_with_chats_reads_system_history_tools_and_what_is_for_the_template(tmp_path, objective, raw, chat):
+    more = {"system_prompt": "S", "history": [["e", "f"]], "functions": [TOOL["function"]]}
+    rows = read(tmp_path, raw | more | {"chat_template_kwargs": {"mark": "XX"}}, objective=objective)
+    row = rows.rows[0]
+    chats = kinds()[rows.kind].chats(row)
+    assert all(one[:4] == [SYSTEM, *HISTORY, USER] for one, _ in chats)
+    assert row["tools"] == [TOOL] and row["chat_template_kwargs"] == {"mark": "XX"}
+    assert not rows.unread and kinds()[rows.kind].check(row) == row
+    # Earlier turns carry loss as others do, but not in front of an answer that is judged or compared.
+    assert [num_without for _, num_without in chats] == [
+        0 if chat in ("", "messages") and objective == "sft" else 1
+    ] * len(chats)
+
+
+def test_a_system_message_is_read_once(tmp_path):
+    row = {"system": "S", "messages": [SYSTEM, USER, said()]}
+    assert read(tmp_path, row).rows == [{"messages": row["messages"]}]
+    assert "two system messages" in refusal(tmp_path, row | {"system": "T"})
+
+
+def test_the_context_of_a_preference_follows_its_prompt(tmp_path):
+    pair = {"chosen": "y", "rejected": "n"}
+    for raw in (
+        {"question": "q", "context": "c"},
+        {"instruction": "q", "input": "c"},
+        {"prompt": "q\n\nc", "context": "c"},
+    ):
+        assert read(tmp_path, raw | pair, objective="dpo").rows == [{"prompt": "q\n\nc"} | pair]
+    row = read(tmp_path, PAIR | {"prompt": "q", "context": "c"}, objective="dpo").rows[0]
+    assert row["prompt"] == [{"role": "user", "content": "q\n\nc"}]
+    assert "`context` is not read" in refusal(tmp_path, PAIR | {"context": "c"}, objective="dpo")
+
+
+def test_a_conversational_completion_has_its_loss_on_the_completion(tmp_path):
+    asked = [SYSTEM, USER, said("earlier"), USER]
+    rows = read(tmp_path, {"prompt": asked, "completion": [said("late"), USER, said("last")]})
+    tokenizer = make_tokenizer()
+    tokens, _ = run_tokenize(rows, tokenizer)
+    text = marked(tokens, 0, tokenizer)
+    assert [part.partition("]")[0] for part in text.split("[")[1:]] == ["late<|im_end|>", "last<|im_end|>"]
+    for prompt, completion in (("q", [said()]), ([USER], "y"), (USER, said())):
+        rows = read(tmp_path, {"prompt": prompt, "completion": completion})
+        assert rows.rows == [{"prompt": [USER], "completion": [said()]}]
+    assert "its first message must be the assistant's" in refusal(tmp_path, {"prompt": [USER], "completion": [USER]})
+
+
+def test_a_rated_chat_is_a_judged_answer_and_never_trained_as_a_good_one(tmp_path):
+    raw = {"messages": [USER, said("a"), USER, said("b")], "label": False}
+    rows = read(tmp_path, raw, objective="kto_zero")
+    assert rows.rows == [raw]
+    assert kinds()[rows.kind].chats(raw) == [(raw["messages"], 1)] and kinds()[rows.kind].value(raw) == 0
+    assert refusal(tmp_path, raw).startswith("1: `label` is not read: it is false; objective.name sft would train bad")
+    assert read(tmp_path, raw, ignore=["label"]).rows == [{"messages": raw["messages"]}]
+    named = read(tmp_path, CHAT | {"label": "poems"})  # the name of a class
+    assert named.rows == [CHAT] and named.unread == "not read: label"
+
+
+NOT_READ = {
+    "pictures": (CHAT | {"images": ["a.png"]}, "sft", "`images` is not read: it is a list of 1 item; only text is"),
+    "sound": (CHAT | {"audios": ["a.wav"]}, "sft", "`audios` is not read"),
+    "documents": (CHAT | {"documents": [{"text": "d"}]}, "sft", "`documents` is not read"),
+    "a picture beside a text": ({"text": "t", "image": "a.png"}, "sft", "`image` is not read: it is a string"),
+    "a system message of texts": ({"prompt": "q", "completion": "y", "system": "S"}, "sft", "`system` is not read"),
+    "tools of texts": ({"prompt": "q", "chosen": "y", "rejected": "n", "tools": [TOOL]}, "dpo", "`tools` is not read"),
+    "tokens": ({"text": "t", "input_ids": [1, 2]}, "sft", "`input_ids` is not read"),
+    "a judged answer of LLaMA-Factory": (
+        {"instruction": "q", "output": "y", "kto_tag": True},
+        "sft",
+        "`kto_tag` is not",
+    ),
+}
+
+
+@pytest.mark.parametrize(("raw", "objective", "message"), NOT_READ.values(), ids=NOT_READ.keys())
+def test_a_column_with_a_meaning_that_is_not_read_is_a_bad_row_with_the_way_out(tmp_path, raw, objective, message):
+    found = refusal(tmp_path, raw, objective=objective)
+    assert found.startswith(f"1: {message}")
+    column = message.split("`")[1]
+    assert found.endswith(f"data.ignore: [{column}]")
+    rows = read(tmp_path, raw, objective=objective, ignore=[column])
+    assert rows.unread == f"passed over by data.ignore: {column}"
+    without = {key: value for key, value in raw.items() if key != column}
+    assert rows.rows == read(tmp_path, without, objective=objective).rows
+
+
+@pytest.mark.parametrize("value", [None, "", [], {}])
+def test_a_key_without_a_value_asks_for_nothing(tmp_path, value):
+    empty = dict.fromkeys((*MEANT, "id"), value)
+    in_message = dict.fromkeys((*MEANT_KEYS, *REASONING_KEYS, "tool_calls", "function_call", "name"), value)
+    marks = dict.fromkeys(LOSS_MARKS)
+    rows = read(tmp_path, empty | {"messages": [USER | in_message | marks, said() | in_message | marks]})
+    assert rows.rows == [CHAT] and rows.unread == ("not read: id" if value is not None else "")
+
+
+def test_metadata_is_named_once_with_how_many_rows_have_it(tmp_path):
+    part = {"type": "text", "text": "q", "cache_control": {"type": "x"}}
+    call = said("", tool_calls=[CALL | {"index": 0, "id": "c"}])
+    row = {"messages": [USER | {"content": [part]}, call, RESULT, said(end_turn=True)], "id": 1, "source": "web"}
+    rows = read(tmp_path, row, row | {"score": 3}, CHAT | {"id": 1, "source": None})
+    names = "id, messages.content.cache_control, messages.end_turn, messages.tool_calls.index"
+    assert rows.unread == f"not read: {names}, score (1 of 3 rows), source (2 of 3 rows)"
+    ignored = read(tmp_path, row, ignore=["id", "source", *names.split(", ")[1:]])
+    assert ignored.rows == rows.rows[:1]
+    assert ignored.unread.startswith("passed over by data.ignore: id, source, messages.content")
+
+
+def test_columns_that_a_file_has_and_nobody_reads_are_named_too(tmp_path, monkeypatch):
+    import datasets
+
+    table = [{"text": "a", "id": 1, "url": "x"}, {"text": "b", "id": 2, "url": None}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), tmp_path / "rows.parquet")
+    with pyarrow.ipc.new_stream(tmp_path / "rows.arrow", (arrow := pyarrow.Table.from_pylist(table)).schema) as writer:
+        writer.write_table(arrow)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **how: datasets.Dataset.from_list(table))
+    sft = Objective.of(name="sft")
+    for path in (str(tmp_path / "rows.parquet"), str(tmp_path / "rows.arrow"), "some/data"):
+        assert reading.read_rows(Source(path=path), "error", sft).unread == "not read: id, url"
+        rows = reading.read_rows(Source(path=path, ignore=["id"]), "error", sft)
+        assert rows.unread == "not read: url; passed over by data.ignore: id"
+        with pytest.raises(RecipeError, match="ignore has 'score', which no row has"):
+            reading.read_rows(Source(path=path, ignore=["score"]), "error", sft)
+
+
+def test_a_picture_in_parquet_reaches_the_refusal(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([CHAT | {"images": ["a.png"]}]), tmp_path / "rows.parquet")
+    with pytest.raises(RecipeError, match=r"rows\.parquet:row 1: `images` is not read"):
+        reading.read_rows(Source(path=str(tmp_path / "rows.parquet")), "error", Objective.of(name="sft"))
+
+
+def test_what_was_passed_over_is_shown_at_every_start(tmp_path):
+    path = write_lines(tmp_path / "rows.jsonl", json.dumps(CHAT | {"id": 1, "source": "web"}))
+    data, sft, cache = DataSection(train=path, max_length=100), Objective.of(name="sft"), tmp_path / "cache"
+    cache.mkdir()
+    for _ in range(2):  # the second start reads no row
+        sets = tokenize_data(known_rows(data, sft, cache=cache), make_tokenizer(), data, sft, cache=cache)
+        assert "data.train: not read: id, source" in sets.notes
+
+
+# Names in a recipe.
+
+
+def test_a_key_of_columns_that_the_kind_has_not_is_an_error(tmp_path):
+    raw = {"ask": "q", "say": "y", "sys": "S"}
+    columns = {"prompt": "ask", "completion": "say"}
+    assert read(tmp_path, raw, columns=columns).unread == "not read: sys"
+    found = refusal(tmp_path, raw, columns=columns | {"system": "sys"})
+    assert found.startswith("1: columns has system: sys, but a row with `prompt` and `completion` has no `system`")
+    assert "no `role`" in refusal(tmp_path, raw, columns=columns | {"role": "ask"})
+    raw = {"talk": [USER, said()], "sys": "S"}
+    rows = read(tmp_path, raw, columns={"messages": "talk", "system": "sys"})
+    assert rows.rows == [{"messages": [SYSTEM, USER, said()]}]
+
+
+def test_a_column_that_no_row_has_is_an_error_and_a_note_where_others_may_have_it(tmp_path):
+    for source, words in (
+        ({"columns": {"messages": "messages", "system": "sytem"}}, "columns has 'sytem', which no row has"),
+        ({"ignore": ["messages", "imgs"][1:]}, "ignore has 'imgs', which no row has"),
+        ({"ignore": ["messages.imgs"]}, "ignore has 'messages.imgs', which no row has"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            read(tmp_path, CHAT, **source)
+        one, other = (write_lines(tmp_path / f"{name}.jsonl", json.dumps(CHAT)) for name in "ab")
+        with pytest.raises(RecipeError, match=words):
+            read_data(DataSection(train=one, **source), Objective.of(name="sft"))
+        shared = read_data(DataSection(train=[one, other], **source), Objective.of(name="sft"))
+        assert [rows.unread for rows in shared.train] == [words] * 2
+
+
+def test_a_column_is_read_or_ignored_and_not_both():
+    with pytest.raises(ValidationError, match="ignore has 'talk', which columns reads"):
+        Source(path="a.jsonl", columns={"messages": "talk"}, ignore=["talk"])
+    with pytest.raises(ValidationError, match="ignore has 'talk', which columns reads"):
+        DataSection(train={"path": "a.jsonl", "columns": {"messages": "talk"}}, ignore=["talk"])
+    with pytest.raises(ValidationError, match="ignore would be ignored: python-stdlib"):
+        DataSection(train="python-stdlib", ignore=["id"])
+
+
+def test_errors_name_the_column_of_the_row(tmp_path):
+    alpaca = {"instruction": "as JSON", "input": "", "output": {"a": 1}}
+    assert refusal(tmp_path, alpaca).startswith(
+        "1: not text: `output` is an object with the key 'a'; write its JSON text"
+    )
+    named = {"Frage": "q", "Antwort": " "}
+    assert "`Antwort` is only whitespace" in refusal(tmp_path, named, columns={"user": "Frage", "assistant": "Antwort"})
+    pair = {"question": "q", "chosen_response": "", "rejected_response": "n"}
+    assert "`chosen_response` is empty" in refusal(tmp_path, pair, objective="dpo")
+
+
+LOCAL = {
+    "split of a file": (
+        {"path": "rows.jsonl", "split": "test"},
+        "split 'test' would be ignored: 'rows.jsonl' is a file",
+    ),
+    "slice of a file": ({"path": "rows.jsonl", "split": "train[:20%]"}, "has a slice, .* limit the rows with max_rows"),
+    "name": ({"path": "rows.parquet", "name": "en"}, "name 'en' would be ignored: it is for data sets of the Hub"),
+    "revision": ({"path": "python-stdlib", "revision": "main"}, "revision 'main' would be ignored"),
+}
+
+
+@pytest.mark.parametrize(("source", "message"), LOCAL.values(), ids=LOCAL.keys())
+def test_a_key_that_a_local_source_has_no_use_for_is_refused(source, message):
+    with pytest.raises(ValidationError, match=message):
+        Source(**source)
+    Source(path="rows.jsonl", split="train")  # all of a file, as the Hub's library calls it
+    Source(path="some/data", split="train[:20%]", name="en", revision="main")
+
+
+def test_a_folder_has_splits_and_no_slices(tmp_path):
+    write_lines(tmp_path / "test.jsonl", '{"text": "a"}')
+    for more in ({"split": "test[:1]"}, {"split": "test", "name": "en"}):
+        with pytest.raises(RecipeError, match="for data sets of the Hub"):
+            reading.read_rows(Source(path=str(tmp_path), **more), "error", Objective.of(name="sft"))
+    assert reading.read_rows(Source(path=str(tmp_path), split="test"), "error", Objective.of(name="sft")).rows
+
+
+# Messages.
+
+NO_LOSS = [{key: value} for key in LOSS_MARKS if key not in ("mask", "masked") for value in (False, 0, 0.0)]
+NO_LOSS += [{"mask": 0}, {"masked": True}, {"masked": 1}]
+
+
+@pytest.mark.parametrize("mark", NO_LOSS, ids=str)
+def test_a_turn_that_is_marked_so_carries_no_loss(tmp_path, mark):
+    (key, value), *_ = mark.items()
+    opposite = {key: type(value)(not value)}
+    rows = read(tmp_path, {"messages": [USER, said("wrong", **mark), USER, said("right", **opposite)]})
+    assert rows.rows == [{"messages": [USER, said("wrong", train=False), USER, said("right")]}]
+    assert not rows.unread
+    tokenizer = make_tokenizer()
+    tokens, _ = run_tokenize(rows, tokenizer)
+    assert marked(tokens, 0, tokenizer).count("[") == 1 and "[right<|im_end|>]" in marked(tokens, 0, tokenizer)
+
+
+def test_a_mask_of_the_row_is_over_its_messages(tmp_path):
+    chat = [USER, said("wrong"), USER, said("right")]
+    for key in ("loss_mask", "mask"):
+        rows = read(tmp_path, {"messages": chat, key: [0, 0, 0, 1]})
+        assert rows.rows == [{"messages": [USER, said("wrong", train=False), USER, said("right")]}]
+    assert read(tmp_path, {"conversations": chat, "mask": "User", "system": "S"}).rows[0]["messages"][0] == SYSTEM
+    for mask, words in (
+        ([0, 1], "has 2 values for 4 messages"),
+        ([1, 1, 1, 1], "message 1; only the assistant's messages carry loss"),
+        ([0, 0.5, 0, 1], "not a list of 0 and 1"),
+        ("all", "not a list of 0 and 1"),
+    ):
+        assert words in refusal(tmp_path, {"messages": chat, "loss_mask": mask})
+
+
+BAD_MESSAGES = {
+    "a weight between": ([USER, said(weight=0.5)], "`weight` is not true or false: message 2 has `weight` 0.5"),
+    "a mark as text": ([USER, said(train="no")], "`train` is not true or false: message 2 has `train` 'no'"),
+    "a mask of either meaning": ([USER, said(mask=True)], "mask that can mean two things: message 2 has `mask` True"),
+    "marks that disagree": ([USER, said(train=True, weight=0)], "loss marks that disagree: message 2"),
+    "loss on a question": ([USER | {"loss": True}, said()], "loss: true of another role: message 1 has `loss` True"),
+    "a picture": ([USER | {"images": ["a"]}, said()], "`images` is not read: message 1 has `images`, a list of 1 item"),
+    "a refusal": ([USER, {"role": "assistant", "refusal": "no"}], "`refusal` is not read: message 2"),
+    "tools in a message": ([SYSTEM | {"tools": [TOOL]}, USER, said()], "`tools` is not read: message 1"),
+    "a part with a picture": (
+        [USER | {"content": [{"type": "text", "text": "a", "image_url": {"url": "x"}}]}, said()],
+        "`image_url` is not read: message 1 has `image_url` of a part of the content",
+    ),
+    "a part of another type": (
+        [USER | {"content": [{"type": "image", "text": "a.png"}]}, said()],
+        "not text: message 1 content is a list with 'image'; only parts of text are read",
+    ),
+    "reasoning after the text": (
+        [USER, said([{"type": "text", "text": "y"}, {"type": "thinking", "thinking": "r"}])],
+        "parts in another order: message 2",
+    ),
+    "two reasonings": ([USER, said(reasoning="a", thinking="b")], "two reasonings in one message: message 2"),
+    "a key twice in arguments": (
+        [USER, said("", tool_calls=[{"function": {"name": "dig", "arguments": '{"a": 1, "a": 2}'}}])],
+        "key given twice: message 2 in a JSON text: 'a'",
+    ),
+    "a call of another type": (
+        [USER, said("", tool_calls=[{"type": "custom", "custom": {"name": "dig", "input": "x"}}])],
+        "not a tool call: message 2",
+    ),
+    "a result without a call": ([USER, RESULT, said()], "tool result without a call: message 2"),
+    "a role that nobody knows": (
+        [{"role": "narrator", "content": "a"}, said()],
+        "wrong role: message 1 has 'narrator'",
+    ),
+    "a name that is no text": ([USER | {"name": 3}, said()], "not text: message 1 name is a number"),
+}
+
+
+@pytest.mark.parametrize(("messages", "words"), BAD_MESSAGES.values(), ids=BAD_MESSAGES.keys())
+def test_a_message_that_cannot_be_honoured_is_a_bad_row(tmp_path, messages, words):
+    assert refusal(tmp_path, {"messages": messages}).startswith(f"1: {words}")
+
+
+def test_a_key_of_messages_can_be_passed_over(tmp_path):
+    row = {"messages": [USER | {"images": ["a"]}, said(weight=0.5)]}
+    rows = read(tmp_path, row, ignore=["messages.images", "messages.weight"])
+    assert rows.rows == [CHAT] and rows.unread == "passed over by data.ignore: messages.images, messages.weight"
+
+
+@pytest.mark.parametrize("key", REASONING_KEYS)
+def test_reasoning_is_one_key_under_every_name(tmp_path, key):
+    for message in (said(**{key: "r"}), said(**{key: "r", "reasoning_content": "r"})):
+        assert read(tmp_path, {"messages": [USER, message]}).rows == [{"messages": [USER, said(reasoning_content="r")]}]
+    assert "its role is user" in refusal(tmp_path, {"messages": [USER | {key: "r"}, said()]})
+
+
+PARTS = {
+    "OpenAI": ([{"type": "text", "text": "y"}], said()),
+    "OpenAI's responses": ([{"type": "output_text", "text": "y", "annotations": []}], said()),
+    "LLaMA-Factory": (
+        [{"type": "reasoning", "value": "r"}, {"type": "text", "value": "y"}],
+        said(reasoning_content="r"),
+    ),
+    "Anthropic": ([{"type": "thinking", "thinking": "r"}, {"type": "text", "text": "y"}], said(reasoning_content="r")),
+    "Mistral": (
+        [{"type": "thinking", "thinking": [{"type": "text", "text": "r"}]}, {"type": "text", "text": "y"}],
+        said(reasoning_content="r"),
+    ),
+    "a call": (
+        [{"type": "text", "value": "y"}, {"type": "tool_call", "value": '{"name": "dig", "arguments": {"depth": 3}}'}],
+        said(tool_calls=[CALL]),
+    ),
+}
+
+
+@pytest.mark.parametrize(("parts", "expected"), PARTS.values(), ids=PARTS.keys())
+def test_parts_of_content_are_text_reasoning_and_calls(tmp_path, parts, expected):
+    rows = read(tmp_path, {"messages": [USER, said(parts, loss_weight=1.0)]})
+    assert rows.rows == [{"messages": [USER, expected]}] and not rows.unread
+
+
+def test_roles_come_in_any_order_and_under_other_names(tmp_path):
+    for messages in (
+        [said("hello"), USER, said()],
+        [USER, USER, said(), said("z")],
+        [USER, SYSTEM, said(), SYSTEM, USER],
+        [USER, said("", tool_calls=[CALL]), USER, said()],
+    ):
+        assert read(tmp_path, {"messages": messages}).rows == [{"messages": messages}]
+    for role, names in OTHER_ROLES.items():
+        for name in (*names, role.upper()):
+            turns = [USER, said("", tool_calls=[CALL]), {"role": name, "content": "x"}, said()]
+            assert read(tmp_path, {"messages": turns}).rows[0]["messages"][2]["role"] == role
+
+
+def test_calls_in_messages_of_their_own_are_one_turn(tmp_path):
+    call = {"role": "tool_call", "content": '{"name": "dig", "arguments": {"depth": 3}}'}
+    result = {"role": "tool_response", "content": "2"}
+    rows = read(tmp_path, {"messages": [USER, call, call, result, result, said()]})
+    assert rows.rows == [{"messages": [USER, said("", tool_calls=[CALL, CALL]), RESULT, RESULT, said()]}]
+
+
+def test_names_of_speakers_are_kept(tmp_path):
+    row = {"messages": [USER | {"name": "Ann"}, said(name="Bo")]}
+    assert read(tmp_path, row).rows == [row]
+
+
+def test_what_the_encoder_gives_the_template_is_not_a_rows_to_set(tmp_path):
+    row = CHAT | {"chat_template_kwargs": {"add_generation_prompt": True}}
+    assert "not a row's to set: add_generation_prompt" in refusal(tmp_path, row)
+    assert "`chat_template_kwargs` is a list" in refusal(tmp_path, CHAT | {"chat_template_kwargs": [1]})
+    assert read(tmp_path, CHAT | {"chat_template_kwargs": '{"a": 1}'}).rows[0]["chat_template_kwargs"] == {"a": 1}
+
+
+def test_a_request_and_two_answers_are_a_preference(tmp_path):
+    raw = {"input": {"messages": [USER], "tools": [TOOL], "parallel_tool_calls": True}}
+    raw |= {"preferred_output": [said("y")], "non_preferred_output": [said("n")]}
+    assert read(tmp_path, raw, objective="dpo").rows == [PAIR | {"tools": [TOOL]}]
+
+
+def test_a_preference_finds_its_prompt_or_is_refused(tmp_path):
+    answers = {"chosen": said("y"), "rejected": said("n")}
+    for key, prompt in (("messages", [USER]), ("conversations", [USER]), ("question", "q"), ("prompt", USER)):
+        assert read(tmp_path, answers | {key: prompt}, objective="dpo").rows == [PAIR]
+    assert "no prompt" in refusal(tmp_path, answers, objective="dpo")
