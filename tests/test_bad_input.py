@@ -337,6 +337,16 @@ RECIPE_MISTAKES = {
         "split: tset",
         "15: data.eval.split is 'tset'; python-stdlib has train and test",
     ),
+    "slice of a file": (
+        "train: python-stdlib",
+        "train: {path: README.md, split: 'train[:20%]'}",
+        "14: data.train.split is 'train[:20%]', but a file is read whole; take it out, limit ...",
+    ),
+    "slice of a folder": (
+        "train: python-stdlib",
+        "train: {path: ./recipes, split: 'train[:20%]'}",
+        "14: data.train.split is 'train[:20%]', but a slice is for the Hub; take it out, ...",
+    ),
     "Hub key of a local source": (
         "split: test",
         "name: x",

@@ -244,33 +244,6 @@ def test_errors_name_the_column_of_the_row(tmp_path):
     assert "`chosen_response` is empty" in refusal(tmp_path, pair, objective="dpo")
 
 
-LOCAL = {
-    "split of a file": (
-        {"path": "rows.jsonl", "split": "test"},
-        "split 'test' would be ignored: 'rows.jsonl' is a file",
-    ),
-    "slice of a file": ({"path": "rows.jsonl", "split": "train[:20%]"}, "has a slice, .* limit the rows with max_rows"),
-    "name": ({"path": "rows.parquet", "name": "en"}, "name 'en' would be ignored: it is for data sets of the Hub"),
-    "revision": ({"path": "python-stdlib", "revision": "main"}, "revision 'main' would be ignored"),
-}
-
-
-@pytest.mark.parametrize(("source", "message"), LOCAL.values(), ids=LOCAL.keys())
-def test_a_key_that_a_local_source_has_no_use_for_is_refused(source, message):
-    with pytest.raises(ValidationError, match=message):
-        Source(**source)
-    Source(path="rows.jsonl", split="train")  # all of a file, as the Hub's library calls it
-    Source(path="some/data", split="train[:20%]", name="en", revision="main")
-
-
-def test_a_folder_has_splits_and_no_slices(tmp_path):
-    write_lines(tmp_path / "test.jsonl", '{"text": "a"}')
-    for more in ({"split": "test[:1]"}, {"split": "test", "name": "en"}):
-        with pytest.raises(RecipeError, match="for data sets of the Hub"):
-            reading.read_rows(Source(path=str(tmp_path), **more), "error", Objective.of(name="sft"))
-    assert reading.read_rows(Source(path=str(tmp_path), split="test"), "error", Objective.of(name="sft")).rows
-
-
 # Messages.
 
 NO_LOSS = [{key: value} for key in LOSS_MARKS if key not in ("mask", "masked") for value in (False, 0, 0.0)]
@@ -430,3 +403,10 @@ def test_a_preference_finds_its_prompt_or_is_refused(tmp_path):
     for key, prompt in (("messages", [USER]), ("conversations", [USER]), ("question", "q"), ("prompt", USER)):
         assert read(tmp_path, answers | {key: prompt}, objective="dpo").rows == [PAIR]
     assert "no prompt" in refusal(tmp_path, answers, objective="dpo")
+
+
+def test_a_lone_surrogate_in_a_call_or_a_tool_is_a_bad_row(tmp_path):
+    call = {"function": {"name": "dig", "arguments": {"a": "\ud800"}}}
+    assert "lone surrogate" in refusal(tmp_path, {"messages": [USER, said("", tool_calls=[call])]})
+    assert "lone surrogate" in refusal(tmp_path, CHAT | {"tools": [{"name": "\ud800"}]})
+    assert "lone surrogate" in refusal(tmp_path, CHAT | {"chat_template_kwargs": {"a": "\ud800"}})

@@ -180,7 +180,7 @@ def without_markers(template):
     return re.sub(r"\{%-? (end)?generation -?%\}", "", template)
 
 
-TEMPLATES = [CHATML.with_name(f"{name}.jinja") for name in ("alpaca", "chatml", "chatml_tools", "llama3", "tulu")]
+TEMPLATES = [CHATML.with_stem(name) for name in ("alpaca", "chatml", "chatml_tools", "llama3", "tulu")]
 """Those that write each turn alike however the chat goes on."""
 
 

@@ -154,7 +154,7 @@ def test_chats_with_tools_and_reasoning_get_a_template_that_writes_them(model):
     rows = [{"messages": [{"role": "user", "content": f"{i}?"}, answer], "tools": [{"name": "add"}]} for i in range(9)]
     recipe = made(model(), write(rows), "--gpus", "cpu")
     assert recipe.data.chat_template == "recipes/chat_templates/chatml_tools.jinja"
-    assert "leaves out `reasoning_content`" in Path(OUT).read_text()
+    assert "leaves out `tools`" in Path(OUT).read_text()
     assert (recipe.batch.global_batch_size, recipe.batch.micro_batch_size) == (8, 4)  # for two processes as well
 
 

@@ -179,4 +179,9 @@ def _check_source(source: Source, place: Callable[..., str], where: tuple[str | 
     unused = ", ".join(sorted({"name", "revision"} & source.model_fields_set))
     if unused and (source.path == BUILTIN_SOURCE or path.exists()):
         return [f"{place(*where)}: {unused} would be ignored: {source.path} is not on the Hub; take it out"]
+    is_file = data_format(source.path) and source.split != "train"  # which is what the Hub's library calls a file
+    if is_file or ("[" in source.split and path.exists()):
+        what = "a file is read whole" if is_file else "a slice is for the Hub"
+        advice = "take it out, limit the rows with max_rows, and hold some out with data.holdout"
+        return [f"{place(*where, 'split')} is {source.split!r}, but {what}; {advice}"]
     return []

@@ -312,11 +312,13 @@ def readings(present: Set[str]) -> list[Reading]:
 def kinds_of(raw: Row) -> set[str]:
     """The kinds that a row may be read as: by this project's own names, else by others."""
     found = readings({key for key, value in raw.items() if value is not None})
-    return {one.kind.name for one in by_own_names(one for one in found if one.kind.matches(one.of(raw)))}
+    found = [one for one in found if one.kind.matches(one.of(raw))]
+    rated_so = [one for one in found if RATING not in one.columns or is_rating(raw[one.columns[RATING]])]
+    return {one.kind.name for one in by_own_names(rated_so or found)}
 
 
 def by_own_names(found: Iterable[Reading]) -> list[Reading]:
-    """Of the ways to read a row those by this project's own names, if these decide it; else all.
+    """The ways to read a row by this project's own names, if these decide it; else all.
 
     A row in a shape of this project is read by it, whatever other columns it has.
     """
@@ -338,9 +340,14 @@ def texts_in(row: Row) -> Iterator[str]:
             yield value
         elif isinstance(value, list):
             for message in value:
-                yield message.get("content", "")
-                if more := {key: item for key, item in message.items() if key not in ("role", "content", "train")}:
-                    yield json.dumps(more, ensure_ascii=False)
+                is_tool = "role" not in message
+                if not is_tool:
+                    yield message["content"]
+                    message = {key: item for key, item in message.items() if key not in ("role", "content", "train")}
+                if message:
+                    yield json.dumps(message, ensure_ascii=False)
+        elif isinstance(value, dict):
+            yield json.dumps(value, ensure_ascii=False)
 
 
 def _check_texts(*keys: str) -> Callable[[Row], Row]:
@@ -532,11 +539,15 @@ def _of_request(raw: Row) -> Row:
     return raw | {"prompt": prompt["messages"]} | given
 
 
+def is_rating(value: Any) -> bool:
+    """Whether a label says good or bad, and does not name a class."""
+    return str(value).strip().lower() in LABELS
+
+
 def _check_label(raw: Row) -> bool:
-    label = str(raw["label"]).strip().lower()
-    if label not in LABELS:
+    if not is_rating(raw["label"]):
         raise BadRow("label is not true or false", f"`label` is {ascii(raw['label'])[:40]}")
-    return LABELS[label]
+    return LABELS[str(raw["label"]).strip().lower()]
 
 
 def _check_chat_completion(raw: Row) -> Row:

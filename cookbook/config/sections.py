@@ -167,16 +167,7 @@ class Source(Section):
     quarter in the next epoch. Default: 1."""
 
     @model_validator(mode="after")
-    def _keys_of_its_kind(self):
-        if self.path == BUILTIN_SOURCE or data_format(self.path):
-            mistakes = hub_keys(self)
-            if self.split != "train" and self.path != BUILTIN_SOURCE:
-                mistakes.append(
-                    f"split {self.split!r} would be ignored: {self.path!r} is a file, all rows of which are read; take"
-                    " it out, and limit the rows with max_rows"
-                )
-            if mistakes:
-                raise ValueError("; ".join(mistakes))
+    def _ignores_what_it_does_not_read(self):
         _refuse_both(self.columns, self.ignore)
         return self
 
@@ -184,19 +175,6 @@ class Source(Section):
 def _refuse_both(columns: dict[str, str] | None, ignore: list[str] | None) -> None:
     if both := {*(ignore or ())} & {*(columns or {}).values()}:
         raise ValueError(f"ignore has {sorted(both)[0]!r}, which columns reads; take it out of one of them")
-
-
-def hub_keys(source: Source) -> list[str]:
-    """The mistakes of a local source that has keys for the Hub."""
-    mistakes = [
-        f"{key} {value!r} would be ignored: it is for data sets of the Hub; take it out"
-        for key in ("name", "revision")
-        if (value := getattr(source, key)) is not None
-    ]
-    if "[" in source.split:
-        rows = "limit the rows with max_rows, and hold some out with data.holdout"
-        mistakes.append(f"split {source.split!r} has a slice, which is for data sets of the Hub; {rows}")
-    return mistakes
 
 
 def _source_from_text(value: Any) -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cookbook.config.optim import number
 from cookbook.config.recipe import Recipe
-from cookbook.config.row_kinds import kinds, kinds_of, rename
+from cookbook.config.row_kinds import kinds, kinds_of, rename, without
 from cookbook.config.schedule import peak_learning_rate
 from cookbook.config.sections import ALL_LINEAR, BUILTIN_SOURCE, Source
 from cookbook.planning.packing import known_config
@@ -69,7 +69,7 @@ def _kinds_here(source: Source) -> set[str]:
         seen = [raw for _, raw in islice(raw_rows(source), ROWS_SEEN) if isinstance(raw, dict)]
     except RecipeError:  # reported by whoever reads the rows
         return set()
-    return set().union(*(kinds_of(rename(raw, source.columns or {})) for raw in seen))
+    return set().union(*(kinds_of(rename(without(raw, source.ignore or ()), source.columns or {})) for raw in seen))
 
 
 def read_all(recipe: Recipe) -> Iterator[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.config.recipe import Recipe
-from cookbook.config.row_kinds import MEANT, BadRow, MadeUp, columns, kinds
+from cookbook.config.row_kinds import MEANT, BadRow, MadeUp, columns, kinds, without
 from cookbook.config.sections import BUILTIN_SOURCE, Source
 from cookbook.planning.meshes import EXPERTS
 from cookbook.planning.offline import hub_answers, known_kind, known_model
@@ -42,8 +42,8 @@ def few_rows(recipe: Recipe, num_rows: int, folder: Path, notes: Notes) -> tuple
             path = folder / f"train-{i}.jsonl"
             if hub_answers():
                 raw = (row for _, row in islice(raw_rows(source, streaming=True), num_rows))
-                read = {*columns(), *MEANT, *(source.columns or {}).values()} - {*(source.ignore or ())}
-                good = (row for row in raw if not isinstance(row, BadRow))
+                read = {*columns(), *MEANT, *(source.columns or {}).values()}
+                good = (without(row, source.ignore or ()) for row in raw if not isinstance(row, BadRow))
                 rows = [{key: value for key, value in row.items() if key in read} for row in good]
                 small = Source(path=str(path), weight=source.weight, columns=source.columns)
             else:

@@ -16,7 +16,6 @@ from cookbook.config.objectives import Objective
 from cookbook.config.registry import known
 from cookbook.config.row_kinds import (
     FOR_TEMPLATE,
-    LABELS,
     MEANT,
     MESSAGE_KEYS,
     NEVER_READ,
@@ -27,6 +26,7 @@ from cookbook.config.row_kinds import (
     RowKind,
     by_own_names,
     is_empty,
+    is_rating,
     keys_in_messages,
     kinds,
     kinds_of,
@@ -236,7 +236,7 @@ class _Reader:
         self._columns, self._ignored = source.columns or {}, source.ignore or []
         self._shapes: dict[frozenset[str], _Shape] = {}
         self._keys_unread: set[str] = set()
-        """Of messages."""
+        """Keys of messages that nothing reads."""
         # Names of the recipe that no row had so far.
         of_messages = {f"{IN_MESSAGES}{column}" for key, column in self._columns.items() if key in MESSAGE_KEYS}
         of_rows = {column for key, column in self._columns.items() if key not in MESSAGE_KEYS}
@@ -255,7 +255,9 @@ class _Reader:
         if not isinstance(raw, dict):
             raise BadRow("not an object", f"{kind_in_words(raw)}; a row is an object with {shapes()}")
         if self._sought:
-            self._sought -= raw.keys() | keys_in_messages(raw)
+            self._sought -= raw.keys()
+            if any(name.startswith(IN_MESSAGES) for name in self._sought):
+                self._sought -= keys_in_messages(raw)
         if self._ignored:
             raw = without(raw, self._ignored)
         # A parquet file of mixed rows has null in the columns that a row lacks.
@@ -277,6 +279,8 @@ class _Reader:
         except TypeError:  # within calls, tools or kwargs, of a column that JSON has no type for
             json.dumps(row, default=_refuse)
             raise
+        except UnicodeEncodeError:  # `check_text` names the others
+            raise BadRow("lone surrogate", "in a tool, a call or a name; not valid in text") from None
         if num_bytes > MAX_ROW_BYTES:
             raise BadRow(f"row larger than {MAX_ROW_BYTES:,} bytes")
         if self.kind and reading.kind.name != self.kind:
@@ -341,7 +345,7 @@ class _Reader:
             value = raw[column]
             if column == RATING:
                 is_rated = any(RATING in one.columns for one in shape.readings)
-                if not is_rated or str(value).strip().lower() not in LABELS:
+                if not is_rated or not is_rating(value):
                     continue
                 why = f"objective.name {self.objective.name} would train bad answers as good ones"
             elif is_empty(value):

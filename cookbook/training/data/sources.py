@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cookbook.config.sections import BUILTIN_SOURCE, COMPRESSIONS, Source, data_format, hub_keys
-from cookbook.system.files import RecipeError, first_line, refuse
+from cookbook.config.sections import BUILTIN_SOURCE, COMPRESSIONS, Source, data_format
+from cookbook.system.files import RecipeError, first_line
 from cookbook.training.data.readers import (
     ROWS_PER_READ,
     arrow_rows,
@@ -53,11 +53,10 @@ def local_files(source: Source) -> list[Path]:
     """The files of a local source, in reading order; empty for the Hub and python-stdlib.
 
     Raises:
-        RecipeError: a folder without a file of the split, or with a key that is for the Hub.
+        RecipeError: a folder without a file of the split.
     """
     path = Path(source.path)
     if path.is_dir():
-        refuse([f"{source.path}: {mistake}" for mistake in hub_keys(source)])
         return _files_of_split(path, source.split)
     return [path] if data_format(source.path) else []
 

@@ -1,0 +1,92 @@
+"""Protects docs/data.md: it says what the code does with the formats of other projects, and no text of theirs is lost.
+
+Run alone: python -m pytest -q tests/test_foreign_formats.py
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+from benchmarks import foreign_formats
+
+found = cache(foreign_formats.outcomes)
+NO_TEXTS = {"role", "from", "type", "id", "tool_call_id"}
+"""Keys whose texts a template writes in words of its own."""
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = json.loads(value)
+    if isinstance(value, str):
+        yield value
+    for one in value if isinstance(value, list) else ():
+        yield from texts_in(one)
+    for key, one in value.items() if isinstance(value, dict) else ():
+        yield from texts_in(one) if key not in NO_TEXTS else ()
+
+
+def test_the_page_is_what_the_code_does():
+    assert foreign_formats.PAGE.read_text(encoding="utf-8") == foreign_formats.page()
+
+
+def test_the_page_has_the_formats_of_each_project_and_is_found():
+    projects = Counter(one.project for one in foreign_formats.FORMATS)
+    assert len(foreign_formats.FORMATS) >= 60
+    assert projects.keys() == {"TRL", "axolotl", "LLaMA-Factory", "Unsloth", "OpenAI"}
+    assert min(projects.values()) >= 7
+    headings = [f"{one.project}: {one.name}" for one in foreign_formats.FORMATS]
+    assert len({foreign_formats.anchor(heading) for heading in headings}) == len(headings)
+    for name in ("README.md", "docs/recipes.md"):
+        assert "data.md" in (ROOT / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("number", range(len(foreign_formats.FORMATS)))
+def test_no_text_of_a_row_is_lost_without_a_word(number: int):
+    """A text of a column is in the sample, or the column is named in a note, or the row is refused."""
+    one, what = found()[number]
+    said = "\n".join(what.notes)
+    shown = "\n".join(what.texts).replace("⟦", "").replace("⟧", "").replace("\\", "")
+    for column, value in one.row.items():
+        lost = [text for text in texts_in(value) if text.replace("\\", "") not in shown and column not in LABELS]
+        assert not lost or f"`{column}`" in said or column in said or what.refused, (one.name, column, lost, said)
+
+
+LABELS = {"label", "kto_tag"}
+"""Columns of truth values."""
+
+
+@pytest.mark.parametrize("number", range(len(foreign_formats.FORMATS)))
+def test_a_refusal_names_what_to_do_or_the_place(number: int):
+    one, what = found()[number]
+    if what.refused:
+        assert "row" in what.refused and len(what.refused) > 40, what.refused
+    else:
+        assert all("⟦" in text for text in what.texts), one.name
+
+
+# Rows of these are read without a word too much, since they are the shapes that the projects recommend.
+READ = {
+    "TRL": ("prompt and completion, conversational", "tools and tool calls", "reasoning (`thinking`)"),
+    "axolotl": ("`chat_template`", "`sharegpt`", "`message_field_training`", "`alpaca`", "`chatml.ultra`"),
+    "LLaMA-Factory": ("alpaca, with `system` and `history`", "sharegpt, with `system` and `tools`", "openai"),
+    "Unsloth": ("ShareGPT", "ChatML", "raw corpus"),
+    "OpenAI": ("chat", "`weight`", "`tools`, arguments as text", "`functions` and `function_call` (older)"),
+}
+
+
+@pytest.mark.parametrize(("project", "name"), [(project, name) for project, names in READ.items() for name in names])
+def test_the_shapes_that_projects_recommend_are_read(project: str, name: str):
+    (what,) = [what for one, what in found() if (one.project, one.name) == (project, name)]
+    assert what.refused == ""
+
+
+def test_an_answer_without_weight_is_not_trained():
+    (what,) = [what for one, what in found() if (one.project, one.name) == ("OpenAI", "`weight`")]
+    assert "⟦Blue." in what.texts[0] and "⟦Red." not in what.texts[0] and "Red." in what.texts[0]
