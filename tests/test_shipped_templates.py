@@ -511,6 +511,12 @@ def test_every_shipped_template_is_looked_at():
     assert set(SHIPPED) == set(STRETCHES) and set(TWINS) == set(SHIPPED) - {"alpaca", "chatml", "chatml_tools", "tulu"}
 
 
+def test_the_page_has_a_row_for_every_shipped_template():
+    page = (CHATML.parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    section = page.partition("### Chat templates")[2].partition("\n### ")[0]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == sorted(SHIPPED)
+
+
 @pytest.mark.parametrize("name", STRETCHES)
 def test_the_assistants_part_is_marked(name):
     calls = [Q1, CALLING, result("5"), R2] if name not in NO_CALLS | ONE_CALL else [Q1, A1, Q2, R2]
