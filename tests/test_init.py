@@ -144,6 +144,8 @@ def test_a_model_with_a_template_of_its_own_keeps_its_format(model):
     recipe = made(model(template=template), write(rows), "--gpus", "1x8GB")
     assert recipe.data.chat_template == "recipes/chat_templates/qwen3.jinja"
     assert "  # renders as the tokenizer's own; " in Path(OUT).read_text()
+    # Trained is what the template writes of each row: the last turn with its reasoning.
+    assert recipe.objective.train_on == "last"
     assert "  chat_template: qwen3\n" in Path(OUT).read_text()
 
 

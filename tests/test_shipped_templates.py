@@ -1,4 +1,4 @@
-"""Protects the shipped chat templates: they render what the models' own templates render, and mark the assistant's part.
+"""Protects the shipped chat templates: each renders what a model's own renders, and marks the assistant's part.
 
 python -m pytest -q tests/test_shipped_templates.py
 """
@@ -47,7 +47,7 @@ TWINS = {
 class Row(NamedTuple):
     messages: list
     tools: list | None = None
-    kwargs: dict = {}
+    kwargs: dict = {}  # noqa: RUF012 (never changed)
 
 
 def says(role, content, **more):
@@ -270,8 +270,7 @@ def rendered(template, row, prompted=False, marks=False):
             eos_token="</s>",
             **row.kwargs,
         )
-    except Exception as error:
-        assert type(error).__name__ in ("TemplateError", "UndefinedError", "TypeError", "SecurityError"), repr(error)
+    except (jinja2.TemplateError, TypeError):
         return None
     return (texts[0], stretches[0]) if marks else texts[0]
 
@@ -388,7 +387,7 @@ def own_renderings(name):
 
 
 def differences(ours, template, theirs, used=None):
-    """Rows that a template does not render as the model's own, with both renderings; and then how many were compared."""
+    """Rows that a template does not render as the model's own, with both renderings."""
     num_compared = 0
     for (name, row), prompted in itertools.product(ROWS.items(), (False, True)):
         one, other = rendered(template, row, prompted), own_renderings(theirs)[name, prompted]
@@ -419,7 +418,7 @@ def test_a_twin_renders_what_the_models_own_template_renders(ours, theirs):
 class Generation(Extension):
     """Lets jinja2 read the markers."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (never changed)
 
 
 def literals(template):
@@ -510,6 +509,12 @@ ENDS = {
 
 def test_every_shipped_template_is_looked_at():
     assert set(SHIPPED) == set(STRETCHES) and set(TWINS) == set(SHIPPED) - {"alpaca", "chatml", "chatml_tools", "tulu"}
+
+
+def test_the_page_has_a_row_for_every_shipped_template():
+    page = (CHATML.parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    section = page.partition("### Chat templates")[2].partition("\n### ")[0]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == sorted(SHIPPED)
 
 
 @pytest.mark.parametrize("name", STRETCHES)

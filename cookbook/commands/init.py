@@ -264,15 +264,20 @@ class _Draft:
 
         is_chat, problem = kinds()[self.rows.kind].chats is not None, ""
         twin = twin_of(load_tokenizer(folder, None)) if is_chat else None
-        templates = [None, *([twin] if twin else []), *(name for name in TEMPLATES if name != twin)]
-        for template in templates if is_chat else [None]:
+        tries: list[tuple[str | None, Objective]] = [(None, self.objective)]
+        if twin is not None:
+            tries.append((twin, self.objective))
+            if self.task == "sft":  # a model that reasons may have the reasoning of its last turn alone
+                tries.append((twin, Objective.of(name="sft", train_on="last")))
+        tries += [(name, self.objective) for name in TEMPLATES if is_chat and name != twin]
+        for template, objective in tries:
             bad_rows = BadRows()
             try:
                 tokens = tokenize(
                     [self.rows],
                     load_tokenizer(folder, template and template_path(template)),
                     max_length=UNCUT,
-                    objective=self.objective,
+                    objective=objective,
                     bad_rows=bad_rows,
                 )
             except RecipeError as error:
@@ -285,6 +290,9 @@ class _Draft:
                 self.data["chat_template"] = template
                 what = "renders as the tokenizer's own" if template == twin else "of those here the first that serves"
                 self.notes["data.chat_template"] = f"{what}; {problem}"
+                if objective != self.objective:
+                    self.objective = objective
+                    self.notes["objective"] += ", their last turn, since the template leaves out a part of earlier ones"
             elif is_chat:
                 self.notes["data"] = "chats go through the tokenizer's own template"
             elif self.task != "cpt" and load_tokenizer(folder, None).chat_template:
@@ -353,6 +361,8 @@ class _Draft:
         often = -(-num_steps // PER_RUN)
         evaluation = {"eval_every_steps": often, "keep_best": 1} if "holdout" in self.data else {}
         objective, adapter = like.get("objective", {}), {}
+        objective = objective if objective.get("name") == self.task else {"name": self.task}
+        objective = objective | ({"train_on": "last"} if self.objective.labels == "last" else {})
         if method:
             from cookbook.training.adapters import usual_targets
 
@@ -364,7 +374,7 @@ class _Draft:
             "mixed_precision": self.precision,
             "model": self.model_keys | ({"gradient_checkpointing": True} if recompute else {}),
             "data": self.data,
-            "objective": objective if objective.get("name") == self.task else {"name": self.task},
+            "objective": objective,
             **({"adapter": adapter} if adapter else {}),
             "batch": {"global_batch_size": batch, "micro_batch_size": 1},
             "optim": like["optim"],

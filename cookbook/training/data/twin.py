@@ -29,24 +29,24 @@ _END = re.compile(r"<\S{1,40}>")
 class _Chat(NamedTuple):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
-    kwargs: dict[str, Any] = {}
+    kwargs: dict[str, Any] = {}  # noqa: RUF012 (never changed)
     prompted: bool = True
+
+
+def _says(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
 
 
 def _chats() -> Iterator[_Chat]:
     """Chats as they stand at inference, before a turn of the assistant, and one with its last turn."""
-    system, one, two = (
-        {"role": role, "content": text} for role, text in (("system", "s"), ("user", "a"), ("user", "b"))
-    )
-    answer = {"role": "assistant", "content": "c"}
+    system, one, two = _says("system", "s"), _says("user", "a"), _says("user", "b")
+    answer = _says("assistant", "c")
     thought = answer | {"reasoning_content": "r"}
-    calls = [
+    calls: list[dict[str, Any]] = [
         {"id": f"call0000{name[0]}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for name, arguments in (("dig", {"depth": 3, "fast": True}), ("fly", {"to": ["x", "\u00e4"]}))
     ]
-    results = [
-        {"role": "tool", "content": "d", "name": call["function"]["name"], "tool_call_id": call["id"]} for call in calls
-    ]
+    results = [_says("tool", "d", name=call["function"]["name"], tool_call_id=call["id"]) for call in calls]
     schema = {"type": "object", "properties": {"depth": {"type": "integer", "description": "m"}}, "required": ["depth"]}
     tools = [{"type": "function", "function": {"name": "dig", "description": "Digs", "parameters": schema}}]
     calling = answer | {"content": "", "reasoning_content": _BEFORE_A_CALL, "tool_calls": calls[:1]}
@@ -55,7 +55,7 @@ def _chats() -> Iterator[_Chat]:
     yield _Chat([system, one, thought, two], kwargs={"enable_thinking": False})
     yield _Chat([one], tools)
     yield _Chat([system, one, thought, two, calling, results[0]], tools)
-    yield _Chat([one, {"role": "assistant", "content": "", "tool_calls": calls}, *results, answer, two], tools)
+    yield _Chat([one, _says("assistant", "", tool_calls=calls), *results, answer, two], tools)
 
 
 CHATS = tuple(_chats())
