@@ -361,7 +361,7 @@ def shown(text: str, kind: str, marks: re.Pattern[str]) -> str:
     text = text.replace("▁", " ")
     if kind in ("words", "t5"):
         return re.sub(r"\s", "", text)
-    return text if kind in LOSSLESS else re.sub(rf"(^|{marks.pattern}) ?", r"\1", text)
+    return text if kind in LOSSLESS else re.sub(rf"(^|{marks.pattern}) *", r"\1", text)
 
 
 OF_TEMPLATES = re.compile(
@@ -413,7 +413,7 @@ def faults(
         for one in tool_texts(tools)
         if not any(as_written(one, form, see) in text for form in ("tools", "content"))
     ]
-    of_prompts = prompt_faults(row, chat, tools, tokenizer, found, see)
+    of_prompts = prompt_faults(row, chat, tools, tokenizer, found, see, marks)
     if "generation is asked for" in notes:
         users = [k for k, message in enumerate(row["messages"]) if message["role"] == "user"]
         of_prompts = {k: problem for k, problem in of_prompts.items() if k < 0 or k > max(users, default=-1)}
@@ -437,6 +437,7 @@ def prompt_faults(
     tokenizer: PreTrainedTokenizerBase,
     found: Labelled,
     see: Callable[[str], str],
+    marks: re.Pattern[str],
 ) -> dict[int, str]:
     """What is wrong with the tokens before a trained message, by its index, and -1 for the special tokens of all.
 
@@ -452,11 +453,13 @@ def prompt_faults(
         problems[-1] = f"the special tokens are those of {tokenizer.decode(ids)!r}"
     places = [i for i, one in enumerate(ids) if one in special]
     for k, texts in prompts(row, chat, tools, tokenizer).items():
+        if without_marks(END) in re.split(marks.pattern, texts[0])[-1]:
+            continue  # a text that is another here
         for text in texts:
             prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
-            marks = [i for i, one in enumerate(prompt) if one in special]
-            tail = prompt[marks[-1] if marks else 0 :]
-            border = places[len(marks) - 1] if 0 < len(marks) <= len(places) else 0
+            of_prompt = [i for i, one in enumerate(prompt) if one in special]
+            tail = prompt[of_prompt[-1] if of_prompt else 0 :]
+            border = places[len(of_prompt) - 1] if 0 < len(of_prompt) <= len(places) else 0
             before = see(tokenizer.decode(ids[:border] + tail))
             if ids[border:][: len(tail)] == tail and without_marks(before) == without_marks(see(text)):
                 if any(is_label for _, is_label in found[border + 1 : border + len(tail)]):
