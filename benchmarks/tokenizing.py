@@ -68,7 +68,7 @@ def work(root: str, folder: str, template: str) -> None:
     sys.path.insert(0, root)
     import cookbook
 
-    assert Path(cookbook.__file__).is_relative_to(root), f"{cookbook.__file__} is not the package of {root}"
+    assert Path(cookbook.__file__).is_relative_to(root), f"another package than that of {root}"
     from cookbook.config.objectives import Objective
     from cookbook.config.sections import DataSection
     from cookbook.training.data import sets, tokens

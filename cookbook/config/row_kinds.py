@@ -651,6 +651,7 @@ for _kind in (
         namings=(
             _exchange("instruction", "output", "Alpaca", context="input"),
             _exchange("instruction", "response", "Dolly"),
+            _exchange("instruction", "response", context="input"),
             *(_exchange(*names) for names in EXCHANGES),
         ),
         check=_check_exchange,

@@ -26,6 +26,7 @@ from cookbook.config.row_kinds import (
     RowKind,
     asks_for_something,
     by_own_names,
+    is_empty,
     is_rating,
     keys_in_messages,
     kinds,
@@ -223,6 +224,8 @@ class _Shape:
     """Kind -> the columns that it does not read: those that may ask for something, and metadata."""
     unread: tuple[str, ...] = ()
     """The metadata of the kind that is read."""
+    empty: tuple[str, ...] = ()
+    """Those of them that had no value so far."""
 
 
 class _Reader:
@@ -291,11 +294,15 @@ class _Reader:
         if reading.kind.chats is not None:
             for key, value in of_kind.items():
                 if key not in FOR_TEMPLATE and isinstance(value, list | dict | str):
+                    if isinstance(value, dict) and "messages" in value:  # a request to a model
+                        value = value["messages"]
                     self._keys_unread.update(unread_keys(from_json(value) if key == "messages" else value))
         if not self.kind:
             self._check_columns(reading.kind, place)
             self.kind, self.renamed = reading.kind.name, reading.words(named)
         shape.num_rows += 1
+        if shape.empty:
+            shape.empty = tuple(column for column in shape.empty if is_empty(raw[column]))
         return row
 
     def check_names(self) -> None:
@@ -310,7 +317,7 @@ class _Reader:
         """What the rows so far had that was not read, in words."""
         counts: Counter[str] = Counter()
         for shape in self._shapes.values():
-            counts.update(dict.fromkeys(shape.unread, shape.num_rows))
+            counts.update(dict.fromkeys({*shape.unread} - {*shape.empty}, shape.num_rows))
         num_rows = sum(shape.num_rows for shape in self._shapes.values())
         names = {*counts, *self._keys_unread, *self.in_schema} - {*self._ignored}
         few = {name: f" ({count:,} of {num_rows:,} rows)" for name, count in counts.items() if count < num_rows}
@@ -343,6 +350,7 @@ class _Reader:
                 tuple(column for column in left if column in meant or column == RATING),
                 tuple(column for column in left if column not in meant),
             )
+            shape.empty = shape.left[reading.kind.name][1]
         asking, shape.unread = shape.left[reading.kind.name]
         for column in asking:
             value = raw[column]
