@@ -148,7 +148,7 @@ def test_a_key_without_a_value_asks_for_nothing(tmp_path, value):
     in_message = dict.fromkeys((*MEANT_KEYS, *REASONING_KEYS, "tool_calls", "function_call", "name"), value)
     marks = dict.fromkeys(LOSS_MARKS)
     rows = read(tmp_path, empty | {"messages": [USER | in_message | marks, said() | in_message | marks]})
-    assert rows.rows == [CHAT] and rows.unread == ("not read: id" if value is not None else "")
+    assert rows.rows == [CHAT] and rows.unread == ""
 
 
 def test_what_a_text_may_be_rendered_from_is_named_and_not_refused(tmp_path):
