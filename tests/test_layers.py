@@ -196,7 +196,12 @@ def test_module_names_in_strings_exist():
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     files = [name for name in tracked if Path(name).suffix in (".py", ".toml", ".md", ".sh", ".ipynb", ".yml", "")]
     named = {name for file in files if (ROOT / file).is_file() for name in dotted_names((ROOT / file).read_text())}
-    here = {"cookbook.shipped", "cookbook.__doc__", "cookbook.__file__", "cookbook.lock"}  # of a wheel, of every module (2), a file
+    here = {
+        "cookbook.shipped",
+        "cookbook.__doc__",
+        "cookbook.__file__",
+        "cookbook.lock",
+    }  # of a wheel, of every module (2), a file
     assert len(named) > 100
     assert {name for name in named if not exists(name)} - here <= {"cookbook.of.nobody"}
     assert not exists("cookbook.of.nobody") and exists("cookbook.config.recipe.Recipe")

@@ -6,8 +6,8 @@ from typing import Any
 
 from cookbook.config.objectives import Answer, Objective
 from cookbook.config.row_kinds import BadRow, kinds
-from cookbook.config.sections import Source
-from cookbook.training.data.encode import Encoder, LabelledIds
+from cookbook.config.sections import DataSection, Source
+from cookbook.training.data.encode import Encoder, LabelledIds, TextKeys
 from cookbook.training.data.rows import read_rows
 
 
@@ -33,7 +33,7 @@ def recompute(export: Path, small: dict[str, Any], objective: Objective, eval_fi
         total, count = logp(model, sequence)
         return Answer(total, count, logp(reference, sequence)[0] if objective.needs_reference else math.nan)
 
-    encoded = Encoder(tokenizer, objective.labels).encode(rows)
+    encoded = Encoder(tokenizer, objective.labels, TextKeys.of(DataSection.model_validate(small["data"]))).encode(rows)
     samples, values = [], []
     value_of = kinds()[rows.kind].value
     for row, sample in zip(rows.rows, encoded, strict=True):

@@ -28,7 +28,10 @@ from cookbook.training.data.stdlib import python_files
 
 Item = TypeVar("Item")
 KEPT = ("kind", "num_dropped", "place", "renamed", "unread", "fingerprint")
-NOT_OF_ROWS = {"max_length", "too_long", "packing", "chat_template", "streaming", "shuffle_rows"}
+NOT_OF_ROWS = {
+    *("max_length", "too_long", "packing", "streaming", "shuffle_rows"),
+    *("chat_template", "template_date", "accept", "special_tokens"),
+}
 
 
 class Later(Sequence[Item]):
