@@ -505,7 +505,7 @@ ENDS = {
     "phi3": ["<|end|>"],
     "tulu": ["</s>"],
 }
-"""Of a family's turns; of those that are not here, as of ChatML."""
+"""Tokens that end a family's turns; those that are not here have ChatML's."""
 
 
 def test_every_shipped_template_is_looked_at():
