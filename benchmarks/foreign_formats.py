@@ -238,6 +238,12 @@ FORMATS = [
             "dpo",
         ),
         ("alpaca, KTO", {"instruction": "Which colour?", "input": "", "output": "Blue.", "kto_tag": True}, "kto_zero"),
+        (
+            "alpaca, KTO, with the columns named",
+            {"instruction": "Which colour?", "input": "", "output": "Blue.", "kto_tag": True},
+            "kto_zero",
+            {"columns": {"prompt": "instruction", "completion": "output", "label": "kto_tag"}},
+        ),
         ("alpaca, pictures", {"instruction": "Which colour?", "input": "", "output": "Blue.", "images": ["sky.png"]}),
         (
             "sharegpt, with `system` and `tools`",
@@ -254,6 +260,12 @@ FORMATS = [
         ),
         ("sharegpt, preference", {"conversations": [human()], "chosen": gpt(), "rejected": gpt("Red.")}, "dpo"),
         ("sharegpt, KTO", {"conversations": [human(), gpt()], "kto_tag": True}, "kto_zero"),
+        (
+            "sharegpt, KTO, with the columns named",
+            {"conversations": [human(), gpt()], "kto_tag": True},
+            "kto_zero",
+            {"columns": {"messages": "conversations", "label": "kto_tag"}},
+        ),
         ("KTO of messages", {"messages": [user(), assistant("Red.")], "label": False}, "kto_zero"),
         ("KTO of messages, under sft", {"messages": [user(), assistant("Red.")], "label": False}),
         ("openai", {"messages": [SYSTEM, user(), assistant()]}),
@@ -408,7 +420,7 @@ def keys_of(row: Row) -> str:
     beyond = {
         key
         for value in row.values()
-        for message in (value if isinstance(value, list) else [value])
+        for message in (value if isinstance(value, list) else ())
         if isinstance(message, dict)
         for key in message
     } - {"role", "content", "type", "function"}

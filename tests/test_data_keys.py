@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from pydantic import ValidationError
-from small_data import make_tokenizer, marked, run_tokenize, write_lines
+from small_data import ROOT, make_tokenizer, marked, run_tokenize, write_lines
 
 from cookbook.config.messages import LOSS_MARKS, MEANT_KEYS, OTHER_ROLES, REASONING_KEYS
 from cookbook.config.objectives import Objective
@@ -120,6 +120,7 @@ NOT_READ = {
     "a picture beside a text": ({"text": "t", "image": "a.png"}, "sft", "`image` is not read: it is a string"),
     "a system message of texts": ({"prompt": "q", "completion": "y", "system": "S"}, "sft", "`system` is not read"),
     "tools of texts": ({"prompt": "q", "chosen": "y", "rejected": "n", "tools": [TOOL]}, "dpo", "`tools` is not read"),
+    "a weight of the row": (CHAT | {"weight": 0.5}, "sft", "`weight` is not read: it is a number; rows weigh alike"),
     "tokens": ({"text": "t", "input_ids": [1, 2]}, "sft", "`input_ids` is not read"),
     "a judged answer of LLaMA-Factory": (
         {"instruction": "q", "output": "y", "kto_tag": True},
@@ -148,6 +149,11 @@ def test_a_key_without_a_value_asks_for_nothing(tmp_path, value):
     marks = dict.fromkeys(LOSS_MARKS)
     rows = read(tmp_path, empty | {"messages": [USER | in_message | marks, said() | in_message | marks]})
     assert rows.rows == [CHAT] and rows.unread == ("not read: id" if value is not None else "")
+
+
+def test_what_a_text_may_be_rendered_from_is_named_and_not_refused(tmp_path):
+    rows = read(tmp_path, {"text": "t", "system": "S", "tools": [TOOL], "weight": 1})
+    assert rows.rows == [{"text": "t"}] and rows.unread == "not read: system, tools"
 
 
 def test_metadata_is_named_once_with_how_many_rows_have_it(tmp_path):
@@ -312,6 +318,7 @@ BAD_MESSAGES = {
         [{"role": "narrator", "content": "a"}, said()],
         "wrong role: message 1 has 'narrator'",
     ),
+    "a role that is no text": ([{"role": ["user"], "content": "a"}, said()], "wrong role: message 1 has ['user']"),
     "a name that is no text": ([USER | {"name": 3}, said()], "not text: message 1 name is a number"),
 }
 
@@ -410,3 +417,14 @@ def test_a_lone_surrogate_in_a_call_or_a_tool_is_a_bad_row(tmp_path):
     assert "lone surrogate" in refusal(tmp_path, {"messages": [USER, said("", tool_calls=[call])]})
     assert "lone surrogate" in refusal(tmp_path, CHAT | {"tools": [{"name": "\ud800"}]})
     assert "lone surrogate" in refusal(tmp_path, CHAT | {"chat_template_kwargs": {"a": "\ud800"}})
+
+
+def test_the_page_lists_the_names_that_have_a_meaning():
+    page = (ROOT / "docs/recipes.md").read_text()
+    rule = page.partition("### What is not read")[2].partition("### Rows that are too long")[0]
+    columns, in_messages = rule.partition("Messages:")[::2]
+    for names, text in ((MEANT, columns), (MEANT_KEYS, in_messages)):
+        assert not [name for name in names if f"`{name}`" not in text]
+    chats = page.partition("### Tools, reasoning, turns without loss")[2].partition("## Rows")[0]
+    roles = [name for names in OTHER_ROLES.values() for name in names]
+    assert not [name for name in (*roles, *REASONING_KEYS, *LOSS_MARKS) if f"`{name}`" not in chats]

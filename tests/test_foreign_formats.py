@@ -90,3 +90,19 @@ def test_the_shapes_that_projects_recommend_are_read(project: str, name: str):
 def test_an_answer_without_weight_is_not_trained():
     (what,) = [what for one, what in found() if (one.project, one.name) == ("OpenAI", "`weight`")]
     assert "⟦Blue." in what.texts[0] and "⟦Red." not in what.texts[0] and "Red." in what.texts[0]
+
+
+@pytest.mark.parametrize("number", range(len(foreign_formats.FORMATS)))
+def test_a_note_of_what_is_not_read_names_columns_that_are_there_and_not_empty(number: int):
+    one, what = found()[number]
+    in_messages = {
+        f"messages.{key}": value
+        for messages in one.row.values()
+        for message in (messages if isinstance(messages, list) else ())
+        if isinstance(message, dict)
+        for key, value in message.items()
+    }
+    for note in what.notes:
+        if note.startswith("not read: "):
+            for name in note.removeprefix("not read: ").split(", "):
+                assert (one.row | in_messages).get(name) not in (None, "", [], {}), (one.name, note)

@@ -16,11 +16,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import RECIPE, ROOT, clean_environment
+from conftest import RECIPE, ROOT, Book, clean_environment
 from datasets import Dataset, Features
 from read_back import Outcome, ids_of, read_back, trained_tokens
 from tiny_tokenizers import CHATML, TEMPLATES, tiny_tokenizer
 from tokenizers import AddedToken
+
+from cookbook.config.recipe import load_recipe
+from cookbook.system.files import RecipeError
 
 END = "<|im_end|>"
 
@@ -273,9 +276,6 @@ CASES = {
         exact=[chatml("user hi", "assistant [[yes]]")],
         note="images",
     ),
-    "split of a file": Case(rows=[{"messages": CHAT}], data={"split": "train[:20%]"}, refused="split"),
-    "name of a file": Case(rows=[{"messages": CHAT}], data={"name": "other"}, refused="name"),
-    "revision of a file": Case(rows=[{"messages": CHAT}], data={"revision": "main"}, refused="revision"),
     # The same in a message.
     "weight 0": Case(rows=marks({"weight": 0}, {"weight": 1}), exact=ONLY_RIGHT),
     "weight 0.5": Case(rows=marks({"weight": 0.5}), refused="weight.*0.5"),
@@ -658,11 +658,7 @@ def wrong(case: Case, found: Outcome, names: list[str]) -> list[str]:
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items()])
 def test_a_row_is_trained_as_it_is_meant_or_refused_by_name(case: Case, tmp_path: Path):
     tokenizer = tiny_tokenizer(case.kind, case.template, **case.tokenizer)
-    source_keys = {key: value for key, value in case.data.items() if key in ("split", "name", "revision")}
-    data = {key: value for key, value in case.data.items() if key not in source_keys}
-    if source_keys:
-        data["train"] = {"path": str(tmp_path / "rows.jsonl"), **source_keys}
-    found = read_back(case.rows, tokenizer, tmp_path, objective=case.objective, **data)
+    found = read_back(case.rows, tokenizer, tmp_path, objective=case.objective, **case.data)
     names = trained_tokens(found.samples[0], tokenizer) if found.samples else []
     assert wrong(case, found, names) == []
     if found.texts and not case.objective:
@@ -795,20 +791,32 @@ def assert_same_as_lines(
 # The front door.
 
 
-@pytest.mark.parametrize(
-    ("rows", "keys", "code", "printed"),
-    [
-        pytest.param([{"messages": marks({"weight": 0})[0]["messages"]}], {}, 0, r"WRONG<\|im_end\|>\n", id="read"),
-        pytest.param([{"images": ["a.png"], "messages": CHAT}], {}, 2, r"rows\.jsonl:1: .*images", id="refused"),
-        pytest.param([{"id": 7, "messages": CHAT}], {}, 0, r"FIGURES[\s\S]*\bid\b", id="noted"),
-    ],
-)
-def test_preview_shows_notes_and_ends_with_2_for_a_refusal(rows, keys, code, printed, book):
-    book.write("rows.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows))
+def recipe_of(book: Book, source: str) -> None:
+    """A recipe of a tiny tokenizer that trains on `source`."""
     tiny_tokenizer().save_pretrained(book.root / "model")
     text = re.sub(r"  from_scratch:\n(    .*\n)+", "  name_or_path: ./model\n", (book.root / RECIPE).read_text())
-    text = re.sub(r"train: python-stdlib\n  eval: .*\n", "train: rows.jsonl\n", text)
-    book.write(RECIPE, text)
+    book.write(RECIPE, re.sub(r"train: python-stdlib\n  eval: .*\n", f"train: {source}\n", text))
+
+
+@pytest.mark.parametrize("key", ["split: 'train[:20%]'", "split: other", "name: other", "revision: main"])
+def test_what_only_the_hub_has_is_refused_of_a_file(key, book):
+    book.write("rows.jsonl", json.dumps({"messages": CHAT}))
+    recipe_of(book, f"{{path: rows.jsonl, {key}}}")
+    with pytest.raises(RecipeError, match=key.partition(":")[0]):
+        load_recipe(book.root / RECIPE, [])
+
+
+@pytest.mark.parametrize(
+    ("rows", "code", "printed"),
+    [
+        pytest.param([{"messages": marks({"weight": 0})[0]["messages"]}], 0, r"WRONG<\|im_end\|>\n", id="read"),
+        pytest.param([{"images": ["a.png"], "messages": CHAT}], 2, r"rows\.jsonl:1: .*images", id="refused"),
+        pytest.param([{"id": 7, "messages": CHAT}], 0, r"FIGURES[\s\S]*\bid\b", id="noted"),
+    ],
+)
+def test_preview_shows_notes_and_ends_with_2_for_a_refusal(rows, code, printed, book):
+    book.write("rows.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows))
+    recipe_of(book, "rows.jsonl")
     command = [sys.executable, "-m", "cookbook", "preview", RECIPE, "--samples", "1"]
     done = subprocess.run(
         command, cwd=book.root, env=clean_environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=120

@@ -345,7 +345,10 @@ def texts_of(message: dict[str, Any]) -> dict[str, list[str]]:
 
 def rendered(tokenizer: PreTrainedTokenizerBase, chat: Chat, **options: Any) -> str:
     """What transformers writes, on the day of the recipe."""
-    return tokenizer.apply_chat_template(chat, tokenize=False, strftime_now=lambda form: DAY.strftime(form), **options)
+    template = re.sub(
+        r"strftime_now\((['\"])(.*?)\1\)", lambda found: repr(DAY.strftime(found[2])), tokenizer.chat_template
+    )
+    return tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False, **options)
 
 
 def as_written(text: str, key: str, see: Callable[[str], str]) -> str:
@@ -358,12 +361,12 @@ def shown(text: str, kind: str, marks: re.Pattern[str]) -> str:
     text = text.replace("▁", " ")
     if kind in ("words", "t5"):
         return re.sub(r"\s", "", text)
-    return text if kind in LOSSLESS else re.sub(rf"(^|{marks.pattern}) ?", r"\1", text)
+    return text if kind in LOSSLESS else re.sub(rf"(^|{marks.pattern}) *", r"\1", text)
 
 
 OF_TEMPLATES = re.compile(
     r"[Nn]ull|None|[Tt]rue|[Ff]alse|thought|tool_?calls?|tool_sep|call|name|arguments|arg_key|arg_value|think|functions?|parameters?|type|id"
-    r"|commentary|final|analysis|channel|message|json|constrain|to|é|[\W\d_]"
+    r"|commentary|final|analysis|channel|message|json|constrain|to|start|end|assistant|return|é|[\W\d_]"
 )
 """What templates write in a turn of the assistant, and values of arguments."""
 
@@ -401,7 +404,7 @@ def faults(
                 at = text.find(word, place)
                 if at < 0:
                     problems.append(f"message {number}: {key} {word!r} is not there, or not in its order")
-                elif len(word) > 3 and text.count(word) > 1:
+                elif key != "tool_calls" and len(word) > 3 and text.count(word) > 1:
                     problems.append(f"message {number}: {key} {word!r} is there {text.count(word)} times")
                 ends.append(at + len(word))
         place = max(ends)
@@ -410,10 +413,10 @@ def faults(
         for one in tool_texts(tools)
         if not any(as_written(one, form, see) in text for form in ("tools", "content"))
     ]
-    of_prompts = prompt_faults(row, chat, tools, tokenizer, ids, see)
+    of_prompts = prompt_faults(row, chat, tools, tokenizer, found, see, marks)
     if "generation is asked for" in notes:
-        last = max(k for k, message in enumerate(row["messages"]) if is_trained(message))
-        of_prompts = {k: problem for k, problem in of_prompts.items() if k in (-1, last)}
+        users = [k for k, message in enumerate(row["messages"]) if message["role"] == "user"]
+        of_prompts = {k: problem for k, problem in of_prompts.items() if k < 0 or k > max(users, default=-1)}
     asked_for = prompts(row, chat, tools, tokenizer)
     return [*problems, *of_prompts.values(), *label_faults(row, see, marks, asked_for, tokenizer, found)]
 
@@ -432,15 +435,16 @@ def prompt_faults(
     chat: Chat,
     tools: list[Any] | None,
     tokenizer: PreTrainedTokenizerBase,
-    ids: list[int],
+    found: Labelled,
     see: Callable[[str], str],
+    marks: re.Pattern[str],
 ) -> dict[int, str]:
     """What is wrong with the tokens before a trained message, by its index, and -1 for the special tokens of all.
 
     Before it stands the text of its prompt; since the last special token, which is at the end of an earlier turn or
-    later, also the prompt's very tokens.
+    later, also the prompt's very tokens, and none of them carries loss.
     """
-    problems = {}
+    problems, ids = {}, ids_of(found)
     if any(mark in json.dumps(row) for mark in MARKS):  # which are text there, and tokens to transformers
         chat, tools = json.loads(without_marks(json.dumps([chat, tools])))
     special = special_ids(tokenizer)
@@ -449,13 +453,17 @@ def prompt_faults(
         problems[-1] = f"the special tokens are those of {tokenizer.decode(ids)!r}"
     places = [i for i, one in enumerate(ids) if one in special]
     for k, texts in prompts(row, chat, tools, tokenizer).items():
+        if without_marks(END) in re.split(marks.pattern, texts[0])[-1]:
+            continue  # a text that is another here
         for text in texts:
             prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
-            marks = [i for i, one in enumerate(prompt) if one in special]
-            tail = prompt[marks[-1] if marks else 0 :]
-            border = places[len(marks) - 1] if 0 < len(marks) <= len(places) else 0
+            of_prompt = [i for i, one in enumerate(prompt) if one in special]
+            tail = prompt[of_prompt[-1] if of_prompt else 0 :]
+            border = places[len(of_prompt) - 1] if 0 < len(of_prompt) <= len(places) else 0
             before = see(tokenizer.decode(ids[:border] + tail))
             if ids[border:][: len(tail)] == tail and without_marks(before) == without_marks(see(text)):
+                if any(is_label for _, is_label in found[border + 1 : border + len(tail)]):
+                    problems[k] = f"message {k + 1}: the end of its prompt is trained: {tokenizer.decode(tail)!r}"
                 break
         else:
             written = tokenizer.decode(ids[: border + len(tail)])

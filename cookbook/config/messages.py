@@ -52,7 +52,7 @@ MEANT_KEYS = {
 }
 """Other keys of a message that a known format gives a meaning, and why they are not read."""
 
-PART_TEXTS = {"text": "text", "input_text": "text", "output_text": "text"}
+PART_TEXTS = ("text", "input_text", "output_text")
 PART_REASONING = ("thinking", "reasoning")
 PART_CALLS = ("tool_call",)
 PART_KEYS = frozenset(("type", "text", "value", *PART_REASONING))
@@ -139,8 +139,10 @@ def read_messages(messages: Any, name: str = "") -> Chat:
             one = _read_message(message)
             if "tool_calls" in one:
                 if has_calls and _is_call_role(message) and _is_call_role(messages[number - 2]):
-                    checked[-1]["tool_calls"] += one["tool_calls"]  # calls of one turn, each in a message of its own
-                    continue
+                    before = checked[-1]  # calls of one turn, each in a message of its own
+                    if before == one | {"tool_calls": before["tool_calls"]}:
+                        before["tool_calls"] += one["tool_calls"]
+                        continue
                 has_calls = True
             elif one["role"] == "tool" and not has_calls:
                 raise BadRow("tool result without a call", "has the role tool; no message before it has `tool_calls`")
@@ -169,7 +171,7 @@ def _read_message(message: Any) -> dict[str, Any]:
     if "role" not in message:
         raise BadRow("wrong role", f"is {kind_in_words(message)}, no role; {_ROLES_IN_WORDS}")
     role = role_of(message)
-    if role not in OTHER_ROLES:
+    if not isinstance(role, str) or role not in OTHER_ROLES:
         raise BadRow("wrong role", f"has {ascii(message['role'])[:40]}; {_ROLES_IN_WORDS}")
     if _is_call_role(message):
         message = message | {"content": "", "function_call": message.get("content")}
@@ -362,7 +364,9 @@ def check_text(text: Any, name: str) -> str:
     if text is None:
         raise BadRow("empty text", f"{name} is null or missing")
     if not isinstance(text, str):
-        advice = "; write its JSON text" if isinstance(text, dict | list) else ""
+        has_roles = isinstance(text, list) and text and role_of(text[0]) is not None
+        advice = "; messages stand in `messages`, or in `prompt` beside `completion`" if has_roles else ""
+        advice = advice or ("; write its JSON text" if isinstance(text, dict | list) else "")
         raise BadRow("not text", f"{name} is {kind_in_words(text)}{advice}")
     if not text.strip():
         raise BadRow("empty text", f"{name} is {'empty' if not text else 'only whitespace'}")

@@ -137,7 +137,8 @@ MADE_BEFORE = dict.fromkeys(
     ("input_ids", "completion_mask", "assistant_masks"),
     "rows are tokenized here, from their texts",
 )
-NEVER_READ = NOT_TEXT | MADE_BEFORE
+WEIGHTS = dict.fromkeys(("weight", "loss_weight", "sample_weight"), "rows weigh alike (`weight` of a source does not)")
+NEVER_READ = NOT_TEXT | MADE_BEFORE | WEIGHTS
 """Columns that a known format gives a meaning, and why nothing reads them."""
 SOMETIMES_READ = {
     **dict.fromkeys(("system", *OTHER_NAMES), "there is no chat to begin with it; write `messages`"),
@@ -148,11 +149,13 @@ SOMETIMES_READ = {
     **dict.fromkeys(("loss_mask", "mask"), "it goes with `messages`, a value for each"),
     "kto_tag": "name it in data.columns, as label, and the others with it",
 }
-"""Columns that a known format gives a meaning, and why a kind without such a key does not read them."""
+"""Columns that a known format gives a meaning beside others, and why a kind without such a key does not read them."""
 MEANT = NEVER_READ | SOMETIMES_READ
 RATING = "label"
 """A column that says whether an answer is good, beside what could be read as a judged answer."""
 
+FOR_TEMPLATE = ("tools", "functions", "chat_template_kwargs")
+"""Keys of what a chat template is given besides the messages."""
 MESSAGE_KEYS = ("role", "content")
 """Keys of a message that a recipe's columns may rename."""
 
@@ -225,6 +228,11 @@ def _suggested_message_keys(messages: Any) -> dict[str, str]:
 def is_empty(value: Any) -> bool:
     """Whether the value of an optional key asks for nothing."""
     return value is None or value in ("", [], {}) or (isinstance(value, str) and not value.strip())
+
+
+def asks_for_something(column: str, value: Any) -> bool:
+    """Whether a column with a meaning has a value that leaving it out would betray."""
+    return not is_empty(value) and not (column in WEIGHTS and value == 1)
 
 
 def keys_in_messages(row: Row) -> set[str]:
@@ -335,19 +343,16 @@ def shapes() -> str:
 
 def texts_in(row: Row) -> Iterator[str]:
     """Every text of a checked row."""
-    for value in row.values():
+    for key, value in row.items():
         if isinstance(value, str):
             yield value
+        elif key in FOR_TEMPLATE:
+            yield json.dumps(value, ensure_ascii=False)
         elif isinstance(value, list):
             for message in value:
-                is_tool = "role" not in message
-                if not is_tool:
-                    yield message["content"]
-                    message = {key: item for key, item in message.items() if key not in ("role", "content", "train")}
-                if message:
-                    yield json.dumps(message, ensure_ascii=False)
-        elif isinstance(value, dict):
-            yield json.dumps(value, ensure_ascii=False)
+                yield message.get("content", "")
+                if more := {key: item for key, item in message.items() if key not in ("role", "content", "train")}:
+                    yield json.dumps(more, ensure_ascii=False)
 
 
 def _check_texts(*keys: str) -> Callable[[Row], Row]:
@@ -394,7 +399,6 @@ def _with_context(prompt: str, context: Any) -> str:
     return prompt if context in prompt else f"{prompt}\n\n{context}"
 
 
-FOR_TEMPLATE = ("tools", "functions", "chat_template_kwargs")
 CHAT_KEYS = ("system", "history", *FOR_TEMPLATE)
 """Optional keys of every kind with chats."""
 OF_THE_ENCODER = (
@@ -751,6 +755,7 @@ for _kind in (
         matches=lambda raw: not _is_chat_completion(raw),
         namings=(
             Naming({"prompt": "instruction", "context": "input", "completion": "output", "label": "label"}, "Alpaca"),
+            Naming({"prompt": "instruction", "completion": "response", "label": "label"}, "Dolly"),
             *(
                 Naming({"prompt": prompt, "completion": completion, "label": "label"})
                 for prompt, completion in (("prompt", "text"), *EXCHANGES)

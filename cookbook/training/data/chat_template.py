@@ -6,7 +6,6 @@ from datetime import date
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jinja2
 from jinja2 import nodes
 
 from cookbook.config.row_kinds import Chat
@@ -14,8 +13,6 @@ from cookbook.config.row_kinds import Chat
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, OverflowError)
-"""What a template may raise; the last two for an `include` and a `range` that the sandbox refuses."""
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 """Names under which templates read the reasoning of a message."""
 THINKING = ({"enable_thinking": False}, {"enable_thinking": True}, {"thinking": False}, {"thinking": True})
@@ -25,6 +22,10 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 class AsksForDate(Exception):
     """A template prints today's date."""
+
+
+class Refused(Exception):
+    """A template does not take a chat."""
 
 
 Span = tuple[int, int]
@@ -73,7 +74,7 @@ class ChatTemplate:
         """The text of the first `end` messages; with `prompt`, and what generation of the next one is given.
 
         Raises:
-            TEMPLATE_ERRORS: the template refuses the chat.
+            Refused: the template does not take the chat.
             AsksForDate: it does, and there is none.
         """
         return self._rendered(asked, end, prompt, variables)[0]
@@ -89,7 +90,12 @@ class ChatTemplate:
         values = {**self._special, "strftime_now": self._strftime, **asked.variables, **more}
         messages = [self._given(message, asked.tools) for message in asked.chat[:end]]
         # The function behind apply_chat_template, which takes no date (transformers/utils/chat_template_utils.py:543).
-        return _render_with_assistant_indices(compiled, messages, asked.tools, None, prompt, **values)
+        try:
+            return _render_with_assistant_indices(compiled, messages, asked.tools, None, prompt, **values)
+        except AsksForDate:
+            raise
+        except Exception as error:  # its own, or any of Python's: it is a program
+            raise Refused(str(error)) from None
 
     def _given(self, message: dict[str, Any], tools: Any) -> dict[str, Any]:
         """A message in the form that the template reads."""
@@ -127,7 +133,7 @@ class ChatTemplate:
         template = _compile_jinja_template(self.text(True if with_tools else None))
         try:
             return template.render(messages=chat, tools=None, **self._special, strftime_now=lambda form: "")
-        except TEMPLATE_ERRORS:
+        except Exception:  # as above
             return ""
 
     @cached_property

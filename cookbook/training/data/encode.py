@@ -3,6 +3,7 @@
 A row becomes one sequence, or two for a preference: chosen before rejected.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
@@ -15,14 +16,14 @@ from cookbook.config.sections import DataSection
 from cookbook.system.files import RecipeError
 from cookbook.training.data.borders import Pieces, Range
 from cookbook.training.data.chat_template import (
-    TEMPLATE_ERRORS,
     THINKING,
     Asked,
     AsksForDate,
     ChatTemplate,
+    Refused,
     Span,
 )
-from cookbook.training.data.faithful import Problem, Words, changed_text, problems_of_shape, shape_of
+from cookbook.training.data.faithful import OTHER_BEGINNING, Problem, Words, changed_text, problems_of_shape, shape_of
 from cookbook.training.data.rows import Rows
 
 if TYPE_CHECKING:
@@ -253,7 +254,7 @@ class _ChatEncoder:
             asked = asked._replace(chat=self._mapped(asked.chat), tools=asked.tools and self._mapped(asked.tools))
         try:
             text, spans = self._rendered(asked)
-        except TEMPLATE_ERRORS as error:  # a template may refuse a chat, for a system message, say
+        except Refused as error:  # a template may refuse a chat, for a system message, say
             return BadRow("refused by the chat template", str(error))
         except AsksForDate:
             raise RecipeError(
@@ -283,7 +284,7 @@ class _ChatEncoder:
         """The text of a chat, and the characters of each turn with loss.
 
         Raises:
-            TEMPLATE_ERRORS: the template refuses the chat.
+            Refused: the template does not take the chat.
             RecipeError: the turns cannot be found.
         """
         if self.train_on == "all":
@@ -388,11 +389,10 @@ class _ChatEncoder:
         words = Words(self.template.tested_texts)
         try:
             text, spans = self._rendered(words.replaced(asked))
-        except (RecipeError, *TEMPLATE_ERRORS):  # it accepts some texts only
+        except (RecipeError, Refused):  # it accepts some texts only
             return _Shape(None, ())
         found = problems_of_shape(asked, words, text, None if self.train_on == "all" else spans)
-        if not written.guard:
-            found += self._other_prompts(asked, written, ids)
+        found += self._other_prompts(written, ids)
         remarks = []
         for one in found:
             if one.part in self.keys.accept:
@@ -410,31 +410,38 @@ class _ChatEncoder:
             f" with data.accept: [{problem.part}]",
         )
 
-    def _other_prompts(self, asked: Asked, written: _Written, ids: list[int]) -> list[Problem]:
-        """The turns with loss that do not begin with the tokens by which generation is asked for them."""
+    def _other_prompts(self, written: _Written, ids: list[int]) -> list[Problem]:
+        """The turns with loss that do not begin right after the tokens by which generation is asked for them."""
         found = []
-        cuts = [place for span in written.spans for place in span]
-        for k, (start, _) in zip(asked.trained, written.spans, strict=False):
-            prompts = []
-            for variables in ({}, *THINKING):
-                try:
-                    prompts.append(self.template.render(asked, k, prompt=True, **variables))
-                except TEMPLATE_ERRORS:  # no chat of so few messages can be prompted for
-                    continue
-            texts = [text for text in dict.fromkeys(prompts) if written.text.startswith(text)]
-            earlier = [place for place in cuts if place < start]
-            starts = (self.pieces.in_pieces(text, [one for one in earlier if one < len(text)])[0] for text in texts)
-            if prompts and not any(ids[: len(one)] == one for one in starts):
-                how, seen = "does not begin a turn with its", f"which ends with {prompts[0][-40:]!a}"
-                found.append(Problem("generation_prompt", k, "generation prompt", seen, how))
+        for k, (start, _) in zip(written.asked.trained, written.spans, strict=False):
+            prompts = self._prompts(written.asked, k)
+            cuts = {place for span in written.spans for place in span if place < start}
+            fitting = []
+            for text in filter(written.text.startswith, prompts):
+                asked_with, _ = self.pieces.in_pieces(text, {one for one in cuts if one < len(text)}, written.guard)
+                if ids[: len(asked_with)] == asked_with:
+                    fitting.append(text)
+            key, ending = "generation prompt", f"which ends with {prompts[0][-40:]!a}" if prompts else ""
+            if prompts and not fitting:
+                found.append(Problem("generation_prompt", k, key, ending, OTHER_BEGINNING))
+            elif fitting and min(map(len, fitting)) > start:
+                found.append(Problem("generation_prompt", k, key, ending, "marks as the assistant's a part of its"))
         return found
+
+    def _prompts(self, asked: Asked, k: int) -> list[str]:
+        """The texts by which generation may be asked for message k; none if the template takes no chat so short."""
+        found = []
+        for variables in ({}, *THINKING):
+            with contextlib.suppress(Refused):
+                found.append(self.template.render(asked, k, prompt=True, **variables))
+        return list(dict.fromkeys(found))
 
     def _compared(self, asked: Asked, written: _Written, sequence: LabelledIds) -> tuple[BadRow | None, list[str]]:
         """A chat beside its words: its problem, and its remarks."""
         words = Words(self.template.tested_texts)
         try:
             marked = self._rendered(words.replaced(written.asked))[0]
-        except (RecipeError, *TEMPLATE_ERRORS):
+        except (RecipeError, Refused):
             marked = None
         leaf = None if marked is None else changed_text(words, marked, written.text)
         if leaf is not None and leaf.part not in self.keys.accept:

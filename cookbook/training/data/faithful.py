@@ -19,6 +19,9 @@ _WORD = re.compile(r"zq\d{4}qz")
 _CORE = re.compile(r"\S(?:.*\S)?", re.DOTALL)
 
 
+OTHER_BEGINNING = "does not begin a turn with its"
+
+
 class Leaf(NamedTuple):
     """A text of a chat."""
 
@@ -52,7 +55,7 @@ class Problem(NamedTuple):
         """Whether templates do so on purpose to a turn that a user's message follows, and no label is lost."""
         if self.message is None or all(one["role"] != "user" for one in asked.chat[self.message + 1 :]):
             return False
-        return self.part == "generation_prompt" or (self.part == "reasoning" and self.message not in asked.trained)
+        return self.how == OTHER_BEGINNING or (self.part == "reasoning" and self.message not in asked.trained)
 
     @property
     def remark(self) -> str:

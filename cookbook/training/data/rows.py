@@ -24,8 +24,8 @@ from cookbook.config.row_kinds import (
     MadeUp,
     Reading,
     RowKind,
+    asks_for_something,
     by_own_names,
-    is_empty,
     is_rating,
     keys_in_messages,
     kinds,
@@ -235,6 +235,8 @@ class _Reader:
         """Columns of the files that the rows do not have, since nothing reads them."""
         self._columns, self._ignored = source.columns or {}, source.ignore or []
         self._shapes: dict[frozenset[str], _Shape] = {}
+        self._is_whole = False
+        """Whether all rows were read."""
         self._keys_unread: set[str] = set()
         """Keys of messages that nothing reads."""
         # Names of the recipe that no row had so far.
@@ -297,7 +299,8 @@ class _Reader:
         return row
 
     def check_names(self) -> None:
-        """Raise RecipeError if the source names columns that no row had."""
+        """Raise RecipeError if the source, whose rows are all read, names columns that no row had."""
+        self._is_whole = True
         own = self.source.model_fields_set
         mistakes = [f"{self.source.path}: {words}" for key, words in self._absent() if key in own]
         refuse(mistakes)
@@ -325,14 +328,14 @@ class _Reader:
         named = [("ignore", name, name) for name in self._ignored]
         for key, column in self._columns.items():
             named.append(("columns", column, f"{IN_MESSAGES}{column}" if key in MESSAGE_KEYS else column))
-        return [
-            (key, f"{key} has {name!a}, which no row has") for key, name, place in named if place in self._never_seen
-        ]
+        never_seen, so_far = self._never_seen, "" if self._is_whole else " so far"
+        absent = [(key, name) for key, name, place in named if place in never_seen]
+        return [(key, f"{key} has {name!a}, which no row has{so_far}") for key, name in absent]
 
     def _refuse_meant(self, reading: Reading, shape: _Shape, raw: dict[str, Any]) -> None:
         """Raise BadRow if a column that the kind does not read has a meaning, and a value that asks for something."""
-        # Whoever names the columns knows of the others which are read by themselves; what never is may be a surprise.
-        meant = NEVER_READ if self._columns else MEANT
+        # Whoever names the columns leaves others out, as whoever rendered a text has; what is never read may surprise.
+        meant = NEVER_READ if self._columns or reading.kind.is_rendered else MEANT
         if reading.kind.name not in shape.left:
             read = {self._columns.get(column, column) for column in reading.columns.values()}
             left = sorted(key for key, value in raw.items() if value is not None and key not in read)
@@ -348,7 +351,7 @@ class _Reader:
                 if not is_rated or not is_rating(value):
                     continue
                 why = f"objective.name {self.objective.name} would train bad answers as good ones"
-            elif is_empty(value):
+            elif not asks_for_something(column, value):
                 continue
             else:
                 why = meant[column]
