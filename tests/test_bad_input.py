@@ -317,6 +317,11 @@ RECIPE_MISTAKES = {
         "chat_template: no.jinja\n  max_length",
         r"16: data.chat_template is 'no.jinja': no such file (looked in ...)",
     ),
+    "name of no template": (
+        "max_length",
+        "chat_template: qwenn3\n  max_length",
+        "16: data.chat_template is 'qwenn3': no such template; did you mean qwen3?",
+    ),
     "missing data": (
         "train: python-stdlib",
         "train: no.parquet",

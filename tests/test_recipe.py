@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import RECIPE as SMALL
-from conftest import ROOT
+from conftest import RECIPE_TEXT, ROOT
 from pydantic import ValidationError
 
 from cookbook.config.recipe import Recipe, dump_recipe, leaves, load_recipe, recipe_schema
@@ -171,3 +171,21 @@ def test_what_a_resumed_run_may_change_is_what_leaves_its_curve_as_it_is():
     batch = {"batch.micro_batch_size", "batch.micro_batch_tokens"}
     model = {"model.gradient_checkpointing", "model.compile", "model.liger_kernels"}
     assert free == {"strategy", "data.eval", "data.packing"} | batch | model
+
+
+def test_a_chat_template_is_given_by_name_or_path(book):
+    """A bare name is a shipped one, whatever lies beside the recipe; a path is where the recipe says."""
+    template = Path("recipes/chat_templates/qwen3.jinja")
+
+    def located_of(name, *assignments):
+        recipe = RECIPE_TEXT.replace("max_length", f"chat_template: {name}\n  max_length", 1)
+        book.write("other/mine.yaml", recipe)
+        return Path(load_recipe(Path("other/mine.yaml"), list(assignments)).data.chat_template)
+
+    book.write("other/qwen3", "a folder or a file of that name")
+    book.write("other/own.jinja", "{{ messages }}")
+    assert located_of("qwen3") == template
+    assert located_of("./qwen3").read_text() == "a folder or a file of that name"
+    assert located_of("own.jinja").read_text() == "{{ messages }}"
+    assert located_of("own.jinja", "data.chat_template=qwen3") == template
+    assert located_of("recipes/chat_templates/qwen3.jinja") == template

@@ -21,6 +21,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from cookbook.config.row_kinds import readings
 from cookbook.training.data.twin import offer, own_template, twin_of
+from cookbook.training.models import end_of_turn
 
 SHIPPED = {path.stem: path for path in CHATML.parent.glob("*.jinja")}
 TWINS = {
@@ -504,7 +505,7 @@ ENDS = {
     "phi3": ["<|end|>"],
     "tulu": ["</s>"],
 }
-"""Of a family's turns; of those that are not here, as of ChatML."""
+"""Tokens that end a family's turns; those that are not here have ChatML's."""
 
 
 def test_every_shipped_template_is_looked_at():
@@ -561,6 +562,14 @@ def test_each_turn_is_one_stretch_that_ends_with_its_end_token(name):
         )
         assert "Answer" not in unmarked and "Thought" not in unmarked, label
     assert num_turns >= 300
+
+
+@pytest.mark.parametrize("name", STRETCHES)
+def test_generation_stops_at_the_token_that_ends_a_turn(name):
+    ends = ENDS.get(name, ENDS["chatml"])
+    tokenizer = make_tokenizer(SHIPPED[name].read_text(encoding="utf-8"), specials={*ends, "</s>"} - {"<|im_end|>"})
+    tokenizer.eos_token = "</s>"
+    assert tokenizer.decode(end_of_turn(tokenizer)) == ends[0]
 
 
 FITTING = {

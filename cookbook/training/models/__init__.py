@@ -264,15 +264,17 @@ def revision_of(folder: str) -> str | None:
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The special token that ends an assistant's turn in the chat template, or None."""
-    if not tokenizer.chat_template:
-        return None
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:
-        ids = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
-    except TemplateError:  # the template requires other messages
+        is_marked = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", tokenizer.get_chat_template()) is not None
+        found = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=is_marked)
+    except (TemplateError, ValueError):  # the template requires other messages; there is none
         return None
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return next((i for i in reversed(ids) if i in special), None)
+    # After the turn Phi-3's template ends the chat with another token.
+    marks = found["assistant_masks"] if is_marked else [1] * len(found["input_ids"])
+    turn = [i for i, mark in zip(found["input_ids"], marks, strict=True) if mark]
+    return next((i for i in reversed(turn) if i in special), None)
 
 
 def weights_digest(folder: Path, *, cache: Path | None = None) -> str:
