@@ -87,7 +87,7 @@ TWICE = [user(), assistant("Red."), user("Sure?"), assistant("Blue.")]
 
 
 def formats_of(project: str, *formats: tuple[Any, ...]) -> list[Format]:
-    """Of each its name, an example row, the objective if it is not sft, and the keys of `data` that it needs."""
+    """Each with its name, an example row, the objective if it is not sft, and the keys of `data` that it needs."""
     return [
         Format(project=project, **dict(zip(("name", "row", "objective", "data"), one, strict=False))) for one in formats
     ]

@@ -33,7 +33,9 @@ def recompute(export: Path, small: dict[str, Any], objective: Objective, eval_fi
         total, count = logp(model, sequence)
         return Answer(total, count, logp(reference, sequence)[0] if objective.needs_reference else math.nan)
 
-    encoded = Encoder(tokenizer, objective.labels, TextKeys.of(DataSection.model_validate(small["data"]))).encode(rows)
+    encoded = Encoder(
+        tokenizer, objective.labels, TextKeys.of(DataSection.model_validate({"train": str(eval_file)} | small["data"]))
+    ).encode(rows)
     samples, values = [], []
     value_of = kinds()[rows.kind].value
     for row, sample in zip(rows.rows, encoded, strict=True):
