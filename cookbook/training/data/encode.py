@@ -25,6 +25,7 @@ from cookbook.training.data.chat_template import (
 )
 from cookbook.training.data.faithful import OTHER_BEGINNING, Problem, Words, changed_text, problems_of_shape, shape_of
 from cookbook.training.data.rows import Rows
+from cookbook.training.data.twin import offer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -311,9 +312,9 @@ class _ChatEncoder:
             if not (after.startswith(before) and whole.startswith(after) and len(before) < len(after)):
                 raise RecipeError(
                     f"{asked.where}: the chat template has no generation markers, and does not write message {k + 1} as"
-                    " it would be prompted for and continued, so the assistant's tokens cannot be found. Give one with"
-                    f" markers in data.chat_template, for example {SHIPPED_TEMPLATE}, or train on all tokens with"
-                    " objective.train_on: all, or on the last turn with last"
+                    " it would be prompted for and continued, so the assistant's tokens cannot be found:"
+                    f" {offer(self.template.tokenizer)}, or train on all tokens with objective.train_on: all, or on the"
+                    " last turn with last"
                 )
             turns.append((len(before), len(after)))
         return whole, turns

@@ -19,6 +19,7 @@ _WORD = re.compile(r"zq\d{4}qz")
 _CORE = re.compile(r"\S(?:.*\S)?", re.DOTALL)
 
 
+END_OF_THOUGHT = "</think>"
 OTHER_BEGINNING = "does not begin a turn with its"
 
 
@@ -92,10 +93,13 @@ class Words:
     def text(self, part: TextPart, message: int | None, key: str, text: str, detail: str = "") -> str:
         """The text with words for its stretches between texts that the template looks for; white space stays around."""
         pieces = re.split("(" + "|".join(map(re.escape, self.tested)) + ")", text) if self.tested else [text]
-        return "".join(
-            piece if i % 2 else _CORE.sub(lambda found: self.word(part, message, key, found[0], detail), piece, count=1)
-            for i, piece in enumerate(pieces)
-        )
+        # Of an answer's content, what stands before the end of a thought is one.
+        for i in range(0, len(pieces), 2):
+            is_thought = part == "content" and pieces[i + 1 : i + 2] == [END_OF_THOUGHT]
+            if found := _CORE.search(pieces[i]):
+                word = self.word("reasoning" if is_thought else part, message, key, found[0], detail)
+                pieces[i] = pieces[i][: found.start()] + word + pieces[i][found.end() :]
+        return "".join(pieces)
 
     def value(self, message: int, detail: str, value: Any) -> Any:
         """Arguments of a call, with words for names and texts."""
@@ -104,9 +108,14 @@ class Words:
         if isinstance(value, list):
             return [self.value(message, detail, item) for item in value]
         if isinstance(value, dict):
+            # Words sort as their names do, for a template that sorts.
+            names = {
+                key: self.word("tool_calls", message, "`tool_calls`", key, detail)
+                for key in sorted(value, key=str.lower)
+            }
             replaced = {}
             for key, item in value.items():
-                word = self.word("tool_calls", message, "`tool_calls`", key, detail)
+                word = names[key]
                 if not isinstance(item, str | list | dict):
                     self.scalars.append((word, item))
                 replaced[word] = self.value(message, detail, item)
@@ -181,6 +190,8 @@ def problems_of_shape(asked: Asked, words: Words, text: str, spans: Sequence[Spa
     # A name may stand beside a call and beside its result.
     once = [leaf for leaf in words.leaves.values() if leaf.part not in ("tools", "name", "tool_calls")]
     found += [(leaf, "writes more than once") for leaf in once if count[leaf] > 1]
+    first = dict(reversed(places))
+    places = [(leaf, place) for leaf, place in places if leaf.part != "tool_calls" or first[leaf] == place]
     found += [(leaf, "writes after a later message") for leaf in _out_of_order(places)]
     found += _as_python(words, text)
     for leaf, place in places if spans is not None else ():
