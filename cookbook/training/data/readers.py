@@ -12,7 +12,7 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-from cookbook.config import row_kinds
+from cookbook.config import row_columns, row_kinds
 from cookbook.config.messages import ROLES, role_of
 from cookbook.config.row_kinds import BadRow
 from cookbook.config.sections import Source, data_format
@@ -307,7 +307,7 @@ def _decoded(batch: Any, decode: Any) -> list[Any]:
 def known_columns(columns: list[str], source: Source) -> list[str]:
     """The columns to read, with those that are refused; all if none is known, so that the first row shows what there
     is."""
-    known = {*row_kinds.columns(), *row_kinds.MEANT, *(source.columns or {}).values()} - {*(source.ignore or ())}
+    known = {*row_kinds.columns(), *row_columns.MEANT, *(source.columns or {}).values()} - {*(source.ignore or ())}
     return [column for column in columns if column in known] or columns
 
 
