@@ -4,7 +4,8 @@ import random
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from cookbook.config.messages import FOREIGN_KEYS, IN_MESSAGES, ONLY_TEXT, BadRow, from_json, is_foreign, role_of
+from cookbook.config.json_text import BadRow, from_json
+from cookbook.config.messages import FOREIGN_KEYS, IN_MESSAGES, ONLY_TEXT, is_foreign, role_of
 from cookbook.config.row_kinds import MadeUp, Naming, Row, RowKind, columns, is_empty, is_rating, kinds
 from cookbook.system.files import closest
 

@@ -13,14 +13,13 @@ from itertools import takewhile
 from typing import Any, ClassVar, NamedTuple
 
 from cookbook.config import registry
+from cookbook.config.json_text import BadRow, from_json
 from cookbook.config.messages import (
     ROLES,
-    BadRow,
     Chat,
     check_messages,
     check_text,
     check_tools,
-    from_json,
     read_messages,
     role_of,
 )

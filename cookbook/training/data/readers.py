@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.config import row_columns, row_kinds
+from cookbook.config.json_text import NO_JSON, BadRow, from_json, json_value, unique
 from cookbook.config.messages import ROLES, role_of
-from cookbook.config.row_kinds import BadRow
 from cookbook.config.sections import Source, data_format
 from cookbook.system.files import RecipeError, first_line, kind_in_words
-from cookbook.training.data.json_text import json_value, unique
 
 MAX_ROW_BYTES = 1_000_000
 MAX_TEXT_CHARACTERS = MAX_ROW_BYTES // 4
@@ -75,7 +74,7 @@ def _json_rows(path: Path, file: io.BufferedReader) -> Iterator[tuple[str, Any]]
     if not start.startswith(b"["):
         rows = _jsonl_rows(path, file)
         for place, row in islice(rows, 1):
-            if isinstance(row, BadRow) and row.reason == "not JSON" and (whole := _object_over_lines(path)):
+            if isinstance(row, BadRow) and row.reason == NO_JSON and (whole := _object_over_lines(path)):
                 raise RecipeError(
                     f"{path}: {kind_in_words(whole)}, written over several lines;"
                     " write a list of objects, or each object in one line"
@@ -184,9 +183,7 @@ def _value_of(cell: str) -> Any:
     else its text, or null if it is empty."""
     if not cell.startswith("["):
         return cell or None
-    value = json_value(cell)
-    if isinstance(value, BadRow) and value.reason != "not JSON":
-        raise value
+    value = from_json(cell)
     are_messages = isinstance(value, list) and bool(value) and all(role_of(one) in ROLES.values() for one in value)
     return value if are_messages else cell
 

@@ -11,7 +11,8 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, Literal
 
-from cookbook.config.messages import IN_MESSAGES, from_json, unread_keys
+from cookbook.config.json_text import NO_JSON, BadRow, from_json
+from cookbook.config.messages import IN_MESSAGES, unread_keys
 from cookbook.config.objectives import Objective
 from cookbook.config.registry import known
 from cookbook.config.row_columns import (
@@ -32,7 +33,6 @@ from cookbook.config.row_columns import (
 )
 from cookbook.config.row_kinds import (
     FOR_TEMPLATE,
-    BadRow,
     MadeUp,
     RowKind,
     is_empty,
@@ -189,7 +189,7 @@ def row_bytes(row: dict[str, Any]) -> bytes:
 
 
 def _refuse(value: Any) -> None:
-    raise BadRow("not JSON", kind_in_words(value))
+    raise BadRow(NO_JSON, kind_in_words(value))
 
 
 def _listed(names: Sequence[str]) -> str:
