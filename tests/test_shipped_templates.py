@@ -32,6 +32,7 @@ TWINS = {
     "qwen3_5_nothink": ["qwen3_5_nothink"],
     "qwen3_6": ["qwen3_6"],
     "deepseek_r1": ["deepseekv3", "deepseek_r1_distill"],
+    "deepseek_v3": ["deepseekv3, without a thought"],
     "glm4_moe": ["glm4moe"],
     "phi3": ["phi3", "phi3_5"],
     "gemma3": ["gemma3", "gemma"],
@@ -255,7 +256,12 @@ def own(name):
     need_trl()
     spec = find_spec("trl")
     assert spec is not None and spec.origin is not None
-    return (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    name, is_plain, _ = name.partition(", without a thought")
+    text = (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    if is_plain:  # V3's own writes as R1's does, and does not prompt for a thought
+        assert text.count("<think>") == 1
+        text = text.replace("<think>\\n", "")
+    return text
 
 
 def rendered(template, row, prompted=False, marks=False):
@@ -467,6 +473,7 @@ STRETCHES = {
     "chatml": ["Answer one.<|im_end|>", "Answer two.<|im_end|>"],
     "chatml_tools": [f"{CALLED}<|im_end|>", "<think>\nThought two.\n</think>\nAnswer two.<|im_end|>"],
     "deepseek_r1": [f"Answer one.{DEEP_ENDS}", f"Thought two.\n</think>\n\nAnswer two.{DEEP_ENDS}"],
+    "deepseek_v3": [f"Answer one.{DEEP_ENDS}", f"Answer two.{DEEP_ENDS}"],
     "gemma3": ["Answer one.<end_of_turn>", "Answer two.<end_of_turn>"],
     "gemma4": [IN_GEMMA, "<|channel>thought\nThought two.\n<channel|>Answer two.<turn|>"],
     "glm4_moe": [f"\n<think></think>{IN_GLM}", "\n<think>Thought two.</think>\nAnswer two.<|user|>"],
@@ -490,12 +497,13 @@ STRETCHES = {
 }
 """What is marked of a call and an answer with reasoning, or of two answers where the template writes no calls."""
 NO_CALLS = {"alpaca", "chatml", "gemma3", "llama3", "phi3", "tulu"}
-ONE_CALL = {"deepseek_r1"}
+ONE_CALL = {"deepseek_r1", "deepseek_v3"}
 """Here by a chat without it: the turn of calls is in the test of all rows."""
 ENDS = {
     "alpaca": ["</s>"],
     "chatml": ["<|im_end|>"],
     "deepseek_r1": [DEEP_ENDS],
+    "deepseek_v3": [DEEP_ENDS],
     "gemma3": ["<end_of_turn>"],
     "gemma4": ["<turn|>", "<|tool_response>"],
     "glm4_moe": ["<|user|>", "<|observation|>", "<|system|>"],
