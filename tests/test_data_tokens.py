@@ -14,11 +14,11 @@ import pytest
 from small_data import CHATML, ROOT, chat, make_tokenizer, marked, rows_of, run_tokenize
 from tokenizers import processors
 
+from cookbook.config.chat_templates import CHATML_TOOLS, template_path
 from cookbook.config.objectives import Objective
 from cookbook.config.sections import DataSection
 from cookbook.system.files import RecipeError
 from cookbook.training.data import tokens as tokens_module
-from cookbook.training.data.encode import WRITES_ALL
 from cookbook.training.data.stream import Stream
 from cookbook.training.data.tokens import cached_tokens, take
 
@@ -101,7 +101,7 @@ def test_template_without_markers_serves_train_on_all():
 def test_missing_template_names_the_shipped_one():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(RecipeError, match=r"recipes/chat_templates/chatml\.jinja"):
+    with pytest.raises(RecipeError, match=r"data.chat_template: chatml"):
         run_tokenize(rows_of("messages", [chat("a", "b")]), tokenizer)
     assert CHATML.is_file()
 
@@ -325,7 +325,7 @@ def test_what_a_template_would_drop_is_a_bad_row(tokenizer, row, key):
 
 
 def test_the_shipped_template_for_tools_writes_all_that_others_leave_out():
-    with_tools = make_tokenizer((ROOT / WRITES_ALL).read_text())
+    with_tools = make_tokenizer((ROOT / template_path(CHATML_TOOLS)).read_text())
     thought = {"role": "assistant", "content": "b", "reasoning_content": "why"}
     rows = [{"messages": CALLING, "tools": [{"name": "add"}]}, {"messages": [USER, thought, USER, thought]}]
     tokens, _ = run_tokenize(rows_of("messages", rows), with_tools)

@@ -21,7 +21,8 @@ from cookbook.commands.shared.labels import read_label
 from cookbook.config.chat_templates import template_path
 from cookbook.config.objectives import Objective
 from cookbook.config.recipe import RECIPES, Recipe, default_output_dir, parse_recipe, prepare
-from cookbook.config.row_kinds import kinds, kinds_of, rename, suggested_columns
+from cookbook.config.row_columns import kinds_of, rename, suggested_columns
+from cookbook.config.row_kinds import kinds
 from cookbook.config.sections import ALL_LINEAR, Source
 from cookbook.config.strategy import Strategy, load_known
 from cookbook.system.console import several

@@ -1,5 +1,6 @@
 """The chat templates in recipes/chat_templates, which a recipe gives by their names."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,6 +8,14 @@ from cookbook.system.files import find_file, nearest
 from cookbook.system.shipped import is_short, located, starts
 
 FOLDER = Path("recipes/chat_templates")
+CHATML, CHATML_TOOLS = "chatml", "chatml_tools"
+"""Names of those that serve any model; the second writes tool calls and reasoning."""
+_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+def is_marked(template: str) -> bool:
+    """Whether a template has markers around the assistant's part."""
+    return _MARKER.search(template) is not None
 
 
 def template_path(name: str) -> str:

@@ -3,10 +3,10 @@
 Every key of a message, a part of its content and a tool call is read, named as metadata by `unread_keys`, or refused.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from cookbook.config.json_text import BadRow, from_json
 from cookbook.system.files import kind_in_words
 
 Chat = list[dict[str, Any]]
@@ -31,8 +31,6 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """What comes before an assistant's answer; read as `reasoning_content`."""
 LOSS_MARKS = ("train", "training", "loss", "loss_mask", "weight", "loss_weight", "mask", "masked")
 """Whether a message carries loss: true, false, 1 or 0; `masked` is the opposite."""
-TEMPLATE_KEYS = ("tool_calls", "reasoning_content")
-"""Keys of an assistant message besides its content, which a chat template must write."""
 IN_MESSAGES = "messages."
 """Begins the name of a key of messages, whatever column they are in."""
 READ_KEYS = frozenset(
@@ -59,17 +57,6 @@ PART_KEYS = frozenset(("type", "text", "value", *PART_REASONING))
 CALL_KEYS = frozenset(("id", "type", "function", "name", "arguments", "parameters"))
 
 
-class BadRow(ValueError):
-    """A row that cannot be trained on, with a reason to count by and the value seen."""
-
-    def __init__(self, reason: str, seen: str = "") -> None:
-        self.reason, self.seen = reason, seen
-        super().__init__(f"{reason}: {seen}" if seen else reason)
-
-    def __reduce__(self) -> tuple[type["BadRow"], tuple[str, str]]:
-        return BadRow, (self.reason, self.seen)
-
-
 def is_foreign(messages: Any) -> bool:
     """Whether messages have ShareGPT's keys."""
     first = messages[0] if isinstance(messages, list) and messages else messages
@@ -85,29 +72,6 @@ def role_of(message: Any) -> Any:
         return role
     name = role.strip().lower()
     return "assistant" if name in CALL_ROLES else ROLES.get(name, role)
-
-
-def from_json(value: Any) -> Any:
-    """The value of a JSON text; anything else as it is.
-
-    Raises:
-        BadRow: an object in the text has a key twice.
-    """
-    try:
-        return json.loads(value, object_pairs_hook=_unique) if isinstance(value, str) else value
-    except BadRow:
-        raise
-    except (ValueError, RecursionError):
-        return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [key for key, _ in pairs]
-        twice = ", ".join(ascii(key) for key in values if names.count(key) > 1)[:200]
-        raise BadRow("key given twice", f"in a JSON text: {twice}")
-    return values
 
 
 def check_messages(messages: Any, name: str = "") -> Chat:

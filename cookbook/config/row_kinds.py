@@ -1,33 +1,29 @@
-"""Kinds of rows: how a row of each is recognized, checked and turned into sequences. No torch.
+"""Kinds of rows: how a row of each is checked and turned into sequences. No torch.
 
-Reading, tokenizing, error messages and rehearsals all use the registered kinds.
+Reading, tokenizing, error messages and rehearsals all use the registered kinds; `cookbook.config.row_columns` finds the
+kind of a row.
 """
 
 import json
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, ClassVar, NamedTuple
 
 from cookbook.config import registry
+from cookbook.config.json_text import BadRow, from_json
 from cookbook.config.messages import (
-    FOREIGN_KEYS,
-    IN_MESSAGES,
-    ONLY_TEXT,
     ROLES,
-    BadRow,
     Chat,
     check_messages,
     check_text,
     check_tools,
-    from_json,
-    is_foreign,
     read_messages,
     role_of,
 )
-from cookbook.system.files import closest, kind_in_words
+from cookbook.system.files import kind_in_words
 
 __all__ = ["BadRow", "Chat", "check_messages", "check_text"]  # for plugins
 
@@ -124,215 +120,13 @@ def own_keys() -> list[str]:
     return list(dict.fromkeys(key for kind in kinds().values() for key in (*kind.keys, *kind.other_keys)))
 
 
-OTHER_NAMES = {"system_prompt": "system", "system_message": "system"}
-"""Columns that hold an optional key under another name."""
-NOT_TEXT = dict.fromkeys(
-    (
-        *("image", "images", "image_url", "image_urls", "pixel_values"),
-        *("audio", "audios", "video", "videos", "documents"),
-    ),
-    ONLY_TEXT,
-)
-MADE_BEFORE = dict.fromkeys(
-    ("input_ids", "completion_mask", "assistant_masks"),
-    "rows are tokenized here, from their texts",
-)
-WEIGHTS = dict.fromkeys(("weight", "loss_weight", "sample_weight"), "rows weigh alike (`weight` of a source does not)")
-NEVER_READ = NOT_TEXT | MADE_BEFORE | WEIGHTS
-"""Columns that a known format gives a meaning, and why nothing reads them."""
-SOMETIMES_READ = {
-    **dict.fromkeys(("system", *OTHER_NAMES), "there is no chat to begin with it; write `messages`"),
-    **dict.fromkeys(("tools", "functions"), "there is no chat template to write them; write `messages`"),
-    "chat_template_kwargs": "there is no chat template to give them to; write `messages`",
-    "history": "there is no chat to begin with it; write `messages`",
-    "context": "there is no prompt that it could follow",
-    **dict.fromkeys(("loss_mask", "mask"), "it goes with `messages`, a value for each"),
-    "kto_tag": "name it in data.columns, as label, and the others with it",
-}
-"""Columns that a known format gives a meaning beside others, and why a kind without such a key does not read them."""
-MEANT = NEVER_READ | SOMETIMES_READ
-RATING = "label"
-"""A column that says whether an answer is good, beside what could be read as a judged answer."""
-
 FOR_TEMPLATE = ("tools", "functions", "chat_template_kwargs")
 """Keys of what a chat template is given besides the messages."""
-MESSAGE_KEYS = ("role", "content")
-"""Keys of a message that a recipe's columns may rename."""
-
-
-def rename(row: Row, columns: Mapping[str, str]) -> Row:
-    """The row under its kind's own names.
-
-    Args:
-        columns: key -> column, or key of a message. Where it names a column, the row's other columns are left out.
-    """
-    in_messages = {columns[key]: key for key in MESSAGE_KEYS if key in columns}
-    of_row = {key: column for key, column in columns.items() if key not in MESSAGE_KEYS}
-    if of_row:
-        row = {key: row[column] for key, column in of_row.items() if column in row}
-    if in_messages:
-        row = {key: _rename_messages(value, in_messages) for key, value in row.items()}
-    return row
-
-
-def _rename_messages(value: Any, names: Mapping[str, str]) -> Any:
-    if not isinstance(value, list):
-        return value
-    return [{names.get(key, key): item for key, item in one.items()} if isinstance(one, dict) else one for one in value]
-
-
-def suggested_columns(row: Row, names: Sequence[str]) -> dict[str, str]:
-    """A guess: columns that make a row one of these kinds; empty if there are none.
-
-    By a name that is almost right (`ouput`) if one is, else by the types of the values.
-    """
-    if found := misspelt(row):
-        column, near = found
-        renamed = {near if key == column else key: value for key, value in row.items()}
-        for one in readings(renamed.keys()):
-            if one.kind.name in names and one.kind.matches(one.of(renamed)):
-                return {key: column if own == near else own for key, own in one.columns.items()}
-    for name in names:
-        kind = kinds()[name]
-        chosen: dict[str, str] = {}
-        example = kind.made_up(MadeUp(random.Random(0), ["a"]))
-        for key in kind.keys:
-            left = [column for column, value in row.items() if column not in chosen.values() and value is not None]
-            fitting = [column for column in left if type(row[column]) is type(example[key])]
-            # A text of several words before a name or an id.
-            fitting.sort(key=lambda column: isinstance(row[column], str) and len(row[column].split()) < 2)
-            chosen |= {key: fitting[0]} if fitting else {}
-        if len(chosen) == len(kind.keys):
-            return chosen | _suggested_message_keys(row[chosen[kind.keys[0]]])
-    return {}
-
-
-def misspelt(row: Row) -> tuple[str, str] | None:
-    """A column that would make the row readable under the nearest known name, and that name."""
-    known = columns()
-    for column in row:
-        near = None if column in known else closest(column, known)
-        if near is not None and near not in row and readings({*row, near} - {column}):
-            return column, near
-    return None
-
-
-def _suggested_message_keys(messages: Any) -> dict[str, str]:
-    first = messages[0] if isinstance(messages, list) and messages else None
-    if not isinstance(first, dict) or role_of(first) is not None:
-        return {}
-    by_length = sorted((key for key, value in first.items() if isinstance(value, str)), key=lambda key: len(first[key]))
-    return {"role": by_length[0], "content": by_length[-1]} if len(by_length) > 1 else {}
 
 
 def is_empty(value: Any) -> bool:
     """Whether the value of an optional key asks for nothing."""
     return value is None or value in ("", [], {}) or (isinstance(value, str) and not value.strip())
-
-
-def asks_for_something(column: str, value: Any) -> bool:
-    """Whether a column with a meaning has a value that leaving it out would betray."""
-    return not is_empty(value) and not (column in WEIGHTS and value == 1)
-
-
-def keys_in_messages(row: Row) -> set[str]:
-    """The keys of a row's messages, in whatever column they are, each as `messages.KEY`."""
-    messages = (one for value in row.values() for one in _items(value) if isinstance(one, dict))
-    return {f"{IN_MESSAGES}{key}" for one in messages for key in one}
-
-
-def _items(value: Any) -> list[Any]:
-    if isinstance(value, str) and value.startswith("[{"):  # a cell of a table
-        try:
-            value = from_json(value)
-        except BadRow:  # found by whoever reads it as messages
-            return []
-    return value if isinstance(value, list) else []
-
-
-def without(row: Row, ignored: Sequence[str]) -> Row:
-    """The row without these columns; `messages.KEY` is a key of messages, in whatever column they are."""
-    in_messages = {name.removeprefix(IN_MESSAGES) for name in ignored if name.startswith(IN_MESSAGES)}
-    row = {column: value for column, value in row.items() if column not in ignored}
-    for column, value in row.items() if in_messages else ():
-        items = _items(value)
-        if any(in_messages & one.keys() for one in items if isinstance(one, dict)):
-            row[column] = [
-                {key: item for key, item in one.items() if key not in in_messages} if isinstance(one, dict) else one
-                for one in items
-            ]
-    return row
-
-
-class Reading(NamedTuple):
-    """One way to read a row."""
-
-    kind: RowKind
-    columns: dict[str, str]
-    """The kind's key -> column, for columns that the row has."""
-    name: str
-
-    @property
-    def is_own(self) -> bool:
-        """Whether the row has the kind's own names for all required keys, and no other kind comes first."""
-        return not self.kind.yields and all(self.columns[key] == key for key in self.kind.keys)
-
-    @property
-    def in_words(self) -> str:
-        """The columns of the required keys, for messages."""
-        return " and ".join(f"`{self.columns[key]}`" for key in self.kind.keys) + self.kind.form
-
-    def of(self, raw: Row) -> Row:
-        """The row under the kind's own names."""
-        return {key: raw[column] for key, column in self.columns.items()}
-
-    def words(self, raw: Row) -> str:
-        """What was renamed in a row, for the user; empty if nothing was."""
-        renamed = [f"{column} -> {key}" for key, column in self.columns.items() if column != key]
-        name = self.name
-        if any(is_foreign(raw[column]) for column in self.columns.values()):
-            name, renamed = "ShareGPT", renamed + [f"{theirs} -> {own}" for theirs, own in FOREIGN_KEYS.items()]
-        return f"rows look like {name or 'this'}: {', '.join(renamed)}" if renamed else ""
-
-
-def readings(present: Set[str]) -> list[Reading]:
-    """The ways to read rows that have these columns, by kind; a way that another one extends is left out."""
-    found = []
-    for kind in kinds().values():
-        own = Naming({key: key for key in (*kind.keys, *kind.other_keys)})
-        ways: list[Reading] = []
-        for naming in (own, *kind.namings):
-            if naming.renames_beside(present, kind):
-                continue
-            named = {**naming.columns, **{key: key for key in kind.other_keys if key not in naming.columns}}
-            used = {key: column for key, column in named.items() if column in present}
-            for column, key in OTHER_NAMES.items():
-                if column in present and key in kind.other_keys and key not in used:
-                    used[key] = column
-            if used.keys() >= set(kind.keys) and all(used != way.columns for way in ways):
-                ways.append(Reading(kind, used, naming.name))
-        found += [
-            way for way in ways if not any(set(way.columns.values()) < set(other.columns.values()) for other in ways)
-        ]
-    return found
-
-
-def kinds_of(raw: Row) -> set[str]:
-    """The kinds that a row may be read as: by this project's own names, else by others."""
-    found = readings({key for key, value in raw.items() if value is not None})
-    found = [one for one in found if one.kind.matches(one.of(raw))]
-    rated_so = [one for one in found if RATING not in one.columns or is_rating(raw[one.columns[RATING]])]
-    return {one.kind.name for one in by_own_names(rated_so or found)}
-
-
-def by_own_names(found: Iterable[Reading]) -> list[Reading]:
-    """The ways to read a row by this project's own names, if these decide it; else all.
-
-    A row in a shape of this project is read by it, whatever other columns it has.
-    """
-    found = list(found)
-    own = [one for one in found if one.is_own]
-    return own if any(not one.kind.is_rendered for one in own) else found
 
 
 def shapes() -> str:

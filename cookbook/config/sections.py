@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
-from cookbook.config import row_kinds
+from cookbook.config import row_columns, row_kinds
 from cookbook.config.chat_templates import template_path
 from cookbook.config.objectives import TooLong
 from cookbook.config.registry import Section
@@ -113,7 +113,7 @@ class ModelSection(OneOf):
 
 
 def _keys_of_rows(columns: dict[str, str]) -> dict[str, str]:
-    known = [*row_kinds.own_keys(), *row_kinds.MESSAGE_KEYS]
+    known = [*row_kinds.own_keys(), *row_columns.MESSAGE_KEYS]
     for key, column in columns.items():
         if key not in known:
             turned = f"; did you mean {column}: {key}?" if column in known else ""

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from cookbook.config.optim import number
 from cookbook.config.recipe import Recipe
-from cookbook.config.row_kinds import kinds, kinds_of, rename, without
+from cookbook.config.row_columns import kinds_of, rename, without
+from cookbook.config.row_kinds import kinds
 from cookbook.config.schedule import peak_learning_rate
 from cookbook.config.sections import ALL_LINEAR, BUILTIN_SOURCE, Source
 from cookbook.planning.packing import known_config

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.config.recipe import Recipe
-from cookbook.config.row_kinds import MEANT, BadRow, MadeUp, columns, kinds, without
+from cookbook.config.row_columns import MEANT, without
+from cookbook.config.row_kinds import BadRow, MadeUp, columns, kinds
 from cookbook.config.sections import BUILTIN_SOURCE, Source
 from cookbook.planning.meshes import EXPERTS
 from cookbook.planning.offline import hub_answers, known_kind, known_model

@@ -15,8 +15,7 @@ from typing import Any
 import pyarrow
 import pyarrow.compute
 
-from cookbook.config.row_kinds import BadRow
-from cookbook.training.data.json_text import json_value, unique
+from cookbook.config.json_text import BadRow, json_value, unique
 
 Decoder = Callable[[Any], list[Any]]
 """An array -> its values."""

@@ -42,10 +42,14 @@ class Pieces:
             **options,
         )
 
+    def ids(self, texts: list[str], **options: Any) -> list[list[int]]:
+        """The ids of each text."""
+        return self.encoded(texts, **options)["input_ids"]
+
     def continued(self, texts: list[str], **options: Any) -> list[list[int]]:
         """The ids of texts that continue another: without the space that some tokenizers put before a text."""
         if not self._puts_prefix:
-            return self.encoded(texts, **options)["input_ids"]
+            return self.ids(texts, **options)
         return self._after_anchor(texts, **options)
 
     def _after_anchor(self, texts: list[str], **options: Any) -> list[list[int]]:
@@ -59,20 +63,18 @@ class Pieces:
                 first = next((k for k, (start, end) in enumerate(offsets) if start >= 1 or end > 1), len(ids))
                 if first == len(ids) or (first and offsets[first][0] >= 1):
                     found[i] = ids[first:]
-        return [
-            found[i] if i in found else self.encoded([text], **options)["input_ids"][0] for i, text in enumerate(texts)
-        ]
+        return [found[i] if i in found else self.ids([text], **options)[0] for i, text in enumerate(texts)]
 
     @cached_property
     def _puts_prefix(self) -> bool:
         """Whether it puts a space before a text, as SentencePiece does."""
-        return self._after_anchor(["ab", "1"]) != self.encoded(["ab", "1"])["input_ids"]
+        return self._after_anchor(["ab", "1"]) != self.ids(["ab", "1"])
 
     @cached_property
     def _puts_prefix_after_special(self) -> bool:
         """Whether it puts that space after each special token too."""
         special = self.tokenizer.eos_token or ""
-        return self.encoded([special + "ab"])["input_ids"][0][1:] == self.encoded(["ab"])["input_ids"][0]
+        return self.ids([special + "ab"])[0][1:] == self.ids(["ab"])[0]
 
     def range_of(self, encoding: Any, ids: list[int], text: str, start: int, end: int) -> Range | None:
         """The tokens of characters `start` to `end` of a text; None if a token spans one of these borders.
@@ -105,7 +107,7 @@ class Pieces:
         start = encoding.token_to_chars(len(before) - len(ids) + place)[0]
         tail = text[start:end]
         if tail not in self._tails:
-            self._tails[tail] = self.encoded([tail])["input_ids"][0]
+            self._tails[tail] = self.ids([tail])[0]
         return self._tails[tail] == ids[place:]
 
     def in_pieces(self, text: str, cuts: Collection[int], guard: str = "") -> tuple[list[int], dict[int, int]]:
@@ -128,7 +130,7 @@ class Pieces:
 
     def _append(self, ids: list[int], text: str, **options: Any) -> None:
         starts_alike = not ids or (ids[-1] in self.special_ids and self._puts_prefix_after_special)
-        ids += self.encoded([text], **options)["input_ids"][0] if starts_alike else self.continued([text], **options)[0]
+        ids += self.ids([text], **options)[0] if starts_alike else self.continued([text], **options)[0]
 
     def _append_guarded(self, ids: list[int], text: str, guard: str) -> None:
         encoding = self.encoded([text], return_offsets_mapping=True)

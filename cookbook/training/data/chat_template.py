@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import nodes
 
-from cookbook.config.row_kinds import Chat
+from cookbook.config.chat_templates import is_marked
+from cookbook.config.messages import Chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,7 +18,6 @@ REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 """Names under which templates read the reasoning of a message."""
 THINKING = ({"enable_thinking": False}, {"enable_thinking": True}, {"thinking": False}, {"thinking": True})
 """Variables by which templates choose how an answer is prompted for."""
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 class AsksForDate(Exception):
@@ -36,11 +36,12 @@ class Asked(NamedTuple):
     """A chat to render, and what goes into the template besides."""
 
     chat: Chat
-    tools: list[dict[str, Any]] | None = None
-    variables: dict[str, Any] = {}  # noqa: RUF012 (never changed)
-    trained: tuple[int, ...] = ()
+    tools: list[dict[str, Any]] | None
+    variables: dict[str, Any]
+    trained: tuple[int, ...]
     """The messages with loss."""
-    where: str = ""
+    where: str
+    """The row, for messages."""
 
 
 class ChatTemplate:
@@ -67,7 +68,7 @@ class ChatTemplate:
     def has_markers(self, tools: Any = None) -> bool:
         """Whether it marks the assistant's tokens."""
         if (tools is None) not in self._has_markers:
-            self._has_markers[tools is None] = _GENERATION.search(self.text(tools)) is not None
+            self._has_markers[tools is None] = is_marked(self.text(tools))
         return self._has_markers[tools is None]
 
     def render(self, asked: Asked, end: int | None = None, *, prompt: bool = False, **variables: Any) -> str:
@@ -84,9 +85,9 @@ class ChatTemplate:
         return self._rendered(asked, None, False, {})
 
     def _rendered(self, asked: Asked, end: int | None, prompt: bool, more: dict[str, Any]) -> tuple[str, list[Span]]:
-        from transformers.utils.chat_template_utils import _compile_jinja_template, _render_with_assistant_indices
+        from transformers.utils.chat_template_utils import _render_with_assistant_indices
 
-        compiled = _compile_jinja_template(self.text(asked.tools))
+        compiled = _compiled(self.text(asked.tools))
         values = {**self._special, "strftime_now": self._strftime, **asked.variables, **more}
         messages = [self._given(message, asked.tools) for message in asked.chat[:end]]
         # The function behind apply_chat_template, which takes no date (transformers/utils/chat_template_utils.py:543).
@@ -103,10 +104,7 @@ class ChatTemplate:
         if "reasoning_content" in message:
             given |= dict.fromkeys(REASONING_NAMES, message["reasoning_content"])
         if "tool_calls" in message and self._wants_text(tools is not None):
-            given["tool_calls"] = [
-                call | {"function": call["function"] | {"arguments": _as_text(call["function"]["arguments"])}}
-                for call in message["tool_calls"]
-            ]
+            given["tool_calls"] = calls_as_text(message["tool_calls"])
         return given
 
     def _strftime(self, form: str) -> str:
@@ -126,11 +124,9 @@ class ChatTemplate:
 
     def _probe(self, with_tools: bool, arguments: Any) -> str:
         """A call with these arguments as the template writes it; empty if it refuses the call."""
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
         call = {"id": "a" * 9, "type": "function", "function": {"name": "f", "arguments": arguments}}
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        template = _compile_jinja_template(self.text(True if with_tools else None))
+        template = _compiled(self.text(True if with_tools else None))
         try:
             return template.render(messages=chat, tools=None, **self._special, strftime_now=lambda form: "")
         except Exception:  # as above
@@ -139,17 +135,28 @@ class ChatTemplate:
     @cached_property
     def tested_texts(self) -> tuple[str, ...]:
         """Texts that the template looks for in those of a chat, such as `</think>`."""
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
         templates = self.tokenizer.chat_template
         found: set[str] = set()
         for template in templates.values() if isinstance(templates, dict) else [templates]:
-            tree = _compile_jinja_template(template).environment.parse(template)
+            tree = _compiled(template).environment.parse(template)
             for node in tree.find_all((nodes.Compare, nodes.Call, nodes.Filter)):
                 found |= {one.value for one in node.find_all(nodes.Const) if isinstance(one.value, str)}
         marks = {text.strip() for text in found}
         return tuple(sorted((mark for mark in marks if len(mark) > 1 and re.search(r"[<\[|]", mark)), key=len)[::-1])
 
 
+def calls_as_text(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as JSON text, as some templates want them."""
+    functions = [call["function"] for call in calls]
+    texts = [function | {"arguments": _as_text(function["arguments"])} for function in functions]
+    return [call | {"function": function} for call, function in zip(calls, texts, strict=True)]
+
+
 def _as_text(arguments: Any) -> str:
     return json.dumps(arguments, ensure_ascii=False)
+
+
+def _compiled(template: str) -> Any:
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    return _compile_jinja_template(template)

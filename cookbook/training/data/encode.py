@@ -10,6 +10,7 @@ from datetime import date
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from cookbook.config.chat_templates import CHATML, CHATML_TOOLS
 from cookbook.config.objectives import TrainOn
 from cookbook.config.row_kinds import BadRow, Chat, Row, RowKind, kinds
 from cookbook.config.sections import DataSection
@@ -30,8 +31,6 @@ from cookbook.training.data.twin import offer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SHIPPED_TEMPLATE = "recipes/chat_templates/chatml.jinja"
-WRITES_ALL = "recipes/chat_templates/chatml_tools.jinja"
 ROWS_PER_BATCH = 512
 NUM_COMPARED, COMPARED_EVERY = 100, 64
 """Chats that are compared with their words one by one: the first ones, the first of each shape, and one in so many."""
@@ -93,7 +92,7 @@ class Encoder:
         try:
             self.tokenizer.get_chat_template()
         except ValueError:
-            hint = f"give one in data.chat_template, for example {SHIPPED_TEMPLATE}"
+            hint = f"give one, for example data.chat_template: {CHATML}"
             raise RecipeError(f"{rows.place}: has chats, but the tokenizer has no chat template; {hint}") from None
         if train_on not in self._chats:
             template = ChatTemplate(self.tokenizer, self.keys.template_date)
@@ -111,14 +110,9 @@ def _encode_plain_rows(
     options = {"split_special_tokens": True} if as_text else {}
     for batch in _batches(map(kind.texts, rows.rows)):
         # Prompt and answer separately, as at inference: together, a token could span the border.
-        prompts = None
-        if batch[0][0] is not None:
-            prompts = pieces.encoded([prompt for prompt, _ in batch], **options)["input_ids"]
-        after = (
-            pieces.continued
-            if prompts is not None
-            else lambda texts, **more: pieces.encoded(texts, **more)["input_ids"]
-        )
+        asked_all = [asked for asked, _ in batch if asked is not None]
+        prompts = pieces.ids(asked_all, **options) if asked_all else None
+        after = pieces.ids if prompts is None else pieces.continued
         answers = [after(list(column), **options) for column in zip(*(texts for _, texts in batch), strict=True)]
         for i, (asked, texts) in enumerate(batch):
             prompt = [] if prompts is None else _start_with(prompts[i], start)
@@ -297,7 +291,7 @@ class _ChatEncoder:
         if len(spans) != len(turns):
             raise RecipeError(
                 f"{asked.where}: the chat template marks {len(spans)} stretches of assistant tokens for {len(turns)}"
-                f" assistant turns; enclose each turn of its own, as {SHIPPED_TEMPLATE} does, and give it in"
+                f" assistant turns; enclose each turn of its own, as the shipped {CHATML} does, and give it in"
                 " data.chat_template"
             )
         return text, [span for k, span in zip(turns, spans, strict=True) if k in asked.trained]
@@ -358,8 +352,8 @@ class _ChatEncoder:
         raise RecipeError(
             f"{asked.where}: the trained part of an assistant turn ends with"
             f" {self.pieces.tokenizer.decode(turn[-3:])!r} and no special token, so the model would never learn to"
-            f" stop. In data.chat_template put the end-of-turn token {place}, as {SHIPPED_TEMPLATE} does; the tokenizer"
-            " must know it as a special token"
+            f" stop. In data.chat_template put the end-of-turn token {place}, as the shipped {CHATML} does; the"
+            " tokenizer must know it as a special token"
         )
 
     def _checked(self, asked: Asked, written: _Written, sequence: LabelledIds, remarks: list[str]) -> Encoded | BadRow:
@@ -407,7 +401,7 @@ class _ChatEncoder:
     def _bad_row(self, problem: Problem) -> BadRow:
         return BadRow(
             f"the chat template {problem.how} {problem.key}",
-            f"{problem.place}: name another in data.chat_template, such as {WRITES_ALL}, {problem.remedy}or accept it"
+            f"{problem.place}: name another in data.chat_template, such as {CHATML_TOOLS}, {problem.remedy}or accept it"
             f" with data.accept: [{problem.part}]",
         )
 

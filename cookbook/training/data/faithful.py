@@ -11,13 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from cookbook.config.row_kinds import Chat
+from cookbook.config.messages import Chat
 from cookbook.config.sections import TextPart
 from cookbook.training.data.chat_template import Asked, Span
 
 _WORD = re.compile(r"zq\d{4}qz")
 _CORE = re.compile(r"\S(?:.*\S)?", re.DOTALL)
-
 
 END_OF_THOUGHT = "</think>"
 OTHER_BEGINNING = "does not begin a turn with its"
@@ -122,18 +121,18 @@ class Words:
             return replaced
         return value
 
-    def schema(self, value: Any) -> Any:
-        """A tool with words for its name."""
-        if isinstance(value, dict):
-            own = value.get("function") if isinstance(value.get("function"), dict) else value
-            if isinstance(own.get("name"), str):  # type: ignore[union-attr]
-                named = own | {"name": self.word("tools", None, "`tools`", own["name"], f"tool {own['name']!a}")}  # type: ignore[operator,index]
-                return named if own is value else value | {"function": named}
-        return value
+    def tool(self, tool: dict[str, Any]) -> dict[str, Any]:
+        """A tool with a word for its name."""
+        function = _function_of(tool)
+        name = function.get("name")
+        if not isinstance(name, str):
+            return tool
+        named = function | {"name": self.word("tools", None, "`tools`", name, f"tool {name!a}")}
+        return named if function is tool else tool | {"function": named}
 
     def replaced(self, asked: Asked) -> Asked:
         """The chat with words in the place of its texts."""
-        tools = None if asked.tools is None else [self.schema(tool) for tool in asked.tools]
+        tools = None if asked.tools is None else [self.tool(tool) for tool in asked.tools]
         chat: Chat = []
         for k, message in enumerate(asked.chat):
             role, new = message["role"], dict(message)
@@ -202,11 +201,16 @@ def problems_of_shape(asked: Asked, words: Words, text: str, spans: Sequence[Spa
             found.append((leaf, "writes outside of the assistant's turn"))
     problems = [Problem(leaf.part, leaf.message, leaf.key, leaf.detail, how) for leaf, how in found]
     for tool in asked.tools or ():
-        function = tool.get("function") if isinstance(tool.get("function"), dict) else tool
-        keys = (function.get("parameters") or {}).get("properties") if isinstance(function, dict) else None
+        keys = (_function_of(tool).get("parameters") or {}).get("properties")
         missing = [key for key in keys or () if isinstance(key, str) and key not in text]
         problems += [Problem("tools", None, "`tools`", f"parameter {key!a}") for key in missing]
     return list(dict.fromkeys(problems))
+
+
+def _function_of(tool: dict[str, Any]) -> dict[str, Any]:
+    """The function of a tool, or the tool itself if it is one."""
+    function = tool.get("function")
+    return function if isinstance(function, dict) else tool
 
 
 def _out_of_order(places: Iterable[tuple[Leaf, int]]) -> Iterator[Leaf]:

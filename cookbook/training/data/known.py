@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from cookbook.config import messages, plugins, registry, row_kinds
+from cookbook.config import json_text, messages, plugins, registry, row_columns, row_kinds
 from cookbook.config.objectives import Objective
 from cookbook.config.sections import BUILTIN_SOURCE, DataSection, Source
 from cookbook.system import lock
@@ -94,7 +94,8 @@ def _key_of(data: DataSection, objective: Objective, cache: Path | None) -> str 
         return None
     if data.streaming or None in content:
         return None
-    code = [*sorted(Path(__file__).parent.glob("*.py")), Path(row_kinds.__file__), Path(messages.__file__)]
+    readers = [Path(str(module.__file__)) for module in (json_text, messages, row_columns, row_kinds)]
+    code = [*sorted(Path(__file__).parent.glob("*.py")), *readers]
     made_from = [
         content,
         data.model_dump(mode="json", exclude=NOT_OF_ROWS),

@@ -7,17 +7,17 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-from cookbook.config import row_kinds
+from cookbook.config import row_columns, row_kinds
+from cookbook.config.json_text import NO_JSON, BadRow, from_json, json_value, unique
 from cookbook.config.messages import ROLES, role_of
-from cookbook.config.row_kinds import BadRow
 from cookbook.config.sections import Source, data_format
 from cookbook.system.files import RecipeError, first_line, kind_in_words
-from cookbook.training.data.json_text import json_value, unique
 
 MAX_ROW_BYTES = 1_000_000
 MAX_TEXT_CHARACTERS = MAX_ROW_BYTES // 4
@@ -25,6 +25,7 @@ MAX_TEXT_CHARACTERS = MAX_ROW_BYTES // 4
 MAX_ITEM = 64 * MAX_ROW_BYTES
 """Characters of an item of a list, which is decoded before its size is known, after which no end of it is sought."""
 READ_CHARACTERS = 2**16
+TABLES = (".parquet", ".arrow")
 ROWS_PER_READ = 64
 """Rows decoded at a time: compressed, a thousand rows of a megabyte may take a kilobyte."""
 
@@ -40,8 +41,8 @@ def file_rows(path: Path, source: Source) -> Iterator[tuple[str, Any]]:
     kind = data_format(str(path))
     assert kind is not None
     try:
-        if kind in (".parquet", ".arrow"):
-            yield from numbered(str(path), (_parquet_rows if kind == ".parquet" else _arrow_file_rows)(path, source))
+        if kind in TABLES:
+            yield from numbered(str(path), _table_rows(path, source))
             return
         with _opened(path) as file:
             yield from READERS[kind](path, file)
@@ -75,7 +76,7 @@ def _json_rows(path: Path, file: io.BufferedReader) -> Iterator[tuple[str, Any]]
     if not start.startswith(b"["):
         rows = _jsonl_rows(path, file)
         for place, row in islice(rows, 1):
-            if isinstance(row, BadRow) and row.reason == "not JSON" and (whole := _object_over_lines(path)):
+            if isinstance(row, BadRow) and row.reason == NO_JSON and (whole := _object_over_lines(path)):
                 raise RecipeError(
                     f"{path}: {kind_in_words(whole)}, written over several lines;"
                     " write a list of objects, or each object in one line"
@@ -184,9 +185,7 @@ def _value_of(cell: str) -> Any:
     else its text, or null if it is empty."""
     if not cell.startswith("["):
         return cell or None
-    value = json_value(cell)
-    if isinstance(value, BadRow) and value.reason != "not JSON":
-        raise value
+    value = from_json(cell)
     are_messages = isinstance(value, list) and bool(value) and all(role_of(one) in ROLES.values() for one in value)
     return value if are_messages else cell
 
@@ -250,32 +249,33 @@ def _parse(line: bytes) -> Any:
         return BadRow("not UTF-8", f"byte 0x{line[error.start]:02x} at column {error.start + 1}")
 
 
-def _parquet_rows(path: Path, source: Source) -> Iterator[Any]:
+@contextmanager
+def _opened_table(path: Path) -> Iterator[tuple[list[str], Callable[[list[str]], Iterable[Any]]]]:
+    """The columns of a Parquet or Arrow file, and a function from those to read to its record batches.
+
+    An Arrow file is a stream, as `save_to_disk` writes it, or has an index.
+    """
+    import pyarrow
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(path) as file:
-        columns = _read_columns(path, file.schema_arrow.names, source)
-        yield from arrow_rows(file.iter_batches(batch_size=ROWS_PER_READ, columns=columns), source)
-
-
-def _arrow_file_rows(path: Path, source: Source) -> Iterator[Any]:
-    """Rows of an Arrow stream, as `save_to_disk` writes it, or of an Arrow file with an index."""
-    import pyarrow
-
+    if data_format(str(path)) == ".parquet":
+        with pyarrow.parquet.ParquetFile(path) as parquet:
+            yield parquet.schema_arrow.names, partial(parquet.iter_batches, ROWS_PER_READ, None)
+        return
     with pyarrow.memory_map(str(path)) as file:
         is_stream = file.read(6) != b"ARROW1"
         file.seek(0)
         reader = pyarrow.ipc.open_stream(file) if is_stream else pyarrow.ipc.open_file(file)
-        columns = _read_columns(path, reader.schema.names, source)
         batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
-        yield from arrow_rows((batch.select(columns) for batch in batches), source)
+        yield reader.schema.names, lambda columns: (batch.select(columns) for batch in batches)
 
 
-def _read_columns(path: Path, names: list[str], source: Source) -> list[str]:
-    columns = known_columns(names, source)
-    if twice := [name for name, count in Counter(columns).items() if count > 1]:
-        raise RecipeError(f"{path}: two columns are called {twice[0]!r}")
-    return columns
+def _table_rows(path: Path, source: Source) -> Iterator[Any]:
+    with _opened_table(path) as (names, batches_of):
+        columns = known_columns(names, source)
+        if twice := [name for name, count in Counter(columns).items() if count > 1]:
+            raise RecipeError(f"{path}: two columns are called {twice[0]!r}")
+        yield from arrow_rows(batches_of(columns), source)
 
 
 def arrow_rows(batches: Iterable[Any], source: Source) -> Iterator[Any]:
@@ -307,7 +307,7 @@ def _decoded(batch: Any, decode: Any) -> list[Any]:
 def known_columns(columns: list[str], source: Source) -> list[str]:
     """The columns to read, with those that are refused; all if none is known, so that the first row shows what there
     is."""
-    known = {*row_kinds.columns(), *row_kinds.MEANT, *(source.columns or {}).values()} - {*(source.ignore or ())}
+    known = {*row_kinds.columns(), *row_columns.MEANT, *(source.columns or {}).values()} - {*(source.ignore or ())}
     return [column for column in columns if column in known] or columns
 
 
@@ -316,22 +316,14 @@ def unread_columns(path: Path, source: Source) -> list[str]:
     is in it, none.
     """
     import pyarrow
-    import pyarrow.parquet
 
-    kind = data_format(str(path))
-    if kind not in (".parquet", ".arrow"):
+    if data_format(str(path)) not in TABLES:
         return []
     try:
-        if kind == ".parquet":
-            names = pyarrow.parquet.read_schema(path).names
-        else:
-            with pyarrow.memory_map(str(path)) as file:
-                is_stream = file.read(6) != b"ARROW1"
-                file.seek(0)
-                names = (pyarrow.ipc.open_stream if is_stream else pyarrow.ipc.open_file)(file).schema.names
+        with _opened_table(path) as (names, _):
+            return sorted({*names} - {*known_columns(names, source)})
     except (OSError, pyarrow.ArrowException):  # which `file_rows` reports
         return []
-    return sorted(set(names) - set(known_columns(names, source)))
 
 
 def numbered(name: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:

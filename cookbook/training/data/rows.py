@@ -11,33 +11,35 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, Literal
 
-from cookbook.config.messages import IN_MESSAGES, from_json, unread_keys
+from cookbook.config.json_text import NO_JSON, BadRow, from_json
+from cookbook.config.messages import IN_MESSAGES, unread_keys
 from cookbook.config.objectives import Objective
 from cookbook.config.registry import known
-from cookbook.config.row_kinds import (
-    FOR_TEMPLATE,
+from cookbook.config.row_columns import (
     MEANT,
     MESSAGE_KEYS,
     NEVER_READ,
     RATING,
-    BadRow,
-    MadeUp,
     Reading,
-    RowKind,
     asks_for_something,
     by_own_names,
-    is_empty,
-    is_rating,
     keys_in_messages,
-    kinds,
     kinds_of,
     misspelt,
     readings,
     rename,
-    shapes,
     suggested_columns,
-    texts_in,
     without,
+)
+from cookbook.config.row_kinds import (
+    FOR_TEMPLATE,
+    MadeUp,
+    RowKind,
+    is_empty,
+    is_rating,
+    kinds,
+    shapes,
+    texts_in,
 )
 from cookbook.config.sections import DataSection, Source
 from cookbook.system.files import RecipeError, closest, dump_yaml, kind_in_words, refuse
@@ -187,7 +189,7 @@ def row_bytes(row: dict[str, Any]) -> bytes:
 
 
 def _refuse(value: Any) -> None:
-    raise BadRow("not JSON", kind_in_words(value))
+    raise BadRow(NO_JSON, kind_in_words(value))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -5,18 +5,17 @@ By rendering a few chats with both, so that a template is known by what it does,
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cookbook.config.chat_templates import known_templates, template_path
+from cookbook.config.chat_templates import CHATML, known_templates, template_path
+from cookbook.training.data.chat_template import calls_as_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-CHATML = "chatml"
-"""The shipped template for tokenizers whose own is of no shipped family."""
 
 # A template that asks the clock is compared on the day that Llama 3.1's writes.
 _DATE = """{%- macro strftime_now(pattern) -%}
@@ -29,7 +28,7 @@ _END = re.compile(r"<\S{1,40}>")
 class _Chat(NamedTuple):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
-    kwargs: dict[str, Any] = {}  # noqa: RUF012 (never changed)
+    kwargs: Mapping[str, Any] = MappingProxyType({})
     prompted: bool = True
 
 
@@ -127,7 +126,10 @@ def _rendered(template: str, chat: _Chat, specials: dict[str, Any]) -> str | Non
     """The text, or None if the template refuses the chat."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    for messages in (chat.messages, [_as_text(message) for message in chat.messages]):
+    with_texts = [
+        one | {"tool_calls": calls_as_text(one["tool_calls"])} if "tool_calls" in one else one for one in chat.messages
+    ]
+    for messages in (chat.messages, with_texts):
         try:
             (text,), _ = render_jinja_template(
                 [messages],
@@ -141,13 +143,3 @@ def _rendered(template: str, chat: _Chat, specials: dict[str, Any]) -> str | Non
             continue
         return text
     return None
-
-
-def _as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose calls have their arguments as JSON text, as some templates want them."""
-    if "tool_calls" not in message:
-        return message
-    functions = [call["function"] for call in message["tool_calls"]]
-    texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
-    calls = zip(message["tool_calls"], functions, texts, strict=True)
-    return message | {"tool_calls": [call | {"function": one | {"arguments": text}} for call, one, text in calls]}

@@ -27,6 +27,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from cookbook.config.chat_templates import is_marked
 from cookbook.config.sections import ModelSection, ScratchModel
 from cookbook.planning.packing import packing_problem
 from cookbook.system import lock
@@ -266,13 +267,13 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The special token that ends an assistant's turn in the chat template, or None."""
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:
-        is_marked = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", tokenizer.get_chat_template()) is not None
-        found = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=is_marked)
+        has_marks = is_marked(tokenizer.get_chat_template())
+        found = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=has_marks)
     except (TemplateError, ValueError):  # the template requires other messages; there is none
         return None
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     # After the turn Phi-3's template ends the chat with another token.
-    marks = found["assistant_masks"] if is_marked else [1] * len(found["input_ids"])
+    marks = found["assistant_masks"] if has_marks else [1] * len(found["input_ids"])
     turn = [i for i, mark in zip(found["input_ids"], marks, strict=True) if mark]
     return next((i for i in reversed(turn) if i in special), None)
 
