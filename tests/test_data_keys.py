@@ -429,3 +429,13 @@ def test_the_page_lists_the_names_that_have_a_meaning():
     chats = page.partition("### Tools, reasoning, turns without loss")[2].partition("## Rows")[0]
     roles = [name for names in OTHER_ROLES.values() for name in names]
     assert not [name for name in (*roles, *REASONING_KEYS, *LOSS_MARKS) if f"`{name}`" not in chats]
+
+
+@pytest.mark.parametrize("column", ["reasoning_content", "reasoning", "thinking", "thought"])
+def test_reasoning_beside_an_answer_is_its_message_s(tmp_path, column):
+    rows = read(tmp_path, {"question": "q", column: "Two and two.", "answer": "a"})
+    assert rows.rows == [{"user": "q", "reasoning_content": "Two and two.", "assistant": "a"}]
+    ((chat, _),) = kinds()["exchange"].chats(rows.rows[0])
+    assert chat[-1] == {"role": "assistant", "content": "a", "reasoning_content": "Two and two."}
+    with pytest.raises(RecipeError, match=f"`{column}` is not read: it is a string; it goes with one answer"):
+        read(tmp_path, {"prompt": "q", column: "Two and two.", "completion": "a"})

@@ -9,7 +9,11 @@ from cookbook.config.messages import FOREIGN_KEYS, IN_MESSAGES, ONLY_TEXT, is_fo
 from cookbook.config.row_kinds import MadeUp, Naming, Row, RowKind, columns, is_empty, is_rating, kinds
 from cookbook.system.files import closest
 
-OTHER_NAMES = {"system_prompt": "system", "system_message": "system"}
+OTHER_NAMES = {
+    **dict.fromkeys(("system_prompt", "system_message"), "system"),
+    **dict.fromkeys(("reasoning", "thinking", "thought"), "reasoning_content"),
+    "article": "context",
+}
 """Columns that hold an optional key under another name."""
 NOT_TEXT = dict.fromkeys(
     (
@@ -26,11 +30,17 @@ WEIGHTS = dict.fromkeys(("weight", "loss_weight", "sample_weight"), "rows weigh 
 NEVER_READ = NOT_TEXT | MADE_BEFORE | WEIGHTS
 """Columns that a known format gives a meaning, and why nothing reads them."""
 SOMETIMES_READ = {
-    **dict.fromkeys(("system", *OTHER_NAMES), "there is no chat to begin with it; write `messages`"),
+    **dict.fromkeys(
+        ("system", "system_prompt", "system_message"), "there is no chat to begin with it; write `messages`"
+    ),
+    **dict.fromkeys(
+        ("reasoning_content", "reasoning", "thinking", "thought"), "it goes with one answer, or in a message"
+    ),
     **dict.fromkeys(("tools", "functions"), "there is no chat template to write them; write `messages`"),
     "chat_template_kwargs": "there is no chat template to give them to; write `messages`",
     "history": "there is no chat to begin with it; write `messages`",
-    "context": "there is no prompt that it could follow",
+    **dict.fromkeys(("context", "article"), "there is no prompt that it could follow"),
+    **dict.fromkeys(("reflection", "corrected"), "they come after the answer; write `messages`"),
     **dict.fromkeys(("loss_mask", "mask"), "it goes with `messages`, a value for each"),
     "kto_tag": "name it in data.columns, as label, and the others with it",
 }

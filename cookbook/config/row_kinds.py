@@ -291,8 +291,9 @@ def _masked(chat: Chat, key: str, mask: Any) -> Chat:
 
 def _check_exchange(raw: Row) -> Row:
     """A single exchange, whose texts become the messages of a chat; optional texts may be empty."""
-    optional = {key for key in ("system", "context") if is_empty(raw.get(key))}
-    row = _check_texts(*(key for key in ("system", "user", "context", "assistant") if key not in optional))(raw)
+    optional = {key for key in ("system", "context", "reasoning_content") if is_empty(raw.get(key))}
+    keys = ("system", "user", "context", "reasoning_content", "assistant")
+    row = _check_texts(*(key for key in keys if key not in optional))(raw)
     if not is_empty(raw.get("history")):
         row["history"] = _check_history(raw["history"])
     return row | _for_template(raw)
@@ -304,7 +305,10 @@ def _chat_of_exchange(row: Row) -> Chat:
     # For a template that writes them apart, as Alpaca's does.
     parts = {"instruction": row["user"], "input": row["context"]} if "context" in row else {}
     question = {"role": "user", "content": asked, **parts}
-    return [*system, *row.get("history", ()), question, {"role": "assistant", "content": row["assistant"]}]
+    answer = {"role": "assistant", "content": row["assistant"]}
+    if "reasoning_content" in row:
+        answer["reasoning_content"] = row["reasoning_content"]
+    return [*system, *row.get("history", ()), question, answer]
 
 
 def _check_chat_preference(raw: Row) -> Row:
@@ -441,7 +445,7 @@ for _kind in (
         name="exchange",
         keys=("user", "assistant"),
         yields=True,
-        other_keys=("context", *CHAT_KEYS),
+        other_keys=("context", "reasoning_content", *CHAT_KEYS),
         namings=(
             _exchange("instruction", "output", "Alpaca", context="input"),
             _exchange("instruction", "response", "Dolly"),
