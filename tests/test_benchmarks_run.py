@@ -29,7 +29,8 @@ from tests.needs import need_chromium, need_trl
 
 COPIED = ("benchmarks", "docs")
 TRIED = {"architectures", "checkpoints", "equivalence_table", "forecast_accuracy/run", "gpu_runs", "on_gpu"}
-TRIED |= {"overhead", "pictures", "recipe_labels", "vs_peers"}
+TRIED |= {"foreign_formats", "overhead", "pictures", "recipe_labels", "vs_peers"}
+TRIED |= {"tokenizing"}  # in test_tokenizing_cost.py
 LED = {"race/gate", "peers/with_accelerate", "peers/with_trainer", "peers/with_trl"}
 """Programs that vs_peers starts."""
 
@@ -78,6 +79,11 @@ FORECAST_ACCURACY = [f"forecast_accuracy/run.py {name}" for name in ("published"
 @pytest.mark.parametrize("program", ["architectures.py", "on_gpu.py", "vs_peers.py", *FORECAST_ACCURACY])
 def test_a_page_comes_out_as_it_is_here(lab: Lab, copy: Path, program: str):
     run(lab, copy, *program.split(), "--page")
+    assert changed(copy) == []
+
+
+def test_the_page_of_formats_comes_out_as_it_is_here(lab: Lab, copy: Path):
+    run(lab, copy, "foreign_formats.py")
     assert changed(copy) == []
 
 

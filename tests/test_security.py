@@ -545,7 +545,7 @@ def test_a_chat_template_reaches_nothing_but_the_chat(text: str, marker: Path):
         said = marked(tokens, 0, tokenizer)
     except (RecipeError, TypeError) as error:
         said = str(error)
-    assert re.search(r"unsafe|refused by the chat template|no loader|^\[hi<\|im_end\|>\]$", said), said
+    assert re.search(r"unsafe|(refused by the|the) chat template|no loader|^\[hi<\|im_end\|>\]$", said), said
     assert not marker.exists()
 
 

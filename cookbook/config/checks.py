@@ -60,7 +60,7 @@ def check_across_keys(document: Document, found: Mapping[str, Any], known: set[s
         yield from _check_model(name, lambda: place("model", "name_or_path"))
     if data is not None:
         if data.chat_template is not None:
-            named = document.values["data"]["chat_template"]
+            named = document.values["data"].get("chat_template", data.chat_template)  # absent if it is misspelt
             yield from missing_template(named, lambda: place("data", "chat_template"))
         is_list = isinstance(document.values["data"].get("train"), list)
         for i, source in enumerate(data.train):
