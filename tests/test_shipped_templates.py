@@ -3,6 +3,7 @@
 python -m pytest -q tests/test_shipped_templates.py
 """
 
+import ast
 import itertools
 import json
 import re
@@ -264,7 +265,7 @@ def own(name):
     return text
 
 
-def rendered(template, row, prompted=False, marks=False):
+def rendered(template, row, prompted=False, marks=False, **more):
     """The text, and the assistant's stretches with `marks`; None if the template refuses the row."""
     try:
         texts, stretches = render_jinja_template(
@@ -276,6 +277,7 @@ def rendered(template, row, prompted=False, marks=False):
             bos_token="<s>",
             eos_token="</s>",
             **row.kwargs,
+            **more,
         )
     except (jinja2.TemplateError, TypeError):
         return None
@@ -389,15 +391,19 @@ OTHERWISE = [
 @cache
 def own_renderings(name):
     template = own(name)
-    pairs = itertools.product(ROWS.items(), (False, True))
-    return {(which, prompted): rendered(template, row, prompted) for (which, row), prompted in pairs}
+    return {(which, prompted): rendered(template, ROWS[which], prompted) for which, prompted in EACH}
 
 
-def differences(ours, template, theirs, used=None):
+EACH = [*itertools.product(ROWS, (False, True))]
+"""The rows, without and with generation prompt."""
+
+
+def differences(ours, template, theirs, used=None, rows=EACH, **more):
     """Rows that a template does not render as the model's own, with both renderings."""
     num_compared = 0
-    for (name, row), prompted in itertools.product(ROWS.items(), (False, True)):
-        one, other = rendered(template, row, prompted), own_renderings(theirs)[name, prompted]
+    for name, prompted in rows:
+        row = ROWS[name]
+        one, other = rendered(template, row, prompted, **more), own_renderings(theirs)[name, prompted]
         known = [
             rule for rule in OTHERWISE if rule.ours == ours and theirs in rule.theirs and rule.applies(row, prompted)
         ]
@@ -407,8 +413,8 @@ def differences(ours, template, theirs, used=None):
             other = rule.expected(row, other) if rule.expected and other is not None else one
         num_compared += not known and None not in (one, other)
         if one != other:
-            yield f"{name}, prompted" if prompted else name, one, other
-    assert num_compared >= 400, num_compared
+            yield (name, prompted), one, other
+    assert num_compared >= 400 or rows is not EACH, num_compared
 
 
 PAIRS = [(ours, theirs) for ours, names in TWINS.items() for theirs in names]
@@ -445,14 +451,21 @@ def literals(template):
 
 @pytest.mark.parametrize("ours", TWINS)
 def test_control_a_changed_byte_is_found(ours):
-    template, theirs, missed = SHIPPED[ours].read_text(encoding="utf-8"), TWINS[ours][0], []
+    """The literals go into the template as a list, so that it is compiled once."""
+    template, theirs, missed, telling = SHIPPED[ours].read_text(encoding="utf-8"), TWINS[ours][0], [], []
     writes = literals(template)
-    for start, text in writes:
-        changed = template[: start + 1] + "~" + template[start + 2 :]
-        if next(differences(ours, changed, theirs), None) is None:
+    for i, (start, text) in reversed([*enumerate(writes)]):
+        template = f"{template[:start]}literals[{i}]{template[start + len(text) :]}"
+    texts = [ast.literal_eval(text) for _, text in writes]
+    for i, text in enumerate(texts):
+        changed = [*texts[:i], f"~{text[1:]}", *texts[i + 1 :]]
+        if found := next(differences(ours, template, theirs, rows=[*telling, *EACH], literals=changed), None):
+            telling.insert(0, found[0])  # the same row often tells of the next literal
+        else:
             missed.append(text)
     assert len(writes) >= 4
     assert not missed
+    assert not [*differences(ours, template, theirs, rows=telling, literals=texts)]
 
 
 CALLED = '<tool_call>\n{"name": "dig", "arguments": {"depth": 3, "where": "here"}}\n</tool_call>'
@@ -538,9 +551,12 @@ def test_each_turn_is_one_stretch_that_ends_with_its_end_token(name):
     """In tokens, of a tokenizer that has the family's special ones."""
     template, ends = SHIPPED[name].read_text(encoding="utf-8"), ENDS.get(name, ENDS["chatml"])
     tokenizer = make_tokenizer(template, specials=[end for end in ends if end != "<|im_end|>"])
-    num_turns = 0
+    num_turns, seen = 0, []
     for label, row in ROWS.items():
         found = rendered(template, row, marks=True)
+        if (found, row.messages) in seen:  # with other keys for the template
+            continue
+        seen.append((found, row.messages))
         # An answer after an answer has no end in these families; Llama's tools stand in the first message, whose ever.
         if found is None or (name in ("glm4_moe", "gemma4") and "two answers in a row" in label):
             continue
@@ -569,7 +585,7 @@ def test_each_turn_is_one_stretch_that_ends_with_its_end_token(name):
             )
         )
         assert "Answer" not in unmarked and "Thought" not in unmarked, label
-    assert num_turns >= 300
+    assert num_turns >= 40
 
 
 @pytest.mark.parametrize("name", STRETCHES)
@@ -634,19 +650,21 @@ def test_the_ids_of_the_generation_prompt_begin_the_chat(name):
     )
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     assert len(tokenizer("\n\nA")["input_ids"]) == 2
-    num_turns = 0
+    num_turns, seen = 0, set()
     for label, row in ROWS.items():
         text = rendered(template, row)
         if text is None or "white space" in label or "line ends" in label:  # a text that starts with one
             continue
-        ids = tokenizer(text)["input_ids"]
+        ids = None
         for k in [k for k, message in enumerate(row.messages) if message["role"] == "assistant"]:
             prompt = rendered(template, Row(row.messages[:k], row.tools, row.kwargs), prompted=True)
-            if prompt is not None:
+            if prompt is not None and (text, prompt) not in seen:
+                seen.add((text, prompt))
+                ids = ids or tokenizer(text)["input_ids"]
                 prompted = tokenizer(prompt)["input_ids"]
                 assert ids[: len(prompted)] == prompted, label
                 num_turns += 1
-    assert num_turns >= 200
+    assert num_turns >= 30
 
 
 FIRST = "Below is an instruction that describes a task"

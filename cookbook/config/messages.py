@@ -70,8 +70,7 @@ def role_of(message: Any) -> Any:
     role = message.get("role") or message.get("from")
     if not isinstance(role, str):
         return role
-    name = role.strip().lower()
-    return "assistant" if name in CALL_ROLES else ROLES.get(name, role)
+    return "assistant" if _is_call_role(message) else ROLES.get(role.strip().lower(), role)
 
 
 def check_messages(messages: Any, name: str = "") -> Chat:
@@ -282,8 +281,7 @@ def _refuse_key(key: str, value: Any, why: str, *, place: str = "", way_out: str
 
 
 def unread_keys(messages: Any) -> Iterator[str]:
-    """Keys of checked messages, of their parts and calls, that nothing reads: metadata. Those without a value are not
-    among them."""
+    """The keys of checked messages, of their parts and calls, that have a value and that nothing reads: metadata."""
     if isinstance(messages, dict):
         messages = [messages]
     if not isinstance(messages, list):

@@ -187,21 +187,20 @@ def readings(present: Set[str]) -> list[Reading]:
     """The ways to read rows that have these columns, by kind; a way that another one extends is left out."""
     found = []
     for kind in kinds().values():
-        own = Naming({key: key for key in (*kind.keys, *kind.other_keys)})
         ways: list[Reading] = []
-        for naming in (own, *kind.namings):
+        for naming in (Naming({}), *kind.namings):
             if naming.renames_beside(present, kind):
                 continue
-            named = {**naming.columns, **{key: key for key in kind.other_keys if key not in naming.columns}}
+            own = {key: key for key in (*kind.keys, *kind.other_keys) if key not in naming.columns}
+            named = {**naming.columns, **own}
             used = {key: column for key, column in named.items() if column in present}
             for column, key in OTHER_NAMES.items():
                 if column in present and key in kind.other_keys and key not in used:
                     used[key] = column
             if used.keys() >= set(kind.keys) and all(used != way.columns for way in ways):
                 ways.append(Reading(kind, used, naming.name))
-        found += [
-            way for way in ways if not any(set(way.columns.values()) < set(other.columns.values()) for other in ways)
-        ]
+        taken = [{*way.columns.values()} for way in ways]
+        found += [way for way, its in zip(ways, taken, strict=True) if not any(its < other for other in taken)]
     return found
 
 

@@ -34,13 +34,13 @@ class Naming(NamedTuple):
     """Names under which other projects store the keys of a kind."""
 
     columns: Mapping[str, str]
-    """A kind's key -> column. Columns of optional keys may be absent; those not named here have the key's own name."""
+    """A kind's key -> column. Keys that are not here have their own names; columns of optional keys may be absent."""
     name: str = ""
     """What the field calls rows of this shape."""
 
     def renames_beside(self, present: Set[str], kind: "RowKind") -> bool:
         """Whether it takes another column for an optional key of rows that have this kind's own names, and the key."""
-        is_own = all(self.columns.get(key) == key for key in kind.keys)
+        is_own = all(self.columns.get(key, key) == key for key in kind.keys)
         return is_own and any(key != column and key in present for key, column in self.columns.items())
 
 
@@ -493,7 +493,7 @@ for _kind in (
         matches=lambda raw: not isinstance(raw["chosen"], str),
         form=" of messages",
         namings=(
-            *(Naming({"prompt": prompt, "chosen": "chosen", "rejected": "rejected"}) for prompt in CHAT_PROMPTS),
+            *(Naming({"prompt": prompt}) for prompt in CHAT_PROMPTS),
             Naming({"chosen": "chosen_messages", "rejected": "rejected_messages"}),
             Naming({"prompt": "input", "chosen": "preferred_output", "rejected": "non_preferred_output"}, "OpenAI"),
         ),
@@ -511,8 +511,8 @@ for _kind in (
         other_keys=("prompt", "context"),
         matches=lambda raw: isinstance(raw["chosen"], str),
         namings=(
-            Naming({"prompt": "instruction", "context": "input", "chosen": "chosen", "rejected": "rejected"}),
-            *(Naming({"prompt": prompt, "chosen": "chosen", "rejected": "rejected"}) for prompt in PROMPTS),
+            Naming({"prompt": "instruction", "context": "input"}),
+            *(Naming({"prompt": prompt}) for prompt in PROMPTS),
             *(
                 Naming({"prompt": prompt, "chosen": "chosen_response", "rejected": "rejected_response"})
                 for prompt in ("prompt", *PROMPTS)
@@ -540,7 +540,7 @@ for _kind in (
     RowKind(
         name="judged_chat",
         keys=("messages", "label"),
-        namings=tuple(Naming({"messages": name, "label": "label"}) for name in CHATS),
+        namings=tuple(Naming({"messages": name}) for name in CHATS),
         other_keys=CHAT_KEYS,
         check=lambda raw: {**_check_chat(raw), "label": _check_label(raw)},
         chats=lambda row: [(row["messages"], num_turns(row["messages"]) - 1)],
@@ -553,10 +553,10 @@ for _kind in (
         other_keys=("context",),
         matches=lambda raw: not _is_chat_completion(raw),
         namings=(
-            Naming({"prompt": "instruction", "context": "input", "completion": "output", "label": "label"}, "Alpaca"),
-            Naming({"prompt": "instruction", "completion": "response", "label": "label"}, "Dolly"),
+            Naming({"prompt": "instruction", "context": "input", "completion": "output"}, "Alpaca"),
+            Naming({"prompt": "instruction", "completion": "response"}, "Dolly"),
             *(
-                Naming({"prompt": prompt, "completion": completion, "label": "label"})
+                Naming({"prompt": prompt, "completion": completion})
                 for prompt, completion in (("prompt", "text"), *EXCHANGES)
             ),
         ),

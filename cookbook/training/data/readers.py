@@ -181,8 +181,7 @@ def _row_of_cells(names: list[str], cells: list[str]) -> Any:
 
 
 def _value_of(cell: str) -> Any:
-    """The messages of a cell that holds a list of them in JSON, as a table of cells has no other way to write them;
-    else its text, or null if it is empty."""
+    """The messages of a cell that holds a list of them in JSON, else its text, or null if it is empty."""
     if not cell.startswith("["):
         return cell or None
     value = from_json(cell)
@@ -305,16 +304,13 @@ def _decoded(batch: Any, decode: Any) -> list[Any]:
 
 
 def known_columns(columns: list[str], source: Source) -> list[str]:
-    """The columns to read, with those that are refused; all if none is known, so that the first row shows what there
-    is."""
+    """The columns to read or refuse; all if none is known, so that the first row shows what there is."""
     known = {*row_kinds.columns(), *row_columns.MEANT, *(source.columns or {}).values()} - {*(source.ignore or ())}
     return [column for column in columns if column in known] or columns
 
 
 def unread_columns(path: Path, source: Source) -> list[str]:
-    """The columns of a Parquet or Arrow file that `known_columns` leaves out; of another file, whose rows have all that
-    is in it, none.
-    """
+    """The columns of a Parquet or Arrow file that `known_columns` leaves out; none of another, whose rows have all."""
     import pyarrow
 
     if data_format(str(path)) not in TABLES:

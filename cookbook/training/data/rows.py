@@ -188,7 +188,7 @@ def row_bytes(row: dict[str, Any]) -> bytes:
     return json.dumps(row, ensure_ascii=False).encode()
 
 
-def _refuse(value: Any) -> None:
+def _not_json(value: Any) -> None:
     raise BadRow(NO_JSON, kind_in_words(value))
 
 
@@ -284,7 +284,7 @@ class _Reader:
             num_bytes = sum(len(text.encode()) for text in texts_in(row))
             json.dumps(row.get("chat_template_kwargs"))
         except TypeError:  # within calls, tools or kwargs, of a column that JSON has no type for
-            json.dumps(row, default=_refuse)
+            json.dumps(row, default=_not_json)
             raise
         except UnicodeEncodeError:  # `check_text` names the others
             raise BadRow("lone surrogate", "in a tool, a call or a name; not valid in text") from None
@@ -400,23 +400,7 @@ class _Reader:
         found = [one for one in shape.readings if one.kind.matches(one.of(row))]
         served = [one for one in found if one.kind.name in self.objective.rows]
         if not found:
-            seen = ", ".join(map(ascii, raw))[:200] or "none"
-            needed = [[one.columns[key] for key in one.kind.keys] for one in readings(row.keys())]
-            nulls = [[column for column in some if row[column] is None] for some in needed]
-            if nulls := [columns for columns in nulls if columns]:
-                raise BadRow("empty text", f"`{min(nulls, key=len)[0]}` is null")
-            if self.source.columns:
-                given = ", ".join(f"{key}: {column}" for key, column in self.source.columns.items())
-                absent = [column for column in self.source.columns.values() if column not in raw]
-                for column in absent:
-                    meant = closest(column, raw)
-                    seen += f" (did you mean {meant!a}, not {column!a}?)" if meant else ""
-                if len(kinds_of(raw)) == 1:
-                    seen += ", which would be read without data.columns"
-                raise BadRow("missing keys", f"with columns {{{given}}} it has {seen}; a row must have {shapes()}")
-            if near := misspelt(raw):
-                seen += f" (did you mean `{near[1]}`, not {near[0]!a}?)"
-            raise BadRow("missing keys", f"found {seen}; a row must have {shapes()}")
+            raise self._missing_keys(row, raw)
         if not served:
             raise RecipeError(f"{place}: {self._unserved(found[0].kind)}")
         served = by_own_names(served)
@@ -426,6 +410,26 @@ class _Reader:
             advice = f"choose with data.columns, as in {{{choice}}}, or pass columns over with data.ignore"
             raise BadRow("two kinds in one row", f"{words}; {advice}")
         return served[0]
+
+    def _missing_keys(self, row: dict[str, Any], raw: dict[str, Any]) -> BadRow:
+        """The problem of a row that no kind can read, with what may have been meant."""
+        seen = ", ".join(map(ascii, raw))[:200] or "none"
+        needed = [[one.columns[key] for key in one.kind.keys] for one in readings(row.keys())]
+        nulls = [[column for column in some if row[column] is None] for some in needed]
+        if nulls := [columns for columns in nulls if columns]:
+            return BadRow("empty text", f"`{min(nulls, key=len)[0]}` is null")
+        if self.source.columns:
+            given = ", ".join(f"{key}: {column}" for key, column in self.source.columns.items())
+            absent = [column for column in self.source.columns.values() if column not in raw]
+            for column in absent:
+                meant = closest(column, raw)
+                seen += f" (did you mean {meant!a}, not {column!a}?)" if meant else ""
+            if len(kinds_of(raw)) == 1:
+                seen += ", which would be read without data.columns"
+            return BadRow("missing keys", f"with columns {{{given}}} it has {seen}; a row must have {shapes()}")
+        if near := misspelt(raw):
+            seen += f" (did you mean `{near[1]}`, not {near[0]!a}?)"
+        return BadRow("missing keys", f"found {seen}; a row must have {shapes()}")
 
     def _unserved(self, kind: RowKind) -> str:
         others = [name for name, other in known("objective").items() if kind.name in other.rows]
