@@ -108,6 +108,7 @@ def _encode_plain_rows(
     start, end = _start_and_end(tokenizer, rows.place)
     prompt_label, as_text = int(train_on == "all"), keys.special_tokens == "text"
     options = {"split_special_tokens": True} if as_text else {}
+    num_compared = 0
     for batch in _batches(map(kind.texts, rows.rows)):
         # Prompt and answer separately, as at inference: together, a token could span the border.
         asked_all = [asked for asked, _ in batch if asked is not None]
@@ -127,6 +128,13 @@ def _encode_plain_rows(
                 remarks.append(SPECIAL_AS_TEXT if as_text else SPECIAL_AS_TOKENS)
             if any(_has_unknown(sequence, pieces) for sequence in sequences):
                 remarks.append(UNKNOWN)
+            elif num_compared < NUM_COMPARED:
+                num_compared += 1
+                decoded = [_without_space(tokenizer.decode(ids)) for ids, _ in sequences]
+                if any(
+                    _without_space((asked or "") + text) not in one for text, one in zip(texts, decoded, strict=True)
+                ):
+                    remarks.append(OTHER_TEXT)
             yield Encoded(sequences, tuple(remarks))
 
 
@@ -135,7 +143,7 @@ SPECIAL_AS_TOKENS = "with special tokens in a text, read as tokens (data.special
 UNKNOWN = "with the unknown token among those that carry loss; the tokenizer does not know some characters"
 TWICE_BEGUN = "with the begin-of-sequence token twice at the beginning"
 TWICE_ENDED = "with the end token twice at the end of a turn"
-OTHER_TEXT = "whose tokens decode to another text; the tokenizer changes or leaves out some characters"
+OTHER_TEXT = "among those compared, whose tokens decode to another text: the tokenizer changes or leaves out characters"
 
 
 def _has_unknown(sequence: LabelledIds, pieces: Pieces) -> bool:
