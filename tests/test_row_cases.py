@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from conftest import RECIPE, ROOT, Book, clean_environment
 from read_back import Outcome, ids_of, read_back, trained_tokens
+from tiny_templates import tags
 from tiny_tokenizers import CHATML, TEMPLATES, tiny_tokenizer
 from tokenizers import AddedToken
 
@@ -25,72 +26,23 @@ from cookbook.system.files import RecipeError
 END = "<|im_end|>"
 
 
-def edited(text: str, *replacements: tuple[str, str]) -> str:
-    """The text with each of these replaced; each must be there once."""
-    for old, new in replacements:
-        assert text.count(old) == 1, f"{old!r} is there {text.count(old)} times"
-        text = text.replace(old, new)
-    return text
-
-
-WRITES_ALL = """\
-{%- if tools -%}<|im_start|>system
-{% for tool in tools -%}{{ tool | tojson }}{% endfor -%}<|im_end|>{{ "\\n" }}
-{%- endif -%}
-{%- for message in messages -%}
-    {%- if message.role == "assistant" -%}<|im_start|>assistant
-{% generation -%}
-        {%- set thought = message.reasoning_content -%}
-        {%- if thought -%}<think>{{ thought }}</think>{%- endif -%}
-        {{- message.content -}}
-        {%- for call in message.tool_calls or [] -%}<call>{{ call.function | tojson }}</call>{%- endfor -%}
-        <|im_end|>
-        {%- endgeneration -%}
-    {%- else -%}<|im_start|>{{ message.role }}
-{{ message.content -}}<|im_end|>
-    {%- endif -%}
-    {{ "\\n" }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}<|im_start|>assistant
-{% endif -%}
-"""
-"""Writes tools, reasoning and calls. What leaves one of them out is made of it."""
-ONE_CALL = edited(WRITES_ALL, ("message.tool_calls or []", "(message.tool_calls or [])[:1]"))
-NO_SYSTEM = edited(WRITES_ALL, ("message in messages -", 'message in messages if message.role != "system" -'))
-NO_RESULT = edited(WRITES_ALL, ("{{ message.content -}}<", '{{ "" if message.role == "tool" else message.content -}}<'))
-LAST_THOUGHT = edited(WRITES_ALL, ("{%- if thought -%}", "{%- if thought and loop.last -%}"))
-NO_TEXT_OF_CALLS = edited(
-    WRITES_ALL, ("{{- message.content -}}", '{{- "" if message.tool_calls else message.content -}}')
+WRITES_ALL = tags()
+ONE_CALL = tags(calls="(m.tool_calls or [])[:1]")
+NO_SYSTEM = tags(if_system="")
+NO_RESULT = tags(result="{{ open ~ 'tool' ~ line ~ end }}")
+LAST_THOUGHT = tags(
+    thought="{%- if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif -%}"
 )
-CUTS_THOUGHTS = edited(
-    CHATML,
-    (
-        '{{- message["content"] + "<|im_end|>" -}}\n        {%- endgen',
-        '{{- (message.content if loop.last else message.content.split("</think>")[-1]) + "<|im_end|>" -}}\n{%- endgen',
-    ),
+NO_TEXT_OF_CALLS = tags(content="{{ '' if m.tool_calls else m.content }}")
+CUTS_THOUGHTS = tags(content="{{ m.content if loop.last else m.content.split('</think>')[-1] }}")
+CALLS_ONLY_TEXT = tags(
+    call="""{{ '<call>{"name": "' + c.function.name + '", "a": ' + c.function.arguments + '}</call>' }}"""
 )
-CALLS_ONLY_TEXT = edited(
-    WRITES_ALL,
-    (
-        "{{ call.function | tojson }}",
-        """{{ '{"name": "' + call.function.name + '", "a": ' + call.function.arguments + '}' }}""",
-    ),
-)
-PRINTS_CALLS = edited(
-    WRITES_ALL, ("{{ call.function | tojson }}", '{{ call.function.name ~ " " ~ call.function.arguments }}')
-)
-PROMPTS_A_THOUGHT = edited(
-    CHATML, ('{{- "<|im_start|>assistant\\n" -}}', '{{- "<|im_start|>assistant\\n<think>\\n" -}}')
-)
-PROMPTS_ANOTHER = edited(CHATML, ('{{- "<|im_start|>assistant\\n" -}}', '{{- "<|im_start|>model\\n" -}}'))
+PRINTS_CALLS = tags(call="{{ '<call>' ~ c.function.name ~ ' ' ~ c.function.arguments ~ '</call>' }}")
+PROMPTS_A_THOUGHT = tags(prompt="{{ open ~ 'assistant' ~ line ~ '<think>' ~ line }}")
+PROMPTS_ANOTHER = tags(prompt="{{ open ~ 'model' ~ line }}")
+NAMED = tags(of_user="{{ open ~ m.role ~ (' ' ~ m.name if m.name else '') ~ line ~ m.content ~ end }}")
 DATED = '{{- "<|im_start|>system\\nToday is " + strftime_now("%d %B %Y") + "<|im_end|>\\n" -}}' + CHATML
-NAMED = edited(
-    CHATML,
-    (
-        '<|im_start|>" + message["role"]',
-        '<|im_start|>" + message["role"] + (" " + message.name if message.name else "")',
-    ),
-)
 MODED = '{{- "<|im_start|>system\\nmode " ~ mode ~ "<|im_end|>\\n" -}}' + CHATML
 DOCUMENTED = "{%- for one in documents or [] -%}{{ one.text }}{%- endfor -%}" + CHATML
 GEMMA = (
