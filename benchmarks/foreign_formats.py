@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -394,6 +395,7 @@ def outcome(one: Format, tokenizer: Any, folder: Path) -> Outcome:
     return Outcome(kind=rows.train[0].kind, texts=texts, notes=[note.partition(": ")[2] for note in sets.notes])
 
 
+@cache
 def outcomes() -> list[tuple[Format, Outcome]]:
     from cookbook.training.models import train_tokenizer
 

@@ -7,7 +7,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cache
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from conftest import ROOT
 
 from benchmarks import foreign_formats
 
-found = cache(foreign_formats.outcomes)
+found = foreign_formats.outcomes
 NO_TEXTS = {"role", "from", "type", "id", "tool_call_id"}
 """Keys whose texts a template writes in words of its own."""
 

@@ -7,7 +7,6 @@ The oracle is transformers' own rendering and a search for words; it shares noth
 Run alone: python -m pytest -q tests/test_rows_are_trained.py
 """
 
-import csv
 import functools
 import itertools
 import json
@@ -20,11 +19,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from read_back import Labelled, Outcome, ids_of, read_back
+from row_files import WRITERS, write_json_lines
 from small_data import chat as small_chat
+from tiny_templates import tags
 from tiny_tokenizers import KINDS, LOSSLESS, TEMPLATES, tiny_tokenizer
 from transformers import PreTrainedTokenizerBase
 
@@ -41,35 +40,6 @@ DAY = date(2026, 1, 31)
 
 
 # Templates.
-
-
-def tags(
-    *,
-    before: str = "",
-    if_system: str = "{{ open ~ m.role ~ line ~ m.content ~ end }}",
-    of_user: str = "{{ open ~ m.role ~ line ~ m.content ~ end }}",
-    thought: str = "{%- if m.reasoning_content -%}{{ '<think>' ~ m.reasoning_content ~ '</think>' }}{%- endif -%}",
-    content: str = "{{ m.content }}",
-    calls: str = "m.tool_calls or []",
-    call: str = "{{ '<call>' ~ (c.function | tojson) ~ '</call>' }}",
-    result: str = "{{ open ~ 'tool' ~ line ~ m.content ~ end }}",
-    of_tools: str = "{{ open ~ 'tools' ~ line ~ (tools | tojson) ~ end }}",
-    prompt: str = "{{ open ~ 'assistant' ~ line }}",
-    marks: bool = True,
-    messages: str = "messages",
-) -> str:
-    """A template that writes everything, but for what is given in another way."""
-    begin, close = ("{% generation -%}", "{%- endgeneration %}") if marks else ("", "")
-    return (
-        "{%- set open = '<|im_start|>' -%}{%- set line = '\\n' -%}{%- set end = '<|im_end|>\\n' -%}"
-        f"{before}{{%- if tools -%}}{of_tools}{{%- endif -%}}{{%- for m in {messages} -%}}"
-        "{%- if m.role == 'assistant' -%}{{ open ~ 'assistant' ~ line }}"
-        f"{begin}{thought}{content}{{%- for c in {calls} -%}}{call}{{%- endfor -%}}<|im_end|>{close}"
-        "{{ line }}"
-        f"{{%- elif m.role == 'tool' -%}}{result}{{%- elif m.role == 'system' -%}}{if_system}"
-        f"{{%- else -%}}{of_user}{{%- endif -%}}{{%- endfor -%}}"
-        f"{{%- if add_generation_prompt -%}}{prompt}{{%- endif -%}}"
-    )
 
 
 def in_json(arguments: dict[str, Any]) -> str:
@@ -552,7 +522,7 @@ def outcome(row: Row, template: Template, kind: str, folder: Path) -> tuple[Outc
     return read_back([row], tokenizer, folder, **template.data), tokenizer
 
 
-ROWS_EACH = 4
+ROWS_EACH = 2
 TOKENIZERS = [kind for kind in KINDS if kind != "unknown_letters"]
 
 
@@ -660,27 +630,6 @@ def test_most_hostile_templates_are_met_by_a_row_that_shows_it():
 # The same rows in every format.
 
 
-def written(rows: list[Row], ending: str, folder: Path) -> Path:
-    path = folder / f"rows.{ending}"
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    table = pa.Table.from_pylist([dict.fromkeys(columns) | row for row in rows])
-    if ending == "jsonl":
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    elif ending == "json":
-        path.write_text(json.dumps(rows, indent=1))
-    elif ending == "csv":
-        with path.open("w", newline="") as file:
-            lines = csv.DictWriter(file, columns)
-            lines.writeheader()
-            lines.writerows([{k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items()} for row in rows])
-    elif ending == "parquet":
-        pq.write_table(table, path)
-    else:
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as to:
-            to.write_table(table)
-    return path
-
-
 def as_texts(row: Row) -> Row:
     """The row with its arguments as text, since an Arrow table takes no values of several types."""
     for message in row["messages"]:
@@ -693,11 +642,11 @@ def test_the_same_rows_have_one_fingerprint_in_every_format(tmp_path: Path):
     writer, objective = Writer(random.Random(1)), Objective.of(name="sft")
     rows = [as_texts(writer.row()) for _ in range(30)]
     found = {}
-    for ending in ("jsonl", "json", "csv", "parquet", "arrow"):
-        path = str(written(rows, ending, tmp_path))
+    for write in (write_json_lines, *(WRITERS[form] for form in ("json", "csv", "parquet", "arrow file"))):
+        path = str(write(tmp_path, rows))
         for streaming in (False, True):
             data = DataSection.model_validate({"train": path, "streaming": streaming, "on_bad_row": "drop"})
             (part,) = read_data(data, objective).train
             assert len(part.rows) > 20
-            found[ending, streaming] = part.fingerprint
+            found[path, streaming] = part.fingerprint
     assert len(set(found.values())) == 1, found

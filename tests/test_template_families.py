@@ -276,6 +276,10 @@ def ends(end: str) -> dict[str, list[str]]:
     return {"plain": [f"A1{end}", f"A2{end}"], "last": [f"A2{end}"]}
 
 
+def refused(words: str) -> dict[str, str]:
+    return dict.fromkeys(("plain", "last", "thought", "whole"), words)
+
+
 NEITHER: dict[str, Any] = {"thought": NO_REASONING, "whole": NO_TOOLS}
 FAMILIES = {
     "Llama 3": Family(
@@ -284,10 +288,7 @@ FAMILIES = {
     "Llama 3.1, with a date": Family(
         text=LLAMA.replace("{{ bos_token }}", "{{ bos_token }}" + DATED),
         tokenizer=LLAMA_TOKENS,
-        plain="template_date",
-        last="template_date",
-        thought="template_date",
-        whole="template_date",
+        **refused("template_date"),
     ),
     "Llama 3.1, with the recipe's date": Family(
         text=LLAMA.replace("{{ bos_token }}", "{{ bos_token }}" + DATED),
@@ -379,10 +380,7 @@ FAMILIES = {
         text=GEMMA,
         tokenizer=GEMMA_TOKENS,
         kind="gemma",
-        plain="no system message",
-        last="no system message",
-        thought="no system message",
-        whole="no system message|tool",
+        **refused("no system message"),
     ),
     "Gemma 3": Family(
         text=GEMMA3,
@@ -423,10 +421,7 @@ FAMILIES = {
     "gpt-oss": Family(
         text=OSS,
         tokenizer={"eos": "<|return|>"},
-        plain="template_date",
-        last="template_date",
-        thought="template_date",
-        whole="template_date",
+        **refused("template_date"),
     ),
     "gpt-oss, with a date": Family(
         text=OSS,

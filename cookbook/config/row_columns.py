@@ -119,7 +119,7 @@ def _suggested_message_keys(messages: Any) -> dict[str, str]:
 
 
 def asks_for_something(column: str, value: Any) -> bool:
-    """Whether a column with a meaning has a value that leaving it out would betray."""
+    """Whether a column with a meaning has a value that would be missed."""
     return not is_empty(value) and not (column in WEIGHTS and value == 1)
 
 

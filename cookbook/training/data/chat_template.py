@@ -72,11 +72,11 @@ class ChatTemplate:
         return self._has_markers[tools is None]
 
     def render(self, asked: Asked, end: int | None = None, *, prompt: bool = False, **variables: Any) -> str:
-        """The text of the first `end` messages; with `prompt`, and what generation of the next one is given.
+        """The text of the first `end` messages; with `prompt`, also the generation prompt for the next one.
 
         Raises:
             Refused: the template does not take the chat.
-            AsksForDate: it does, and there is none.
+            AsksForDate: the template asks for the date, and there is none.
         """
         return self._rendered(asked, end, prompt, variables)[0]
 

@@ -64,12 +64,12 @@ DEFAULT_KEYS = TextKeys()
 
 
 class Encoder:
-    """Encodes rows of any kind; it looks at each shape of chat once.
+    """Encodes rows of any kind; examines the first chat of each shape.
 
     With train_on "assistant" the labels of a chat are the assistant's turns with their end-of-turn tokens, less those
     with `train: false`; with "last", the last of them alone. For a prompt with completion, the labels are the
     completion and an end-of-sequence token, or every token with train_on "all". A text has only labels, whatever
-    train_on is, and ends with an end-of-sequence token. In a preference, tokens that both answers share are not labels.
+    train_on is, and ends with an end-of-sequence token. The prompt of a preference or of a judged answer has no labels.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", train_on: TrainOn, keys: TextKeys = DEFAULT_KEYS) -> None:
@@ -97,7 +97,7 @@ class Encoder:
         if train_on not in self._chats:
             template = ChatTemplate(self.tokenizer, self.keys.template_date)
             self._chats[train_on] = _ChatEncoder(template, Pieces(self.tokenizer), train_on, self.keys)
-        return _encode_chats(rows, kind.chats, self._chats[train_on], train_on)
+        return _encode_chats(rows, kind.chats, self._chats[train_on])
 
 
 def _encode_plain_rows(
@@ -175,7 +175,6 @@ def _encode_chats(
     rows: Rows,
     chats_of: Callable[[Row], list[tuple[Chat, int]]],
     encoder: "_ChatEncoder",
-    train_on: TrainOn,
 ) -> Iterator[Encoded | BadRow]:
     num_chats = len(chats_of(rows.rows[0]))
     chats = (
@@ -183,7 +182,7 @@ def _encode_chats(
             chat,
             row.get("tools"),
             row.get("chat_template_kwargs") or {},
-            _trained_turns(chat, num_shared, train_on),
+            _trained_turns(chat, num_shared, encoder.train_on),
             rows.where(i),
         )
         for i, row in enumerate(rows.rows)
@@ -305,8 +304,8 @@ class _ChatEncoder:
         return text, [span for k, span in zip(turns, spans, strict=True) if k in asked.trained]
 
     def _turns_by_prefix(self, asked: Asked) -> tuple[str, list[Span]]:
-        """For a template without generation markers: a turn is what its message adds to the rendered text after the
-        generation prompt."""
+        """The same for a template without generation markers: a turn is what its message adds to the rendered text
+        after the generation prompt."""
         whole, turns = self.template.render(asked), []
         for k in asked.trained:
             before = self.template.render(asked, k, prompt=True)
