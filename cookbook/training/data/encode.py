@@ -4,6 +4,7 @@ A row becomes one sequence, or two for a preference: chosen before rejected.
 """
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
@@ -23,7 +24,20 @@ from cookbook.training.data.chat_template import (
     Refused,
     Span,
 )
-from cookbook.training.data.faithful import OTHER_BEGINNING, Problem, Words, changed_text, problems_of_shape, shape_of
+from cookbook.training.data.faithful import (
+    MARKS_NEXT,
+    NOT_MARKED,
+    OTHER_BEGINNING,
+    Look,
+    Problem,
+    Words,
+    changed_text,
+    left_out,
+    look_at,
+    problems_of_shape,
+    problems_of_tools,
+    shape_of,
+)
 from cookbook.training.data.rows import Rows
 from cookbook.training.data.twin import offer
 
@@ -34,9 +48,10 @@ SHIPPED_TEMPLATE = "recipes/chat_templates/chatml.jinja"
 WRITES_ALL = "recipes/chat_templates/chatml_tools.jinja"
 ROWS_PER_BATCH = 512
 NUM_COMPARED, COMPARED_EVERY = 100, 64
-"""Chats that are compared with their words one by one: the first ones, the first of each shape, and one in so many."""
-GUARD = "\ue000"
-"""A character for private use, of which no chat template knows."""
+"""Chats that are compared with their words one by one: the first ones, the first of each shape and of each look, and
+one in so many."""
+GUARDS = tuple(map(chr, range(0xE000, 0xF900)))
+"""Characters for private use, of which no chat template knows."""
 
 LabelledIds = tuple[list[int], list[int]]
 """Token ids; 1 for a label, 0 for none."""
@@ -97,6 +112,9 @@ class Encoder:
             raise RecipeError(f"{rows.place}: has chats, but the tokenizer has no chat template; {hint}") from None
         if train_on not in self._chats:
             template = ChatTemplate(self.tokenizer, self.keys.template_date)
+            if template.is_random():
+                hint = "copy it without `random` or `lipsum` and give it in data.chat_template"
+                raise RecipeError(f"{rows.place}: the chat template writes something at random; {hint}")
             self._chats[train_on] = _ChatEncoder(template, Pieces(self.tokenizer), train_on, self.keys)
         return _encode_chats(rows, kind.chats, self._chats[train_on], train_on)
 
@@ -109,6 +127,7 @@ def _encode_plain_rows(
     start, end = _start_and_end(tokenizer, rows.place)
     prompt_label, as_text = int(train_on == "all"), keys.special_tokens == "text"
     options = {"split_special_tokens": True} if as_text else {}
+    num_seen = 0
     for batch in _batches(map(kind.texts, rows.rows)):
         # Prompt and answer separately, as at inference: together, a token could span the border.
         prompts = None
@@ -131,8 +150,14 @@ def _encode_plain_rows(
             written = [asked or "", *(text.removesuffix(tokenizer.eos_token or "") for text in texts)]
             if any(map(pieces.special_texts.search, written)):
                 remarks.append(SPECIAL_AS_TEXT if as_text else SPECIAL_AS_TOKENS)
+            num_seen += 1
             if any(_has_unknown(sequence, pieces) for sequence in sequences):
                 remarks.append(UNKNOWN)
+            elif _is_compared(num_seen):
+                seen = [tokenizer.decode(ids) for ids, _ in sequences]
+                said = [(asked or "") + text for text in texts]
+                if [_bare(tokenizer, one) for one in seen] != [_bare(tokenizer, one) for one in said]:
+                    remarks.append(OTHER_TEXT)
             yield Encoded(sequences, tuple(remarks))
 
 
@@ -144,9 +169,20 @@ TWICE_ENDED = "with the end token twice at the end of a turn"
 OTHER_TEXT = "whose tokens decode to another text; the tokenizer changes or leaves out some characters"
 
 
+def _is_compared(num_seen: int) -> bool:
+    return num_seen <= NUM_COMPARED or num_seen % COMPARED_EVERY == 0
+
+
+def _bare(tokenizer: "PreTrainedTokenizerBase", text: str) -> str:
+    """The text without white space, and without the tokens that may be added around it."""
+    for token in filter(None, (tokenizer.bos_token, tokenizer.eos_token)):
+        text = text.replace(token, "")
+    return _without_space(text)
+
+
 def _has_unknown(sequence: LabelledIds, pieces: Pieces) -> bool:
     unknown, (ids, labels) = pieces.unknown, sequence
-    if unknown is None or unknown == pieces.end or unknown not in ids:
+    if unknown is None or unknown not in ids:
         return False
     return any(i == unknown and label for i, label in zip(ids, labels, strict=True))
 
@@ -220,6 +256,8 @@ class _Shape(NamedTuple):
 
     problem: BadRow | None
     remarks: tuple[str, ...]
+    looks: set[Look]
+    """Of those that were compared."""
 
 
 @dataclass
@@ -231,6 +269,8 @@ class _ChatEncoder:
     train_on: TrainOn
     keys: TextKeys
     shapes: dict[tuple[Any, ...], _Shape] = field(default_factory=dict)
+    tools: dict[int, BadRow | None] = field(default_factory=dict)
+    """What is wrong with what is written of tools, by the hash of their text."""
     num_seen: int = 0
 
     def encode(self, chats: list[Asked]) -> Iterator[Encoded | BadRow]:
@@ -249,10 +289,18 @@ class _ChatEncoder:
     def _write(self, asked: Asked) -> _Written | BadRow:
         if self.train_on == "all" and any("train" in message for message in asked.chat):
             return BadRow("train: false under objective.train_on: all", "under which every token carries loss")
+        is_meant = self.keys.special_tokens == "tokens"
+        if not is_meant and self.pieces.makes_special(text for message in asked.chat for text in message.values()):
+            return BadRow(
+                "a text of which the tokenizer makes a special token",
+                "by lower case or another form of its letters; write the text in another way",
+            )
         guard = ""
-        if self.keys.special_tokens != "tokens" and self._has_special(asked):
-            guard = GUARD
-            asked = asked._replace(chat=self._mapped(asked.chat), tools=asked.tools and self._mapped(asked.tools))
+        if not is_meant and self._has_special(asked):
+            said = json.dumps((asked.chat, asked.tools, asked.variables), ensure_ascii=False, default=str)
+            guard = next(one for one in GUARDS if one not in said)
+            mapped = (self._guarded(one, guard) for one in (asked.chat, asked.tools, asked.variables))
+            asked = asked._replace(**dict(zip(("chat", "tools", "variables"), mapped, strict=True)))
         try:
             text, spans = self._rendered(asked)
         except Refused as error:  # a template may refuse a chat, for a system message, say
@@ -267,19 +315,19 @@ class _ChatEncoder:
     def _has_special(self, asked: Asked) -> bool:
         search = self.pieces.special_texts.search
         for message in asked.chat:
-            if search(message["content"]) or ("reasoning_content" in message and search(message["reasoning_content"])):
+            if search(message["content"]) or (len(message) > 2 and search(str(message))):
                 return True
-            if "tool_calls" in message and search(str(message["tool_calls"])):
-                return True
-        return asked.tools is not None and search(str(asked.tools)) is not None
+        return any(one and search(str(one)) for one in (asked.tools, asked.variables))
 
-    def _mapped(self, value: Any) -> Any:
+    def _guarded(self, value: Any, guard: str) -> Any:
         """The value with a guard in each special token of its texts."""
         if isinstance(value, str):
-            return self.pieces.guarded(value, GUARD)
+            return self.pieces.guarded(value, guard)
         if isinstance(value, list):
-            return [self._mapped(item) for item in value]
-        return {key: self._mapped(item) for key, item in value.items()} if isinstance(value, dict) else value
+            return [self._guarded(item, guard) for item in value]
+        if isinstance(value, dict):
+            return {self._guarded(key, guard): self._guarded(item, guard) for key, item in value.items()}
+        return value
 
     def _rendered(self, asked: Asked) -> tuple[str, list[Span]]:
         """The text of a chat, and the characters of each turn with loss.
@@ -367,16 +415,19 @@ class _ChatEncoder:
         key, ids = shape_of(asked, self.template.tested_texts), sequence[0]
         shape = self.shapes.get(key)
         self.num_seen += 1
-        is_compared = shape is None or self.num_seen <= NUM_COMPARED or self.num_seen % COMPARED_EVERY == 0
         if shape is None:
             shape = self.shapes[key] = self._examined(asked, written, ids)
         if shape.problem is not None:
             return shape.problem
-        if is_compared:
+        look = look_at(written.asked, written.text, written.spans)
+        if look not in shape.looks or _is_compared(self.num_seen):
             problem, more = self._compared(asked, written, sequence)
             if problem is not None:
                 return problem
+            shape.looks.add(look)
             remarks = [*remarks, *more]
+        if asked.tools is not None and (problem := self._problem_of_tools(written)) is not None:
+            return problem
         if not written.guard and self.keys.special_tokens == "tokens" and self._has_special(asked):
             remarks.append(SPECIAL_AS_TOKENS)
         if _has_unknown(sequence, self.pieces):
@@ -387,22 +438,32 @@ class _ChatEncoder:
 
     def _examined(self, asked: Asked, written: _Written, ids: list[int]) -> _Shape:
         """The first chat of a shape, looked at for all of them."""
-        words = Words(self.template.tested_texts)
+        words = Words.of(asked, self.template.tested_texts)
         try:
             text, spans = self._rendered(words.replaced(asked))
+            found = problems_of_shape(asked, words, text, None if self.train_on == "all" else spans)
         except (RecipeError, Refused):  # it accepts some texts only
-            return _Shape(None, ())
-        found = problems_of_shape(asked, words, text, None if self.train_on == "all" else spans)
+            found = []
         found += self._other_prompts(written, ids)
         remarks = []
+        if unread := sorted(set(asked.variables) - self.template.variables(asked.tools)):
+            remarks.append(f"with {', '.join(unread)} in `chat_template_kwargs`, which the chat template does not read")
         for one in found:
             if one.part in self.keys.accept:
                 remarks.append(f"where the chat template {one.how} {one.key}, as data.accept has it")
             elif one.is_meant(asked):
                 remarks.append(one.remark)
             else:
-                return _Shape(self._bad_row(one), ())
-        return _Shape(None, tuple(dict.fromkeys(remarks)))
+                return _Shape(self._bad_row(one), (), set())
+        return _Shape(None, tuple(dict.fromkeys(remarks)), set())
+
+    def _problem_of_tools(self, written: _Written) -> BadRow | None:
+        """What is wrong with what is written of the row's tools; schemas differ within a shape."""
+        key = hash(repr(written.asked.tools))
+        if key not in self.tools:
+            found = [] if "tools" in self.keys.accept else problems_of_tools(written.asked, written.text)
+            self.tools[key] = self._bad_row(found[0]) if found else None
+        return self.tools[key]
 
     def _bad_row(self, problem: Problem) -> BadRow:
         return BadRow(
@@ -414,7 +475,7 @@ class _ChatEncoder:
     def _other_prompts(self, written: _Written, ids: list[int]) -> list[Problem]:
         """The turns with loss that do not begin right after the tokens by which generation is asked for them."""
         found = []
-        for k, (start, _) in zip(written.asked.trained, written.spans, strict=False):
+        for k, (start, end) in zip(written.asked.trained, written.spans, strict=False):
             prompts = self._prompts(written.asked, k)
             cuts = {place for span in written.spans for place in span if place < start}
             fitting = []
@@ -427,7 +488,20 @@ class _ChatEncoder:
                 found.append(Problem("generation_prompt", k, key, ending, OTHER_BEGINNING))
             elif fitting and min(map(len, fitting)) > start:
                 found.append(Problem("generation_prompt", k, key, ending, "marks as the assistant's a part of its"))
+            elif fitting and start not in map(len, fitting):
+                found.append(Problem("generation_prompt", k, key, ending, NOT_MARKED))
+            special = self.pieces.special_texts.findall(written.text, start, end)
+            if fitting and special[1:] and special[-1] == self._opening(written.asked, k, fitting[0]):
+                found.append(Problem("generation_prompt", k, key, f"{special[-1]!a} is another turn's", MARKS_NEXT))
         return found
+
+    def _opening(self, asked: Asked, k: int, prompt: str) -> str:
+        """The special token by which generation of message k is asked for; empty if there is none."""
+        with contextlib.suppress(Refused):
+            before = self.template.render(asked, k)
+            if prompt.startswith(before) and (found := self.pieces.special_texts.match(prompt, len(before))):
+                return found[0]
+        return ""
 
     def _prompts(self, asked: Asked, k: int) -> list[str]:
         """The texts by which generation may be asked for message k; none if the template takes no chat so short."""
@@ -439,27 +513,40 @@ class _ChatEncoder:
 
     def _compared(self, asked: Asked, written: _Written, sequence: LabelledIds) -> tuple[BadRow | None, list[str]]:
         """A chat beside its words: its problem, and its remarks."""
-        words = Words(self.template.tested_texts)
+        words = Words.of(written.asked, self.template.tested_texts)
         try:
             marked = self._rendered(words.replaced(written.asked))[0]
         except (RecipeError, Refused):
-            marked = None
-        leaf = None if marked is None else changed_text(words, marked, written.text)
-        if leaf is not None and leaf.part not in self.keys.accept:
-            how = "changes" if leaf.text in written.text else "leaves out a part of"
-            return self._bad_row(Problem(leaf.part, leaf.message, leaf.key, leaf.detail, how)), []
+            problems = left_out(words, written.text)
+        else:
+            leaf = changed_text(words, marked, written.text)
+            how = "changes" if leaf is not None and leaf.text in written.text else "leaves out a part of"
+            problems = [] if leaf is None else [Problem(leaf.part, leaf.message, leaf.key, leaf.detail, how)]
+            num_special = [self.pieces.num_special(one, written.guard) for one in (written.text, marked)]
+            if not problems and self.keys.special_tokens != "tokens" and num_special[0] != num_special[1]:
+                return BadRow("texts that the chat template joins to a special token"), []
+        problems = [one for one in problems if one.part not in self.keys.accept]
+        for one in problems:
+            if not one.is_meant(asked):
+                return self._bad_row(one), []
+        if problems:
+            return None, [one.remark for one in problems]
         ids, labels = sequence
-        tokenizer, text = self.pieces.tokenizer, written.text.replace(written.guard or GUARD, "")
+        tokenizer, text = self.pieces.tokenizer, _without(written.guard, written.text)
         if self.pieces.unknown in ids:
-            return None, []
+            return None, [] if _has_unknown(sequence, self.pieces) else [OTHER_TEXT]
         if _without_space(tokenizer.decode(ids)) != _without_space(text):
             return None, [OTHER_TEXT]
         if self.train_on != "all":
             trained = _without_space(tokenizer.decode([i for i, label in zip(ids, labels, strict=True) if label]))
-            wanted = "".join(written.text[start:end] for start, end in written.spans).replace(GUARD, "")
+            wanted = _without(written.guard, "".join(written.text[start:end] for start, end in written.spans))
             if trained != _without_space(wanted):
                 return BadRow("the labels are not the text of the assistant's turns", f"{ascii(trained)[:80]}"), []
         return None, []
+
+
+def _without(guard: str, text: str) -> str:
+    return text.replace(guard, "") if guard else text
 
 
 def _without_space(text: str) -> str:
