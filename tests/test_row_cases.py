@@ -192,6 +192,10 @@ def marks(wrong: dict[str, Any], right: dict[str, Any] | None = None) -> list[di
 LATE = 130
 """Rows before one that is not compared as one of the first, nor as one of a few."""
 ALL = {"name": "sft", "train_on": "all"}
+BY_KEY = (
+    "{{{{ call.function.name }}}}{{%- for key, value in call.function.arguments.items() -%}}"
+    "{{{{ key ~ ({}) }}}}{{%- endfor -%}}"
+)
 DIG = {
     "type": "function",
     "function": {
@@ -455,6 +459,39 @@ CASES = {
             ("lowered", "hi", "YES", 2, writes(answer="message.content | lower"), {}),
         )
     },
+    **{
+        f"a late call, {name}": Case(
+            rows=[{"messages": calls(call(arguments={"a": "b"}))}] * LATE
+            + [{"messages": calls(call(arguments=arguments))}],
+            template=edited(WRITES_ALL, ("{{ call.function | tojson }}", written)),
+            refused=rf"row {LATE + 1}: the chat template [a-z ]+`tool_calls`: message 2, call 1 of 'add'",
+        )
+        for name, arguments, written in (
+            ("cut", {"a": "b" * 90}, "{{ (call.function | tojson)[:60] }}"),
+            ("an object left out", {"a": {"b": "WORDS"}}, BY_KEY.format("value if value is string")),
+            ("a number left out", {"a": 12345678}, BY_KEY.format("value if value is string")),
+        )
+    },
+    "content in JSON": Case(
+        rows=[{"messages": [user(), assistant('"a"')]}],
+        template=writes(answer="message.content | tojson"),
+        refused="`content`: message 2",
+    ),
+    "tools as Python prints them": Case(
+        rows=[{"messages": CHAT, "tools": [DIG]}],
+        template="{{ tools }}" + CHATML,
+        refused="writes Python in the place of JSON for `tools`: tool 'dig'",
+    ),
+    "a begin token of a row": Case(
+        rows=[{"messages": CHAT, "chat_template_kwargs": {"bos_token": "X"}}],
+        template="{{ bos_token }}" + CHATML,
+        refused="not a row's to set: bos_token",
+    ),
+    "a template that is no template": Case(
+        rows=[{"messages": CHAT}],
+        template={"default": CHATML, "tool_use": "\n{% if %}"},
+        refused="the chat template is not valid Jinja: line 2: Expected an expression",
+    ),
     "texts other than the template takes": Case(
         rows=[{"messages": CHAT}],
         template="{%- if messages[0].content[0] != 'h' -%}{{ raise_exception('no') }}{%- endif -%}" + writes("''"),

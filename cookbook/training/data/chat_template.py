@@ -6,7 +6,7 @@ from datetime import date
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jinja2 import meta, nodes
+from jinja2 import TemplateSyntaxError, meta, nodes
 
 from cookbook.config.row_kinds import Chat
 
@@ -141,6 +141,16 @@ class ChatTemplate:
     def variables(self, tools: Any = None) -> set[str]:
         """The names that it reads."""
         return meta.find_undeclared_variables(self._tree(self.text(tools)))
+
+    def mistake(self) -> str:
+        """What is wrong with the template itself; empty if it can be read."""
+        templates = self.tokenizer.chat_template
+        try:
+            for template in templates.values() if isinstance(templates, dict) else [templates]:
+                self._tree(template)
+        except TemplateSyntaxError as error:
+            return f"line {error.lineno}: {error.message}"
+        return ""
 
     def is_random(self) -> bool:
         """Whether it writes something else each time."""

@@ -112,6 +112,8 @@ class Encoder:
             raise RecipeError(f"{rows.place}: has chats, but the tokenizer has no chat template; {hint}") from None
         if train_on not in self._chats:
             template = ChatTemplate(self.tokenizer, self.keys.template_date)
+            if mistake := template.mistake():
+                raise RecipeError(f"{rows.place}: the chat template is not valid Jinja: {mistake}")
             if template.is_random():
                 hint = "copy it without `random` or `lipsum` and give it in data.chat_template"
                 raise RecipeError(f"{rows.place}: the chat template writes something at random; {hint}")
@@ -445,17 +447,23 @@ class _ChatEncoder:
         except (RecipeError, Refused):  # it accepts some texts only
             found = []
         found += self._other_prompts(written, ids)
-        remarks = []
-        if unread := sorted(set(asked.variables) - self.template.variables(asked.tools)):
+        problem, remarks = self._judged(asked, found)
+        given = {key for key, value in asked.variables.items() if value is not None}
+        if unread := sorted(given - self.template.variables(asked.tools)):
             remarks.append(f"with {', '.join(unread)} in `chat_template_kwargs`, which the chat template does not read")
-        for one in found:
+        return _Shape(problem, tuple(dict.fromkeys(remarks)), set())
+
+    def _judged(self, asked: Asked, problems: list[Problem]) -> tuple[BadRow | None, list[str]]:
+        """The first of the problems that is one, and what is said of the others."""
+        remarks = []
+        for one in problems:
             if one.part in self.keys.accept:
                 remarks.append(f"where the chat template {one.how} {one.key}, as data.accept has it")
             elif one.is_meant(asked):
                 remarks.append(one.remark)
             else:
-                return _Shape(self._bad_row(one), (), set())
-        return _Shape(None, tuple(dict.fromkeys(remarks)), set())
+                return self._bad_row(one), []
+        return None, remarks
 
     def _problem_of_tools(self, written: _Written) -> BadRow | None:
         """What is wrong with what is written of the row's tools; schemas differ within a shape."""
@@ -515,34 +523,33 @@ class _ChatEncoder:
         """A chat beside its words: its problem, and its remarks."""
         words = Words.of(written.asked, self.template.tested_texts)
         try:
-            marked = self._rendered(words.replaced(written.asked))[0]
+            marked, spans = self._rendered(words.replaced(written.asked))
         except (RecipeError, Refused):
             problems = left_out(words, written.text)
         else:
-            leaf = changed_text(words, marked, written.text)
-            how = "changes" if leaf is not None and leaf.text in written.text else "leaves out a part of"
-            problems = [] if leaf is None else [Problem(leaf.part, leaf.message, leaf.key, leaf.detail, how)]
+            # Those of its shape again, since the arguments of calls differ within one.
+            problems = problems_of_shape(written.asked, words, marked, None if self.train_on == "all" else spans)
+            if (leaf := changed_text(words, marked, written.text)) is not None:
+                how = "changes" if leaf.text in written.text else "leaves out a part of"
+                problems.append(Problem(leaf.part, leaf.message, leaf.key, leaf.detail, how))
             num_special = [self.pieces.num_special(one, written.guard) for one in (written.text, marked)]
             if not problems and self.keys.special_tokens != "tokens" and num_special[0] != num_special[1]:
                 return BadRow("texts that the chat template joins to a special token"), []
-        problems = [one for one in problems if one.part not in self.keys.accept]
-        for one in problems:
-            if not one.is_meant(asked):
-                return self._bad_row(one), []
-        if problems:
-            return None, [one.remark for one in problems]
+        problem, remarks = self._judged(asked, problems)
+        if problem is not None:
+            return problem, []
         ids, labels = sequence
         tokenizer, text = self.pieces.tokenizer, _without(written.guard, written.text)
         if self.pieces.unknown in ids:
-            return None, [] if _has_unknown(sequence, self.pieces) else [OTHER_TEXT]
+            return None, remarks if _has_unknown(sequence, self.pieces) else [*remarks, OTHER_TEXT]
         if _without_space(tokenizer.decode(ids)) != _without_space(text):
-            return None, [OTHER_TEXT]
+            return None, [*remarks, OTHER_TEXT]
         if self.train_on != "all":
             trained = _without_space(tokenizer.decode([i for i, label in zip(ids, labels, strict=True) if label]))
             wanted = _without(written.guard, "".join(written.text[start:end] for start, end in written.spans))
             if trained != _without_space(wanted):
                 return BadRow("the labels are not the text of the assistant's turns", f"{ascii(trained)[:80]}"), []
-        return None, []
+        return None, remarks
 
 
 def _without(guard: str, text: str) -> str:

@@ -22,6 +22,7 @@ _CORE = re.compile(r"\S(?:.*\S)?", re.DOTALL)
 
 END_OF_THOUGHT = "</think>"
 OTHER_BEGINNING = "does not begin a turn with its"
+AS_PYTHON = "writes Python in the place of JSON for"
 MARKS_NEXT = "marks as the assistant's the beginning of the next"
 NOT_MARKED = "does not mark as the assistant's all that follows its"
 
@@ -251,8 +252,8 @@ class Look(NamedTuple):
     """How a rendered chat lies around its texts. Chats of one shape look alike, unless a template treats one of the
     texts in a way of its own."""
 
-    missing: tuple[int, ...]
-    """The texts that are not there, in their order, by number."""
+    missing: tuple[tuple[int, str], ...]
+    """The texts that are not there in their order, by message and key."""
     num_between: int = 0
     """Characters that belong to no text."""
     num_between_trained: int = 0
@@ -261,39 +262,56 @@ class Look(NamedTuple):
 
 def look_at(asked: Asked, text: str, spans: Sequence[Span]) -> Look:
     """A look at a rendered chat, a few microseconds long."""
-    place, number, missing, is_plain = 0, 0, [], asked.tools is None
-    num_between, num_between_trained = len(text), sum(end - start for start, end in spans)
+    place, missing, has_calls = 0, [], asked.tools is not None
+    num_between, num_between_trained = len(text), sum([end - start for start, end in spans])
     for k, message in enumerate(asked.chat):
-        texts = [message["content"]]
+        keys, role = ("content",), message["role"]
         if len(message) > 2:
-            is_plain = is_plain and "tool_calls" not in message and message["role"] != "tool"
-            texts = [message[key] for key in ("name", "reasoning_content", *_contents(message)) if key in message]
-        for one in texts:
-            number += 1
-            is_moved = message["role"] == "system"  # some templates write it before the last turn
-            found, size = text.find(one, 0 if is_moved else place), len(one)
-            if found < 0:
-                stripped = one.strip()
-                found, size = text.find(stripped, 0 if is_moved else place), len(stripped)
-            if found < 0:
-                missing.append(number)
+            of_content = ("instruction", "input") if "instruction" in message else keys
+            keys = tuple(key for key in ("name", "reasoning_content", *of_content) if key in message)
+            if "tool_calls" in message or role == "tool":
+                has_calls = True
+                values = [value for call in message.get("tool_calls", ()) for value in _values(call["function"])]
+                missing += [(k, "tool_calls") for value in values if not _stands_in(text, value)]
+        is_moved = role == "system"  # some templates write it before the last turn
+        for key in keys:
+            one = message[key]
+            found = text.find(one, 0 if is_moved else place)
+            if found < 0 and (found := text.find(one := one.strip(), 0 if is_moved else place)) < 0:
+                if role != "tool" or not _stands_in(text, one):
+                    missing.append((k, key))
                 continue
-            num_between -= size
+            num_between -= len(one)
             if k in asked.trained:
-                num_between_trained -= size
+                num_between_trained -= len(one)
             if not is_moved:
-                place = found + size
+                place = found + len(one)
     # Arguments, schemas and results in JSON are of any length.
-    return Look(tuple(missing), num_between, num_between_trained) if is_plain else Look(tuple(missing))
+    return Look(tuple(missing)) if has_calls else Look(tuple(missing), num_between, num_between_trained)
 
 
-def _contents(message: dict[str, Any]) -> tuple[str, ...]:
-    return ("instruction", "input") if "instruction" in message else ("content",)
+def _values(value: Any) -> Iterator[Any]:
+    """The names and values in a call but its own keys."""
+    if isinstance(value, dict):
+        yield from (key for key in value if key not in ("name", "arguments"))
+        for item in value.values():
+            yield from _values(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _values(item)
+    else:
+        yield value
+
+
+def _stands_in(text: str, value: Any) -> bool:
+    if isinstance(value, str):
+        return value in text or any(form in text for form in _forms(value))
+    return json.dumps(value) in text or str(value) in text
 
 
 def left_out(words: Words, text: str) -> list[Problem]:
     """The texts of a chat that do not stand in the rendered text, of a template that does not take the words."""
-    leaves = [leaf for leaf in words.leaves.values() if not any(form in text for form in _forms(leaf.text))]
+    leaves = [leaf for leaf in words.leaves.values() if not any(form in text for form in _forms_of(leaf))]
     return [Problem(leaf.part, leaf.message, leaf.key, leaf.detail) for leaf in leaves]
 
 
@@ -308,11 +326,13 @@ def _out_of_order(places: Iterable[tuple[Leaf, int]]) -> Iterator[Leaf]:
 
 
 def _as_python(words: Words, text: str) -> list[tuple[Leaf, str]]:
-    """Arguments that are written as Python prints an object, or not at all."""
+    """Tools and arguments that are written as Python prints an object, and arguments that are not written at all."""
     found = []
     for word, leaf in words.leaves.items():
         if leaf.part == "tool_calls" and f"'{word}'" in text and f'"{word}"' not in text:
-            found.append((leaf, "writes Python in the place of JSON for"))
+            found.append((leaf, AS_PYTHON))
+        if leaf.part == "tools" and f"'name': '{word}'" in text:
+            found.append((leaf, AS_PYTHON))
     for word, value in words.scalars:
         rest = words.pattern.split(text[text.find(word) + len(word) :])[0] if word in text else ""
         # A template that writes no JSON may write an argument by itself as Python prints it.
@@ -332,11 +352,15 @@ def changed_text(words: Words, marked: str, text: str) -> Leaf | None:
             return last or words.leaves[found[0]]
         position += len(between)
         last, end = words.leaves[found[0]], found.end()
-        form = next((form for form in _forms(last.text) if text.startswith(form, position)), None)
+        form = next((form for form in _forms_of(last) if text.startswith(form, position)), None)
         if form is None:
             return last
         position += len(form)
     return last if text[position:] != marked[end:] else None
+
+
+def _forms_of(leaf: Leaf) -> list[str]:
+    return [leaf.text] if leaf.part in ("system", "content", "reasoning") else _forms(leaf.text)
 
 
 def _forms(text: str) -> list[str]:
