@@ -467,7 +467,7 @@ CASES = {
             refused=rf"row {LATE + 1}: the chat template [a-z ]+`tool_calls`: message 2, call 1 of 'add'",
         )
         for name, arguments, written in (
-            ("cut", {"a": "b" * 90}, "{{ (call.function | tojson)[:60] }}"),
+            ("cut", {"a": "b" * 90}, "{{ (call.function | tojson)[:80] }}"),
             ("an object left out", {"a": {"b": "WORDS"}}, BY_KEY.format("value if value is string")),
             ("a number left out", {"a": 12345678}, BY_KEY.format("value if value is string")),
         )

@@ -1,7 +1,7 @@
 """Token ids of a text, none of which spans a border in it: where a prompt ends, generation begins with a new token."""
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -34,22 +34,17 @@ class Pieces:
         self.special_texts = re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     @cached_property
-    def _normalize(self) -> Callable[[str], str] | None:
-        """What is done to a text before special tokens are looked for in it; None if all are looked for before."""
-        core = self.tokenizer.backend_tokenizer
+    def normalizes_special(self) -> bool:
+        """Whether it looks for some special tokens in the form that it gives to a text, in small letters, say."""
         tokens = self.tokenizer.added_tokens_decoder.values()
-        is_late = core.normalizer is not None and any(one.special and one.normalized for one in tokens)
-        return core.normalizer.normalize_str if is_late else None
+        has_normalizer = self.tokenizer.backend_tokenizer.normalizer is not None
+        return has_normalizer and any(one.special and one.normalized for one in tokens)
 
-    def makes_special(self, texts: Iterable[Any]) -> bool:
-        """Whether some text has a special token only in the form that the tokenizer gives it."""
-        if self._normalize is None:
-            return False
-        return any(
-            self.special_texts.search(self._normalize(text)) and not self.special_texts.search(text)
-            for text in texts
-            if isinstance(text, str)
-        )
+    def makes_special(self, chat: Iterable[dict[str, Any]]) -> bool:
+        """Whether some text of the messages has a special token in that form alone."""
+        normalize, search = self.tokenizer.backend_tokenizer.normalizer.normalize_str, self.special_texts.search
+        texts = [text for message in chat for text in message.values() if isinstance(text, str)]
+        return any(search(normalize(text)) and not search(text) for text in texts)
 
     def encoded(self, texts: list[str], **options: Any) -> Any:
         """The tokenizer's output for each text, without the tokens that it adds around a text."""

@@ -292,7 +292,7 @@ class _ChatEncoder:
         if self.train_on == "all" and any("train" in message for message in asked.chat):
             return BadRow("train: false under objective.train_on: all", "under which every token carries loss")
         is_meant = self.keys.special_tokens == "tokens"
-        if not is_meant and self.pieces.makes_special(text for message in asked.chat for text in message.values()):
+        if not is_meant and self.pieces.normalizes_special and self.pieces.makes_special(asked.chat):
             return BadRow(
                 "a text of which the tokenizer makes a special token",
                 "by lower case or another form of its letters; write the text in another way",
@@ -319,7 +319,7 @@ class _ChatEncoder:
         for message in asked.chat:
             if search(message["content"]) or (len(message) > 2 and search(str(message))):
                 return True
-        return any(one and search(str(one)) for one in (asked.tools, asked.variables))
+        return (asked.tools is not None or bool(asked.variables)) and bool(search(str((asked.tools, asked.variables))))
 
     def _guarded(self, value: Any, guard: str) -> Any:
         """The value with a guard in each special token of its texts."""
