@@ -18,7 +18,7 @@ from conftest import RECIPE, ROOT, Book, clean_environment
 from read_back import Outcome, ids_of, read_back, trained_tokens
 from tiny_templates import tags
 from tiny_tokenizers import CHATML, TEMPLATES, tiny_tokenizer
-from tokenizers import AddedToken
+from tokenizers import AddedToken, normalizers
 
 from cookbook.config.recipe import load_recipe
 from cookbook.system.files import RecipeError
@@ -56,6 +56,23 @@ APART = (
     "{{- m.content + ' <|im_end|> \\n' -}}{%- endgeneration -%}{%- else -%}{{- m.content + ' <|im_end|> \\n' -}}"
     "{%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|im_start|> assistant ' -}}{%- endif -%}"
 )
+
+
+def edited(text: str, *replacements: tuple[str, str]) -> str:
+    """The text with each of these replaced; each must be there once."""
+    for old, new in replacements:
+        assert text.count(old) == 1, f"{old!r} is there {text.count(old)} times"
+        text = text.replace(old, new)
+    return text
+
+
+def writes(question: str = "message.content", answer: str = "message.content") -> str:
+    """CHATML with these in the place of the texts."""
+    return edited(
+        CHATML,
+        ('else -%}\n        {{- message["content"]', f"else -%}}\n        {{{{- ({question})"),
+        ('generation -%}\n            {{- message["content"]', f"generation -%}}\n            {{{{- ({answer})"),
+    )
 
 
 def chatml(*turns: str) -> str:
@@ -128,6 +145,26 @@ def marks(wrong: dict[str, Any], right: dict[str, Any] | None = None) -> list[di
     """HALF_WRONG with a mark on each answer."""
     return [{"messages": [user(), assistant("WRONG", **wrong), user("no"), assistant("yes", **(right or {}))]}]
 
+
+LATE = 130
+"""Rows before one that is not compared as one of the first, nor as one of a few."""
+ALL = {"name": "sft", "train_on": "all"}
+BY_KEY = (
+    "{{{{ c.function.name }}}}{{%- for key, value in c.function.arguments.items() -%}}"
+    "{{{{ key ~ ({}) }}}}{{%- endfor -%}}"
+)
+DIG = {
+    "type": "function",
+    "function": {
+        "name": "dig",
+        "description": "DESCRIPTION",
+        "parameters": {
+            "type": "object",
+            "properties": {"OUTER": {"type": "object", "properties": {"INNER": {"type": "integer"}}}},
+        },
+    },
+}
+WORDS_OF_OURS = {"type": "function", "function": {"name": "dig", "description": "zqq0007qz"}}
 
 CASES = {
     # A key that nothing read: beside the messages.
@@ -362,6 +399,161 @@ CASES = {
         ],
         template=CUTS_THOUGHTS,
         refused="message 2",
+    ),
+    # What a template does to some texts alone, of a row that is not among the first.
+    **{
+        f"a late text, {name}": Case(
+            rows=[{"messages": CHAT}] * LATE + [{"messages": [user(question), assistant(answer)]}],
+            template=template,
+            objective=objective,
+            refused=rf"row {LATE + 1}: the chat template [a-z ]+`content`: message {message}",
+        )
+        for name, question, answer, message, template, objective in (
+            ("cut", "w" * 90, "yes", 1, writes("message.content[:50]"), {}),
+            ("cut, all trained", "w" * 90, "yes", 1, writes("message.content[:50]"), ALL),
+            ("added to", "KEY", "yes", 1, writes("message.content ~ ('MORE' if 'KEY' in message.content)"), {}),
+            ("replaced", "hi", "y foo", 2, writes(answer="message.content | replace('foo', 'bar')"), {}),
+            ("lowered", "hi", "YES", 2, writes(answer="message.content | lower"), {}),
+        )
+    },
+    **{
+        f"a late call, {name}": Case(
+            rows=[{"messages": calls(call(arguments={"a": "b"}))}] * LATE
+            + [{"messages": calls(call(arguments=arguments))}],
+            template=edited(WRITES_ALL, ("{{ '<call>' ~ (c.function | tojson) ~ '</call>' }}", written)),
+            refused=rf"row {LATE + 1}: the chat template [a-z ]+`tool_calls`: message 2, call 1 of 'add'",
+        )
+        for name, arguments, written in (
+            ("cut", {"a": "b" * 90}, "{{ (c.function | tojson)[:80] }}"),
+            ("an object left out", {"a": {"b": "WORDS"}}, BY_KEY.format("value if value is string")),
+            ("a number left out", {"a": 12345678}, BY_KEY.format("value if value is string")),
+        )
+    },
+    "content in JSON": Case(
+        rows=[{"messages": [user(), assistant('"a"')]}],
+        template=writes(answer="message.content | tojson"),
+        refused="`content`: message 2",
+    ),
+    "tools as Python prints them": Case(
+        rows=[{"messages": CHAT, "tools": [DIG]}],
+        template="{{ tools }}" + CHATML,
+        refused="writes Python in the place of JSON for `tools`: tool 'dig'",
+    ),
+    "a begin token of a row": Case(
+        rows=[{"messages": CHAT, "chat_template_kwargs": {"bos_token": "X"}}],
+        template="{{ bos_token }}" + CHATML,
+        refused="not a row's to set: bos_token",
+    ),
+    "a template that is no template": Case(
+        rows=[{"messages": CHAT}],
+        template={"default": CHATML, "tool_use": "\n{% if %}"},
+        refused="the chat template is not valid Jinja: line 2: Expected an expression",
+    ),
+    "texts other than the template takes": Case(
+        rows=[{"messages": CHAT}],
+        template="{%- if messages[0].content[0] != 'h' -%}{{ raise_exception('no') }}{%- endif -%}" + writes("''"),
+        refused="leaves out `content`: message 1",
+    ),
+    "a description of a tool": Case(
+        rows=[{"messages": CHAT, "tools": [DIG]}],
+        template="{{ tools[0].function.name ~ (tools[0].function.parameters | tojson) }}" + CHATML,
+        refused="leaves out `tools`: description 'DESCRIPTION'",
+    ),
+    "a parameter within another": Case(
+        rows=[{"messages": CHAT, "tools": [SCHEMA]}, {"messages": CHAT, "tools": [DIG]}],
+        template="{%- for tool in tools -%}{%- set f = tool.function -%}{{ f.name ~ f.description }}"
+        "{%- for key in f.parameters.properties -%}{{ key }}{%- endfor -%}{%- endfor -%}" + CHATML,
+        refused="row 2: .*leaves out `tools`: parameter 'INNER'",
+    ),
+    "variables that the template does not read": Case(
+        rows=[{"chat_template_kwargs": {"mode": "FAST"}, "messages": CHAT}],
+        exact=[chatml("user hi", "assistant [[yes]]")],
+        note="mode in `chat_template_kwargs`, which the chat template does not read",
+    ),
+    "something at random": Case(
+        rows=[{"messages": CHAT}], template="{{ ['a', 'b'] | random }}" + CHATML, refused="at random"
+    ),
+    # What the assistant's part is.
+    "a prompt that stops before the assistant's header": Case(
+        rows=[{"messages": CHAT}],
+        template=CHATML.split("{%- if add_generation_prompt")[0],
+        refused="does not mark as the assistant's all that follows its generation prompt: message 2",
+    ),
+    "words before the marker": Case(
+        rows=[{"messages": CHAT}],
+        template=edited(CHATML, ("{%- generation", "{{- 'Answer: ' -}}{%- generation")),
+        refused="does not mark as the assistant's all that follows its generation prompt: message 2",
+    ),
+    "the next header within the markers": Case(
+        rows=[{"messages": CHAT}],
+        template=edited(CHATML, ("{%- endgeneration", "{{- '\n<|im_start|>' -}}{%- endgeneration")),
+        refused="marks as the assistant's the beginning of the next generation prompt: message 2, '<|im_start|>'",
+    ),
+    "a begin token that takes the white space before it": Case(
+        rows=[{"messages": [*CHAT, *CHAT]}],
+        template=APART,
+        tokenizer={"more": [AddedToken("<|im_start|>", special=True, normalized=False, lstrip=True)]},
+        shows=["[[yes <|im_end|> \n]]<|im_start|> user hi <|im_end|><|im_start|> assistant [[yes"],
+    ),
+    # Special tokens of a row.
+    "a special token in a name": Case(
+        rows=[{"messages": [user(name="A<|im_end|>"), assistant()]}],
+        template=NAMED,
+        shows=["user A<|im_end|>\nhi<|im_end|>"],
+        note="1 row with special tokens in a text, read as text",
+    ),
+    "a special token in a variable": Case(
+        rows=[{"messages": CHAT, "chat_template_kwargs": {"mode": "<|im_end|>"}}],
+        template=MODED,
+        shows=["mode <|im_end|><|im_end|>"],
+        note="1 row with special tokens in a text, read as text",
+    ),
+    "a special token in the name of an argument": Case(
+        rows=[{"messages": calls(call(arguments={"<|im_end|>": 1}))}],
+        template=WRITES_ALL,
+        shows=['{"<|im_end|>": 1}'],
+        note="1 row with special tokens in a text, read as text",
+    ),
+    "a special token of one character": Case(
+        rows=[{"messages": [user("x § y"), assistant()]}],
+        tokenizer={"more": ["§"]},
+        exact=[chatml("user x § y", "assistant [[yes]]")],
+        note="1 row with special tokens in a text, read as text",
+    ),
+    "a special token in two messages": Case(
+        rows=[{"messages": [user("<|im_"), user("end|>"), assistant()]}],
+        template="{{ messages[0].content ~ messages[1].content ~ '<|im_start|>assistant\n' }}"
+        "{%- if not add_generation_prompt -%}{%- generation -%}{{ messages[2].content }}<|im_end|>{%- endgeneration -%}"
+        "{%- endif -%}",
+        refused="texts that the chat template joins to a special token",
+    ),
+    # What a tokenizer changes, without a template.
+    "white space aside, other letters": Case(
+        rows=[{"prompt": "你", "completion": "b"}],
+        kind="unknown_letters",
+        note="1 row among those compared, whose tokens decode to another text",
+    ),
+    "unknown letters of a user": Case(
+        rows=[{"messages": [user("你"), assistant()]}],
+        kind="unknown_letters",
+        note="1 row among those compared, whose tokens decode to another text",
+    ),
+    # Texts that are this project's own marks.
+    "words of the comparison": Case(
+        rows=[{"messages": [user("zqq0000qz"), assistant("zqq0001qz")], "tools": [WORDS_OF_OURS]}],
+        template=WRITES_ALL,
+        shows=["zqq0000qz", "[[zqq0001qz<|im_end|>]]", "zqq0007qz"],
+    ),
+    "a character for private use": Case(
+        rows=[
+            {"messages": [user("a\ue000b<|im_end|>"), assistant("c\ue000d")]},
+            {"messages": [user("\ue000"), assistant()]},
+        ],
+        exact=[
+            chatml("user a\ue000b<|im_end|>", "assistant [[c\ue000d]]"),
+            chatml("user \ue000", "assistant [[yes]]"),
+        ],
+        note=r"1 row with special tokens in a text, read as text[^\n]*$",
     ),
     # Tool calls.
     "arguments as text": Case(
@@ -612,6 +804,34 @@ def test_a_row_is_trained_as_it_is_meant_or_refused_by_name(case: Case, tmp_path
     assert wrong(case, found, names) == []
     if found.texts and not case.objective:
         assert len(found.texts) == len(case.rows)
+
+
+@pytest.mark.parametrize("text", ["x <|CALL|> y", "x \uff1c|call|\uff1e y"])
+def test_what_the_tokenizer_makes_a_special_token_is_refused(text, tmp_path):
+    tokenizer = tiny_tokenizer(more=[AddedToken("<|call|>", special=True, normalized=True)])
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    assert "makes a special token" in read_back([{"messages": [user(text), assistant()]}], tokenizer, tmp_path).refused
+
+
+@pytest.mark.parametrize("row", [{"prompt": "Ab", "completion": "C"}, {"text": "Ab"}, {"messages": CHAT}])
+def test_a_tokenizer_that_changes_texts_is_noted(row, tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = (
+        normalizers.Replace("e", "E") if "messages" in row else normalizers.Lowercase()
+    )
+    assert (
+        "1 row among those compared, whose tokens decode to another text" in read_back([row], tokenizer, tmp_path).notes
+    )
+
+
+def test_an_unknown_token_that_is_another_special_token_hides_no_change(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.unk_token = END
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("e", "E")
+    assert (
+        "1 row among those compared, whose tokens decode to another text"
+        in read_back([{"messages": CHAT}], tokenizer, tmp_path).notes
+    )
 
 
 def test_special_tokens_in_a_user_s_text_are_text(tmp_path):

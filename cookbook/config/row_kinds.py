@@ -198,7 +198,8 @@ CHAT_KEYS = ("system", "history", *FOR_TEMPLATE)
 OF_THE_ENCODER = (
     *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
     *("continue_final_message", "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
-    *("padding", "truncation", "max_length", "tokenizer_kwargs", "strftime_now"),
+    *("padding", "truncation", "max_length", "tokenizer_kwargs", "strftime_now", "raise_exception"),
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
 )
 """Keys of `apply_chat_template` that are not a row's to set."""
 

@@ -1,7 +1,7 @@
 """Token ids of a text, none of which spans a border in it: where a prompt ends, generation begins with a new token."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -27,9 +27,24 @@ class Pieces:
         self.special_ids = set(special)
         # Properties of the tokenizer that look a token up at each access.
         self.begin, self.end, self.unknown = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id
+        if self.unknown in (self.begin, self.end, tokenizer.pad_token_id):  # byte-level ones have no need of one
+            self.unknown = None
         names = sorted(filter(None, special.values()), key=len, reverse=True)
         self._tails: dict[str, list[int]] = {}
         self.special_texts = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+    @cached_property
+    def normalizes_special(self) -> bool:
+        """Whether it looks for some special tokens in the form that it gives to a text, in small letters, say."""
+        tokens = self.tokenizer.added_tokens_decoder.values()
+        has_normalizer = self.tokenizer.backend_tokenizer.normalizer is not None
+        return has_normalizer and any(one.special and one.normalized for one in tokens)
+
+    def makes_special(self, chat: Iterable[dict[str, Any]]) -> bool:
+        """Whether some text of the messages has a special token in that form alone."""
+        normalize, search = self.tokenizer.backend_tokenizer.normalizer.normalize_str, self.special_texts.search
+        texts = [text for message in chat for text in message.values() if isinstance(text, str)]
+        return any(search(normalize(text)) and not search(text) for text in texts)
 
     def encoded(self, texts: list[str], **options: Any) -> Any:
         """The tokenizer's output for each text, without the tokens that it adds around a text."""
@@ -85,15 +100,17 @@ class Pieces:
         first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
         if first is None or last is None or (start and encoding.char_to_token(start - 1) is None):
             return None  # white space that the tokenizer leaves out, or that its offsets do
-        if encoding.token_to_chars(first)[0] < start:
-            if ids[first] not in self.special_ids:  # one of these may take the white space after it
+        if (begin := encoding.token_to_chars(first)[0]) < start:
+            # A special token may take the white space after it, or before it.
+            if ids[first] not in self.special_ids or text[begin:start].isspace():
                 return None
             first += 1
         elif text[max(0, start - 2) : start].isspace() and not self._ends_alike(encoding, ids[:first], text, start):
             return None
         while last + 1 < len(ids) and encoding.token_to_chars(last + 1) == encoding.token_to_chars(last):
             last += 1  # several tokens for one character
-        if encoding.token_to_chars(last)[1] > end and ids[last] not in self.special_ids:
+        begin, after = encoding.token_to_chars(last)
+        if after > end and (ids[last] not in self.special_ids or text[begin:end].isspace()):
             return None
         return first, last + 1
 
@@ -138,7 +155,7 @@ class Pieces:
         special = [
             (i, offsets)
             for i, offsets in zip(encoding["input_ids"][0], encoding["offset_mapping"][0], strict=True)
-            if i in self.special_ids and offsets[1] > offsets[0]
+            if i in self.special_ids and offsets[1] > offsets[0] and not text.startswith(guard, offsets[1])
         ]
         for i, (start, end) in special:
             if start > place:
@@ -149,8 +166,13 @@ class Pieces:
             self._append(ids, rest, split_special_tokens=True)
 
     def guarded(self, text: str, guard: str) -> str:
-        """The text with `guard` inside each special token's text, so that it is none."""
+        """The text with `guard` inside each special token's text, so that it is none, or after one of a character."""
         return self.special_texts.sub(lambda found: found[0][0] + guard + found[0][1:], text)
+
+    def num_special(self, text: str, guard: str) -> int:
+        """Special tokens in a text, but for those with a guard."""
+        found = self.special_texts.finditer(text)
+        return sum(not guard or not text.startswith(guard, one.end()) for one in found)
 
     def without_space(self, ids: list[int]) -> list[int]:
         """The tokens up to the last one that is special or more than white space."""

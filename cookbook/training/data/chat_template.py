@@ -6,7 +6,7 @@ from datetime import date
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jinja2 import nodes
+from jinja2 import TemplateSyntaxError, meta, nodes
 
 from cookbook.config.chat_templates import is_marked
 from cookbook.config.messages import Chat
@@ -18,6 +18,8 @@ REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 """Names under which templates read the reasoning of a message."""
 THINKING = ({"enable_thinking": False}, {"enable_thinking": True}, {"thinking": False}, {"thinking": True})
 """Variables by which templates choose how an answer is prompted for."""
+RANDOM = ("random", "lipsum")
+"""Filters and functions of Jinja that give something else each time."""
 
 
 class AsksForDate(Exception):
@@ -132,14 +134,39 @@ class ChatTemplate:
         except Exception:  # as above
             return ""
 
+    def variables(self, tools: Any = None) -> set[str]:
+        """The names that it reads."""
+        return meta.find_undeclared_variables(self._tree(self.text(tools)))
+
+    def mistake(self) -> str:
+        """What is wrong with the template itself; empty if it can be read."""
+        templates = self.tokenizer.chat_template
+        try:
+            for template in templates.values() if isinstance(templates, dict) else [templates]:
+                self._tree(template)
+        except TemplateSyntaxError as error:
+            return f"line {error.lineno}: {error.message}"
+        return ""
+
+    def is_random(self) -> bool:
+        """Whether it writes something else each time."""
+        templates = self.tokenizer.chat_template
+        for template in templates.values() if isinstance(templates, dict) else [templates]:
+            tree = self._tree(template)
+            if any(getattr(one, "name", "") in RANDOM for one in tree.find_all((nodes.Filter, nodes.Name))):
+                return True
+        return False
+
+    def _tree(self, text: str) -> nodes.Template:
+        return _compiled(text).environment.parse(text)
+
     @cached_property
     def tested_texts(self) -> tuple[str, ...]:
         """Texts that the template looks for in those of a chat, such as `</think>`."""
         templates = self.tokenizer.chat_template
         found: set[str] = set()
         for template in templates.values() if isinstance(templates, dict) else [templates]:
-            tree = _compiled(template).environment.parse(template)
-            for node in tree.find_all((nodes.Compare, nodes.Call, nodes.Filter)):
+            for node in self._tree(template).find_all((nodes.Compare, nodes.Call, nodes.Filter)):
                 found |= {one.value for one in node.find_all(nodes.Const) if isinstance(one.value, str)}
         marks = {text.strip() for text in found}
         return tuple(sorted((mark for mark in marks if len(mark) > 1 and re.search(r"[<\[|]", mark)), key=len)[::-1])

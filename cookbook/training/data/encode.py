@@ -4,6 +4,7 @@ A row becomes one sequence, or two for a preference: chosen before rejected.
 """
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
@@ -24,7 +25,20 @@ from cookbook.training.data.chat_template import (
     Refused,
     Span,
 )
-from cookbook.training.data.faithful import OTHER_BEGINNING, Problem, Words, changed_text, problems_of_shape, shape_of
+from cookbook.training.data.faithful import (
+    MARKS_NEXT,
+    NOT_MARKED,
+    OTHER_BEGINNING,
+    Look,
+    Problem,
+    Words,
+    changed_text,
+    left_out,
+    look_at,
+    problems_of_shape,
+    problems_of_tools,
+    shape_of,
+)
 from cookbook.training.data.rows import Rows
 from cookbook.training.data.twin import offer
 
@@ -33,9 +47,10 @@ if TYPE_CHECKING:
 
 ROWS_PER_BATCH = 512
 NUM_COMPARED, COMPARED_EVERY = 100, 64
-"""Chats that are compared with their words one by one: the first ones, the first of each shape, and one in so many."""
-GUARD = "\ue000"
-"""A character for private use, of which no chat template knows."""
+"""Chats that are compared with their words one by one: the first ones, the first of each shape and of each look, and
+one in so many."""
+GUARDS = tuple(map(chr, range(0xE000, 0xF900)))
+"""Characters for private use, of which no chat template knows."""
 
 LabelledIds = tuple[list[int], list[int]]
 """Token ids; 1 for a label, 0 for none."""
@@ -96,6 +111,11 @@ class Encoder:
             raise RecipeError(f"{rows.place}: has chats, but the tokenizer has no chat template; {hint}") from None
         if train_on not in self._chats:
             template = ChatTemplate(self.tokenizer, self.keys.template_date)
+            if mistake := template.mistake():
+                raise RecipeError(f"{rows.place}: the chat template is not valid Jinja: {mistake}")
+            if template.is_random():
+                hint = "copy it without `random` or `lipsum` and give it in data.chat_template"
+                raise RecipeError(f"{rows.place}: the chat template writes something at random; {hint}")
             self._chats[train_on] = _ChatEncoder(template, Pieces(self.tokenizer), train_on, self.keys)
         return _encode_chats(rows, kind.chats, self._chats[train_on])
 
@@ -108,7 +128,7 @@ def _encode_plain_rows(
     start, end = _start_and_end(tokenizer, rows.place)
     prompt_label, as_text = int(train_on == "all"), keys.special_tokens == "text"
     options = {"split_special_tokens": True} if as_text else {}
-    num_compared = 0
+    num_seen = 0
     for batch in _batches(map(kind.texts, rows.rows)):
         # Prompt and answer separately, as at inference: together, a token could span the border.
         asked_all = [asked for asked, _ in batch if asked is not None]
@@ -126,14 +146,13 @@ def _encode_plain_rows(
             written = [asked or "", *(text.removesuffix(tokenizer.eos_token or "") for text in texts)]
             if any(map(pieces.special_texts.search, written)):
                 remarks.append(SPECIAL_AS_TEXT if as_text else SPECIAL_AS_TOKENS)
+            num_seen += 1
             if any(_has_unknown(sequence, pieces) for sequence in sequences):
                 remarks.append(UNKNOWN)
-            elif num_compared < NUM_COMPARED:
-                num_compared += 1
-                decoded = [_without_space(tokenizer.decode(ids)) for ids, _ in sequences]
-                if any(
-                    _without_space((asked or "") + text) not in one for text, one in zip(texts, decoded, strict=True)
-                ):
+            elif _is_compared(num_seen):
+                seen = [tokenizer.decode(ids) for ids, _ in sequences]
+                said = [(asked or "") + text for text in texts]
+                if [_bare(tokenizer, one) for one in seen] != [_bare(tokenizer, one) for one in said]:
                     remarks.append(OTHER_TEXT)
             yield Encoded(sequences, tuple(remarks))
 
@@ -146,9 +165,20 @@ TWICE_ENDED = "with the end token twice at the end of a turn"
 OTHER_TEXT = "among those compared, whose tokens decode to another text: the tokenizer changes or leaves out characters"
 
 
+def _is_compared(num_seen: int) -> bool:
+    return num_seen <= NUM_COMPARED or num_seen % COMPARED_EVERY == 0
+
+
+def _bare(tokenizer: "PreTrainedTokenizerBase", text: str) -> str:
+    """The text without white space, and without the tokens that may be added around it."""
+    for token in filter(None, (tokenizer.bos_token, tokenizer.eos_token)):
+        text = text.replace(token, "")
+    return _without_space(text)
+
+
 def _has_unknown(sequence: LabelledIds, pieces: Pieces) -> bool:
     unknown, (ids, labels) = pieces.unknown, sequence
-    if unknown is None or unknown == pieces.end or unknown not in ids:
+    if unknown is None or unknown not in ids:
         return False
     return any(i == unknown and label for i, label in zip(ids, labels, strict=True))
 
@@ -221,6 +251,8 @@ class _Shape(NamedTuple):
 
     problem: BadRow | None
     remarks: tuple[str, ...]
+    looks: set[Look]
+    """Of those that were compared."""
 
 
 @dataclass
@@ -232,6 +264,8 @@ class _ChatEncoder:
     train_on: TrainOn
     keys: TextKeys
     shapes: dict[tuple[Any, ...], _Shape] = field(default_factory=dict)
+    tools: dict[int, BadRow | None] = field(default_factory=dict)
+    """What is wrong with what is written of tools, by the hash of their text."""
     num_seen: int = 0
 
     def encode(self, chats: list[Asked]) -> Iterator[Encoded | BadRow]:
@@ -250,10 +284,18 @@ class _ChatEncoder:
     def _write(self, asked: Asked) -> _Written | BadRow:
         if self.train_on == "all" and any("train" in message for message in asked.chat):
             return BadRow("train: false under objective.train_on: all", "under which every token carries loss")
+        is_meant = self.keys.special_tokens == "tokens"
+        if not is_meant and self.pieces.normalizes_special and self.pieces.makes_special(asked.chat):
+            return BadRow(
+                "a text of which the tokenizer makes a special token",
+                "by lower case or another form of its letters; write the text in another way",
+            )
         guard = ""
-        if self.keys.special_tokens != "tokens" and self._has_special(asked):
-            guard = GUARD
-            asked = asked._replace(chat=self._mapped(asked.chat), tools=asked.tools and self._mapped(asked.tools))
+        if not is_meant and self._has_special(asked):
+            said = json.dumps((asked.chat, asked.tools, asked.variables), ensure_ascii=False, default=str)
+            guard = next(one for one in GUARDS if one not in said)
+            mapped = (self._guarded(one, guard) for one in (asked.chat, asked.tools, asked.variables))
+            asked = asked._replace(**dict(zip(("chat", "tools", "variables"), mapped, strict=True)))
         try:
             text, spans = self._rendered(asked)
         except Refused as error:  # a template may refuse a chat, for a system message, say
@@ -268,19 +310,19 @@ class _ChatEncoder:
     def _has_special(self, asked: Asked) -> bool:
         search = self.pieces.special_texts.search
         for message in asked.chat:
-            if search(message["content"]) or ("reasoning_content" in message and search(message["reasoning_content"])):
+            if search(message["content"]) or (len(message) > 2 and search(str(message))):
                 return True
-            if "tool_calls" in message and search(str(message["tool_calls"])):
-                return True
-        return asked.tools is not None and search(str(asked.tools)) is not None
+        return (asked.tools is not None or bool(asked.variables)) and bool(search(str((asked.tools, asked.variables))))
 
-    def _mapped(self, value: Any) -> Any:
+    def _guarded(self, value: Any, guard: str) -> Any:
         """The value with a guard in each special token of its texts."""
         if isinstance(value, str):
-            return self.pieces.guarded(value, GUARD)
+            return self.pieces.guarded(value, guard)
         if isinstance(value, list):
-            return [self._mapped(item) for item in value]
-        return {key: self._mapped(item) for key, item in value.items()} if isinstance(value, dict) else value
+            return [self._guarded(item, guard) for item in value]
+        if isinstance(value, dict):
+            return {self._guarded(key, guard): self._guarded(item, guard) for key, item in value.items()}
+        return value
 
     def _rendered(self, asked: Asked) -> tuple[str, list[Span]]:
         """The text of a chat, and the characters of each turn with loss.
@@ -368,16 +410,19 @@ class _ChatEncoder:
         key, ids = shape_of(asked, self.template.tested_texts), sequence[0]
         shape = self.shapes.get(key)
         self.num_seen += 1
-        is_compared = shape is None or self.num_seen <= NUM_COMPARED or self.num_seen % COMPARED_EVERY == 0
         if shape is None:
             shape = self.shapes[key] = self._examined(asked, written, ids)
         if shape.problem is not None:
             return shape.problem
-        if is_compared:
+        look = look_at(written.asked, written.text, written.spans)
+        if look not in shape.looks or _is_compared(self.num_seen):
             problem, more = self._compared(asked, written, sequence)
             if problem is not None:
                 return problem
+            shape.looks.add(look)
             remarks = [*remarks, *more]
+        if asked.tools is not None and (problem := self._problem_of_tools(written)) is not None:
+            return problem
         if not written.guard and self.keys.special_tokens == "tokens" and self._has_special(asked):
             remarks.append(SPECIAL_AS_TOKENS)
         if _has_unknown(sequence, self.pieces):
@@ -388,22 +433,38 @@ class _ChatEncoder:
 
     def _examined(self, asked: Asked, written: _Written, ids: list[int]) -> _Shape:
         """The first chat of a shape, looked at for all of them."""
-        words = Words(self.template.tested_texts)
+        words = Words.of(asked, self.template.tested_texts)
         try:
             text, spans = self._rendered(words.replaced(asked))
+            found = problems_of_shape(asked, words, text, None if self.train_on == "all" else spans)
         except (RecipeError, Refused):  # it accepts some texts only
-            return _Shape(None, ())
-        found = problems_of_shape(asked, words, text, None if self.train_on == "all" else spans)
+            found = []
         found += self._other_prompts(written, ids)
+        problem, remarks = self._judged(asked, found)
+        given = {key for key, value in asked.variables.items() if value is not None}
+        if unread := sorted(given - self.template.variables(asked.tools)):
+            remarks.append(f"with {', '.join(unread)} in `chat_template_kwargs`, which the chat template does not read")
+        return _Shape(problem, tuple(dict.fromkeys(remarks)), set())
+
+    def _judged(self, asked: Asked, problems: list[Problem]) -> tuple[BadRow | None, list[str]]:
+        """The first of the problems that is one, and what is said of the others."""
         remarks = []
-        for one in found:
+        for one in problems:
             if one.part in self.keys.accept:
                 remarks.append(f"where the chat template {one.how} {one.key}, as data.accept has it")
             elif one.is_meant(asked):
                 remarks.append(one.remark)
             else:
-                return _Shape(self._bad_row(one), ())
-        return _Shape(None, tuple(dict.fromkeys(remarks)))
+                return self._bad_row(one), []
+        return None, remarks
+
+    def _problem_of_tools(self, written: _Written) -> BadRow | None:
+        """What is wrong with what is written of the row's tools; schemas differ within a shape."""
+        key = hash(repr(written.asked.tools))
+        if key not in self.tools:
+            found = [] if "tools" in self.keys.accept else problems_of_tools(written.asked, written.text)
+            self.tools[key] = self._bad_row(found[0]) if found else None
+        return self.tools[key]
 
     def _bad_row(self, problem: Problem) -> BadRow:
         return BadRow(
@@ -415,7 +476,7 @@ class _ChatEncoder:
     def _other_prompts(self, written: _Written, ids: list[int]) -> list[Problem]:
         """The turns with loss that do not begin right after the tokens by which generation is asked for them."""
         found = []
-        for k, (start, _) in zip(written.asked.trained, written.spans, strict=False):
+        for k, (start, end) in zip(written.asked.trained, written.spans, strict=False):
             prompts = self._prompts(written.asked, k)
             cuts = {place for span in written.spans for place in span if place < start}
             fitting = []
@@ -428,7 +489,20 @@ class _ChatEncoder:
                 found.append(Problem("generation_prompt", k, key, ending, OTHER_BEGINNING))
             elif fitting and min(map(len, fitting)) > start:
                 found.append(Problem("generation_prompt", k, key, ending, "marks as the assistant's a part of its"))
+            elif fitting and start not in map(len, fitting):
+                found.append(Problem("generation_prompt", k, key, ending, NOT_MARKED))
+            special = self.pieces.special_texts.findall(written.text, start, end)
+            if fitting and special[1:] and special[-1] == self._opening(written.asked, k, fitting[0]):
+                found.append(Problem("generation_prompt", k, key, f"{special[-1]!a} is another turn's", MARKS_NEXT))
         return found
+
+    def _opening(self, asked: Asked, k: int, prompt: str) -> str:
+        """The special token by which generation of message k is asked for; empty if there is none."""
+        with contextlib.suppress(Refused):
+            before = self.template.render(asked, k)
+            if prompt.startswith(before) and (found := self.pieces.special_texts.match(prompt, len(before))):
+                return found[0]
+        return ""
 
     def _prompts(self, asked: Asked, k: int) -> list[str]:
         """The texts by which generation may be asked for message k; none if the template takes no chat so short."""
@@ -440,27 +514,39 @@ class _ChatEncoder:
 
     def _compared(self, asked: Asked, written: _Written, sequence: LabelledIds) -> tuple[BadRow | None, list[str]]:
         """A chat beside its words: its problem, and its remarks."""
-        words = Words(self.template.tested_texts)
+        words = Words.of(written.asked, self.template.tested_texts)
         try:
-            marked = self._rendered(words.replaced(written.asked))[0]
+            marked, spans = self._rendered(words.replaced(written.asked))
         except (RecipeError, Refused):
-            marked = None
-        leaf = None if marked is None else changed_text(words, marked, written.text)
-        if leaf is not None and leaf.part not in self.keys.accept:
-            how = "changes" if leaf.text in written.text else "leaves out a part of"
-            return self._bad_row(Problem(leaf.part, leaf.message, leaf.key, leaf.detail, how)), []
+            problems = left_out(words, written.text)
+        else:
+            # Those of its shape again, since the arguments of calls differ within one.
+            problems = problems_of_shape(written.asked, words, marked, None if self.train_on == "all" else spans)
+            if (leaf := changed_text(words, marked, written.text)) is not None:
+                how = "changes" if leaf.text in written.text else "leaves out a part of"
+                problems.append(Problem(leaf.part, leaf.message, leaf.key, leaf.detail, how))
+            num_special = [self.pieces.num_special(one, written.guard) for one in (written.text, marked)]
+            if not problems and self.keys.special_tokens != "tokens" and num_special[0] != num_special[1]:
+                return BadRow("texts that the chat template joins to a special token"), []
+        problem, remarks = self._judged(asked, problems)
+        if problem is not None:
+            return problem, []
         ids, labels = sequence
-        tokenizer, text = self.pieces.tokenizer, written.text.replace(written.guard or GUARD, "")
+        tokenizer, text = self.pieces.tokenizer, _without(written.guard, written.text)
         if self.pieces.unknown in ids:
-            return None, []
+            return None, remarks if _has_unknown(sequence, self.pieces) else [*remarks, OTHER_TEXT]
         if _without_space(tokenizer.decode(ids)) != _without_space(text):
-            return None, [OTHER_TEXT]
+            return None, [*remarks, OTHER_TEXT]
         if self.train_on != "all":
             trained = _without_space(tokenizer.decode([i for i, label in zip(ids, labels, strict=True) if label]))
-            wanted = "".join(written.text[start:end] for start, end in written.spans).replace(GUARD, "")
+            wanted = _without(written.guard, "".join(written.text[start:end] for start, end in written.spans))
             if trained != _without_space(wanted):
                 return BadRow("the labels are not the text of the assistant's turns", f"{ascii(trained)[:80]}"), []
-        return None, []
+        return None, remarks
+
+
+def _without(guard: str, text: str) -> str:
+    return text.replace(guard, "") if guard else text
 
 
 def _without_space(text: str) -> str:

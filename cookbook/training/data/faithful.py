@@ -9,17 +9,21 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count
 from typing import Any, NamedTuple
 
 from cookbook.config.messages import Chat
 from cookbook.config.sections import TextPart
 from cookbook.training.data.chat_template import Asked, Span
 
-_WORD = re.compile(r"zq\d{4}qz")
 _CORE = re.compile(r"\S(?:.*\S)?", re.DOTALL)
 
 END_OF_THOUGHT = "</think>"
 OTHER_BEGINNING = "does not begin a turn with its"
+AS_PYTHON = "writes Python in the place of JSON for"
+MARKS_NEXT = "marks as the assistant's the beginning of the next"
+NOT_MARKED = "does not mark as the assistant's all that follows its"
 
 
 class Leaf(NamedTuple):
@@ -83,9 +87,21 @@ class Words:
     """By word."""
     scalars: list[tuple[str, Any]] = field(default_factory=list)
     """The word of an argument's name, and the argument, which is no text."""
+    begin: str = "zq"
+    """Begins each word, and stands nowhere in the chat."""
+
+    @classmethod
+    def of(cls, asked: Asked, tested: Sequence[str]) -> "Words":
+        """Words for a chat, none of which it has itself."""
+        said = repr(asked)
+        return cls(tested, begin=next(one for i in count() if (one := f"zq{'x' * i}q") not in said))
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        return re.compile(self.begin + r"\d{4}qz")
 
     def word(self, part: TextPart, message: int | None, key: str, text: str, detail: str = "") -> str:
-        word = f"zq{len(self.leaves):04d}qz"
+        word = f"{self.begin}{len(self.leaves):04d}qz"
         self.leaves[word] = Leaf(part, message, key, detail, text)
         return word
 
@@ -183,12 +199,12 @@ def problems_of_shape(asked: Asked, words: Words, text: str, spans: Sequence[Spa
         words: the words in `text`.
         spans: the characters of each message of `asked.trained`; None if all carry loss.
     """
-    places = [(words.leaves[found[0]], found.start()) for found in _WORD.finditer(text)]
-    count = Counter(leaf for leaf, _ in places)
-    found = [(leaf, "leaves out") for leaf in words.leaves.values() if not count[leaf]]
+    places = [(words.leaves[found[0]], found.start()) for found in words.pattern.finditer(text)]
+    times = Counter(leaf for leaf, _ in places)
+    found = [(leaf, "leaves out") for leaf in words.leaves.values() if not times[leaf]]
     # A name may stand beside a call and beside its result.
     once = [leaf for leaf in words.leaves.values() if leaf.part not in ("tools", "name", "tool_calls")]
-    found += [(leaf, "writes more than once") for leaf in once if count[leaf] > 1]
+    found += [(leaf, "writes more than once") for leaf in once if times[leaf] > 1]
     first = dict(reversed(places))
     places = [(leaf, place) for leaf, place in places if leaf.part != "tool_calls" or first[leaf] == place]
     found += [(leaf, "writes after a later message") for leaf in _out_of_order(places)]
@@ -200,11 +216,101 @@ def problems_of_shape(asked: Asked, words: Words, text: str, spans: Sequence[Spa
         elif leaf.message in asked.trained and leaf.part != "name" and not is_trained:
             found.append((leaf, "writes outside of the assistant's turn"))
     problems = [Problem(leaf.part, leaf.message, leaf.key, leaf.detail, how) for leaf, how in found]
+    return list(dict.fromkeys([*problems, *problems_of_tools(asked, text)]))
+
+
+def problems_of_tools(asked: Asked, text: str) -> list[Problem]:
+    """The parameters and descriptions of tools that do not stand in the rendered text."""
+    problems = []
     for tool in asked.tools or ():
-        keys = (_function_of(tool).get("parameters") or {}).get("properties")
-        missing = [key for key in keys or () if isinstance(key, str) and key not in text]
-        problems += [Problem("tools", None, "`tools`", f"parameter {key!a}") for key in missing]
-    return list(dict.fromkeys(problems))
+        for kind, one in _texts_of_schema(_function_of(tool)):
+            if not any(form in text for form in _forms(one.strip())):
+                problems.append(Problem("tools", None, "`tools`", f"{kind} {one[:60]!a}"))
+    return problems
+
+
+def _texts_of_schema(value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _texts_of_schema(item)
+    if not isinstance(value, dict):
+        return
+    for key, item in value.items():
+        if key == "description" and isinstance(item, str):
+            yield "description", item
+        elif key == "properties" and isinstance(item, dict):
+            for name, schema in item.items():
+                yield "parameter", str(name)
+                yield from _texts_of_schema(schema)
+        elif key not in ("default", "enum", "example", "examples"):  # values, no schemas
+            yield from _texts_of_schema(item)
+
+
+class Look(NamedTuple):
+    """How a rendered chat lies around its texts. Chats of one shape look alike, unless a template treats one of the
+    texts in a way of its own."""
+
+    missing: tuple[tuple[int, str], ...]
+    """The texts that are not there in their order, by message and key."""
+    num_between: int = 0
+    """Characters that belong to no text."""
+    num_between_trained: int = 0
+    """The same in the turns with loss."""
+
+
+def look_at(asked: Asked, text: str, spans: Sequence[Span]) -> Look:
+    """A look at a rendered chat, a few microseconds long."""
+    place, missing, has_calls = 0, [], asked.tools is not None
+    num_between, num_between_trained = len(text), sum([end - start for start, end in spans])
+    for k, message in enumerate(asked.chat):
+        keys, role = ("content",), message["role"]
+        if len(message) > 2:
+            of_content = ("instruction", "input") if "instruction" in message else keys
+            keys = tuple(key for key in ("name", "reasoning_content", *of_content) if key in message)
+            if "tool_calls" in message or role == "tool":
+                has_calls = True
+                values = [value for call in message.get("tool_calls", ()) for value in _values(call["function"])]
+                missing += [(k, "tool_calls") for value in values if not _stands_in(text, value)]
+        is_moved = role == "system"  # some templates write it before the last turn
+        for key in keys:
+            one = message[key]
+            found = text.find(one, 0 if is_moved else place)
+            if found < 0 and (found := text.find(one := one.strip(), 0 if is_moved else place)) < 0:
+                if role != "tool" or not _stands_in(text, one):
+                    missing.append((k, key))
+                continue
+            num_between -= len(one)
+            if k in asked.trained:
+                num_between_trained -= len(one)
+            if not is_moved:
+                place = found + len(one)
+    # Arguments, schemas and results in JSON are of any length.
+    return Look(tuple(missing)) if has_calls else Look(tuple(missing), num_between, num_between_trained)
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """The names and values in a call but its own keys."""
+    if isinstance(value, dict):
+        yield from (key for key in value if key not in ("name", "arguments"))
+        for item in value.values():
+            yield from _values(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _values(item)
+    else:
+        yield value
+
+
+def _stands_in(text: str, value: Any) -> bool:
+    if isinstance(value, str):
+        return value in text or any(form in text for form in _forms(value))
+    return json.dumps(value) in text or str(value) in text
+
+
+def left_out(words: Words, text: str) -> list[Problem]:
+    """The texts of a chat that do not stand in the rendered text, of a template that does not take the words."""
+    leaves = [leaf for leaf in words.leaves.values() if not any(form in text for form in _forms_of(leaf))]
+    return [Problem(leaf.part, leaf.message, leaf.key, leaf.detail) for leaf in leaves]
 
 
 def _function_of(tool: dict[str, Any]) -> dict[str, Any]:
@@ -224,13 +330,15 @@ def _out_of_order(places: Iterable[tuple[Leaf, int]]) -> Iterator[Leaf]:
 
 
 def _as_python(words: Words, text: str) -> list[tuple[Leaf, str]]:
-    """Arguments that are written as Python prints an object, or not at all."""
+    """Tools and arguments that are written as Python prints an object, and arguments that are not written at all."""
     found = []
     for word, leaf in words.leaves.items():
         if leaf.part == "tool_calls" and f"'{word}'" in text and f'"{word}"' not in text:
-            found.append((leaf, "writes Python in the place of JSON for"))
+            found.append((leaf, AS_PYTHON))
+        if leaf.part == "tools" and f"'name': '{word}'" in text:
+            found.append((leaf, AS_PYTHON))
     for word, value in words.scalars:
-        rest = _WORD.split(text[text.find(word) + len(word) :])[0] if word in text else ""
+        rest = words.pattern.split(text[text.find(word) + len(word) :])[0] if word in text else ""
         # A template that writes no JSON may write an argument by itself as Python prints it.
         if json.dumps(value) not in rest and str(value) not in rest:
             found.append((words.leaves[word], "leaves out an argument of"))
@@ -242,17 +350,21 @@ def changed_text(words: Words, marked: str, text: str) -> Leaf | None:
     text stands in the place of its word, and between them is what is between the words.
     """
     position, last, end = 0, None, 0
-    for found in _WORD.finditer(marked):
+    for found in words.pattern.finditer(marked):
         between = marked[end : found.start()]
         if not text.startswith(between, position):
             return last or words.leaves[found[0]]
         position += len(between)
         last, end = words.leaves[found[0]], found.end()
-        form = next((form for form in _forms(last.text) if text.startswith(form, position)), None)
+        form = next((form for form in _forms_of(last) if text.startswith(form, position)), None)
         if form is None:
             return last
         position += len(form)
     return last if text[position:] != marked[end:] else None
+
+
+def _forms_of(leaf: Leaf) -> list[str]:
+    return [leaf.text] if leaf.part in ("system", "content", "reasoning") else _forms(leaf.text)
 
 
 def _forms(text: str) -> list[str]:
