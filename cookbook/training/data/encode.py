@@ -16,14 +16,7 @@ from cookbook.config.row_kinds import BadRow, Chat, Row, RowKind, kinds
 from cookbook.config.sections import DataSection
 from cookbook.system.files import RecipeError
 from cookbook.training.data.borders import Pieces, Range
-from cookbook.training.data.chat_template import (
-    THINKING,
-    Asked,
-    AsksForDate,
-    ChatTemplate,
-    Refused,
-    Span,
-)
+from cookbook.training.data.chat_template import THINKING, Asked, AsksForDate, ChatTemplate, Refused, Span
 from cookbook.training.data.faithful import OTHER_BEGINNING, Problem, Words, changed_text, problems_of_shape, shape_of
 from cookbook.training.data.rows import Rows
 from cookbook.training.data.twin import offer
