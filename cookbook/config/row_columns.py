@@ -23,8 +23,7 @@ NOT_TEXT = dict.fromkeys(
     ONLY_TEXT,
 )
 MADE_BEFORE = dict.fromkeys(
-    ("input_ids", "completion_mask", "assistant_masks"),
-    "rows are tokenized here, from their texts",
+    ("input_ids", "completion_mask", "assistant_masks"), "rows are tokenized here, from their texts"
 )
 WEIGHTS = dict.fromkeys(("weight", "loss_weight", "sample_weight"), "rows weigh alike (`weight` of a source does not)")
 NEVER_READ = NOT_TEXT | MADE_BEFORE | WEIGHTS

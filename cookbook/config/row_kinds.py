@@ -14,15 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from cookbook.config import registry
 from cookbook.config.json_text import BadRow, from_json
-from cookbook.config.messages import (
-    ROLES,
-    Chat,
-    check_messages,
-    check_text,
-    check_tools,
-    read_messages,
-    role_of,
-)
+from cookbook.config.messages import ROLES, Chat, check_messages, check_text, check_tools, read_messages, role_of
 from cookbook.system.files import kind_in_words
 
 __all__ = ["BadRow", "Chat", "check_messages", "check_text"]  # for plugins

@@ -31,16 +31,7 @@ from cookbook.config.row_columns import (
     suggested_columns,
     without,
 )
-from cookbook.config.row_kinds import (
-    FOR_TEMPLATE,
-    MadeUp,
-    RowKind,
-    is_empty,
-    is_rating,
-    kinds,
-    shapes,
-    texts_in,
-)
+from cookbook.config.row_kinds import FOR_TEMPLATE, MadeUp, RowKind, is_empty, is_rating, kinds, shapes, texts_in
 from cookbook.config.sections import DataSection, Source
 from cookbook.system.files import RecipeError, closest, dump_yaml, kind_in_words, refuse
 from cookbook.training.data.readers import MAX_ROW_BYTES

@@ -7,14 +7,7 @@ from typing import Any
 
 from cookbook.config.sections import BUILTIN_SOURCE, COMPRESSIONS, Source, data_format
 from cookbook.system.files import RecipeError, first_line
-from cookbook.training.data.readers import (
-    ROWS_PER_READ,
-    arrow_rows,
-    file_rows,
-    known_columns,
-    numbered,
-    unread_columns,
-)
+from cookbook.training.data.readers import ROWS_PER_READ, arrow_rows, file_rows, known_columns, numbered, unread_columns
 
 OTHER_SPLITS = ("test", "val", "eval", "dev")
 ARROW_FILES = (".arrow",)

@@ -60,24 +60,24 @@ def _chats() -> Iterator[_Chat]:
 CHATS = tuple(_chats())
 
 
-def own_template(tokenizer: "PreTrainedTokenizerBase", *, has_tools: bool = False) -> tuple[str, str | None] | None:
-    """The template that a tokenizer writes chats with, and its name if there are several; None if there is none.
+def own_template(tokenizer: "PreTrainedTokenizerBase", *, has_tools: bool = False) -> str | None:
+    """The template that a tokenizer writes chats with; None if there is none.
 
     Of several, chats with tools have `tool_use`, others `default`, as in transformers; and any have the only one.
     """
     own = tokenizer.chat_template
     if not isinstance(own, dict):
-        return (own, None) if own else None
+        return own or None
     names = [*(["tool_use"] if has_tools else []), "default", *(own if len(own) == 1 else ())]
-    return next(((own[name], name) for name in names if name in own), None)
+    return next((own[name] for name in names if name in own), None)
 
 
 def twin_of(tokenizer: "PreTrainedTokenizerBase") -> str | None:
     """The name of the shipped template that renders what the tokenizer's own renders; None if none does."""
-    templates = [own_template(tokenizer, has_tools=has_tools) for has_tools in (False, True)]
-    if templates[0] is None or templates[1] is None:
+    plain, with_tools = own_template(tokenizer), own_template(tokenizer, has_tools=True)
+    if plain is None or with_tools is None:
         return None
-    return _twin(templates[0][0], templates[1][0], json.dumps(tokenizer.special_tokens_map))
+    return _twin(plain, with_tools, json.dumps(tokenizer.special_tokens_map))
 
 
 def offer(tokenizer: "PreTrainedTokenizerBase") -> str:
