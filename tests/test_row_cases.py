@@ -160,7 +160,9 @@ DIG = {
         "description": "DESCRIPTION",
         "parameters": {
             "type": "object",
-            "properties": {"OUTER": {"type": "object", "properties": {"INNER": {"type": "integer"}}}},
+            "properties": {
+                "OUTER": {"type": "object", "description": "OUTERWORDS", "properties": {"INNER": {"type": "integer"}}}
+            },
         },
     },
 }
@@ -458,6 +460,12 @@ CASES = {
         rows=[{"messages": CHAT, "tools": [DIG]}],
         template="{{ tools[0].function.name ~ (tools[0].function.parameters | tojson) }}" + CHATML,
         refused="leaves out `tools`: description 'DESCRIPTION'",
+    ),
+    "a description of a parameter": Case(
+        rows=[{"messages": CHAT, "tools": [DIG]}],
+        template="{{ tools | tojson | replace('OUTERWORDS', '') }}" + CHATML,
+        shows=["OUTER"],
+        note="1 row with descriptions of tools' parameters that the chat template leaves out",
     ),
     "a parameter within another": Case(
         rows=[{"messages": CHAT, "tools": [SCHEMA]}, {"messages": CHAT, "tools": [DIG]}],

@@ -82,6 +82,11 @@ HOSTILE = {
         tags(content="{{ m.content | trim }}", of_user="{{ open ~ m.role ~ line ~ m.content | trim ~ end }}")
     ),
     "cuts": Template(tags(of_user="{{ open ~ m.role ~ line ~ m.content[:4] ~ end }}")),
+    "cuts long texts": Template(tags(of_user="{{ open ~ m.role ~ line ~ m.content[:24] ~ end }}")),
+    "adds to some texts": Template(tags(content="{{ m.content }}{{ ' SURE' if '.' in m.content }}")),
+    "writes before its marker": Template(tags().replace("{% generation -%}", "{{ 'Answer: ' }}{% generation -%}")),
+    "cuts calls": Template(tags(call="{{ '<call>' ~ (c.function | tojson)[:90] ~ '</call>' }}")),
+    "prints tools": Template(tags(of_tools="{{ open ~ 'tools' ~ line ~ tools ~ end }}")),
     "lowers": Template(tags(of_user="{{ open ~ m.role ~ line ~ m.content | upper ~ end }}")),
     "escapes": Template(tags(of_user="{{ open ~ m.role ~ line ~ m.content | e ~ end }}")),
     "dates": Template(tags(before="{{ strftime_now('%d %b %Y') }}")),

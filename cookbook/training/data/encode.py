@@ -264,7 +264,7 @@ class _ChatEncoder:
     train_on: TrainOn
     keys: TextKeys
     shapes: dict[tuple[Any, ...], _Shape] = field(default_factory=dict)
-    tools: dict[int, BadRow | None] = field(default_factory=dict)
+    tools: dict[int, tuple[BadRow | None, list[str]]] = field(default_factory=dict)
     """What is wrong with what is written of tools, by the hash of their text."""
     num_seen: int = 0
 
@@ -421,8 +421,11 @@ class _ChatEncoder:
                 return problem
             shape.looks.add(look)
             remarks = [*remarks, *more]
-        if asked.tools is not None and (problem := self._problem_of_tools(written)) is not None:
-            return problem
+        if asked.tools is not None:
+            problem, more = self._looked_at_tools(written)
+            if problem is not None:
+                return problem
+            remarks = [*remarks, *more]
         if not written.guard and self.keys.special_tokens == "tokens" and self._has_special(asked):
             remarks.append(SPECIAL_AS_TOKENS)
         if _has_unknown(sequence, self.pieces):
@@ -458,12 +461,11 @@ class _ChatEncoder:
                 return self._bad_row(one), []
         return None, remarks
 
-    def _problem_of_tools(self, written: _Written) -> BadRow | None:
-        """What is wrong with what is written of the row's tools; schemas differ within a shape."""
+    def _looked_at_tools(self, written: _Written) -> tuple[BadRow | None, list[str]]:
+        """What is wrong with what is written of the row's tools, whose schemas differ within a shape, and remarks."""
         key = hash(repr(written.asked.tools))
         if key not in self.tools:
-            found = [] if "tools" in self.keys.accept else problems_of_tools(written.asked, written.text)
-            self.tools[key] = self._bad_row(found[0]) if found else None
+            self.tools[key] = self._judged(written.asked, problems_of_tools(written.asked, written.text))
         return self.tools[key]
 
     def _bad_row(self, problem: Problem) -> BadRow:

@@ -21,6 +21,7 @@ _CORE = re.compile(r"\S(?:.*\S)?", re.DOTALL)
 
 END_OF_THOUGHT = "</think>"
 OTHER_BEGINNING = "does not begin a turn with its"
+OF_PARAMETER = "a parameter's description"
 AS_PYTHON = "writes Python in the place of JSON for"
 MARKS_NEXT = "marks as the assistant's the beginning of the next"
 NOT_MARKED = "does not mark as the assistant's all that follows its"
@@ -56,7 +57,10 @@ class Problem(NamedTuple):
         return ", ".join(filter(None, (message, self.detail))) or "the row"
 
     def is_meant(self, asked: Asked) -> bool:
-        """Whether templates do so on purpose to a turn that a user's message follows, and no label is lost."""
+        """Whether templates do so on purpose, to a turn that a user's message follows or to what parameters are said
+        to be, and no label is lost."""
+        if self.part == "tools":
+            return self.detail.startswith(OF_PARAMETER)
         if self.message is None or all(one["role"] != "user" for one in asked.chat[self.message + 1 :]):
             return False
         return self.how == OTHER_BEGINNING or (self.part == "reasoning" and self.message not in asked.trained)
@@ -64,6 +68,8 @@ class Problem(NamedTuple):
     @property
     def remark(self) -> str:
         """What is said of a problem that `is_meant`."""
+        if self.part == "tools":
+            return "with descriptions of tools' parameters that the chat template leaves out"
         if self.part == "generation_prompt":
             return (
                 "with an earlier turn that begins otherwise than generation is asked for it (objective.train_on: last"
@@ -223,13 +229,13 @@ def problems_of_tools(asked: Asked, text: str) -> list[Problem]:
     """The parameters and descriptions of tools that do not stand in the rendered text."""
     problems = []
     for tool in asked.tools or ():
-        for kind, one in _texts_of_schema(_function_of(tool)):
+        for kind, one in _texts_of_schema(_function_of(tool), "description"):
             if not any(form in text for form in _forms(one.strip())):
                 problems.append(Problem("tools", None, "`tools`", f"{kind} {one[:60]!a}"))
     return problems
 
 
-def _texts_of_schema(value: Any) -> Iterator[tuple[str, str]]:
+def _texts_of_schema(value: Any, description: str = OF_PARAMETER) -> Iterator[tuple[str, str]]:
     if isinstance(value, list):
         for item in value:
             yield from _texts_of_schema(item)
@@ -237,7 +243,7 @@ def _texts_of_schema(value: Any) -> Iterator[tuple[str, str]]:
         return
     for key, item in value.items():
         if key == "description" and isinstance(item, str):
-            yield "description", item
+            yield description, item
         elif key == "properties" and isinstance(item, dict):
             for name, schema in item.items():
                 yield "parameter", str(name)
