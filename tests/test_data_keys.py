@@ -428,3 +428,126 @@ def test_the_page_lists_the_names_that_have_a_meaning():
     chats = page.partition("### Tools, reasoning, turns without loss")[2].partition("## Rows")[0]
     roles = [name for names in OTHER_ROLES.values() for name in names]
     assert not [name for name in (*roles, *REASONING_KEYS, *LOSS_MARKS) if f"`{name}`" not in chats]
+
+
+SAME_CALL = {
+    "args": {"name": "dig", "args": {"depth": 3}, "id": "c", "type": "tool_call"},
+    "input": {"name": "dig", "input": {"depth": 3}, "id": "c"},
+    "args of a function": {"function": {"name": "dig", "args": '{"depth": 3}'}, "id": "c"},
+    "arguments beside the function": {"function": {"name": "dig"}, "arguments": {"depth": 3}, "id": "c"},
+    "an empty object beside them": {"name": "dig", "arguments": {}, "parameters": {"depth": 3}, "id": "c"},
+}
+
+
+@pytest.mark.parametrize("call", SAME_CALL.values(), ids=SAME_CALL.keys())
+def test_the_arguments_of_a_call_are_read_whatever_they_are_called(tmp_path, call):
+    rows = read(tmp_path, {"messages": [USER, said("", tool_calls=[call])]})
+    assert rows.rows[0]["messages"][1]["tool_calls"] == [CALL | {"id": "c"}] and not rows.unread
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"name": "dig", "arguments": {"a": 1}, "parameters": {"b": 2}},
+        {"function": {"name": "dig", "arguments": {"a": 1}}, "input": {"b": 2}},
+        {"function": {"name": "dig"}, "name": "fly"},
+    ],
+)
+def test_a_call_that_says_two_things_is_refused(tmp_path, call):
+    assert "one name, and its arguments once" in refusal(tmp_path, {"messages": [USER, said(tool_calls=[call])]})
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "thinking", "thinking": "R", "text": "S"},
+        {"type": "text", "text": "A", "value": "B"},
+        {"type": "text", "text": "A", "reasoning": "B"},
+    ],
+)
+def test_a_part_with_two_texts_is_refused(tmp_path, part):
+    assert "two texts in one part" in refusal(tmp_path, {"messages": [USER, said([part])]})
+
+
+def test_a_part_that_is_marked_as_a_thought_is_reasoning(tmp_path):
+    parts = [{"text": "R", "thought": True}, {"text": "y"}]
+    assert read(tmp_path, {"messages": [USER, said(parts)]}).rows == [{"messages": [USER, said(reasoning_content="R")]}]
+
+
+def test_parts_that_belong_elsewhere_are_refused_with_the_place(tmp_path):
+    for part, place in (
+        ({"type": "tool_use", "name": "f", "input": {}}, "`tool_calls`"),
+        ({"type": "tool_result"}, "tool"),
+    ):
+        assert place in refusal(tmp_path, {"messages": [USER, said([part])]})
+
+
+def test_a_result_may_follow_a_call_that_is_text(tmp_path):
+    messages = [USER, said("<tool_call>"), {"role": "tool", "content": "3"}, {"role": "tool", "content": "4"}, said()]
+    assert read(tmp_path, {"messages": messages}).rows == [{"messages": messages}]
+    assert "without a call" in refusal(
+        tmp_path, {"messages": [USER, said(), USER, {"role": "tool", "content": "3"}, said()]}
+    )
+
+
+def test_a_system_message_may_be_parts(tmp_path):
+    system = [{"type": "text", "text": "S"}]
+    assert read(tmp_path, CHAT | {"system": system}).rows == [{"messages": [SYSTEM, USER, said()]}]
+
+
+def test_renamed_keys_of_messages_win_over_those_that_have_the_name(tmp_path):
+    """In whatever order they stand; tools keep theirs."""
+    for order in (1, -1):
+        talk = [
+            dict([("content", "old"), ("text", text), ("role", "x"), ("type", role)][::order])
+            for role, text in (("human", "q"), ("ai", "y"))
+        ]
+        columns = {"role": "type", "content": "text"}
+        for messages in (talk, json.dumps(talk)):
+            rows = read(tmp_path, {"messages": messages, "tools": [TOOL]}, columns=columns)
+            assert rows.rows == [CHAT | {"tools": [TOOL]}]
+            assert rows.unread == "not read: messages.content, messages.role"
+
+
+AS_TEXT = {
+    "completion": ("sft", {"prompt": [USER], "completion": [said()]}),
+    "preference": ("dpo", {"chosen": [USER, said("y")], "rejected": [USER, said("n")]}),
+    "judged answer": ("kto_zero", JUDGED),
+}
+
+
+@pytest.mark.parametrize(("objective", "row"), AS_TEXT.values(), ids=AS_TEXT.keys())
+def test_messages_that_are_texts_of_json_are_messages_and_those_of_python_are_refused(tmp_path, objective, row):
+    """As pandas and others write lists into tables."""
+
+    def as_text(write):
+        return {key: write(value) if isinstance(value, list) else value for key, value in row.items()}
+
+    expected = read(tmp_path, row, objective=objective)
+    assert read(tmp_path, as_text(json.dumps), objective=objective).fingerprint == expected.fingerprint
+    parquet = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([as_text(json.dumps)]), parquet)
+    found = reading.read_rows(Source(path=str(parquet)), "error", Objective.of(name=objective))
+    assert found.fingerprint == expected.fingerprint
+    assert "messages as Python prints them: `" in refusal(tmp_path, as_text(str), objective=objective)
+
+
+def test_what_is_empty_in_a_text_of_json_or_in_a_list_asks_for_nothing(tmp_path):
+    nothing = {"images": "[]", "tools": "null", "audios": [None, ""], "weight": "1.0", "train": True, "functions": "[]"}
+    assert read(tmp_path, CHAT | nothing).rows == [CHAT]
+    assert read(tmp_path, CHAT | {"system": "null"}).rows[0]["messages"][0]["content"] == "null"
+    assert "`train` is not read: it is false" in refusal(tmp_path, CHAT | {"train": False})
+
+
+def test_a_column_without_a_name_is_named_in_the_note(tmp_path):
+    path = write_lines(tmp_path / "rows.csv", ",text", "0,a")
+    assert (
+        reading.read_rows(Source(path=path), "error", Objective.of(name="sft")).unread
+        == "not read: a column without a name"
+    )
+
+
+def test_names_of_columns_in_another_encoding_are_refused(tmp_path):
+    (tmp_path / "rows.csv").write_bytes("text\na\n".encode("utf-16"))
+    with pytest.raises(RecipeError, match="not UTF-8: byte 0xff after '' in a column's name; save the file as UTF-8"):
+        reading.read_rows(Source(path=str(tmp_path / "rows.csv")), "error", Objective.of(name="sft"))

@@ -16,10 +16,12 @@ from cookbook.config.messages import (
     FOREIGN_KEYS,
     IN_MESSAGES,
     ONLY_TEXT,
+    OTHER_ROLES,
     ROLES,
     BadRow,
     Chat,
     check_messages,
+    check_parts,
     check_text,
     check_tools,
     from_json,
@@ -137,7 +139,12 @@ MADE_BEFORE = dict.fromkeys(
     ("input_ids", "completion_mask", "assistant_masks"),
     "rows are tokenized here, from their texts",
 )
-WEIGHTS = dict.fromkeys(("weight", "loss_weight", "sample_weight"), "rows weigh alike (`weight` of a source does not)")
+WEIGHTS = {
+    **dict.fromkeys(("weight", "loss_weight", "sample_weight"), "rows weigh alike (`weight` of a source does not)"),
+    **dict.fromkeys(("train", "training"), "leave rows without loss out of the file"),
+}
+TEXTS = ("system", *OTHER_NAMES, "context")
+"""Columns with a meaning whose values are texts."""
 NEVER_READ = NOT_TEXT | MADE_BEFORE | WEIGHTS
 """Columns that a known format gives a meaning, and why nothing reads them."""
 SOMETIMES_READ = {
@@ -171,14 +178,30 @@ def rename(row: Row, columns: Mapping[str, str]) -> Row:
     if of_row:
         row = {key: row[column] for key, column in of_row.items() if column in row}
     if in_messages:
-        row = {key: _rename_messages(value, in_messages) for key, value in row.items()}
+        row = {
+            key: value if key in FOR_TEMPLATE else _rename_messages(value, in_messages) for key, value in row.items()
+        }
     return row
 
 
 def _rename_messages(value: Any, names: Mapping[str, str]) -> Any:
-    if not isinstance(value, list):
+    """Messages with other names for their keys; a message's key that has such a name already is left out."""
+    items = _items(value)
+    if not any(isinstance(one, dict) and names.keys() & one.keys() for one in items):
         return value
-    return [{names.get(key, key): item for key, item in one.items()} if isinstance(one, dict) else one for one in value]
+    return [_rename_keys(one, names) if isinstance(one, dict) else one for one in items]
+
+
+def _rename_keys(message: Row, names: Mapping[str, str]) -> Row:
+    renamed = {names[key]: item for key, item in message.items() if key in names}
+    return {key: item for key, item in message.items() if key not in names and key not in renamed} | renamed
+
+
+def renamed_over(row: Row, columns: Mapping[str, str]) -> set[str]:
+    """The keys of messages that `rename` leaves out, each as `messages.KEY`."""
+    others = {f"{IN_MESSAGES}{key}" for key in MESSAGE_KEYS if columns.get(key, key) != key}
+    others -= {f"{IN_MESSAGES}{column}" for column in columns.values()}
+    return others & keys_in_messages(row) if others else set()
 
 
 def suggested_columns(row: Row, names: Sequence[str]) -> dict[str, str]:
@@ -227,12 +250,44 @@ def _suggested_message_keys(messages: Any) -> dict[str, str]:
 
 def is_empty(value: Any) -> bool:
     """Whether the value of an optional key asks for nothing."""
-    return value is None or value in ("", [], {}) or (isinstance(value, str) and not value.strip())
+    if isinstance(value, list):
+        return all(map(is_empty, value))
+    return value is None or value in ("", {}) or (isinstance(value, str) and not value.strip())
 
 
 def asks_for_something(column: str, value: Any) -> bool:
     """Whether a column with a meaning has a value that leaving it out would betray."""
+    value = value if column in TEXTS else from_json(value)  # "[]" in a cell of a table
     return not is_empty(value) and not (column in WEIGHTS and value == 1)
+
+
+PRINTED = re.compile(r"\[?\s*\{\s*'(role|from|content|value)'\s*:")
+"""How messages begin that Python printed, as pandas writes them into a table of cells."""
+
+
+def with_messages(row: Any) -> Any:
+    """The row with the lists of messages whose JSON texts its columns hold; a BadRow if a key is given twice there."""
+    if not isinstance(row, dict) or not any(isinstance(one, str) and one.startswith("[") for one in row.values()):
+        return row
+    try:
+        return {key: _messages_in(value) for key, value in row.items()}
+    except BadRow as bad:
+        return bad
+
+
+def _messages_in(value: Any) -> Any:
+    if not isinstance(value, str) or not value.startswith("["):
+        return value
+    found = from_json(value)
+    return found if isinstance(found, list) and found and all(role_of(one) in OTHER_ROLES for one in found) else value
+
+
+def refuse_printed(row: Row) -> None:
+    """Raise BadRow if a text holds messages as Python prints them."""
+    for key, value in row.items():
+        if isinstance(value, str) and PRINTED.match(value):
+            seen = f"`{key}` begins with {value[:24]!a}; write JSON, as json.dumps does, or Parquet"
+            raise BadRow("messages as Python prints them", seen)
 
 
 def keys_in_messages(row: Row) -> set[str]:
@@ -412,7 +467,7 @@ OF_THE_ENCODER = (
 def _for_template(raw: Row) -> Row:
     """The tools of a chat and the keys that its row gives to the template, if any."""
     kept: Row = {}
-    found = [key for key in ("tools", "functions") if not is_empty(raw.get(key))]
+    found = [key for key in ("tools", "functions") if asks_for_something(key, raw.get(key))]
     if len(found) > 1:
         raise BadRow("tools given twice", "as `tools` and as `functions`")
     if found:
@@ -453,7 +508,7 @@ def _begun(raw: Row, chat: Chat) -> Chat:
     system, history = ([] if is_empty(raw.get(key)) else [raw[key]] for key in ("system", "history"))
     if not system and not history:
         return chat
-    start: Chat = [{"role": "system", "content": check_text(text, "`system`")} for text in system]
+    start: Chat = [{"role": "system", "content": check_parts(text, "`system`")} for text in system]
     if chat and chat[0]["role"] == "system":
         if start and start[0]["content"] != chat[0]["content"]:
             raise BadRow("two system messages", "`system`, and the first message; write one of them")

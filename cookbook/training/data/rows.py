@@ -33,7 +33,9 @@ from cookbook.config.row_kinds import (
     kinds_of,
     misspelt,
     readings,
+    refuse_printed,
     rename,
+    renamed_over,
     shapes,
     suggested_columns,
     texts_in,
@@ -275,6 +277,7 @@ class _Reader:
         self._refuse_meant(reading, shape, raw)
         of_kind = reading.of(named)
         try:
+            refuse_printed(of_kind)
             row = reading.kind.check(of_kind)
         except BadRow as bad:
             raise self._in_words_of_the_row(bad, reading) from None
@@ -292,6 +295,7 @@ class _Reader:
             words = f"{reading.kind.words}, where the rows before have {kinds()[self.kind].words}"
             raise BadRow("another kind of row", words)
         if reading.kind.chats is not None:
+            self._keys_unread |= renamed_over(raw, self._columns)
             for key, value in of_kind.items():
                 if key not in FOR_TEMPLATE and isinstance(value, list | dict | str):
                     if isinstance(value, dict) and "messages" in value:  # a request to a model
@@ -320,6 +324,7 @@ class _Reader:
             counts.update(dict.fromkeys({*shape.unread} - {*shape.empty}, shape.num_rows))
         num_rows = sum(shape.num_rows for shape in self._shapes.values())
         names = {*counts, *self._keys_unread, *self.in_schema} - {*self._ignored}
+        names = {name or "a column without a name" for name in names}
         few = {name: f" ({count:,} of {num_rows:,} rows)" for name, count in counts.items() if count < num_rows}
         passed_over = [name for name in self._ignored if name not in self._never_seen]
         found = [f"not read: {_listed([name + few.get(name, '') for name in sorted(names)])}"] if names else []
