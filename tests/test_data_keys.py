@@ -492,7 +492,8 @@ def test_a_result_may_follow_a_call_that_is_text(tmp_path):
 
 def test_a_system_message_may_be_parts(tmp_path):
     system = [{"type": "text", "text": "S"}]
-    assert read(tmp_path, CHAT | {"system": system}).rows == [{"messages": [SYSTEM, USER, said()]}]
+    found = read(tmp_path, CHAT | {"system": system})
+    assert found.rows == [{"messages": [SYSTEM, USER, said()]}] and not found.unread
 
 
 def test_renamed_keys_of_messages_win_over_those_that_have_the_name(tmp_path):
@@ -551,3 +552,23 @@ def test_names_of_columns_in_another_encoding_are_refused(tmp_path):
     (tmp_path / "rows.csv").write_bytes("text\na\n".encode("utf-16"))
     with pytest.raises(RecipeError, match="not UTF-8: byte 0xff after '' in a column's name; save the file as UTF-8"):
         reading.read_rows(Source(path=str(tmp_path / "rows.csv")), "error", Objective.of(name="sft"))
+
+
+def test_a_stream_names_at_its_end_what_was_not_read_of_later_rows(tmp_path):
+    first, second = ({"text": "a", "id": 1}, {"text": "b"}), ({"question": "q", "answer": "y", "score": 2},) * 2
+    sources = [
+        write_lines(tmp_path / f"{i}.jsonl", *map(json.dumps, rows)) for i, rows in enumerate((first, first, second))
+    ]
+    data = DataSection(train=sources, streaming=True, shuffle_rows=2, max_length=64)
+    objective = Objective.of(name="sft")
+    sets = tokenize_data(read_data(data, objective), make_tokenizer(), data, objective, cache=tmp_path)
+    note = f"data.train.{{}} ({tmp_path}/{{}}.jsonl): {{}}".format
+    assert sets.notes == [note(0, 0, "not read: id (1 of 2 rows)")] and sets.closing_notes() == []
+    steps = sets.train.windows(seed=0, global_batch_size=2, num_samples_consumed=0)
+    for _ in range(3):
+        next(steps)
+    assert sets.closing_notes() == [
+        note(1, 1, "not read: id (1 of 2 rows)"),
+        note(2, 2, "rows look like this: question -> user, answer -> assistant"),
+        note(2, 2, "not read: score"),
+    ]

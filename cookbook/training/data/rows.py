@@ -72,6 +72,11 @@ class Rows:
     unread: str = ""
     """Columns and keys of messages that nothing reads, in words; empty if there are none."""
 
+    @property
+    def notes(self) -> list[str]:
+        """Notes for the user on how they were read."""
+        return [f"{self.place}: {words}" for words in (self.renamed, self.unread) if words]
+
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of kind and rows; the same whatever file format they came from."""
@@ -298,6 +303,8 @@ class _Reader:
             self._keys_unread |= renamed_over(raw, self._columns)
             for key, value in of_kind.items():
                 if key not in FOR_TEMPLATE and isinstance(value, list | dict | str):
+                    if key == "system":
+                        value = {"role": key, "content": value}
                     if isinstance(value, dict) and "messages" in value:  # a request to a model
                         value = value["messages"]
                     self._keys_unread.update(unread_keys(from_json(value) if key == "messages" else value))
