@@ -572,3 +572,59 @@ def test_a_stream_names_at_its_end_what_was_not_read_of_later_rows(tmp_path):
         note(2, 2, "rows look like this: question -> user, answer -> assistant"),
         note(2, 2, "not read: score"),
     ]
+
+
+ASKED = [SYSTEM, USER]
+ASKED_WITH_MESSAGES = {
+    "prompt and response": ("sft", {"prompt": ASKED, "response": "4"}, {"completion": [said("4")]}),
+    "input and output": ("sft", {"input": ASKED, "output": "null"}, {"completion": [said("null")]}),
+    "an answer that is JSON": ("sft", {"prompt": ASKED, "completion": '{"a": 1}'}, {"completion": [said('{"a": 1}')]}),
+    "JSON with a key twice": (
+        "sft",
+        {"prompt": ASKED, "completion": '[{"a": 1, "a": 2}]'},
+        {"completion": [said('[{"a": 1, "a": 2}]')]},
+    ),
+    "an answer of messages": ("sft", {"question": "q", "answer": [said()]}, {"prompt": [USER], "completion": [said()]}),
+    "two texts": (
+        "dpo",
+        {"prompt": ASKED, "chosen": "1", "rejected": "0"},
+        {"chosen": [said("1")], "rejected": [said("0")]},
+    ),
+    "two texts with one beginning": (
+        "dpo",
+        {"messages": ASKED, "chosen": "a b", "rejected": "a c"},
+        {"chosen": [said("a b")], "rejected": [said("a c")]},
+    ),
+    "a judged text": (
+        "kto_zero",
+        {"prompt": ASKED, "response": "[1]", "label": 1},
+        {"completion": [said("[1]")], "label": True},
+    ),
+}
+
+
+@pytest.mark.parametrize(("objective", "row", "expected"), ASKED_WITH_MESSAGES.values(), ids=ASKED_WITH_MESSAGES.keys())
+def test_a_text_may_answer_messages(tmp_path, objective, row, expected):
+    """Whatever the text looks like."""
+    assert read(tmp_path, row, objective=objective).rows == [{"prompt": ASKED} | expected]
+
+
+def test_two_readings_of_a_preference_are_told_apart(tmp_path):
+    row = {"question": "q", "instruction": "i", "chosen": "y", "rejected": "n"}
+    words = "`instruction` and `chosen` and `rejected` as well as `question` and `chosen` and `rejected`"
+    assert words in refusal(tmp_path, row, objective="dpo")
+
+
+def test_reasoning_beside_a_question_and_its_answer_is_the_answers(tmp_path):
+    rows = read(tmp_path, {"question": "q", "reasoning_content": "R", "answer": "y"})
+    assert kinds()["exchange"].chats(rows.rows[0]) == [([USER, said(reasoning_content="R")], 0)] and not rows.unread
+
+
+def test_the_columns_that_are_offered_for_messages_have_roles(tmp_path):
+    def advice(message):
+        with pytest.raises(RecipeError) as error:
+            read(tmp_path, {"messages": [message]})
+        return error.value.mistakes[-1]
+
+    assert advice({"type": "human", "text": "q"}).endswith("role: type\n      content: text")
+    assert "role" not in advice({"input": "q", "output": "why"}).partition("data:")[2]

@@ -140,7 +140,8 @@ def read_messages(messages: Any, name: str = "") -> Chat:
     if isinstance(messages, dict):
         messages = [messages]
     if not isinstance(messages, list):
-        raise BadRow("messages not a list", f"{name and f'`{name}` is '}{kind_in_words(messages)}")
+        advice = "write a list of them, or name the columns of texts in data.columns"
+        raise BadRow("messages not a list", f"`{name or 'messages'}` is {kind_in_words(messages)}; {advice}")
     if not messages:
         raise BadRow("messages empty", f"`{name}`" if name else "")
     checked: Chat = []

@@ -245,7 +245,9 @@ def _suggested_message_keys(messages: Any) -> dict[str, str]:
     if not isinstance(first, dict) or role_of(first) is not None:
         return {}
     by_length = sorted((key for key, value in first.items() if isinstance(value, str)), key=lambda key: len(first[key]))
-    return {"role": by_length[0], "content": by_length[-1]} if len(by_length) > 1 else {}
+    roles = [key for key in by_length if first[key].strip().lower() in ROLES]
+    left = [key for key in by_length if key not in roles]
+    return {"role": roles[0], "content": left[-1]} if roles and left else {}
 
 
 def is_empty(value: Any) -> bool:
@@ -278,7 +280,12 @@ def with_messages(row: Any) -> Any:
 def _messages_in(value: Any) -> Any:
     if not isinstance(value, str) or not value.startswith("["):
         return value
-    found = from_json(value)
+    try:
+        found = from_json(value)
+    except BadRow:
+        if '"role"' in value or '"from"' in value:
+            raise
+        return value
     return found if isinstance(found, list) and found and all(role_of(one) in OTHER_ROLES for one in found) else value
 
 
@@ -552,8 +559,11 @@ def _masked(chat: Chat, key: str, mask: Any) -> Chat:
 
 def _check_exchange(raw: Row) -> Row:
     """A single exchange, whose texts become the messages of a chat; optional texts may be empty."""
-    optional = {key for key in ("system", "context") if is_empty(raw.get(key))}
-    row = _check_texts(*(key for key in ("system", "user", "context", "assistant") if key not in optional))(raw)
+    optional = {key for key in ("system", "context", "reasoning_content") if is_empty(raw.get(key))}
+    if "system" not in optional:
+        raw = raw | {"system": check_parts(raw["system"], "`system`")}
+    keys = ("system", "user", "context", "reasoning_content", "assistant")
+    row = _check_texts(*(key for key in keys if key not in optional))(raw)
     if not is_empty(raw.get("history")):
         row["history"] = _check_history(raw["history"])
     return row | _for_template(raw)
@@ -565,7 +575,10 @@ def _chat_of_exchange(row: Row) -> Chat:
     # For a template that writes them apart, as Alpaca's does.
     parts = {"instruction": row["user"], "input": row["context"]} if "context" in row else {}
     question = {"role": "user", "content": asked, **parts}
-    return [*system, *row.get("history", ()), question, {"role": "assistant", "content": row["assistant"]}]
+    answer = {"role": "assistant", "content": row["assistant"]}
+    if "reasoning_content" in row:
+        answer["reasoning_content"] = row["reasoning_content"]
+    return [*system, *row.get("history", ()), question, answer]
 
 
 def _check_chat_preference(raw: Row) -> Row:
@@ -611,16 +624,20 @@ def _check_label(raw: Row) -> bool:
 
 def _check_chat_completion(raw: Row) -> Row:
     """A prompt of messages, or of one user's text, and the answer to it."""
-    answer = from_json(raw["completion"])
-    if isinstance(answer, str):
-        raw = raw | {"completion": [{"role": "assistant", "content": answer}]}
-    elif isinstance(answer, dict):
-        raw = raw | {"completion": [answer]}
-    elif not isinstance(answer, list) or not answer or role_of(answer[0]) != "assistant":
+    answer = _answer(raw["completion"])
+    if not isinstance(answer, list) or not answer or role_of(answer[0]) != "assistant":
         raise BadRow("completion is not an answer", "its first message must be the assistant's")
-    num_answered = len(check_messages(raw["completion"], "completion"))
+    num_answered = len(check_messages(answer, "completion"))
     whole = _begun(raw, _conversation(raw, "completion"))
     return {"prompt": whole[:-num_answered], "completion": whole[-num_answered:]} | _for_template(raw)
+
+
+def _answer(value: Any) -> Any:
+    """The messages of an answer; a text that is not the JSON of a message is the assistant's."""
+    if not isinstance(value, str):
+        return [value] if isinstance(value, dict) else value
+    found = _messages_in(value if value.startswith("[") else f"[{value}]")
+    return found if isinstance(found, list) else [{"role": "assistant", "content": value}]
 
 
 def _check_chat_judgement(raw: Row) -> Row:
@@ -631,10 +648,9 @@ def _check_chat_judgement(raw: Row) -> Row:
 
 def _conversation(raw: Row, name: str) -> Chat:
     """The whole conversation of a prompt (a text, messages or None) and an answer that may repeat the prompt."""
-    prompt, answer = raw.get("prompt"), from_json(raw[name])
+    prompt, answer = raw.get("prompt"), _answer(raw[name])
     context = None if is_empty(raw.get("context")) else raw["context"]
     is_answer_only = isinstance(answer, list) and bool(answer) and role_of(answer[0]) == "assistant"
-    is_answer_only = is_answer_only or (isinstance(answer, dict) and role_of(answer) == "assistant")
     if context is not None and not (isinstance(prompt, str) and is_answer_only):
         raise BadRow("`context` is not read", "beside a conversation it has no place; write it into a message")
     if prompt is None:
@@ -665,8 +681,16 @@ def _exchange(user: str, assistant: str, name: str = "", context: str = "context
     return Naming({"user": user, "context": context, "assistant": assistant}, name)
 
 
+def _are_messages(value: Any) -> bool:
+    return role_of(value[0] if isinstance(value, list) and value else value) is not None
+
+
 def _is_chat_completion(raw: Row) -> bool:
-    return isinstance(raw["completion"], list | dict) or isinstance(raw["prompt"], list | dict)
+    return _are_messages(raw["prompt"]) or _are_messages(raw["completion"])
+
+
+def _is_chat_preference(raw: Row) -> bool:
+    return not isinstance(raw["chosen"], str) or isinstance(raw.get("prompt"), list | dict)
 
 
 EXCHANGES = (
@@ -702,13 +726,14 @@ for _kind in (
         name="exchange",
         keys=("user", "assistant"),
         yields=True,
-        other_keys=("context", *CHAT_KEYS),
+        other_keys=("context", "reasoning_content", *CHAT_KEYS),
         namings=(
             _exchange("instruction", "output", "Alpaca", context="input"),
             _exchange("instruction", "response", "Dolly"),
             _exchange("instruction", "response", context="input"),
             *(_exchange(*names) for names in EXCHANGES),
         ),
+        matches=lambda raw: not _are_messages(raw["user"]) and not _are_messages(raw["assistant"]),
         check=_check_exchange,
         chats=lambda row: [(_chat_of_exchange(row), 0)],
         prompt_may_train=True,
@@ -728,6 +753,7 @@ for _kind in (
         name="chat_completion",
         keys=("prompt", "completion"),
         other_keys=("context", *CHAT_KEYS),
+        namings=tuple(Naming({"prompt": asked, "completion": answer}) for asked, answer in EXCHANGES),
         matches=_is_chat_completion,
         form=" of messages",
         check=_check_chat_completion,
@@ -747,7 +773,7 @@ for _kind in (
         name="chat_preference",
         keys=("chosen", "rejected"),
         other_keys=("prompt", "context", *CHAT_KEYS),
-        matches=lambda raw: not isinstance(raw["chosen"], str),
+        matches=_is_chat_preference,
         form=" of messages",
         namings=(
             *(Naming({"prompt": prompt, "chosen": "chosen", "rejected": "rejected"}) for prompt in CHAT_PROMPTS),
@@ -766,10 +792,18 @@ for _kind in (
         name="preference",
         keys=("chosen", "rejected"),
         other_keys=("prompt", "context"),
-        matches=lambda raw: isinstance(raw["chosen"], str),
+        matches=lambda raw: not _is_chat_preference(raw),
         namings=(
             Naming({"prompt": "instruction", "context": "input", "chosen": "chosen", "rejected": "rejected"}),
             *(Naming({"prompt": prompt, "chosen": "chosen", "rejected": "rejected"}) for prompt in PROMPTS),
+            Naming(
+                {
+                    "prompt": "instruction",
+                    "context": "input",
+                    "chosen": "chosen_response",
+                    "rejected": "rejected_response",
+                }
+            ),
             *(
                 Naming({"prompt": prompt, "chosen": "chosen_response", "rejected": "rejected_response"})
                 for prompt in ("prompt", *PROMPTS)
@@ -783,6 +817,7 @@ for _kind in (
         name="chat_judgement",
         keys=("prompt", "completion", "label"),
         other_keys=("context", *CHAT_KEYS),
+        namings=tuple(Naming({"prompt": asked, "completion": answer, "label": "label"}) for asked, answer in EXCHANGES),
         matches=_is_chat_completion,
         form=" of messages",
         check=_check_chat_judgement,

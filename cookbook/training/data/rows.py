@@ -430,8 +430,13 @@ class _Reader:
         if not served:
             raise RecipeError(f"{place}: {self._unserved(found[0].kind)}")
         served = by_own_names(served)
+        used = [set(one.columns.values()) for one in served]
+        served = [one for one, own in zip(served, used, strict=True) if not any(own < other for other in used)]
         if len(served) > 1:
-            words = " as well as ".join(one.in_words for one in served)
+            named = [one.in_words for one in served]
+            if len({*named}) < len(named):
+                named = [" and ".join(f"`{column}`" for column in one.columns.values()) for one in served]
+            words = " as well as ".join(named)
             choice = ", ".join(f"{key}: {column}" for key, column in served[0].columns.items())
             advice = f"choose with data.columns, as in {{{choice}}}, or pass columns over with data.ignore"
             raise BadRow("two kinds in one row", f"{words}; {advice}")
