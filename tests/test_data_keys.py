@@ -628,3 +628,14 @@ def test_the_columns_that_are_offered_for_messages_have_roles(tmp_path):
 
     assert advice({"type": "human", "text": "q"}).endswith("role: type\n      content: text")
     assert "role" not in advice({"input": "q", "output": "why"}).partition("data:")[2]
+
+
+def test_tools_may_be_one_object_and_functions_may_be_tools(tmp_path):
+    for tools in ({"tools": TOOL}, {"functions": [TOOL]}, {"functions": TOOL["function"]}, {"tools": json.dumps(TOOL)}):
+        assert read(tmp_path, CHAT | tools).rows == [CHAT | {"tools": [TOOL]}]
+    assert "tools not a list of objects" in refusal(tmp_path, CHAT | {"tools": {"dig": TOOL}})
+
+
+def test_a_second_system_column_is_refused_as_such(tmp_path):
+    found = refusal(tmp_path, CHAT | {"system": "S", "system_prompt": "T"})
+    assert found.startswith("1: `system_prompt` is not read: it is a string; the row has `system` too.")

@@ -372,6 +372,8 @@ def _left(value: Mapping[str, Any], read: Any, place: str) -> Iterator[str]:
 def check_tools(tools: Any, wrap: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> list[dict[str, Any]]:
     """The tools that a chat may call, for the template; each an object or its JSON text."""
     tools = from_json(tools)
+    if isinstance(tools, dict) and tools.keys() & {"name", "function"}:
+        tools = [tools]
     if isinstance(tools, list):
         tools = [from_json(tool) for tool in tools]
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

@@ -492,7 +492,7 @@ def _for_template(raw: Row) -> Row:
 
 
 def _as_tool(function: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": function}
+    return function if isinstance(function.get("function"), dict) else {"type": "function", "function": function}
 
 
 def _check_history(history: Any) -> Chat:

@@ -19,6 +19,7 @@ from cookbook.config.row_kinds import (
     MEANT,
     MESSAGE_KEYS,
     NEVER_READ,
+    OTHER_NAMES,
     RATING,
     BadRow,
     MadeUp,
@@ -374,7 +375,8 @@ class _Reader:
             elif not asks_for_something(column, value):
                 continue
             else:
-                why = meant[column]
+                other = reading.columns.get(OTHER_NAMES.get(column, ""))
+                why = f"the row has `{self._columns.get(other, other)}` too" if other else meant[column]
             seen = f"it is {kind_in_words(value)}; {why}. To pass it over: data.ignore: [{column}]"
             raise BadRow(f"`{column}` is not read", seen)
 
