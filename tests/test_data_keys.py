@@ -639,3 +639,19 @@ def test_tools_may_be_one_object_and_functions_may_be_tools(tmp_path):
 def test_a_second_system_column_is_refused_as_such(tmp_path):
     found = refusal(tmp_path, CHAT | {"system": "S", "system_prompt": "T"})
     assert found.startswith("1: `system_prompt` is not read: it is a string; the row has `system` too.")
+
+
+def test_a_message_with_two_contents_is_refused(tmp_path):
+    talk = [{"from": "human", "value": "q", "content": "other"}, {"from": "gpt", "value": "y"}]
+    assert "two contents in one message: message 1 has" in refusal(tmp_path, {"conversations": talk})
+    talk[0]["content"] = None
+    assert read(tmp_path, {"conversations": talk}).rows == [CHAT]
+    talk[0]["content"] = "other"
+    assert read(tmp_path, {"conversations": talk}, ignore=["messages.content"]).rows == [CHAT]
+
+
+def test_a_row_whose_label_is_null_is_a_bad_row_among_others(tmp_path):
+    rows = [JUDGED, JUDGED | {"label": None}, JUDGED]
+    path = write_lines(tmp_path / "rows.jsonl", *map(json.dumps, rows))
+    found = reading.read_rows(Source(path=path), "drop", Objective.of(name="kto_zero"))
+    assert len(found.rows) == 2 and found.num_dropped == {"another kind of row": 1}

@@ -179,6 +179,8 @@ def _read_message(message: Any) -> dict[str, Any]:
         raise BadRow("message not an object", f"is {kind_in_words(message)}")
     message = {key: value for key, value in message.items() if value is not None}
     if is_foreign(message):
+        if message.keys() >= {"content", "value"} and message["content"] != message["value"]:
+            raise BadRow("two contents in one message", "has `content` and `value`; write one, or pass one over")
         message = {FOREIGN_KEYS.get(key, key): value for key, value in message.items()}
     if "role" not in message:
         raise BadRow("wrong role", f"is {kind_in_words(message)}, no role; {_ROLES_IN_WORDS}")

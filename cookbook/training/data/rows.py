@@ -298,8 +298,7 @@ class _Reader:
         if num_bytes > MAX_ROW_BYTES:
             raise BadRow(f"row larger than {MAX_ROW_BYTES:,} bytes")
         if self.kind and reading.kind.name != self.kind:
-            words = f"{reading.kind.words}, where the rows before have {kinds()[self.kind].words}"
-            raise BadRow("another kind of row", words)
+            raise self._of_another_kind(reading.kind)
         if reading.kind.chats is not None:
             self._keys_unread |= renamed_over(raw, self._columns)
             for key, value in of_kind.items():
@@ -429,6 +428,8 @@ class _Reader:
             if near := misspelt(raw):
                 seen += f" (did you mean `{near[1]}`, not {near[0]!a}?)"
             raise BadRow("missing keys", f"found {seen}; a row must have {shapes()}")
+        if not served and self.kind:
+            raise self._of_another_kind(found[0].kind)
         if not served:
             raise RecipeError(f"{place}: {self._unserved(found[0].kind)}")
         served = by_own_names(served)
@@ -443,6 +444,10 @@ class _Reader:
             advice = f"choose with data.columns, as in {{{choice}}}, or pass columns over with data.ignore"
             raise BadRow("two kinds in one row", f"{words}; {advice}")
         return served[0]
+
+    def _of_another_kind(self, kind: RowKind) -> BadRow:
+        words = f"{kind.words}, where the rows before have {kinds()[self.kind].words}"
+        return BadRow("another kind of row", words)
 
     def _unserved(self, kind: RowKind) -> str:
         others = [name for name, other in known("objective").items() if kind.name in other.rows]
