@@ -655,3 +655,8 @@ def test_a_row_whose_label_is_null_is_a_bad_row_among_others(tmp_path):
     path = write_lines(tmp_path / "rows.jsonl", *map(json.dumps, rows))
     found = reading.read_rows(Source(path=path), "drop", Objective.of(name="kto_zero"))
     assert len(found.rows) == 2 and found.num_dropped == {"another kind of row": 1}
+
+
+def test_a_text_does_not_answer_a_conversation_that_ends_with_an_answer(tmp_path):
+    row = {"messages": [USER, said()], "chosen": "y", "rejected": "n"}
+    assert refusal(tmp_path, row, objective="dpo").startswith("1: prompt ends with an answer: `chosen` is a text")

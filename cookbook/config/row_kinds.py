@@ -269,12 +269,13 @@ PRINTED = re.compile(r"\[?\s*\{\s*'(role|from|content|value)'\s*:")
 
 def with_messages(row: Any) -> Any:
     """The row with the lists of messages whose JSON texts its columns hold; a BadRow if a key is given twice there."""
-    if not isinstance(row, dict) or not any(isinstance(one, str) and one.startswith("[") for one in row.values()):
-        return row
-    try:
-        return {key: _messages_in(value) for key, value in row.items()}
-    except BadRow as bad:
-        return bad
+    for value in row.values() if isinstance(row, dict) else ():
+        if type(value) is str and value.startswith("["):
+            try:
+                return {key: _messages_in(one) for key, one in row.items()}
+            except BadRow as bad:
+                return bad
+    return row
 
 
 def _messages_in(value: Any) -> Any:
@@ -663,6 +664,8 @@ def _conversation(raw: Row, name: str) -> Chat:
     else:
         raise BadRow("messages not a list", f"`prompt` is {kind_in_words(prompt)}")
     whole = check_messages(answer, name)
+    if isinstance(raw[name], str) and asked[-1]["role"] == "assistant":
+        raise BadRow("prompt ends with an answer", f"`{name}` is a text, which would be a second one")
     if is_answer_only:
         return [*asked, *whole]
     if isinstance(prompt, str) and asked[0] not in whole:  # a system message or earlier turns may precede it

@@ -300,7 +300,8 @@ class _Reader:
         if self.kind and reading.kind.name != self.kind:
             raise self._of_another_kind(reading.kind)
         if reading.kind.chats is not None:
-            self._keys_unread |= renamed_over(raw, self._columns)
+            if self._columns:
+                self._keys_unread |= renamed_over(raw, self._columns)
             for key, value in of_kind.items():
                 if key not in FOR_TEMPLATE and isinstance(value, list | dict | str):
                     if key == "system":
