@@ -431,11 +431,244 @@ def test_the_page_lists_the_names_that_have_a_meaning():
     assert not [name for name in (*roles, *REASONING_KEYS, *LOSS_MARKS) if f"`{name}`" not in chats]
 
 
-@pytest.mark.parametrize("column", ["reasoning_content", "reasoning", "thinking", "thought"])
-def test_reasoning_beside_an_answer_is_its_message_s(tmp_path, column):
-    rows = read(tmp_path, {"question": "q", column: "Two and two.", "answer": "a"})
-    assert rows.rows == [{"user": "q", "reasoning_content": "Two and two.", "assistant": "a"}]
-    ((chat, _),) = kinds()["exchange"].chats(rows.rows[0])
-    assert chat[-1] == {"role": "assistant", "content": "a", "reasoning_content": "Two and two."}
-    with pytest.raises(RecipeError, match=f"`{column}` is not read: it is a string; it goes with one answer"):
-        read(tmp_path, {"prompt": "q", column: "Two and two.", "completion": "a"})
+SAME_CALL = {
+    "args": {"name": "dig", "args": {"depth": 3}, "id": "c", "type": "tool_call"},
+    "input": {"name": "dig", "input": {"depth": 3}, "id": "c"},
+    "args of a function": {"function": {"name": "dig", "args": '{"depth": 3}'}, "id": "c"},
+    "arguments beside the function": {"function": {"name": "dig"}, "arguments": {"depth": 3}, "id": "c"},
+    "an empty object beside them": {"name": "dig", "arguments": {}, "parameters": {"depth": 3}, "id": "c"},
+}
+
+
+@pytest.mark.parametrize("call", SAME_CALL.values(), ids=SAME_CALL.keys())
+def test_the_arguments_of_a_call_are_read_whatever_they_are_called(tmp_path, call):
+    rows = read(tmp_path, {"messages": [USER, said("", tool_calls=[call])]})
+    assert rows.rows[0]["messages"][1]["tool_calls"] == [CALL | {"id": "c"}] and not rows.unread
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"name": "dig", "arguments": {"a": 1}, "parameters": {"b": 2}},
+        {"function": {"name": "dig", "arguments": {"a": 1}}, "input": {"b": 2}},
+        {"function": {"name": "dig"}, "name": "fly"},
+    ],
+)
+def test_a_call_that_says_two_things_is_refused(tmp_path, call):
+    assert "one name, and its arguments once" in refusal(tmp_path, {"messages": [USER, said(tool_calls=[call])]})
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "thinking", "thinking": "R", "text": "S"},
+        {"type": "text", "text": "A", "value": "B"},
+        {"type": "text", "text": "A", "reasoning": "B"},
+    ],
+)
+def test_a_part_with_two_texts_is_refused(tmp_path, part):
+    assert "two texts in one part" in refusal(tmp_path, {"messages": [USER, said([part])]})
+
+
+def test_a_part_that_is_marked_as_a_thought_is_reasoning(tmp_path):
+    parts = [{"text": "R", "thought": True}, {"text": "y"}]
+    assert read(tmp_path, {"messages": [USER, said(parts)]}).rows == [{"messages": [USER, said(reasoning_content="R")]}]
+
+
+def test_parts_that_belong_elsewhere_are_refused_with_the_place(tmp_path):
+    for part, place in (
+        ({"type": "tool_use", "name": "f", "input": {}}, "`tool_calls`"),
+        ({"type": "tool_result"}, "tool"),
+    ):
+        assert place in refusal(tmp_path, {"messages": [USER, said([part])]})
+
+
+def test_a_result_may_follow_a_call_that_is_text(tmp_path):
+    messages = [USER, said("<tool_call>"), {"role": "tool", "content": "3"}, {"role": "tool", "content": "4"}, said()]
+    assert read(tmp_path, {"messages": messages}).rows == [{"messages": messages}]
+    assert "without a call" in refusal(
+        tmp_path, {"messages": [USER, said(), USER, {"role": "tool", "content": "3"}, said()]}
+    )
+
+
+def test_a_system_message_may_be_parts(tmp_path):
+    system = [{"type": "text", "text": "S"}]
+    found = read(tmp_path, CHAT | {"system": system})
+    assert found.rows == [{"messages": [SYSTEM, USER, said()]}] and not found.unread
+
+
+def test_renamed_keys_of_messages_win_over_those_that_have_the_name(tmp_path):
+    """In whatever order they stand; tools keep theirs."""
+    for order in (1, -1):
+        talk = [
+            dict([("content", "old"), ("text", text), ("role", "x"), ("type", role)][::order])
+            for role, text in (("human", "q"), ("ai", "y"))
+        ]
+        columns = {"role": "type", "content": "text"}
+        for messages in (talk, json.dumps(talk)):
+            rows = read(tmp_path, {"messages": messages, "tools": [TOOL]}, columns=columns)
+            assert rows.rows == [CHAT | {"tools": [TOOL]}]
+            assert rows.unread == "not read: messages.content, messages.role"
+
+
+AS_TEXT = {
+    "completion": ("sft", {"prompt": [USER], "completion": [said()]}),
+    "preference": ("dpo", {"chosen": [USER, said("y")], "rejected": [USER, said("n")]}),
+    "judged answer": ("kto_zero", JUDGED),
+}
+
+
+@pytest.mark.parametrize(("objective", "row"), AS_TEXT.values(), ids=AS_TEXT.keys())
+def test_messages_that_are_texts_of_json_are_messages_and_those_of_python_are_refused(tmp_path, objective, row):
+    """As pandas and others write lists into tables."""
+
+    def as_text(write):
+        return {key: write(value) if isinstance(value, list) else value for key, value in row.items()}
+
+    expected = read(tmp_path, row, objective=objective)
+    assert read(tmp_path, as_text(json.dumps), objective=objective).fingerprint == expected.fingerprint
+    parquet = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([as_text(json.dumps)]), parquet)
+    found = reading.read_rows(Source(path=str(parquet)), "error", Objective.of(name=objective))
+    assert found.fingerprint == expected.fingerprint
+    assert "messages as Python prints them: `" in refusal(tmp_path, as_text(str), objective=objective)
+
+
+def test_what_is_empty_in_a_text_of_json_or_in_a_list_asks_for_nothing(tmp_path):
+    nothing = {"images": "[]", "tools": "null", "audios": [None, ""], "weight": "1.0", "train": True, "functions": "[]"}
+    assert read(tmp_path, CHAT | nothing).rows == [CHAT]
+    assert read(tmp_path, CHAT | {"system": "null"}).rows[0]["messages"][0]["content"] == "null"
+    assert "`train` is not read: it is false" in refusal(tmp_path, CHAT | {"train": False})
+
+
+def test_a_column_without_a_name_is_named_in_the_note(tmp_path):
+    path = write_lines(tmp_path / "rows.csv", ",text", "0,a")
+    assert (
+        reading.read_rows(Source(path=path), "error", Objective.of(name="sft")).unread
+        == "not read: a column without a name"
+    )
+
+
+def test_names_of_columns_in_another_encoding_are_refused(tmp_path):
+    (tmp_path / "rows.csv").write_bytes("text\na\n".encode("utf-16"))
+    with pytest.raises(RecipeError, match="not UTF-8: byte 0xff after '' in a column's name; save the file as UTF-8"):
+        reading.read_rows(Source(path=str(tmp_path / "rows.csv")), "error", Objective.of(name="sft"))
+
+
+def test_a_stream_names_at_its_end_what_was_not_read_of_later_rows(tmp_path):
+    first, second = ({"text": "a", "id": 1}, {"text": "b"}), ({"question": "q", "answer": "y", "score": 2},) * 2
+    sources = [
+        write_lines(tmp_path / f"{i}.jsonl", *map(json.dumps, rows)) for i, rows in enumerate((first, first, second))
+    ]
+    data = DataSection(train=sources, streaming=True, shuffle_rows=2, max_length=64)
+    objective = Objective.of(name="sft")
+    sets = tokenize_data(read_data(data, objective), make_tokenizer(), data, objective, cache=tmp_path)
+    note = f"data.train.{{}} ({tmp_path}/{{}}.jsonl): {{}}".format
+    assert sets.notes == [note(0, 0, "not read: id (1 of 2 rows)")] and sets.closing_notes() == []
+    steps = sets.train.windows(seed=0, global_batch_size=2, num_samples_consumed=0)
+    for _ in range(3):
+        next(steps)
+    assert sets.closing_notes() == [
+        note(1, 1, "not read: id (1 of 2 rows)"),
+        note(2, 2, "rows look like this: question -> user, answer -> assistant"),
+        note(2, 2, "not read: score"),
+    ]
+
+
+ASKED = [SYSTEM, USER]
+ASKED_WITH_MESSAGES = {
+    "prompt and response": ("sft", {"prompt": ASKED, "response": "4"}, {"completion": [said("4")]}),
+    "input and output": ("sft", {"input": ASKED, "output": "null"}, {"completion": [said("null")]}),
+    "an answer that is JSON": ("sft", {"prompt": ASKED, "completion": '{"a": 1}'}, {"completion": [said('{"a": 1}')]}),
+    "JSON with a key twice": (
+        "sft",
+        {"prompt": ASKED, "completion": '[{"a": 1, "a": 2}]'},
+        {"completion": [said('[{"a": 1, "a": 2}]')]},
+    ),
+    "an answer of messages": ("sft", {"question": "q", "answer": [said()]}, {"prompt": [USER], "completion": [said()]}),
+    "two texts": (
+        "dpo",
+        {"prompt": ASKED, "chosen": "1", "rejected": "0"},
+        {"chosen": [said("1")], "rejected": [said("0")]},
+    ),
+    "two texts with one beginning": (
+        "dpo",
+        {"messages": ASKED, "chosen": "a b", "rejected": "a c"},
+        {"chosen": [said("a b")], "rejected": [said("a c")]},
+    ),
+    "a judged text": (
+        "kto_zero",
+        {"prompt": ASKED, "response": "[1]", "label": 1},
+        {"completion": [said("[1]")], "label": True},
+    ),
+}
+
+
+@pytest.mark.parametrize(("objective", "row", "expected"), ASKED_WITH_MESSAGES.values(), ids=ASKED_WITH_MESSAGES.keys())
+def test_a_text_may_answer_messages(tmp_path, objective, row, expected):
+    """Whatever the text looks like."""
+    assert read(tmp_path, row, objective=objective).rows == [{"prompt": ASKED} | expected]
+
+
+def test_two_readings_of_a_preference_are_told_apart(tmp_path):
+    row = {"question": "q", "instruction": "i", "chosen": "y", "rejected": "n"}
+    words = "`instruction` and `chosen` and `rejected` as well as `question` and `chosen` and `rejected`"
+    assert words in refusal(tmp_path, row, objective="dpo")
+
+
+def test_reasoning_beside_a_question_and_its_answer_is_the_answers(tmp_path):
+    rows = read(tmp_path, {"question": "q", "reasoning_content": "R", "answer": "y"})
+    assert kinds()["exchange"].chats(rows.rows[0]) == [([USER, said(reasoning_content="R")], 0)] and not rows.unread
+
+
+def test_the_columns_that_are_offered_for_messages_have_roles(tmp_path):
+    def advice(message):
+        with pytest.raises(RecipeError) as error:
+            read(tmp_path, {"messages": [message]})
+        return error.value.mistakes[-1]
+
+    assert advice({"type": "human", "text": "q"}).endswith("role: type\n      content: text")
+    assert "role" not in advice({"input": "q", "output": "why"}).partition("data:")[2]
+
+
+def test_tools_may_be_one_object_and_functions_may_be_tools(tmp_path):
+    for tools in ({"tools": TOOL}, {"functions": [TOOL]}, {"functions": TOOL["function"]}, {"tools": json.dumps(TOOL)}):
+        assert read(tmp_path, CHAT | tools).rows == [CHAT | {"tools": [TOOL]}]
+    assert "tools not a list of objects" in refusal(tmp_path, CHAT | {"tools": {"dig": TOOL}})
+
+
+def test_a_second_system_column_is_refused_as_such(tmp_path):
+    found = refusal(tmp_path, CHAT | {"system": "S", "system_prompt": "T"})
+    assert found.startswith("1: `system_prompt` is not read: it is a string; the row has `system` too.")
+
+
+def test_a_message_with_two_contents_is_refused(tmp_path):
+    talk = [{"from": "human", "value": "q", "content": "other"}, {"from": "gpt", "value": "y"}]
+    assert "two contents in one message: message 1 has" in refusal(tmp_path, {"conversations": talk})
+    talk[0]["content"] = None
+    assert read(tmp_path, {"conversations": talk}).rows == [CHAT]
+    talk[0]["content"] = "other"
+    assert read(tmp_path, {"conversations": talk}, ignore=["messages.content"]).rows == [CHAT]
+
+
+def test_a_row_whose_label_is_null_is_a_bad_row_among_others(tmp_path):
+    rows = [JUDGED, JUDGED | {"label": None}, JUDGED]
+    path = write_lines(tmp_path / "rows.jsonl", *map(json.dumps, rows))
+    found = reading.read_rows(Source(path=path), "drop", Objective.of(name="kto_zero"))
+    assert len(found.rows) == 2 and found.num_dropped == {"another kind of row": 1}
+
+
+def test_a_text_does_not_answer_a_conversation_that_ends_with_an_answer(tmp_path):
+    row = {"messages": [USER, said()], "chosen": "y", "rejected": "n"}
+    assert refusal(tmp_path, row, objective="dpo").startswith("1: prompt ends with an answer: `chosen` is a text")
+
+
+@pytest.mark.parametrize("column", ["reasoning", "thinking", "thought"])
+def test_reasoning_beside_an_answer_is_asked_about(tmp_path, column):
+    """In some sets it is a switch or a category."""
+    raw = {"question": "q", column: "Two and two.", "answer": "a"}
+    with pytest.raises(RecipeError, match=f"`{column}` is not read: .*name it in data.columns as reasoning_content"):
+        read(tmp_path, raw)
+    named = {"user": "question", "reasoning_content": column, "assistant": "answer"}
+    expected = [{"user": "q", "reasoning_content": "Two and two.", "assistant": "a"}]
+    assert read(tmp_path, raw, columns=named).rows == expected

@@ -49,7 +49,7 @@ BAD_LINES = {
     "empty": ('{"text": ""}', "empty text: `text` is empty"),
     "white space": ('{"prompt": "a", "completion": " \\n"}', "empty text: `completion` is only whitespace"),
     "number for text": ('{"text": 3}', "not text: `text` is a number"),
-    "messages no list": ('{"messages": "hi"}', "messages not a list: a string"),
+    "messages no list": ('{"messages": "hi"}', "messages not a list: `messages` is a string; write a list"),
     "messages empty": ('{"messages": []}', "messages empty"),
     "message no object": ('{"messages": ["hi"]}', "message not an object: message 1 is a string"),
     "unknown role": (messages(("narrator", "a")), "wrong role: message 1 has 'narrator'; a role is system"),

@@ -31,6 +31,8 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """What comes before an assistant's answer; read as `reasoning_content`."""
 LOSS_MARKS = ("train", "training", "loss", "loss_mask", "weight", "loss_weight", "mask", "masked")
 """Whether a message carries loss: true, false, 1 or 0; `masked` is the opposite."""
+WRITES_CALLS = ("assistant", "tool")
+"""Roles of a message before a tool's result, where the calls are text."""
 IN_MESSAGES = "messages."
 """Begins the name of a key of messages, whatever column they are in."""
 READ_KEYS = frozenset(
@@ -53,8 +55,17 @@ MEANT_KEYS = {
 PART_TEXTS = ("text", "input_text", "output_text")
 PART_REASONING = ("thinking", "reasoning")
 PART_CALLS = ("tool_call",)
-PART_KEYS = frozenset(("type", "text", "value", *PART_REASONING))
-CALL_KEYS = frozenset(("id", "type", "function", "name", "arguments", "parameters"))
+PART_KEYS = frozenset(("type", "text", "value", "thought", *PART_REASONING))
+PARTS_ELSEWHERE = {
+    "tool_use": "; write the call in `tool_calls`",
+    "tool_result": "; write it as a message of the role tool",
+    "refusal": "; write it as text",
+}
+"""Parts whose content a message has in another place."""
+ARGUMENTS = ("arguments", "parameters", "args", "input")
+"""Names of a call's arguments."""
+FUNCTION_KEYS = frozenset(("name", *ARGUMENTS))
+CALL_KEYS = FUNCTION_KEYS | {"id", "type", "function"}
 
 
 def is_foreign(messages: Any) -> bool:
@@ -92,7 +103,8 @@ def read_messages(messages: Any, name: str = "") -> Chat:
     if isinstance(messages, dict):
         messages = [messages]
     if not isinstance(messages, list):
-        raise BadRow("messages not a list", f"{name and f'`{name}` is '}{kind_in_words(messages)}")
+        advice = "write a list of them, or name the columns of texts in data.columns"
+        raise BadRow("messages not a list", f"`{name or 'messages'}` is {kind_in_words(messages)}; {advice}")
     if not messages:
         raise BadRow("messages empty", f"`{name}`" if name else "")
     checked: Chat = []
@@ -107,7 +119,7 @@ def read_messages(messages: Any, name: str = "") -> Chat:
                         before["tool_calls"] += one["tool_calls"]
                         continue
                 has_calls = True
-            elif one["role"] == "tool" and not has_calls:
+            elif one["role"] == "tool" and not (has_calls or (checked[-1:] and checked[-1]["role"] in WRITES_CALLS)):
                 raise BadRow("tool result without a call", "has the role tool; no message before it has `tool_calls`")
         except BadRow as bad:
             which = f"message {number}" + (f" of `{name}`" if name else "")
@@ -130,6 +142,8 @@ def _read_message(message: Any) -> dict[str, Any]:
         raise BadRow("message not an object", f"is {kind_in_words(message)}")
     message = {key: value for key, value in message.items() if value is not None}
     if is_foreign(message):
+        if message.keys() >= {"content", "value"} and message["content"] != message["value"]:
+            raise BadRow("two contents in one message", "has `content` and `value`; write one, or pass one over")
         message = {FOREIGN_KEYS.get(key, key): value for key, value in message.items()}
     if "role" not in message:
         raise BadRow("wrong role", f"is {kind_in_words(message)}, no role; {_ROLES_IN_WORDS}")
@@ -213,10 +227,11 @@ def _parts(content: Any) -> tuple[Any, list[str], list[dict[str, Any]]]:
         text = _part_text(part, kind)
         if text is None:
             shown = ascii(kind)[:40] if kind is not None else kind_in_words(part)
-            raise BadRow("not text", f"content is a list with {shown}; only parts of text are read")
+            instead = PARTS_ELSEWHERE.get(kind, "") if isinstance(kind, str) else ""
+            raise BadRow("not text", f"content is a list with {shown}; only parts of text are read{instead}")
         for key in MEANT_KEYS.keys() & part.keys():
             _refuse_key(key, part[key], MEANT_KEYS[key], place=" of a part of the content")
-        is_reasoning = kind in PART_REASONING
+        is_reasoning = kind in PART_REASONING or part.get("thought") is True  # Gemini's
         if text and (calls or (is_reasoning and any(texts))):
             raise BadRow("parts in another order", "content has text after a call, or reasoning after text")
         (reasoning if is_reasoning else texts).append(text)
@@ -227,8 +242,10 @@ def _parts(content: Any) -> tuple[Any, list[str], list[dict[str, Any]]]:
 def _part_text(part: Any, kind: Any) -> str | None:
     if not isinstance(part, dict) or not (kind is None or kind in PART_TEXTS or kind in PART_REASONING):
         return None
-    keys = ("text", "value") if kind not in PART_REASONING else (kind, "text", "value")
-    text = next((part[key] for key in keys if part.get(key) is not None), None)
+    found = [part[key] for key in ("text", "value", *PART_REASONING) if part.get(key) is not None]
+    if sum(one not in ("", []) for one in found) > 1:
+        raise BadRow("two texts in one part", f"content has {kind_in_words(part)}; write a part for each text")
+    text = next((one for one in found if one), found[0] if found else None)
     if isinstance(text, list):  # reasoning in parts of its own
         texts = [_part_text(one, one.get("type")) if isinstance(one, dict) else None for one in text]
         text = "".join(map(str, texts)) if None not in texts else None
@@ -258,8 +275,12 @@ def _check_calls(calls: Any) -> list[dict[str, Any]]:
 def _check_call(call: Any) -> dict[str, Any]:
     function = (call.get("function") or call) if isinstance(call, dict) else {}
     name = function.get("name") if isinstance(function, dict) else None
-    arguments = function.get("arguments", function.get("parameters")) if name else None
-    arguments = from_json(arguments)
+    places = () if not name else (call,) if function is call else (function, call)
+    given = [from_json(place[key]) for place in places for key in ARGUMENTS if key in place]
+    given = [one for one in given if one not in (None, "", {})]
+    if len(given) > 1 or (name and call.get("name") not in (None, "", name)):
+        raise BadRow("not a tool call", f"has {ascii(call)[:80]}; it needs one name, and its arguments once")
+    arguments = given[0] if given else {}
     if (
         not isinstance(name, str)
         or not isinstance(arguments or {}, dict)
@@ -299,7 +320,7 @@ def unread_keys(messages: Any) -> Iterator[str]:
         for call in _objects(message.get("tool_calls")):
             yield from _left(call, CALL_KEYS, "tool_calls.")
             if isinstance(function := call.get("function"), dict):
-                yield from _left(function, CALL_KEYS, "tool_calls.function.")
+                yield from _left(function, FUNCTION_KEYS, "tool_calls.function.")
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:
@@ -315,11 +336,21 @@ def _left(value: Mapping[str, Any], read: Any, place: str) -> Iterator[str]:
 def check_tools(tools: Any, wrap: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> list[dict[str, Any]]:
     """The tools that a chat may call, for the template; each an object or its JSON text."""
     tools = from_json(tools)
+    if isinstance(tools, dict) and tools.keys() & {"name", "function"}:
+        tools = [tools]
     if isinstance(tools, list):
         tools = [from_json(tool) for tool in tools]
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRow("tools not a list of objects", kind_in_words(tools))
     return [wrap(tool) for tool in tools]
+
+
+def check_parts(text: Any, name: str) -> str:
+    """A text, or a list of parts of it."""
+    text, *others = _parts(text)
+    if any(others):
+        raise BadRow("not text", f"{name} has a part that is no text")
+    return check_text(text, name)
 
 
 def check_text(text: Any, name: str) -> str:

@@ -5,15 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from cookbook.config.json_text import BadRow, from_json
-from cookbook.config.messages import FOREIGN_KEYS, IN_MESSAGES, ONLY_TEXT, is_foreign, role_of
-from cookbook.config.row_kinds import MadeUp, Naming, Row, RowKind, columns, is_empty, is_rating, kinds
+from cookbook.config.messages import FOREIGN_KEYS, IN_MESSAGES, ONLY_TEXT, ROLES, is_foreign, role_of
+from cookbook.config.row_kinds import FOR_TEMPLATE, MadeUp, Naming, Row, RowKind, columns, is_empty, is_rating, kinds
 from cookbook.system.files import closest
 
-OTHER_NAMES = {
-    **dict.fromkeys(("system_prompt", "system_message"), "system"),
-    **dict.fromkeys(("reasoning", "thinking", "thought"), "reasoning_content"),
-    "article": "context",
-}
+OTHER_NAMES = {"system_prompt": "system", "system_message": "system", "article": "context"}
 """Columns that hold an optional key under another name."""
 NOT_TEXT = dict.fromkeys(
     (
@@ -25,15 +21,23 @@ NOT_TEXT = dict.fromkeys(
 MADE_BEFORE = dict.fromkeys(
     ("input_ids", "completion_mask", "assistant_masks"), "rows are tokenized here, from their texts"
 )
-WEIGHTS = dict.fromkeys(("weight", "loss_weight", "sample_weight"), "rows weigh alike (`weight` of a source does not)")
+WEIGHTS = {
+    **dict.fromkeys(("weight", "loss_weight", "sample_weight"), "rows weigh alike (`weight` of a source does not)"),
+    **dict.fromkeys(("train", "training"), "leave rows without loss out of the file"),
+}
+TEXTS = ("system", *OTHER_NAMES, "context")
+"""Columns with a meaning whose values are texts."""
 NEVER_READ = NOT_TEXT | MADE_BEFORE | WEIGHTS
 """Columns that a known format gives a meaning, and why nothing reads them."""
 SOMETIMES_READ = {
     **dict.fromkeys(
         ("system", "system_prompt", "system_message"), "there is no chat to begin with it; write `messages`"
     ),
+    "reasoning_content": "it goes with one answer, or in a message",
+    # Some sets have a switch or a category in them.
     **dict.fromkeys(
-        ("reasoning_content", "reasoning", "thinking", "thought"), "it goes with one answer, or in a message"
+        ("reasoning", "thinking", "thought"),
+        "if it is the answer's reasoning, name it in data.columns as reasoning_content, and the others with it",
     ),
     **dict.fromkeys(("tools", "functions"), "there is no chat template to write them; write `messages`"),
     "chat_template_kwargs": "there is no chat template to give them to; write `messages`",
@@ -63,14 +67,30 @@ def rename(row: Row, columns: Mapping[str, str]) -> Row:
     if of_row:
         row = {key: row[column] for key, column in of_row.items() if column in row}
     if in_messages:
-        row = {key: _rename_messages(value, in_messages) for key, value in row.items()}
+        row = {
+            key: value if key in FOR_TEMPLATE else _rename_messages(value, in_messages) for key, value in row.items()
+        }
     return row
 
 
 def _rename_messages(value: Any, names: Mapping[str, str]) -> Any:
-    if not isinstance(value, list):
+    """Messages with other names for their keys; a message's key that has such a name already is left out."""
+    items = _items(value)
+    if not any(isinstance(one, dict) and names.keys() & one.keys() for one in items):
         return value
-    return [{names.get(key, key): item for key, item in one.items()} if isinstance(one, dict) else one for one in value]
+    return [_rename_keys(one, names) if isinstance(one, dict) else one for one in items]
+
+
+def _rename_keys(message: Row, names: Mapping[str, str]) -> Row:
+    renamed = {names[key]: item for key, item in message.items() if key in names}
+    return {key: item for key, item in message.items() if key not in names and key not in renamed} | renamed
+
+
+def renamed_over(row: Row, columns: Mapping[str, str]) -> set[str]:
+    """The keys of messages that `rename` leaves out, each as `messages.KEY`."""
+    others = {f"{IN_MESSAGES}{key}" for key in MESSAGE_KEYS if columns.get(key, key) != key}
+    others -= {f"{IN_MESSAGES}{column}" for column in columns.values()}
+    return others & keys_in_messages(row) if others else set()
 
 
 def suggested_columns(row: Row, names: Sequence[str]) -> dict[str, str]:
@@ -114,11 +134,14 @@ def _suggested_message_keys(messages: Any) -> dict[str, str]:
     if not isinstance(first, dict) or role_of(first) is not None:
         return {}
     by_length = sorted((key for key, value in first.items() if isinstance(value, str)), key=lambda key: len(first[key]))
-    return {"role": by_length[0], "content": by_length[-1]} if len(by_length) > 1 else {}
+    roles = [key for key in by_length if first[key].strip().lower() in ROLES]
+    left = [key for key in by_length if key not in roles]
+    return {"role": roles[0], "content": left[-1]} if roles and left else {}
 
 
 def asks_for_something(column: str, value: Any) -> bool:
     """Whether a column with a meaning has a value that would be missed."""
+    value = value if column in TEXTS else from_json(value)  # "[]" in a cell of a table
     return not is_empty(value) and not (column in WEIGHTS and value == 1)
 
 

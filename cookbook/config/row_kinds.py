@@ -14,7 +14,17 @@ from typing import Any, ClassVar, NamedTuple
 
 from cookbook.config import registry
 from cookbook.config.json_text import BadRow, from_json
-from cookbook.config.messages import ROLES, Chat, check_messages, check_text, check_tools, read_messages, role_of
+from cookbook.config.messages import (
+    OTHER_ROLES,
+    ROLES,
+    Chat,
+    check_messages,
+    check_parts,
+    check_text,
+    check_tools,
+    read_messages,
+    role_of,
+)
 from cookbook.system.files import kind_in_words
 
 __all__ = ["BadRow", "Chat", "check_messages", "check_text"]  # for plugins
@@ -118,7 +128,44 @@ FOR_TEMPLATE = ("tools", "functions", "chat_template_kwargs")
 
 def is_empty(value: Any) -> bool:
     """Whether the value of an optional key asks for nothing."""
-    return value is None or value in ("", [], {}) or (isinstance(value, str) and not value.strip())
+    if isinstance(value, list):
+        return all(map(is_empty, value))
+    return value is None or value in ("", {}) or (isinstance(value, str) and not value.strip())
+
+
+PRINTED = re.compile(r"\[?\s*\{\s*'(role|from|content|value)'\s*:")
+"""How messages begin that Python printed, as pandas writes them into a table of cells."""
+
+
+def with_messages(row: Any) -> Any:
+    """The row with the lists of messages whose JSON texts its columns hold; a BadRow if a key is given twice there."""
+    for value in row.values() if isinstance(row, dict) else ():
+        if type(value) is str and value.startswith("["):
+            try:
+                return {key: _messages_in(one) for key, one in row.items()}
+            except BadRow as bad:
+                return bad
+    return row
+
+
+def _messages_in(value: Any) -> Any:
+    if not isinstance(value, str) or not value.startswith("["):
+        return value
+    try:
+        found = from_json(value)
+    except BadRow:
+        if '"role"' in value or '"from"' in value:
+            raise
+        return value
+    return found if isinstance(found, list) and found and all(role_of(one) in OTHER_ROLES for one in found) else value
+
+
+def refuse_printed(row: Row) -> None:
+    """Raise BadRow if a text holds messages as Python prints them."""
+    for key, value in row.items():
+        if isinstance(value, str) and PRINTED.match(value):
+            seen = f"`{key}` begins with {value[:24]!a}; write JSON, as json.dumps does, or Parquet"
+            raise BadRow("messages as Python prints them", seen)
 
 
 def shapes() -> str:
@@ -199,7 +246,7 @@ OF_THE_ENCODER = (
 def _for_template(raw: Row) -> Row:
     """The tools of a chat and the keys that its row gives to the template, if any."""
     kept: Row = {}
-    found = [key for key in ("tools", "functions") if not is_empty(raw.get(key))]
+    found = [key for key in ("tools", "functions") if not is_empty(from_json(raw.get(key)))]
     if len(found) > 1:
         raise BadRow("tools given twice", "as `tools` and as `functions`")
     if found:
@@ -217,7 +264,7 @@ def _for_template(raw: Row) -> Row:
 
 
 def _as_tool(function: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": function}
+    return function if isinstance(function.get("function"), dict) else {"type": "function", "function": function}
 
 
 def _check_history(history: Any) -> Chat:
@@ -240,7 +287,7 @@ def _begun(raw: Row, chat: Chat) -> Chat:
     system, history = ([] if is_empty(raw.get(key)) else [raw[key]] for key in ("system", "history"))
     if not system and not history:
         return chat
-    start: Chat = [{"role": "system", "content": check_text(text, "`system`")} for text in system]
+    start: Chat = [{"role": "system", "content": check_parts(text, "`system`")} for text in system]
     if chat and chat[0]["role"] == "system":
         if start and start[0]["content"] != chat[0]["content"]:
             raise BadRow("two system messages", "`system`, and the first message; write one of them")
@@ -285,6 +332,8 @@ def _masked(chat: Chat, key: str, mask: Any) -> Chat:
 def _check_exchange(raw: Row) -> Row:
     """A single exchange, whose texts become the messages of a chat; optional texts may be empty."""
     optional = {key for key in ("system", "context", "reasoning_content") if is_empty(raw.get(key))}
+    if "system" not in optional:
+        raw = raw | {"system": check_parts(raw["system"], "`system`")}
     keys = ("system", "user", "context", "reasoning_content", "assistant")
     row = _check_texts(*(key for key in keys if key not in optional))(raw)
     if not is_empty(raw.get("history")):
@@ -347,16 +396,20 @@ def _check_label(raw: Row) -> bool:
 
 def _check_chat_completion(raw: Row) -> Row:
     """A prompt of messages, or of one user's text, and the answer to it."""
-    answer = from_json(raw["completion"])
-    if isinstance(answer, str):
-        raw = raw | {"completion": [{"role": "assistant", "content": answer}]}
-    elif isinstance(answer, dict):
-        raw = raw | {"completion": [answer]}
-    elif not isinstance(answer, list) or not answer or role_of(answer[0]) != "assistant":
+    answer = _answer(raw["completion"])
+    if not isinstance(answer, list) or not answer or role_of(answer[0]) != "assistant":
         raise BadRow("completion is not an answer", "its first message must be the assistant's")
-    num_answered = len(check_messages(raw["completion"], "completion"))
+    num_answered = len(check_messages(answer, "completion"))
     whole = _begun(raw, _conversation(raw, "completion"))
     return {"prompt": whole[:-num_answered], "completion": whole[-num_answered:]} | _for_template(raw)
+
+
+def _answer(value: Any) -> Any:
+    """The messages of an answer; a text that is not the JSON of a message is the assistant's."""
+    if not isinstance(value, str):
+        return [value] if isinstance(value, dict) else value
+    found = _messages_in(value if value.startswith("[") else f"[{value}]")
+    return found if isinstance(found, list) else [{"role": "assistant", "content": value}]
 
 
 def _check_chat_judgement(raw: Row) -> Row:
@@ -367,10 +420,9 @@ def _check_chat_judgement(raw: Row) -> Row:
 
 def _conversation(raw: Row, name: str) -> Chat:
     """The whole conversation of a prompt (a text, messages or None) and an answer that may repeat the prompt."""
-    prompt, answer = raw.get("prompt"), from_json(raw[name])
+    prompt, answer = raw.get("prompt"), _answer(raw[name])
     context = None if is_empty(raw.get("context")) else raw["context"]
     is_answer_only = isinstance(answer, list) and bool(answer) and role_of(answer[0]) == "assistant"
-    is_answer_only = is_answer_only or (isinstance(answer, dict) and role_of(answer) == "assistant")
     if context is not None and not (isinstance(prompt, str) and is_answer_only):
         raise BadRow("`context` is not read", "beside a conversation it has no place; write it into a message")
     if prompt is None:
@@ -383,6 +435,8 @@ def _conversation(raw: Row, name: str) -> Chat:
     else:
         raise BadRow("messages not a list", f"`prompt` is {kind_in_words(prompt)}")
     whole = check_messages(answer, name)
+    if isinstance(raw[name], str) and asked[-1]["role"] == "assistant":
+        raise BadRow("prompt ends with an answer", f"`{name}` is a text, which would be a second one")
     if is_answer_only:
         return [*asked, *whole]
     if isinstance(prompt, str) and asked[0] not in whole:  # a system message or earlier turns may precede it
@@ -401,8 +455,16 @@ def _exchange(user: str, assistant: str, name: str = "", context: str = "context
     return Naming({"user": user, "context": context, "assistant": assistant}, name)
 
 
+def _are_messages(value: Any) -> bool:
+    return role_of(value[0] if isinstance(value, list) and value else value) is not None
+
+
 def _is_chat_completion(raw: Row) -> bool:
-    return isinstance(raw["completion"], list | dict) or isinstance(raw["prompt"], list | dict)
+    return _are_messages(raw["prompt"]) or _are_messages(raw["completion"])
+
+
+def _is_chat_preference(raw: Row) -> bool:
+    return not isinstance(raw["chosen"], str) or isinstance(raw.get("prompt"), list | dict)
 
 
 EXCHANGES = (
@@ -420,6 +482,7 @@ PROMPTS = ("instruction", "question", "query", "input")
 """Columns that hold the prompt of a preference."""
 CHAT_PROMPTS = ("conversations", "messages", *PROMPTS)
 """The same where the answers are messages."""
+CHOSEN_RESPONSE = {"chosen": "chosen_response", "rejected": "rejected_response"}
 CHATS = ("conversations", "conversation", "dialogue", "dialog")
 """Columns that hold messages."""
 
@@ -445,6 +508,7 @@ for _kind in (
             _exchange("instruction", "response", context="input"),
             *(_exchange(*names) for names in EXCHANGES),
         ),
+        matches=lambda raw: not _are_messages(raw["user"]) and not _are_messages(raw["assistant"]),
         check=_check_exchange,
         chats=lambda row: [(_chat_of_exchange(row), 0)],
         prompt_may_train=True,
@@ -464,6 +528,7 @@ for _kind in (
         name="chat_completion",
         keys=("prompt", "completion"),
         other_keys=("context", *CHAT_KEYS),
+        namings=tuple(Naming({"prompt": asked, "completion": answer}) for asked, answer in EXCHANGES),
         matches=_is_chat_completion,
         form=" of messages",
         check=_check_chat_completion,
@@ -483,7 +548,7 @@ for _kind in (
         name="chat_preference",
         keys=("chosen", "rejected"),
         other_keys=("prompt", "context", *CHAT_KEYS),
-        matches=lambda raw: not isinstance(raw["chosen"], str),
+        matches=_is_chat_preference,
         form=" of messages",
         namings=(
             *(Naming({"prompt": prompt}) for prompt in CHAT_PROMPTS),
@@ -502,14 +567,12 @@ for _kind in (
         name="preference",
         keys=("chosen", "rejected"),
         other_keys=("prompt", "context"),
-        matches=lambda raw: isinstance(raw["chosen"], str),
+        matches=lambda raw: not _is_chat_preference(raw),
         namings=(
             Naming({"prompt": "instruction", "context": "input"}),
             *(Naming({"prompt": prompt}) for prompt in PROMPTS),
-            *(
-                Naming({"prompt": prompt, "chosen": "chosen_response", "rejected": "rejected_response"})
-                for prompt in ("prompt", *PROMPTS)
-            ),
+            Naming({"prompt": "instruction", "context": "input"} | CHOSEN_RESPONSE),
+            *(Naming({"prompt": prompt} | CHOSEN_RESPONSE) for prompt in ("prompt", *PROMPTS)),
         ),
         check=_check_preference,
         texts=lambda row: (row["prompt"], (row["chosen"], row["rejected"])),
@@ -519,6 +582,7 @@ for _kind in (
         name="chat_judgement",
         keys=("prompt", "completion", "label"),
         other_keys=("context", *CHAT_KEYS),
+        namings=tuple(Naming({"prompt": asked, "completion": answer, "label": "label"}) for asked, answer in EXCHANGES),
         matches=_is_chat_completion,
         form=" of messages",
         check=_check_chat_judgement,

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.config import row_columns, row_kinds
-from cookbook.config.json_text import NO_JSON, BadRow, from_json, json_value, unique
-from cookbook.config.messages import ROLES, role_of
+from cookbook.config.json_text import NO_JSON, BadRow, json_value, unique
 from cookbook.config.sections import Source, data_format
 from cookbook.system.files import RecipeError, first_line, kind_in_words
 
@@ -158,6 +157,8 @@ def _csv_rows(path: Path, file: io.BufferedReader, delimiter: str = ",") -> Iter
         lines = csv.reader(text, delimiter=delimiter, strict=True)
         try:
             names = next(lines, [])
+            if stray := next((name for name in names if not _is_text(name)), ""):
+                raise RecipeError(f"{path}: not UTF-8: {_shown(stray)} in a column's name; save the file as UTF-8")
             twice = [name for name, count in Counter(names).items() if count > 1]
             if twice:
                 raise RecipeError(f"{path}: two columns are called {twice[0]!r}")
@@ -168,25 +169,9 @@ def _csv_rows(path: Path, file: io.BufferedReader, delimiter: str = ",") -> Iter
                 elif stray := next((cell for cell in cells if not _is_text(cell)), ""):
                     yield place, BadRow("not UTF-8", f"{_shown(stray)}; save the file as UTF-8")
                 elif cells:
-                    yield place, _row_of_cells(names, cells)
+                    yield place, {name: cell or None for name, cell in zip_longest(names, cells, fillvalue="")}
         except csv.Error as error:
             raise RecipeError(f"{path}:{lines.line_num}: not readable as cells: {error}") from None
-
-
-def _row_of_cells(names: list[str], cells: list[str]) -> Any:
-    try:
-        return {name: _value_of(cell) for name, cell in zip_longest(names, cells, fillvalue="")}
-    except BadRow as bad:
-        return bad
-
-
-def _value_of(cell: str) -> Any:
-    """The messages of a cell that holds a list of them in JSON, else its text, or null if it is empty."""
-    if not cell.startswith("["):
-        return cell or None
-    value = from_json(cell)
-    are_messages = isinstance(value, list) and bool(value) and all(role_of(one) in ROLES.values() for one in value)
-    return value if are_messages else cell
 
 
 def _shown(cell: str) -> str:

@@ -19,6 +19,7 @@ from cookbook.config.row_columns import (
     MEANT,
     MESSAGE_KEYS,
     NEVER_READ,
+    OTHER_NAMES,
     RATING,
     Reading,
     asks_for_something,
@@ -28,10 +29,21 @@ from cookbook.config.row_columns import (
     misspelt,
     readings,
     rename,
+    renamed_over,
     suggested_columns,
     without,
 )
-from cookbook.config.row_kinds import FOR_TEMPLATE, MadeUp, RowKind, is_empty, is_rating, kinds, shapes, texts_in
+from cookbook.config.row_kinds import (
+    FOR_TEMPLATE,
+    MadeUp,
+    RowKind,
+    is_empty,
+    is_rating,
+    kinds,
+    refuse_printed,
+    shapes,
+    texts_in,
+)
 from cookbook.config.sections import DataSection, Source
 from cookbook.system.files import RecipeError, closest, dump_yaml, kind_in_words, refuse
 from cookbook.training.data.readers import MAX_ROW_BYTES
@@ -62,6 +74,11 @@ class Rows:
     """How columns of another project's shape were read, in words; empty for rows in a shape of this one."""
     unread: str = ""
     """Columns and keys of messages that nothing reads, in words; empty if there are none."""
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes for the user on how they were read."""
+        return [f"{self.place}: {words}" for words in (self.renamed, self.unread) if words]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -268,6 +285,7 @@ class _Reader:
         self._refuse_meant(reading, shape, raw)
         of_kind = reading.of(named)
         try:
+            refuse_printed(of_kind)
             row = reading.kind.check(of_kind)
         except BadRow as bad:
             raise self._in_words_of_the_row(bad, reading) from None
@@ -282,11 +300,14 @@ class _Reader:
         if num_bytes > MAX_ROW_BYTES:
             raise BadRow(f"row larger than {MAX_ROW_BYTES:,} bytes")
         if self.kind and reading.kind.name != self.kind:
-            words = f"{reading.kind.words}, where the rows before have {kinds()[self.kind].words}"
-            raise BadRow("another kind of row", words)
+            raise self._of_another_kind(reading.kind)
         if reading.kind.chats is not None:
+            if self._columns:
+                self._keys_unread |= renamed_over(raw, self._columns)
             for key, value in of_kind.items():
                 if key not in FOR_TEMPLATE and isinstance(value, list | dict | str):
+                    if key == "system":
+                        value = {"role": key, "content": value}
                     if isinstance(value, dict) and "messages" in value:  # a request to a model
                         value = value["messages"]
                     self._keys_unread.update(unread_keys(from_json(value) if key == "messages" else value))
@@ -313,6 +334,7 @@ class _Reader:
             counts.update(dict.fromkeys({*shape.unread} - {*shape.empty}, shape.num_rows))
         num_rows = sum(shape.num_rows for shape in self._shapes.values())
         names = {*counts, *self._keys_unread, *self.in_schema} - {*self._ignored}
+        names = {name or "a column without a name" for name in names}
         few = {name: f" ({count:,} of {num_rows:,} rows)" for name, count in counts.items() if count < num_rows}
         passed_over = [name for name in self._ignored if name not in self._never_seen]
         found = [f"not read: {_listed([name + few.get(name, '') for name in sorted(names)])}"] if names else []
@@ -355,7 +377,8 @@ class _Reader:
             elif not asks_for_something(column, value):
                 continue
             else:
-                why = meant[column]
+                other = reading.columns.get(OTHER_NAMES.get(column, ""))
+                why = f"the row has `{self._columns.get(other, other)}` too" if other else meant[column]
             seen = f"it is {kind_in_words(value)}; {why}. To pass it over: data.ignore: [{column}]"
             raise BadRow(f"`{column}` is not read", seen)
 
@@ -392,11 +415,18 @@ class _Reader:
         served = [one for one in found if one.kind.name in self.objective.rows]
         if not found:
             raise self._missing_keys(row, raw)
+        if not served and self.kind:
+            raise self._of_another_kind(found[0].kind)
         if not served:
             raise RecipeError(f"{place}: {self._unserved(found[0].kind)}")
         served = by_own_names(served)
+        used = [set(one.columns.values()) for one in served]
+        served = [one for one, own in zip(served, used, strict=True) if not any(own < other for other in used)]
         if len(served) > 1:
-            words = " as well as ".join(one.in_words for one in served)
+            named = [one.in_words for one in served]
+            if len({*named}) < len(named):
+                named = [" and ".join(f"`{column}`" for column in one.columns.values()) for one in served]
+            words = " as well as ".join(named)
             choice = ", ".join(f"{key}: {column}" for key, column in served[0].columns.items())
             advice = f"choose with data.columns, as in {{{choice}}}, or pass columns over with data.ignore"
             raise BadRow("two kinds in one row", f"{words}; {advice}")
@@ -421,6 +451,10 @@ class _Reader:
         if near := misspelt(raw):
             seen += f" (did you mean `{near[1]}`, not {near[0]!a}?)"
         return BadRow("missing keys", f"found {seen}; a row must have {shapes()}")
+
+    def _of_another_kind(self, kind: RowKind) -> BadRow:
+        words = f"{kind.words}, where the rows before have {kinds()[self.kind].words}"
+        return BadRow("another kind of row", words)
 
     def _unserved(self, kind: RowKind) -> str:
         others = [name for name, other in known("objective").items() if kind.name in other.rows]

@@ -67,11 +67,13 @@ class TokenSets:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def closing_notes(self) -> list[str]:
-        """Notes on a stream that are known only after reading: rows dropped and samples truncated in the first pass."""
+        """Notes on a stream that are known only after reading: how the rows of the first pass were read, which were
+        dropped, and samples truncated."""
         if not isinstance(self.train, Stream):
             return []
         found, how = self.train.first_pass, self.train.objective.long_rows(self.train.data.too_long)
         return [
+            *(note for notes in found.reading.values() for note in notes if note not in self.notes),
             *_dropped_notes("data.train", found.num_dropped),
             *_remarks("data.train", found.remarks.values()),
             *_long_note("data.train", found.num_long, found.num_rows, self.train.data.max_length, how),
@@ -204,8 +206,7 @@ def _tokens_of(
 
 
 def _renamed_notes(parts: Iterable[Rows]) -> list[str]:
-    words = ((part.place, words) for part in parts for words in (part.renamed, part.unread) if words)
-    return list(dict.fromkeys(f"{place}: {found}" for place, found in words))
+    return list(dict.fromkeys(note for part in parts for note in part.notes))
 
 
 def _dropped_notes(place: str, num_dropped: Counter[str]) -> list[str]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cookbook.config.row_kinds import with_messages
 from cookbook.config.sections import BUILTIN_SOURCE, COMPRESSIONS, Source, data_format
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.data.readers import ROWS_PER_READ, arrow_rows, file_rows, known_columns, numbered, unread_columns
@@ -30,6 +31,11 @@ def raw_rows(source: Source, *, streaming: bool = False, unread: set[str] | None
         unread: receives the names of columns that are in a file's schema and not in its rows, since nothing reads them.
     """
     unread = set() if unread is None else unread
+    for place, row in _written_rows(source, streaming, unread):
+        yield place, with_messages(row)
+
+
+def _written_rows(source: Source, streaming: bool, unread: set[str]) -> Iterator[tuple[str, Any]]:
     if source.path == BUILTIN_SOURCE:
         from cookbook.training.data.stdlib import load_stdlib
 

@@ -45,6 +45,8 @@ class PassCounts:
     remarks: dict[str, Remark] = field(default_factory=dict)
     num_dropped: Counter[str] = field(default_factory=Counter)
     """Bad rows by reason."""
+    reading: dict[str, list[str]] = field(default_factory=dict)
+    """Source -> notes on how it is read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,7 @@ class Stream:
             RecipeError: as `windows`.
         """
         bad_rows = BadRows()
-        block, num_dropped = next(self._blocks(bad_rows), (None, None))
+        block, num_dropped = next(self._blocks(bad_rows, self.first_pass), (None, None))
         if block is None or num_dropped is None:
             raise RecipeError(["data.train: no row left to train on", *bad_rows.mistakes()])
         self._count(block, num_dropped)
@@ -115,7 +117,7 @@ class Stream:
         while True:
             num_samples, bad_rows, digest = 0, BadRows(), ""
             ends: list[tuple[int, str]] = []  # samples and digest up to the end of each block
-            with Ahead(self._blocks(bad_rows)) as blocks:
+            with Ahead(self._blocks(bad_rows, self.first_pass if epoch == 0 else PassCounts())) as blocks:
                 for number, (block, num_dropped) in enumerate(blocks):
                     num_samples += len(block)
                     digest = hashlib.sha256((digest + block.fingerprint).encode()).hexdigest()
@@ -159,10 +161,11 @@ class Stream:
             before = self.first_pass.remarks.get(one.words, one._replace(num_rows=0))
             self.first_pass.remarks[one.words] = before._replace(num_rows=before.num_rows + one.num_rows)
 
-    def _blocks(self, bad_rows: BadRows) -> Iterator[tuple[TokenSet, Counter[str]]]:
+    def _blocks(self, bad_rows: BadRows, counts: PassCounts) -> Iterator[tuple[TokenSet, Counter[str]]]:
         """One pass over the sources: blocks, and the rows dropped up to the end of each."""
         data = self.data
         for parts in row_blocks(data, self.objective, bad_rows):
+            counts.reading |= {part.place: part.notes for part in parts}
             block = tokenize(
                 parts,
                 self.tokenizer,
