@@ -102,6 +102,8 @@ class ChatTemplate:
 
     def _given(self, message: dict[str, Any], tools: Any) -> dict[str, Any]:
         """A message in the form that the template reads."""
+        if len(message) == 2:  # most have a role and a content alone
+            return message
         given = {key: value for key, value in message.items() if key != "train"}
         if "reasoning_content" in message:
             given |= dict.fromkeys(REASONING_NAMES, message["reasoning_content"])

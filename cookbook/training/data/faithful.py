@@ -183,18 +183,16 @@ class Words:
 
 def shape_of(asked: Asked, tested: Sequence[str]) -> tuple[Any, ...]:
     """What a template may tell chats apart by, but their words: roles, which keys there are, how many calls."""
-    messages = tuple(
-        (
-            message["role"],
-            bool(message["content"]),
-            "reasoning_content" in message,
-            len(message.get("tool_calls", ())),
-            "name" in message,
-            tuple(mark in message["content"] for mark in tested),
-        )
-        for message in asked.chat
-    )
+    messages = tuple([_features(message, tested) for message in asked.chat])
     return messages, asked.trained, asked.tools is None, tuple(map(repr, asked.variables.items()))
+
+
+def _features(message: dict[str, Any], tested: Sequence[str]) -> tuple[Any, ...]:
+    content = message["content"]
+    plain = message["role"], bool(content), *[mark for mark in tested if mark in content]
+    if len(message) == 2:  # most have a role and a content alone
+        return plain
+    return *plain, "reasoning_content" in message, len(message.get("tool_calls", ())), "name" in message
 
 
 def problems_of_shape(asked: Asked, words: Words, text: str, spans: Sequence[Span] | None) -> list[Problem]:
