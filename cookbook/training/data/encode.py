@@ -252,7 +252,7 @@ class _Shape(NamedTuple):
     problem: BadRow | None
     remarks: tuple[str, ...]
     looks: set[Look]
-    """Of those that were compared."""
+    """How those lie that were compared."""
 
 
 @dataclass
