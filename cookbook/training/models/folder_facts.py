@@ -87,7 +87,8 @@ def _headers(folder: Path) -> tuple[dict[str, _Stored], list[str]]:
     names = [SAFE_WEIGHTS_NAME]
     if not (folder / SAFE_WEIGHTS_NAME).is_file():
         names = sorted(set(json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text())["weight_map"].values()))
-    stored, mistakes = {}, []
+    stored: dict[str, _Stored] = {}
+    mistakes = []
     for path in (folder / name for name in names):
         try:
             size = path.stat().st_size
@@ -132,7 +133,7 @@ def _compare_tensors(config: PreTrainedConfig, stored: dict[str, _Stored]) -> tu
     mistakes = []
     if missing := sorted(found["missing_keys"]):
         way = "take a folder that has them, or the config.json that belongs to it"
-        if not config.tie_word_embeddings and {*missing} <= {*(kind._tied_weights_keys or ())}:
+        if not getattr(config, "tie_word_embeddings", False) and {*missing} <= {*(kind._tied_weights_keys or ())}:
             way = "if the head is the embedding, write tie_word_embeddings: true into its config.json"
         mistakes.append(f"its files lack {_names(missing)}, which would be random; {way}")
     if left := sorted(found["unexpected_keys"]):
@@ -140,8 +141,9 @@ def _compare_tensors(config: PreTrainedConfig, stored: dict[str, _Stored]) -> tu
             f"its files hold {_names(left)}, for which {kind.__name__} of its config.json has no place; correct"
             f" config.json, or leave them out: {kind.__name__}.from_pretrained(OLD).save_pretrained(NEW)"
         )
-    for name, shape, wanted in sorted(found["mismatched_keys"])[:NUM_NAMED]:
-        mistakes.append(f"{name} is {[*shape]} in its files and {[*wanted]} by its config.json; correct config.json")
+    shapes = [f"{name} {[*shape]} and {[*wanted]}" for name, shape, wanted in sorted(found["mismatched_keys"])]
+    if shapes:
+        mistakes.append(f"shapes differ, in its files and by its config.json: {_names(shapes)}; correct config.json")
     for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         # transformers ties them if only one is in the files; if both are, differently under each strategy.
         if model.get_parameter(target) is not model.get_parameter(source):
@@ -190,7 +192,7 @@ def _names(names: list[str]) -> str:
 
 def _compare_tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str]:
     """Tokens beyond the embedding that every training has; those of its rows are compared with the rows."""
-    named: dict[str, Any] = {"pad_token": tokenizer.pad_token_id, "eos_token": tokenizer.eos_token_id}
+    named: dict[str, Any] = {"its pad_token": tokenizer.pad_token_id, "its eos_token": tokenizer.eos_token_id}
     if tokenizer.chat_template:
         try:
             ids = tokenizer.apply_chat_template(TINY_CHAT, return_dict=True)["input_ids"]
@@ -198,7 +200,7 @@ def _compare_tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str]:
         except (TemplateError, ValueError):  # it wants other messages
             pass
     return [
-        f"{name} of its tokenizer is {number} ({tokenizer.convert_ids_to_tokens(number)}), but its embedding has"
+        f"{name} is {number} ({tokenizer.convert_ids_to_tokens(number)}), but its embedding has"
         f" {rows:,} rows; take the tokenizer of this model, or name another token there"
         for name, number in named.items()
         if number is not None and number >= rows
@@ -208,9 +210,7 @@ def _compare_tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str]:
 def _notes(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str]:
     notes, ends, written = [], set(), {"config.json": config}
     if len(tokenizer) > rows:
-        notes.append(
-            f"its tokenizer has {len(tokenizer):,} tokens, its embedding {rows:,} rows; rows with others end it"
-        )
+        notes.append(f"its tokenizer has more tokens than its embedding has rows ({len(tokenizer):,}, {rows:,})")
     if (folder / "generation_config.json").is_file():
         written["generation_config.json"] = GenerationConfig.from_pretrained(folder)
     for name, one in written.items():
