@@ -203,6 +203,13 @@ def test_what_does_not_harm_the_training_is_a_note(folder: Path):
     assert "texts end with 2 (<|im_end|>)" in ends
 
 
+@pytest.mark.parametrize("damage", ["a tensor is missing", "a tensor too many", "tied, and two matrices"])
+def test_transformers_alone_would_load_it(damage: str, folder: Path):
+    """Else nothing above would be missed."""
+    DAMAGES[damage][0](folder)
+    assert LlamaForCausalLM.from_pretrained(folder).num_parameters() > 20_000
+
+
 @pytest.mark.parametrize("lost", [1, 3])
 def test_a_lost_expert_is_named_as_the_files_would_have_it(lost: int, folder: Path):
     MixtralForCausalLM(MixtralConfig(**SIZES, vocab_size=384, num_local_experts=4)).save_pretrained(folder)

@@ -119,11 +119,10 @@ def evaluate_model(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
     logging.disable_progress_bar()
     tokenizer = models.load_tokenizer(str(folder), recipe.data.chat_template)
     base, facts = check_folder(folder, tokenizer)
-    rows_of_embedding = facts.num_embeddings if facts else None
     sets, notes = tokenize_eval(
-        rows, tokenizer, recipe.data, recipe.objective, cache=CACHE, num_embeddings=rows_of_embedding
+        rows, tokenizer, recipe.data, recipe.objective, cache=CACHE, num_embeddings=facts.num_embeddings
     )
-    for note in [*(facts.notes if facts else []), *notes]:
+    for note in [*facts.notes, *notes]:
         print(note, file=sys.stderr)
     world = launchers.World(rank=0, local_rank=0, num_processes=1, num_local=1, is_launched=False)
     engine = stages.start_engine(recipe, strategy, plan, world, beat=lambda doing, step: None)

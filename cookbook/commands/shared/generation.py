@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -113,11 +112,11 @@ class Generator:
         return {name: found[name].to(self.model.device) for name in ("input_ids", "attention_mask")}
 
 
-def check_folder(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[str, FolderFacts | None]:
+def check_folder(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[str, FolderFacts]:
     """Compare what a Hugging Face folder says of itself, and if it is an adapter's, with its base.
 
     Returns:
-        The folder with the weights of the whole model, and what it has; None of a model with more than text.
+        The folder with the weights of the whole model, and what it has.
 
     Raises:
         RecipeError: what does not agree.
@@ -132,10 +131,8 @@ def check_folder(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[str,
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise RecipeError(f"{folder}: cannot be opened ({first_line(error)})") from None
-    if config.get_text_config() is not config or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return base, None
     facts = folder_facts.check_folder(Path(base), config, tokenizer, place=base)
-    if is_adapter:
+    if is_adapter and facts.num_embeddings is not None:
         check_fits(folder, config)
     return base, facts
 

@@ -33,7 +33,7 @@ def check_model(recipe: Recipe) -> list[str]:
         RecipeError: what does not agree.
     """
     name = recipe.model.name_or_path
-    if name is None or not Path(name).is_dir():
+    if name is None or not any(Path(name).glob("*.safetensors")):  # without weights yet, it can be planned with
         return []
     if not num_gpus():
         quiet_deepspeed()

@@ -33,8 +33,8 @@ TINY_CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": 
 class FolderFacts(NamedTuple):
     """Of a sound folder."""
 
-    num_embeddings: int
-    """Rows of the embedding: token ids are below."""
+    num_embeddings: int | None
+    """Rows of the embedding: token ids are below. None if it is not a language model alone."""
     notes: list[str]
     """For the user: what does not agree, though training is right all the same."""
 
@@ -62,7 +62,9 @@ def check_folder(
     Raises:
         RecipeError: all that does not agree.
     """
-    mistakes, rows = [], config.vocab_size
+    if config.get_text_config() is not config or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return FolderFacts(None, [])  # refused by whatever trains
+    rows, mistakes = config.vocab_size, []
     if (quantized := getattr(config, "quantization_config", None)) is not None:
         how = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
         mistakes.append(
@@ -86,7 +88,11 @@ def _headers(folder: Path) -> tuple[dict[str, _Stored], list[str]]:
     """The tensors of the files that transformers reads, and what is wrong with these files."""
     names = [SAFE_WEIGHTS_NAME]
     if not (folder / SAFE_WEIGHTS_NAME).is_file():
-        names = sorted(set(json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text())["weight_map"].values()))
+        try:
+            index = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))
+            names = sorted(set(index["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}, ["it has no weights in safetensors, and no other format is read"]
     stored: dict[str, _Stored] = {}
     mistakes = []
     for path in (folder / name for name in names):
