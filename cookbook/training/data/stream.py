@@ -58,7 +58,7 @@ class Stream:
     objective: Objective
     tokenizer: "PreTrainedTokenizerBase"
     num_embeddings: int | None = None
-    """Of the model; tokens beyond them are refused."""
+    """Rows of the model's embedding; tokens beyond them are refused."""
     first_pass: PassCounts = field(default_factory=PassCounts)
     """Later passes read the same rows again."""
 

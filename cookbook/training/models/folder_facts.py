@@ -26,12 +26,12 @@ from cookbook.system.files import first_line, refuse
 NUM_NAMED = 5
 """Tensors that a mistake names."""
 ROWS_AT_ONCE = 4096
-"""Of two matrices that are compared."""
+"""Rows of a matrix that are compared at a time."""
 TINY_CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 class FolderFacts(NamedTuple):
-    """Of a sound folder."""
+    """What a sound folder has."""
 
     num_embeddings: int | None
     """Rows of the embedding: token ids are below. None if it is not a language model alone."""
