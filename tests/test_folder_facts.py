@@ -27,6 +27,7 @@ from tests.curves import Lab
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 HEAD, EMBEDDING, NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
+MINUS = torch.tensor(-1e4)
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -174,8 +175,9 @@ def test_all_that_is_wrong_is_said_at_once(folder: Path):
             folder, lambda found: [found.update({k.removeprefix("model."): found.pop(k)}) for k in [*found]]
         ),
         lambda folder: tensors(folder, lambda found: found.update({k: t.half() for k, t in found.items()})),
+        lambda folder: tensors(folder, lambda found: found.update({"a.bias": torch.ones(1, 1, 4, 4), "b": MINUS})),
     ],
-    ids=["as saved", "in shards", "head stored too", "only the head", "of the backbone", "in 16 bits"],
+    ids=["as saved", "in shards", "head stored too", "only the head", "of the backbone", "in 16 bits", "an old mask"],
 )
 def test_a_sound_folder_passes(change: Callable[[Path], object], folder: Path):
     change(folder)

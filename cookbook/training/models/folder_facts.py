@@ -142,7 +142,9 @@ def _compare_tensors(config: PreTrainedConfig, stored: dict[str, _Stored]) -> tu
         if not getattr(config, "tie_word_embeddings", False) and {*missing} <= {*(kind._tied_weights_keys or ())}:
             way = "if the head is the embedding, write tie_word_embeddings: true into its config.json"
         mistakes.append(f"its files lack {_names(missing)}, which would be random; {way}")
-    if left := sorted(found["unexpected_keys"]):
+    # Old versions of GPT-J and others saved their causal mask, [1, 1, T, T], and what it masks with, a number.
+    masks = {key for key, one in stored.items() if one.shape in ([], [1, 1, *one.shape[-1:] * 2])}
+    if left := sorted(found["unexpected_keys"] - masks):
         mistakes.append(
             f"its files hold {_names(left)}, for which {kind.__name__} of its config.json has no place; correct"
             f" config.json, or leave them out: {kind.__name__}.from_pretrained(OLD).save_pretrained(NEW)"
