@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument
 
 from cookbook.commands.shared.arguments import MODEL, AsJson, Assignments, run_folder
-from cookbook.commands.shared.find_model import ADAPTER, CACHE, check_base, find_model, find_run
+from cookbook.commands.shared.find_model import ADAPTER, CACHE, find_model, find_run
 from cookbook.config.objectives.token_loss import TokenLoss
 from cookbook.config.recipe import Recipe, load_recipe, parse_recipe, prepare
 from cookbook.config.strategy import find_strategy, load_strategy
@@ -110,6 +110,7 @@ def evaluate_model(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
 
     # peft 0.21 reads an attribute that transformers 5 renames.
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+    from cookbook.commands.shared.generation import check_folder
     from cookbook.run import stages
     from cookbook.training import models
     from cookbook.training.data import batches
@@ -117,12 +118,15 @@ def evaluate_model(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
 
     logging.disable_progress_bar()
     tokenizer = models.load_tokenizer(str(folder), recipe.data.chat_template)
-    sets, notes = tokenize_eval(rows, tokenizer, recipe.data, recipe.objective, cache=CACHE)
-    for note in notes:
+    base, facts = check_folder(folder, tokenizer)
+    sets, notes = tokenize_eval(
+        rows, tokenizer, recipe.data, recipe.objective, cache=CACHE, num_embeddings=facts.num_embeddings
+    )
+    for note in [*facts.notes, *notes]:
         print(note, file=sys.stderr)
     world = launchers.World(rank=0, local_rank=0, num_processes=1, num_local=1, is_launched=False)
     engine = stages.start_engine(recipe, strategy, plan, world, beat=lambda doing, step: None)
-    recipe = _prepare_model(folder, recipe, engine)
+    recipe = _prepare_model(folder, base, recipe, engine)
     limits = recipe.batch.model_dump(include={"micro_batch_size", "micro_batch_tokens"})
     pad_id, packing = tokenizer.pad_token_id, recipe.data.is_packed
     layout = batches.Layout(num_ranks=1, rank=0, pad_id=pad_id, packing=packing, **limits)
@@ -139,8 +143,11 @@ def evaluate_model(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
     return lines
 
 
-def _prepare_model(folder: Path, recipe: Recipe, engine: "Engine") -> Recipe:
+def _prepare_model(folder: Path, base: str, recipe: Recipe, engine: "Engine") -> Recipe:
     """Load model and adapter in the dtypes of training. An engine needs an optimizer, which is never used.
+
+    Args:
+        base: the folder of the model, where `folder` is an adapter's.
 
     Returns:
         The recipe, with `data.packing` decided.
@@ -150,13 +157,7 @@ def _prepare_model(folder: Path, recipe: Recipe, engine: "Engine") -> Recipe:
     from cookbook.run import stages
     from cookbook.training import adapters, models
 
-    is_adapter, base = (folder / ADAPTER).is_file(), str(folder)
-    if is_adapter:
-        from peft import PeftConfig
-
-        check_base(folder)
-        settings = PeftConfig.from_pretrained(str(folder))
-        base = models.fetch_model(str(settings.base_model_name_or_path), settings.revision)
+    is_adapter = (folder / ADAPTER).is_file()
     config = models.load_config(base, recipe.data.max_length)
     recipe = decide(recipe, config).settle(recipe)
     model = stages.load_model(base, recipe, engine, has_adapter=is_adapter)

@@ -40,6 +40,7 @@ from cookbook.training.data.reference import with_reference
 from cookbook.training.data.sets import RowSets, TokenSets, tokenize_data
 from cookbook.training.engine import Engine, engine_class, make_deterministic
 from cookbook.training.models.efficiency import kernel_notes
+from cookbook.training.models.folder_facts import check_folder
 from cookbook.training.models.structure import random_parts
 
 SIGHT_SECONDS = 10.0
@@ -138,6 +139,8 @@ def load_inputs(recipe: Recipe, plan: Plan, rows: RowSets, *, cache: Path, notes
         recipe.model, seed=recipe.seed, texts=rows.texts(), fingerprint=rows.fingerprint, cache=cache
     )
     config = models.load_config(folder, recipe.data.max_length)
+    tokenizer = models.load_tokenizer(folder, recipe.data.chat_template)
+    facts = check_folder(Path(folder), config, tokenizer)
     decide(recipe, config)  # refuses what cannot be packed before any process waits for another
     if problem := mesh_problem(config, plan.mesh):
         raise RecipeError(f"model {folder}: {problem}")
@@ -150,9 +153,10 @@ def load_inputs(recipe: Recipe, plan: Plan, rows: RowSets, *, cache: Path, notes
         raise RecipeError([f"run.deterministic is true, and {config.model_type} has experts: {why}; set it to false"])
     if recipe.adapter is not None:
         adapters.check_names(config, recipe.adapter)
-    tokenizer = models.load_tokenizer(folder, recipe.data.chat_template)
-    data = tokenize_data(rows, tokenizer, recipe.data, recipe.objective, cache=cache)
-    notes += data.notes
+    data = tokenize_data(
+        rows, tokenizer, recipe.data, recipe.objective, cache=cache, num_embeddings=facts.num_embeddings
+    )
+    notes += [*facts.notes, *data.notes]
     steps_per_epoch = batches.steps_per_epoch(data.train, recipe.batch.global_batch_size)
     return Inputs(
         folder=folder,

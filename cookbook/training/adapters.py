@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Embedding
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from cookbook.config.sections import ALL_LINEAR, AdapterSection
-from cookbook.system.files import RecipeError
+from cookbook.system.files import RecipeError, first_line
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -307,6 +308,41 @@ def name_in_file(name: str) -> str:
     """peft's name in its file for a tensor of the model (peft/utils/save_and_load.py)."""
     name = name.replace(f".{ADAPTER_NAME}", "").replace(".modules_to_save", "")
     return name.removesuffix(".weight") if "lora_magnitude_vector" in name else name
+
+
+def check_fits(folder: Path, config: PreTrainedConfig) -> None:
+    """Compare the tensors of an adapter's file with what its settings make of the base model, without data.
+
+    Raises:
+        RecipeError: it is the adapter of another model.
+    """
+    from peft import PeftConfig, inject_adapter_in_model
+    from peft.utils import get_peft_model_state_dict
+
+    path, settings = folder / "adapter_model.safetensors", PeftConfig.from_pretrained(str(folder))
+    if settings.is_prompt_learning or not path.is_file():
+        return
+    try:
+        model = _empty_model(config)
+        with torch.device("meta"):
+            inject_adapter_in_model(settings, model, ADAPTER_NAME)
+        wanted = get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME, save_embedding_layers=False)
+        shapes = {f"base_model.model.{name}": [*tensor.shape] for name, tensor in wanted.items()}
+        with safe_open(path, framework="pt") as file:
+            stored = {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}
+        others = {name for name in stored if "lora_" in name} - shapes.keys()  # beside them an embedding may lie there
+        differ = sorted(others | {name for name, shape in shapes.items() if stored.get(name) != shape})
+        first = (
+            differ and f"{differ[0]} is {stored.get(differ[0])} in its file, and for the base {shapes.get(differ[0])}"
+        )
+    except (ValueError, SafetensorError) as error:
+        first = first_line(error)
+    if first:
+        base = settings.base_model_name_or_path
+        raise RecipeError(
+            f"{folder}: not an adapter of {base} ({first}); put the base there that it was trained on, or write that"
+            " one's path into base_model_name_or_path of adapter_config.json"
+        )
 
 
 def open_beside(model: PreTrainedModel, folder: Path) -> None:

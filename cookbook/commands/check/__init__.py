@@ -15,7 +15,7 @@ from cookbook.commands.shared.arguments import (
     process_count,
 )
 from cookbook.commands.shared.labels import read_label, read_needs, recipe_files
-from cookbook.commands.shared.mistakes import lacks_checkpoint, lacks_for_fp8, placed
+from cookbook.commands.shared.mistakes import check_model, lacks_checkpoint, lacks_for_fp8, placed
 from cookbook.config.recipe import OWNED_ELSEWHERE, Recipe
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
 from cookbook.planning import run_plan
@@ -62,12 +62,17 @@ def _check_recipe(
     if not is_named and strategy.num_processes:  # another number is a mistake only for a recipe that somebody chose
         processes = None
     mistakes = [f"{path}: {mistake}" for mistake in lacks_checkpoint(recipe)]
+    notes: list[str] = []
     if not mistakes:
         with gathered(mistakes):
             batch = run_plan.describe_batch(recipe, _plan_of_label(path, recipe, strategy, processes))
+        of_model: list[str] = []
+        with gathered(of_model):
+            notes = check_model(recipe)
+        mistakes += [f"{path}: {mistake}" for mistake in of_model]
     refuse(placed(mistakes, path, assignments))
     yield f"{path}: fine under {strategy.path}; {batch}"
-    for doubt in placed([f"{path}: {doubt}" for doubt in doubts(recipe)], path, assignments):
+    for doubt in placed([f"{path}: {doubt}" for doubt in [*notes, *doubts(recipe)]], path, assignments):
         yield f"warning: {doubt}"
     if data:
         yield from read_all(recipe)

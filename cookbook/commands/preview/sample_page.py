@@ -50,11 +50,14 @@ def preview(recipe_path: Path, assignments: list[str], num_samples: int = 3, *, 
     from cookbook.training.models import load_tokenizer
 
     tokenizer = load_tokenizer(folder, recipe.data.chat_template)
+    num_embeddings = None
     try:
-        packing = decide(recipe, AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        num_embeddings = getattr(config, "vocab_size", None)
+        packing = decide(recipe, config)
     except (OSError, ValueError):
         packing = Packing(False, f"{folder} has no configuration that is understood")
-    sets = tokenize_data(rows, tokenizer, recipe.data, recipe.objective, cache=cache)
+    sets = tokenize_data(rows, tokenizer, recipe.data, recipe.objective, cache=cache, num_embeddings=num_embeddings)
 
     from rich.style import Style
 

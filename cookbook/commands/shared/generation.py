@@ -1,5 +1,6 @@
 """Opens a trained model and generates answers, which are printed as they come. Imports torch."""
 
+import json
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -9,15 +10,23 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, TextStreamer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+)
 from transformers.utils import logging
 
 from cookbook.commands.shared.find_model import ADAPTER, check_base, find_run
 from cookbook.config.messages import Chat
 from cookbook.run.publish import MODEL_FILES
 from cookbook.system.files import RecipeError, first_line
-from cookbook.training.adapters import Base
-from cookbook.training.models import fetch_model
+from cookbook.training.adapters import Base, check_fits
+from cookbook.training.models import fetch_model, folder_facts
+from cookbook.training.models.folder_facts import FolderFacts
 
 
 class Printer(TextStreamer):
@@ -96,8 +105,36 @@ class Generator:
                 found = self.tokenizer.apply_chat_template(prompt, tools=tools, **options)
             except TemplateError as error:
                 raise RecipeError(f"the model's chat template refuses the chat: {first_line(error)}") from None
+        rows = self.model.config.get_text_config().vocab_size
+        if (most := int(found["input_ids"].max())) >= rows:
+            raise RecipeError(f"the prompt has token {most}, but the model's embedding has {rows} rows; leave it out")
         # Some tokenizers return token types as well, which a causal model does not take.
         return {name: found[name].to(self.model.device) for name in ("input_ids", "attention_mask")}
+
+
+def check_folder(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[str, FolderFacts]:
+    """Compare what a Hugging Face folder says of itself, and if it is an adapter's, with its base.
+
+    Returns:
+        The folder with the weights of the whole model, and what it has.
+
+    Raises:
+        RecipeError: what does not agree.
+    """
+    base = str(folder)
+    is_adapter = (folder / ADAPTER).is_file()
+    if is_adapter:
+        check_base(folder)
+        settings = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+        base = fetch_model(str(settings["base_model_name_or_path"]), settings.get("revision"))
+    try:
+        config = AutoConfig.from_pretrained(base, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{folder}: cannot be opened ({first_line(error)})") from None
+    facts = folder_facts.check_folder(Path(base), config, tokenizer, place=base)
+    if is_adapter and facts.num_embeddings is not None:
+        check_fits(folder, config)
+    return base, facts
 
 
 def open_model(folder: Path) -> Generator:
@@ -111,14 +148,16 @@ def open_model(folder: Path) -> Generator:
     is_adapter = (folder / ADAPTER).is_file()
     opener: Any = AutoModelForCausalLM
     if is_adapter:
-        check_base(folder)
         from peft import AutoPeftModelForCausalLM as opener  # takes the base model's revision from the adapter
 
         # peft 0.21 reads an attribute that transformers 5 renames.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        check_folder(folder, tokenizer)
         model = opener.from_pretrained(folder, dtype="auto", trust_remote_code=False, use_safetensors=True)
+    except RecipeError:
+        raise
     except (OSError, ValueError) as error:
         raise RecipeError(f"{folder}: cannot be opened ({first_line(error)})") from None
     if (folder / "generation_config.json").is_file():

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from cookbook.config.recipe import Recipe
 from cookbook.system.files import RecipeError, read_document
-from cookbook.system.machine import fp8_problems
+from cookbook.system.imports import quiet_deepspeed
+from cookbook.system.machine import fp8_problems, num_gpus
 
 
 def lacks_checkpoint(recipe: Recipe) -> list[str]:
@@ -20,6 +21,28 @@ def lacks_checkpoint(recipe: Recipe) -> list[str]:
         advice = "write never, auto, or the folder of a checkpoint, as outputs/mine/checkpoints/step-00000100"
         return [f"run.resume is {recipe.run.resume!r}: {error}; {advice}"]
     return []
+
+
+def check_model(recipe: Recipe) -> list[str]:
+    """Compare what a model's folder here says of itself, as the start of a run does. Imports torch if there is one.
+
+    Returns:
+        notes for the user.
+
+    Raises:
+        RecipeError: what does not agree.
+    """
+    name = recipe.model.name_or_path
+    if name is None or not any(Path(name).glob("*.safetensors")):  # without weights yet, it can be planned with
+        return []
+    if not num_gpus():
+        quiet_deepspeed()
+    from cookbook.training import models
+    from cookbook.training.models.folder_facts import check_folder
+
+    folder = models.resolve_model(recipe.model, seed=recipe.seed, texts=(), fingerprint="", cache=Path())
+    config = models.load_config(folder, recipe.data.max_length)
+    return check_folder(Path(folder), config, models.load_tokenizer(folder, recipe.data.chat_template)).notes
 
 
 def lacks_for_fp8(path: Path, recipe: Recipe, num_gpus: int) -> list[str]:

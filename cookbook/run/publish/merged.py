@@ -12,11 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from cookbook.system.files import RecipeError
-from cookbook.training.adapters import ADAPTER_NAME, Base, open_beside
+from cookbook.training.adapters import ADAPTER_NAME, Base, check_fits, open_beside
 from cookbook.training.checkpoint.streamed import StreamedModel, probe_logits
 from cookbook.training.checkpoint.tensors import CHUNK
 from cookbook.training.checkpoint.write_model import Weight, as_weight, saved_buffers, write_model
 from cookbook.training.models import fetch_model, weights_digest
+from cookbook.training.models.folder_facts import check_folder
 
 M_MMAP_THRESHOLD = -3
 """In glibc's malloc.h."""
@@ -45,6 +46,8 @@ def write_merged(folder: Path, build: Path, dtype: torch.dtype | None) -> str:
     logging.disable_progress_bar()
     _map_large_tensors()
     config = AutoConfig.from_pretrained(base_folder, trust_remote_code=False)
+    check_folder(base_folder, config, place=str(base_folder))
+    check_fits(folder, config)
     stored: torch.dtype = dtype or config.dtype or torch.float32
     weights, expected = _merged_in_parts(base_folder, folder) or _merged_whole(base_folder, folder)
     write_model(weights, build, config=config, dtype=stored)

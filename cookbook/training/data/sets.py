@@ -19,7 +19,7 @@ from cookbook.system.files import RecipeError, gathered, refuse
 from cookbook.training.data.rows import BadRows, Rows, place_of, read_rows, row_blocks, row_bytes, texts
 from cookbook.training.data.sources import unread_note
 from cookbook.training.data.stream import Stream
-from cookbook.training.data.tokens import Remark, TokenSet, cached_tokens
+from cookbook.training.data.tokens import Remark, TokenSet, cached_tokens, ids_beyond
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -144,25 +144,41 @@ def _select(rows: Rows, positions: list[int]) -> Rows:
 
 
 def tokenize_data(
-    rows: RowSets, tokenizer: "PreTrainedTokenizerBase", data: DataSection, objective: Objective, *, cache: Path
+    rows: RowSets,
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataSection,
+    objective: Objective,
+    *,
+    cache: Path,
+    num_embeddings: int | None = None,
 ) -> TokenSets:
     """The tokens of all sets, cached by content (see `cached_tokens`).
 
+    Args:
+        num_embeddings: of the model, where it is known.
+
     Raises:
-        RecipeError: a tokenizer or template that cannot be trained with, or rows that have nothing to train on.
+        RecipeError: a tokenizer or template that cannot be trained with, rows that have nothing to train on, or tokens
+            beyond the embedding.
     """
+    mistakes: list[str] = []
     notes = [*filter(None, map(unread_note, [*data.train, *data.eval.values()])), *_renamed_notes(rows.train)]
     train: TokenSet | Stream
     if data.streaming:
-        train = Stream(data=data, objective=objective, tokenizer=tokenizer)
+        train = Stream(data=data, objective=objective, tokenizer=tokenizer, num_embeddings=num_embeddings)
     else:
         train = _tokens_of(rows.train, "data.train", tokenizer, data, objective, cache, notes)
+        mistakes += ids_beyond(train, num_embeddings, tokenizer, "data.train")
         weights = tuple(source.weight or 1.0 for source in data.train)
         if any(weight != 1 for weight in weights):
             train = replace(train, weights=weights)
         if len(weights) > 1 or train.weights:
             notes.append(f"data.train: {_shares_note(train, data)}")
-    evals, eval_notes = tokenize_eval(rows.eval, tokenizer, data, objective, cache=cache)
+    with gathered(mistakes):
+        evals, eval_notes = tokenize_eval(
+            rows.eval, tokenizer, data, objective, cache=cache, num_embeddings=num_embeddings
+        )
+    refuse(mistakes)
     return TokenSets(train=train, eval=evals, notes=list(dict.fromkeys(notes + eval_notes)))
 
 
@@ -173,13 +189,16 @@ def tokenize_eval(
     objective: Objective,
     *,
     cache: Path,
+    num_embeddings: int | None = None,
 ) -> tuple[dict[str, TokenSet], list[str]]:
     """The tokens of the held-out sets, and notes for the user; raises as `tokenize_data`."""
     notes = _renamed_notes(chain(*evals.values()))
-    sets = {}
+    sets, mistakes = {}, []
     for name, parts in evals.items():
         place = "data.holdout" if name == HOLDOUT and data.holdout else eval_key(name)
         sets[name] = _tokens_of(parts, place, tokenizer, data, objective, cache, notes)
+        mistakes += ids_beyond(sets[name], num_embeddings, tokenizer, place)
+    refuse(mistakes)
     return sets, notes
 
 

@@ -14,12 +14,12 @@ import numpy as np
 from cookbook.config.objectives import Objective
 from cookbook.config.sections import DataSection
 from cookbook.system.digests import sha256_of
-from cookbook.system.files import RecipeError
+from cookbook.system.files import RecipeError, refuse
 from cookbook.training.data.ahead import Ahead
 from cookbook.training.data.encode import TextKeys
 from cookbook.training.data.rows import BadRows, row_blocks
 from cookbook.training.data.sources import local_files
-from cookbook.training.data.tokens import Remark, TokenSet, take, tokenize, tokenizer_fingerprint
+from cookbook.training.data.tokens import Remark, TokenSet, ids_beyond, take, tokenize, tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,6 +59,8 @@ class Stream:
     data: DataSection
     objective: Objective
     tokenizer: "PreTrainedTokenizerBase"
+    num_embeddings: int | None = None
+    """Rows of the model's embedding; tokens beyond them are refused."""
     first_pass: PassCounts = field(default_factory=PassCounts)
     """Later passes read the same rows again."""
 
@@ -178,6 +180,7 @@ class Stream:
             )
             bad_rows.stop_if(data.on_bad_row)
             if block is not None:
+                refuse(ids_beyond(block, self.num_embeddings, self.tokenizer, "data.train"))
                 yield block, bad_rows.num_by_reason.copy()
 
 

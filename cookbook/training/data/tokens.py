@@ -128,6 +128,21 @@ def join(pieces: Iterable[TokenArrays], **fields: Any) -> TokenSet:
     return TokenSet(ids=np.concatenate(ids), is_label=np.concatenate(labels), offsets=offsets, **fields)
 
 
+def ids_beyond(
+    tokens: TokenSet, num_embeddings: int | None, tokenizer: "PreTrainedTokenizerBase", place: str
+) -> list[str]:
+    """The mistake of a set with a token that the model's embedding has no row for; of an unknown model none."""
+    if num_embeddings is None or tokens.ids.max() < num_embeddings:
+        return []
+    first = int(np.argmax(tokens.ids >= num_embeddings))
+    sample = (int(np.searchsorted(tokens.offsets, first, side="right")) - 1) // tokens.group_size
+    token = int(tokens.ids[first])
+    return [
+        f"{place}: sample {sample} has token {token} ({tokenizer.convert_ids_to_tokens(token)}), but the model's"
+        f" embedding has {num_embeddings:,} rows; take the tokenizer of this model, or leave those rows out"
+    ]
+
+
 def take(samples: Sequence[tuple[TokenSet, int]]) -> TokenSet:
     """A token set of the given samples, each as a token set and an index in it; all have values, or none."""
     group_size, pieces = samples[0][0].group_size, []

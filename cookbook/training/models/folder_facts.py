@@ -1,0 +1,235 @@
+"""What a model's folder says of itself, compared before its weights are read, equally in every process: a strategy must
+not decide which model is trained. transformers draws a tensor that the files lack, and drops one too many.
+"""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jinja2 import TemplateError
+from safetensors import safe_open
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
+
+from cookbook.system.files import first_line, refuse
+
+NUM_NAMED = 5
+"""Tensors that a mistake names."""
+ROWS_AT_ONCE = 4096
+"""Rows of a matrix that are compared at a time."""
+TINY_CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+class FolderFacts(NamedTuple):
+    """What a sound folder has."""
+
+    num_embeddings: int | None
+    """Rows of the embedding: token ids are below. None if it is not a language model alone."""
+    notes: list[str]
+    """For the user: what does not agree, though training is right all the same."""
+
+
+class _Stored(NamedTuple):
+    """A tensor of the files."""
+
+    path: Path
+    shape: list[int]
+
+
+def check_folder(
+    folder: Path,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    place: str | None = None,
+) -> FolderFacts:
+    """Compare tensors, configuration and tokenizer of a model's folder, by headers and small files. Values are read
+    only where the configuration ties two matrices and the files hold both.
+
+    Args:
+        place: that of the mistakes; default: the recipe's key.
+
+    Raises:
+        RecipeError: all that does not agree.
+    """
+    if config.get_text_config() is not config or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return FolderFacts(None, [])  # refused by whatever trains
+    rows, mistakes = config.vocab_size, []
+    if (quantized := getattr(config, "quantization_config", None)) is not None:
+        how = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+        mistakes.append(
+            f"its weights are quantized ({how}), which cannot be trained; name the model in 16 or 32 bits from which"
+            " they were made (adapter.name: qlora quantizes it by itself)"
+        )
+    else:
+        stored, mistakes = _headers(folder)
+        if not mistakes:
+            mistakes, rows = _compare_tensors(config, stored)
+    notes = []
+    if tokenizer is not None:
+        mistakes += _compare_tokens(tokenizer, rows)
+        notes = _notes(folder, config, tokenizer, rows)
+    place = place or f"model.name_or_path is {str(folder)!r}"
+    refuse([f"{place}: {mistake}" for mistake in mistakes])
+    return FolderFacts(rows, [f"{place}: {note}" for note in notes])
+
+
+def _headers(folder: Path) -> tuple[dict[str, _Stored], list[str]]:
+    """The tensors of the files that transformers reads, and what is wrong with these files."""
+    names = [SAFE_WEIGHTS_NAME]
+    if not (folder / SAFE_WEIGHTS_NAME).is_file():
+        try:
+            index = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))
+            names = sorted(set(index["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}, ["it has no weights in safetensors, and no other format is read"]
+    stored: dict[str, _Stored] = {}
+    mistakes = []
+    for path in (folder / name for name in names):
+        try:
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(min(length, size)))
+            header.pop("__metadata__", None)
+            whole = 8 + length + max((one["data_offsets"][1] for one in header.values()), default=0)
+            stored |= {key: _Stored(path, one["shape"]) for key, one in header.items()}
+        except OSError as error:
+            mistakes.append(f"{path.name} cannot be read ({error.strerror}); fetch it again")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            mistakes.append(f"{path.name} does not begin as safetensors do (cut off, or another file); fetch it again")
+        else:
+            if size != whole:
+                mistakes.append(f"{path.name} has {size:,} bytes, and by its header {whole:,}; fetch it again")
+    return stored, mistakes
+
+
+def _compare_tensors(config: PreTrainedConfig, stored: dict[str, _Stored]) -> tuple[list[str], int]:
+    """What the files hold against the model of the configuration, by transformers' own loading, without data; and the
+    rows of the embedding.
+    """
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)  # for its report of what is reported here
+    logging.disable_progress_bar()
+    try:
+        model, found = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict={key: torch.empty(one.shape, device="meta") for key, one in stored.items()},
+            device_map={"": "meta"},
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except Exception as error:  # any: it would end every strategy
+        return [_why_not_loaded(config, stored, error)], config.vocab_size
+    finally:
+        logging.set_verbosity(verbosity)
+    mistakes = []
+    if missing := sorted(found["missing_keys"]):
+        way = "take a folder that has them, or the config.json that belongs to it"
+        if not getattr(config, "tie_word_embeddings", False) and {*missing} <= {*(kind._tied_weights_keys or ())}:
+            way = "if the head is the embedding, write tie_word_embeddings: true into its config.json"
+        mistakes.append(f"its files lack {_names(missing)}, which would be random; {way}")
+    # Old versions of GPT-J and others saved their causal mask, [1, 1, T, T], and what it masks with, a number.
+    masks = {key for key, one in stored.items() if one.shape in ([], [1, 1, *one.shape[-1:] * 2])}
+    if left := sorted(found["unexpected_keys"] - masks):
+        mistakes.append(
+            f"its files hold {_names(left)}, for which {kind.__name__} of its config.json has no place; correct"
+            f" config.json, or leave them out: {kind.__name__}.from_pretrained(OLD).save_pretrained(NEW)"
+        )
+    shapes = [f"{name} {[*shape]} and {[*wanted]}" for name, shape, wanted in sorted(found["mismatched_keys"])]
+    if shapes:
+        mistakes.append(f"shapes differ, in its files and by its config.json: {_names(shapes)}; correct config.json")
+    for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        # transformers ties them if only one is in the files; if both are, differently under each strategy.
+        if model.get_parameter(target) is not model.get_parameter(source):
+            mistakes += _compare_tied(model, stored, {target, source})
+    return mistakes, model.get_input_embeddings().weight.shape[0]
+
+
+def _why_not_loaded(config: PreTrainedConfig, stored: dict[str, _Stored], error: Exception) -> str:
+    pad = getattr(config, "pad_token_id", None)
+    if isinstance(pad, int) and pad >= config.vocab_size:
+        return f"config.json: pad_token_id {pad} is not below vocab_size {config.vocab_size}; write null there"
+    try:
+        with torch.device("meta"):
+            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](copy.deepcopy(config))
+        missing = sorted(revert_weight_conversion(model, dict(model.state_dict())).keys() - stored.keys())
+    except Exception:
+        missing = []
+    if missing:  # one of the tensors of which a larger one is made
+        return f"its files lack {_names(missing)}; fetch it again, or take the config.json that belongs to it"
+    return f"transformers cannot load it by its config.json ({type(error).__name__}: {first_line(error)})"
+
+
+def _compare_tied(model: PreTrainedModel, stored: dict[str, _Stored], tied: set[str]) -> list[str]:
+    rules, state = get_model_conversion_mapping(model), model.state_dict()
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+
+    def name_of(key: str) -> str:
+        return rename_source_key(key, renamings, converters, model.base_model_prefix, state)[0]
+
+    keys = [key for key in stored if name_of(key) in tied]
+    one, *others = [safe_open(stored[key].path, framework="pt").get_slice(key) for key in keys]
+    spans = [slice(start, start + ROWS_AT_ONCE) for start in range(0, stored[keys[0]].shape[0], ROWS_AT_ONCE)]
+    if all(torch.equal(one[span].float(), other[span].float()) for other in others for span in spans):
+        return []
+    return [
+        f"config.json says tie_word_embeddings: true, but its files hold {_names(keys)} with other values; write false"
+        " there, or take out of the files what is not the model's"
+    ]
+
+
+def _names(names: list[str]) -> str:
+    more = len(names) - NUM_NAMED
+    return ", ".join(names[:NUM_NAMED]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def _compare_tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str]:
+    """Tokens beyond the embedding that every training has; those of its rows are compared with the rows."""
+    named: dict[str, Any] = {"its pad_token": tokenizer.pad_token_id, "its eos_token": tokenizer.eos_token_id}
+    if tokenizer.chat_template:
+        try:
+            ids = tokenizer.apply_chat_template(TINY_CHAT, return_dict=True)["input_ids"]
+            named["a token of its chat template"] = max(ids)
+        except (TemplateError, ValueError):  # it wants other messages
+            pass
+    return [
+        f"{name} is {number} ({tokenizer.convert_ids_to_tokens(number)}), but its embedding has"
+        f" {rows:,} rows; take the tokenizer of this model, or name another token there"
+        for name, number in named.items()
+        if number is not None and number >= rows
+    ]
+
+
+def _notes(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str]:
+    notes, ends, written = [], set(), {"config.json": config}
+    if len(tokenizer) > rows:
+        notes.append(f"its tokenizer has more tokens than its embedding has rows ({len(tokenizer):,}, {rows:,})")
+    if (folder / "generation_config.json").is_file():
+        written["generation_config.json"] = GenerationConfig.from_pretrained(folder)
+    for name, one in written.items():
+        for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            value = getattr(one, key, None)
+            numbers = value if isinstance(value, list) else [] if value is None else [value]
+            if key == "eos_token_id":
+                ends |= {*numbers}
+            if any(number >= rows for number in numbers):
+                notes.append(f"{key} {value} of {name} is beyond the {rows:,} rows of its embedding")
+    if ends and not tokenizer.chat_template and tokenizer.eos_token_id not in (None, *ends):
+        own = f"{tokenizer.eos_token_id} ({tokenizer.eos_token})"
+        notes.append(f"texts end with {own} of its tokenizer, and its generation at {sorted(ends)}; add the one there")
+    return notes

@@ -1,0 +1,316 @@
+"""No strategy decides which model is trained: what a folder says of itself is compared before its weights are read.
+
+python -m pytest -q tests/test_folder_facts.py
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from benchmarks import architectures
+from cookbook.commands.cli import main
+from cookbook.config.objectives import Objective
+from cookbook.config.sections import AdapterSection, DataSection
+from cookbook.system.files import RecipeError
+from cookbook.training import adapters
+from cookbook.training.data.stream import Stream
+from cookbook.training.models import train_tokenizer, weights_digest
+from cookbook.training.models.folder_facts import FolderFacts, check_folder
+from tests.curves import Lab
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+HEAD, EMBEDDING, NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
+MINUS = torch.tensor(-1e4)
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Changes the tensors of the file."""
+    found = load_file(folder / "model.safetensors")
+    change(found)
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write(folder: Path, name: str, **keys: object) -> None:
+    """Writes keys of a JSON file."""
+    path = folder / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+
+def other_head(folder: Path, *, like_embedding: bool = False) -> None:
+    def change(found: dict[str, torch.Tensor]) -> None:
+        found[HEAD] = found[EMBEDDING] + (0.0 if like_embedding else 1.0)
+
+    tensors(folder, change)
+
+
+def short(folder: Path, rows: int) -> None:
+    """Leaves the first rows of the embedding."""
+    tensors(folder, lambda found: found.update({EMBEDDING: found[EMBEDDING][:rows].clone()}))
+    write(folder, "config.json", vocab_size=rows)
+
+
+def sharded(folder: Path) -> Path:
+    """The same tensors in files of which an index tells. Returns the last."""
+    model = LlamaForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="20KB")
+    return max(folder.glob("model-*.safetensors"))
+
+
+def cut(path: Path, length: int) -> None:
+    path.write_bytes(path.read_bytes()[:length])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a tensor is missing": (
+        lambda folder: tensors(folder, lambda found: found.pop(UP)),
+        rf"its files lack {UP}, which would be random",
+    ),
+    "a norm is missing": (lambda folder: tensors(folder, lambda found: found.pop(NORM)), rf"lack {NORM}"),
+    "a tensor too many": (
+        lambda folder: tensors(folder, lambda found: found.update({"model.layers.2.x": torch.ones(2)})),
+        r"hold model.layers.2.x, for which LlamaForCausalLM of its config.json has no place; .*save_pretrained",
+    ),
+    "a layer more than config.json has": (
+        lambda folder: write(folder, "config.json", num_hidden_layers=1),
+        r"hold model.layers.1.\S+, .* and 4 more, for which",
+    ),
+    "another shape": (
+        lambda folder: write(folder, "config.json", intermediate_size=64),
+        r"by its config.json: .*mlp.up_proj.weight \[48, 32\] and \[64, 32\].* and 1 more; correct config.json",
+    ),
+    "tied, and two matrices": (
+        other_head,
+        rf"tie_word_embeddings: true, but its files hold {HEAD}, {EMBEDDING} with other values; write false",
+    ),
+    "not tied, and no head": (
+        lambda folder: write(folder, "config.json", tie_word_embeddings=False),
+        rf"lack {HEAD}, .*tie_word_embeddings: true",
+    ),
+    "a shard is not there": (
+        lambda folder: sharded(folder).unlink(),
+        r"model-\S+.safetensors cannot be read \(No such file or directory\); fetch it again",
+    ),
+    "a shard is short": (
+        lambda folder: cut(sharded(folder), 1000),
+        r"model-\S+.safetensors has 1,000 bytes, and by its header [\d,]+; fetch",
+    ),
+    "a file is cut in its header": (
+        lambda folder: cut(folder / "model.safetensors", 100),
+        r"model.safetensors does not begin as safetensors do",
+    ),
+    "quantized": (
+        lambda folder: write(folder, "config.json", quantization_config={"quant_method": "gptq", "bits": 4}),
+        r"its weights are quantized \(gptq\), which cannot be trained; name the model",
+    ),
+    "the padding is beyond": (
+        lambda folder: write(folder, "config.json", pad_token_id=400),
+        r"config.json: pad_token_id 400 is not below vocab_size \d+; write null",
+    ),
+    "the embedding is short": (
+        lambda folder: short(folder, 50),
+        r"a token of its chat template is \d+ \(\S+\), but its embedding has 50 rows",
+    ),
+    "the tokenizer ends beyond": (
+        lambda folder: write(folder, "tokenizer_config.json", eos_token="<|of another|>"),
+        r"its eos_token is \d+ \(<\|of another\|>\), but its embedding has \d+ rows; take the tokenizer of this model",
+    ),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A sound model with tied embeddings."""
+    torch.manual_seed(0)
+    tokenizer = train_tokenizer(["def f(x):\n    return x\n"] * 5, 300)
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    config = LlamaConfig(**SIZES, vocab_size=len(tokenizer), tie_word_embeddings=True, **ids)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def facts(folder: Path) -> FolderFacts:
+    return check_folder(folder, AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder))
+
+
+def mistakes(folder: Path) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        facts(folder)
+    return caught.value.mistakes
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_folder_is_refused_by_what_is_wrong_with_it(damage: str, folder: Path):
+    make, words = DAMAGES[damage]
+    make(folder)
+    (mistake,) = mistakes(folder)
+    assert mistake.startswith(f"model.name_or_path is {str(folder)!r}: ") and re.search(words, mistake), mistake
+
+
+def test_all_that_is_wrong_is_said_at_once(folder: Path):
+    tensors(folder, lambda found: [found.pop(UP), found.update({"y": torch.ones(1)})])
+    write(folder, "config.json", intermediate_size=64)
+    write(folder, "tokenizer_config.json", eos_token="<|of another|>")
+    found = "\n".join(mistakes(folder))
+    assert all(words in found for words in (f"lack {UP}", "hold y,", "[48, 32] and [64, 32]", "eos_token is"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: None,
+        sharded,
+        lambda folder: other_head(folder, like_embedding=True),
+        lambda folder: tensors(folder, lambda found: found.update({HEAD: found.pop(EMBEDDING)})),
+        lambda folder: tensors(
+            folder, lambda found: [found.update({k.removeprefix("model."): found.pop(k)}) for k in [*found]]
+        ),
+        lambda folder: tensors(folder, lambda found: found.update({k: t.half() for k, t in found.items()})),
+        lambda folder: tensors(folder, lambda found: found.update({"a.bias": torch.ones(1, 1, 4, 4), "b": MINUS})),
+    ],
+    ids=["as saved", "in shards", "head stored too", "only the head", "of the backbone", "in 16 bits", "an old mask"],
+)
+def test_a_sound_folder_passes(change: Callable[[Path], object], folder: Path):
+    change(folder)
+    found = facts(folder)
+    assert found == FolderFacts(len(AutoTokenizer.from_pretrained(folder)), [])
+
+
+def test_an_embedding_may_have_more_rows_than_the_tokenizer(folder: Path):
+    size = len(AutoTokenizer.from_pretrained(folder))
+    tensors(folder, lambda found: found.update({EMBEDDING: torch.ones(size + 20, 32)}))
+    write(folder, "config.json", vocab_size=size + 20)
+    assert facts(folder) == FolderFacts(size + 20, [])
+
+
+def test_what_does_not_harm_the_training_is_a_note(folder: Path):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<|unused|>"])
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    write(folder, "config.json", eos_token_id=[0], bos_token_id=999)
+    write(folder, "generation_config.json", eos_token_id=[0])
+    found = facts(folder)
+    assert found.num_embeddings == len(tokenizer) - 1
+    beyond, begin, ends = found.notes
+    assert "more tokens than its embedding has rows" in beyond and "bos_token_id 999 of config.json is beyond" in begin
+    assert "texts end with 2 (<|im_end|>)" in ends
+
+
+@pytest.mark.parametrize("damage", ["a tensor is missing", "a tensor too many", "tied, and two matrices"])
+def test_transformers_alone_would_load_it(damage: str, folder: Path):
+    """Else nothing above would be missed."""
+    DAMAGES[damage][0](folder)
+    assert LlamaForCausalLM.from_pretrained(folder).num_parameters() > 20_000
+
+
+@pytest.mark.parametrize("lost", [1, 3])
+def test_a_lost_expert_is_named_as_the_files_would_have_it(lost: int, folder: Path):
+    MixtralForCausalLM(MixtralConfig(**SIZES, vocab_size=384, num_local_experts=4)).save_pretrained(folder)
+    assert check_folder(folder, AutoConfig.from_pretrained(folder)).num_embeddings == 384
+    names = [name for name in load_file(folder / "model.safetensors") if ".layers.0." in name and ".experts.2." in name]
+    assert len(names) == 3, "an expert is three tensors"
+    tensors(folder, lambda found: [found.pop(name) for name in names[:lost]])
+    with pytest.raises(RecipeError) as caught:
+        check_folder(folder, AutoConfig.from_pretrained(folder))
+    assert (names[0] in str(caught.value)) if lost == 1 else ("down_proj [3, " in str(caught.value))
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("damage", ["a tensor is missing", "tied, and two matrices", "a token beyond"])
+def test_every_strategy_refuses_it_alike(lab: Lab, damage: str, strategy: str, folder: Path, tmp_path: Path):
+    """Before any process meets another: one process of each family, in a folder of their own."""
+    if damage in DAMAGES:
+        DAMAGES[damage][0](folder)
+        words = DAMAGES[damage][1]
+    else:
+        rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "\x7f"}]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        short(folder, 220)
+        words = r"data.train: sample 1 has token \d+ \(\S+\), but the model's embedding has 220 rows"
+    settings = {"model": f"{{name_or_path: {folder}}}", "run.output_dir": str(tmp_path / "out")}
+    if damage == "a token beyond":
+        settings |= {"data": f"{{train: {tmp_path / 'rows.jsonl'}, max_length: 64}}", "run.eval_every_steps": "null"}
+    done = lab.start(strategy, settings)
+    assert done.returncode == 2, done.stdout[-2000:]
+    assert re.search(words, done.stdout) and "Traceback" not in done.stdout
+
+
+@pytest.mark.parametrize("rows_before", [0, 10])
+def test_a_stream_ends_at_the_row_whose_token_has_no_embedding(rows_before: int, folder: Path, tmp_path: Path):
+    rows = [{"prompt": "a", "completion": "b"}] * rows_before + [{"prompt": "a", "completion": "\x7f"}] * 3
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataSection(train=str(tmp_path / "rows.jsonl"), streaming=True, shuffle_rows=2, max_length=8)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    stream = Stream(data=data, objective=Objective.of(), tokenizer=tokenizer, num_embeddings=220)
+    windows = stream.windows(seed=0, global_batch_size=2, num_samples_consumed=0)
+    for _ in range(rows_before // 2):
+        next(windows)
+    with pytest.raises(RecipeError, match=r"data.train: sample 0 has token \d+ \(\S+\), .* 220 rows"):
+        next(windows)
+
+
+def test_commands_refuse_it_too(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n')
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"strategy: single\nmodel: {{name_or_path: {folder}}}\ndata: {{train: {rows}, max_length: 64}}\n"
+        "batch: {global_batch_size: 1, micro_batch_size: 1}\noptim: {learning_rate: 1.0e-3}\nrun: {max_steps: 1}\n"
+    )
+    assert main(["check", str(recipe)]) == 0
+    other_head(folder)
+    for words in (["check", str(recipe)], ["evaluate", str(folder), str(rows)], ["sample", str(folder)]):
+        capsys.readouterr()
+        assert main(words) == 2, words
+        shown = capsys.readouterr()
+        assert f"its files hold {HEAD}, {EMBEDDING} with other values" in shown.err + shown.out
+
+
+def test_an_adapter_of_another_base_is_refused(folder: Path, tmp_path: Path):
+    config, settings = AutoConfig.from_pretrained(folder), AdapterSection(name="lora", rank=2)
+    model = LlamaForCausalLM.from_pretrained(folder)
+    adapters.add_adapter(model, settings, seed=0)
+    trained = {name: tensor.detach() for name, tensor in model.named_parameters() if tensor.requires_grad}
+    made = tmp_path / "adapter"
+    made.mkdir()
+    base = adapters.Base(str(folder), None, weights_digest(folder))
+    adapters.write_adapter(trained, made, config=config, settings=settings, base=base)
+    adapters.check_fits(made, config)
+    for key, value in {"intermediate_size": 64, "num_hidden_layers": 1}.items():
+        other = LlamaConfig(**config.to_dict() | {key: value})
+        with pytest.raises(RecipeError, match=r"not an adapter of \S+ \(\S+ is .* in its file, and for the base"):
+            adapters.check_fits(made, other)
+
+
+OFTEN = ("gemma3_text", "gpt2", "gpt_oss", "llama", "mamba2", "mixtral", "opt", "qwen3_5_text", "qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        name if name in OFTEN else pytest.param(name, marks=pytest.mark.thorough)
+        for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    ],
+)
+def test_what_transformers_saves_passes_and_a_tensor_less_does_not(model_type: str, tmp_path: Path):
+    try:
+        architectures.tiny_model(architectures.tiny_config(model_type)).save_pretrained(tmp_path)
+        config = AutoConfig.from_pretrained(tmp_path)
+    except Exception as error:
+        pytest.skip(f"no tiny one can be made: {error}")
+    check_folder(tmp_path, config)
+    names = [name for name in load_file(tmp_path / "model.safetensors") if re.search(r"\.\d+\.", name)]  # of a layer
+    tensors(tmp_path, lambda found: found.pop(names[0]))
+    with pytest.raises(RecipeError, match=r"lack|shapes differ"):
+        check_folder(tmp_path, config)
