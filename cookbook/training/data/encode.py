@@ -40,7 +40,6 @@ from cookbook.training.data.faithful import (
     shape_of,
 )
 from cookbook.training.data.rows import Rows
-from cookbook.training.data.twin import offer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -353,6 +352,8 @@ class _ChatEncoder:
             before = self.template.render(asked, k, prompt=True)
             after = whole if k + 1 == len(asked.chat) else self.template.render(asked, k + 1)
             if not (after.startswith(before) and whole.startswith(after) and len(before) < len(after)):
+                from cookbook.training.data.twin import offer
+
                 raise RecipeError(
                     f"{asked.where}: the chat template has no generation markers, and does not write message {k + 1} as"
                     " it would be prompted for and continued, so the assistant's tokens cannot be found:"
