@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROWS_PER_BATCH = 512
-NUM_COMPARED, COMPARED_EVERY = 100, 64
+NUM_COMPARED, COMPARED_EVERY = 64, 512
 """Chats that are compared with their words one by one: the first ones, the first of each shape and of each look, and
 one in so many."""
 GUARDS = tuple(map(chr, range(0xE000, 0xF900)))
