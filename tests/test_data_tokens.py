@@ -73,6 +73,14 @@ ANSWERS = {
         "{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}",
         "row 1: the trained part of an assistant turn ends with 'b' and no special token, so the model would never",
     ),
+    "markers around nothing": (
+        "{% generation %}{% endgeneration %}{{ m.content + eos_token }}",
+        "row 1: the chat template marks 0 stretches of assistant tokens for 2 assistant turns",
+    ),
+    "two markers that touch": (
+        "{% generation %}{{ m.content }}{% endgeneration %}{% generation %}{{ eos_token }}{% endgeneration %}",
+        None,
+    ),
     "first turn only": (
         "{% if loop.first or loop.index == 2 %}"
         "{% generation %}{{ m.content + eos_token }}{% endgeneration %}{% endif %}",

@@ -83,8 +83,16 @@ class ChatTemplate:
         return self._rendered(asked, end, prompt, variables)[0]
 
     def render_marked(self, asked: Asked) -> tuple[str, list[Span]]:
-        """The text of the chat, and the stretches between the template's markers."""
-        return self._rendered(asked, None, False, {})
+        """The text of the chat, and the stretches between the template's markers: those that touch as one, and none
+        that is empty."""
+        text, found = self._rendered(asked, None, False, {})
+        spans: list[Span] = []
+        for start, end in found:
+            if spans and start == spans[-1][1]:
+                spans[-1] = spans[-1][0], end
+            elif start < end:
+                spans.append((start, end))
+        return text, spans
 
     def _rendered(self, asked: Asked, end: int | None, prompt: bool, more: dict[str, Any]) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import _render_with_assistant_indices
