@@ -129,6 +129,7 @@ def _compare_tensors(config: PreTrainedConfig, stored: dict[str, _Stored]) -> tu
             state_dict={key: torch.empty(one.shape, device="meta") for key, one in stored.items()},
             device_map={"": "meta"},
             dtype=torch.float32,
+            trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
