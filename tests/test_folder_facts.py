@@ -308,6 +308,8 @@ def test_what_transformers_saves_passes_and_a_tensor_less_does_not(model_type: s
         architectures.tiny_model(architectures.tiny_config(model_type)).save_pretrained(tmp_path)
         config = AutoConfig.from_pretrained(tmp_path)
     except Exception as error:
+        if model_type in OFTEN:  # else a fault of the helper would skip every type
+            raise
         pytest.skip(f"no tiny one can be made: {error}")
     check_folder(tmp_path, config)
     names = [name for name in load_file(tmp_path / "model.safetensors") if re.search(r"\.\d+\.", name)]  # of a layer
