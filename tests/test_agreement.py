@@ -33,12 +33,17 @@ def test_the_rank_that_differs_is_named_among_those_that_hold_the_same():
     assert differences([{str(i): 0 for i in range(9)}, {str(i): 1 for i in range(9)}])[-1] == "  and 4 more"
 
 
+SELDOM = [pytest.mark.slow, pytest.mark.thorough]
+
+
 @pytest.mark.parametrize(
     ("strategy", "is_replicated"),
     [
         ("ddp", True),
-        *(pytest.param(one, True, marks=pytest.mark.slow) for one in ("zero2", "zero3", "hsdp", "tp")),
-        *(pytest.param(one, False, marks=pytest.mark.slow) for one in ("fsdp1", "fsdp2")),
+        pytest.param("zero3", True, marks=pytest.mark.slow),
+        *(pytest.param(one, True, marks=SELDOM) for one in ("zero2", "hsdp", "tp")),
+        pytest.param("fsdp2", False, marks=pytest.mark.slow),
+        pytest.param("fsdp1", False, marks=SELDOM),
     ],
 )
 def test_ranks_that_agree_go_on_and_one_that_does_not_ends_the_run(lab: Lab, strategy: str, is_replicated: bool):

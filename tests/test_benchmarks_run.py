@@ -123,6 +123,7 @@ def test_a_label_is_filled_in(lab: Lab, copy: Path):
     assert (copy / "one.yaml").read_text() == text
 
 
+@pytest.mark.thorough
 def test_checkpoints_are_compared():
     words = [sys.executable, "benchmarks/checkpoints.py", "--quick", "--strategies", "single"]
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
@@ -131,6 +132,7 @@ def test_checkpoints_are_compared():
     assert len(re.findall(r"\d\.\d\d", row)) == 9 and "fails" not in row  # six times and three ratios
 
 
+@pytest.mark.thorough
 def test_all_peers_race_and_have_our_losses():
     need_trl()
     words = [sys.executable, "benchmarks/vs_peers.py", "--quick"]

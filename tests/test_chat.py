@@ -357,6 +357,7 @@ def test_evaluate_computes_the_loss_of_plain_transformers(shelf, book):
     assert line["perplexity"] == pytest.approx(math.exp(expected), rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_evaluate_takes_the_adapter_of_no_run_with_its_adapter_on(shelf, book):
     base, _ = plain_loss(shelf.base)
     tuned, num_tokens = plain_loss(shelf.adapter)
@@ -377,7 +378,7 @@ ADAPTERS = {
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(settings, id=name, marks=pytest.mark.thorough if name == "qlora" else ())
+        pytest.param(settings, id=name, marks=() if name == "none" else pytest.mark.thorough)
         for name, settings in ADAPTERS.items()
     ],
 )

@@ -504,6 +504,7 @@ def plan_options(page: str) -> tuple[str, dict[str, str]]:
     return recipe, dict(zip(words[::2], words[1::2], strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_the_repository")
 def test_the_longest_samples_are_those_of_plan():

@@ -869,6 +869,7 @@ def test_a_driver_that_never_answers_is_named_before_the_deadline_and_nothing_st
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_stopped_rank_is_named_at_the_front_door_before_the_deadline(tmp_path):
     start = time.monotonic()
@@ -885,7 +886,10 @@ def test_a_stopped_rank_is_named_at_the_front_door_before_the_deadline(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(one, marks=pytest.mark.thorough) for one in (signal.SIGINT, signal.SIGKILL))],
+)
 def test_a_doctor_that_is_ended_takes_its_processes_along(tmp_path, number):
     running = subprocess.Popen(
         doctor_command(), cwd=ROOT, env=front_door(tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

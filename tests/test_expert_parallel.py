@@ -66,6 +66,7 @@ def test_what_a_recipe_chooses_changes_no_curve(lab: Lab, settings: dict[str, st
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_mixtral(lab: Lab):
     model = experts(lab, "mixtral")
@@ -98,6 +99,7 @@ def in_float64(lab: Lab, strategy: str, settings: dict[str, str]) -> list[dict]:
     return steps
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_preferences_differ_by_rounding_alone(lab: Lab):
     """In float32 the norms differ by 4e-6, and by 2e-6 on one process with other micro-batches."""
@@ -123,7 +125,7 @@ def test_two_processes_may_have_half_of_the_experts_each(lab: Lab):
     [
         "experts_of_other_processes_left_out",
         pytest.param("shards_of_experts_counted_along_one_dimension", marks=SLOW),
-        pytest.param("experts_divided_by_their_own_group_unchecked", marks=SLOW),
+        pytest.param("experts_divided_by_their_own_group_unchecked", marks=THOROUGH),
     ],
 )
 def test_a_mistake_leaves_the_curve(lab: Lab, mistake: str):

@@ -322,6 +322,7 @@ def grown_by(do: Callable[[], Any]) -> int:
     return peak - before
 
 
+@pytest.mark.thorough
 def test_an_export_needs_the_run_alone(run: Run, tmp_path: Path):
     """No base model, no cache, no Hub."""
     shutil.rmtree(run.base)
@@ -612,6 +613,7 @@ def test_the_recipe_of_every_optimizer_is_read_back(name: str):
 # Memory.
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_model(tmp_path: Path):
     """Private pages, as /proc counts them; those of mapped files are the disk's, and go when others need the room."""
@@ -715,6 +717,7 @@ def pushed(made: Run, address: str, *arguments: str) -> subprocess.CompletedProc
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.thorough
 def test_a_push_says_what_goes_and_is_private(run: Run, hub):
     address, handler = hub
     done = pushed(run, address)

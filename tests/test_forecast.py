@@ -473,6 +473,7 @@ def cookbook(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.thorough
 def test_json_has_what_the_table_is_made_of():
     words = ("--gpus", "8xH100", "--strategy", "zero3", "--strategy", "tp", "--samples", "1000", "--price", "2")
     done = cookbook(LLAMA, *words, "--json")

@@ -377,9 +377,9 @@ EXPENSIVE = [pytest.mark.slow, pytest.mark.thorough]
 TRACED = [
     ("tp", {}),
     ("fsdp2", BF16),
-    pytest.param("tp", BF16, marks=pytest.mark.slow),
-    pytest.param("pp_tp", {}, marks=pytest.mark.slow),
-    *(pytest.param(one, {}, marks=pytest.mark.slow) for one in ("ddp", "zero1", "zero2", "zero3", "hsdp", "ddp_sp")),
+    *(pytest.param(one, {}, marks=pytest.mark.slow) for one in ("ddp", "zero2", "zero3", "ddp_sp")),
+    pytest.param("tp", BF16, marks=EXPENSIVE),
+    *(pytest.param(one, {}, marks=EXPENSIVE) for one in ("zero1", "hsdp", "pp_tp")),
     *(pytest.param(one, {}, marks=EXPENSIVE) for one in ("fsdp2_grad_op", "ddp_tp", "fsdp2_tp", "pp", "pp_fsdp2")),
     *(pytest.param(one, BF16, marks=EXPENSIVE) for one in ("hsdp_tp", "pp_tp_fsdp2")),
     pytest.param("tp", {"model.gradient_checkpointing": "true"}, marks=EXPENSIVE),

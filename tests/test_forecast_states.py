@@ -126,10 +126,10 @@ SLOW = [
     run("fsdp2_ep", 4, *BF16),
     run("pp_fsdp2", 4, *BF16),
     run("pp_tp", 4, *BF16),
-    run("hsdp_tp", 8, *BF16),
-    run("pp_tp_fsdp2", 8, *BF16),
 ]
 FEATURES = [
+    run("hsdp_tp", 8, *BF16),
+    run("pp_tp_fsdp2", 8, *BF16),
     run("fsdp2", 2, *QLORA, *BF16),
     run("single", 1, "optim.name=adamw_8bit"),
     run("fsdp2", 3, "optim.name=adamw_8bit"),
@@ -169,8 +169,8 @@ REST += [run("pp_fsdp2-chunks", 4, *BF16, "model.from_scratch.num_hidden_layers=
 REST += [run("single", 1, *QLORA), run("zero2", 2, *QLORA, *BF16), run("zero3_offload", 2, *QLORA, *BF16)]
 CASES = [
     *(pytest.param(case, id=str(case)) for case in QUICK),
-    *(pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in SLOW + FEATURES if case not in QUICK),
-    *(pytest.param(case, id=str(case), marks=[pytest.mark.slow, pytest.mark.thorough]) for case in REST),
+    *(pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in SLOW if case not in QUICK),
+    *(pytest.param(case, id=str(case), marks=[pytest.mark.slow, pytest.mark.thorough]) for case in FEATURES + REST),
 ]
 
 

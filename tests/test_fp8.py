@@ -129,6 +129,7 @@ def test_on_gpus_the_curve_is_that_of_bf16_but_its_products_have_eight_bits(gpu_
     assert not any("_scaled_mm" in name for name in reference.report()["operations"])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_checkpoint_goes_on_under_another_strategy_and_in_bf16(gpu_lab: GpuLab):
     need_torchao()

@@ -35,8 +35,8 @@ FEATURES = {
     "fp8": (
         "sft",
         PACKED | {"mixed_precision": "fp8"},
-        ["fsdp2"],
-        ["ddp", "ddp_sp", "fsdp1", "fsdp2_offload", "hsdp", "pp", "zero2"],
+        ["ddp"],
+        ["fsdp2", "ddp_sp", "fsdp1", "fsdp2_offload", "hsdp", "pp", "zero2"],
     ),
     "micro_batch_tokens": (
         "sft",

@@ -141,6 +141,7 @@ def test_a_healthy_run_leaves_nothing_of_its_watch(lab: Lab, tmp_path: Path):
     assert not folder_of(tmp_path / "out").exists() and not (tmp_path / "out/hang").exists()
 
 
+@pytest.mark.thorough
 def test_an_earlier_run_keeps_its_record_when_the_next_start_hangs(lab: Lab, tmp_path: Path):
     """Nothing of the folder is this start's yet; but one that goes on with the run records why it did not."""
     output = tmp_path / "out"

@@ -211,6 +211,7 @@ def test_two_machines_have_the_curve_of_one_process(machines, lab, tmp_path, str
     assert found.loss < 2e-6 and found.norm < 1e-6 and found.weight < 1e-6, found
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_torchrun_s_own_line_has_the_curve_of_one_process(machines, lab, tmp_path):
     """As in docs/several_machines.md."""
@@ -230,6 +231,7 @@ def test_torchrun_s_own_line_has_the_curve_of_one_process(machines, lab, tmp_pat
     assert found.loss < 2e-6 and found.norm < 1e-6 and found.weight < 1e-6, found
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_machines_without_a_common_output_folder_are_refused_before_the_first_step(machines, lab, tmp_path):
     own, shared = tmp_path / "own", tmp_path / "shared"

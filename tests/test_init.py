@@ -259,6 +259,7 @@ def test_every_example_is_a_shipped_recipe_for_its_task(book, task, has_adapter)
         assert read_label(example.path)["Settings"]
 
 
+@pytest.mark.thorough
 def test_what_fits_no_gpu_is_offloaded_last(model):
     recipe = made(model(hidden=4096, layers=32), write(CHATS), "--gpus", "1x4GB")
     assert (recipe.adapter.name, Path(recipe.strategy).stem) == ("lora", "fsdp2_offload")

@@ -187,6 +187,7 @@ def tool(packages) -> Path:
     return venv / "bin/cookbook"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_installed_command_checks_and_explains_in_another_folder(tool, tmp_path):
     packaged = next((tool.parents[1] / "lib").glob("python*/site-packages/cookbook/shipped"))

@@ -88,6 +88,7 @@ def test_a_stage_reads_its_own_layers(tmp_path: Path, model_folder: Path):
         assert found["prepared"]["cpu"] == pytest.approx(whole_of(model_folder) / 2, rel=0.05)
 
 
+@pytest.mark.thorough
 def test_the_measurement_sees_a_whole_copy(tmp_path: Path, model_folder: Path):
     """On a CPU each process of DDP trains on weights of its own."""
     for found in read_in(tmp_path, model_folder, "ddp"):

@@ -89,6 +89,7 @@ def test_selective_checkpointing_recomputes_neither_products_nor_attention(folde
     assert full["mm"] == plain["mm"] + 2 * layers
 
 
+@pytest.mark.thorough
 def test_compiled_layers_give_the_same_loss_and_are_compiled_once_for_all_lengths(folder: Path):
     need_compiler()
     plain, compiled = load(folder), load(folder, compile=True)

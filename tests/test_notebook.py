@@ -31,6 +31,7 @@ def test_outputs_are_not_committed():
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in found)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_all_cells_run_and_the_run_is_resumed_under_another_strategy(tmp_path: Path):
     assert code().count(RUN) == 1

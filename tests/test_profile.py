@@ -117,10 +117,11 @@ def check_profile(folder: Path, layers: set[str]) -> list[dict[str, Any]]:
 
 
 SLOW = pytest.mark.slow
+SELDOM = [pytest.mark.slow, pytest.mark.thorough]
 LAYERS = {"model.layers.0", "model.layers.1"}
 
 
-@pytest.mark.parametrize("strategy", ["zero3", *(pytest.param(one, marks=SLOW) for one in ("ddp", "fsdp2", "tp"))])
+@pytest.mark.parametrize("strategy", ["zero3", *(pytest.param(one, marks=SELDOM) for one in ("ddp", "fsdp2", "tp"))])
 def test_a_run_is_profiled_under_every_kind_of_strategy_and_keeps_its_curve(lab: Lab, strategy: str):
     curve = lab.run(strategy, PROFILED)
     check_profile(curve.folder, LAYERS)
@@ -128,7 +129,7 @@ def test_a_run_is_profiled_under_every_kind_of_strategy_and_keeps_its_curve(lab:
     assert curve.losses == lab.run(strategy, plain).losses, "to the bit"
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", *(pytest.param(one, marks=SLOW) for one in ("ddp", "zero3"))])
+@pytest.mark.parametrize("strategy", ["fsdp2", *(pytest.param(one, marks=SELDOM) for one in ("ddp", "zero3"))])
 def test_a_run_on_simulated_gpus_is_profiled(gpu_lab: GpuLab, strategy: str):
     run = gpu_lab.run(strategy, {"run.profile": "{steps: [2, 3], ranks: [0, 1]}"})
     check_profile(run.output, LAYERS)
@@ -143,10 +144,10 @@ def test_a_run_on_simulated_gpus_is_profiled(gpu_lab: GpuLab, strategy: str):
             "slow_saves",
             {"run.save_every_steps": "1"},
             ["saving takes", "run.save_every_steps 1,"],
-            marks=SLOW,
+            marks=SELDOM,
         ),
         ("ddp", "slow_rank", {}, ["rank 1 is slower than the others, in its forward,"]),
-        pytest.param("fsdp2", "slow_rank", {}, ["rank 1 is slower than the others, in its forward,"], marks=SLOW),
+        pytest.param("fsdp2", "slow_rank", {}, ["rank 1 is slower than the others, in its forward,"], marks=SELDOM),
         (
             "single",
             None,
@@ -170,6 +171,7 @@ def test_a_planted_fault_is_the_first_thing_to_change(lab: Lab, strategy, sabota
     assert first.startswith("1.") and all(words in first for words in said), printed
 
 
+@pytest.mark.thorough
 @SLOW
 def test_a_slow_link_between_machines_is_the_first_thing_to_change(lab: Lab, tmp_path: Path, capsys):
     folder = tmp_path / "run"

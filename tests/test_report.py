@@ -269,8 +269,15 @@ FRAME = """<!DOCTYPE html><script>onmessage = event => document.title = event.da
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(
+    ("width", "is_dark"),
+    [
+        (390, True),
+        (1280, False),
+        pytest.param(390, False, marks=pytest.mark.thorough),
+        pytest.param(1280, True, marks=pytest.mark.thorough),
+    ],
+)
 def test_a_browser_shows_the_pages_in_both_themes_and_widths(width: int, is_dark: bool, tmp_path: Path) -> None:
     chromium = need_chromium()
     folders = [str(write_run(tmp_path / name)) for name in ("a", "b")]

@@ -154,7 +154,7 @@ def test_every_strategy_file_is_in_a_chain():
 
 
 THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
-NOT_THOROUGH = ("adamw", "stages of shards", "eight", "lora")
+NOT_THOROUGH = ("adamw", "stages of shards")
 
 
 @pytest.mark.slow
@@ -190,6 +190,7 @@ def test_a_chain_drawn_at_random_is_one_run(lab: Lab, tmp_path: Path):
     assert found.loss < 1e-4 and found.norm < 1e-3, found
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_chain_in_bf16(lab: Lab, tmp_path: Path):
     settings = EXACT | {"mixed_precision": "bf16"}
@@ -198,6 +199,7 @@ def test_a_chain_in_bf16(lab: Lab, tmp_path: Path):
     assert found.loss < 2e-2, found
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_moments_in_8_bits_come_back_to_the_bit_where_they_are_cut_alike(lab: Lab, tmp_path: Path):
     settings = EXACT | {"optim.name": "adamw_8bit"}

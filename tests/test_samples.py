@@ -98,7 +98,7 @@ FEATURES = {
 }
 
 
-ALIKE = ("a token budget", "compiled layers", "an adapter")
+ALIKE = ("a token budget", "compiled layers", "an adapter", "packed rows and a trained head")
 
 
 @pytest.mark.slow

@@ -305,6 +305,7 @@ def test_a_run_of_two_processes_tells_no_secret_and_writes_where_it_should(book:
     assert leaks(book.root, printed) == []
 
 
+@pytest.mark.thorough
 def test_a_run_that_crashes_tells_no_secret(book: Book):
     (book.root / "train.py").unlink()
     book.write("train.py", CRASHING.format(root=str(ROOT)))
@@ -366,6 +367,7 @@ def test_a_name_that_a_shell_would_run_is_a_name(book: Book):
     assert not (book.root / "marker").exists() and not (book.root / "outputs").exists()
 
 
+@pytest.mark.thorough
 def test_a_folder_behind_a_link_or_above_is_where_the_run_writes_and_nothing_else_there_changes(book: Book):
     """Who names such a folder means it; what lies beside the run is not touched."""
     shelf = book.root / "shelf"

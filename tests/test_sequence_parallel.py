@@ -88,7 +88,7 @@ def test_fewer_key_heads_than_processes_are_repeated(lab: Lab):
     [
         ("fsdp2_sp", "true"),
         pytest.param("ddp_sp", "true", marks=pytest.mark.slow),
-        pytest.param("zero3_sp", "false", marks=pytest.mark.slow),
+        pytest.param("zero3_sp", "false", marks=[pytest.mark.slow, pytest.mark.thorough]),
     ],
 )
 def test_groups_that_see_other_samples(lab: Lab, strategy: str, packing: str):

@@ -202,6 +202,7 @@ def test_slurm_s_own_limit_stops_a_job_that_queues_again(slurm, lab, tmp_path):
     assert f"stopped after step {status['step']}; the job queues again" in log.read_text()
 
 
+@pytest.mark.thorough
 def test_a_job_that_makes_no_step_does_not_queue_again(slurm, lab, tmp_path):
     job, process, log = stopped_at(slurm, lab, tmp_path / "slow", "phase.reading the rows", 0)
     send_signal_before_the_limit(slurm, job, process)
@@ -233,6 +234,7 @@ def test_a_process_that_dies_ends_the_job_with_1(slurm, lab, tmp_path):
     assert json.loads((folder / "status.json").read_text())["exit_code"] == 1, log.read_text()
 
 
+@pytest.mark.thorough
 def test_a_sweep_is_an_array_of_jobs_each_with_a_line_of_its_own(slurm, lab, tmp_path):
     """And a task without a line ends, before it repeats another's run."""
     rates = {1: "0.01", 2: "0.02"}
@@ -251,6 +253,7 @@ def test_a_sweep_is_an_array_of_jobs_each_with_a_line_of_its_own(slurm, lab, tmp
         assert json.loads((tmp_path / f"{task}/status.json").read_text())["exit_code"] == 0, logs[task - 1]
 
 
+@pytest.mark.thorough
 def test_a_script_of_submit_has_the_curve_of_one_process(slurm, lab, tmp_path, monkeypatch, capsys):
     folder, log, script = tmp_path / "submitted", tmp_path / "log.txt", tmp_path / "script.sh"
     monkeypatch.chdir(slurm.folder)

@@ -120,6 +120,7 @@ def test_a_tensor_parallel_group_drops_the_same_inputs_of_an_adapter(lab: Lab):
     assert distance(others, lab.run("single", DROPOUT | OF_COLUMNS)).loss > 100 * SGD_LOSS, "nothing was dropped"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mistake",

@@ -149,6 +149,7 @@ def test_the_fault_is_not_laid_on_a_rank_that_came_late_to_wait(tmp_path):
     assert accused.startswith("rank 1 ") and "rank 0 waits" in accused
 
 
+@pytest.mark.thorough
 def test_without_a_watch_nobody_would_end(tmp_path):
     assert run(tmp_path, "stop", timeout=0).codes == [None, None]
 
