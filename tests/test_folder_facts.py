@@ -5,6 +5,7 @@ python -m pytest -q tests/test_folder_facts.py
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -260,14 +261,24 @@ def test_a_stream_ends_at_the_row_whose_token_has_no_embedding(rows_before: int,
         next(windows)
 
 
+RECIPE = """\
+strategy: single
+model: {{name_or_path: {model}}}
+data: {{train: {rows}, max_length: 64}}
+batch: {{global_batch_size: 1, micro_batch_size: 1}}
+optim: {{learning_rate: 1.0e-3}}
+run: {{max_steps: 1}}
+"""
+
+
+def rows_in(folder: Path) -> Path:
+    (folder / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    return folder / "rows.jsonl"
+
+
 def test_commands_refuse_it_too(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "a", "completion": "b"}\n')
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        f"strategy: single\nmodel: {{name_or_path: {folder}}}\ndata: {{train: {rows}, max_length: 64}}\n"
-        "batch: {global_batch_size: 1, micro_batch_size: 1}\noptim: {learning_rate: 1.0e-3}\nrun: {max_steps: 1}\n"
-    )
+    rows, recipe = rows_in(tmp_path), tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(model=folder, rows=rows))
     assert main(["check", str(recipe)]) == 0
     other_head(folder)
     for words in (["check", str(recipe)], ["evaluate", str(folder), str(rows)], ["sample", str(folder)]):
@@ -275,6 +286,28 @@ def test_commands_refuse_it_too(folder: Path, tmp_path: Path, capsys: pytest.Cap
         assert main(words) == 2, words
         shown = capsys.readouterr()
         assert f"its files hold {HEAD}, {EMBEDDING} with other values" in shown.err + shown.out
+
+
+def test_check_reads_a_model_of_the_hub_once_it_is_in_the_cache(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    commit = "0123456789" * 4
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--someone--llama"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(commit)
+    other_head(folder)
+    stored = shutil.copytree(folder, cached / "snapshots" / commit)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(model="someone/llama", rows=rows_in(tmp_path)))
+    assert main(["check", str(recipe)]) == 2
+    said = "model.name_or_path is 'someone/llama': config.json says tie_word_embeddings: true, but its files hold"
+    assert said in " ".join(capsys.readouterr().err.split())
+    # A download that was stopped.
+    (stored / "model.safetensors").rename(stored / "a.safetensors")
+    index = {"weight_map": {EMBEDDING: "a.safetensors", HEAD: "b.safetensors"}}
+    (stored / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert main(["check", str(recipe)]) == 0
 
 
 def test_an_adapter_of_another_base_is_refused(folder: Path, tmp_path: Path):

@@ -1,9 +1,11 @@
 """Mistakes of a recipe on this machine, and the place of each in its file."""
 
+import json
 import re
 from pathlib import Path
 
 from cookbook.config.recipe import Recipe
+from cookbook.config.sections import ModelSection
 from cookbook.system.files import RecipeError, read_document
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import fp8_problems, num_gpus
@@ -24,7 +26,8 @@ def lacks_checkpoint(recipe: Recipe) -> list[str]:
 
 
 def check_model(recipe: Recipe) -> list[str]:
-    """Compare what a model's folder here says of itself, as the start of a run does. Imports torch if there is one.
+    """Compare what the folder of a model says of itself, as the start of a run does. Imports torch if there are
+    weights, here or in the Hub's cache.
 
     Returns:
         notes for the user.
@@ -32,17 +35,38 @@ def check_model(recipe: Recipe) -> list[str]:
     Raises:
         RecipeError: what does not agree.
     """
-    name = recipe.model.name_or_path
-    if name is None or not any(Path(name).glob("*.safetensors")):  # without weights yet, it can be planned with
+    here, name = _weights_here(recipe.model), recipe.model.name_or_path
+    if here is None:  # it can be planned with all the same
         return []
     if not num_gpus():
         quiet_deepspeed()
     from cookbook.training import models
     from cookbook.training.models.folder_facts import check_folder
 
-    folder = models.resolve_model(recipe.model, seed=recipe.seed, texts=(), fingerprint="", cache=Path())
+    model = recipe.model.model_copy(update={"name_or_path": str(here)})
+    folder = models.resolve_model(model, seed=recipe.seed, texts=(), fingerprint="", cache=Path())
     config = models.load_config(folder, recipe.data.max_length)
-    return check_folder(Path(folder), config, models.load_tokenizer(folder, recipe.data.chat_template)).notes
+    tokenizer = models.load_tokenizer(folder, recipe.data.chat_template)
+    return check_folder(here, config, tokenizer, place=f"model.name_or_path is {name!r}").notes
+
+
+def _weights_here(model: ModelSection) -> Path | None:
+    """A model's folder, its own or that of the Hub's cache; None if weights, or a part of them, are not there."""
+    name = model.name_or_path
+    if name is None:
+        return None
+    if Path(name).is_dir():
+        return Path(name) if any(Path(name).glob("*.safetensors")) else None
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, revision=model.revision, local_files_only=True))
+        if (folder / "model.safetensors").is_file():
+            return folder
+        shards = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return folder if all((folder / shard).is_file() for shard in set(shards.values())) else None
 
 
 def lacks_for_fp8(path: Path, recipe: Recipe, num_gpus: int) -> list[str]:
