@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from cookbook.system.files import RecipeError
 from cookbook.training.models.attention import PACKED, Lengths, Segments
+from cookbook.training.models.structure import LogitTransform, logit_transform
 
 LOGITS_BUDGET = 2**27
 """Largest number of logits in one matrix product of the forward. With the float32 copy and the log-probabilities they
@@ -28,11 +29,17 @@ class LossHead(torch.nn.Linear):
     Engines gather the head's weight around the call of this module only, so loss and chunks must be inside it.
     """
 
-    def forward(self, hidden: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """(L, hidden size) -> negative log-likelihoods, (L,) float32; without targets, the logits."""
+    def forward(
+        self, hidden: torch.Tensor, targets: torch.Tensor | None = None, transform: LogitTransform | None = None
+    ) -> torch.Tensor:
+        """(L, hidden size) -> negative log-likelihoods, (L,) float32; without targets, the logits before `transform`.
+
+        Args:
+            transform: what the model does to the logits, which the likelihoods have.
+        """
         if targets is None:
             return super().forward(hidden)
-        return self._loss(hidden, self.weight, self.bias, targets)
+        return self._loss(hidden, self.weight, self.bias, targets, transform)
 
     def _loss(
         self,
@@ -40,13 +47,14 @@ class LossHead(torch.nn.Linear):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
+        transform: LogitTransform | None,
         shard: "_VocabularyShard | None" = None,
     ) -> torch.Tensor:
         # A head that an adapter trains is float32, and without autocast the hidden states may not be.
         device = hidden.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         hidden = hidden.to(autocast or weight.dtype)
-        return _LossOfHead.apply(hidden, weight, bias, targets, torch.is_grad_enabled(), shard)
+        return _LossOfHead.apply(hidden, weight, bias, targets, torch.is_grad_enabled(), shard, transform)
 
 
 class ShardedLossHead(LossHead):
@@ -55,14 +63,16 @@ class ShardedLossHead(LossHead):
     whole_logits: Callable[[torch.Tensor], torch.Tensor]
     """transformers' forward, which gathers the logits of the vocabulary."""
 
-    def forward(self, hidden: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, targets: torch.Tensor | None = None, transform: LogitTransform | None = None
+    ) -> torch.Tensor:
         """As of `LossHead`; collective over the tensor-parallel group, whose ranks pass the same."""
         if targets is None:
             return self.whole_logits(hidden)
         assert isinstance(self.weight, DTensor)
         bias = self.bias.to_local(grad_placements=[Shard(0)]) if isinstance(self.bias, DTensor) else None
         weight = self.weight.to_local(grad_placements=[Shard(0)])
-        return self._loss(hidden, weight, bias, targets, _shard_of(self.weight))
+        return self._loss(hidden, weight, bias, targets, transform, _shard_of(self.weight))
 
 
 @dataclass(frozen=True)
@@ -131,20 +141,22 @@ class _LossOfHead(torch.autograd.Function):
         targets: torch.Tensor,
         has_backward: bool,
         shard: _VocabularyShard | None,
+        transform: LogitTransform | None,
     ) -> torch.Tensor:
         rows = max(1, LOGITS_BUDGET // len(weight))
         cast, parts, gradient = weight.to(hidden.dtype), [], None
+        terms = _nll if shard is None else shard.terms
         for part, answers in zip(hidden.split(rows), targets.split(rows), strict=True):
             logits = _logits(part, cast, bias)
-            parts.append(_nll(logits, answers) if shard is None else shard.terms(logits, answers))
+            parts.append(terms(_transformed(logits, transform), answers))
         found = torch.cat(parts, -1)
         # No view is returned, of which FSDP2 warns.
         nll, sums = (found, None) if shard is None else shard.join(found)
         # Not of several chunks: as Liger, it would have to multiply them with the weight before positions are weighed.
         if has_backward and len(parts) == 1:
-            gradient = _gradient_of_logits(logits, targets, nll, sums, shard)
+            gradient = _gradient_of_logits(logits, targets, nll, sums, shard, transform)
         ctx.save_for_backward(hidden, weight, bias, targets, nll, sums, gradient)
-        ctx.shard = shard
+        ctx.shard, ctx.transform = shard, transform
         return nll
 
     @staticmethod
@@ -152,8 +164,10 @@ class _LossOfHead(torch.autograd.Function):
         hidden, weight, bias, targets, nll, sums, known = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         cast = weight.to(hidden.dtype)
-        # In bf16 nothing here is float32, so that the bytes of the forward hold twice as many rows.
-        rows = max(1, LOGITS_BUDGET // len(weight)) * (2 if hidden.dtype == torch.bfloat16 else 1)
+        # In bf16 nothing here is float32 but what `_transformed` makes, so that the bytes of the forward hold twice as
+        # many rows.
+        is_small = hidden.dtype == torch.bfloat16 and ctx.transform is None
+        rows = max(1, LOGITS_BUDGET // len(weight)) * (2 if is_small else 1)
         of_hidden: list[torch.Tensor] = []
         of_weight, of_bias = None, None
         split = [one.split(rows) for one in (hidden, targets, gradients[0].unsqueeze(1), nll)]
@@ -161,7 +175,9 @@ class _LossOfHead(torch.autograd.Function):
         for part, answers, scale, losses, of_all in zip(*split, strict=True):
             gradient = known
             if gradient is None:
-                gradient = _gradient_of_logits(_logits(part, cast, bias), answers, losses, of_all, ctx.shard)
+                logits = _logits(part, cast, bias)
+                gradient = _gradient_of_logits(logits, answers, losses, of_all, ctx.shard, ctx.transform)
+                del logits
             if gradient.dtype != part.dtype:
                 gradient, scale = (gradient * scale).to(part.dtype), torch.ones_like(scale)
             if needs_hidden:
@@ -174,11 +190,19 @@ class _LossOfHead(torch.autograd.Function):
         whole = torch.cat(of_hidden) if needs_hidden else None
         if ctx.shard is not None and whole is not None:
             dist.all_reduce(whole, group=ctx.shard.group)
-        return whole, of_weight, None if of_bias is None else of_bias.squeeze(1), None, None, None
+        return whole, of_weight, None if of_bias is None else of_bias.squeeze(1), None, None, None, None
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return hidden @ weight.t() if bias is None else torch.addmm(bias.to(hidden.dtype), hidden, weight.t())
+
+
+def _transformed(logits: torch.Tensor, transform: LogitTransform | None) -> torch.Tensor:
+    """The logits of a model, in float32 if it changes those of its head."""
+    if transform is None:
+        return logits
+    scaled = logits.float() * transform.scale
+    return scaled if transform.cap is None else torch.tanh(scaled / transform.cap) * transform.cap
 
 
 def _nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -191,8 +215,9 @@ def _gradient_of_logits(
     nll: torch.Tensor,
     sums: torch.Tensor | None,
     shard: _VocabularyShard | None,
+    transform: LogitTransform | None = None,
 ) -> torch.Tensor:
-    """Gradient of the sum of the losses: probabilities, (L, V), less 1 at the target.
+    """Gradient of the sum of the losses: probabilities, (L, V), less 1 at the target; times the transform's slope.
 
     In the dtype of the logits, but float32 for fp16, whose smallest number is 6e-8: its loss scale must come first.
 
@@ -200,6 +225,13 @@ def _gradient_of_logits(
         nll: (L,) losses.
         sums: with a shard, the other that its `join` returns.
     """
+    if transform is not None:
+        wide = _transformed(logits, transform)
+        gradient = _gradient_of_logits(wide, targets, nll, sums, shard)
+        if transform.cap is not None:
+            gradient *= wide.div_(transform.cap).square_().neg_().add_(1)  # tanh' = 1 - tanh^2, in the place of tanh
+        gradient *= transform.scale
+        return gradient.to(torch.float32 if logits.dtype == torch.float16 else logits.dtype)
     if shard is not None:
         assert sums is not None
         return shard.gradient_of_logits(logits, targets, nll, sums)
@@ -250,6 +282,7 @@ def add_loss(model: PreTrainedModel, sequence_mesh: DeviceMesh | None = None) ->
     elif model.has_head and issubclass(type(head), FSDPModule):
         head.__class__ = type("FSDPLossHead", (loss_head, type(head)), {})
     model.sequence_mesh = sequence_mesh
+    model.logit_transform = logit_transform(model.config)
     # Inside the forward, on which the engines' hooks are: around it DDP would not synchronize, in silence.
     model.forward = MethodType(_forward, model)
 
@@ -291,7 +324,7 @@ def _forward(
     hidden = hidden.flatten(0, 1).index_select(0, target_positions)
     if targets is None:
         head = self.get_output_embeddings()
-        return head(hidden.to(head.weight.dtype)).argmax(-1)
+        return _transformed(head(hidden.to(head.weight.dtype)), self.logit_transform).argmax(-1)
     return nll_of_targets(self, hidden, targets)
 
 
@@ -317,5 +350,5 @@ def nll_of_targets(model: PreTrainedModel, hidden: torch.Tensor, targets: torch.
     head = model.get_output_embeddings()
     # peft's ModulesToSaveWrapper passes targets on; its LoRA layer would add logits to the loss.
     if isinstance(getattr(head, "original_module", head), LossHead):
-        return head(hidden, targets)
-    return _nll(head(hidden), targets)
+        return head(hidden, targets, model.logit_transform)
+    return _nll(_transformed(head(hidden), model.logit_transform), targets)

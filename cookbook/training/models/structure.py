@@ -1,7 +1,8 @@
 """Finds a model's configuration: in the recipe, a folder, the Hub or its cache, or `recipes/offline_facts.json`."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
@@ -12,17 +13,23 @@ from cookbook.system.files import RecipeError, first_line
 FROM_MODEL = "its own configuration"
 OFFLINE_FACTS = "recipes/offline_facts.json"
 
-# Configuration keys of transformations after the head, which our loss would skip.
-LOGIT_TRANSFORMS = (
-    "final_logit_softcapping",
-    "logit_scale",
-    "logits_scaling",
-    "lm_head_multiplier",
-    "logits_soft_cap",
-    "output_logit_soft_cap",
-    "logits_mup_width_multiplier",
-    "unpadded_vocab_size",
+LOGIT_TRANSFORMS: tuple[tuple[str, Literal["cap", "times", "over"], str], ...] = (
+    (
+        "final_logit_softcapping",
+        "cap",
+        "beam gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text inkling2_text nanochat vaultgemma",
+    ),
+    ("logits_soft_cap", "cap", "recurrent_gemma"),
+    ("output_logit_soft_cap", "cap", ""),
+    ("logit_scale", "times", "cohere cohere2 cohere2_moe cohere_compass_text"),
+    ("lm_head_multiplier", "times", "falcon_h1"),
+    ("logits_scaling", "times", "hyperclovax"),
+    # minicpm3 and inkling_text divide what goes into a head without bias.
+    ("logits_scaling", "over", "granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared minicpm3"),
+    ("logits_mup_width_multiplier", "over", "inkling_text"),
 )
+"""Keys of a configuration for what happens to the logits after the head, and the model types whose forward does that
+with it (transformers 5.23, models/*/modeling_*.py)."""
 FROZEN_IN_PART = "transformers 5.23 loads weights that its code keeps frozen as if they were trained"
 NOT_SERVED = {
     "afmoe": FROZEN_IN_PART,
@@ -37,6 +44,14 @@ NOT_SERVED = {
 }
 """Model types whose configuration does not reveal it; found by benchmarks/architectures.py among all that transformers
 5.23 has."""
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """What a model makes of its head's outputs x: cap * tanh(scale * x / cap), or without a cap scale * x."""
+
+    scale: float = 1.0
+    cap: float | None = None
 
 
 def find_config(model: ModelSection) -> tuple[PreTrainedConfig, str]:
@@ -111,7 +126,26 @@ def not_served(config: PreTrainedConfig) -> str | None:
             "its output_router_logits asks for the router's auxiliary loss: of products of means over a micro-batch,"
             " so that the curve would depend on how a batch is split; set it to false in its config.json"
         )
-    for key in LOGIT_TRANSFORMS:
-        if getattr(config, key, None) not in (None, 1, 1.0):
-            return f"its {key} changes the logits after the head, not served yet"
+    unpadded = getattr(config, "unpadded_vocab_size", None)
+    if unpadded is not None and unpadded < config.vocab_size:
+        return f"its unpadded_vocab_size {unpadded} leaves logits of the head out, not served yet"
+    known = {key for key, _, model_types in LOGIT_TRANSFORMS if config.model_type in model_types.split()}
+    for key in {key: None for key, *_ in LOGIT_TRANSFORMS if key not in known and _asked(config, key) is not None}:
+        return f"its {key} changes the logits after the head, which was not compared for {config.model_type}"
     return None
+
+
+def logit_transform(config: PreTrainedConfig) -> LogitTransform | None:
+    """What follows the head of a model that is served; None if nothing does."""
+    values: dict[str, float] = {}
+    for key, how, model_types in LOGIT_TRANSFORMS:
+        value = _asked(config, key)
+        if value is not None and config.model_type in model_types.split():
+            values |= {"cap": value} if how == "cap" else {"scale": value if how == "times" else 1 / value}
+    return LogitTransform(**values) if values else None
+
+
+def _asked(config: PreTrainedConfig, key: str) -> float | None:
+    """The value of a key by which a configuration asks for other logits than the head's."""
+    value = getattr(config, key, None)
+    return None if value in (1, 1.0) else value
