@@ -18,7 +18,13 @@ from cookbook.planning.packing import PACKABLE
 from cookbook.system.files import RecipeError
 from cookbook.training.checkpoint.write_model import saved_buffers
 from cookbook.training.models import load_config
-from cookbook.training.models.structure import FROZEN_IN_PART, NOT_SERVED, not_served
+from cookbook.training.models.structure import (
+    FROZEN_IN_PART,
+    LOGIT_TRANSFORMS,
+    NOT_SERVED,
+    logit_transform,
+    not_served,
+)
 from tests.curves import Lab
 from tests.test_equivalence import SGD_LOSS
 
@@ -67,8 +73,35 @@ def test_what_a_configuration_does_not_reveal_is_refused(model_type: str, tmp_pa
 
 
 def test_a_transformation_of_the_logits_that_is_not_known_would_be_found(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("cookbook.training.models.structure.LOGIT_TRANSFORMS", ())
+    monkeypatch.setattr("cookbook.training.models.structure.LOGIT_TRANSFORMS", ())  # as of an unknown key
     assert architectures.compare_within_process("granite")["loss"] > 1
+
+
+ODD = {"cap": 2.0, "times": 0.3, "over": 1.7}
+TRANSFORMED = [(key, how, name) for key, how, names in LOGIT_TRANSFORMS for name in names.split()]
+SIZES_OF_ITS_OWN = {
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "minicpm3": {"dim_model_base": 32},  # its logits_scaling is the width over this
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("key", "how", "model_type"), [pytest.param(*one, marks=pytest.mark.thorough) for one in TRANSFORMED]
+)
+def test_a_model_type_does_to_its_logits_what_the_table_says(key, how, model_type, monkeypatch: pytest.MonkeyPatch):
+    config = architectures.tiny_config(model_type)
+    if model_type in SIZES_OF_ITS_OWN:
+        sizes = {**architectures.SIZES, "num_hidden_layers": 2, **SIZES_OF_ITS_OWN[model_type]}
+        config = AutoConfig.for_model(model_type, **sizes, pad_token_id=0)
+    if model_type != "minicpm3":
+        setattr(config, key, ODD[how])
+    assert logit_transform(config) is not None
+    monkeypatch.setattr(architectures, "tiny_config", lambda _: config)
+    assert architectures.compare_within_process(model_type)["loss"] < architectures.WITHIN_PROCESS
+    monkeypatch.setattr("cookbook.training.models.loss.logit_transform", lambda _: None)
+    assert architectures.compare_within_process(model_type)["loss"] > 0.1
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp2"])
@@ -110,6 +143,7 @@ TRIED = [
     ("qwen3_moe", "lora"),  # whose experts are one tensor each
     ("gpt2", "lora"),  # whose layers are no torch.nn.Linear
     ("gemma4_text", "fsdp2"),  # whose class names layers of images too
+    ("gemma2", "zero3"),  # which caps its logits
 ]
 
 

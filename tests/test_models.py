@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from target_grid import IGNORE_INDEX, from_grid
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, Gemma3Config, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, LlamaConfig, LlamaForCausalLM
 
 from cookbook.config.mesh import Mesh
 from cookbook.config.sections import ModelSection, ScratchModel
@@ -26,7 +26,7 @@ from cookbook.training.models import (
 )
 from cookbook.training.models.experts import PRODUCTS, autocast_products
 from cookbook.training.models.loss import add_loss
-from cookbook.training.models.structure import random_parts
+from cookbook.training.models.structure import LogitTransform, random_parts
 
 SIZES = {
     "vocab_size": 384,
@@ -65,6 +65,43 @@ def reference(model: LlamaForCausalLM, lengths: list[int]) -> torch.Tensor:
     logits = model(input_ids=ids).logits
     nll = -logits.float().log_softmax(-1).gather(2, targets.clamp(min=0)[..., None]).squeeze(2)
     return nll[targets != IGNORE_INDEX]
+
+
+CHANGED = {
+    "gemma2": {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 0.5},
+    "cohere2": {"logit_scale": 0.3},
+    "granite": {"logits_scaling": 1.7},
+}
+"""Model types that change the logits of their head, and of their attention."""
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["at once", "chunked"])
+@pytest.mark.parametrize("model_type", CHANGED)
+def test_what_a_model_does_to_its_logits_is_in_loss_and_gradients(
+    model_type: str, chunked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = AutoConfig.for_model(model_type, **SIZES, head_dim=8, pad_token_id=0, **CHANGED[model_type])
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for weight in plain.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    plain.save_pretrained(tmp_path)
+    ours = load_model(str(tmp_path), ModelSection(name_or_path=str(tmp_path)), packing=False).double()
+    plain = plain.double()
+    if chunked:
+        lower_the_budget(monkeypatch)
+    expected, found = reference(plain, [9, 5, 12]), ours(**batch([9, 5, 12]))
+    assert torch.allclose(found, expected, rtol=1e-6)
+    weights = torch.linspace(-1, 2, len(found))
+    (expected * weights).sum().backward()
+    (found * weights).sum().backward()
+    for (name, p), q in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-6 * p.grad.abs().max()), name
+    ids, targets = padded([9, 5, 12])
+    chosen = plain(input_ids=ids).logits.argmax(-1)[targets != IGNORE_INDEX]
+    assert torch.equal(ours(**batch([9, 5, 12]) | {"targets": None}), chosen)
+    ours.logit_transform = None
+    assert not torch.allclose(ours(**batch([9, 5, 12])), expected, rtol=0.01)
 
 
 def lower_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +190,10 @@ def test_a_frozen_head_gets_no_gradient_and_no_work_for_one(monkeypatch: pytest.
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["at once", "chunked"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_gradients_in_16_bits_are_rounded_once(dtype: torch.dtype, chunked: bool, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("transform", [None, LogitTransform(scale=1.5, cap=40.0)], ids=["", "scaled and capped"])
+def test_gradients_in_16_bits_are_rounded_once(
+    transform: LogitTransform | None, dtype: torch.dtype, chunked: bool, monkeypatch: pytest.MonkeyPatch
+):
     """The weight is the identity, so that the gradient of the hidden states is that of the logits. One target is
     certain to 1e-3: p - 1 of a p in bf16 is 0. In fp16 many probabilities are 0 without a loss scale."""
     vocab = 2048
@@ -163,12 +203,16 @@ def test_gradients_in_16_bits_are_rounded_once(dtype: torch.dtype, chunked: bool
     targets = torch.arange(8) * 7
     logits[0, 0] = 19
     scale = torch.linspace(0.5, 1.5, 8) * (1e4 if dtype == torch.float16 else 1)
-    exact = (logits.double().softmax(-1) - F.one_hot(targets, vocab)) * scale.double().unsqueeze(1)
+    with torch.enable_grad():
+        inner = logits.double().requires_grad_()
+        outer = inner if transform is None else 40 * torch.tanh(1.5 * inner / 40)
+        (F.cross_entropy(outer, targets, reduction="none") * scale.double()).sum().backward()
+    exact = inner.grad
 
     head = torch.nn.Linear(vocab, vocab, bias=False, dtype=dtype).requires_grad_(False)
     head.weight.copy_(torch.eye(vocab))
     head.__class__ = loss.LossHead
-    (head(logits.requires_grad_(), targets) * scale).sum().backward()
+    (head(logits.requires_grad_(), targets, transform) * scale).sum().backward()
     assert -2e-3 < exact[0, 0] / scale[0] < 0
     # Two roundings where the scale comes after the product, and the smallest numbers that fp16 has.
     torch.testing.assert_close(logits.grad.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=6e-8)

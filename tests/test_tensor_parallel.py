@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from cookbook.training.engine.state import _distance, _holders
 from cookbook.training.models import loss
+from cookbook.training.models.structure import LogitTransform
 from tests.curves import SGD, Lab, distance
 from tests.test_equivalence import SGD_LOSS, SGD_NORM
 from tests.test_equivalence_features import LORA
@@ -67,11 +68,15 @@ def _head_of_a_rank(rank: int, folder: Path, chunk: int, errors: Any) -> None:
         head.register_parameter(name, torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
     head.__class__ = loss.ShardedLossHead
     inputs = [hidden.clone().requires_grad_() for _ in range(2)]
-    found = head(inputs[0], targets)
-    expected = torch.nn.functional.cross_entropy(whole(inputs[1]), targets, reduction="none")
-    for losses in (found, expected):
-        (losses * scale).sum().backward()
-    pairs = [(found, expected), (inputs[0].grad, inputs[1].grad)]
+    pairs = []
+    for transform in (None, LogitTransform(scale=3.0, cap=1.5)):
+        found, logits = head(inputs[0], targets, transform), whole(inputs[1])
+        changed = logits if transform is None else 1.5 * torch.tanh(3.0 * logits / 1.5)
+        expected = torch.nn.functional.cross_entropy(changed, targets, reduction="none")
+        for losses in (found, expected):
+            (losses * scale).sum().backward()
+        pairs.append((found, expected))
+    pairs.append((inputs[0].grad, inputs[1].grad))
     pairs += [(head.get_parameter(name).grad.full_tensor(), one.grad) for name, one in whole.named_parameters()]
     errors.put(max((left - right).abs().max().item() for left, right in pairs))
     dist.destroy_process_group()
