@@ -17,7 +17,8 @@ LOGIT_TRANSFORMS: tuple[tuple[str, Literal["cap", "times", "over"], str], ...] =
     (
         "final_logit_softcapping",
         "cap",
-        "beam gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text inkling2_text nanochat vaultgemma",
+        "beam gemma2 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text"
+        " inkling2_text nanochat vaultgemma",
     ),
     ("logits_soft_cap", "cap", "recurrent_gemma"),
     ("output_logit_soft_cap", "cap", ""),
@@ -25,7 +26,11 @@ LOGIT_TRANSFORMS: tuple[tuple[str, Literal["cap", "times", "over"], str], ...] =
     ("lm_head_multiplier", "times", "falcon_h1"),
     ("logits_scaling", "times", "hyperclovax"),
     # minicpm3 and inkling_text divide what goes into a head without bias.
-    ("logits_scaling", "over", "granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared minicpm3"),
+    (
+        "logits_scaling",
+        "over",
+        "granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared minicpm3",
+    ),
     ("logits_mup_width_multiplier", "over", "inkling_text"),
 )
 """Keys of a configuration for what happens to the logits after the head, and the model types whose forward does that
@@ -126,26 +131,32 @@ def not_served(config: PreTrainedConfig) -> str | None:
             "its output_router_logits asks for the router's auxiliary loss: of products of means over a micro-batch,"
             " so that the curve would depend on how a batch is split; set it to false in its config.json"
         )
-    unpadded = getattr(config, "unpadded_vocab_size", None)
-    if unpadded is not None and unpadded < config.vocab_size:
-        return f"its unpadded_vocab_size {unpadded} leaves logits of the head out, not served yet"
-    known = {key for key, _, model_types in LOGIT_TRANSFORMS if config.model_type in model_types.split()}
-    for key in {key: None for key, *_ in LOGIT_TRANSFORMS if key not in known and _asked(config, key) is not None}:
-        return f"its {key} changes the logits after the head, which was not compared for {config.model_type}"
+    try:
+        logit_transform(config)
+    except RecipeError as error:
+        return str(error)
     return None
 
 
 def logit_transform(config: PreTrainedConfig) -> LogitTransform | None:
-    """What follows the head of a model that is served; None if nothing does."""
+    """What follows the head of a model; None if nothing does.
+
+    Raises:
+        RecipeError: something that is no scale or cap, or of which is not known what this model type makes of it.
+    """
+    text = config.get_text_config()
+    unpadded = getattr(text, "unpadded_vocab_size", None)
+    if unpadded is not None and unpadded < text.vocab_size:
+        raise RecipeError(f"its unpadded_vocab_size {unpadded} leaves logits of the head out, which is not served")
+    rules = {(key, name): how for key, how, names in LOGIT_TRANSFORMS for name in names.split()}
     values: dict[str, float] = {}
-    for key, how, model_types in LOGIT_TRANSFORMS:
-        value = _asked(config, key)
-        if value is not None and config.model_type in model_types.split():
-            values |= {"cap": value} if how == "cap" else {"scale": value if how == "times" else 1 / value}
+    for key, kind in {key: how for key, how, _ in LOGIT_TRANSFORMS}.items():
+        value = getattr(text, key, None)
+        if value is None or (value == 1 and kind != "cap"):
+            continue
+        how = rules.get((key, config.model_type))
+        if how is None:
+            what = f"its {key} changes the logits after the head"
+            raise RecipeError(f"{what}, which was not compared for {config.model_type}")
+        values |= {"cap": value} if how == "cap" else {"scale": value if how == "times" else 1 / value}
     return LogitTransform(**values) if values else None
-
-
-def _asked(config: PreTrainedConfig, key: str) -> float | None:
-    """The value of a key by which a configuration asks for other logits than the head's."""
-    value = getattr(config, key, None)
-    return None if value in (1, 1.0) else value
