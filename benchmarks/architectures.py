@@ -271,7 +271,7 @@ def try_column(lab: Lab, folder: Path, column: str, plain: Curve | None) -> tupl
     strategy, settings = COLUMNS[column]
     settings = {**COMMON, "model": f"{{name_or_path: {folder}}}", **settings}
     result, output = lab.attempt(strategy, settings)
-    # Experts are no linear layers: the refusal has the layers to name.
+    # Experts are no linear layers: the note on all-linear has their names, with which they get adapters too.
     named = re.search(r"write adapter\.targets: (\[.*\])", output)
     if named:
         settings["adapter"] = settings["adapter"].replace("}", f", targets: {named[1]}}}")

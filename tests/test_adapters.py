@@ -13,12 +13,10 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from cookbook.commands.merge import merge_run
-from cookbook.config.recipe import load_recipe
 from cookbook.config.sections import AdapterSection
-from cookbook.forecast.skeleton import skeleton
 from cookbook.system.files import RecipeError
 from cookbook.training import adapters
 from cookbook.training.checkpoint import write_model as checkpoint
@@ -161,31 +159,6 @@ def test_merging_what_is_no_adapter_is_refused_with_exit_code_2(tmp_path: Path):
     command = [sys.executable, "-m", "cookbook", "merge", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "no adapter there" in done.stderr and "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("adapter", "way"),
-    [
-        ({"dropout": 0.1}, "adapter.dropout: 0"),
-        ({"name": "dora"}, "adapter.name: lora"),
-        ({}, r"adapter.targets: \[q_proj, k_proj, v_proj, o_proj\]"),
-    ],
-)
-def test_what_peft_cannot_put_into_a_mixture_of_experts_is_refused_by_plan_and_run(adapter: dict, way: str):
-    """It adapts experts whose weights are one tensor by a wrapper without dropout and magnitudes, whose first weights
-    we do not draw."""
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 300}
-    config = MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)
-    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    good = AdapterSection(name="lora", rank=4, targets=attention)
-    bad = AdapterSection(**{"name": "lora", "rank": 4, **adapter})
-    recipe = load_recipe(ROOT / "recipes/quickstart.yaml", [])
-    adapters.check_names(config, good)
-    assert any(weight.is_trained for weight in skeleton(config, recipe.model_copy(update={"adapter": good})).weights)
-    with pytest.raises(RecipeError, match=f"write {way}"):
-        adapters.check_names(config, bad)
-    with pytest.raises(RecipeError, match=f"write {way}"):
-        skeleton(config, recipe.model_copy(update={"adapter": bad}))
 
 
 def test_the_record_of_the_base_is_a_digest_of_its_weights(run: Path):

@@ -429,11 +429,6 @@ RECIPE_MISTAKES = {
         "adapter: {name: lora, targets: []}\nbatch:",
         "19: adapter.targets is empty; write all-linear, or name layers",
     ),
-    "all targets and one more": (
-        "batch:",
-        "adapter: {name: lora, targets: [q_proj, all-linear]}\nbatch:",
-        "19: adapter.targets has all-linear beside names; write all-linear alone, or names only",
-    ),
     "columns the wrong way round": (
         "train: python-stdlib",
         "train: python-stdlib\n  columns: {question: user}",

@@ -82,7 +82,7 @@ def allocated(settings: Recipe, config: PreTrainedConfig, tmp_path) -> tuple[int
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     model.config.use_cache = False
     if settings.adapter is not None:
-        inject_adapter_in_model(lora_config(settings.adapter), model, adapter_name="default")
+        inject_adapter_in_model(lora_config(settings.adapter, model), model, adapter_name="default")
     if settings.model.gradient_checkpointing:
         save_activations(model, selective=settings.model.gradient_checkpointing == "selective")
     if settings.model.compile:

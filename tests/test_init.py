@@ -84,12 +84,6 @@ def test_preferences_on_a_gpu(model):
     assert (recipe.run.num_epochs, recipe.schedule.warmup_steps, recipe.run.keep_best) == (1, 0.1, 0)
 
 
-def test_an_adapter_of_a_mixture_of_experts_names_its_layers(model):
-    """all-linear is refused for it."""
-    recipe = made(model(kind="mixtral"), write(PAIRS), "--gpus", "1x8GB")
-    assert recipe.adapter.targets == ["q_proj", "k_proj", "v_proj", "o_proj"]
-
-
 def test_texts_without_a_gpu(model, book, capsys):
     for name in "ab":
         book.write(f"texts/{name}.txt", "a" * 999)

@@ -23,7 +23,7 @@ from cookbook.config.objectives import Objective
 from cookbook.config.recipe import RECIPES, Recipe, default_output_dir, parse_recipe, prepare
 from cookbook.config.row_columns import kinds_of, rename, suggested_columns
 from cookbook.config.row_kinds import kinds
-from cookbook.config.sections import ALL_LINEAR, Source
+from cookbook.config.sections import Source
 from cookbook.config.strategy import Strategy, load_known
 from cookbook.system.console import several
 from cookbook.system.files import Document, RecipeError, cannot_write, dump_yaml, gathered, read_document, refuse
@@ -365,11 +365,7 @@ class _Draft:
         objective = objective if objective.get("name") == self.task else {"name": self.task}
         objective = objective | ({"train_on": "last"} if self.objective.labels == "last" else {})
         if method:
-            from cookbook.training.adapters import usual_targets
-
-            targets = usual_targets(self.config)  # for a model that cannot have the default
             adapter = like.get("adapter", {}) | {"name": method}
-            adapter |= {} if targets == [ALL_LINEAR] else {"targets": targets}
         return {
             "strategy": strategy,
             "mixed_precision": self.precision,

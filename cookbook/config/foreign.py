@@ -188,11 +188,20 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
     "run.trackers": _trackers,
     "~fsdp": _fsdp,
     "adapter.targets": _targets,
+    "~lora_parameters": _names,
     **dict.fromkeys(("~dataset", "~data_files", "~text_field", "~messages_column"), _text),
     **dict.fromkeys(("~sources", "~test_sources"), _list),
     **dict.fromkeys(("~mixture", "~mixer"), _section),
     **dict.fromkeys(
-        ("~splits", "~registered", "~registered_eval", "~lora_attention", "adapter.modules_to_save"), _names
+        (
+            "~splits",
+            "~registered",
+            "~registered_eval",
+            "~lora_attention",
+            "~lora_parameters",
+            "adapter.modules_to_save",
+        ),
+        _names,
     ),
 }
 """How a value for a key of ours is read, whosever file has it; others are taken as they are."""

@@ -318,8 +318,6 @@ def _list_of_targets(value: Any) -> Any:
         raise ValueError(f"is {value!r}; write {ALL_LINEAR}, or a list: [{value}]")
     if value == []:
         raise ValueError(f"is empty; write {ALL_LINEAR}, or name layers")
-    if isinstance(value, list) and len(value) > 1 and ALL_LINEAR in value:
-        raise ValueError(f"has {ALL_LINEAR} beside names; write {ALL_LINEAR} alone, or names only")
     return [value] if isinstance(value, str) else value
 
 

@@ -37,6 +37,8 @@ class PlanReport:
     """The model type."""
     num_parameters: int
     num_trained: int
+    notes: tuple[str, ...] = ()
+    """On the recipe."""
 
 
 def forecast_all(
@@ -78,6 +80,7 @@ def forecast_all(
         model=config.model_type,
         num_parameters=traces.sizes.num_parameters,
         num_trained=traces.sizes.num_trained,
+        notes=traces.skeleton.notes,
     )
 
 
@@ -163,7 +166,11 @@ def _suggestion(
             less = {"adapter": AdapterSection(name=name), "batch": small, "model": saved}
             ladder.append((f"adapter: {{name: {name}}}, micro_batch_size: 1 and gradient_checkpointing: true", less))
     for words, changes in ladder:
-        if best := _best(traces.changed(**changes), [*strategies, *new], machines, verdicts):
+        try:
+            changed = traces.changed(**changes)
+        except RecipeError:  # nobody wrote these settings, so that they do not suit this model is no mistake
+            continue
+        if best := _best(changed, [*strategies, *new], machines, verdicts):
             return f"with {words}, {best.strategy.name} fits{_if_there(best)}"
     return None
 

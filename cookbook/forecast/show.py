@@ -52,7 +52,7 @@ def in_words(
     kept["offload"] = "recomputed from inputs in host memory"
     model = f"{report.model}, {counts[0]} parameters ({counts[1]} trained); structure from {report.origin}"
     most = f"at most {tokens_of_step(recipe):,} tokens; activations {kept[recipe.model.gradient_checkpointing]}"
-    notes = (("note", note) for note in machines.notes)
+    notes = (("note", note) for note in (*machines.notes, *report.notes))
     parts = [
         f"PLAN of {recipe_name} on {'the CPU' if machines.usable_gib is None else machines.text}{room}",
         page(*notes, ("model", model), ("a step", step), ("", most)),
@@ -302,7 +302,7 @@ def as_record(
     return {
         "recipe": recipe_name,
         "machines": {"text": machines.text, "gpus": machines.num_gpus, "usable_gib": machines.usable_gib}
-        | {"notes": machines.notes},
+        | {"notes": [*machines.notes, *report.notes]},
         "model": {"type": report.model, "parameters": report.num_parameters, "trained": report.num_trained}
         | {"structure_from": report.origin},
         "steps": steps,

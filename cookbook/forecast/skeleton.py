@@ -9,14 +9,14 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 from cookbook.config.recipe import Recipe
 from cookbook.forecast.costs.inputs import Part, Skeleton, Weight
 from cookbook.planning.pipeline_stages import head_in_layers
-from cookbook.training.adapters import inject
+from cookbook.training.adapters import examine, inject
 
 
 def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
     """The skeleton of a recipe's model; about a second for 70 billion parameters.
 
     Raises:
-        RecipeError: as `adapters.inject`.
+        RecipeError: as `adapters.examine` and `adapters.inject`.
     """
     with torch.device("meta"):
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
@@ -29,7 +29,9 @@ def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
     plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
     cuts = [(re.compile(re.escape(name).replace(r"\*", r"\d+")), how) for name, how in plan.items()]
     head = head_in_layers(model)
+    notes: list[str] = []
     if recipe.adapter is not None:
+        notes = examine(model, recipe.adapter)
         with torch.device("meta"):
             inject(model, recipe.adapter)
     first, last = model.get_input_embeddings(), model.get_output_embeddings()
@@ -54,7 +56,14 @@ def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
             )
         )
     is_tied = last is not None and first is not None and last.weight is first.weight
-    return Skeleton(weights=tuple(weights), num_layers=len(layers), is_tied=is_tied, buffers=buffers, head_layers=head)
+    return Skeleton(
+        weights=tuple(weights),
+        num_layers=len(layers),
+        is_tied=is_tied,
+        buffers=buffers,
+        head_layers=head,
+        notes=tuple(notes),
+    )
 
 
 def _parts(model: PreTrainedModel, first: Any, last: Any) -> dict[int, Part]:

@@ -26,7 +26,7 @@ from cookbook.forecast.autocast import autocast_of_cuda
 from cookbook.forecast.four_bits import multiply_in_4_bits
 from cookbook.forecast.ledger import Ledger, MarkedLayer, Unit, experts_of
 from cookbook.planning.packing import stops_compiling
-from cookbook.training.adapters import ADAPTER_NAME, lora_config
+from cookbook.training.adapters import inject
 from cookbook.training.models.efficiency import save_activations
 from cookbook.training.models.experts import autocast_products
 from cookbook.training.models.loss import LOGITS_BUDGET, add_loss, nll_of_targets
@@ -202,11 +202,7 @@ def _fake_model(
             # from_config would be collective in a run under ZeRO-3.
             model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
         if adapter is not None:
-            from peft import inject_adapter_in_model
-
-            for parameter in model.parameters():
-                parameter.requires_grad_(False)
-            inject_adapter_in_model(lora_config(adapter), model, adapter_name=ADAPTER_NAME)
+            inject(model, adapter)
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(trained)

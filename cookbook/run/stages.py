@@ -152,7 +152,7 @@ def load_inputs(recipe: Recipe, plan: Plan, rows: RowSets, *, cache: Path, notes
         why = "torch counts the tokens of experts with torch.histc, which has no deterministic kernel on a GPU"
         raise RecipeError([f"run.deterministic is true, and {config.model_type} has experts: {why}; set it to false"])
     if recipe.adapter is not None:
-        adapters.check_names(config, recipe.adapter)
+        notes += adapters.check_names(config, recipe.adapter)
     data = tokenize_data(
         rows, tokenizer, recipe.data, recipe.objective, cache=cache, num_embeddings=facts.num_embeddings
     )

@@ -287,6 +287,7 @@ class Conversion:
         name, component = self._take("adapter"), str(self._take("component", "")).rpartition(".")[2]
         uses, four, dora = self._take("peft"), self._take("4bit"), self._take("dora")
         alpha_over_rank = self._take("alpha_over_rank")
+        parameters = self._take("lora_parameters")
         attention, mlp, _ = self._take("lora_attention"), self._take("lora_mlp"), self._take("lora_head")
         if self._take("8bit"):
             self._note("~8bit", "no weights in 8 bits; write adapter.name: qlora for 4 bits")
@@ -301,6 +302,8 @@ class Conversion:
                     self._note(key, f"without an adapter, left out; {ADAPTER}")
             if four:
                 self._note("~4bit", f"without an adapter, left out; {ADAPTER}")
+            if parameters:
+                self._note("~lora_parameters", f"without an adapter, left out; {ADAPTER}")
             return
         self.recipe["adapter.name"] = "qlora" if four else "dora" if dora and name == "lora" else name
         if four and dora:
@@ -310,6 +313,8 @@ class Conversion:
             self.recipe["adapter.targets"] = names + (["gate_proj", "up_proj", "down_proj"] if mlp else [])
         elif mlp:
             self._note("~lora_mlp", "write adapter.targets")
+        if parameters:
+            self.recipe["adapter.targets"] = [*self.recipe.get("adapter.targets", []), *parameters]
         if alpha_over_rank is not None and "adapter.rank" in self.recipe and "adapter.alpha" not in self.recipe:
             self.recipe["adapter.alpha"] = alpha_over_rank * self.recipe["adapter.rank"]
             self.notes.append(

@@ -26,8 +26,8 @@ def lacks_checkpoint(recipe: Recipe) -> list[str]:
 
 
 def check_model(recipe: Recipe) -> list[str]:
-    """Compare what the folder of a model says of itself, as the start of a run does. Imports torch if there are
-    weights, here or in the Hub's cache.
+    """Compare what the folder of a model says of itself, and the adapter's names with its layers, as the start of a run
+    does. Imports torch if there are weights, here or in the Hub's cache.
 
     Returns:
         notes for the user.
@@ -40,14 +40,15 @@ def check_model(recipe: Recipe) -> list[str]:
         return []
     if not num_gpus():
         quiet_deepspeed()
-    from cookbook.training import models
+    from cookbook.training import adapters, models
     from cookbook.training.models.folder_facts import check_folder
 
     model = recipe.model.model_copy(update={"name_or_path": str(here)})
     folder = models.resolve_model(model, seed=recipe.seed, texts=(), fingerprint="", cache=Path())
     config = models.load_config(folder, recipe.data.max_length)
     tokenizer = models.load_tokenizer(folder, recipe.data.chat_template)
-    return check_folder(here, config, tokenizer, place=f"model.name_or_path is {name!r}").notes
+    notes = check_folder(here, config, tokenizer, place=f"model.name_or_path is {name!r}").notes
+    return notes + (adapters.check_names(config, recipe.adapter) if recipe.adapter else [])
 
 
 def _weights_here(model: ModelSection) -> Path | None:

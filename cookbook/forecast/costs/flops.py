@@ -81,7 +81,7 @@ def sizes_of(config: Any, skeleton: Skeleton) -> ModelSizes:
         """Elements of a weight that a token is multiplied with."""
         if len(weight.shape) < 2 or weight.layer is None or weight.name.endswith("bias"):
             return 0.0
-        return weight.num_elements * (share if weight.is_expert else 1.0)
+        return weight.num_elements * (share if weight.is_routed else 1.0)
 
     heads = text.num_attention_heads
     plain = _first(text, "head_dim") or text.hidden_size // heads

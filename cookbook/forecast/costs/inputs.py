@@ -41,7 +41,12 @@ class Weight:
 
     @property
     def is_expert(self) -> bool:
-        """Whether it holds a layer's experts, stacked along dimension 0."""
+        """Whether it holds a layer's experts, stacked along dimension 0; not the matrices of an adapter of theirs."""
+        return self.is_routed and ".lora_" not in self.name
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether a token is multiplied with the part of its own experts only."""
         return ".experts." in self.name
 
 
@@ -58,6 +63,8 @@ class Skeleton:
     """Elements of each float32 buffer, such as the frequencies of rotary embeddings."""
     head_layers: int = 0
     """See `head_layers`."""
+    notes: tuple[str, ...] = ()
+    """See `adapters.examine`."""
 
 
 def stage_of(skeleton: Skeleton, stage: int, num_stages: int, chunks: int = 1) -> Skeleton:

@@ -64,6 +64,7 @@ def write_merged(folder: Path, build: Path, dtype: torch.dtype | None) -> str:
 def _merged_in_parts(base_folder: Path, adapter: Path) -> tuple[dict[str, Weight], torch.Tensor] | None:
     """The weights, each merged when it is read, and the logits of adapter and base; None if it cannot be streamed."""
     from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import ParamWrapper
     from peft.utils import ModulesToSaveWrapper
 
     streamed = StreamedModel.open(base_folder)
@@ -75,8 +76,10 @@ def _merged_in_parts(base_folder: Path, adapter: Path) -> tuple[dict[str, Weight
     open_beside(streamed.model, adapter)
     for name, module in streamed.model.named_modules():
         if isinstance(module, LoraLayer):
-            for key in streamed.tensors_of(module.get_base_layer()):
-                of_layer = f"{name}.{key}"
+            own = [module.parameter_name] if isinstance(module, ParamWrapper) else None
+            for key in own or streamed.tensors_of(module.get_base_layer()):
+                # One wrapper is in another where two parameters of a module have adapters.
+                of_layer = f"{name.replace('.base_layer', '')}.{key}"
                 weights[of_layer] = weights[of_layer]._replace(parts=partial(_merged_layer, streamed, module, key))
         elif isinstance(module, ModulesToSaveWrapper):
             for key, parameter in module.modules_to_save[ADAPTER_NAME].named_parameters():

@@ -106,6 +106,8 @@ class Zero(Engine):
         return {} if self._is_stage3 else super().load_options(is_quantized=is_quantized)
 
     def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        if self._is_stage3:
+            _gather_for_readers(model)
         wrapped = super()._wrap(model, optimizer)
         if self.loss_scale is not None:
             # DeepSpeed 0.19.8 doubles its scale a step after its window, torch at it; one rule replaces both.
@@ -350,6 +352,17 @@ def _ruled_scaler(rule: LossScale) -> Any:
             self.cur_scale = rule.scale
 
     return Ruled(rule.scale)
+
+
+def _gather_for_readers(model: torch.nn.Module) -> None:
+    """Have stage 3 gather all weights inside of a module that reads them itself when its forward begins. Otherwise it
+    gathers those of each module at that one's own forward, and an adapter's of stacked experts have none.
+    """
+    from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
+
+    for module in model.modules():
+        if getattr(module, "reads_weights_inside", False):
+            set_z3_leaf_module(module, True)
 
 
 @contextlib.contextmanager

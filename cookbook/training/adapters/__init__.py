@@ -6,7 +6,7 @@ peft is imported inside functions: with bitsandbytes it takes two seconds, which
 import contextlib
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,15 +52,27 @@ class Base:
         (folder / BASE_RECORD).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
-def lora_config(settings: AdapterSection, base: Base | None = None) -> "LoraConfig":
-    """peft's configuration of a recipe's adapter."""
+def lora_config(
+    settings: AdapterSection, model: PreTrainedModel, base: Base | None = None, *, for_file: bool = False
+) -> "LoraConfig":
+    """peft's configuration of a recipe's adapter.
+
+    Args:
+        model: without an adapter.
+        for_file: as peft itself must read it; see `_renamed`.
+    """
     from peft import LoraConfig
 
+    modules, parameters = _modules_and_parameters(model, settings.targets)
+    if for_file and (renamed := _renamed(model, modules)):
+        modules = [name for name in modules if name not in renamed]
+        parameters = [*parameters, *(f"{name}.weight" for name in renamed)]
     return LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a float works too
         lora_dropout=settings.dropout,
-        target_modules=ALL_LINEAR if settings.targets == [ALL_LINEAR] else settings.targets,
+        target_modules=modules,
+        target_parameters=parameters or None,
         modules_to_save=settings.modules_to_save or None,
         use_dora=settings.name == "dora",
         use_rslora=settings.rslora,
@@ -70,34 +82,123 @@ def lora_config(settings: AdapterSection, base: Base | None = None) -> "LoraConf
     )
 
 
-def check_names(config: PreTrainedConfig, settings: AdapterSection) -> None:
-    """Check the adapter's module names against the model's structure.
+def _modules_and_parameters(model: PreTrainedModel, targets: list[str]) -> tuple[str | list[str], list[str]]:
+    """What peft calls `target_modules` and `target_parameters`."""
+    stacked = stacked_experts(model)
+    if targets == [ALL_LINEAR] and not stacked:
+        return ALL_LINEAR, []
+    linear = _linear_names(model)
+    last = _last_parts(linear)
+    modules = [
+        name
+        for target in targets
+        for name in (last if target == ALL_LINEAR else [target] if _matching(linear, target) else [])
+    ]
+    found = [name for target in targets for name in _matching(stacked, target)]
+    # With the name of the module: a linear layer of a shared expert may have the parameter's.
+    return list(dict.fromkeys(modules)), _last_parts(found, 2)
+
+
+def _matching(names: Iterable[str], target: str) -> list[str]:
+    """The names that a target means, as peft matches them: all of a name, or its last parts."""
+    return [name for name in names if f".{name}".endswith(f".{target}")]
+
+
+def _last_parts(names: Iterable[str], count: int = 1) -> list[str]:
+    return list(dict.fromkeys(".".join(name.split(".")[-count:]) for name in names))
+
+
+def _of_experts(stacked: Iterable[str]) -> str:
+    names = ", ".join(_last_parts(stacked, 2))
+    return f", and the experts' {names}" if names else ""
+
+
+def _linear_names(model: PreTrainedModel) -> list[str]:
+    """Linear layers but the head; not those that share the last part of their name with something else."""
+    head = model.get_output_embeddings()
+    named = [(name, module) for name, module in model.named_modules() if module is not head]
+    others = {name.rpartition(".")[2] for name, module in named if not isinstance(module, torch.nn.Linear)}
+    return [
+        name for name, module in named if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] not in others
+    ]
+
+
+def stacked_experts(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
+    """Parameters that stack a layer's experts along dimension 0, by name."""
+    return {
+        f"{name}.{key}": parameter
+        for name, module in model.named_modules()
+        if "expert" in type(module).__name__.lower()
+        for key, parameter in module.named_parameters(recurse=False)
+        if len(getattr(parameter, "ds_shape", parameter.shape)) == 3
+    }
+
+
+def _renamed(model: PreTrainedModel, names: str | Collection[str] | None) -> list[str]:
+    """Linear layers whose names peft 0.21.2 takes for those of experts in transformers 4, where the model has such
+    experts, and adapts these instead (utils/transformers_weight_conversion.py, _convert_peft_config_moe): as
+    parameters it leaves their names as they are.
+    """
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    def is_renamed(name: str) -> bool:
+        config = LoraConfig(target_modules=[name])
+        try:
+            convert_peft_config_for_transformers(config, model, None)
+        except ValueError:  # it wants all layers that were joined in one tensor
+            return True
+        return name not in (config.target_modules or ())
+
+    return [] if isinstance(names, str) else sorted(filter(is_renamed, names or ()))
+
+
+def check_names(config: PreTrainedConfig, settings: AdapterSection) -> list[str]:
+    """Check an adapter against the structure of a model, without data.
+
+    Returns:
+        notes for the user, see `examine`.
 
     Raises:
-        RecipeError: every name that matches no module, or one that cannot be adapted.
+        RecipeError: as `examine` and `inject`.
     """
     model = _empty_model(config)
+    notes = examine(model, settings)
+    with torch.device("meta"):
+        inject(model, settings)
+    return notes
+
+
+def examine(model: PreTrainedModel, settings: AdapterSection) -> list[str]:
+    """Check the adapter's names against a model that has no adapter yet.
+
+    Returns:
+        notes for the user: what stays frozen although a reader of the recipe may not expect it.
+
+    Raises:
+        RecipeError: every name that matches nothing, or what cannot be adapted.
+    """
     leaves: dict[str, list[torch.nn.Module]] = {}
     for name, module in model.named_modules():
         leaves.setdefault(name.rpartition(".")[2], []).append(module)
     head = model.get_output_embeddings()
-    linear = [leaf for leaf, modules in leaves.items() if all(type(module) is torch.nn.Linear for module in modules)]
+    linear, stacked = _linear_names(model), stacked_experts(model)
     # peft takes every module whose name ends so; a name that several layers share would train all of them.
     whole = [
         leaf for leaf, (first, *more) in leaves.items() if not more and (first is head or type(first) is Embedding)
     ]
     mistakes = []
     # peft is content when one of several targets matches: a misspelt one would be left out in silence.
-    for target in settings.targets if settings.targets != [ALL_LINEAR] else []:
+    for target in settings.targets:
         if leaves.get(target) == [head]:
             mistakes.append(
                 f"adapter.targets has {target!r}, the output head, which computes the loss as a whole; to train it,"
                 f" write adapter.modules_to_save: [{target}]"
             )
-        elif target not in linear:
+        elif target != ALL_LINEAR and not _matching([*linear, *stacked], target):
             mistakes.append(
                 f"adapter.targets has {target!r}, which is no linear layer of {type(model).__name__}; it has"
-                f" {', '.join(leaf for leaf in linear if leaves[leaf] != [head])}"
+                f" {', '.join(_last_parts(linear))}{_of_experts(stacked)}"
             )
     for name in settings.modules_to_save:
         if name not in whole:
@@ -105,40 +206,100 @@ def check_names(config: PreTrainedConfig, settings: AdapterSection) -> None:
                 f"adapter.modules_to_save has {name!r}; of {type(model).__name__} these can be trained whole:"
                 f" {', '.join(whole)}"
             )
-        elif config.tie_word_embeddings:
+        elif model.config.tie_word_embeddings:
             mistakes.append(
                 f"adapter.modules_to_save has {name!r}, but embedding and head of this model are one matrix: trained"
                 " apart they would no longer be. Remove it, or train all weights without an adapter"
             )
     if mistakes:
         raise RecipeError(mistakes)
-    with torch.device("meta"):
-        inject(model, settings)
+    return _note_on_experts(model, settings, stacked)
+
+
+def _note_on_experts(
+    model: PreTrainedModel, settings: AdapterSection, stacked: dict[str, torch.nn.Parameter]
+) -> list[str]:
+    frozen = {name: one for name, one in stacked.items() if not any(_matching([name], t) for t in settings.targets)}
+    if not frozen:
+        return []
+    share = sum(one.numel() for one in frozen.values()) / sum(one.numel() for one in model.parameters())
+    names = ", ".join(_last_parts(frozen, 2))
+    return [
+        f"adapter.targets: the experts' {names}, {share:.0%} of the weights, stay frozen; to adapt them write"
+        f" adapter.targets: [{', '.join([*settings.targets, *_last_parts(frozen, 2)])}]"
+    ]
 
 
 def inject(model: PreTrainedModel, settings: AdapterSection) -> None:
     """Freeze a model and insert peft's layers, in place.
 
     Raises:
-        RecipeError: peft does not support the combination, for example for experts whose weights are one tensor.
+        RecipeError: peft does not support the combination, for example dropout for experts.
     """
     from peft import inject_adapter_in_model
 
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+    config = lora_config(settings, model)
+    _check_parameters(model, settings, config)
     try:
-        with _sizes_of_modules():
-            inject_adapter_in_model(lora_config(settings), model, adapter_name=ADAPTER_NAME)
+        with _sizes_of_modules(), _names_as_written():
+            inject_adapter_in_model(config, model, adapter_name=ADAPTER_NAME)
     except ValueError as error:
         ways = {"lora_dropout": "adapter.dropout: 0", "use_dora": "adapter.name: lora"}
         way = next((f"; write {way}" for word, way in ways.items() if word in str(error)), "")
         name = f"adapter.name {settings.name} with dropout {settings.dropout:g}"
         raise RecipeError(f"{name}: peft cannot put it into {type(model).__name__}: {error}{way}") from None
-    if stacked := _stacked(model):
-        raise RecipeError(
-            f"adapter.targets: {', '.join(stacked)} of {type(model).__name__} are no linear layers; peft would adapt"
-            f" their parameters, which is not served yet; write adapter.targets: [{', '.join(_adapted_linear(model))}]"
+    _multiply_experts(model, config)
+
+
+def _check_parameters(model: PreTrainedModel, settings: AdapterSection, config: "LoraConfig") -> None:
+    """Check what peft adapts as parameters, in training or when it reads the file.
+
+    Raises:
+        RecipeError: everything that it does not serve for these.
+    """
+    experts = {name: model.get_submodule(name.rpartition(".")[0]) for name in stacked_experts(model)}
+    targeted = {name: experts[name] for one in config.target_parameters or () for name in _matching(experts, one)}
+    what = _last_parts(targeted, 2) or _renamed(model, config.target_modules)
+    mistakes = []
+    if others := _last_parts((name for name, one in targeted.items() if not hasattr(one, "is_transposed")), 2):
+        mistakes.append(
+            f"adapter.targets: {', '.join(others)} of {type(model).__name__} are not multiplied by transformers' own"
+            " implementations of experts, the only ones that are served; write all-linear"
         )
+    for is_wrong, key, way in (
+        (settings.dropout > 0, f"adapter.dropout {settings.dropout:g}", "adapter.dropout: 0"),
+        (settings.name == "dora", "adapter.name dora", "adapter.name: lora"),
+    ):
+        if what and is_wrong:
+            mistakes.append(
+                f"{key}: peft adapts {', '.join(what)} of {type(model).__name__} as parameters, which it serves without"
+                f" dropout and DoRA only; write {way}, or adapter.targets without these"
+            )
+    if mistakes:
+        raise RecipeError(mistakes)
+
+
+def _multiply_experts(model: torch.nn.Module, config: Any) -> None:
+    """See `stacked`, which is imported for such models only."""
+    if config.target_parameters:
+        from cookbook.training.adapters.stacked import multiply_low_rank
+
+        multiply_low_rank(model, ADAPTER_NAME)
+
+
+@contextlib.contextmanager
+def _names_as_written() -> Iterator[None]:
+    """Have peft adapt the layers that are named; see `_renamed`."""
+    from peft.utils import transformers_weight_conversion as conversion
+
+    theirs = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = theirs
 
 
 @contextlib.contextmanager
@@ -163,38 +324,8 @@ def _sizes_of_modules() -> Iterator[None]:
         LoraLayer._get_in_out_features = theirs  # type: ignore[method-assign]
 
 
-def usual_targets(config: PreTrainedConfig) -> list[str]:
-    """`all-linear`, or the linear layers of a model for which that is refused."""
-    model = _empty_model(config)
-    try:
-        with torch.device("meta"):
-            inject(model, AdapterSection(name="lora"))
-    except RecipeError:
-        return _adapted_linear(model)
-    return [ALL_LINEAR]
-
-
-def _stacked(model: PreTrainedModel) -> list[str]:
-    """Classes of modules whose parameters peft has wrapped. peft 0.21.2 takes experts and routers for linear layers;
-    the first weights, sharding and export of its wrappers are not served.
-    """
-    from peft.tuners.lora.layer import ParamWrapper
-
-    wrappers = (module for module in model.modules() if isinstance(module, ParamWrapper))
-    return sorted({type(wrapper.get_base_layer()).__name__ for wrapper in wrappers})
-
-
-def _adapted_linear(model: PreTrainedModel) -> list[str]:
-    """The last parts of the names of linear layers that have an adapter."""
-    from peft.tuners.lora.layer import Linear
-
-    return list(
-        dict.fromkeys(name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, Linear))
-    )
-
-
 def add_adapter(model: PreTrainedModel, settings: AdapterSection, *, seed: int) -> None:
-    """Freeze a model and add trainable float32 weights to its linear layers, in place.
+    """Freeze a model and add trainable float32 weights to its linear layers and experts, in place.
 
     They are drawn from `seed` alone, so that they are equal however the model is sharded.
     """
@@ -212,6 +343,7 @@ def open_adapter(model: PreTrainedModel, folder: Path) -> None:
     wrapped = PeftModel(model, settings, ADAPTER_NAME)
     _set_dtypes(model)  # before weights are read, which would be rounded to the model's dtype
     wrapped.load_adapter(str(folder), ADAPTER_NAME, is_trainable=True)
+    _multiply_experts(model, settings)
 
 
 def _set_dtypes(model: PreTrainedModel) -> None:
@@ -286,13 +418,12 @@ def write_adapter(
     Args:
         weights: the whole trained parameters by their names in the model.
     """
-    from peft import inject_adapter_in_model
     from peft.utils import get_peft_model_state_dict
 
     # A model without data, since peft derives the names in the file from a model.
     empty = _empty_model(config)
-    peft_config = lora_config(settings, base)
-    inject_adapter_in_model(peft_config, empty, adapter_name=ADAPTER_NAME)
+    peft_config = lora_config(settings, empty, base, for_file=True)
+    inject(empty, settings)
     named = get_peft_model_state_dict(empty, state_dict=weights, adapter_name=ADAPTER_NAME, save_embedding_layers=False)
     if len(named) != len(weights):
         raise RuntimeError(f"{len(weights)} tensors were trained, peft would save {len(named)}: nothing was written")

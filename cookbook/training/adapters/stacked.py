@@ -1,0 +1,115 @@
+"""LoRA of experts that transformers stacks in one tensor: peft's weights and names, multiplied as low-rank products.
+
+peft 0.21.2 adds B A to the whole tensor in each forward (tuners/lora/layer.py, ParamWrapper), so that a layer without
+checkpointing keeps a second copy of its experts, its backward makes their whole gradient, and a change smaller than
+bf16 can add is lost. It also reads a tensor that expert parallel and ZeRO-3 have not gathered yet. The products here
+are the same numbers, in the experts' own forward.
+"""
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft.tuners.lora.layer import ParamWrapper
+from torch.distributed.tensor import DTensor
+from transformers.integrations import moe
+
+IMPLEMENTATION = "cookbook_low_rank"
+"""Our forward among transformers' implementations of experts."""
+RANK_MULTIPLE = 8
+"""torch's grouped product on a GPU wants rows of a multiple of 16 bytes (ATen/native/cuda/GroupedBlas.cpp)."""
+
+
+class LowRankExperts(ParamWrapper):
+    """peft's wrapper of one parameter, whose change the experts' forward multiplies by itself.
+
+    A is [experts * rank, inputs] and B is [outputs, rank * experts], as in peft's files.
+    """
+
+    reads_weights_inside = True
+    """Its own forward begins the use of all weights in it, which no forward of their modules does."""
+    adapter_name: str
+    first_expert: int
+    """Of this process, among those of the layer."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.base_layer(x, *args, **kwargs)
+
+    def change(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """What the adapter adds to the product of these rows with the experts of this process.
+
+        Args:
+            rows: [S, inputs], sorted by expert.
+            ends: [experts of this process], where the rows of each end.
+        """
+        a: Any = self.lora_A[self.adapter_name].weight
+        b: Any = self.lora_B[self.adapter_name].weight
+        own = slice(self.first_expert, self.first_expert + len(ends))
+        a = a.view(self.num_experts, -1, a.shape[1])[own]
+        b = b.view(len(b), -1, self.num_experts).permute(2, 1, 0)[own] * self.scaling[self.adapter_name]
+        more = (0, 0, 0, -a.shape[1] % RANK_MULTIPLE)
+        a, b = (F.pad(one.to(rows.dtype), more).contiguous() for one in (a, b))
+        return _multiply(_multiply(rows, a.mT, ends), b, ends)
+
+
+def _multiply(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Each row with the matrix of its expert, by the function that transformers takes for the experts themselves."""
+    product: torch.Tensor = moe._grouped_mm(rows, weights, offs=ends)
+    return product
+
+
+def experts_forward(
+    experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The weighted sum of each token's experts, [tokens, hidden]. An implementation of transformers' experts (5.23,
+    integrations/moe.py); the indices are those of this process's experts, as `AllToAllEP` sends them.
+
+    Args:
+        experts: a module of `use_experts_implementation`, with its `adapters` by parameter.
+        top_k_index, top_k_weights: [tokens, experts of a token].
+    """
+    top_k = top_k_index.shape[-1]
+    of_row, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    numbers = torch.arange(experts.num_experts, device=of_row.device, dtype=of_row.dtype)
+    ends = torch.searchsorted(of_row, numbers, right=True).int()
+
+    def project(name: str, rows: torch.Tensor) -> torch.Tensor:
+        weights = getattr(experts, name)
+        result = _multiply(rows, weights if experts.is_transposed else weights.mT, ends)
+        if name in experts.adapters:
+            result = result + experts.adapters[name].change(rows, ends).to(result.dtype)
+        return result + getattr(experts, f"{name}_bias")[of_row] if experts.has_bias else result
+
+    rows = project("gate_up_proj" if experts.has_gate else "up_proj", hidden_states[order // top_k])
+    rows = project("down_proj", experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows))
+    if getattr(experts, "has_post_expert_norm", False):
+        rows = experts.post_expert_norm(rows)
+    weighted = (rows * top_k_weights.reshape(-1)[order, None])[torch.argsort(order)]
+    return weighted.view(len(hidden_states), top_k, -1).sum(1).to(hidden_states.dtype)
+
+
+moe.ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
+
+
+def multiply_low_rank(model: torch.nn.Module, adapter_name: str) -> None:
+    """Have peft's wrappers of stacked experts multiplied by `experts_forward`, in place."""
+    for wrapper in [module for module in model.modules() if type(module) is ParamWrapper]:
+        experts: Any = wrapper.get_base_layer()
+        if hasattr(experts, "is_transposed"):
+            adapted: Any = wrapper
+            adapted.__class__ = LowRankExperts
+            adapted.adapter_name = adapter_name
+            adapted.first_expert = _first_expert(wrapper.get_param(), experts.num_experts)
+            # By a plain dict, which makes the wrapper no module of what it wraps.
+            experts.adapters = getattr(experts, "adapters", {}) | {wrapper.parameter_name: wrapper}
+            # A copy: other models are made from the configuration too.
+            experts.config = copy.copy(experts.config)
+            experts.config._experts_implementation = IMPLEMENTATION
+
+
+def _first_expert(weight: torch.Tensor, num_here: int) -> int:
+    """Each process of an expert-parallel group has as many experts, in order (distributed/expert_parallel.py)."""
+    mesh = weight.device_mesh if isinstance(weight, DTensor) else None
+    divides = mesh is not None and "ep" in (mesh.mesh_dim_names or ())
+    return mesh["ep"].get_local_rank() * num_here if divides else 0  # type: ignore[index]

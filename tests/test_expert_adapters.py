@@ -1,0 +1,234 @@
+"""Adapters on experts that are stacked in one tensor: peft's own numbers, under every strategy.
+
+pytest -m "slow or not slow" tests/test_expert_adapters.py
+"""
+
+import copy
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.architectures import tiny_config, tiny_model
+from cookbook.commands.merge import merge_run
+from cookbook.config.recipe import load_recipe
+from cookbook.config.sections import AdapterSection
+from cookbook.forecast.costs.flops import sizes_of
+from cookbook.forecast.skeleton import skeleton
+from cookbook.system.files import RecipeError
+from cookbook.training import adapters
+from cookbook.training.checkpoint import write_model as checkpoint
+from cookbook.training.models import train_tokenizer, weights_digest
+from tests.conftest import ROOT
+from tests.curves import Lab, distance
+from tests.experts import experts
+from tests.test_equivalence import SGD_LOSS, SGD_NORM
+
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+ADAPTER = {
+    "adapter": "{name: lora, rank: 4, targets: [all-linear, gate_up_proj, down_proj]}",
+    "optim.learning_rate": "0.1",
+}
+SLOW = pytest.mark.slow
+STACKED = ["qwen3_moe", "gpt_oss"]
+"""Experts as rows of outputs; and as rows of inputs, with biases and a gate of their own."""
+
+
+def settings(targets: list[str], **others: Any) -> AdapterSection:
+    return AdapterSection(**{"name": "lora", "rank": 4, "targets": targets, **others})
+
+
+def new_model(model_type: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return tiny_model(tiny_config(model_type)).float()
+
+
+def trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: one for name, one in model.named_parameters() if one.requires_grad}
+
+
+def losses(model: torch.nn.Module, steps: int = 5) -> list[float]:
+    """Of a plain loop with SGD."""
+    ids = torch.randint(0, 256, (3, 20), generator=torch.Generator().manual_seed(3))
+    optimizer = torch.optim.SGD(trained(model).values(), lr=0.3)
+    found = []
+    for _ in range(steps):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("model_type", STACKED)
+def test_a_plain_loop_with_peft_alone_has_the_same_losses(model_type: str):
+    model = new_model(model_type)
+    theirs, others = copy.deepcopy(model), copy.deepcopy(model)
+    adapters.add_adapter(model, settings(["q_proj", *EXPERTS]), seed=7)
+    first = {adapters.name_in_file(name): one.detach().clone() for name, one in trained(model).items()}
+    found = losses(model)
+    config = {"r": 4, "lora_alpha": 32, "target_modules": ["q_proj"]}
+
+    def by_peft(base: torch.nn.Module, **more: Any) -> list[float]:
+        peft = get_peft_model(base, LoraConfig(**config | more))
+        for name, one in trained(peft).items():
+            one.data.copy_(first[adapters.name_in_file(name.removeprefix("base_model.model."))])
+        return losses(peft)
+
+    expected = by_peft(theirs, target_parameters=EXPERTS)
+    assert found == pytest.approx(expected, rel=2e-6)
+    assert found[0] - found[-1] > 0.1, "it learns"
+    assert by_peft(others) != pytest.approx(found, rel=1e-3), "the experts' adapters do something"
+
+
+def moved(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Trained weights, away from their first values."""
+    chance = torch.Generator().manual_seed(1)
+    return {
+        name: one.detach() + 0.05 * torch.randn(one.shape, generator=chance) for name, one in trained(model).items()
+    }
+
+
+def finished(folder: Path, model_type: str, asked: AdapterSection) -> Path:
+    """A finished run, as `merge` reads it."""
+    base, export = folder / "base", folder / "run" / "export"
+    model = new_model(model_type)
+    model.save_pretrained(base)
+    adapters.add_adapter(model, asked, seed=0)
+    export.mkdir(parents=True)
+    record = adapters.Base(str(base), None, weights_digest(base))
+    adapters.write_adapter(moved(model), export, config=tiny_config(model_type), settings=asked, base=record)
+    for place in (base, export):
+        train_tokenizer(["def f(x):\n    return x\n"] * 5, 300).save_pretrained(place)
+    checkpoint.write_generation_config(export, like=base, end_of_turn=2)
+    return folder / "run"
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        return model.eval()(input_ids=ids).logits
+
+
+# deepseek_v3 has layers without experts, and a shared expert, whose linear layers have the names of experts.
+@pytest.mark.parametrize("model_type", [*STACKED, "deepseek_v3"])
+def test_peft_opens_what_was_trained_and_the_merged_model_is_the_same(tmp_path: Path, model_type: str, capsys):
+    asked = settings(["all-linear", *EXPERTS])
+    run = finished(tmp_path, model_type, asked)
+    ours = new_model(model_type)
+    adapters.add_adapter(ours, asked, seed=0)
+    for name, tensor in moved(ours).items():
+        ours.get_parameter(name).data = tensor
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        opened = AutoPeftModelForCausalLM.from_pretrained(run / "export", dtype=torch.float32)
+    expected = logits(ours)
+    assert torch.allclose(logits(opened), expected, atol=5e-5)
+    evaluated = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    adapters.open_adapter(evaluated, run / "export")
+    assert torch.allclose(logits(evaluated), expected, atol=5e-5)
+    assert (logits(new_model(model_type)) - expected).abs().max() > 0.1, "the adapter does something"
+    assert merge_run(run, "float32") == 0
+    assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(run / "merged")), expected, atol=1e-4)
+    assert "reopened" in capsys.readouterr().out
+
+
+def test_each_expert_is_merged_with_its_own_part_by_hand(tmp_path: Path):
+    """In the files each expert has its own tensors, and gate and up are apart."""
+    run = finished(tmp_path, "qwen3_moe", settings(EXPERTS, alpha=8.0))
+    assert merge_run(run, "float32") == 0
+    base, merged = (load_file(path / "model.safetensors") for path in (tmp_path / "base", run / "merged"))
+    adapter = load_file(run / "export" / "adapter_model.safetensors")
+    assert base.keys() == merged.keys()
+    count, rank, scale = tiny_config("qwen3_moe").num_experts, 4, 8 / 4
+    compared = 0
+    for layer in range(2):
+        place = f"model.layers.{layer}.mlp.experts"
+        parts = {"gate_up_proj": f"base_model.model.{place}.base_layer", "down_proj": f"base_model.model.{place}"}
+        for expert in range(count):
+            change = {}
+            for name, key in parts.items():
+                a = adapter[f"{key}.lora_A.weight"][expert * rank : (expert + 1) * rank]
+                b = adapter[f"{key}.lora_B.weight"][:, expert::count]
+                change[name] = scale * b @ a
+            gate, up = change["gate_up_proj"].chunk(2)
+            for name, one in {"gate_proj": gate, "up_proj": up, "down_proj": change["down_proj"]}.items():
+                key = f"{place}.{expert}.{name}.weight"
+                assert torch.allclose(merged[key] - base[key], one, atol=1e-6), key
+                assert one.abs().max() > 1e-3
+                compared += 1
+    assert compared == 2 * count * 3
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"dropout": 0.1}, "write adapter.dropout: 0"),
+        ({"name": "dora"}, "write adapter.name: lora"),
+        (
+            {"targets": ["gate"]},
+            "'gate', which is no linear layer of MixtralForCausalLM; it has q_proj, k_proj, v_proj",
+        ),
+        ({"targets": ["w1"]}, "o_proj, and the experts' experts.gate_up_proj, experts.down_proj"),
+    ],
+)
+def test_what_experts_cannot_have_is_refused_by_plan_and_run(asked: dict, expected: str):
+    config = tiny_config("mixtral")
+    bad = settings(asked.pop("targets", ["q_proj", "down_proj"]), **asked)
+    recipe = load_recipe(ROOT / "recipes/quickstart.yaml", []).model_copy(update={"adapter": bad})
+    for check in (lambda: adapters.check_names(config, bad), lambda: skeleton(config, recipe)):
+        with pytest.raises(RecipeError) as caught:
+            check()
+        (mistake,) = caught.value.mistakes
+        assert expected in mistake
+
+
+@pytest.mark.parametrize("model_type", [*STACKED, "mixtral", "qwen3_next"])
+def test_all_linear_leaves_experts_and_routers_frozen_and_says_so(model_type: str):
+    config, model = tiny_config(model_type), new_model(model_type)
+    asked = settings(["all-linear"])
+    linear = {name for name, module in model.named_modules() if type(module) is torch.nn.Linear} - {"lm_head"}
+    share = sum(one.numel() for one in model.parameters() if one.ndim == 3 and one.shape[1] > 1)
+    share /= sum(one.numel() for one in model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        (note,) = adapters.check_names(config, asked)
+        adapters.add_adapter(model, asked, seed=0)
+    assert {name.partition(".lora_")[0] for name in trained(model)} == linear
+    assert f"the experts' experts.gate_up_proj, experts.down_proj, {share:.0%} of the weights, stay frozen" in note
+    assert "write adapter.targets: [all-linear, experts.gate_up_proj, experts.down_proj]" in note
+    assert adapters.check_names(config, settings(["all-linear", *EXPERTS])) == []
+
+
+def test_the_forecast_counts_a_rank_for_each_expert():
+    config = tiny_config("qwen3_moe")
+    recipe = load_recipe(ROOT / "recipes/quickstart.yaml", [])
+    found = skeleton(config, recipe.model_copy(update={"adapter": settings(EXPERTS)}))
+    experts, inner, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
+    each = 4 * (hidden + 2 * inner) + 4 * (inner + hidden)
+    sizes = sizes_of(config, found)
+    assert sizes.num_trained == config.num_hidden_layers * experts * each
+    assert sizes.num_matrix_trained == config.num_hidden_layers * config.num_experts_per_tok * each
+    assert sizes.num_of_experts == config.num_hidden_layers * experts * 3 * hidden * inner
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["zero3", "fsdp2_ep", *(pytest.param(name, marks=SLOW) for name in ("ddp", "fsdp2", "zero1", "zero2", "fsdp1"))],
+)
+def test_the_curve_is_that_of_one_process(lab: Lab, strategy: str):
+    model = experts(lab) | ADAPTER
+    few = {"batch.micro_batch_size": "2"} if strategy == "fsdp2_ep" else {}
+    curve = lab.run(strategy, model | few)
+    found = distance(curve, lab.run("single", model))
+    print(strategy, found)
+    assert found.loss < SGD_LOSS and found.norm < SGD_NORM and found.weight < 1e-6, found
+    written = json.loads((curve.folder / "export" / "adapter_config.json").read_text())
+    assert sorted(written["target_parameters"]) == sorted(EXPERTS)
