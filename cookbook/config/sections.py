@@ -334,8 +334,9 @@ class AdapterSection(Section):
     targets: Annotated[
         list[str], BeforeValidator(_list_of_targets, json_schema_input_type=Literal["all-linear"] | list[str])
     ] = [ALL_LINEAR]
-    """Linear layers that get an adapter: all but the head, or those whose names end so ([q_proj, v_proj]). A name that
-    matches no layer is an error."""
+    """What gets an adapter: all linear layers but the head, or those whose names end so ([q_proj, v_proj]); and by
+    name the experts of a mixture that are one tensor ([all-linear, gate_up_proj, down_proj]). A name that matches
+    nothing is an error."""
     modules_to_save: list[str] = []
     """Which of embedding and head to train fully and save with the adapter: [embed_tokens, lm_head]."""
     rslora: bool = False
