@@ -26,7 +26,9 @@ def library_page() -> str:
         "",
         "A recipe is a model and a task. Its strategy is a default; another gives the same curve (`--strategy zero3`).",
         "The label at the top of each recipe lists which strategies fit which machines, as forecast by `plan`, until a",
-        "row has a measurement, and the published source of every learning rate, batch size and schedule.",
+        "row has a measurement, and the published source of every learning rate, batch size and schedule. An older",
+        "model is here for its published or measured numbers, or as the only one of its kind:",
+        "[the rule](../CONTRIBUTING.md#a-recipe-for-the-library).",
         "",
         "| Recipe | Model | Objective | Adapter | Default strategy | Global batch | Learning rate | Needs | Measured |"
         " Run |",

@@ -24,6 +24,7 @@ from cookbook import simulated_gpus
 from cookbook.commands.rehearse.standins import Notes, few_rows, write_jsonl, write_tiny_model
 from cookbook.commands.shared.arguments import RECIPE, Assignments, StrategyFile, process_count
 from cookbook.commands.shared.labels import read_label, read_needs
+from cookbook.config.chat_templates import template_path
 from cookbook.config.recipe import Recipe, dump_recipe
 from cookbook.config.strategy import Strategy
 from cookbook.planning.packing import decide
@@ -198,7 +199,8 @@ def _put_small_data(rehearsal: Rehearsal, recipe: Recipe, values: dict[str, Any]
     has_own_tokenizer = write_tiny_model(
         recipe, rows, rehearsal.folder / "model", notes, least_layers=mesh.pipeline * mesh.chunks
     )
-    length = min(recipe.data.max_length, 1024 if are_own else 128)
+    around = 0 if are_own else _tokens_around(recipe, rehearsal.folder / "model")
+    length = min(recipe.data.max_length, 1024 if are_own else 128 + around)
     if are_own and not has_own_tokenizer:
         length = 2048  # the small stand-in tokenizer makes three times as many tokens of a row
     # The shortest rows are the least likely to lose all their trained tokens to the smaller max_length.
@@ -215,6 +217,19 @@ def _put_small_data(rehearsal: Rehearsal, recipe: Recipe, values: dict[str, Any]
     if recipe.data.holdout:
         notes.missing.append("the share of rows that data.holdout takes")
     return length
+
+
+def _tokens_around(recipe: Recipe, model: Path) -> int:
+    """What the chat template writes beside a question, in tokens of the tiny model: much, where it has a system message
+    of its own.
+    """
+    from cookbook.training.models import load_tokenizer
+
+    if recipe.data.chat_template is None or recipe.model.from_scratch is not None:
+        return 0
+    tokenizer = load_tokenizer(str(model), template_path(recipe.data.chat_template))
+    question = [{"role": "user", "content": "?"}]
+    return len(tokenizer.apply_chat_template(question, tokenize=True, return_dict=False))
 
 
 def _put_precision_of_a_cpu(recipe: Recipe, values: dict[str, Any], notes: Notes) -> None:

@@ -5,7 +5,7 @@ import math
 import random
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,9 @@ def shrink(config: Any, vocab_size: int, least_layers: int = 2) -> Any:
     wide = Fraction(config.hidden_size, heads * head_dim)  # not 1 for some: Qwen3 has more heads than width
     small_kv_heads = min(kv_heads, 2)
     small_heads = small_kv_heads * (heads // kv_heads)
-    hidden = int(small_heads * 16 * wide)
+    # Widths of 16 bytes in bf16, as the product of many experts' matrices needs them.
+    small_dim = next(dim for dim in count(16, 16) if (small_heads * dim * wide) % 8 == 0)
+    hidden = int(small_heads * small_dim * wide)
 
     def narrow(size: int) -> int:
         return max(64, round(hidden * size / config.hidden_size / 64) * 64)
@@ -159,7 +161,7 @@ def shrink(config: Any, vocab_size: int, least_layers: int = 2) -> Any:
         "dtype": "bfloat16",
     }
     if "head_dim" in values:
-        values["head_dim"] = 16
+        values["head_dim"] = small_dim
     if isinstance(values.get("moe_intermediate_size"), int):
         values["moe_intermediate_size"] = narrow(values["moe_intermediate_size"])
     # Twice as many as a token chooses are enough to choose from; any ep_size up to 8 divides the 16 of most.
