@@ -296,7 +296,7 @@ def predicted(column: str, config: PreTrainedConfig) -> str | None:
     """What a configuration alone is refused for, as at the start of a run."""
     return {
         "tp": lambda: tensor_problem(config),
-        "packed": lambda: packing_problem(config, MAX_LENGTH),
+        "packed": lambda: packing_problem(config),
         "sp": lambda: sequence_problem(config, 2),
         "pp": lambda: pipeline_problem(config, 2),
         "ep": lambda: expert_problem(config, 2),

@@ -1,6 +1,5 @@
 """Keys of other projects' configuration files, each with ours, by `foreign.yaml`. No torch."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,20 +68,13 @@ class Project:
     """What it does where a file is silent, by our keys; only where that differs from our defaults or we have none."""
     is_distribution: bool = False
     """Its files describe how a run is distributed, not what it trains."""
-    passes: Mapping[str, Any] = field(default_factory=dict)
-    """Of a distribution: values, or `any`, with which a key asks for nothing, or for what a run does in any case."""
-    compares: Mapping[str, str] = field(default_factory=dict)
-    """Of a distribution: keys without a counterpart that are the recipe's all the same, by `planning.claims`."""
 
 
 def _number(value: Any) -> float:
     try:
-        number = value if isinstance(value, int | float) else float(value)
+        return value if isinstance(value, int | float) else float(value)
     except (TypeError, ValueError):
         raise NoCounterpart("not a number") from None
-    if not math.isfinite(number):
-        raise NoCounterpart("not a finite number")
-    return number
 
 
 def _count(value: Any) -> int:

@@ -91,7 +91,7 @@ def trace(
     cast = low if (autocast or (fsdp and not is_sharded_while_read)) and is_low else None
     unit = Unit(low, None if is_sharded_while_read else torch.float32) if fsdp == 2 and is_low else None
     alone = TRACED if is_low or not recipe.data.is_packed else JOINED
-    ways = _ways(recipe, EXCHANGED if is_exchanged else alone, kept)
+    ways = _ways(recipe, config, EXCHANGED if is_exchanged else alone, kept)
     for attention, compiling in ways:
         try:
             # The model alone: DeepSpeed and DDP do not run on fake tensors; costs/states.py has the rules of theirs.
@@ -114,13 +114,15 @@ def trace(
     return ActivationTrace(phases=phases, keeps_inputs=ledger.keeps_inputs)
 
 
-def _ways(recipe: Recipe, ours: str, kept: "Kept | None") -> list[tuple[str, Callable[..., None] | None]]:
+def _ways(
+    recipe: Recipe, config: PreTrainedConfig, ours: str, kept: "Kept | None"
+) -> list[tuple[str, Callable[..., None] | None]]:
     """Attention, and what traces compiled layers if they are: the first that works is taken. Some models do not accept
     a custom attention, and some layers cannot be compiled.
     """
     ways: list[tuple[str, Callable[..., None] | None]] = [(ours, None), ("sdpa", None), ("eager", None)]
     # Packed float32 attention breaks a layer's graph, which checkpointing does not support (models/efficiency.py).
-    if not recipe.model.compile or (recipe.data.is_packed and stops_compiling(recipe)):
+    if not recipe.model.compile or (recipe.data.is_packed and stops_compiling(recipe, config)):
         return ways
     from cookbook.forecast.compiled import (  # inductor, which other runs need not import
         kept_by,

@@ -6,7 +6,7 @@ A configuration is transformers', or the values of a `config.json`, which may la
 from typing import Any
 
 from cookbook.config.mesh import Mesh
-from cookbook.planning.packing import packing_problem
+from cookbook.planning.packing import packing_problem, short_window
 from cookbook.system.console import several
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -32,6 +32,44 @@ activations do (the loss was off by 3e-4 after four steps, and nothing failed)."
 
 EXPERT_PARALLEL = ("deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen3_moe", "qwen3_next")
 """Model types for which docs/architectures.md has the curve of one process."""
+
+SEQUENCE_PARALLEL = (
+    "apertus",
+    "arcee",
+    "dots1",
+    "ernie4_5",
+    "exaone4",
+    "exaone_moe",
+    "flex_olmo",
+    "gemma",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "gpt_neox",
+    "helium",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "llama",
+    "minimax_m2",
+    "ministral",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+    "starcoder2",
+)
+"""Model types in which tokens meet in the packed attention alone, in all layers."""
 
 
 def _size(config: Any, *names: str) -> int | None:
@@ -98,8 +136,8 @@ def _undivided(config: Any, size: int) -> str | None:
 
 def sequence_problem(config: Any, size: int) -> str | None:
     """Why `size` ranks cannot share the tokens of this model's rows, or None: each takes a part of the heads."""
-    if problem := packing_problem(config):
-        return f"sequence parallel needs the attention of packed rows, and {problem}"
+    if problem := _meets_elsewhere(config):
+        return f"sequence parallel needs the attention of packed rows in every layer, and {problem}"
     heads = _size(config, "num_attention_heads")
     key_heads = _size(config, "num_key_value_heads") or heads
     if heads is None or key_heads is None:
@@ -107,6 +145,15 @@ def sequence_problem(config: Any, size: int) -> str | None:
     if heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0):
         return None
     return f"{heads} query and {key_heads} key heads cannot be divided over sp_size {size}; use a divisor of both"
+
+
+def _meets_elsewhere(config: Any) -> str | None:
+    """Why the tokens of a row would miss one another if only their heads were exchanged, or None."""
+    if config.model_type not in SEQUENCE_PARALLEL:
+        return packing_problem(config) or f"it is not known of {config.model_type}"
+    if (window := short_window(config)) is not None:
+        return f"its attention window is {window} tokens, less than a sample may have"
+    return packing_problem(config)
 
 
 def mesh_problem(config: Any, mesh: Mesh) -> str | None:

@@ -12,44 +12,165 @@ from cookbook.config.sections import ModelSection
 from cookbook.planning.offline import known_model
 from cookbook.system.files import RecipeError
 
-# A list, since no attribute reveals it: stablelm, nemotron and nanochat silently use attention code of their own.
+STATEFUL = (
+    "bailing_hybrid",
+    "bamba",
+    "falcon_h1",
+    "falcon_mamba",
+    "granitemoehybrid",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
+    "mamba",
+    "mamba2",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+    "rwkv",
+    "zamba",
+    "zamba2",
+    "zaya",
+)
+"""Architectures with layers that carry a state along a row: linear attention, state space, convolutions. In a packed
+row such a layer runs on each sample by itself (cookbook/training/models/mixers.py)."""
+
+# A list, since no attribute reveals where samples would mix, which nothing else would notice.
 PACKABLE = (
+    *STATEFUL,
     "apertus",
     "arcee",
+    "aria_text",
+    "axk1",
+    "beam",
+    "biogpt",
+    "bitnet",
+    "cohere",
+    "cohere_compass_text",
+    "cohere2",
+    "cohere2_moe",
+    "ctrl",
+    "cwm",
+    "dbrx",
+    "deepseek_v2",
+    "deepseek_v3",
+    "diffllama",
     "dots1",
     "ernie4_5",
     "exaone4",
     "exaone_moe",
     "flex_olmo",
+    "flint",
     "gemma",
+    "gemma2",
     "gemma3_text",
+    "gemma3n_text",
+    "gemma4_text",
+    "gemma4_unified_text",
     "glm",
     "glm4",
     "glm4_moe",
+    "glm4_moe_lite",
+    "gpt-sw3",
+    "gpt2",
+    "gpt_bigcode",
     "gpt_neox",
+    "gpt_oss",
+    "granite",
+    "granite_swa",
+    "granitemoe",
+    "granitemoe_swa",
+    "granitemoeshared",
     "helium",
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
+    "hy_v3",
+    "hyperclovax",
+    "internlm3",
+    "iquestcoder",
+    "jais2",
+    "jetmoe",
+    "kolibri1",
     "llama",
+    "longcat_flash",
+    "mellum",
+    "mimo_v2_flash",
+    "minicpm3",
     "minimax_m2",
+    "minimax_m3_vl_text",
     "ministral",
     "ministral3",
     "mistral",
     "mixtral",
+    "moshi",
+    "nanochat",
     "olmo",
     "olmo2",
     "olmo3",
     "olmoe",
+    "opt",
+    "persimmon",
     "phi",
     "phi3",
+    "phimoe",
     "qwen2",
     "qwen2_moe",
     "qwen3",
     "qwen3_moe",
+    "seed_oss",
     "smollm3",
+    "solar_open",
     "starcoder2",
+    "vaultgemma",
+    "youtu",
 )
 """Architectures for which tests/test_packed_attention.py shows that samples stay apart."""
+
+OWN_ATTENTION = "its attention is code of its own in transformers, which cannot be told where a sample begins"
+NOT_TOLD = "its layers do not hand on to attention where a sample begins"
+
+MIXES = {
+    "bloom": OWN_ATTENTION,
+    "codegen": OWN_ATTENTION,
+    "doge": "its attention needs a mask, which it computes for the whole row",
+    "falcon": OWN_ATTENTION,
+    "git": OWN_ATTENTION,
+    "gpt_neo": OWN_ATTENTION,
+    "gptj": OWN_ATTENTION,
+    "inkling2_text": "its attention has a bias by position, which the packed attention has not",
+    "inkling_text": "its attention has a bias by position, which the packed attention has not",
+    "mpt": OWN_ATTENTION,
+    "nemotron": NOT_TOLD,
+    "openai-gpt": OWN_ATTENTION,
+    "recurrent_gemma": OWN_ATTENTION,
+    "stablelm": NOT_TOLD,
+    "xglm": OWN_ATTENTION,
+    "xlm": OWN_ATTENTION,
+}
+"""Architectures that were tried, and why a packed row is not served."""
+
+LAYERS = frozenset(
+    (
+        "attention",
+        "conv",
+        "full_attention",
+        "hybrid",
+        "hybrid_sliding",
+        "linear_attention",
+        "mamba",
+        "mlp",
+        "moe",
+        "sliding_attention",
+    )
+)
+"""Kinds of layers that keep samples apart, in a `PACKABLE` architecture. Of the others that transformers 5.23 has, most
+choose keys or blocks of them by what they find in the whole row."""
+
+ATTENTION_DROPOUT = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
+"""Keys of a configuration."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +206,9 @@ def decide(recipe: Recipe, config: Any, *, before: bool | None = None) -> Packin
     Raises:
         RecipeError: `data.packing` is true, and the model would mix samples.
     """
-    asked, problem = recipe.data.packing, packing_problem(config, recipe.data.max_length)
+    asked, problem = recipe.data.packing, packing_problem(config)
     if asked is False:
-        return Packing(False, "data.packing is false", can_pack=problem is None and not stops_compiling(recipe))
+        return Packing(False, "data.packing is false", can_pack=problem is None and not stops_compiling(recipe, config))
     if problem is not None:
         if asked is True:
             name = recipe.model.name_or_path or config.model_type
@@ -96,40 +217,44 @@ def decide(recipe: Recipe, config: Any, *, before: bool | None = None) -> Packin
         return Packing(False, problem)
     if asked == "auto" and before is False:
         why = "the run was started with padded rows; data.packing: true packs from here on"
-        return Packing(False, why, can_pack=not stops_compiling(recipe))
-    if asked == "auto" and stops_compiling(recipe):
-        return Packing(False, "packed in float32, checkpointed layers would run uncompiled")
+        return Packing(False, why, can_pack=not stops_compiling(recipe, config))
+    if asked == "auto" and stops_compiling(recipe, config):
+        where = "packed" if config.model_type in STATEFUL else "packed in float32"
+        return Packing(False, f"{where}, checkpointed layers would run uncompiled")
     return Packing(True, "")
 
 
-def stops_compiling(recipe: Recipe) -> bool:
-    """Whether packed rows undo `model.compile`: their float32 attention breaks a layer's graph, which checkpointing
-    does not support (cookbook/training/models/efficiency.py)."""
-    return recipe.model.compile and bool(recipe.model.gradient_checkpointing) and recipe.mixed_precision == "no"
+def stops_compiling(recipe: Recipe, config: Any) -> bool:
+    """Whether packed rows undo `model.compile`: where samples are computed one by one they break a layer's graph, which
+    checkpointing does not support (cookbook/training/models/efficiency.py)."""
+    is_split = recipe.mixed_precision == "no" or config.model_type in STATEFUL
+    return recipe.model.compile and bool(recipe.model.gradient_checkpointing) and is_split
 
 
-def packing_problem(config: Any, max_length: int | None = None) -> str | None:
+def packing_problem(config: Any) -> str | None:
     """Why this model would mix the samples of a packed row, or None.
 
     Args:
         config: the model's configuration, with at least `model_type`.
-        max_length: longest sample in tokens; default: the model's positions.
     """
-    max_length = max_length or getattr(config, "max_position_embeddings", None)
-    limit = f"data.max_length {max_length}" if max_length else "a sample may have"
-    slides = getattr(config, "use_sliding_window", not config.model_type.startswith("qwen"))  # transformers' default
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None) if slides else None
-    if window is not None and window < (max_length or 2**62):
-        return f"its attention window is {window} tokens, less than {limit}"
-    foreign = sorted(kinds - {"full_attention", "sliding_attention"})
+    foreign = sorted(set(getattr(config, "layer_types", None) or ()) - LAYERS)
     if foreign:
         return f"it has layers of {', '.join(foreign)}"
-    if getattr(config, "attention_dropout", 0.0):
-        return f"its attention_dropout {config.attention_dropout} is not in the packed attention"
-    if config.model_type not in PACKABLE:
-        return f"{config.model_type} is not among the architectures that were shown to keep samples apart"
-    return None
+    for key in ATTENTION_DROPOUT:
+        if getattr(config, key, 0.0):
+            return f"its {key} {getattr(config, key)} is not in the packed attention"
+    if config.model_type in PACKABLE:
+        return None
+    unknown = f"{config.model_type} is not among the architectures that were shown to keep samples apart"
+    return MIXES.get(config.model_type, unknown)
+
+
+def short_window(config: Any, max_length: int | None = None) -> int | None:
+    """Tokens of the model's attention window, if a sample may have more; default: the model's positions."""
+    max_length = max_length or getattr(config, "max_position_embeddings", None)
+    slides = getattr(config, "use_sliding_window", not config.model_type.startswith("qwen"))  # transformers' default
+    window = getattr(config, "sliding_window", None) if slides else None
+    return window if window is not None and window < (max_length or 2**62) else None
 
 
 def known_config(model: ModelSection) -> SimpleNamespace | None:

@@ -29,7 +29,7 @@ from transformers import (
 
 from cookbook.config.chat_templates import is_marked
 from cookbook.config.sections import ModelSection, ScratchModel
-from cookbook.planning.packing import packing_problem
+from cookbook.planning.packing import packing_problem, short_window
 from cookbook.system import lock
 from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, first_line, make_folder, refuse
@@ -39,6 +39,7 @@ from cookbook.training.models.efficiency import compile_layers, patch_kernels, s
 from cookbook.training.models.experts import autocast_products
 from cookbook.training.models.fp8 import convert_layers
 from cookbook.training.models.loss import add_loss
+from cookbook.training.models.mixers import keep_apart
 from cookbook.training.models.structure import not_served, scratch_config
 
 SCRATCH_FORMAT = 2
@@ -224,7 +225,10 @@ def load_model(
     )
     _allocate_meta_weights(model)
     model.config.use_cache = False
-    if model.config._attn_implementation == "sdpa" and packing_problem(model.config) is None:
+    if packing:
+        keep_apart(model)
+    is_ours = packing_problem(model.config) is None and short_window(model.config) is None
+    if model.config._attn_implementation == "sdpa" and is_ours:
         # Our attention for padded rows too: transformers would synchronize with the device to look for packed rows
         # (masking_utils.py, find_packed_sequence_indices), and in float32 use a kernel with T x T scores.
         model.set_attn_implementation(PACKED)

@@ -10,10 +10,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from cookbook.training.models.mixers import has_several
+
 PACKED = "cookbook_packed"
 """Name for `attn_implementation`. transformers has no mask function of this name, so it builds no mask."""
 
-CHANGES_ATTENTION = frozenset(("block_indices", "indices", "position_bias", "s_aux", "sinks", "softcap"))
+CHANGES_ATTENTION = frozenset(("block_indices", "indices", "position_bias", "sinks"))
 """Arguments by which models of transformers 5.23 ask for another attention than `attend` computes."""
 
 LONG_ON_CPU = 1024
@@ -36,6 +38,28 @@ class Lengths:
         self.values = values
 
 
+class Kind(NamedTuple):
+    """What a layer's attention is."""
+
+    scaling: float | None = None
+    """Of the products of queries and keys; None for the root of the head size."""
+    window: int | None = None
+    """Tokens that each sees, itself included; None for all before it."""
+    softcap: float | None = None
+    """No score is larger: a score s becomes softcap * tanh(s / softcap) (Gemma 2)."""
+    sinks: torch.Tensor | None = None
+    """(query heads,) scores of a token that each sees, and that has no value (gpt-oss)."""
+
+    def within(self, longest: int) -> "Kind":
+        """The same for samples of at most so many tokens."""
+        return self if self.window is None or self.window < longest else self._replace(window=None)
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether torch has one, which never holds scores of T x T."""
+        return self.softcap is None and self.sinks is None
+
+
 class Segments(NamedTuple):
     """Boundaries of the samples in a packed row."""
 
@@ -53,7 +77,11 @@ def attend(
     value: torch.Tensor,
     attention_mask: None,
     *,
+    dropout: float = 0.0,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     segments: Segments | None = None,
     sequence_mesh: DeviceMesh | None = None,
     **others: Any,
@@ -61,24 +89,31 @@ def attend(
     """Causal attention within each sample of one packed row; without `segments`, within each row.
 
     Args:
-        query: (B, query heads, T, D); key and value have their own number of heads.
+        query: (B, query heads, T, D); key and value have their own number of heads, the value its own size.
+        sliding_window: and the two after it: see `Kind`.
         sequence_mesh: the N ranks that hold consecutive T tokens each of these rows. Collective for them.
 
     Returns:
-        (B, T, query heads, D), as transformers expects.
+        (B, T, query heads, size of the value), as transformers expects.
     """
     assert attention_mask is None, "a mask reached the packed attention, which would ignore it"
     ignored = sorted(name for name in CHANGES_ATTENTION & others.keys() if others[name] is not None)
     assert not ignored, f"{', '.join(ignored)} reached the packed attention, which would ignore them"
+    assert segments is not None or torch.compiler.is_compiling() or not has_several(), (
+        "a layer did not hand on segments"
+    )
+    assert not dropout, f"dropout {dropout} reached the packed attention, which has none"
+    kind = Kind(scaling, sliding_window, softcap, s_aux)
     if sequence_mesh is None:
-        return _attend(query, key, value, scaling, segments), None
+        return _attend(query, key, value, kind, segments), None
+    assert s_aux is None, "sinks of all heads, and each rank has a part of the heads"
     # Ulysses (Jacobs et al. 2023, section 3.1): from all heads of T tokens to 1/N of the heads of all tokens, and back.
     # By DTensor, the same under every engine, padded and packed: DeepSpeed's wants a fixed batch size, accelerate's
     # context parallel FSDP2, and neither packs.
     if (repeats := sequence_mesh.size() // key.shape[1]) > 1:
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     query, key, value = (_exchange(x, sequence_mesh) for x in (query, key, value))
-    return _exchange(_attend(query, key, value, scaling, segments), sequence_mesh), None
+    return _exchange(_attend(query, key, value, kind, segments), sequence_mesh), None
 
 
 def _exchange(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -87,24 +122,27 @@ def _exchange(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, segments: Segments | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: Kind, segments: Segments | None
 ) -> torch.Tensor:
     dtype = _computed_in(query)
     longest = query.shape[2] if segments is None else segments.longest
     if query.device.type == "cpu" and dtype != torch.float32 and longest < LONG_ON_CPU:
         with torch.autocast("cpu", enabled=False):
-            return _attend(query.float(), key.float(), value.float(), scaling, segments).to(dtype)
+            return _attend(query.float(), key.float(), value.float(), kind, segments).to(dtype)
     if segments is None:
-        return _causal(query, key, value, scaling).transpose(1, 2)
-    if query.is_cuda and dtype in (torch.bfloat16, torch.float16) and _has_kernel(query):
+        return _causal(query, key, value, kind).transpose(1, 2)
+    kind = kind.within(longest)
+    if query.is_cuda and dtype in (torch.bfloat16, torch.float16) and _has_kernel(query, kind):
         query, key, value = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))
-        return _varlen(query, key, value, segments, scaling).unsqueeze(0)
+        return _varlen(query, key, value, segments, kind).unsqueeze(0)
     # Not refused where that kernel does not serve: packing is the default, and must not fail there.
-    return _one_by_one(query, key, value, segments, scaling)
+    return _one_by_one(query, key, value, segments, kind)
 
 
-def _has_kernel(query: torch.Tensor) -> bool:
+def _has_kernel(query: torch.Tensor, kind: Kind) -> bool:
     """Whether FlashAttention, which `varlen_attn` calls, serves this GPU and head size (torch's flash_api.cpp)."""
+    if not kind.has_kernel or (kind.window is not None and "window_size" not in VARLEN_ARGUMENTS):
+        return False
     size = query.shape[-1]
     return torch.cuda.get_device_capability(query.device) >= (8, 0) and size % 8 == 0 and size <= 256
 
@@ -117,33 +155,64 @@ def _computed_in(query: torch.Tensor) -> torch.dtype:
     return query.dtype
 
 
-def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
+def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """(B, heads, T, D) -> (B, query heads, T, size of the value)."""
+    kind = kind.within(query.shape[2])
+    if not kind.has_kernel:
+        return _by_scores(query, key, value, kind)
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and query.is_cuda and _computed_in(query) == torch.float32:
         # On CUDA only the flash and the math kernel support groups (torch/nn/functional.py, enable_gqa), and flash has
         # no float32. The math kernel holds T x T scores; with repeated keys the memory-efficient kernel serves.
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     grouped = query.shape[1] != key.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+    band = None if kind.window is None else _visible(query, kind)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=band, is_causal=band is None, scale=kind.scaling, enable_gqa=grouped
+    )
+
+
+def _visible(query: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """(T, T) bool: whether a token sees another."""
+    seen = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril()
+    return seen if kind.window is None else seen.triu(1 - kind.window)
+
+
+def _by_scores(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """`_causal` for what no kernel of torch computes. Holds scores of T x T, as transformers' own code does."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if kind.scaling is None else kind.scaling)
+    if kind.softcap is not None:
+        scores = kind.softcap * torch.tanh(scores / kind.softcap)
+    scores = scores.masked_fill(~_visible(query, kind), -torch.inf)
+    if kind.sinks is not None:
+        sinks = kind.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    probabilities = scores.softmax(-1, dtype=torch.float32)[..., : key.shape[2]]
+    return probabilities.to(value.dtype) @ value
 
 
 @torch.compiler.disable  # else a compiled layer would recompile for each new list of lengths
 def _one_by_one(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scaling: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, kind: Kind
 ) -> torch.Tensor:
     lengths = list(segments.lengths.values)
     # split, not slices: the backward of each slice would allocate a gradient of the whole row.
     parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    return torch.cat([_causal(q, k, v, scaling).transpose(1, 2) for q, k, v in parts], dim=1)
+    return torch.cat([_causal(q, k, v, kind).transpose(1, 2) for q, k, v in parts], dim=1)
 
 
 def _varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scaling: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, kind: Kind
 ) -> torch.Tensor:
     """torch's kernel for ragged samples, (T, heads, D) in and out. It has no CPU version; simulated GPUs check its
     arguments and compute its numbers.
     """
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in VARLEN_ARGUMENTS else {"is_causal": True}
+    scaling, size = kind.scaling, value.shape[-1]
+    left = -1 if kind.window is None else kind.window - 1  # tokens before itself
+    options: dict[str, Any] = {"window_size": (left, 0)} if "window_size" in VARLEN_ARGUMENTS else {"is_causal": True}
+    if size != query.shape[-1]:  # of latent attention, whose values are smaller
+        value = F.pad(value, (0, query.shape[-1] - size))
     if "enable_gqa" in VARLEN_ARGUMENTS:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     else:
@@ -155,7 +224,7 @@ def _varlen(
     offsets, longest, _ = segments
     # torch's and not the flash-attn package: what one machine has installed would change the last bits of a curve.
     result: Any = varlen_attn(query, key, value, offsets, offsets, longest, longest, **options)
-    return result
+    return result if size == result.shape[-1] else result[..., :size]
 
 
 AttentionInterface.register(PACKED, attend)

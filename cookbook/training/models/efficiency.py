@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 import transformers
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cookbook.config.sections import ModelSection
 from cookbook.system.files import RecipeError
+from cookbook.training.models.mixers import is_kept_apart, replayed
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "_scaled_mm"}
 
@@ -27,8 +28,11 @@ def save_activations(model: PreTrainedModel, *, selective: bool, offload: bool =
         RecipeError: a transformers that is too old to offload.
     """
     options: dict[str, Any] = {"use_reentrant": False}
-    if selective:
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    context = partial(create_selective_checkpoint_contexts, _policy) if selective else noop_context_fn
+    if is_kept_apart(model):
+        context = partial(replayed, context)
+    if context is not noop_context_fn:
+        options["context_fn"] = context
     # transformers 5.23 renamed the method, which can offload since then.
     if offload and not hasattr(model, "activation_checkpointing_enable"):
         what = "model.gradient_checkpointing: offload needs transformers 5.23 or newer"

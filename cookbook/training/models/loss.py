@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from cookbook.system.files import RecipeError
 from cookbook.training.models.attention import PACKED, Lengths, Segments
+from cookbook.training.models.mixers import packed_row
 from cookbook.training.models.structure import LogitTransform, logit_transform
 
 LOGITS_BUDGET = 2**27
@@ -316,7 +317,8 @@ def _forward(
     inputs = {"input_ids": input_ids} if hidden is None else {"inputs_embeds": hidden}
     stage = getattr(self, "_pp_stage", None)
     is_last = stage is None or (self.has_head and chunk == len(stage.chunks) - 1)
-    with contextlib.nullcontext() if stage is None else _only(backbone, stage.chunks[chunk], is_last=is_last):
+    layers = contextlib.nullcontext() if stage is None else _only(backbone, stage.chunks[chunk], is_last=is_last)
+    with layers, packed_row(lengths or ()):
         hidden = backbone(**inputs, position_ids=position_ids, use_cache=False, **options).last_hidden_state
     if not is_last:
         return hidden

@@ -1,0 +1,112 @@
+"""Layers that carry a state along a row (linear attention, state space, convolution), run on one sample at a time."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from types import MethodType
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+STATES = frozenset(("cache_params", "conv_mask", "past_key_values", "state"))
+"""Arguments by which a module of transformers 5.23 takes what it knows of earlier tokens."""
+
+_LENGTHS: ContextVar[tuple[int, ...]] = ContextVar("lengths", default=())
+
+
+@contextlib.contextmanager
+def packed_row(lengths: tuple[int, ...]) -> Iterator[None]:
+    """While it is open, a model of `keep_apart` takes its input for a row of samples of these lengths, in tokens."""
+    before = _LENGTHS.set(lengths)
+    try:
+        yield
+    finally:
+        _LENGTHS.reset(before)
+
+
+def has_several() -> bool:
+    """Whether a `packed_row` of more than one sample is open."""
+    return len(_LENGTHS.get()) > 1
+
+
+def replayed(
+    context: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]],
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts of a checkpointed layer, with the row of its forward around its recomputation too, which comes after
+    that `packed_row`, and in a pipeline after other rows (torch/utils/checkpoint.py, `context_fn`)."""
+    forward, recompute = context()
+    return forward, _both(_LENGTHS.get(), recompute)
+
+
+@contextlib.contextmanager
+def _both(lengths: tuple[int, ...], context: AbstractContextManager[Any]) -> Iterator[None]:
+    with packed_row(lengths), context:
+        yield
+
+
+def is_kept_apart(model: torch.nn.Module) -> bool:
+    """Whether `keep_apart` found something to change."""
+    return any(getattr(vars(module).get("forward"), "__func__", None) is _each_alone for module in model.modules())
+
+
+def keep_apart(model: PreTrainedModel) -> None:
+    """Run the modules that carry a state along a row on each sample of a `packed_row`, one after another.
+
+    So the result is that of the samples alone whatever kernel computes it, and no kernel must know of samples.
+    """
+    for module in model.modules():
+        if _carries_state(module):
+            # The instance's, not the class's: the hooks of engines and the classes that FSDP2 makes stay as they are.
+            module.forward = MethodType(_each_alone, module)
+
+
+def _carries_state(module: torch.nn.Module) -> bool:
+    """Whether a module looks at other tokens by other means than `AttentionInterface`."""
+    if isinstance(module, (GradientCheckpointingLayer, PreTrainedModel)) or any(map(_attends, module.modules())):
+        return False
+    has_number = hasattr(module, "layer_idx") or hasattr(module, "layer_id")  # its place in a cache
+    return has_number and not STATES.isdisjoint(inspect.signature(type(module).forward).parameters)
+
+
+def _attends(module: torch.nn.Module) -> bool:
+    return "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(type(module).forward).__code__.co_names
+
+
+@torch.compiler.disable  # else a compiled layer would recompile for each new list of lengths
+def _each_alone(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module that carries a state. Its tensors are (1, T, ...) or None."""
+    forward = type(self).forward
+    if not has_several():
+        return forward(self, *args, **kwargs)
+    lengths = _LENGTHS.get()
+    signature = inspect.signature(forward)
+    bound = signature.bind(self, *args, **kwargs)
+    # Others would reach kernels of which not each takes every keyword.
+    bound.arguments.pop("kwargs", None)
+    given = dict(bound.arguments)
+    given.pop("self")
+    parts = {name: _split(value, lengths) for name, value in given.items()}
+    with packed_row(()):  # what is inside sees one sample
+        return _join([forward(self, **{name: part[i] for name, part in parts.items()}) for i in range(len(lengths))])
+
+
+def _split(value: Any, lengths: tuple[int, ...]) -> list[Any]:
+    """An argument of a whole row as an argument for each sample."""
+    if isinstance(value, tuple):
+        return list(zip(*(_split(one, lengths) for one in value), strict=True))
+    if isinstance(value, torch.Tensor):
+        assert value.shape[:2] == (1, sum(lengths)), f"{tuple(value.shape)} is not a row of {sum(lengths)} tokens"
+        return list(value.split(lengths, 1))
+    assert value is None or isinstance(value, bool), f"{type(value).__name__} cannot be divided among samples"
+    return [value] * len(lengths)
+
+
+def _join(results: list[Any]) -> Any:
+    first = results[0]
+    if isinstance(first, tuple):
+        return tuple(_join(list(each)) for each in zip(*results, strict=True))
+    return torch.cat(results, dim=1) if isinstance(first, torch.Tensor) else None
