@@ -131,6 +131,7 @@ FEATURES = [
     run("hsdp_tp", 8, *BF16),
     run("pp_tp_fsdp2", 8, *BF16),
     run("fsdp2", 2, *QLORA, *BF16),
+    run("zero3", 2, *QLORA, *BF16),
     run("single", 1, "optim.name=adamw_8bit"),
     run("fsdp2", 3, "optim.name=adamw_8bit"),
     run("fsdp2", 3, "optim.name=muon"),

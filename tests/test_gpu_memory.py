@@ -11,10 +11,17 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.forecast_accuracy import run, simulated
+from cookbook.config.recipe import load_recipe
+from cookbook.config.strategy import Strategy, find_strategy, load_strategy
+from cookbook.forecast.costs.inputs import cost_inputs
+from cookbook.forecast.costs.loading import loading
+from cookbook.forecast.costs.states import states
+from cookbook.forecast.skeleton import skeleton
 from cookbook.training.models import train_tokenizer
+from cookbook.training.models.structure import find_config
 from tests.curves import Lab, with_stages
 from tests.experts import experts
-from tests.gpu_runs import GpuLab, GpuRun
+from tests.gpu_runs import RECIPE, RECIPES, GpuLab, GpuRun
 
 WITHIN = 0.02
 CELLS = [
@@ -214,6 +221,43 @@ def test_the_start_counts_an_adapter_that_is_sharded_after_the_model(gpu_lab: Gp
     run = gpu_lab.run("fsdp2_tp", WIDE_ADAPTER, recipe="memory", processes=8)
     assert run.record["forecast"]["moment"] == "the start"
     assert abs(error_of(run)) < WITHIN
+
+
+FOUR_BITS = {
+    "adapter": "{name: qlora, rank: 1}",
+    "model.from_scratch.num_hidden_layers": "8",
+    "model.gradient_checkpointing": "true",
+    "batch": "{global_batch_size: 2, micro_batch_size: 1}",
+}
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_in_4_bits_a_gpu_has_its_shard_and_a_matrix_at_most_before_the_first_step(
+    gpu_lab: GpuLab, tmp_path: Path, strategy: str
+):
+    """By hand: of each layer, matrices of 512 x 512 and 512 x 1,536 in half a byte a number, and a byte for 64; in 16
+    bits two embeddings of 512 x 512, and 17 norms. Adapters take 0.3 MB. The control reads all before it shards them.
+    """
+    numbers, largest, rest = 8 * (4 * 512 * 512 + 3 * 512 * 1536), 512 * 1536, 2 * 512 * 512 + 17 * 512
+    packed, scales = numbers // 2, numbers // 64
+    cut, whole = (
+        max(run.report(0)["peak_bytes"])
+        for run in (
+            gpu_lab.run(strategy, FOUR_BITS, recipe="memory", sabotage=sabotage, ends=None)
+            for sabotage in ("stop_before_the_first_step", "read_all_before_it_is_sharded")
+        )
+    )
+    assert cut < (packed + 2 * rest) / 2 + scales + 2.5 * largest + 300_000 < packed < whole
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(**RECIPES["memory"]))
+    recipe = load_recipe(path, [f"{key}={value}" for key, value in FOUR_BITS.items()])
+    model, inputs = skeleton(find_config(recipe.model)[0], recipe), cost_inputs(recipe, read(strategy), 2)
+    assert cut == pytest.approx(loading(model, inputs, states(model, inputs), 2).gpu, rel=WITHIN)
+
+
+def read(strategy: str) -> Strategy:
+    return load_strategy(find_strategy(strategy))
 
 
 @pytest.mark.thorough

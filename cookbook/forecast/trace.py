@@ -71,7 +71,7 @@ def trace(
         fsdp: FSDP's version, or 0. accelerate's autocast then surrounds low-precision weights, and FSDP2 casts the
             inputs and outputs of its units.
         is_sharded_while_read: whether transformers applied FSDP2, which then casts inputs only, without autocast.
-        is_zero3: whether to use DeepSpeed's linear layers, which always save their input, and float32 LoRA weights.
+        is_zero3: whether to use DeepSpeed's linear layers, which always save their input, and float32 adapters.
         is_exchanged: whether attention exchanges tokens for heads, as under sequence parallel.
         tp_size: size of the tensor-parallel group, which shares heads and inner features.
         ep_size: size of the expert-parallel group, which shares the experts of a layer; each gets as many tokens.
@@ -86,8 +86,8 @@ def trace(
     low = COMPUTE_DTYPES[recipe.compute_precision]
     config = _share_of(_with_layers(config, probed), tp_size)
     is_low = low != torch.float32
-    is_lora = recipe.adapter is not None and not recipe.adapter.is_quantized
-    trained = torch.float32 if autocast or (is_zero3 and is_lora) else low  # see `_zero3` in costs/states.py
+    # See `_zero3` in costs/states.py.
+    trained = torch.float32 if autocast or (is_zero3 and recipe.adapter is not None) else low
     cast = low if (autocast or (fsdp and not is_sharded_while_read)) and is_low else None
     unit = Unit(low, None if is_sharded_while_read else torch.float32) if fsdp == 2 and is_low else None
     alone = TRACED if is_low or not recipe.data.is_packed else JOINED

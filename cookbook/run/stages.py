@@ -250,16 +250,17 @@ def prepare_model(recipe: Recipe, inputs: Inputs, engine: Engine) -> None:
 def load_model(folder: str, recipe: Recipe, engine: Engine, *, has_adapter: bool) -> PreTrainedModel:
     """The model as training has it, before an adapter is on it; where it has one, frozen and as its kind wants."""
     quantization = adapters.quantization_options(recipe.adapter if has_adapter else None, recipe.compute_precision)
-    return models.load_model(
-        folder,
-        recipe.model,
-        packing=recipe.data.is_packed,
-        dtype=engine.frozen_dtype if has_adapter else torch.float32,
-        sequence_mesh=engine.sequence_mesh,
-        fp8=recipe.mixed_precision == "fp8",
-        **engine.load_options(is_quantized=bool(quantization)),
-        **quantization,
-    )
+    with engine.reading(is_quantized=bool(quantization)):
+        return models.load_model(
+            folder,
+            recipe.model,
+            packing=recipe.data.is_packed,
+            dtype=engine.frozen_dtype if has_adapter else torch.float32,
+            sequence_mesh=engine.sequence_mesh,
+            fp8=recipe.mixed_precision == "fp8",
+            **engine.load_options(is_quantized=bool(quantization)),
+            **quantization,
+        )
 
 
 def make_run(

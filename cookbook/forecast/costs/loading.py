@@ -1,6 +1,6 @@
 """Host memory and disk of a machine, and the peak while a run starts and weights are read and sharded."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cookbook.forecast.costs.inputs import CostInputs, Skeleton, hidden_bytes
 from cookbook.forecast.costs.states import FLOAT32, States, constants, resident
@@ -27,11 +27,16 @@ def loading(skeleton: Skeleton, inputs: CostInputs, states: States, local: int) 
     strategy = inputs.strategy
     is_quantized = any(weight.is_quantized for weight in skeleton.weights)
     stays = states.host.weights * local
-    if strategy.kind == "zero" and strategy.zero_stage == 3 and not is_quantized:
+    largest = sorted((weight.num_elements for weight in skeleton.weights), reverse=True)
+    on_the_way = FLOAT32 * sum(largest[: 1 if is_quantized else READERS])
+    is_zero3 = strategy.kind == "zero" and strategy.zero_stage == 3
+    if is_quantized and (is_zero3 or strategy.fsdp is not None):
+        return Loading(host=on_the_way * local + stays, gpu=_cut_as_read(skeleton, inputs))
+    if is_zero3:
         # The first process maps the files; each weight is sharded on the GPU before the next is created.
         return Loading(host=stays, gpu=0)
     whole = _as_read(skeleton, inputs)
-    if strategy.fsdp is not None and not strategy.is_sharded_while_read and not is_quantized:
+    if strategy.fsdp is not None and not strategy.is_sharded_while_read:
         # A machine's first process holds the whole model until the last weight is sent (accelerate 1.15, fsdp_utils.py,
         # fsdp2_load_full_state_dict), in addition to offloaded shards.
         copies = 1 if strategy.fsdp.fsdp_cpu_ram_efficient_loading else local
@@ -42,8 +47,6 @@ def loading(skeleton: Skeleton, inputs: CostInputs, states: States, local: int) 
         # DDP broadcasts its weights in buckets, two of them in flight (torch/distributed/utils.py, _sync_module_states;
         # csrc/distributed/c10d/comm.cpp, kMaxInFlight).
         whole += min(whole, BROADCAST_BUCKETS)
-    largest = sorted((weight.num_elements for weight in skeleton.weights), reverse=True)
-    on_the_way = FLOAT32 * sum(largest[: 1 if is_quantized else READERS])
     if strategy.is_sharded_while_read:
         # peft adds an adapter to shards; it is whole until `engine.fsdp2.shard_late`, and then there once more.
         late = states.gpu.gradients * inputs.mesh.num_shards if inputs.adapter is not None else 0
@@ -51,6 +54,33 @@ def loading(skeleton: Skeleton, inputs: CostInputs, states: States, local: int) 
     elif strategy.tp_size > 1:
         whole = 0
     return Loading(host=on_the_way * local + stays, gpu=whole)
+
+
+def _cut_as_read(skeleton: Skeleton, inputs: CostInputs) -> int:
+    """Peak bytes of a GPU that keeps its part of each weight before the next is read and quantized
+    (`engine.as_read`).
+    """
+    strategy, peak, kept = inputs.strategy, 0, 0
+    count = inputs.num_shards if strategy.fsdp is not None else inputs.num_processes
+    is_offloaded = strategy.offload_param is not None or (strategy.fsdp and strategy.fsdp.fsdp_offload_params)
+    has_whole = inputs.adapter is not None and bool(inputs.adapter.modules_to_save) and strategy.fsdp is not None
+    # In transformers' order: by name, numbers as such (core_model_loading.py, dot_natural_key).
+    frozen = sorted((weight for weight in skeleton.weights if not weight.is_trained), key=lambda one: _key(one.name))
+    for weight in frozen:
+        stored, scales = resident([weight], inputs), constants(replace(skeleton, weights=(weight,)))
+        part = 0 if is_offloaded else stored // count
+        read, made = inputs.low_bytes * weight.num_elements, 0
+        if weight.is_quantized:  # a float32 scale for each 64, before these are quantized too
+            read, made = read + stored, max(0, FLOAT32 * weight.num_elements // 64 - part)
+        peak = max(peak, kept + read + scales + part + made)
+        stays_whole = has_whole and weight.layer is None and len(weight.shape) > 1
+        kept += scales + (stored if stays_whole else part)
+    trained_whole = sum(w.num_elements for w in skeleton.weights if w.is_trained and w.layer is None)
+    return max(peak, kept + FLOAT32 * trained_whole)
+
+
+def _key(name: str) -> list[tuple[bool, int, str]]:
+    return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
 
 
 def _as_read(skeleton: Skeleton, inputs: CostInputs) -> int:

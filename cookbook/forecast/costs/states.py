@@ -449,10 +449,8 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
         return math.ceil(numel(weight) / num_processes)
 
     def size(weight: Weight) -> int:
-        # An adapter's weights are created in float32 and stay so if the model was sharded while it was loaded; a
-        # 4-bit model is sharded later, and they are cast.
-        is_adapter = inputs.adapter is not None and not inputs.adapter.is_quantized
-        return FLOAT32 if weight.is_trained and is_adapter else low
+        # An adapter's weights are created in float32, and stay so since the model was sharded while it was loaded.
+        return FLOAT32 if weight.is_trained and inputs.adapter is not None else low
 
     threshold = zero.get("stage3_param_persistence_threshold", 10**5)
     persistent = [weight for weight in skeleton.weights if numel(weight) <= threshold]

@@ -61,7 +61,8 @@ class StepResult:
 class Engine:
     """A running strategy. All methods are collective: every rank must call them.
 
-    A family overrides, where it differs: `_start`, `load_options`, `frozen_dtype` and `_wrap`; `_accumulate`, or only
+    A family overrides, where it differs: `_start`, `load_options`, `reading`, `frozen_dtype` and `_wrap`;
+    `_accumulate`, or only
     `_synchronise` and `_backward`; `_update`, or only `_num_shards` and `_clear_gradients`; `_squares`; `_forward`,
     `_forwards`,
     `_end_evaluation`; `unreached`, or only `_is_reached`; `held_pieces`, or only `_ranks_with`; `_finish_restore`,
@@ -159,6 +160,14 @@ class Engine:
             is_quantized: whether the model is quantized to 4 bits.
         """
         return {"device_map": {"": self.device}} if self.device.type == "cuda" else {}
+
+    def reading(self, *, is_quantized: bool) -> contextlib.AbstractContextManager:
+        """Surrounds `from_pretrained`: a strategy that shards frozen weights keeps its part of each as it is read.
+
+        Args:
+            is_quantized: whether the model is quantized to 4 bits.
+        """
+        return contextlib.nullcontext()
 
     def prepare(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, counts_beside: str | None = None

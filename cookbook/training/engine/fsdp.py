@@ -51,8 +51,7 @@ class Fsdp(Engine):
         """Keep all but the first process of a machine from the files: rank 0 sends every rank its shards, but
         transformers 5.23 reads the files everywhere (modeling_utils.py, _load_pretrained_model).
 
-        4-bit weights are not sent (accelerate 1.15, fsdp_utils.py, fsdp2_prepare_model): each process reads and
-        quantizes all of them.
+        4-bit weights are not sent (accelerate 1.15, fsdp_utils.py, fsdp2_prepare_model): see `Fsdp2.reading`.
         """
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         receives = plugin is not None and plugin.cpu_ram_efficient_loading and self.world.local_rank != 0

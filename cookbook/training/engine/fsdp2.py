@@ -12,6 +12,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from cookbook.training.engine.as_read import Shards, each_weight
 from cookbook.training.engine.base import Engine
 from cookbook.training.engine.findings import Comparison, is_sharded
 from cookbook.training.engine.fsdp import Fsdp
@@ -37,11 +38,30 @@ class Fsdp2(Fsdp):
             mixed_precision_policy=policy,
         )
 
+    _shards: Shards | None = None
+    """Of a model in 4 bits, until FSDP2 has them."""
+
+    def reading(self, *, is_quantized: bool) -> contextlib.AbstractContextManager:
+        if not is_quantized:
+            return super().reading(is_quantized=is_quantized)
+        count, adapter = self.mesh.num_shards, self.recipe.adapter
+        self._shards = Shards(
+            self.world.rank % count,
+            count,
+            torch.device("cpu") if self._block.fsdp_offload_params else self.device,
+            keeps_whole=adapter is not None and bool(adapter.modules_to_save),
+        )
+        return each_weight(self._shards.take)
+
     def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         if any(hasattr(parameter, "quant_state") for parameter in model.parameters()):
             _gather_as_bytes()
+        shards = {} if self._shards is None else self._shards.remove_from(model)
         with self._saved_buffers_sent(model):
-            return super()._wrap(model, optimizer)
+            wrapped = super()._wrap(model, optimizer)
+        _fill(wrapped[0], shards)
+        self._shards = None
+        return wrapped
 
     @contextlib.contextmanager
     def _saved_buffers_sent(self, model: torch.nn.Module) -> Iterator[None]:
@@ -177,6 +197,18 @@ def _groups_of(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _fill(model: torch.nn.Module, shards: dict[tuple[torch.nn.Module, str], torch.Tensor]) -> None:
+    """Give parameters that FSDP2 has sharded without data this process's shards of them, in place."""
+    for group in _groups(model):
+        for held in group.fsdp_params:
+            place = held._module_info
+            if held.sharded_param.is_meta:
+                own = shards.pop((place.module, place.param_name))
+                held.sharded_param = torch.nn.Parameter(held.to_sharded_dtensor(own), requires_grad=False)
+                held._setattr_on_modules(held.sharded_param)
+                held.reset_sharded_param()
 
 
 def shard_late(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

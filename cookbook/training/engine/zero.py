@@ -23,6 +23,7 @@ from cookbook.system import lock
 from cookbook.system.files import RecipeError
 from cookbook.system.imports import imports
 from cookbook.training.engine import state
+from cookbook.training.engine.as_read import each_weight
 from cookbook.training.engine.base import DTYPES, Engine, StepResult
 from cookbook.training.engine.findings import Comparison
 from cookbook.training.engine.loss_scale import LossScale
@@ -104,6 +105,24 @@ class Zero(Engine):
     def load_options(self, *, is_quantized: bool) -> dict[str, Any]:
         """Stage 3 shards each weight as it is created."""
         return {} if self._is_stage3 else super().load_options(is_quantized=is_quantized)
+
+    def reading(self, *, is_quantized: bool) -> contextlib.AbstractContextManager:
+        """transformers 5.23 has DeepSpeed shard while it creates a model, unless that is in 4 bits
+        (modeling_utils.py, get_init_context).
+        """
+        if not (self._is_stage3 and is_quantized):
+            return super().reading(is_quantized=is_quantized)
+        from deepspeed.runtime.zero.partition_parameters import Init
+        from transformers.integrations import deepspeed_config as config_in_force
+
+        # Of a module without parameters, for the linear layers that it puts in the place of torch's.
+        init = Init(module=torch.nn.Module(), config_dict_or_path=config_in_force())
+
+        def partition(module: torch.nn.Module, weight: torch.nn.Parameter) -> torch.nn.Parameter:
+            init._convert_to_zero_parameters([weight])  # not a second time, where it is tied
+            return weight
+
+        return each_weight(partition)
 
     def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         if self._is_stage3:
