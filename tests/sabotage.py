@@ -277,6 +277,13 @@ def experts_of_other_processes_left_out() -> None:
     AllToAllEP.__call__ = call
 
 
+def adapters_of_the_first_experts() -> None:
+    """Under expert parallel each process multiplies its experts with the adapters of the group's first process."""
+    from cookbook.training.adapters import stacked
+
+    stacked._first_expert = lambda weight, num_here: 0
+
+
 def experts_divided_by_their_own_group() -> None:
     """Gradients of experts, to which tokens of a whole group contribute, are averaged over those that share them."""
     from cookbook.training.engine.expert_parallel import ExpertParallel

@@ -481,6 +481,12 @@ def test_every_named_template_has_its_file():
     assert len(names) >= 9 and names <= set(known_templates())
 
 
+def test_parameters_of_experts_are_targets_beside_the_layers(folder):
+    assert convert(AXOLOTL + "lora_target_parameters: [mlp.experts.gate_up_proj]\n") == 0
+    targets = yaml.safe_load(Path("recipes/file.yaml").read_text())["adapter"]["targets"]
+    assert targets == ["all-linear", "mlp.experts.gate_up_proj"]
+
+
 def test_one_module_to_save_is_a_list_of_one(folder):
     assert convert(TRL + "lora_modules_to_save: lm_head\n") == 0
     assert yaml.safe_load(Path("recipes/file.yaml").read_text())["adapter"]["modules_to_save"] == ["lm_head"]

@@ -19,9 +19,12 @@ from benchmarks.architectures import tiny_config, tiny_model
 from cookbook.commands.merge import merge_run
 from cookbook.config.recipe import load_recipe
 from cookbook.config.sections import AdapterSection
+from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.forecast.costs.flops import sizes_of
+from cookbook.forecast.ranking import forecast_all
 from cookbook.forecast.skeleton import skeleton
 from cookbook.system.files import RecipeError
+from cookbook.system.hardware import parse_machines
 from cookbook.training import adapters
 from cookbook.training.checkpoint import write_model as checkpoint
 from cookbook.training.models import train_tokenizer, weights_digest
@@ -219,16 +222,40 @@ def test_the_forecast_counts_a_rank_for_each_expert():
     assert sizes.num_of_experts == config.num_hidden_layers * experts * 3 * hidden * inner
 
 
+def test_plan_suggests_an_adapter_for_a_mixture_that_fits_nowhere(tmp_path: Path, monkeypatch):
+    """Its default targets once ended the plan in an error about a key that the recipe does not have."""
+    config = tiny_config("qwen3_moe")
+    config.num_experts, config.moe_intermediate_size, config.hidden_size = 64, 4096, 512
+    config.save_pretrained(tmp_path)
+    monkeypatch.chdir(ROOT)
+    words = [f"model={{name_or_path: {tmp_path}}}", "mixed_precision=bf16", "model.gradient_checkpointing=true"]
+    recipe = load_recipe(ROOT / "recipes/quickstart.yaml", words)
+    single = load_strategy(find_strategy("single"))
+    report = forecast_all(recipe, [single], parse_machines("1x8GB"), "here", limits=False)
+    assert report.forecasts[0].verdict == "does not fit"
+    assert report.suggestion is not None and "adapter: {name: lora}" in report.suggestion
+
+
 @pytest.mark.parametrize(
     "strategy",
     ["zero3", "fsdp2_ep", *(pytest.param(name, marks=SLOW) for name in ("ddp", "fsdp2", "zero1", "zero2", "fsdp1"))],
 )
 def test_the_curve_is_that_of_one_process(lab: Lab, strategy: str):
     model = experts(lab) | ADAPTER
-    few = {"batch.micro_batch_size": "2"} if strategy == "fsdp2_ep" else {}
-    curve = lab.run(strategy, model | few)
+    more = {"fsdp2_ep": {"batch.micro_batch_size": "2"}, "fsdp2": {"run.check_export": "true"}}.get(strategy, {})
+    curve = lab.run(strategy, model | more)
     found = distance(curve, lab.run("single", model))
     print(strategy, found)
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM and found.weight < 1e-6, found
     written = json.loads((curve.folder / "export" / "adapter_config.json").read_text())
     assert sorted(written["target_parameters"]) == sorted(EXPERTS)
+    if "run.check_export" in more:
+        compared = json.loads((curve.folder / "export" / "export.json").read_text())["reopened"]
+        assert "logits equal to those of the checkpoint" in compared["logits"], compared
+
+
+@pytest.mark.slow
+def test_a_process_with_the_adapters_of_other_experts_leaves_the_curve(lab: Lab):
+    model = experts(lab) | ADAPTER
+    wrong = lab.run("fsdp2_ep", model | {"batch.micro_batch_size": "2"}, sabotage="adapters_of_the_first_experts")
+    assert distance(wrong, lab.run("single", model)).loss > 100 * SGD_LOSS

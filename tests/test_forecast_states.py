@@ -69,6 +69,7 @@ CHUNKS = {"pp-chunks": "pp", "pp_fsdp2-chunks": "pp_fsdp2"}
 """Pipelines of two stages, each of two ranges of layers."""
 EXPERTS = ("model={name_or_path: EXPERTS}",)
 """A mixture, in a folder that the run makes."""
+ON_EXPERTS = "adapter={name: lora, rank: 5, targets: [all-linear, gate_up_proj, down_proj]}"
 SIZES = dict.fromkeys(("tp", "ddp_tp", "fsdp2_tp", "hsdp_tp", "pp_tp", "pp_tp_fsdp2"), EVEN)
 SIZES |= {"fsdp2_ep": EXPERTS, "zero3_nvme": LARGE}
 
@@ -124,6 +125,7 @@ SLOW = [
     run("ddp_tp", 4, *BF16),
     run("fsdp2_tp", 4, *BF16),
     run("fsdp2_ep", 4, *BF16),
+    run("fsdp2_ep", 4, ON_EXPERTS, *BF16),
     run("pp_fsdp2", 4, *BF16),
     run("pp_tp", 4, *BF16),
 ]
@@ -154,7 +156,6 @@ ALL = [
     for name in STRATEGIES
     for processes in counts(name)
     for adapter in (FULL, LORA)
-    if adapter == FULL or name != "fsdp2_ep"  # all-linear is refused for experts
     for precision in (FULL, BF16)
 ]
 REST = [case for case in ALL if case not in {*QUICK, *SLOW}]
