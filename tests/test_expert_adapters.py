@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from benchmarks.architectures import tiny_config, tiny_model
 from cookbook.commands.merge import merge_run
@@ -208,6 +208,16 @@ def test_all_linear_leaves_experts_and_routers_frozen_and_says_so(model_type: st
     assert f"the experts' experts.gate_up_proj, experts.down_proj, {share:.0%} of the weights, stay frozen" in note
     assert "write adapter.targets: [all-linear, experts.gate_up_proj, experts.down_proj]" in note
     assert adapters.check_names(config, settings(["all-linear", *EXPERTS])) == []
+
+
+def test_what_stays_out_of_4_bits_is_said():
+    """Qwen3-30B-A3B: in 48 layers 128 experts, each of three matrices of 2,048 x 768, are 29 billion numbers."""
+    sizes = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_experts": 128}
+    notes = adapters.check_names(Qwen3MoeConfig(**sizes), AdapterSection(name="qlora"))
+    assert 2 * 48 * 128 * 3 * 2048 * 768 / 2**30 == 54
+    assert "the experts' experts.gate_up_proj, experts.down_proj, 54.0 GiB in 16, are none" in notes[0]
+    of_lora = adapters.check_names(tiny_config("qwen3_moe"), settings(["all-linear"]))
+    assert not any("4 bits" in note for note in of_lora)
 
 
 def test_the_forecast_counts_a_rank_for_each_expert():

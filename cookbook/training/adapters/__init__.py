@@ -219,15 +219,24 @@ def examine(model: PreTrainedModel, settings: AdapterSection) -> list[str]:
 def _note_on_experts(
     model: PreTrainedModel, settings: AdapterSection, stacked: dict[str, torch.nn.Parameter]
 ) -> list[str]:
+    notes = [_note_on_4_bits(stacked)] if settings.is_quantized and stacked else []
     frozen = {name: one for name, one in stacked.items() if not any(_matching([name], t) for t in settings.targets)}
     if not frozen:
-        return []
+        return notes
     share = sum(one.numel() for one in frozen.values()) / sum(one.numel() for one in model.parameters())
     names = ", ".join(_last_parts(frozen, 2))
     return [
+        *notes,
         f"adapter.targets: the experts' {names}, {share:.0%} of the weights, stay frozen; to adapt them write"
-        f" adapter.targets: [{', '.join([*settings.targets, *_last_parts(frozen, 2)])}]"
+        f" adapter.targets: [{', '.join([*settings.targets, *_last_parts(frozen, 2)])}]",
     ]
+
+
+def _note_on_4_bits(stacked: dict[str, torch.nn.Parameter]) -> str:
+    """transformers 5.23 hands linear layers to bitsandbytes (integrations/bitsandbytes.py, replace_with_bnb_linear)."""
+    size = 2 * sum(one.numel() for one in stacked.values()) / 2**30
+    names = ", ".join(_last_parts(stacked, 2))
+    return f"adapter.name: qlora stores linear layers in 4 bits; the experts' {names}, {size:,.1f} GiB in 16, are none"
 
 
 def inject(model: PreTrainedModel, settings: AdapterSection) -> None:
