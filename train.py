@@ -109,7 +109,7 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
     refuse(mistakes)
     strategy = strategy.fitted(world.num_processes, world.num_local)
     notes = [*([note] if note else []), *shortage.unanswered(recipe)]
-    return recipe, strategy, plan, world, notes + begun_elsewhere(Path(recipe_name), recipe, strategy)
+    return recipe, strategy, plan, world, notes + strategy.notes + begun_elsewhere(Path(recipe_name), recipe, strategy)
 
 
 def start_watch(recipe: Recipe, world: launchers.World) -> watchdog.Watch:
@@ -154,7 +154,7 @@ def train(
     # Compiled operations, model folder, tokenizer and tokens: once per machine, under file locks.
     watching.enter("preparing model folder and tokens", is_alone=True)
     build_ops(strategy, CACHE)
-    inputs = stages.load_inputs(recipe, plan, rows, cache=CACHE, notes=notes)
+    inputs = stages.load_inputs(recipe, strategy, plan, rows, cache=CACHE, notes=notes)
     del rows
     if misfits := recipe.schedule.misfits(inputs.max_steps):
         raise RecipeError([f"schedule.{mistake}" for mistake in misfits])

@@ -68,6 +68,10 @@ class Project:
     """What it does where a file is silent, by our keys; only where that differs from our defaults or we have none."""
     is_distribution: bool = False
     """Its files describe how a run is distributed, not what it trains."""
+    passes: Mapping[str, Any] = field(default_factory=dict)
+    """Of a distribution: values, or `any`, with which a key asks for nothing, or for what a run does in any case."""
+    compares: Mapping[str, str] = field(default_factory=dict)
+    """Of a distribution: keys without a counterpart that are the recipe's all the same, by `planning.claims`."""
 
 
 def _number(value: Any) -> float:

@@ -6,7 +6,7 @@ inside `fsdp_config`, DeepSpeed a misspelt top-level key (`zero_optimisation` wo
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from cookbook.config.mesh import Mesh
+from cookbook.config.strategy_keys import Claim, Settled, settle
+from cookbook.system.console import several
 from cookbook.system.files import (
     Document,
     PathText,
@@ -23,6 +25,7 @@ from cookbook.system.files import (
     nearest,
     path_problem,
     read_document,
+    refuse,
     show,
 )
 from cookbook.system.shipped import is_short, located, starts
@@ -74,6 +77,12 @@ def _count_or_auto(value: Any, *, auto: str = "one per GPU") -> Any:
     return value
 
 
+def _stage(value: Any) -> Any:
+    if value == 0:
+        raise ValueError("is 0, which is DDP: take strategy ddp")
+    return _integer(value)
+
+
 _group_or_auto = partial(_count_or_auto, auto="the processes of a machine")
 _size_or_auto = partial(_count_or_auto, auto="the processes that the other sizes leave")
 Size = Annotated[int | Literal["auto"], BeforeValidator(_size_or_auto)]
@@ -85,16 +94,55 @@ class Block(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+SHARDING_STRATEGIES = {1: "FULL_SHARD", 2: "SHARD_GRAD_OP", 3: "NO_SHARD", 4: "HYBRID_SHARD", 5: "HYBRID_SHARD_ZERO2"}
+OTHER_STRATEGIES = {"NO_SHARD": "ddp", "HYBRID_SHARD": "hsdp", "HYBRID_SHARD_ZERO2": "hsdp"}
+
+
+def _sharding_strategy(value: Any) -> Any:
+    name = SHARDING_STRATEGIES.get(value, value) if type(value) is int else value
+    if name in OTHER_STRATEGIES:
+        raise ValueError(f"is {show(value)}; for that take strategy {OTHER_STRATEGIES[name]}")
+    return name
+
+
+Device = Literal["none", "cpu", "nvme"]
+
+
 class DeepspeedBlock(Block):
-    deepspeed_config_file: PathText
+    """What a strategy says of ZeRO: a JSON, or in its place, as `accelerate config` asks for it, the rest."""
+
+    deepspeed_config_file: PathText | None = None
     deepspeed_multinode_launcher: Literal["standard"] = "standard"
+    zero_stage: Annotated[Literal[1, 2, 3] | None, BeforeValidator(_stage)] = None
+    offload_optimizer_device: Device | None = None
+    offload_param_device: Device | None = None
+    offload_optimizer_nvme_path: PathText | None = None
+    offload_param_nvme_path: PathText | None = None
+
+    @property
+    def in_place_of_json(self) -> dict[str, Any]:
+        """The DeepSpeed configuration that these keys mean; empty where a file is named."""
+        if self.deepspeed_config_file is not None:
+            return {}
+        zero: dict[str, Any] = {"stage": self.zero_stage or 2}  # accelerate's default
+        for block, device, path in (
+            ("offload_optimizer", self.offload_optimizer_device, self.offload_optimizer_nvme_path),
+            ("offload_param", self.offload_param_device, self.offload_param_nvme_path),
+        ):
+            if device not in (None, "none"):
+                zero[block] = {"device": device} | ({"nvme_path": path} if device == "nvme" else {})
+        if self.offload_param_device == "nvme":
+            zero["stage3_prefetch_bucket_size"] = 0  # see `_check_zero`
+        return {"zero_optimization": zero}
 
 
 class FsdpBlock(Block):
-    fsdp_version: Annotated[Literal[1, 2], BeforeValidator(_integer)]
-    fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP"]
+    fsdp_version: Annotated[Literal[1, 2], BeforeValidator(_integer)] = Field(examples=[2])
+    fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP"] = Field(examples=["TRANSFORMER_BASED_WRAP"])
     fsdp_reshard_after_forward: bool | None = None
-    fsdp_sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP"] | None = None
+    fsdp_sharding_strategy: Annotated[
+        Literal["FULL_SHARD", "SHARD_GRAD_OP"] | None, BeforeValidator(_sharding_strategy)
+    ] = None
     fsdp_offload_params: bool = False
     fsdp_cpu_ram_efficient_loading: bool = True
     fsdp_sync_module_states: bool | None = None
@@ -131,19 +179,37 @@ class ParallelismBlock(Block):
         return frozenset(name for name, size in self.written.items() if size == "auto")
 
 
+def _port(value: Any) -> Any:
+    if type(value) is int and not 0 <= value <= 65535:
+        raise ValueError(f"is {value}; write 1 to 65535, or 0 for a free one")
+    return value
+
+
+def _gpu_ids(value: Any) -> Any:
+    """As torch reads CUDA_VISIBLE_DEVICES: numbers, or names that begin with GPU or MIG."""
+    if value is None or value == "all":
+        return value
+    ids = [one.strip() for one in str(value).split(",")]
+    if bad := [one for one in ids if not one.isdigit() and not one.startswith(("GPU-", "MIG-"))]:
+        raise ValueError(f"is {show(value)}, and {bad[0]!r} is no GPU; write numbers as '0,1', or all")
+    if len(set(ids)) < len(ids):
+        raise ValueError(f"is {show(value)}, with a GPU twice; name each once")
+    return str(value)
+
+
 class AccelerateFile(Block):
     """The keys of an accelerate YAML that a strategy may write."""
 
     compute_environment: Literal["LOCAL_MACHINE"] = "LOCAL_MACHINE"
-    distributed_type: Literal["NO", "MULTI_GPU", "FSDP", "DEEPSPEED"]
-    num_processes: Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
+    distributed_type: Literal["NO", "MULTI_GPU", "FSDP", "DEEPSPEED"] = Field(examples=["MULTI_GPU"])
+    num_processes: Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)] = Field(examples=["auto"])
     num_machines: int = Field(default=1, gt=0)
     machine_rank: int = Field(default=0, ge=0)
     main_process_ip: str | None = None
-    main_process_port: int | None = None
+    main_process_port: Annotated[int | None, BeforeValidator(_port)] = None
     rdzv_backend: Literal["static", "c10d"] = "static"
     same_network: bool = True
-    gpu_ids: str | None = None
+    gpu_ids: Annotated[str | None, BeforeValidator(_gpu_ids)] = None
     enable_cpu_affinity: bool = False
     debug: bool = False
     deepspeed_config: DeepspeedBlock | None = None
@@ -156,10 +222,37 @@ class JsonBlock(Block):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _is_not_null(cls, value: Any, field: ValidationInfo) -> Any:
-        if value is None and not cls.model_fields[str(field.field_name)].is_required():
+    def _as_deepspeed_reads(cls, value: Any, field: ValidationInfo) -> Any:
+        info = cls.model_fields[str(field.field_name)]
+        if value is None and not info.is_required():
             raise ValueError("is empty; write a value, or take the key out")
+        # 5e8, as DeepSpeed's own pages have it: pydantic makes an integer of a whole number there.
+        is_whole = isinstance(value, float) and value.is_integer() and "int" in str(info.annotation)
+        return int(value) if is_whole else value
+
+
+MOST_ELEMENTS = 10**11
+"""Of a buffer: more than any GPU holds, of whatever dtype."""
+BY_HIDDEN_SIZE = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+"""What accelerate fills in where a JSON has "auto" (accelerator.py, _prepare_deepspeed)."""
+
+
+def _elements(value: Any, *, least: int = 1, most: int = MOST_ELEMENTS, auto: bool = False) -> Any:
+    if value is None or (auto and value == "auto"):
         return value
+    if type(value) is not int:
+        raise ValueError(f"is {show(value)}; write a whole number of elements{', or auto' * auto}")
+    if not least <= value <= most:
+        raise ValueError(f"is {value}; write {least} to {most} elements")
+    return value
+
+
+Elements = Annotated[int | None, BeforeValidator(_elements)]
+ByHiddenSize = Annotated[int | Literal["auto"] | None, BeforeValidator(partial(_elements, auto=True))]
+Ahead = Annotated[int | Literal["auto"] | None, BeforeValidator(partial(_elements, least=0, auto=True))]
+Threshold = Annotated[
+    int | Literal["auto"] | None, BeforeValidator(partial(_elements, least=0, most=10**30, auto=True))
+]
 
 
 class OffloadBlock(JsonBlock):
@@ -183,26 +276,22 @@ class OffloadParamBlock(OffloadBlock):
 class ZeroBlock(JsonBlock):
     """`zero_optimization`, without the keys that change the result or that DeepSpeed has deprecated."""
 
-    stage: Annotated[Literal[1, 2, 3], BeforeValidator(_integer)]
+    stage: Annotated[Literal[1, 2, 3], BeforeValidator(_stage)]
     overlap_comm: bool | None = None
     contiguous_gradients: bool | None = None
-    reduce_bucket_size: int | None = Field(default=None, gt=0)
+    reduce_bucket_size: ByHiddenSize = None
     reduce_scatter: bool | None = None
-    allgather_bucket_size: int | None = Field(default=None, gt=0)
+    allgather_bucket_size: Elements = None
     allgather_partitions: bool | None = None
     round_robin_gradients: bool | None = None
     sub_group_size: int | None = Field(default=None, gt=0)
-    stage3_prefetch_bucket_size: int | None = Field(default=None, ge=0)
-    stage3_param_persistence_threshold: int | None = Field(default=None, ge=0)
+    stage3_prefetch_bucket_size: Ahead = None
+    stage3_param_persistence_threshold: Threshold = None
     stage3_max_live_parameters: int | None = Field(default=None, ge=0)
     stage3_max_reuse_distance: int | None = Field(default=None, ge=0)
     zero_hpz_partition_size: Annotated[int | Literal["auto"] | None, BeforeValidator(_group_or_auto)] = None
     offload_optimizer: OffloadOptimizerBlock | None = None
     offload_param: OffloadParamBlock | None = None
-
-
-class PrecisionBlock(Block):
-    enabled: Literal["auto"]
 
 
 class AioBlock(JsonBlock):
@@ -219,14 +308,8 @@ class DataTypesBlock(Block):
 
 
 class DeepspeedFile(Block):
-    """The keys of a DeepSpeed JSON that a strategy may write; those that the recipe owns must be "auto"."""
+    """The keys of a DeepSpeed JSON that a strategy may write, besides those of `strategy_keys`."""
 
-    bf16: PrecisionBlock
-    fp16: PrecisionBlock
-    train_batch_size: Literal["auto"]
-    train_micro_batch_size_per_gpu: Literal["auto"]
-    gradient_accumulation_steps: Literal["auto"]
-    gradient_clipping: Literal["auto"]
     # Never true: DeepSpeedCPUAdam is not the optimizer of the other strategies, and needs a compiler.
     zero_force_ds_cpu_optimizer: Literal[False] | None = None
     communication_data_type: Literal["fp32"] | None = None
@@ -249,7 +332,7 @@ class Strategy:
     offload_optimizer: Literal["cpu", "nvme"] | None = None
     offload_param: Literal["cpu", "nvme"] | None = None
     deepspeed: dict[str, Any] | None = None
-    """The DeepSpeed JSON as written, with its "auto" values."""
+    """The DeepSpeed JSON as written, without what `passed` and `claims` have."""
     deepspeed_file: str | None = None
     deepspeed_name: str | None = None
     """`deepspeed_file` as the YAML has it, and accelerate hands it on."""
@@ -266,12 +349,25 @@ class Strategy:
     pp_chunks: int = 1
     """Ranges of layers of a stage."""
     ep_size: int = 1
+    written: dict[str, Any] = field(default_factory=dict)
+    """What accelerate reads of the YAML's sections, by the names of their keys."""
+    claims: tuple[Claim, ...] = ()
+    """What the files say of things that the recipe owns, to be compared with it."""
+    passed: tuple[str, ...] = ()
+    """Keys of the files that have no effect here, with their values."""
     open_sizes: frozenset[str] = frozenset()
     """The sizes above that the file leaves open (`auto`): `SMALLEST`, until `fitted` knows the machines."""
 
     @property
     def name(self) -> str:
         return Path(self.path).stem
+
+    @property
+    def notes(self) -> list[str]:
+        """For the user: keys that have no effect."""
+        if not self.passed:
+            return []
+        return [f"{self.path}: these ask for nothing, or for what a run does in any case: {'; '.join(self.passed)}"]
 
     @property
     def offloads(self) -> bool:
@@ -307,8 +403,9 @@ class Strategy:
 
     @property
     def zero(self) -> dict[str, Any]:
-        """The JSON's zero_optimization; empty without DeepSpeed."""
-        return (self.deepspeed or {}).get("zero_optimization") or {}
+        """The JSON's zero_optimization; empty without DeepSpeed. Sizes that are "auto" are left out."""
+        block: dict[str, Any] = (self.deepspeed or {}).get("zero_optimization") or {}
+        return {key: value for key, value in block.items() if key not in BY_HIDDEN_SIZE or value != "auto"}
 
     @property
     def aio(self) -> dict[str, Any]:
@@ -395,25 +492,71 @@ def load_strategy(path: Path) -> Strategy:
         RecipeError: all mistakes of both files together.
     """
     document = read_document(path)
-    parsed, mistakes = validate(document, AccelerateFile, OWNED_BY_THE_RECIPE)
-    written = _deepspeed_file(document)
-    deepspeed_name = located(written, path) if written is not None else None
-    deepspeed, deepspeed_document = None, None
-    if deepspeed_name is not None:
+    refuse(_wrong_kind(document))
+    rest, settled = settle(_with_names_of_today(document), AccelerateFile, "accelerate")
+    parsed, mistakes = validate(rest, AccelerateFile, OWNED_BY_THE_RECIPE)
+    found = [settled]
+    deepspeed_name, source = None, _json_of_block(rest)
+    if (written := _deepspeed_file(rest)) is not None:
+        deepspeed_name = located(written, path)
         missing = find_file(deepspeed_name, lambda: document.place("deepspeed_config", "deepspeed_config_file"))
         mistakes += missing
         if not missing:
             with gathered(mistakes):
-                deepspeed_document = read_document(Path(deepspeed_name))
-                deepspeed, found = validate(deepspeed_document, DeepspeedFile, OWNED_BY_THE_RECIPE)
-                mistakes += found
+                source = read_document(Path(deepspeed_name))
+    deepspeed = None
+    if source is not None:
+        source, more = settle(source, DeepspeedFile, "deepspeed")
+        found.append(more)
+        deepspeed, wrong = validate(source, DeepspeedFile, OWNED_BY_THE_RECIPE)
+        mistakes += [*wrong, *_check_zero(source)]
     if parsed is not None:
         mistakes += _check_blocks(parsed, document.place)
-    if deepspeed_document is not None:
-        mistakes += _check_zero(deepspeed_document)
-    if mistakes or parsed is None:
-        raise RecipeError(mistakes)
-    return _strategy(str(path), parsed, deepspeed, deepspeed_document, deepspeed_name)
+    else:
+        mistakes += _check_fsdp_alone(rest)
+    foreign = [mistake for one in found for mistake in one.mistakes]
+    if mistakes or foreign or parsed is None:
+        way = f"{path}: `cookbook convert {path}` writes it in the terms of a strategy and a recipe of ours"
+        raise RecipeError([*dict.fromkeys([*foreign, *mistakes]), *[way] * bool(foreign)])
+    blocks = (document.values.get(name) or {} for name in ("deepspeed_config", "fsdp_config"))
+    return _strategy(
+        str(path), parsed, deepspeed, source, deepspeed_name, found, {k: v for b in blocks for k, v in b.items()}
+    )
+
+
+def _wrong_kind(document: Document) -> list[str]:
+    keys = document.values.keys() if isinstance(document.values, dict) else ()
+    if "zero_optimization" in keys and "distributed_type" not in keys:
+        return [
+            f"{document.name}: is a DeepSpeed JSON, of which an accelerate YAML is the strategy; write one with"
+            " distributed_type: DEEPSPEED, num_processes: auto and"
+            f" deepspeed_config: {{deepspeed_config_file: {document.name}}}, or take the shipped zero2 as a copy"
+        ]
+    if {"model", "data"} <= {*keys}:
+        return [f"{document.name}: is a recipe, not a strategy; name it first: cookbook launch {document.name}"]
+    return []
+
+
+def _with_names_of_today(document: Document) -> Document:
+    """FSDP1's sharding strategy under the name that `accelerate config` 1.15 gives it."""
+    values = document.values
+    block = values.get("fsdp_config") if isinstance(values, dict) else None
+    if isinstance(block, dict) and isinstance(block.get("fsdp_reshard_after_forward"), str):
+        block = {**block, "fsdp_sharding_strategy": block["fsdp_reshard_after_forward"]}
+        del block["fsdp_reshard_after_forward"]
+        values = {**values, "fsdp_config": block}
+        lines = {
+            (*path[:1], "fsdp_sharding_strategy") if path[1:] == ("fsdp_reshard_after_forward",) else path: line
+            for path, line in document.lines.items()
+        }
+        return replace(document, values=values, lines=lines)
+    return document
+
+
+def _json_of_block(document: Document) -> Document | None:
+    """What stands in the place of a DeepSpeed JSON, if none is named."""
+    block = part(document, "deepspeed_config", DeepspeedBlock) if "deepspeed_config" in document.values else None
+    return Document(document.name, block.in_place_of_json) if block is not None and block.in_place_of_json else None
 
 
 def _deepspeed_file(document: Document) -> str | None:
@@ -432,6 +575,12 @@ def _check_blocks(parsed: AccelerateFile, place: Callable[..., str]) -> Iterator
         if family != kind and is_given:
             yield f"{place(name)}: would be ignored: distributed_type is {family}, not {kind}; take it out"
     given = f"{place('num_processes')} is {count}"
+    if parsed.deepspeed_config is not None:
+        yield from _check_deepspeed_block(parsed.deepspeed_config, place)
+    if count != 1 and machines == 1 and parsed.gpu_ids not in (None, "all"):
+        num_ids = len(str(parsed.gpu_ids).split(","))
+        if num_ids < (2 if count == "auto" else count):
+            yield f"{place('gpu_ids')} names {several(num_ids, 'GPU')}, and num_processes is {count}; name as many"
     if family == "NO" and count != 1:
         yield f"{given}; distributed_type NO runs one process: write 1"
     if machines > 1 and count == "auto":
@@ -458,6 +607,15 @@ def _check_blocks(parsed: AccelerateFile, place: Callable[..., str]) -> Iterator
             yield f"{given}, but the mesh of parallelism_config is {mesh}: write {least}{more}"
     if parsed.fsdp_config is not None:
         yield from _check_fsdp(parsed.fsdp_config, place)
+
+
+def _check_deepspeed_block(block: DeepspeedBlock, place: Callable[..., str]) -> Iterator[str]:
+    others = sorted(block.model_fields_set - {"deepspeed_config_file", "deepspeed_multinode_launcher"})
+    if block.deepspeed_config_file is None and block.zero_stage is None:
+        yield f"{place('deepspeed_config')}: names no JSON; write deepspeed_config_file, or zero_stage"
+    for key in others if block.deepspeed_config_file is not None else ():
+        way = OWNED_BY_THE_RECIPE.get(key, "take it out")
+        yield f"{place('deepspeed_config', key)}: would be ignored beside a JSON; {way}"
 
 
 def _check_ignored(parsed: AccelerateFile, mesh: ParallelismBlock, place: Callable[..., str]) -> Iterator[str]:
@@ -533,21 +691,55 @@ FSDP1_KEYS = {
 }
 
 
+NEEDED = {
+    1: {"fsdp_sharding_strategy": "FULL_SHARD, or SHARD_GRAD_OP", "fsdp_use_orig_params": "true"},
+    2: {"fsdp_reshard_after_forward": "true (as FULL_SHARD), or false (as SHARD_GRAD_OP)"},
+}
+"""Keys that a version needs, with the values to write."""
+
+
+def _same_in_fsdp2(block: FsdpBlock) -> set[str]:
+    """Keys of FSDP1 that say what FSDP2 does in any case."""
+    does = {
+        "fsdp_use_orig_params": True,
+        "fsdp_sync_module_states": True,
+        "fsdp_forward_prefetch": False,
+        "fsdp_backward_prefetch": "BACKWARD_PRE",
+        "fsdp_sharding_strategy": "SHARD_GRAD_OP" if block.fsdp_reshard_after_forward is False else "FULL_SHARD",
+    }
+    return {key for key, value in does.items() if getattr(block, key) == value}
+
+
 def _check_fsdp(block: FsdpBlock, place: Callable[..., str]) -> Iterator[str]:
     """Keys of the other FSDP version, which accelerate would ignore, and keys that a version needs."""
     version, given = block.fsdp_version, block.model_fields_set
+    others = FSDP1_KEYS - _same_in_fsdp2(block) if version == 2 else {"fsdp_reshard_after_forward"}
     for key in FsdpBlock.model_fields:
-        if key in given and key in (FSDP1_KEYS if version == 2 else {"fsdp_reshard_after_forward"}):
+        if key in given and key in others:
             yield f"{place('fsdp_config', key)}: would be ignored with fsdp_version {version}; take it out"
-    needed = {1: ("fsdp_sharding_strategy", "fsdp_use_orig_params"), 2: ("fsdp_reshard_after_forward",)}
-    for key in needed[version]:
+    for key, value in NEEDED[version].items():
         if key not in given:
-            yield f"{place('fsdp_config')}: {key} is missing; write it out"
+            yield f"{place('fsdp_config')}: {key} is missing; write {value}"
+    if block.fsdp_sync_module_states is False and block.fsdp_cpu_ram_efficient_loading:
+        where = place("fsdp_config", "fsdp_sync_module_states")
+        yield f"{where} is false: fsdp_cpu_ram_efficient_loading, on unless it is false, needs it; write true"
     if block.fsdp_use_orig_params is False:
         where = place("fsdp_config", "fsdp_use_orig_params")
         yield f"{where} is false: weight decay could not tell norms from weights; write true"
     if version == 1 and block.fsdp_offload_params:
         yield f"{place('fsdp_config', 'fsdp_offload_params')}: supported with fsdp_version 2 only"
+
+
+def _check_fsdp_alone(document: Document) -> Iterator[str]:
+    """The same of a file with other mistakes, as if it had the version that its keys belong to."""
+    block = document.values.get("fsdp_config") if isinstance(document.values, dict) else None
+    if not isinstance(block, dict):
+        return
+    guess = 1 if "fsdp_sharding_strategy" in block else 2
+    whole = {"fsdp_version": guess, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"} | block
+    found = part(replace(document, values={"fsdp_config": whole}), "fsdp_config", FsdpBlock)
+    if found is not None:
+        yield from _check_fsdp(found, document.place)
 
 
 def _check_zero(document: Document) -> Iterator[str]:
@@ -577,11 +769,6 @@ def _check_zero(document: Document) -> Iterator[str]:
                 yield f"{place(key, name)}: would be ignored with device cpu"
     if "offload_optimizer" in on_nvme and zero.stage < 3:
         yield f"{place('offload_optimizer', 'device')} is nvme, which needs stage 3; use cpu"
-    if offload is None and "zero_force_ds_cpu_optimizer" in top:
-        yield f"{document.place('zero_force_ds_cpu_optimizer')}: goes with offload_optimizer; take it out"
-    if offload is not None and "zero_force_ds_cpu_optimizer" not in top:
-        problem = "needs zero_force_ds_cpu_optimizer: false at the top level; else DeepSpeed refuses every optimizer"
-        yield f"{place('offload_optimizer')}: {problem} but its own"
     if offload is None and zero.offload_param is not None:
         yield f"{place('offload_param')}: goes with offload_optimizer; add that block"
     if "offload_param" in on_nvme and zero.stage3_prefetch_bucket_size != 0:
@@ -603,6 +790,8 @@ def _strategy(
     deepspeed: DeepspeedFile | None,
     source: Document | None,
     deepspeed_file: str | None,
+    settled: list[Settled],
+    written: dict[str, Any],
 ) -> Strategy:
     mesh = parsed.parallelism_config or ParallelismBlock()
     sizes = mesh.sizes
@@ -637,6 +826,9 @@ def _strategy(
         pp_chunks=mesh.parallelism_config_pp_chunks,
         **sizes,
         open_sizes=mesh.open_sizes,
+        written=written,
+        claims=tuple(claim for one in settled for claim in one.claims),
+        passed=tuple(text for one in settled for text in one.passed),
     )
 
 

@@ -236,7 +236,9 @@ def _check_nvme_buffers(strategy: Strategy, found: Skeleton, count: int) -> None
     part = -(-max(weight.num_elements for weight in found.weights) // count)
     if part > buffer:
         asked = f"write at least {part:,}, a process's shard of the largest weight"
-        raise RecipeError(f"{strategy.deepspeed_file}: offload_param.buffer_size is {buffer:,}; {asked}")
+        raise RecipeError(
+            f"{strategy.deepspeed_file or strategy.path}: offload_param.buffer_size is {buffer:,}; {asked}"
+        )
 
 
 def _step_time(

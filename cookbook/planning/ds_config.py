@@ -35,6 +35,8 @@ def deepspeed_config(strategy: Strategy, plan: Plan, recipe: Recipe) -> dict[str
         "train_batch_size": micro_batch_size * accumulation * plan.num_processes,  # as DeepSpeed counts
         "gradient_clipping": recipe.optim.max_grad_norm,
         **({"communication_data_type": gradient_dtype} if gradient_dtype else {}),
+        # Else DeepSpeed refuses every optimizer but its own for the host, which needs a compiler.
+        **({"zero_force_ds_cpu_optimizer": False} if "offload_optimizer" in config["zero_optimization"] else {}),
         "zero_allow_untested_optimizer": True,  # torch's AdamW and SGD; DeepSpeed knows its own only
         "steps_per_print": 2**31,
     }

@@ -304,21 +304,34 @@ def clear_environment() -> None:
         del os.environ[name]
 
 
+VARIABLES = {
+    "fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP",
+    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
+    "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+    "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+    "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+    **{
+        key: f"ACCELERATE_DEEPSPEED_{key.upper()}"
+        for key in ("offload_optimizer_device", "offload_param_device", "zero3_save_16bit_model")
+    },
+}
+"""The variables of keys of a YAML's sections, where that is not the key in capitals."""
+
+
 def _expected_variables(strategy: Strategy) -> dict[str, str]:
     """The variables that `accelerate launch` 1.15 sets for this file (utils/launch.py, prepare_multi_gpu_env)."""
     expected = {"ACCELERATE_DYNAMO_BACKEND": "no", "ACCELERATE_USE_CPU": "false"}
+    written = {VARIABLES.get(key, key.upper()): str(value) for key, value in strategy.written.items()}
     if strategy.kind == "zero":
-        expected |= {
-            "ACCELERATE_USE_DEEPSPEED": "true",
-            "ACCELERATE_DEEPSPEED_CONFIG_FILE": strategy.deepspeed_name or "",
-        }
+        expected |= {"ACCELERATE_USE_DEEPSPEED": "true"}
     if strategy.fsdp is not None:
         block = strategy.fsdp
         expected |= {
             "ACCELERATE_USE_FSDP": "true",
             "FSDP_VERSION": str(block.fsdp_version),
             "FSDP_AUTO_WRAP_POLICY": block.fsdp_auto_wrap_policy,
-            "FSDP_SHARDING_STRATEGY": block.fsdp_sharding_strategy or "FULL_SHARD",
+            "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
             "FSDP_RESHARD_AFTER_FORWARD": str(block.fsdp_reshard_after_forward is not False),
             "FSDP_OFFLOAD_PARAMS": str(block.fsdp_offload_params),
             "FSDP_BACKWARD_PREFETCH": block.fsdp_backward_prefetch or "BACKWARD_PRE",
@@ -344,7 +357,7 @@ def _expected_variables(strategy: Strategy) -> dict[str, str]:
             "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE": "True",
             "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": "sdpa",
         }
-    return expected
+    return expected | written
 
 
 def _as_written(strategy: Strategy, size: str) -> str:

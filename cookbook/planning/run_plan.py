@@ -10,6 +10,8 @@ from pathlib import Path
 from cookbook.config.mesh import Mesh
 from cookbook.config.recipe import Recipe, default_output_dir, named_strategy, open_recipe, parse_recipe
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy
+from cookbook.config.strategy_keys import contradictions
+from cookbook.planning.claims import owned
 from cookbook.planning.meshes import mesh_problem
 from cookbook.planning.packing import known_config
 from cookbook.planning.refusals import refusals
@@ -161,13 +163,15 @@ def make_plan(
     is_uneven = batch.micro_batch_size is not None and batch.global_batch_size % per_forward
     if is_uneven and mesh.num_processes == num_processes:  # a mesh that does not fit has no batch arithmetic
         mistakes.append(f"{recipe_name}: {_impossible_split(recipe, mesh.data_parallel_size, num_processes)}")
+    accumulation = math.ceil(batch.global_batch_size / per_forward)
+    mistakes += contradictions(strategy.claims, owned(recipe, accumulation))
     refuse(mistakes)
     return Plan(
         num_processes=num_processes,
         num_local=num_local,
         num_gpus=num_gpus,
         mesh=mesh,
-        gradient_accumulation_steps=math.ceil(batch.global_batch_size / per_forward),
+        gradient_accumulation_steps=accumulation,
     )
 
 

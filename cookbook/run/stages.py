@@ -29,7 +29,7 @@ from cookbook.planning.packing import Packing, decide
 from cookbook.planning.run_plan import Plan
 from cookbook.run import publish
 from cookbook.system import lock
-from cookbook.system.files import RecipeError
+from cookbook.system.files import RecipeError, refuse
 from cookbook.training import adapters, models
 from cookbook.training.checkpoint import resume
 from cookbook.training.checkpoint.folder import Checkpoint
@@ -41,7 +41,7 @@ from cookbook.training.data.sets import RowSets, TokenSets, tokenize_data
 from cookbook.training.engine import Engine, engine_class, make_deterministic
 from cookbook.training.models.efficiency import kernel_notes
 from cookbook.training.models.folder_facts import check_folder
-from cookbook.training.models.structure import random_parts
+from cookbook.training.models.structure import layer_mistakes, random_parts
 
 SIGHT_SECONDS = 10.0
 """For a new file to be seen on all machines, whose network file systems may cache."""
@@ -125,7 +125,9 @@ class Run:
         )
 
 
-def load_inputs(recipe: Recipe, plan: Plan, rows: RowSets, *, cache: Path, notes: list[str]) -> Inputs:
+def load_inputs(
+    recipe: Recipe, strategy: Strategy, plan: Plan, rows: RowSets, *, cache: Path, notes: list[str]
+) -> Inputs:
     """Prepare model folder, configuration, tokenizer and tokens, once per machine, under file locks.
 
     Args:
@@ -140,6 +142,7 @@ def load_inputs(recipe: Recipe, plan: Plan, rows: RowSets, *, cache: Path, notes
     )
     config = models.load_config(folder, recipe.data.max_length)
     tokenizer = models.load_tokenizer(folder, recipe.data.chat_template)
+    refuse(layer_mistakes(config, strategy.claims))
     facts = check_folder(Path(folder), config, tokenizer)
     decide(recipe, config)  # refuses what cannot be packed before any process waits for another
     if problem := mesh_problem(config, plan.mesh):

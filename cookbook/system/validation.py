@@ -19,7 +19,8 @@ def validate(
 ) -> tuple[Model | None, list[str]]:
     """Validates a document as `model`. Returns the model, None if it is invalid, and the mistakes.
 
-    Misspelt keys do not hide other mistakes: the rest is validated as if they had their nearest valid names.
+    Misspelt keys do not hide other mistakes: the rest is validated as if they had their nearest valid names. Of a value
+    under such a name nothing is said, since the file does not have it there.
 
     Args:
         owned_elsewhere: for keys that this file may not set, what to write instead.
@@ -30,7 +31,9 @@ def validate(
     unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
     if unknown:
         mistakes = [_word(document, model, problem, owned, homes) for problem in unknown]
-        parsed, problems = _try(_with_nearest_names(document.values, model, unknown, owned), model)
+        values, guessed = _with_nearest_names(document.values, model, unknown, owned)
+        parsed, problems = _try(values, model)
+        problems = [one for one in problems if not any(one["loc"][: len(path)] == path for path in guessed)]
     mistakes += [_word(document, model, problem, owned, homes) for problem in problems]
     return parsed, list(dict.fromkeys(mistakes))
 
@@ -67,8 +70,11 @@ def _as_written(values: Any, path: KeyPath) -> KeyPath:
     return tuple(found)
 
 
-def _with_nearest_names(values: Any, model: type[BaseModel], unknown: list[Any], owned: Mapping[str, str]) -> Any:
-    values = copy.deepcopy(values)
+def _with_nearest_names(
+    values: Any, model: type[BaseModel], unknown: list[Any], owned: Mapping[str, str]
+) -> tuple[Any, list[KeyPath]]:
+    """The values under the nearest names, and the paths of these."""
+    values, guessed = copy.deepcopy(values), []
     for problem in unknown:
         *path, key = problem["loc"]
         section = values
@@ -76,9 +82,10 @@ def _with_nearest_names(values: Any, model: type[BaseModel], unknown: list[Any],
             section = section[part_of_path]
         value = section.pop(key)
         close = difflib.get_close_matches(key, _fields(model, tuple(path), values), n=1)
-        if close and key not in owned:
-            section.setdefault(close[0], value)
-    return values
+        if close and key not in owned and close[0] not in section:
+            section[close[0]] = value
+            guessed.append((*path, close[0]))
+    return values, guessed
 
 
 # Expected types, where pydantic's own words would confuse the author of a YAML file.
@@ -117,8 +124,6 @@ def _word(
         return f"{place}: unknown key; {nearest(key, list(here))}"
     if kind == "missing" and isinstance(path[-1], int):
         return f"{document.place(*path[:-1])} has too few values"
-    if kind == "missing" and owner:
-        return f'{place}: is missing; write "auto": {owner}'
     if kind == "missing":
         return f"{place}: is missing; this key has no default{_example(document, model, path)}"
     if kind == "value_error":

@@ -72,6 +72,7 @@ def _check_recipe(
         mistakes += [f"{path}: {mistake}" for mistake in of_model]
     refuse(placed(mistakes, path, assignments))
     yield f"{path}: fine under {strategy.path}; {batch}"
+    yield from (f"note: {note}" for note in strategy.notes)
     for doubt in placed([f"{path}: {doubt}" for doubt in [*notes, *doubts(recipe)]], path, assignments):
         yield f"warning: {doubt}"
     if data:

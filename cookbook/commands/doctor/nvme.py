@@ -51,7 +51,7 @@ def check_nvme(folder: Path, strategy: Strategy, needs: Sizes | None) -> Iterato
                 made.append(path)
         yield from _check_folder(folder, strategy, needs)
     except OSError as error:
-        place = f"zero_optimization.*.nvme_path in {strategy.deepspeed_file}"
+        place = f"zero_optimization.*.nvme_path in {strategy.deepspeed_file or strategy.path}"
         yield failure("NVMe", f"{folder}: {error.strerror or error}", f"name a folder on an NVMe disk: {place}")
     finally:
         for path in reversed(made):
@@ -60,7 +60,7 @@ def check_nvme(folder: Path, strategy: Strategy, needs: Sizes | None) -> Iterato
 
 
 def _check_folder(folder: Path, strategy: Strategy, needs: Sizes | None) -> Iterator[Finding]:
-    place = f"zero_optimization.*.nvme_path in {strategy.deepspeed_file}"
+    place = f"zero_optimization.*.nvme_path in {strategy.deepspeed_file or strategy.path}"
     free = psutil.disk_usage(str(folder)).free
     kind = filesystem(folder)
     seen = f"{folder} ({kind}): {in_bytes(free)} free"
@@ -126,7 +126,7 @@ def _measure(file: int, size: int, strategy: Strategy) -> Iterator[Finding]:
     ways: dict[tuple[int, int], float] = {(size, 1): rate for size, rate in read_rates.items()}
     if is_built:
         ways = _with_deepspeed(file, written, now)
-    yield from suggest(ways, now, strategy.deepspeed_file, knows_depth=is_built)
+    yield from suggest(ways, now, strategy.deepspeed_file or strategy.path, knows_depth=is_built)
 
 
 def _read(file: int, size: int, block: int, pattern: bytes) -> tuple[float, bool]:

@@ -1,5 +1,6 @@
 """Finds a model's configuration: in the recipe, a folder, the Hub or its cache, or `recipes/offline_facts.json`."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -7,6 +8,7 @@ from typing import Any, Literal
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from cookbook.config.sections import ModelSection, ScratchModel
+from cookbook.config.strategy_keys import Claim
 from cookbook.planning.offline import hub_answers, known_model
 from cookbook.system.files import RecipeError, first_line
 
@@ -160,3 +162,13 @@ def logit_transform(config: PreTrainedConfig) -> LogitTransform | None:
             raise RecipeError(f"{what}, which was not compared for {config.model_type}")
         values |= {"cap": value} if how == "cap" else {"scale": value if how == "times" else 1 / value}
     return LogitTransform(**values) if values else None
+
+
+def layer_mistakes(config: PreTrainedConfig, claims: Iterable[Claim]) -> list[str]:
+    """One mistake for each class of layers that a strategy file names and this model has not."""
+    own = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._no_split_modules or ()
+    return [
+        f"{claim.place} is {claim.written!r}, but the layers of {config.model_type} are {', '.join(own)}; take it out"
+        for claim in claims
+        if claim.key == "~layer" and not {*str(claim.value).split(",")} <= {*own}
+    ]

@@ -1,0 +1,140 @@
+"""Keys of accelerate's and DeepSpeed's files that a strategy has no use for, by `foreign.yaml`: passed over where their
+value asks for nothing or for what a run does anyway, compared with the recipe where they are its own, refused else.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+
+from cookbook.config.foreign import PROJECTS, NoCounterpart, Project
+from cookbook.system.files import Document, show
+
+AUTO = "auto"
+SWITCH = "enabled"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a strategy file says of something that the recipe owns."""
+
+    place: str
+    """As in `file:line: key`."""
+    key: str
+    """Of the recipe, or `~X` as in `foreign.Key`."""
+    written: Any
+    """The value in the file."""
+    value: Any
+    """In the recipe's terms."""
+
+
+@dataclass
+class Settled:
+    """What `settle` found."""
+
+    passed: list[str] = field(default_factory=list)
+    """Keys without effect, with their values."""
+    claims: list[Claim] = field(default_factory=list)
+    mistakes: list[str] = field(default_factory=list)
+
+
+def settle(document: Document, model: type[BaseModel], project: str) -> tuple[Document, Settled]:
+    """The document without what is no key of a strategy.
+
+    Args:
+        model: the keys of a strategy, with their sections.
+        project: `accelerate` or `deepspeed`, of which the file is.
+    """
+    values, found = copy.deepcopy(document.values), Settled()
+    if isinstance(values, dict):
+        _settle(values, model, (), document, PROJECTS[project], found)
+    rest = Document(document.name, values, document.lines, document.overrides, document.file)
+    return rest, found
+
+
+def _settle(
+    values: dict[str, Any],
+    model: type[BaseModel] | None,
+    path: tuple[str, ...],
+    document: Document,
+    project: Project,
+    found: Settled,
+) -> None:
+    is_off = model is None and values.get(SWITCH) is False
+    for name, value in list(values.items()):
+        here, info = (*path, str(name)), None if model is None else model.model_fields.get(name)
+        section = None if info is None else _section(info.annotation)
+        if info is not None and section is None:
+            continue
+        if isinstance(value, dict) and value.get("device") == "none":
+            found.passed.append(f"{'.'.join(here)}.device: none")
+        elif isinstance(value, dict) and value and (section or _knows(project, here) or value.get(SWITCH) is False):
+            _settle(value, section, here, document, project, found)
+            if value:  # a key of a strategy, or one that nobody knows
+                continue
+        elif value if section else not _judge(here, value, document, project, found, is_off=is_off):
+            continue
+        del values[name]
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_section, getattr(annotation, "__args__", ()))), None)
+
+
+def _knows(project: Project, path: tuple[str, ...]) -> bool:
+    start = f"{'.'.join(path)}."
+    return any(name.startswith(start) for name in (*project.keys, *project.passes, *project.compares))
+
+
+def _judge(
+    path: tuple[str, ...], value: Any, document: Document, project: Project, found: Settled, *, is_off: bool
+) -> bool:
+    """Whether the project has such a key; what becomes of it is in `found`."""
+    dotted, place = ".".join(path), document.place(*path)
+    key, ours = project.keys.get(dotted), project.compares.get(dotted)
+    is_known = bool(key or ours or dotted in project.passes)
+    if is_known and value == AUTO:  # whoever trains fills it in
+        return True
+    if (is_off and path[-1] != SWITCH) or _asks_for_nothing(dotted, value, project, is_known=is_known):
+        found.passed.append(f"{dotted}: {show(value)}")
+    elif ours is not None:
+        found.claims.append(Claim(place, ours, value, value))
+    elif key is None and dotted in project.passes:
+        wanted = " or ".join(map(show, project.passes[dotted]))
+        found.mistakes.append(f"{place} is {show(value)}, which a run does not do; write {wanted}, or take it out")
+    elif key is None:
+        return False
+    elif key.ours is None or key.ours.startswith("strategy."):
+        found.mistakes.append(f"{place} is {show(value)}: {key.answer}; take it out")
+    else:
+        try:
+            found.claims.append(Claim(place, key.ours, value, key.translate(value)))
+        except NoCounterpart as error:
+            found.mistakes.append(f"{place} is {show(value)}: {error}")
+    return True
+
+
+def _asks_for_nothing(dotted: str, value: Any, project: Project, *, is_known: bool) -> bool:
+    values = project.passes.get(dotted, [False] if dotted.endswith(f".{SWITCH}") and not is_known else [])
+    if values == "any" or (is_known and value in (None, {}, [])):
+        return True
+    return any(type(value) is type(one) and value == one for one in values)
+
+
+def contradictions(claims: tuple[Claim, ...], ours: dict[str, Any]) -> Iterator[str]:
+    """One mistake for each claim that is not what the recipe has.
+
+    Args:
+        ours: what a run has, by the keys of claims.
+    """
+    for claim in claims:
+        value = tuple(claim.value) if isinstance(claim.value, list) else claim.value
+        if claim.key in ours and ours[claim.key] != value:
+            yield (
+                f"{claim.place} is {show(claim.written)}, but the recipe's {claim.key.lstrip('~')} is"
+                f" {show(ours[claim.key])}; take the key out, or change the recipe"
+            )

@@ -1,0 +1,301 @@
+"""Strategy files as other projects write them: they train as they are, with the common curve, or say why not.
+
+python -m pytest -q tests/test_foreign_strategies.py
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import ClusterConfig
+
+from cookbook.commands.cli import main
+from cookbook.config.strategy import load_strategy
+from cookbook.system.files import RecipeError
+from tests.curves import ROOT, SGD, Lab, distance
+
+LOSS, NORM = 2e-6, 1e-6
+"""As in tests/test_equivalence.py."""
+
+# What `accelerate config` 1.15 asks for and writes (commands/config/cluster.py), with its default answers.
+ANSWERS: dict[str, Any] = {
+    "compute_environment": "LOCAL_MACHINE",
+    "num_processes": 2,
+    "mixed_precision": "no",
+    "use_cpu": False,
+    "debug": False,
+    "same_network": True,
+    "downcast_bf16": "no",
+    "tpu_env": [],
+}
+FSDP = {
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+    "fsdp_offload_params": False,
+    "fsdp_cpu_ram_efficient_loading": True,
+    "fsdp_activation_checkpointing": False,
+}
+FSDP1 = FSDP | {
+    "fsdp_version": 1,
+    "fsdp_reshard_after_forward": "FULL_SHARD",
+    "fsdp_backward_prefetch": "BACKWARD_PRE",
+    "fsdp_state_dict_type": "FULL_STATE_DICT",
+    "fsdp_forward_prefetch": False,
+    "fsdp_use_orig_params": True,
+    "fsdp_sync_module_states": True,
+}
+FSDP2 = FSDP | {"fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}
+ZERO = {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0, "zero3_init_flag": True}
+NOWHERE = {"offload_optimizer_device": "none", "offload_param_device": "none"}
+ON_CPU = {"offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
+WRITTEN_BY_ACCELERATE: dict[str, dict[str, Any]] = {
+    "single": {"distributed_type": "NO", "num_processes": 1},
+    "ddp": {"distributed_type": "MULTI_GPU", "gpu_ids": "all"},
+    "fsdp1": {"distributed_type": "FSDP", "fsdp_config": FSDP1},
+    "fsdp2": {"distributed_type": "FSDP", "fsdp_config": FSDP2},
+    "fsdp2_offload": {"distributed_type": "FSDP", "fsdp_config": FSDP2 | {"fsdp_offload_params": True}},
+    "zero1": {"distributed_type": "DEEPSPEED", "deepspeed_config": ZERO | {"zero_stage": 1}},
+    "zero2": {"distributed_type": "DEEPSPEED", "deepspeed_config": ZERO | NOWHERE | {"zero_stage": 2}},
+    "zero2_offload": {
+        "distributed_type": "DEEPSPEED",
+        "deepspeed_config": ZERO | NOWHERE | {"zero_stage": 2, "offload_optimizer_device": "cpu"},
+    },
+    "zero3": {
+        "distributed_type": "DEEPSPEED",
+        "deepspeed_config": ZERO | NOWHERE | {"zero_stage": 3, "zero3_save_16bit_model": True},
+    },
+    "zero3_offload": {"distributed_type": "DEEPSPEED", "deepspeed_config": ZERO | ON_CPU | {"zero_stage": 3}},
+}
+LAUNCHED = ("ddp", "fsdp1", "zero3_offload")
+"""By accelerate, which reads the file itself and hands it on in variables."""
+RUN_BY_TURN = ("single", "fsdp2", "fsdp2_offload", "zero1", "zero2_offload", "zero3")
+
+# As the pages of DeepSpeed and transformers write them: 5e8, "auto", switched-off profilers.
+PAGES: dict[str, dict[str, Any]] = {
+    "zero2": {
+        "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "SGD", "params": {"lr": "auto", "weight_decay": "auto"}},
+        "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}},
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "none", "pin_memory": True},
+            "allgather_partitions": True,
+            "allgather_bucket_size": 2e8,
+            "overlap_comm": True,
+            "reduce_scatter": True,
+            "reduce_bucket_size": 5e8,
+            "contiguous_gradients": True,
+        },
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 1.0,
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": "auto",
+        "steps_per_print": 2000,
+        "wall_clock_breakdown": False,
+        "zero_allow_untested_optimizer": True,
+        "flops_profiler": {"enabled": False, "profile_step": 1, "module_depth": -1},
+        "prescale_gradients": False,
+        "gradient_predivide_factor": 1.0,
+    },
+    "zero3": {
+        "bf16": {"enabled": False},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "none"},
+            "sub_group_size": 1e9,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+            "stage3_max_live_parameters": 1e9,
+            "stage3_max_reuse_distance": 1e9,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+    },
+}
+
+
+def yaml_of_accelerate(folder: Path, name: str, **more: Any) -> Path:
+    path = folder / f"{name}.yaml"
+    ClusterConfig(**json.loads(json.dumps(ANSWERS | WRITTEN_BY_ACCELERATE[name] | more))).to_yaml_file(path)
+    return path
+
+
+def with_json(folder: Path, values: dict[str, Any]) -> Path:
+    (folder / "page.json").write_text(json.dumps(values))
+    path = folder / "page.yaml"
+    block = {"deepspeed_config_file": str(folder / "page.json"), "zero3_init_flag": True}
+    path.write_text(yaml.dump(ANSWERS | {"distributed_type": "DEEPSPEED", "deepspeed_config": block}))
+    return path
+
+
+def mistakes_of(path: Path) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        load_strategy(path)
+    return caught.value.mistakes
+
+
+def check(lab: Lab, path: Path, *more: str) -> int:
+    return main(["check", str(lab.folder / "recipe.yaml"), "--strategy", str(path), "--processes", "2", *more])
+
+
+def mark_of(name: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow, pytest.mark.thorough] if name in RUN_BY_TURN else [pytest.mark.slow]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=mark_of(name)) for name in WRITTEN_BY_ACCELERATE])
+def test_what_accelerate_config_writes_trains_with_the_common_curve(name: str, lab: Lab, tmp_path: Path):
+    path, processes = yaml_of_accelerate(tmp_path, name), 1 if name == "single" else 2
+    curve = lab.run(str(path), SGD, processes=processes, launched=name in LAUNCHED)
+    found = distance(curve, lab.run("single", SGD))
+    assert found.loss < LOSS and found.norm < NORM, found
+    wanted, got = load_strategy(ROOT / f"accelerate_configs/{name}.yaml"), load_strategy(path)
+    assert (got.kind, got.zero_stage, got.offloads) == (wanted.kind, wanted.zero_stage, wanted.offloads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAGES)
+def test_a_json_as_the_pages_of_deepspeed_have_it_trains_with_the_common_curve(name: str, lab: Lab, tmp_path: Path):
+    curve = lab.run(str(with_json(tmp_path, PAGES[name])), SGD, processes=2)
+    found = distance(curve, lab.run("single", SGD))
+    assert found.loss < LOSS and found.norm < NORM, found
+    assert "ask for nothing" in (curve.folder / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("name", WRITTEN_BY_ACCELERATE)
+def test_what_accelerate_config_writes_passes_the_check_with_one_note(name: str, lab: Lab, tmp_path: Path, capsys):
+    processes = ["--processes", "1"] if name == "single" else []
+    assert check(lab, yaml_of_accelerate(tmp_path, name), *processes) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert len(notes) == 1 and "; use_cpu: false" in notes[0]
+
+
+OWNED = {
+    "mixed_precision": ("bf16", "mixed_precision is 'bf16', but the recipe's mixed_precision is 'no'"),
+    "deepspeed_config.gradient_accumulation_steps": (4, "is 4, but the recipe's accumulation is 2"),
+    "deepspeed_config.gradient_clipping": (0.5, "is 0.5, but the recipe's optim.max_grad_norm is 1.0"),
+}
+
+
+@pytest.mark.parametrize("key", OWNED)
+def test_what_the_recipe_owns_is_refused_with_both_values_where_they_differ(key: str, lab, tmp_path, capsys):
+    value, said = OWNED[key]
+    path = yaml_of_accelerate(tmp_path, "zero2")
+    values = yaml.safe_load(path.read_text())
+    *section, last = key.split(".")
+    (values[section[0]] if section else values)[last] = value
+    path.write_text(yaml.dump(values))
+    assert check(lab, path) == 2
+    assert said in capsys.readouterr().err
+
+
+JSON_OWNED = {
+    "optimizer": ({"type": "AdamW"}, "optimizer.type is 'AdamW', but the recipe's optim.name is 'sgd'"),
+    "scheduler": ({"type": "WarmupLR"}, "scheduler.type is 'WarmupLR', but the recipe's schedule.name is 'cosine'"),
+    "train_batch_size": (32, "train_batch_size is 32, but the recipe's batch.global_batch_size is 16"),
+    "bf16": ({"enabled": True}, "bf16.enabled is true, but the recipe's bf16 is false"),
+}
+
+
+@pytest.mark.parametrize("key", JSON_OWNED)
+def test_a_json_that_contradicts_the_recipe_is_refused_with_both_values(key: str, lab, tmp_path, capsys):
+    value, said = JSON_OWNED[key]
+    assert check(lab, with_json(tmp_path, PAGES["zero2"] | {key: value})) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_key_that_would_change_something_is_refused_and_convert_is_named(tmp_path: Path):
+    values = PAGES["zero3"] | {"wall_clock_breakdown": True, "flops_profiler": {"enabled": True}}
+    values["zero_optimization"] = values["zero_optimization"] | {"zero_quantized_gradients": True}
+    path = with_json(tmp_path, values)
+    mistakes = mistakes_of(path)
+    assert (
+        mistakes[-1] == f"{path}: `cookbook convert {path}` writes it in the terms of a strategy and a recipe of ours"
+    )
+    text = "\n".join(mistakes)
+    for said in ("wall_clock_breakdown is true", "flops_profiler", "zero_quantized_gradients is true"):
+        assert said in text
+
+
+def test_a_guess_is_not_judged_as_if_it_were_written(tmp_path: Path):
+    values = PAGES["zero2"] | {"zero_force_ds_optimizer": True, "train_batch_sizes": 3}
+    text = "\n".join(mistakes_of(with_json(tmp_path, values)))
+    assert "zero_force_ds_optimizer: unknown key" in text and "train_batch_sizes: unknown key" in text
+    assert "use false" not in text and "zero_force_ds_cpu_optimizer is" not in text
+
+
+@pytest.mark.parametrize("written", [2e8, 200000000])
+def test_a_whole_number_is_an_integer_however_it_is_written(written: float, tmp_path: Path):
+    values = {"zero_optimization": {"stage": 2, "reduce_bucket_size": written}}
+    found = load_strategy(with_json(tmp_path, values)).deepspeed
+    assert found is not None and found["zero_optimization"]["reduce_bucket_size"] == 200_000_000
+    values["zero_optimization"]["reduce_bucket_size"] = 2.5
+    assert "reduce_bucket_size is 2.5; write a whole number" in mistakes_of(with_json(tmp_path, values))[0]
+
+
+MEANINGS = {
+    "ddp": {"fsdp_sharding_strategy": "NO_SHARD"},
+    "hsdp": {"fsdp_sharding_strategy": "HYBRID_SHARD"},
+}
+
+
+@pytest.mark.parametrize("name", MEANINGS)
+def test_where_the_meaning_is_known_it_is_told(name: str, tmp_path: Path):
+    block = FSDP1 | {"fsdp_reshard_after_forward": None} | MEANINGS[name]
+    path = yaml_of_accelerate(tmp_path, "fsdp1", fsdp_config={k: v for k, v in block.items() if v is not None})
+    (mistake, *_) = mistakes_of(path)
+    assert f"for that take strategy {name}" in mistake and "did you mean" not in mistake
+    stage_0 = with_json(tmp_path, {"zero_optimization": {"stage": 0}})
+    assert "is 0, which is DDP: take strategy ddp" in mistakes_of(stage_0)[0]
+
+
+WRONG = {
+    "main_process_port": (66660, "write 1 to 65535"),
+    "gpu_ids": ("0", "names 1 GPU, and num_processes is 2"),
+    "gpu_ids twice": ("0,0", "with a GPU twice"),
+    "gpu_ids no number": ("a,b", "'a' is no GPU"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_accelerate_itself_refuses_at_the_launch_is_said_by_check(case: str, tmp_path: Path):
+    value, said = WRONG[case]
+    path = yaml_of_accelerate(tmp_path, "ddp", **{case.split()[0]: value})
+    assert any(said in mistake for mistake in mistakes_of(path))
+
+
+def test_fsdp_without_synchronized_weights_needs_each_process_to_read_them(tmp_path: Path):
+    block = FSDP1 | {"fsdp_sync_module_states": False}
+    path = yaml_of_accelerate(tmp_path, "fsdp1", fsdp_config=block)
+    assert "fsdp_cpu_ram_efficient_loading, on unless it is false, needs it" in mistakes_of(path)[0]
+    load_strategy(yaml_of_accelerate(tmp_path, "fsdp1", fsdp_config=block | {"fsdp_cpu_ram_efficient_loading": False}))
+
+
+def test_the_layer_that_is_named_must_be_the_model_s(lab: Lab, tmp_path: Path):
+    block = FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": "Qwen3DecoderLayer"}
+    path = yaml_of_accelerate(tmp_path, "fsdp2", fsdp_config=block)
+    folder, output = lab.attempt(str(path), SGD, processes=2)
+    assert (folder / "exit_code").read_text() == "2"
+    assert "is 'Qwen3DecoderLayer', but the layers of llama are LlamaDecoderLayer" in output
+
+
+def test_the_wrong_kind_of_file_is_recognized(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    bare = tmp_path / "bare.json"
+    bare.write_text(json.dumps(PAGES["zero2"]))
+    assert check(lab, bare) == 2
+    assert f"deepspeed_config: {{deepspeed_config_file: {bare}}}" in capsys.readouterr().err
+    assert check(lab, lab.folder / "recipe.yaml") == 2
+    assert "is a recipe, not a strategy" in capsys.readouterr().err
+
+
+def test_all_mistakes_of_a_file_come_at_once(tmp_path: Path):
+    block = {key: value for key, value in FSDP2.items() if key not in ("fsdp_version", "fsdp_reshard_after_forward")}
+    path = yaml_of_accelerate(tmp_path, "fsdp2", fsdp_config=block | {"fsdp_forward_prefetch": True})
+    text = "\n".join(mistakes_of(path))
+    assert "fsdp_version: is missing; this key has no default, for example fsdp_version: 2" in text
+    assert "fsdp_reshard_after_forward is missing; write true (as FULL_SHARD), or false (as SHARD_GRAD_OP)" in text
+    assert "fsdp_forward_prefetch: would be ignored with fsdp_version 2" in text
