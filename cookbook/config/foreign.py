@@ -1,5 +1,6 @@
 """Keys of other projects' configuration files, each with ours, by `foreign.yaml`. No torch."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,9 +77,12 @@ class Project:
 
 def _number(value: Any) -> float:
     try:
-        return value if isinstance(value, int | float) else float(value)
+        number = value if isinstance(value, int | float) else float(value)
     except (TypeError, ValueError):
         raise NoCounterpart("not a number") from None
+    if not math.isfinite(number):
+        raise NoCounterpart("not a finite number")
+    return number
 
 
 def _count(value: Any) -> int:

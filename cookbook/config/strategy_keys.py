@@ -3,6 +3,7 @@ value asks for nothing or for what a run does anyway, compared with the recipe w
 """
 
 import copy
+import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,7 +75,7 @@ def _settle(
             _settle(value, section, here, document, project, found)
             if value:  # a key of a strategy, or one that nobody knows
                 continue
-        elif value if section else not _judge(here, value, document, project, found, is_off=is_off):
+        elif value if section else not _judge(here, value, model, document, project, found, is_off=is_off):
             continue
         del values[name]
 
@@ -91,12 +92,19 @@ def _knows(project: Project, path: tuple[str, ...]) -> bool:
 
 
 def _judge(
-    path: tuple[str, ...], value: Any, document: Document, project: Project, found: Settled, *, is_off: bool
+    path: tuple[str, ...],
+    value: Any,
+    model: type[BaseModel] | None,
+    document: Document,
+    project: Project,
+    found: Settled,
+    *,
+    is_off: bool,
 ) -> bool:
     """Whether the project has such a key; what becomes of it is in `found`."""
     dotted, place = ".".join(path), document.place(*path)
     key, ours = project.keys.get(dotted), project.compares.get(dotted)
-    is_known = bool(key or ours or dotted in project.passes)
+    is_known = bool(key or ours or dotted in project.passes or _knows(project, path))
     if is_known and value == AUTO:  # whoever trains fills it in
         return True
     if (is_off and path[-1] != SWITCH) or _asks_for_nothing(dotted, value, project, is_known=is_known):
@@ -106,6 +114,8 @@ def _judge(
     elif key is None and dotted in project.passes:
         wanted = " or ".join(map(show, project.passes[dotted]))
         found.mistakes.append(f"{place} is {show(value)}, which a run does not do; write {wanted}, or take it out")
+    elif key is None and (name := _misspelt(path, project, model)):
+        found.mistakes.append(f"{place}: unknown key; did you mean {name}?")
     elif key is None:
         return False
     elif key.ours is None or key.ours.startswith("strategy."):
@@ -116,6 +126,16 @@ def _judge(
         except NoCounterpart as error:
             found.mistakes.append(f"{place} is {show(value)}: {error}")
     return True
+
+
+def _misspelt(path: tuple[str, ...], project: Project, model: type[BaseModel] | None) -> str | None:
+    """The key of the project that was meant, if it is none of a strategy, which whoever validates that names."""
+    start = "".join(f"{part}." for part in path[:-1])
+    own = {*model.model_fields} if model else set()
+    names = (*project.keys, *project.passes, *project.compares)
+    here = {name.removeprefix(start).partition(".")[0] for name in names if name.startswith(start)} | own
+    found = difflib.get_close_matches(path[-1], here, n=1, cutoff=0.75)
+    return found[0] if found and found[0] not in own else None
 
 
 def _asks_for_nothing(dotted: str, value: Any, project: Project, *, is_known: bool) -> bool:

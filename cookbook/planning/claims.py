@@ -6,18 +6,13 @@ from typing import Any
 from cookbook.config.recipe import Recipe
 
 
-def owned(recipe: Recipe, accumulation: int) -> dict[str, Any]:
-    """The recipe's values by the keys of claims.
-
-    Args:
-        accumulation: micro-batches of a step.
-    """
+def owned(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's values by the keys of claims; micro-batches of a step, `~accumulation`, are the plan's."""
     optim, schedule, scale = recipe.optim, recipe.schedule, recipe.loss_scaling
     found: dict[str, Any] = {
         "mixed_precision": recipe.mixed_precision,
         "~bf16": recipe.compute_precision == "bf16",
         "~fp16": recipe.compute_precision == "fp16",
-        "~accumulation": accumulation,
         "model.gradient_checkpointing": bool(recipe.model.gradient_checkpointing),
         "batch.global_batch_size": recipe.batch.global_batch_size,
         "batch.micro_batch_size": recipe.batch.micro_batch_size,

@@ -76,6 +76,8 @@ def load_pair(
     if path is not None:
         with gathered(mistakes):
             loaded = load_strategy(path)
+    if recipe is not None and loaded is not None:
+        mistakes += contradictions(loaded.claims, owned(recipe))
     if mistakes or recipe is None or loaded is None:
         raise RecipeError(mistakes)
     return recipe, loaded
@@ -164,7 +166,7 @@ def make_plan(
     if is_uneven and mesh.num_processes == num_processes:  # a mesh that does not fit has no batch arithmetic
         mistakes.append(f"{recipe_name}: {_impossible_split(recipe, mesh.data_parallel_size, num_processes)}")
     accumulation = math.ceil(batch.global_batch_size / per_forward)
-    mistakes += contradictions(strategy.claims, owned(recipe, accumulation))
+    mistakes += contradictions(strategy.claims, {"~accumulation": accumulation})
     refuse(mistakes)
     return Plan(
         num_processes=num_processes,

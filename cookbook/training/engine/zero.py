@@ -345,7 +345,8 @@ class Zero(Engine):
         yield "optimizer wrapper", wrapper, type(model.optimizer).__name__
         yield "data-parallel processes", self.plan.num_processes, dist.get_world_size(model.data_parallel_group)
         asked, in_force = config["zero_optimization"], zero.model_dump(by_alias=True)
-        for key in sorted(asked.keys() & in_force.keys() - {"stage", "offload_optimizer", "offload_param"}):
+        open_keys = {key for key, value in asked.items() if value == "auto"}  # by the model's hidden size
+        for key in sorted(asked.keys() & in_force.keys() - {"stage", "offload_optimizer", "offload_param"} - open_keys):
             yield f"zero_optimization.{key}", asked[key], in_force[key]
         for name, handle in _aio_handles(model):
             for key, value in config.get("aio", {}).items():
