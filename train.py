@@ -13,10 +13,12 @@ import sys
 import time
 from dataclasses import asdict
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cookbook.config import schedule
+from cookbook.config.foreign import as_assignment
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
 from cookbook.planning import launchers
@@ -46,8 +48,9 @@ def main() -> int:
     parser.add_argument("recipe", nargs="?", default="recipes/quickstart.yaml")
     parser.add_argument("--set", dest="assignments", action="append", default=[], metavar="section.key=value")
     parser.add_argument("--dry-run", action="store_true", help="check files and machine, read no data, train nothing")
-    arguments = parser.parse_args()
+    arguments, others = parser.parse_known_args()
     try:
+        refuse_words([arguments.recipe, *others])
         arguments.recipe = located(arguments.recipe)
         recipe, strategy, plan, world, notes = check(arguments.recipe, arguments.assignments)
         if arguments.dry_run:
@@ -69,6 +72,14 @@ def main() -> int:
             time.sleep(60)  # torchrun kills all at the first exit: let the first process of a machine report it
         print(f"\n{error}\n", file=sys.stderr)
         return 2
+
+
+def refuse_words(words: list[str]) -> None:
+    """Refuse what is neither a recipe nor a flag, with what to write in its place."""
+    recipe, *others = words
+    misplaced = [recipe] if "=" in recipe and not Path(recipe).is_file() else []
+    values = {following for word, following in pairwise(others) if word.startswith("-")}
+    refuse([as_assignment(word) for word in [*misplaced, *others] if word.startswith("-") or word not in values])
 
 
 def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, Plan, launchers.World, list[str]]:
@@ -109,7 +120,16 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
     refuse(mistakes)
     strategy = strategy.fitted(world.num_processes, world.num_local)
     notes = [*([note] if note else []), *shortage.unanswered(recipe)]
-    return recipe, strategy, plan, world, notes + strategy.notes + begun_elsewhere(Path(recipe_name), recipe, strategy)
+    return (
+        recipe,
+        strategy,
+        plan,
+        world,
+        notes
+        + strategy.notes
+        + schedule.short_run(recipe.schedule, recipe.run.max_steps)
+        + begun_elsewhere(Path(recipe_name), recipe, strategy),
+    )
 
 
 def start_watch(recipe: Recipe, world: launchers.World) -> watchdog.Watch:
@@ -156,7 +176,7 @@ def train(
     build_ops(strategy, CACHE)
     inputs = stages.load_inputs(recipe, strategy, plan, rows, cache=CACHE, notes=notes)
     del rows
-    if misfits := recipe.schedule.misfits(inputs.max_steps):
+    if recipe.run.max_steps is None and (misfits := recipe.schedule.misfits(inputs.max_steps)):
         raise RecipeError([f"schedule.{mistake}" for mistake in misfits])
 
     # From here on every rank must make each call.

@@ -17,6 +17,8 @@ import pytest
 import yaml
 from conftest import RECIPE, ROOT, clean_environment
 
+from cookbook.commands.check.warnings import doubts
+from cookbook.config.recipe import load_recipe
 from cookbook.planning.run_plan import load_pair
 from cookbook.system.files import RecipeError
 from tests import simulated_driver
@@ -1016,3 +1018,40 @@ def test_no_mutation_of_the_characters_ever_gives_anything_but_a_clear_refusal(b
         with contextlib.suppress(RecipeError):
             load_pair(Path(RECIPE))
         Path(name).write_text(original)
+
+
+def test_a_run_that_the_command_line_makes_short_runs_and_says_so(book):
+    done = book.train(RECIPE, "--dry-run", "--set", "run.max_steps=3")
+    assert done.returncode == 0
+    (short,) = [one for one in doubts(load_recipe(Path(RECIPE), ["run.max_steps=3"])) if "peak" in one]
+    assert (
+        short == "schedule.warmup_steps is 10, but the run has 3 steps: the peak learning rate would never be reached"
+    )
+    book.edit(RECIPE, ("max_steps: 30", "max_steps: 3"))
+    assert "write less than 3" in mistakes(book)[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--set", "seed=1", "run.max_steps=3"], "run.max_steps=3: write --set before each: --set run.max_steps=3"),
+        (["--epochs", "10"], "--epochs: write --set run.num_epochs=VALUE"),
+        (["--learning_rate=1e-4"], "--learning_rate=1e-4: write --set optim.learning_rate=VALUE"),
+    ],
+)
+def test_a_slip_on_the_command_line_is_answered_with_what_to_write(book, words, said):
+    done = book.train(RECIPE, "--dry-run", *words)
+    assert done.returncode == 2 and said in done.stderr and "usage" not in done.stderr
+
+
+def test_on_the_command_line_a_bare_no_is_a_precision(book):
+    assert load_recipe(Path(RECIPE), ["mixed_precision=no"]).mixed_precision == "no"
+
+
+@pytest.mark.parametrize("name", ["config.json", "rows.jsonl", "other-run/run.json"])
+def test_a_folder_that_no_run_made_is_not_taken(book, name):
+    book.write(f"outputs/taken/{name}", "{}")
+    (mistake,) = mistakes(book, "run.output_dir=outputs/taken")
+    assert "which is no run's folder and not empty" in mistake
+    book.write("outputs/taken/run.json", "{}")
+    load_pair(Path(RECIPE), ["run.output_dir=outputs/taken"])

@@ -4,6 +4,8 @@ python -m pytest -q tests/test_foreign_strategies.py
 """
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from accelerate.commands.config.config_args import ClusterConfig
 
 from cookbook.commands.cli import main
 from cookbook.config.strategy import load_strategy
+from cookbook.system import status
+from cookbook.system.child import run_child
 from cookbook.system.files import RecipeError
 from tests.curves import ROOT, SGD, Lab, distance
 
@@ -299,3 +303,14 @@ def test_all_mistakes_of_a_file_come_at_once(tmp_path: Path):
     assert "fsdp_version: is missing; this key has no default, for example fsdp_version: 2" in text
     assert "fsdp_reshard_after_forward is missing; write true (as FULL_SHARD), or false (as SHARD_GRAD_OP)" in text
     assert "fsdp_forward_prefetch: would be ignored with fsdp_version 2" in text
+
+
+def test_a_refused_second_run_is_no_stopped_one(tmp_path: Path):
+    """Another run of the folder marks itself as stopped while this launch refuses to start in it."""
+    status_file = tmp_path / "status.json"
+    status_file.write_text(json.dumps({"state": "running", "step": 3}))
+    code = f"""import json, os, sys
+open(os.environ["{status.EXIT_FILE}"], "w").write("2")
+open({str(status_file)!r}, "w").write(json.dumps({{"state": "stopped", "step": 3}}))
+sys.exit(2)"""
+    assert run_child([sys.executable, "-c", code], dict(os.environ), tmp_path) == 2

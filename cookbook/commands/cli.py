@@ -41,6 +41,7 @@ from cookbook.commands.summary import summary
 from cookbook.commands.tune import tune
 from cookbook.commands.watch import watch
 from cookbook.commands.why_slow import why_slow
+from cookbook.config.foreign import as_assignment
 from cookbook.system.console import show_all_letters
 from cookbook.system.files import RecipeError, cannot_write
 from cookbook.system.shipped import HOME, short
@@ -88,6 +89,10 @@ def _close_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes
 
 
+TAKES_SETTINGS = ("launch", "check", "plan", "explain", "rehearse", "preview", "submit", "tune")
+"""Commands with --set."""
+
+
 class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] == "train":
@@ -113,6 +118,10 @@ def _in_a_line(error: Any) -> str:
     context: Any = getattr(error, "ctx", None)
     param: Any = getattr(error, "param", None)
     if param is None:  # no such command or option, or an argument too many
+        unknown = re.search(r"extra argument\S* \((.*)\)|No such option: (\S+)", error.format_message())
+        words = (unknown[1] or unknown[2]).split() if unknown else []
+        if words and context and context.info_name in TAKES_SETTINGS and any(re.search("^-|=", one) for one in words):
+            return "; ".join(map(as_assignment, words))
         rest = f" ({context.command_path} -h shows what there is)" if context else ""
         return f"{error.format_message().removesuffix('.')}{rest}"
     is_option = param.param_type_name == "option"

@@ -71,7 +71,8 @@ def check_across_keys(document: Document, found: Mapping[str, Any], known: set[s
     if run is not None:
         yield from _check_output_dir(run.output_dir, lambda: place("run", "output_dir"))
         schedule = found["schedule"]
-        if schedule is not None and run.max_steps is not None:
+        is_shortened = ("run", "max_steps") in document.overrides  # a trial, which has no need of the peak
+        if schedule is not None and run.max_steps is not None and not is_shortened:
             for mistake in schedule.misfits(run.max_steps):
                 key, _, problem = mistake.partition(" ")
                 yield f"{place('schedule', key)} {problem}"
@@ -131,6 +132,22 @@ def _check_output_dir(name: str, place: Callable[[], str]) -> Iterator[str]:
         yield f"{place()} is {name!r}, but {existing} is a broken link"
     elif not existing.is_dir():
         yield f"{place()} is {name!r}, but {existing} is a file; name a folder"
+    elif folder.is_dir() and (others := _of_no_run(folder)):
+        yield (
+            f"{place()} is {name!r}, which is no run's folder and not empty (it has {', '.join(others)}); name a new"
+            " one, as outputs/mine"
+        )
+
+
+RUN_RECORDS = ("run.json", "status.json")
+BEFORE_RECORDS = ("checkpoints", "events.jsonl", "metrics.jsonl", "model", "hang", "logs")
+"""What a run that was killed at its start may have left without a record."""
+
+
+def _of_no_run(folder: Path) -> list[str]:
+    """Up to three names in a folder that no run has made. A start renames an earlier run's folder, and no other."""
+    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    return [] if {*RUN_RECORDS} & {*names} else [name for name in names if name not in BEFORE_RECORDS][:3]
 
 
 def _check_saving(

@@ -70,9 +70,9 @@ class Project:
     is_distribution: bool = False
     """Its files describe how a run is distributed, not what it trains."""
     passes: Mapping[str, Any] = field(default_factory=dict)
-    """Of a distribution: values, or `any`, with which a key asks for nothing, or for what a run does in any case."""
+    """Values of a distribution's keys, or `any`, that ask for nothing, or for what a run does in any case."""
     compares: Mapping[str, str] = field(default_factory=dict)
-    """Of a distribution: keys without a counterpart that are the recipe's all the same, by `planning.claims`."""
+    """Keys of a distribution without a counterpart that are the recipe's all the same, by `planning.claims`."""
 
 
 def _number(value: Any) -> float:
@@ -246,6 +246,31 @@ PROJECTS = {
     for name, table in _TABLES.items()
     if "name" in table
 }
+
+
+SHORT = {
+    "epochs": "run.num_epochs",
+    "steps": "run.max_steps",
+    "lr": "optim.learning_rate",
+    "batch_size": "batch.micro_batch_size",
+    "model": "model.name_or_path",
+    "output": "run.output_dir",
+}
+"""Flags of other programs' scripts whose names are in no configuration file."""
+
+
+def as_assignment(word: str) -> str:
+    """What to write in the place of a word of the command line that no command knows: `--epochs`, or `b=2` without
+    --set."""
+    if "=" in word and not word.startswith("-"):
+        return f"{word}: write --set before each: --set {word}"
+    name = word.lstrip("-").partition("=")[0].replace("-", "_")
+    projects = ("trl", "trainer", "llama-factory")
+    keys = {theirs: key.ours for one in projects for theirs, key in PROJECTS[one].keys.items()}
+    ours = SHORT.get(name) or keys.get(name)
+    if ours is None or ours[0] == "~" or ours.startswith("strategy."):
+        return f"{word}: not known; keys of the recipe are given as --set section.key=value"
+    return f"{word}: write --set {ours}=VALUE"
 
 
 def answers() -> dict[str, str]:

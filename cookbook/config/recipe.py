@@ -114,6 +114,8 @@ def open_recipe(path: Path, assignments: list[str] | None = None) -> Document:
 def prepare(document: Document, assignments: list[str] | None = None) -> Document:
     """As `open_recipe`, for a document that has been read."""
     document = apply_overrides(document, assignments or [])
+    if ("mixed_precision",) in document.overrides and document.values["mixed_precision"] is False:
+        document.values["mixed_precision"] = "no"  # YAML's reading of a bare no; a shell takes the quotes away
     return _locate_paths(_use_plugins(_choose_alternatives(document)))
 
 

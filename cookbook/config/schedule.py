@@ -65,7 +65,8 @@ class Schedule(Named):
         return (step - self.warmup_steps) / max(1, max_steps - self.warmup_steps)
 
     def misfits(self, max_steps: int) -> list[str]:
-        """One mistake if warm-up and further keys do not fit into `max_steps`, else none."""
+        """One mistake if warm-up and further keys do not fit into `max_steps`, else none. Of a run that --set has made
+        short, they are a note (`short_run`)."""
         before = self.for_length(max_steps).warmup_steps
         if before >= max_steps:
             return [
@@ -80,6 +81,12 @@ class Schedule(Named):
                 ]
             before += getattr(self, key)
         return []
+
+
+def short_run(schedule: Schedule, max_steps: int | None) -> list[str]:
+    """A note if a run of `max_steps`, which the command line asks for, ends before its schedule reaches the peak."""
+    misfits = [] if max_steps is None else schedule.misfits(max_steps)
+    return [f"schedule.{misfit.partition(';')[0]}" for misfit in misfits]
 
 
 @register

@@ -232,7 +232,7 @@ class JsonBlock(Block):
 
 
 MOST_ELEMENTS = 10**11
-"""Of a buffer: more than any GPU holds, of whatever dtype."""
+"""Elements of a buffer: more than any GPU holds, of whatever dtype."""
 BY_HIDDEN_SIZE = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 """What accelerate fills in where a JSON has "auto" (accelerator.py, _prepare_deepspeed)."""
 

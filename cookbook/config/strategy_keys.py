@@ -24,7 +24,7 @@ class Claim:
     place: str
     """As in `file:line: key`."""
     key: str
-    """Of the recipe, or `~X` as in `foreign.Key`."""
+    """A key of the recipe, or `~X` as in `foreign.Key`."""
     written: Any
     """The value in the file."""
     value: Any

@@ -21,6 +21,7 @@ from cookbook.system import signals, status
 
 ACCELERATE_CLI = Path(__file__).with_name("accelerate_cli.py")
 FORWARDED = (*signals.HANDLED, signal.SIGHUP, signal.SIGQUIT)
+USERS_MISTAKE = 2
 POLL_SECONDS = 5.0
 """Interval at which the launcher's workers are listed."""
 
@@ -35,6 +36,8 @@ def run_child(command: list[str], environment: dict[str, str], output_dir: Path)
         child = _Child(command, environment | {status.EXIT_FILE: str(note)})
         code = child.wait()
         noted = note.read_text() if note.is_file() else ""
+    if noted == str(USERS_MISTAKE):  # refused, perhaps since another run has that folder, whose status it is
+        return USERS_MISTAKE
     after = status.read(output_dir)
     state = after["state"] if after is not None and after != before else None
     if state == "stopped" and after is not None and (path := environment.get(status.STEP_FILE)):

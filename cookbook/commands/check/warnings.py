@@ -8,7 +8,7 @@ from cookbook.config.optim import number
 from cookbook.config.recipe import Recipe
 from cookbook.config.row_columns import kinds_of, rename, without
 from cookbook.config.row_kinds import kinds
-from cookbook.config.schedule import peak_learning_rate
+from cookbook.config.schedule import peak_learning_rate, short_run
 from cookbook.config.sections import ALL_LINEAR, BUILTIN_SOURCE, Source
 from cookbook.planning.packing import known_config
 from cookbook.system.files import RecipeError, gathered, refuse
@@ -29,6 +29,7 @@ def doubts(recipe: Recipe) -> Iterator[str]:
             f"optim.learning_rate is {number(peak)} for all weights of an existing model, above {number(most)}: it may"
             " forget more than it learns; recipes/README.md has published rates"
         )
+    yield from short_run(recipe.schedule, recipe.run.max_steps)
     yield from _rank_above_width(recipe)
     trains_on_builtin = any(source.path == BUILTIN_SOURCE for source in recipe.data.train)
     trained = set().union(*(_kinds_here(source) for source in recipe.data.train))
