@@ -305,6 +305,27 @@ def test_all_mistakes_of_a_file_come_at_once(tmp_path: Path):
     assert "fsdp_forward_prefetch: would be ignored with fsdp_version 2" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("GLOO_SOCKET_IFNAME", "nosuch0", "GLOO_SOCKET_IFNAME=nosuch0: no such network interface; here are "),
+        ("NCCL_SOCKET_IFNAME", "=nosuch0", "NCCL_SOCKET_IFNAME==nosuch0: no such network interface; here are "),
+    ],
+)
+def test_an_interface_that_is_not_here_ends_the_launch(name, value, said, lab, capsys, monkeypatch):
+    monkeypatch.setenv(name, value)
+    words = ["launch", str(lab.folder / "recipe.yaml"), "--strategy", "ddp", "--processes", "2", "--dry-run"]
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_machine_that_no_name_server_knows_ends_the_launch(lab: Lab, tmp_path: Path, capsys):
+    more = {"num_machines": 2, "machine_rank": 1, "main_process_ip": "no-such-host.invalid", "main_process_port": 29511}
+    path = yaml_of_accelerate(tmp_path, "ddp", **more)
+    assert main(["launch", str(lab.folder / "recipe.yaml"), "--strategy", str(path), "--dry-run"]) == 2
+    assert "machine 0 at no-such-host.invalid: " in capsys.readouterr().err
+
+
 def test_a_refused_second_run_is_no_stopped_one(tmp_path: Path):
     """Another run of the folder marks itself as stopped while this launch refuses to start in it."""
     status_file = tmp_path / "status.json"

@@ -66,7 +66,10 @@ def launch(
     count = processes or loaded.num_processes or run_plan.default_num_processes(loaded, gpus) * num_machines
     environment = dict(os.environ)
     mistakes += _misfits(found, recipe, loaded, count)
-    mistakes += hosts.set_interfaces(found.first, environment) if found.first else []
+    if first_machine := found.first or loaded.main_process_ip:
+        mistakes += hosts.set_interfaces(first_machine, environment)
+    elif count > 1:
+        mistakes += hosts.interface_problems(environment)
     if rank_logs and count == 1:
         mistakes.append("--rank-logs: one process runs, and its output is that of this command; take it out")
     num_local = max(1, count // num_machines)

@@ -327,6 +327,7 @@ class Strategy:
     num_processes: int | None
     """None: as many as there are GPUs (`num_processes: auto`)."""
     num_machines: int = 1
+    main_process_ip: str | None = None
     main_process_port: int | None = None
     zero_stage: int = 0
     offload_optimizer: Literal["cpu", "nvme"] | None = None
@@ -813,6 +814,7 @@ def _strategy(
         kind=kind,
         num_processes=None if parsed.num_processes == "auto" else parsed.num_processes,
         num_machines=parsed.num_machines,
+        main_process_ip=parsed.main_process_ip,
         main_process_port=parsed.main_process_port,
         zero_stage=zero.stage if zero else 0,
         offload_optimizer=zero.offload_optimizer.device if zero and zero.offload_optimizer else None,

@@ -221,11 +221,13 @@ def check_shares(strategy: Strategy, world: World, environment: Mapping[str, str
 
 
 def choose_network(world: World) -> list[str]:
-    """On several machines, makes this process use the network that leads to machine 0; see `hosts.set_interfaces`.
-    Before torch is imported.
+    """On several machines, makes this process use the network that leads to machine 0; see `hosts.set_interfaces`. On
+    one, checks the interfaces that the environment names. Before torch is imported.
     """
-    if world.num_local == world.num_processes:
+    if world.num_processes == 1:
         return []
+    if world.num_local == world.num_processes:
+        return hosts.interface_problems()
     return hosts.set_interfaces(os.environ.get("MASTER_ADDR", ""))
 
 

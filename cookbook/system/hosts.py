@@ -91,6 +91,11 @@ def set_interfaces(first: str, environment: MutableMapping[str, str] = os.enviro
     return mistakes
 
 
+def interface_problems(environment: MutableMapping[str, str] = os.environ) -> list[str]:
+    """The mistakes in `INTERFACES` of a run on one machine."""
+    return [problem for name in INTERFACES if (problem := interface_problem(name, environment))]
+
+
 def interface_to(address: str) -> str:
     """The network interface through which this machine reaches a name or an address.
 
