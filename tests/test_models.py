@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from target_grid import IGNORE_INDEX, from_grid
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MllamaConfig
 
 from cookbook.config.mesh import Mesh
 from cookbook.config.sections import ModelSection, ScratchModel
@@ -315,7 +315,7 @@ def test_more_tokens_than_positions_are_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (Gemma3Config(), "gemma3 holds more than a language model"),
+        (MllamaConfig(), "mllama holds more than a language model"),
         (AutoConfig.for_model("t5"), "t5 is not a causal language model"),
         (AutoConfig.for_model("bert"), "attention looks ahead"),
         (AutoConfig.for_model("gemma3_text", use_bidirectional_attention=True), "attention looks ahead"),

@@ -9,6 +9,7 @@ from typing import Any
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection
+from cookbook.planning.language_part import language_values
 from cookbook.planning.offline import known_model
 from cookbook.system.files import RecipeError
 
@@ -263,8 +264,9 @@ def known_config(model: ModelSection) -> SimpleNamespace | None:
         return SimpleNamespace(**model.from_scratch.model_dump())
     assert model.name_or_path is not None
     try:
-        found = SimpleNamespace(**json.loads((Path(model.name_or_path) / "config.json").read_text(encoding="utf-8")))
+        values = json.loads((Path(model.name_or_path) / "config.json").read_text(encoding="utf-8"))
+        found = SimpleNamespace(**language_values(values))
         return found if hasattr(found, "model_type") else None
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, AttributeError):
         facts = known_model(model.name_or_path)
-        return None if facts is None else SimpleNamespace(**facts["config"])
+        return None if facts is None else SimpleNamespace(**language_values(facts["config"]))

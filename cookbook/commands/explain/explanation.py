@@ -183,7 +183,9 @@ def _what(recipe: Recipe, document: Document) -> Section:
     found: Section = {}
     if model.name_or_path is not None:
         revision = f" at {model.revision[:12]}" if model.revision else ""
-        found["model"] = of(model.name_or_path, model.name_or_path + revision, "model.name_or_path")
+        whole = getattr(known_config(model), "part_of", None)
+        part = f": the language part of {whole}, the rest stays as it is" if whole else ""
+        found["model"] = of(model.name_or_path, model.name_or_path + revision + part, "model.name_or_path")
     else:
         sizes = model.from_scratch
         assert sizes is not None

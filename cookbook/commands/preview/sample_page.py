@@ -13,6 +13,7 @@ import numpy as np
 
 from cookbook.config.objectives import Objective
 from cookbook.config.recipe import Recipe, load_recipe
+from cookbook.planning.language_part import open_config
 from cookbook.planning.packing import Packing, decide
 from cookbook.system.console import Row, can_show, coloured, console, page
 from cookbook.system.imports import quiet_deepspeed
@@ -45,14 +46,12 @@ def preview(recipe_path: Path, assignments: list[str], num_samples: int = 3, *, 
         quiet_deepspeed()
     folder = _folder(recipe, rows, cache)
 
-    from transformers import AutoConfig
-
     from cookbook.training.models import load_tokenizer
 
     tokenizer = load_tokenizer(folder, recipe.data.chat_template)
     num_embeddings = None
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = open_config(folder)
         num_embeddings = getattr(config, "vocab_size", None)
         packing = decide(recipe, config)
     except (OSError, ValueError):

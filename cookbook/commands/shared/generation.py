@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedTokenizerBase,
@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from cookbook.commands.shared.find_model import ADAPTER, check_base, find_run
 from cookbook.config.messages import Chat
+from cookbook.planning.language_part import open_config, whole_config
 from cookbook.run.publish import MODEL_FILES
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.adapters import Base, check_fits
@@ -128,7 +129,7 @@ def check_folder(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[str,
         settings = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
         base = fetch_model(str(settings["base_model_name_or_path"]), settings.get("revision"))
     try:
-        config = AutoConfig.from_pretrained(base, trust_remote_code=False)
+        config = open_config(base)
     except (OSError, ValueError) as error:
         raise RecipeError(f"{folder}: cannot be opened ({first_line(error)})") from None
     facts = folder_facts.check_folder(Path(base), config, tokenizer, place=base)
@@ -146,16 +147,17 @@ def open_model(folder: Path) -> Generator:
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # else transformers warns of each sampling setting that a greedy answer ignores
     is_adapter = (folder / ADAPTER).is_file()
-    opener: Any = AutoModelForCausalLM
     if is_adapter:
-        from peft import AutoPeftModelForCausalLM as opener  # takes the base model's revision from the adapter
-
         # peft 0.21 reads an attribute that transformers 5 renames.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        check_folder(folder, tokenizer)
-        model = opener.from_pretrained(folder, dtype="auto", trust_remote_code=False, use_safetensors=True)
+        base, _ = check_folder(folder, tokenizer)
+        model = _opened(base)
+        if is_adapter:
+            from peft import PeftModel
+
+            model = PeftModel.from_pretrained(model, str(folder))
     except RecipeError:
         raise
     except (OSError, ValueError) as error:
@@ -185,13 +187,17 @@ def open_base(tuned: Generator, folder: Path) -> Generator:
         raise RecipeError(f"--compare: the model of {run} was trained from scratch and has no base; take it out")
     check_base(run / MODEL_FILES)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            fetch_model(base.name_or_path, base.revision), dtype="auto", trust_remote_code=False, use_safetensors=True
-        )
+        model = _opened(fetch_model(base.name_or_path, base.revision))
     except (OSError, ValueError) as error:
         raise RecipeError(f"--compare: {base.name_or_path} cannot be opened ({first_line(error)})") from None
     model.generation_config = tuned.model.generation_config
     return replace(tuned, model=_placed(model))
+
+
+def _opened(folder: str) -> Any:
+    """The whole model, with its tower if it has one."""
+    kind: Any = AutoModelForCausalLM if whole_config(folder) is None else AutoModelForMultimodalLM
+    return kind.from_pretrained(folder, dtype="auto", trust_remote_code=False, use_safetensors=True)
 
 
 def _placed(model: Any) -> Any:

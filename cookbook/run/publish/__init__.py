@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection
+from cookbook.planning.language_part import open_config, whole_config
 from cookbook.run.publish.card import model_card
 from cookbook.run.publish.merged import write_merged
 from cookbook.system.console import in_bytes
@@ -29,9 +30,10 @@ from cookbook.training.adapters import BASE_RECORD, Base
 from cookbook.training.checkpoint import folder
 from cookbook.training.checkpoint.folder import BrokenCheckpoint, Checkpoint
 from cookbook.training.checkpoint.listing import recipe_of, steps_there
+from cookbook.training.checkpoint.tensors import as_weight
+from cookbook.training.checkpoint.tower import TOWER, Tower, copy_processors
 from cookbook.training.checkpoint.write_model import (
     BUFFERS,
-    as_weight,
     building,
     sweep_builds,
     weights_of,
@@ -65,12 +67,19 @@ def write_model_files(
         name: the model's folder, see `models.resolve_model`.
         tokenizer: with the chat template of the run.
         digest: `models.weights_digest` of that folder.
-        buffers: see `saved_buffers`.
+        buffers: see `saved_buffers`; None if an adapter is trained, whose export needs no weights of the model.
     """
     is_new = model.from_scratch is not None
     base = Base(model.name_or_path or name, model.revision or models.revision_of(name), digest, is_new)
+    tower = Tower.of(Path(name))
     with building(run / MODEL_FILES) as build:
-        config.save_pretrained(build)
+        if tower is None:
+            config.save_pretrained(build)
+        else:
+            shutil.copyfile(Path(name) / "config.json", build / "config.json")
+            copy_processors(Path(name), build)
+            if buffers is not None:
+                tower.keep(build)
         if buffers:
             save_file(buffers, build / BUFFERS)
         tokenizer.save_pretrained(build)
@@ -140,7 +149,7 @@ def export(
     recipe = recipe_of(state["recipe"])
     model_files = run / MODEL_FILES
     base = _check_export(target, model_files, state, recipe, merged)
-    config = AutoConfig.from_pretrained(model_files, trust_remote_code=False)
+    config = open_config(model_files)
     stored = STORED_DTYPES[dtype] or (torch.float32 if recipe.adapter else config.dtype or torch.float32)
     _check_room(target, state, stored)
     with building(target) as build:
@@ -150,11 +159,13 @@ def export(
         if recipe.adapter is None:
             buffers = load_file(model_files / BUFFERS) if (model_files / BUFFERS).is_file() else {}
             weights |= {name: as_weight(buffer) for name, buffer in buffers.items()}
-            write_model(weights, part, config=config, dtype=stored)
+            write_model(weights, part, config=config, dtype=stored, tower=Tower.kept(model_files))
         else:
             trained = {name: weight.read(stored) for name, weight in weights.items()}
-            adapters.write_adapter(trained, part, config=config, settings=recipe.adapter, base=base)
-        ignore = shutil.ignore_patterns("config.json", BASE_RECORD, BUFFERS)
+            adapters.write_adapter(
+                trained, part, config=config, settings=recipe.adapter, base=base, whole=whole_config(model_files)
+            )
+        ignore = shutil.ignore_patterns("config.json", BASE_RECORD, BUFFERS, TOWER)
         shutil.copytree(model_files, part, dirs_exist_ok=True, ignore=ignore)
         checked = _reopen(part, model_files, checkpoint.path, stored) if reopened else {}
         if merged:

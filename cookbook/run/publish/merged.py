@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
+from cookbook.planning.language_part import open_config
 from cookbook.system.files import RecipeError
-from cookbook.training.adapters import ADAPTER_NAME, Base, check_fits, open_beside
+from cookbook.training.adapters import ADAPTER_NAME, Base, check_fits, in_language_names, open_beside
 from cookbook.training.checkpoint.streamed import StreamedModel, probe_logits
-from cookbook.training.checkpoint.tensors import CHUNK
-from cookbook.training.checkpoint.write_model import Weight, as_weight, saved_buffers, write_model
-from cookbook.training.models import fetch_model, weights_digest
+from cookbook.training.checkpoint.tensors import CHUNK, Weight, as_weight
+from cookbook.training.checkpoint.tower import Tower, copy_processors
+from cookbook.training.checkpoint.write_model import saved_buffers, write_model
+from cookbook.training.models import fetch_model, open_language_model, weights_digest
 from cookbook.training.models.folder_facts import check_folder
 
 M_MMAP_THRESHOLD = -3
@@ -45,12 +47,13 @@ def write_merged(folder: Path, build: Path, dtype: torch.dtype | None) -> str:
         )
     logging.disable_progress_bar()
     _map_large_tensors()
-    config = AutoConfig.from_pretrained(base_folder, trust_remote_code=False)
+    config = open_config(base_folder)
     check_folder(base_folder, config, place=str(base_folder))
     check_fits(folder, config)
     stored: torch.dtype = dtype or config.dtype or torch.float32
     weights, expected = _merged_in_parts(base_folder, folder) or _merged_whole(base_folder, folder)
-    write_model(weights, build, config=config, dtype=stored)
+    write_model(weights, build, config=config, dtype=stored, tower=Tower.of(base_folder))
+    copy_processors(base_folder, build)
     del weights  # before it is opened again
     AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(build)
     shutil.copyfile(folder / "generation_config.json", build / "generation_config.json")
@@ -100,7 +103,8 @@ def _merged_whole(base_folder: Path, adapter: Path) -> tuple[dict[str, Weight], 
     """As `_merged_in_parts`, with the whole model in memory."""
     from peft import PeftModel
 
-    model = PeftModel.from_pretrained(_opened(base_folder), str(adapter))
+    with in_language_names(adapter) as named:
+        model = PeftModel.from_pretrained(_opened(base_folder), str(named))
     expected = probe_logits(model)
     merged: PreTrainedModel = model.merge_and_unload(safe_merge=True)
     weights = {name: _as_weight(parameter.detach()) for name, parameter in merged.named_parameters()}
@@ -121,18 +125,15 @@ def _logits_of(folder: Path) -> torch.Tensor:
     streamed = StreamedModel.open(folder)
     if streamed is None:
         return probe_logits(_opened(folder))
-    _, info = AutoModelForCausalLM.from_pretrained(
-        folder, device_map="meta", output_loading_info=True, trust_remote_code=False, use_safetensors=True
-    )
-    if wrong := {what: sorted(map(str, keys))[:5] for what, keys in info.items() if keys}:
-        raise RuntimeError(f"{folder}: transformers finds {wrong}; it was removed")
+    try:
+        check_folder(folder, open_config(folder), place=str(folder))
+    except RecipeError as error:
+        raise RuntimeError(f"{error}; it was removed") from None
     return streamed.probe_logits()
 
 
 def _opened(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
-    )
+    return open_language_model(folder, dtype=torch.float32)
 
 
 def _as_weight(tensor: torch.Tensor) -> Weight:

@@ -17,13 +17,24 @@ import psutil
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+)
 from transformers.utils import logging
 
-from cookbook.training.adapters import Base, name_in_file
+from cookbook.planning.language_part import has_tower, open_config, whole_config
+from cookbook.system.files import RecipeError
+from cookbook.training.adapters import Base, in_whole, module_roots, name_in_file
 from cookbook.training.checkpoint.folder import open_checkpoint
-from cookbook.training.checkpoint.tensors import CHUNK, Reader
+from cookbook.training.checkpoint.tensors import CHUNK, Reader, Weight
+from cookbook.training.checkpoint.tower import Tower
 from cookbook.training.checkpoint.write_model import BUFFERS
+from cookbook.training.models import HUB_FILES, open_language_model
+from cookbook.training.models.folder_facts import check_folder
 
 LIMIT_GIB = 4.0
 """Largest model, in float32, that is opened: above it, opening it twice takes longer than a check should."""
@@ -79,7 +90,7 @@ def reopen(export: Path, model_files: Path, checkpoint: Path, dtype: torch.dtype
     """
     expected = Expected(checkpoint, dtype)
     settings = expected.state["recipe"].get("adapter")
-    config = AutoConfig.from_pretrained(model_files, trust_remote_code=False)
+    config = open_config(model_files)
     tokenizer = AutoTokenizer.from_pretrained(export, trust_remote_code=False)
     if tokenizer.get_vocab() != AutoTokenizer.from_pretrained(model_files, trust_remote_code=False).get_vocab():
         raise Wrong("the tokenizer has another vocabulary")
@@ -96,11 +107,13 @@ def _check_model(
     export: Path, config: PreTrainedConfig, expected: Expected, too_large: str | None, model_files: Path
 ) -> tuple[str, str]:
     same = {name: name for name in expected.shapes}
-    names = _check_tensor_files(export, expected, same, strict=False)
+    tower = Tower.kept(model_files)
+    in_files = same if tower is None else {tower.key(name): name for name in same}
+    names = _check_tensor_files(export, expected, in_files, strict=False)
     where = {"device_map": "meta"} if too_large else {}
-    model, info = AutoModelForCausalLM.from_pretrained(
-        export, output_loading_info=True, **where, trust_remote_code=False, use_safetensors=True, **OPEN
-    )
+    model, info = open_language_model(export, output_loading_info=True, **where, **OPEN)
+    if tower is not None:
+        info["unexpected_keys"] = {*info["unexpected_keys"]} - _check_tower(export, tower)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if info.get(what):
             raise Wrong(f"transformers finds {what.replace('_', ' ')}: {', '.join(map(str, sorted(info[what])[:5]))}")
@@ -119,6 +132,24 @@ def _check_model(
     return count, _compare_logits(logits, _sample_logits(reference, config))
 
 
+def _check_tower(export: Path, tower: Tower) -> set[str]:
+    """Compare what was not trained; returns its keys. The folder must be one of transformers' class for the whole."""
+    check_folder(export, open_config(export), place=str(export))
+    written = Tower.of(export)
+    assert written is not None
+    for key, weight in tower.tensors.items():
+        dtype = weight.own_dtype or torch.float32
+        if key not in written.tensors or written.tensors[key].own_dtype != dtype:
+            raise Wrong(f"{key}, which was not trained, is missing or of another dtype")
+        if not torch.equal(_bytes(written.tensors[key], dtype), _bytes(weight, dtype)):
+            raise Wrong(f"{key}, which was not trained, has changed")
+    return {*tower.tensors}
+
+
+def _bytes(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    return weight.read(dtype).reshape(-1).view(torch.uint8)
+
+
 def _check_adapter(
     export: Path,
     config: PreTrainedConfig,
@@ -132,11 +163,13 @@ def _check_adapter(
     from cookbook.config.sections import AdapterSection
     from cookbook.training import adapters
 
-    names = {name_in_file(name): name for name in expected.shapes}
+    whole_of = whole_config(model_files)
+    roots = {} if whole_of is None else module_roots(whole_of)
+    names = {in_whole(name_in_file(name), roots): name for name in expected.shapes}
     in_files = {f"base_model.model.{key}": name for key, name in names.items()}
     found = _check_tensor_files(export, expected, in_files, strict=True)
     base, problem = (None, too_large) if too_large else _base_folder(model_files)
-    whole = _open_base(base, config)
+    whole = _open_base(base, config if whole_of is None else whole_of)
     model = PeftModel.from_pretrained(whole, str(export), low_cpu_mem_usage=base is None)
     opened = {
         name_in_file(name.removeprefix("base_model.model.")): parameter
@@ -159,8 +192,6 @@ def _base_folder(model_files: Path) -> tuple[Path | None, str]:
     """The base model's folder on this machine, or why there is none."""
     from huggingface_hub import snapshot_download
 
-    from cookbook.training.models import HUB_FILES
-
     base = Base.read(model_files)
     path = Path(base.name_or_path)
     if not path.is_dir():
@@ -173,10 +204,14 @@ def _base_folder(model_files: Path) -> tuple[Path | None, str]:
 
 
 def _open_base(folder: Path | None, config: PreTrainedConfig) -> Any:
+    """The model of this configuration: the whole one with its tower, or its language part."""
+    kind: Any = AutoModelForMultimodalLM if has_tower(config) else AutoModelForCausalLM
     if folder is None:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
-    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, use_safetensors=True, **OPEN)
+            return kind.from_config(config)
+    if has_tower(config):
+        return kind.from_pretrained(folder, trust_remote_code=False, use_safetensors=True, **OPEN)
+    return open_language_model(folder, **OPEN)
 
 
 def _check_tensor_files(export: Path, expected: Expected, names: dict[str, str], *, strict: bool) -> list[str]:
@@ -246,7 +281,7 @@ def main() -> int:
     export, model_files, checkpoint, dtype = sys.argv[1:]
     try:
         found = reopen(Path(export), Path(model_files), Path(checkpoint), getattr(torch, dtype))
-    except Wrong as error:
+    except (Wrong, RecipeError) as error:
         print(error, file=sys.stderr)
         return 1
     print(json.dumps(found))

@@ -5,6 +5,8 @@ peft is imported inside functions: with bitsandbytes it takes two seconds, which
 
 import contextlib
 import json
+import re
+import tempfile
 import zlib
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -16,9 +18,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Embedding
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from cookbook.config.sections import ALL_LINEAR, AdapterSection
+from cookbook.planning.language_part import has_tower, language_config, language_key
 from cookbook.system.files import RecipeError, first_line
 
 if TYPE_CHECKING:
@@ -347,11 +355,12 @@ def open_adapter(model: PreTrainedModel, folder: Path) -> None:
     """As `add_adapter`, with settings and weights of a peft folder."""
     from peft import PeftConfig, PeftModel
 
-    settings = PeftConfig.from_pretrained(str(folder))
-    settings.inference_mode = False
-    wrapped = PeftModel(model, settings, ADAPTER_NAME)
-    _set_dtypes(model)  # before weights are read, which would be rounded to the model's dtype
-    wrapped.load_adapter(str(folder), ADAPTER_NAME, is_trainable=True)
+    with in_language_names(folder) as named:
+        settings = PeftConfig.from_pretrained(str(named))
+        settings.inference_mode = False
+        wrapped = PeftModel(model, settings, ADAPTER_NAME)
+        _set_dtypes(model)  # before weights are read, which would be rounded to the model's dtype
+        wrapped.load_adapter(str(named), ADAPTER_NAME, is_trainable=True)
     _multiply_experts(model, settings)
 
 
@@ -420,12 +429,19 @@ def quantization_options(settings: AdapterSection | None, mixed_precision: str) 
 
 
 def write_adapter(
-    weights: dict[str, torch.Tensor], folder: Path, *, config: PreTrainedConfig, settings: AdapterSection, base: Base
+    weights: dict[str, torch.Tensor],
+    folder: Path,
+    *,
+    config: PreTrainedConfig,
+    settings: AdapterSection,
+    base: Base,
+    whole: PreTrainedConfig | None = None,
 ) -> None:
     """Write a peft folder: `adapter_model.safetensors`, `adapter_config.json`, and a record of the base model.
 
     Args:
         weights: the whole trained parameters by their names in the model.
+        whole: of the model whose language part was trained; the adapter is then one of the whole.
     """
     from peft.utils import get_peft_model_state_dict
 
@@ -436,12 +452,65 @@ def write_adapter(
     named = get_peft_model_state_dict(empty, state_dict=weights, adapter_name=ADAPTER_NAME, save_embedding_layers=False)
     if len(named) != len(weights):
         raise RuntimeError(f"{len(weights)} tensors were trained, peft would save {len(named)}: nothing was written")
+    if whole is not None:
+        roots = module_roots(whole)
+        named = {in_whole(name, roots): tensor for name, tensor in named.items()}
+        peft_config.target_modules = _in_language_part(peft_config, weights, roots[empty.base_model_prefix])
     tensors = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in named.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     peft_config.inference_mode = True
     peft_config.save_pretrained(str(folder))
     # With its digest: peft records name and revision, which can come to mean other weights before a merge.
     base.write(folder)
+
+
+def module_roots(whole: PreTrainedConfig) -> dict[str, str]:
+    """By the first part of a name in the language part of a model with a tower, what stands for it in the whole."""
+    part, model = _empty_model(language_config(whole)), _empty_model(whole)
+    inside, paths = ({module: name for name, module in one.named_modules()} for one in (part, model))
+    roots = {}
+    for one, other in (
+        (part.get_input_embeddings(), model.get_input_embeddings()),
+        (part.get_output_embeddings(), model.get_output_embeddings()),
+    ):
+        root, _, rest = inside[one].partition(".")
+        roots[root] = paths[other].removesuffix(f".{rest}") if rest else paths[other]
+    return roots
+
+
+def in_whole(name: str, roots: dict[str, str]) -> str:
+    """A name in the language part as the whole model has it."""
+    root, _, rest = name.partition(".")
+    return f"{roots.get(root, root)}.{rest}"
+
+
+def _in_language_part(settings: "LoraConfig", weights: Iterable[str], root: str) -> str:
+    """The modules as a pattern for peft, which else would adapt layers of these names in the tower too."""
+    names = settings.target_modules
+    if names == ALL_LINEAR:
+        names = _last_parts(name.partition(".lora_")[0] for name in weights if ".lora_" in name)
+    return rf"{re.escape(root)}\.(.*\.)?({'|'.join(map(re.escape, sorted(names or ())))})"
+
+
+@contextlib.contextmanager
+def in_language_names(folder: Path) -> Iterator[Path]:
+    """A peft folder as one of a language part, if it is one of the whole model, else the folder itself."""
+    path, prefix = folder / "adapter_model.safetensors", "base_model.model."
+    with safe_open(path, framework="pt") as file:
+        names = {key: prefix + language_key(key.removeprefix(prefix)) for key in sorted(file.keys())}
+    if all(key == name for key, name in names.items()):
+        yield folder
+        return
+    saved = load_file(path)
+    settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    parents = tuple(f".{name.rpartition('.')[0]}" for name in settings.get("target_parameters") or ())
+    adapted = (name.removeprefix(prefix).partition(".lora_") for name in names.values())
+    modules = {module.removesuffix(".base_layer") for module, found, _ in adapted if found}
+    settings["target_modules"] = sorted(name for name in modules if not name.endswith(parents))
+    with tempfile.TemporaryDirectory(prefix="adapter.") as made:
+        save_file({name: saved[key] for key, name in names.items()}, Path(made) / path.name)
+        (Path(made) / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        yield Path(made)
 
 
 def name_in_file(name: str) -> str:
@@ -456,25 +525,14 @@ def check_fits(folder: Path, config: PreTrainedConfig) -> None:
     Raises:
         RecipeError: it is the adapter of another model.
     """
-    from peft import PeftConfig, inject_adapter_in_model
-    from peft.utils import get_peft_model_state_dict
+    from peft import PeftConfig
 
-    path, settings = folder / "adapter_model.safetensors", PeftConfig.from_pretrained(str(folder))
-    if settings.is_prompt_learning or not path.is_file():
+    settings = PeftConfig.from_pretrained(str(folder))
+    if settings.is_prompt_learning or not (folder / "adapter_model.safetensors").is_file():
         return
     try:
-        model = _empty_model(config)
-        with torch.device("meta"):
-            inject_adapter_in_model(settings, model, ADAPTER_NAME)
-        wanted = get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME, save_embedding_layers=False)
-        shapes = {f"base_model.model.{name}": [*tensor.shape] for name, tensor in wanted.items()}
-        with safe_open(path, framework="pt") as file:
-            stored = {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}
-        others = {name for name in stored if "lora_" in name} - shapes.keys()  # beside them an embedding may lie there
-        differ = sorted(others | {name for name, shape in shapes.items() if stored.get(name) != shape})
-        first = (
-            differ and f"{differ[0]} is {stored.get(differ[0])} in its file, and for the base {shapes.get(differ[0])}"
-        )
+        with in_language_names(folder) as named:
+            first = _first_difference(named, config)
     except (ValueError, SafetensorError) as error:
         first = first_line(error)
     if first:
@@ -483,6 +541,24 @@ def check_fits(folder: Path, config: PreTrainedConfig) -> None:
             f"{folder}: not an adapter of {base} ({first}); put the base there that it was trained on, or write that"
             " one's path into base_model_name_or_path of adapter_config.json"
         )
+
+
+def _first_difference(folder: Path, config: PreTrainedConfig) -> str | None:
+    from peft import PeftConfig, inject_adapter_in_model
+    from peft.utils import get_peft_model_state_dict
+
+    model = _empty_model(config)
+    with torch.device("meta"):
+        inject_adapter_in_model(PeftConfig.from_pretrained(str(folder)), model, ADAPTER_NAME)
+    wanted = get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME, save_embedding_layers=False)
+    shapes = {f"base_model.model.{name}": [*tensor.shape] for name, tensor in wanted.items()}
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        stored = {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}
+    others = {name for name in stored if "lora_" in name} - shapes.keys()  # beside them an embedding may lie there
+    differ = sorted(others | {name for name, shape in shapes.items() if stored.get(name) != shape})
+    if not differ:
+        return None
+    return f"{differ[0]} is {stored.get(differ[0])} in its file, and for the base {shapes.get(differ[0])}"
 
 
 def open_beside(model: PreTrainedModel, folder: Path) -> None:
@@ -494,8 +570,9 @@ def open_beside(model: PreTrainedModel, folder: Path) -> None:
     """
     from peft import PeftConfig, inject_adapter_in_model
 
-    inject_adapter_in_model(PeftConfig.from_pretrained(str(folder)), model, ADAPTER_NAME, low_cpu_mem_usage=True)
-    saved = load_file(folder / "adapter_model.safetensors")
+    with in_language_names(folder) as named:
+        inject_adapter_in_model(PeftConfig.from_pretrained(str(named)), model, ADAPTER_NAME, low_cpu_mem_usage=True)
+        saved = load_file(named / "adapter_model.safetensors")
     for module_name, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             tensor = saved.pop(f"base_model.model.{name_in_file(f'{module_name}.{name}')}", None)
@@ -511,4 +588,5 @@ def open_beside(model: PreTrainedModel, folder: Path) -> None:
 
 def _empty_model(config: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+        kinds = MODEL_FOR_MULTIMODAL_LM_MAPPING if has_tower(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+        return kinds[type(config)](config)

@@ -2,26 +2,25 @@
 
 import contextlib
 import copy
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from cookbook.training.checkpoint.tensors import CHUNK, DTYPES, TensorFile
-from cookbook.training.checkpoint.write_model import Weight, saved_buffers
+from cookbook.planning.language_part import language_key, open_config, whole_config
+from cookbook.training.checkpoint.tensors import CHUNK, DTYPES, TensorFile, Weight, files_of
+from cookbook.training.checkpoint.write_model import saved_buffers
 
 PROBE_TOKENS = 16
 """Length of the input on which two models' logits are compared."""
 
 
 class StreamedModel:
-    """A causal language model in float32 on the CPU."""
+    """A causal language model in float32 on the CPU; of a model with a tower, its language part."""
 
     def __init__(self, model: Any, places: dict[str, tuple[TensorFile, str]]) -> None:
         """
@@ -40,16 +39,17 @@ class StreamedModel:
         """None if its files do not have each tensor as it is in memory: experts that are stacked there, or the names
         and dtypes of others.
         """
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = open_config(folder)
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
         model.tie_weights()
         named = dict(model.named_parameters()) | saved_buffers(model)
         names = {id(tensor): name for name, tensor in named.items()}
         keys = {names.get(id(tensor)): key for key, tensor in revert_weight_conversion(model, dict(named)).items()}
-        files = _files(folder)
+        is_part = whole_config(folder) is not None
+        files = {language_key(key) if is_part else key: (file, key) for key, file in files_of(folder).items()}
         try:
-            places = {name: (files[keys[name]], keys[name]) for name in named}
+            places = {name: files[keys[name]] for name in named}
         except KeyError:
             return None
         found = ((named[name].shape, file.tensors[key]) for name, (file, key) in places.items())
@@ -133,13 +133,3 @@ class StreamedModel:
 def probe_logits(model: Any) -> torch.Tensor:
     """Logits (1, PROBE_TOKENS, V) on the first tokens of the vocabulary."""
     return model.eval()(input_ids=torch.arange(PROBE_TOKENS)[None]).logits.float()
-
-
-def _files(folder: Path) -> dict[str | None, TensorFile]:
-    """The file of each tensor by key, of those that transformers reads."""
-    names = [SAFE_WEIGHTS_NAME]
-    if not (folder / SAFE_WEIGHTS_NAME).is_file():
-        index = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))
-        names = sorted(set(index["weight_map"].values()))
-    files = [TensorFile(folder / name) for name in names]
-    return {key: file for file in files for key in file.tensors}

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from cookbook.system import faults
 from cookbook.training.checkpoint.folder import BrokenCheckpoint
@@ -36,6 +37,18 @@ PARALLEL = 2**22
 
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+OTHER_DTYPES = {
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Of tensors that are only copied."""
 
 
 class StatePiece(Protocol):
@@ -136,7 +149,8 @@ def write_tensors(
                 view = part.to("cpu").contiguous().view(torch.uint8).numpy().data
                 writer.write(view, room + offset, digest)
                 offset += len(view)
-            header[key] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": shape, "data_offsets": [begin, offset]}
+            stored = (SAFETENSORS_DTYPES | OTHER_DTYPES)[dtype]
+            header[key] = {"dtype": stored, "shape": shape, "data_offsets": [begin, offset]}
         text = json.dumps(header, separators=(",", ":")).encode()
         if len(text) + 8 > room:
             raise ValueError(f"{path}: the header needs {len(text) + 8} bytes, and {room} were left for it")
@@ -144,6 +158,25 @@ def write_tensors(
         digest.update(head)
         writer.finish(head)
     return FileRecord(room + offset, digest.hexdigest())
+
+
+class Weight(NamedTuple):
+    """A whole tensor that need not be in memory as a whole."""
+
+    shape: list[int]
+    parts: Callable[[torch.dtype], Iterable[torch.Tensor]]
+    """Its elements, in order, in a dtype."""
+    own_dtype: torch.dtype | None = None
+    """In which it is written, whatever the model's."""
+
+    def read(self, dtype: torch.dtype) -> torch.Tensor:
+        """All of it."""
+        return torch.cat([torch.empty(0, dtype=dtype), *self.parts(dtype)]).view(self.shape)
+
+
+def as_weight(tensor: torch.Tensor) -> Weight:
+    """A tensor that is in memory, and is written in its own dtype."""
+    return Weight(list(tensor.shape), lambda dtype: [tensor.to(dtype).reshape(-1)], tensor.dtype)
 
 
 class _Writer:
@@ -228,7 +261,7 @@ class TensorFile:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size))
-        self._path, self._opened, self._data = path, opened, 8 + size
+        self.path, self._opened, self._data = path, opened, 8 + size
         self.tensors: dict[str, dict[str, Any]] = {key: header[key] for key in header if key != "__metadata__"}
         """`dtype`, `shape` and `data_offsets` by key."""
 
@@ -242,7 +275,7 @@ class TensorFile:
         stored = out if out.dtype == dtype else torch.empty(out.shape, dtype=dtype)
         view = stored.view(-1).view(torch.uint8).numpy().data
         at = self._data + self.tensors[key]["data_offsets"][0] + first * dtype.itemsize
-        opened = self._opened(self._path)
+        opened = self._opened(self.path)
         while view:
             count = os.preadv(opened.descriptor, [view], at)
             if not count:
@@ -250,6 +283,16 @@ class TensorFile:
             view, at = view[count:], at + count
         if stored is not out:
             out.copy_(stored)
+
+
+def files_of(folder: Path) -> dict[str, TensorFile]:
+    """The file of each tensor of a model's folder by key, of those that transformers reads."""
+    names = [SAFE_WEIGHTS_NAME]
+    if not (folder / SAFE_WEIGHTS_NAME).is_file():
+        index = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))
+        names = sorted(set(index["weight_map"].values()))
+    files = [TensorFile(folder / name) for name in names]
+    return {key: file for file in files for key in file.tensors}
 
 
 class _Source(NamedTuple):

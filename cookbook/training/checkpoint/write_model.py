@@ -9,10 +9,9 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -22,12 +21,14 @@ from transformers import (
     AutoConfig,
     GenerationConfig,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from cookbook.training.checkpoint.folder import Checkpoint
-from cookbook.training.checkpoint.tensors import Reader, Tensor, room_for, write_tensors
+from cookbook.training.checkpoint.tensors import Reader, Tensor, Weight, as_weight, room_for, write_tensors
+from cookbook.training.checkpoint.tower import Tower
 
 BUILD, OLD = "build", "old"
 BUFFERS = "buffers.safetensors"
@@ -116,20 +117,6 @@ def _exchange(one: Path, other: Path) -> bool:
     return rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
 
-class Weight(NamedTuple):
-    """A whole tensor that need not be in memory as a whole."""
-
-    shape: list[int]
-    parts: Callable[[torch.dtype], Iterable[torch.Tensor]]
-    """Its elements, in order, in a dtype."""
-    own_dtype: torch.dtype | None = None
-    """In which it is written, whatever the model's."""
-
-    def read(self, dtype: torch.dtype) -> torch.Tensor:
-        """All of it."""
-        return torch.cat([torch.empty(0, dtype=dtype), *self.parts(dtype)]).view(self.shape)
-
-
 def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that belong into a model's files, such as the biases of DeepSeek-V3's router, on the CPU. No optimizer
     changes them, and a checkpoint does not have them.
@@ -140,11 +127,6 @@ def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         for name, buffer in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set
     }
-
-
-def as_weight(tensor: torch.Tensor) -> Weight:
-    """A tensor that is in memory, and is written in its own dtype."""
-    return Weight(list(tensor.shape), lambda dtype: [tensor.to(dtype).reshape(-1)], tensor.dtype)
 
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, Weight]:
@@ -162,39 +144,57 @@ def write_model(
     *,
     config: PreTrainedConfig,
     dtype: torch.dtype,
+    tower: Tower | None = None,
     shard_size: str = SHARD_SIZE,
 ) -> None:
     """Write a whole model for `from_pretrained`, all weights in one dtype (buffers keep theirs): the files of
     `save_pretrained`, written once and in parts. A model whose files have other tensors than the model itself (experts
     that are stacked in memory, for example) is written twice.
+
+    Args:
+        tower: what belongs to the model besides, written as it is.
     """
     with torch.device("meta"):
         empty = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](copy.deepcopy(config)).to(dtype)
-        ignored = empty._keys_to_ignore_on_save or ()
-        planned = {
-            name: torch.empty(w.shape, dtype=w.own_dtype or dtype) for name, w in weights.items() if name not in ignored
-        }
-    names = {id(tensor): name for name, tensor in planned.items()}
-    # Names from transformers, tensors from us: save_pretrained wants all of them first, and so a second copy on disk.
-    in_files = revert_weight_conversion(empty, dict(planned))
-    if not all(id(tensor) in names for tensor in in_files.values()):
-        with _joined(weights, folder, dtype) as joined:
-            empty.save_pretrained(folder, state_dict=joined, max_shard_size=shard_size)
-        return
-    files = split_torch_state_dict_into_shards(in_files, max_shard_size=shard_size)
-    for file, keys in files.filename_to_tensors.items():
-        own = {key: weights[names[id(in_files[key])]] for key in keys}
-        tensors = (_in_file(key, weight, dtype) for key, weight in own.items())
-        write_tensors(folder / file, tensors, room=room_for(keys), metadata={"format": "pt"})
+    ignored = empty._keys_to_ignore_on_save or ()
+    saved = {name: weight for name, weight in weights.items() if name not in ignored}
+    with _by_key(saved, folder, empty, dtype) as found:
+        if tower is not None:
+            found = {tower.key(key): weight for key, weight in found.items()} | tower.tensors
+        planned = {key: torch.empty(w.shape, dtype=w.own_dtype or dtype, device="meta") for key, w in found.items()}
+        files = split_torch_state_dict_into_shards(planned, max_shard_size=shard_size)
+        for file, keys in files.filename_to_tensors.items():
+            tensors = (_in_file(key, found[key], dtype) for key in keys)
+            write_tensors(folder / file, tensors, room=room_for(keys), metadata={"format": "pt"})
     if files.is_sharded:
-        metadata = {"total_parameters": empty.num_parameters(), **files.metadata}
+        beside = 0 if tower is None else sum(math.prod(one.shape) for one in tower.tensors.values())
+        metadata = {"total_parameters": empty.num_parameters() + beside, **files.metadata}
         index = {"metadata": metadata, "weight_map": files.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
-    empty.config.dtype, empty.config.architectures = str(dtype).removeprefix("torch."), [type(empty).__name__]
-    empty.config.save_pretrained(folder)
+    if tower is not None:
+        tower.write_config(folder, dtype)
+    else:
+        empty.config.dtype, empty.config.architectures = str(dtype).removeprefix("torch."), [type(empty).__name__]
+        empty.config.save_pretrained(folder)
     if empty.can_generate():
         empty.generation_config.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _by_key(
+    weights: dict[str, Weight], folder: Path, empty: PreTrainedModel, dtype: torch.dtype
+) -> Iterator[dict[str, Weight]]:
+    """The weights by their names in files."""
+    planned = {name: torch.empty(w.shape, dtype=w.own_dtype or dtype, device="meta") for name, w in weights.items()}
+    names = {id(tensor): name for name, tensor in planned.items()}
+    # Names from transformers, tensors from us: save_pretrained wants all of them first, and so a second copy on disk.
+    in_files = revert_weight_conversion(empty, dict(planned))
+    if all(id(tensor) in names for tensor in in_files.values()):
+        yield {key: weights[names[id(tensor)]] for key, tensor in in_files.items()}
+        return
+    with _joined(weights, folder, dtype) as joined:
+        yield {key: as_weight(tensor) for key, tensor in revert_weight_conversion(empty, joined).items()}
 
 
 def _in_file(name: str, weight: Weight, dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,6 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
@@ -26,9 +25,11 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import logging
 
 from cookbook.config.chat_templates import is_marked
 from cookbook.config.sections import ModelSection, ScratchModel
+from cookbook.planning.language_part import open_config, open_options
 from cookbook.planning.packing import packing_problem, short_window
 from cookbook.system import lock
 from cookbook.system.digests import sha256_of
@@ -47,6 +48,8 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 """Files of a model, without weights in formats that can contain code."""
 ADAPTER_FILE = "adapter_config.json"
 """A file by which transformers recognizes an adapter in a model's folder."""
+PROCESSOR_TEMPLATE = "chat_template.json"
+"""Where older models with a tower have their chat template, which transformers 5.23 gives to their processor alone."""
 CHATML = HOME / "recipes" / "chat_templates" / "chatml.jinja"
 
 
@@ -160,20 +163,23 @@ def load_tokenizer(name: str, chat_template: str | None) -> PreTrainedTokenizerB
         raise RecipeError(f"model.name_or_path is {name!r}: no tokenizer there ({first_line(error)})") from None
     if chat_template is not None:
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+    elif tokenizer.chat_template is None and (Path(name) / PROCESSOR_TEMPLATE).is_file():
+        values = json.loads((Path(name) / PROCESSOR_TEMPLATE).read_text(encoding="utf-8"))
+        tokenizer.chat_template = values["chat_template"]
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # any token will do: padding is never attended to and carries no loss
     return tokenizer
 
 
 def load_config(name: str, max_length: int) -> PreTrainedConfig:
-    """The model's configuration.
+    """The configuration of what is trained of a model, see `language_config`.
 
     Raises:
         RecipeError: no such model, or one for which loss or attention would be wrong.
     """
     _refuse_adapter(name)
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config = open_config(name)
     except (OSError, ValueError) as error:
         raise RecipeError(f"model.name_or_path is {name!r}: no model there ({first_line(error)})") from None
     problem = not_served(config)
@@ -220,9 +226,7 @@ def load_model(
     if packing or sequence_mesh is not None:
         options["attn_implementation"] = PACKED
     autocast_products()
-    model = AutoModelForCausalLM.from_pretrained(
-        name, dtype=dtype, trust_remote_code=False, use_safetensors=True, **options
-    )
+    model = open_language_model(name, dtype=dtype, **options)
     _allocate_meta_weights(model)
     model.config.use_cache = False
     if packing:
@@ -244,6 +248,20 @@ def load_model(
     add_loss(model, sequence_mesh)
     model.train()
     return model
+
+
+def open_language_model(name: str | Path, **options: Any) -> Any:
+    """`AutoModelForCausalLM.from_pretrained` of a folder; of a model with a tower, the language part alone."""
+    part = open_options(name)
+    verbosity = logging.get_verbosity()
+    if part:
+        logging.set_verbosity_error()  # for its list of the tower's tensors; `check_folder` has compared all
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            name, trust_remote_code=False, use_safetensors=True, **part, **options
+        )
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _allocate_meta_weights(model: PreTrainedModel) -> None:

@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from safetensors import safe_open
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -21,7 +22,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
+from cookbook.planning.language_part import KEY_MAPPING, has_tower, whole_config
 from cookbook.system.files import first_line, refuse
+from cookbook.training.models.structure import part_in_words
 
 NUM_NAMED = 5
 """Tensors that a mistake names."""
@@ -74,11 +77,16 @@ def check_folder(
     else:
         stored, mistakes = _headers(folder)
         if not mistakes:
-            mistakes, rows = _compare_tensors(config, stored)
+            whole = whole_config(folder)
+            mistakes, rows = _compare_tensors(config if whole is None else whole, stored)
+            if whole is not None and not mistakes:
+                mistakes = _compare_language_part(config, stored)
     notes = []
     if tokenizer is not None:
         mistakes += _compare_tokens(tokenizer, rows)
         notes = _notes(folder, config, tokenizer, rows)
+        if (whole := whole_config(folder)) is not None and not mistakes:
+            notes.append(part_in_words(whole))
     place = place or f"model.name_or_path is {str(folder)!r}"
     refuse([f"{place}: {mistake}" for mistake in mistakes])
     return FolderFacts(rows, [f"{place}: {note}" for note in notes])
@@ -118,25 +126,11 @@ def _compare_tensors(config: PreTrainedConfig, stored: dict[str, _Stored]) -> tu
     """What the files hold against the model of the configuration, by transformers' own loading, without data; and the
     rows of the embedding.
     """
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)  # for its report of what is reported here
-    logging.disable_progress_bar()
+    kind = (MODEL_FOR_MULTIMODAL_LM_MAPPING if has_tower(config) else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
     try:
-        model, found = kind.from_pretrained(
-            None,
-            config=config,
-            state_dict={key: torch.empty(one.shape, device="meta") for key, one in stored.items()},
-            device_map={"": "meta"},
-            dtype=torch.float32,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
+        model, found = _load_empty(kind, config, stored)
     except Exception as error:  # any: it would end every strategy
-        return [_why_not_loaded(config, stored, error)], config.vocab_size
-    finally:
-        logging.set_verbosity(verbosity)
+        return [_why_not_loaded(kind, config, stored, error)], config.get_text_config().vocab_size
     mistakes = []
     if missing := sorted(found["missing_keys"]):
         way = "take a folder that has them, or the config.json that belongs to it"
@@ -160,13 +154,44 @@ def _compare_tensors(config: PreTrainedConfig, stored: dict[str, _Stored]) -> tu
     return mistakes, model.get_input_embeddings().weight.shape[0]
 
 
-def _why_not_loaded(config: PreTrainedConfig, stored: dict[str, _Stored], error: Exception) -> str:
-    pad = getattr(config, "pad_token_id", None)
-    if isinstance(pad, int) and pad >= config.vocab_size:
-        return f"config.json: pad_token_id {pad} is not below vocab_size {config.vocab_size}; write null there"
+def _load_empty(
+    kind: Any, config: PreTrainedConfig, stored: dict[str, _Stored], **options: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model without data, and what transformers says of the tensors."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)  # for its report of what is reported here
+    logging.disable_progress_bar()
+    try:
+        return kind.from_pretrained(
+            None,
+            config=config,
+            state_dict={key: torch.empty(one.shape, device="meta") for key, one in stored.items()},
+            device_map={"": "meta"},
+            dtype=torch.float32,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _compare_language_part(config: PreTrainedConfig, stored: dict[str, _Stored]) -> list[str]:
+    """Whether the tensors of a sound model with a tower have names that `KEY_MAPPING` knows."""
+    _, found = _load_empty(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, stored, key_mapping=KEY_MAPPING)
+    missing = sorted(found["missing_keys"])
+    way = "AutoModelForImageTextToText.from_pretrained(OLD).save_pretrained(NEW) writes those that are"
+    return missing and [f"{_names(missing)} of its language part have names in its files that are not known; {way}"]
+
+
+def _why_not_loaded(kind: Any, config: PreTrainedConfig, stored: dict[str, _Stored], error: Exception) -> str:
+    pad, rows = getattr(config, "pad_token_id", None), config.get_text_config().vocab_size
+    if isinstance(pad, int) and pad >= rows:
+        return f"config.json: pad_token_id {pad} is not below vocab_size {rows}; write null there"
     try:
         with torch.device("meta"):
-            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](copy.deepcopy(config))
+            model = kind(copy.deepcopy(config))
         missing = sorted(revert_weight_conversion(model, dict(model.state_dict())).keys() - stored.keys())
     except Exception:
         missing = []

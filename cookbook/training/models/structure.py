@@ -1,14 +1,22 @@
 """Finds a model's configuration: in the recipe, a folder, the Hub or its cache, or `recipes/offline_facts.json`."""
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoConfig,
+    PreTrainedConfig,
+)
 
 from cookbook.config.sections import ModelSection, ScratchModel
 from cookbook.config.strategy_keys import Claim
+from cookbook.planning.language_part import has_tower, language_config, why_whole
 from cookbook.planning.offline import hub_answers, known_model
 from cookbook.system.files import RecipeError, first_line
 
@@ -62,7 +70,8 @@ class LogitTransform:
 
 
 def find_config(model: ModelSection) -> tuple[PreTrainedConfig, str]:
-    """The configuration of a recipe's model, and its origin, `FROM_MODEL` or (without the Hub) `OFFLINE_FACTS`.
+    """The configuration of a recipe's model, or its language part, and its origin, `FROM_MODEL` or (without the Hub)
+    `OFFLINE_FACTS`.
 
     Raises:
         RecipeError: there is no model of that name.
@@ -72,7 +81,7 @@ def find_config(model: ModelSection) -> tuple[PreTrainedConfig, str]:
     name = model.name_or_path
     assert name is not None
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False, **hub_options(model)), FROM_MODEL
+        config, origin = AutoConfig.from_pretrained(name, trust_remote_code=False, **hub_options(model)), FROM_MODEL
     except (OSError, ValueError) as error:
         facts = known_model(name)
         if facts is None:
@@ -81,7 +90,22 @@ def find_config(model: ModelSection) -> tuple[PreTrainedConfig, str]:
                 f" ({first_line(error)}), nor in {OFFLINE_FACTS}. Connect, or add its structure there"
             )
             raise RecipeError(mistake) from None
-    return AutoConfig.for_model(**facts["config"]), OFFLINE_FACTS
+        config, origin = AutoConfig.for_model(**facts["config"]), OFFLINE_FACTS
+    return language_config(config), f"{origin}; {part_in_words(config)}" if has_tower(config) else origin
+
+
+def part_in_words(whole: PreTrainedConfig) -> str:
+    """What is trained of a model with a tower."""
+    part = language_config(whole)
+    kinds = (MODEL_FOR_MULTIMODAL_LM_MAPPING[type(whole)], MODEL_FOR_CAUSAL_LM_MAPPING[type(part)])
+    with torch.device("meta"):
+        all_of, own = (
+            kind(copy.deepcopy(one)).num_parameters() for kind, one in zip(kinds, (whole, part), strict=True)
+        )
+    return (
+        f"of {whole.model_type} the language part is trained ({kinds[1].__name__}, {own:,} parameters); the rest, for"
+        f" images or sound ({all_of - own:,}), is not loaded, and an export has it as it was"
+    )
 
 
 def hub_options(model: ModelSection) -> dict[str, Any]:
@@ -117,8 +141,10 @@ def not_served(config: PreTrainedConfig) -> str | None:
     """Why loss or attention would be wrong for this model, or None."""
     if config.is_encoder_decoder:
         return f"{config.model_type} is not a causal language model"
-    if config.get_text_config() is not config:
-        return f"{config.model_type} holds more than a language model (images, sound); take a text-only model"
+    if why := why_whole(config):
+        return (
+            f"{config.model_type} holds more than a language model (images, sound), and {why}; take a text-only model"
+        )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return f"{config.model_type} is not a causal language model"
     if config.model_type in NOT_SERVED:

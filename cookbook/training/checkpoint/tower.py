@@ -1,0 +1,100 @@
+"""What a model has in its files beside the language part that is trained: kept by a run, and written back as it was."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from cookbook.planning.language_part import language_config, language_key, whole_config
+from cookbook.training.checkpoint.tensors import Tensor, Weight, as_weight, files_of, room_for, write_tensors
+
+TOWER = "tower.safetensors"
+"""In `model/` of a run that trains all weights of a language part."""
+PROCESSORS = "*processor*.json"
+"""Files of a folder that prepare images and sound."""
+
+
+class Tower(NamedTuple):
+    """The part of a model that no run changes."""
+
+    tensors: dict[str, Weight]
+    """By their names in the files; mapped into memory, in their own dtypes."""
+    roots: dict[str, str]
+    """By the first part of a name in the language part, what stands for it in the files."""
+    config: dict[str, Any]
+    """The `config.json` of the whole model."""
+
+    @classmethod
+    def of(cls, folder: Path) -> "Tower | None":
+        """That of a model's folder; None if the language model is all there is."""
+        whole = whole_config(folder)
+        if whole is None:
+            return None
+        with torch.device("meta"):
+            text = language_config(whole)
+            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)](text)
+        own = {f"{model.base_model_prefix}.{name}" for name, _ in model.base_model.named_children()} | {"lm_head"}
+        tensors, roots = {}, {}
+        for key, file in files_of(folder).items():
+            name = language_key(key)
+            if any(name.startswith(f"{part}.") for part in own):
+                root = name.partition(".")[0]
+                roots[root] = key.removesuffix(name.removeprefix(root))
+            else:
+                tensors[key] = _mapped(file.path, key)
+        return cls(tensors, roots, _values(folder))
+
+    @classmethod
+    def kept(cls, model_files: Path) -> "Tower | None":
+        """What `keep` has written."""
+        path = model_files / TOWER
+        if not path.is_file():
+            return None
+        with safe_open(path, framework="pt") as file:
+            roots = {root: of for root, of in file.metadata().items() if root != "format"}
+            keys = list(file.keys())
+        return cls({key: _mapped(path, key) for key in keys}, roots, _values(model_files))
+
+    def keep(self, model_files: Path) -> None:
+        """Write it into a run's folder, which then needs the model's own no longer."""
+        tensors = (
+            Tensor(key, one.shape, one.own_dtype or torch.float32, one.parts(one.own_dtype or torch.float32))
+            for key, one in self.tensors.items()
+        )
+        metadata = {"format": "pt", **self.roots}
+        write_tensors(model_files / TOWER, tensors, room=room_for(self.tensors) + 4096, metadata=metadata)
+
+    def key(self, name: str) -> str:
+        """The name in the files of a tensor of the language part."""
+        root, _, rest = name.partition(".")
+        return f"{self.roots[root]}.{rest}"
+
+    def write_config(self, folder: Path, dtype: torch.dtype) -> None:
+        """Write the whole model's `config.json`, as it was but for the language part's dtype."""
+        named = str(dtype).removeprefix("torch.")
+        values = copy.deepcopy(self.config)
+        for part in (values, values["text_config"]):
+            part |= {key: named for key in ("dtype", "torch_dtype") if key in part}
+        if "torch_dtype" not in values:
+            values["dtype"] = named
+        (folder / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def copy_processors(folder: Path, target: Path) -> None:
+    """Copy what prepares images and sound beside a model with a tower."""
+    for path in sorted(folder.glob(PROCESSORS)):
+        shutil.copyfile(path, target / path.name)
+
+
+def _values(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+
+def _mapped(path: Path, key: str) -> Weight:
+    with safe_open(path, framework="pt") as file:
+        return as_weight(file.get_tensor(key))

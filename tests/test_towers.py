@@ -1,0 +1,259 @@
+"""Protects that of a model with a tower the language part trains as its text-only twin does, under every strategy,
+and that the export is the whole model, its tower bit for bit the old one.
+
+python -m pytest -q tests/test_towers.py
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+
+from cookbook.planning.language_part import TOWERS, language_key
+from cookbook.run.publish.merged import write_merged
+from cookbook.run.publish.reopen import Wrong, reopen
+from cookbook.system.files import RecipeError
+from cookbook.training.checkpoint.tensors import as_weight
+from cookbook.training.checkpoint.tower import Tower
+from cookbook.training.checkpoint.write_model import write_model
+from cookbook.training.models import load_config, load_tokenizer, open_language_model
+from cookbook.training.models.folder_facts import check_folder
+from tests.curves import Curve, Lab
+from tests.test_equivalence import SGD_LOSS
+from tests.towers import FIRST_OF_IMAGES, whole_config, whole_model, write_pair
+
+COMMON = {
+    "run.max_steps": "4",
+    "schedule.warmup_steps": "0",
+    "optim.learning_rate": "0.02",
+    "run.check_export": "true",
+    "run.eval_every_steps": "2",
+}
+PACKED = {"data.packing": "true"}
+LORA = {"adapter": "{name: lora, rank: 8}", "optim.learning_rate": "1.0"}
+QLORA = {**LORA, "adapter": "{name: qlora, rank: 8}"}
+NEW_NAMES = {
+    "language_model.model.": "model.language_model.",
+    "language_model.lm_head.": "lm_head.",
+    "vision_tower.": "model.vision_tower.",
+    "multi_modal_projector.": "model.multi_modal_projector.",
+}
+"""Of a Llava-like model's tensors as transformers writes them: as some of its versions wrote them."""
+
+
+@pytest.fixture
+def pair(lab: Lab) -> Any:
+    """Folders of a model with a tower, and of its twin, by type."""
+
+    def of(model_type: str) -> dict[str, Path]:
+        folder = lab.folder / f"pair_{model_type}"
+        if not folder.exists():
+            tokenizer = AutoTokenizer.from_pretrained(lab.run("single").folder / "export")
+            write_pair(folder, model_type, tokenizer)
+        return {"whole": folder / "whole", "twin": folder / "twin"}
+
+    return of
+
+
+def trained(lab: Lab, folder: Path, strategy: str, settings: dict[str, str]) -> Curve:
+    return lab.run(strategy, {**COMMON, **settings, "model": f"{{name_or_path: {folder}}}"})
+
+
+def curve_of(run: Curve) -> list[float]:
+    return run.losses + [loss for _, loss, _ in run.evaluations]
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit."""
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+USUAL = ("gemma3", "gemma4", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in TOWERS if name not in USUAL]
+
+
+@pytest.mark.parametrize("model_type", [*USUAL, *OTHERS])
+def test_the_language_part_alone_has_the_logits_of_the_whole(model_type: str, tmp_path: Path):
+    model = whole_model(whole_config(model_type))
+    model.save_pretrained(tmp_path)
+    ids = torch.randint(3, FIRST_OF_IMAGES, (1, 40), generator=torch.Generator().manual_seed(1))
+    part = open_language_model(tmp_path, dtype=torch.float32).eval()
+    assert check_folder(tmp_path, load_config(str(tmp_path), 64)).num_embeddings == 512
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        assert (part(input_ids=ids).logits - logits).abs().max() <= 5e-7 < logits.abs().max()
+    assert sum(p.numel() for p in part.parameters()) < sum(p.numel() for p in model.parameters())
+
+
+CASES = [
+    ("gemma3", "single", {}),
+    ("gemma3", "ddp", {}),
+    ("gemma3", "fsdp2", PACKED),
+    ("gemma3", "zero3", {}),
+    ("gemma3", "tp", {}),
+    ("mistral3", "pp", {}),
+    ("qwen3_5", "fsdp2", {}),
+]
+
+
+@pytest.mark.parametrize(("model_type", "strategy", "settings"), CASES)
+def test_it_trains_as_its_text_only_twin(lab: Lab, pair, model_type: str, strategy: str, settings: dict):
+    folders = pair(model_type)
+    run, twin = (trained(lab, folders[name], strategy, settings) for name in ("whole", "twin"))
+    assert max(abs(a - b) for a, b in zip(curve_of(run), curve_of(twin), strict=True)) <= SGD_LOSS
+    before, after, expected = map(tensors_of, (folders["whole"], run.folder / "export", twin.folder / "export"))
+    assert after.keys() == before.keys()
+    language = {language_key(key): key for key in after if language_key(key) in expected}
+    assert language.keys() == expected.keys()
+    assert all((after[key] - expected[name]).abs().max() <= SGD_LOSS for name, key in language.items())
+    rest = after.keys() - {*language.values()}
+    assert len(rest) > 10 and all(is_equal(after[key], before[key]) for key in rest)
+    assert not all(is_equal(after[key], before[key]) for key in language.values())
+
+
+def renamed(folder: Path, names: dict[str, str]) -> None:
+    """Rename the tensors of a folder by the beginnings of their names."""
+    found = tensors_of(folder)
+    for old, new in names.items():
+        found = {new + name.removeprefix(old) if name.startswith(old) else name: of for name, of in found.items()}
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("names", [{}, NEW_NAMES], ids=["as written today", "as written before"])
+def test_what_is_written_back_has_the_names_that_were_read(names: dict, tmp_path: Path):
+    """With a tower in another dtype, a tensor of whole numbers, and an untied head."""
+    folder, target = tmp_path / "model", tmp_path / "export"
+    config = whole_config("mistral3")
+    config.tie_word_embeddings = False
+    whole_model(config).save_pretrained(folder)
+    found = tensors_of(folder)
+    towers = {name for name in found if name.startswith("vision_tower.")}
+    found = {name: of.to(torch.bfloat16) if name in towers else of for name, of in found.items()}
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    renamed(folder, names)
+    tower = Tower.of(folder)
+    target.mkdir()
+    assert tower is not None and len(tower.tensors) > len(towers)
+    part = open_language_model(folder, dtype=torch.float32)
+    weights = {name: as_weight(parameter.detach() + 1) for name, parameter in part.named_parameters()}
+    write_model(weights, target, config=part.config, dtype=torch.float32, tower=tower, shard_size="100KB")
+    before, after = tensors_of(folder), tensors_of(target)
+    assert before.keys() == after.keys() and len([*target.glob("*.safetensors")]) > 1
+    for name in before:
+        expected = before[name] if name in tower.tensors else before[name] + 1
+        assert is_equal(after[name], expected), name
+    assert json.loads((target / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
+    model, info = AutoModelForImageTextToText.from_pretrained(target, output_loading_info=True)
+    assert not any(info.values())
+    ids = torch.arange(20)[None]
+    logits = open_language_model(target, dtype=torch.float32).eval()(input_ids=ids).logits
+    assert torch.allclose(model.float().eval()(input_ids=ids).logits, logits, atol=1e-5)
+
+
+DAMAGES = {
+    "a tensor of the language part is missing": (
+        r"layers\.1\.mlp\.up_proj",
+        "",
+        r"its files lack .*layers\.1\.mlp\.up_pro",
+    ),
+    "one of the tower is": (r"vision_tower.*\.0\..*fc1\.weight", "", r"its files lack .*fc1\.weight"),
+    "one is of nobody": (
+        r"norm\.weight",
+        "{}.of_nobody",
+        r"its files hold .*of_nobody.*Gemma3ForConditionalGeneration",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_folder_is_refused_by_what_is_wrong_with_it(damage: str, pair, tmp_path: Path):
+    pattern, name, words = DAMAGES[damage]
+    folder = tmp_path / "model"
+    shutil.copytree(pair("gemma3")["whole"], folder)
+    found = tensors_of(folder)
+    key = next(key for key in found if re.search(pattern, key))
+    found[name.format(key) or key] = found[key].clone()
+    if not name:
+        del found[key]
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RecipeError, match=words):
+        check_folder(folder, load_config(str(folder), 64))
+
+
+REASONS = {
+    "cohere2_vision": "leaves out the logit_scale",
+    "glm4v": r"no class for its language part alone \(glm4v_text\)",
+    "janus": "was not compared",
+    "mllama": "attends to images in layers of its own",
+    "musicgen": "not a causal language model",
+    "paligemma": "looks ahead in the prompt",
+}
+
+
+@pytest.mark.parametrize("model_type", REASONS)
+def test_whose_language_part_is_another_model_alone_is_refused_with_the_reason(model_type: str, tmp_path: Path):
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match=REASONS[model_type]):
+        load_config(str(tmp_path), 64)
+
+
+def test_a_chat_template_that_only_the_processor_has_is_the_tokenizer_s(pair, tmp_path: Path):
+    shutil.copytree(pair("gemma3")["whole"], tmp_path, dirs_exist_ok=True)
+    text = (tmp_path / "chat_template.jinja").read_text()
+    (tmp_path / "chat_template.jinja").unlink()
+    assert load_tokenizer(str(tmp_path), None).chat_template is None
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": text}))
+    assert load_tokenizer(str(tmp_path), None).chat_template == text
+
+
+def test_an_adapter_is_one_of_the_whole_model(lab: Lab, pair, tmp_path: Path):
+    """peft opens it on transformers' class for images and text, in whose tower layers have the same names."""
+    folders = pair("gemma3")
+    run, twin = (trained(lab, folders[name], "single", LORA) for name in ("whole", "twin"))
+    assert curve_of(run) == curve_of(twin)
+    exports = {name: one.folder / "export" for name, one in (("whole", run), ("twin", twin))}
+    whole = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(folders["whole"]), exports["whole"])
+    adapted = {name for name, _ in whole.named_parameters() if "lora_" in name}
+    assert adapted and all(".language_model." in name for name in adapted)
+    assert any(
+        name.endswith("vision_tower.encoder.layers.0.self_attn.q_proj.weight") for name, _ in whole.named_parameters()
+    )
+    text = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folders["twin"]), exports["twin"])
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        logits = whole.eval()(input_ids=ids).logits
+        assert (logits - text.eval()(input_ids=ids).logits).abs().max() <= 5e-7
+        with whole.disable_adapter():
+            assert (logits - whole(input_ids=ids).logits).abs().max() > 1e-3
+    write_merged(exports["whole"], tmp_path, None)
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert (merged(input_ids=ids).logits - logits).abs().max() <= 1e-5
+    before, after = tensors_of(folders["whole"]), tensors_of(tmp_path)
+    same = {name for name in before if is_equal(before[name], after[name])}
+    assert before.keys() == after.keys() and {name for name in before if not name.startswith("language_")} <= same
+    assert len(same) < len(before)
+
+
+def test_an_export_whose_tower_has_changed_is_found(lab: Lab, pair, tmp_path: Path):
+    run = trained(lab, pair("gemma3")["whole"], "single", {})
+    (checkpoint,) = [path for path in (run.folder / "checkpoints").iterdir() if path.name.startswith("step")]
+    shutil.copytree(run.folder / "export", tmp_path / "export")
+    path = tmp_path / "export" / "model.safetensors"
+    found = load_file(path)
+    name = next(name for name in found if name.startswith("vision_tower."))
+    assert reopen(tmp_path / "export", run.folder / "model", checkpoint, torch.float32)
+    save_file(found | {name: found[name] + 0.001}, path, metadata={"format": "pt"})
+    with pytest.raises(Wrong, match=f"{name}, which was not trained, has changed"):
+        reopen(tmp_path / "export", run.folder / "model", checkpoint, torch.float32)
