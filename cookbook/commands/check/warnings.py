@@ -53,7 +53,7 @@ def _rank_above_width(recipe: Recipe) -> Iterator[str]:
     inner = getattr(config, "intermediate_size", None) or hidden
     sizes = {"q_proj": head * heads, "k_proj": keys, "v_proj": keys, "o_proj": head * heads}
     sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), inner)
-    targets = sizes if adapter.targets == [ALL_LINEAR] else sizes.keys() & adapter.targets
+    targets = sizes if ALL_LINEAR in adapter.targets else sizes.keys() & adapter.targets
     widths = {name: min(hidden, sizes[name]) for name in sorted(targets)}
     if narrow := [name for name, width in widths.items() if width < adapter.rank]:
         least = min(widths.values())
