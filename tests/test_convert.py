@@ -134,7 +134,7 @@ num_processes: 8
 
 RECIPES = {
     "trl": {
-        "strategy": "ddp",
+        "strategy": "single",
         "mixed_precision": "bf16",
         "model": {"name_or_path": "some/model", "gradient_checkpointing": True},
         "data": {
@@ -151,7 +151,7 @@ RECIPES = {
         "run": {"max_steps": 200, "eval_every_steps": 100},
     },
     "alignment-handbook": {
-        "strategy": "ddp",
+        "strategy": "single",
         "mixed_precision": "bf16",
         "model": {"name_or_path": "some/model", "gradient_checkpointing": True},
         "data": {
@@ -188,7 +188,7 @@ RECIPES = {
         "run": {"num_epochs": 3, "output_dir": "outputs/saved"},
     },
     "axolotl": {
-        "strategy": "ddp",
+        "strategy": "single",
         "mixed_precision": "bf16",
         "model": {"name_or_path": "some/model", "gradient_checkpointing": "offload"},
         "data": {
@@ -221,7 +221,7 @@ RECIPES = {
         "run": {"num_epochs": 1, "output_dir": "outputs/tuned"},
     },
     "trainer": {
-        "strategy": "ddp",
+        "strategy": "single",
         "mixed_precision": "fp16",
         "seed": 7,
         "batch": {"global_batch_size": 16, "micro_batch_size": 16},
@@ -592,3 +592,54 @@ def test_no_value_of_any_key_is_a_traceback(folder, value):
             else:
                 home.setdefault(last, value)
         assert convert(json.dumps(values), "--from", name, "--out", f"recipes/{name}.yaml", name="file.json") in (0, 2)
+
+
+OTHER_TRAININGS = {
+    "axolotl": ("base_model: m\nsequence_len: 64\ndatasets: [{path: r.jsonl}]\n", {
+        "rl: grpo": "no such objective",
+        "load_in_8bit: true": "weights in 8 bits",
+        "reward_model: true": "a reward model",
+        "adapter: llama-adapter": "write adapter",
+        "qat: {weight_dtype: int4}": "quantization-aware training",
+        "unfrozen_parameters: [lm_head]": "training of some layers",
+    }),
+    "llama-factory": ("model_name_or_path: m\ncutoff_len: 64\ndataset: a\nfinetuning_type: full\n", {
+        "stage: rm": "no counterpart",
+        "stage: ppo": "no counterpart",
+        "finetuning_type: freeze": "write adapter",
+        "quantization_bit: 8": "weights have 4 bits or 16",
+        "use_galore: true": "another optimizer",
+    }),
+    "torchtune": ("tokenizer: {max_seq_len: 64}\ncheckpointer: {checkpoint_dir: m}\ndataset: {source: r}\n", {
+        "loss: {_component_: torchtune.dev.grpo.loss.GRPOSimpleLoss}": "no such objective",
+        "loss: {_component_: torchtune.rlhf.loss.PPOLoss}": "no such objective",
+        "teacher_model: {_component_: torchtune.models.llama3_1.llama3_1_8b}": "a teacher",
+        "fake_quant_after_n_steps: 100": "quantization-aware training",
+    }),
+    "trl": ("model_name_or_path: m\ndataset_name: d\nmax_length: 64\n", {
+        "num_generations: 8": "rewards while training",
+        "loss_type: hinge": "no such objective",
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("project", "line"), [(project, line) for project, (_, lines) in OTHER_TRAININGS.items() for line in lines]
+)
+def test_what_is_no_training_here_is_refused_and_nothing_is_written(project, line, folder, capsys):
+    text, lines = OTHER_TRAININGS[project]
+    key = line.partition(":")[0]
+    text = "".join(one for one in text.splitlines(keepends=True) if not one.startswith(f"{key}:"))
+    assert convert(text, "--from", project) == 0
+    Path("recipes/theirs.yaml").unlink(missing_ok=True)
+    before = sorted(Path().rglob("*"))
+    capsys.readouterr()
+    assert convert(f"{text}{line}\n", "--from", project) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("not the same training: ") and lines[line] in said
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_without_a_number_of_processes_and_a_distribution_one_process_trains(folder):
+    assert convert(OTHER_TRAININGS["trl"][0], "--from", "trl", "--out", "recipes/one.yaml") == 0
+    assert yaml.safe_load(Path("recipes/one.yaml").read_text())["strategy"] == "single"

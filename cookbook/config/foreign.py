@@ -22,6 +22,8 @@ class Key:
     """From their value to ours, where that is not as `READ` has it; ours is None where theirs sets nothing."""
     sets: Any = None
     """Our value, whatever theirs is."""
+    decides: bool = False
+    """Whether a value without a counterpart means another training."""
     why: str = ""
     """What to write instead of the key, or of a value that has no counterpart."""
 
@@ -69,10 +71,19 @@ class Project:
     """What it does where a file is silent, by our keys; only where that differs from our defaults or we have none."""
     is_distribution: bool = False
     """Its files describe how a run is distributed, not what it trains."""
+    changes: Mapping[str, list[str]] = field(default_factory=dict)
+    """Keys and sections that make another training than any here, by what that is; 0, false and `no` ask for none."""
     passes: Mapping[str, Any] = field(default_factory=dict)
     """Values of a distribution's keys, or `any`, that ask for nothing, or for what a run does in any case."""
     compares: Mapping[str, str] = field(default_factory=dict)
     """Keys of a distribution without a counterpart that are the recipe's all the same, by `planning.claims`."""
+
+    def other_training(self, path: str, value: Any) -> str | None:
+        """What is trained otherwise with this key, if anything."""
+        if value in (None, False, 0, "", "no", "none") or value == []:
+            return None
+        names = {path, path.partition(".")[0]}
+        return next((what for what, keys in self.changes.items() if names & {*keys}), None)
 
 
 def _number(value: Any) -> float:

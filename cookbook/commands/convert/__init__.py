@@ -50,6 +50,12 @@ def convert(
         found.read(document, one)
     training = next((one for one in names if not one.is_distribution), None)
     found.derive(training)
+    if found.others:
+        refused = [f"not the same training: {other}" for other in found.others]
+        raise RecipeError([*refused, "nothing is written; docs/convert.md#what-there-is-not has what comes nearest"])
+    if found.processes is None and not found.distribution:
+        found.other["strategy.kind"] = "single"
+        found.notes.append("no distribution in the file, so strategy single; any other has the same curve")
     name, files_to_write = choose_strategy(found.distribution, out.stem.replace(".", "_"), found.notes)
     recipe = nested({"strategy": name, **found.recipe})
     source = " and ".join(f"{path} ({one.name})" for path, one in zip(files, names, strict=True))
@@ -75,7 +81,7 @@ def convert(
         if training is None:
             load_strategy(strategy_path(name))
         else:
-            check([out], assignments=[], processes=found.processes)
+            check([out], assignments=[], processes=found.processes or 1)
     if mistakes:
         print("to correct before it runs:", *mistakes, sep="\n  ")
     return 0

@@ -25,6 +25,8 @@ class Conversion:
         self.given: set[str] = set()
         """Those that the files have, also with a value that could not be converted."""
         self.notes: list[str] = []
+        self.others: list[str] = []
+        """What makes another training, of which no recipe would be the same."""
         self.folder = Path()
 
     def read(self, document: Document, project: Project) -> None:
@@ -39,6 +41,9 @@ class Conversion:
             place = f"{document.place(*path)} is {_short(value)}"
             if isinstance(value, str) and re.fullmatch(r"\$\{\w+\}", value):  # torchtune's reference to another key
                 value = document.values.get(value[2:-1], value)
+            if other := project.other_training(".".join(map(str, path)), value):
+                self.others.append(f"{place}: {other}")
+                continue
             if key is None:
                 self.notes.append(f"{place}: no counterpart is known; docs/recipes.md has all keys")
                 continue
@@ -46,7 +51,7 @@ class Conversion:
             try:
                 translated = key.translate(value)
             except NoCounterpart as problem:
-                self.notes.append(f"{place}: {problem}")
+                (self.others if key.decides else self.notes).append(f"{place}: {problem}")
             except (TypeError, ValueError, AttributeError):
                 self.notes.append(f"{place}: a value of another kind was expected; {key.answer}")
             else:
@@ -258,6 +263,8 @@ class Conversion:
                 self._note("~pref_loss", "goes with stage dpo; left out")
         if "dpo" in component:
             loss = "sigmoid"
+        elif component and not re.match(r"ce|.*cross_?entropy", component):
+            self.others.append(f"{self.places['~loss']}: no such objective (docs/recipes.md#objective)")
         for name in (rl, loss):
             if name in ("sigmoid", "ipo", "dpo"):
                 self.recipe["objective.name"] = "dpo"
@@ -266,7 +273,7 @@ class Conversion:
                 self.recipe["objective.name"] = {"orpo": "orpo", "kto": "kto_zero"}[name]
             elif name not in (None, "nll", "chunked_nll"):
                 key = next(one for one in ("~rl", "~pref_loss", "~loss_type") if one in self.places)
-                self._note(key, "no such objective; docs/recipes.md#objective has those that there are")
+                self.others.append(f"{self.places[key]}: no such objective (docs/recipes.md#objective)")
         if "objective.name" not in self.recipe:
             if self.recipe.keys() & {"objective.desirable_weight", "objective.undesirable_weight"}:
                 self.recipe["objective.name"] = "kto_zero"
