@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.records import differences  # noqa: E402
 from cookbook.config.sections import AdapterSection  # noqa: E402
+from cookbook.planning.language_part import has_tower  # noqa: E402
 from cookbook.planning.meshes import (  # noqa: E402
     expert_problem,
     pipeline_problem,
@@ -218,6 +219,13 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
     return config
 
 
+def has_no_row(config: PreTrainedConfig) -> str | None:
+    """Why this type is not trained as it is, or None."""
+    if has_tower(config):
+        return "it has a tower; the language part is trained, whose type has a row of its own"
+    return not_served(config)
+
+
 def tiny_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Random weights, large enough for attention to matter; on the CPU, float32."""
     with torch.device("meta"):
@@ -314,7 +322,7 @@ def reason_of(output: str, folder: Path) -> str:
 def try_type(lab: Lab, model_type: str, columns: tuple[str, ...] = tuple(COLUMNS)) -> dict[str, Any]:
     """A row of the record: what became of each column."""
     config = tiny_config(model_type)
-    if problem := not_served(config):
+    if problem := has_no_row(config):
         return {"refused": problem}
     folder = lab.folder / "models" / model_type
     if not folder.exists():
@@ -372,8 +380,8 @@ of such windows.
 |---|---|
 {refused}
 
-A model of images and text is refused even if the rows are text; many have a text-only twin (`qwen3_5_text`,
-`gemma3_text`).
+Of a model of images and text [the language part is trained](recipes.md#a-model-with-an-image-or-audio-tower), if it can
+be: the row of `gemma3_text` is then that of `gemma3`.
 
 ## All others
 
@@ -393,7 +401,7 @@ def compare_within_process(model_type: str) -> dict[str, Any]:
     """Our loss of padded rows against each sample alone through transformers' own model, without dropout."""
     try:
         config = tiny_config(model_type)
-        if problem := not_served(config):
+        if problem := has_no_row(config):
             return {"refused": problem}
         model = tiny_model(config).eval()
         generator = torch.Generator().manual_seed(1)
@@ -466,7 +474,7 @@ def write(record: dict[str, Any]) -> None:
     """Write record and page; what is refused for its configuration is as the code has it now."""
     for name, row in record["rows"].items():
         config = tiny_config(name)
-        if problem := not_served(config):
+        if problem := has_no_row(config):
             row.clear()
             row["refused"] = problem
         elif "plain" in row:

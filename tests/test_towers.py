@@ -33,12 +33,10 @@ COMMON = {
     "run.max_steps": "4",
     "schedule.warmup_steps": "0",
     "optim.learning_rate": "0.02",
-    "run.check_export": "true",
     "run.eval_every_steps": "2",
 }
 PACKED = {"data.packing": "true"}
 LORA = {"adapter": "{name: lora, rank: 8}", "optim.learning_rate": "1.0"}
-QLORA = {**LORA, "adapter": "{name: qlora, rank: 8}"}
 NEW_NAMES = {
     "language_model.model.": "model.language_model.",
     "language_model.lm_head.": "lm_head.",
@@ -97,20 +95,20 @@ def test_the_language_part_alone_has_the_logits_of_the_whole(model_type: str, tm
 
 
 CASES = [
-    ("gemma3", "single", {}),
-    ("gemma3", "ddp", {}),
-    ("gemma3", "fsdp2", PACKED),
-    ("gemma3", "zero3", {}),
-    ("gemma3", "tp", {}),
-    ("mistral3", "pp", {}),
-    ("qwen3_5", "fsdp2", {}),
+    ("gemma3", "single", PACKED),
+    pytest.param("gemma3", "fsdp2", {}, marks=pytest.mark.slow),
+    pytest.param("gemma3", "zero3", {}, marks=pytest.mark.slow),
+    pytest.param("gemma3", "tp", {}, marks=[pytest.mark.slow, pytest.mark.thorough]),
+    pytest.param("mistral3", "pp", {}, marks=[pytest.mark.slow, pytest.mark.thorough]),
+    pytest.param("qwen3_5", "ddp", {}, marks=[pytest.mark.slow, pytest.mark.thorough]),
 ]
 
 
 @pytest.mark.parametrize(("model_type", "strategy", "settings"), CASES)
 def test_it_trains_as_its_text_only_twin(lab: Lab, pair, model_type: str, strategy: str, settings: dict):
     folders = pair(model_type)
-    run, twin = (trained(lab, folders[name], strategy, settings) for name in ("whole", "twin"))
+    run = trained(lab, folders["whole"], strategy, settings | {"run.check_export": "true"})
+    twin = trained(lab, folders["twin"], strategy, settings)
     assert max(abs(a - b) for a, b in zip(curve_of(run), curve_of(twin), strict=True)) <= SGD_LOSS
     before, after, expected = map(tensors_of, (folders["whole"], run.folder / "export", twin.folder / "export"))
     assert after.keys() == before.keys()
@@ -217,10 +215,12 @@ def test_a_chat_template_that_only_the_processor_has_is_the_tokenizer_s(pair, tm
     assert load_tokenizer(str(tmp_path), None).chat_template == text
 
 
+@pytest.mark.slow
 def test_an_adapter_is_one_of_the_whole_model(lab: Lab, pair, tmp_path: Path):
     """peft opens it on transformers' class for images and text, in whose tower layers have the same names."""
     folders = pair("gemma3")
-    run, twin = (trained(lab, folders[name], "single", LORA) for name in ("whole", "twin"))
+    run = trained(lab, folders["whole"], "single", LORA | {"run.check_export": "true"})
+    twin = trained(lab, folders["twin"], "single", LORA)
     assert curve_of(run) == curve_of(twin)
     exports = {name: one.folder / "export" for name, one in (("whole", run), ("twin", twin))}
     whole = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(folders["whole"]), exports["whole"])
@@ -247,7 +247,7 @@ def test_an_adapter_is_one_of_the_whole_model(lab: Lab, pair, tmp_path: Path):
 
 
 def test_an_export_whose_tower_has_changed_is_found(lab: Lab, pair, tmp_path: Path):
-    run = trained(lab, pair("gemma3")["whole"], "single", {})
+    run = trained(lab, pair("gemma3")["whole"], "single", PACKED | {"run.check_export": "true"})
     (checkpoint,) = [path for path in (run.folder / "checkpoints").iterdir() if path.name.startswith("step")]
     shutil.copytree(run.folder / "export", tmp_path / "export")
     path = tmp_path / "export" / "model.safetensors"
