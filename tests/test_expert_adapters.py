@@ -248,7 +248,11 @@ def test_plan_suggests_an_adapter_for_a_mixture_that_fits_nowhere(tmp_path: Path
 
 @pytest.mark.parametrize(
     "strategy",
-    ["zero3", "fsdp2_ep", *(pytest.param(name, marks=SLOW) for name in ("ddp", "fsdp2", "zero1", "zero2", "fsdp1"))],
+    [
+        "zero3",
+        *(pytest.param(name, marks=SLOW) for name in ("fsdp2_ep", "fsdp2", "ddp")),
+        *(pytest.param(name, marks=[SLOW, pytest.mark.thorough]) for name in ("zero1", "zero2", "fsdp1")),
+    ],
 )
 def test_the_curve_is_that_of_one_process(lab: Lab, strategy: str):
     model = experts(lab) | ADAPTER
