@@ -24,6 +24,7 @@ from test_equivalence import (
 
 from cookbook.commands.cli import main
 from tests.curves import ROOT, SGD, WORDS, Lab, distance, processes_of
+from tests.test_architectures import folder_of
 
 LORA = {"adapter.name": "lora", "adapter.rank": "4", "adapter.alpha": "8", "optim.learning_rate": "0.3"}
 DORA = LORA | {"adapter.name": "dora"}
@@ -179,6 +180,25 @@ def test_a_token_budget_and_packing_with_an_adapter_and_checkpointing_change_not
         }
     )
     found = distance(lab.run(strategy, settings, processes=2), lab.run("single", LORA))
+    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_type", "strategy"),
+    [
+        ("qwen3_5_text", "zero3"),
+        pytest.param("gpt_oss", "fsdp2", marks=pytest.mark.thorough),
+        pytest.param("nemotron_h", "fsdp2", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_hybrid_is_packed_as_it_is_padded(lab: Lab, model_type: str, strategy: str):
+    """Layers with a state, windows shorter than a sample and sinks; recomputed in the backward."""
+    folder = folder_of(lab, model_type)
+    model = {"model": f"{{name_or_path: {folder}, gradient_checkpointing: true}}"}
+    found = distance(
+        lab.run(strategy, model | PACKED, processes=2), lab.run("single", model | {"data.packing": "false"})
+    )
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
 
 
