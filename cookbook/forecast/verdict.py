@@ -24,7 +24,7 @@ from cookbook.forecast.step_time import Range, no_forecast, step_seconds
 from cookbook.forecast.trace import Untraceable, bound
 from cookbook.forecast.trace import trace as trace_pass
 from cookbook.planning.meshes import mesh_problem
-from cookbook.planning.packing import decide
+from cookbook.planning.packing import STATEFUL, decide
 from cookbook.planning.pipeline_stages import Begun, begun, in_flight, stage_chunks
 from cookbook.planning.run_plan import Plan, default_num_processes, make_plan
 from cookbook.system.files import RecipeError
@@ -100,7 +100,9 @@ class TraceCache:
         recipe, tp_size = self.recipe, strategy.tp_size
         sequences = micro_batch * len(recipe.objective.sequences)
         length = -(-recipe.data.max_length // strategy.sp_size)
-        rows, row = (1, sequences * length) if recipe.data.is_packed else (sequences, length)
+        # Layers with a state run on one sample at a time, and their code without kernels goes through a row in steps.
+        is_one_row = recipe.data.is_packed and self.config.model_type not in STATEFUL
+        rows, row = (1, sequences * length) if is_one_row else (sequences, length)
         if self.untraceable is None:
             options: dict[str, Any] = {
                 "rows": rows,

@@ -62,6 +62,9 @@ def keep_apart(model: PreTrainedModel) -> None:
         if _carries_state(module):
             # The instance's, not the class's: the hooks of engines and the classes that FSDP2 makes stay as they are.
             module.forward = MethodType(_each_alone, module)
+            # ZeRO-3 then gathers the weights of all that is inside once, around the loop (DeepSpeed 0.19.8,
+            # utils/z3_leaf_module.py): ranks with other numbers of samples would gather another number of times.
+            module._z3_leaf = True
 
 
 def _carries_state(module: torch.nn.Module) -> bool:
