@@ -202,7 +202,13 @@ def test_layers_that_cannot_be_compiled_are_counted_as_they_are():
 def test_a_bound_counts_the_dropout_of_an_adapter():
     """By hand: six inputs of 192 and one of 500, in float32 with a byte of mask."""
     bounds = [
-        bound(config_of(), recipe(adapter={"name": "lora", "rank": 8, "dropout": rate}), tokens=100, tp_size=1)
+        bound(
+            config_of(),
+            recipe(adapter={"name": "lora", "rank": 8, "dropout": rate}),
+            tokens=100,
+            tp_size=1,
+            num_layers=2,
+        )
         for rate in (0.0, 0.1)
     ]
     without, with_it = (next(one.held for one in work.phases if one.name == "head") for work in bounds)
@@ -257,7 +263,8 @@ def test_offloaded_inputs_of_layers_leave_the_gpu_until_their_layer_is_recompute
 
 def test_a_bound_has_offloaded_inputs_of_layers_on_the_host():
     kept, gone = (
-        bound(config_of(), recipe(checkpointing=kind), tokens=256, tp_size=1).phases for kind in (True, "offload")
+        bound(config_of(), recipe(checkpointing=kind), tokens=256, tp_size=1, num_layers=7).phases
+        for kind in (True, "offload")
     )
     assert kept[-1].held == gone[-1].held + 256 * 192 * 4 == 256 * 192 * 4
     assert {one.held for one in gone} == {0}
@@ -279,7 +286,9 @@ def test_a_model_that_needs_its_data_is_bounded_by_formula(monkeypatch):
         traced(recipe(), config)
     monkeypatch.undo()
     exact = traced(recipe(precision="bf16"), config, autocast=False)
-    above = bound(config, recipe(precision="bf16"), tokens=ROWS * LENGTH, tp_size=1)
+    above = bound(
+        config, recipe(precision="bf16"), tokens=ROWS * LENGTH, tp_size=1, num_layers=config.num_hidden_layers
+    )
     assert max(one.peak for one in above.phases) > max(one.peak for one in exact.phases)
 
 

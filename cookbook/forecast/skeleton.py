@@ -9,6 +9,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 from cookbook.config.recipe import Recipe
 from cookbook.forecast.costs.inputs import Part, Skeleton, Weight
 from cookbook.planning.pipeline_stages import head_in_layers
+from cookbook.system.files import RecipeError, first_line
 from cookbook.training.adapters import examine, inject
 
 
@@ -16,10 +17,11 @@ def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
     """The skeleton of a recipe's model; about a second for 70 billion parameters.
 
     Raises:
-        RecipeError: as `adapters.examine` and `adapters.inject`.
+        RecipeError: as `adapters.examine` and `adapters.inject`; a model that cannot be built, or has no named
+            layers.
     """
     with torch.device("meta"):
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+        model = _on_meta(config)
     first, last = model.get_input_embeddings(), model.get_output_embeddings()
     quantized = set()
     if recipe.adapter is not None and recipe.adapter.is_quantized:  # all linear layers but the head, in 4 bits
@@ -36,7 +38,13 @@ def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
             inject(model, recipe.adapter)
     first, last = model.get_input_embeddings(), model.get_output_embeddings()
     units: Any = model._no_split_modules or []
-    layers = [f"{name}." for name, module in model.named_modules() if type(module).__name__ in units]
+    layers: list[str] = []
+    for name, module in model.named_modules():  # a layer may hold another, as a hybrid's of Zamba2 does
+        if type(module).__name__ in units and not name.startswith(tuple(layers)):
+            layers.append(f"{name}.")
+    if not layers:
+        why = "transformers does not name its layers, by which memory is forecast and weights are sharded"
+        raise RecipeError(f"model {config.model_type}: {why}")
     parts = _parts(model, first, last)
     outside = {id(p) for module in (first, last) if module is not None for p in module.parameters()}
     weights = []
@@ -64,6 +72,15 @@ def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
         head_layers=head,
         notes=tuple(notes),
     )
+
+
+def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    try:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    except Exception as error:  # a configuration with missing or unfit values may fail anywhere in a model's code
+        found = f"{type(error).__name__}: {first_line(error)}"
+        why = f"transformers cannot build a model from its configuration ({found})"
+        raise RecipeError(f"model {config.model_type}: {why}") from error
 
 
 def _parts(model: PreTrainedModel, first: Any, last: Any) -> dict[int, Part]:

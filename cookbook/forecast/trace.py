@@ -25,6 +25,7 @@ from cookbook.forecast.activations import ActivationTrace, Phase
 from cookbook.forecast.autocast import autocast_of_cuda
 from cookbook.forecast.four_bits import multiply_in_4_bits
 from cookbook.forecast.ledger import Ledger, MarkedLayer, Unit, experts_of
+from cookbook.planning.attention_layers import first_of, layer_configs
 from cookbook.planning.packing import stops_compiling
 from cookbook.training.adapters import inject
 from cookbook.training.models.efficiency import save_activations
@@ -138,7 +139,7 @@ LAYER_BYTES = 96
 (gemma-2b; Llama-3.1-8B has 56; training/performance, read 2026-08)."""
 
 
-def bound(config: PreTrainedConfig, recipe: Recipe, *, tokens: int, tp_size: int) -> ActivationTrace:
+def bound(config: PreTrainedConfig, recipe: Recipe, *, tokens: int, tp_size: int, num_layers: int) -> ActivationTrace:
     """An upper bound by formula for a model that cannot be traced: each layer keeps `LAYER_BYTES`, or only its input
     under checkpointing, and the loss has logits, those of 16 bits once more in float32, and log-probabilities."""
     text = config.get_text_config()
@@ -146,10 +147,12 @@ def bound(config: PreTrainedConfig, recipe: Recipe, *, tokens: int, tp_size: int
     layer = LAYER_BYTES * size // 2 * tokens * text.hidden_size // tp_size
     if recipe.adapter is not None and recipe.adapter.dropout:
         # Dropout keeps the masked input and the mask of each linear layer; a gated layer has seven.
-        inputs = 6 * text.hidden_size + (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+        widths = [first_of(one, "intermediate_size") for one in layer_configs(text)]
+        inner = max([width for width in widths if isinstance(width, int)], default=4 * text.hidden_size)
+        inputs = 6 * text.hidden_size + inner
         layer += (size + 1) * tokens * inputs // tp_size
     kept = {True: size * tokens * text.hidden_size, "offload": 0}.get(recipe.model.gradient_checkpointing, layer)
-    layers = range(text.num_hidden_layers)
+    layers = range(num_layers)
     head = (size + 8) * min(tokens * text.vocab_size // tp_size, LOGITS_BUDGET)
     phases = (
         *(Phase(name="forward", layer=i, held=i * kept, peak=i * kept + layer) for i in layers),
@@ -502,7 +505,7 @@ def _mark_layers(model: PreTrainedModel, ledger: Ledger, unit: Unit | None) -> N
         (owner, name, module)
         for owner in model.modules()
         for name, module in owner._modules.items()
-        if isinstance(module, GradientCheckpointingLayer)
+        if isinstance(module, GradientCheckpointingLayer) and not isinstance(owner, GradientCheckpointingLayer)
     ]
     if not found:
         raise Untraceable(f"{type(model).__name__} has no layers that support checkpointing")

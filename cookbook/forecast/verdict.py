@@ -23,7 +23,7 @@ from cookbook.forecast.skeleton import skeleton as skeleton_of
 from cookbook.forecast.step_time import Range, no_forecast, step_seconds
 from cookbook.forecast.trace import Untraceable, bound
 from cookbook.forecast.trace import trace as trace_pass
-from cookbook.planning.meshes import mesh_problem
+from cookbook.planning.meshes import mesh_problem, units_problem
 from cookbook.planning.packing import STATEFUL, decide
 from cookbook.planning.pipeline_stages import Begun, begun, in_flight, stage_chunks
 from cookbook.planning.run_plan import Plan, default_num_processes, make_plan
@@ -120,10 +120,18 @@ class TraceCache:
             try:
                 if key not in TRACES:
                     TRACES[key] = trace_pass(self.config, recipe, **options)
+                self._check_layers(TRACES[key])
                 return TRACES[key]
             except Untraceable as error:
                 self.untraceable = str(error)
-        return bound(self.config, recipe, tokens=sequences * length, tp_size=tp_size)
+        num_layers = self.skeleton.num_layers
+        return bound(self.config, recipe, tokens=sequences * length, tp_size=tp_size, num_layers=num_layers)
+
+    def _check_layers(self, trace: ActivationTrace) -> None:
+        """Each phase belongs to a layer whose weights are known; LongCat-Flash's configuration counts layers twice."""
+        found = len({phase.layer for phase in trace.phases} - {None})
+        if found != self.skeleton.num_layers:
+            raise Untraceable(f"{self.config.model_type}: {found} layers were traced of {self.skeleton.num_layers}")
 
 
 def of_run(config: PreTrainedConfig, recipe: Recipe, strategy: Strategy, plan: Plan, gpu: Gpu | None) -> Memory:
@@ -182,7 +190,7 @@ def forecast(traces: TraceCache, strategy: Strategy, machines: Machines, *, limi
                     lacks = f"mixed_precision is {precision}, which a {gpu.name} does not have"
                     raise RecipeError(f"{recipe_name}: {lacks}; write mixed_precision: {instead}")
         _check_nvme_buffers(strategy, found, count)
-        if problem := mesh_problem(traces.config, strategy.mesh(count)):
+        if problem := mesh_problem(traces.config, strategy.mesh(count)) or units_problem(traces.config, strategy):
             raise RecipeError(f"{strategy.path}: {problem}")
         spread = replace(strategy, num_machines=-(-count // each))
         num_gpus = min(count, each) if machines.gpus_each else 0

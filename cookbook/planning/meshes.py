@@ -6,11 +6,15 @@ A configuration is transformers', or the values of a `config.json`, which may la
 from typing import Any
 
 from cookbook.config.mesh import Mesh
+from cookbook.config.strategy import Strategy
 from cookbook.planning.packing import packing_problem, short_window
 from cookbook.system.console import several
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Keys of a configuration for the number of experts, by architecture."""
+
+SHARED_BLOCKS = ("zamba", "zamba2")
+"""Model types of which several layers hold one block of attention. torch 2.13 refuses that of units of FSDP2."""
 
 PIPELINED = ("llama", "mistral", "qwen2", "qwen3")
 """Model types that can be cut into stages: between embedding and norm their code is the layers and nothing else.
@@ -154,6 +158,15 @@ def _meets_elsewhere(config: Any) -> str | None:
     if (window := short_window(config)) is not None:
         return f"its attention window is {window} tokens, less than a sample may have"
     return packing_problem(config)
+
+
+def units_problem(config: Any, strategy: Strategy) -> str | None:
+    """Why a strategy cannot gather this model layer by layer, or None."""
+    if strategy.fsdp is None or config.model_type not in SHARED_BLOCKS:
+        return None
+    return (
+        f"the layers of {config.model_type} share weights, which FSDP cannot gather with one of them; use zero3 or ddp"
+    )
 
 
 def mesh_problem(config: Any, mesh: Mesh) -> str | None:

@@ -12,7 +12,7 @@ from cookbook.config.recipe import Recipe, default_output_dir, named_strategy, o
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy
 from cookbook.config.strategy_keys import contradictions
 from cookbook.planning.claims import owned
-from cookbook.planning.meshes import mesh_problem
+from cookbook.planning.meshes import mesh_problem, units_problem
 from cookbook.planning.packing import known_config
 from cookbook.planning.refusals import refusals
 from cookbook.system.console import several
@@ -154,8 +154,8 @@ def make_plan(
         )
     mistakes += refusals(recipe, strategy, num_gpus, recipe_name)
     config = known_config(recipe.model)
-    if config is not None and (problem := mesh_problem(config, mesh)):
-        mistakes.append(f"{strategy.path}: {problem}")
+    problems = () if config is None else (mesh_problem(config, mesh), units_problem(config, strategy))
+    mistakes += [f"{strategy.path}: {problem}" for problem in problems if problem]
     if recipe.run.profile is not None and max(recipe.run.profile.ranks) >= num_processes:
         ranks = f"{recipe_name}: run.profile.ranks is {recipe.run.profile.ranks}"
         mistakes.append(f"{ranks}, but there are {num_processes} processes; the last is {num_processes - 1}")

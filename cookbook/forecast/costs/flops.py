@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cookbook.forecast.costs.inputs import Skeleton, Weight
+from cookbook.planning.attention_layers import Attention, attention_layers, first_of
 from cookbook.planning.meshes import num_experts
 
 Recompute = Literal[False, True, "selective"]
@@ -32,7 +33,8 @@ class ModelSizes:
     num_heads: int = 0
     num_key_heads: int = 0
     head_dim: float = 0.0
-    """Size of a head; the mean of both if queries and values differ."""
+    """Size of a head; the mean of both if queries and values differ. Of the widest layer, as the numbers of heads; all
+    three are 0 without attention."""
     vocab: int = 0
     num_experts: int = 1
     num_of_experts: int = 0
@@ -41,6 +43,8 @@ class ModelSizes:
     """Experts that a token passes through, over all layers."""
     windows: Sequence[int | None] = ()
     """The attention window of each layer with attention; None: no window. Empty: no layer has one."""
+    widths: Sequence[float] = ()
+    """The `width` of each of these layers, if they differ."""
     column_matrices: int = 0
     """Matrices of all layers that tensor parallel divides by their outputs; each has an input's gradient to sum."""
     row_matrices: int = 0
@@ -73,7 +77,7 @@ def sizes_of(config: Any, skeleton: Skeleton) -> ModelSizes:
     """The sizes of a model, from its transformers configuration and its weights."""
     text = config.get_text_config()
     experts = num_experts(config)
-    share = (_first(text, "num_experts_per_tok") or experts) / experts
+    share = (first_of(text, "num_experts_per_tok") or experts) / experts
 
     routed = [weight for weight in skeleton.weights if weight.is_expert]
 
@@ -83,9 +87,9 @@ def sizes_of(config: Any, skeleton: Skeleton) -> ModelSizes:
             return 0.0
         return weight.num_elements * (share if weight.is_routed else 1.0)
 
-    heads = text.num_attention_heads
-    plain = _first(text, "head_dim") or text.hidden_size // heads
-    queries, values = _first(text, "qk_head_dim") or plain, _first(text, "v_head_dim") or plain
+    layers = attention_layers(config)
+    widest = max(layers, key=lambda one: one.width, default=Attention(0, 0, 0.0, None))
+    widths = [one.width for one in layers]
     head = [w for w in skeleton.weights if w.part == ("embedding" if skeleton.is_tied else "head")]
     return ModelSizes(
         num_parameters=sum(weight.num_elements for weight in skeleton.weights),
@@ -96,14 +100,15 @@ def sizes_of(config: Any, skeleton: Skeleton) -> ModelSizes:
         num_layers=skeleton.num_layers,
         head_layers=skeleton.head_layers,
         hidden=text.hidden_size,
-        num_heads=heads,
-        num_key_heads=_first(text, "num_key_value_heads") or heads,
-        head_dim=(queries + values) / 2,
+        num_heads=widest.num_heads,
+        num_key_heads=widest.num_key_heads,
+        head_dim=widest.head_dim,
         vocab=text.vocab_size,
         num_experts=experts,
         num_of_experts=sum(weight.num_elements for weight in routed),
         num_routed=len({weight.layer for weight in routed}) * round(share * experts),
-        windows=_attention_windows(text, skeleton.num_layers),
+        windows=[one.window for one in layers],
+        widths=widths if len(set(widths)) > 1 else (),
         column_matrices=_divided(skeleton, 0),
         row_matrices=_divided(skeleton, 1),
         is_embedding_divided=any(w.part == "embedding" and w.shard_dim == 0 for w in skeleton.weights),
@@ -116,19 +121,6 @@ def _divided(skeleton: Skeleton, dim: int) -> int:
     """Matrices of the layers that tensor parallel divides along a dimension; an adapter's lie beside them."""
     found = (weight for weight in skeleton.weights if weight.layer is not None and ".lora_" not in weight.name)
     return sum(weight.shard_dim == dim and len(weight.shape) > 1 for weight in found)
-
-
-def _first(config: Any, *names: str) -> Any:
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
-
-
-def _attention_windows(text: Any, num_layers: int) -> tuple[int | None, ...]:
-    """The windows of the attention layers; other kinds (linear attention, state spaces, convolutions) have none."""
-    window = _first(text, "sliding_window")
-    kinds = _first(text, "layer_types") or num_layers * ["sliding_attention"]  # Mistral's, all alike
-    known = {"attention": None, "full_attention": None, "sliding_attention": window}
-    known["chunked_attention"] = _first(text, "attention_chunk_size")
-    return tuple(known[kind] for kind in kinds if kind in known)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,4 +186,5 @@ def attention_flops(sizes: ModelSizes, length: float) -> float:
     seen = (
         length / 2 if window is None or window >= length else window - window**2 / (2 * length) for window in windows
     )
-    return 4 * sizes.width * sum(seen)
+    widths = sizes.widths or len(windows) * [sizes.width]
+    return 4 * sum(width * positions for width, positions in zip(widths, seen, strict=True))

@@ -126,10 +126,6 @@ class Fsdp2(Fsdp):
         mesh = (self.mesh.replicate, *sharded) if self.mesh.replicate > 1 else sharded
         return {mesh, (*mesh, self.mesh.tensor)} if self.mesh.tensor > 1 else {mesh}
 
-    def _num_layers(self) -> int:
-        """Number of layers of this process."""
-        return self.model.config.num_hidden_layers
-
     def _findings(self) -> Iterator[Comparison]:
         yield from super()._findings()
         model: Any = self.model
@@ -138,10 +134,12 @@ class Fsdp2(Fsdp):
             return
         yield "whole parameters", 0, sum(not is_sharded(parameter) for parameter in model.parameters())
         yield "mesh", self._meshes(), {tuple(p.device_mesh.shape) for p in model.parameters() if isinstance(p, DTensor)}
-        # FSDP2 replaces the class of a module by a subclass of another name, so look at the bases.
-        bases = [(unit, {base.__name__ for base in type(unit).__mro__}) for unit in self._units()]
-        layers = [unit for unit, names in bases if names & set(model._no_split_modules)]
-        yield "layers that are units", self._num_layers(), len(layers)
+        # FSDP2 replaces the class of a module by a subclass of another name, so look at the bases. A layer may hold
+        # another, as a hybrid's of Zamba2 does.
+        names = set(model._no_split_modules)
+        every = [module for module in model.modules() if names & {base.__name__ for base in type(module).__mro__}]
+        layers: list[Any] = [module for module in every if isinstance(module, FSDPModule)]
+        yield "layers that are units", len(every), len(layers)
         # torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, class FSDPParamGroup
         groups: list[Any] = [unit._get_fsdp_state()._fsdp_param_group for unit in layers]
         reshards = {group.post_forward_mesh_info is not None for group in groups}

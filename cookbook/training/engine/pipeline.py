@@ -180,9 +180,6 @@ class ShardedPipeline(Pipeline, Fsdp2WhileRead):
     def _forward(self, function: Callable[[Any, Batch], Any], batch: Batch) -> Any:
         return Engine._forward(self, function, batch)  # without autocast: FSDP2 casts
 
-    def _num_layers(self) -> int:
-        return sum(map(len, self.transformer()._pp_stage.chunks))
-
 
 class _Schedulable(PipelineStage):
     """A stage for torch's schedules, with something of the engine's around each backward."""
