@@ -492,6 +492,24 @@ def test_one_module_to_save_is_a_list_of_one(folder):
     assert yaml.safe_load(Path("recipes/file.yaml").read_text())["adapter"]["modules_to_save"] == ["lm_head"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "base_model: a/b\nsequence_len: 64\nmicro_batch_size: 1\ntokens: ['<a>', '<b>']\n",
+        "base_model: a/b\nspecial_tokens: {additional_special_tokens: ['<a>', '<b>'], eos_token: <e>}\n",
+        "model_name_or_path: a/b\nfinetuning_type: full\nstage: sft\nadd_special_tokens: <a>,<b>\nresize_vocab: true\n",
+    ],
+)
+def test_added_tokens_are_new_tokens(folder, capsys, text):
+    Path("file.yaml").write_text(text)
+    convert(text)
+    assert yaml.safe_load(Path("recipes/file.yaml").read_text())["model"]["new_tokens"] == ["<a>", "<b>"]
+    said = capsys.readouterr().out
+    assert "data.special_tokens: tokens" in said
+    for key, words in {"resize_vocab": "to a multiple of 64 rows", "eos_token": "tokenizer_config.json"}.items():
+        assert (key in text) == (words in said)
+
+
 def test_nothing_is_overwritten(folder, capsys):
     assert convert(TRL) == 0
     before = Path("recipes/file.yaml").read_bytes()

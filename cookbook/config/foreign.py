@@ -48,6 +48,8 @@ class Key:
 
     def left_out(self, value: Any) -> str | None:
         """What of a value has no counterpart, though `translate` has one for the rest."""
+        if self.ours == "model.new_tokens":
+            return SPECIAL
         return PAGED if self.ours == "optim.name" and "paged" in str(value).lower() else None
 
     @property
@@ -169,6 +171,10 @@ OPTIMIZERS = {
     "muon": "muon",
 }
 PAGED = "paged is left out: moments stay on the GPU; strategy: zero2_offload, for one, keeps them in host memory"
+SPECIAL = (
+    "special tokens, which in the texts of chats are read where data.special_tokens: tokens says so; those that the"
+    " tokenizer has already are refused"
+)
 SCHEDULES = {
     "cosine": "cosine",
     "linear": "linear",
@@ -219,6 +225,7 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
             "~lora_attention",
             "~lora_parameters",
             "adapter.modules_to_save",
+            "model.new_tokens",
         ),
         _names,
     ),

@@ -80,6 +80,18 @@ def _no_number(*words: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _new_tokens(tokens: list[str] | None) -> list[str] | None:
+    if tokens is None:
+        return None
+    if not tokens:
+        raise ValueError("is empty; name a token, or take the key out")
+    wrong = next((token for token in tokens if not token or token != token.strip() or tokens.count(token) > 1), None)
+    if wrong is not None:
+        what = "an empty token" if not wrong else f"{wrong!r} twice" if wrong == wrong.strip() else None
+        raise ValueError(f"has {what}" if what else f"has {wrong!r}; write it without white space around it")
+    return tokens
+
+
 class ModelSection(OneOf):
     alternatives, hint = ("name_or_path", "from_scratch"), ""
     name_or_path: PathText | None = None
@@ -88,6 +100,9 @@ class ModelSection(OneOf):
     """Commit, tag or branch on the Hub."""
     from_scratch: ScratchModel | None = None
     """Sizes of a new model, instead of name_or_path."""
+    new_tokens: Annotated[list[str] | None, AfterValidator(_new_tokens)] = None
+    """Special tokens that the tokenizer gets: ["<|tool|>", "<|think|>"]. Embedding and head grow if they have no row
+    left for them, and the rows start at the mean of the others."""
     gradient_checkpointing: Annotated[
         Literal[False, True, "selective", "offload"], _no_number("selective", "offload")
     ] = False

@@ -35,7 +35,7 @@ def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
     if recipe.adapter is not None:
         notes = examine(model, recipe.adapter)
         with torch.device("meta"):
-            inject(model, recipe.adapter)
+            inject(model, recipe.adapter, new_rows(config, recipe))
     first, last = model.get_input_embeddings(), model.get_output_embeddings()
     units: Any = model._no_split_modules or []
     layers: list[str] = []
@@ -81,6 +81,11 @@ def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
         found = f"{type(error).__name__}: {first_line(error)}"
         why = f"transformers cannot build a model from its configuration ({found})"
         raise RecipeError(f"model {config.model_type}: {why}") from error
+
+
+def new_rows(config: PreTrainedConfig, recipe: Recipe) -> range:
+    """As many rows as an adapter trains for new tokens; which ones, the tokenizer would tell."""
+    return range(config.vocab_size - len(recipe.model.new_tokens or ()), config.vocab_size)
 
 
 def _parts(model: PreTrainedModel, first: Any, last: Any) -> dict[int, Part]:

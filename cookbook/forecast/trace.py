@@ -25,6 +25,7 @@ from cookbook.forecast.activations import ActivationTrace, Phase
 from cookbook.forecast.autocast import autocast_of_cuda
 from cookbook.forecast.four_bits import multiply_in_4_bits
 from cookbook.forecast.ledger import Ledger, MarkedLayer, Unit, experts_of
+from cookbook.forecast.skeleton import new_rows
 from cookbook.planning.attention_layers import first_of, layer_configs
 from cookbook.planning.packing import stops_compiling
 from cookbook.training.adapters import inject
@@ -206,8 +207,9 @@ def _fake_model(
         with _set_to(torch.set_default_dtype, dtype, before=torch.get_default_dtype()):
             # from_config would be collective in a run under ZeRO-3.
             model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+        add_loss(model)
         if adapter is not None:
-            inject(model, adapter)
+            inject(model, adapter, new_rows(config, recipe))
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(trained)
@@ -217,7 +219,6 @@ def _fake_model(
     autocast_products()
     if recipe.model.gradient_checkpointing:
         save_activations(model, selective=recipe.model.recompute == "selective")
-    add_loss(model)
     return model.train()
 
 

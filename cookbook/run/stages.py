@@ -41,6 +41,8 @@ from cookbook.training.data.sets import RowSets, TokenSets, tokenize_data
 from cookbook.training.engine import Engine, engine_class, make_deterministic
 from cookbook.training.models.efficiency import kernel_notes
 from cookbook.training.models.folder_facts import check_folder
+from cookbook.training.models.grown import first_rows, grown_folder
+from cookbook.training.models.new_tokens import rows_note
 from cookbook.training.models.structure import layer_mistakes, random_parts
 
 SIGHT_SECONDS = 10.0
@@ -51,14 +53,24 @@ SIGHT_SECONDS = 10.0
 class Inputs:
     """Model folder, tokenizer and data, before anything is on a device."""
 
+    base: str
+    """The model's folder."""
     folder: str
-    """Where the model is loaded from."""
+    """Where it is loaded from: that folder, or its copy with `new_tokens`."""
+    new_tokens: dict[str, int]
+    """`model.new_tokens` with their ids, which are consecutive."""
     config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
     data: TokenSets
     steps_per_epoch: int | None
     """None for a stream."""
     max_steps: int
+
+    @property
+    def new_rows(self) -> range:
+        """The rows of the new tokens."""
+        ids = [*self.new_tokens.values()]
+        return range(ids[0], ids[-1] + 1) if ids else range(0)
 
 
 @dataclass(kw_only=True)
@@ -116,8 +128,9 @@ class Run:
         """Write what an export needs besides a checkpoint, see `publish.write_model_files`. Rank 0 calls."""
         publish.write_model_files(
             self.output_dir,
-            self.inputs.folder,
+            self.inputs.base,
             self.recipe.model,
+            new_tokens=self.inputs.new_tokens,
             config=self.inputs.config,
             tokenizer=self.inputs.tokenizer,
             digest=self.made_from["model"],
@@ -137,13 +150,18 @@ def load_inputs(
         RecipeError: a model that cannot be loaded, or trained under this plan, or data without a target.
     """
     transformers_logging.disable_progress_bar()
-    folder = models.resolve_model(
+    base = folder = models.resolve_model(
         recipe.model, seed=recipe.seed, texts=rows.texts(), fingerprint=rows.fingerprint, cache=cache
     )
-    config = models.load_config(folder, recipe.data.max_length)
-    tokenizer = models.load_tokenizer(folder, recipe.data.chat_template)
+    config = models.load_config(base, recipe.data.max_length)
+    tokenizer = models.load_tokenizer(base, recipe.data.chat_template, recipe.model.new_tokens)
+    new_tokens = {token: tokenizer.convert_tokens_to_ids(token) for token in recipe.model.new_tokens or ()}
     refuse(layer_mistakes(config, strategy.claims))
-    facts = check_folder(Path(folder), config, tokenizer)
+    facts = check_folder(Path(base), config, tokenizer, grows=bool(new_tokens))
+    if new_tokens:
+        folder = grown_folder(base, tokenizer, new_tokens, cache=cache)
+        before, config = config.vocab_size, models.load_config(folder, recipe.data.max_length)
+        notes.append(rows_note(new_tokens, before, config.vocab_size))
     decide(recipe, config)  # refuses what cannot be packed before any process waits for another
     if problem := mesh_problem(config, plan.mesh):
         raise RecipeError(f"model {folder}: {problem}")
@@ -162,7 +180,9 @@ def load_inputs(
     notes += [*facts.notes, *data.notes]
     steps_per_epoch = batches.steps_per_epoch(data.train, recipe.batch.global_batch_size)
     return Inputs(
+        base=base,
         folder=folder,
+        new_tokens=new_tokens,
         config=config,
         tokenizer=tokenizer,
         data=data,
@@ -229,7 +249,7 @@ def take_fingerprints(recipe: Recipe, inputs: Inputs, engine: Engine, *, cache: 
     found = {}
     if engine.is_main:
         found["data"] = inputs.data.fingerprint(cache)
-        found["model"] = models.weights_digest(Path(inputs.folder), cache=cache)
+        found["model"] = models.weights_digest(Path(inputs.base), cache=cache)
         if recipe.plugins:
             found["plugins"] = plugins.digest(recipe.plugins)
     return json.loads(engine.collectives.broadcast_text(json.dumps(found)))
@@ -245,7 +265,9 @@ def prepare_model(recipe: Recipe, inputs: Inputs, engine: Engine) -> None:
     """Load model and adapter, build the optimizer, and wrap them in the engine."""
     model = load_model(inputs.folder, recipe, engine, has_adapter=recipe.adapter is not None)
     if recipe.adapter is not None:
-        adapters.add_adapter(model, recipe.adapter, seed=recipe.seed)
+        rows = inputs.new_rows
+        first = first_rows(inputs.folder, inputs.config, rows[0]) if rows else None
+        adapters.add_adapter(model, recipe.adapter, seed=recipe.seed, new_rows=rows, first=first)
     optimizer = build_optimizer(model, recipe.optim, recipe.compute_precision)
     engine.prepare(model, optimizer, counts_beside=recipe.optim.counts_beside)
 
@@ -295,7 +317,7 @@ def make_run(
         # second one to spread, and one way under every strategy.
         data = with_reference(
             data,
-            [made_from["model"], recipe.mixed_precision, engine.strategy.name, str(recipe.adapter)],
+            [made_from["model"], recipe.mixed_precision, engine.strategy.name, str(recipe.adapter), *inputs.new_tokens],
             cache=cache,
             all_true=engine.collectives.all_true,
             compute=lambda tokens: engine.collect(

@@ -191,6 +191,8 @@ def _what(recipe: Recipe, document: Document) -> Section:
         assert sizes is not None
         text = f"new {sizes.model_type}: {sizes.num_hidden_layers} layers of width {sizes.hidden_size}"
         found["model"] = of(sizes.model_dump(), text, "model.from_scratch")
+    if model.new_tokens:
+        found["new tokens"] = of(model.new_tokens, ", ".join(model.new_tokens), "model.new_tokens")
     if adapter is None:
         found["trained"] = Quantity(value="all", text="all weights", sources=(DEFAULT,))
     else:

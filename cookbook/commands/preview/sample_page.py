@@ -47,12 +47,15 @@ def preview(recipe_path: Path, assignments: list[str], num_samples: int = 3, *, 
     folder = _folder(recipe, rows, cache)
 
     from cookbook.training.models import load_tokenizer
+    from cookbook.training.models.new_tokens import grown_rows
 
-    tokenizer = load_tokenizer(folder, recipe.data.chat_template)
+    tokenizer = load_tokenizer(folder, recipe.data.chat_template, recipe.model.new_tokens)
     num_embeddings = None
     try:
         config = open_config(folder)
         num_embeddings = getattr(config, "vocab_size", None)
+        if num_embeddings is not None and recipe.model.new_tokens:
+            num_embeddings = grown_rows(num_embeddings, tokenizer)
         packing = decide(recipe, config)
     except (OSError, ValueError):
         packing = Packing(False, f"{folder} has no configuration that is understood")

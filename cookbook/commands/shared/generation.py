@@ -25,7 +25,7 @@ from cookbook.config.messages import Chat
 from cookbook.planning.language_part import open_config, whole_config
 from cookbook.run.publish import MODEL_FILES
 from cookbook.system.files import RecipeError, first_line
-from cookbook.training.adapters import Base, check_fits
+from cookbook.training.adapters import BASE_RECORD, Base, check_fits
 from cookbook.training.models import fetch_model, folder_facts
 from cookbook.training.models.folder_facts import FolderFacts
 
@@ -132,10 +132,17 @@ def check_folder(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[str,
         config = open_config(base)
     except (OSError, ValueError) as error:
         raise RecipeError(f"{folder}: cannot be opened ({first_line(error)})") from None
-    facts = folder_facts.check_folder(Path(base), config, tokenizer, place=base)
+    facts = folder_facts.check_folder(Path(base), config, tokenizer, place=base, grows=bool(new_tokens_of(folder)))
     if is_adapter and facts.num_embeddings is not None:
+        config.vocab_size = facts.num_embeddings
         check_fits(folder, config)
     return base, facts
+
+
+def new_tokens_of(folder: Path) -> dict[str, int]:
+    """The tokens that the run of an adapter added to its base; none of a whole model, or of others' adapters."""
+    is_ours = (folder / ADAPTER).is_file() and (folder / BASE_RECORD).is_file()
+    return Base.read(folder).new_tokens if is_ours else {}
 
 
 def open_model(folder: Path) -> Generator:

@@ -46,8 +46,9 @@ def check_model(recipe: Recipe) -> list[str]:
     model = recipe.model.model_copy(update={"name_or_path": str(here)})
     folder = models.resolve_model(model, seed=recipe.seed, texts=(), fingerprint="", cache=Path())
     config = models.load_config(folder, recipe.data.max_length)
-    tokenizer = models.load_tokenizer(folder, recipe.data.chat_template)
-    notes = check_folder(here, config, tokenizer, place=f"model.name_or_path is {name!r}").notes
+    tokenizer = models.load_tokenizer(folder, recipe.data.chat_template, model.new_tokens)
+    place, grows = f"model.name_or_path is {name!r}", model.new_tokens is not None
+    notes = check_folder(here, config, tokenizer, place=place, grows=grows).notes
     return notes + (adapters.check_names(config, recipe.adapter) if recipe.adapter else [])
 
 

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ def write_model_files(
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     digest: str,
+    new_tokens: Mapping[str, int] | None = None,
     buffers: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Write `model/` in a run's folder: everything that an export needs but weights. Rank 0 calls.
@@ -67,10 +68,12 @@ def write_model_files(
         name: the model's folder, see `models.resolve_model`.
         tokenizer: with the chat template of the run.
         digest: `models.weights_digest` of that folder.
+        new_tokens: those that the run added to the tokenizer, with their ids.
         buffers: see `saved_buffers`; None if an adapter is trained, whose export needs no weights of the model.
     """
     is_new = model.from_scratch is not None
-    base = Base(model.name_or_path or name, model.revision or models.revision_of(name), digest, is_new)
+    revision = model.revision or models.revision_of(name)
+    base = Base(model.name_or_path or name, revision, digest, is_new, dict(new_tokens or {}))
     tower = Tower.of(Path(name))
     with building(run / MODEL_FILES) as build:
         if tower is None:

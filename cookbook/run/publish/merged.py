@@ -2,7 +2,7 @@
 
 import ctypes
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from cookbook.training.checkpoint.tower import Tower, copy_processors
 from cookbook.training.checkpoint.write_model import saved_buffers, write_model
 from cookbook.training.models import fetch_model, open_language_model, weights_digest
 from cookbook.training.models.folder_facts import check_folder
+from cookbook.training.models.grown import grown_folder
 
 M_MMAP_THRESHOLD = -3
 """In glibc's malloc.h."""
@@ -49,6 +50,8 @@ def write_merged(folder: Path, build: Path, dtype: torch.dtype | None) -> str:
     _map_large_tensors()
     config = open_config(base_folder)
     check_folder(base_folder, config, place=str(base_folder))
+    base_folder = Path(with_new_tokens(str(base_folder), folder, base.new_tokens))
+    config = open_config(base_folder)
     check_fits(folder, config)
     stored: torch.dtype = dtype or config.dtype or torch.float32
     weights, expected = _merged_in_parts(base_folder, folder) or _merged_whole(base_folder, folder)
@@ -64,10 +67,19 @@ def write_merged(folder: Path, build: Path, dtype: torch.dtype | None) -> str:
     return f"{str(stored).removeprefix('torch.')}; reopened, its logits are within {error:.0e} of the adapter's"
 
 
+def with_new_tokens(base: str, adapter: Path, new_tokens: Mapping[str, int], *, cache: Path = Path(".cache")) -> str:
+    """The folder of an adapter's base with rows for the tokens that its run added."""
+    if not new_tokens:
+        return base
+    tokenizer = AutoTokenizer.from_pretrained(adapter, trust_remote_code=False)
+    return grown_folder(base, tokenizer, new_tokens, cache=cache)
+
+
 def _merged_in_parts(base_folder: Path, adapter: Path) -> tuple[dict[str, Weight], torch.Tensor] | None:
     """The weights, each merged when it is read, and the logits of adapter and base; None if it cannot be streamed."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
     from peft.utils import ModulesToSaveWrapper
 
     streamed = StreamedModel.open(base_folder)
@@ -84,6 +96,10 @@ def _merged_in_parts(base_folder: Path, adapter: Path) -> tuple[dict[str, Weight
                 # One wrapper is in another where two parameters of a module have adapters.
                 of_layer = f"{name.replace('.base_layer', '')}.{key}"
                 weights[of_layer] = weights[of_layer]._replace(parts=partial(_merged_layer, streamed, module, key))
+        elif isinstance(module, TrainableTokensLayer):
+            of_rows = f"{name.removesuffix('.token_adapter')}.weight"
+            if of_rows in weights:  # not a head that is tied
+                weights[of_rows] = weights[of_rows]._replace(parts=partial(_merged_layer, streamed, module, "weight"))
         elif isinstance(module, ModulesToSaveWrapper):
             for key, parameter in module.modules_to_save[ADAPTER_NAME].named_parameters():
                 weights[f"{name}.{key}"] = _as_weight(parameter.detach())

@@ -123,13 +123,13 @@ def _check_model(
             count = f"{len(names)} of {count}; the others have other names in files"
         return count, f"logits not compared: {too_large}"
     _compare_all(dict(model.named_parameters()), same, expected)
-    logits = _sample_logits(model, config)
+    logits = _sample_logits(model)
     del model
     reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     expected.fill(reference)
     if (model_files / BUFFERS).is_file():
         reference.load_state_dict(load_file(model_files / BUFFERS), strict=False)
-    return count, _compare_logits(logits, _sample_logits(reference, config))
+    return count, _compare_logits(logits, _sample_logits(reference))
 
 
 def _check_tower(export: Path, tower: Tower) -> set[str]:
@@ -169,23 +169,25 @@ def _check_adapter(
     in_files = {f"base_model.model.{key}": name for key, name in names.items()}
     found = _check_tensor_files(export, expected, in_files, strict=True)
     base, problem = (None, too_large) if too_large else _base_folder(model_files)
-    whole = _open_base(base, config if whole_of is None else whole_of)
+    tokens = len(AutoTokenizer.from_pretrained(export, trust_remote_code=False))
+    whole = _open_base(base, config if whole_of is None else whole_of, tokens)
     model = PeftModel.from_pretrained(whole, str(export), low_cpu_mem_usage=base is None)
     opened = {
         name_in_file(name.removeprefix("base_model.model.")): parameter
         for name, parameter in model.named_parameters()
-        if "lora_" in name or ".modules_to_save." in name
+        if "lora_" in name or ".modules_to_save." in name or ".trainable_tokens_delta." in name
     }
     _compare_all(opened, names, expected)
     count = f"{len(found)} tensors equal to the checkpoint's"
     if base is None:
         return count, f"logits not compared: {problem}"
-    logits = _sample_logits(model, config)
+    logits = _sample_logits(model)
     del model, whole, opened
-    reference = _open_base(base, config)
-    adapters.add_adapter(reference, AdapterSection.model_validate(settings), seed=0)
+    reference = _open_base(base, config, tokens)
+    rows = Base.read(model_files).new_rows
+    adapters.add_adapter(reference, AdapterSection.model_validate(settings), seed=0, new_rows=rows)
     expected.fill(reference)
-    return count, _compare_logits(logits, _sample_logits(reference, config))
+    return count, _compare_logits(logits, _sample_logits(reference))
 
 
 def _base_folder(model_files: Path) -> tuple[Path | None, str]:
@@ -203,15 +205,19 @@ def _base_folder(model_files: Path) -> tuple[Path | None, str]:
     return path, ""
 
 
-def _open_base(folder: Path | None, config: PreTrainedConfig) -> Any:
-    """The model of this configuration: the whole one with its tower, or its language part."""
+def _open_base(folder: Path | None, config: PreTrainedConfig, tokens: int) -> Any:
+    """The model of this configuration, with rows for so many tokens: the whole one with its tower, or its language
+    part."""
     kind: Any = AutoModelForMultimodalLM if has_tower(config) else AutoModelForCausalLM
     if folder is None:
         with torch.device("meta"):
             return kind.from_config(config)
     if has_tower(config):
         return kind.from_pretrained(folder, trust_remote_code=False, use_safetensors=True, **OPEN)
-    return open_language_model(folder, **OPEN)
+    model = open_language_model(folder, **OPEN)
+    if model.config.vocab_size < min(tokens, config.vocab_size):
+        model.resize_token_embeddings(tokens, mean_resizing=False)  # as whoever uses the adapter does
+    return model
 
 
 def _check_tensor_files(export: Path, expected: Expected, names: dict[str, str], *, strict: bool) -> list[str]:
@@ -262,9 +268,11 @@ def _too_large(config: PreTrainedConfig) -> str | None:
 
 
 @torch.no_grad()
-def _sample_logits(model: Any, config: PreTrainedConfig) -> torch.Tensor:
-    """Logits (2, 16, V) on tokens drawn from a seed."""
-    ids = torch.randint(config.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
+def _sample_logits(model: Any) -> torch.Tensor:
+    """Logits (2, 16, V) on tokens drawn from a seed, and the last one, which may be new."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(rows, (2, 16), generator=torch.Generator().manual_seed(0))
+    ids[:, -1] = rows - 1
     return model.eval()(input_ids=ids).logits.float()
 
 

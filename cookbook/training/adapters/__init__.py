@@ -9,7 +9,7 @@ import re
 import tempfile
 import zlib
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 ADAPTER_NAME = "default"
 BASE_RECORD = "base_model.json"
+NO_ROWS = range(0)
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,14 @@ class Base:
     """SHA-256 of its weights; see `models.weights_digest`."""
     is_new: bool = False
     """Created for the run."""
+    new_tokens: dict[str, int] = field(default_factory=dict)
+    """Tokens that the run added, with their ids, which are consecutive."""
+
+    @property
+    def new_rows(self) -> range:
+        """Their rows of embedding and head."""
+        ids = self.new_tokens.values()
+        return range(min(ids), max(ids) + 1) if ids else NO_ROWS
 
     @classmethod
     def read(cls, folder: Path) -> "Base":
@@ -61,12 +70,18 @@ class Base:
 
 
 def lora_config(
-    settings: AdapterSection, model: PreTrainedModel, base: Base | None = None, *, for_file: bool = False
+    settings: AdapterSection,
+    model: PreTrainedModel,
+    base: Base | None = None,
+    *,
+    new_rows: range = NO_ROWS,
+    for_file: bool = False,
 ) -> "LoraConfig":
     """peft's configuration of a recipe's adapter.
 
     Args:
         model: without an adapter.
+        new_rows: rows of embedding and head that are trained too.
         for_file: as peft itself must read it; see `_renamed`.
     """
     from peft import LoraConfig
@@ -75,6 +90,11 @@ def lora_config(
     if for_file and (renamed := _renamed(model, modules)):
         modules = [name for name in modules if name not in renamed]
         parameters = [*parameters, *(f"{name}.weight" for name in renamed)]
+    rows = None
+    if new_rows:
+        from cookbook.training.adapters.token_rows import trained_rows
+
+        rows = trained_rows(model, settings, new_rows) or None
     return LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a float works too
@@ -82,6 +102,7 @@ def lora_config(
         target_modules=modules,
         target_parameters=parameters or None,
         modules_to_save=settings.modules_to_save or None,
+        trainable_token_indices=rows,
         use_dora=settings.name == "dora",
         use_rslora=settings.rslora,
         task_type="CAUSAL_LM",
@@ -247,8 +268,11 @@ def _note_on_4_bits(stacked: dict[str, torch.nn.Parameter]) -> str:
     return f"adapter.name: qlora stores linear layers in 4 bits; the experts' {names}, {size:,.1f} GiB in 16, are none"
 
 
-def inject(model: PreTrainedModel, settings: AdapterSection) -> None:
+def inject(model: PreTrainedModel, settings: AdapterSection, new_rows: range = NO_ROWS) -> None:
     """Freeze a model and insert peft's layers, in place.
+
+    Args:
+        new_rows: rows of embedding and head that are trained too; here they are zeros.
 
     Raises:
         RecipeError: peft does not support the combination, for example dropout for experts.
@@ -257,10 +281,10 @@ def inject(model: PreTrainedModel, settings: AdapterSection) -> None:
 
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    config = lora_config(settings, model)
+    config = lora_config(settings, model, new_rows=new_rows)
     _check_parameters(model, settings, config)
     try:
-        with _sizes_of_modules(), _names_as_written():
+        with _sizes_of_modules(), _names_as_written(), _rows_without_values(config):
             inject_adapter_in_model(config, model, adapter_name=ADAPTER_NAME)
     except ValueError as error:
         ways = {"lora_dropout": "adapter.dropout: 0", "use_dora": "adapter.name: lora"}
@@ -268,6 +292,7 @@ def inject(model: PreTrainedModel, settings: AdapterSection) -> None:
         name = f"adapter.name {settings.name} with dropout {settings.dropout:g}"
         raise RecipeError(f"{name}: peft cannot put it into {type(model).__name__}: {error}{way}") from None
     _multiply_experts(model, config)
+    _compute_rows_apart(model, config)
 
 
 def _check_parameters(model: PreTrainedModel, settings: AdapterSection, config: "LoraConfig") -> None:
@@ -306,6 +331,21 @@ def _multiply_experts(model: torch.nn.Module, config: Any) -> None:
         multiply_low_rank(model, ADAPTER_NAME)
 
 
+def _rows_without_values(config: Any) -> contextlib.AbstractContextManager[None]:
+    if not config.trainable_token_indices:
+        return contextlib.nullcontext()
+    from cookbook.training.adapters.token_rows import without_values
+
+    return without_values()
+
+
+def _compute_rows_apart(model: PreTrainedModel, config: Any) -> None:
+    if config.trainable_token_indices:
+        from cookbook.training.adapters.token_rows import compute_apart
+
+        compute_apart(model)
+
+
 @contextlib.contextmanager
 def _names_as_written() -> Iterator[None]:
     """Have peft adapt the layers that are named; see `_renamed`."""
@@ -341,14 +381,29 @@ def _sizes_of_modules() -> Iterator[None]:
         LoraLayer._get_in_out_features = theirs  # type: ignore[method-assign]
 
 
-def add_adapter(model: PreTrainedModel, settings: AdapterSection, *, seed: int) -> None:
+def add_adapter(
+    model: PreTrainedModel,
+    settings: AdapterSection,
+    *,
+    seed: int,
+    new_rows: range = NO_ROWS,
+    first: dict[str, torch.Tensor] | None = None,
+) -> None:
     """Freeze a model and add trainable float32 weights to its linear layers and experts, in place.
 
     They are drawn from `seed` alone, so that they are equal however the model is sharded.
+
+    Args:
+        new_rows: rows of embedding and head that are trained too.
+        first: what these rows begin as, by the names of the matrices; default: zeros.
     """
-    inject(model, settings)
+    inject(model, settings, new_rows)
     _draw_first_weights(model, seed)
     _set_dtypes(model)
+    if first:
+        from cookbook.training.adapters.token_rows import fill
+
+        fill(model, first)
 
 
 def open_adapter(model: PreTrainedModel, folder: Path) -> None:
@@ -362,6 +417,7 @@ def open_adapter(model: PreTrainedModel, folder: Path) -> None:
         _set_dtypes(model)  # before weights are read, which would be rounded to the model's dtype
         wrapped.load_adapter(str(named), ADAPTER_NAME, is_trainable=True)
     _multiply_experts(model, settings)
+    _compute_rows_apart(model, settings)
 
 
 def _set_dtypes(model: PreTrainedModel) -> None:
@@ -447,8 +503,8 @@ def write_adapter(
 
     # A model without data, since peft derives the names in the file from a model.
     empty = _empty_model(config)
-    peft_config = lora_config(settings, empty, base, for_file=True)
-    inject(empty, settings)
+    peft_config = lora_config(settings, empty, base, new_rows=base.new_rows, for_file=True)
+    inject(empty, settings, base.new_rows)
     named = get_peft_model_state_dict(empty, state_dict=weights, adapter_name=ADAPTER_NAME, save_embedding_layers=False)
     if len(named) != len(weights):
         raise RuntimeError(f"{len(weights)} tensors were trained, peft would save {len(named)}: nothing was written")

@@ -22,7 +22,7 @@ WITH_CONSENT = ("optim.", "schedule.", "mixed_precision", "loss_scale.", "run.ma
 """They change the curve from here on, so `run.allow_changes` must list them."""
 BY_CONTENT = {"data.": "data", "model.": "model", "plugins": "plugins"}
 """They may change if the fingerprint of what they lead to is the same: a file that was moved, for example."""
-NEVER = ("optim.name", "data.streaming", "data.shuffle_rows")
+NEVER = ("model.new_tokens", "optim.name", "data.streaming", "data.shuffle_rows")
 """They may not change, although other keys with their prefix may."""
 FREE = ("run.skip_nonfinite_steps",)
 """They change the curve, and a run may need them to get past the step at which it ended."""

@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from cookbook.training.models.experts import autocast_products
 from cookbook.training.models.fp8 import convert_layers
 from cookbook.training.models.loss import add_loss
 from cookbook.training.models.mixers import keep_apart
+from cookbook.training.models.new_tokens import add_tokens
 from cookbook.training.models.structure import not_served, scratch_config
 
 SCRATCH_FORMAT = 2
@@ -155,12 +156,20 @@ def new_model(sizes: ScratchModel, tokenizer: PreTrainedTokenizerBase, seed: int
         return AutoModelForCausalLM.from_config(config)
 
 
-def load_tokenizer(name: str, chat_template: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model; `chat_template` is a Jinja file that replaces the tokenizer's own."""
+def load_tokenizer(
+    name: str, chat_template: str | None, new_tokens: Sequence[str] | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model with `model.new_tokens`; `chat_template` is a Jinja file that replaces its own.
+
+    Raises:
+        RecipeError: there is none, or it cannot have these tokens.
+    """
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise RecipeError(f"model.name_or_path is {name!r}: no tokenizer there ({first_line(error)})") from None
+    if new_tokens:
+        add_tokens(tokenizer, new_tokens)
     if chat_template is not None:
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
     elif tokenizer.chat_template is None and (Path(name) / PROCESSOR_TEMPLATE).is_file():

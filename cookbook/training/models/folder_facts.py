@@ -4,6 +4,7 @@ not decide which model is trained. transformers draws a tensor that the files la
 
 import copy
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 
 from cookbook.planning.language_part import KEY_MAPPING, has_tower, whole_config
 from cookbook.system.files import first_line, refuse
+from cookbook.training.models.new_tokens import grown_rows
 from cookbook.training.models.structure import part_in_words
 
 NUM_NAMED = 5
@@ -42,7 +44,7 @@ class FolderFacts(NamedTuple):
     """For the user: what does not agree, though training is right all the same."""
 
 
-class _Stored(NamedTuple):
+class Stored(NamedTuple):
     """A tensor of the files."""
 
     path: Path
@@ -55,12 +57,14 @@ def check_folder(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     place: str | None = None,
+    grows: bool = False,
 ) -> FolderFacts:
     """Compare tensors, configuration and tokenizer of a model's folder, by headers and small files. Values are read
     only where the configuration ties two matrices and the files hold both.
 
     Args:
         place: that of the mistakes; default: the recipe's key.
+        grows: the tokenizer has new tokens, for which the embedding will grow; see `grown_rows`.
 
     Raises:
         RecipeError: all that does not agree.
@@ -75,14 +79,17 @@ def check_folder(
             " they were made (adapter.name: qlora quantizes it by itself)"
         )
     else:
-        stored, mistakes = _headers(folder)
+        stored, mistakes = read_headers(folder)
         if not mistakes:
             whole = whole_config(folder)
             mistakes, rows = _compare_tensors(config if whole is None else whole, stored)
             if whole is not None and not mistakes:
                 mistakes = _compare_language_part(config, stored)
     notes = []
+    if grows and whole_config(folder) is not None:
+        mistakes.append("model.new_tokens: its image or audio tower has tokens of its own; new ones are not served")
     if tokenizer is not None:
+        rows = grown_rows(rows, tokenizer) if grows else rows
         mistakes += _compare_tokens(tokenizer, rows)
         notes = _notes(folder, config, tokenizer, rows)
         if (whole := whole_config(folder)) is not None and not mistakes:
@@ -92,7 +99,7 @@ def check_folder(
     return FolderFacts(rows, [f"{place}: {note}" for note in notes])
 
 
-def _headers(folder: Path) -> tuple[dict[str, _Stored], list[str]]:
+def read_headers(folder: Path) -> tuple[dict[str, Stored], list[str]]:
     """The tensors of the files that transformers reads, and what is wrong with these files."""
     names = [SAFE_WEIGHTS_NAME]
     if not (folder / SAFE_WEIGHTS_NAME).is_file():
@@ -101,7 +108,7 @@ def _headers(folder: Path) -> tuple[dict[str, _Stored], list[str]]:
             names = sorted(set(index["weight_map"].values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}, ["it has no weights in safetensors, and no other format is read"]
-    stored: dict[str, _Stored] = {}
+    stored: dict[str, Stored] = {}
     mistakes = []
     for path in (folder / name for name in names):
         try:
@@ -111,7 +118,7 @@ def _headers(folder: Path) -> tuple[dict[str, _Stored], list[str]]:
                 header = json.loads(file.read(min(length, size)))
             header.pop("__metadata__", None)
             whole = 8 + length + max((one["data_offsets"][1] for one in header.values()), default=0)
-            stored |= {key: _Stored(path, one["shape"]) for key, one in header.items()}
+            stored |= {key: Stored(path, one["shape"]) for key, one in header.items()}
         except OSError as error:
             mistakes.append(f"{path.name} cannot be read ({error.strerror}); fetch it again")
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -122,7 +129,7 @@ def _headers(folder: Path) -> tuple[dict[str, _Stored], list[str]]:
     return stored, mistakes
 
 
-def _compare_tensors(config: PreTrainedConfig, stored: dict[str, _Stored]) -> tuple[list[str], int]:
+def _compare_tensors(config: PreTrainedConfig, stored: dict[str, Stored]) -> tuple[list[str], int]:
     """What the files hold against the model of the configuration, by transformers' own loading, without data; and the
     rows of the embedding.
     """
@@ -155,7 +162,7 @@ def _compare_tensors(config: PreTrainedConfig, stored: dict[str, _Stored]) -> tu
 
 
 def _load_empty(
-    kind: Any, config: PreTrainedConfig, stored: dict[str, _Stored], **options: Any
+    kind: Any, config: PreTrainedConfig, stored: dict[str, Stored], **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model without data, and what transformers says of the tensors."""
     verbosity = logging.get_verbosity()
@@ -177,7 +184,7 @@ def _load_empty(
         logging.set_verbosity(verbosity)
 
 
-def _compare_language_part(config: PreTrainedConfig, stored: dict[str, _Stored]) -> list[str]:
+def _compare_language_part(config: PreTrainedConfig, stored: dict[str, Stored]) -> list[str]:
     """Whether the tensors of a sound model with a tower have names that `KEY_MAPPING` knows."""
     _, found = _load_empty(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, stored, key_mapping=KEY_MAPPING)
     missing = sorted(found["missing_keys"])
@@ -185,7 +192,7 @@ def _compare_language_part(config: PreTrainedConfig, stored: dict[str, _Stored])
     return missing and [f"{_names(missing)} of its language part have names in its files that are not known; {way}"]
 
 
-def _why_not_loaded(kind: Any, config: PreTrainedConfig, stored: dict[str, _Stored], error: Exception) -> str:
+def _why_not_loaded(kind: Any, config: PreTrainedConfig, stored: dict[str, Stored], error: Exception) -> str:
     pad, rows = getattr(config, "pad_token_id", None), config.get_text_config().vocab_size
     if isinstance(pad, int) and pad >= rows:
         return f"config.json: pad_token_id {pad} is not below vocab_size {rows}; write null there"
@@ -200,15 +207,8 @@ def _why_not_loaded(kind: Any, config: PreTrainedConfig, stored: dict[str, _Stor
     return f"transformers cannot load it by its config.json ({type(error).__name__}: {first_line(error)})"
 
 
-def _compare_tied(model: PreTrainedModel, stored: dict[str, _Stored], tied: set[str]) -> list[str]:
-    rules, state = get_model_conversion_mapping(model), model.state_dict()
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-
-    def name_of(key: str) -> str:
-        return rename_source_key(key, renamings, converters, model.base_model_prefix, state)[0]
-
-    keys = [key for key in stored if name_of(key) in tied]
+def _compare_tied(model: PreTrainedModel, stored: dict[str, Stored], tied: set[str]) -> list[str]:
+    keys = [key for key, name in renamed(model, stored).items() if name in tied]
     one, *others = [safe_open(stored[key].path, framework="pt").get_slice(key) for key in keys]
     spans = [slice(start, start + ROWS_AT_ONCE) for start in range(0, stored[keys[0]].shape[0], ROWS_AT_ONCE)]
     if all(torch.equal(one[span].float(), other[span].float()) for other in others for span in spans):
@@ -217,6 +217,15 @@ def _compare_tied(model: PreTrainedModel, stored: dict[str, _Stored], tied: set[
         f"config.json says tie_word_embeddings: true, but its files hold {_names(keys)} with other values; write false"
         " there, or take out of the files what is not the model's"
     ]
+
+
+def renamed(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
+    """The name in a model of each tensor of its files, as transformers renames them."""
+    rules, state = get_model_conversion_mapping(model), model.state_dict()
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    prefix = model.base_model_prefix
+    return {key: rename_source_key(key, renamings, converters, prefix, state)[0] for key in keys}
 
 
 def _names(names: list[str]) -> str:

@@ -31,16 +31,25 @@ class LossHead(torch.nn.Linear):
     """
 
     def forward(
-        self, hidden: torch.Tensor, targets: torch.Tensor | None = None, transform: LogitTransform | None = None
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        transform: LogitTransform | None = None,
+        rows: tuple[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """(L, hidden size) -> negative log-likelihoods, (L,) float32; without targets, the logits before `transform`.
 
         Args:
             transform: what the model does to the logits, which the likelihoods have.
+            rows: others in the place of those of the weight, from this number on; an adapter trains them.
         """
+        weight = self.weight
+        if rows is not None:
+            first, own = rows
+            weight = torch.cat([weight[:first], own.to(weight.dtype), weight[first + len(own) :]])
         if targets is None:
-            return super().forward(hidden)
-        return self._loss(hidden, self.weight, self.bias, targets, transform)
+            return F.linear(hidden, weight, self.bias)
+        return self._loss(hidden, weight, self.bias, targets, transform)
 
     def _loss(
         self,
@@ -65,9 +74,14 @@ class ShardedLossHead(LossHead):
     """transformers' forward, which gathers the logits of the vocabulary."""
 
     def forward(
-        self, hidden: torch.Tensor, targets: torch.Tensor | None = None, transform: LogitTransform | None = None
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        transform: LogitTransform | None = None,
+        rows: tuple[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """As of `LossHead`; collective over the tensor-parallel group, whose ranks pass the same."""
+        assert rows is None, "an adapter with rows of a shard is refused"
         if targets is None:
             return self.whole_logits(hidden)
         assert isinstance(self.weight, DTensor)

@@ -11,6 +11,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoConfig,
+    AutoTokenizer,
     PreTrainedConfig,
 )
 
@@ -19,6 +20,7 @@ from cookbook.config.strategy_keys import Claim
 from cookbook.planning.language_part import has_tower, language_config, why_whole
 from cookbook.planning.offline import hub_answers, known_model
 from cookbook.system.files import RecipeError, first_line
+from cookbook.training.models.new_tokens import grown_rows, padded
 
 FROM_MODEL = "its own configuration"
 OFFLINE_FACTS = "recipes/offline_facts.json"
@@ -70,12 +72,32 @@ class LogitTransform:
 
 
 def find_config(model: ModelSection) -> tuple[PreTrainedConfig, str]:
-    """The configuration of a recipe's model, or its language part, and its origin, `FROM_MODEL` or (without the Hub)
-    `OFFLINE_FACTS`.
+    """The configuration of a recipe's model, or its language part, with its new tokens, and its origin, `FROM_MODEL` or
+    (without the Hub) `OFFLINE_FACTS`.
 
     Raises:
         RecipeError: there is no model of that name.
     """
+    config, origin = _find_config(model)
+    if model.new_tokens:
+        config.get_text_config().vocab_size = _rows_with(model, config.get_text_config().vocab_size)
+    return config, origin
+
+
+def _rows_with(model: ModelSection, rows: int) -> int:
+    """Rows of an embedding for the new tokens too; at most, if the tokenizer is not here."""
+    assert model.new_tokens is not None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            model.name_or_path or "", trust_remote_code=False, **hub_options(model)
+        )
+    except (OSError, ValueError):  # a new one too, whose size is the largest that it may have
+        return padded(rows + len(model.new_tokens))
+    tokenizer.add_tokens(model.new_tokens, special_tokens=True)
+    return grown_rows(rows, tokenizer)
+
+
+def _find_config(model: ModelSection) -> tuple[PreTrainedConfig, str]:
     if model.from_scratch is not None:
         return scratch_config(model.from_scratch), FROM_MODEL
     name = model.name_or_path

@@ -1,0 +1,96 @@
+"""Trained rows of embedding and head, for new tokens, in peft's own layers, so that names and files are peft's."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from peft.tuners.trainable_tokens import TrainableTokensLayer
+from peft.utils import TrainableTokensWrapper
+from torch.nn import Embedding
+from transformers import PreTrainedModel
+
+from cookbook.config.sections import AdapterSection
+
+
+def trained_rows(model: PreTrainedModel, settings: AdapterSection, rows: range) -> dict[str, list[int]]:
+    """peft's `trainable_token_indices`: the rows by the names of embedding and head, a tied head left to peft; none of
+    a module that the adapter trains whole.
+    """
+    ends = [model.get_input_embeddings()] + [model.get_output_embeddings()] * (not model.config.tie_word_embeddings)
+    names = [name for name, module in model.named_modules() if any(module is end for end in ends)]
+    return {name: [*rows] for name in names if name.rpartition(".")[2] not in settings.modules_to_save}
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """Have peft make the rows as zeros. It would read them from a matrix that a process may hold a shard of, and under
+    ZeRO-3 only with CUDA (peft 0.21.2, tuners/trainable_tokens/layer.py).
+    """
+    theirs = TrainableTokensLayer.update_layer
+
+    def rows(self: Any, adapter_name: str, *, token_indices: list[int] | None = None, tied_adapter: Any = None) -> None:
+        if tied_adapter is None:
+            assert token_indices is not None
+            base = self.get_base_layer()
+            width = base.embedding_dim if isinstance(base, Embedding) else base.in_features
+            self.token_indices[adapter_name] = token_indices
+            self.trainable_tokens_delta[adapter_name] = torch.nn.Parameter(torch.zeros(len(token_indices), width))
+
+    TrainableTokensLayer.update_layer = rows  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        TrainableTokensLayer.update_layer = theirs  # type: ignore[method-assign]
+
+
+def fill(model: PreTrainedModel, first: dict[str, torch.Tensor]) -> None:
+    """Set all rows of a matrix to what they begin as, by the names of the matrices."""
+    for name, module in model.named_modules():
+        if isinstance(module, TrainableTokensWrapper) and (row := first.get(f"{name}.weight")) is not None:
+            for parameter in module.token_adapter.trainable_tokens_delta.values():
+                parameter.data.copy_(row)
+
+
+def compute_apart(model: PreTrainedModel) -> None:
+    """Have embedding and head with trained rows call the module that they wrap. peft's own forward copies its whole
+    matrix, and reads it outside of the module, around whose call engines gather it.
+    """
+    names = [name for name, module in model.named_modules() if isinstance(module, TrainableTokensWrapper)]
+    for name in names:
+        module: Any = model.get_submodule(name)
+        own = {"forward": _embed if isinstance(module.original_module, Embedding) else _score, "weight": _FROZEN}
+        module.__class__ = type("RowsApart", (type(module),), own)
+
+    def renamed(key: str) -> str:
+        module, _, leaf = key.rpartition(".")
+        return f"{module}.token_adapter.base_layer.{leaf}" if module in names else key
+
+    # By which transformers ties again what accelerate has moved (modeling_utils.py, tie_weights).
+    model.all_tied_weights_keys = {renamed(one): renamed(other) for one, other in model.all_tied_weights_keys.items()}
+
+
+_FROZEN = property(lambda self: self.token_adapter.base_layer.weight)
+"""By which accelerate sees that embedding and head are tied; peft's is a matrix of its own each time."""
+
+
+def _rows_of(layer: Any) -> tuple[int, torch.Tensor]:
+    """The first of the consecutive rows, and all of them."""
+    (name,) = layer.trainable_tokens_delta
+    return layer.token_indices[name][0], layer.trainable_tokens_delta[name]
+
+
+def _embed(self: Any, ids: torch.Tensor) -> torch.Tensor:
+    layer = self.token_adapter
+    embedded = layer.base_layer(ids)
+    first, rows = _rows_of(layer)
+    is_new = (ids >= first) & (ids < first + len(rows))
+    own = torch.nn.functional.embedding((ids - first) * is_new, rows.to(embedded.dtype))
+    if (scale := getattr(layer.base_layer, "embed_scale", None)) is not None:  # Gemma's, in the module's forward
+        own = own * scale.to(own.dtype)
+    return torch.where(is_new.unsqueeze(-1), own, embedded)
+
+
+def _score(self: Any, hidden: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """See `LossHead.forward` in cookbook/training/models/loss.py."""
+    return self.token_adapter.base_layer(hidden, *arguments, rows=_rows_of(self.token_adapter))

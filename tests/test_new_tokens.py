@@ -1,0 +1,236 @@
+"""New tokens: every strategy trains the same grown model, and what comes out is what transformers and peft open.
+
+python -m pytest -q tests/test_new_tokens.py
+"""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PhiConfig
+
+from cookbook.commands.evaluate import evaluate_model
+from cookbook.commands.merge import merge_run
+from cookbook.config.recipe import load_recipe
+from cookbook.config.sections import AdapterSection
+from cookbook.system.files import RecipeError
+from cookbook.training import adapters
+from cookbook.training.checkpoint.resume import changes
+from cookbook.training.models import load_tokenizer, train_tokenizer
+from cookbook.training.models.grown import grown_folder
+from tests.curves import ROOT, WORDS, Curve, Lab, distance, processes_of
+
+NEW = ["<|tool|>", "<|think|>"]
+LORA = {"adapter": "{name: lora, rank: 4}", "optim.learning_rate": "0.05"}
+UNTIED = {"model.from_scratch.tie_word_embeddings": "false"}
+KINDS = {
+    "full": (UNTIED, ("ddp", "zero3", "fsdp2", "tp", "pp")),
+    "tied": ({}, ("zero3", "fsdp2_tp")),
+    "lora": (UNTIED | LORA, ("ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp2")),
+    "tied-lora": (LORA, ("ddp", "zero3", "fsdp1", "fsdp2")),
+}
+CASES = [(strategy, kind) for kind, (_, strategies) in KINDS.items() for strategy in strategies]
+
+
+def write_rows(path: Path) -> list[dict[str, Any]]:
+    """Chats in whose questions and answers the new tokens stand."""
+    chance = random.Random(5)
+
+    def words(most: int) -> str:
+        return " ".join(chance.choice([*WORDS, *NEW]) for _ in range(chance.randint(1, most)))
+
+    rows = [[("user", words(12)), ("assistant", words(40))] for _ in range(53)]
+    chats = [{"messages": [{"role": role, "content": text} for role, text in row]} for row in rows]
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    return chats
+
+
+def settings(lab: Lab, more: dict[str, str]) -> dict[str, str]:
+    path = lab.folder / "new_tokens.jsonl"
+    if not path.exists():
+        write_rows(path)
+    data = {"data.train": str(path), "data.eval": f"{{path: {path}, max_rows: 9}}", "data.special_tokens": "tokens"}
+    return data | {"model.new_tokens": json.dumps(NEW)} | more
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "kind"), CASES)
+def test_every_strategy_trains_the_same_grown_model(lab: Lab, strategy: str, kind: str):
+    asked = settings(lab, KINDS[kind][0])
+    found = distance(lab.run(strategy, asked, processes=processes_of(strategy)), lab.run("single", asked))
+    assert found.loss < 2e-5 and found.norm < 1e-3 and found.weight < 2e-5, found
+
+
+def write_base(folder: Path, *, spare: int = 0, kind: type = LlamaConfig, **sizes: Any) -> Path:
+    """A model of random weights, with rows beyond the tokens of its tokenizer."""
+    tokenizer = train_tokenizer([" ".join(WORDS)] * 9, 400)
+    own = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = kind(vocab_size=len(tokenizer) + spare, **shape, **own, **sizes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(config)
+        if model.lm_head.bias is not None:
+            torch.nn.init.normal_(model.lm_head.bias)
+    model.save_pretrained(folder, max_shard_size="30KB")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def by_hand(base: Path, *, multiple: int | None = 64) -> tuple[Any, Any]:
+    """Model and tokenizer, grown by transformers, with each new row set to the mean."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    known = len(tokenizer)
+    tokenizer.add_tokens(NEW, special_tokens=True)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    old = model.config.vocab_size
+    if len(tokenizer) > old:
+        model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=multiple, mean_resizing=False)
+    new = [*range(known, len(tokenizer)), *range(old, model.config.vocab_size)]
+    ends = {id(p): p for end in (model.get_input_embeddings(), model.lm_head) for p in end.parameters()}
+    for matrix in ends.values():
+        matrix.data[new] = matrix.data[:known].mean(0)
+    return model, tokenizer
+
+
+SHAPES = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True},
+    "with a biased head": {"kind": PhiConfig},
+    "with spare rows": {"spare": 30},
+    "with one spare row": {"spare": 1},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_grown_folder_is_what_transformers_resizes_with_each_new_row_the_mean(shape: str, tmp_path: Path):
+    base = write_base(tmp_path / "base", **SHAPES[shape])
+    expected, plain = by_hand(base)
+    tokenizer = load_tokenizer(str(base), None, NEW)
+    assert tokenizer.get_vocab() == plain.get_vocab()
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in NEW}
+    folder = Path(grown_folder(str(base), tokenizer, ids, cache=tmp_path / "cache"))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.vocab_size == expected.config.vocab_size
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], tensor, rtol=0, atol=1e-7)
+    links = [path for path in folder.iterdir() if path.is_symlink()]
+    assert len(list(folder.glob("*.safetensors"))) > len(links) > 0  # only what has rows by token is written again
+    assert grown_folder(str(base), tokenizer, ids, cache=tmp_path / "cache") == str(folder)
+
+
+def losses_of(model: Any, tokenizer: Any, chats: list[dict[str, Any]], num_steps: int, rate: float) -> list[float]:
+    """The curve of plain gradient descent over all rows at once, the loss a mean over the assistants' tokens."""
+    found = []
+    for _ in range(num_steps):
+        sums, count = [], 0
+        for chat in chats:
+            row = tokenizer.apply_chat_template(
+                chat["messages"], return_dict=True, return_assistant_tokens_mask=True, return_tensors="pt"
+            )
+            mask = torch.as_tensor(row["assistant_masks"]).view(-1)[1:].bool()
+            logits = model(input_ids=row["input_ids"]).logits[0, :-1]
+            sums.append(torch.nn.functional.cross_entropy(logits[mask], row["input_ids"][0, 1:][mask], reduction="sum"))
+            count += int(mask.sum())
+        loss = torch.stack(sums).sum() / count
+        found.append(loss.item())
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= rate * parameter.grad
+                    parameter.grad = None
+    return found
+
+
+def run_on(lab: Lab, base: Path, rate: float, more: dict[str, str]) -> tuple[Curve, list[dict[str, Any]]]:
+    asked = settings(lab, more) | {
+        "model": json.dumps({"name_or_path": str(base), "new_tokens": NEW}),
+        "data.max_length": "200",
+        "batch": "{global_batch_size: 53, micro_batch_size: 53}",
+        "optim": f"{{name: sgd, learning_rate: {rate}, weight_decay: 0, momentum: 0, max_grad_norm: 0}}",
+        "schedule": "{name: constant}",
+        "run.max_steps": "4",
+    }
+    del asked["model.new_tokens"]
+    chats = [json.loads(line) for line in Path(asked["data.train"]).read_text().splitlines()]
+    return lab.run("single", asked), chats
+
+
+@pytest.mark.slow
+def test_the_curve_and_the_export_are_those_of_a_model_that_was_resized_by_hand(lab: Lab):
+    base = write_base(lab.folder / "base_full")
+    run, chats = run_on(lab, base, 0.5, {})
+    model, tokenizer = by_hand(base)
+    assert run.losses == pytest.approx(losses_of(model, tokenizer, chats, 4, 0.5), abs=1e-5)
+    exported = AutoModelForCausalLM.from_pretrained(run.folder / "export")
+    ids = AutoTokenizer.from_pretrained(run.folder / "export")("<|think|> the fox<|tool|>", return_tensors="pt")
+    assert ids["input_ids"][0, 0] == tokenizer.convert_tokens_to_ids("<|think|>")
+    torch.testing.assert_close(exported(**ids).logits, model(**ids).logits, rtol=0, atol=1e-4)
+    for start in ("zero", "drawn"):  # negative control: the curve knows where the rows began
+        other, _ = by_hand(base)
+        rows = other.get_input_embeddings().weight.data[-64:]
+        rows.zero_() if start == "zero" else rows.normal_(0, 0.02)
+        assert losses_of(other, tokenizer, chats, 1, 0)[0] != pytest.approx(run.losses[0], abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_adapter_trains_the_new_rows_as_peft_does_and_peft_opens_it_on_the_base(lab: Lab, tied: bool):
+    from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+
+    base = write_base(lab.folder / f"base_lora_{tied}", tie_word_embeddings=tied)
+    run, chats = run_on(lab, base, 1.0, {"adapter": "{name: lora, rank: 4, targets: [q_proj, v_proj]}"})
+    model, tokenizer = by_hand(base)
+    rows = [tokenizer.convert_tokens_to_ids(token) for token in NEW]
+    config = LoraConfig(
+        r=4,
+        lora_alpha=32,
+        target_modules=["q_proj", "v_proj"],
+        trainable_token_indices=rows if tied else {"embed_tokens": rows, "lm_head": rows},
+        task_type="CAUSAL_LM",
+    )
+    ours = AutoModelForCausalLM.from_pretrained(base)
+    adapters.add_adapter(ours, AdapterSection(name="lora", rank=4, targets=["q_proj", "v_proj"]), seed=7)
+    wrapped = get_peft_model(model, config)
+    for name, parameter in ours.named_parameters():  # the first A, which the seed draws
+        if "lora_A" in name:
+            wrapped.get_parameter(f"base_model.model.{name}").data.copy_(parameter.data)
+    assert run.losses == pytest.approx(losses_of(wrapped, tokenizer, chats, 4, 1.0), abs=2e-5)
+
+    export, ids = run.folder / "export", torch.tensor([[rows[1], 5, 6, rows[0]]])
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    plain.resize_token_embeddings(len(tokenizer))
+    opened = [PeftModel.from_pretrained(plain, export), AutoPeftModelForCausalLM.from_pretrained(export)]
+    expected = wrapped(input_ids=ids).logits[..., : len(tokenizer)]
+    for one in opened:
+        torch.testing.assert_close(one(input_ids=ids).logits, expected, rtol=0, atol=1e-4)
+    merge_run(run.folder, None)
+    merged = AutoModelForCausalLM.from_pretrained(run.folder / "merged")(input_ids=ids).logits
+    torch.testing.assert_close(merged[..., : len(tokenizer)], expected, rtol=0, atol=1e-4)
+    (line,) = evaluate_model(export, load_recipe(run.folder / "recipe.yaml", []))
+    assert line["eval_loss"] == pytest.approx(run.evaluations[-1][1], abs=1e-5)
+
+
+def test_tokens_that_cannot_be_new_are_refused(tmp_path: Path):
+    base = write_base(tmp_path / "base")
+    with pytest.raises(RecipeError) as found:
+        load_tokenizer(str(base), None, ["<|im_end|>", "<|new|>", "fox"])
+    assert found.value.mistakes == [
+        "model.new_tokens has '<|im_end|>', which the tokenizer has already (id 2); take it out",
+    ]
+    wrong = {"[]": "is empty", "[a, a]": "twice", "['']": "an empty token", "[' a']": "white space"}
+    for written, words in wrong.items():
+        with pytest.raises(RecipeError, match=words):
+            load_recipe(ROOT / "recipes/quickstart.yaml", [f"model.new_tokens={written}"])
+
+
+def test_a_run_is_not_resumed_with_other_tokens():
+    recipe = load_recipe(ROOT / "recipes/quickstart.yaml", ["model.new_tokens=[<a>]"])
+    was = load_recipe(ROOT / "recipes/quickstart.yaml", []).model_dump(mode="json", exclude_none=True)
+    made = {"data": "d", "model": "m"}
+    (mistake,), _ = changes({"recipe": was, "made_from": made}, recipe, made)
+    assert mistake.startswith("model.new_tokens was None when the checkpoint was made, and is ['<a>']")
