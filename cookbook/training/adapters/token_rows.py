@@ -56,22 +56,20 @@ def compute_apart(model: PreTrainedModel) -> None:
     """Have embedding and head with trained rows call the module that they wrap. peft's own forward copies its whole
     matrix, and reads it outside of the module, around whose call engines gather it.
     """
-    names = [name for name, module in model.named_modules() if isinstance(module, TrainableTokensWrapper)]
-    for name in names:
-        module: Any = model.get_submodule(name)
-        own = {"forward": _embed if isinstance(module.original_module, Embedding) else _score, "weight": _FROZEN}
-        module.__class__ = type("RowsApart", (type(module),), own)
-
-    def renamed(key: str) -> str:
-        module, _, leaf = key.rpartition(".")
-        return f"{module}.token_adapter.base_layer.{leaf}" if module in names else key
-
-    # By which transformers ties again what accelerate has moved (modeling_utils.py, tie_weights).
-    model.all_tied_weights_keys = {renamed(one): renamed(other) for one, other in model.all_tied_weights_keys.items()}
+    for module in model.modules():
+        if isinstance(module, TrainableTokensWrapper):
+            forward = _embed if isinstance(module.original_module, Embedding) else _score
+            own = {"forward": forward, "weight": _FROZEN, "__setattr__": _set}
+            module.__class__ = type("RowsApart", (type(module),), own)
 
 
 _FROZEN = property(lambda self: self.token_adapter.base_layer.weight)
 """By which accelerate sees that embedding and head are tied; peft's is a matrix of its own each time."""
+
+
+def _set(self: Any, name: str, value: Any) -> None:
+    """Lets transformers tie the weights again that accelerate has moved (modeling_utils.py, tie_weights)."""
+    torch.nn.Module.__setattr__(self.token_adapter.base_layer if name == "weight" else self, name, value)
 
 
 def _rows_of(layer: Any) -> tuple[int, torch.Tensor]:
