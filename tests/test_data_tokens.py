@@ -21,6 +21,7 @@ from cookbook.system.files import RecipeError
 from cookbook.training.data import tokens as tokens_module
 from cookbook.training.data.stream import Stream
 from cookbook.training.data.tokens import cached_tokens, take
+from cookbook.training.models.new_tokens import add_tokens
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +98,15 @@ def test_template_that_cannot_teach_is_refused(answer, message):
         return
     with pytest.raises(RecipeError, match=message):
         run_tokenize(rows, tokenizer)
+
+
+def test_a_template_whose_end_of_turn_the_tokenizer_lacks_names_the_key_that_adds_it():
+    answer = "{% generation %}{{ m.content + '<|ends|>' }}{% endgeneration %}"
+    rows, tokenizer = rows_of("messages", [chat("a", "b")]), make_tokenizer(TURNS.replace("ANSWER", answer))
+    with pytest.raises(RecipeError, match=r'write model.new_tokens: \["<\|ends\|>"\]$'):
+        run_tokenize(rows, tokenizer)
+    add_tokens(tokenizer, ["<|ends|>"])
+    assert marked(run_tokenize(rows, tokenizer)[0], 0, tokenizer) == "a[b<|ends|>]"
 
 
 def test_template_without_markers_serves_train_on_all():

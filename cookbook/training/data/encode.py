@@ -5,6 +5,7 @@ A row becomes one sequence, or two for a preference: chosen before rejected.
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
@@ -156,6 +157,10 @@ def _encode_plain_rows(
             yield Encoded(sequences, tuple(remarks))
 
 
+LONGEST_MARK = 40
+"""Tokens, at most one a character."""
+MARK_AT_END = re.compile(r"[<\[][^<>\[\]\s]{1,38}[>\]]$")
+"""What may be meant as a special token."""
 SPECIAL_AS_TEXT = "with special tokens in a text, read as text (data.special_tokens: tokens would read tokens)"
 SPECIAL_AS_TOKENS = "with special tokens in a text, read as tokens (data.special_tokens: text would read text)"
 UNKNOWN = "with the unknown token among those that carry loss; the tokenizer does not know some characters"
@@ -399,11 +404,13 @@ class _ChatEncoder:
         if turn and turn[-1] in self.pieces.special_ids:
             return turn[-2:-1] == turn[-1:]
         place = "before {% endgeneration %}" if self.template.has_markers(asked.tools) else "after each turn"
+        end = MARK_AT_END.search(self.pieces.tokenizer.decode(turn[-LONGEST_MARK:]))
+        way = f"; if the template ends it with {end[0]}, write model.new_tokens: [{json.dumps(end[0])}]" if end else ""
         raise RecipeError(
             f"{asked.where}: the trained part of an assistant turn ends with"
             f" {self.pieces.tokenizer.decode(turn[-3:])!r} and no special token, so the model would never learn to"
             f" stop. In data.chat_template put the end-of-turn token {place}, as the shipped {CHATML} does; the"
-            " tokenizer must know it as a special token"
+            f" tokenizer must know it as a special token{way}"
         )
 
     def _checked(self, asked: Asked, written: _Written, sequence: LabelledIds, remarks: list[str]) -> Encoded | BadRow:
