@@ -41,8 +41,6 @@ from cookbook.training.data.sets import RowSets, TokenSets, tokenize_data
 from cookbook.training.engine import Engine, engine_class, make_deterministic
 from cookbook.training.models.efficiency import kernel_notes
 from cookbook.training.models.folder_facts import check_folder
-from cookbook.training.models.grown import first_rows, grown_folder
-from cookbook.training.models.new_tokens import rows_note
 from cookbook.training.models.structure import layer_mistakes, random_parts
 
 SIGHT_SECONDS = 10.0
@@ -159,6 +157,9 @@ def load_inputs(
     refuse(layer_mistakes(config, strategy.claims))
     facts = check_folder(Path(base), config, tokenizer, grows=bool(new_tokens))
     if new_tokens:
+        from cookbook.training.models.grown import grown_folder
+        from cookbook.training.models.new_tokens import rows_note
+
         folder = grown_folder(base, tokenizer, new_tokens, cache=cache)
         before, config = config.vocab_size, models.load_config(folder, recipe.data.max_length)
         notes.append(rows_note(new_tokens, before, config.vocab_size))
@@ -265,8 +266,11 @@ def prepare_model(recipe: Recipe, inputs: Inputs, engine: Engine) -> None:
     """Load model and adapter, build the optimizer, and wrap them in the engine."""
     model = load_model(inputs.folder, recipe, engine, has_adapter=recipe.adapter is not None)
     if recipe.adapter is not None:
-        rows = inputs.new_rows
-        first = first_rows(inputs.folder, inputs.config, rows[0]) if rows else None
+        rows, first = inputs.new_rows, None
+        if rows:
+            from cookbook.training.models.grown import first_rows
+
+            first = first_rows(inputs.folder, inputs.config, rows[0])
         adapters.add_adapter(model, recipe.adapter, seed=recipe.seed, new_rows=rows, first=first)
     optimizer = build_optimizer(model, recipe.optim, recipe.compute_precision)
     engine.prepare(model, optimizer, counts_beside=recipe.optim.counts_beside)

@@ -20,7 +20,6 @@ from cookbook.training.checkpoint.tower import Tower, copy_processors
 from cookbook.training.checkpoint.write_model import saved_buffers, write_model
 from cookbook.training.models import fetch_model, open_language_model, weights_digest
 from cookbook.training.models.folder_facts import check_folder
-from cookbook.training.models.grown import grown_folder
 
 M_MMAP_THRESHOLD = -3
 """In glibc's malloc.h."""
@@ -71,6 +70,8 @@ def with_new_tokens(base: str, adapter: Path, new_tokens: Mapping[str, int], *, 
     """The folder of an adapter's base with rows for the tokens that its run added."""
     if not new_tokens:
         return base
+    from cookbook.training.models.grown import grown_folder
+
     tokenizer = AutoTokenizer.from_pretrained(adapter, trust_remote_code=False)
     return grown_folder(base, tokenizer, new_tokens, cache=cache)
 
