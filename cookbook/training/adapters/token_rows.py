@@ -11,12 +11,16 @@ from torch.nn import Embedding
 from transformers import PreTrainedModel
 
 from cookbook.config.sections import AdapterSection
+from cookbook.system.files import RecipeError
 
 
 def trained_rows(model: PreTrainedModel, settings: AdapterSection, rows: range) -> dict[str, list[int]]:
     """peft's `trainable_token_indices`: the rows by the names of embedding and head, a tied head left to peft; none of
     a module that the adapter trains whole.
     """
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        why = f"the head of {type(model).__name__} has a bias, which peft 0.21.2 leaves out where it trains its rows"
+        raise RecipeError(f"model.new_tokens: {why}; train all weights without an adapter")
     ends = [model.get_input_embeddings()] + [model.get_output_embeddings()] * (not model.config.tie_word_embeddings)
     names = [name for name, module in model.named_modules() if any(module is end for end in ends)]
     return {name: [*rows] for name in names if name.rpartition(".")[2] not in settings.modules_to_save}
@@ -90,5 +94,7 @@ def _embed(self: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _score(self: Any, hidden: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """See `LossHead.forward` in cookbook/training/models/loss.py."""
+    """See `LossHead.forward` in cookbook/training/models/loss.py; logits of a model without our loss."""
+    if type(self.token_adapter.base_layer) is torch.nn.Linear:
+        return self.token_adapter(hidden)
     return self.token_adapter.base_layer(hidden, *arguments, rows=_rows_of(self.token_adapter))
