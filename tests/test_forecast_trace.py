@@ -207,7 +207,7 @@ def test_a_bound_counts_the_dropout_of_an_adapter():
             recipe(adapter={"name": "lora", "rank": 8, "dropout": rate}),
             tokens=100,
             tp_size=1,
-            num_layers=2,
+            num_layers=config_of().num_hidden_layers,
         )
         for rate in (0.0, 0.1)
     ]
