@@ -12,7 +12,6 @@ does neither, so "with fsync" flushes its files as well. Memory is what the resi
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -31,6 +30,8 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from benchmarks.records import processor  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "checkpoints.json"
 PAGE = ROOT / "docs" / "checkpoints.md"
@@ -260,13 +261,6 @@ def render(results: dict[str, Any]) -> str:
         ]
         lines.append(f"| `{name}` | {row['processes']} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", f"`{results['command']}`; medians of {ROUNDS}."])
-
-
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
 
 
 def main() -> None:

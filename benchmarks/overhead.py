@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.records import differences  # noqa: E402
+from benchmarks.records import differences, processor  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "overhead.json"
 PAGE = ROOT / "docs" / "overhead.md"
@@ -407,13 +407,6 @@ def render(results: dict[str, Any]) -> str:
     for name, (title, *_) in SLOPES.items():
         lines += slope(name, found[name]) if name in found else [f"\n### {title}\n", "Not measured yet."]
     return "\n".join(lines)
-
-
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return "unknown"
 
 
 def main() -> None:

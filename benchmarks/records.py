@@ -1,7 +1,9 @@
-"""What benchmarks share of their records: which rows may stand together in one, and how it is written."""
+"""What benchmarks share of their records: which rows may stand together in one, the processor, how it is written."""
 
 import json
+import platform
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 
@@ -35,3 +37,10 @@ def dump(value: Any, margin: str = "") -> str:
     else:
         parts = [dump(one, inner) for one in value]
     return f"{begin}\n{inner}" + f",\n{inner}".join(parts) + f"\n{margin}{end}"
+
+
+def processor() -> str:
+    """Its name."""
+    path = Path("/proc/cpuinfo")
+    names = (line for line in path.read_text().splitlines() if line.startswith("model name")) if path.exists() else ()
+    return next((line.split(":", 1)[1].strip() for line in names), platform.machine())

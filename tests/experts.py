@@ -24,22 +24,22 @@ def experts(lab: Lab, model_type: str = "qwen3_moe", **changes: Any) -> dict[str
     """
     from transformers import AutoTokenizer
 
-    from benchmarks import architectures
+    from benchmarks import tiny_models
 
     words = "".join(f"-{key}_{value}" for key, value in changes.items())
     folder = lab.folder / f"experts-{model_type}{words}"
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             AutoTokenizer.from_pretrained(lab.run("single").folder / "export").save_pretrained(folder)
-            architectures.tiny_model(experts_config(model_type, **changes)).save_pretrained(folder)
+            tiny_models.tiny_model(experts_config(model_type, **changes)).save_pretrained(folder)
     return {"model": f"{{name_or_path: {folder}}}"}
 
 
 def experts_config(model_type: str = "qwen3_moe", **changes: Any) -> PreTrainedConfig:
     """The configuration of `experts`."""
-    from benchmarks import architectures
+    from benchmarks import tiny_models
 
-    config = architectures.tiny_config(model_type)
+    config = tiny_models.tiny_config(model_type)
     count = "num_local_experts" if model_type == "mixtral" else "num_experts"
     for key, value in ({count: 6, "tie_word_embeddings": True} | changes).items():
         setattr(config, key, value)

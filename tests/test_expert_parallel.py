@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from benchmarks.architectures import tiny_config
+from benchmarks.tiny_models import tiny_config
 from cookbook.config.mesh import Mesh
 from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import find_strategy, load_strategy

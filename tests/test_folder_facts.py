@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks import architectures
+from benchmarks import tiny_models
 from cookbook.commands.cli import main
 from cookbook.config.objectives import Objective
 from cookbook.config.sections import AdapterSection, DataSection
@@ -338,7 +338,7 @@ OFTEN = ("gemma3_text", "gpt2", "gpt_oss", "llama", "mamba2", "mixtral", "opt", 
 )
 def test_what_transformers_saves_passes_and_a_tensor_less_does_not(model_type: str, tmp_path: Path):
     try:
-        architectures.tiny_model(architectures.tiny_config(model_type)).save_pretrained(tmp_path)
+        tiny_models.tiny_model(tiny_models.tiny_config(model_type)).save_pretrained(tmp_path)
         config = AutoConfig.from_pretrained(tmp_path)
     except Exception as error:
         if model_type in OFTEN:  # else a fault of the helper would skip every type

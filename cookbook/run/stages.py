@@ -41,7 +41,7 @@ from cookbook.training.data.sets import RowSets, TokenSets, tokenize_data
 from cookbook.training.engine import Engine, engine_class, make_deterministic
 from cookbook.training.models.efficiency import kernel_notes
 from cookbook.training.models.folder_facts import check_folder
-from cookbook.training.models.structure import layer_mistakes, random_parts
+from cookbook.training.models.structure import comparison_notes, layer_mistakes, random_parts
 
 SIGHT_SECONDS = 10.0
 """For a new file to be seen on all machines, whose network file systems may cache."""
@@ -166,6 +166,7 @@ def load_inputs(
     decide(recipe, config)  # refuses what cannot be packed before any process waits for another
     if problem := mesh_problem(config, plan.mesh):
         raise RecipeError(f"model {folder}: {problem}")
+    notes += comparison_notes(config)
     notes += kernel_notes(recipe.model, config)
     if drawn := random_parts(config):
         keys = ", ".join(f"{key} {value:g}" for key, value in drawn.items())

@@ -35,7 +35,8 @@ MAX_OPEN = 256
 PARALLEL = 2**22
 """Bytes from which on two threads write."""
 
-SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
+"""The last of buffers, such as DeepSeek-V4's table from a token to its experts."""
 DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 OTHER_DTYPES = {
     torch.float64: "F64",

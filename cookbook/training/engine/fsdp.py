@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from accelerate.utils import ParallelismConfig
 
 from cookbook.config.strategy import FsdpBlock
+from cookbook.system.files import RecipeError
 from cookbook.training.engine.base import Engine
 from cookbook.training.engine.start import start_processes
 
@@ -41,6 +42,9 @@ class Fsdp(Engine):
         found: Any = model
         there = {type(module).__name__ for module in model.modules()}
         found._no_split_modules = [name for name in found._no_split_modules or () if name in there]
+        if not found._no_split_modules:
+            kind = type(model).__name__
+            raise RecipeError(f"{self.strategy.path}: transformers names no layers of {kind} to shard; use zero3")
         return super()._wrap(model, optimizer)
 
     def _plugin(self, *, on_cpu: bool) -> Any:

@@ -110,7 +110,9 @@ class Zero(Engine):
         """transformers 5.23 has DeepSpeed shard while it creates a model, unless that is in 4 bits
         (modeling_utils.py, get_init_context).
         """
-        if not (self._is_stage3 and is_quantized):
+        if self._is_stage3 and not is_quantized:
+            return self._cut_as_it_is_created()
+        if not self._is_stage3:
             return super().reading(is_quantized=is_quantized)
         from deepspeed.runtime.zero.partition_parameters import Init
         from transformers.integrations import deepspeed_config as config_in_force
@@ -123,6 +125,15 @@ class Zero(Engine):
             return weight
 
         return each_weight(partition)
+
+    @contextlib.contextmanager
+    def _cut_as_it_is_created(self) -> Iterator[None]:
+        """The code of some models (RWKV, Youtu) draws weights by their rows or shapes, of which a cut one has none."""
+        try:
+            yield
+        except IndexError as error:
+            why = f"transformers' code of this model cannot draw weights that are cut ({error})"
+            raise RecipeError(f"{self.strategy.path}: {why}; use fsdp2") from error
 
     def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         if self._is_stage3:

@@ -56,11 +56,17 @@ NOT_SERVED = {
     "hrm_text": FROZEN_IN_PART,
     "laguna": FROZEN_IN_PART,
     "minimax": "its linear attention gave padded samples another loss than alone",
+    "git": "its tokens follow an image, whose tokens its loss leaves out",
     "modernbert-decoder": "it has a layer between the backbone and the head, which our loss would skip",
+    "phi4_multimodal": "its class holds encoders of images and sound, which text would leave without a gradient",
+    "xlm": "its attention looks ahead, so it cannot learn to predict the next token",
     "xlnet": "its attention looks ahead, so it cannot learn to predict the next token",
 }
 """Model types whose configuration does not reveal it; found by benchmarks/architectures.py among all that transformers
 5.23 has."""
+COMPARED = "compared.txt"
+"""Names of the model types whose curves, under every kind of strategy, benchmarks/architectures.py compared with
+transformers' own losses, or saw refused; it writes the file."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +163,16 @@ def random_parts(config: PreTrainedConfig) -> dict[str, float]:
         and isinstance(value, float)
         and value > 0
     }
+
+
+def comparison_notes(config: PreTrainedConfig) -> list[str]:
+    """A note for the user if no strategy was seen to train this model type as transformers computes it."""
+    if config.model_type in Path(__file__).with_name(COMPARED).read_text(encoding="utf-8").split():
+        return []
+    return [
+        f"{config.model_type} is not among the model types of docs/architectures.md, whose curves were compared with"
+        " transformers' under every kind of strategy: compare its first steps with those of single"
+    ]
 
 
 def not_served(config: PreTrainedConfig) -> str | None:

@@ -1,0 +1,175 @@
+"""docs/architectures.md and the package's list of compared model types, from the record of architectures.py."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "architectures.json"
+PAGE = ROOT / "docs" / "architectures.md"
+COMPARED = ROOT / "cookbook" / "training" / "models" / "compared.txt"
+LIMIT = 2e-6
+"""Largest error of a loss: SGD_LOSS of tests/test_equivalence.py."""
+
+HEADINGS = {
+    "plain": "one process",
+    "ddp": "`ddp`",
+    "fsdp2": "`fsdp2`",
+    "zero3": "`zero3`",
+    "packed": "packed",
+    "tp": "`tp`",
+    "sp": "`ddp_sp`",
+    "pp": "`pp`",
+    "ep": "`fsdp2_ep`",
+    "lora": "LoRA",
+    "qlora": "QLoRA",
+    "export": "export",
+    "plan": "plan",
+}
+TEXT = """\
+# Architectures
+
+What each architecture was seen to do, and what is refused. Written by `{command}`, in parts
+(`--types`, `--columns`), from its record, `benchmarks/results/architectures.json`; tests compare them, and try a
+twentieth of the rows by turn. A run of a model type that is not in the tables notes that at its start.
+
+{counts}
+
+## How they were compared
+
+Each model type is a tiny random model with all its kinds of layers, trained by `train.py` for a few steps with SGD on
+padded rows of uneven length, without dropout. A number is the largest error of a loss, in natural units; the limit is
+{limit}.
+
+- One process: the held-out loss before training against transformers' own, one sample at a time. LoRA and QLoRA: that
+  loss, and the one after training.
+- Packed rows and strategies: each step and evaluation against the curve of one process. `fsdp2_ep` ran as four
+  processes, all other strategies as two.
+- Export: what each of these runs wrote, loaded and evaluated by transformers, against the run's last held-out loss; the
+  largest error of all.
+- Plan: `yes` if `cookbook plan` forecasts the model under `fsdp2` in bf16 from its traced layers, `bound` if it says
+  that it could not trace them.
+
+Windows and the tokens that sparse attention selects are fewer than a row's. Dropout, where a configuration has it,
+depends on the number of processes, which a run notes at its start.
+
+## Trained
+
+{columns}
+
+{table}
+{footnote}
+`-`: not tried. `no`: the run is refused at its start, with exit code 2, for the reason of this number:
+
+{reasons}
+
+## Refused
+
+| why | how many | model types |
+|---|---|---|
+{refused}
+
+{versions}; {machine}.
+"""
+FOOTNOTE = """
+`*`: with `adapter.targets` as the note on `all-linear` names them: experts are one tensor each, and get adapters too.
+QLoRA leaves them in full precision.
+"""
+
+
+def is_served(row: dict[str, Any]) -> bool:
+    """Whether a row has columns, of a model type that is trained."""
+    return "plain" in row
+
+
+def faults(row: dict[str, Any]) -> list[str]:
+    """What of a row is neither equal nor refused."""
+    if not is_served(row):
+        return [str(row)] if "failed" in row else []
+    return [
+        f"{column}: {found}" for column, found in row.items() if "failed" in found or found.get("loss", 0.0) > LIMIT
+    ]
+
+
+def compared(record: dict[str, Any]) -> list[str]:
+    """The model types that are trained with equal curves, or refused."""
+    return sorted(name for name, row in record["rows"].items() if row and not faults(row))
+
+
+def page(record: dict[str, Any]) -> str:
+    """docs/architectures.md."""
+    rows, reasons = record["rows"], dict[str, int]()
+    served = {name: row for name, row in rows.items() if is_served(row)}
+    cells = {name: [cell(name, row.get(column, {}), reasons) for column in HEADINGS] for name, row in served.items()}
+    lines = [f"| `{name}` | {' | '.join(words)} |" for name, words in cells.items()]
+    by_reason: dict[str, list[str]] = {}
+    for name, row in rows.items():
+        if "refused" not in row and "failed" not in row:
+            continue
+        reason = row.get("refused") or f"fails: {row['failed']}"
+        by_reason.setdefault(without_name(name, reason), []).append(f"`{name}`")
+    refused = sorted(by_reason.items(), key=lambda item: (-len(item[1]), item[0]))
+    versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    return TEXT.format(
+        command=record["command"],
+        machine=record["machine"],
+        versions=versions,
+        limit=f"{LIMIT:.0e}",
+        counts=counts(record, served),
+        columns=columns(served.values()),
+        table="\n".join(
+            [f"| model type | {' | '.join(HEADINGS.values())} |", "|---" * (1 + len(HEADINGS)) + "|", *lines]
+        ),
+        footnote=FOOTNOTE if any(" *" in word for words in cells.values() for word in words) else "",
+        reasons="\n".join(f"{number}. {reason}" for reason, number in reasons.items()),
+        refused="\n".join(f"| {why} | {len(names)} | {', '.join(sorted(names))} |" for why, names in refused),
+    )
+
+
+def counts(record: dict[str, Any], served: dict[str, Any]) -> str:
+    """How many types are trained, and how many are not."""
+    rows = record["rows"]
+    parts = {name: row["part"] for name, row in rows.items() if "part" in row}
+    refused = [name for name, row in rows.items() if "refused" in row]
+    untried = [name for name, row in rows.items() if not row]
+    faulty = [name for name, row in rows.items() if faults(row)]
+    words = [
+        f"transformers {record['versions']['transformers']} has {len(rows)} causal model types: **{len(served)} are"
+        f" trained, {len(parts)} by their language part, and {len(refused)} refused** at the start of a run."
+    ]
+    listed = ", ".join(f"`{name}` (`{part}`)" for name, part in parts.items())
+    words.append(f"\n\n[By their language part](recipes.md#a-model-with-an-image-or-audio-tower): {listed}.")
+    for what, names in (("Not tried", untried), ("Differ or fail", faulty)):
+        words += [f"\n\n{what}: {', '.join(f'`{name}`' for name in names)}."] if names else []
+    return "".join(words)
+
+
+def columns(rows: Iterable[dict[str, Any]]) -> str:
+    """How many of the trained types each column serves."""
+    told = Counter(column for row in rows for column in HEADINGS if {"loss", "forecast"} & row.get(column, {}).keys())
+    words = [f"{heading} {told[column]}" for column, heading in HEADINGS.items()]
+    return f"How many model types are served: {', '.join(words)}."
+
+
+def without_name(model_type: str, reason: str) -> str:
+    """A reason that several architectures share."""
+    reason = re.sub(rf"\b{re.escape(model_type)}\b", "it", reason)
+    reason = re.sub(r"\w+ForCausalLM\b", "it", reason)
+    reason = re.sub(r"(DDP waits for them): [^;]+", r"\1", reason)
+    reason = re.sub(r"^\S+\.yaml: \d+ ", "", reason)
+    return re.sub(r"leaves \d+ of it whole: [^;]+", "leaves some of its matrices whole", reason)
+
+
+def cell(model_type: str, found: dict[str, Any], reasons: dict[str, int]) -> str:
+    """One cell: how far the losses lie apart, or the number of a reason."""
+    if not found:
+        return "-"
+    if "forecast" in found:
+        return str(found["forecast"])
+    if "loss" in found:
+        distant = found["loss"] > LIMIT
+        return f"{'differs: ' if distant else ''}{found['loss']:.0e}{' *' if 'targets' in found else ''}"
+    reason = without_name(model_type, found.get("refused") or f"fails: {found['failed']}")
+    return f"no ({reasons.setdefault(reason, len(reasons) + 1)})"
