@@ -41,6 +41,7 @@ TWINS = {
     "nemotron3": ["nemotron_3_super", "nemotron_3_nano"],
     "nemotron3_ultra": ["nemotron_3_ultra", "nemotron_3_5_lightning"],
     "gemma4": ["gemma4_v5"],
+    "lfm2_5": ["lfm2_2_5_v2"],
     "llama3": ["llama3"],
     "llama3_1": ["llama3_1", "llama3_2"],
 }
@@ -494,6 +495,10 @@ STRETCHES = {
         IN_HARMONY,
         "<|channel|>analysis<|message|>Thought two.<|end|><|start|>assistant<|channel|>final<|message|>"
         "Answer two.<|return|>",
+    ],
+    "lfm2_5": [
+        "<|tool_call_start|>[dig(depth=3, where='here')]<|tool_call_end|><|im_end|>",
+        "<think>Thought two.</think>Answer two.<|im_end|>",
     ],
     "llama3": ["Answer one.<|eot_id|>", "Answer two.<|eot_id|>"],
     "llama3_1": [f"{IN_LLAMA}<|eot_id|>", "Answer two.<|eot_id|>"],

@@ -561,7 +561,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 // Operations that CUDA has a kernel for, and every other device a composite of others with their temporaries.
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   for (const char* name : {"silu_backward", "mish_backward", "native_layer_norm", "native_group_norm", "addr", "addr.out",
-                           "any.dims", "any.dims_out", "all.dims", "all.dims_out"}) {
+                           "any.dims", "any.dims_out", "all.dims", "all.dims_out", "convolution",
+                           "convolution_backward"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
 }
