@@ -129,11 +129,16 @@ def _describe_model(recipe: Recipe, rows: Rows) -> tuple[Any, Any, str]:
     return config, tokenizer, f"{origin}, with its own tokenizer"
 
 
+INNER = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+"""Keys for the widths of multilayer perceptrons."""
+
+
 def shrink(config: Any, vocab_size: int, least_layers: int = 2) -> Any:
     """A small configuration of the same structure: what is shared, tied, biased or scaled stays so."""
-    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    kv_heads = kv_heads or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    full = config.to_dict()
+    heads = config.num_attention_heads
+    kv_heads = full.get("num_key_value_heads") or heads
+    head_dim = full.get("head_dim") or config.hidden_size // heads
     wide = Fraction(config.hidden_size, heads * head_dim)  # not 1 for some: Qwen3 has more heads than width
     small_kv_heads = min(kv_heads, 2)
     small_heads = small_kv_heads * (heads // kv_heads)
@@ -144,9 +149,9 @@ def shrink(config: Any, vocab_size: int, least_layers: int = 2) -> Any:
     def narrow(size: int) -> int:
         return max(64, round(hidden * size / config.hidden_size / 64) * 64)
 
-    values = config.to_dict()
-    kinds = values.get("layer_types")
+    kinds = full.get("layer_types")
     layers = max(2, least_layers, len(set(kinds or ())))
+    values = dict(full)
     if kinds:
         values["layer_types"] = (list(dict.fromkeys(kinds)) * layers)[:layers]
     if "max_window_layers" in values:
@@ -154,7 +159,6 @@ def shrink(config: Any, vocab_size: int, least_layers: int = 2) -> Any:
     values |= {
         "vocab_size": math.ceil(vocab_size / 64) * 64,
         "hidden_size": hidden,
-        "intermediate_size": narrow(config.intermediate_size),
         "num_hidden_layers": layers,
         "num_attention_heads": small_heads,
         "num_key_value_heads": small_kv_heads,
@@ -162,8 +166,14 @@ def shrink(config: Any, vocab_size: int, least_layers: int = 2) -> Any:
     }
     if "head_dim" in values:
         values["head_dim"] = small_dim
-    if isinstance(values.get("moe_intermediate_size"), int):
-        values["moe_intermediate_size"] = narrow(values["moe_intermediate_size"])
+    values |= {key: narrow(values[key]) for key in INNER if isinstance(values.get(key), int)}
+    if own := values.get("per_layer_config"):  # Gemma 4's heads are others in every sixth layer
+        of_kind = {kinds[int(layer)]: one for layer, one in own.items()}
+        values["per_layer_config"] = {
+            layer: {key: max(1, size * values[key] // full[key]) for key, size in of_kind[kind].items()}
+            for layer, kind in enumerate(values["layer_types"])
+            if kind in of_kind
+        }
     # Twice as many as a token chooses are enough to choose from; any ep_size up to 8 divides the 16 of most.
     least = max(8, 2 * (values.get("num_experts_per_tok") or 1))
     values |= {key: min(values[key], least) for key in EXPERTS if isinstance(values.get(key), int)}
