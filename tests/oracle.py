@@ -1,0 +1,170 @@
+"""A plain training loop that shares no code with this project: torch, transformers, peft and json.
+
+One process, float64, one sample at a time without padding, every row in each step. What it computes is what a run of
+any strategy should: losses, gradient norms, rates and weights.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+IGNORED = -100
+
+
+@dataclass
+class Setup:
+    """A training, in the words of the papers."""
+
+    model: Path
+    rows: Path
+    objective: str = "sft"
+    """sft, cpt, dpo, ipo, kto (with its reference point at 0) or orpo."""
+    train_on: str = "assistant"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    optimizer: str = "adamw"
+    peak: float = 1e-3
+    weight_decay: float = 0.0
+    clip: float = 0.0
+    """0: gradients are not clipped."""
+    schedule: str = "cosine"
+    warmup: int = 0
+    decay_steps: int = 0
+    steps: int = 20
+    adapter: Path | None = None
+    """peft's folder with the first weights of a LoRA."""
+
+
+@dataclass
+class Answer:
+    """The tokens of a chat or a text, (1, T), and its labels, IGNORED where there is no loss."""
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+
+
+def train(setup: Setup) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Loss, grad_norm and learning_rate of each step, and the trained weights by name."""
+    tokenizer = AutoTokenizer.from_pretrained(setup.model)
+    samples = [sample_of(json.loads(line), tokenizer, setup) for line in setup.rows.open()]
+    model: Any = AutoModelForCausalLM.from_pretrained(setup.model, dtype=torch.float64)
+    with torch.no_grad():
+        references = [[log_likelihoods(model, answer).sum() for answer in answers] for answers, _ in samples]
+    if setup.adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, str(setup.adapter), is_trainable=True, autocast_adapter_dtype=False)
+        model = model.double()
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    optimizer = optimizer_of(setup, list(trained.values()))
+    num_labels = sum(int((answers[0].labels[:, 1:] != IGNORED).sum()) for answers, _ in samples)
+    steps = []
+    for step in range(setup.steps):
+        rate = setup.peak * rate_of(setup, step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.zero_grad()
+        total = 0.0
+        for (answers, is_good), reference in zip(samples, references, strict=True):
+            loss = loss_of(model, answers, is_good, reference, setup)
+            loss = loss / (num_labels if setup.objective in ("sft", "cpt") else len(samples))
+            loss.backward()
+            total += loss.item()
+        limit = setup.clip or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(trained.values(), limit).item()
+        optimizer.step()
+        steps.append({"loss": total, "grad_norm": norm, "learning_rate": rate})
+    return steps, {name: parameter.detach() for name, parameter in trained.items()}
+
+
+def sample_of(row: dict[str, Any], tokenizer: Any, setup: Setup) -> tuple[list[Answer], bool]:
+    """The answers of a row, and whether it is a good one."""
+    if setup.objective == "cpt":
+        ids = torch.tensor([[*tokenizer(row["text"]).input_ids, tokenizer.eos_token_id]])
+        return [Answer(ids, ids)], True
+    if setup.objective in ("dpo", "ipo", "orpo"):
+        return [answer_of(row[which], tokenizer, "last") for which in ("chosen", "rejected")], True
+    if setup.objective == "kto":
+        return [answer_of(row["prompt"] + row["completion"], tokenizer, "last")], row["label"]
+    return [answer_of(row["messages"], tokenizer, setup.train_on)], True
+
+
+def answer_of(messages: list[dict[str, str]], tokenizer: Any, train_on: str) -> Answer:
+    """The labels are the assistant's texts with the token that ends their turn, found in the rendered text."""
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    spans, start = [], 0
+    for message in messages:
+        whole = f"{message['content']}{tokenizer.eos_token}"
+        start = text.index(whole, start)
+        end = start + len(whole)
+        spans += [(start, end)] if message["role"] == "assistant" else []
+        start = end
+    spans = {"assistant": spans, "last": spans[-1:], "all": [(0, len(text))]}[train_on]
+    labels = [
+        token if any(start <= first and last <= end for start, end in spans) else IGNORED
+        for token, (first, last) in zip(found.input_ids, found.offset_mapping, strict=True)
+    ]
+    return Answer(torch.tensor([found.input_ids]), torch.tensor([labels]))
+
+
+def log_likelihoods(model: Any, answer: Answer) -> torch.Tensor:
+    """Of the labelled tokens, each given those before it."""
+    labels = answer.labels[0, 1:]
+    logits = model(input_ids=answer.ids).logits[0, :-1]
+    return -F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")[labels != IGNORED]
+
+
+def loss_of(
+    model: Any, answers: list[Answer], is_good: bool, reference: list[torch.Tensor], setup: Setup
+) -> torch.Tensor:
+    """The loss of a row: summed over its labels for sft and cpt, else that of the pair or the answer."""
+    logps = [log_likelihoods(model, answer) for answer in answers]
+    beta = setup.beta
+    if setup.objective in ("sft", "cpt"):
+        return -logps[0].sum()
+    if setup.objective == "kto":  # arXiv 2402.01306, eqs. 7 and 8, z0 = 0
+        ratio = logps[0].sum() - reference[0]
+        return 1 - torch.sigmoid(beta * ratio if is_good else -beta * ratio)
+    if setup.objective == "orpo":  # arXiv 2403.07691, eqs. 4 to 7
+        means = [one.mean() for one in logps]
+        odds = [mean.exp() / (1 - mean.exp()) for mean in means]
+        return -means[0] - beta * F.logsigmoid(torch.log(odds[0] / odds[1]))
+    ratios = [one.sum() - first for one, first in zip(logps, reference, strict=True)]
+    if setup.objective == "ipo":  # arXiv 2310.12036, eq. 17, on means over tokens
+        per_token = [ratio / len(one) for ratio, one in zip(ratios, logps, strict=True)]
+        return (per_token[0] - per_token[1] - 1 / (2 * beta)) ** 2
+    margin, swapped = beta * (ratios[0] - ratios[1]), setup.label_smoothing  # arXiv 2305.18290, eq. 7
+    return -(1 - swapped) * F.logsigmoid(margin) - swapped * F.logsigmoid(-margin)
+
+
+def optimizer_of(setup: Setup, trained: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Matrices decay, biases and norms do not."""
+    groups = [
+        {"params": [one for one in trained if one.ndim >= 2], "weight_decay": setup.weight_decay},
+        {"params": [one for one in trained if one.ndim < 2], "weight_decay": 0.0},
+    ]
+    if setup.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=setup.peak)
+    return torch.optim.AdamW(groups, lr=setup.peak)
+
+
+def rate_of(setup: Setup, step: int) -> float:
+    """The share of the peak in a step, counted from 0."""
+    warmup, steps = setup.warmup, setup.steps
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / (steps - warmup)
+    return {
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        "linear": 1 - progress,
+        "constant": 1.0,
+        "wsd": min(1.0, (steps - step) / max(1, setup.decay_steps)),
+        "inverse_sqrt": math.sqrt(warmup / (step + 1)),
+    }[setup.schedule]

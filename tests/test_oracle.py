@@ -1,0 +1,155 @@
+"""The curve is the right one: runs of one process against a plain loop that shares no code with this project.
+
+python -m pytest -q tests/test_oracle.py
+"""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tests.curves import Lab
+from tests.oracle import Setup, train
+
+LOSS, NORM, RATE, WEIGHT = 1e-6, 2e-5, 1e-7, 5e-3
+"""Relative; that of weights to the peak rate. A run computes in float32, the loop in float64."""
+NUM_ROWS = 8
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "engineers", "count", "every", "token"]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def words(chance: random.Random, least: int, most: int) -> str:
+    return " ".join(chance.choices(WORDS, k=chance.randint(least, most)))
+
+
+def row_of(kind: str, chance: random.Random) -> dict[str, Any]:
+    asked = [{"role": "user", "content": words(chance, 2, 12)}]
+    answers = [[{"role": "assistant", "content": words(chance, 1, 20)}] for _ in range(3)]
+    if kind == "cpt":
+        return {"text": words(chance, 5, 60)}
+    if kind in ("dpo", "ipo", "orpo"):
+        return {"chosen": asked + answers[0], "rejected": asked + answers[1]}
+    if kind == "kto":
+        return {"prompt": asked, "completion": answers[0], "label": chance.random() < 0.5}
+    return {"messages": asked + answers[0] + [{"role": "user", "content": "and then"}] + answers[1]}
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models and rows of each kind, made without a word of the project."""
+    folder, chance = tmp_path_factory.mktemp("oracle"), random.Random(3)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        [" ".join(WORDS)], trainers.BpeTrainer(vocab_size=400, special_tokens=specials, initial_alphabet=alphabet)
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|im_end|>")
+    fast.chat_template = TEMPLATE
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
+    for name in ("tied", "untied"):
+        torch.manual_seed(5)
+        config = LlamaConfig(
+            vocab_size=400, num_key_value_heads=2, tie_word_embeddings=name == "tied", initializer_range=0.1, **sizes
+        )
+        LlamaForCausalLM(config).save_pretrained(folder / name)
+        fast.save_pretrained(folder / name)
+    for kind in ("sft", "cpt", "dpo", "kto"):
+        lines = [json.dumps(row_of(kind, chance)) for _ in range(NUM_ROWS)]
+        (folder / f"{kind}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "sft, tied, clipped, warm-up, decay": {"warmup": 4, "weight_decay": 0.1, "clip": 0.5},
+    "sft, last turn, untied": {"train_on": "last", "model": "untied", "schedule": "linear"},
+    "sft, all tokens, packed": {"train_on": "all", "schedule": "constant", "packing": True},
+    "sft, sgd": {"optimizer": "sgd", "peak": 0.1, "schedule": "wsd", "decay_steps": 6, "clip": 0.3},
+    "cpt, packed": {"objective": "cpt", "schedule": "inverse_sqrt", "warmup": 3, "packing": True, "model": "untied"},
+    "dpo": {"objective": "dpo", "peak": 1e-4, "clip": 0.5},
+    "dpo, smoothed, packed": {"objective": "dpo", "peak": 1e-4, "label_smoothing": 0.1, "packing": True},
+    "ipo": {"objective": "ipo", "peak": 1e-4, "beta": 0.2},
+    "orpo": {"objective": "orpo", "peak": 1e-4, "beta": 0.3, "weight_decay": 0.01},
+    "kto": {"objective": "kto", "peak": 1e-4, "model": "untied"},
+    "sft, lora": {"adapter": True, "peak": 5e-3, "clip": 0.5, "weight_decay": 0.1},
+}
+OF_RECIPE = {"kto": "kto_zero", "ipo": "dpo"}
+
+
+def setup_of(shelf: Path, case: dict[str, Any]) -> Setup:
+    given = {key: value for key, value in case.items() if key not in ("packing", "model", "adapter")}
+    kind = given.get("objective", "sft")
+    rows = shelf / f"{'dpo' if kind in ('ipo', 'orpo') else kind}.jsonl"
+    return Setup(model=shelf / case.get("model", "tied"), rows=rows, **given)
+
+
+def settings_of(setup: Setup, case: dict[str, Any]) -> dict[str, str]:
+    objective: dict[str, Any] = {"name": OF_RECIPE.get(setup.objective, setup.objective)}
+    if setup.objective == "sft":
+        objective["train_on"] = setup.train_on
+    elif setup.objective != "cpt":
+        objective["beta"] = setup.beta
+    objective |= {"loss": "ipo"} if setup.objective == "ipo" else {}
+    objective |= {"label_smoothing": setup.label_smoothing} if setup.label_smoothing else {}
+    optim = {"name": setup.optimizer, "learning_rate": setup.peak, "weight_decay": setup.weight_decay}
+    optim |= {"momentum": 0.0} if setup.optimizer == "sgd" else {}
+    schedule: dict[str, Any] = {"name": setup.schedule, "warmup_steps": setup.warmup}
+    schedule |= {"decay_steps": setup.decay_steps} if setup.schedule == "wsd" else {}
+    sections: dict[str, Any] = {
+        "model": {"name_or_path": str(setup.model)},
+        "data": {"train": str(setup.rows), "max_length": 512, "packing": case.get("packing", False)},
+        "objective": objective,
+        "optim": optim | {"max_grad_norm": setup.clip},
+        "schedule": schedule,
+        "batch": {"global_batch_size": NUM_ROWS, "micro_batch_size": 2},
+    }
+    if "adapter" in case:
+        sections["adapter"] = {"name": "lora", "rank": 4, "alpha": 8}
+    return {name: json.dumps(section) for name, section in sections.items()} | {"run.max_steps": str(setup.steps)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_is_the_plain_loop(name: str, lab: Lab, shelf: Path):
+    case = CASES[name]
+    setup = setup_of(shelf, case)
+    settings = settings_of(setup, case)
+    curve = lab.run("single", settings)
+    if "adapter" in case:  # a step too small to move a weight leaves the first ones
+        still = {"optim": json.dumps({"name": "sgd", "learning_rate": 1e-30}), "run.max_steps": "1"}
+        setup = replace(setup, adapter=lab.run("single", settings | still).folder / "export")
+    steps, weights = train(setup)
+    for ours, theirs in zip(curve.steps, steps, strict=True):
+        for key, limit in (("loss", LOSS), ("grad_norm", NORM), ("learning_rate", RATE)):
+            assert ours[key] == pytest.approx(theirs[key], rel=limit), (ours["step"], key)
+    exported = load_file(curve.folder / "export" / f"{'adapter_' if 'adapter' in case else ''}model.safetensors")
+    worst = 0.0
+    for key, weight in weights.items():
+        worst = max(worst, float((exported[key.replace(".default", "")].double() - weight).abs().max()))
+    assert len(exported) == len(weights) and worst < WEIGHT * setup.peak, worst
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"weight_decay": 0.0}, {"clip": 0.0}, {"warmup": 3}, {"train_on": "last"}, {"optimizer": "sgd"}]
+)
+def test_another_training_is_not_it(wrong: dict[str, Any], lab: Lab, shelf: Path):
+    case = CASES["sft, tied, clipped, warm-up, decay"]
+    setup = setup_of(shelf, case)
+    curve = lab.run("single", settings_of(setup, case))
+    steps, _ = train(replace(setup, **wrong))
+    assert any(
+        abs(ours[key] - theirs[key]) > 10 * limit * theirs[key]
+        for ours, theirs in zip(curve.steps, steps, strict=True)
+        for key, limit in (("loss", LOSS), ("grad_norm", NORM), ("learning_rate", RATE))
+    )
