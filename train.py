@@ -79,7 +79,14 @@ def refuse_words(words: list[str]) -> None:
     recipe, *others = words
     misplaced = [recipe] if "=" in recipe and not Path(recipe).is_file() else []
     values = {following for word, following in pairwise(others) if word.startswith("-")}
-    refuse([as_assignment(word) for word in [*misplaced, *others] if word.startswith("-") or word not in values])
+    unknown = "not known; keys of the recipe are given as --set section.key=value"
+    refuse(
+        [
+            as_assignment(word) or f"{word}: {unknown}"
+            for word in [*misplaced, *others]
+            if word.startswith("-") or word not in values
+        ]
+    )
 
 
 def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, Plan, launchers.World, list[str]]:

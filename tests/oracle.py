@@ -115,7 +115,7 @@ def answer_of(messages: list[dict[str, str]], tokenizer: Any, train_on: str) -> 
 
 
 def log_likelihoods(model: Any, answer: Answer) -> torch.Tensor:
-    """Of the labelled tokens, each given those before it."""
+    """Those of the labelled tokens, each given the tokens before it."""
     labels = answer.labels[0, 1:]
     logits = model(input_ids=answer.ids).logits[0, :-1]
     return -F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")[labels != IGNORED]

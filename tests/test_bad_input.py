@@ -932,7 +932,6 @@ SET_MISTAKES = {
     ),
     "index of a list": ("optim.betas.0=1", "--set optim.betas.0: optim.betas is ...; it must be a list"),
     "section": ("optim=3", r"--set optim is 3 (an integer); ..."),
-    "bare no": ("mixed_precision=no", "--set mixed_precision is false ...; write 'no' in quotes"),
     "strategy": (
         "strategy=zerro3",
         "--set strategy is 'zerro3': no such strategy; did you mean zero3?",

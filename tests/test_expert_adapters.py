@@ -57,7 +57,7 @@ def trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def losses(model: torch.nn.Module, steps: int = 5) -> list[float]:
-    """Of a plain loop with SGD."""
+    """The losses of a plain loop with SGD."""
     ids = torch.randint(0, 256, (3, 20), generator=torch.Generator().manual_seed(3))
     optimizer = torch.optim.SGD(trained(model).values(), lr=0.1)
     found = []

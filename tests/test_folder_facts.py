@@ -344,7 +344,14 @@ def test_what_transformers_saves_passes_and_a_tensor_less_does_not(model_type: s
         if model_type in OFTEN:  # else a fault of the helper would skip every type
             raise
         pytest.skip(f"no tiny one can be made: {error}")
-    check_folder(tmp_path, config)
+    if config.get_text_config() is not config:
+        pytest.skip("it holds more than a language model: tests/test_towers.py has those that are trained")
+    try:
+        check_folder(tmp_path, config)
+    except RecipeError as error:
+        if model_type in OFTEN or "transformers cannot load it" not in str(error):
+            raise
+        pytest.skip(f"transformers cannot: {error}")
     names = [name for name in load_file(tmp_path / "model.safetensors") if re.search(r"\.\d+\.", name)]  # of a layer
     tensors(tmp_path, lambda found: found.pop(names[0]))
     with pytest.raises(RecipeError, match=r"lack|shapes differ"):

@@ -176,7 +176,7 @@ def four_bits(full: Recipe, name: str) -> int:
 
 
 SCALES = 2 + 4 * (1 + 1 + 16 + 256)
-"""Of each weight in 8 bits for 64 numbers, in float32 for 256 of those; an offset and two tables."""
+"""The scales of each weight, in 8 bits for 64 numbers, in float32 for 256 of those; an offset and two tables."""
 
 
 def test_in_4_bits_each_gpu_of_ddp_has_all_and_buckets_to_send_it(full: Recipe):

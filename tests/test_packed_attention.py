@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks import architectures
+from benchmarks import tiny_models
 from cookbook.commands.shared import labels
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import ModelSection
@@ -79,9 +79,9 @@ def config_of(model_type: str) -> PreTrainedConfig:
     """A tiny model's, with a window that is less than a sample if the architecture has one."""
     with pytest.MonkeyPatch.context() as patch:
         if model_type in CHANGES:
-            patch.setitem(architectures.CHANGES, model_type, CHANGES[model_type])
-        patch.setitem(architectures.SIZES, "sliding_window", WINDOW)
-        return architectures.tiny_config(model_type)
+            patch.setitem(tiny_models.CHANGES, model_type, CHANGES[model_type])
+        patch.setitem(tiny_models.SIZES, "sliding_window", WINDOW)
+        return tiny_models.tiny_config(model_type)
 
 
 def tiny(model_type: str, attention: str) -> PreTrainedModel:
@@ -128,7 +128,7 @@ def alone(model: PreTrainedModel) -> torch.Tensor:
 
 
 def distance(one: PreTrainedModel, other: PreTrainedModel) -> float:
-    """Of the gradients, relative to the largest."""
+    """Error of the gradients, relative to the largest."""
     pairs = [(p.grad, q.grad) for p, q in zip(one.parameters(), other.parameters(), strict=True)]
     assert all((p is None) == (q is None) for p, q in pairs)
     largest = max(float(p.abs().max()) for p, _ in pairs if p is not None)
@@ -194,7 +194,7 @@ def test_a_state_that_runs_on_into_the_next_sample_would_be_noticed(model_type: 
 
 
 def test_every_architecture_is_packed_or_says_why_not():
-    """Of those that are trained at all: by its name, or by the kinds of its layers."""
+    """Those that are trained at all: by its name, or by the kinds of its layers."""
     unknown: list[str] = []
     for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         with contextlib.suppress(Exception):  # sizes that do not suit it

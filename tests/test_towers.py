@@ -43,7 +43,7 @@ NEW_NAMES = {
     "vision_tower.": "model.vision_tower.",
     "multi_modal_projector.": "model.multi_modal_projector.",
 }
-"""Of a Llava-like model's tensors as transformers writes them: as some of its versions wrote them."""
+"""Names of a Llava-like model's tensors as transformers writes them: as some of its versions wrote them."""
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING, AutoConfig
 
-from benchmarks.architectures import SIZES, tiny_config
+from benchmarks.tiny_models import SIZES, tiny_config
 from cookbook.planning.language_part import TWINS, language_config
 
 VISION: dict[str, Any] = {

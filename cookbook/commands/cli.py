@@ -120,8 +120,9 @@ def _in_a_line(error: Any) -> str:
     if param is None:  # no such command or option, or an argument too many
         unknown = re.search(r"extra argument\S* \((.*)\)|No such option: (\S+)", error.format_message())
         words = (unknown[1] or unknown[2]).split() if unknown else []
-        if words and context and context.info_name in TAKES_SETTINGS and any(re.search("^-|=", one) for one in words):
-            return "; ".join(map(as_assignment, words))
+        answers = list(filter(None, map(as_assignment, words)))
+        if answers and context and context.info_name in TAKES_SETTINGS:
+            return "; ".join(answers)
         rest = f" ({context.command_path} -h shows what there is)" if context else ""
         return f"{error.format_message().removesuffix('.')}{rest}"
     is_option = param.param_type_name == "option"

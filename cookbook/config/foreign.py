@@ -277,9 +277,9 @@ SHORT = {
 """Flags of other programs' scripts whose names are in no configuration file."""
 
 
-def as_assignment(word: str) -> str:
+def as_assignment(word: str) -> str | None:
     """What to write in the place of a word of the command line that no command knows: `--epochs`, or `b=2` without
-    --set."""
+    --set. None if that is not known."""
     if "=" in word and not word.startswith("-"):
         return f"{word}: write --set before each: --set {word}"
     name = word.lstrip("-").partition("=")[0].replace("-", "_")
@@ -287,7 +287,7 @@ def as_assignment(word: str) -> str:
     keys = {theirs: key.ours for one in projects for theirs, key in PROJECTS[one].keys.items()}
     ours = SHORT.get(name) or keys.get(name)
     if ours is None or ours[0] == "~" or ours.startswith("strategy."):
-        return f"{word}: not known; keys of the recipe are given as --set section.key=value"
+        return None
     return f"{word}: write --set {ours}=VALUE"
 
 

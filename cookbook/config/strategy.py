@@ -350,7 +350,7 @@ class Strategy:
     pp_chunks: int = 1
     """Ranges of layers of a stage."""
     ep_size: int = 1
-    written: dict[str, Any] = field(default_factory=dict)
+    written: dict[str, Any] = field(default_factory=dict, hash=False)
     """What accelerate reads of the YAML's sections, by the names of their keys."""
     claims: tuple[Claim, ...] = ()
     """What the files say of things that the recipe owns, to be compared with it."""

@@ -451,7 +451,10 @@ def _deepspeed(
     if config is None or strategy.deepspeed is None:
         return None, {}
     separate_swap(config, recipe.run.output_dir)
-    before, after = flatten(strategy.deepspeed), flatten(config)
+    written = (
+        strategy.deepspeed if strategy.deepspeed_file is None else read_document(Path(strategy.deepspeed_file)).values
+    )
+    before, after = flatten(written), flatten(config)
     return config, {key: (before.get(key), value) for key, value in after.items() if before.get(key) != value}
 
 

@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.pytorch_utils import Conv1D
 
 from cookbook.config.sections import ALL_LINEAR, AdapterSection
 from cookbook.planning.language_part import has_tower, language_config, language_key
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 ADAPTER_NAME = "default"
+LINEAR = (torch.nn.Linear, Conv1D)
+"""What peft takes for a linear layer: GPT-2's have their weight the other way round."""
 BASE_RECORD = "base_model.json"
 NO_ROWS = range(0)
 
@@ -146,10 +149,8 @@ def _linear_names(model: PreTrainedModel) -> list[str]:
     """Linear layers but the head; not those that share the last part of their name with something else."""
     head = model.get_output_embeddings()
     named = [(name, module) for name, module in model.named_modules() if module is not head]
-    others = {name.rpartition(".")[2] for name, module in named if not isinstance(module, torch.nn.Linear)}
-    return [
-        name for name, module in named if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] not in others
-    ]
+    others = {name.rpartition(".")[2] for name, module in named if not isinstance(module, LINEAR)}
+    return [name for name, module in named if isinstance(module, LINEAR) and name.rpartition(".")[2] not in others]
 
 
 def stacked_experts(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:

@@ -31,7 +31,7 @@ class LowRankExperts(ParamWrapper):
     """Its own forward begins the use of all weights in it, which no forward of their modules does."""
     adapter_name: str
     first_expert: int
-    """Of this process, among those of the layer."""
+    """Those of this process, among the experts of the layer."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.base_layer(x, *args, **kwargs)

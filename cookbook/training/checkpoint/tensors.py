@@ -49,7 +49,7 @@ OTHER_DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Of tensors that are only copied."""
+"""The dtypes of tensors that are only copied."""
 
 
 class StatePiece(Protocol):

@@ -39,7 +39,7 @@ class Fsdp2(Fsdp):
         )
 
     _shards: Shards | None = None
-    """Of a model in 4 bits, until FSDP2 has them."""
+    """What a model in 4 bits has read, until FSDP2 has it."""
 
     def reading(self, *, is_quantized: bool) -> contextlib.AbstractContextManager:
         if not is_quantized:

@@ -42,7 +42,7 @@ class Kind(NamedTuple):
     """What a layer's attention is."""
 
     scaling: float | None = None
-    """Of the products of queries and keys; None for the root of the head size."""
+    """Factor of the products of queries and keys; None for the root of the head size."""
     window: int | None = None
     """Tokens that each sees, itself included; None for all before it."""
     softcap: float | None = None
