@@ -161,7 +161,7 @@ DEFAULTS = {
 }
 """Where transformers' own are not valid."""
 STDS = {"zamba": 0.05, "zamba2": 0.1}
-"""Deviation of weights, where the usual ones make of a last bit a hundred times what they make of it in Llama's gradient."""
+"""Deviation of weights, where the usual ones blow a last bit up, a hundred times as far as in Llama."""
 LAYER_KINDS = ("layer_types", "mlp_layer_types")
 
 

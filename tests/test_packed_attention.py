@@ -20,6 +20,7 @@ from benchmarks import tiny_models
 from cookbook.commands.shared import labels
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import ModelSection
+from cookbook.planning.language_part import language_config
 from cookbook.planning.packing import MIXES, PACKABLE, STATEFUL, Packing, decide, known_config, packing_problem
 from cookbook.system.files import RecipeError
 from cookbook.training.models import attention, efficiency, load_config, load_model
@@ -198,7 +199,7 @@ def test_every_architecture_is_packed_or_says_why_not():
     unknown: list[str] = []
     for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         with contextlib.suppress(Exception):  # sizes that do not suit it
-            config = config_of(model_type)
+            config = language_config(config_of(model_type))
             problem = not_served(config) or packing_problem(config) or ""
             unknown += [model_type] if "is not among" in problem else []
     assert set(unknown) <= {"phi4_multimodal"}, "not tried, since its tiny model has 29 layers"
