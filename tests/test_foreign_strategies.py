@@ -167,7 +167,7 @@ def test_a_json_as_the_pages_of_deepspeed_have_it_trains_with_the_common_curve(n
     curve = lab.run(str(with_json(tmp_path, PAGES[name])), SGD, processes=2)
     found = distance(curve, lab.run("single", SGD))
     assert found.loss < LOSS and found.norm < NORM, found
-    assert "ask for nothing" in (curve.folder / "log.txt").read_text()
+    assert "ask for nothing" in (curve.folder / "output.txt").read_text()
 
 
 @pytest.mark.parametrize("name", WRITTEN_BY_ACCELERATE)

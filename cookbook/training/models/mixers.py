@@ -62,9 +62,12 @@ def keep_apart(model: PreTrainedModel) -> None:
         if _carries_state(module):
             # The instance's, not the class's: the hooks of engines and the classes that FSDP2 makes stay as they are.
             module.forward = MethodType(_each_alone, module)
-            # ZeRO-3 then gathers the weights of all that is inside once, around the loop (DeepSpeed 0.19.8,
-            # utils/z3_leaf_module.py): ranks with other numbers of samples would gather another number of times.
-            module._z3_leaf = True
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer) and any(map(_carries_state, layer.modules())):
+            # ZeRO-3 then gathers the weights of the layer once, around the loop (DeepSpeed 0.19.8,
+            # utils/z3_leaf_module.py): ranks with other numbers of samples would gather another number of times. Not of
+            # the module alone: its input comes by name, and DeepSpeed would free the weights before its backward.
+            layer._z3_leaf = True
 
 
 def _carries_state(module: torch.nn.Module) -> bool:
