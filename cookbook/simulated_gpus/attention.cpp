@@ -25,6 +25,12 @@ static Tensor host(const Tensor& tensor) {
                        tensor.options().device(at::kCPU));
 }
 
+static Tensor single(const Tensor& tensor) { return tensor.to(at::kFloat); }
+
+static std::optional<Tensor> single(const std::optional<Tensor>& bias) {
+  return bias && bias->scalar_type() != at::kBool ? std::optional<Tensor>(single(*bias)) : bias;
+}
+
 static Tensor repeat_heads(const Tensor& grouped, int64_t num_heads) {  // (B, H, T, D)
   return grouped.size(1) == num_heads ? grouped : grouped.repeat_interleave(num_heads / grouped.size(1), 1);
 }
@@ -35,12 +41,14 @@ static Tensor sum_heads(const Tensor& gradient, int64_t num_groups) {  // (B, H,
   return gradient.view({shape[0], num_groups, shape[1] / num_groups, shape[2], shape[3]}).sum(2);
 }
 
-// CPU tensors (B, H, T, D) in; the output so, and the logarithms of the sums, (B, H, T) float32.
+// CPU tensors (B, H, T, D) in; the output in float32, as all is computed here (device.cpp, product_in_float32), and the
+// logarithms of the sums, (B, H, T) float32.
 static std::tuple<Tensor, Tensor> compute(const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal,
                                           const std::optional<Tensor>& bias, Scale scale) {
   auto heads = query.size(1);
-  return at::_scaled_dot_product_flash_attention_for_cpu(query, repeat_heads(key, heads), repeat_heads(value, heads),
-                                                         0.0, is_causal, bias, scale);
+  return at::_scaled_dot_product_flash_attention_for_cpu(single(query), single(repeat_heads(key, heads)),
+                                                         single(repeat_heads(value, heads)), 0.0, is_causal,
+                                                         single(bias), scale);
 }
 
 static std::tuple<Tensor, Tensor, Tensor> compute_backward(const Tensor& gradient, const Tensor& query,
@@ -50,7 +58,8 @@ static std::tuple<Tensor, Tensor, Tensor> compute_backward(const Tensor& gradien
   auto heads = query.size(1), groups = key.size(1);
   auto of_rows = sums.transpose(1, 2).contiguous().transpose(1, 2);  // as the forward on the CPU lays them out
   auto [of_query, of_key, of_value] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-      gradient, query, repeat_heads(key, heads), repeat_heads(value, heads), out, of_rows, 0.0, is_causal, bias, scale);
+      single(gradient), single(query), single(repeat_heads(key, heads)), single(repeat_heads(value, heads)), single(out),
+      of_rows, 0.0, is_causal, single(bias), scale);
   return {of_query, sum_heads(of_key, groups), sum_heads(of_value, groups)};
 }
 
