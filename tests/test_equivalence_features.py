@@ -202,8 +202,9 @@ def test_a_hybrid_is_packed_as_it_is_padded(lab: Lab, model_type: str, strategy:
     found = distance(
         lab.run(strategy, model | PACKED | budget, processes=2), lab.run("single", model | {"data.packing": "false"})
     )
-    # One norm of qwen3_5_text differed by 3.2e-5 while no loss did by 1.3e-6; the cause is not known. The others hold.
-    limit = 1e-4 if model_type == "qwen3_5_text" else SGD_NORM
+    # One step of this tiny qwen3_5_text magnifies a last bit: in one process, samples padded, its norm moves by 1.2e-4 if
+    # the micro-batch alone is 2 instead of 4.
+    limit = 5e-4 if model_type == "qwen3_5_text" else SGD_NORM
     assert found.loss < SGD_LOSS and found.norm < limit, found
 
 
