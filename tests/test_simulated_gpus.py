@@ -78,6 +78,21 @@ for copy in (lambda to, of: torch._foreach_copy_([to], [of]), lambda to, of: to.
     assert evaluate(code) == [[0x7FFF, 0x7FFF, *same[2:]], same, same, same]
 
 
+def test_factors_of_16_bits_are_summed_in_float32_and_rounded_once():
+    code = """
+for dtype in (torch.bfloat16, torch.float16):
+    a, b, c = (torch.randn(2, 33, 33, device="cuda").to(dtype) for _ in range(3))
+    exact = a.float() @ b.float()
+    out = torch.empty(33, 33, dtype=dtype, device="cuda")
+    torch.mm(a[0], b[0].t(), out=out)
+    pairs = [(a @ b, exact), (a[0] @ b[0], exact[0]), (out, a[0].float() @ b[0].t().float())]
+    pairs += [(torch.addmm(c[0], a[0], b[0]), c[0].float() + exact[0]), (torch.baddbmm(c, a, b), c.float() + exact)]
+    for found, expected in pairs:
+        tell([str(found.device), found.dtype == dtype, bool((found == expected.to(dtype)).all())])
+"""
+    assert evaluate(code) == [["cuda:0", True, True]] * 10
+
+
 def test_integers_are_counted_as_cuda_counts_them():
     code = """
 found = torch.histc(torch.tensor([0, 2, 2, 5], dtype=torch.int32, device="cuda"), bins=3, min=0, max=2)
