@@ -79,7 +79,7 @@ test: $(DEV_STAMP)  ## [TESTS=...] [WORKERS=3] the quick tests; no GPU, no netwo
 
 test-long: $(DEV_STAMP)  ##- [TESTS=...] [WORKERS=3] the slow tests, all rehearsals too
 	@$(BUILD_NEEDS)
-	@.venv/bin/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "slow and not thorough or due" $(TESTS)
+	@.venv/bin/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m due $(TESTS)
 
 test-all: $(DEV_STAMP)  ##- [TESTS=...] [WORKERS=3] all: every column under every strategy
 	@$(BUILD_NEEDS)

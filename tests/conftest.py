@@ -87,8 +87,10 @@ DURATIONS = Path(__file__).with_name("durations.json")
 SHORT = 1.0
 LONG = 3.0
 """Where a test takes more, it is slow, unless it is marked as core."""
-TURNS = 20
-"""With TURN=3 the fourth of so many parts of the thorough tests is due, which `make test-long` runs too."""
+PARTS, THOROUGH_PARTS = 3, 20
+"""With TURN=2 `make test-long` runs the third of so many parts of the slow and of the thorough tests, which are then `due`.
+With no TURN all slow tests are due and no thorough one.
+"""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -122,15 +124,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     one of its workers: at the end only moments are left to steal.
     """
     known = json.loads(DURATIONS.read_text())
-    turn = int(os.environ["TURN"]) % TURNS if "TURN" in os.environ else None
     for item in items:
-        thorough = item.get_closest_marker("thorough")
-        if thorough and not thorough.kwargs and crc32(item.nodeid.encode()) % TURNS == turn:
-            item.add_marker("due")
         if REAL and item.get_closest_marker("simulated"):
             item.add_marker(pytest.mark.skip(reason="real GPUs do not count what this reads"))
         if known.get(item.nodeid, 0.0) > LONG and not item.get_closest_marker("core"):
             item.add_marker("slow")
+        if is_due(item):
+            item.add_marker("due")
     yield
     items.sort(key=lambda item: known.get(item.nodeid, 0.0), reverse=True)
     num_long = sum(item.nodeid in known for item in items)
@@ -143,6 +143,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         count = max(0, end - len(items)) if i + 1 < workers else len(short)
         items += short[:count]
         del short[:count]
+
+
+def is_due(item: pytest.Item) -> bool:
+    """Whether `make test-long` runs a test."""
+    thorough = item.get_closest_marker("thorough")
+    if thorough is None and item.get_closest_marker("slow") is None:
+        return False
+    turn = os.environ.get("TURN")
+    if turn is None or (thorough and thorough.kwargs):
+        return thorough is None
+    parts = THOROUGH_PARTS if thorough else PARTS
+    return crc32(item.nodeid.encode()) % parts == int(turn) % parts
 
 
 @pytest.fixture(scope="session")

@@ -6,19 +6,19 @@ pytest -m "slow or not slow" tests/test_equivalence.py      (make matrix also wr
 
 import json
 import sys
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.curves import ADAMW, ROOT, SGD, Curve, Distance, Lab, distance, processes_of
 from tests.experts import needs_experts
+from tests.turns import others_by_turn
 
 STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
 DISTRIBUTED = [name for name in STRATEGIES if name != "single" and not needs_experts(name)]
 COMPILES = "zero3_nvme"  # for a minute
 ALL = [pytest.param(name, marks=pytest.mark.slow if name == COMPILES else pytest.mark.core) for name in DISTRIBUTED]
+ADAMW_OFTEN = ("ddp", "fsdp1", "fsdp2", "fsdp2_offload", "pp_fsdp2", "tp", "zero1", "zero2", "zero3", "zero3_offload")
 
 # Measured differences are below 4e-7 and 4e-7 with SGD; the limits are those of the project's promise.
 SGD_LOSS, SGD_NORM = 2e-6, 1e-6
@@ -71,7 +71,10 @@ def test_sgd_with_clipping_and_tied_embeddings_gives_the_curve_of_one_process(la
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM and found.weight < 1e-6, found
 
 
-@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(name, marks=pytest.mark.core if name in ADAMW_OFTEN else pytest.mark.slow) for name in DISTRIBUTED],
+)
 def test_adamw_without_clipping_and_untied_embeddings_gives_the_curve_of_one_process(lab: Lab, strategy: str):
     settings, processes = settings_for(strategy, ADAMW), processes_of(strategy)
     curve = lab.run(strategy, settings | smaller_for(processes, 4), processes=processes)
@@ -142,14 +145,8 @@ def test_the_micro_batch_size_does_not_change_the_curve(lab: Lab, micro_batch_si
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
 
 
-def others_thoroughly(*chosen: str, without: Sequence[str] = ()) -> list[Any]:
-    """All strategies, of which those that are not chosen run with the thorough tests."""
-    others = [name for name in DISTRIBUTED if name not in (*chosen, *without)]
-    return [*chosen, *(pytest.param(name, marks=pytest.mark.thorough) for name in others)]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", others_thoroughly("fsdp2", "zero3"))
+@pytest.mark.parametrize("strategy", others_by_turn(DISTRIBUTED, ["fsdp2", "zero3"]))
 def test_gradient_checkpointing_does_not_change_the_curve(lab: Lab, strategy: str):
     processes, settings = processes_of(strategy), settings_for(strategy, SGD)
     again = settings | smaller_for(processes, 2) | {"model.gradient_checkpointing": "true"}
@@ -161,7 +158,7 @@ def test_gradient_checkpointing_does_not_change_the_curve(lab: Lab, strategy: st
 # the weights once and every operation after. 8 bits of mantissa are 4e-3 relative; over 20 steps the curves of this
 # model of three layers stay in a band of 5e-3 in loss and 2e-2 in norm.
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", others_thoroughly("single", "fsdp2", "zero3"))
+@pytest.mark.parametrize("strategy", ["single", *others_by_turn(DISTRIBUTED, ["fsdp2", "zero3"])])
 def test_bf16_stays_in_a_band_around_the_float32_curve(lab: Lab, strategy: str):
     processes = processes_of(strategy)
     model = settings_for(strategy, {"model.from_scratch.num_hidden_layers": "3"})

@@ -25,6 +25,7 @@ from cookbook.training.data.stream import Stream
 from cookbook.training.models import train_tokenizer, weights_digest
 from cookbook.training.models.folder_facts import FolderFacts, check_folder
 from tests.curves import Lab
+from tests.turns import FAMILIES, others_by_turn
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 HEAD, EMBEDDING, NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
@@ -326,22 +327,13 @@ def test_an_adapter_of_another_base_is_refused(folder: Path, tmp_path: Path):
             adapters.check_fits(made, other)
 
 
-OFTEN = ("gemma3_text", "gpt2", "gpt_oss", "llama", "mamba2", "mixtral", "opt", "qwen3_5_text", "qwen3_moe")
-
-
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        name if name in OFTEN else pytest.param(name, marks=pytest.mark.thorough)
-        for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    ],
-)
+@pytest.mark.parametrize("model_type", others_by_turn(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), FAMILIES))
 def test_what_transformers_saves_passes_and_a_tensor_less_does_not(model_type: str, tmp_path: Path):
     try:
         tiny_models.tiny_model(tiny_models.tiny_config(model_type)).save_pretrained(tmp_path)
         config = AutoConfig.from_pretrained(tmp_path)
     except Exception as error:
-        if model_type in OFTEN:  # else a fault of the helper would skip every type
+        if model_type in FAMILIES:  # else a fault of the helper would skip every type
             raise
         pytest.skip(f"no tiny one can be made: {error}")
     if config.get_text_config() is not config:
@@ -349,7 +341,7 @@ def test_what_transformers_saves_passes_and_a_tensor_less_does_not(model_type: s
     try:
         check_folder(tmp_path, config)
     except RecipeError as error:
-        if model_type in OFTEN or "transformers cannot load it" not in str(error):
+        if model_type in FAMILIES or "transformers cannot load it" not in str(error):
             raise
         pytest.skip(f"transformers cannot: {error}")
     names = [name for name in load_file(tmp_path / "model.safetensors") if re.search(r"\.\d+\.", name)]  # of a layer

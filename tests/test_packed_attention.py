@@ -29,6 +29,7 @@ from cookbook.training.models.efficiency import save_activations
 from cookbook.training.models.loss import add_loss
 from cookbook.training.models.mixers import is_kept_apart, keep_apart
 from cookbook.training.models.structure import find_config, not_served
+from tests.turns import FAMILIES, others_by_turn
 
 LENGTHS = [7, 1, 12, 3, 9, 5, 2, 8]
 WINDOW = 4
@@ -143,7 +144,7 @@ def loss_and_gradients(model: PreTrainedModel, row: dict) -> torch.Tensor:
     return found.detach()
 
 
-@pytest.mark.parametrize("model_type", PACKABLE)
+@pytest.mark.parametrize("model_type", others_by_turn(PACKABLE, FAMILIES))
 def test_each_sample_alone_gives_what_the_packed_row_gives(model_type: str):
     """Losses and gradients, compared with transformers' own model and attention; padded rows through ours too."""
     plain, ours = tiny(model_type, "eager"), for_packing(model_type)

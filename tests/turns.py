@@ -1,0 +1,34 @@
+"""Tests of which a part runs by turn."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+FAMILIES = (
+    "deepseek_v3",
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "gpt_oss",
+    "granite",
+    "lfm2",
+    "llama",
+    "mamba2",
+    "mistral",
+    "mixtral",
+)
+FAMILIES += ("nemotron_h", "olmo2", "phi3", "qwen3", "qwen3_5_text", "qwen3_moe")
+"""Model types that differ most in their layers, where each of some two hundred types has a test."""
+
+
+def others_by_turn(everything: Iterable[str], chosen: Iterable[str]) -> list[Any]:
+    """Parameters: all, of which those that are not chosen are thorough.
+
+    Raises:
+        ValueError: one that is chosen is not there.
+    """
+    everything, chosen = list(everything), list(chosen)
+    if missing := set(chosen) - set(everything):
+        raise ValueError(f"not there: {sorted(missing)}")
+    return [name if name in chosen else pytest.param(name, marks=pytest.mark.thorough) for name in everything]
