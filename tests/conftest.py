@@ -88,7 +88,7 @@ SHORT = 1.0
 LONG = 3.0
 """Where a test takes more, it is slow, unless it is marked as core."""
 PARTS, THOROUGH_PARTS = 3, 20
-"""With TURN=2 `make test-long` runs the third of so many parts of the slow and of the thorough tests, which are then `due`.
+"""With TURN=2 `make test-long` runs the third of so many parts of the slow and of the thorough tests: they are `due`.
 With no TURN all slow tests are due and no thorough one.
 """
 
