@@ -300,6 +300,17 @@ def test_a_checkpoint_that_was_moved_to_another_disk_counts_and_its_link_alone_i
     assert folder.open_checkpoint(elsewhere).step == 5
 
 
+def test_a_checkpoint_that_is_read_is_removed_with_a_later_save(tmp_path: Path):
+    target = saver(tmp_path)
+    save(target, 4)
+    with folder.held(tmp_path / "step-00000004"):
+        for step in (5, 6, 7):
+            save(target, step)
+        assert names(tmp_path) == [4, 6, 7]
+    save(target, 8)
+    assert names(tmp_path) == [7, 8]
+
+
 def test_a_whole_checkpoint_in_the_place_of_a_new_one_keeps_its_bytes(tmp_path: Path):
     save(saver(tmp_path), 4)
     was = (tmp_path / "step-00000004" / "manifest.json").read_bytes()

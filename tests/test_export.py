@@ -222,7 +222,8 @@ MERGED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_merged_layer_by_layer_it_is_what_peft_merges_as_a_whole(tmp_path: Path, case: str):
     adapter, config = MERGED[case]
     made = Run(tmp_path, adapter | {"rank": 4, "alpha": 8}, **config)
-    publish.export(made.folder, publish.find_checkpoint(made.folder, saved_step(made)), reopened=False)
+    with publish.find_checkpoint(made.folder, saved_step(made)) as checkpoint:
+        publish.export(made.folder, checkpoint, reopened=False)
     parts, logits = merged._merged_in_parts(made.base, made.folder / "export")
     expected, expected_logits = merged._merged_whole(made.base, made.folder / "export")
     assert parts.keys() == expected.keys()
@@ -284,7 +285,8 @@ def test_a_merge_holds_a_layer_and_not_the_model(tmp_path: Path, capsys):
     dora = {"name": "dora", "rank": 4, "alpha": 8}
     tiny, made = Run(tmp_path / "small", dora), Run(tmp_path, dora, **LARGE)
     for one in (tiny, made):
-        publish.export(one.folder, publish.find_checkpoint(one.folder, saved_step(one)), reopened=False)
+        with publish.find_checkpoint(one.folder, saved_step(one)) as checkpoint:
+            publish.export(one.folder, checkpoint, reopened=False)
     size = sum(tensor.nbytes for tensor in load_file(made.base / "model.safetensors").values())
     program = MERGES.format(grown_by=inspect.getsource(grown_by))
     folders = [tiny.folder / "export", made.base, made.folder / "export", tmp_path]
@@ -631,7 +633,8 @@ def watch():
     while not stop.is_set():
         peak[0] = max(peak[0], private()); time.sleep(0.005)
 run = Path(sys.argv[1])
-checkpoint = publish.find_checkpoint(run, None)
+with publish.find_checkpoint(run, None) as checkpoint:
+    pass
 before = private()
 thread = threading.Thread(target=watch); thread.start()
 publish.export(run, checkpoint, say=lambda _: None)

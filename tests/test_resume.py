@@ -281,6 +281,27 @@ def test_no_whole_checkpoint_means_no_start(lab: Lab, broken_newest: Path):
     assert sorted(path for path in broken_newest.rglob("*")) == before
 
 
+@pytest.mark.parametrize("named", ["auto", "elsewhere"])
+def test_a_checkpoint_that_is_a_link_is_the_runs_own(lab: Lab, stopped: Path, tmp_path: Path, named: str):
+    output, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    shutil.copytree(stopped, output)
+    newest = folder.list_folders(output / "checkpoints")[0]
+    newest.rename(elsewhere)
+    newest.symlink_to(elsewhere)
+    done = start(lab, output, "single", SGD_STEPS | {"run.resume": named if named == "auto" else str(elsewhere)})
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert [line["step"] for line in Curve(output).steps] == [1, 2, 3, 4] and not (tmp_path / "run.1").exists()
+
+
+def test_a_checkpoint_that_would_be_set_aside_with_the_run_is_refused(lab: Lab, stopped: Path, tmp_path: Path):
+    output = tmp_path / "run"
+    shutil.copytree(stopped, output)
+    kept = folder.list_folders(output / "checkpoints")[0].rename(output / "kept")
+    done = start(lab, output, "single", SGD_STEPS | {"run.resume": str(kept)})
+    assert done.returncode == 2 and "which is set aside at its start; move the checkpoint to" in done.stdout
+    assert kept.is_dir() and not (tmp_path / "run.1").exists()
+
+
 CHANGES = {
     "seed": ({"seed": "8"}, "seed was 7 when the checkpoint was made, and is 8; change it back"),
     "batch": ({"batch.global_batch_size": "32"}, "batch.global_batch_size was 16 .* and is 32; change it back"),

@@ -5,6 +5,7 @@ python -m pytest -q -m slow tests/test_submit.py    as root, with iproute2: two 
 """
 
 import importlib
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -170,6 +171,40 @@ def test_each_machine_starts_launch_with_the_numbers_that_its_system_gives_it(ca
         words += ["--processes", "2", "--set", setting, "--set", "run.output_dir=/outputs/quickstart"]
         words += ["--set", "run.resume=auto", "--machines", "2", "--machine", str(machine), "--first", first]
         assert done.stdout.splitlines() == words + (["--port", "29500"] if to == "trainjob" else [])
+
+
+def expanded(text):
+    """What Kubernetes makes of a word of a container's command, by the rules of its documentation."""
+    return re.sub(r"\$(\$|\((\w+)\))", lambda found: "$" if found[1] == "$" else "EXPANDED", text)
+
+
+@pytest.mark.parametrize("to", ["k8s", "trainjob"])
+@pytest.mark.parametrize("name", ["$(KUBERNETES_PORT)", "$$(HOME)", "a$$b", "$$$(X)"])
+def test_kubernetes_expands_no_word_of_a_user(capsys, to, name):
+    assert expanded("x$(HOME)y$$(HOME)") == "xEXPANDEDy$(HOME)"
+    text = submit(capsys, to, RECIPE, "2x8xH100", "--set", f"run.output_dir=outputs/{name}/x")
+    documents = list(yaml.safe_load_all(text))
+    found = [command for command in walk(documents, "command")]
+    assert len(found) == 1 and f"'run.output_dir=outputs/{name}/x'" in expanded(found[0][-1])
+
+
+def walk(value, key):
+    """What stands under a key, at any depth."""
+    if isinstance(value, dict):
+        yield from (found for name, inner in value.items() for found in ([inner] if name == key else walk(inner, key)))
+    if isinstance(value, list):
+        yield from (found for inner in value for found in walk(inner, key))
+
+
+@pytest.mark.parametrize("which", ["recipe", "strategy"])
+def test_a_file_whose_name_would_be_a_line_of_the_script_is_refused(capsys, tmp_path, which):
+    odd = tmp_path / "d" / "x\ntouch PWN #.yaml"
+    odd.parent.mkdir()
+    odd.write_text((ROOT / (RECIPE if which == "recipe" else "strategies/zero3.yaml")).read_text())
+    words = [str(odd)] if which == "recipe" else [RECIPE, "--strategy", str(odd)]
+    assert main(["submit", *words, "--to", "slurm", "--gpus", "2xcpu"]) == 2
+    found = capsys.readouterr()
+    assert found.out == "" and r"x\ntouch PWN" in found.err
 
 
 def test_one_machine_needs_no_numbers(capsys):

@@ -40,9 +40,9 @@ def export(
     logging.disable_progress_bar()
     if push:
         hub.check_push(push)
-    checkpoint = publish.find_checkpoint(folder, step)
     try:
-        written = publish.export(folder, checkpoint, target=out, dtype=dtype, merged=merged)
+        with publish.find_checkpoint(folder, step) as checkpoint:
+            written = publish.export(folder, checkpoint, target=out, dtype=dtype, merged=merged)
     except publish.BrokenExport as error:
         print(error, file=sys.stderr)
         return 1

@@ -81,6 +81,13 @@ def sky(task: Task) -> str:
     return dump_yaml(values | ({"volumes": {OUTPUTS: task.volume}} if task.volume else {}))
 
 
+def _for_a_pod(command: str) -> list[str]:
+    """A line of bash as a container's command. Kubernetes writes a variable's value for $(NAME), and $ for $$:
+    https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/#entrypoint
+    """
+    return ["bash", "-c", re.sub(r"\$(?=[$(])", "$$", command)]
+
+
 def k8s(task: Task) -> str:
     """An indexed Job, and the service that gives its pods names."""
     first = f"{task.name}-0.{task.name}"
@@ -91,7 +98,7 @@ def k8s(task: Task) -> str:
     container = {
         "name": "node",
         "image": task.image,
-        "command": ["bash", "-c", command],
+        "command": _for_a_pod(command),
         **_resources("resources", task),
     }
     rules = [
@@ -123,7 +130,7 @@ def trainjob(task: Task) -> str:
         "runtimeRef": {"name": "torch-distributed"},
         "trainer": {
             "image": task.image,
-            "command": ["bash", "-c", command],
+            "command": _for_a_pod(command),
             "numNodes": task.machines.num_machines,
             **_resources("resourcesPerNode", task),
         },

@@ -79,7 +79,7 @@ def start_services(run: Run, failed_after: list[int], notes: list[str], watch: W
 def _open_log(run: Run, notes: list[str]) -> tuple[metrics.RunLog, dict[str, Any], "Memory | None"]:
     """The log with what is known of the run in it, the content of run.json, and the forecast of a GPU's memory."""
     engine, checkpoint, step = run.engine, run.checkpoint, run.progress.step
-    is_own = checkpoint is not None and checkpoint.path.resolve().parent == (run.output_dir / "checkpoints").resolve()
+    is_own = checkpoint is not None and checkpoint.is_in(run.output_dir / "checkpoints")
     repeated = trackers.logged_after(run.output_dir / METRICS, step) if is_own else {}
     log = metrics.RunLog(
         run.output_dir,

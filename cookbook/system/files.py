@@ -184,6 +184,8 @@ def read_document(path: Path) -> Document:
         RecipeError: missing, too large, not UTF-8, not YAML (or JSON), empty, not a mapping, or a key given twice.
     """
     name = str(path)
+    if re.search(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", name):  # a line of its own in a script of `submit`
+        raise RecipeError(f"{show(name)}: has a character that no path should have; rename the file")
     try:
         if not path.is_file():
             if path.is_symlink():

@@ -4,12 +4,13 @@ At its start a run writes `model/`: configuration, tokenizer and the name of the
 export needs only that and a checkpoint of any strategy: no Hub, no cache, no process group.
 """
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,9 @@ def has_model_files(run: Path) -> bool:
     return (run / MODEL_FILES / BASE_RECORD).is_file()
 
 
-def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
-    """The verified checkpoint after `step`, or the newest.
+@contextlib.contextmanager
+def find_checkpoint(run: Path, step: int | None) -> Iterator[Checkpoint]:
+    """The verified checkpoint after `step`, or the newest, which a run that trains does not remove meanwhile.
 
     Raises:
         RecipeError: there is none, or it is broken; names the others.
@@ -114,13 +116,14 @@ def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
     path = there[0] if step is None else root / folder.folder_name(step)
     if path not in there:
         raise RecipeError(f"{run}: no checkpoint after step {step}; {steps_there(root)}")
-    try:
-        checkpoint = folder.open_checkpoint(path)
-        folder.verify(checkpoint)
-    except (BrokenCheckpoint, OSError) as reason:
-        rest = steps_there(root, but=path)
-        raise RecipeError(f"{path} cannot be exported: {reason}; {rest}") from None
-    return checkpoint
+    with folder.held(path):
+        try:
+            checkpoint = folder.open_checkpoint(path)
+            folder.verify(checkpoint)
+        except (BrokenCheckpoint, OSError) as reason:
+            rest = steps_there(root, but=path)
+            raise RecipeError(f"{path} cannot be exported: {reason}; {rest}") from None
+        yield checkpoint
 
 
 def export(
@@ -244,6 +247,8 @@ def _reopen(export: Path, model_files: Path, checkpoint: Path, dtype: torch.dtyp
     kept |= {"PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=kept, capture_output=True, text=True, errors="replace")
     if done.returncode:
+        if not checkpoint.is_dir():  # a file system without locks; see `folder.held`
+            raise RecipeError(f"{checkpoint}: was removed while it was exported, by its run; export a copy of it")
         lines = done.stderr.strip().splitlines() or [f"it ended with exit code {done.returncode}"]
         raise BrokenExport(f"the export of {checkpoint} was removed: reopened, {lines[-1]}")
     return json.loads(done.stdout.splitlines()[-1])

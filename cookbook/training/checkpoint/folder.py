@@ -13,12 +13,13 @@ for them, writes the manifest, flushes it to the disk and renames the folder.
 """
 
 import contextlib
+import fcntl
 import json
 import math
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,10 @@ class Checkpoint:
     def pieces(self) -> list[Path]:
         """The files of tensors."""
         return [self.path / name for name in self.manifest["files"] if name.endswith(".safetensors")]
+
+    def is_in(self, root: Path) -> bool:
+        """Whether it is one of a run's `checkpoints/`, where it may be a link to another disk."""
+        return self.path.parent.resolve() == root.resolve()
 
     def state(self) -> dict[str, Any]:
         """Everything that is not a tensor.
@@ -196,6 +201,37 @@ def name_latest(root: Path, checkpoint: Checkpoint) -> None:
 def sealed(manifest: dict[str, Any]) -> str:
     """The manifest as JSON, with its own digest as `seal`."""
     return json.dumps({**manifest, "seal": seal_of(manifest)}, indent=1) + "\n"
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[None]:
+    """While it lasts, no run removes this checkpoint to make room for newer ones: a shared lock of the kernel, which
+    `prune` respects. Does nothing on a file system without locks, or if there is no such folder.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        yield
+        return
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_held(path: Path) -> bool:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def digest_file(path: Path) -> str:
@@ -351,7 +387,8 @@ def best_first(whole: list[Checkpoint]) -> list[Checkpoint]:
 
 
 def prune(root: Path, *, keep_last: int, keep_best: int, keep: set[str]) -> None:
-    """Remove complete checkpoints except the last, the best and those named. Rank 0 calls.
+    """Remove complete checkpoints except the last, the best, those named, and those that somebody reads, whose turn
+    comes with a later save. Rank 0 calls.
 
     Args:
         keep_best: how many of `best_first`.
@@ -360,5 +397,5 @@ def prune(root: Path, *, keep_last: int, keep_best: int, keep: set[str]) -> None
     whole = whole_checkpoints(root)
     kept = keep | {checkpoint.path.name for checkpoint in (*whole[:keep_last], *best_first(whole)[:keep_best])}
     for checkpoint in whole:
-        if checkpoint.path.name not in kept:
+        if checkpoint.path.name not in kept and not _is_held(checkpoint.path):
             _discard(checkpoint.path)

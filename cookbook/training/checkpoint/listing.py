@@ -144,7 +144,10 @@ def list_checkpoints(path: Path) -> list[dict[str, Any]]:
     Raises:
         RecipeError: there is none.
     """
-    found = [describe(one) for one in find_folders(path)]
+    found = []
+    for one in find_folders(path):
+        with folder.held(one):
+            found.append(describe(one))
     root = Path(found[0]["path"]).parent
     whole = folder.whole_checkpoints(root)
     best = next(iter(folder.best_first(whole)), None)
@@ -164,7 +167,7 @@ def _resumed_from(root: Path, found: list[dict[str, Any]]) -> list[str]:
     """Checkpoints of this run that it was resumed from, according to later ones and run.json."""
     names = [one["resumed_from"] for one in found if one.get("resumed_from")]
     names.append(read_json(root.parent / RUN).get("resumed_from") or "")
-    return [name for name in names if name and Path(name).resolve().parent == root.resolve()]
+    return [name for name in names if name and Path(name).parent.resolve() == root.resolve()]
 
 
 def in_words(found: list[dict[str, Any]]) -> str:

@@ -52,7 +52,7 @@ def choose(
     if resumes and rank == 0:
         for path in folder.foreign_folders(root):
             say(f"{path} is ignored, since no save gives it that name; to use it, write run.resume: {path}")
-    named = [] if recipe.run.resume in ("never", "auto") else [Path(recipe.run.resume)]
+    named = [] if recipe.run.resume in ("never", "auto") else [_named(Path(recipe.run.resume), root)]
     reasons = []
     for path in (*own, *named):
         # Before anything is loaded, although files are then read twice: damage that a load finds would leave a model
@@ -71,6 +71,22 @@ def choose(
     if reasons:
         raise RecipeError([*reasons, "No checkpoint is left to resume from; write run.resume: never to start over"])
     return None
+
+
+def _named(path: Path, root: Path) -> Path:
+    """The path that `run.resume` names; of this run's own checkpoint, however it is reached, that in `root`.
+
+    Raises:
+        RecipeError: it lies elsewhere in the run's folder, which a run that begins anew sets aside.
+    """
+    real = path.resolve()
+    own = [there for there in root.iterdir() if there.resolve() == real] if root.is_dir() else []
+    if own or not real.is_relative_to(root.parent.resolve()):
+        return own[0] if own else path
+    raise RecipeError(
+        f"run.resume is {path}, in the folder of this run, which is set aside at its start; move the checkpoint to"
+        f" {root}, or name another run.output_dir"
+    )
 
 
 def _why_broken(path: Path, rank: int, num_ranks: int) -> str | None:

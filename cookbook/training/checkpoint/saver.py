@@ -82,7 +82,7 @@ class Saver:
 
     def start_from(self, checkpoint: folder.Checkpoint) -> None:
         """Keep the checkpoint resumed from; its step is not saved again."""
-        if checkpoint.path.resolve().parent == self.root.resolve():
+        if checkpoint.is_in(self.root):
             self.last_step = checkpoint.step
             self.keep.add(checkpoint.path.name)
             if self.rank == 0:
