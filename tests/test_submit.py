@@ -18,6 +18,7 @@ from conftest import ROOT, clean_environment
 from curves import Curve, distance
 
 from cookbook.commands.cli import main
+from cookbook.config.strategy import strategy_path
 from tests.two_machines import ADDRESSES, two_machines
 
 RECIPE = "recipes/qwen25_7b/sft.yaml"
@@ -200,7 +201,7 @@ def walk(value, key):
 def test_a_file_whose_name_would_be_a_line_of_the_script_is_refused(capsys, tmp_path, which):
     odd = tmp_path / "d" / "x\ntouch PWN #.yaml"
     odd.parent.mkdir()
-    odd.write_text((ROOT / (RECIPE if which == "recipe" else "strategies/zero3.yaml")).read_text())
+    odd.write_text(Path(RECIPE).read_text() if which == "recipe" else strategy_path("zero3").read_text())
     words = [str(odd)] if which == "recipe" else [RECIPE, "--strategy", str(odd)]
     assert main(["submit", *words, "--to", "slurm", "--gpus", "2xcpu"]) == 2
     found = capsys.readouterr()
