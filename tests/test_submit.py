@@ -185,7 +185,7 @@ def test_kubernetes_expands_no_word_of_a_user(capsys, to, name):
     assert expanded("x$(HOME)y$$(HOME)") == "xEXPANDEDy$(HOME)"
     text = submit(capsys, to, RECIPE, "2x8xH100", "--set", f"run.output_dir=outputs/{name}/x")
     documents = list(yaml.safe_load_all(text))
-    found = [command for command in walk(documents, "command")]
+    found = list(walk(documents, "command"))
     assert len(found) == 1 and f"'run.output_dir=outputs/{name}/x'" in expanded(found[0][-1])
 
 
