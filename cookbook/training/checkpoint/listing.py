@@ -145,9 +145,9 @@ def list_checkpoints(path: Path) -> list[dict[str, Any]]:
         RecipeError: there is none.
     """
     found = []
-    for one in find_folders(path):
-        with folder.held(one):
-            found.append(describe(one))
+    for place in find_folders(path):
+        with folder.held(place):
+            found.append(describe(place))
     root = Path(found[0]["path"]).parent
     whole = folder.whole_checkpoints(root)
     best = next(iter(folder.best_first(whole)), None)
