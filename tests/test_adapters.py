@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -98,6 +98,18 @@ def test_first_weights_follow_from_the_seed_alone_and_change_nothing_yet():
     third = new_model()
     adapters.add_adapter(third, AdapterSection(name="lora"), seed=8)
     assert not all(torch.equal(tensor, trained(third)[name]) for name, tensor in trained(model).items())
+
+
+def test_first_weights_are_as_wide_as_those_of_peft():
+    ours, theirs = new_model(), new_model()
+    adapters.add_adapter(ours, AdapterSection(name="lora", rank=64), seed=7)
+    get_peft_model(theirs, LoraConfig(r=64, target_modules="all-linear"))
+    for fan_in in (32, 48):
+        widths = []
+        for model in (ours, theirs):
+            first = [p for name, p in model.named_parameters() if "lora_A" in name and p.shape[1] == fan_in]
+            widths.append(torch.cat([p.detach().flatten() for p in first]).abs().max().item())
+        assert widths[0] == pytest.approx(widths[1], rel=0.01) == pytest.approx(fan_in**-0.5, rel=0.01)
 
 
 def test_rank_stabilised_scaling_divides_by_the_square_root():

@@ -6,10 +6,13 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -135,6 +138,35 @@ def save(target: Saver, step: int, **options) -> None:
     torch.manual_seed(step)
     target.save(step, flat_pieces("a", torch.randn(4, 6), "weight", [5]), STATE, **options)
     target.wait()
+
+
+def test_what_a_name_promises_is_on_the_disk_before_it(tmp_path: Path, monkeypatch):
+    """A power cut keeps what was flushed, and of the rest anything. Kills of processes would not show this order."""
+    done: list[str] = []
+
+    def recorded(what: str, name_of: Callable[..., str]) -> None:
+        right = getattr(os, what)
+
+        def call(*arguments: Any) -> None:
+            being_written = re.fullmatch(r"\.(.*)\.[0-9]+", name := name_of(*arguments))
+            done.append(f"{what} {being_written[1] if being_written else name}")
+            right(*arguments)
+
+        monkeypatch.setattr(os, what, call)
+
+    recorded("fsync", lambda descriptor: Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+    recorded("replace", lambda old, new: Path(new).name)
+    recorded("rename", lambda old, new: Path(new).name)
+    save(saver(tmp_path / "root"), 3)
+    of_tensors, build = "pieces-00000-of-00001.safetensors", ".saving-00000003-a"
+    assert done == [
+        f"fsync {of_tensors}",
+        *("fsync state.json", "replace state.json"),
+        *("fsync manifest.json", "replace manifest.json"),
+        f"fsync {build}",
+        *("rename step-00000003", "fsync root"),
+        *("fsync LATEST", "replace LATEST", "fsync root"),
+    ]
 
 
 @pytest.fixture

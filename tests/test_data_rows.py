@@ -162,6 +162,16 @@ def test_parquet_and_jsonl_of_the_same_rows_have_the_same_fingerprint(tmp_path):
     assert one.fingerprint != read_rows(Source(path=jsonl, max_rows=1), "error").fingerprint
 
 
+def test_columns_of_other_kinds_that_are_null_do_not_make_a_row_ambiguous(tmp_path):
+    others = {"prompt": None, "completion": None, "chosen": None, "rejected": None, "text": None}
+    rows = [chat("a", "b"), chat("c", "d")]
+    table = pyarrow.Table.from_pylist([row | others for row in rows])
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    lines = write_lines(tmp_path / "rows.jsonl", *(json.dumps(row | others) for row in rows))
+    for path in (tmp_path / "rows.parquet", lines):
+        assert read_rows(Source(path=str(path)), "error").rows == rows
+
+
 def test_bad_parquet_row_is_named_with_its_number(tmp_path):
     path = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None, "b"], "id": [1, 2, 3]}), path)

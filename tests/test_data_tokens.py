@@ -157,6 +157,15 @@ def test_completion_and_text_labels(kind, row, train_on, bos, expected):
     assert tokens.num_targets.tolist() == [int(tokens.is_label[1:].sum())]
 
 
+def test_a_begin_token_that_the_tokenizer_has_and_does_not_write_is_not_added():
+    tokenizer = make_tokenizer(specials=["<s>"])
+    tokenizer.bos_token = "<s>"  # as GPT-2's
+    tokens, _ = run_tokenize(rows_of("text", [{"text": "ab"}]), tokenizer, train_on="all")
+    assert marked(tokens, 0, tokenizer) == "[ab<|im_end|>]"
+    tokens, _ = run_tokenize(rows_of("completion", [{"prompt": "ab", "completion": "cd"}]), tokenizer)
+    assert marked(tokens, 0, tokenizer) == "ab[cd<|im_end|>]"
+
+
 def test_samples_are_cut_at_the_end(tokenizer):
     rows = rows_of("completion", [{"prompt": "abc", "completion": "defg"}, {"prompt": "abcdef", "completion": "g"}])
     with pytest.raises(RecipeError, match=r"data\.train: row 2: no trained token after truncation: .*max_length 5"):

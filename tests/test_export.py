@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3MoeConfig,
@@ -197,6 +198,14 @@ def test_peft_opens_an_adapter(tmp_path: Path, capsys, monkeypatch, here, name: 
         again = AutoPeftModelForCausalLM.from_pretrained(made.folder / "export").eval()(input_ids=IDS).logits
     assert torch.allclose(again, made.logits(), atol=1e-5)
     assert (made.folder / "export" / adapters.BASE_RECORD).is_file()
+
+
+def test_what_is_exported_stops_at_the_end_of_its_turn_and_where_its_model_did(tmp_path: Path, here):
+    made = Run(tmp_path, eos_token_id=5)
+    made.save(3)
+    assert export(made) == 0
+    end = made.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert end != 5 and GenerationConfig.from_pretrained(made.folder / "export").eos_token_id == [5, end]
 
 
 def test_adapter_and_base_become_one(lora: Run, capsys, here):

@@ -25,7 +25,8 @@ from cookbook.forecast.memory import CONTEXT, GIB, Memory, peak
 from cookbook.forecast.mesh_sizes import better_sizes
 from cookbook.forecast.ranking import PlanReport, forecast_all, micro_batch_of, rung_below
 from cookbook.forecast.show import _bar, as_record, in_words
-from cookbook.forecast.verdict import Forecast, _verdict, of_run
+from cookbook.forecast.step_time import Range
+from cookbook.forecast.verdict import Forecast, Verdict, _verdict, of_run, rank
 from cookbook.planning.pipeline_stages import in_flight
 from cookbook.planning.run_plan import make_plan
 from cookbook.system.hardware import find_gpu, parse_machines
@@ -578,3 +579,24 @@ def test_inputs_of_layers_in_host_memory_come_before_training_less(llama):
     inputs = 32 * 131072 * 4096 * 2  # of its layers, in bf16
     assert found.forecasts[0].memory.allocated - offloaded.memory.allocated == pytest.approx(inputs, rel=0.05)
     assert offloaded.host == 8 * inputs, "a power of two already"
+
+
+def test_the_ranking_by_hand():
+    def one(name: str, verdict: Verdict, seconds: float, shortage: float = 0.0) -> Forecast:
+        strategy, time = load_strategy(Path(f"accelerate_configs/{name}.yaml")), {"low": seconds, "high": seconds}
+        took = Range(**time, bottleneck="", parts=())
+        return Forecast(strategy=strategy, verdict=verdict, why=[], shortage=shortage, time=took)
+
+    right = [
+        one("zero3_offload", "fits", 1.0),  # faster, for it needs fewer micro-batches
+        one("fsdp2", "fits", 2.0),
+        one("zero3", "fits", 2.0),
+        one("fsdp2_offload", "fits", 2.0),
+        one("zero2", "host memory unknown", 1.0),
+        one("ddp", "tight", 0.5),
+        one("zero2", "does not fit", 2.0, 1.5),
+        one("ddp", "does not fit", 0.5, 4.0),
+        one("tp", "cannot run", 0.1),
+    ]
+    shuffled = right[::-1]
+    assert sorted(shuffled, key=rank) == right

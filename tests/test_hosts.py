@@ -58,12 +58,14 @@ def test_an_interface_of_the_user_s_is_kept(launched, monkeypatch):
     assert [environment[name] for name in hosts.INTERFACES] == ["lo", "^docker"]
 
 
-def test_without_a_count_each_machine_has_as_many_processes_as_alone(launched):
+def test_without_a_count_each_machine_has_as_many_processes_and_threads_as_alone(launched, monkeypatch):
+    monkeypatch.setattr(launch, "num_cores", lambda: 16)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     main(["launch", RECIPE])
     main(["launch", RECIPE, "--machines", "2", "--machine", "0", *LOCAL, "--set", "batch.micro_batch_size=4"])
     alone, two = (int(command[command.index("--num_processes") + 1]) for command, _ in launched)
     assert two == 2 * alone
-    assert launched[0][1]["OMP_NUM_THREADS"] == launched[1][1]["OMP_NUM_THREADS"]
+    assert [environment["OMP_NUM_THREADS"] for _, environment in launched] == [str(16 // alone)] * 2
 
 
 @pytest.mark.parametrize(

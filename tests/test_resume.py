@@ -337,6 +337,19 @@ def test_consent_lets_the_learning_rate_change_and_says_so(lab: Lab, stopped: Pa
     assert rates[2] < rates[1]
 
 
+def test_a_run_that_resumes_does_not_change_its_length_without_consent():
+    recipe = load_recipe(ROOT / "recipes/quickstart.yaml")
+    lengths = {"max_steps": recipe.run.max_steps, "num_epochs": recipe.run.num_epochs}
+    for key, was in lengths.items():
+        longer = recipe.run.model_copy(update={key: (was or 1) + 1})
+        state = {"recipe": recipe.model_dump(mode="json", exclude_none=True), "made_from": {}}
+        (mistake,), _ = resume.changes(state, recipe.model_copy(update={"run": longer}), {})
+        assert mistake.startswith(f"run.{key} was {was} ") and f"run.allow_changes: [run.{key}]" in mistake
+        consented = longer.model_copy(update={"allow_changes": [f"run.{key}"]})
+        mistakes, (note,) = resume.changes(state, recipe.model_copy(update={"run": consented}), {})
+        assert not mistakes and note.startswith(f"run.{key} was {was} ")
+
+
 def test_a_schedule_of_another_kind_needs_consent_to_each_key_or_to_the_section():
     recipe = load_recipe(ROOT / "recipes/quickstart.yaml")
     before = recipe.model_copy(update={"schedule": Schedule.of(name="wsd", warmup_steps=30, decay_steps=2)})

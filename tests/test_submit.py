@@ -114,6 +114,16 @@ def test_the_slurm_script_is_job_sh_with_the_size_of_the_job(capsys):
     assert script[script.index("") + 1 :] == [words, *own[own.index("") + 1 :]]
 
 
+def test_bash_gives_launch_the_words_of_a_slurm_script_as_they_were_written(capsys):
+    settings = ["--set", "data.eval={path: 'python-stdlib', split: test}"]
+    settings += ["--set", """run.output_dir=outputs/it's "$(echo 1)" `echo 2` *;"""]
+    script = submit(capsys, "slurm", RECIPE, "2x8xH100", *settings)
+    (line,) = [line for line in script.splitlines() if line.startswith("set --")]
+    read = ["bash", "-c", f"{line}\nprintf '%s\\0' \"$@\""]
+    words = subprocess.run(read, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    assert words == [RECIPE, "--processes", "16", *settings, ""]
+
+
 def test_a_file_says_what_a_save_takes_and_has_the_time_for_it(capsys):
     words = ["--strategy", "zero3_offload", "--seconds-to-save", "600"]
     head = [line for line in submit(capsys, "slurm", RECIPE, "2x8xH100", *words).splitlines() if line[:2] == "# "]

@@ -13,6 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from cookbook.config.mesh import Mesh
+from cookbook.planning.launchers import World
+from cookbook.training.engine import Engine
 from cookbook.training.engine.state import _distance, _holders
 from cookbook.training.models import loss
 from cookbook.training.models.structure import LogitTransform
@@ -35,6 +38,16 @@ def test_the_distances_of_a_mesh_by_hand():
     ranks = torch.arange(8).view(2, 2, 2)
     assert [_distance(ranks, dim) for dim in range(3)] == [4, 2, 1]
     assert _distance(torch.tensor([1, 3, 5]), 0) == 2 and _distance(torch.tensor([[5]]), 1) == 1
+
+
+def test_the_processes_of_a_tensor_parallel_group_draw_alike_and_no_others():
+    engine, drawn = Engine.__new__(Engine), []
+    engine.mesh = Mesh(replicate=2, tensor=2)
+    for rank in range(4):
+        engine.world = World(rank=rank, local_rank=rank, num_processes=4, num_local=4, is_launched=True)
+        engine.begin_step(3, 7)
+        drawn.append(torch.rand(4).tolist())
+    assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
 
 
 @pytest.mark.slow

@@ -10,10 +10,13 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, clean_environment
 
+from cookbook.system import watchdog
+from cookbook.system.hang_report import find_unequal
 from cookbook.system.watchdog import PHASES, Watch, folder_of, hang_report, put_away_report, remove_other_starts
 
 TIMEOUT_SECONDS = 3.0
@@ -181,6 +184,20 @@ def test_a_main_thread_that_goes_on_in_the_last_moment_is_let_be(tmp_path, capfd
     assert ends == []
     assert "rank 0: a slow step of step 1 took more than 1 s" in capfd.readouterr().err
     assert not (tmp_path / ".out.hang").exists()
+
+
+def test_time_in_which_the_process_was_stopped_is_no_silence(tmp_path, monkeypatch):
+    asleep = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + asleep[0], time_ns=time.time_ns, sleep=time.sleep)
+    monkeypatch.setattr(watchdog, "time", clock)
+    ends: list[int] = []
+    watch = Watch(tmp_path / "out", 0, 1, 2.0, end=ends.append)
+    watch.enter("training")
+    for _ in range(3):
+        time.sleep(0.3)  # one poll or more
+        asleep[0] += 3600
+    assert not ends and watch._thread.is_alive() and not (tmp_path / ".out.hang/rank_0.json").exists()
+    watch.close()
 
 
 def test_a_phase_is_on_disk_when_it_begins(tmp_path):
@@ -359,6 +376,16 @@ def test_a_rank_missing_from_gloo_is_named_though_it_has_entered_more_over_nccl(
         stuck[rank]["collectives"]["0 gloo"] = host
     text = hang_report(stuck, {}, num_ranks=2, timeout_seconds=9)
     assert "rank 1 (process 101 on n1) never entered gloo:all_reduce number 3, in which rank 0 waits." in text
+
+
+def test_a_silent_rank_is_missing_from_what_others_wait_in_and_from_nothing_else():
+    """Rank 0 has finished a collective of its pair, and waits with the others in one of all."""
+    stuck = {rank: rank_record(rank, 7) for rank in range(3)}
+    stuck[0]["collectives"]["1 nccl"] = {"number": 4, "op": "nccl:broadcast", "entered_ns": 5, "ranks": [0, 3]}
+    found = find_unequal(stuck, 4)
+    assert [(one.group, one.number, one.inside, one.missing) for one in found] == [("0", 7, [0, 1, 2], [3])]
+    stuck[0]["collectives"]["1 nccl"]["entered_ns"] = 100  # now it waits there
+    assert [(one.group, one.missing) for one in find_unequal(stuck, 4)] == [("0", [3]), ("1", [3])]
 
 
 def test_without_a_collective_the_one_that_is_behind_is_named():

@@ -1,0 +1,32 @@
+"""What an engine reads back of itself is what runs: each setting that it compares, changed, is refused.
+
+python -m pytest -q tests/test_read_back.py
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.curves import Lab
+from tests.experts import experts, needs_experts
+
+QUICK = ("ddp", "fsdp2", "zero3")
+SLOW = ("single", "fsdp1", "fsdp2_offload", "zero2", "zero3_hpz", "zero3_nvme", "fsdp2_ep", "pp_tp", "fsdp2_tp")
+
+
+def slowly(*strategies: str) -> list:
+    return [pytest.param(name, marks=pytest.mark.slow) for name in strategies]
+
+
+@pytest.mark.parametrize("strategy", [*QUICK, *slowly(*SLOW)])
+def test_every_setting_that_is_compared_is_refused_when_another_runs(lab: Lab, tmp_path: Path, strategy: str):
+    settings = {"run.output_dir": str(tmp_path / "run")}
+    if needs_experts(strategy):
+        settings |= experts(lab)
+    path = lab.derive(strategy, stage3_param_persistence_threshold=0) if strategy == "zero3" else strategy
+    done = lab.start(path, settings, program=("tests/changed_settings.py",))
+    said = [line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith("CHANGED ")]
+    assert len(said) == 1, done.stdout[-3000:]
+    found = json.loads(said[0])
+    assert found["number"] > 5 and not found["unknown"] and not found["unnoticed"], found
