@@ -43,7 +43,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help help-dev setup quickstart finetune-7b $(VERBS) test clean \
-  test-long test-all lint soak steady matrix simulated-gpus gpu-memory test-gpu lock audit
+  test-long test-all lint mutants soak steady matrix simulated-gpus gpu-memory test-gpu lock audit
 
 # After `##`, what `make` lists; after `##-`, what `make help-dev` does.
 LISTED = sed -nE 's/^([a-z0-9-]+):.*$(1) +/\1\t/p' Makefile | expand -t $(2)
@@ -100,6 +100,9 @@ simulated-gpus: $(DEV_STAMP)  ##- [WORKERS=3] GPU tests on simulated GPUs; write
 	@rm -rf outputs/simulated_gpus
 	@SKIP_NOTHING=1 GPU_RUNS=outputs/simulated_gpus .venv/bin/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "not thorough" tests/test_gpu_*.py
 	@.venv/bin/python benchmarks/gpu_runs.py outputs/simulated_gpus
+
+mutants: $(DEV_STAMP)  ##- [AREA=rows] plant known faults in a copy; tests must notice
+	@.venv/bin/python tests/mutants.py $(AREA)
 
 steady: $(DEV_STAMP)  ##- [ARGS="--steps 2000"] a long run whose memory must not grow
 	@.venv/bin/python tests/steady.py $(ARGS)

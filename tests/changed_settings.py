@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecision, OffloadPolicy, ShardingStrategy
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import train
@@ -51,26 +50,31 @@ def of_another_class(engine: Any) -> AbstractContextManager:
 
 
 @contextlib.contextmanager
-def with_parameter(engine: Any, parameter: torch.Tensor, name: str = "planted") -> Iterator[None]:
-    holder = torch.nn.ParameterDict({"weight": torch.nn.Parameter(parameter)})
-    holder["weight"].ds_numel = 0
-    engine.model.add_module(name, holder)
+def with_parameter(engine: Any, parameter: torch.Tensor) -> Iterator[None]:
+    """Among the weights of a 100th layer."""
+    held, planted = torch.nn.Module(), torch.nn.Parameter(parameter)
+    planted.ds_numel = 0  # type: ignore[attr-defined]
+    held.layers = torch.nn.ModuleDict({"99": torch.nn.ParameterDict({"weight": planted})})
+    engine.model.add_module("planted", held)
     yield
-    del engine.model._modules[name]
+    del engine.model._modules["planted"]
 
 
 def plain(engine: Any) -> AbstractContextManager:
     return with_parameter(engine, torch.zeros(2, 2, dtype=torch.bfloat16))
 
 
-def on_another_mesh(engine: Any) -> AbstractContextManager:
+@contextlib.contextmanager
+def with_shard(engine: Any) -> Iterator[None]:
+    """A parameter whose mesh is this process alone, in three dimensions."""
+    is_alone = not dist.is_initialized()
+    if is_alone:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     own = DeviceMesh("cpu", [[[dist.get_rank()]]], _init_backend=False)
-    whole = DTensor.from_local(torch.zeros(2, 2), own, [Replicate()] * 3, run_check=False)
-    return with_parameter(engine, whole)
-
-
-def as_if_sharded(engine: Any) -> AbstractContextManager:
-    return patch.object(next(iter(engine.model.parameters())), "ds_tensor", None, create=True)
+    with with_parameter(engine, DTensor.from_local(torch.zeros(2, 2), own, [Shard(0)] * 3, run_check=False)):
+        yield
+    if is_alone:
+        dist.destroy_process_group()
 
 
 @contextlib.contextmanager
@@ -155,12 +159,16 @@ def of_another_pipeline(engine: Any) -> Iterator[None]:
         yield
 
 
-def of_swap_file(key: str, engine: Any) -> AbstractContextManager:
+class OtherSwapFile:
+    def __getattr__(self, name: str) -> Callable[[], int]:
+        return many
+
+
+def of_swap_file(engine: Any) -> AbstractContextManager:
     from cookbook.training.engine import zero
 
-    changed = SimpleNamespace(**{f"get_{key}": lambda: 99})
     right = zero._aio_handles
-    return patch.object(zero, "_aio_handles", lambda model: [(name, changed) for name, _ in right(model)])
+    return patch.object(zero, "_aio_handles", lambda model: [(name, OtherSwapFile()) for name, _ in right(model)])
 
 
 def many(*arguments: Any) -> int:
@@ -168,7 +176,7 @@ def many(*arguments: Any) -> int:
 
 
 CHANGES: dict[str, Change] = {
-    "processes": lambda engine: patch.object(dist, "get_world_size", many),
+    "processes": lambda engine: patch.multiple(dist, get_world_size=many, is_initialized=lambda: True),
     "limit of a collective": of_another_limit,
     "processes seen by accelerate": lambda engine: patch.object(type(engine.accelerator), "num_processes", 99),
     "processes that share a row": lambda engine: patch.object(
@@ -179,7 +187,7 @@ CHANGES: dict[str, Change] = {
     "dtype of the trained weights": plain,
     "trained parameters or others in the optimizer alone": plain,
     "wrapper": of_another_class,
-    "sharded parameters": as_if_sharded,
+    "sharded parameters": with_shard,
     "DDP": of_wrapper("find_unused_parameters", True),
     "dtypes of exchanged gradients": of_wrapper("_comm_hooks", [(None, torch.float16)]),
     "FSDP units: one per layer and the root": without_a_unit,
@@ -187,7 +195,7 @@ CHANGES: dict[str, Change] = {
     "prefetch, backward and forward": of_unit("forward_prefetch", "another"),
     "dtypes of a unit's weights and reductions": of_unit("mixed_precision", MixedPrecision(torch.float16)),
     "whole parameters": plain,
-    "mesh": on_another_mesh,
+    "mesh": with_shard,
     "layers that are units": without_a_layers_unit,
     "reshard after forward": of_group("post_forward_mesh_info", lambda was: None if was else "another"),
     "dtypes of a layer's weights, reductions and output": of_group(
@@ -200,9 +208,9 @@ CHANGES: dict[str, Change] = {
         engine, "_copies", SimpleNamespace(size=many)
     ),
     "whole matrices": plain,
-    "tensor-parallel group": on_another_mesh,
+    "tensor-parallel group": with_shard,
     "stage": lambda engine: patch.object(engine.transformer()._pp_stage, "pp_rank", 99),
-    "ranges of layers": lambda engine: with_parameter(engine, torch.zeros(2), "planted_in_layers"),
+    "ranges of layers": plain,
     "ranks of the pipeline": of_another_pipeline,
     "experts of this process": of_experts(lambda experts: patch.object(experts, "num_experts", 99)),
     "divisor of the gradients of experts": of_experts(
@@ -232,17 +240,19 @@ def change_of(what: str, engine: Any) -> Change | None:
     if what.startswith("zero_optimization."):
         return of_zero_config(what.partition(".")[2], "another")
     if what.startswith("aio."):
-        return partial(of_swap_file, what.partition(".")[2].partition(",")[0])
+        return of_swap_file
     return (CHANGES | OF_ZERO if engine.strategy.kind == "zero" else CHANGES).get(what)
 
 
 def is_noticed(what: str, engine: Any) -> bool:
-    return any(asked != found for name, asked, found in engine.findings() if name == what)
+    return next((asked != found for name, asked, found in engine.findings() if name == what), False)
 
 
 def change_each(engine: Any) -> None:
     right(engine)
-    names = dict.fromkeys([what for what, *_ in engine.findings()] + ["wrapper"])
+    names = [what for what, *_ in engine.findings()]
+    # FSDP2 names its wrapper only where it is missing.
+    names += ["wrapper"] if isinstance(engine.model, FSDPModule) else []
     changes = {what: change_of(what, engine) for what in names}
     unnoticed = []
     for what, change in changes.items():

@@ -1,8 +1,8 @@
-"""Plants faults that a user would suffer from, one at a time, in a copy of the tree: the tests named must notice.
+"""Plants faults that a user would suffer from, one at a time, in a copy of the tree: a quick test must notice each.
 
-    python tests/mutants.py [AREA ...]    prints what became of each; exit code 1 if one survives or is not in its file
+    python tests/mutants.py [AREA ...]    says what became of each; exit code 1 if one is not noticed
 
-tests/test_unnoticed.py sees that each fault can still be planted.
+tests/test_mutants.py sees that each can still be planted.
 """
 
 import argparse
@@ -28,8 +28,8 @@ class Fault:
     change: str
     harm: str
     """What a user suffers."""
-    tests: str
-    """Arguments of pytest, of which one test fails."""
+    test: str
+    """Notices it: FILE::NAME, with all of its cases that are quick."""
 
     def planted_in(self, code: str) -> str:
         """The file's text with the fault.
@@ -42,7 +42,7 @@ class Fault:
         return code.replace(self.text, self.change)
 
 
-ENGINE, HANGS = "cookbook/training/engine", "cookbook/system"
+ENGINE, SYSTEM = "cookbook/training/engine", "cookbook/system"
 CHECKPOINT = "cookbook/training/checkpoint"
 FAULTS = (
     Fault(
@@ -51,7 +51,7 @@ FAULTS = (
         "scale = self.mesh.token_parallel_size / count",
         "scale = self.mesh.token_parallel_size / (count + 1)",
         "every gradient is too small, under all strategies alike",
-        "tests/test_oracle.py",
+        "tests/test_oracle.py::test_a_run_is_the_plain_loop",
     ),
     Fault(
         "dropout",
@@ -59,7 +59,7 @@ FAULTS = (
         "self.world.rank // self.mesh.tensor]",
         "self.world.rank]",
         "the processes of a tensor-parallel group drop different values of one tensor",
-        "tests/test_tensor_parallel.py",
+        "tests/test_tensor_parallel.py::test_the_processes_of_a_tensor_parallel_group_draw_alike_and_no_others",
     ),
     Fault(
         "read-back",
@@ -67,7 +67,23 @@ FAULTS = (
         "{self._block.fsdp_reshard_after_forward}, reshards",
         "reshards, reshards",
         "a library that keeps all weights gathered goes unnoticed",
-        "tests/test_read_back.py",
+        "tests/test_read_back.py::test_every_setting_that_is_compared_is_refused_when_another_runs",
+    ),
+    Fault(
+        "read-back",
+        f"{ENGINE}/zero.py",
+        'yield "clipping", self.max_grad_norm, model.gradient_clipping()',
+        'yield "clipping", self.max_grad_norm, self.max_grad_norm',
+        "a run clips at another norm than its recipe says",
+        "tests/test_read_back.py::test_every_setting_that_is_compared_is_refused_when_another_runs",
+    ),
+    Fault(
+        "read-back",
+        f"{ENGINE}/ddp.py",
+        'yield "DDP", self._options, found',
+        'yield "DDP", found, found',
+        "DDP runs with other buckets than its file says",
+        "tests/test_read_back.py::test_every_setting_that_is_compared_is_refused_when_another_runs",
     ),
     Fault(
         "adapters",
@@ -75,7 +91,7 @@ FAULTS = (
         "first.uniform_(-(num_inputs**-0.5), num_inputs**-0.5,",
         "first.uniform_(-2 * num_inputs**-0.5, 2 * num_inputs**-0.5,",
         "adapters begin twice as wide as peft's",
-        "tests/test_adapters.py",
+        "tests/test_adapters.py::test_first_weights_are_as_wide_as_those_of_peft",
     ),
     Fault(
         "checkpoint",
@@ -83,7 +99,7 @@ FAULTS = (
         "        os.fsync(self._descriptor)\n",
         "",
         "after a power cut a whole manifest names files without their data",
-        "tests/test_checkpoint_format.py",
+        "tests/test_checkpoint_format.py::test_what_a_name_promises_is_on_the_disk_before_it",
     ),
     Fault(
         "checkpoint",
@@ -91,7 +107,7 @@ FAULTS = (
         'replace_file(build / MANIFEST, sealed({"format": FORMAT, **manifest}), flush=True)',
         'replace_file(build / MANIFEST, sealed({"format": FORMAT, **manifest}))',
         "after a power cut the newest checkpoint has an empty manifest",
-        "tests/test_checkpoint_format.py",
+        "tests/test_checkpoint_format.py::test_what_a_name_promises_is_on_the_disk_before_it",
     ),
     Fault(
         "checkpoint",
@@ -99,7 +115,7 @@ FAULTS = (
         "    flush_folder(build)\n",
         "",
         "after a power cut files of a checkpoint have no names",
-        "tests/test_checkpoint_format.py",
+        "tests/test_checkpoint_format.py::test_what_a_name_promises_is_on_the_disk_before_it",
     ),
     Fault(
         "checkpoint",
@@ -107,7 +123,7 @@ FAULTS = (
         ', "run.num_epochs")',
         ")",
         "a resumed run changes its length, and with it the learning rates, without a word",
-        "tests/test_resume.py",
+        "tests/test_resume.py::test_a_run_that_resumes_does_not_change_its_length_without_consent",
     ),
     Fault(
         "export",
@@ -115,7 +131,7 @@ FAULTS = (
         "end_of_turn=models.end_of_turn(tokenizer))",
         "end_of_turn=None)",
         "an exported model does not stop at the end of its turn",
-        "tests/test_export.py",
+        "tests/test_export.py::test_what_is_exported_stops_at_the_end_of_its_turn_and_where_its_model_did",
     ),
     Fault(
         "rows",
@@ -123,15 +139,23 @@ FAULTS = (
         "            chat = _masked(chat, key, from_json(raw[key]))\n    chat = _begun(raw, chat)\n",
         "            chat = _masked(chat, key, from_json(raw[key]))\n",
         "system prompts beside messages are not trained with",
-        "tests/test_data_keys.py",
+        "tests/test_data_keys.py::test_every_kind_with_chats_reads_system_history_tools_and_what_is_for_the_template",
     ),
     Fault(
         "rows",
         "cookbook/config/row_columns.py",
         "readings({key for key, value in raw.items() if value is not None})",
         "readings(set(raw))",
+        "init takes a table of several kinds of rows, whose other columns are null, for another kind",
+        "tests/test_data_rows.py::test_columns_of_other_kinds_that_are_null_do_not_make_a_row_ambiguous",
+    ),
+    Fault(
+        "rows",
+        "cookbook/training/data/rows.py",
+        "present = frozenset(key for key, value in raw.items() if value is not None)",
+        "present = frozenset(raw)",
         "a table of several kinds of rows, whose other columns are null, is refused",
-        "tests/test_data_rows.py",
+        "tests/test_data_rows.py::test_columns_of_other_kinds_that_are_null_do_not_make_a_row_ambiguous",
     ),
     Fault(
         "rows",
@@ -139,23 +163,23 @@ FAULTS = (
         'adds_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]',
         "adds_bos = bos is not None",
         "texts begin with a token that the model was never given",
-        "tests/test_data_tokens.py",
+        "tests/test_data_tokens.py::test_a_begin_token_that_the_tokenizer_has_and_does_not_write_is_not_added",
     ),
     Fault(
         "hangs",
-        f"{HANGS}/hang_report.py",
+        f"{SYSTEM}/hang_report.py",
         "for rank in members if rank in stuck and rank not in inside]",
         "for rank in members if rank not in inside]",
         "a dead rank is said to be missing from collectives that ended long ago",
-        "tests/test_watch.py",
+        "tests/test_watch.py::test_a_silent_rank_is_missing_from_what_others_wait_in_and_from_nothing_else",
     ),
     Fault(
         "hangs",
-        f"{HANGS}/watchdog.py",
+        f"{SYSTEM}/watchdog.py",
         "silent += min(now - before, 2 * self._poll_seconds)",
         "silent += now - before",
         "a run on a suspended laptop is ended when it wakes",
-        "tests/test_watch.py",
+        "tests/test_watch.py::test_time_in_which_the_process_was_stopped_is_no_silence",
     ),
     Fault(
         "launch",
@@ -163,7 +187,7 @@ FAULTS = (
         "range(int(found[1]), int(found[2]) + 1)",
         "range(int(found[1]), int(found[2]))",
         "a batch that the largest group cannot share is found when it has come to be",
-        "tests/test_hosts.py",
+        "tests/test_hosts.py::test_the_sizes_of_a_group_that_may_change_are_those_of_torchrun_s_flag",
     ),
     Fault(
         "launch",
@@ -171,7 +195,7 @@ FAULTS = (
         "max(1, num_cores() // num_local)",
         "max(1, num_cores() // (num_local * num_machines))",
         "half of the cores of two machines are idle",
-        "tests/test_hosts.py",
+        "tests/test_hosts.py::test_without_a_count_each_machine_has_as_many_processes_and_threads_as_alone",
     ),
     Fault(
         "launch",
@@ -179,7 +203,7 @@ FAULTS = (
         "set -- {shlex.join(task.words)}",
         "set -- {' '.join(task.words)}",
         "settings with blanks break, and a value may run as a command",
-        "tests/test_submit.py",
+        "tests/test_submit.py::test_bash_gives_launch_the_words_of_a_slurm_script_as_they_were_written",
     ),
     Fault(
         "plan",
@@ -187,7 +211,7 @@ FAULTS = (
         "return order, round(seconds, 3), offload, simplicity",
         "return order, offload, round(seconds, 3), simplicity",
         "plan recommends what takes longer",
-        "tests/test_forecast.py",
+        "tests/test_forecast.py::test_the_ranking_by_hand",
     ),
 )
 
@@ -203,33 +227,40 @@ def copy_of_tree(folder: Path) -> None:
     (folder / ".venv").symlink_to((ROOT / ".venv").resolve())
 
 
-def failed_tests(tree: Path, words: str) -> list[str]:
-    """The tests, of those that these arguments of pytest choose, that fail there; it stops at the first.
+def first_failure(tree: Path, tests: list[str]) -> str | None:
+    """The first of these tests that fails there.
 
     Raises:
         RuntimeError: they could not be run.
     """
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *words.split()]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     if done.returncode not in (0, 1):
-        raise RuntimeError(f"pytest {words} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr}")
+    failed = (line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR ")))
+    return next(failed, None)
 
 
 def survivors(faults: list[Fault]) -> list[Fault]:
-    """The faults that no test noticed; says of each what became of it."""
+    """The faults that no test noticed; says of each what became of it.
+
+    Raises:
+        RuntimeError: a test fails without any fault.
+    """
     alive = []
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         tree = Path(name)
         copy_of_tree(tree)
+        if failed := first_failure(tree, sorted({fault.test for fault in faults})):
+            raise RuntimeError(f"without any fault: {failed}")
         for fault in faults:
             right = (tree / fault.file).read_text(encoding="utf-8")
             (tree / fault.file).write_text(fault.planted_in(right), encoding="utf-8")
-            noticed = failed_tests(tree, fault.tests)
+            is_noticed = first_failure(tree, [fault.test]) is not None
             (tree / fault.file).write_text(right, encoding="utf-8")
-            alive += [] if noticed else [fault]
-            print(f"{fault.area}: {fault.harm}: {noticed[0] if noticed else 'NOT NOTICED'}", flush=True)
+            alive += [] if is_noticed else [fault]
+            print(f"{'noticed' if is_noticed else 'NOT NOTICED'}: {fault.area}: {fault.harm}", flush=True)
     return alive
 
 

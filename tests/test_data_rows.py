@@ -20,6 +20,7 @@ import yaml
 from small_data import ROOT, chat, make_tokenizer, messages, rows_of, run_tokenize, write_lines
 
 from cookbook.config.objectives import Objective
+from cookbook.config.row_columns import kinds_of
 from cookbook.config.row_kinds import MadeUp, kinds
 from cookbook.config.sections import DataSection, Source
 from cookbook.system.files import RecipeError
@@ -170,6 +171,7 @@ def test_columns_of_other_kinds_that_are_null_do_not_make_a_row_ambiguous(tmp_pa
     lines = write_lines(tmp_path / "rows.jsonl", *(json.dumps(row | others) for row in rows))
     for path in (tmp_path / "rows.parquet", lines):
         assert read_rows(Source(path=str(path)), "error").rows == rows
+    assert kinds_of(rows[0] | others) == {"messages"}  # what `init` and `check` go by
 
 
 def test_bad_parquet_row_is_named_with_its_number(tmp_path):

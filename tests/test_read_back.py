@@ -11,8 +11,8 @@ import pytest
 from tests.curves import Lab
 from tests.experts import experts, needs_experts
 
-QUICK = ("ddp", "fsdp2", "zero3")
-SLOW = ("single", "fsdp1", "fsdp2_offload", "zero2", "zero3_hpz", "zero3_nvme", "fsdp2_ep", "pp_tp", "fsdp2_tp")
+QUICK = ("single", "ddp", "fsdp1", "fsdp2", "zero2", "zero3", "fsdp2_tp", "pp_tp")
+SLOW = ("fsdp2_ep", "zero3_hpz", "zero3_nvme")
 
 
 def slowly(*strategies: str) -> list:
