@@ -141,8 +141,8 @@ def of_zero_config(name: str, value: Any) -> Change:
     return change
 
 
-def of_large_parameter(name: str, value: Any) -> Change:
-    return lambda engine: patch.object(max(engine.model.parameters(), key=lambda p: p.ds_numel), name, value)
+def of_parameter(**changed: Any) -> Change:
+    return lambda engine: patch.multiple(next(iter(engine.model.parameters())), **changed)
 
 
 def of_experts(change: Change) -> Change:
@@ -231,8 +231,8 @@ OF_ZERO: dict[str, Change] = {
     "optimizer wrapper": of_wrapper("optimizer", SimpleNamespace()),
     "data-parallel processes": CHANGES["processes"],
     "partitioned parameters": of_other_partitions,
-    "parameters between steps": of_large_parameter("ds_status", SimpleNamespace(name="AVAILABLE")),
-    "processes that share a second copy of the weights": of_large_parameter("ds_secondary_tensor_group_size", 99),
+    "parameters between steps": of_parameter(ds_status=SimpleNamespace(name="AVAILABLE"), ds_numel=10**9),
+    "processes that share a second copy of the weights": of_parameter(ds_secondary_tensor_group_size=99),
 }
 
 

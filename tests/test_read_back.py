@@ -24,8 +24,7 @@ def test_every_setting_that_is_compared_is_refused_when_another_runs(lab: Lab, t
     settings = {"run.output_dir": str(tmp_path / "run")}
     if needs_experts(strategy):
         settings |= experts(lab)
-    path = lab.derive(strategy, stage3_param_persistence_threshold=0) if strategy == "zero3" else strategy
-    done = lab.start(path, settings, program=("tests/changed_settings.py",))
+    done = lab.start(strategy, settings, program=("tests/changed_settings.py",))
     said = [line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith("CHANGED ")]
     assert len(said) == 1, done.stdout[-3000:]
     found = json.loads(said[0])
