@@ -32,6 +32,7 @@ from cookbook.system.hardware import parse_machines
 from cookbook.training.adapters import inject
 from cookbook.training.models.structure import find_config
 from tests.experts import needs_experts
+from tests.turns import others_by_turn
 
 STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
 SFT_7B = min(str(path.relative_to(ROOT)) for path in (ROOT / "recipes/qwen25_7b").glob("sft*.yaml"))
@@ -92,7 +93,13 @@ def test_bytes_a_parameter_are_the_bytes_of_the_model(recipe: Recipe, name: str)
     assert held.disk.total == pytest.approx(total(shares(inputs), "disk") * numel, rel=0.02)
 
 
-@pytest.mark.parametrize("name", [name for name in STRATEGIES if not needs_experts(name)])
+@pytest.mark.parametrize(
+    "name",
+    others_by_turn(
+        [name for name in STRATEGIES if not needs_experts(name)],
+        ["single", "fsdp2", "zero2_offload", "zero3_offload", "zero3_nvme", "pp_tp_fsdp2"],
+    ),
+)
 def test_doctor_and_plan_ask_for_the_same_memory_of_the_host_and_the_same_disk(recipe: Recipe, name: str):
     strategy = shipped(name)
     each = count_of(strategy)

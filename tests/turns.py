@@ -22,6 +22,10 @@ FAMILIES += ("nemotron_h", "olmo2", "phi3", "qwen3", "qwen3_5_text", "qwen3_moe"
 """Model types that differ most in their layers, where each of some two hundred types has a test."""
 
 
+TEMPLATES = ("chatml", "gemma3", "gpt_oss", "llama3_1", "qwen2_5", "qwen3_5")
+"""Of the shipped templates, those of the families that are trained most."""
+
+
 def others_by_turn(everything: Iterable[str], chosen: Iterable[str]) -> list[Any]:
     """Parameters: all, of which those that are not chosen are thorough.
 
