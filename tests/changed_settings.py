@@ -119,7 +119,7 @@ def without_a_layers_unit(engine: Any) -> Iterator[None]:
 
 
 def of_group(name: str, value: Any) -> Change:
-    """Of the parameters of a layer under FSDP2. `value`: from what it is."""
+    """Another value of a layer's group of parameters under FSDP2. `value`: from what it is."""
 
     def change(engine: Any) -> AbstractContextManager:
         group = engine.model.model.layers[0]._get_fsdp_state()._fsdp_param_group

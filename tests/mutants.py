@@ -119,6 +119,22 @@ FAULTS = (
     ),
     Fault(
         "checkpoint",
+        f"{CHECKPOINT}/saver.py",
+        'replace_file(file, json.dumps(state, indent=1) + "\\n", flush=True)',
+        'replace_file(file, json.dumps(state, indent=1) + "\\n")',
+        "after a power cut a whole manifest names an empty state",
+        "tests/test_checkpoint_format.py::test_what_a_name_promises_is_on_the_disk_before_it",
+    ),
+    Fault(
+        "checkpoint",
+        f"{CHECKPOINT}/folder.py",
+        "    os.rename(build, final)\n    flush_folder(root)\n",
+        "    os.rename(build, final)\n",
+        "after a power cut LATEST names a checkpoint that has no name yet",
+        "tests/test_checkpoint_format.py::test_what_a_name_promises_is_on_the_disk_before_it",
+    ),
+    Fault(
+        "checkpoint",
         f"{CHECKPOINT}/resume.py",
         ', "run.num_epochs")',
         ")",
