@@ -25,6 +25,7 @@ from cookbook.planning import launchers
 from cookbook.planning.run_plan import Plan, begun_elsewhere, describe_batch, load_pair, make_plan
 from cookbook.run import shortage
 from cookbook.system import faults, lock, machine, signals, status, watchdog
+from cookbook.system.console import say, shown
 from cookbook.system.files import RecipeError, refuse
 from cookbook.system.imports import imports
 from cookbook.system.shipped import located
@@ -55,7 +56,7 @@ def main() -> int:
         recipe, strategy, plan, world, notes = check(arguments.recipe, arguments.assignments)
         if arguments.dry_run:
             if world.rank == 0:
-                print(f"{arguments.recipe}: fine under {strategy.path}; {describe_batch(recipe, plan)}")
+                say(f"{arguments.recipe}: fine under {strategy.path}; {describe_batch(recipe, plan)}")
             return 0
         watching = start_watch(recipe, world)
         try:
@@ -70,7 +71,7 @@ def main() -> int:
     except RecipeError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(60)  # torchrun kills all at the first exit: let the first process of a machine report it
-        print(f"\n{error}\n", file=sys.stderr)
+        say(f"\n{shown(str(error))}\n", file=sys.stderr)
         return 2
 
 

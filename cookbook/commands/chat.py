@@ -10,6 +10,7 @@ from typer import Option
 from cookbook.commands.shared.arguments import MODEL, positive, run_folder
 from cookbook.commands.shared.find_model import find_model, quiet_without_gpus
 from cookbook.config.messages import Chat
+from cookbook.system.console import say
 from cookbook.system.files import RecipeError
 
 if TYPE_CHECKING:
@@ -41,9 +42,9 @@ def chat(
     if compare:
         generators["base"] = generation.open_base(tuned, folder)
     device = tuned.model.device.type
-    print(f"CHAT with {found} on {device}: /reset forgets the conversation, /exit ends", file=sys.stderr)
+    say(f"CHAT with {found} on {device}: /reset forgets the conversation, /exit ends", file=sys.stderr)
     if not tuned.tokenizer.chat_template:
-        print("no chat template: each line is a text of its own, which the model continues", file=sys.stderr)
+        say("no chat template: each line is a text of its own, which the model continues", file=sys.stderr)
     start: Chat = [] if system is None else [{"role": "system", "content": system}]
     chats: dict[str, Chat] = {name: list(start) for name in generators}
     for line in _lines():
@@ -54,7 +55,7 @@ def chat(
             continue
         for name, generator in generators.items():
             if compare:
-                print(f"[{name}] ", end="", flush=True)
+                say(f"[{name}] ", end="", flush=True)
             asked: Chat = [*chats[name], {"role": "user", "content": line}]
             printer = generation.Printer(generator.tokenizer)
             prompt = asked if generator.tokenizer.chat_template else line
@@ -65,7 +66,7 @@ def chat(
                     raise
                 printer.end()
                 if isinstance(error, RecipeError):
-                    print(error)
+                    say(error)
                     continue
             chats[name] = [*asked, {"role": "assistant", "content": printer.text}]
     return 0

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from cookbook.commands.report import pages as pages
 from cookbook.commands.shared.arguments import AsJson, run_folder
+from cookbook.system.console import say
 from cookbook.training.checkpoint.listing import in_words, list_checkpoints
 
 
@@ -14,5 +15,5 @@ def checkpoint(
 ) -> int:
     """List checkpoints and how to resume; 1 if one is broken."""
     found = list_checkpoints(path)
-    print(json.dumps(found, indent=1) if as_json else in_words(found))
+    say(json.dumps(found, indent=1) if as_json else in_words(found))
     return 1 if any(one["broken"] for one in found) else 0

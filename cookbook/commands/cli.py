@@ -42,7 +42,7 @@ from cookbook.commands.tune import tune
 from cookbook.commands.watch import watch
 from cookbook.commands.why_slow import why_slow
 from cookbook.config.foreign import as_assignment
-from cookbook.system.console import show_all_letters
+from cookbook.system.console import say, show_all_letters, shown
 from cookbook.system.files import RecipeError, cannot_write
 from cookbook.system.shipped import HOME, short
 
@@ -66,11 +66,11 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         if error.filename is None:  # as of a write to a file that is open
             what = "a file" if _takes_output() else "the output"
-            print(cannot_write(what, error, "make room, or write it to another disk"), file=sys.stderr)
+            say(cannot_write(what, error, "make room, or write it to another disk"), file=sys.stderr)
         elif os.path.exists(error.filename) and not os.access(error.filename, os.R_OK):
-            print(f"{error.filename}: cannot be read ({error.strerror})", file=sys.stderr)
+            say(f"{error.filename}: cannot be read ({error.strerror})", file=sys.stderr)
         else:
-            print(cannot_write(error.filename, error), file=sys.stderr)
+            say(cannot_write(error.filename, error), file=sys.stderr)
         return 2
     return code
 
@@ -103,10 +103,10 @@ class _Commands(TyperGroup):
         try:
             ctx.exit(super().invoke(ctx))
         except RecipeError as error:
-            print(short(str(error)), file=sys.stderr)
+            say(shown(short(str(error))), file=sys.stderr)
             ctx.exit(2)
         except TyperException as error:
-            print(_in_a_line(error), file=sys.stderr)
+            say(shown(_in_a_line(error)), file=sys.stderr)
             ctx.exit(2)
         except BrokenPipeError:  # whoever read has seen enough, as in `... | head`
             _close_stdout()
@@ -137,10 +137,10 @@ def _in_a_line(error: Any) -> str:
 
 def _show_versions(asked: bool) -> None:
     if asked:
-        print("cookbook", yaml.safe_load(CITATION.read_text(encoding="utf-8"))["version"])
-        print("python", platform.python_version())
+        say("cookbook", yaml.safe_load(CITATION.read_text(encoding="utf-8"))["version"])
+        say("python", platform.python_version())
         for package in ("torch", "accelerate", "deepspeed", "transformers"):
-            print(package, next((one.version for one in metadata.distributions(name=package)), "is not installed"))
+            say(package, next((one.version for one in metadata.distributions(name=package)), "is not installed"))
         raise Exit
 
 

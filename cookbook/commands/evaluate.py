@@ -17,7 +17,7 @@ from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.planning import launchers
 from cookbook.planning.packing import decide
 from cookbook.planning.run_plan import make_plan
-from cookbook.system.console import page
+from cookbook.system.console import page, say
 from cookbook.system.files import Document, RecipeError, refuse
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import num_gpus
@@ -41,11 +41,11 @@ def evaluate(
     recipe = _recipe_for(folder, model, data, assignments)
     found = evaluate_model(model, recipe)
     if as_json:
-        print(json.dumps({"model": str(model), "sets": found}, indent=1))
+        say(json.dumps({"model": str(model), "sets": found}, indent=1))
         return 0
     names = list(dict.fromkeys(name for one in found for name in one))
     rows = [[f"{one:.4f}" if isinstance(one, float) else str(one) for one in map(line.get, names)] for line in found]
-    print(page(f"EVALUATION of {model}", names, *rows))
+    say(page(f"EVALUATION of {model}", names, *rows))
     return 0
 
 
@@ -125,7 +125,7 @@ def evaluate_model(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
         rows, tokenizer, recipe.data, recipe.objective, cache=CACHE, num_embeddings=facts.num_embeddings
     )
     for note in [*facts.notes, *notes]:
-        print(note, file=sys.stderr)
+        say(note, file=sys.stderr)
     world = launchers.World(rank=0, local_rank=0, num_processes=1, num_local=1, is_launched=False)
     engine = stages.start_engine(recipe, strategy, plan, world, beat=lambda doing, step: None)
     recipe = _prepare_model(folder, base, recipe, engine)

@@ -8,6 +8,7 @@ from typer import Option
 
 from cookbook.commands.report import pages as pages
 from cookbook.commands.shared.arguments import run_folder
+from cookbook.system.console import say
 from cookbook.system.files import RecipeError
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.training.checkpoint.listing import is_run
@@ -42,10 +43,10 @@ def export(
         hub.check_push(push)
     try:
         with publish.find_checkpoint(folder, step) as checkpoint:
-            written = publish.export(folder, checkpoint, target=out, dtype=dtype, merged=merged)
+            written = publish.export(folder, checkpoint, target=out, dtype=dtype, merged=merged, say=say)
     except publish.BrokenExport as error:
-        print(error, file=sys.stderr)
+        say(error, file=sys.stderr)
         return 1
     if push:
-        print(f"pushed: {hub.push(written, push, public=public)}")
+        say(f"pushed: {hub.push(written, push, public=public)}")
     return 0

@@ -25,7 +25,7 @@ from cookbook.config.row_columns import kinds_of, rename, suggested_columns
 from cookbook.config.row_kinds import kinds
 from cookbook.config.sections import Source
 from cookbook.config.strategy import Strategy, load_known
-from cookbook.system.console import several
+from cookbook.system.console import say, several
 from cookbook.system.files import Document, RecipeError, cannot_write, dump_yaml, gathered, read_document, refuse
 from cookbook.system.hardware import GIB, Machines, in_gib, parse_machines, this_machine
 from cookbook.system.imports import quiet_deepspeed
@@ -128,11 +128,11 @@ def init(
             file.write(text)
     except OSError as error:
         raise RecipeError(cannot_write(out, error, "name another file with --out")) from None
-    print(text)
+    say(text)
     check([out], assignments=[])
     recipe = shlex.quote(str(out))
-    print(f"cookbook preview {recipe}")
-    print(f"cookbook launch {recipe}")
+    say(f"cookbook preview {recipe}")
+    say(f"cookbook launch {recipe}")
     return 0
 
 

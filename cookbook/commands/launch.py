@@ -30,6 +30,7 @@ from cookbook.run import shortage
 from cookbook.run.next_start import Start, next_start, suggestion
 from cookbook.system import hosts, signals, status
 from cookbook.system.child import ACCELERATE_CLI, run_child
+from cookbook.system.console import say
 from cookbook.system.files import RecipeError, gathered, refuse
 from cookbook.system.machine import num_cores, num_gpus
 from cookbook.training.data.rows import read_rows
@@ -96,10 +97,10 @@ def launch(
         command.append("--dry-run")
     if logs is not None:
         environment.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
-        print(f"the output of each process: {logs}/*/attempt_*/RANK/stdout.log and stderr.log", flush=True)
+        say(f"the output of each process: {logs}/*/attempt_*/RANK/stdout.log and stderr.log", flush=True)
     if warning := hosts.address_warning(found):
-        print(warning, flush=True)
-    print(run_plan.show_command(command), flush=True)
+        say(warning, flush=True)
+    say(run_plan.show_command(command), flush=True)
     # torchrun would give each process one thread, whatever the machine has: too few on CPU, and for offloaded updates.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_local)))
     if not gpus:
@@ -143,14 +144,14 @@ def run_and_restart(start: Start, run_child: RunChild, environment: dict[str, st
 
 
 def _say(text: str) -> None:
-    print(f"\n{text}\n", file=sys.stderr, flush=True)
+    say(f"\n{text}\n", file=sys.stderr, flush=True)
 
 
 def _simulate(count: int, path: Path, recipe: Recipe) -> dict[str, str]:
     """The variables that make GPUs of this process and of those that it starts."""
     environment = simulated_gpus.environment(count)
     os.environ |= environment
-    print(f"{count} simulated GPUs: no time or speed of this run is a measurement", flush=True)
+    say(f"{count} simulated GPUs: no time or speed of this run is a measurement", flush=True)
     refuse(lacks_for_fp8(path, recipe, count))  # asks the simulated driver
     return environment
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from typer import Option
 
 from cookbook.commands.shared.arguments import run_folder
+from cookbook.system.console import say
 from cookbook.system.files import RecipeError
 from cookbook.system.imports import quiet_deepspeed
 
@@ -41,5 +42,5 @@ def merge_run(run: Path, dtype: str | None) -> int:
         for name in ("README.md", "export.json"):  # of an adapter that `cookbook.run.publish` wrote
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, build / name)
-    print(f"{target}: {Base.read(folder).name_or_path} with the adapter in it, {checked}")
+    say(f"{target}: {Base.read(folder).name_or_path} with the adapter in it, {checked}")
     return 0

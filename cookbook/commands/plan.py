@@ -10,6 +10,7 @@ from cookbook.commands.shared.arguments import QUICKSTART, RECIPE, AsJson, Assig
 from cookbook.commands.shared.labels import read_label, read_needs
 from cookbook.config.strategy import find_strategy, known_strategies, load_known, load_strategy
 from cookbook.planning.run_plan import load_pair
+from cookbook.system.console import say
 from cookbook.system.hardware import GIB, Machines, parse_machines, this_machine, with_room
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.shipped import short
@@ -44,9 +45,9 @@ def plan(
     outlook = forecast_all(recipe, strategies, machines, str(path), others)
     sizes = better_sizes(recipe, strategies, machines, str(path))
     if as_json:
-        print(json.dumps(as_record(outlook, str(path), num_samples=samples, price=price, sizes=sizes), indent=1))
+        say(json.dumps(as_record(outlook, str(path), num_samples=samples, price=price, sizes=sizes), indent=1))
     else:
-        print(short(in_words(outlook, str(path), num_samples=samples, price=price, sizes=sizes)))
+        say(short(in_words(outlook, str(path), num_samples=samples, price=price, sizes=sizes)))
     return 0 if outlook.forecasts[0].verdict in MAY_RUN else 1
 
 

@@ -13,6 +13,7 @@ from cookbook.commands.shared.find_model import find_model, find_run, quiet_with
 from cookbook.config.messages import Chat
 from cookbook.config.recipe import load_recipe
 from cookbook.config.row_kinds import kinds
+from cookbook.system.console import say, shown
 from cookbook.system.files import RecipeError
 
 PROMPT = "Write `def get_name(self)`: Return the name."  # as cookbook/training/data/stdlib.py words it
@@ -36,14 +37,14 @@ def sample(
     from cookbook.commands.shared import generation
 
     generator = generation.open_model(found)
-    print(f"SAMPLE from {found}")
+    say(f"SAMPLE from {found}")
     for asked, tools, reference in rows:
-        print(f"\n--- prompt\n{_as_text(asked)}\n--- answer")
+        say(f"\n--- prompt\n{shown(_as_text(asked))}\n--- answer")
         generator.generate(asked, generation.Printer(generator.tokenizer), max_new_tokens=max_new_tokens, tools=tools)
-        print(f"--- reference\n{reference}")
+        say(f"--- reference\n{shown(reference)}")
     if from_eval is None:
         prompt = PROMPT if prompt is None else prompt
-        print(f"\n{prompt}\n")
+        say(f"\n{shown(prompt)}\n")
         chat = [{"role": "user", "content": prompt}] if generator.tokenizer.chat_template else prompt
         generator.generate(chat, generation.Printer(generator.tokenizer), max_new_tokens=max_new_tokens)
     return 0

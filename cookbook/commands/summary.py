@@ -7,13 +7,13 @@ from typing import Annotated
 from cookbook.commands.report import pages as pages
 from cookbook.commands.shared.arguments import run_folder
 from cookbook.commands.shared.history import History, read_history
-from cookbook.system.console import page, several
+from cookbook.system.console import page, say, several
 from cookbook.system.shipped import short
 
 
 def summary(folder: Annotated[Path, run_folder()]) -> int:
     """Show what a run did: losses, speed, memory, its model."""
-    print(page(f"SUMMARY of {folder}", *summarize(read_history(folder)).items()))
+    say(page(f"SUMMARY of {folder}", *summarize(read_history(folder)).items()))
     return 0
 
 

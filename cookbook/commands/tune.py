@@ -18,6 +18,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy, find_strategy, known_strategies, load_strategy
 from cookbook.planning.run_plan import default_num_processes, launch_command, load_pair
 from cookbook.system import signals
+from cookbook.system.console import say
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import Machines
 from cookbook.system.imports import quiet_deepspeed
@@ -91,22 +92,22 @@ def tune(
     chosen = candidates(recipe, own, found, machines, str(path))[:trials]
     if not chosen:
         raise RecipeError(f"{path}: nothing fits on {machines.text}; see cookbook plan {path}")
-    print(f"TUNE of {path} on {machines.text}: {steps} steps each, after {WARM_UP} that are not counted")
+    say(f"TUNE of {path} on {machines.text}: {steps} steps each, after {WARM_UP} that are not counted")
     for one in chosen:
-        print(f"  {one.settings.words}: {one.why}")
+        say(f"  {one.settings.words}: {one.why}")
     here = num_gpus()
     if simulated_gpus.is_active() or machines.num_gpus != here:
         there = "simulated GPUs" if simulated_gpus.is_active() else f"{here} GPUs"
-        print(f"nothing was tried: this machine has {there}, whose speed is no measure for {machines.text}")
+        say(f"nothing was tried: this machine has {there}, whose speed is no measure for {machines.text}")
         return 0
     speeds = {one.settings: measure(path, one.settings, recipe, assignments, steps) for one in chosen}
     for settings, speed in speeds.items():
-        print(f"  {settings.words}: {'failed' if speed is None else f'{speed:,.0f} tokens/s'}")
+        say(f"  {settings.words}: {'failed' if speed is None else f'{speed:,.0f} tokens/s'}")
     best = max((one for one in speeds if speeds[one] is not None), key=lambda one: speeds[one] or 0.0, default=None)
     if best is None:
         return 1
     path.write_text(with_values(path.read_text(encoding="utf-8"), best.keys), encoding="utf-8")
-    print(f"{path}: {best.words}")
+    say(f"{path}: {best.words}")
     return 0
 
 
@@ -159,7 +160,7 @@ def measure(path: Path, settings: Settings, recipe: Recipe, assignments: list[st
         try:
             load_pair(path, words, Path(strategy.path))
         except RecipeError as error:
-            print(error)
+            say(error)
             return None
         count = default_num_processes(strategy, num_gpus())
         command = launch_command(str(path), strategy, num_processes=count, assignments=words)

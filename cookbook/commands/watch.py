@@ -11,7 +11,7 @@ from typer import Option
 
 from cookbook.commands.shared.arguments import positive, run_folder, which_run
 from cookbook.commands.shared.history import state_of
-from cookbook.system.console import console, page
+from cookbook.system.console import console, page, say, shown
 from cookbook.system.files import RecipeError
 from cookbook.system.record_files import METRICS, RUN, parse_lines, read_json
 from cookbook.system.screen import step_words
@@ -53,7 +53,8 @@ def _watch_plain(folders: Sequence[Path], every: float) -> None:
         for folder, row in zip(folders, rows, strict=True):
             if seen.get(folder) != row[:4]:
                 seen[folder] = row[:4]
-                print(", ".join(f"{name} {cell}" for name, cell in zip(HEAD, row, strict=True) if cell), flush=True)
+                words = ", ".join(f"{name} {cell}" for name, cell in zip(HEAD, row, strict=True) if cell)
+                say(shown(words), flush=True)
 
 
 def _looks(folders: Sequence[Path], every: float) -> Iterator[list[tuple[str, ...]]]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from cookbook.commands.shared.arguments import run_folder
 from cookbook.commands.shared.history import History, read_history, read_ranks
 from cookbook.config.strategy import Strategy, load_strategy
-from cookbook.system.console import page
+from cookbook.system.console import page, say
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import GIB, find_gpu, in_gib
 from cookbook.system.step_phases import PARTS, in_words
@@ -45,18 +45,18 @@ def why_slow(folder: Annotated[Path, run_folder()]) -> int:
     steps = run.steps[WARM_UP:] or run.steps
     if "step_seconds" not in steps[0]:
         raise RecipeError(f"{folder}: ran on simulated GPUs, whose times mean nothing")
-    print(page(f"TIME of {folder}, {len(steps)} steps", *_rows(steps)))
+    say(page(f"TIME of {folder}, {len(steps)} steps", *_rows(steps)))
     profiles = read_ranks(folder / "profile", "phases")
     for record in profiles:
         title = f"PROFILE of steps {record['first_step']} to {record['last_step']}, rank {record['rank']}"
-        print(in_words(record, title))
-    print(beside_forecast(run, steps, profiles))
+        say(in_words(record, title))
+    say(beside_forecast(run, steps, profiles))
     found = sorted(advice(run, profiles), key=lambda one: -one.gain)[:MOST_ADVICE]
     rows = [(f"{number}.", one.what, f"{one.about} {one.gain:.0%}") for number, one in enumerate(found, 1)]
-    print(page("CHANGE FIRST", *rows) if rows else "Nothing stands out.")
+    say(page("CHANGE FIRST", *rows) if rows else "Nothing stands out.")
     if not profiles:
         ranks = list(range(min(8, run.record.get("strategy", {}).get("processes", 1))))
-        print(f"For more, profile some steps: --set 'run.profile={{steps: [10, 14], ranks: {ranks}}}'")
+        say(f"For more, profile some steps: --set 'run.profile={{steps: [10, 14], ranks: {ranks}}}'")
     return 0
 
 

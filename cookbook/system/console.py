@@ -1,5 +1,6 @@
 """Columns and colours on the terminal, by rich, plain text of a fixed width where there is none; and sizes in words."""
 
+import re
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
@@ -14,6 +15,8 @@ Row: TypeAlias = "str | Sequence[str | Text]"
 """A row of a page: a line, or cells."""
 WIDTH = 120
 """Columns without a terminal, and at most on one."""
+_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+"""Control characters (C0 but tabs and line ends, DEL, C1), and those that turn or break lines."""
 BEYOND = 10_000
 """More columns than any page has."""
 
@@ -25,6 +28,19 @@ def console(file: TextIO | None = None) -> "Console":
     found = Console(file=file, markup=False, highlight=False, emoji=False)
     found.width = min(found.width, WIDTH) if found.is_terminal else WIDTH
     return found
+
+
+def shown(text: str) -> str:
+    """A text of others, as of a row, an answer or a file's name, for a terminal: what would move its cursor, write its
+    clipboard or turn its lines around stands in Python's notation.
+    """
+    return _HIDDEN.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def say(*texts: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
+    """`print` for commands: of what `shown` hides, the colours alone reach the terminal."""
+    parts = re.split(r"(\x1b\[[\d;]*m)", sep.join(map(str, texts)))
+    print("".join(part if i % 2 else shown(part) for i, part in enumerate(parts)), end=end, file=file, flush=flush)
 
 
 def show_all_letters() -> None:
@@ -47,7 +63,7 @@ def coloured(text: str, style: str) -> "Text":
     """A cell of `page` in a style of rich, such as "green"."""
     from rich.text import Text
 
-    return Text(text, style)
+    return Text(shown(text), style)
 
 
 def page(*rows: Row, indent: int = 2, file: TextIO | None = None) -> str:
@@ -61,7 +77,9 @@ def page(*rows: Row, indent: int = 2, file: TextIO | None = None) -> str:
     to = console(file)
     room, longest = to.width - indent, to.width // 2 if to.is_terminal else BEYOND
     to.width = BEYOND  # rich narrows a column below its longest word, though another one could wrap
-    cells = [() if isinstance(row, str) else row for row in rows]
+    cells: list[Sequence[str | Text]] = [
+        () if isinstance(row, str) else [shown(cell) if isinstance(cell, str) else cell for cell in row] for row in rows
+    ]
     count = max(map(len, cells), default=0)
     spans = [[to.measure(row[i]) for row in cells if i < len(row) - 1 or len(row) == count] for i in range(count)]
     widths = [max(span.maximum for span in column) for column in spans]
@@ -73,7 +91,7 @@ def page(*rows: Row, indent: int = 2, file: TextIO | None = None) -> str:
     lines: list[str] = []
     for length, group in groupby(zip(rows, cells, strict=True), key=lambda pair: len(pair[1])):
         if not length:
-            lines += [str(row) for row, _ in group]
+            lines += [shown(str(row)) for row, _ in group]
             continue
         table = Table.grid(padding=(0, gap, 0, 0))
         *before, last = widths[:length]

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from cookbook.system.console import coloured, console, page
+from cookbook.system.console import coloured, console, page, shown
 
 
 class Screen:
@@ -38,7 +38,8 @@ class Screen:
     def header(self, title: str, rows: Iterable[tuple[str, str]]) -> None:
         """What the run is, as names and values."""
         cells = [(coloured(name, "cyan"), value) for name, value in rows]
-        self.say(page(_drawn([(title, "bold")], self.file), *cells, file=self.file))
+        self.say(title, "bold")
+        tqdm.write(page(*cells, file=self.file), file=self.file)
 
     def say(self, text: str, style: str = "") -> None:
         """Print a line that stays.
@@ -46,7 +47,7 @@ class Screen:
         Args:
             style: of rich, for a terminal.
         """
-        tqdm.write(_drawn([(text, style)], self.file) if style else text, file=self.file)
+        tqdm.write(_drawn([(text, style)], self.file) if style else shown(text), file=self.file)
 
     def step(self, line: dict[str, Any], *, hardware: Callable[[], str] = str) -> None:
         """Show a training line of metrics.jsonl.
@@ -101,5 +102,5 @@ def _drawn(parts: Iterable[tuple[str, str]], file: TextIO) -> str:
 
     to = console(file)
     with to.capture() as capture:
-        to.print(Text("  ").join(Text(words, style) for words, style in parts if words), end="", soft_wrap=True)
+        to.print(Text("  ").join(coloured(words, style) for words, style in parts if words), end="", soft_wrap=True)
     return capture.get()

@@ -19,6 +19,7 @@ from cookbook.commands.shared.mistakes import check_model, lacks_checkpoint, lac
 from cookbook.config.recipe import OWNED_ELSEWHERE, Recipe
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
 from cookbook.planning import run_plan
+from cookbook.system.console import say
 from cookbook.system.files import RecipeError, gathered, read_document, refuse
 from cookbook.system.machine import num_gpus
 from cookbook.system.shipped import short
@@ -41,11 +42,11 @@ def check(
     for path in found:
         with gathered(mistakes):
             for line in _check_recipe(path, strategy, assignments, processes, data=data, is_named=bool(paths)):
-                print(short(line))
+                say(short(line))
     for path in () if paths else map(strategy_path, known_strategies()):
         with gathered(mistakes):
             load_strategy(path)
-            print(short(f"{path}: fine"))
+            say(short(f"{path}: fine"))
     if mistakes:
         sys.stdout.flush()
         raise RecipeError(mistakes)

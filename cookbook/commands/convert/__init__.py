@@ -12,6 +12,7 @@ from cookbook.commands.shared.arguments import positive
 from cookbook.config.foreign import PROJECTS
 from cookbook.config.recipe import RECIPES, Recipe, leaves
 from cookbook.config.strategy import load_strategy, strategy_path
+from cookbook.system.console import say
 from cookbook.system.files import Document, RecipeError, cannot_write, dump_yaml, gathered, read_document
 
 ORDER = list(dict.fromkeys(leaves(Recipe)))
@@ -69,13 +70,13 @@ def convert(
             path.write_text(text, encoding="utf-8")
         except OSError as error:
             raise RecipeError(cannot_write(path, error, "name another file with --out")) from None
-        print(f"{path}: written")
-    print(f"from {source}\nstrategy: {name}")
+        say(f"{path}: written")
+    say(f"from {source}\nstrategy: {name}")
     if training is None:
-        print("no recipe: the file has no model and no data; for a recipe:")
-        print(dump_yaml(recipe).rstrip())
+        say("no recipe: the file has no model and no data; for a recipe:")
+        say(dump_yaml(recipe).rstrip())
     if found.notes:
-        print("left out, or to decide:", *found.notes, sep="\n  ")
+        say("left out, or to decide:", *found.notes, sep="\n  ")
     mistakes: list[str] = []
     with gathered(mistakes):
         if training is None:
@@ -83,7 +84,7 @@ def convert(
         else:
             check([out], assignments=[], processes=found.processes or 1)
     if mistakes:
-        print("to correct before it runs:", *mistakes, sep="\n  ")
+        say("to correct before it runs:", *mistakes, sep="\n  ")
     return 0
 
 

@@ -36,7 +36,7 @@ from cookbook.commands.doctor.storage import sizes
 from cookbook.commands.shared.labels import read_label, read_needs
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
-from cookbook.system.console import Row, coloured, page, several
+from cookbook.system.console import Row, coloured, page, say, several
 from cookbook.system.files import RecipeError
 from cookbook.system.gpus import VARIABLE, Driver, read_driver, unnamed_gpus, visible_gpus
 from cookbook.system.machine import CPU_PROCESSES, fp8_problems, torch_cuda
@@ -221,7 +221,7 @@ def report(findings: list[Finding], seconds: float, *, as_json: bool) -> int:
     code = max((EXIT_CODES[finding.status] for finding in findings), default=0)
     if as_json:
         listed = [asdict(finding) for finding in findings]
-        print(json.dumps({"ready": code < 2, "seconds": round(seconds, 1), "findings": listed}, indent=1))
+        say(json.dumps({"ready": code < 2, "seconds": round(seconds, 1), "findings": listed}, indent=1))
     else:
-        print(in_words(findings, seconds))
+        say(in_words(findings, seconds))
     return code

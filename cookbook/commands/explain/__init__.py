@@ -20,7 +20,7 @@ from cookbook.commands.shared.arguments import (
     process_count,
 )
 from cookbook.config.strategy import find_strategy, known_strategies
-from cookbook.system.console import can_show
+from cookbook.system.console import can_show, say
 from cookbook.system.files import RecipeError
 from cookbook.system.shipped import short
 
@@ -40,11 +40,11 @@ def explain(
     plain = not can_show(LETTERS, sys.stdout.encoding)
     if other is not None:
         found = compare.compare(str(path), other, override=strategy, assignments=assignments, processes=processes)
-        print(json.dumps(compare.as_dict(found), indent=1) if as_json else short(compare.in_words(found)))
+        say(json.dumps(compare.as_dict(found), indent=1) if as_json else short(compare.in_words(found)))
         return 0
     if compare.is_strategy(str(path)):
         find_strategy(str(path))
         raise RecipeError([f"{path}: a strategy; write a recipe before it, or another strategy after it"])
     run = explain_run(path, strategy_path=strategy, assignments=assignments, processes=processes)
-    print(json.dumps(as_dict(run), indent=1) if as_json else in_words(run, plain=plain))
+    say(json.dumps(as_dict(run), indent=1) if as_json else in_words(run, plain=plain))
     return 0

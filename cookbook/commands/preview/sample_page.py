@@ -15,7 +15,7 @@ from cookbook.config.objectives import Objective
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.planning.language_part import open_config
 from cookbook.planning.packing import Packing, decide
-from cookbook.system.console import Row, can_show, coloured, console, page
+from cookbook.system.console import Row, can_show, coloured, console, page, say, shown
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import num_gpus
 from cookbook.system.shipped import short
@@ -81,22 +81,22 @@ def preview(recipe_path: Path, assignments: list[str], num_samples: int = 3, *, 
     )
     for i in order[:num_samples].tolist():
         for sequence in range(i * train.group_size, (i + 1) * train.group_size):
-            print(_headline(train, sequence, recipe.objective))
-            print(marked(train, sequence, tokenizer, mark), end="\n\n")
-    print(short(f"FIGURES of {recipe_path}"))
+            say(_headline(train, sequence, recipe.objective))
+            say(marked(train, sequence, tokenizer, mark), end="\n\n")
+    say(short(f"FIGURES of {recipe_path}"))
     for line in [
         figures(name, train, recipe.objective),
         *sets.notes,
         *sets.closing_notes(),
         padding(train, order, recipe, packing),
     ]:
-        print(f"  {line}")
-    print("\n".join(histogram(train, recipe.data.max_length)))
+        say(f"  {line}")
+    say("\n".join(histogram(train, recipe.data.max_length)))
     for set_name, tokens in sets.eval.items():
-        print(f"  {figures(f'evaluation {set_name}'.strip(), tokens, recipe.objective)}")
+        say(f"  {figures(f'evaluation {set_name}'.strip(), tokens, recipe.objective)}")
     num_steps = steps_per_epoch(sets.train, recipe.batch.global_batch_size)
     epoch = "not known of a stream" if num_steps is None else f"{num_steps:,}"
-    print(f"  steps per epoch: {epoch}")
+    say(f"  steps per epoch: {epoch}")
     return 0
 
 
@@ -123,7 +123,7 @@ def marked(tokens: TokenSet, sequence: int, tokenizer: "PreTrainedTokenizerBase"
         # Decoded from the start, as a stretch by itself would lose the space before it.
         so_far = tokenizer.decode(ids[: max(run) + 1])
         piece = so_far[len(before) :]
-        text += mark(piece) if trained else piece
+        text += mark(shown(piece)) if trained else shown(piece)
         before = so_far
     return text
 

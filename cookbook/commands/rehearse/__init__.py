@@ -29,7 +29,7 @@ from cookbook.config.recipe import Recipe, dump_recipe
 from cookbook.config.strategy import Strategy
 from cookbook.planning.packing import decide
 from cookbook.planning.run_plan import describe_batch, launch_command, load_pair, make_plan
-from cookbook.system.console import page, several
+from cookbook.system.console import page, say, several
 from cookbook.system.files import RecipeError, dump_yaml, read_document
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import CPU_PROCESSES, num_cores, num_gpus, torch_cuda
@@ -78,18 +78,18 @@ def rehearse(
     folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
     rehearsal = Rehearsal(recipe=recipe, strategy=found, num_processes=count, place=place, folder=folder)
     if why:
-        print(why)
-    print(short(f"Rehearsing {path} under {found.path}, {several(count, 'process')} on {place} ..."))
+        say(why)
+    say(short(f"Rehearsing {path} under {found.path}, {several(count, 'process')} on {place} ..."))
     try:
         _plan_full_size(rehearsal, path)
         log = folder / "log.txt"
         code = _run(rehearsal, _write_small_recipe(rehearsal, path), log)
         if mistake := _what_went_wrong(log) if code else _check_outputs(rehearsal):
-            print(f"\n{mistake}\n\nREHEARSAL of {path}: failed", file=sys.stderr)
+            say(f"\n{mistake}\n\nREHEARSAL of {path}: failed", file=sys.stderr)
             return code or 1
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print(short(f"REHEARSAL of {path}: fine ({time.perf_counter() - started:.0f} s)"))
+    say(short(f"REHEARSAL of {path}: fine ({time.perf_counter() - started:.0f} s)"))
     beyond = {
         "CPU": "the GPU's code paths, NCCL",
         "simulated GPUs": "errors inside real kernels and NCCL",
@@ -97,7 +97,7 @@ def rehearse(
     }[place]
     rehearsal.notes.missing.append(f"{beyond}, memory and speed at full size, the recipe's own learning rate")
     covered, missing = ("\n".join(lines) for lines in (rehearsal.notes.covered, rehearsal.notes.missing))
-    print(page(("covered", covered), ("not covered", missing)))
+    say(page(("covered", covered), ("not covered", missing)))
     return 0
 
 

@@ -9,7 +9,7 @@ from cookbook.commands.report import pages as pages
 from cookbook.commands.shared.arguments import run_folder
 from cookbook.commands.shared.history import read_history
 from cookbook.commands.summary import summarize
-from cookbook.system.console import page
+from cookbook.system.console import page, say
 from cookbook.system.files import RecipeError, cannot_write
 
 OUT = Option(metavar="FILE", help="default: report.html in the run's folder, compare.html beside the first of several")
@@ -27,7 +27,7 @@ def report(
     if len(set(map(Path.resolve, folders))) < len(folders):
         raise RecipeError(f"{' '.join(map(str, folders))}: a run is named twice; name each once")
     rows = pages.differences(runs)
-    print(page("WHAT DIFFERS", ("key", *map(str, folders), "affects"), *rows) if rows else "Nothing differs.")
+    say(page("WHAT DIFFERS", ("key", *map(str, folders), "affects"), *rows) if rows else "Nothing differs.")
     return _write_page(out or folders[0].resolve().parent / "compare.html", pages.compare_page(runs))
 
 
@@ -36,5 +36,5 @@ def _write_page(path: Path, text: str) -> int:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise RecipeError(cannot_write(path, error, "name another file with --out")) from None
-    print(path)
+    say(path)
     return 0

@@ -8,6 +8,7 @@ from typer import Argument, BadParameter, CallbackParam, Option
 from cookbook.commands.shared.labels import recipe_files
 from cookbook.config.recipe import RECIPES
 from cookbook.config.strategy import find_strategy, known_strategies
+from cookbook.system.console import say
 from cookbook.system.files import RecipeError, closest
 from cookbook.system.shipped import HOME, located
 
@@ -85,5 +86,5 @@ AsJson = Annotated[bool, Option("--json", help="everything that is known, for pr
 
 def write_page(path: Path, text: str) -> int:
     path.write_text(text, encoding="utf-8")
-    print(path)
+    say(path)
     return 0

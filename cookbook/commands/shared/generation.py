@@ -24,6 +24,7 @@ from cookbook.commands.shared.find_model import ADAPTER, check_base, find_run
 from cookbook.config.messages import Chat
 from cookbook.planning.language_part import open_config, whole_config
 from cookbook.run.publish import MODEL_FILES
+from cookbook.system.console import shown
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.adapters import BASE_RECORD, Base, check_fits
 from cookbook.training.models import fetch_model, folder_facts
@@ -39,7 +40,7 @@ class Printer(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.text += text
-        print(text, end="\n" if stream_end else "", flush=True)
+        print(shown(text), end="\n" if stream_end else "", flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)
