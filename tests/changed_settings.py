@@ -35,6 +35,7 @@ Change = Callable[[Any], AbstractContextManager]
 def of_another_limit(engine: Any) -> Iterator[None]:
     group = dist.new_group(timeout=timedelta(minutes=7))
     yield
+    dist.barrier()  # who leaves first would cut the connections that others still make
     dist.destroy_process_group(group)
 
 
@@ -263,6 +264,8 @@ def change_each(engine: Any) -> None:
     if engine.is_main:
         found = {"unknown": [what for what, change in changes.items() if change is None], "unnoticed": unnoticed}
         print("CHANGED", json.dumps({"number": len(names), **found}), flush=True)
+    if dist.is_initialized():
+        dist.barrier()
     raise SystemExit(0)
 
 
