@@ -23,7 +23,7 @@ FAMILIES += ("nemotron_h", "olmo2", "phi3", "qwen3", "qwen3_5_text", "qwen3_moe"
 
 
 TEMPLATES = ("chatml", "gemma3", "gpt_oss", "llama3_1", "qwen2_5", "qwen3_5")
-"""Of the shipped templates, those of the families that are trained most."""
+"""Shipped templates of the families that are trained most."""
 
 
 def others_by_turn(everything: Iterable[str], chosen: Iterable[str]) -> list[Any]:
