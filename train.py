@@ -69,7 +69,7 @@ def main() -> int:
         finally:
             watching.close()
     except RecipeError as error:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
+        if os.environ.get("LOCAL_RANK", "0").strip("0").isdecimal():
             time.sleep(60)  # torchrun kills all at the first exit: let the first process of a machine report it
         say(f"\n{shown(str(error))}\n", file=sys.stderr)
         return 2

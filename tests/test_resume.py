@@ -4,6 +4,7 @@ pytest tests/test_resume.py                 a few legs each
 pytest tests/test_resume.py -m slow         every strategy file, adapters, optimizers, bf16
 """
 
+import json
 import os
 import random
 import re
@@ -268,6 +269,30 @@ def test_a_broken_checkpoint_is_passed_over_aloud(lab: Lab, broken_newest: Path)
     assert "step-00000002 is broken" in said and "does not have the digest" in said
     assert "resuming from" in said and "step-00000001" in said.split("resuming from")[1]
     assert [line["step"] for line in Curve(broken_newest).steps] == [1, 2, 3, 4]
+
+
+DAMAGES = {
+    "a key is missing": lambda state: state.pop("made_from"),
+    "another step": lambda state: state.update(step=-3),
+    "a count below zero": lambda state: state.update(num_samples=-4),
+    "a recipe that is none": lambda state: state.update(recipe=[]),
+    "shapes that are none": lambda state: state.update(parameters={"w": ["x"]}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_sealed_checkpoint_with_wrong_content_is_broken(stopped: Path, tmp_path: Path, damage: str):
+    newest = tmp_path / "step-00000002"
+    shutil.copytree(folder.list_folders(stopped / "checkpoints")[0], newest)
+    assert resume._why_broken(newest, 0, 1) is None
+    state = json.loads((newest / "state.json").read_text())
+    DAMAGES[damage](state)
+    (newest / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((newest / "manifest.json").read_text())
+    file = newest / "state.json"
+    manifest["files"]["state.json"] = {"bytes": file.stat().st_size, "digest": folder.digest_file(file)}
+    (newest / "manifest.json").write_text(folder.sealed(manifest))
+    assert resume._why_broken(newest, 0, 1)
 
 
 def test_no_whole_checkpoint_means_no_start(lab: Lab, broken_newest: Path):

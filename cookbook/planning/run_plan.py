@@ -1,7 +1,6 @@
 """Recipe + strategy + machine -> what will run: batch arithmetic, conflicts, the launch command. No torch."""
 
 import glob
-import math
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -165,7 +164,7 @@ def make_plan(
     is_uneven = batch.micro_batch_size is not None and batch.global_batch_size % per_forward
     if is_uneven and mesh.num_processes == num_processes:  # a mesh that does not fit has no batch arithmetic
         mistakes.append(f"{recipe_name}: {_impossible_split(recipe, mesh.data_parallel_size, num_processes)}")
-    accumulation = math.ceil(batch.global_batch_size / per_forward)
+    accumulation = -(-batch.global_batch_size // per_forward)  # exact at any size
     mistakes += contradictions(strategy.claims, {"~accumulation": accumulation})
     refuse(mistakes)
     return Plan(
@@ -183,7 +182,7 @@ def _impossible_split(recipe: Recipe, data_parallel_size: int, num_processes: in
     per_forward = batch.micro_batch_size * data_parallel_size
     ways = [max(1, batch.global_batch_size // per_forward) * per_forward]
     if batch.global_batch_size > per_forward:
-        ways.append(math.ceil(batch.global_batch_size / per_forward) * per_forward)
+        ways.append(-(-batch.global_batch_size // per_forward) * per_forward)
     fitting = [
         size
         for size in range(min(batch.micro_batch_size, batch.global_batch_size // data_parallel_size), 0, -1)

@@ -106,6 +106,9 @@ def _folder(recipe: Recipe, rows: RowSets, cache: Path) -> str:
 
     model = recipe.model
     if model.from_scratch is not None:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
         return models.resolve_model(
             model, seed=recipe.seed, texts=rows.texts(), fingerprint=rows.fingerprint, cache=cache
         )

@@ -11,6 +11,7 @@ from cookbook.commands.shared.history import read_history
 from cookbook.commands.summary import summarize
 from cookbook.system.console import page, say
 from cookbook.system.files import RecipeError, cannot_write
+from cookbook.system.record_files import replace_file
 
 OUT = Option(metavar="FILE", help="default: report.html in the run's folder, compare.html beside the first of several")
 
@@ -33,7 +34,10 @@ def report(
 
 def _write_page(path: Path, text: str) -> int:
     try:
-        path.write_text(text, encoding="utf-8")
+        if path.exists() and not path.is_file():  # as /dev/stdout
+            path.write_text(text, encoding="utf-8")
+        else:
+            replace_file(path.resolve(), text)
     except OSError as error:
         raise RecipeError(cannot_write(path, error, "name another file with --out")) from None
     say(path)

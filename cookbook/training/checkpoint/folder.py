@@ -382,7 +382,7 @@ def _discard(path: Path) -> None:
 def best_first(whole: list[Checkpoint]) -> list[Checkpoint]:
     """Checkpoints with a finite `best_by` in their manifest, the smallest first; of equals the later first."""
     ratings = [(checkpoint.manifest.get("best_by"), -checkpoint.step, checkpoint) for checkpoint in whole]
-    rated = [row for row in ratings if isinstance(row[0], int | float) and math.isfinite(row[0])]
+    rated = [row for row in ratings if isinstance(row[0], int | float) and abs(row[0]) < math.inf]
     return [checkpoint for *_, checkpoint in sorted(rated, key=lambda row: row[:2])]
 
 

@@ -1,8 +1,6 @@
 """Lists checkpoints, complete or broken, and how each can be resumed. No torch."""
 
 import contextlib
-import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from cookbook.system.files import RecipeError
 from cookbook.system.machine import num_gpus
 from cookbook.system.record_files import RUN, read_json
 from cookbook.training.checkpoint import folder, resume
-from cookbook.training.checkpoint.folder import BrokenCheckpoint, Checkpoint
+from cookbook.training.checkpoint.folder import BrokenCheckpoint
 
 
 def is_run(path: Path) -> bool:
@@ -74,12 +72,12 @@ def describe(path: Path) -> dict[str, Any]:
         checkpoint = folder.open_checkpoint(path)
         folder.verify(checkpoint)
         state = checkpoint.state()
-        kinds = _complete_kinds(checkpoint, state["parameters"])
+        kinds = resume.complete_kinds(checkpoint, state["parameters"])
         recipe, strategy = state["recipe"], state["run"]["strategy"]
         adapter = recipe.get("adapter")
         return found | {
             "step": checkpoint.step,
-            "saved_at": checkpoint.manifest["saved_at"],
+            "saved_at": str(checkpoint.manifest["saved_at"]),
             "bytes": sum(file.stat().st_size for file in path.iterdir()),
             "strategy": Path(strategy["file"]).stem,
             "processes": strategy["processes"],
@@ -94,29 +92,8 @@ def describe(path: Path) -> dict[str, Any]:
         }
     except (BrokenCheckpoint, OSError) as reason:
         return found | {"broken": str(reason)}
-    except (KeyError, TypeError, ValueError) as reason:
+    except Exception as reason:  # whatever a content that no save wrote leads to
         return found | {"broken": f"{folder.STATE} lacks what a checkpoint needs ({type(reason).__name__}: {reason})"}
-
-
-def _complete_kinds(checkpoint: Checkpoint, shapes: dict[str, list[int]]) -> set[str]:
-    """The kinds of state in the files.
-
-    Raises:
-        BrokenCheckpoint: a parameter lacks elements of one.
-    """
-    counts: dict[tuple[str, str], int] = {}
-    for path in checkpoint.pieces:
-        with path.open("rb") as file:  # a safetensors header; the library's reader would import numpy
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        for key in header.keys() - {"__metadata__"}:
-            name, kind, _ = key.rsplit("|", 2)
-            counts[name, kind] = counts.get((name, kind), 0) + math.prod(header[key]["shape"])
-    wanted = {(name, "weight") for name in shapes} | counts.keys()
-    for name, kind in sorted(wanted):
-        size = math.prod(shapes[name])
-        if counts.get((name, kind), 0) != size:
-            raise BrokenCheckpoint(f"{name}: {counts.get((name, kind), 0)} of {size} elements of {kind} are there")
-    return {kind for _, kind in counts}
 
 
 def _keys(recipe: dict[str, Any]) -> dict[str, list[str]]:
