@@ -203,7 +203,7 @@ def test_a_hybrid_is_packed_as_it_is_padded(lab: Lab, model_type: str, strategy:
     found = distance(
         lab.run(strategy, model | PACKED | budget, processes=2), lab.run("single", model | {"data.packing": "false"})
     )
-    # One step of this tiny qwen3_5_text magnifies a last bit, before it is clipped: in one process, with padded samples,
+    # One step of this tiny qwen3_5_text magnifies a last bit before it is clipped: in one process, with padded samples,
     # its norm moves by 1.2e-4 if the micro-batch alone is 2 instead of 4. The weights show that gradients agree.
     limit = 5e-3 if model_type == "qwen3_5_text" else SGD_NORM
     assert found.loss < SGD_LOSS and found.norm < limit and found.weight < 1e-6, found
