@@ -263,7 +263,7 @@ def change_each(engine: Any) -> None:
     right(engine)  # all is as it was
     if engine.is_main:
         found = {"unknown": [what for what, change in changes.items() if change is None], "unnoticed": unnoticed}
-        print("CHANGED", json.dumps({"number": len(names), **found}), flush=True)
+        print("\nCHANGED", json.dumps({"number": len(names), **found}), flush=True)
     if dist.is_initialized():
         dist.barrier()
     raise SystemExit(0)
