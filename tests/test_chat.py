@@ -27,6 +27,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cookbook.commands.cli import main
+from cookbook.system.console import shown
 from cookbook.training.models import train_tokenizer, weights_digest
 
 SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -119,7 +120,7 @@ def test_a_chat_remembers_its_turns_until_reset(shelf, monkeypatch, capsys):
     alone = answer(shelf.run / "export", [user("x")])
     assert second != alone, "the test sees no memory"
     printed = capsys.readouterr()
-    assert printed.out == f"{first}\n{second}\n{alone}\n"
+    assert printed.out == shown(f"{first}\n{second}\n{alone}\n")
     assert f"CHAT with {shelf.run / 'export'} on" in printed.err
 
 
@@ -127,7 +128,7 @@ def test_a_system_prompt_starts_every_conversation(shelf, monkeypatch, capsys):
     assert talk(["x", "/reset", "x"], monkeypatch, shelf.run, "--system", "def") == 0
     expected = answer(shelf.run / "export", [{"role": "system", "content": "def"}, user("x")])
     assert expected != answer(shelf.run / "export", [user("x")])
-    assert capsys.readouterr().out == f"{expected}\n" * 2
+    assert capsys.readouterr().out == shown(f"{expected}\n" * 2)
 
 
 def test_compare_has_the_base_model_beside_the_tuned_one(shelf, monkeypatch, capsys):
@@ -139,12 +140,12 @@ def test_compare_has_the_base_model_beside_the_tuned_one(shelf, monkeypatch, cap
             said = answer(folder, [*chat, user(text)])
             chat += [user(text), assistant(said)]
             expected += f"[{name}] {said}\n"
-    assert capsys.readouterr().out == expected
+    assert capsys.readouterr().out == shown(expected)
 
 
 def test_compare_switches_an_adapter_off(shelf, monkeypatch, capsys):
     assert talk(["add"], monkeypatch, shelf.adapter, "--compare") == 0
-    expected = answer(shelf.base, [user("add")])
+    expected = shown(answer(shelf.base, [user("add")]))
     printed = capsys.readouterr().out
     tuned, found, base = printed.partition("\n[base] ")
     assert found and base == f"{expected}\n"
@@ -186,7 +187,7 @@ def test_without_a_template_each_line_is_continued_and_that_is_shown(shelf, tmp_
     assert talk(["def", "x", "def"], monkeypatch, folder) == 0
     printed = capsys.readouterr()
     answers = {text: plain_answer(folder, text) for text in ("def", "x")}
-    assert printed.out == "".join(f"{answers[text]}\n" for text in ("def", "x", "def"))
+    assert printed.out == "".join(f"{shown(answers[text])}\n" for text in ("def", "x", "def"))
     assert "no chat template: each line is a text of its own" in printed.err
     assert talk(["x"], monkeypatch, folder, "--system", "def") == 2
     assert "--system: the model has no chat template" in capsys.readouterr().err
@@ -234,7 +235,7 @@ def test_sample_takes_the_prompts_of_held_out_rows(shelf, capsys):
         said = answer(shelf.run / "export", [prompt])
         expected += f"\n--- prompt\nuser: {prompt['content']}\n--- answer\n{said}\n"
         expected += f"--- reference\n{reference['content']}\n"
-    assert capsys.readouterr().out == expected
+    assert capsys.readouterr().out == shown(expected)
 
 
 def cycling_model(folder: Path) -> Path:
