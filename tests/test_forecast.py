@@ -155,6 +155,17 @@ def test_the_longest_sequence_fits_at_micro_batch_1(llama):
     assert only(llama.model_copy(update={"batch": batch, "data": data}), "8x40GB", "zero3").verdict == "fits"
 
 
+@pytest.mark.slow
+def test_no_longest_sequence_is_named_where_attention_holds_scores_of_t_x_t():
+    """13 samples of gpt-oss fit at once; a sample that is a quarter as long as they together does not."""
+    recipe = load_recipe(Path("recipes/gpt_oss_20b/sft_lora.yaml"))
+    found = only(recipe, "1x80GB", "single")
+    assert found.largest_micro_batch > 8 and found.longest is None
+    batch = recipe.batch.model_copy(update={"micro_batch_size": 1})
+    data = recipe.data.model_copy(update={"max_length": found.largest_micro_batch * recipe.data.max_length // 4})
+    assert only(recipe.model_copy(update={"batch": batch, "data": data}), "1x80GB", "single").verdict != "fits"
+
+
 def test_the_best_is_what_fits_and_is_fastest(llama):
     found = outlook(llama, "8xH100", "ddp", "zero3_nvme", "zero3", "zero3_offload").forecasts
     assert [one.strategy.name for one in found] == ["zero3", "zero3_offload", "zero3_nvme", "ddp"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import inject_adapter_in_model
-from target_grid import from_grid
+from target_grid import from_grid, packed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
@@ -27,6 +27,7 @@ from cookbook.forecast.four_bits import _Product
 from cookbook.forecast.ledger import Ledger
 from cookbook.forecast.trace import Untraceable, bound, trace
 from cookbook.training.adapters import lora_config
+from cookbook.training.models.attention import PACKED
 from cookbook.training.models.efficiency import compile_layers, save_activations
 from cookbook.training.models.loss import add_loss
 from tests.experts import experts_config
@@ -69,7 +70,8 @@ def recipe(
 
 
 def traced(settings: Recipe, config: PreTrainedConfig, *, autocast: bool = True) -> ActivationTrace:
-    found = {"rows": ROWS, "length": LENGTH, "num_targets": ROWS * LENGTH}
+    rows, length = (1, ROWS * LENGTH) if settings.data.packing is True else (ROWS, LENGTH)
+    found = {"rows": rows, "length": length, "num_targets": ROWS * LENGTH}
     return trace(config, settings, **found, autocast=autocast, tp_size=1)
 
 
@@ -79,7 +81,9 @@ def allocated(settings: Recipe, config: PreTrainedConfig, tmp_path) -> tuple[int
     Gradients are dropped as they come, and counted by neither side.
     """
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    # None: transformers' own choice, scores of T x T where a model has no kernel
+    attention = PACKED if settings.data.packing else "sdpa" if config.model_type == "llama" else None
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     model.config.use_cache = False
     if settings.adapter is not None:
         inject_adapter_in_model(lora_config(settings.adapter, model), model, adapter_name="default")
@@ -96,12 +100,14 @@ def allocated(settings: Recipe, config: PreTrainedConfig, tmp_path) -> tuple[int
     layers = model.base_model.layers
     layers[-1].register_forward_hook(_note_head)
     ids = torch.randint(0, VOCAB, (ROWS, LENGTH))
-    positions = torch.arange(LENGTH).expand(ROWS, -1)
+    positions, apart = torch.arange(LENGTH).expand(ROWS, -1), {}
+    if settings.data.packing:
+        ids, positions, apart = ids.view(1, -1), positions.reshape(1, -1), packed([LENGTH] * ROWS)
     low = torch.bfloat16 if settings.mixed_precision == "bf16" else None
 
     def one_pass() -> None:
         with torch.autocast("cpu", dtype=low, enabled=low is not None):
-            loss = model(input_ids=ids, position_ids=positions, **from_grid(ids)).sum()
+            loss = model(input_ids=ids, position_ids=positions, **from_grid(ids), **apart).sum()
         loss.backward()
 
     one_pass()  # what is made once, as by oneDNN
@@ -132,6 +138,19 @@ CASES = {
     "lora": recipe(adapter={"name": "lora", "rank": 8}),
     "lora, recomputed": recipe(checkpointing=True, adapter={"name": "lora", "rank": 8}),
 }
+WITHOUT_KERNEL: dict[str, dict[str, Any]] = {
+    "caps": {"model_type": "gemma2", "head_dim": 32, "num_hidden_layers": 3, "num_key_value_heads": 6},
+    "sinks": {
+        "model_type": "gpt_oss",
+        "head_dim": 32,
+        "num_hidden_layers": 3,
+        "intermediate_size": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "sliding_window": 64,
+    },
+}
 COMPILED = {
     "kept": recipe(compiled=True),
     "recomputed": recipe(compiled=True, checkpointing=True),
@@ -144,6 +163,14 @@ COMPILED = {
 @pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
 def test_the_trace_counts_what_a_real_pass_allocates(settings, tmp_path, monkeypatch):
     hold_against_a_real_pass(settings, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("config", WITHOUT_KERNEL.values(), ids=WITHOUT_KERNEL)
+def test_attention_that_no_kernel_computes_holds_its_scores(config, checkpointing, packing, tmp_path, monkeypatch):
+    settings = recipe(checkpointing=checkpointing, packing=packing)
+    hold_against_a_real_pass(settings, tmp_path, monkeypatch, config_of(**config))
 
 
 @pytest.mark.slow
@@ -163,11 +190,13 @@ def test_a_compiled_layer_that_is_recomputed_takes_more_than_the_trace_counts(tm
     hold_against_a_real_pass(COMPILED["recomputed"], tmp_path, monkeypatch, missing=0.2)
 
 
-def hold_against_a_real_pass(settings: Recipe, tmp_path, monkeypatch, *, missing: float = 0.0) -> None:
+def hold_against_a_real_pass(
+    settings: Recipe, tmp_path, monkeypatch, config: PreTrainedConfig | None = None, *, missing: float = 0.0
+) -> None:
     """`missing`: the share of the real peak that the trace does not count, at most."""
     monkeypatch.setattr(ledgers, "ALLOCATION_BYTES", 1)  # that of CUDA's allocator
     # In float32 a GPU repeats grouped keys and values, and a CPU does not.
-    config = config_of() if settings.mixed_precision == "bf16" else config_of(num_key_value_heads=6)
+    config = config or (config_of() if settings.mixed_precision == "bf16" else config_of(num_key_value_heads=6))
     found = traced(settings, config)
     at_head, most = allocated(settings, config, tmp_path)
     head = next(one for one in found.phases if one.name == "head")

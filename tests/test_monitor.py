@@ -101,8 +101,8 @@ def test_errors_of_a_gpu_and_what_its_links_carry_are_measured(tmp_path, monkeyp
 
 def test_the_rate_of_a_counter_is_in_megabytes_a_second(tmp_path):
     """The counter is of KiB. The process may lose the CPU between clock and counter."""
-    code = "import time; from cookbook.system.monitor import gpu_handles, gpu_samples; found = gpu_samples(gpu_handles(1)[0])\n"
-    code += "next(found); time.sleep(0.5); print(next(found)['nvlink_mb_s'])"
+    code = "import time; from cookbook.system.monitor import gpu_handles, gpu_samples\n"
+    code += "found = gpu_samples(gpu_handles(1)[0]); next(found); time.sleep(0.5); print(next(found)['nvlink_mb_s'])"
     environment = clean_environment(**variables(tmp_path, facts() + f"gpu.*.field.138 grows {5e6 / 1.024}\n"))
     said = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True

@@ -32,6 +32,9 @@ KERNELS = {
 """How many an operation starts if it is not one."""
 FREE = ("device", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "_unsafe_view")
 """Operations that start no kernel, beside views."""
+GROUPED = torch.ops.aten._grouped_mm.default
+"""torch 2.13 multiplies float32 too, but knows the shapes in bf16 alone (torch/_meta_registrations.py,
+`_meta_grouped_mm_common`)."""
 AROUND_EXPERTS = {
     "forward": "experts forward",
     "experts forward": "rest forward",
@@ -39,6 +42,10 @@ AROUND_EXPERTS = {
     "experts again": "backward",
 }
 """The phase that follows where a forward comes to a layer's experts, or leaves them."""
+
+
+def _in_16_bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.bfloat16() if tensor.is_floating_point() else tensor
 
 
 class Ledger(TorchDispatchMode):
@@ -62,7 +69,11 @@ class Ledger(TorchDispatchMode):
             self._known.add(tensor.untyped_storage())
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
+        if function is GROUPED and args[0].dtype == torch.float32:
+            low = tree_map_only(torch.Tensor, _in_16_bits, args)
+            result = function(*low, **(kwargs or {})).float()
+        else:
+            result = function(*args, **(kwargs or {}))
         for value in tree_iter(result):
             if isinstance(value, torch.Tensor):
                 self._see(value.untyped_storage())

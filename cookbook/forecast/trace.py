@@ -29,6 +29,7 @@ from cookbook.forecast.skeleton import new_rows
 from cookbook.planning.attention_layers import first_of, layer_configs
 from cookbook.planning.packing import stops_compiling
 from cookbook.training.adapters import inject
+from cookbook.training.models.attention import Kind, Lengths, Segments, causal, one_by_one
 from cookbook.training.models.efficiency import save_activations
 from cookbook.training.models.experts import autocast_products
 from cookbook.training.models.loss import LOGITS_BUDGET, add_loss, nll_of_targets
@@ -59,14 +60,14 @@ def trace(
     fsdp: Literal[0, 1, 2] = 0,
     is_sharded_while_read: bool = False,
     is_zero3: bool = False,
-    is_exchanged: bool = False,
+    sp_size: int = 1,
     change: Callable[[PreTrainedModel], None] | None = None,
     kept: "Kept | None" = None,
 ) -> ActivationTrace:
     """Traces one micro-batch.
 
     Args:
-        rows: sequences of `length` tokens each; under packing one row of all tokens.
+        rows: sequences of `length` tokens each; under packing one row of all tokens, samples of `data.max_length`.
         num_targets: labelled positions in all rows.
         autocast: whether weights are float32 and operations cast them, as under single and DDP; else the weights have
             the recipe's precision, as under ZeRO and FSDP.
@@ -74,7 +75,8 @@ def trace(
             inputs and outputs of its units.
         is_sharded_while_read: whether transformers applied FSDP2, which then casts inputs only, without autocast.
         is_zero3: whether to use DeepSpeed's linear layers, which always save their input, and float32 adapters.
-        is_exchanged: whether attention exchanges tokens for heads, as under sequence parallel.
+        sp_size: size of the sequence-parallel group, whose members have `length` tokens each of a row and exchange
+            them for heads in the attention.
         tp_size: size of the tensor-parallel group, which shares heads and inner features.
         ep_size: size of the expert-parallel group, which shares the experts of a layer; each gets as many tokens.
         change: modifies the model into that of another program (benchmarks/forecast_accuracy).
@@ -93,7 +95,10 @@ def trace(
     cast = low if (autocast or (fsdp and not is_sharded_while_read)) and is_low else None
     unit = Unit(low, None if is_sharded_while_read else torch.float32) if fsdp == 2 and is_low else None
     alone = TRACED if is_low or not recipe.data.is_packed else JOINED
-    ways = _ways(recipe, config, EXCHANGED if is_exchanged else alone, kept)
+    ways = _ways(recipe, config, EXCHANGED if sp_size > 1 else alone, kept)
+    samples = _samples(length * sp_size, recipe.data.max_length)
+    for name, function in ATTENTION.items():
+        AttentionInterface.register(name, partial(function, samples))
     for attention, compiling in ways:
         try:
             # The model alone: DeepSpeed and DDP do not run on fake tensors; costs/states.py has the rules of theirs.
@@ -122,6 +127,8 @@ def _ways(
     """Attention, and what traces compiled layers if they are: the first that works is taken. Some models do not accept
     a custom attention, and some layers cannot be compiled.
     """
+    if holds_scores(config) and ours == TRACED and not recipe.data.is_packed:
+        ours = "eager"  # as transformers itself chooses
     ways: list[tuple[str, Callable[..., None] | None]] = [(ours, None), ("sdpa", None), ("eager", None)]
     # Packed float32 attention breaks a layer's graph, which checkpointing does not support (models/efficiency.py).
     if not recipe.model.compile or (recipe.data.is_packed and stops_compiling(recipe, config)):
@@ -133,6 +140,11 @@ def _ways(
 
     kept = kept or kept_by(recipe.model.gradient_checkpointing)
     return [(ours, partial(trace_compiled_layers, kept=kept)), *ways]
+
+
+def holds_scores(config: PreTrainedConfig) -> bool:
+    """Whether the attention's memory grows with the square of a sample: transformers lets no kernel compute it."""
+    return not getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True)
 
 
 LAYER_BYTES = 96
@@ -266,37 +278,70 @@ _flash.register_autograd(
 )
 
 
+def _samples(length: int, longest: int) -> Segments:
+    """A row of so many tokens in samples of the largest size; the attention of some models takes its square."""
+    count, rest = divmod(length, longest)
+    lengths = (longest,) * count + (rest,) * bool(rest)
+    return Segments(torch.tensor([0, *lengths]).cumsum(0).int(), max(lengths), Lengths(lengths))
+
+
 def _traced_attention(
+    samples: Segments,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: Any,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Like `cookbook.training.models.attention.attend`, without computing."""
+    """Like `cookbook.training.models.attention.attend`, without computing; what has no kernel runs its code."""
+    kind = Kind(scaling, sliding_window, softcap, s_aux)
+    if not kind.has_kernel:
+        if len(samples.lengths.values) == 1:
+            return causal(query, key, value, kind).transpose(1, 2), None
+        return one_by_one(query, key, value, samples, kind), None
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
     if (groups := query.shape[1] // key.shape[1]) > 1 and dtype == torch.float32:
         key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
     return _flash(query.to(dtype), key.to(dtype), value.to(dtype))[0], None
 
 
-def _traced_joined(*inputs: Any, **unused: Any) -> tuple[torch.Tensor, None]:
+def _traced_joined(*inputs: Any, **kind: Any) -> tuple[torch.Tensor, None]:
     """The same for packed rows in float32, whose samples are computed one by one and then joined by a copy."""
-    return _traced_attention(*inputs)[0].clone(), None
+    return _traced_attention(*inputs, **kind)[0].clone(), None
 
 
 def _traced_exchange(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *mask: Any, **unused: Any
+    samples: Segments,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **kind: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention under sequence parallel, whose all-to-alls copy what goes in and what comes out."""
-    out, _ = _traced_attention(module, query.clone(), key.clone(), value.clone(), None)
-    return out.clone(), None
+    """Attention under sequence parallel, whose all-to-alls copy what goes in and what comes out: of the tokens of one
+    process all heads, of all tokens its share of the heads.
+    """
+    size = sum(samples.lengths.values) // query.shape[2]
+    if (repeats := size // key.shape[1]) > 1:
+        key, value = (one.repeat_interleave(repeats, dim=1) for one in (key, value))
+    all_tokens = [_exchanged(one, size) for one in (query, key, value)]
+    out, _ = _traced_attention(samples, module, all_tokens[0], all_tokens[1], all_tokens[2], attention_mask, **kind)
+    return out.reshape(query.shape[0], query.shape[2], query.shape[1], -1).clone(), None
 
 
-AttentionInterface.register(TRACED, _traced_attention)
-AttentionInterface.register(JOINED, _traced_joined)
-AttentionInterface.register(EXCHANGED, _traced_exchange)
+def _exchanged(local: torch.Tensor, size: int) -> torch.Tensor:
+    rows, heads, length, width = local.shape
+    return local.clone().reshape(rows, heads // size, length * size, width)
+
+
+ATTENTION = {TRACED: _traced_attention, JOINED: _traced_joined, EXCHANGED: _traced_exchange}
 
 
 def _dropout(hidden: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:

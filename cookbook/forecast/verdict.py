@@ -21,7 +21,7 @@ from cookbook.forecast.outside import outside as outside_of
 from cookbook.forecast.outside import workspaces
 from cookbook.forecast.skeleton import skeleton as skeleton_of
 from cookbook.forecast.step_time import Range, no_forecast, step_seconds
-from cookbook.forecast.trace import Untraceable, bound
+from cookbook.forecast.trace import Untraceable, bound, holds_scores
 from cookbook.forecast.trace import trace as trace_pass
 from cookbook.planning.meshes import mesh_problem, units_problem
 from cookbook.planning.packing import STATEFUL, decide
@@ -65,7 +65,7 @@ class Forecast:
     largest_micro_batch: int | None = None
     """Sequences (pairs) of max_length that fit; None for an unknown GPU, or if nothing fits."""
     longest: int | None = None
-    """Longest sequence that fits at micro-batch 1, in tokens."""
+    """Longest sequence that fits at micro-batch 1, in tokens; None also where memory grows with its square."""
 
 
 TRACES: dict[tuple[Any, ...], ActivationTrace] = {}
@@ -114,7 +114,7 @@ class TraceCache:
                 "fsdp": 0 if strategy.fsdp is None else strategy.fsdp.fsdp_version,
                 "is_sharded_while_read": strategy.is_sharded_while_read,
                 "is_zero3": strategy.zero_stage == 3,
-                "is_exchanged": strategy.sp_size > 1,
+                "sp_size": strategy.sp_size,
             }
             key = (*self._key, *options.values())
             try:
@@ -212,7 +212,7 @@ def forecast(traces: TraceCache, strategy: Strategy, machines: Machines, *, limi
     largest = longest = None
     if limits and machines.usable_gib is not None and held.gpu.total < machines.usable_gib * GIB:
         largest = _largest(traces, strategy, memory_of, machines.usable_gib * GIB)
-    if largest is not None:
+    if largest is not None and not holds_scores(traces.config):  # n samples of T tokens take less than one of n * T
         tokens = int(largest * recipe.data.max_length)
         positions = getattr(traces.config, "max_position_embeddings", None) or tokens
         longest = min(tokens, positions) // 64 * 64

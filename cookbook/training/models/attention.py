@@ -130,13 +130,13 @@ def _attend(
         with torch.autocast("cpu", enabled=False):
             return _attend(query.float(), key.float(), value.float(), kind, segments).to(dtype)
     if segments is None:
-        return _causal(query, key, value, kind).transpose(1, 2)
+        return causal(query, key, value, kind).transpose(1, 2)
     kind = kind.within(longest)
     if query.is_cuda and dtype in (torch.bfloat16, torch.float16) and _has_kernel(query, kind):
         query, key, value = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))
         return _varlen(query, key, value, segments, kind).unsqueeze(0)
     # Not refused where that kernel does not serve: packing is the default, and must not fail there.
-    return _one_by_one(query, key, value, segments, kind)
+    return one_by_one(query, key, value, segments, kind)
 
 
 def _has_kernel(query: torch.Tensor, kind: Kind) -> bool:
@@ -155,7 +155,7 @@ def _computed_in(query: torch.Tensor) -> torch.dtype:
     return query.dtype
 
 
-def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: Kind) -> torch.Tensor:
+def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: Kind) -> torch.Tensor:
     """(B, heads, T, D) -> (B, query heads, T, size of the value)."""
     kind = kind.within(query.shape[2])
     if not kind.has_kernel:
@@ -179,7 +179,7 @@ def _visible(query: torch.Tensor, kind: Kind) -> torch.Tensor:
 
 
 def _by_scores(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """`_causal` for what no kernel of torch computes. Holds scores of T x T, as transformers' own code does."""
+    """`causal` for what no kernel of torch computes. Holds scores of T x T, as transformers' own code does."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if kind.scaling is None else kind.scaling)
     if kind.softcap is not None:
@@ -193,13 +193,13 @@ def _by_scores(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind
 
 
 @torch.compiler.disable  # else a compiled layer would recompile for each new list of lengths
-def _one_by_one(
+def one_by_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, kind: Kind
 ) -> torch.Tensor:
     lengths = list(segments.lengths.values)
     # split, not slices: the backward of each slice would allocate a gradient of the whole row.
     parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    return torch.cat([_causal(q, k, v, kind).transpose(1, 2) for q, k, v in parts], dim=1)
+    return torch.cat([causal(q, k, v, kind).transpose(1, 2) for q, k, v in parts], dim=1)
 
 
 def _varlen(
