@@ -36,6 +36,8 @@ class Setup:
     schedule: str = "cosine"
     warmup: int = 0
     decay_steps: int = 0
+    least: float = 0.0
+    """The rate at which a decay ends."""
     steps: int = 20
     adapter: Path | None = None
     """peft's folder with the first weights of a LoRA."""
@@ -157,14 +159,18 @@ def optimizer_of(setup: Setup, trained: list[torch.nn.Parameter]) -> torch.optim
 
 def rate_of(setup: Setup, step: int) -> float:
     """The share of the peak in a step, counted from 0."""
+    least = setup.least / setup.peak
     warmup, steps = setup.warmup, setup.steps
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / (steps - warmup)
-    return {
+    down = {
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
         "linear": 1 - progress,
-        "constant": 1.0,
         "wsd": min(1.0, (steps - step) / max(1, setup.decay_steps)),
+    }
+    return {
+        **{name: share * (1 - least) + least for name, share in down.items()},
+        "constant": 1.0,
         "inverse_sqrt": math.sqrt(warmup / (step + 1)),
     }[setup.schedule]

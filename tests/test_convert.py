@@ -661,3 +661,19 @@ def test_what_is_no_training_here_is_refused_and_nothing_is_written(project, lin
 def test_without_a_number_of_processes_and_a_distribution_one_process_trains(folder):
     assert convert(OTHER_TRAININGS["trl"][0], "--from", "trl", "--out", "recipes/one.yaml") == 0
     assert yaml.safe_load(Path("recipes/one.yaml").read_text())["strategy"] == "single"
+
+
+@pytest.mark.parametrize(
+    ("text", "least"),
+    [
+        (TRL.replace("cosine", "cosine_with_min_lr") + "lr_scheduler_kwargs: {min_lr_rate: 0.1}\n", 0.1),
+        (TRL.replace("cosine", "cosine_with_min_lr") + "lr_scheduler_kwargs: {min_lr: 1.0e-6}\n", None),
+        (AXOLOTL + "cosine_min_lr_ratio: 0.25\n", 0.25),
+    ],
+    ids=["share", "rate", "axolotl"],
+)
+def test_the_rate_at_the_end_is_a_rate_or_its_share_of_the_peak(folder, text, least):
+    recipe = recipe_of(text)
+    assert recipe["schedule"]["name"] == "cosine"
+    wanted = 1e-6 if least is None else least * recipe["optim"]["learning_rate"]
+    assert recipe["schedule"]["min_learning_rate"] == pytest.approx(wanted)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
 from cookbook.config.optim import Optimizer
 from cookbook.config.optim.groups import build_optimizer, parameter_groups, set_learning_rate
@@ -30,6 +31,9 @@ SQRT = math.sqrt
         ({"name": "constant"}, [0.4, 0.8, 0.8, 0.8, 0.8, 0.8]),
         ({"name": "linear"}, [0.4, 0.8, 0.8, 0.6, 0.4, 0.2]),
         ({"name": "cosine"}, [0.4, 0.8, 0.8] + [0.4 * (1 + math.cos(math.pi * p)) for p in (0.25, 0.5, 0.75)]),
+        # 0.08 is a tenth of the peak: 0.08 + 0.72 x the share of the way that is left
+        ({"name": "linear", "min_learning_rate": 0.08}, [0.4, 0.8, 0.8, 0.62, 0.44, 0.26]),
+        ({"name": "wsd", "decay_steps": 2, "min_learning_rate": 0.08}, [0.4, 0.8, 0.8, 0.8, 0.8, 0.44]),
         # the last 2 steps are 2/2 and 1/2 of the peak; 0 would be step 6
         ({"name": "wsd", "decay_steps": 2}, [0.4, 0.8, 0.8, 0.8, 0.8, 0.4]),
         ({"name": "wsd", "decay_steps": 4}, [0.4, 0.8, 0.8, 0.6, 0.4, 0.2]),
@@ -44,6 +48,18 @@ def test_learning_rates_by_hand(schedule: dict, expected: list[float]):
     assert learning_rate(3, 6, 0.8, section) == pytest.approx(expected[3], rel=1e-12), (
         "depends on what was asked before"
     )
+
+
+def test_a_cosine_to_a_least_rate_is_that_of_transformers():
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.8)
+    theirs = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 3, 20, min_lr=0.2)
+    ours = Schedule.of(warmup_steps=3, min_learning_rate=0.2)
+    for step in range(20):
+        if step >= 3:  # their warm-up begins at 0
+            assert learning_rate(step, 20, 0.8, ours) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12)
+        optimizer.step()
+        theirs.step()
 
 
 @pytest.mark.parametrize(("share", "max_steps", "steps"), [(0.03, 100, 3), (0.07, 100, 7), (0.03, 101, 4), (0.1, 5, 1)])

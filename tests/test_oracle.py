@@ -73,10 +73,10 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "sft, tied, clipped, warm-up, decay": {"warmup": 4, "weight_decay": 0.1, "clip": 0.5},
-    "sft, last turn, untied": {"train_on": "last", "model": "untied", "schedule": "linear"},
+    "sft, tied, clipped, warm-up, decay": {"warmup": 4, "weight_decay": 0.1, "clip": 0.5, "least": 1e-4},
+    "sft, last turn, untied": {"train_on": "last", "model": "untied", "schedule": "linear", "least": 2e-4},
     "sft, all tokens, packed": {"train_on": "all", "schedule": "constant", "packing": True},
-    "sft, sgd": {"optimizer": "sgd", "peak": 0.1, "schedule": "wsd", "decay_steps": 6, "clip": 0.3},
+    "sft, sgd": {"optimizer": "sgd", "peak": 0.1, "schedule": "wsd", "decay_steps": 6, "least": 0.03, "clip": 0.3},
     "cpt, packed": {"objective": "cpt", "schedule": "inverse_sqrt", "warmup": 3, "packing": True, "model": "untied"},
     "dpo": {"objective": "dpo", "peak": 1e-4, "clip": 0.5},
     "dpo, smoothed, packed": {"objective": "dpo", "peak": 1e-4, "label_smoothing": 0.1, "packing": True},
@@ -107,6 +107,7 @@ def settings_of(setup: Setup, case: dict[str, Any]) -> dict[str, str]:
     optim |= {"momentum": 0.0} if setup.optimizer == "sgd" else {}
     schedule: dict[str, Any] = {"name": setup.schedule, "warmup_steps": setup.warmup}
     schedule |= {"decay_steps": setup.decay_steps} if setup.schedule == "wsd" else {}
+    schedule |= {"min_learning_rate": setup.least} if setup.least else {}
     sections: dict[str, Any] = {
         "model": {"name_or_path": str(setup.model)},
         "data": {"train": str(setup.rows), "max_length": 512, "packing": case.get("packing", False)},
@@ -141,7 +142,8 @@ def test_a_run_is_the_plain_loop(name: str, lab: Lab, shelf: Path):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"weight_decay": 0.0}, {"clip": 0.0}, {"warmup": 3}, {"train_on": "last"}, {"optimizer": "sgd"}]
+    "wrong",
+    [{"weight_decay": 0.0}, {"clip": 0.0}, {"warmup": 3}, {"least": 0.0}, {"train_on": "last"}, {"optimizer": "sgd"}],
 )
 def test_another_training_is_not_it(wrong: dict[str, Any], lab: Lab, shelf: Path):
     case = CASES["sft, tied, clipped, warm-up, decay"]

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from cookbook.config.chat_templates import missing_template
 from cookbook.config.objectives import Objective
 from cookbook.config.optim import Optimizer
-from cookbook.config.schedule import Schedule
+from cookbook.config.schedule import Schedule, peak_learning_rate
 from cookbook.config.sections import (
     BUILTIN_SOURCE,
     TEXT_FORMATS,
@@ -55,6 +55,7 @@ def check_across_keys(document: Document, found: Mapping[str, Any], known: set[s
     if optim is not None and optim.gradient_dtype == "fp16" and precision != "fp16":
         problem = "small gradients would be 0 without a loss scale; write bf16, or mixed_precision: fp16"
         yield f"{place('optim', 'gradient_dtype')} is fp16 with mixed_precision {precision}: {problem}"
+    yield from _check_rates(optim, found["schedule"], found["batch"], lambda: place("schedule", "min_learning_rate"))
     name = model.name_or_path if model is not None else None
     if name is not None:
         yield from _check_model(name, lambda: place("model", "name_or_path"))
@@ -86,6 +87,17 @@ def check_across_keys(document: Document, found: Mapping[str, Any], known: set[s
                 if (every := getattr(run, key)) is not None:
                     given = f"{place('run', key)} is {every}"
                     yield f"{given}, but there is no data.eval; add it, or take this key out"
+
+
+def _check_rates(
+    optim: Optimizer | None, schedule: Schedule | None, batch: BatchSection | None, place: Callable[[], str]
+) -> Iterator[str]:
+    if optim is None or schedule is None or batch is None:
+        return
+    peak = peak_learning_rate(optim, schedule, batch.global_batch_size)
+    if schedule.least > peak:
+        problem = f"above the peak, {peak:g}; write a rate below it, as {peak / 10:g} for a tenth"
+        yield f"{place()} is {schedule.least:g}, {problem}"
 
 
 def _check_model(name: str, place: Callable[[], str]) -> Iterator[str]:

@@ -177,6 +177,7 @@ SPECIAL = (
 )
 SCHEDULES = {
     "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
     "linear": "linear",
     "constant": "constant",
     "constant_with_warmup": "constant",
@@ -189,9 +190,10 @@ BOOL = {True: True, False: False}
 OFFLOAD = {"none": None, "cpu": "cpu", "nvme": "nvme"}
 READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
     **dict.fromkeys(("optim.learning_rate", "optim.weight_decay", "optim.eps", "optim.max_grad_norm"), _number),
+    "schedule.min_learning_rate": _number,
     **dict.fromkeys(("optim.momentum", "data.holdout", "objective.beta", "objective.label_smoothing"), _number),
     **dict.fromkeys(("objective.desirable_weight", "objective.undesirable_weight", "~beta1", "~beta2"), _number),
-    **dict.fromkeys(("~warmup", "~warmup_ratio", "~eval_steps", "~save_steps"), _number),
+    **dict.fromkeys(("~warmup", "~warmup_ratio", "~min_share", "~eval_steps", "~save_steps"), _number),
     **dict.fromkeys(("adapter.alpha", "adapter.dropout"), lambda value: float(_number(value))),
     **dict.fromkeys(("batch.global_batch_size", "batch.micro_batch_size", "~accumulation", "~processes"), _count),
     **dict.fromkeys(("data.max_length", "data.shuffle_rows", "adapter.rank"), _count),

@@ -44,9 +44,14 @@ class Schedule(Named):
         """Learning rate over peak learning rate, for a step (from 0) after a warm-up of whole steps."""
         raise NotImplementedError
 
+    @property
+    def least(self) -> float:
+        """The learning rate where `factor` is 0."""
+        return 0.0
+
     def ends(self) -> str:
         """Where the learning rate goes after the warm-up, for `explain`."""
-        return "to 0"
+        return f"to {self.least:g}"
 
     def for_length(self, max_steps: int) -> Self:
         """The schedule with the steps of its warm-up where the recipe has a share."""
@@ -89,9 +94,20 @@ def short_run(schedule: Schedule, max_steps: int | None) -> list[str]:
     return [f"schedule.{misfit.partition(';')[0]}" for misfit in misfits]
 
 
+class Decay(Schedule):
+    """A schedule that ends at 0, or at a learning rate above it."""
+
+    min_learning_rate: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """The learning rate at the end (cosine, linear and wsd), as 2e-6; not its share of the peak. Default: 0."""
+
+    @property
+    def least(self) -> float:
+        return self.min_learning_rate or 0.0
+
+
 @register
-class Cosine(Schedule):
-    """Cosine decay to 0."""
+class Cosine(Decay):
+    """Cosine decay."""
 
     name: Literal["cosine"] = "cosine"
 
@@ -100,8 +116,8 @@ class Cosine(Schedule):
 
 
 @register
-class Linear(Schedule):
-    """Linear decay to 0."""
+class Linear(Decay):
+    """Linear decay."""
 
     name: Literal["linear"]
 
@@ -123,8 +139,8 @@ class Constant(Schedule):
 
 
 @register
-class WSD(Schedule):
-    """Warm-up, stable, decay: constant at the peak, then linear decay to 0 over the last decay_steps."""
+class WSD(Decay):
+    """Warm-up, stable, decay: constant at the peak, then linear decay over the last decay_steps."""
 
     stretches = ("decay_steps",)
     name: Literal["wsd"]
@@ -135,7 +151,7 @@ class WSD(Schedule):
         return min(1.0, (max_steps - step) / self.decay_steps)
 
     def ends(self) -> str:
-        return f"at the peak, then to 0 over the last {self.decay_steps} steps"
+        return f"at the peak, then to {self.least:g} over the last {self.decay_steps} steps"
 
 
 @register
@@ -169,7 +185,10 @@ def peak_learning_rate(optim: Optimizer, schedule: Schedule, global_batch_size: 
 
 
 def learning_rate(step: int, max_steps: int, peak: float, schedule: Schedule) -> float:
-    """The learning rate of optimizer step `step`, counted from 0; a decay to 0 reaches it at `max_steps`.
+    """The learning rate of optimizer step `step`, counted from 0; a decay reaches its end at `max_steps`.
+
+    Above a least rate as transformers has it in `cosine_with_min_lr` (5.23, optimization.py): factor x (1 - share) +
+    share, where share is least / peak.
 
     A function instead of a torch scheduler: `accelerator.prepare` would step that once per process
     (accelerate/scheduler.py, AcceleratedScheduler.step).
@@ -178,4 +197,4 @@ def learning_rate(step: int, max_steps: int, peak: float, schedule: Schedule) ->
     if step < schedule.warmup_steps:
         # From 1/warmup_steps: a step with learning rate 0 would be computed and thrown away.
         return peak * (step + 1) / schedule.warmup_steps
-    return peak * schedule.factor(step, max_steps)
+    return schedule.least + (peak - schedule.least) * schedule.factor(step, max_steps)

@@ -88,6 +88,7 @@ class Conversion:
         if project is not None:
             self._defaults(project)
         self._adapter()
+        self._least_rate()
         self._length_and_batch()
         self._evaluation_and_saving()
         betas = [self._take("beta1"), self._take("beta2")]
@@ -331,6 +332,13 @@ class Conversion:
             self.notes.append(
                 "no layers for the adapter in the file: adapter.targets is all-linear; peft may take fewer"
             )
+
+    def _least_rate(self) -> None:
+        share, peak = self._take("min_share"), self.recipe.get("optim.learning_rate")
+        if share and peak is None:
+            self._note("~min_share", "a share of a peak that the file has not; write schedule.min_learning_rate")
+        elif share:
+            self.recipe.setdefault("schedule.min_learning_rate", float(f"{share * peak:.6g}"))
 
     def _length_and_batch(self) -> None:
         if "run.max_steps" in self.recipe and "run.num_epochs" in self.recipe:
