@@ -3,6 +3,7 @@
 python -m pytest -q tests/test_convert.py
 """
 
+import dataclasses
 import json
 import re
 import shutil
@@ -201,7 +202,7 @@ RECIPES = {
         "adapter": {"name": "qlora", "rank": 32, "alpha": 16.0, "targets": ["all-linear"]},
         "batch": {"global_batch_size": 8, "micro_batch_size": 2},
         "optim": {"name": "adamw_8bit", "learning_rate": 2e-4},
-        "schedule": {"name": "cosine"},
+        "schedule": {"name": "cosine", "warmup_steps": 0.03},
         "run": {"num_epochs": 4},
     },
     "torchtune": {
@@ -239,11 +240,14 @@ FILES = {
     "trainer": TRAINER,
 }
 LISTED = {
-    "trl": ["file.yaml:19: logging_steps is 5: every step", "file.yaml:20: surprise is 7: no counterpart is known"],
+    "trl": ["needs nothing: logging_steps\n", "file.yaml:20: surprise is 7: no counterpart is known"],
     "alignment-handbook": [":2: dataset_mixer is"],
     "llama-factory": ["file.yaml:6: dataset is 'first,second': names in dataset_info.json"],
     "axolotl": ["file.yaml:2: datasets is a list of 1 item: shards 3", ":22: evals_per_epoch is 4: write"],
-    "torchtune": ["file.yaml:2: tokenizer.path is", ":10: dataset.split is 'train[:10%]': write data.train.max_rows"],
+    "torchtune": [
+        "needs nothing: tokenizer._component_, tokenizer.path, checkpointer._component_, optimizer",
+        ":10: dataset.split is 'train[:10%]': write data.train.max_rows",
+    ],
     "trainer": ["to correct before it runs:", "model: is missing"],
 }
 
@@ -285,7 +289,10 @@ def test_every_key_is_in_the_recipe_or_listed(folder, capsys, project):
     """Negative control of the tables: a key that they do not know, at each depth, is listed with its line."""
     values = yaml.safe_load(FILES[project])
     values["not_known"] = 1
-    sections = [key for key, value in values.items() if isinstance(value, dict) and key not in PROJECTS[project].keys]
+    known = PROJECTS[project].keys
+    sections = [
+        key for key in values if isinstance(values[key], dict) and any(one.startswith(f"{key}.") for one in known)
+    ]
     for key in sections:
         values[key]["not_known"] = 1
     assert convert(json.dumps(values, indent=1), name="file.json") == 0
@@ -308,7 +315,7 @@ def test_accelerate_and_training_file_give_one_pair(folder, capsys):
     assert recipe["strategy"] == "zero3" and recipe["batch"]["global_batch_size"] == 4 * 8 * 8
     printed = capsys.readouterr().out
     assert "fine under accelerate_configs/zero3.yaml; 256 sequences" in printed
-    assert "acc.yaml:3: deepspeed_config.zero3_init_flag is true:" in printed
+    assert "needs nothing: " in printed and "deepspeed_config.zero3_init_flag" in printed
 
 
 DISTRIBUTIONS = {
@@ -385,7 +392,7 @@ def test_a_deepspeed_file_named_in_the_training_file_is_read(folder, capsys):
     Path("ds.json").write_text('{"zero_optimization": {"stage": 3, "reduce_bucket_size": 1}}')
     assert convert(f"{AXOLOTL}deepspeed: ds.json\n") == 0
     assert yaml.safe_load(Path("recipes/file.yaml").read_text())["strategy"] == "zero3"
-    assert "ds.json:1: zero_optimization.reduce_bucket_size is 1:" in capsys.readouterr().out
+    assert "speed and memory only: reduce_bucket_size 1 (here 200000000); to keep yours" in capsys.readouterr().out
     assert convert(f"{AXOLOTL}deepspeed: gone.json\n", "--out", "recipes/other.yaml") == 0
     assert "deepspeed is 'gone.json': no such file" in capsys.readouterr().out
 
@@ -506,7 +513,7 @@ def test_added_tokens_are_new_tokens(folder, capsys, text):
     assert yaml.safe_load(Path("recipes/file.yaml").read_text())["model"]["new_tokens"] == ["<a>", "<b>"]
     said = capsys.readouterr().out
     assert "data.special_tokens: tokens" in said
-    for key, words in {"resize_vocab": "to a multiple of 64 rows", "eos_token": "tokenizer_config.json"}.items():
+    for key, words in {"resize_vocab": ", resize_vocab\n", "eos_token": "tokenizer_config.json"}.items():
         assert (key in text) == (words in said)
 
 
@@ -634,6 +641,12 @@ OTHER_TRAININGS = {
         "teacher_model: {_component_: torchtune.models.llama3_1.llama3_1_8b}": "a teacher",
         "fake_quant_after_n_steps: 100": "quantization-aware training",
     }),
+    "llama-factory-v1": ("model: m\ncutoff_len: 64\ntrain_dataset: d\nmicro_batch_size: 1\n", {
+        "model_class: cls": "another head",
+        "peft_config: {name: freeze}": "write adapter",
+        "quant_config: {quantization_bit: 8}": "weights have 4 bits or 16",
+        "pref_ftx: 0.1": "another loss",
+    }),
     "trl": ("model_name_or_path: m\ndataset_name: d\nmax_length: 64\n", {
         "num_generations: 8": "rewards while training",
         "loss_type: hinge": "no such objective",
@@ -677,3 +690,272 @@ def test_the_rate_at_the_end_is_a_rate_or_its_share_of_the_peak(folder, text, le
     assert recipe["schedule"]["name"] == "cosine"
     wanted = 1e-6 if least is None else least * recipe["optim"]["learning_rate"]
     assert recipe["schedule"]["min_learning_rate"] == pytest.approx(wanted)
+
+
+ALL_COSTS = """\
+model_name_or_path: m
+dataset_name: d
+logging_steps: 5
+report_to: none
+label_smoothing_factor: 0.1
+tf32: true
+push_to_hub: false
+truncation_mode: keep_start
+lr_scheduler_type: polynomial
+"""
+
+
+def test_lines_come_by_what_they_cost_and_one_has_all_that_needs_nothing(folder, capsys):
+    assert convert(ALL_COSTS, "--from", "trl") == 0
+    said = capsys.readouterr().out
+    changes, _, rest = said.partition("to know, or to decide:")
+    assert "label_smoothing_factor is 0.1" in changes and "lr_scheduler_type is 'polynomial'" in changes
+    assert "tf32 is true" in rest and "tf32" not in changes
+    (line,) = [line for line in said.splitlines() if line.startswith("needs nothing: ")]
+    named = set(line.removeprefix("needs nothing: ").split(", "))
+    assert named == {"truncation_mode", "logging_steps", "push_to_hub"}
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "zero3_offload"])
+def test_of_a_shipped_strategy_nothing_is_to_decide(folder, capsys, name):
+    assert main(["convert", f"ds_configs/{name}.json"]) == 0
+    said = capsys.readouterr().out
+    assert f"strategy: {name}\n" in said and "to decide" not in said and "trains otherwise" not in said
+    assert said.count(f"strategy: {name}\n") == 1
+
+
+def test_the_loss_scale_of_a_deepspeed_file_is_the_recipes_with_fp16_only(folder, capsys):
+    block = {"initial_scale_power": 12, "hysteresis": 3, "min_loss_scale": 1}
+    values = {"zero_optimization": {"stage": 2}, "train_batch_size": 8, "fp16": {"enabled": True, **block}}
+    assert convert(json.dumps(values), name="ds.json") == 0
+    text = re.split(r"for a recipe:\n|\n(?=needs nothing|to know)", capsys.readouterr().out)[1]
+    recipe = yaml.safe_load(text)
+    assert recipe["loss_scale"] == {"initial": 4096.0, "window": 1000, "hysteresis": 3, "minimum": 1.0}
+    values["fp16"]["enabled"] = False
+    assert convert(json.dumps(values | {"bf16": {"enabled": True}}), name="ds.json") == 0
+    said = capsys.readouterr().out
+    assert "loss_scale:" not in said and "fp16.hysteresis" in said
+
+
+def test_fsdp1_is_said_to_be_for_earlier_runs(folder, capsys):
+    assert convert(json.dumps(DISTRIBUTIONS["fsdp1"]), name="dist.json") == 0
+    assert "for new ones write fsdp2" in capsys.readouterr().out
+
+
+SILENT_FILES = {
+    "trainer": ("{output_dir: out, per_device_train_batch_size: 8}\n", {
+        "batch.micro_batch_size": 8,
+        "mixed_precision": "no", "optim.learning_rate": 5e-5, "schedule.name": "linear", "run.num_epochs": 3,
+    }),
+    "trl": ("{model_name_or_path: m, dataset_name: d, use_peft: true}\n", {
+        "mixed_precision": "bf16", "model.gradient_checkpointing": True, "data.max_length": 1024,
+        "objective.train_on": "all", "adapter.name": "lora", "adapter.dropout": 0.05,
+        "adapter.targets": ["q_proj", "v_proj"], "batch.micro_batch_size": 8, "optim.learning_rate": 2e-5,
+        "schedule.name": "linear", "run.num_epochs": 3,
+    }),
+    "trl, preferences": ("{model_name_or_path: m, dataset_name: d, beta: 0.1, use_peft: true}\n", {
+        "mixed_precision": "bf16", "model.gradient_checkpointing": True, "data.max_length": 1024,
+        "objective.name": "dpo", "objective.beta": 0.1, "adapter.name": "lora",
+        "adapter.targets": ["q_proj", "v_proj"], "batch.micro_batch_size": 8, "optim.learning_rate": 1e-6,
+        "schedule.name": "linear", "run.num_epochs": 3,
+    }),
+    "alignment-handbook": ("{model_name_or_path: m, dataset_mixer: {d: 1.0}}\n", {
+        "mixed_precision": "bf16", "model.gradient_checkpointing": True, "data.max_length": 1024,
+        "objective.train_on": "all", "batch.micro_batch_size": 8, "optim.learning_rate": 2e-5,
+        "schedule.name": "linear", "run.num_epochs": 3,
+    }),
+    "llama-factory": ("{model_name_or_path: m, dataset: d}\n", {
+        "mixed_precision": "bf16", "model.gradient_checkpointing": True, "data.max_length": 2048,
+        "adapter.name": "lora", "adapter.rank": 8, "adapter.alpha": 16.0, "batch.micro_batch_size": 8,
+        "optim.learning_rate": 5e-5, "schedule.name": "linear", "run.num_epochs": 3,
+    }),
+    "llama-factory, all weights": ("{model_name_or_path: m, dataset: d, finetuning_type: full, stage: pt}\n", {
+        "mixed_precision": "no", "model.gradient_checkpointing": True, "data.max_length": 2048,
+        "objective.name": "cpt", "batch.micro_batch_size": 8,
+        "optim.learning_rate": 5e-5, "schedule.name": "linear", "run.num_epochs": 3,
+    }),
+    "llama-factory-v1": ("{model: m, train_dataset: d, peft_config: {name: lora}}\n", {
+        "mixed_precision": "bf16", "model.gradient_checkpointing": True, "adapter.name": "lora", "adapter.rank": 8,
+        "adapter.alpha": 16.0, "adapter.dropout": 0.05, "batch.micro_batch_size": 1,
+        "optim.learning_rate": 1e-4, "optim.weight_decay": 0.01, "schedule.name": "constant", "run.num_epochs": 3,
+    }),
+    "axolotl": ("{base_model: m, datasets: [{path: d, type: chat_template}], learning_rate: 0.0001, adapter: lora}\n", {
+        "mixed_precision": "bf16", "data.max_length": 512, "data.too_long": "drop", "adapter.name": "lora",
+        "batch.micro_batch_size": 1, "optim.learning_rate": 1e-4, "schedule.name": "cosine",
+        "schedule.warmup_steps": 0.03, "run.num_epochs": 1,
+    }),
+    "torchtune": (
+        "{model: {_component_: torchtune.models.llama3_1.lora_llama3_1_8b, lora_attn_modules: [q_proj, v_proj]},"
+        " checkpointer: {checkpoint_dir: m}, dataset: {_component_: torchtune.datasets.chat_dataset, source: d},"
+        " optimizer: {_component_: torch.optim.AdamW, lr: 0.0003}, batch_size: 2, epochs: 1, dtype: bf16}\n", {
+        "mixed_precision": "bf16", "data.too_long": "error", "adapter.name": "lora", "adapter.rank": 8,
+        "adapter.alpha": 16.0, "adapter.targets": ["q_proj", "v_proj"], "batch.micro_batch_size": 2,
+        "optim.name": "adamw", "optim.learning_rate": 3e-4, "optim.weight_decay": 0.01, "optim.max_grad_norm": 0.0,
+        "schedule.name": "constant", "run.num_epochs": 1,
+    }),
+}  # fmt: skip
+"""The least that each project trains with, and its own defaults: transformers 5.23's TrainingArguments, TRL 1.16's
+SFTConfig, DPOConfig and ModelConfig (`disable_dropout` of preferences) and peft's layers of a Llama; LLaMA-Factory's
+hparams/ and model/adapter.py, in its v1 config/ and core/base_trainer.py; axolotl's utils/schemas/ and
+core/builders/base.py; torchtune's recipes, builders of models, and torch.optim.AdamW."""
+
+
+@pytest.mark.parametrize("case", SILENT_FILES)
+def test_where_a_file_is_silent_the_projects_own_defaults_are_written(folder, case):
+    text, wanted = SILENT_FILES[case]
+    assert convert(text, "--from", case.partition(",")[0]) == 0
+    recipe = yaml.safe_load(Path("recipes/file.yaml").read_text())
+    found = {f"{section}.{key}": value for section in recipe if isinstance(recipe[section], dict)
+             for key, value in recipe[section].items()}  # fmt: skip
+    found |= {key: value for key, value in recipe.items() if not isinstance(value, dict)}
+    places = ("strategy", "model.name_or_path", "data.train", "batch.global_batch_size", "run.output_dir")
+    assert {key: value for key, value in found.items() if key not in places} == _as_yaml(wanted)
+
+
+@pytest.mark.slow
+def test_the_defaults_of_trl_are_those_of_its_own_classes():
+    """What the table says of TRL, against the classes of the installed one."""
+    trl = pytest.importorskip("trl")
+    sft, dpo, model = (
+        {one.name: one.default for one in dataclasses.fields(kind)}
+        for kind in (trl.SFTConfig, trl.DPOConfig, trl.ModelConfig)
+    )
+    own = PROJECTS["trl"].defaults
+    assert own["optim.learning_rate"] == sft["learning_rate"]
+    assert PROJECTS["trl"].of_preferences["optim.learning_rate"] == dpo["learning_rate"]
+    assert (own["data.max_length"], own["adapter.dropout"]) == (sft["max_length"], model["lora_dropout"])
+    assert (own["schedule.name"], own["run.num_epochs"]) == (sft["lr_scheduler_type"], sft["num_train_epochs"])
+    assert own["batch.micro_batch_size"] == sft["per_device_train_batch_size"]
+    assert own["model.gradient_checkpointing"] == sft["gradient_checkpointing"] == dpo["gradient_checkpointing"]
+    assert own["~disable_dropout"] == dpo["disable_dropout"]
+    assert (model["lora_r"], model["lora_alpha"], dpo["beta"]) == (16, 32, 0.1), "those of our own sections"
+
+
+def test_adapters_of_preferences_have_no_dropout_where_the_project_turns_it_off(folder, capsys):
+    text = "{model_name_or_path: m, dataset_name: d, beta: 0.1, use_peft: true, lora_dropout: 0.2"
+    assert "dropout" not in recipe_of_trl(f"{text}}}")["adapter"]
+    assert "preferences are trained without dropout" in capsys.readouterr().out
+    Path("recipes/file.yaml").unlink()
+    assert recipe_of_trl(f"{text}, disable_dropout: false}}")["adapter"]["dropout"] == 0.2
+
+
+def recipe_of_trl(text: str) -> dict:
+    assert convert(text, "--from", "trl") == 0
+    return yaml.safe_load(Path("recipes/file.yaml").read_text())
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1000, 30), (20_000, 100), (40, 2), (20, 0)])
+def test_axolotls_own_warm_up_is_three_percent_of_the_steps_and_at_most_100(folder, steps, warmup):
+    recipe = recipe_of(AXOLOTL + f"max_steps: {steps}\n")
+    assert recipe["schedule"]["warmup_steps"] == warmup
+
+
+V1 = """\
+model: some/model
+model_class: llm
+template: qwen3_nothink
+peft_config:
+  name: lora
+  r: 32
+  target_modules: all
+kernel_config:
+  name: auto
+  include_kernels: auto
+quant_config: null
+dist_config:
+  name: fsdp2
+  dcp_path: null
+train_dataset: sets.yaml
+output_dir: outputs/v1
+micro_batch_size: 2
+global_batch_size: 16
+cutoff_len: 512
+learning_rate: 5.0e-5
+max_steps: 90
+"""
+
+
+def test_a_file_of_llama_factorys_v1_format_is_read_with_its_sources(folder, capsys):
+    Path("sets.yaml").write_text(
+        "a: {path: some/rows, size: 20}\nb: {file_name: b.jsonl, dataset_dir: data, weight: 2}\n"
+    )
+    recipe = recipe_of(V1)
+    assert "from file.yaml (LLaMA-Factory v1)" in capsys.readouterr().out
+    assert recipe == _as_yaml({
+        "strategy": "fsdp2",
+        "mixed_precision": "bf16",
+        "model": {"name_or_path": "some/model", "gradient_checkpointing": True},
+        "data": {
+            "train": [{"path": "some/rows", "max_rows": 20}, {"path": "data/b.jsonl", "weight": 2}],
+            "max_length": 512, "chat_template": "qwen3_2507",
+        },
+        "adapter": {"name": "lora", "rank": 32, "alpha": 16.0, "dropout": 0.05, "targets": ["all-linear"]},
+        "batch": {"global_batch_size": 16, "micro_batch_size": 2},
+        "optim": {"learning_rate": 5e-5, "weight_decay": 0.01},
+        "schedule": {"name": "constant"},
+        "run": {"max_steps": 90, "output_dir": "outputs/v1"},
+    })  # fmt: skip
+
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{HANDBOOK}chat_template: '{TEMPLATE}'\n",
+        f"{AXOLOTL}chat_template_jinja: '{TEMPLATE}'\n",
+        f"{AXOLOTL}chat_template: jinja\nchat_template_jinja: '{TEMPLATE}'\n",
+    ],
+)
+def test_a_template_in_a_file_is_written_beside_the_recipe(folder, text):
+    assert recipe_of(text)["data"]["chat_template"] == "recipes/file.jinja"
+    assert Path("recipes/file.jinja").read_text() == TEMPLATE
+    Path("recipes/file.yaml").unlink()
+    assert convert(text) == 2, "the template that is there is not overwritten"
+
+
+def test_references_stand_for_other_keys_also_in_longer_texts(folder, capsys):
+    text = TORCHTUNE.replace("output_dir: outputs/tuned", "base: outs\nrun: ${base}/a\noutput_dir: ${run}/tuned")
+    text = text.replace("gradient_accumulation_steps: 4", "gradient_accumulation_steps: ${optimizer.steps}")
+    recipe = recipe_of(text.replace("fused: true", "steps: 8").replace("epochs: 1", "epochs: ${nowhere}"))
+    assert recipe["run"] == {"output_dir": "outs/a/tuned"} and recipe["batch"]["global_batch_size"] == 16
+    assert "epochs is '${nowhere}': refers to what is not in this file" in capsys.readouterr().out
+
+
+def test_a_reference_in_a_circle_is_listed(folder, capsys):
+    recipe_of(TORCHTUNE.replace("epochs: 1", "epochs: ${other}\nother: ${epochs}"))
+    assert "epochs is '${other}': refers to what" in capsys.readouterr().out
+
+
+def test_torchtunes_validation_set_is_evaluated(folder, capsys):
+    text = f"{TORCHTUNE}dataset_val: {{_component_: torchtune.datasets.chat_dataset, source: o/rows, split: test}}\n"
+    recipe = recipe_of(f"{text}run_val_every_n_steps: 50\nbatch_size_val: ${{batch_size}}\n")
+    assert recipe["data"]["eval"] == {"eval": {"path": "o/rows", "split": "test"}}
+    assert recipe["run"]["eval_every_steps"] == 50 and "batch_size_val" in capsys.readouterr().out.splitlines()[-2]
+
+
+def test_two_slices_of_one_split_hold_out_the_rest(folder, capsys):
+    text = f"{TORCHTUNE}dataset_val: {{source: some/chats, split: 'train[95%:]'}}\n".replace(":10%]", ":95%]")
+    recipe = recipe_of(text)
+    assert recipe["data"]["holdout"] == 0.05 and "eval" not in recipe["data"]
+    assert recipe["data"]["train"] == "some/chats" and "max_rows" not in capsys.readouterr().out
+
+
+def test_several_data_sets_of_torchtune_and_their_columns(folder):
+    one = "{source: a/b, column_map: {input: q, output: a}}"
+    recipe = recipe_of(re.sub("dataset: .*", f"dataset: [{one}, {{source: json, data_files: r.jsonl}}]", TORCHTUNE))
+    columns = {"user": "q", "assistant": "a"}
+    assert recipe["data"]["train"] == [{"path": "a/b", "columns": columns}, {"path": "r.jsonl"}]
+
+
+def test_a_number_of_held_out_rows_is_no_share(folder, capsys):
+    assert "holdout" not in recipe_of(AXOLOTL.replace("val_set_size: 0.05", "val_set_size: 100"))["data"]
+    assert "val_set_size is 100: so many rows; data.holdout is a share" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["--from", "llama-factory"], ["--from", "trl"]])
+def test_a_file_of_no_training_is_refused_whosever_it_is_said_to_be(folder, capsys, arguments):
+    compose = "services: {web: {image: x}}\nvolumes: {a: {}}\nnetworks: {b: {}}\n"
+    assert convert(compose, *arguments) == 2
+    assert "of its 3 keys" in capsys.readouterr().err and not Path("recipes").exists()

@@ -4,9 +4,15 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
+
+from cookbook.config.effects import effect_of
+
+Cost = Literal["changes", "decide", "idle", "sizes"]
+"""What is lost with a key without a counterpart: the same training, a decision, nothing, or a setting of speed, of
+which the shipped strategy has its own."""
 
 
 class NoCounterpart(ValueError):
@@ -26,6 +32,16 @@ class Key:
     """Whether a value without a counterpart means another training."""
     why: str = ""
     """What to write instead of the key, or of a value that has no counterpart."""
+    without: Cost = "decide"
+    """What a key of no counterpart costs."""
+
+    @property
+    def cost(self) -> Cost:
+        """What it costs that a value has no counterpart."""
+        if self.ours is None:
+            return self.without
+        is_of_run = self.ours in NEVER_TRAINED or self.ours.startswith("strategy.")
+        return "decide" if is_of_run or effect_of(self.ours) != "curve" else "changes"
 
     def translate(self, value: Any) -> Any:
         """Our value.
@@ -71,6 +87,10 @@ class Project:
     """The project whose keys it extends."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What it does where a file is silent, by our keys; only where that differs from our defaults or we have none."""
+    of_preferences: Mapping[str, Any] = field(default_factory=dict)
+    """Those that are others for preferences."""
+    of_adapters: Mapping[str, Any] = field(default_factory=dict)
+    """Those that are others with an adapter."""
     is_distribution: bool = False
     """Its files describe how a run is distributed, not what it trains."""
     changes: Mapping[str, list[str]] = field(default_factory=dict)
@@ -82,10 +102,19 @@ class Project:
 
     def other_training(self, path: str, value: Any) -> str | None:
         """What is trained otherwise with this key, if anything."""
-        if value in (None, False, 0, "", "no", "none") or value == []:
-            return None
+        return None if asks_for_nothing(value) else self.change(path)
+
+    def change(self, path: str) -> str | None:
+        """What a key trains otherwise, with any value that asks for something."""
         names = {path, path.partition(".")[0]}
         return next((what for what, keys in self.changes.items() if names & {*keys}), None)
+
+
+def asks_for_nothing(value: Any) -> bool:
+    """Whether the value of a key without a counterpart leaves everything as it is."""
+    if isinstance(value, dict):  # a section with a switch
+        return not value or asks_for_nothing(value.get("enabled", True))
+    return value in (None, False, 0, "", "no", "none") or value == []
 
 
 def _number(value: Any) -> float:
@@ -136,6 +165,13 @@ def _section(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise NoCounterpart("a section of `key: value` lines was expected")
     return value
+
+
+def share(value: Any) -> float:
+    found = _number(value)
+    if found >= 1:
+        raise NoCounterpart(f"so many rows; data.holdout is a share: {found:g} divided by the number of all rows")
+    return found
 
 
 def _targets(value: Any) -> list[str]:
@@ -191,7 +227,11 @@ OFFLOAD = {"none": None, "cpu": "cpu", "nvme": "nvme"}
 READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
     **dict.fromkeys(("optim.learning_rate", "optim.weight_decay", "optim.eps", "optim.max_grad_norm"), _number),
     "schedule.min_learning_rate": _number,
-    **dict.fromkeys(("optim.momentum", "data.holdout", "objective.beta", "objective.label_smoothing"), _number),
+    **dict.fromkeys(("optim.momentum", "objective.beta", "objective.label_smoothing"), _number),
+    "data.holdout": share,
+    "loss_scale.initial": lambda power: 2.0 ** _count(power),
+    "loss_scale.minimum": lambda value: float(_number(value)),
+    **dict.fromkeys(("loss_scale.window", "loss_scale.hysteresis"), _count),
     **dict.fromkeys(("objective.desirable_weight", "objective.undesirable_weight", "~beta1", "~beta2"), _number),
     **dict.fromkeys(("~warmup", "~warmup_ratio", "~min_share", "~eval_steps", "~save_steps"), _number),
     **dict.fromkeys(("adapter.alpha", "adapter.dropout"), lambda value: float(_number(value))),
@@ -205,7 +245,7 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
     "model.gradient_checkpointing": {**BOOL, "offload": "offload"},
     **dict.fromkeys(("data.packing", "data.streaming", "run.deterministic", "run.save_first_step"), BOOL),
     **dict.fromkeys(("adapter.rslora", "strategy.offload", "strategy.reshard"), BOOL),
-    **dict.fromkeys(("~peft", "~dora", "~4bit", "~8bit", "~lora_mlp"), BOOL),
+    **dict.fromkeys(("~peft", "~dora", "~4bit", "~8bit", "~lora_mlp", "~disable_dropout"), BOOL),
     **dict.fromkeys(("~bf16", "~fp16"), PRECISIONS),
     "optim.name": OPTIMIZERS,
     "schedule.name": SCHEDULES,
@@ -216,9 +256,10 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
     "~fsdp": _fsdp,
     "adapter.targets": _targets,
     "~lora_parameters": _names,
-    **dict.fromkeys(("~dataset", "~data_files", "~text_field", "~messages_column"), _text),
-    **dict.fromkeys(("~sources", "~test_sources"), _list),
-    **dict.fromkeys(("~mixture", "~mixer"), _section),
+    **dict.fromkeys(("~dataset", "~data_files", "~text_field", "~messages_column", "~template"), _text),
+    **dict.fromkeys(("~listed", "~listed_eval"), _text),
+    **dict.fromkeys(("~sources", "~test_sources", "~dataset_list"), _list),
+    **dict.fromkeys(("~mixture", "~mixer", "~val", "~column_map"), _section),
     **dict.fromkeys(
         (
             "~splits",
@@ -239,9 +280,18 @@ _TABLES: dict[str, Any] = yaml.load(
 )
 _TEXTS: dict[str, str] = _TABLES.pop("texts")
 _DERIVED: dict[str, str] = _TABLES.pop("derived")
+NEVER_TRAINED = (
+    *("~eval_strategy", "~eval_steps", "~save_strategy", "~save_steps", "~keep", "~deepspeed", "~fsdp"),
+    *("~processes", "~wrap", "~test_split", "~test_sources", "~registered_eval", "~listed_eval", "~val"),
+)
+"""Derived keys without influence on the curve."""
 ADAPTER, EVALUATION, LOADER, SAVING, STRATEGY = (
     _TEXTS[name] for name in ("adapter", "evaluation", "loader", "saving", "strategy")
 )
+
+
+WITHOUT: dict[str, Cost] = {"advice": "decide", "differs": "changes", "idle": "idle", "sizes": "sizes"}
+"""Tables of keys without a counterpart."""
 
 
 def _keys_of(table: dict[str, Any]) -> dict[str, Key]:
@@ -253,15 +303,16 @@ def _keys_of(table: dict[str, Any]) -> dict[str, Key]:
         fields = given if isinstance(given, dict) else {"ours": given}
         why: str = fields.get("why", _DERIVED.get(fields.get("ours", ""), ""))
         found[theirs] = Key(**fields | {"why": _TEXTS.get(why, why)})
-    for why, names in table.get("advice", {}).items():
-        found |= dict.fromkeys(names, Key(why=_TEXTS.get(why, why)))
+    for name, cost in WITHOUT.items():
+        for why, names in table.get(name, {}).items():
+            found |= dict.fromkeys(names, Key(why=_TEXTS.get(why, why), without=cost))
     return found
 
 
 PROJECTS = {
     name: Project(
         keys=_keys_of(table),
-        **{key: value for key, value in table.items() if key not in ("keys", "like", "without", "advice")},
+        **{key: value for key, value in table.items() if key not in ("keys", "like", "without", *WITHOUT)},
     )
     for name, table in _TABLES.items()
     if "name" in table

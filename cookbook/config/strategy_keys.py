@@ -139,10 +139,15 @@ def _misspelt(path: tuple[str, ...], project: Project, model: type[BaseModel] | 
 
 
 def _asks_for_nothing(dotted: str, value: Any, project: Project, *, is_known: bool) -> bool:
-    values = project.passes.get(dotted, [False] if dotted.endswith(f".{SWITCH}") and not is_known else [])
-    if values == "any" or (is_known and value in (None, {}, [])):
-        return True
-    return any(type(value) is type(one) and value == one for one in values)
+    if dotted not in project.passes and dotted.endswith(f".{SWITCH}") and not is_known:
+        return value is False
+    return (is_known and value in (None, {}, [])) or passes(dotted, value, project)
+
+
+def passes(dotted: str, value: Any, project: Project) -> bool:
+    """Whether a distribution's key asks for nothing with this value, or for what a run does in any case."""
+    values = project.passes.get(dotted, [])
+    return values == "any" or any(type(value) is type(one) and value == one for one in values)
 
 
 def contradictions(claims: tuple[Claim, ...], ours: dict[str, Any]) -> Iterator[str]:

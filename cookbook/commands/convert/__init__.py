@@ -7,7 +7,7 @@ from typer import Argument, Option
 
 from cookbook.commands.check import check
 from cookbook.commands.convert.keys import Conversion
-from cookbook.commands.convert.strategy_files import choose_strategy
+from cookbook.commands.convert.strategy_files import choose_strategy, compare_sizes
 from cookbook.commands.shared.arguments import positive
 from cookbook.config.foreign import PROJECTS
 from cookbook.config.recipe import RECIPES, Recipe, leaves
@@ -19,7 +19,15 @@ ORDER = list(dict.fromkeys(leaves(Recipe)))
 """The keys of a recipe, in the order in which they are written."""
 
 ProjectName = Literal[
-    "trainer", "trl", "alignment-handbook", "llama-factory", "axolotl", "torchtune", "accelerate", "deepspeed"
+    "trainer",
+    "trl",
+    "alignment-handbook",
+    "llama-factory",
+    "llama-factory-v1",
+    "axolotl",
+    "torchtune",
+    "accelerate",
+    "deepspeed",
 ]
 
 
@@ -58,6 +66,10 @@ def convert(
         found.other["strategy.kind"] = "single"
         found.notes.append("no distribution in the file, so strategy single; any other has the same curve")
     name, files_to_write = choose_strategy(found.distribution, out.stem.replace(".", "_"), found.notes)
+    if found.template is not None and training is not None:
+        template = out.with_suffix(".jinja")
+        files_to_write[template] = found.template
+        found.recipe["data.chat_template"] = str(template)
     recipe = nested({"strategy": name, **found.recipe})
     source = " and ".join(f"{path} ({one.name})" for path, one in zip(files, names, strict=True))
     if training is not None:
@@ -71,12 +83,21 @@ def convert(
         except OSError as error:
             raise RecipeError(cannot_write(path, error, "name another file with --out")) from None
         say(f"{path}: written")
-    say(f"from {source}\nstrategy: {name}")
+    say(f"from {source}")
     if training is None:
         say("no recipe: the file has no model and no data; for a recipe:")
         say(dump_yaml(recipe).rstrip())
+    else:
+        say(f"strategy: {name}")
+    same, others = compare_sizes(found.sizes, name, files_to_write)
+    if others:
+        found.notes.append(f"speed and memory only: {', '.join(others)}; to keep yours, --strategy takes such a file")
+    if found.changes:
+        say("not in the recipe, and trains otherwise, or may:", *found.changes, sep="\n  ")
     if found.notes:
-        say("left out, or to decide:", *found.notes, sep="\n  ")
+        say("to know, or to decide:", *found.notes, sep="\n  ")
+    if idle := list(dict.fromkeys([*found.idle, *same])):
+        say(f"needs nothing: {', '.join(idle)}")
     mistakes: list[str] = []
     with gathered(mistakes):
         if training is None:
@@ -119,6 +140,11 @@ def recognize(document: Document, name: str | None = None) -> str:
     best = [one for one, number in fits.items() if number == most]
     best = [one for one in best if PROJECTS[one].base not in best]  # the base knows them all
     if name is not None and PROJECTS[name].is_distribution == PROJECTS[best[0]].is_distribution:
+        if fits[name] * 2 < len(document.values):
+            raise RecipeError(
+                f"{document.name}: of its {len(document.values)} keys {PROJECTS[name].name} has {fits[name]}; it is"
+                " another project's, or no settings of a training"
+            )
         return name
     if most * 2 < len(document.values):
         raise RecipeError(

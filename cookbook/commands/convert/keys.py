@@ -7,7 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cookbook.config.foreign import ADAPTER, EVALUATION, PROJECTS, SAVING, NoCounterpart, Project
+from cookbook.commands.convert import references, source_sections
+from cookbook.config.foreign import (
+    ADAPTER,
+    EVALUATION,
+    PROJECTS,
+    SAVING,
+    Key,
+    NoCounterpart,
+    Project,
+    asks_for_nothing,
+    share,
+)
+from cookbook.config.strategy_keys import passes
 from cookbook.system.files import Document, KeyPath, RecipeError, kind_in_words, read_document, show
 
 
@@ -24,10 +36,19 @@ class Conversion:
         """File, line, key and value behind each of these."""
         self.given: set[str] = set()
         """Those that the files have, also with a value that could not be converted."""
+        self.changes: list[str] = []
+        """What of the files is not in the recipe and trains otherwise, or may."""
         self.notes: list[str] = []
+        """What the user decides, or should know."""
+        self.idle: list[str] = []
+        """Keys of which nothing is lost."""
+        self.sizes: dict[str, Any] = {}
+        """Settings of speed that a strategy has a value of its own for, by their places in its file."""
         self.others: list[str] = []
         """What makes another training, of which no recipe would be the same."""
         self.folder = Path()
+        self.template: str | None = None
+        """The text of a chat template in the file."""
 
     def read(self, document: Document, project: Project) -> None:
         """Take over the keys of a file; those of a file that was read earlier have precedence.
@@ -36,28 +57,48 @@ class Conversion:
             RecipeError: they make another strategy.
         """
         self.folder = Path(document.name).parent
-        for path, value in _leaves(document.values, project):
-            key = project.keys.get(".".join(map(str, path)))
-            place = f"{document.place(*path)} is {_short(value)}"
-            if isinstance(value, str) and re.fullmatch(r"\$\{\w+\}", value):  # torchtune's reference to another key
-                value = document.values.get(value[2:-1], value)
-            if other := project.other_training(".".join(map(str, path)), value):
+        for path, written in _leaves(document.values, project):
+            place, dotted = f"{document.place(*path)} is {_short(written)}", ".".join(map(str, path))
+            value = references.resolved(written, document.values)
+            if references.is_open(value):
+                self.changes.append(f"{place}: refers to what is not in this file; write the value")
+            elif other := project.other_training(dotted, value):
                 self.others.append(f"{place}: {other}")
-                continue
-            if key is None:
-                self.notes.append(f"{place}: no counterpart is known; docs/recipes.md has all keys")
-                continue
-            self.given.add(key.ours or "")
-            try:
-                translated = key.translate(value)
-            except NoCounterpart as problem:
-                (self.others if key.decides else self.notes).append(f"{place}: {problem}")
-            except (TypeError, ValueError, AttributeError):
-                self.notes.append(f"{place}: a value of another kind was expected; {key.answer}")
             else:
-                self._put(key.ours, translated, place)
-                if left_out := key.left_out(value):
-                    self.notes.append(f"{place}: {left_out}")
+                self._read_key(dotted, value, place, project)
+
+    def _read_key(self, dotted: str, value: Any, place: str, project: Project) -> None:
+        key = project.keys.get(dotted)
+        if key is not None and key.ours is not None:
+            self._translate(key, dotted, value, place)
+        elif passes(dotted, value, project) or (asks_for_nothing(value) and (key or project.change(dotted))):
+            self.idle.append(dotted)
+        elif key is None:
+            self.changes.append(f"{place}: no counterpart is known; docs/recipes.md has all keys")
+        elif key.cost == "idle":
+            self.idle.append(dotted)
+        elif key.cost == "sizes":
+            self.sizes[dotted] = value
+        else:
+            self._lines(key).append(f"{place}: {key.why}")
+
+    def _lines(self, key: Key) -> list[str]:
+        return self.changes if key.cost == "changes" else self.notes
+
+    def _translate(self, key: Key, dotted: str, value: Any, place: str) -> None:
+        self.given.add(key.ours or "")
+        try:
+            translated = key.translate(value)
+        except NoCounterpart as problem:
+            (self.others if key.decides else self._lines(key)).append(f"{place}: {problem}")
+        except (TypeError, ValueError, AttributeError):
+            self._lines(key).append(f"{place}: a value of another kind was expected; {key.answer}")
+        else:
+            if translated is None:
+                self.idle.append(dotted)
+            self._put(key.ours, translated, place)
+            if left_out := key.left_out(value):
+                self.notes.append(f"{place}: {left_out}")
 
     def _put(self, ours: str | None, value: Any, place: str) -> None:
         if ours is None or value is None:
@@ -67,7 +108,7 @@ class Conversion:
             is_of_two = place.partition(":")[0] != self.places[ours].partition(":")[0]
             if is_of_two and ours.startswith("strategy."):
                 raise RecipeError(f"{place}, but {self.places[ours]}: these are two strategies; convert one at a time")
-            self.notes.append(f"{place}: {ours.lstrip('~')} is {show(home[ours])} already, from {self.places[ours]}")
+            self.changes.append(f"{place}: {ours.lstrip('~')} is {show(home[ours])} already, from {self.places[ours]}")
             return
         home[ours], self.places[ours] = value, place
 
@@ -77,16 +118,21 @@ class Conversion:
     def _note(self, name: str, advice: str) -> None:
         self.notes.append(f"{self.places[name]}: {advice}")
 
+    def _change(self, name: str, advice: str) -> None:
+        self.changes.append(f"{self.places[name]}: {advice}")
+
     def derive(self, project: Project | None) -> None:
         """The keys that depend on several of theirs, and their defaults."""
         self._strategy_files()
         bf16, fp16 = self._take("bf16"), self._take("fp16")
         if bf16 or fp16 or bf16 is False:
             self.recipe.setdefault("mixed_precision", "bf16" if bf16 else "fp16" if fp16 else "no")
+        self._template()
         self._data()
         self._objective()
         if project is not None:
             self._defaults(project)
+        self._loss_scale()
         self._adapter()
         self._least_rate()
         self._length_and_batch()
@@ -95,22 +141,67 @@ class Conversion:
         if betas != [None, None]:
             self.recipe["optim.betas"] = [betas[0] or 0.9, betas[1] or 0.999]
 
+    @property
+    def _objective_name(self) -> str:
+        return str(self.recipe.get("objective.name", "sft"))
+
+    @property
+    def _is_of_preferences(self) -> bool:
+        return self._objective_name not in ("sft", "cpt")
+
     def _defaults(self, project: Project) -> None:
-        added = {}
-        is_sft = self.recipe.get("objective.name", "sft") == "sft"
-        for key, value in project.defaults.items():
-            if key in self.given or key in self.recipe or (key == "run.num_epochs" and "run.max_steps" in self.recipe):
-                continue
-            if key in ("objective.train_on", "optim.learning_rate") and not is_sft:
-                continue
-            if key.startswith("adapter.") and not (self.other.get("~peft") or self.other.get("~adapter")):
-                continue
-            (self.other if key[0] == "~" else self.recipe)[key] = value
-            if key[0] != "~":
-                added[key] = value
+        is_default = "~adapter" in project.defaults and "~adapter" not in self.given
+        has_adapter = self._adapter_name is not None or is_default
+        values = {**project.defaults, **(project.of_preferences if self._is_of_preferences else {})}
+        values |= project.of_adapters if has_adapter else {}
+        values = {key: value for key, value in values.items() if key not in self.given and key not in self.recipe}
+        for key, value in values.items():
+            if key[0] == "~":
+                self.other[key] = value
+        added = {key: value for key, value in values.items() if self._holds(key, has_adapter=has_adapter)}
+        self.recipe |= added
         if added:
             given = ", ".join(f"{key} {show(value)}" for key, value in added.items())
             self.notes.append(f"not in the file, so the defaults of {project.name} hold: {given}")
+        if "objective.train_on" in added:
+            self.notes.append(f"objective.train_on all is for chats; {project.name} trains on completions: assistant")
+        if self._take("no_limit") and "data.max_length" not in self.recipe:
+            self.recipe["data.too_long"] = "error"
+            self.notes.append("no length in the file: a row of more than data.max_length, 2048, is an error; raise it")
+
+    def _holds(self, key: str, *, has_adapter: bool) -> bool:
+        """Whether a default says something of this training."""
+        if key == "run.num_epochs":
+            return "run.max_steps" not in self.recipe
+        if key == "objective.train_on":
+            return self._objective_name == "sft"
+        if key == "adapter.dropout" and self._is_of_preferences and self.other.get("~disable_dropout"):
+            return False
+        if key == "optim.weight_decay" and self.recipe.get("optim.name") == "sgd":  # torch's has none
+            return False
+        return key[0] != "~" and (has_adapter or not key.startswith("adapter."))
+
+    def _loss_scale(self) -> None:
+        """DeepSpeed's, of which files have the keys beside bf16 too."""
+        keys = [key for key in self.recipe if key.startswith("loss_scale.")]
+        if self.recipe.get("mixed_precision") != "fp16":
+            for key in keys:
+                del self.recipe[key]
+                self.idle.append(_name_in(self.places[key]))
+        elif "strategy.zero_stage" in self.other:
+            for key, value in PROJECTS["deepspeed"].defaults.items():
+                self.recipe.setdefault(key, value)
+
+    def _template(self) -> None:
+        text = self._take("template")
+        if text is None:
+            return
+        if "data.chat_template" in self.recipe:
+            self._change("~template", f"left out; data.chat_template is {self.recipe['data.chat_template']}")
+        elif "{%" in text or "{{" in text:
+            self.template = text
+        else:
+            self.recipe["data.chat_template"] = text
 
     def _strategy_files(self) -> None:
         """A DeepSpeed JSON, inline or by path, and FSDP in one line."""
@@ -128,67 +219,108 @@ class Conversion:
 
     def _data(self) -> None:
         path, config, split = self._take("dataset"), self._take("dataset_config"), self._take("train_split")
-        test, rows = self._take("test_split"), self._take("max_rows")
-        sources = self._sources(path, config, split)
+        test, rows, held_out = self._take("test_split"), self._take("max_rows"), self._take("val")
+        part = source_sections.share_held_out(split, (held_out or {}).get("split"))
+        if part is not None:
+            self.recipe["data.holdout"], held_out = part, None
+            split = split.partition("[")[0]
+        found = self._sources(path, config, split)
         if rows is not None:
-            sources = [{**source, "max_rows": rows} for source in sources]
-        if sources:
-            only = sources[0]["path"] if sources[0].keys() == {"path"} else sources[0]
-            self.recipe["data.train"] = sources if len(sources) > 1 else only
-        is_used = "~dataset_component" in self.places or any(source["path"] == path for source in sources)
+            found = [{**source, "max_rows": rows} for source in found]
+        if found:
+            only = found[0]["path"] if found[0].keys() == {"path"} else found[0]
+            self.recipe["data.train"] = found if len(found) > 1 else only
+        is_used = "~dataset_component" in self.places or any(source["path"] == path for source in found)
         if test is not None and is_used:
-            self.recipe["data.eval"] = {**sources[0], "split": test}
+            self.recipe["data.eval"] = {**found[0], "split": test}
         for key, value in {"dataset": path, "dataset_config": config, "train_split": split, "test_split": test}.items():
             if value is not None and not is_used:
-                self._note(f"~{key}", "left out: other keys name the rows; write it at its source in data.train")
+                self._change(f"~{key}", "left out: other keys name the rows; write it at its source in data.train")
         for name in self._names("registered_eval"):
             self.recipe.setdefault("data.eval", {})[name] = f"path/to/{name}.jsonl"
-        for i, source in enumerate(self._list_of_sources("test_sources")):
+        others = self._list_of_sources("test_sources") + self._listed("listed_eval")
+        for i, source in enumerate([*others, *([self._of_torchtune(held_out, "~val")] if held_out else [])]):
             self.recipe.setdefault("data.eval", {})[f"set{i}" if i else "eval"] = source
         columns = {"text": self._take("text_field"), "messages": self._take("messages_column")}
+        columns |= {
+            source_sections.COLUMN_MAP.get(key, key): column for key, column in self._take("column_map", {}).items()
+        }
         if columns := {key: column for key, column in columns.items() if column not in (None, key)}:
             self.recipe["data.columns"] = columns
 
     def _sources(self, path: str | None, config: Any, split: Any) -> list[dict[str, Any]]:
         mixture = self._take("mixture")
         if mixture is not None:
-            self.other["~sources"] = mixture.get("datasets", [])
-            self.places["~sources"] = self.places["~mixture"]
-            if mixture.get("test_split_size") is not None:
-                self.recipe["data.holdout"] = mixture["test_split_size"]
-            for key in sorted(mixture.keys() - {"datasets", "test_split_size"}):
-                self._note("~mixture", f"{key} {show(mixture[key])}: no counterpart")
-        if sources := self._list_of_sources("sources"):
-            return sources
+            self._mixture(mixture)
+        if found := [*self._list_of_sources("sources"), *self._listed("listed")]:
+            return found
         splits, mixer = self._take("splits"), self._take("mixer")
         if mixer is not None:
             return self._of_mixer(mixer, splits or ["train"])
         if names := self._names("registered"):
             return [{"path": f"path/to/{name}.jsonl"} for name in names]
+        if several := self._take("dataset_list"):
+            return [self._of_torchtune(one, "~dataset_list") for one in several]
         component, files = self._take("dataset_component"), self._take("data_files")
-        known = {"alpaca_dataset": "tatsu-lab/alpaca", "alpaca_cleaned_dataset": "yahma/alpaca-cleaned"}
-        if str(component).rpartition(".")[2] in known:
+        name = str(component).rpartition(".")[2]
+        if name in source_sections.ALPACA:
             self._alpaca("~dataset_component")
             self.recipe["data.columns"] = {"user": "instruction", "context": "input", "assistant": "output"}
-            if "objective.train_on" not in self.given:
-                self.recipe["objective.train_on"] = "all"
-                self._note(
-                    "~dataset_component", "train_on_input is true where the file is silent: objective.train_on all"
-                )
+        if source_sections.trains_on_input(name) and "objective.train_on" not in self.given:
+            self.recipe["objective.train_on"] = "all"
+            self._note("~dataset_component", "train_on_input is true where the file is silent: objective.train_on all")
         if files is not None:
             path, split = files, None
         if path is None and component is not None:
-            path = known.get(str(component).rpartition(".")[2])
+            path = source_sections.KNOWN.get(name)
             if path is None:
                 path = "path/to/rows.jsonl"
                 self._note("~dataset_component", "write the path of its rows in data.train")
         if path is None:
             return []
-        extra = {"name": config, "split": split if split != "train" else None}
         if split is not None and "[" in str(split):
-            self._note("~train_split", "write data.train.max_rows for a part of a split")
-            extra["split"] = str(split).partition("[")[0]
-        return [{"path": path, **{key: value for key, value in extra.items() if value not in (None, "train")}}]
+            self._change("~train_split", "write data.train.max_rows for a part of a split")
+            split = str(split).partition("[")[0]
+        extra = {"name": config, "split": split if split != "train" else None}
+        return [{"path": path, **{key: value for key, value in extra.items() if value is not None}}]
+
+    def _mixture(self, mixture: dict[str, Any]) -> None:
+        self.other["~sources"] = mixture.get("datasets", [])
+        self.places["~sources"] = self.places["~mixture"]
+        for key in sorted(mixture.keys() - {"datasets"}):
+            if key == "test_split_size" and mixture[key] is not None:
+                try:
+                    self.recipe["data.holdout"] = share(mixture[key])
+                except NoCounterpart as problem:
+                    self._change("~mixture", f"{key} {show(mixture[key])}: {problem}")
+            elif not asks_for_nothing(mixture[key]):
+                self._change("~mixture", f"{key} {show(mixture[key])}: no counterpart")
+
+    def _of_torchtune(self, given: Any, place: str) -> dict[str, Any]:
+        """A source from a section of torchtune's."""
+        if not isinstance(given, dict):
+            self._change(place, f"{_short(given)} is no section; write the source")
+            return {"path": "path/to/rows.jsonl"}
+        source, left_out = source_sections.of_torchtune(given)
+        for line in left_out:
+            self._change(place, line)
+        return source
+
+    def _listed(self, key: str) -> list[dict[str, Any]]:
+        """The sources in a file that LLaMA-Factory v1 names, or the one that it is."""
+        name = self._take(key)
+        if name is None:
+            return []
+        if not name.endswith((".yaml", ".yml")):
+            return [{"path": name}]
+        path = next((one for one in (Path(name), self.folder / name) if one.is_file()), None)
+        if path is None:
+            self._note(f"~{key}", "no such file; write the paths of its rows, or their names on the Hub")
+            return [{"path": "path/to/rows.jsonl"}]
+        found, left_out = source_sections.of_listed(read_document(path).values)
+        for line in left_out:
+            self._change(f"~{key}", line)
+        return found
 
     def _alpaca(self, place: str) -> None:
         """Rows in Alpaca's prompt, whatever the model's template."""
@@ -206,11 +338,11 @@ class Conversion:
             self.recipe["data.eval"] = {
                 f"{path.replace('/', '-')}-{split}": {"path": path, "split": split} for path in mixer for split in test
             }
-        if any(_number_of(share) != 1 for share in mixer.values()):
-            self._note("~mixer", "a fraction became weight: an epoch uses that part of the rows, the next one another")
+        if any(_number_of(part) != 1 for part in mixer.values()):
+            self._change("~mixer", "a fraction became weight: each epoch uses another part of the rows")
         found = []
-        for path, share in mixer.items():
-            weight = {"weight": share} if _number_of(share) != 1 else {}
+        for path, part in mixer.items():
+            weight = {"weight": part} if _number_of(part) != 1 else {}
             found += [{"path": path, **({"split": split} if split != "train" else {}), **weight} for split in train]
         return found
 
@@ -243,7 +375,8 @@ class Conversion:
                 elif theirs == "type" and value in RECOGNIZED_TYPES:
                     types.append(value)
                 else:
-                    self._note(f"~{key}", f"{theirs} {show(value)}: {SOURCE_ADVICE}")
+                    line = self._change if theirs in ("type", "shards") else self._note
+                    line(f"~{key}", f"{theirs} {_short(value)}: {SOURCE_ADVICE}")
             own.setdefault("path", "path/to/rows.jsonl")
             found.append({**own, **({"columns": columns} if columns else {})})
         if found and types == ["completion"] * len(found):
@@ -251,7 +384,7 @@ class Conversion:
         if found and types == ["alpaca"] * len(found):
             self._alpaca(f"~{key}")
         elif "alpaca" in types:
-            self._note(f"~{key}", "type alpaca: a run has one prompt; for Alpaca's, write data.chat_template: alpaca")
+            self._change(f"~{key}", "type alpaca: a run has one prompt; for Alpaca's, write data.chat_template: alpaca")
         return found
 
     def _objective(self) -> None:
@@ -283,7 +416,7 @@ class Conversion:
                 self._note("objective.beta", "taken for DPO; for ORPO write objective.name: orpo, for KTO kto_zero")
         name = self.recipe.get("objective.name", "sft")
         if name == "kto_zero":
-            self.notes.append("objective.name kto_zero: KTO with its reference point at 0 (docs/recipes.md)")
+            self.changes.append("objective.name kto_zero: KTO with its reference point at 0 (docs/recipes.md)")
         if name != "dpo" and "objective.label_smoothing" in self.recipe:
             self.recipe.pop("objective.label_smoothing")
             self._note("objective.label_smoothing", "goes with dpo only")
@@ -291,36 +424,41 @@ class Conversion:
             self.recipe.pop("objective.train_on")
             self._note("objective.train_on", f"{name} decides which tokens have loss")
 
+    @property
+    def _adapter_name(self) -> str | None:
+        component = str(self.other.get("~component", "")).rpartition(".")[2]
+        of_builder = next((one for one in ("qlora", "lora", "dora") if component.startswith(f"{one}_")), None)
+        name: str | None = self.other.get("~adapter")
+        return name or of_builder or ("lora" if self.other.get("~peft") else None)
+
     def _adapter(self) -> None:
-        name, component = self._take("adapter"), str(self._take("component", "")).rpartition(".")[2]
-        uses, four, dora = self._take("peft"), self._take("4bit"), self._take("dora")
+        name, four, dora = self._adapter_name, self._take("4bit"), self._take("dora")
+        for key in ("adapter", "component", "peft"):
+            self._take(key)
+        no_dropout = self._take("disable_dropout") and self._is_of_preferences
         alpha_over_rank = self._take("alpha_over_rank")
         parameters = self._take("lora_parameters")
         attention, mlp, _ = self._take("lora_attention"), self._take("lora_mlp"), self._take("lora_head")
         if self._take("8bit"):
-            self._note("~8bit", "no weights in 8 bits; write adapter.name: qlora for 4 bits")
-        for prefix in ("qlora", "lora", "dora"):
-            if component.startswith(f"{prefix}_"):
-                name = name or prefix
-        name = name or ("lora" if uses else None)
+            self._change("~8bit", "no weights in 8 bits; write adapter.name: qlora for 4 bits")
         if name is None:
             for key in [key for key in self.recipe if key.startswith("adapter.")]:
                 del self.recipe[key]
                 if key in self.places:
                     self._note(key, f"without an adapter, left out; {ADAPTER}")
             if four:
-                self._note("~4bit", f"without an adapter, left out; {ADAPTER}")
+                self._change("~4bit", f"without an adapter, left out; {ADAPTER}")
             if parameters:
                 self._note("~lora_parameters", f"without an adapter, left out; {ADAPTER}")
             return
         self.recipe["adapter.name"] = "qlora" if four else "dora" if dora and name == "lora" else name
         if four and dora:
-            self._note("~dora", "does not go with weights in 4 bits; left out")
+            self._change("~dora", "does not go with weights in 4 bits; left out")
         if attention is not None:
             names = ["o_proj" if one == "output_proj" else one for one in attention]
             self.recipe["adapter.targets"] = names + (["gate_proj", "up_proj", "down_proj"] if mlp else [])
         elif mlp:
-            self._note("~lora_mlp", "write adapter.targets")
+            self._change("~lora_mlp", "write adapter.targets")
         if parameters:
             self.recipe["adapter.targets"] = [*self.recipe.get("adapter.targets", []), *parameters]
         if alpha_over_rank is not None and "adapter.rank" in self.recipe and "adapter.alpha" not in self.recipe:
@@ -328,8 +466,10 @@ class Conversion:
             self.notes.append(
                 f"not in the file: adapter.alpha {self.recipe['adapter.alpha']}, {alpha_over_rank} x rank"
             )
+        if no_dropout and self.recipe.pop("adapter.dropout", 0):
+            self._note("adapter.dropout", "left out: preferences are trained without dropout there (disable_dropout)")
         if "adapter.targets" not in self.recipe:
-            self.notes.append(
+            self.changes.append(
                 "no layers for the adapter in the file: adapter.targets is all-linear; peft may take fewer"
             )
 
@@ -351,6 +491,9 @@ class Conversion:
             self.recipe["schedule.warmup_steps"] = warmup if warmup < 1 else int(warmup)
         elif ratio:
             self.recipe["schedule.warmup_steps"] = ratio
+        elif self.other.get("~warmup_of_axolotl"):
+            self.recipe["schedule.warmup_steps"] = warmup = _warmup_of_axolotl(self.recipe.get("run.max_steps"))
+            self.notes.append(f"not in the file: schedule.warmup_steps {warmup}, axolotl's, at most 100 steps")
         micro, accumulation = self.recipe.get("batch.micro_batch_size"), self._take("accumulation", 1)
         listed, mesh = self._take("processes"), self.other
         self.processes = self.processes or listed
@@ -398,6 +541,19 @@ RECOGNIZED_TYPES = ("alpaca", "chat_template", "completion", "sharegpt")
 SOURCE_ADVICE = "no counterpart; the shape of rows is recognized, and data.columns maps the rest"
 
 
+def _warmup_of_axolotl(max_steps: int | None) -> float:
+    """Where a file has none: `_configure_warmup_and_logging` in its core/builders/base.py."""
+    if max_steps is None:
+        return 0.03
+    steps = min(int(0.03 * max_steps), 100)
+    return 2 if steps == 1 else steps
+
+
+def _name_in(place: str) -> str:
+    """The key in `file:line: key is value`."""
+    return place.partition(" is ")[0].rpartition(": ")[2]
+
+
 def _number_of(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else 1.0
 
@@ -413,7 +569,8 @@ def _leaves(values: dict[str, Any], project: Project, path: KeyPath = ()) -> Ite
     for name, value in values.items():
         here = (*path, name)
         dotted = ".".join(map(str, here))
-        if isinstance(value, dict) and dotted not in project.keys:
+        is_value = dotted in project.keys and not any(key.startswith(f"{dotted}.") for key in project.keys)
+        if isinstance(value, dict) and not is_value:
             yield from _leaves(value, project, here)
         elif value is not None and not (value == "auto" and project is PROJECTS["deepspeed"]):
             yield here, value

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
-from cookbook.system.files import RecipeError, dump_yaml, read_document
+from cookbook.system.files import RecipeError, dump_yaml, read_document, show
 from cookbook.system.shipped import located
 
 TRAITS: dict[str, Any] = {
@@ -28,6 +30,8 @@ def choose_strategy(given: dict[str, Any], name: str, notes: list[str]) -> tuple
         notes: receives a note where there are none.
     """
     version = given.pop("fsdp_version", 1)
+    if given.get("kind") == "fsdp2":
+        given["kind"], version = "fsdp", 2
     if given.get("zero_stage"):
         given["kind"] = "zero"
     elif given.get("kind") == "zero":
@@ -41,6 +45,10 @@ def choose_strategy(given: dict[str, Any], name: str, notes: list[str]) -> tuple
         plain = wanted["dp_replicate_size"] == wanted["tp_size"] == wanted["sp_size"] == 1
         kind = "fsdp1" if version == 1 and plain and "kind" in given and not given.get("offload") else "fsdp2"
         wanted |= {"reshard": given.get("reshard", True), "offload": given.get("offload", False)}
+        if kind == "fsdp1":
+            notes.append(
+                "strategy fsdp1, as in the file, is for earlier runs; for new ones write fsdp2: the same curve"
+            )
     else:
         wanted |= {"reshard": None, "offload": False}
     wanted["kind"] = kind
@@ -53,6 +61,33 @@ def choose_strategy(given: dict[str, Any], name: str, notes: list[str]) -> tuple
         except RecipeError:  # a broken file of the user's own
             continue
     return name, _new_strategy(name, wanted)
+
+
+def compare_sizes(sizes: dict[str, Any], name: str, written: dict[Path, str]) -> tuple[list[str], list[str]]:
+    """Settings of speed in a file, by their places there: the names of those that the strategy has too, and of each
+    other one both values.
+
+    Args:
+        written: what is written for the strategy, if it is no shipped one.
+    """
+    path, json_file = strategy_path(name), Path("ds_configs") / f"{name}.json"
+    if path in written:
+        ours = {**yaml.safe_load(written[path]), **json.loads(written.get(json_file, "{}"))}
+    else:
+        ours = read_document(path).values
+        if (config := ours.get("deepspeed_config", {}).get("deepspeed_config_file")) is not None:
+            ours = {**ours, **read_document(Path(located(config))).values}
+    same, others = [], []
+    for place, value in sizes.items():
+        here: Any = ours
+        for key in place.split("."):
+            here = here.get(key) if isinstance(here, dict) else None
+        if here == value:
+            same.append(place)
+        else:
+            has = "none here" if here is None else f"here {show(here)}"
+            others.append(f"{place.rpartition('.')[2]} {show(value)} ({has})")
+    return same, others
 
 
 def traits_of(strategy: Strategy) -> dict[str, Any]:

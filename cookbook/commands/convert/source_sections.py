@@ -1,0 +1,80 @@
+"""Sources of rows from sections of other projects' files."""
+
+import re
+from pathlib import PurePosixPath
+from typing import Any
+
+from cookbook.system.files import kind_in_words, show
+
+ALPACA = ("alpaca_dataset", "alpaca_cleaned_dataset")
+KNOWN = {
+    "alpaca_dataset": "tatsu-lab/alpaca",
+    "alpaca_cleaned_dataset": "yahma/alpaca-cleaned",
+    "grammar_dataset": "liweili/c4_200m",
+    "samsum_dataset": "Samsung/samsum",
+    "slimorca_dataset": "Open-Orca/SlimOrca-Dedup",
+    "stack_exchange_paired_dataset": "lvwerra/stack-exchange-paired",
+    "hh_rlhf_helpful_dataset": "RLHFlow/HH-RLHF-Helpful-standard",
+    "cnn_dailymail_articles_dataset": "ccdv/cnn_dailymail",
+}
+"""What torchtune's builders read, by their names in torchtune/datasets/."""
+COLUMN_MAP = {"input": "user", "output": "assistant", "conversations": "messages"}
+"""Keys of torchtune's column_map, with ours of data.columns; the others have the same name."""
+LISTED = {"path": "path", "file_name": "path", "hf_hub_url": "path", "split": "split", "subset": "name"}
+LISTED |= {"num_samples": "max_rows", "size": "max_rows", "weight": "weight"}
+"""Keys of a data set in LLaMA-Factory v1's files, with ours."""
+SHAPES = ("converter", "source", "_component_", "packed", "train_on_input", "conversation_style", "add_eos")
+"""Keys that say how rows are read or used, which is recognized, or is that of all sources."""
+
+
+def trains_on_input(builder: str) -> bool:
+    """Whether the loss of one of torchtune's builders is on the prompt too, where the file does not say."""
+    return builder in ALPACA
+
+
+def share_held_out(train: Any, held_out: Any) -> float | None:
+    """The share that two slices of one split hold out, as `train[:95%]` and `train[95%:]` do."""
+    kept = re.fullmatch(r"(\w+)\[:(\d+)%\]", str(train))
+    rest = re.fullmatch(r"(\w+)\[(\d+)%:\]", str(held_out))
+    if kept is None or rest is None or kept.groups() != rest.groups():
+        return None
+    return round(1 - int(kept[2]) / 100, 2)
+
+
+def of_torchtune(given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A source from a section `dataset` or `dataset_val`, and what of it is left out."""
+    builder = str(given.get("_component_", "")).rpartition(".")[2]
+    path = given.get("data_files") or given.get("source") or KNOWN.get(builder, "path/to/rows.jsonl")
+    source: dict[str, Any] = {"path": path}
+    left_out = []
+    for key, value in given.items():
+        if value is None or key in ("source", "data_files") or (key == "split" and "data_files" in given):
+            continue
+        if key == "split" and "[" in str(value):
+            left_out.append(f"split {show(value)}: write max_rows for a part of a split")
+            value = str(value).partition("[")[0]
+        if key in ("name", "split") and value != "train":
+            source[key] = value
+        elif key == "column_map" and isinstance(value, dict):
+            source["columns"] = {COLUMN_MAP.get(theirs, theirs): column for theirs, column in value.items()}
+        elif key not in (*SHAPES, "name", "split"):
+            left_out.append(f"{key} {_short(value)}: no counterpart")
+    return source, left_out
+
+
+def of_listed(values: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The sources in a file of LLaMA-Factory v1's data sets, and what of them is left out."""
+    found, left_out = [], []
+    for name, given in values.items():
+        section = given if isinstance(given, dict) else {"path": given}
+        source = {LISTED[key]: value for key, value in section.items() if key in LISTED and value is not None}
+        folder = section.get("dataset_dir")
+        path = str(source.get("path") or f"path/to/{name}.jsonl")
+        found.append({**source, "path": str(PurePosixPath(str(folder)) / path) if folder else path})
+        unknown = [key for key in section if key not in (*LISTED, *SHAPES, "dataset_dir")]
+        left_out += [f"{name}.{key} {_short(section[key])}: no counterpart" for key in unknown]
+    return found, left_out
+
+
+def _short(value: Any) -> str:
+    return kind_in_words(value) if isinstance(value, list | dict) and value else show(value)
