@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from cookbook.config import schedule
 from cookbook.config.foreign import as_assignment
 from cookbook.config.recipe import Recipe
+from cookbook.config.sections import is_due
 from cookbook.config.strategy import Strategy
 from cookbook.planning import launchers
 from cookbook.planning.run_plan import Plan, begun_elsewhere, describe_batch, load_pair, make_plan
@@ -184,6 +185,7 @@ def train(
     build_ops(strategy, CACHE)
     inputs = stages.load_inputs(recipe, strategy, plan, rows, cache=CACHE, notes=notes)
     del rows
+    refuse(recipe.run.misfits(inputs.steps_per_epoch))
     if recipe.run.max_steps is None and (misfits := recipe.schedule.misfits(inputs.max_steps)):
         raise RecipeError([f"schedule.{mistake}" for mistake in misfits])
 
@@ -236,7 +238,7 @@ def loop(run: "Run", services: "Services") -> str | None:
     while True:
         began, step = time.perf_counter(), run.progress.step
         is_last = step == run.inputs.max_steps
-        if step == 0 or is_last or is_due(step, settings.eval_every_steps):
+        if step == 0 or is_last or settings.evaluates_after(step, run.inputs.steps_per_epoch):
             with phase("evaluation"):
                 reason = reason or evaluate(run, services)
         if settings.sample_every_steps and (step == 0 or is_last or is_due(step, settings.sample_every_steps)):
@@ -244,7 +246,8 @@ def loop(run: "Run", services: "Services") -> str | None:
                 reason = reason or sample(run, services)
         evaluated = time.perf_counter()
         is_first_save = step == 1 and settings.save_first_step
-        if is_last or is_time_to_save or is_due(step, settings.save_every_steps) or is_first_save:
+        is_due_by_steps = settings.saves_after(step, run.inputs.steps_per_epoch)
+        if is_last or is_time_to_save or is_due_by_steps or is_first_save:
             with phase("save"):
                 save(run, services)
         saved = time.perf_counter()
@@ -506,11 +509,6 @@ def stop_vote() -> int:
 def stop_reason(engine: "Engine") -> str | None:
     """The reason of any rank to stop. Every rank must call."""
     return signals.REASONS[int(engine.collectives.all_reduce_max(stop_vote())[0])]
-
-
-def is_due(step: int, every: int | None) -> bool:
-    """Whether something that happens every `every` steps happens after this one."""
-    return every is not None and step > 0 and step % every == 0
 
 
 if __name__ == "__main__":

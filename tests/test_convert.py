@@ -203,7 +203,7 @@ RECIPES = {
         "batch": {"global_batch_size": 8, "micro_batch_size": 2},
         "optim": {"name": "adamw_8bit", "learning_rate": 2e-4},
         "schedule": {"name": "cosine", "warmup_steps": 0.03},
-        "run": {"num_epochs": 4},
+        "run": {"num_epochs": 4, "evals_per_epoch": 4},
     },
     "torchtune": {
         "strategy": "fsdp2_offload",
@@ -243,7 +243,7 @@ LISTED = {
     "trl": ["needs nothing: logging_steps\n", "file.yaml:20: surprise is 7: no counterpart is known"],
     "alignment-handbook": [":2: dataset_mixer is"],
     "llama-factory": ["file.yaml:6: dataset is 'first,second': names in dataset_info.json"],
-    "axolotl": ["file.yaml:2: datasets is a list of 1 item: shards 3", ":22: evals_per_epoch is 4: write"],
+    "axolotl": ["file.yaml:2: datasets is a list of 1 item: shards 3"],
     "torchtune": [
         "needs nothing: tokenizer._component_, tokenizer.path, checkpointer._component_, optimizer",
         ":10: dataset.split is 'train[:10%]': write data.train.max_rows",
@@ -408,6 +408,7 @@ SILENT = {
     "4 bits without adapter": (TRL.replace("use_peft: true", ""), "load_in_4bit is true: without an adapter, left out"),
     "epochs beside steps": (f"{TRL}num_train_epochs: 2\n", "num_train_epochs is 2: max_steps has precedence"),
     "steps without evaluation": (TRL.replace("steps\n", "'no'\n"), "eval_steps is 100: eval_strategy is no; left out"),
+    "steps beside epochs": (TRL.replace("steps\n", "epoch\n"), "eval_steps is 100: eval_strategy is epoch; left out"),
     "a key twice under two names": (f"{TRL}max_seq_length: 9\nmax_length: 8\n", "data.max_length is 9 already"),
 }
 
@@ -959,3 +960,15 @@ def test_a_file_of_no_training_is_refused_whosever_it_is_said_to_be(folder, caps
     compose = "services: {web: {image: x}}\nvolumes: {a: {}}\nnetworks: {b: {}}\n"
     assert convert(compose, *arguments) == 2
     assert "of its 3 keys" in capsys.readouterr().err and not Path("recipes").exists()
+
+
+def test_times_an_epoch_stay_times_an_epoch(folder, capsys):
+    run = recipe_of(AXOLOTL.replace("evals_per_epoch: 4", "evals_per_epoch: 2\nsaves_per_epoch: 1"))["run"]
+    assert (run["evals_per_epoch"], run["saves_per_epoch"]) == (2, 1)
+    Path("recipes/file.yaml").unlink()
+    run = recipe_of(AXOLOTL.replace("val_set_size: 0.05", "val_set_size: 0"))["run"]
+    assert "evals_per_epoch" not in run and "left out, as there are no held-out rows" in capsys.readouterr().out
+    Path("recipes/file.yaml").unlink()
+    text = TRL.replace("eval_strategy: steps", "eval_strategy: epoch").replace("eval_steps: 100\n", "")
+    run = recipe_of(text + "save_strategy: epoch\n")["run"]
+    assert (run["evals_per_epoch"], run["saves_per_epoch"]) == (1, 1) and "eval_every_steps" not in run

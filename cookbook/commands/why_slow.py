@@ -123,14 +123,18 @@ def advice(run: History, profiles: list[dict[str, Any]]) -> Iterator[Advice]:
     steps = run.steps[WARM_UP:] or run.steps
     found, settings = shares(steps), run.settings
     if found["saving"] > WORTH:
-        every = settings.get("run.save_every_steps") or f"{settings.get('run.save_every_minutes')} minutes"
-        what = f"saving takes {found['saving']:.0%}: save less often than run.save_every_steps {every},"
+        often = settings.get("run.save_every_steps") or f"{settings.get('run.save_every_minutes')} minutes"
+        every = f"run.save_every_steps {often}"
+        if (count := settings.get("run.saves_per_epoch")) is not None:
+            every = f"run.saves_per_epoch {count}"
+        what = f"saving takes {found['saving']:.0%}: save less often than {every},"
         yield Advice(what=f"{what} or set run.save_in_background: true", gain=found["saving"])
     if found["evaluation"] > WORTH:
-        what = f"evaluation takes {found['evaluation']:.0%}: raise run.eval_every_steps"
-        yield Advice(
-            what=f"{what} {settings.get('run.eval_every_steps')}, or lower data.eval.max_rows", gain=found["evaluation"]
-        )
+        how = f"raise run.eval_every_steps {settings.get('run.eval_every_steps')}"
+        if (count := settings.get("run.evals_per_epoch")) is not None:
+            how = f"lower run.evals_per_epoch {count}"
+        what = f"evaluation takes {found['evaluation']:.0%}: {how}, or lower data.eval.max_rows"
+        yield Advice(what=what, gain=found["evaluation"])
     if found["data"] > WORTH:
         what = f"steps wait for their batch for {found['data']:.0%}: rows come too slowly; put them on a local disk,"
         yield Advice(what=f"{what} and take data.streaming out if they fit", gain=found["data"])

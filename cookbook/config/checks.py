@@ -83,7 +83,7 @@ def check_across_keys(document: Document, found: Mapping[str, Any], known: set[s
             given = f"{place('run', 'profile', 'steps')} is {run.profile.steps}"
             yield f"{given}, but the run has {run.max_steps} steps; name earlier ones"
         if data is not None and not data.eval and not data.holdout:
-            for key in ("eval_every_steps", "sample_every_steps"):
+            for key in ("eval_every_steps", "evals_per_epoch", "sample_every_steps"):
                 if (every := getattr(run, key)) is not None:
                     given = f"{place('run', key)} is {every}"
                     yield f"{given}, but there is no data.eval; add it, or take this key out"
@@ -119,6 +119,10 @@ def _check_data(
     if data.streaming and run is not None and run.num_epochs is not None:
         problem = "the length of a stream is not known before its end; write run.max_steps instead"
         yield f"{place('run', 'num_epochs')} is {run.num_epochs}, but {problem}"
+    if data.streaming and run is not None:
+        for steps, key in run.cadences.items():
+            if (count := getattr(run, key)) is not None:
+                yield f"{place('run', key)} is {count}, but the length of a stream is not known; write {steps} instead"
     if data.streaming and objective is not None and objective.needs_reference:
         problem = f"computes the reference of all {objective.sample}s before the first step; take it out"
         yield f"{place('data', 'streaming')} is true, but {objective.name} {problem}"
@@ -162,6 +166,9 @@ def _of_no_run(folder: Path) -> list[str]:
     return [] if {*RUN_RECORDS} & {*names} else [name for name in names if name not in BEFORE_RECORDS][:3]
 
 
+ONLY_EVALUATED = "only a checkpoint that is evaluated when it is saved can be the best"
+
+
 def _check_saving(
     run: RunSection, data: DataSection | None, place: Callable[..., str], known: set[str]
 ) -> Iterator[str]:
@@ -169,11 +176,15 @@ def _check_saving(
         best = f"{place('run', 'keep_best')} is {run.keep_best}"
         if data is not None and not data.eval and not data.holdout:
             yield f"{best}, but there is no data.eval to rank checkpoints by"
-        elif not run.save_every_steps or not run.eval_every_steps or run.save_every_steps % run.eval_every_steps:
+        elif run.saves_per_epoch is not None and not run.best_is_evaluated:
+            yield (
+                f"{best}, but saves_per_epoch is {run.saves_per_epoch} and evals_per_epoch {run.evals_per_epoch}:"
+                f" {ONLY_EVALUATED}; make evals_per_epoch a multiple of saves_per_epoch"
+            )
+        elif not run.best_is_evaluated:
             yield (
                 f"{best}, but save_every_steps is {run.save_every_steps} and eval_every_steps {run.eval_every_steps}:"
-                " only a checkpoint that is evaluated when it is saved can be the best; make save_every_steps a"
-                " multiple of eval_every_steps"
+                f" {ONLY_EVALUATED}; make save_every_steps a multiple of eval_every_steps"
             )
     for key in run.allow_changes:
         if not any(leaf == key or leaf.startswith(key + ".") for leaf in known):

@@ -16,6 +16,7 @@ ONLY_THE_RUN = (
     "run.check_export",
     "run.check_ranks_every_steps",
     "run.eval_every_steps",
+    "run.evals_per_epoch",
     "run.hang_timeout_minutes",
     "run.keep_best",
     "run.keep_last",
@@ -31,6 +32,7 @@ ONLY_THE_RUN = (
     "run.save_every_steps",
     "run.save_first_step",
     "run.save_in_background",
+    "run.saves_per_epoch",
     "run.stop_after_steps",
     "run.trackers",
 )

@@ -241,6 +241,7 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
     "strategy.zero_hpz_partition_size": _count,
     **dict.fromkeys(("run.max_steps", "schedule.warmup_steps", "~keep", "~max_rows", "~steps_per_epoch"), _limit),
     "run.num_epochs": _epochs,
+    **dict.fromkeys(("run.evals_per_epoch", "run.saves_per_epoch"), _limit),
     **dict.fromkeys(("model.compile", "model.liger_kernels"), BOOL),
     "model.gradient_checkpointing": {**BOOL, "offload": "offload"},
     **dict.fromkeys(("data.packing", "data.streaming", "run.deterministic", "run.save_first_step"), BOOL),

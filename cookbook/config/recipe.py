@@ -28,6 +28,7 @@ from cookbook.config.sections import (
     DataSection,
     LossScaleSection,
     ModelSection,
+    OneOf,
     RunSection,
 )
 from cookbook.config.strategy import STRATEGIES, strategy_path
@@ -161,11 +162,13 @@ def _name_output(document: Document, strategy: Path | None) -> Document:
 
 def _choose_alternatives(document: Document) -> Document:
     """A key that --set gives takes the place of its alternative in the file: `run.max_steps=50` that of num_epochs."""
-    for name, kind in (("run", RunSection), ("batch", BatchSection), ("model", ModelSection)):
+    kinds: dict[str, type[OneOf]] = {"run": RunSection, "batch": BatchSection, "model": ModelSection}
+    pairs = [(name, kind.alternatives) for name, kind in kinds.items()]
+    for name, pair in (*pairs, *(("run", pair) for pair in RunSection.cadences.items())):
         section = document.values.get(name)
-        given = [key for key in kind.alternatives if (name, key) in document.overrides]
+        given = [key for key in pair if (name, key) in document.overrides]
         if isinstance(section, dict) and len(given) == 1 and section.get(given[0]) is not None:
-            section.pop(next(key for key in kind.alternatives if key != given[0]), None)
+            section.pop(next(key for key in pair if key != given[0]), None)
     return document
 
 

@@ -416,13 +416,29 @@ class ProfileSection(Section):
         return self
 
 
+def is_due(step: int, every: int | None, per_epoch: int | None = None, steps_per_epoch: int | None = None) -> bool:
+    """Whether something that happens every `every` steps, or `per_epoch` times an epoch, happens after this one.
+
+    Of an epoch's steps those that complete 1/N, 2/N, ... of it, the last one among them.
+    """
+    if step == 0:
+        return False
+    if per_epoch is not None and steps_per_epoch is not None:
+        return step * per_epoch // steps_per_epoch > (step - 1) * per_epoch // steps_per_epoch
+    return every is not None and step % every == 0
+
+
 class RunSection(OneOf):
     alternatives = ("num_epochs", "max_steps")
+    cadences: ClassVar = {"eval_every_steps": "evals_per_epoch", "save_every_steps": "saves_per_epoch"}
+    """Keys of which at most one is given, by the other."""
     num_epochs: int | None = Field(default=None, gt=0)
     max_steps: int | None = Field(default=None, gt=0)
     """Optimizer steps, instead of num_epochs."""
     eval_every_steps: int | None = Field(default=None, gt=0)
     """Evaluate data.eval every N steps. Default: before the first step and at the end only."""
+    evals_per_epoch: int | None = Field(default=None, gt=0)
+    """Evaluate data.eval N times an epoch, evenly, the last time at its end; instead of eval_every_steps."""
     sample_every_steps: int | None = Field(default=None, gt=0)
     """Before the first step, every N steps and at the end, continue the beginnings of the first four held-out samples,
     taking the most probable token each time, into samples.jsonl. Default: never."""
@@ -433,6 +449,8 @@ class RunSection(OneOf):
     the names of recipe and strategy, as in outputs/llama31_8b-sft-zero3."""
     save_every_steps: int | None = Field(default=None, gt=0)
     """Save a checkpoint every N steps. There is always one at the end."""
+    saves_per_epoch: int | None = Field(default=None, gt=0)
+    """Save N checkpoints an epoch, evenly, the last one at its end; instead of save_every_steps."""
     save_every_minutes: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Save a checkpoint every N minutes."""
     save_first_step: bool = False
@@ -484,6 +502,40 @@ class RunSection(OneOf):
         if self.sample_tokens is not None and self.sample_every_steps is None:
             raise ValueError(f"sample_tokens {self.sample_tokens} would be ignored without sample_every_steps")
         return self
+
+    @model_validator(mode="after")
+    def _one_cadence(self):
+        for steps, epochs in self.cadences.items():
+            every, per_epoch = getattr(self, steps), getattr(self, epochs)
+            if every is not None and per_epoch is not None:
+                raise ValueError(f"{steps} {every} and {epochs} {per_epoch} are both given; keep one{self.hint}")
+        return self
+
+    def evaluates_after(self, step: int, steps_per_epoch: int | None) -> bool:
+        """Whether the held-out sets are evaluated after this step, the first and the last one apart."""
+        return is_due(step, self.eval_every_steps, self.evals_per_epoch, steps_per_epoch)
+
+    def saves_after(self, step: int, steps_per_epoch: int | None) -> bool:
+        """Whether a checkpoint is due after this step by the number of steps, the last one apart."""
+        return is_due(step, self.save_every_steps, self.saves_per_epoch, steps_per_epoch)
+
+    def misfits(self, steps_per_epoch: int | None) -> list[str]:
+        """What is asked for more often than an epoch has steps."""
+        counts = {key: value for key in self.cadences.values() if (value := getattr(self, key)) is not None}
+        return [
+            f"run.{key} is {count}, but an epoch has {steps_per_epoch} steps; write at most {steps_per_epoch}"
+            for key, count in counts.items()
+            if steps_per_epoch is not None and count > steps_per_epoch
+        ]
+
+    @property
+    def best_is_evaluated(self) -> bool:
+        """Whether each checkpoint, those by minutes apart, is of a step that is evaluated."""
+        if self.saves_per_epoch is not None:
+            return self.evals_per_epoch is not None and self.evals_per_epoch % self.saves_per_epoch == 0
+        if self.save_every_steps is None or self.eval_every_steps is None:
+            return False
+        return self.save_every_steps % self.eval_every_steps == 0
 
     def total_steps(self, steps_per_epoch: int | None) -> int:
         """Optimizer steps of the whole run; `steps_per_epoch` is None for a stream, which needs max_steps."""

@@ -513,16 +513,26 @@ class Conversion:
             ("eval", "run.eval_every_steps", EVALUATION),
             ("save", "run.save_every_steps", SAVING),
         ):
+            per_epoch = f"run.{what}s_per_epoch"
             strategy, steps = self._take(f"{what}_strategy"), self._take(f"{what}_steps")
             strategy = "no" if strategy is False else strategy
             if strategy in (None, "steps") and steps and steps >= 1:
                 self.recipe[key] = int(steps)
             elif strategy in (None, "steps") and steps:
                 self._note(f"~{what}_steps", f"a share of the run; {advice}")
+            elif strategy == "epoch":
+                self.recipe.setdefault(per_epoch, 1)
+                if steps:
+                    self._note(f"~{what}_steps", f"{what}_strategy is epoch; left out")
             elif strategy not in (None, "no"):
                 self._note(f"~{what}_strategy", advice)
             elif strategy == "no" and steps:
                 self._note(f"~{what}_steps", f"{what}_strategy is no; left out")
+            if key in self.recipe and self.recipe.pop(per_epoch, None) is not None:
+                self._note(per_epoch, f"{key} {self.recipe[key]} holds; left out")
+        has_rows = self.recipe.get("data.eval") or self.recipe.get("data.holdout")
+        if not has_rows and "run.evals_per_epoch" in self.places and self.recipe.pop("run.evals_per_epoch", None):
+            self._note("run.evals_per_epoch", f"left out, as there are no held-out rows; {EVALUATION}")
         if (keep := self._take("keep")) is not None:
             self.recipe["run.keep_last"] = max(2, keep)
             if keep < 2:

@@ -48,7 +48,7 @@ def sizes(recipe: Recipe, strategy: Strategy, local: int, *, on_gpus: bool) -> S
         return f"{billions} x {local * total(shares(inputs), where):g} bytes, and buffers"
 
     run = recipe.run
-    saves_often = run.save_every_steps is not None or run.save_every_minutes is not None
+    saves_often = (run.save_every_steps, run.saves_per_epoch, run.save_every_minutes) != (None, None, None)
     kept = run.keep_last + run.keep_best + 1 if saves_often else 1  # the next one is written before the oldest goes
     checkpoint = checkpoint_bytes(skeleton, recipe)
     return Sizes(

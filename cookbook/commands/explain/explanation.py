@@ -331,16 +331,24 @@ def _count_rows(recipe: Recipe) -> int | None:
     return rows
 
 
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
 def _saving(recipe: Recipe, document: Document) -> Section:
     of = partial(_quantity, document)
     run = recipe.run
     has_eval = bool(recipe.data.eval or recipe.data.holdout)
     every = f", every {run.eval_every_steps} steps" if run.eval_every_steps else ""
+    every = f", {_times(run.evals_per_epoch)} an epoch" if run.evals_per_epoch else every
+    eval_key = "evals_per_epoch" if run.evals_per_epoch else "eval_every_steps"
     text = f"before the first step{every} and at the end" if has_eval else "none: no data.eval"
-    keys = [name for name in ("save_every_steps", "save_every_minutes", "save_first_step") if getattr(run, name)]
+    names = ("save_every_steps", "saves_per_epoch", "save_every_minutes", "save_first_step")
+    keys = [name for name in names if getattr(run, name)]
     when = [
         *(["after step 1"] if run.save_first_step else []),
         *([f"every {run.save_every_steps} steps"] if run.save_every_steps else []),
+        *([f"{_times(run.saves_per_epoch)} an epoch"] if run.saves_per_epoch else []),
         *([f"every {run.save_every_minutes:g} minutes"] if run.save_every_minutes else []),
         "at the end",
     ]
@@ -348,8 +356,12 @@ def _saving(recipe: Recipe, document: Document) -> Section:
     saved = ", ".join(when) + (kept if len(when) > 1 else "")
     saved += ", in the background" if run.save_in_background else ""
     found = {
-        "evaluation": of(run.eval_every_steps, text, "run.eval_every_steps"),
-        "checkpoints": of(run.save_every_steps, saved, *(f"run.{name}" for name in keys or ["save_every_steps"])),
+        "evaluation": of(getattr(run, eval_key), text, f"run.{eval_key}"),
+        "checkpoints": of(
+            run.save_every_steps or run.saves_per_epoch,
+            saved,
+            *(f"run.{name}" for name in keys or ["save_every_steps"]),
+        ),
         "written to": of(run.output_dir, run.output_dir, "run.output_dir"),
     }
     if run.resume != "never":

@@ -173,10 +173,11 @@ def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
         _put_precision_of_a_cpu(recipe, values, rehearsal.notes)
     run = values["run"]
     # A rehearsal is no experiment, and ends before most profiled steps.
-    for key in ("num_epochs", "trackers", "profile"):
+    saves_by_steps = "save_every_steps" in run or "saves_per_epoch" in run
+    for key in ("num_epochs", "trackers", "profile", "evals_per_epoch", "saves_per_epoch"):
         run.pop(key, None)
     run |= {"max_steps": NUM_STEPS, "output_dir": str(rehearsal.folder / "out"), "eval_every_steps": 2}
-    if "save_every_steps" in run:
+    if saves_by_steps:
         run["save_every_steps"] = 2
     run["check_export"] = False  # the rehearsal checks it itself
     small = rehearsal.folder / "recipe.yaml"
