@@ -18,6 +18,7 @@ import yaml
 from conftest import RECIPE, ROOT, clean_environment
 
 from cookbook.commands.check.warnings import doubts
+from cookbook.commands.cli import main
 from cookbook.config.recipe import load_recipe
 from cookbook.planning.run_plan import load_pair
 from cookbook.system.files import RecipeError
@@ -950,6 +951,50 @@ def test_a_broken_recipe_does_not_hide_the_strategy_of_an_override(book):
     book.edit("accelerate_configs/zero1.yaml", ("auto", "0"))
     found = mistakes(book, "strategy=accelerate_configs/zero1.yaml")
     assert [line.split(":")[0] for line in found] == [RECIPE, "accelerate_configs/zero1.yaml"]
+
+
+CONTRADICTION = "ds_configs/zero3.json:11: gradient_clipping is 0.5, but the recipe's optim.max_grad_norm is 1.0; ..."
+
+
+@pytest.mark.parametrize("what", ["strategy", "recipe", "both"])
+def test_what_a_file_with_mistakes_says_against_the_other_is_reported_with_them(book, what):
+    book.edit(ZERO3_JSON, ('"gradient_clipping": "auto"', '"gradient_clipping": 0.5'))
+    if what != "recipe":
+        book.edit(ZERO3_JSON, ('"overlap_comm"', '"overlap_com"'))
+    if what != "strategy":
+        book.edit(RECIPE, ("max_steps: 30", "max_steps: -1"))
+    *others, last = mistakes(book, f"strategy={ZERO3}")
+    assert says(CONTRADICTION, last), last
+    assert len(others) == (2 if what == "both" else 1)
+    book.edit(ZERO3_JSON, ("0.5", "1.0"))
+    assert mistakes(book, f"strategy={ZERO3}") == others
+
+
+@pytest.mark.parametrize("command", ["check", "launch"])
+@pytest.mark.parametrize("broken", ["max_steps: -1", "num_epochs: 1\n  max_steps: 3"])
+def test_a_broken_recipe_does_not_hide_a_mesh_of_another_size(book, command, broken, capsys):
+    book.edit(RECIPE, ("max_steps: 30", broken))
+    assert main([command, RECIPE, "--strategy", "tp", "--processes", "3"]) == 2
+    said = capsys.readouterr().err
+    assert "is a mesh of 2 processes, but 3 were requested" in said and f"{RECIPE}:2" in said
+    assert main([command, RECIPE, "--strategy", "tp", "--processes", "2"]) == 2
+    assert "is a mesh" not in capsys.readouterr().err
+
+
+def test_a_broken_strategy_does_not_hide_a_checkpoint_that_is_not_there(book, capsys):
+    book.edit(ZERO3_JSON, ('"overlap_comm"', '"overlap_com"'))
+    assert main(["check", RECIPE, "--strategy", "zero3", "--set", "run.resume=nowhere"]) == 2
+    said = capsys.readouterr().err
+    assert "overlap_com: unknown key" in said and "run.resume is 'nowhere': no such folder" in said
+
+
+@pytest.mark.parametrize("command", ["check", "explain", pytest.param("plan", marks=pytest.mark.slow)])
+def test_a_recipe_without_a_strategy_is_served_where_the_command_line_names_one(book, command, capsys):
+    book.edit(RECIPE, ("strategy: accelerate_configs/ddp.yaml\n", ""))
+    assert main([command, RECIPE, "--strategy", "zero2"]) == 0
+    assert "zero2" in capsys.readouterr().out
+    assert load_pair(Path(RECIPE), [], Path(ZERO3))[0].run.output_dir == "outputs/small"
+    assert main([command, RECIPE]) == 2
 
 
 ODD_VALUES = (

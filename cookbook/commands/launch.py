@@ -60,11 +60,19 @@ def launch(
     """Train a recipe: check it, print the accelerate line, run it."""
     if simulate_gpus is not None:
         simulated_gpus.check(simulate_gpus)
-    recipe, loaded = run_plan.load_pair(path, assignments, strategy)
     gpus = num_gpus() if simulate_gpus is None else simulate_gpus
     found, mistakes = hosts.read_hosts(machines, machine, first, port)
+    try:
+        recipe, loaded = run_plan.load_pair(path, assignments, strategy)
+    except run_plan.BrokenPair as error:
+        if error.strategy is not None:
+            count, num_local = _processes(error.strategy, processes, gpus, found.count)
+            mistakes += run_plan.machine_problems(
+                error.strategy, num_processes=count, num_local=num_local, num_gpus=gpus
+            )
+        raise RecipeError([*error.mistakes, *mistakes]) from None
     num_machines = max(found.count, loaded.num_machines)
-    count = processes or loaded.num_processes or run_plan.default_num_processes(loaded, gpus) * num_machines
+    count, num_local = _processes(loaded, processes, gpus, found.count)
     environment = dict(os.environ)
     mistakes += _misfits(found, recipe, loaded, count)
     if first_machine := found.first or loaded.main_process_ip:
@@ -73,7 +81,6 @@ def launch(
         mistakes += hosts.interface_problems(environment)
     if rank_logs and count == 1:
         mistakes.append("--rank-logs: one process runs, and its output is that of this command; take it out")
-    num_local = max(1, count // num_machines)
     mistakes += lacks_checkpoint(recipe)
     if simulate_gpus is None:
         mistakes += lacks_for_fp8(path, recipe, gpus)
@@ -111,6 +118,13 @@ def launch(
         recipe_name=str(path), assignments=assignments, recipe=recipe, strategy=loaded, plan=planned, logs=logs
     )
     return run_and_restart(start, run_command, environment)
+
+
+def _processes(strategy: Strategy, asked: int | None, gpus: int, machines: int) -> tuple[int, int]:
+    """Processes of the run and of this machine."""
+    machines = max(machines, strategy.num_machines)
+    count = asked or strategy.num_processes or run_plan.default_num_processes(strategy, gpus) * machines
+    return count, max(1, count // machines)
 
 
 def run_and_restart(start: Start, run_child: RunChild, environment: dict[str, str]) -> int:

@@ -140,6 +140,15 @@ def parse_recipe(document: Document, strategy: Path | None = None) -> Recipe:
     return recipe
 
 
+def sound_keys(document: Document) -> dict[str, Any]:
+    """The values of a document with mistakes that each are valid by themselves, by their keys; None for the others."""
+    if not document.is_whole:
+        return {}
+    precision = document.values.get("mixed_precision", "bf16")
+    is_known = precision in get_args(Recipe.model_fields["mixed_precision"].annotation)
+    return {**parts(document, KINDS), "mixed_precision": precision if is_known else None}
+
+
 def named_strategy(document: Document) -> Path | None:
     """The file of the strategy that a document names, even if it has mistakes elsewhere; None if there is none."""
     name = document.values.get("strategy")

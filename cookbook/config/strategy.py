@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from cookbook.config.mesh import Mesh
-from cookbook.config.strategy_keys import Claim, Settled, settle
+from cookbook.config.strategy_keys import Claim, settle
 from cookbook.system.console import several
 from cookbook.system.files import (
     Document,
@@ -492,6 +492,18 @@ def load_strategy(path: Path) -> Strategy:
     Raises:
         RecipeError: all mistakes of both files together.
     """
+    strategy, _, mistakes = read_strategy(path)
+    if strategy is None:
+        raise RecipeError(mistakes)
+    return strategy
+
+
+def read_strategy(path: Path) -> tuple[Strategy | None, tuple[Claim, ...], list[str]]:
+    """The strategy, None if its files have mistakes; what they claim all the same; and the mistakes of both.
+
+    Raises:
+        RecipeError: the file cannot be read, or is none of a strategy.
+    """
     document = read_document(path)
     refuse(_wrong_kind(document))
     rest, settled = settle(_with_names_of_today(document), AccelerateFile, "accelerate")
@@ -516,13 +528,15 @@ def load_strategy(path: Path) -> Strategy:
     else:
         mistakes += _check_fsdp_alone(rest)
     foreign = [mistake for one in found for mistake in one.mistakes]
+    claims = tuple(claim for one in found for claim in one.claims)
     if mistakes or foreign or parsed is None:
         way = f"{path}: `cookbook convert {path}` writes it in the terms of a strategy and a recipe of ours"
-        raise RecipeError([*dict.fromkeys([*foreign, *mistakes]), *[way] * bool(foreign)])
+        return None, claims, [*dict.fromkeys([*foreign, *mistakes]), *[way] * bool(foreign)]
     blocks = (document.values.get(name) or {} for name in ("deepspeed_config", "fsdp_config"))
-    return _strategy(
-        str(path), parsed, deepspeed, source, deepspeed_name, found, {k: v for b in blocks for k, v in b.items()}
-    )
+    in_blocks = {key: value for block in blocks for key, value in block.items()}
+    passed = tuple(text for one in found for text in one.passed)
+    strategy = _strategy(str(path), parsed, deepspeed, source, deepspeed_name, in_blocks)
+    return replace(strategy, claims=claims, passed=passed), claims, []
 
 
 def _wrong_kind(document: Document) -> list[str]:
@@ -791,7 +805,6 @@ def _strategy(
     deepspeed: DeepspeedFile | None,
     source: Document | None,
     deepspeed_file: str | None,
-    settled: list[Settled],
     written: dict[str, Any],
 ) -> Strategy:
     mesh = parsed.parallelism_config or ParallelismBlock()
@@ -829,8 +842,6 @@ def _strategy(
         **sizes,
         open_sizes=mesh.open_sizes,
         written=written,
-        claims=tuple(claim for one in settled for claim in one.claims),
-        passed=tuple(text for one in settled for text in one.passed),
     )
 
 

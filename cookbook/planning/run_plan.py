@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cookbook.config.mesh import Mesh
-from cookbook.config.recipe import Recipe, default_output_dir, named_strategy, open_recipe, parse_recipe
-from cookbook.config.strategy import Strategy, known_strategies, load_strategy
-from cookbook.config.strategy_keys import contradictions
-from cookbook.planning.claims import owned
+from cookbook.config.recipe import Recipe, default_output_dir, named_strategy, open_recipe, parse_recipe, sound_keys
+from cookbook.config.strategy import Strategy, known_strategies, read_strategy
+from cookbook.config.strategy_keys import Claim, contradictions
+from cookbook.planning.claims import owned, owned_by
 from cookbook.planning.meshes import mesh_problem, units_problem
 from cookbook.planning.packing import known_config
 from cookbook.planning.refusals import refusals
@@ -49,6 +49,14 @@ def describe_batch(recipe: Recipe, plan: Plan) -> str:
     return f"{start} = {processes} x micro-batch {micro} x accumulation {plan.gradient_accumulation_steps}"
 
 
+class BrokenPair(RecipeError):
+    """Mistakes of a recipe or its strategy, and the one of them that has none."""
+
+    def __init__(self, mistakes: list[str], recipe: Recipe | None = None, strategy: Strategy | None = None) -> None:
+        super().__init__(mistakes)
+        self.recipe, self.strategy = recipe, strategy
+
+
 def load_pair(
     recipe_path: Path,
     assignments: list[str] | None = None,
@@ -57,28 +65,32 @@ def load_pair(
     """A validated recipe and its strategy.
 
     Args:
-        strategy: instead of the one that the recipe names; or a choice, given that one, or None if there is none.
+        strategy: instead of the one that the recipe names, which then need not name one; or a choice, given that one,
+            or None if there is none.
 
     Raises:
-        RecipeError: all mistakes of the recipe, the YAML and the JSON together.
+        BrokenPair: all mistakes of the recipe, the YAML and the JSON together.
     """
     document = open_recipe(recipe_path, assignments)
     named = named_strategy(document)
     path, recipe, loaded = None, None, None
+    claims: tuple[Claim, ...] = ()
     mistakes: list[str] = []
     in_choice: list[str] = []
     with gathered(in_choice):
         path = strategy(named) if callable(strategy) else strategy or named
+    if path is not None:
+        document.values.setdefault("strategy", str(path))
     with gathered(mistakes):
         recipe = parse_recipe(document, path)
     mistakes += in_choice
     if path is not None:
         with gathered(mistakes):
-            loaded = load_strategy(path)
-    if recipe is not None and loaded is not None:
-        mistakes += contradictions(loaded.claims, owned(recipe))
+            loaded, claims, wrong = read_strategy(path)
+            mistakes += wrong
+    mistakes += contradictions(claims, owned_by(sound_keys(document)) if recipe is None else owned(recipe))
     if mistakes or recipe is None or loaded is None:
-        raise RecipeError(mistakes)
+        raise BrokenPair(mistakes, recipe, loaded)
     return recipe, loaded
 
 
@@ -104,34 +116,10 @@ def default_num_processes(strategy: Strategy, num_gpus: int) -> int:
     return num_gpus or max(min(CPU_PROCESSES, num_cores()), strategy.written_mesh.num_processes)
 
 
-def make_plan(
-    recipe: Recipe,
-    strategy: Strategy,
-    *,
-    num_processes: int,
-    num_gpus: int,
-    recipe_name: str,
-    num_local: int | None = None,
-) -> Plan:
-    """The plan of a run.
-
-    Args:
-        num_processes: of all machines.
-        num_local: of this machine; None: an equal share on each machine that the strategy file counts.
-        num_gpus: on this machine; 0 means that the run uses the CPU.
-
-    Raises:
-        RecipeError: all conflicts between recipe, strategy and machine.
-    """
-    mistakes = []
-    num_local = num_local or strategy.num_local(num_processes)
+def machine_problems(strategy: Strategy, *, num_processes: int, num_local: int, num_gpus: int) -> list[str]:
+    """What a strategy does not do with so many processes, whatever the recipe; arguments as `make_plan`."""
     strategy = strategy.fitted(num_processes, num_local)
-    mesh, written = strategy.mesh(num_processes), strategy.written_mesh.num_processes
-    objective = recipe.objective
-    if strategy.sp_size > 1 and objective.mean_over == "samples" and not objective.shares_samples:
-        why = f"processes that share the tokens of samples would each see a part of the sums of {objective.name}"
-        way = "take them from sums_by_sequence and declare shares_samples, or use a strategy without sequence parallel"
-        mistakes.append(f"{strategy.path}: {why}; {way}")
+    written, mistakes = strategy.written_mesh.num_processes, []
     if strategy.kind == "single" and num_processes != 1:
         mistakes.append(f"{strategy.path}: runs one process, but {num_processes} were requested; use ddp")
     if num_processes % written or (strategy.num_processes is not None and written not in (1, num_processes)):
@@ -151,6 +139,37 @@ def make_plan(
             f"{strategy.path}: {num_local} processes on this machine, which has {several(num_gpus, 'GPU')};"
             f" ask for at most {num_gpus} (or hide them with CUDA_VISIBLE_DEVICES=)"
         )
+    return mistakes
+
+
+def make_plan(
+    recipe: Recipe,
+    strategy: Strategy,
+    *,
+    num_processes: int,
+    num_gpus: int,
+    recipe_name: str,
+    num_local: int | None = None,
+) -> Plan:
+    """The plan of a run.
+
+    Args:
+        num_processes: of all machines.
+        num_local: of this machine; None: an equal share on each machine that the strategy file counts.
+        num_gpus: on this machine; 0 means that the run uses the CPU.
+
+    Raises:
+        RecipeError: all conflicts between recipe, strategy and machine.
+    """
+    num_local = num_local or strategy.num_local(num_processes)
+    strategy = strategy.fitted(num_processes, num_local)
+    mesh, objective = strategy.mesh(num_processes), recipe.objective
+    mistakes = []
+    if strategy.sp_size > 1 and objective.mean_over == "samples" and not objective.shares_samples:
+        why = f"processes that share the tokens of samples would each see a part of the sums of {objective.name}"
+        way = "take them from sums_by_sequence and declare shares_samples, or use a strategy without sequence parallel"
+        mistakes.append(f"{strategy.path}: {why}; {way}")
+    mistakes += machine_problems(strategy, num_processes=num_processes, num_local=num_local, num_gpus=num_gpus)
     mistakes += refusals(recipe, strategy, num_gpus, recipe_name)
     config = known_config(recipe.model)
     problems = () if config is None else (mesh_problem(config, mesh), units_problem(config, strategy))

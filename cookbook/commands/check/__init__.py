@@ -16,11 +16,11 @@ from cookbook.commands.shared.arguments import (
 )
 from cookbook.commands.shared.labels import read_label, read_needs, recipe_files
 from cookbook.commands.shared.mistakes import check_model, lacks_checkpoint, lacks_for_fp8, placed
-from cookbook.config.recipe import OWNED_ELSEWHERE, Recipe
+from cookbook.config.recipe import OWNED_ELSEWHERE, Recipe, open_recipe
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
 from cookbook.planning import run_plan
 from cookbook.system.console import say
-from cookbook.system.files import RecipeError, gathered, read_document, refuse
+from cookbook.system.files import RecipeError, gathered, refuse
 from cookbook.system.machine import num_gpus
 from cookbook.system.shipped import short
 from cookbook.system.validation import validate
@@ -58,20 +58,16 @@ def _check_recipe(
 ) -> Iterator[str]:
     try:
         recipe, strategy = run_plan.load_pair(path, assignments, override)
-    except RecipeError as error:
-        raise RecipeError([*error.mistakes, *placed(_clashes_behind(path, override), path, assignments)]) from None
+    except run_plan.BrokenPair as error:
+        more = _mistakes_behind(path, assignments, error, processes)
+        raise RecipeError([*error.mistakes, *placed(more, path, assignments)]) from None
     if not is_named and strategy.num_processes:  # another number is a mistake only for a recipe that somebody chose
         processes = None
-    mistakes = [f"{path}: {mistake}" for mistake in lacks_checkpoint(recipe)]
-    notes: list[str] = []
-    if not mistakes:
-        with gathered(mistakes):
-            batch = run_plan.describe_batch(recipe, _plan_of_label(path, recipe, strategy, processes))
-        of_model: list[str] = []
-        with gathered(of_model):
-            notes = check_model(recipe)
-        mistakes += [f"{path}: {mistake}" for mistake in of_model]
-    refuse(placed(mistakes, path, assignments))
+    mistakes: list[str] = []
+    with gathered(mistakes):
+        batch = run_plan.describe_batch(recipe, _plan_of_label(path, recipe, strategy, processes))
+    notes, more = _on_disk(path, recipe)
+    refuse(placed(mistakes + more, path, assignments))
     yield f"{path}: fine under {strategy.path}; {batch}"
     yield from (f"note: {note}" for note in strategy.notes)
     for doubt in placed([f"{path}: {doubt}" for doubt in [*notes, *doubts(recipe)]], path, assignments):
@@ -80,25 +76,45 @@ def _check_recipe(
         yield from read_all(recipe)
 
 
-def _plan_of_label(path: Path, recipe: Recipe, strategy: Strategy, processes: int | None = None) -> run_plan.Plan:
-    """The plan for `processes`, or as many as the recipe's label names GPUs, whatever this machine has; a recipe that
-    names none is for this machine.
+def _on_disk(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
+    """Notes and mistakes of the checkpoint and the model that a recipe names."""
+    notes, mistakes = [], lacks_checkpoint(recipe)
+    with gathered(mistakes):
+        notes = check_model(recipe)
+    return notes, [f"{path}: {mistake}" for mistake in mistakes]
+
+
+def _processes_of_label(path: Path, strategy: Strategy, processes: int | None) -> dict[str, int]:
+    """`processes`, or as many as the recipe's label names GPUs, whatever this machine has; a recipe that names none is
+    for this machine.
     """
     needs = read_needs(read_label(path))
     named, here = needs.num_gpus, 0 if needs.num_gpus else num_gpus()
     count = processes or strategy.num_processes or named or run_plan.default_num_processes(strategy, here)
-    gpus = count if named or here else 0
-    refuse(lacks_for_fp8(path, recipe, here))
-    return run_plan.make_plan(
-        recipe, strategy, num_processes=count, num_local=needs.num_local(count), num_gpus=gpus, recipe_name=str(path)
-    )
+    num_local = needs.num_local(count) or strategy.num_local(count)
+    return {"num_processes": count, "num_local": num_local, "num_gpus": count if named or here else 0}
 
 
-def _clashes_behind(path: Path, override: Path | None) -> list[str]:
-    """What would clash if every misspelt key of the recipe had its nearest name; nothing if more than that is wrong."""
+def _plan_of_label(path: Path, recipe: Recipe, strategy: Strategy, processes: int | None = None) -> run_plan.Plan:
+    refuse(lacks_for_fp8(path, recipe, 0 if read_needs(read_label(path)).num_gpus else num_gpus()))
+    counts = _processes_of_label(path, strategy, processes)
+    return run_plan.make_plan(recipe, strategy, **counts, recipe_name=str(path))
+
+
+def _mistakes_behind(
+    path: Path, assignments: list[str], found: run_plan.BrokenPair, processes: int | None
+) -> list[str]:
+    """What else is wrong, as far as it can be told: with the recipe and the strategy together if every misspelt key of
+    the recipe had its nearest name, else with the one that is sound.
+    """
     mistakes: list[str] = []
+    recipe = found.recipe
+    if recipe is None and (document := open_recipe(path, assignments)).is_whole:
+        recipe, _ = validate(document, Recipe, OWNED_ELSEWHERE)
     with gathered(mistakes):
-        recipe, _ = validate(read_document(path), Recipe, OWNED_ELSEWHERE)
-        if recipe is not None and (override or Path(recipe.strategy)).is_file():
-            _plan_of_label(path, recipe, load_strategy(override or Path(recipe.strategy)))
-    return mistakes
+        if recipe is not None and found.strategy is not None:
+            _plan_of_label(path, recipe, found.strategy, processes)
+        elif found.strategy is not None:
+            counts = _processes_of_label(path, found.strategy, processes)
+            mistakes += run_plan.machine_problems(found.strategy, **counts)
+    return mistakes if recipe is None else mistakes + _on_disk(path, recipe)[1]
