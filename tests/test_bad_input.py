@@ -260,7 +260,7 @@ RECIPE_MISTAKES = {
         r"28: schedule.warmup_steps: given twice (first in line 27); keep one of them",
     ),
     "bare no": ("'no'", "no", r"3: mixed_precision is false (YAML reads a bare no so); write 'no' in quotes"),
-    "unknown precision": ("'no'", "fp32", "3: mixed_precision is 'fp32'; use 'no', 'bf16', 'fp16' or 'fp8'"),
+    "unknown precision": ("'no'", "fp32", "3: mixed_precision is 'fp32': 32 bits; write 'no'"),
     "loss scale without fp16": (
         "seed: 42",
         "loss_scale: {window: 10}\nseed: 42",

@@ -3,6 +3,7 @@
 python -m pytest -q tests/test_convert.py
 """
 
+import copy
 import dataclasses
 import json
 import re
@@ -15,10 +16,10 @@ from conftest import ROOT
 
 from cookbook.commands.cli import main
 from cookbook.config.chat_templates import known_templates
-from cookbook.config.foreign import PROJECTS, answers
-from cookbook.config.recipe import OWNED_ELSEWHERE, Recipe, leaves
-from cookbook.config.strategy import load_strategy
-from cookbook.system.files import Document
+from cookbook.config.foreign import MEANINGS, PROJECTS, answers
+from cookbook.config.recipe import OWNED_ELSEWHERE, Recipe, apply_overrides, leaves, parse_recipe
+from cookbook.config.strategy import load_strategy, missing_strategy
+from cookbook.system.files import Document, RecipeError, read_document
 from cookbook.system.validation import validate
 
 TRL = """\
@@ -972,3 +973,47 @@ def test_times_an_epoch_stay_times_an_epoch(folder, capsys):
     text = TRL.replace("eval_strategy: steps", "eval_strategy: epoch").replace("eval_steps: 100\n", "")
     run = recipe_of(text + "save_strategy: epoch\n")["run"]
     assert (run["evals_per_epoch"], run["saves_per_epoch"]) == (1, 1) and "eval_every_steps" not in run
+
+
+MEANT = {
+    "objective.name=grpo": "rewards while training, which is not here; dpo, orpo and kto_zero",
+    "objective.name=kto": "write kto_zero, which has its reference point at 0",
+    "objective.name=pretrain": "write cpt",
+    "adapter={name: pissa}": "write lora",
+    "optim.name=paged_adamw_8bit": "write adamw_8bit",
+    "optim.name=Lion": "an optimizer that is not here",
+    "schedule.name=warmup_stable_decay": "write wsd, and decay_steps",
+    "run.trackers=[swanlab]": "a tracker that is not here; metrics.jsonl",
+    "data.too_long=truncate": "write cut",
+    "mixed_precision=fp32": "write 'no'",
+    "mixed_precision=bfloat16": "write bf16",
+    "model.gradient_checkpointing=unsloth": "write offload",
+    "strategy=deepspeed": "write zero1, zero2 or zero3",
+    "strategy=ds_z3_offload_config": "write zero3_offload",
+    "strategy=no_shard": "write ddp",
+}
+
+
+@pytest.mark.parametrize("assignment", MEANT)
+def test_a_value_of_another_project_is_told_what_it_means(assignment):
+    document = read_document(ROOT / "recipes/quickstart.yaml")
+    with pytest.raises(RecipeError) as caught:
+        check_strategy(parse_recipe(apply_overrides(document, [assignment])))
+    (mistake,) = caught.value.mistakes
+    assert MEANT[assignment] in mistake and "did you mean" not in mistake and "use '" not in mistake
+
+
+def check_strategy(recipe: Recipe) -> None:
+    if mistakes := missing_strategy(Path(recipe.strategy).stem, lambda: "strategy"):
+        raise RecipeError(mistakes)
+
+
+def test_what_a_value_means_is_never_said_of_one_that_is_here():
+    document = read_document(ROOT / "recipes/quickstart.yaml")
+    for key, values in MEANINGS.items():
+        for value in values:
+            text = f"[{value!r}]" if key == "run.trackers" else repr(value)
+            section = f"adapter={{name: {text}}}" if key == "adapter.name" else f"{key}={text}"
+            with pytest.raises(RecipeError) as caught:
+                check_strategy(parse_recipe(apply_overrides(copy.deepcopy(document), [section])))
+            assert len(caught.value.mistakes) == 1, section

@@ -281,6 +281,13 @@ _TABLES: dict[str, Any] = yaml.load(
 )
 _TEXTS: dict[str, str] = _TABLES.pop("texts")
 _DERIVED: dict[str, str] = _TABLES.pop("derived")
+MEANINGS: dict[str, dict[str, str]] = {
+    key: {value: meaning for meaning, values in table.items() for value in values}
+    for key, table in _TABLES.pop("meanings").items()
+}
+"""What other projects' values for keys of ours are, with what to write here; in small letters."""
+for _key, _known in {"optim.name": OPTIMIZERS, "schedule.name": SCHEDULES}.items():
+    MEANINGS[_key] |= {theirs: f"write {ours}" for theirs, ours in _known.items() if theirs != ours}
 NEVER_TRAINED = (
     *("~eval_strategy", "~eval_steps", "~save_strategy", "~save_steps", "~keep", "~deepspeed", "~fsdp"),
     *("~processes", "~wrap", "~test_split", "~test_sources", "~registered_eval", "~listed_eval", "~val"),

@@ -132,7 +132,7 @@ def parse_recipe(document: Document, strategy: Path | None = None) -> Recipe:
     if not document.is_whole:
         raise RecipeError(document.mistakes)
     document = _name_output(document, strategy)
-    recipe, found = validate(document, Recipe, OWNED_ELSEWHERE)
+    recipe, found = validate(document, Recipe, OWNED_ELSEWHERE, foreign.MEANINGS)
     sections = parts(document, KINDS) if found else {name: getattr(recipe, name) for name in KINDS}
     mistakes = [*document.mistakes, *found, *check_across_keys(document, sections, {*leaves(Recipe)})]
     if mistakes or recipe is None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
+from cookbook.config.foreign import MEANINGS
 from cookbook.config.mesh import Mesh
 from cookbook.config.strategy_keys import Claim, settle
 from cookbook.system.console import several
@@ -863,7 +864,7 @@ def find_strategy(name: str) -> Path:
     """
     path = strategy_path(name)
     if not path.is_file():
-        raise RecipeError(f"strategy {name!r}: no file {path}; {nearest(Path(name).stem, known_strategies())}")
+        raise RecipeError(f"strategy {name!r}: no file {path}; {_meant(Path(name).stem)}")
     return path
 
 
@@ -872,7 +873,13 @@ def missing_strategy(name: str, place: Callable[[], str]) -> list[str]:
     path = strategy_path(name)
     if not is_short(name) and path == Path(name):
         return find_file(name, place, STRATEGIES)
-    return [] if path.is_file() else [f"{place()} is {name!r}: no such strategy; {nearest(name, known_strategies())}"]
+    return [] if path.is_file() else [f"{place()} is {name!r}: no such strategy; {_meant(name)}"]
+
+
+def _meant(name: str) -> str:
+    """What to write instead of a name that no strategy has."""
+    meaning = MEANINGS["strategy"].get(name.lower().replace("-", "_"))
+    return meaning or nearest(name, known_strategies())
 
 
 def exchange_precision(strategy: Strategy, mixed_precision: str, asked: str | None) -> str:

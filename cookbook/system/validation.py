@@ -15,7 +15,10 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def validate(
-    document: Document, model: type[Model], owned_elsewhere: Mapping[str, str] | None = None
+    document: Document,
+    model: type[Model],
+    owned_elsewhere: Mapping[str, str] | None = None,
+    meanings: Mapping[str, Mapping[str, str]] | None = None,
 ) -> tuple[Model | None, list[str]]:
     """Validates a document as `model`. Returns the model, None if it is invalid, and the mistakes.
 
@@ -24,6 +27,7 @@ def validate(
 
     Args:
         owned_elsewhere: for keys that this file may not set, what to write instead.
+        meanings: by key and value, in small letters, what is meant by a wrong one.
     """
     owned, mistakes = owned_elsewhere or {}, []
     parsed, problems = _try(document.values, model)
@@ -34,7 +38,10 @@ def validate(
         values, guessed = _with_nearest_names(document.values, model, unknown, owned)
         parsed, problems = _try(values, model)
         problems = [one for one in problems if not any(one["loc"][: len(path)] == path for path in guessed)]
-    mistakes += [_word(document, model, problem, owned, homes) for problem in problems]
+    mistakes += [
+        _meant(document, problem, meanings or {}) or _word(document, model, problem, owned, homes)
+        for problem in problems
+    ]
     return parsed, list(dict.fromkeys(mistakes))
 
 
@@ -99,6 +106,15 @@ _EXPECTED = {
     "list_type": "a list",
     "dict_type": "a section of `key: value` lines",
 }
+
+
+def _meant(document: Document, problem: Any, meanings: Mapping[str, Mapping[str, str]]) -> str | None:
+    """The message for a value that is none of a key's, but of which is known what it means."""
+    key = ".".join(part for part in problem["loc"] if isinstance(part, str))
+    meaning = meanings.get(key, {}).get(str(problem["input"]).lower())
+    if problem["type"] != "literal_error" or meaning is None or isinstance(problem["input"], bool):
+        return None
+    return f"{document.place(*problem['loc'])} is {show(problem['input'])}: {meaning}"
 
 
 def _word(
