@@ -108,7 +108,7 @@ class Run:
             "is_evaluated": True,
             **({"eval_loss": loss} if loss is not None else {}),
             "parameters": {name: list(tensor.shape) for name, tensor in self.trained.items()},
-            "counts": {},
+            "counts": {"updates": None, "loss_scaler": None},
             "recipe": self.recipe.model_dump(mode="json", exclude_none=True),
             "made_from": {"data": "d" * 16, "model": weights_digest(self.base)},
             "run": {

@@ -81,7 +81,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     saver = Saver(
         run / "checkpoints", rank=0, num_ranks=1, attempt="a", keep_last=2, keep_best=0, in_background=False, say=str
     )
-    state = {"parameters": {"w": [4]}, "counts": {}, "made_from": {}, "run": record}
+    state = {
+        "parameters": {"w": [4]},
+        "step": 2,
+        "num_samples": 4,
+        "counts": {"updates": None},
+        "made_from": {},
+        "run": record,
+    }
     state |= {"recipe": recipe.model_dump(mode="json", exclude_none=True)}
     saver.save(2, [StagedPiece("w", "weight", 0, 0, torch.zeros(1, 4))], state)
     manifest = run / "checkpoints/step-00000002/manifest.json"

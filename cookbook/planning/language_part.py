@@ -9,6 +9,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from cookbook.planning.model_files import read_config
+
 TOWERS = (
     "aria",
     "exaone4_5",
@@ -115,18 +117,14 @@ def open_config(name: str | Path, **options: Any) -> Any:
         options: of `from_pretrained`.
 
     Raises:
-        OSError, ValueError: as transformers.
+        RecipeError, OSError, ValueError: as `read_config`.
     """
-    from transformers import AutoConfig
-
-    return language_config(AutoConfig.from_pretrained(name, trust_remote_code=False, **options))
+    return language_config(read_config(name, **options))
 
 
 def whole_config(folder: str | Path) -> Any | None:
     """The configuration of a folder whose model has a tower, or None."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = read_config(folder)
     return config if has_tower(config) else None
 
 

@@ -1,7 +1,6 @@
 """Whether the samples of a micro-batch form one row: decided from the recipe and the model's architecture, never from
 the strategy or the machine. No torch."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from typing import Any
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection
 from cookbook.planning.language_part import language_values
+from cookbook.planning.model_files import CONFIG, values_of
 from cookbook.planning.offline import known_model
 from cookbook.system.files import RecipeError
 
@@ -264,8 +264,7 @@ def known_config(model: ModelSection) -> SimpleNamespace | None:
         return SimpleNamespace(**model.from_scratch.model_dump())
     assert model.name_or_path is not None
     try:
-        values = json.loads((Path(model.name_or_path) / "config.json").read_text(encoding="utf-8"))
-        found = SimpleNamespace(**language_values(values))
+        found = SimpleNamespace(**language_values(values_of(Path(model.name_or_path, CONFIG))))
         return found if hasattr(found, "model_type") else None
     except (OSError, ValueError, TypeError, AttributeError):
         facts = known_model(model.name_or_path)

@@ -14,8 +14,9 @@ from cookbook.config.row_columns import MEANT, without
 from cookbook.config.row_kinds import BadRow, MadeUp, columns, kinds
 from cookbook.config.sections import BUILTIN_SOURCE, Source
 from cookbook.planning.meshes import EXPERTS
+from cookbook.planning.model_files import read_tokenizer, why_not
 from cookbook.planning.offline import hub_answers, known_kind, known_model
-from cookbook.system.files import RecipeError, first_line
+from cookbook.system.files import RecipeError
 from cookbook.training.data.rows import Rows, read_rows, texts
 from cookbook.training.data.sources import raw_rows
 
@@ -111,8 +112,6 @@ def write_tiny_model(recipe: Recipe, rows: Rows, folder: Path, notes: Notes, *, 
 
 def _describe_model(recipe: Recipe, rows: Rows) -> tuple[Any, Any, str]:
     """Configuration, tokenizer, and their origin."""
-    from transformers import AutoTokenizer
-
     from cookbook.training.models import stand_in_tokenizer
     from cookbook.training.models.structure import OFFLINE_FACTS, find_config, hub_options
 
@@ -121,10 +120,10 @@ def _describe_model(recipe: Recipe, rows: Rows) -> tuple[Any, Any, str]:
     assert name is not None
     facts = known_model(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **hub_options(recipe.model))
+        tokenizer = read_tokenizer(name, **hub_options(recipe.model))
     except (OSError, ValueError) as error:
         if facts is None:
-            raise RecipeError(f"model.name_or_path is {name!r}: no tokenizer there ({first_line(error)})") from None
+            raise RecipeError(f"model.name_or_path is {name!r}: {why_not('tokenizer', error)}") from None
         return config, stand_in_tokenizer(facts, texts(rows)), OFFLINE_FACTS.rpartition("/")[2]
     return config, tokenizer, f"{origin}, with its own tokenizer"
 

@@ -1,6 +1,7 @@
 """Finds the model that a command is to use, and the run and the base that it comes from. Imports no torch."""
 
 import json
+import os
 from pathlib import Path
 
 from cookbook.commands.shared.arguments import which_run
@@ -21,7 +22,7 @@ def find_model(folder: Path) -> Path:
         RecipeError: neither.
     """
     found = folder / "export" if (folder / "export").is_dir() else folder
-    if any((found / name).is_file() for name in ("config.json", ADAPTER)):
+    if any(os.path.lexists(found / name) for name in ("config.json", ADAPTER)):
         return found
     if any(folder.glob("checkpoints/step-*")):
         raise RecipeError(

@@ -1,6 +1,6 @@
 """Opens a trained model and generates answers, which are printed as they come. Imports torch."""
 
-import json
+import os
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
-    AutoTokenizer,
-    GenerationConfig,
     PreTrainedTokenizerBase,
     TextStreamer,
 )
@@ -23,6 +20,7 @@ from transformers.utils import logging
 from cookbook.commands.shared.find_model import ADAPTER, check_base, find_run
 from cookbook.config.messages import Chat
 from cookbook.planning.language_part import open_config, whole_config
+from cookbook.planning.model_files import GENERATION, read_generation_config, read_tokenizer, values_of
 from cookbook.run.publish import MODEL_FILES
 from cookbook.system.console import shown
 from cookbook.system.files import RecipeError, first_line
@@ -105,7 +103,7 @@ class Generator:
             options: Any = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
             try:
                 found = self.tokenizer.apply_chat_template(prompt, tools=tools, **options)
-            except TemplateError as error:
+            except Exception as error:  # its own, or any of Python's: a template is a program
                 raise RecipeError(f"the model's chat template refuses the chat: {first_line(error)}") from None
         rows = self.model.config.get_text_config().vocab_size
         if (most := int(found["input_ids"].max())) >= rows:
@@ -127,10 +125,12 @@ def check_folder(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[str,
     is_adapter = (folder / ADAPTER).is_file()
     if is_adapter:
         check_base(folder)
-        settings = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
-        base = fetch_model(str(settings["base_model_name_or_path"]), settings.get("revision"))
+        settings = values_of(folder / ADAPTER)
+        base = fetch_model(str(settings.get("base_model_name_or_path")), settings.get("revision"))
     try:
         config = open_config(base)
+    except RecipeError:
+        raise
     except (OSError, ValueError) as error:
         raise RecipeError(f"{folder}: cannot be opened ({first_line(error)})") from None
     facts = folder_facts.check_folder(Path(base), config, tokenizer, place=base, grows=bool(new_tokens_of(folder)))
@@ -159,7 +159,7 @@ def open_model(folder: Path) -> Generator:
         # peft 0.21 reads an attribute that transformers 5 renames.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = read_tokenizer(folder)
         base, _ = check_folder(folder, tokenizer)
         model = _opened(base)
         if is_adapter:
@@ -168,10 +168,10 @@ def open_model(folder: Path) -> Generator:
             model = PeftModel.from_pretrained(model, str(folder))
     except RecipeError:
         raise
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"{folder}: cannot be opened ({first_line(error)})") from None
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # what a library raises over files that it did not expect
+        raise RecipeError(f"{folder}: cannot be opened ({type(error).__name__}: {first_line(error)})") from None
+    if os.path.lexists(folder / GENERATION):
+        model.generation_config = read_generation_config(folder)
     return Generator(model=_placed(model), tokenizer=tokenizer, is_adapter=is_adapter)
 
 
@@ -195,8 +195,12 @@ def open_base(tuned: Generator, folder: Path) -> Generator:
         raise RecipeError(f"--compare: the model of {run} was trained from scratch and has no base; take it out")
     check_base(run / MODEL_FILES)
     try:
-        model = _opened(fetch_model(base.name_or_path, base.revision))
-    except (OSError, ValueError) as error:
+        base_folder = fetch_model(base.name_or_path, base.revision)
+        folder_facts.check_folder(Path(base_folder), open_config(base_folder), place=base_folder)
+        model = _opened(base_folder)
+    except RecipeError:
+        raise
+    except Exception as error:  # as above
         raise RecipeError(f"--compare: {base.name_or_path} cannot be opened ({first_line(error)})") from None
     model.generation_config = tuned.model.generation_config
     return replace(tuned, model=_placed(model))

@@ -29,6 +29,7 @@ from cookbook.system.hosts import TORCHRUN
 from cookbook.training import adapters, models
 from cookbook.training.adapters import BASE_RECORD, Base
 from cookbook.training.checkpoint import folder
+from cookbook.training.checkpoint.content import read_content
 from cookbook.training.checkpoint.folder import BrokenCheckpoint, Checkpoint
 from cookbook.training.checkpoint.listing import recipe_of, steps_there
 from cookbook.training.checkpoint.tensors import as_weight
@@ -120,6 +121,7 @@ def find_checkpoint(run: Path, step: int | None) -> Iterator[Checkpoint]:
         try:
             checkpoint = folder.open_checkpoint(path)
             folder.verify(checkpoint)
+            read_content(checkpoint)
         except (BrokenCheckpoint, OSError) as reason:
             rest = steps_there(root, but=path)
             raise RecipeError(f"{path} cannot be exported: {reason}; {rest}") from None

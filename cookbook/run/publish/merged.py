@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from cookbook.planning.language_part import open_config
-from cookbook.system.files import RecipeError
+from cookbook.planning.model_files import read_tokenizer
+from cookbook.system.files import RecipeError, first_line
 from cookbook.training.adapters import ADAPTER_NAME, Base, check_fits, in_language_names, open_beside
 from cookbook.training.checkpoint.streamed import StreamedModel, probe_logits
 from cookbook.training.checkpoint.tensors import CHUNK, Weight, as_weight
@@ -41,7 +42,11 @@ def write_merged(folder: Path, build: Path, dtype: torch.dtype | None) -> str:
     """
     base = Base.read(folder)
     base_folder = Path(fetch_model(base.name_or_path, base.revision))
-    if weights_digest(base_folder) != base.sha256:
+    try:
+        digest = weights_digest(base_folder)
+    except OSError as why:
+        raise RecipeError(f"{base_folder}, the base of {folder}: cannot be read ({first_line(why)})") from None
+    if digest != base.sha256:
         raise RecipeError(
             f"{base.name_or_path}: its weights are not those that {folder} was trained on (another SHA-256)"
         )
@@ -57,7 +62,7 @@ def write_merged(folder: Path, build: Path, dtype: torch.dtype | None) -> str:
     write_model(weights, build, config=config, dtype=stored, tower=Tower.of(base_folder))
     copy_processors(base_folder, build)
     del weights  # before it is opened again
-    AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(build)
+    read_tokenizer(folder).save_pretrained(build)
     shutil.copyfile(folder / "generation_config.json", build / "generation_config.json")
     error = (_logits_of(build) - expected).abs().max().item() / expected.abs().max().item()
     limit = {torch.float32: 1e-4, torch.float16: 1e-2}.get(stored, 5e-2)
@@ -72,7 +77,7 @@ def with_new_tokens(base: str, adapter: Path, new_tokens: Mapping[str, int], *, 
         return base
     from cookbook.training.models.grown import grown_folder
 
-    tokenizer = AutoTokenizer.from_pretrained(adapter, trust_remote_code=False)
+    tokenizer = read_tokenizer(adapter)
     return grown_folder(base, tokenizer, new_tokens, cache=cache)
 
 

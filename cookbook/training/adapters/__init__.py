@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Embedding
@@ -584,14 +584,17 @@ def check_fits(folder: Path, config: PreTrainedConfig) -> None:
     """
     from peft import PeftConfig
 
-    settings = PeftConfig.from_pretrained(str(folder))
+    try:
+        settings = PeftConfig.from_pretrained(str(folder))
+    except Exception as error:  # peft takes the keys as arguments of a class
+        raise RecipeError(f"{folder / 'adapter_config.json'}: peft cannot read it ({first_line(error)})") from None
     if settings.is_prompt_learning or not (folder / "adapter_model.safetensors").is_file():
         return
     try:
         with in_language_names(folder) as named:
             first = _first_difference(named, config)
-    except (ValueError, SafetensorError) as error:
-        first = first_line(error)
+    except Exception as error:  # what peft, torch and safetensors raise over values that they did not expect
+        first = f"{type(error).__name__}: {first_line(error)}"
     if first:
         base = settings.base_model_name_or_path
         raise RecipeError(

@@ -14,6 +14,7 @@ from cookbook.system.files import RecipeError
 from cookbook.system.machine import num_gpus
 from cookbook.system.record_files import RUN, read_json
 from cookbook.training.checkpoint import folder, resume
+from cookbook.training.checkpoint.content import read_content
 from cookbook.training.checkpoint.folder import BrokenCheckpoint
 
 
@@ -71,8 +72,7 @@ def describe(path: Path) -> dict[str, Any]:
     try:
         checkpoint = folder.open_checkpoint(path)
         folder.verify(checkpoint)
-        state = checkpoint.state()
-        kinds = resume.complete_kinds(checkpoint, state["parameters"])
+        state, kinds = read_content(checkpoint)
         recipe, strategy = state["recipe"], state["run"]["strategy"]
         adapter = recipe.get("adapter")
         return found | {

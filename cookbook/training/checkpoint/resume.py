@@ -11,6 +11,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.system import files
 from cookbook.system.files import RecipeError
 from cookbook.training.checkpoint import folder
+from cookbook.training.checkpoint.content import read_content
 from cookbook.training.checkpoint.folder import BrokenCheckpoint, Checkpoint
 
 if TYPE_CHECKING:
@@ -26,10 +27,6 @@ NEVER = ("model.new_tokens", "optim.name", "data.streaming", "data.shuffle_rows"
 """They may not change, although other keys with their prefix may."""
 FREE = ("run.skip_nonfinite_steps",)
 """They change the curve, and a run may need them to get past the step at which it ended."""
-
-
-NEEDED = ("recipe", "made_from", "run", "parameters", "counts", "step", "num_samples")
-"""Keys of `state.json` without which no run resumes."""
 
 
 def choose(
@@ -99,57 +96,10 @@ def _why_broken(path: Path, rank: int, num_ranks: int) -> str | None:
         checkpoint = folder.open_checkpoint(path)
         folder.verify(checkpoint, rank=rank, num_ranks=num_ranks)
         if rank == 0:
-            _check_content(checkpoint)
+            read_content(checkpoint)
     except (folder.BrokenCheckpoint, OSError) as reason:
         return str(reason)
     return None
-
-
-def _check_content(checkpoint: Checkpoint) -> None:
-    """Check what a restore will read, before it overwrites anything.
-
-    Raises:
-        BrokenCheckpoint: a value is missing or impossible, though the digests are right.
-    """
-    try:
-        state = checkpoint.state()
-        missing = [key for key in NEEDED if key not in state]
-        if missing:
-            raise BrokenCheckpoint(f"{folder.STATE} lacks {', '.join(missing)}")
-        numbers = [state["step"], state["num_samples"]]
-        if numbers[0] != checkpoint.step or not state["recipe"]["data"]:
-            raise BrokenCheckpoint(f"{folder.STATE} and {folder.MANIFEST} are of different steps")
-        if any(not isinstance(number, int) or number < 0 for number in numbers):
-            raise BrokenCheckpoint(f"{folder.STATE} has a count that is none: {numbers}")
-        complete_kinds(checkpoint, state["parameters"])
-    except (BrokenCheckpoint, OSError):
-        raise
-    except Exception as error:
-        raise BrokenCheckpoint(f"its content is damaged ({type(error).__name__}: {error})") from None
-
-
-def complete_kinds(checkpoint: Checkpoint, shapes: dict[str, list[int]]) -> set[str]:
-    """The kinds of state in the files.
-
-    Raises:
-        BrokenCheckpoint: a parameter lacks elements of one.
-    """
-    counts: dict[tuple[str, str], int] = {}
-    for path in checkpoint.pieces:
-        with path.open("rb") as file:  # a safetensors header; the library's reader would import numpy
-            length = int.from_bytes(file.read(8), "little")
-            if length > path.stat().st_size:
-                raise BrokenCheckpoint(f"{path.name}: its header is longer than the file")
-            header = json.loads(file.read(length))
-        for key in header.keys() - {"__metadata__"}:
-            name, kind, _ = key.rsplit("|", 2)
-            counts[name, kind] = counts.get((name, kind), 0) + math.prod(header[key]["shape"])
-    wanted = {(name, "weight") for name in shapes} | counts.keys()
-    for name, kind in sorted(wanted):
-        size = math.prod(shapes[name])
-        if counts.get((name, kind), 0) != size:
-            raise BrokenCheckpoint(f"{name}: {counts.get((name, kind), 0)} of {size} elements of {kind} are there")
-    return {kind for _, kind in counts}
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, Any]:

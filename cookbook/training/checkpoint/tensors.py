@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from cookbook.system import faults
+from cookbook.system.tensor_files import read_header, weight_files
+from cookbook.training.checkpoint.content import runs_of
 from cookbook.training.checkpoint.folder import BrokenCheckpoint
 
 CHUNK = 2**24
@@ -255,16 +255,11 @@ class TensorFile:
         """Read the header.
 
         Raises:
-            OSError, ValueError, SafetensorError: there is none.
+            OSError, BadHeader: there is none.
         """
-        with safe_open(path, framework="pt"):
-            pass  # checks the header against the file's size
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
-        self.path, self._opened, self._data = path, opened, 8 + size
-        self.tensors: dict[str, dict[str, Any]] = {key: header[key] for key in header if key != "__metadata__"}
-        """`dtype`, `shape` and `data_offsets` by key."""
+        self.path, self._opened = path, opened
+        self.tensors, self._data = read_header(path)
+        """`dtype`, `shape` and `data_offsets` by key, and where the data begins."""
 
     def read(self, key: str, first: int, out: torch.Tensor) -> None:
         """Elements of the flattened tensor, from `first` on, into a contiguous `out` on the CPU.
@@ -288,12 +283,7 @@ class TensorFile:
 
 def files_of(folder: Path) -> dict[str, TensorFile]:
     """The file of each tensor of a model's folder by key, of those that transformers reads."""
-    names = [SAFE_WEIGHTS_NAME]
-    if not (folder / SAFE_WEIGHTS_NAME).is_file():
-        index = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))
-        names = sorted(set(index["weight_map"].values()))
-    files = [TensorFile(folder / name) for name in names]
-    return {key: file for file in files for key in file.tensors}
+    return {key: file for file in map(TensorFile, weight_files(folder)[0]) for key in file.tensors}
 
 
 class _Source(NamedTuple):
@@ -321,13 +311,10 @@ class Reader:
         for path in paths:
             try:
                 file = TensorFile(path, opened)
-                for key, stored in file.tensors.items():
-                    name, kind, place = key.rsplit("|", 2)
-                    start, _, stride = place.partition("/")
-                    *count, length = stored["shape"]
-                    source = _Source(int(start), int(stride or 0), count[0] if count else 1, length, file, key)
-                    self._sources.setdefault((name, kind), []).append(source)
-            except (OSError, ValueError, SafetensorError) as error:
+                for run in runs_of(file.tensors):
+                    source = _Source(run.start, run.stride, run.num_runs, run.length, file, run.key)
+                    self._sources.setdefault((run.name, run.kind), []).append(source)
+            except (OSError, ValueError) as error:
                 raise BrokenCheckpoint(f"{path.name}: {error}") from error
         for sources in self._sources.values():
             sources.sort(key=lambda source: source.start)

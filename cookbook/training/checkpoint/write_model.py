@@ -18,7 +18,6 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -26,6 +25,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from cookbook.planning.model_files import read_config, read_generation_config
 from cookbook.training.checkpoint.folder import Checkpoint
 from cookbook.training.checkpoint.tensors import Reader, Tensor, Weight, as_weight, room_for, write_tensors
 from cookbook.training.checkpoint.tower import Tower
@@ -220,9 +220,9 @@ def write_generation_config(folder: Path, *, like: Path, end_of_turn: int | None
     """
     config = GenerationConfig()
     if (like / "generation_config.json").is_file():
-        config = GenerationConfig.from_pretrained(like)
+        config = read_generation_config(like)
     elif (like / "config.json").is_file():
-        config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(like, trust_remote_code=False))
+        config = GenerationConfig.from_model_config(read_config(like))
     own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     ends = list(dict.fromkeys(token for token in (*own, end_of_turn) if token is not None))
     config.eos_token_id = ends if len(ends) > 1 else ends[0] if ends else None

@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -30,11 +28,13 @@ from transformers.utils import logging
 from cookbook.config.chat_templates import is_marked
 from cookbook.config.sections import ModelSection, ScratchModel
 from cookbook.planning.language_part import open_config, open_options
+from cookbook.planning.model_files import read_tokenizer, why_not
 from cookbook.planning.packing import packing_problem, short_window
 from cookbook.system import lock
 from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, first_line, make_folder, refuse
 from cookbook.system.shipped import HOME
+from cookbook.system.tensor_files import weight_files, why_no_file
 from cookbook.training.models.attention import PACKED
 from cookbook.training.models.efficiency import compile_layers, patch_kernels, save_activations
 from cookbook.training.models.experts import autocast_products
@@ -66,8 +66,8 @@ def resolve_model(model: ModelSection, *, seed: int, texts: Iterable[str], finge
         assert model.name_or_path is not None
         folder, place = fetch_model(model.name_or_path, model.revision), f"model.name_or_path is {model.name_or_path!r}"
         _refuse_adapter(folder)
-        if not _has_safetensors(Path(folder)):
-            raise RecipeError(f"{place}: it has no weights in safetensors, and no other format is read")
+        if (why := weight_files(Path(folder))[1]) is not None:
+            raise RecipeError(f"{place}: {why}")
         if (Path(folder) / ADAPTER_FILE).exists():
             why = f"{ADAPTER_FILE} lies beside the weights, and transformers would load that adapter unasked"
             raise RecipeError(f"{place}: {why}; move its files to another folder, or merge it into the weights")
@@ -94,18 +94,6 @@ def _refuse_adapter(name: str) -> None:
     if (Path(name) / ADAPTER_FILE).is_file() and not (Path(name) / "config.json").is_file():
         problem = "an adapter without its base; write both as one with `cookbook merge`, and name that"
         raise RecipeError(f"model.name_or_path is {name!r}: {problem}")
-
-
-def _has_safetensors(folder: Path) -> bool:
-    """Whether the weights that transformers would read are safetensors: one file, or an index of nothing else."""
-    if (folder / "model.safetensors").is_file():
-        return True
-    try:
-        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-        names = set(index["weight_map"].values())
-        return bool(names) and all(re.fullmatch(r"[\w.-]+\.safetensors", name) for name in names)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
 
 
 def fetch_model(name: str, revision: str | None, patterns: list[str] = HUB_FILES) -> str:
@@ -165,9 +153,9 @@ def load_tokenizer(
         RecipeError: there is none, or it cannot have these tokens.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = read_tokenizer(name)
     except (OSError, ValueError) as error:
-        raise RecipeError(f"model.name_or_path is {name!r}: no tokenizer there ({first_line(error)})") from None
+        raise RecipeError(f"model.name_or_path is {name!r}: {why_not('tokenizer', error)}") from None
     if new_tokens:
         add_tokens(tokenizer, new_tokens)
     if chat_template is not None:
@@ -190,7 +178,7 @@ def load_config(name: str, max_length: int) -> PreTrainedConfig:
     try:
         config = open_config(name)
     except (OSError, ValueError) as error:
-        raise RecipeError(f"model.name_or_path is {name!r}: no model there ({first_line(error)})") from None
+        raise RecipeError(f"model.name_or_path is {name!r}: {why_not('model', error)}") from None
     problem = not_served(config)
     if problem is not None:
         raise RecipeError(f"model.name_or_path is {name!r}: {problem}")
@@ -300,7 +288,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     try:
         has_marks = is_marked(tokenizer.get_chat_template())
         found = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=has_marks)
-    except (TemplateError, ValueError):  # the template requires other messages; there is none
+    except Exception:  # the template requires other messages, or it breaks: it is a program; there is none
         return None
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     # After the turn Phi-3's template ends the chat with another token.
@@ -312,6 +300,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def weights_digest(folder: Path, *, cache: Path | None = None) -> str:
     """SHA-256 over names and digests of a model's configuration and safetensors files; for `cache` see `sha256_of`."""
     paths = sorted((*folder.glob("*.safetensors"), folder / "config.json"))
+    refuse([f"{path}: {why}" for path in paths if (why := why_no_file(path)) is not None])
     digests = sha256_of(paths, cache=cache)
     lines = "".join(f"{path.name} {digests[path]}\n" for path in paths)
     return hashlib.sha256(lines.encode()).hexdigest()

@@ -3,28 +3,28 @@ not decide which model is trained. transformers draws a tensor that the files la
 """
 
 import copy
-import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from jinja2 import TemplateError
 from safetensors import safe_open
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
+from transformers.utils import logging
 
 from cookbook.planning.language_part import KEY_MAPPING, has_tower, whole_config
+from cookbook.planning.model_files import GENERATION, read_generation_config
 from cookbook.system.files import first_line, refuse
+from cookbook.system.tensor_files import BadHeader, read_header, weight_files
 from cookbook.training.models.new_tokens import grown_rows
 from cookbook.training.models.structure import part_in_words
 
@@ -49,6 +49,7 @@ class Stored(NamedTuple):
 
     path: Path
     shape: list[int]
+    dtype: str = "F32"
 
 
 def check_folder(
@@ -101,31 +102,19 @@ def check_folder(
 
 def read_headers(folder: Path) -> tuple[dict[str, Stored], list[str]]:
     """The tensors of the files that transformers reads, and what is wrong with these files."""
-    names = [SAFE_WEIGHTS_NAME]
-    if not (folder / SAFE_WEIGHTS_NAME).is_file():
-        try:
-            index = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))
-            names = sorted(set(index["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return {}, ["it has no weights in safetensors, and no other format is read"]
+    paths, why = weight_files(folder)
+    if why is not None:
+        return {}, [why]
     stored: dict[str, Stored] = {}
     mistakes = []
-    for path in (folder / name for name in names):
+    for path in paths:
         try:
-            size = path.stat().st_size
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(min(length, size)))
-            header.pop("__metadata__", None)
-            whole = 8 + length + max((one["data_offsets"][1] for one in header.values()), default=0)
-            stored |= {key: Stored(path, one["shape"]) for key, one in header.items()}
+            tensors, _ = read_header(path)
+            stored |= {key: Stored(path, one["shape"], one["dtype"]) for key, one in tensors.items()}
         except OSError as error:
             mistakes.append(f"{path.name} cannot be read ({error.strerror}); fetch it again")
-        except (ValueError, KeyError, TypeError, AttributeError):
-            mistakes.append(f"{path.name} does not begin as safetensors do (cut off, or another file); fetch it again")
-        else:
-            if size != whole:
-                mistakes.append(f"{path.name} has {size:,} bytes, and by its header {whole:,}; fetch it again")
+        except BadHeader as error:
+            mistakes.append(f"{path.name} {error}; fetch it again")
     return stored, mistakes
 
 
@@ -154,6 +143,8 @@ def _compare_tensors(config: PreTrainedConfig, stored: dict[str, Stored]) -> tup
     shapes = [f"{name} {[*shape]} and {[*wanted]}" for name, shape, wanted in sorted(found["mismatched_keys"])]
     if shapes:
         mistakes.append(f"shapes differ, in its files and by its config.json: {_names(shapes)}; correct config.json")
+    if odd := _whole_numbers(model, stored):
+        mistakes.append(f"its files hold {_names(odd)} as whole numbers ({stored[odd[0]].dtype}); fetch it again")
     for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         # transformers ties them if only one is in the files; if both are, differently under each strategy.
         if model.get_parameter(target) is not model.get_parameter(source):
@@ -207,6 +198,13 @@ def _why_not_loaded(kind: Any, config: PreTrainedConfig, stored: dict[str, Store
     return f"transformers cannot load it by its config.json ({type(error).__name__}: {first_line(error)})"
 
 
+def _whole_numbers(model: PreTrainedModel, stored: dict[str, Stored]) -> list[str]:
+    """Tensors that are whole numbers or bits in the files, of which transformers would make fractions."""
+    keys, state = [key for key, one in stored.items() if "F" not in one.dtype], model.state_dict()
+    names = renamed(model, keys) if keys else {}
+    return sorted(key for key, name in names.items() if name in state and state[name].is_floating_point())
+
+
 def _compare_tied(model: PreTrainedModel, stored: dict[str, Stored], tied: set[str]) -> list[str]:
     keys = [key for key, name in renamed(model, stored).items() if name in tied]
     one, *others = [safe_open(stored[key].path, framework="pt").get_slice(key) for key in keys]
@@ -240,7 +238,7 @@ def _compare_tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str]:
         try:
             ids = tokenizer.apply_chat_template(TINY_CHAT, return_dict=True)["input_ids"]
             named["a token of its chat template"] = max(ids)
-        except (TemplateError, ValueError):  # it wants other messages
+        except Exception:  # it wants other messages, or breaks as a program does, which the rows will tell
             pass
     return [
         f"{name} is {number} ({tokenizer.convert_ids_to_tokens(number)}), but its embedding has"
@@ -254,8 +252,8 @@ def _notes(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenize
     notes, ends, written = [], set(), {"config.json": config}
     if len(tokenizer) > rows:
         notes.append(f"its tokenizer has more tokens than its embedding has rows ({len(tokenizer):,}, {rows:,})")
-    if (folder / "generation_config.json").is_file():
-        written["generation_config.json"] = GenerationConfig.from_pretrained(folder)
+    if os.path.lexists(folder / GENERATION):
+        written[GENERATION] = read_generation_config(folder)
     for name, one in written.items():
         for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
             value = getattr(one, key, None)

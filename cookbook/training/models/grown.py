@@ -15,13 +15,13 @@ import torch
 from safetensors import safe_open
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
+from cookbook.planning.model_files import read_config
 from cookbook.system import lock
 from cookbook.system.files import RecipeError, make_folder
 from cookbook.training.models.folder_facts import ROWS_AT_ONCE, read_headers, renamed
@@ -69,7 +69,7 @@ def grown_folder(base: str, tokenizer: PreTrainedTokenizerBase, new: Mapping[str
     with lock.making(cache / f"model-{key}.lock"):
         if not built.is_dir():
             with tempfile.TemporaryDirectory(prefix=f"model-{key}.", dir=cache) as build:
-                config = AutoConfig.from_pretrained(base, trust_remote_code=False)
+                config = read_config(base)
                 rows = config.vocab_size
                 grown = grown_rows(rows, tokenizer)
                 growth = Growth(rows, grown, frozenset({*new.values(), *range(rows, grown)}), known)

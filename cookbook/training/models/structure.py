@@ -11,13 +11,13 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoConfig,
-    AutoTokenizer,
     PreTrainedConfig,
 )
 
 from cookbook.config.sections import ModelSection, ScratchModel
 from cookbook.config.strategy_keys import Claim
 from cookbook.planning.language_part import has_tower, language_config, why_whole
+from cookbook.planning.model_files import read_config, read_tokenizer
 from cookbook.planning.offline import hub_answers, known_model
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.models.new_tokens import grown_rows, padded
@@ -94,9 +94,7 @@ def _rows_with(model: ModelSection, rows: int) -> int:
     """Rows of an embedding for the new tokens too; at most, if the tokenizer is not here."""
     assert model.new_tokens is not None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            model.name_or_path or "", trust_remote_code=False, **hub_options(model)
-        )
+        tokenizer = read_tokenizer(model.name_or_path or "", **hub_options(model))
     except (OSError, ValueError):  # a new one too, whose size is the largest that it may have
         return padded(rows + len(model.new_tokens))
     tokenizer.add_tokens(model.new_tokens, special_tokens=True)
@@ -109,7 +107,9 @@ def _find_config(model: ModelSection) -> tuple[PreTrainedConfig, str]:
     name = model.name_or_path
     assert name is not None
     try:
-        config, origin = AutoConfig.from_pretrained(name, trust_remote_code=False, **hub_options(model)), FROM_MODEL
+        config, origin = read_config(name, **hub_options(model)), FROM_MODEL
+    except RecipeError as error:
+        raise RecipeError(f"model.name_or_path is {name!r}: {error}") from None
     except (OSError, ValueError) as error:
         facts = known_model(name)
         if facts is None:

@@ -1,0 +1,149 @@
+"""The small files of a model's folder, as transformers reads them. Whatever is wrong with one, its path and the reason
+are told: a library waits for a pipe without end, and raises anything over what it did not expect.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cookbook.system.files import RecipeError, first_line, kind_in_words, refuse
+from cookbook.system.tensor_files import why_no_file
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Files of which a tokenizer has one at least."""
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+TEMPLATES = ("chat_template.jinja", "chat_template.json")
+SMALL = (CONFIG, GENERATION, *SETTINGS, "chat_template.json")
+"""They hold keys and values."""
+NUMBER, TEXT = (int, float), (str, dict)
+KINDS: dict[str, dict[str, tuple[type, ...]]] = {
+    "tokenizer_config.json": {
+        "model_max_length": NUMBER,
+        "tokenizer_class": (str,),
+        **{f"{kind}_token": TEXT for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")},
+    },
+    GENERATION: {f"{kind}_token_id": (int, list) for kind in ("bos", "eos", "pad")},
+}
+"""Kinds of values that transformers takes unseen, and misses later."""
+MOST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), 10_000),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 100_000),
+}
+"""Numbers of parts that transformers makes one by one, which takes hours for a mistyped one."""
+
+
+def read_config(name: str | Path, **options: Any) -> Any:
+    """`AutoConfig.from_pretrained`.
+
+    Raises:
+        RecipeError: the file is damaged.
+        OSError, ValueError: as transformers, if there is none.
+    """
+    from transformers import AutoConfig
+
+    with _naming(name, [CONFIG]):
+        return AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
+
+
+def read_tokenizer(name: str | Path, **options: Any) -> Any:
+    """`AutoTokenizer.from_pretrained`; raises as `read_config`."""
+    from transformers import AutoTokenizer
+
+    with _naming(name, TOKENIZER, *SETTINGS, *TEMPLATES, CONFIG):
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
+
+
+def read_generation_config(folder: str | Path) -> Any:
+    """`GenerationConfig.from_pretrained`; raises as `read_config`."""
+    from transformers import GenerationConfig
+
+    with _naming(folder, [GENERATION]):
+        return GenerationConfig.from_pretrained(folder)
+
+
+@contextmanager
+def _naming(folder: str | Path, needed: Sequence[str], *others: str) -> Iterator[None]:
+    """Surrounds a library that reads files of a folder, or of a model on the Hub.
+
+    Args:
+        needed: files of which one at least is there.
+    """
+    there = [path for name in (*needed, *others) if os.path.lexists(path := Path(folder, name))]
+    for path in there:
+        _check(path)
+    try:
+        yield
+    except BaseException as error:
+        is_panic = type(error).__name__ == "PanicException"  # of Rust in tokenizers: no Exception
+        if not (isinstance(error, Exception) or is_panic):
+            raise
+        if isinstance(error, OSError | ValueError) and not any(path.name in needed for path in there):
+            raise
+        files = " with ".join(path.name for path in there[:2]) or needed[0]
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise RecipeError(f"{Path(folder, files)}: transformers cannot read it ({why})") from None
+
+
+def values_of(path: Path) -> dict[str, Any]:
+    """The keys and values of a small file.
+
+    Raises:
+        RecipeError: what lies there is no file that can be read, or no JSON, or no keys and values.
+    """
+    try:
+        why = why_no_file(path)
+        if why is None:
+            values = json.loads(path.read_text(encoding="utf-8-sig"))
+            if isinstance(values, dict):
+                return values
+            why = f"holds {kind_in_words(values)}, and should hold keys and values"
+    except OSError as error:
+        why = f"cannot be read ({error.strerror})"
+    except (ValueError, RecursionError) as error:
+        why = f"is no JSON ({first_line(error)})" if path.stat().st_size else "is empty"
+    raise RecipeError(f"{path}: {why}; fetch it again, or correct it")
+
+
+def _check(path: Path) -> None:
+    """
+    Raises:
+        RecipeError: what lies there is no file that can be read, or its values are of another kind.
+    """
+    if path.name in SMALL:
+        refuse([f"{path}: {one}; fetch it again, or correct it" for one in _odd_values(path.name, values_of(path))])
+        return
+    try:
+        why = why_no_file(path)
+        if why is None and path.suffix == ".jinja":
+            path.read_text(encoding="utf-8")
+        elif why is None:
+            path.open("rb").close()
+    except (OSError, UnicodeDecodeError) as error:
+        why = f"cannot be read ({first_line(error) if isinstance(error, ValueError) else error.strerror})"
+    if why is not None:
+        raise RecipeError(f"{path}: {why}; fetch it again, or correct it")
+
+
+def why_not(what: str, error: Exception) -> str:
+    """Why a model's configuration or tokenizer was not opened, after the place that names the model."""
+    return str(error) if isinstance(error, RecipeError) else f"no {what} there ({first_line(error)})"
+
+
+def _odd_values(name: str, values: dict[str, Any]) -> list[str]:
+    found = [
+        f"{key} is {kind_in_words(values[key])}, which it cannot be"
+        for key, kinds in KINDS.get(name, {}).items()
+        if values.get(key) is not None and not (isinstance(values[key], kinds) and not isinstance(values[key], bool))
+    ]
+    if name == CONFIG:
+        for part in (values, *(one for one in values.values() if isinstance(one, dict))):
+            found += [
+                f"{key} is {part[key]:,}, more than any model has"
+                for key, most in MOST.items()
+                if isinstance(part.get(key), int) and part[key] > most
+            ]
+    return found

@@ -1,0 +1,281 @@
+"""Whatever is wrong with a model's folder, every command that opens it ends with exit code 2 and names the file.
+
+python -m pytest -q tests/test_damaged_models.py
+"""
+
+import io
+import json
+import os
+import re
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cookbook.commands.cli import main
+from cookbook.training.models import train_tokenizer, weights_digest
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+TOKENIZER, SETTINGS, TEMPLATE, GENERATION = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+ROWS = [{"messages": [{"role": "user", "content": "add"}, {"role": "assistant", "content": "def f(x):"}]}] * 4
+
+
+def text(name: str, content: str | bytes) -> Callable[[Path], None]:
+    """Replaces a file."""
+
+    def damage(folder: Path) -> None:
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return damage
+
+
+def keys(name: str, **changed: object) -> Callable[[Path], None]:
+    """Changes keys of a JSON file."""
+
+    def damage(folder: Path) -> None:
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changed))
+
+    return damage
+
+
+def place(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Puts something else where a file was."""
+
+    def damage(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+
+    return damage
+
+
+def header(change: Callable[[dict], object] | bytes) -> Callable[[Path], None]:
+    """Changes the header of the weights; its data stays."""
+
+    def damage(folder: Path) -> None:
+        content = (folder / WEIGHTS).read_bytes()
+        end = 8 + struct.unpack("<Q", content[:8])[0]
+        if isinstance(change, bytes):
+            written = change
+        else:
+            values = json.loads(content[8:end])
+            change(values)
+            written = json.dumps(values).encode()
+        (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(written)) + written + content[end:])
+
+    return damage
+
+
+def first(values: dict) -> dict:
+    return next(one for key, one in values.items() if key != "__metadata__")
+
+
+def shards(files: object) -> Callable[[Path], None]:
+    """Has an index say where the weights are."""
+
+    def damage(folder: Path) -> None:
+        (folder / WEIGHTS).rename(folder / "model-1.safetensors")
+        shutil.copy(folder / "model-1.safetensors", folder.parent / "outside.safetensors")
+        (folder / INDEX).write_text(files if isinstance(files, str) else json.dumps(files))
+
+    return damage
+
+
+NEST = "[" * 100_000
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "config empty": (text(CONFIG, ""), CONFIG),
+    "config no JSON": (text(CONFIG, "{"), CONFIG),
+    "config a list": (text(CONFIG, "[]"), CONFIG),
+    "config not UTF-8": (text(CONFIG, b'{"a": "\xff"}'), CONFIG),
+    "config nested": (text(CONFIG, NEST), CONFIG),
+    "config without a type": (text(CONFIG, "{}"), CONFIG),
+    "config of an unknown type": (keys(CONFIG, model_type="evil"), CONFIG),
+    "config type a list": (keys(CONFIG, model_type=[1]), CONFIG),
+    "config size a text": (keys(CONFIG, hidden_size="32"), CONFIG),
+    "config no heads": (keys(CONFIG, num_attention_heads=0), CONFIG),
+    "config layers without end": (keys(CONFIG, num_hidden_layers=10**9), CONFIG),
+    "config layers below zero": (keys(CONFIG, num_hidden_layers=-2), CONFIG),
+    "config vocabulary without end": (keys(CONFIG, vocab_size=10**18), CONFIG),
+    "config hidden act": (keys(CONFIG, hidden_act="evil"), CONFIG),
+    "config rope": (keys(CONFIG, rope_parameters={"rope_type": "evil", "rope_theta": 1.0}), CONFIG),
+    "config attention": (keys(CONFIG, attn_implementation="flash_attention_2"), CONFIG),
+    "config quantization a list": (keys(CONFIG, quantization_config=[1]), CONFIG),
+    "config quantization empty": (keys(CONFIG, quantization_config={}), "quantized"),
+    "config a pipe": (place(CONFIG, os.mkfifo), CONFIG),
+    "config a folder": (place(CONFIG, Path.mkdir), CONFIG),
+    "tokenizer empty": (text(TOKENIZER, ""), TOKENIZER),
+    "tokenizer nested": (text(TOKENIZER, NEST), TOKENIZER),
+    "tokenizer without a model": (text(TOKENIZER, "{}"), TOKENIZER),
+    "tokenizer of an unknown model": (keys(TOKENIZER, model={"type": "evil"}), TOKENIZER),
+    "tokenizer with odd added tokens": (keys(TOKENIZER, added_tokens=5), TOKENIZER),
+    "tokenizer a pipe": (place(TOKENIZER, os.mkfifo), TOKENIZER),
+    "tokenizer a folder": (place(TOKENIZER, Path.mkdir), TOKENIZER),
+    "settings a list": (text(SETTINGS, "[]"), SETTINGS),
+    "settings nested": (text(SETTINGS, NEST), SETTINGS),
+    "settings a pipe": (place(SETTINGS, os.mkfifo), SETTINGS),
+    "settings token a number": (keys(SETTINGS, eos_token=5), SETTINGS),
+    "settings class": (keys(SETTINGS, tokenizer_class=["evil"]), SETTINGS),
+    "settings length a text": (keys(SETTINGS, model_max_length="evil"), SETTINGS),
+    "special tokens a list": (text("special_tokens_map.json", "[1]"), "special_tokens_map.json"),
+    "added tokens a list": (text("added_tokens.json", "[1]"), "added_tokens.json"),
+    "template not UTF-8": (text(TEMPLATE, b"\xff"), TEMPLATE),
+    "template a pipe": (place(TEMPLATE, os.mkfifo), TEMPLATE),
+    "generation no JSON": (text(GENERATION, "{"), GENERATION),
+    "generation a list": (text(GENERATION, "[]"), GENERATION),
+    "generation of texts": (keys(GENERATION, eos_token_id="evil"), GENERATION),
+    "generation odd": (keys(GENERATION, max_new_tokens=-1, num_beams="evil"), GENERATION),
+    "generation a pipe": (place(GENERATION, os.mkfifo), GENERATION),
+    "weights empty": (text(WEIGHTS, ""), WEIGHTS),
+    "weights short": (lambda folder: os.truncate(folder / WEIGHTS, 1000), WEIGHTS),
+    "weights a page": (text(WEIGHTS, "<!DOCTYPE html><html><body>Not found</body></html>"), WEIGHTS),
+    "weights a pipe": (place(WEIGHTS, os.mkfifo), WEIGHTS),
+    "weights a folder": (place(WEIGHTS, Path.mkdir), WEIGHTS),
+    "header longer than a file can be": (text(WEIGHTS, b"\xff" * 8 + b"{}"), WEIGHTS),
+    "header nested": (header(b"[" * 100_000), WEIGHTS),
+    "header offsets overlap": (header(lambda values: first(values).update(data_offsets=[0, 8])), WEIGHTS),
+    "header offsets below zero": (header(lambda values: first(values).update(data_offsets=[-8, 0])), WEIGHTS),
+    "header dtype": (header(lambda values: first(values).update(dtype="I32x")), WEIGHTS),
+    "header dtype of integers": (
+        header(lambda values: first(values).update(dtype="I32")),
+        "lm_head.weight as whole numbers",
+    ),
+    "header dtype wider": (header(lambda values: first(values).update(dtype="F64")), WEIGHTS),
+    "header shape below zero": (header(lambda values: first(values).update(shape=[-1, -32])), WEIGHTS),
+    "header shape without end": (header(lambda values: first(values).update(shape=[2**40, 2**40])), WEIGHTS),
+    "header metadata": (header(lambda values: values.update(__metadata__=5)), WEIGHTS),
+    "index no JSON": (shards("{"), INDEX),
+    "index without a map": (shards({}), INDEX),
+    "index map a list": (shards({"weight_map": ["model-1.safetensors"]}), INDEX),
+    "index map empty": (shards({"weight_map": {}}), INDEX),
+    "index of numbers": (shards({"weight_map": {"lm_head.weight": 5}}), INDEX),
+    "index outside": (shards({"weight_map": {"lm_head.weight": "../outside.safetensors"}}), INDEX),
+    "index missing": (shards({"weight_map": {"lm_head.weight": "model-2.safetensors"}}), "model-2.safetensors"),
+}
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sound model, an adapter of it in a run's folder, and a recipe and rows for both."""
+    root = tmp_path_factory.mktemp("damaged")
+    torch.manual_seed(0)
+    tokenizer = train_tokenizer(["def f(x):\n    return x\n"] * 5, 300)
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=len(tokenizer), **ids))
+    model.save_pretrained(root / "sound")
+    tokenizer.save_pretrained(root / "sound")
+    adapted = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    adapted.peft_config["default"].base_model_name_or_path = "model"
+    adapted.save_pretrained(root / "run/export")
+    tokenizer.save_pretrained(root / "run/export")
+    record = {"name_or_path": "model", "revision": None, "is_new": False}
+    record["sha256"] = weights_digest(root / "sound")
+    (root / "run/export/base_model.json").write_text(json.dumps(record))
+    shutil.copy(root / "sound" / GENERATION, root / "run/export")
+    (root / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    recipe = {
+        "strategy": "single",
+        "mixed_precision": "no",
+        "model": {"name_or_path": "model"},
+        "data": {"train": "rows.jsonl", "max_length": 64},
+        "batch": {"global_batch_size": 2, "micro_batch_size": 2},
+        "optim": {"learning_rate": 1e-3},
+        "run": {"max_steps": 2, "output_dir": "out"},
+    }
+    (root / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return root
+
+
+@pytest.fixture
+def place_of(shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy to damage, which is also the folder that commands run in."""
+    shutil.copytree(shelf, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "sound").rename(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+PROMPT = ("--prompt", "def", "--max-new-tokens", "2")
+COMMANDS = {
+    "check": ("check", "recipe.yaml"),
+    "preview": ("preview", "recipe.yaml"),
+    "sample": ("sample", "model", *PROMPT),
+    "chat": ("chat", "model", "--max-new-tokens", "2"),
+    "evaluate": ("evaluate", "model", "rows.jsonl", "--set", "data.max_length=64"),
+    "init": ("init", "model", "rows.jsonl", "--out", "new.yaml", "--gpus", "cpu"),
+    "plan": ("plan", "recipe.yaml"),
+    "sample of an adapter": ("sample", "run", *PROMPT),
+    "merge": ("merge", "run"),
+}
+
+
+def refused(command: tuple[str, ...], file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command]) == 2
+    said = capsys.readouterr().err
+    lines = [line for line in said.splitlines() if not line.startswith("[transformers]")]
+    assert len(lines) == 1 and file in lines[0], said
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_check_names_the_damaged_file(damage: str, place_of: Path, capsys: pytest.CaptureFixture[str]):
+    make, file = DAMAGES[damage]
+    make(place_of / "model")
+    refused(COMMANDS["check"], file, capsys)
+
+
+OTHERS = {
+    "config a pipe": "check preview sample chat init plan merge",
+    "tokenizer a pipe": "preview sample init",
+    "generation a pipe": "sample evaluate",
+    "weights a pipe": "sample merge",
+    "config nested": "preview sample evaluate init plan",
+    "config layers without end": "sample init plan",
+    "settings token a number": "preview evaluate init",
+    "header longer than a file can be": "sample evaluate",
+    "index outside": "sample chat evaluate",
+}
+
+
+@pytest.mark.parametrize(
+    ("damage", "command"), [(damage, one) for damage, commands in OTHERS.items() for one in commands.split()]
+)
+def test_every_command_that_opens_the_file_names_it(
+    damage: str, command: str, place_of: Path, capsys: pytest.CaptureFixture[str]
+):
+    make, file = DAMAGES[damage]
+    make(place_of / "model")
+    refused(COMMANDS[command], file, capsys)
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"plan"}))
+def test_a_sound_folder_is_opened_by_every_command(command: str, place_of: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("/exit\n"))
+    assert main([*COMMANDS[command]]) == 0
+
+
+ADAPTERS = {
+    "no JSON": (text("adapter_config.json", "{"), "adapter_config.json|run/export"),
+    "of an unknown kind": (keys("adapter_config.json", peft_type="EVIL"), "adapter_config.json"),
+    "a rank that is none": (keys("adapter_config.json", r="evil"), "run/export"),
+    "weights cut": (lambda folder: os.truncate(folder / "adapter_model.safetensors", 100), "run/export"),
+    "a tokenizer that is none": (text(TOKENIZER, "{}"), TOKENIZER),
+}
+
+
+@pytest.mark.parametrize("damage", ADAPTERS)
+def test_a_damaged_adapter_is_named_too(damage: str, place_of: Path, capsys: pytest.CaptureFixture[str]):
+    make, words = ADAPTERS[damage]
+    make(place_of / "run/export")
+    assert main([*COMMANDS["sample of an adapter"]]) == 2
+    said = capsys.readouterr().err
+    assert re.search(words, said) and "Traceback" not in said, said
