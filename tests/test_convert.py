@@ -426,7 +426,7 @@ def test_a_value_without_a_counterpart_does_not_become_a_default(folder, capsys)
     recipe, printed = yaml.safe_load(Path("recipes/file.yaml").read_text()), capsys.readouterr().out
     assert "num_epochs" not in recipe["run"] and recipe["schedule"] == {"warmup_steps": 0.05}
     assert "num_train_epochs is 0.5: epochs are whole here" in printed
-    assert "lr_scheduler_type is 'cosine_with_restarts': no counterpart; schedule.name can be cosine, linear" in printed
+    assert "lr_scheduler_type is 'cosine_with_restarts': a shape that is not here; cosine, linear and wsd" in printed
     assert "neither num_epochs nor max_steps is given" in printed
 
 
@@ -631,8 +631,8 @@ OTHER_TRAININGS = {
         "unfrozen_parameters: [lm_head]": "training of some layers",
     }),
     "llama-factory": ("model_name_or_path: m\ncutoff_len: 64\ndataset: a\nfinetuning_type: full\n", {
-        "stage: rm": "no counterpart",
-        "stage: ppo": "no counterpart",
+        "stage: rm": "a reward model, which is not here",
+        "stage: ppo": "rewards while training, which is not here",
         "finetuning_type: freeze": "write adapter",
         "quantization_bit: 8": "weights have 4 bits or 16",
         "use_galore: true": "another optimizer",
@@ -642,6 +642,7 @@ OTHER_TRAININGS = {
         "loss: {_component_: torchtune.rlhf.loss.PPOLoss}": "no such objective",
         "teacher_model: {_component_: torchtune.models.llama3_1.llama3_1_8b}": "a teacher",
         "fake_quant_after_n_steps: 100": "quantization-aware training",
+        "transform: {image_size: 560}": "pictures",
     }),
     "llama-factory-v1": ("model: m\ncutoff_len: 64\ntrain_dataset: d\nmicro_batch_size: 1\n", {
         "model_class: cls": "another head",
@@ -651,6 +652,9 @@ OTHER_TRAININGS = {
     }),
     "trl": ("model_name_or_path: m\ndataset_name: d\nmax_length: 64\n", {
         "num_generations: 8": "rewards while training",
+        "temperature: 0.9": "rewards while training",
+        "center_rewards_coefficient: 0.01": "a reward model",
+        "loss_type: [sigmoid, sft]": "no such objective",
         "loss_type: hinge": "no such objective",
     }),
 }  # fmt: skip
@@ -1017,3 +1021,38 @@ def test_what_a_value_means_is_never_said_of_one_that_is_here():
             with pytest.raises(RecipeError) as caught:
                 check_strategy(parse_recipe(apply_overrides(copy.deepcopy(document), [section])))
             assert len(caught.value.mistakes) == 1, section
+
+
+def test_axolotls_rows_of_texts_are_a_stream_of_continued_pretraining(folder, capsys):
+    rows = "pretraining_dataset: [{path: allenai/c4, name: en, type: pretrain, text_column: body}]\nmax_steps: 99\n"
+    recipe = recipe_of(re.sub(r"(?s)datasets:.*?shards: 3\n", rows, AXOLOTL).replace("val_set_size: 0.05\n", ""))
+    assert recipe["objective"] == {"name": "cpt"} and recipe["data"]["streaming"] is True
+    assert recipe["data"]["train"] == {"path": "allenai/c4", "name": "en", "columns": {"text": "body"}}
+
+
+def test_axolotls_preferences_name_their_columns(folder, capsys):
+    text = (
+        "  - {path: a/b, type: chat_template.default, field_messages: talk, field_chosen: good, field_rejected: bad}\n"
+    )
+    recipe = recipe_of(re.sub(r"(?s)  - path: some.*?shards: 3\n", text, AXOLOTL) + "rl: dpo\n")
+    assert recipe["data"]["train"]["columns"] == {"prompt": "talk", "chosen": "good", "rejected": "bad"}
+    assert "no counterpart" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("named", "advice"),
+    [("deepspeed_configs/zero2.json", "write strategy: zero2"), ("ds_z3_config.json", "write strategy: zero3")],
+)
+def test_a_deepspeed_file_that_is_not_there_is_known_by_its_name(folder, capsys, named, advice):
+    recipe_of(f"{AXOLOTL}deepspeed: {named}\n")
+    assert f"no such file; give it to `convert` beside this one; or, by its name, {advice}" in capsys.readouterr().out
+
+
+def test_a_strategy_of_several_processes_is_checked_with_as_many(folder, capsys):
+    assert convert(f"{TORCHTUNE}tensor_parallel_dim: 2\n".replace("fsdp_cpu_offload: true", "")) == 0
+    assert "fine under accelerate_configs/tp.yaml" in capsys.readouterr().out
+
+
+def test_one_loss_in_a_list_is_that_loss(folder, capsys):
+    recipe = recipe_of_trl("{model_name_or_path: m, dataset_name: d, loss_type: [sigmoid]}")
+    assert recipe["objective"] == {"name": "dpo"}

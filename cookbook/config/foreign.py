@@ -58,6 +58,8 @@ class Key:
             return value if values is None else values(value)
         value = value.lower() if isinstance(value, str) else value
         if isinstance(value, list | dict) or value not in values:
+            if (meant := MEANINGS.get(self.ours, {}).get(str(value))) is not None:
+                raise NoCounterpart(meant)
             known = ", ".join(dict.fromkeys(str(one) for one in values.values() if one is not None))
             raise NoCounterpart(self.why or f"no counterpart; {self.ours.lstrip('~')} can be {known}")
         return values[value]
@@ -259,7 +261,7 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
     "~lora_parameters": _names,
     **dict.fromkeys(("~dataset", "~data_files", "~text_field", "~messages_column", "~template"), _text),
     **dict.fromkeys(("~listed", "~listed_eval"), _text),
-    **dict.fromkeys(("~sources", "~test_sources", "~dataset_list"), _list),
+    **dict.fromkeys(("~sources", "~test_sources", "~dataset_list", "~pretraining"), _list),
     **dict.fromkeys(("~mixture", "~mixer", "~val", "~column_map"), _section),
     **dict.fromkeys(
         (

@@ -103,7 +103,8 @@ def convert(
         if training is None:
             load_strategy(strategy_path(name))
         else:
-            check([out], assignments=[], processes=found.processes or 1)
+            of_mesh = load_strategy(strategy_path(name)).written_mesh.num_processes
+            check([out], assignments=[], processes=found.processes or of_mesh)
     if mistakes:
         say("to correct before it runs:", *mistakes, sep="\n  ")
     return 0

@@ -11,6 +11,7 @@ from cookbook.commands.convert import references, source_sections
 from cookbook.config.foreign import (
     ADAPTER,
     EVALUATION,
+    MEANINGS,
     PROJECTS,
     SAVING,
     Key,
@@ -19,6 +20,7 @@ from cookbook.config.foreign import (
     asks_for_nothing,
     share,
 )
+from cookbook.config.strategy import known_strategies
 from cookbook.config.strategy_keys import passes
 from cookbook.system.files import Document, KeyPath, RecipeError, kind_in_words, read_document, show
 
@@ -164,7 +166,10 @@ class Conversion:
             given = ", ".join(f"{key} {show(value)}" for key, value in added.items())
             self.notes.append(f"not in the file, so the defaults of {project.name} hold: {given}")
         if "objective.train_on" in added:
-            self.notes.append(f"objective.train_on all is for chats; {project.name} trains on completions: assistant")
+            self.notes.append(
+                f"for rows of prompt and completion, of which {project.name} trains on the completion, write"
+                " objective.train_on: assistant"
+            )
         if self._take("no_limit") and "data.max_length" not in self.recipe:
             self.recipe["data.too_long"] = "error"
             self.notes.append("no length in the file: a row of more than data.max_length, 2048, is an error; raise it")
@@ -211,7 +216,8 @@ class Conversion:
         elif named is not None:
             path = next((one for one in (Path(str(named)), self.folder / str(named)) if one.is_file()), None)
             if path is None:
-                self._note("~deepspeed", "no such file; give it to `convert` beside this one")
+                known = _named_strategy(Path(str(named)).stem)
+                self._note("~deepspeed", f"no such file; give it to `convert` beside this one{known}")
             else:
                 self.read(read_document(path), PROJECTS["deepspeed"])
         for key, value in (self._take("fsdp") or {}).items():
@@ -252,6 +258,9 @@ class Conversion:
         mixture = self._take("mixture")
         if mixture is not None:
             self._mixture(mixture)
+        if "~pretraining" in self.other:
+            self.other["~sources"], self.places["~sources"] = self._take("pretraining"), self.places["~pretraining"]
+            self.recipe |= {"objective.name": "cpt", "data.streaming": True}
         if found := [*self._list_of_sources("sources"), *self._listed("listed")]:
             return found
         splits, mixer = self._take("splits"), self._take("mixer")
@@ -368,16 +377,20 @@ class Conversion:
                     continue
                 if ours is not None and not (theirs == "path" and source.get("data_files")):  # then a format: json, csv
                     own[ours] = value
+                elif (theirs, value) in USUAL or (theirs == "type" and value == "pretrain"):
+                    continue
                 elif theirs in COLUMN_KEYS:
-                    columns[COLUMN_KEYS[theirs]] = value
+                    is_prompt = theirs == "field_messages" and str(source.get("type")).startswith("chat_template.")
+                    columns["prompt" if is_prompt else COLUMN_KEYS[theirs]] = value
                 elif theirs == "message_property_mappings" and isinstance(value, dict):
                     columns |= {one: value[one] for one in ("role", "content") if one in value}
-                elif theirs == "type" and value in RECOGNIZED_TYPES:
+                elif theirs == "type" and str(value).removesuffix(".default") in RECOGNIZED_TYPES:
                     types.append(value)
                 else:
                     line = self._change if theirs in ("type", "shards") else self._note
                     line(f"~{key}", f"{theirs} {_short(value)}: {SOURCE_ADVICE}")
             own.setdefault("path", "path/to/rows.jsonl")
+            columns = {ours: column for ours, column in columns.items() if ours != column}
             found.append({**own, **({"columns": columns} if columns else {})})
         if found and types == ["completion"] * len(found):
             self.recipe.setdefault("data.too_long", "split")
@@ -389,6 +402,7 @@ class Conversion:
 
     def _objective(self) -> None:
         loss, preference, rl = self._take("loss_type"), self._take("pref_loss"), self._take("rl")
+        loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
         component = str(self._take("loss", "")).rpartition(".")[2].lower()
         if preference is not None:
             if self.recipe.get("objective.name") == "dpo":
@@ -546,9 +560,20 @@ class Conversion:
 
 SOURCE_KEYS = {key: key for key in ("path", "name", "split", "revision", "weight")}
 SOURCE_KEYS |= {"id": "path", "data_files": "path", "config": "name"}
-COLUMN_KEYS = {"field_messages": "messages", "message_field_role": "role", "message_field_content": "content"}
+COLUMN_KEYS = {"field_chosen": "chosen", "field_rejected": "rejected", "text_column": "text", "field": "text"}
+COLUMN_KEYS |= {"field_messages": "messages", "message_field_role": "role", "message_field_content": "content"}
+USUAL = (("roles_to_train", ["assistant"]), ("train_on_eos", "turn"), ("ds_type", "json"), ("train_on_split", "train"))
+"""What axolotl's keys of a data set are where a file is silent, or what the rows show."""
 RECOGNIZED_TYPES = ("alpaca", "chat_template", "completion", "sharegpt")
 SOURCE_ADVICE = "no counterpart; the shape of rows is recognized, and data.columns maps the rest"
+
+
+def _named_strategy(stem: str) -> str:
+    """The end of a message about a file of DeepSpeed's that is not there, if its name says what it has."""
+    if stem in known_strategies():
+        return f"; or, by its name, write strategy: {stem}"
+    meaning = MEANINGS["strategy"].get(stem.lower())
+    return f"; or, by its name, {meaning.replace('write', 'write strategy:')}" if meaning else ""
 
 
 def _warmup_of_axolotl(max_steps: int | None) -> float:
