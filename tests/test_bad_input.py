@@ -612,14 +612,14 @@ STRATEGY_MISTAKES = {
         YAML,
         "auto",
         "3\nnum_machines: 2",
-        ":2: num_processes is 3, which num_machines 2 cannot split evenly; use a multiple",
+        ":2: num_processes is 3, which num_machines 2 cannot split evenly; write 4",
     ),
     "auto over machines": (
         "ddp",
         YAML,
         "auto",
         "auto\nnum_machines: 2",
-        ":2: num_processes is auto; with num_machines 2 write the count over all machines",
+        ":2: num_processes is auto; with num_machines 2 write the count over all machines, as 16",
     ),
     "rank of a machine that is not": (
         "ddp",
@@ -647,7 +647,7 @@ STRATEGY_MISTAKES = {
         YAML,
         "MULTI_GPU",
         "FSDP",
-        ":1: distributed_type is FSDP, but there is no fsdp_config; add that block",
+        ":1: distributed_type is FSDP, but there is no fsdp_config; add fsdp_config: {...}",
     ),
     "mesh of another size": (
         "fsdp2_tp",
@@ -759,7 +759,7 @@ STRATEGY_MISTAKES = {
         YAML,
         "version: 2",
         "version: true",
-        ":4: fsdp_config.fsdp_version is true; write an integer",
+        ":4: fsdp_config.fsdp_version is true; write 2, or 1",
     ),
     "number for a block": (
         "zero3",
@@ -831,7 +831,7 @@ STRATEGY_MISTAKES = {
         JSON,
         '"stage": 1',
         '"stage": true',
-        ":13: zero_optimization.stage is true; write an integer",
+        ":13: zero_optimization.stage is true; write 1, 2 or 3",
     ),
     "offloaded parameters at stage 2": (
         "zero2_offload",
@@ -852,7 +852,7 @@ STRATEGY_MISTAKES = {
         JSON,
         '      "nvme_path": "nvme_swap",\n',
         "",
-        ":24: zero_optimization.offload_optimizer.device is nvme, but there is no nvme_path: name a folder",
+        ":24: zero_optimization.offload_optimizer.device is nvme, but there is no nvme_path; add nvme_path: ...",
     ),
     "offload to nothing": (
         "zero2_offload",

@@ -66,9 +66,9 @@ OWNED_BY_THE_RECIPE = {
 }
 
 
-def _integer(value: Any) -> Any:
+def _integer(value: Any, *, choices: str) -> Any:
     if type(value) is not int:  # Literal[1] would accept true
-        raise ValueError(f"is {show(value)}; write an integer")
+        raise ValueError(f"is {show(value)}; write {choices}")
     return value
 
 
@@ -81,9 +81,10 @@ def _count_or_auto(value: Any, *, auto: str = "one per GPU") -> Any:
 def _stage(value: Any) -> Any:
     if value == 0:
         raise ValueError("is 0, which is DDP: take strategy ddp")
-    return _integer(value)
+    return _integer(value, choices="1, 2 or 3")
 
 
+_version = partial(_integer, choices="2, or 1")
 _group_or_auto = partial(_count_or_auto, auto="the processes of a machine")
 _size_or_auto = partial(_count_or_auto, auto="the processes that the other sizes leave")
 Size = Annotated[int | Literal["auto"], BeforeValidator(_size_or_auto)]
@@ -101,7 +102,7 @@ OTHER_STRATEGIES = {"NO_SHARD": "ddp", "HYBRID_SHARD": "hsdp", "HYBRID_SHARD_ZER
 
 def _sharding_strategy(value: Any) -> Any:
     name = SHARDING_STRATEGIES.get(value, value) if type(value) is int else value
-    if name in OTHER_STRATEGIES:
+    if isinstance(name, str) and name in OTHER_STRATEGIES:
         raise ValueError(f"is {show(value)}; for that take strategy {OTHER_STRATEGIES[name]}")
     return name
 
@@ -138,7 +139,7 @@ class DeepspeedBlock(Block):
 
 
 class FsdpBlock(Block):
-    fsdp_version: Annotated[Literal[1, 2], BeforeValidator(_integer)] = Field(examples=[2])
+    fsdp_version: Annotated[Literal[1, 2], BeforeValidator(_version)] = Field(examples=[2])
     fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP"] = Field(examples=["TRANSFORMER_BASED_WRAP"])
     fsdp_reshard_after_forward: bool | None = None
     fsdp_sharding_strategy: Annotated[
@@ -257,7 +258,7 @@ Threshold = Annotated[
 
 
 class OffloadBlock(JsonBlock):
-    device: Literal["cpu", "nvme"]
+    device: Literal["cpu", "nvme"] = Field(examples=["cpu"])
     nvme_path: PathText | None = None
     pin_memory: bool = True
     buffer_count: int | None = Field(default=None, gt=0)
@@ -277,7 +278,7 @@ class OffloadParamBlock(OffloadBlock):
 class ZeroBlock(JsonBlock):
     """`zero_optimization`, without the keys that change the result or that DeepSpeed has deprecated."""
 
-    stage: Annotated[Literal[1, 2, 3], BeforeValidator(_stage)]
+    stage: Annotated[Literal[1, 2, 3], BeforeValidator(_stage)] = Field(examples=[2])
     overlap_comm: bool | None = None
     contiguous_gradients: bool | None = None
     reduce_bucket_size: ByHiddenSize = None
@@ -315,7 +316,7 @@ class DeepspeedFile(Block):
     zero_force_ds_cpu_optimizer: Literal[False] | None = None
     communication_data_type: Literal["fp32"] | None = None
     data_types: DataTypesBlock | None = None
-    zero_optimization: ZeroBlock
+    zero_optimization: ZeroBlock = Field(examples=[{"stage": 2}])
     aio: AioBlock | None = None
 
 
@@ -557,7 +558,7 @@ def _with_names_of_today(document: Document) -> Document:
     """FSDP1's sharding strategy under the name that `accelerate config` 1.15 gives it."""
     values = document.values
     block = values.get("fsdp_config") if isinstance(values, dict) else None
-    if isinstance(block, dict) and isinstance(block.get("fsdp_reshard_after_forward"), str):
+    if isinstance(block, dict) and block.get("fsdp_reshard_after_forward") in SHARDING_STRATEGIES.values():
         block = {**block, "fsdp_sharding_strategy": block["fsdp_reshard_after_forward"]}
         del block["fsdp_reshard_after_forward"]
         values = {**values, "fsdp_config": block}
@@ -582,12 +583,17 @@ def _deepspeed_file(document: Document) -> str | None:
     return name if isinstance(name, str) and path_problem(name) is None else None
 
 
+LEAST_ZERO = "{zero_stage: 2}"
+LEAST_FSDP = "{fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, fsdp_reshard_after_forward: true}"
+"""Blocks that a file without them may write."""
+
+
 def _check_blocks(parsed: AccelerateFile, place: Callable[..., str]) -> Iterator[str]:
     family, count, machines = parsed.distributed_type, parsed.num_processes, parsed.num_machines
-    for kind, name in (("DEEPSPEED", "deepspeed_config"), ("FSDP", "fsdp_config")):
+    for kind, name, least in (("DEEPSPEED", "deepspeed_config", LEAST_ZERO), ("FSDP", "fsdp_config", LEAST_FSDP)):
         is_given = getattr(parsed, name) is not None
         if family == kind and not is_given:
-            yield f"{place('distributed_type')} is {kind}, but there is no {name}; add that block"
+            yield f"{place('distributed_type')} is {kind}, but there is no {name}; add {name}: {least}"
         if family != kind and is_given:
             yield f"{place(name)}: would be ignored: distributed_type is {family}, not {kind}; take it out"
     given = f"{place('num_processes')} is {count}"
@@ -600,9 +606,9 @@ def _check_blocks(parsed: AccelerateFile, place: Callable[..., str]) -> Iterator
     if family == "NO" and count != 1:
         yield f"{given}; distributed_type NO runs one process: write 1"
     if machines > 1 and count == "auto":
-        yield f"{given}; with num_machines {machines} write the count over all machines"
+        yield f"{given}; with num_machines {machines} write the count over all machines, as {8 * machines}"
     if isinstance(count, int) and count % machines:
-        yield f"{given}, which num_machines {machines} cannot split evenly; use a multiple"
+        yield f"{given}, which num_machines {machines} cannot split evenly; write {-(-count // machines) * machines}"
     if parsed.machine_rank >= machines:
         ranks = f"0 to {machines - 1}" if machines > 1 else "0"
         yield f"{place('machine_rank')} is {parsed.machine_rank}, with num_machines {machines}; write {ranks}"
@@ -628,7 +634,7 @@ def _check_blocks(parsed: AccelerateFile, place: Callable[..., str]) -> Iterator
 def _check_deepspeed_block(block: DeepspeedBlock, place: Callable[..., str]) -> Iterator[str]:
     others = sorted(block.model_fields_set - {"deepspeed_config_file", "deepspeed_multinode_launcher"})
     if block.deepspeed_config_file is None and block.zero_stage is None:
-        yield f"{place('deepspeed_config')}: names no JSON; write deepspeed_config_file, or zero_stage"
+        yield f"{place('deepspeed_config')}: names no JSON; add zero_stage: 2, or deepspeed_config_file"
     for key in others if block.deepspeed_config_file is not None else ():
         way = OWNED_BY_THE_RECIPE.get(key, "take it out")
         yield f"{place('deepspeed_config', key)}: would be ignored beside a JSON; {way}"
@@ -648,7 +654,7 @@ def _mesh_problem(parsed: AccelerateFile, mesh: ParallelismBlock) -> str | None:
     family, block = parsed.distributed_type, parsed.fsdp_config
     replicate, shard, tensor, sequence, pipeline, expert = mesh.sizes.values()
     if family == "NO":
-        return "would be ignored with distributed_type NO"
+        return "would be ignored with distributed_type NO; take it out"
     if len(mesh.open_sizes) > 1 and mesh.open_sizes != {"dp_replicate_size", "dp_shard_size"}:
         return f"{' and '.join(sorted(mesh.open_sizes))} are auto; leave one open, or both dp sizes"
     if expert > 1 and (family != "FSDP" or max(replicate, tensor, sequence, pipeline) > 1):
@@ -658,13 +664,13 @@ def _mesh_problem(parsed: AccelerateFile, mesh: ParallelismBlock) -> str | None:
     if sequence > 1 and max(tensor, replicate, shard) > 1:
         return "sp_size goes with no other size; the processes beyond it see other samples"
     if block is not None and block.fsdp_version == 1:
-        return "needs fsdp_version 2"
+        return "needs fsdp_version: 2; write it in fsdp_config"
     if tensor > 1 and family == "DEEPSPEED":
         return "tensor parallel together with DEEPSPEED is not supported; use tp_size 1"
     if max(tensor, expert) > 1 and block is not None:
         return _sharded_while_read_problem(block, shard * expert, "tp_size" if tensor > 1 else "ep_size")
     if family == "MULTI_GPU" and shard > 1:
-        return "dp_shard_size goes with distributed_type FSDP"
+        return "dp_shard_size goes with distributed_type FSDP; write that, or take it out"
     if family != "FSDP" and replicate > 1 and tensor == 1:
         return "dp_replicate_size goes with distributed_type FSDP or with tp_size"
     return None
@@ -677,7 +683,7 @@ def _pipeline_problem(family: str, block: FsdpBlock | None, sequence: int, repli
         key = "dp_replicate_size" if block is None else "dp_shard_size"
         return f"pp_size with distributed_type {family} goes with {key} and tp_size only; take the other sizes out"
     if block is not None and block.fsdp_version == 1:
-        return "needs fsdp_version 2"
+        return "needs fsdp_version: 2; write it in fsdp_config"
     return None if block is None else _sharded_while_read_problem(block, shard, "pp_size")
 
 
@@ -694,7 +700,8 @@ def _sharded_while_read_problem(block: FsdpBlock, shard: int, key: str) -> str |
     if block.fsdp_reshard_after_forward is False:
         return f"fsdp_reshard_after_forward: false would be ignored with {key}; write true"
     if "fsdp_cpu_ram_efficient_loading" in block.model_fields_set:
-        return f"fsdp_cpu_ram_efficient_loading would be ignored with {key}: each process reads its own shards"
+        why = "each process reads its own shards"
+        return f"fsdp_cpu_ram_efficient_loading would be ignored with {key}: {why}; take it out"
     return None
 
 
@@ -779,25 +786,26 @@ def _check_zero(document: Document) -> Iterator[str]:
     on_nvme = [key for key, block in blocks.items() if block is not None and block.device == "nvme"]
     for key, block in blocks.items():
         if key in on_nvme and block is not None and not block.nvme_path:
-            yield f"{place(key, 'device')} is nvme, but there is no nvme_path: name a folder"
+            way = "add nvme_path: nvme_swap, or another folder"
+            yield f"{place(key, 'device')} is nvme, but there is no nvme_path; {way}"
         elif block is not None and key not in on_nvme:
             for name in sorted(block.model_fields_set - {"device", "pin_memory"}):
-                yield f"{place(key, name)}: would be ignored with device cpu"
+                yield f"{place(key, name)}: would be ignored with device cpu; take it out"
     if "offload_optimizer" in on_nvme and zero.stage < 3:
         yield f"{place('offload_optimizer', 'device')} is nvme, which needs stage 3; use cpu"
     if offload is None and zero.offload_param is not None:
-        yield f"{place('offload_param')}: goes with offload_optimizer; add that block"
+        yield f"{place('offload_param')}: goes with offload_optimizer; add offload_optimizer: {{device: cpu}}"
     if "offload_param" in on_nvme and zero.stage3_prefetch_bucket_size != 0:
         # partitioned_param_coordinator.py, __prefetch_nvme_param_partitions: its list may hold a parameter twice, once
         # for the end of the forward and once for the start of the backward.
         problem = "DeepSpeed 0.19.8 swaps a parameter in twice and stops at the second step"
-        yield f"{place('stage3_prefetch_bucket_size')} must be 0 with parameters on nvme: {problem}"
+        yield f"{place('stage3_prefetch_bucket_size')} must be 0 with parameters on nvme: {problem}; write 0"
     if "offload_param" in on_nvme and zero.zero_hpz_partition_size not in (None, 1):
         # partition_parameters.py, _partition_param_sec
         problem = "DeepSpeed 0.19.8 cannot put its second copy of the weights on nvme; take it out"
         yield f"{place('zero_hpz_partition_size')}: {problem}"
     if top.get("aio") is not None and not on_nvme:
-        yield f"{document.place('aio')}: would be ignored: nothing is offloaded to nvme"
+        yield f"{document.place('aio')}: would be ignored: nothing is offloaded to nvme; take it out"
 
 
 def _strategy(

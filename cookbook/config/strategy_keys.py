@@ -114,6 +114,8 @@ def _judge(
     elif key is None and dotted in project.passes:
         wanted = " or ".join(map(show, project.passes[dotted]))
         found.mistakes.append(f"{place} is {show(value)}, which a run does not do; write {wanted}, or take it out")
+    elif key is None and _knows(project, path):
+        found.mistakes.append(f"{place} is {show(value)}, which is no section of `key: value` lines; take it out")
     elif key is None and (name := _misspelt(path, project, model)):
         found.mistakes.append(f"{place}: unknown key; did you mean {name}?")
     elif key is None:
@@ -124,7 +126,7 @@ def _judge(
         try:
             found.claims.append(Claim(place, key.ours, value, key.translate(value)))
         except NoCounterpart as error:
-            found.mistakes.append(f"{place} is {show(value)}: {error}")
+            found.mistakes.append(f"{place} is {show(value)}: {error}; take it out")
     return True
 
 

@@ -145,6 +145,8 @@ def _word(
     if kind == "value_error":
         message = str(context["error"])
         return f"{place}{' ' if message.startswith(('is ', 'has ')) else ': '}{message}"
+    if value is None and _is_required(document, model, path):
+        return f"{place} is empty; this key has no default{_example(document, model, path)}"
     if value is None:
         return f"{place} is empty; write a value, or leave the key out for its default"
     if kind == "literal_error" and owner:
@@ -176,6 +178,11 @@ def _homes(model: type[BaseModel], path: tuple[str, ...] = ()) -> dict[str, list
             for key, places in _homes(candidate, (*path, name)).items():
                 homes.setdefault(key, []).extend(places)
     return homes
+
+
+def _is_required(document: Document, model: type[BaseModel], path: KeyPath) -> bool:
+    field = _fields(model, path[:-1], document.values).get(str(path[-1])) if path else None
+    return field is not None and field.is_required()
 
 
 def _example(document: Document, model: type[BaseModel], path: KeyPath) -> str:
