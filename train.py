@@ -237,10 +237,10 @@ def loop(run: "Run", services: "Services") -> str | None:
     since = time.perf_counter()
     while True:
         began, step = time.perf_counter(), run.progress.step
-        is_last = step == run.inputs.max_steps
-        if step == 0 or is_last or settings.evaluates_after(step, run.inputs.steps_per_epoch):
+        if step == 0 or run.is_over or settings.evaluates_after(step, run.inputs.steps_per_epoch):
             with phase("evaluation"):
                 reason = reason or evaluate(run, services)
+        is_last = run.is_over  # by the evaluation, too
         if settings.sample_every_steps and (step == 0 or is_last or is_due(step, settings.sample_every_steps)):
             with phase("evaluation"):
                 reason = reason or sample(run, services)
@@ -368,6 +368,8 @@ def evaluate(run: "Run", services: "Services") -> str | None:
     for line in lines:
         services.log.write(line)
     progress.is_evaluated, progress.eval_loss = True, lines[0]["eval_loss"] if lines else None
+    if run.recipe.run.early_stopping_patience is not None:
+        progress.judge(run.recipe.run.early_stopping_threshold or 0.0)
     return None
 
 
@@ -462,7 +464,7 @@ def way_on(saver: "Saver") -> str:
 
 
 def finish(run: "Run", services: "Services") -> int:
-    """End a run after its last step: export the last checkpoint. Returns the exit code."""
+    """End a run after its last step: export that, or the best checkpoint. Returns the exit code."""
     from cookbook.run import publish
     from cookbook.training import metrics
 
@@ -470,6 +472,8 @@ def finish(run: "Run", services: "Services") -> int:
     if not save_last(run, services):
         return stop(run, services, f"{stop_reason(engine) or 'the last'}; there is nothing to export")
     services.profile.close()
+    if run.early_end is not None:
+        log.say(run.early_end)
     for note in run.inputs.data.closing_notes():
         log.say(note)
     allocated, reserved = engine.collectives.all_reduce_max(
@@ -484,7 +488,7 @@ def finish(run: "Run", services: "Services") -> int:
     signals.stop_deferring(engine.is_main)
     if engine.is_main:
         services.watch.enter("exporting", is_alone=True)
-        assert saver.newest is not None and saver.newest.step == run.inputs.max_steps
+        assert saver.newest is not None and saver.newest.step == run.progress.step
         # Everything is saved: if the process is killed from here on, the next start exports.
         services.status.end(
             "stopped", exit_code=signals.EXIT_CODE, reason=status.EXPORTING, checkpoint=saver.newest_path
@@ -492,9 +496,11 @@ def finish(run: "Run", services: "Services") -> int:
         if not publish.has_model_files(run.output_dir):
             run.write_model_files()
         # From the checkpoint, by this process: no rank must hold a whole model, and any step is exported alike.
-        publish.export(run.output_dir, saver.newest, reopened=run.recipe.run.check_export, say=log.say)
-    log.event("finish", run.inputs.max_steps)
-    services.status.end("finished", exit_code=0)
+        best = run.recipe.run.export == "best"
+        with publish.chosen(run.output_dir, saver.newest, is_best=best) as checkpoint:
+            publish.export(run.output_dir, checkpoint, reopened=run.recipe.run.check_export, say=log.say)
+    log.event("finish", run.progress.step, **({} if run.early_end is None else {"reason": run.early_end}))
+    services.status.end("finished", exit_code=0, reason=run.early_end)
     log.close()
     services.watch.enter("leaving")
     engine.close()

@@ -1056,3 +1056,15 @@ def test_a_strategy_of_several_processes_is_checked_with_as_many(folder, capsys)
 def test_one_loss_in_a_list_is_that_loss(folder, capsys):
     recipe = recipe_of_trl("{model_name_or_path: m, dataset_name: d, loss_type: [sigmoid]}")
     assert recipe["objective"] == {"name": "dpo"}
+
+
+def test_the_best_model_and_early_stopping_stay_where_each_checkpoint_is_evaluated(folder, capsys):
+    text = TRL.replace("eval_strategy: steps", "eval_strategy: epoch").replace("eval_steps: 100\n", "")
+    best = text + "load_best_model_at_end: true\nsave_strategy: epoch\n"
+    run = recipe_of(best)["run"]
+    assert (run["export"], run["keep_best"], run["evals_per_epoch"], run["saves_per_epoch"]) == ("best", 1, 1, 1)
+    Path("recipes/file.yaml").unlink()
+    assert "export" not in recipe_of(best.replace("save_strategy: epoch", "save_strategy: 'no'"))["run"]
+    assert "load_best_model_at_end is true: only where each checkpoint is evaluated" in capsys.readouterr().out
+    Path("recipes/file.yaml").unlink()
+    assert recipe_of(f"{AXOLOTL}early_stopping_patience: 3\n")["run"]["early_stopping_patience"] == 3

@@ -35,6 +35,9 @@ def summarize(run: History) -> dict[str, str]:
         rows["reward accuracy"] = f"{accuracy:.2f} (mean of the last {len(tail)} steps)"
     time_taken = f" in {sum(line['step_seconds'] for line in steps):.0f} s" if is_measured else ""
     rows["training"] = f"steps {first['step']} to {last['step']}{time_taken}, {last['epoch']:.2f} epochs"
+    ends = [event["reason"] for event in run.events if event.get("event") == "finish" and event.get("reason")]
+    if ends:
+        rows["end"] = ends[-1]
     if is_measured:
         rows["tokens/s"] = f"{median(line['tokens_per_second'] for line in steps):,.0f} (median step, all processes)"
     rows["peak memory"] = f"{max(line['peak_memory_gib'] for line in steps):.2f} GiB (largest process)"

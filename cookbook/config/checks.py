@@ -83,7 +83,7 @@ def check_across_keys(document: Document, found: Mapping[str, Any], known: set[s
             given = f"{place('run', 'profile', 'steps')} is {run.profile.steps}"
             yield f"{given}, but the run has {run.max_steps} steps; name earlier ones"
         if data is not None and not data.eval and not data.holdout:
-            for key in ("eval_every_steps", "evals_per_epoch", "sample_every_steps"):
+            for key in ("eval_every_steps", "evals_per_epoch", "early_stopping_patience", "sample_every_steps"):
                 if (every := getattr(run, key)) is not None:
                     given = f"{place('run', key)} is {every}"
                     yield f"{given}, but there is no data.eval; add it, or take this key out"
@@ -186,6 +186,9 @@ def _check_saving(
                 f"{best}, but save_every_steps is {run.save_every_steps} and eval_every_steps {run.eval_every_steps}:"
                 f" {ONLY_EVALUATED}; make save_every_steps a multiple of eval_every_steps"
             )
+    if run.early_stopping_patience is not None and run.eval_every_steps is None and run.evals_per_epoch is None:
+        given = f"{place('run', 'early_stopping_patience')} is {run.early_stopping_patience}"
+        yield f"{given}, but nothing is evaluated on the way; write run.eval_every_steps or run.evals_per_epoch"
     for key in run.allow_changes:
         if not any(leaf == key or leaf.startswith(key + ".") for leaf in known):
             near = difflib.get_close_matches(key, known, 1)

@@ -17,6 +17,7 @@ ONLY_THE_RUN = (
     "run.check_ranks_every_steps",
     "run.eval_every_steps",
     "run.evals_per_epoch",
+    "run.export",
     "run.hang_timeout_minutes",
     "run.keep_best",
     "run.keep_last",

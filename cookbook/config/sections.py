@@ -462,6 +462,14 @@ class RunSection(OneOf):
     """Keep the N newest checkpoints; at least 2, as a crash may damage the newest."""
     keep_best: int = Field(default=0, ge=0)
     """Also keep the N checkpoints with the lowest evaluation loss (of the first set, if there are several)."""
+    early_stopping_patience: int | None = Field(default=None, gt=0)
+    """End the run after N evaluations in a row whose loss, of the first set, is not below the lowest before. The
+    schedule is not shortened. Default: never."""
+    early_stopping_threshold: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """By more than this must it be lower. Default: 0."""
+    export: Literal["last", "best"] = "last"
+    """The step that a run exports at its end: the last, or that with the lowest evaluation loss of the checkpoints that
+    keep_best has kept."""
     resume: str = Field(default="never", min_length=1)
     """never: start from scratch and rename an earlier run | auto: resume from the newest complete checkpoint | a path:
     resume from that checkpoint."""
@@ -501,6 +509,15 @@ class RunSection(OneOf):
     def _tokens_of_samples(self):
         if self.sample_tokens is not None and self.sample_every_steps is None:
             raise ValueError(f"sample_tokens {self.sample_tokens} would be ignored without sample_every_steps")
+        return self
+
+    @model_validator(mode="after")
+    def _keys_of_the_best(self):
+        if self.early_stopping_threshold is not None and self.early_stopping_patience is None:
+            given = f"early_stopping_threshold {self.early_stopping_threshold:g}"
+            raise ValueError(f"{given} would be ignored without early_stopping_patience")
+        if self.export == "best" and not self.keep_best:
+            raise ValueError("export best needs the best checkpoint: write keep_best: 1")
         return self
 
     @model_validator(mode="after")

@@ -202,8 +202,7 @@ def _header(run: Run, record: dict[str, Any], expected: "Memory | None") -> dict
         "steps": f"{inputs.max_steps:,}, {inputs.steps_per_epoch or 'an unknown number'} an epoch",
     }
     if run.progress.step:
-        is_done = run.progress.step == inputs.max_steps
-        rows["steps"] += "; all were done before" if is_done else f"; goes on after step {run.progress.step:,}"
+        rows["steps"] += "; all were done before" if run.is_over else f"; goes on after step {run.progress.step:,}"
     if expected is not None:
         low, high = (size / GIB for size in expected.reserved)
         rows["memory"] = f"forecast {expected.allocated / GIB:.2f} GiB a GPU at {expected.moment}"

@@ -87,6 +87,22 @@ class Progress:
     """Loss on the first evaluation set after this step."""
     stream_digest: str | None = None
     """See `StepBatch.stream_digest`."""
+    best_loss: float | None = None
+    """The lowest `eval_loss` so far, without that before the first step; with early stopping only."""
+    best_step: int | None = None
+    num_worse: int = 0
+    """Evaluations in a row that were no better than the best before."""
+
+    def judge(self, threshold: float) -> None:
+        """Count the evaluation after this step for early stopping, as transformers does (5.23, trainer_callback.py,
+        `EarlyStoppingCallback.check_metric_value`; the best is the lowest of all, by whatever amount)."""
+        loss, best = self.eval_loss, self.best_loss
+        if self.step == 0 or loss is None:
+            return
+        is_better = math.isfinite(loss) and (best is None or best - loss > threshold)
+        self.num_worse = 0 if is_better else self.num_worse + 1
+        if math.isfinite(loss) and (best is None or loss < best):
+            self.best_loss, self.best_step = loss, self.step
 
     def advance(self, batch: batches.StepBatch, *, is_skipped: bool) -> None:
         """Count a step."""
@@ -117,6 +133,28 @@ class Run:
     layout: batches.Layout
     eval_sets: dict[str, Callable[[], Iterable[Batch]]]
     """By name; each call iterates over a set once."""
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether the held-out loss has not fallen for too long, alike on all ranks: each sums the same numbers."""
+        patience = self.recipe.run.early_stopping_patience
+        return patience is not None and self.progress.num_worse >= patience
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this was the last step."""
+        return self.progress.step == self.inputs.max_steps or self.stops_early
+
+    @property
+    def early_end(self) -> str | None:
+        """Why the run ends before its last step; None if it does not."""
+        if not self.stops_early or self.progress.step == self.inputs.max_steps:
+            return None
+        loss, step = self.progress.best_loss, self.progress.best_step
+        best = (
+            f"no held-out loss below {loss:.4f}, that of step {step}" if step is not None else "no finite held-out loss"
+        )
+        return f"early stopping after step {self.progress.step}: {best}, in {self.progress.num_worse} evaluations"
 
     @property
     def output_dir(self) -> Path:

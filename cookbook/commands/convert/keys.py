@@ -544,13 +544,27 @@ class Conversion:
                 self._note(f"~{what}_steps", f"{what}_strategy is no; left out")
             if key in self.recipe and self.recipe.pop(per_epoch, None) is not None:
                 self._note(per_epoch, f"{key} {self.recipe[key]} holds; left out")
-        has_rows = self.recipe.get("data.eval") or self.recipe.get("data.holdout")
-        if not has_rows and "run.evals_per_epoch" in self.places and self.recipe.pop("run.evals_per_epoch", None):
-            self._note("run.evals_per_epoch", f"left out, as there are no held-out rows; {EVALUATION}")
+        self._best()
         if (keep := self._take("keep")) is not None:
             self.recipe["run.keep_last"] = max(2, keep)
             if keep < 2:
                 self._note("~keep", "run.keep_last is at least 2, as a crash may damage the newest")
+
+    def _best(self) -> None:
+        """What needs held-out rows, or checkpoints that are evaluated."""
+        has_rows = self.recipe.get("data.eval") or self.recipe.get("data.holdout")
+        for key in ("run.evals_per_epoch", "run.early_stopping_patience"):
+            if not has_rows and key in self.places and self.recipe.pop(key, None):
+                self._note(key, f"left out, as there are no held-out rows; {EVALUATION}")
+        if self._take("load_best"):
+            names = ("save_every_steps", "eval_every_steps"), ("evals_per_epoch", "saves_per_epoch")
+            counts = [[self.recipe.get(f"run.{name}", 0) for name in pair] for pair in names]
+            if any(first and second and first % second == 0 for first, second in counts):
+                self.recipe |= {"run.export": "best", "run.keep_best": 1}
+            else:
+                self._note(
+                    "~load_best", "only where each checkpoint is evaluated: write run.export: best and keep_best: 1"
+                )
 
     @property
     def distribution(self) -> dict[str, Any]:

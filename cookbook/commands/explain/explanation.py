@@ -370,6 +370,12 @@ def _saving(recipe: Recipe, document: Document) -> Section:
     if run.stop_after_steps is not None:
         text = f"{run.stop_after_steps:,} steps of each start, with a checkpoint"
         found["stops after"] = of(run.stop_after_steps, text, "run.stop_after_steps")
+    if run.early_stopping_patience is not None:
+        least = f" by more than {run.early_stopping_threshold:g}" if run.early_stopping_threshold else ""
+        text = f"after {several(run.early_stopping_patience, 'evaluation')} without a lower held-out loss{least}"
+        found["ends early"] = of(run.early_stopping_patience, text, "run.early_stopping_patience")
+    if run.export == "best":
+        found["exports"] = of(run.export, "the step with the lowest held-out loss of those kept", "run.export")
     if run.on_out_of_memory != "stop":
         next_one = " or strategy" * (run.on_out_of_memory == "next_strategy")
         text = f"goes on with a smaller micro-batch{next_one}"

@@ -174,7 +174,8 @@ def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
     run = values["run"]
     # A rehearsal is no experiment, and ends before most profiled steps.
     saves_by_steps = "save_every_steps" in run or "saves_per_epoch" in run
-    for key in ("num_epochs", "trackers", "profile", "evals_per_epoch", "saves_per_epoch"):
+    early = ("early_stopping_patience", "early_stopping_threshold")
+    for key in ("num_epochs", "trackers", "profile", "evals_per_epoch", "saves_per_epoch", *early):
         run.pop(key, None)
     run |= {"max_steps": NUM_STEPS, "output_dir": str(rehearsal.folder / "out"), "eval_every_steps": 2}
     if saves_by_steps:

@@ -128,6 +128,22 @@ def find_checkpoint(run: Path, step: int | None) -> Iterator[Checkpoint]:
         yield checkpoint
 
 
+@contextlib.contextmanager
+def chosen(run: Path, last: Checkpoint, *, is_best: bool) -> Iterator[Checkpoint]:
+    """The checkpoint that a run exports at its end: the last, which was just written, or the best of those kept.
+
+    Raises:
+        RecipeError: as `find_checkpoint`.
+    """
+    root = run / "checkpoints"
+    best = next(iter(folder.best_first(folder.whole_checkpoints(root))), last) if is_best else last
+    if best.step == last.step:
+        yield last
+        return
+    with find_checkpoint(run, best.step) as checkpoint:
+        yield checkpoint
+
+
 def export(
     run: Path,
     checkpoint: Checkpoint,
