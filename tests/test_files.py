@@ -3,8 +3,11 @@
 python -m pytest -q tests/test_files.py
 """
 
+import errno
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,7 @@ from cookbook.system.files import (
     path_problem,
     read_document,
 )
+from cookbook.system.record_files import new_file
 from tests.turns import others_by_turn
 
 SHIPPED = sorted(
@@ -197,3 +201,30 @@ def test_a_value_that_yaml_reads_whole_is_taken(text, value):
 def test_what_a_shell_would_expand_is_refused_in_a_path(text):
     assert re.fullmatch(r"is '.*', and (~|\$HOME|\$\{HOME\}|\$USER) is not expanded here; .*", path_problem(text))
     assert path_problem("/data/a$b") is None
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_new_file_is_written_whole_or_not_at_all(there: bool, tmp_path: Path):
+    """A disk with room for 10 bytes, and a file that another process made in between."""
+    path = tmp_path / "new.yaml"
+    if there:
+        path.write_text("mine")
+    code = f"""
+import resource, signal
+from pathlib import Path
+from cookbook.system.record_files import new_file
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+if not {there}:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+try:
+    new_file(Path({str(path)!r}), "a" * 100)
+except OSError as error:
+    print(type(error).__name__, error.errno)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    expected = ["FileExistsError", str(errno.EEXIST)] if there else ["OSError", str(errno.EFBIG)]
+    assert done.stdout.split() == expected
+    assert {one.name: one.read_text() for one in tmp_path.iterdir()} == ({"new.yaml": "mine"} if there else {})
+    path.unlink(missing_ok=True)
+    new_file(path, "text")
+    assert path.read_text() == "text" and len(list(tmp_path.iterdir())) == 1

@@ -10,17 +10,23 @@ import random
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from curves import ADAMW, ROOT, Curve, Lab, distance, processes_of
 from filelock import FileLock
+from safetensors.torch import save_file
 
 from cookbook.config.recipe import load_recipe
 from cookbook.config.schedule import Schedule
 from cookbook.training.checkpoint import folder, resume
+from cookbook.training.checkpoint.content import complete_kinds
+from cookbook.training.checkpoint.folder import BrokenCheckpoint
+from cookbook.training.checkpoint.listing import describe
 from cookbook.training.checkpoint.tensors import Reader
 from tests.experts import experts, needs_experts
 
@@ -280,19 +286,71 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+HEADERS = {
+    "offsets that overlap": lambda one: one.update(data_offsets=[0, one["data_offsets"][1]]),
+    "a dtype that is none": lambda one: one.update(dtype="I32x"),
+    "a dtype that no save writes": lambda one: one.update(dtype="I32"),
+    "a shape without end": lambda one: one.update(shape=[2**40, 2**40]),
+    "a shape below zero": lambda one: one.update(shape=[-1]),
+}
+
+
+def seal(saved: Path) -> None:
+    """Gives a changed checkpoint the digests of what it has now."""
+    manifest = json.loads((saved / "manifest.json").read_text())
+    for name in manifest["files"]:
+        size = (saved / name).stat().st_size
+        manifest["files"][name] = {"bytes": size, "digest": folder.digest_file(saved / name)}
+    (saved / "manifest.json").write_text(folder.sealed(manifest))
+
+
+def forge_header(saved: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes the entry of the last tensor in a file, and seals the checkpoint."""
+    (path,) = saved.glob("*.safetensors")
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    change(max((one for key, one in header.items() if key != "__metadata__"), key=lambda one: one["data_offsets"]))
+    written = json.dumps(header, separators=(",", ":")).encode().ljust(end - 8)
+    path.write_bytes(len(written).to_bytes(8, "little") + written + content[end:])
+    seal(saved)
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, *HEADERS])
 def test_a_sealed_checkpoint_with_wrong_content_is_broken(stopped: Path, tmp_path: Path, damage: str):
     newest = tmp_path / "step-00000002"
     shutil.copytree(folder.list_folders(stopped / "checkpoints")[0], newest)
     assert resume._why_broken(newest, 0, 1) is None
-    state = json.loads((newest / "state.json").read_text())
-    DAMAGES[damage](state)
-    (newest / "state.json").write_text(json.dumps(state))
-    manifest = json.loads((newest / "manifest.json").read_text())
-    file = newest / "state.json"
-    manifest["files"]["state.json"] = {"bytes": file.stat().st_size, "digest": folder.digest_file(file)}
-    (newest / "manifest.json").write_text(folder.sealed(manifest))
+    if damage in DAMAGES:
+        state = json.loads((newest / "state.json").read_text())
+        DAMAGES[damage](state)
+        (newest / "state.json").write_text(json.dumps(state))
+        seal(newest)
+    else:
+        forge_header(newest, HEADERS[damage])
     assert resume._why_broken(newest, 0, 1)
+    assert describe(newest)["broken"]
+
+
+def test_two_runs_of_a_tensor_at_one_place_are_broken(tmp_path: Path):
+    """Their elements are as many as the tensor has, and half of it would be whatever was in memory."""
+    shapes, halves = {"w": [4]}, {"w|weight|0": torch.ones(2), "w|weight|2": torch.ones(2)}
+    save_file(halves, tmp_path / "sound.safetensors")
+    save_file({"w|weight|0": torch.ones(2), "w|weight|1": torch.ones(2)}, tmp_path / "twice.safetensors")
+    assert complete_kinds([tmp_path / "sound.safetensors"], shapes) == {"weight"}
+    with pytest.raises(BrokenCheckpoint, match="there twice"):
+        complete_kinds([tmp_path / "twice.safetensors"], shapes)
+
+
+@pytest.mark.slow
+def test_a_run_falls_back_from_a_forged_checkpoint(lab: Lab, stopped: Path, tmp_path: Path):
+    output = tmp_path / "run"
+    shutil.copytree(stopped, output)
+    forge_header(folder.list_folders(output / "checkpoints")[0], HEADERS["offsets that overlap"])
+    said = leg(lab, output, "single", SGD_STEPS, num_steps=None)
+    assert "step-00000002 is broken" in said and "it is skipped" in said and "Traceback" not in said
+    assert "step-00000001" in said.split("resuming from")[1]
+    assert [line["step"] for line in Curve(output).steps] == [1, 2, 3, 4]
 
 
 def test_no_whole_checkpoint_means_no_start(lab: Lab, broken_newest: Path):

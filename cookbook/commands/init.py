@@ -30,7 +30,7 @@ from cookbook.system.files import Document, RecipeError, cannot_write, dump_yaml
 from cookbook.system.hardware import GIB, Machines, in_gib, parse_machines, this_machine
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import CPU_PROCESSES
-from cookbook.system.record_files import replace_file
+from cookbook.system.record_files import new_file
 from cookbook.system.shipped import located, own_folder, short
 from cookbook.training.data.rows import BadRows, Rows, read_rows
 from cookbook.training.data.sources import raw_rows, unread_note
@@ -125,7 +125,7 @@ def init(
     text = draft.text()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(out, text)
+        new_file(out, text)
     except OSError as error:
         raise RecipeError(cannot_write(out, error, "name another file with --out")) from None
     say(text)

@@ -23,7 +23,7 @@ from cookbook.system.files import RecipeError
 from cookbook.system.hardware import Machines
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import num_cores, num_gpus
-from cookbook.system.record_files import read_lines
+from cookbook.system.record_files import read_lines, replace_file
 
 WARM_UP = 2
 """First steps of a trial, which are not counted: kernels are chosen and memory is allocated."""
@@ -111,7 +111,7 @@ def tune(
     best = max((one for one in speeds if speeds[one] is not None), key=lambda one: speeds[one] or 0.0, default=None)
     if best is None:
         return 1
-    path.write_text(with_values(path.read_text(encoding="utf-8"), best.keys), encoding="utf-8")
+    replace_file(path.resolve(), with_values(path.read_text(encoding="utf-8"), best.keys))
     say(f"{path}: {best.words}")
     return 0
 

@@ -36,6 +36,28 @@ def replace_file(path: Path, text: str, *, flush: bool = False) -> None:
         raise
 
 
+def new_file(path: Path, text: str) -> None:
+    """Write a file for the user, whole or not at all.
+
+    Raises:
+        FileExistsError: there is one by now, which stays as it is.
+        OSError: it could not be written.
+    """
+    build = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        build.write_text(text, encoding="utf-8")
+        try:
+            os.link(build, path)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without links
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+    finally:
+        with contextlib.suppress(OSError):
+            build.unlink(missing_ok=True)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file; empty if it is missing or damaged."""
     try:

@@ -14,6 +14,7 @@ from cookbook.config.recipe import RECIPES, Recipe, leaves
 from cookbook.config.strategy import load_strategy, strategy_path
 from cookbook.system.console import say
 from cookbook.system.files import Document, RecipeError, cannot_write, dump_yaml, gathered, read_document
+from cookbook.system.record_files import new_file
 
 ORDER = list(dict.fromkeys(leaves(Recipe)))
 """The keys of a recipe, in the order in which they are written."""
@@ -79,7 +80,7 @@ def convert(
     for path, text in files_to_write.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            new_file(path, text)
         except OSError as error:
             raise RecipeError(cannot_write(path, error, "name another file with --out")) from None
         say(f"{path}: written")
