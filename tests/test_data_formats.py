@@ -364,9 +364,12 @@ ONE_OBJECT = {"version": 1, "conversations": talk()}
 
 
 @pytest.mark.parametrize("objects", [[ONE_OBJECT], [ONE_OBJECT, {"version": 2}]])
-def test_an_object_over_several_lines_is_refused_as_a_whole(tmp_path: Path, objects):
-    path = write_lines(tmp_path / "rows.json", *(json.dumps(one, indent=2) for one in objects))
-    words = "an object with the keys 'version', 'conversations', written over several lines; write a list of objects"
+@pytest.mark.parametrize(
+    ("ending", "remedy"), [("json", "write a list of objects, or"), ("jsonl", "write each object")]
+)
+def test_an_object_over_several_lines_is_refused_as_a_whole(tmp_path: Path, objects, ending, remedy):
+    path = write_lines(tmp_path / f"rows.{ending}", *(json.dumps(one, indent=2) for one in objects))
+    words = f"an object with the keys 'version', 'conversations', written over several lines; {remedy}"
     with pytest.raises(RecipeError, match=f"^{path}: {words}"):
         read_rows(Source(path=path), "drop", SFT)
 

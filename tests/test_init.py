@@ -260,3 +260,37 @@ def test_what_fits_no_gpu_is_offloaded_last(model):
     text = Path(OUT).read_text()
     assert "# all weights do not fit on these GPUs without offloading" in text
     assert "host memory unknown, needs" in text and "GB of host memory." in text
+
+
+LONG_QUESTIONS = [chat("h" * (400 + i), "yes") for i in range(2)]
+SAME_START = [{"prompt": "q" * (400 + i), "chosen": "yes", "rejected": "no"} for i in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "too_long"),
+    [
+        ([chat(f"hi{i}", "a" * 50) for i in range(298)] + LONG_QUESTIONS, "drop"),
+        pytest.param([PAIRS[0] | {"prompt": f"q{i}"} for i in range(298)] + SAME_START, "drop", marks=pytest.mark.slow),
+        ([chat(f"hi{i}", "a" * 50) for i in range(298)] + [chat("hi", "a" * 400)], None),
+    ],
+    ids=["answers past the end", "pairs alike up to the end", "answers that begin before it"],
+)
+def test_preview_accepts_the_recipe_that_init_writes(model, capsys, rows, too_long):
+    recipe = made(model(), write(rows), "--gpus", "2x8GB")
+    assert recipe.data.too_long == too_long
+    assert main(["preview", OUT]) == 0
+    out = capsys.readouterr().out
+    assert ("2 rows would have nothing to train on" in out) == (too_long is not None)
+    lengths = out.partition("as it is in the data:\n")[2].partition("  evaluation")[0].splitlines()
+    counts = [int(line.split()[3]) for line in lengths]
+    assert len(counts) == 2 and min(counts) > 0  # most rows, and the long ones; nothing of what lies between
+    if too_long:
+        assert load_recipe(Path(OUT), ["data.too_long=cut"]).data.too_long == "cut"
+        assert main(["preview", OUT, "--set", "data.too_long=cut"]) == 2
+        assert "after truncation" in capsys.readouterr().err
+
+
+def test_init_says_that_a_folder_serves_as_a_model(book, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["init", "no/model", write(CHATS)]) == 2
+    assert "; a folder with the model's files serves as well" in capsys.readouterr().err

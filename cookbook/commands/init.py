@@ -244,7 +244,11 @@ class _Draft:
         if length < limits[0]:
             limit = "the model's positions" if length == limits[1] else f"{SPLIT_LENGTH:,}"
             note += f"; limited to {limit}"
+        if not self.objective.splits_rows and (num_lost := _num_lost(tokens, length)):
+            self.data["too_long"] = "drop"
+            self.notes["data.too_long"] = f"cut, {several(num_lost, 'row')} would have nothing to train on"
         num_samples = int(np.ceil(lengths / length).sum()) if self.objective.splits_rows else len(lengths)
+        num_samples -= int(np.sum(lengths > length)) if "too_long" in self.data else 0
         if len(lengths) >= MIN_ROWS_TO_HOLD_OUT:
             self.data["holdout"] = float(f"{min(HOLDOUT, MAX_HELD_OUT / len(lengths)):.1g}")
             self.notes["data.holdout"] = f"some {len(lengths) * self.data['holdout']:.0f} rows, for evaluation"
@@ -464,6 +468,22 @@ class _Draft:
         each = gpu.sold_gb if gpu is not None else int(size[1]) if size else 0
         host = f", {self.host_gb:,} GB of host memory" if self.host_gb else ""
         return f"{several(count, 'GPU')} of {each} GB{host}."
+
+
+def _num_lost(tokens: "TokenSet", length: int) -> int:
+    """Rows that, cut to `length` tokens, have a sequence without a label, or sequences that are alike."""
+    num_lost, size = 0, tokens.group_size
+    for sample in range(len(tokens)):
+        starts = tokens.offsets[sample * size : (sample + 1) * size]
+        if tokens.lengths[sample * size : (sample + 1) * size].max() <= length:
+            continue
+        ends = [
+            min(start + length, end) for start, end in zip(starts, tokens.offsets[sample * size + 1 :], strict=False)
+        ]
+        cut = {tokens.ids[start:end].tobytes() for start, end in zip(starts, ends, strict=True)}
+        is_trained = all(tokens.is_label[start + 1 : end].any() for start, end in zip(starts, ends, strict=True))
+        num_lost += not is_trained or len(cut) < min(size, 2)
+    return num_lost
 
 
 def _wrap(text: str, width: int) -> list[str]:

@@ -150,7 +150,7 @@ def figures(name: str, tokens: TokenSet, objective: Objective) -> str:
 
 
 def histogram(tokens: TokenSet, max_length: int) -> list[str]:
-    """Lengths of whole rows, a line for each range; those over `max_length` in red."""
+    """Lengths of whole rows, a line for each range that has some; those over `max_length` in red."""
     lengths = tokens.row_lengths
     if lengths is None:
         return []
@@ -158,10 +158,11 @@ def histogram(tokens: TokenSet, max_length: int) -> list[str]:
     counts = np.bincount(lengths // width, minlength=NUM_RANGES)
     block = BLOCK if can_show(BLOCK, sys.stdout.encoding) else "#"
     lines: list[Row] = ["  tokens of a row as it is in the data:"]
-    for i, count in enumerate(counts.tolist()):
+    for i in np.flatnonzero(counts).tolist():
+        count = int(counts[i])
         bar = block * -(-count * BAR_WIDTH // int(counts.max()))
         is_over = i * width > max_length
-        note = "over data.max_length" if is_over and count else ""
+        note = "over data.max_length" if is_over else ""
         cells = (
             f"{i * width:,} to {(i + 1) * width - 1:,}",
             f"{count:,}",

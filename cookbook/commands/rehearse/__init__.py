@@ -313,8 +313,8 @@ def _check_outputs(rehearsal: Rehearsal) -> str | None:
         calls = sum(entry["calls"] for entry in report["collectives"].values())
         kernels = {name.rpartition(" ")[0] for name in report["attention"]} or {"attention by plain products"}
         rehearsal.notes.covered.append(
-            f"the GPU's own paths in {small['mixed_precision']}: {', '.join(sorted(kernels))}, {calls} collectives in"
-            " NCCL's place"
+            f"the GPU's own paths in {small['mixed_precision']}: {', '.join(sorted(kernels))}, and {calls} exchanges"
+            " between the processes, done on the CPU where NCCL does them on GPUs"
         )
     loss = recompute(out / "export", small, rehearsal.recipe.objective, rehearsal.folder / "eval.jsonl")
     adapter = rehearsal.recipe.adapter

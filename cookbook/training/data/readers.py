@@ -61,7 +61,18 @@ def _opened(path: Path) -> io.BufferedReader:
     return path.open("rb")
 
 
-def _jsonl_rows(path: Path, file: io.BufferedReader) -> Iterator[tuple[str, Any]]:
+def _jsonl_rows(
+    path: Path, file: io.BufferedReader, *, remedy: str = "write each object in one line"
+) -> Iterator[tuple[str, Any]]:
+    rows = _lines_of_json(path, file)
+    for place, row in islice(rows, 1):
+        if isinstance(row, BadRow) and row.reason == NO_JSON and (whole := _object_over_lines(path)):
+            raise RecipeError(f"{path}: {kind_in_words(whole)}, written over several lines; {remedy}")
+        yield place, row
+    yield from rows
+
+
+def _lines_of_json(path: Path, file: io.BufferedReader) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(_bounded_lines(file), start=1):
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")  # the byte order mark that some editors write
@@ -73,15 +84,7 @@ def _json_rows(path: Path, file: io.BufferedReader) -> Iterator[tuple[str, Any]]
     """A list of objects, or one object per line, as many files of that name have."""
     start = file.peek(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     if not start.startswith(b"["):
-        rows = _jsonl_rows(path, file)
-        for place, row in islice(rows, 1):
-            if isinstance(row, BadRow) and row.reason == NO_JSON and (whole := _object_over_lines(path)):
-                raise RecipeError(
-                    f"{path}: {kind_in_words(whole)}, written over several lines;"
-                    " write a list of objects, or each object in one line"
-                )
-            yield place, row
-        yield from rows
+        yield from _jsonl_rows(path, file, remedy="write a list of objects, or each object in one line")
         return
     number = 0
     with io.TextIOWrapper(file, encoding="utf-8-sig") as text:

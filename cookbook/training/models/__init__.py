@@ -104,7 +104,7 @@ def fetch_model(name: str, revision: str | None, patterns: list[str] = HUB_FILES
         return snapshot_download(name, revision=revision, allow_patterns=patterns)
     except (OSError, ValueError) as error:  # the Hub's errors are OSErrors, a malformed name is a ValueError
         mistake = f"model.name_or_path is {name!r}: not a folder, and not fetched ({first_line(error)})"
-        raise RecipeError(mistake) from None
+        raise RecipeError(f"{mistake}; a folder with the model's files serves as well") from None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
