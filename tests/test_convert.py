@@ -1068,3 +1068,11 @@ def test_the_best_model_and_early_stopping_stay_where_each_checkpoint_is_evaluat
     assert "load_best_model_at_end is true: only where each checkpoint is evaluated" in capsys.readouterr().out
     Path("recipes/file.yaml").unlink()
     assert recipe_of(f"{AXOLOTL}early_stopping_patience: 3\n")["run"]["early_stopping_patience"] == 3
+
+
+def test_trl_evaluates_the_split_test_where_a_file_asks_for_evaluations_only(folder):
+    text = "{model_name_or_path: m, dataset_name: d, dataset_config: c"
+    recipe = recipe_of_trl(f"{text}, eval_strategy: steps, eval_steps: 9}}")
+    assert recipe["data"]["eval"] == {"path": "d", "name": "c", "split": "test"}
+    Path("recipes/file.yaml").unlink()
+    assert "eval" not in recipe_of_trl(f"{text}}}")["data"]

@@ -130,6 +130,7 @@ class Conversion:
         if bf16 or fp16 or bf16 is False:
             self.recipe.setdefault("mixed_precision", "bf16" if bf16 else "fp16" if fp16 else "no")
         self._template()
+        self._test_split(project)
         self._data()
         self._objective()
         if project is not None:
@@ -222,6 +223,13 @@ class Conversion:
                 self.read(read_document(path), PROJECTS["deepspeed"])
         for key, value in (self._take("fsdp") or {}).items():
             self.other.setdefault(f"strategy.{key}", value)
+
+    def _test_split(self, project: Project | None) -> None:
+        """TRL's `dataset_test_split` is `test`, and is read where a file asks for evaluations."""
+        is_named = self.other.keys() & {"~mixture", "~sources", "~test_split"} or "~dataset" not in self.other
+        if project is PROJECTS["trl"] and not is_named and self.other.get("~eval_strategy") in ("steps", "epoch"):
+            self.other["~test_split"] = "test"
+            self.notes.append("not in the file: the split test is evaluated, TRL's own")
 
     def _data(self) -> None:
         path, config, split = self._take("dataset"), self._take("dataset_config"), self._take("train_split")
