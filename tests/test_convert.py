@@ -171,7 +171,7 @@ RECIPES = {
         "batch": {"global_batch_size": 16, "micro_batch_size": 8},
         "optim": {"learning_rate": 5e-7},
         "schedule": {"name": "cosine", "warmup_steps": 0.1},
-        "run": {"num_epochs": 1},
+        "run": {"num_epochs": 1, "save_every_steps": 500},
     },
     "llama-factory": {
         "strategy": "fsdp2_offload",
@@ -187,7 +187,7 @@ RECIPES = {
         "batch": {"global_batch_size": 8, "micro_batch_size": 1},
         "optim": {"learning_rate": 1e-4},
         "schedule": {"name": "cosine", "warmup_steps": 20},
-        "run": {"num_epochs": 3, "output_dir": "outputs/saved"},
+        "run": {"num_epochs": 3, "output_dir": "outputs/saved", "save_every_steps": 500},
     },
     "axolotl": {
         "strategy": "single",
@@ -204,7 +204,7 @@ RECIPES = {
         "batch": {"global_batch_size": 8, "micro_batch_size": 2},
         "optim": {"name": "adamw_8bit", "learning_rate": 2e-4},
         "schedule": {"name": "cosine", "warmup_steps": 0.03},
-        "run": {"num_epochs": 4, "evals_per_epoch": 4},
+        "run": {"num_epochs": 4, "evals_per_epoch": 4, "saves_per_epoch": 1},
     },
     "torchtune": {
         "strategy": "fsdp2_offload",
@@ -220,7 +220,7 @@ RECIPES = {
         "batch": {"global_batch_size": 8, "micro_batch_size": 2},
         "optim": {"name": "adamw", "learning_rate": 3e-4, "weight_decay": 0.01, "max_grad_norm": 0.0},
         "schedule": {"name": "constant"},
-        "run": {"num_epochs": 1, "output_dir": "outputs/tuned"},
+        "run": {"num_epochs": 1, "output_dir": "outputs/tuned", "saves_per_epoch": 1},
     },
     "trainer": {
         "strategy": "single",
@@ -752,33 +752,34 @@ SILENT_FILES = {
     "trainer": ("{output_dir: out, per_device_train_batch_size: 8}\n", {
         "batch.micro_batch_size": 8,
         "mixed_precision": "no", "optim.learning_rate": 5e-5, "schedule.name": "linear", "run.num_epochs": 3,
+        "run.save_every_steps": 500,
     }),
     "trl": ("{model_name_or_path: m, dataset_name: d, use_peft: true}\n", {
         "mixed_precision": "bf16", "model.gradient_checkpointing": True, "data.max_length": 1024,
         "objective.train_on": "all", "adapter.name": "lora", "adapter.dropout": 0.05,
         "adapter.targets": ["q_proj", "v_proj"], "batch.micro_batch_size": 8, "optim.learning_rate": 2e-5,
-        "schedule.name": "linear", "run.num_epochs": 3,
+        "schedule.name": "linear", "run.num_epochs": 3, "run.save_every_steps": 500,
     }),
     "trl, preferences": ("{model_name_or_path: m, dataset_name: d, beta: 0.1, use_peft: true}\n", {
         "mixed_precision": "bf16", "model.gradient_checkpointing": True, "data.max_length": 1024,
         "objective.name": "dpo", "objective.beta": 0.1, "adapter.name": "lora",
         "adapter.targets": ["q_proj", "v_proj"], "batch.micro_batch_size": 8, "optim.learning_rate": 1e-6,
-        "schedule.name": "linear", "run.num_epochs": 3,
+        "schedule.name": "linear", "run.num_epochs": 3, "run.save_every_steps": 500,
     }),
     "alignment-handbook": ("{model_name_or_path: m, dataset_mixer: {d: 1.0}}\n", {
         "mixed_precision": "bf16", "model.gradient_checkpointing": True, "data.max_length": 1024,
         "objective.train_on": "all", "batch.micro_batch_size": 8, "optim.learning_rate": 2e-5,
-        "schedule.name": "linear", "run.num_epochs": 3,
+        "schedule.name": "linear", "run.num_epochs": 3, "run.save_every_steps": 500,
     }),
     "llama-factory": ("{model_name_or_path: m, dataset: d}\n", {
         "mixed_precision": "bf16", "model.gradient_checkpointing": True, "data.max_length": 2048,
         "adapter.name": "lora", "adapter.rank": 8, "adapter.alpha": 16.0, "batch.micro_batch_size": 8,
-        "optim.learning_rate": 5e-5, "schedule.name": "linear", "run.num_epochs": 3,
+        "optim.learning_rate": 5e-5, "schedule.name": "linear", "run.num_epochs": 3, "run.save_every_steps": 500,
     }),
     "llama-factory, all weights": ("{model_name_or_path: m, dataset: d, finetuning_type: full, stage: pt}\n", {
         "mixed_precision": "no", "model.gradient_checkpointing": True, "data.max_length": 2048,
         "objective.name": "cpt", "batch.micro_batch_size": 8,
-        "optim.learning_rate": 5e-5, "schedule.name": "linear", "run.num_epochs": 3,
+        "optim.learning_rate": 5e-5, "schedule.name": "linear", "run.num_epochs": 3, "run.save_every_steps": 500,
     }),
     "llama-factory-v1": ("{model: m, train_dataset: d, peft_config: {name: lora}}\n", {
         "mixed_precision": "bf16", "model.gradient_checkpointing": True, "adapter.name": "lora", "adapter.rank": 8,
@@ -788,7 +789,7 @@ SILENT_FILES = {
     "axolotl": ("{base_model: m, datasets: [{path: d, type: chat_template}], learning_rate: 0.0001, adapter: lora}\n", {
         "mixed_precision": "bf16", "data.max_length": 512, "data.too_long": "drop", "adapter.name": "lora",
         "batch.micro_batch_size": 1, "optim.learning_rate": 1e-4, "schedule.name": "cosine",
-        "schedule.warmup_steps": 0.03, "run.num_epochs": 1,
+        "schedule.warmup_steps": 0.03, "run.num_epochs": 1, "run.saves_per_epoch": 1,
     }),
     "torchtune": (
         "{model: {_component_: torchtune.models.llama3_1.lora_llama3_1_8b, lora_attn_modules: [q_proj, v_proj]},"
@@ -797,7 +798,7 @@ SILENT_FILES = {
         "mixed_precision": "bf16", "data.too_long": "error", "adapter.name": "lora", "adapter.rank": 8,
         "adapter.alpha": 16.0, "adapter.targets": ["q_proj", "v_proj"], "batch.micro_batch_size": 2,
         "optim.name": "adamw", "optim.learning_rate": 3e-4, "optim.weight_decay": 0.01, "optim.max_grad_norm": 0.0,
-        "schedule.name": "constant", "run.num_epochs": 1,
+        "schedule.name": "constant", "run.num_epochs": 1, "run.saves_per_epoch": 1,
     }),
 }  # fmt: skip
 """The least that each project trains with, and its own defaults: transformers 5.23's TrainingArguments, TRL 1.16's
@@ -925,7 +926,7 @@ def test_references_stand_for_other_keys_also_in_longer_texts(folder, capsys):
     text = TORCHTUNE.replace("output_dir: outputs/tuned", "base: outs\nrun: ${base}/a\noutput_dir: ${run}/tuned")
     text = text.replace("gradient_accumulation_steps: 4", "gradient_accumulation_steps: ${optimizer.steps}")
     recipe = recipe_of(text.replace("fused: true", "steps: 8").replace("epochs: 1", "epochs: ${nowhere}"))
-    assert recipe["run"] == {"output_dir": "outs/a/tuned"} and recipe["batch"]["global_batch_size"] == 16
+    assert recipe["run"]["output_dir"] == "outs/a/tuned" and recipe["batch"]["global_batch_size"] == 16
     assert "epochs is '${nowhere}': refers to what is not in this file" in capsys.readouterr().out
 
 

@@ -2,6 +2,7 @@
 here what is derived from several.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -179,6 +180,10 @@ class Conversion:
         """Whether a default says something of this training."""
         if key == "run.num_epochs":
             return "run.max_steps" not in self.recipe
+        if key in ("run.save_every_steps", "run.saves_per_epoch"):
+            is_given = self.given & {"~save_strategy", "~save_steps", "run.save_every_steps", "run.saves_per_epoch"}
+            is_short = self.recipe.get("run.max_steps", math.inf) <= (500 if key == "run.save_every_steps" else 0)
+            return not is_given and not is_short and not self.recipe.get("data.streaming")
         if key == "objective.train_on":
             return self._objective_name == "sft"
         if key == "adapter.dropout" and self._is_of_preferences and self.other.get("~disable_dropout"):
