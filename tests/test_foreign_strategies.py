@@ -3,21 +3,27 @@
 python -m pytest -q tests/test_foreign_strategies.py
 """
 
+import inspect
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from accelerate import Accelerator
 from accelerate.commands.config.config_args import ClusterConfig
 
 from cookbook.commands.cli import main
+from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import load_strategy
+from cookbook.forecast.ranking import forecast_all
 from cookbook.system import status
 from cookbook.system.child import run_child
 from cookbook.system.files import RecipeError
+from cookbook.system.hardware import parse_machines
 from tests.curves import ROOT, SGD, Lab, distance
 
 LOSS, NORM = 2e-6, 1e-6
@@ -335,3 +341,25 @@ open(os.environ["{status.EXIT_FILE}"], "w").write("2")
 open({str(status_file)!r}, "w").write(json.dumps({{"state": "stopped", "step": 3}}))
 sys.exit(2)"""
     assert run_child([sys.executable, "-c", code], dict(os.environ), tmp_path) == 2
+
+
+def test_auto_sizes_are_forecast_as_accelerate_fills_them_in(tmp_path: Path):
+    source = inspect.getsource(Accelerator._prepare_deepspeed)
+    for filled in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"):
+        (expression,) = re.findall(rf'"zero_optimization\.{filled}": (.+),', source)
+        (size,) = re.findall(r"[\d.]+", expression) or [1]
+        hidden = 192
+        expected = int(float(size) * hidden ** expression.count("hidden_size"))
+        strategy = load_strategy(with_json(tmp_path, PAGES["zero3"])).of_width(hidden)
+        assert strategy.zero[filled] == expected
+    recipe, machines = load_recipe(ROOT / "recipes/quickstart.yaml"), parse_machines("2x24GB")
+    sizes = {"reduce_bucket_size": 36864, "stage3_prefetch_bucket_size": 33177}
+    sizes |= {"stage3_param_persistence_threshold": 1920}  # of the quickstart's 192
+    memory = []
+    for more in ({}, sizes, dict.fromkeys(sizes, 10**9)):
+        block = {"zero_optimization": PAGES["zero3"]["zero_optimization"] | more}
+        strategy = load_strategy(with_json(tmp_path, PAGES["zero3"] | block))
+        found = forecast_all(recipe, [strategy], machines, "recipe", limits=False).forecasts[0].memory
+        assert found is not None
+        memory.append(found.allocated)
+    assert memory[0] == memory[1] != memory[2]

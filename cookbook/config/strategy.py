@@ -235,8 +235,12 @@ class JsonBlock(Block):
 
 MOST_ELEMENTS = 10**11
 """Elements of a buffer: more than any GPU holds, of whatever dtype."""
-BY_HIDDEN_SIZE = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-"""What accelerate fills in where a JSON has "auto" (accelerator.py, _prepare_deepspeed)."""
+BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
+    "reduce_bucket_size": lambda hidden: hidden * hidden,
+    "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
+    "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
+}
+"""What accelerate 1.15 fills in where a JSON has "auto" (accelerator.py, _prepare_deepspeed)."""
 
 
 def _elements(value: Any, *, least: int = 1, most: int = MOST_ELEMENTS, auto: bool = False) -> Any:
@@ -455,6 +459,18 @@ class Strategy:
             sizes = {name: min(left, num_local) if name in inside else left for name in self.open_sizes}
         filled: dict[str, Any] = {name: max(SMALLEST, size) for name, size in sizes.items()}
         return replace(self, **filled, open_sizes=frozenset())
+
+    def of_width(self, hidden: int) -> "Strategy":
+        """The strategy with the sizes that its JSON leaves "auto" as accelerate fills them in.
+
+        Args:
+            hidden: the model's `hidden_size`.
+        """
+        block: dict[str, Any] = (self.deepspeed or {}).get("zero_optimization") or {}
+        filled = {key: size(hidden) for key, size in BY_HIDDEN_SIZE.items() if block.get(key) == "auto"}
+        if not filled:
+            return self
+        return replace(self, deepspeed={**(self.deepspeed or {}), "zero_optimization": {**block, **filled}})
 
     @property
     def written_mesh(self) -> Mesh:

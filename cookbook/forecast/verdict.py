@@ -141,6 +141,7 @@ def of_run(config: PreTrainedConfig, recipe: Recipe, strategy: Strategy, plan: P
         Untraceable: only a bound is available.
     """
     traces = TraceCache(config, recipe)
+    strategy = strategy.of_width(traces.sizes.hidden)
     held = _of_heaviest(traces.skeleton, cost_inputs(recipe, strategy, plan.num_processes, num_local=plan.num_local))
     work = traces.work(strategy, micro_batch_of(recipe))
     if traces.untraceable is not None:
@@ -180,7 +181,7 @@ def forecast(traces: TraceCache, strategy: Strategy, machines: Machines, *, limi
     recipe, found, recipe_name = traces.recipe, traces.skeleton, traces.recipe_name
     each = max(1, machines.gpus_each)
     count = default_num_processes(strategy, machines.num_gpus)
-    strategy = strategy.fitted(count, min(count, machines.gpus_each) or None)
+    strategy = strategy.fitted(count, min(count, machines.gpus_each) or None).of_width(traces.sizes.hidden)
     try:
         if machines.num_gpus and count > machines.num_gpus:
             raise RecipeError(f"{strategy.path}: needs {count} GPUs, but there are only {machines.num_gpus}")
