@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +20,16 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from cookbook.config.recipe import Recipe
+from cookbook.config.strategy import load_strategy
 from cookbook.forecast import ledger as ledgers
 from cookbook.forecast import trace as tracing
 from cookbook.forecast.activations import ActivationTrace
 from cookbook.forecast.autocast import autocast_of_cuda
 from cookbook.forecast.four_bits import _Product
+from cookbook.forecast.layer_kinds import Few, few_layers
 from cookbook.forecast.ledger import Ledger
 from cookbook.forecast.trace import Untraceable, bound, trace
+from cookbook.forecast.verdict import TraceCache
 from cookbook.training.adapters import lora_config
 from cookbook.training.models.attention import PACKED
 from cookbook.training.models.efficiency import compile_layers, save_activations
@@ -244,21 +248,61 @@ def test_a_bound_counts_the_dropout_of_an_adapter():
     assert with_it - without == 7 * 100 * (6 * 192 + 500) * 5
 
 
-@pytest.mark.parametrize("settings", [recipe(), recipe(checkpointing=True, precision="bf16")], ids=["kept", "bf16"])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt_neox"])
-def test_a_few_layers_tell_of_all(settings, model_type, monkeypatch):
-    config = config_of(model_type=model_type)
+def trace_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_layers(config: PreTrainedConfig) -> Few:
+        layers = [*range(config.num_hidden_layers)]
+        return Few(config, layers, layers)
+
+    monkeypatch.setattr(tracing, "few_layers", all_layers)
+
+
+MIXED: dict[str, tuple[int, dict[str, Any]]] = {
+    "llama": (3, {}),
+    "qwen3": (3, {}),
+    "gpt_neox": (3, {}),
+    "gemma3_text": (4, {"sliding_window": 64, "head_dim": 32}),
+    "qwen2_moe": (5, {"num_experts": 4, "moe_intermediate_size": 64, "decoder_sparse_step": 2}),
+    "deepseek_v3": (
+        4,
+        {
+            "first_k_dense_replace": 2,
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_key_value_heads": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+        },
+    ),
+    "qwen3_next": (
+        4,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_hidden_layers": 8},
+    ),
+}
+
+
+OFTEN = [("llama", False), ("llama", True), ("qwen3_next", True)]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "checkpointing"),
+    OFTEN + [pytest.param(name, True, marks=pytest.mark.slow) for name in MIXED if (name, True) not in OFTEN],
+)
+def test_a_few_layers_tell_of_all(model_type, checkpointing, monkeypatch):
+    """Dense and sparse layers, windows, linear attention: one of each kind between the first and the last."""
+    settings = recipe(checkpointing=checkpointing, precision="bf16" if checkpointing else "no")
+    count, sizes = MIXED[model_type]
+    config = config_of(model_type=model_type, **sizes)
     of_few = traced(settings, config)
-    monkeypatch.setattr(tracing, "PROBE_LAYERS", 7)
+    assert len(few_layers(config).layers) == count
+    trace_all_layers(monkeypatch)
     assert of_few == traced(settings, config)
 
 
-def test_layers_of_several_kinds_are_all_run(monkeypatch):
-    config = config_of(model_type="qwen2_moe", num_experts=4, moe_intermediate_size=64, decoder_sparse_step=2)
-    runs = []
-    monkeypatch.setattr(tracing, "_with_layers", lambda given, count: runs.append(count) or given)
-    traced(recipe(precision="bf16"), config, autocast=False)
-    assert runs == [7]
+def test_all_layers_are_run_where_a_few_would_be_another_model():
+    """Gemma 4 has a table of embeddings as wide as it has layers."""
+    config = config_of(model_type="gemma4_text", num_hidden_layers=12)
+    assert few_layers(config).layers == [*range(12)]
 
 
 def test_activations_grow_with_tokens_and_with_layers():
@@ -308,10 +352,25 @@ def test_autocast_keeps_copies_of_float32_weights():
     assert copied - cast == pytest.approx(2 * inner + 8 * hidden, rel=0.02)
 
 
-def test_a_model_that_needs_its_data_is_bounded_by_formula(monkeypatch):
+@pytest.mark.slow
+def test_a_long_sample_of_linear_attention_is_extrapolated_from_two_shorter_ones():
+    _, sizes = MIXED["qwen3_next"]
+    config = config_of(model_type="qwen3_next", **sizes | {"num_hidden_layers": 4})
+    settings = recipe(checkpointing=True, precision="bf16")
+    settings = settings.model_copy(update={"data": settings.data.model_copy(update={"max_length": 1280})})
+    single = load_strategy(Path("accelerate_configs/single.yaml"))
+    found = TraceCache(config, settings).work(single, 1)
+    exact = trace(config, settings, rows=1, length=1280, num_targets=1280, autocast=True, tp_size=1)
+    for name in ("held", "peak", "kernels"):
+        ours, theirs = ([getattr(phase, name) for phase in work.phases] for work in (found, exact))
+        assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+def test_a_model_with_too_many_operations_is_bounded_by_formula(monkeypatch):
+    """Their number ends a trace and no time, which depends on what else the machine does."""
     config = config_of()
-    monkeypatch.setattr(ledgers, "TIMEOUT_SECONDS", 0.0)
-    with pytest.raises(Untraceable, match="llama: TimeoutError"):
+    monkeypatch.setattr(ledgers, "MOST_OPERATIONS", 100)
+    with pytest.raises(Untraceable, match=r"llama: TooLong: .* more than 100 operations"):
         traced(recipe(), config)
     monkeypatch.undo()
     exact = traced(recipe(precision="bf16"), config, autocast=False)
@@ -454,7 +513,7 @@ def test_a_layer_is_divided_at_its_experts_and_layers_between_are_like_those_tra
         *("forward", "experts forward", "rest forward"),
         *("backward", "experts backward", "rest backward"),
     ]
-    monkeypatch.setattr(tracing, "_is_uniform", lambda config: False)
+    trace_all_layers(monkeypatch)
     whole = call(ep_size=2)
     assert [replace(one, kernels=0, looped=0, moved=0, streamed=0) for one in found.phases] == [
         replace(one, kernels=0, looped=0, moved=0, streamed=0) for one in whole.phases

@@ -34,6 +34,9 @@ class Phase:
     """Part of `moved`, by kernels that move more than a GPU's cache holds."""
 
 
+SIZES = ("held", "peak", "making", "kernels", "looped", "moved", "streamed")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ActivationTrace:
     """The phases of one micro-batch, in order."""
@@ -46,7 +49,7 @@ class ActivationTrace:
         """Linear extrapolation from this trace (0 times) to another (1 times)."""
 
         def between(one: Phase, other: Phase) -> Phase:
-            pairs = {name: (getattr(one, name), getattr(other, name)) for name in ("held", "peak", "making")}
+            pairs = {name: (getattr(one, name), getattr(other, name)) for name in SIZES}
             return replace(one, **{name: max(0, round(a + times * (b - a))) for name, (a, b) in pairs.items()})
 
         return replace(self, phases=tuple(between(*pair) for pair in zip(self.phases, other.phases, strict=True)))

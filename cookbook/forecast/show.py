@@ -187,7 +187,7 @@ def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price:
         ("disk", f"{in_gib(best.checkpoint)} GiB a checkpoint"),
     ]
     if best.is_bound:
-        rows.insert(2, ("", "activations are a bound by formula: this model's code could not be traced"))
+        rows.insert(2, ("", "activations are by formula: the model's code could not be traced. A run may need more"))
     steps = _num_steps(report, num_samples)
     length = f"{steps:,} steps" if steps else "not known: run.num_epochs of unread data; give --samples"
     if time is None:

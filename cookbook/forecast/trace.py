@@ -9,9 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -24,10 +22,12 @@ from cookbook.config.recipe import Recipe
 from cookbook.forecast.activations import ActivationTrace, Phase
 from cookbook.forecast.autocast import autocast_of_cuda
 from cookbook.forecast.four_bits import multiply_in_4_bits
-from cookbook.forecast.ledger import Ledger, MarkedLayer, Unit, experts_of
+from cookbook.forecast.layer_kinds import decoder_layers, few_layers, lengthened
+from cookbook.forecast.ledger import Ledger, MarkedLayer, TooLong, Unit, experts_of
 from cookbook.forecast.skeleton import new_rows
 from cookbook.planning.attention_layers import first_of, layer_configs
-from cookbook.planning.packing import stops_compiling
+from cookbook.planning.packing import STATEFUL, stops_compiling
+from cookbook.system.files import first_line
 from cookbook.training.adapters import inject
 from cookbook.training.models.attention import Kind, Lengths, Segments, causal, one_by_one
 from cookbook.training.models.efficiency import save_activations
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 TRACED, JOINED, EXCHANGED = "cookbook_traced", "cookbook_traced_joined", "cookbook_traced_exchange"
 """Names for `attn_implementation`."""
-PROBE_LAYERS = 3
 COMPUTE_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -85,10 +84,8 @@ def trace(
     Raises:
         Untraceable: use `bound` instead.
     """
-    num_layers = config.num_hidden_layers
-    probed = min(num_layers, PROBE_LAYERS) if _is_uniform(config) else num_layers
-    low = COMPUTE_DTYPES[recipe.compute_precision]
-    config = _share_of(_with_layers(config, probed), tp_size)
+    low, few = COMPUTE_DTYPES[recipe.compute_precision], few_layers(config)
+    config = _share_of(few.config, tp_size)
     is_low = low != torch.float32
     # See `_zero3` in costs/states.py.
     trained = torch.float32 if autocast or (is_zero3 and recipe.adapter is not None) else low
@@ -99,26 +96,29 @@ def trace(
     samples = _samples(length * sp_size, recipe.data.max_length)
     for name, function in ATTENTION.items():
         AttentionInterface.register(name, partial(function, samples))
+
+    def run(attention: str, compiling: Callable[..., None] | None) -> Ledger:
+        # The model alone: DeepSpeed and DDP do not run on fake tensors; costs/states.py has the rules of theirs.
+        model = _fake_model(config, recipe, trained, low, attention)
+        if ep_size > 1:
+            _share_experts(model, ep_size)
+        if change is not None:
+            change(model)
+        linear = _LinearOfZero3.apply if is_zero3 else F.linear
+        with _set_function("linear", linear), _set_function("dropout", _dropout), autocast_of_cuda():
+            offloads = recipe.model.gradient_checkpointing == "offload"
+            return _trace_phases(model, rows, length, num_targets, cast, unit, fsdp == 1, compiling, offloads)
+
     for attention, compiling in ways:
         try:
-            # The model alone: DeepSpeed and DDP do not run on fake tensors; costs/states.py has the rules of theirs.
-            model = _fake_model(config, recipe, trained, low, attention)
-            if ep_size > 1:
-                _share_experts(model, ep_size)
-            if change is not None:
-                change(model)
-            linear = _LinearOfZero3.apply if is_zero3 else F.linear
-            with _set_function("linear", linear), _set_function("dropout", _dropout), autocast_of_cuda():
-                offloads = recipe.model.gradient_checkpointing == "offload"
-                ledger = _trace_phases(model, rows, length, num_targets, cast, unit, fsdp == 1, compiling, offloads)
+            if compiling is not None and config.model_type in STATEFUL:
+                run(attention, None)  # TooLong, before the compiler unrolls a loop over all tokens
+            ledger = run(attention, compiling)
             break
         except Exception as error:  # a model's code may fail in any way without data
-            is_slow = isinstance(error, TimeoutError) and compiling is None
-            if attention == ways[-1][0] or is_slow:
-                message = (str(error).splitlines() or [""])[0][:200]
-                raise Untraceable(f"{config.model_type}: {type(error).__name__}: {message}") from error
-    phases = tuple(_lengthen(ledger.phases, probed, num_layers))
-    return ActivationTrace(phases=phases, keeps_inputs=ledger.keeps_inputs)
+            if attention == ways[-1][0] or isinstance(error, TooLong):
+                raise Untraceable(f"{config.model_type}: {type(error).__name__}: {first_line(error)}") from error
+    return ActivationTrace(phases=tuple(lengthened(ledger.phases, few)), keeps_inputs=ledger.keeps_inputs)
 
 
 def _ways(
@@ -175,28 +175,11 @@ def bound(config: PreTrainedConfig, recipe: Recipe, *, tokens: int, tp_size: int
     return ActivationTrace(phases=phases)
 
 
-def _is_uniform(config: PreTrainedConfig) -> bool:
-    """Whether all layers are alike, so that a few represent all."""
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    sparse = any(
-        getattr(config, key, 0) for key in ("first_k_dense_replace", "mlp_only_layers", "interleave_moe_layer_step")
-    )
-    return not kinds and not sparse and getattr(config, "decoder_sparse_step", 1) in (None, 1)
-
-
-def _with_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
-    config = copy.deepcopy(config)
-    if vars(config).get("layer_types"):
-        config.layer_types = config.layer_types[:num_layers]
-    config.num_hidden_layers = num_layers
-    config.use_cache = False
-    return config
-
-
 def _share_of(config: PreTrainedConfig, tp_size: int) -> PreTrainedConfig:
     """The configuration of one tensor-parallel rank: its share of heads, inner features and vocabulary, whole hidden
     states.
     """
+    config = copy.deepcopy(config)
     if tp_size == 1:
         return config
     config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -547,39 +530,8 @@ def _offload_checkpoints(model: PreTrainedModel, ledger: Ledger) -> None:
 
 
 def _mark_layers(model: PreTrainedModel, ledger: Ledger, unit: Unit | None) -> None:
-    found = [
-        (owner, name, module)
-        for owner in model.modules()
-        for name, module in owner._modules.items()
-        if isinstance(module, GradientCheckpointingLayer) and not isinstance(owner, GradientCheckpointingLayer)
-    ]
+    found = decoder_layers(model)
     if not found:
         raise Untraceable(f"{type(model).__name__} has no layers that support checkpointing")
     for i, (owner, name, layer) in enumerate(found):
         owner._modules[name] = MarkedLayer(layer, i, ledger, is_last=i == len(found) - 1, unit=unit)
-
-
-def _lengthen(phases: list[Phase], probed: int, num_layers: int) -> Iterator[Phase]:
-    """Extends the phases to all layers: a middle layer represents those that were not traced."""
-    more = num_layers - probed
-    if not more:
-        yield from phases
-        return
-    middle = probed // 2
-    forward = {one.layer: one for one in phases if one.name == "forward"}
-    kept = forward[middle + 1].held - forward[middle].held
-    backward = {one.layer: one for one in reversed(phases) if one.name == "backward"}  # the first of each
-    waiting = backward[middle + 1].held - backward[middle].held  # autocast's copies have been freed by then
-    for (layer, is_forward), found in groupby(phases, lambda one: (one.layer, one.name.endswith("forward"))):
-        of_layer = list(found)
-        if layer is None:
-            for one in of_layer:
-                shift = {"head": more * kept, "head backward": more * waiting}.get(one.name, 0)
-                yield replace(one, held=one.held + shift, peak=one.peak + shift)
-            continue
-        repeats = range(more + 1) if layer == middle else [0 if layer < middle else more]
-        each = kept if is_forward else waiting
-        for shift in repeats if is_forward else reversed(repeats):
-            for one in of_layer:
-                held, peak = one.held + shift * each, one.peak + shift * each
-                yield replace(one, layer=layer + shift, held=held, peak=peak)

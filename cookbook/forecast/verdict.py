@@ -52,7 +52,7 @@ class Forecast:
     plan: Plan | None = None
     memory: Memory | None = None
     is_bound: bool = False
-    """Whether activations are an upper bound by formula, because the model could not be traced."""
+    """Whether activations are by formula, because the model could not be traced."""
     host: int = 0
     """Bytes of host memory per machine, the maximum of offloaded state and loading; 0 without GPUs."""
     disk: int = 0
@@ -70,6 +70,9 @@ class Forecast:
 
 TRACES: dict[tuple[Any, ...], ActivationTrace] = {}
 """Traces of this process; each takes seconds and is the same for every machine."""
+LONG = 512, 1024
+"""Tokens from which longer samples of models with a state are extrapolated: they run them in steps of 64 to 256, with
+operations for each."""
 SKELETONS: dict[tuple[str, str], Skeleton] = {}
 
 
@@ -106,7 +109,6 @@ class TraceCache:
         if self.untraceable is None:
             options: dict[str, Any] = {
                 "rows": rows,
-                "length": row,
                 "num_targets": sequences * length,
                 "autocast": strategy.has_autocast,
                 "tp_size": tp_size,
@@ -116,16 +118,22 @@ class TraceCache:
                 "is_zero3": strategy.zero_stage == 3,
                 "sp_size": strategy.sp_size,
             }
-            key = (*self._key, *options.values())
             try:
-                if key not in TRACES:
-                    TRACES[key] = trace_pass(self.config, recipe, **options)
-                self._check_layers(TRACES[key])
-                return TRACES[key]
+                if self.config.model_type not in STATEFUL or row <= LONG[1]:
+                    return self._trace(row, options)
+                one, two = (self._trace(length, options) for length in LONG)
+                return one.towards(two, (row - LONG[0]) / (LONG[1] - LONG[0]))
             except Untraceable as error:
                 self.untraceable = str(error)
         num_layers = self.skeleton.num_layers
         return bound(self.config, recipe, tokens=sequences * length, tp_size=tp_size, num_layers=num_layers)
+
+    def _trace(self, length: int, options: dict[str, Any]) -> ActivationTrace:
+        key = (*self._key, length, *options.values())
+        if key not in TRACES:
+            TRACES[key] = trace_pass(self.config, self.recipe, length=length, **options)
+        self._check_layers(TRACES[key])
+        return TRACES[key]
 
     def _check_layers(self, trace: ActivationTrace) -> None:
         """Each phase belongs to a layer whose weights are known; LongCat-Flash's configuration counts layers twice."""

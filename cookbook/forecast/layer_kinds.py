@@ -1,0 +1,135 @@
+"""Which layers of a model are alike, so that the trace of a few tells of all."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, pairwise
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from cookbook.forecast.activations import Phase
+
+FOUND: dict[tuple[type, str], "Few"] = {}
+
+
+@dataclass(frozen=True)
+class Few:
+    """A shorter model that tells of a whole one."""
+
+    config: PreTrainedConfig
+    layers: list[int]
+    """Which layer of the whole each of its layers is."""
+    sources: list[int]
+    """The layer here that tells of each layer of the whole."""
+
+
+def few_layers(config: PreTrainedConfig) -> Few:
+    """The shortest model with a layer of each kind that is neither the first nor the last, and whose first and last
+    layers are as those of the whole. All layers if there is none, or the model does not tell which are alike.
+    """
+    key = type(config), config.to_json_string()
+    if key not in FOUND:
+        FOUND[key] = _few_layers(config)
+    return FOUND[key]
+
+
+def _few_layers(config: PreTrainedConfig) -> Few:
+    kinds, rest = _kinds_of(config)
+    count = len(kinds)
+    if count == config.num_hidden_layers:
+        inner = {kind: i for i, kind in reversed(list(enumerate(kinds[:-1]))[1:])}
+        ends = (end for end in range(3, count) if {*kinds[1 : end - 1]} == {*inner} and kinds[end - 1] == kinds[-1])
+        for layers in (sorted({0, count - 1, *inner.values()}), list(range(next(ends, count)))):
+            shorter = _with_layers(config, layers)
+            if len(layers) < count and _kinds_of(shorter) == ([kinds[i] for i in layers], rest):
+                places = {kind: layers.index(i) for kind, i in inner.items()}
+                return Few(shorter, layers, [0, *(places[kind] for kind in kinds[1:-1]), len(layers) - 1])
+    return Few(_with_layers(config, range(config.num_hidden_layers)), [*range(count)], [*range(count)])
+
+
+def _with_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedConfig:
+    """The configuration of these layers alone, where it says by lists how each one is, or which ones are so."""
+    count = config.num_hidden_layers
+    config = copy.deepcopy(config)
+    for key, value in list(vars(config).items()) if len(layers) < count else ():
+        if isinstance(value, (list, tuple)) and len(value) == count:
+            setattr(config, key, [value[i] for i in layers])
+        elif isinstance(value, (list, tuple)) and ("layer" in key or "idx" in key):
+            setattr(config, key, [place for place, i in enumerate(layers) if i in value])
+    if dense := getattr(config, "first_k_dense_replace", None):
+        config.first_k_dense_replace = sum(i < dense for i in layers)
+    config.num_hidden_layers = len(layers)
+    config.use_cache = False
+    return config
+
+
+def _kinds_of(config: PreTrainedConfig) -> tuple[list[Any], Any]:
+    """What each layer is made of: modules, shapes of weights and settings; and the weights outside of layers. Nothing
+    if the model cannot be built.
+    """
+    try:
+        with torch.device("meta"):
+            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    except Exception:  # of a shorter one: its code may fail in any way
+        return [], None
+    layers = [layer for _, _, layer in decoder_layers(model)]
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    rest = [(name, _weights(module)) for name, module in model.named_modules() if id(module) not in inside]
+    return [
+        tuple((name, type(module), _weights(module), _settings(module)) for name, module in layer.named_modules())
+        for layer in layers
+    ], rest
+
+
+def decoder_layers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Module]]:
+    """Each layer that checkpointing recomputes as a whole, after its owner and its name there."""
+    return [
+        (owner, name, module)
+        for owner in model.modules()
+        for name, module in owner._modules.items()
+        if isinstance(module, GradientCheckpointingLayer) and not isinstance(owner, GradientCheckpointingLayer)
+    ]
+
+
+def _weights(module: torch.nn.Module) -> tuple[Any, ...]:
+    return tuple((name, tuple(weight.shape)) for name, weight in module.named_parameters(recurse=False))
+
+
+def _settings(module: torch.nn.Module) -> tuple[Any, ...]:
+    settings = sorted((name, value) for name, value in vars(module).items() if isinstance(value, int))
+    return tuple(pair for pair in settings if "idx" not in pair[0])  # a layer's number
+
+
+def lengthened(phases: Sequence[Phase], few: Few) -> Iterator[Phase]:
+    """The phases of the whole model, from those of a shorter one: each layer's are those of the layer that tells of it,
+    above what the other layers hold then.
+    """
+    if len(few.sources) == len(few.layers):
+        yield from phases
+        return
+    alone = {one.name: one for one in phases if one.layer is None}
+    groups = {key: list(found) for key, found in groupby(phases, lambda one: (one.layer, one.name.endswith("forward")))}
+    forward = [one.held for one in phases if one.name in ("forward", "head")]
+    first = {one.layer: one.held for one in reversed(phases) if one.name == "backward"}
+    backward = [first[layer] for layer in range(len(few.layers))]
+    kept = [after - before for before, after in pairwise(forward)]
+    # Less waits for a layer's backward than it kept: autocast's copies of weights have been freed by then.
+    waits = [0, *(after - before for before, after in pairwise(backward))]
+    before = [*accumulate((kept[place] for place in few.sources), initial=forward[0])]
+    below = [*accumulate(waits[place] for place in few.sources)]
+    yield alone["embed"]
+    for layer, place in enumerate(few.sources):
+        yield from _raised(groups[place, True], layer, before[layer] - forward[place])
+    yield from _raised([alone["head"]], None, before[-1] - forward[-1])
+    yield from _raised([alone["head backward"]], None, below[-1] - sum(waits))
+    for layer, place in reversed(list(enumerate(few.sources))):
+        yield from _raised(groups[place, False], layer, backward[0] + below[layer] - backward[place])
+    yield from [alone["end"]] if "end" in alone else []
+
+
+def _raised(phases: list[Phase], layer: int | None, by: int) -> Iterator[Phase]:
+    for one in phases:
+        yield replace(one, layer=layer, held=one.held + by, peak=one.peak + by)
