@@ -24,9 +24,11 @@ class Setup:
     model: Path
     rows: Path
     objective: str = "sft"
-    """sft, cpt, dpo, ipo, kto (with its reference point at 0) or orpo."""
+    """sft, cpt, dpo, ipo, kto (with its reference point at 0), orpo, cpo or simpo."""
     train_on: str = "assistant"
     beta: float = 0.1
+    margin: float = 0.0
+    nll_weight: float = 0.0
     label_smoothing: float = 0.0
     optimizer: str = "adamw"
     peak: float = 1e-3
@@ -90,7 +92,7 @@ def sample_of(row: dict[str, Any], tokenizer: Any, setup: Setup) -> tuple[list[A
     if setup.objective == "cpt":
         ids = torch.tensor([[*tokenizer(row["text"]).input_ids, tokenizer.eos_token_id]])
         return [Answer(ids, ids)], True
-    if setup.objective in ("dpo", "ipo", "orpo"):
+    if setup.objective in ("dpo", "ipo", "orpo", "cpo", "simpo"):
         return [answer_of(row[which], tokenizer, "last") for which in ("chosen", "rejected")], True
     if setup.objective == "kto":
         return [answer_of(row["prompt"] + row["completion"], tokenizer, "last")], row["label"]
@@ -138,6 +140,9 @@ def loss_of(
         means = [one.mean() for one in logps]
         odds = [mean.exp() / (1 - mean.exp()) for mean in means]
         return -means[0] - beta * F.logsigmoid(torch.log(odds[0] / odds[1]))
+    if setup.objective in ("cpo", "simpo"):  # arXiv 2401.08417, eq. 3; arXiv 2405.14734, eq. 6
+        rewards = [beta * (one.mean() if setup.objective == "simpo" else one.sum()) for one in logps]
+        return -F.logsigmoid(rewards[0] - rewards[1] - setup.margin) - setup.nll_weight * logps[0].mean()
     ratios = [one.sum() - first for one, first in zip(logps, reference, strict=True)]
     if setup.objective == "ipo":  # arXiv 2310.12036, eq. 17, on means over tokens
         per_token = [ratio / len(one) for ratio, one in zip(ratios, logps, strict=True)]

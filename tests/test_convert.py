@@ -1077,3 +1077,21 @@ def test_trl_evaluates_the_split_test_where_a_file_asks_for_evaluations_only(fol
     assert recipe["data"]["eval"] == {"path": "d", "name": "c", "split": "test"}
     Path("recipes/file.yaml").unlink()
     assert "eval" not in recipe_of_trl(f"{text}}}")["data"]
+
+
+@pytest.mark.parametrize(
+    ("text", "project", "objective"),
+    [
+        (f"{HANDBOOK}loss_type: simpo\nsimpo_gamma: 1.4\ncpo_alpha: 0\n", "trl",
+         {"name": "simpo", "beta": 0.01, "gamma": 1.4, "nll_weight": 0}),
+        (f"{AXOLOTL}rl: simpo\nrl_beta: 2.0\n", "axolotl",
+         {"name": "simpo", "beta": 2.0, "gamma": 0.5, "nll_weight": 1.0}),
+        (LLAMA_FACTORY.replace("stage: sft", "stage: dpo") + "pref_loss: simpo\nsimpo_gamma: 0.7\n", "llama-factory",
+         {"name": "simpo", "beta": 0.1, "gamma": 0.7, "nll_weight": 0.0}),
+        (f"{HANDBOOK}loss_type: sigmoid\ncpo_alpha: 0.5\n", "trl", {"name": "cpo", "beta": 0.01, "nll_weight": 0.5}),
+    ],
+    ids=["trl", "axolotl", "llama-factory", "cpo"],
+)  # fmt: skip
+def test_simpo_and_cpo_have_the_settings_of_their_project(folder, text, project, objective):
+    assert convert(text, "--from", project) == 0
+    assert yaml.safe_load(Path("recipes/file.yaml").read_text())["objective"] == objective

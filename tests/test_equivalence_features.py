@@ -46,6 +46,8 @@ COLUMNS = {
     "qlora": (QLORA, [name for name in DISTRIBUTED if name not in (*NO_DORA, "fsdp1", "zero3_nvme")]),
     "dpo": (None, DISTRIBUTED),
     "orpo": (None, DISTRIBUTED),
+    "cpo": (None, DISTRIBUTED),
+    "simpo": (None, DISTRIBUTED),
     "kto_zero": (None, DISTRIBUTED),
     "muon": (MUON, [name for name in DISTRIBUTED if name not in NO_MUON]),
 }
@@ -59,6 +61,8 @@ CHOSEN = {
     "qlora": ("fsdp2", "zero2", "zero3"),
     "dpo": ("ddp", "ddp_sp", "fsdp2", "zero3", "tp", "pp"),
     "orpo": ("ddp", "fsdp2"),
+    "cpo": ("zero3",),
+    "simpo": ("ddp", "fsdp2"),
     "kto_zero": ("ddp", "fsdp2"),
     "muon": ("ddp", "fsdp2", "pp"),
 }
@@ -108,6 +112,8 @@ def write_judgements(path: Path, num_rows: int = 53) -> None:
 OBJECTIVES = {
     "dpo": ("{name: dpo, beta: 0.2, label_smoothing: 0.1}", write_pairs),
     "orpo": ("{name: orpo, beta: 0.5}", write_pairs),
+    "cpo": ("{name: cpo, beta: 0.2}", write_pairs),
+    "simpo": ("{name: simpo, beta: 2.0, gamma: 0.5, nll_weight: 0.1}", write_pairs),
     "kto_zero": ("{name: kto_zero, beta: 0.2, undesirable_weight: 1.5}", write_judgements),
 }
 

@@ -121,7 +121,7 @@ def test_swapped_answers_are_another_loss(batch, logits):
     assert abs(right - wrong).item() > 0.1
 
 
-@pytest.mark.parametrize("name", ["dpo", "orpo", "kto_zero"])
+@pytest.mark.parametrize("name", ["dpo", "orpo", "cpo", "simpo", "kto_zero"])
 def test_a_micro_batch_without_samples_still_has_a_backward(batch, logits, name: str):
     empty = {"input_ids": batch["input_ids"][:1, :2]}
     empty |= {name: value[:0] for name, value in batch.items() if name not in ("input_ids", "num_sequences")}
@@ -193,6 +193,34 @@ def test_a_likelihood_of_one_has_a_finite_gradient(batch):
     assert math.isfinite(outcome.loss_sum.item()) and logits.grad.isfinite().all()
 
 
+# CPO and SimPO.
+
+
+@pytest.mark.parametrize(
+    "keys", [{"name": "cpo", "beta": 0.3}, {"name": "simpo", "beta": 2.5, "gamma": 0.8}], ids=["cpo", "simpo"]
+)
+def test_cpo_and_simpo_are_the_equations_of_their_papers(batch, grid, logits, keys):
+    """Eq. 3 of arXiv 2401.08417 with the likelihood beside it; eq. 6 of arXiv 2405.14734. Swapped is another loss."""
+    without = {name: value for name, value in batch.items() if name != "reference_logps"}
+    outcome = Objective.of(**keys).compute(model(logits), without)
+    losses, margins = [], []
+    for pair in range(NUM_PAIRS):
+        (chosen, count), (rejected, other) = (
+            log_probability(logits[row], grid[row]) for row in (2 * pair, 2 * pair + 1)
+        )
+        if keys["name"] == "simpo":
+            margins.append(2.5 * chosen / count - 2.5 * rejected / other)
+            losses.append(-math.log(1 / (1 + math.exp(-(margins[-1] - 0.8)))))
+        else:
+            margins.append(0.3 * chosen - 0.3 * rejected)
+            losses.append(-math.log(1 / (1 + math.exp(-margins[-1]))) - chosen / count)
+    assert outcome.loss_sum.item() == pytest.approx(sum(losses), rel=1e-5) and outcome.count == NUM_PAIRS
+    assert outcome.metrics["reward_margin"].item() == pytest.approx(sum(margins), rel=1e-4)
+    assert outcome.metrics["reward_accuracy"].item() == sum(margin > 0 for margin in margins)
+    swapped = without | {"target_sequences": batch["target_sequences"] ^ 1}
+    assert abs(Objective.of(**keys).compute(model(logits), swapped).loss_sum - outcome.loss_sum).item() > 0.01
+
+
 # KTO with z0 = 0.
 
 
@@ -228,9 +256,11 @@ def test_kto_zero_with_the_labels_swapped_is_another_loss(batch, logits):
         {"name": "dpo", "label_smoothing": 0.2},
         {"name": "dpo", "loss": "ipo"},
         {"name": "orpo"},
+        {"name": "cpo", "nll_weight": 0.5},
+        {"name": "simpo", "nll_weight": 0.5},
         {"name": "kto_zero"},
     ],
-    ids=["sft", "dpo", "ipo", "orpo", "kto_zero"],
+    ids=["sft", "dpo", "ipo", "orpo", "cpo", "simpo", "kto_zero"],
 )
 def test_a_loss_by_hand_is_that_of_the_batch(batch, grid, logits, keys):
     objective = Objective.of(**keys)

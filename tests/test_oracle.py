@@ -37,7 +37,7 @@ def row_of(kind: str, chance: random.Random) -> dict[str, Any]:
     answers = [[{"role": "assistant", "content": words(chance, 1, 20)}] for _ in range(3)]
     if kind == "cpt":
         return {"text": words(chance, 5, 60)}
-    if kind in ("dpo", "ipo", "orpo"):
+    if kind == "dpo":
         return {"chosen": asked + answers[0], "rejected": asked + answers[1]}
     if kind == "kto":
         return {"prompt": asked, "completion": answers[0], "label": chance.random() < 0.5}
@@ -82,6 +82,8 @@ CASES: dict[str, dict[str, Any]] = {
     "dpo, smoothed, packed": {"objective": "dpo", "peak": 1e-4, "label_smoothing": 0.1, "packing": True},
     "ipo": {"objective": "ipo", "peak": 1e-4, "beta": 0.2},
     "orpo": {"objective": "orpo", "peak": 1e-4, "beta": 0.3, "weight_decay": 0.01},
+    "cpo": {"objective": "cpo", "optimizer": "sgd", "peak": 0.01, "beta": 0.2, "nll_weight": 1.0},
+    "simpo, packed": {"objective": "simpo", "optimizer": "sgd", "peak": 0.01, "margin": 0.7, "packing": True},
     "kto": {"objective": "kto", "peak": 1e-4, "model": "untied"},
     "sft, lora": {"adapter": True, "peak": 5e-3, "clip": 0.5, "weight_decay": 0.1},
 }
@@ -91,7 +93,7 @@ OF_RECIPE = {"kto": "kto_zero", "ipo": "dpo"}
 def setup_of(shelf: Path, case: dict[str, Any]) -> Setup:
     given = {key: value for key, value in case.items() if key not in ("packing", "model", "adapter")}
     kind = given.get("objective", "sft")
-    rows = shelf / f"{'dpo' if kind in ('ipo', 'orpo') else kind}.jsonl"
+    rows = shelf / f"{'dpo' if kind in ('ipo', 'orpo', 'cpo', 'simpo') else kind}.jsonl"
     return Setup(model=shelf / case.get("model", "tied"), rows=rows, **given)
 
 
@@ -102,6 +104,8 @@ def settings_of(setup: Setup, case: dict[str, Any]) -> dict[str, str]:
     elif setup.objective != "cpt":
         objective["beta"] = setup.beta
     objective |= {"loss": "ipo"} if setup.objective == "ipo" else {}
+    objective |= {"gamma": setup.margin} if setup.objective == "simpo" else {}
+    objective |= {"nll_weight": setup.nll_weight} if setup.objective == "cpo" else {}
     objective |= {"label_smoothing": setup.label_smoothing} if setup.label_smoothing else {}
     optim = {"name": setup.optimizer, "learning_rate": setup.peak, "weight_decay": setup.weight_decay}
     optim |= {"momentum": 0.0} if setup.optimizer == "sgd" else {}

@@ -33,6 +33,8 @@ OVERRIDES = {
     "checkpointing": ["model.gradient_checkpointing=selective"],
     "dpo": ["objective={name: dpo, loss: ipo, beta: 0.3}"],
     "orpo": ["objective={name: orpo, beta: 0.3}"],
+    "simpo": ["objective={name: simpo, beta: 2.5, gamma: 1.4, nll_weight: 0.5}"],
+    "cpo": ["objective={name: cpo, beta: 0.2}"],
     "kto_zero": ["objective={name: kto_zero, undesirable_weight: 1.5}"],
     "cpt": ["objective={name: cpt}", "batch={global_batch_size: 8, micro_batch_tokens: 512}"],
     "muon": ["optim={name: muon, learning_rate: 1e-3}"],

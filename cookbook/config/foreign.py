@@ -234,6 +234,7 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
     "loss_scale.initial": lambda power: 2.0 ** _count(power),
     "loss_scale.minimum": lambda value: float(_number(value)),
     **dict.fromkeys(("loss_scale.window", "loss_scale.hysteresis"), _count),
+    **dict.fromkeys(("objective.gamma", "objective.nll_weight"), _number),
     **dict.fromkeys(("objective.desirable_weight", "objective.undesirable_weight", "~beta1", "~beta2"), _number),
     **dict.fromkeys(("~warmup", "~warmup_ratio", "~min_share", "~eval_steps", "~save_steps"), _number),
     **dict.fromkeys(("adapter.alpha", "adapter.dropout"), lambda value: float(_number(value))),

@@ -427,7 +427,11 @@ class Conversion:
         elif component and not re.match(r"ce|.*cross_?entropy", component):
             self.others.append(f"{self.places['~loss']}: no such objective (docs/recipes.md#objective)")
         for name in (rl, loss):
-            if name in ("sigmoid", "ipo", "dpo"):
+            if name == "simpo":
+                self._simpo("pref_loss" in self.places.get("~pref_loss", self.places.get("~rl", "")))
+            elif name == "sigmoid" and "objective.nll_weight" in self.recipe:
+                self.recipe["objective.name"] = "cpo"
+            elif name in ("sigmoid", "ipo", "dpo"):
                 self.recipe["objective.name"] = "dpo"
                 self.recipe |= {"objective.loss": "ipo"} if name == "ipo" else {}
             elif name in ("orpo", "kto"):
@@ -442,6 +446,9 @@ class Conversion:
                 self.recipe["objective.name"] = "dpo"
                 self._note("objective.beta", "taken for DPO; for ORPO write objective.name: orpo, for KTO kto_zero")
         name = self.recipe.get("objective.name", "sft")
+        for own, names in {"objective.gamma": ("simpo",), "objective.nll_weight": ("cpo", "simpo")}.items():
+            if name not in names and self.recipe.pop(own, None) is not None:
+                self._note(own, f"goes with {' and '.join(names)} only")
         if name == "kto_zero":
             self.changes.append("objective.name kto_zero: KTO with its reference point at 0 (docs/recipes.md)")
         if name != "dpo" and "objective.label_smoothing" in self.recipe:
@@ -450,6 +457,21 @@ class Conversion:
         if name != "sft" and "objective.train_on" in self.recipe:
             self.recipe.pop("objective.train_on")
             self._note("objective.train_on", f"{name} decides which tokens have loss")
+
+    def _simpo(self, is_llama_factory: bool) -> None:
+        """SimPO with the defaults of TRL (1.16, experimental/cpo/cpo_config.py), which axolotl takes, and of
+        LLaMA-Factory, which has no likelihood beside it."""
+        self.recipe["objective.name"] = "simpo"
+        defaults = {
+            "objective.beta": 0.1,
+            "objective.gamma": 0.5,
+            "objective.nll_weight": 0.0 if is_llama_factory else 1.0,
+        }
+        added = {key: value for key, value in defaults.items() if key not in self.recipe}
+        self.recipe |= added
+        if added:
+            given = ", ".join(f"{key} {show(value)}" for key, value in added.items())
+            self.notes.append(f"not in the file, so the other project's defaults hold: {given}")
 
     @property
     def _adapter_name(self) -> str | None:
