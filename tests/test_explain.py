@@ -682,6 +682,8 @@ def test_check_lists_all_mistakes_of_all_files_in_one_run(book, capsys):
         "accelerate_configs/zero3.yaml:2: num_processes is -2; use auto",
         "ds_configs/zero3.json:13: zero_optimization.stage is 4; use 1, 2 or 3",
         "ds_configs/zero3.json:14: zero_optimization.overlap_com: unknown key",
+        "ds_configs/zero3.json:11: gradient_clipping is 0.5, but the recipe's optim.max_grad_norm is 1.0",
+        "accelerate_configs/zero3.yaml:3: mixed_precision is",
         "accelerate_configs/fsdp2_tp.yaml:2: num_processes is 6, but the mesh",
     ]
     for start in starts:
