@@ -145,7 +145,7 @@ def start(lab: Lab, strategy: str, settings: dict[str, str], result: Path) -> tu
 
 def reason_of(output: str, folder: Path) -> str:
     """The mistake that a refused run reports, without the names of this run."""
-    line = output.strip().splitlines()[-1]
+    *_, line = (one for one in output.splitlines() if ": " in one and not one.startswith("[transformers]"))
     for name in (repr(str(folder)), f"model {folder}", str(folder)):
         line = line.replace(name, "the model")
     return line.strip(" -").removeprefix("the model: ")
@@ -199,6 +199,8 @@ def plan(lab: Lab, folder: Path) -> dict[str, Any]:
         if code == REFUSED:
             return {"refused": reason_of(mistakes.getvalue(), folder)}
         (forecast,) = (one for one in json.loads(said.getvalue())["forecasts"] if "fsdp2" in one["strategy"])
+        if forecast["verdict"] == "cannot run":
+            return {"refused": "; ".join(forecast["why"])}
         return {"forecast": "bound" if forecast["memory"]["is_bound"] else "yes"}
     except Exception as why:
         return {"failed": f"{type(why).__name__}: {why}"[:400]}

@@ -61,9 +61,8 @@ depends on the number of processes, which a run notes at its start.
 
 {table}
 {footnote}
-`-`: no result on record. Most were not tried; others failed or lay above the limit in a version since changed, and
-were not run again: of `zamba`, `zamba2`, `mamba`, `falcon_mamba`, `mamba2`, `rwkv`, `gemma4_text` and
-`gemma4_unified_text`. Cells of some 29 types are of an earlier record, of older code.
+`-`: no result on record. QLoRA was tried for some types only; others failed or lay above the limit in a version since
+changed, and were not run again. Cells of some types are of an earlier record, of older code.
 
 `no`: the run is refused at its start, with exit code 2, for the reason of this number:
 

@@ -136,8 +136,8 @@ FAULTS = (
     Fault(
         "checkpoint",
         f"{CHECKPOINT}/resume.py",
-        ', "run.num_epochs")',
-        ")",
+        '"run.num_epochs", ',
+        "",
         "a resumed run changes its length, and with it the learning rates, without a word",
         "tests/test_resume.py::test_a_run_that_resumes_does_not_change_its_length_without_consent",
     ),

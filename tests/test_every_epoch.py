@@ -16,7 +16,7 @@ from cookbook.system.files import RecipeError
 from tests.curves import Curve, Lab
 
 STEPS = 7
-"""Of an epoch of the small recipe: 101 rows in global batches of 16, the last of them of 5."""
+"""Steps of an epoch of the small recipe: 101 rows in global batches of 16, the last of them of 5."""
 
 
 @pytest.mark.parametrize(("steps", "times"), [(1, 1), (3, 2), (7, 1), (7, 2), (7, 3), (7, 7), (10, 4), (1000, 3)])

@@ -273,3 +273,21 @@ def test_a_process_with_the_adapters_of_other_experts_leaves_the_curve(lab: Lab)
     model = experts(lab) | ADAPTER
     wrong = lab.run("fsdp2_ep", model | {"batch.micro_batch_size": "2"}, sabotage="adapters_of_the_first_experts")
     assert distance(wrong, lab.run("single", model)).loss > 100 * SGD_LOSS
+
+
+@pytest.mark.parametrize(
+    ("model_type", "other"), [("phimoe", "PhimoeTopKRouter"), ("deepseek_v4", "DeepseekV4GroupedLinear")]
+)
+def test_what_is_a_linear_layer_by_its_class_alone_is_not_adapted(model_type, other):
+    """Routers return several tensors, grouped layers multiply parts of their input."""
+    torch.manual_seed(0)
+    model = tiny_model(tiny_config(model_type))
+    asked = AdapterSection(name="lora", rank=4)
+    assert any(other in note for note in adapters.examine(model, asked))
+    adapters.inject(model, asked)
+    adapted = {type(one.base_layer).__name__ for one in model.modules() if hasattr(one, "lora_A")}
+    assert adapted == {"Linear"}
+    ids = torch.randint(0, 100, (1, 16))
+    assert torch.isfinite(model(input_ids=ids, use_cache=False).logits).all()
+    with pytest.raises(RecipeError, match=f"{other} of this model .* write adapter.name: lora"):
+        adapters.check_names(tiny_config(model_type), AdapterSection(name="qlora"))

@@ -21,7 +21,7 @@ BITS = {
     "F6_E2M3": 6,
     "F6_E3M2": 6,
 }
-"""Of an element of each dtype."""
+"""Bits of an element of each dtype."""
 
 
 class BadHeader(ValueError):

@@ -35,7 +35,7 @@ class Contrast(Objective):
 
     @property
     def weight(self) -> float:
-        """Of the chosen answer's likelihood."""
+        """Weight of the chosen answer's likelihood."""
         return self.own_weight if self.nll_weight is None else self.nll_weight
 
     @property

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 ADAPTER_NAME = "default"
 LINEAR = (torch.nn.Linear, Conv1D)
+NO_4_BITS = {"rwkv": "its own code scales the weights in place, in which transformers 5.23 fails on 4 bits"}
 """What peft takes for a linear layer: GPT-2's have their weight the other way round."""
 BASE_RECORD = "base_model.json"
 NO_ROWS = range(0)
@@ -117,7 +118,7 @@ def lora_config(
 def _modules_and_parameters(model: PreTrainedModel, targets: list[str]) -> tuple[str | list[str], list[str]]:
     """What peft calls `target_modules` and `target_parameters`."""
     stacked = stacked_experts(model)
-    if targets == [ALL_LINEAR] and not stacked:
+    if targets == [ALL_LINEAR] and not stacked and not _other_products(model):
         return ALL_LINEAR, []
     linear = _linear_names(model)
     last = _last_parts(linear)
@@ -149,8 +150,23 @@ def _linear_names(model: PreTrainedModel) -> list[str]:
     """Linear layers but the head; not those that share the last part of their name with something else."""
     head = model.get_output_embeddings()
     named = [(name, module) for name, module in model.named_modules() if module is not head]
-    others = {name.rpartition(".")[2] for name, module in named if not isinstance(module, LINEAR)}
-    return [name for name, module in named if isinstance(module, LINEAR) and name.rpartition(".")[2] not in others]
+    others = {name.rpartition(".")[2] for name, module in named if not _is_linear(module)}
+    return [name for name, module in named if _is_linear(module) and name.rpartition(".")[2] not in others]
+
+
+def _is_linear(module: torch.nn.Module) -> bool:
+    """Whether it multiplies by its weight and no more. Routers and layers in groups of transformers' models may be
+    linear layers by their class alone.
+    """
+    kind = type(module)
+    is_own = kind.__module__.startswith("transformers.models.") and kind.forward is not torch.nn.Linear.forward
+    return isinstance(module, LINEAR) and (not is_own or kind.__name__ == "FalconLinear")
+
+
+def _other_products(model: PreTrainedModel) -> list[str]:
+    """Classes of linear layers that compute something else."""
+    found = (module for module in model.modules() if isinstance(module, LINEAR) and not _is_linear(module))
+    return sorted({type(module).__name__ for module in found})
 
 
 def stacked_experts(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
@@ -218,6 +234,10 @@ def examine(model: PreTrainedModel, settings: AdapterSection) -> list[str]:
         leaf for leaf, (first, *more) in leaves.items() if not more and (first is head or type(first) is Embedding)
     ]
     mistakes = []
+    if settings.is_quantized and (why := _no_4_bits(model)):
+        mistakes.append(
+            f"adapter.name: {settings.name} stores linear layers in 4 bits, but {why}; write adapter.name: lora"
+        )
     # peft is content when one of several targets matches: a misspelt one would be left out in silence.
     for target in settings.targets:
         if leaves.get(target) == [head]:
@@ -246,10 +266,21 @@ def examine(model: PreTrainedModel, settings: AdapterSection) -> list[str]:
     return _note_on_experts(model, settings, stacked)
 
 
+def _no_4_bits(model: PreTrainedModel) -> str | None:
+    others = ", ".join(_other_products(model))
+    return (
+        f"{others} of this model would no longer compute its own product"
+        if others
+        else NO_4_BITS.get(model.config.model_type)
+    )
+
+
 def _note_on_experts(
     model: PreTrainedModel, settings: AdapterSection, stacked: dict[str, torch.nn.Parameter]
 ) -> list[str]:
     notes = [_note_on_4_bits(stacked)] if settings.is_quantized and stacked else []
+    if ALL_LINEAR in settings.targets and (others := _other_products(model)):
+        notes.append(f"adapter.targets: {ALL_LINEAR} leaves out {', '.join(others)}, which compute more than a product")
     frozen = {name: one for name, one in stacked.items() if not any(_matching([name], t) for t in settings.targets)}
     if not frozen:
         return notes

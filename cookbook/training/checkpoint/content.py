@@ -13,7 +13,7 @@ from cookbook.training.checkpoint.folder import BrokenCheckpoint, Checkpoint
 NEEDED = ("recipe", "made_from", "run", "parameters", "counts", "step", "num_samples")
 """Keys of `state.json` without which no run resumes."""
 DTYPES = ("F32", "BF16", "F16", "I64")
-"""Of the tensors that a save writes."""
+"""Dtypes of the tensors that a save writes."""
 
 
 class Run(NamedTuple):
