@@ -21,6 +21,7 @@ from cookbook.config.recipe import OWNED_ELSEWHERE, Recipe, apply_overrides, lea
 from cookbook.config.strategy import load_strategy, missing_strategy
 from cookbook.system.files import Document, RecipeError, read_document
 from cookbook.system.validation import validate
+from tests.needs import need_trl
 
 TRL = """\
 model_name_or_path: some/model
@@ -822,7 +823,9 @@ def test_where_a_file_is_silent_the_projects_own_defaults_are_written(folder, ca
 @pytest.mark.slow
 def test_the_defaults_of_trl_are_those_of_its_own_classes():
     """What the table says of TRL, against the classes of the installed one."""
-    trl = pytest.importorskip("trl", reason="needs TRL, of requirements-peers.txt, which CI does not install")
+    need_trl()
+    import trl
+
     sft, dpo, model = (
         {one.name: one.default for one in dataclasses.fields(kind)}
         for kind in (trl.SFTConfig, trl.DPOConfig, trl.ModelConfig)
