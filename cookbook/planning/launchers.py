@@ -13,7 +13,8 @@ from pathlib import Path
 
 import psutil
 
-from cookbook.config.strategy import OWNED_BY_THE_RECIPE, Strategy, load_strategy, strategy_path
+from cookbook.config.strategy import Strategy, load_strategy, strategy_path
+from cookbook.config.strategy_keys import OWNED_BY_THE_RECIPE
 from cookbook.system import hosts
 from cookbook.system.files import RecipeError
 from cookbook.system.machine import CPU_PROCESSES, fp8_problems, toolkit_problem, torch_cuda

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import ParallelismConfig
 
-from cookbook.config.strategy import FsdpBlock
+from cookbook.config.accelerate_yaml import FsdpBlock
 from cookbook.system.files import RecipeError
 from cookbook.training.engine.base import Engine
 from cookbook.training.engine.start import start_processes

@@ -1,0 +1,183 @@
+"""DeepSpeed's JSON: the keys that a strategy may write, and which of them contradict one another."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+
+from cookbook.system.files import Document, PathText, show
+from cookbook.system.validation import part
+
+
+class Block(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def integer(value: Any, *, choices: str) -> Any:
+    if type(value) is not int:  # Literal[1] would accept true
+        raise ValueError(f"is {show(value)}; write {choices}")
+    return value
+
+
+def count_or_auto(value: Any, *, auto: str = "one per GPU") -> Any:
+    if value != "auto" and (type(value) is not int or value < 1):
+        raise ValueError(f"is {show(value)}; use auto ({auto}) or a count from 1")
+    return value
+
+
+def stage_number(value: Any) -> Any:
+    if value == 0:
+        raise ValueError("is 0, which is DDP: take strategy ddp")
+    return integer(value, choices="1, 2 or 3")
+
+
+_group_or_auto = partial(count_or_auto, auto="the processes of a machine")
+
+
+class JsonBlock(Block):
+    """A block of a DeepSpeed JSON: a key that is left out has DeepSpeed's default, and null is no value."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_deepspeed_reads(cls, value: Any, field: ValidationInfo) -> Any:
+        info = cls.model_fields[str(field.field_name)]
+        if value is None and not info.is_required():
+            raise ValueError("is empty; write a value, or take the key out")
+        # 5e8, as DeepSpeed's own pages have it: pydantic makes an integer of a whole number there.
+        is_whole = isinstance(value, float) and value.is_integer() and "int" in str(info.annotation)
+        return int(value) if is_whole else value
+
+
+MOST_ELEMENTS = 10**11
+"""Elements of a buffer: more than any GPU holds, of whatever dtype."""
+BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
+    "reduce_bucket_size": lambda hidden: hidden * hidden,
+    "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
+    "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
+}
+"""What accelerate 1.15 fills in where a JSON has "auto" (accelerator.py, _prepare_deepspeed)."""
+
+
+def _elements(value: Any, *, least: int = 1, most: int = MOST_ELEMENTS, auto: bool = False) -> Any:
+    if value is None or (auto and value == "auto"):
+        return value
+    if type(value) is not int:
+        raise ValueError(f"is {show(value)}; write a whole number of elements{', or auto' * auto}")
+    if not least <= value <= most:
+        raise ValueError(f"is {value}; write {least} to {most} elements")
+    return value
+
+
+Elements = Annotated[int | None, BeforeValidator(_elements)]
+ByHiddenSize = Annotated[int | Literal["auto"] | None, BeforeValidator(partial(_elements, auto=True))]
+Ahead = Annotated[int | Literal["auto"] | None, BeforeValidator(partial(_elements, least=0, auto=True))]
+Threshold = Annotated[
+    int | Literal["auto"] | None, BeforeValidator(partial(_elements, least=0, most=10**30, auto=True))
+]
+
+
+class OffloadBlock(JsonBlock):
+    device: Literal["cpu", "nvme"] = Field(examples=["cpu"])
+    nvme_path: PathText | None = None
+    pin_memory: bool = True
+    buffer_count: int | None = Field(default=None, gt=0)
+
+
+class OffloadOptimizerBlock(OffloadBlock):
+    pipeline_read: bool | None = None
+    pipeline_write: bool | None = None
+    fast_init: bool | None = None
+
+
+class OffloadParamBlock(OffloadBlock):
+    buffer_size: int | None = Field(default=None, gt=0)
+    max_in_cpu: int | None = Field(default=None, ge=0)
+
+
+class ZeroBlock(JsonBlock):
+    """`zero_optimization`, without the keys that change the result or that DeepSpeed has deprecated."""
+
+    stage: Annotated[Literal[1, 2, 3], BeforeValidator(stage_number)] = Field(examples=[2])
+    overlap_comm: bool | None = None
+    contiguous_gradients: bool | None = None
+    reduce_bucket_size: ByHiddenSize = None
+    reduce_scatter: bool | None = None
+    allgather_bucket_size: Elements = None
+    allgather_partitions: bool | None = None
+    round_robin_gradients: bool | None = None
+    sub_group_size: int | None = Field(default=None, gt=0)
+    stage3_prefetch_bucket_size: Ahead = None
+    stage3_param_persistence_threshold: Threshold = None
+    stage3_max_live_parameters: int | None = Field(default=None, ge=0)
+    stage3_max_reuse_distance: int | None = Field(default=None, ge=0)
+    zero_hpz_partition_size: Annotated[int | Literal["auto"] | None, BeforeValidator(_group_or_auto)] = None
+    offload_optimizer: OffloadOptimizerBlock | None = None
+    offload_param: OffloadParamBlock | None = None
+
+
+class AioBlock(JsonBlock):
+    block_size: int | None = Field(default=None, gt=0)
+    queue_depth: int | None = Field(default=None, gt=0)
+    intra_op_parallelism: int | None = Field(default=None, gt=0)
+    single_submit: bool | None = None
+    overlap_events: bool | None = None
+    use_gds: bool | None = None
+
+
+class DataTypesBlock(Block):
+    grad_accum_dtype: Literal["fp32"]
+
+
+class DeepspeedFile(Block):
+    """The keys of a DeepSpeed JSON that a strategy may write, besides those of `strategy_keys`."""
+
+    # Never true: DeepSpeedCPUAdam is not the optimizer of the other strategies, and needs a compiler.
+    zero_force_ds_cpu_optimizer: Literal[False] | None = None
+    communication_data_type: Literal["fp32"] | None = None
+    data_types: DataTypesBlock | None = None
+    zero_optimization: ZeroBlock = Field(examples=[{"stage": 2}])
+    aio: AioBlock | None = None
+
+
+def check_zero(document: Document) -> Iterator[str]:
+    """Keys of the JSON that contradict one another, if its zero_optimization is valid by itself."""
+    zero, top = part(document, "zero_optimization", ZeroBlock), document.values
+    if zero is None:
+        return
+    place = partial(document.place, "zero_optimization")
+    given, offload = zero.model_fields_set, zero.offload_optimizer
+    if zero.stage == 3:  # deepspeed 0.19.8's stage3.py never reads these
+        for key in sorted({"allgather_bucket_size", "allgather_partitions", "round_robin_gradients"} & given):
+            yield f"{place(key)}: stage 3 does not read it; take it out"
+    else:
+        late = ("offload_param", "sub_group_size", "zero_hpz_partition_size", "stage3_")
+        for key in (key for key in ZeroBlock.model_fields if key.startswith(late) and key in given):
+            yield f"{place(key)}: needs stage 3, the stage is {zero.stage}; take it out"
+    if zero.stage == 1 and top.get("data_types") is not None and offload is None:
+        problem = "with stage 1 DeepSpeed would run its BF16_Optimizer, not ZeRO-1; take it out, or use stage 2"
+        yield f"{document.place('data_types')}: {problem}"
+    blocks = {"offload_optimizer": offload, "offload_param": zero.offload_param}
+    on_nvme = [key for key, block in blocks.items() if block is not None and block.device == "nvme"]
+    for key, block in blocks.items():
+        if key in on_nvme and block is not None and not block.nvme_path:
+            way = "add nvme_path: nvme_swap, or another folder"
+            yield f"{place(key, 'device')} is nvme, but there is no nvme_path; {way}"
+        elif block is not None and key not in on_nvme:
+            for name in sorted(block.model_fields_set - {"device", "pin_memory"}):
+                yield f"{place(key, name)}: would be ignored with device cpu; take it out"
+    if "offload_optimizer" in on_nvme and zero.stage < 3:
+        yield f"{place('offload_optimizer', 'device')} is nvme, which needs stage 3; use cpu"
+    if offload is None and zero.offload_param is not None:
+        yield f"{place('offload_param')}: goes with offload_optimizer; add offload_optimizer: {{device: cpu}}"
+    if "offload_param" in on_nvme and zero.stage3_prefetch_bucket_size != 0:
+        # partitioned_param_coordinator.py, __prefetch_nvme_param_partitions: its list may hold a parameter twice, once
+        # for the end of the forward and once for the start of the backward.
+        problem = "DeepSpeed 0.19.8 swaps a parameter in twice and stops at the second step"
+        yield f"{place('stage3_prefetch_bucket_size')} must be 0 with parameters on nvme: {problem}; write 0"
+    if "offload_param" in on_nvme and zero.zero_hpz_partition_size not in (None, 1):
+        # partition_parameters.py, _partition_param_sec
+        problem = "DeepSpeed 0.19.8 cannot put its second copy of the weights on nvme; take it out"
+        yield f"{place('zero_hpz_partition_size')}: {problem}"
+    if top.get("aio") is not None and not on_nvme:
+        yield f"{document.place('aio')}: would be ignored: nothing is offloaded to nvme; take it out"
