@@ -1,0 +1,132 @@
+"""Keys of converted files as ours, where one has one counterpart; what is derived from several is kept for later."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cookbook.commands.convert import references
+from cookbook.config.foreign import PROJECTS, Key, NoCounterpart, Project, asks_for_nothing
+from cookbook.config.strategy_keys import passes
+from cookbook.system.files import Document, KeyPath, RecipeError, kind_in_words, show
+
+
+class Collected:
+    """Our keys, collected from one or more files."""
+
+    def __init__(self, processes: int | None) -> None:
+        self.processes = processes
+        self.recipe: dict[str, Any] = {}
+        """By dotted key."""
+        self.other: dict[str, Any] = {}
+        """By `~X` and `strategy.X`: from which further keys are derived."""
+        self.places: dict[str, str] = {}
+        """File, line, key and value behind each of these."""
+        self.given: set[str] = set()
+        """Those that the files have, also with a value that could not be converted."""
+        self.changes: list[str] = []
+        """What of the files is not in the recipe and trains otherwise, or may."""
+        self.notes: list[str] = []
+        """What the user decides, or should know."""
+        self.idle: list[str] = []
+        """Keys of which nothing is lost."""
+        self.sizes: dict[str, Any] = {}
+        """Settings of speed that a strategy has a value of its own for, by their places in its file."""
+        self.others: list[str] = []
+        """What makes another training, of which no recipe would be the same."""
+        self.folder = Path()
+        self.template: str | None = None
+        """The text of a chat template in the file."""
+
+    def read(self, document: Document, project: Project) -> None:
+        """Take over the keys of a file; those of a file that was read earlier have precedence.
+
+        Raises:
+            RecipeError: they make another strategy.
+        """
+        self.folder = Path(document.name).parent
+        for path, written in _leaves(document.values, project):
+            place, dotted = f"{document.place(*path)} is {in_short(written)}", ".".join(map(str, path))
+            value = references.resolved(written, document.values)
+            if references.is_open(value):
+                self.changes.append(f"{place}: refers to what is not in this file; write the value")
+            elif other := project.other_training(dotted, value):
+                self.others.append(f"{place}: {other}")
+            else:
+                self._read_key(dotted, value, place, project)
+
+    def _read_key(self, dotted: str, value: Any, place: str, project: Project) -> None:
+        key = project.keys.get(dotted)
+        if key is not None and key.ours is not None:
+            self._translate(key, dotted, value, place)
+        elif passes(dotted, value, project) or (asks_for_nothing(value) and (key or project.change(dotted))):
+            self.idle.append(dotted)
+        elif key is None:
+            self.changes.append(f"{place}: no counterpart is known; docs/recipes.md has all keys")
+        elif key.cost == "idle":
+            self.idle.append(dotted)
+        elif key.cost == "sizes":
+            self.sizes[dotted] = value
+        else:
+            self._lines(key).append(f"{place}: {key.why}")
+
+    def _lines(self, key: Key) -> list[str]:
+        return self.changes if key.cost == "changes" else self.notes
+
+    def _translate(self, key: Key, dotted: str, value: Any, place: str) -> None:
+        self.given.add(key.ours or "")
+        try:
+            translated = key.translate(value)
+        except NoCounterpart as problem:
+            (self.others if key.decides else self._lines(key)).append(f"{place}: {problem}")
+        except (TypeError, ValueError, AttributeError):
+            self._lines(key).append(f"{place}: a value of another kind was expected; {key.answer}")
+        else:
+            if translated is None:
+                self.idle.append(dotted)
+            self._put(key.ours, translated, place)
+            if left_out := key.left_out(value):
+                self.notes.append(f"{place}: {left_out}")
+
+    def _put(self, ours: str | None, value: Any, place: str) -> None:
+        if ours is None or value is None:
+            return
+        home = self.other if ours.startswith(("~", "strategy.")) else self.recipe
+        if ours in home and home[ours] != value:
+            is_of_two = place.partition(":")[0] != self.places[ours].partition(":")[0]
+            if is_of_two and ours.startswith("strategy."):
+                raise RecipeError(f"{place}, but {self.places[ours]}: these are two strategies; convert one at a time")
+            self.changes.append(f"{place}: {ours.lstrip('~')} is {show(home[ours])} already, from {self.places[ours]}")
+            return
+        home[ours], self.places[ours] = value, place
+
+    def take(self, name: str, default: Any = None) -> Any:
+        return self.other.pop(f"~{name}", default)
+
+    def note(self, name: str, advice: str) -> None:
+        self.notes.append(f"{self.places[name]}: {advice}")
+
+    def change(self, name: str, advice: str) -> None:
+        self.changes.append(f"{self.places[name]}: {advice}")
+
+    @property
+    def distribution(self) -> dict[str, Any]:
+        """Properties of a strategy."""
+        return {key.removeprefix("strategy."): value for key, value in self.other.items() if key[0] != "~"}
+
+
+def in_short(value: Any) -> str:
+    return kind_in_words(value) if isinstance(value, list | dict) and value else show(value)
+
+
+def _leaves(values: dict[str, Any], project: Project, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Keys with their values. A section is a value where the project's table has it as one; a key without a value, and
+    "auto" of a DeepSpeed JSON, leave a setting to its default.
+    """
+    for name, value in values.items():
+        here = (*path, name)
+        dotted = ".".join(map(str, here))
+        is_value = dotted in project.keys and not any(key.startswith(f"{dotted}.") for key in project.keys)
+        if isinstance(value, dict) and not is_value:
+            yield from _leaves(value, project, here)
+        elif value is not None and not (value == "auto" and project is PROJECTS["deepspeed"]):
+            yield here, value
