@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from cookbook.config.objectives import Objective
+from cookbook.training.data.encode import DEFAULT_KEYS
 from cookbook.training.data.rows import BadRows, Rows
 from cookbook.training.data.tokens import TokenSet, tokenize
 
@@ -53,7 +54,15 @@ def make_tokenizer(template=None, bos=None, merges=(), specials=()):
 
 
 def run_tokenize(
-    rows, tokenizer, *, on_bad_row="error", max_length=1000, too_long=None, num_processes=None, **objective
+    rows,
+    tokenizer,
+    *,
+    on_bad_row="error",
+    max_length=1000,
+    too_long=None,
+    num_processes=None,
+    keys=DEFAULT_KEYS,
+    **objective,
 ):
     """The token set of one source, and what was dropped; more settings go to the objective."""
     bad_rows = BadRows()
@@ -62,6 +71,7 @@ def run_tokenize(
         tokenizer,
         max_length=max_length,
         too_long=too_long,
+        keys=keys,
         objective=Objective.of(**objective),
         bad_rows=bad_rows,
         num_processes=num_processes,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from cookbook.commands.merge import merge_run
 from cookbook.config.sections import AdapterSection
@@ -100,6 +100,37 @@ def test_first_weights_follow_from_the_seed_alone_and_change_nothing_yet():
     assert not all(torch.equal(tensor, trained(third)[name]) for name, tensor in trained(model).items())
 
 
+def test_no_two_layers_begin_with_the_same_numbers():
+    model = new_model()
+    adapters.add_adapter(model, AdapterSection(name="lora"), seed=7)
+    first = {p.flatten()[:4].tolist().__str__() for name, p in model.named_parameters() if "lora_A" in name}
+    assert len(first) == 7 * SIZES["num_hidden_layers"]
+
+
+def test_dropout_is_that_of_the_recipe():
+    """Of the inputs of a matrix as many as asked for are 0, and the others larger."""
+    model = new_model()
+    adapters.add_adapter(model, AdapterSection(name="lora", dropout=0.25), seed=7)
+    dropped = model.model.layers[0].self_attn.q_proj.lora_dropout["default"](torch.ones(10_000))
+    assert dropped.unique().tolist() == [0.0, pytest.approx(1 / 0.75)]
+    assert (dropped == 0).float().mean().item() == pytest.approx(0.25, abs=0.02)
+
+
+def test_four_bits_are_those_of_the_qlora_paper():
+    options = adapters.quantization_options(AdapterSection(name="qlora"), "bf16")["quantization_config"]
+    assert (options.load_in_4bit, options.bnb_4bit_quant_type, options.bnb_4bit_use_double_quant) == (True, "nf4", True)
+    assert options.bnb_4bit_compute_dtype == torch.bfloat16
+    assert adapters.quantization_options(AdapterSection(name="lora"), "bf16") == {}
+
+
+def test_all_linear_beside_experts_leaves_the_head_alone():
+    sizes = {**SIZES, **HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
+    settings = adapters.lora_config(AdapterSection(name="lora", targets=["all-linear", "gate_up_proj"]), model)
+    assert sorted(settings.target_modules) == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert settings.target_parameters == ["experts.gate_up_proj"]
+
+
 def test_first_weights_are_as_wide_as_those_of_peft():
     ours, theirs = new_model(), new_model()
     adapters.add_adapter(ours, AdapterSection(name="lora", rank=64), seed=7)
@@ -146,6 +177,28 @@ def test_a_saved_adapter_gives_its_tensors_back(run: Path):
     assert len(saved) == 7 * 3 * 2 + 1
     for name, tensor in saved.items():
         assert torch.equal(found.get(name, found.get(f"{name}.weight")), tensor), name
+
+
+def test_an_adapter_that_is_trained_further_is_not_rounded_to_the_model_s_16_bits(run: Path):
+    model = new_model().to(torch.bfloat16)
+    adapters.open_adapter(model, run / "export")
+    saved = load_file(run / "export" / "adapter_model.safetensors")
+    found = {f"base_model.model.{adapters.name_in_file(name)}": tensor for name, tensor in trained(model).items()}
+    assert found.keys() == saved.keys() and all(torch.equal(found[name], one) for name, one in saved.items())
+    assert any(not torch.equal(one, one.bfloat16().float()) for one in saved.values()), "which has more than 16"
+
+
+def test_peft_is_told_of_which_revision_of_its_base_an_adapter_is():
+    base = adapters.Base("org/base", "c0ffee", "0")
+    settings = adapters.lora_config(AdapterSection(name="lora"), new_model(), base)
+    assert (settings.base_model_name_or_path, settings.revision) == ("org/base", "c0ffee")
+
+
+@pytest.mark.parametrize("other", [{"num_hidden_layers": 1}, {"num_hidden_layers": 3}, {"intermediate_size": 40}])
+def test_an_adapter_of_a_model_of_another_size_is_refused(run: Path, other: dict):
+    adapters.check_fits(run / "export", config())
+    with pytest.raises(RecipeError, match="not an adapter of"):
+        adapters.check_fits(run / "export", config(**other))
 
 
 def test_the_merged_model_answers_as_base_and_adapter_do(run: Path, capsys):

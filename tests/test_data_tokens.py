@@ -11,7 +11,8 @@ import sys
 
 import numpy as np
 import pytest
-from small_data import CHATML, ROOT, chat, make_tokenizer, marked, rows_of, run_tokenize
+from small_data import CHATML, ROOT, chat, make_tokenizer, marked, rows_of, run_tokenize, token_set
+from tiny_tokenizers import tiny_tokenizer
 from tokenizers import processors
 
 from cookbook.config.chat_templates import CHATML_TOOLS, template_path
@@ -19,8 +20,9 @@ from cookbook.config.objectives import Objective
 from cookbook.config.sections import DataSection
 from cookbook.system.files import RecipeError
 from cookbook.training.data import tokens as tokens_module
+from cookbook.training.data.encode import TextKeys
 from cookbook.training.data.stream import Stream
-from cookbook.training.data.tokens import cached_tokens, take
+from cookbook.training.data.tokens import cached_tokens, ids_beyond, take
 from cookbook.training.models.new_tokens import add_tokens
 
 
@@ -166,6 +168,29 @@ def test_a_begin_token_that_the_tokenizer_has_and_does_not_write_is_not_added():
     assert marked(tokens, 0, tokenizer) == "ab[cd<|im_end|>]"
 
 
+def test_a_completion_has_no_space_that_the_tokenizer_puts_before_a_text():
+    tokenizer = tiny_tokenizer("llama2")
+    tokens, _ = run_tokenize(rows_of("completion", [{"prompt": "ab", "completion": "cd"}]), tokenizer)
+    assert tokenizer.convert_ids_to_tokens(tokens.ids.tolist()) == ["\u2581a", "b", "c", "d", "<|im_end|>"]
+    assert tokens.is_label.tolist() == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize(("special_tokens", "count"), [("text", 0), ("tokens", 2), (None, 2)])
+def test_a_mark_in_a_plain_text_is_the_token_unless_the_recipe_reads_it_as_text(tokenizer, special_tokens, count):
+    rows = rows_of("completion", [{"prompt": "a<|im_end|>b", "completion": "<|im_start|>c"}])
+    tokens, _ = run_tokenize(rows, tokenizer, keys=TextKeys(special_tokens))
+    marks = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    assert np.isin(tokens.ids[:-1], marks).sum() == count and tokens.ids[-1] == marks[1]
+    assert tokenizer.decode(tokens.ids) == "a<|im_end|>b<|im_start|>c<|im_end|>"
+
+
+def test_a_token_beyond_the_last_row_of_the_embedding_is_a_mistake(tokenizer):
+    tokens = token_set([4, 3])  # ids 1 to 7
+    assert ids_beyond(tokens, 8, tokenizer, "data.train") == []
+    (mistake,) = ids_beyond(tokens, 7, tokenizer, "data.train")
+    assert mistake.startswith("data.train: sample 1 has token 7 ")
+
+
 def test_samples_are_cut_at_the_end(tokenizer):
     rows = rows_of("completion", [{"prompt": "abc", "completion": "defg"}, {"prompt": "abcdef", "completion": "g"}])
     with pytest.raises(RecipeError, match=r"data\.train: row 2: no trained token after truncation: .*max_length 5"):
@@ -307,6 +332,12 @@ def test_tool_calls_are_what_the_template_writes_turn_by_turn():
     assert marked(tokens, 0, tokenizer) == expected
     assert '[!add{"a": 1}<|im_end|>]' in expected and "[two<|im_end|>]" in expected and "tools add" in expected
     assert "tools" not in marked(tokens, 1, tokenizer)
+
+
+def test_a_template_that_joins_arguments_to_text_is_given_their_json():
+    tokenizer = make_tokenizer(CALLS.replace("['arguments'] | tojson", "['arguments']"))
+    tokens, _ = run_tokenize(rows_of("messages", [{"messages": CALLING}]), tokenizer)
+    assert '[!add{"a": 1}<|im_end|>]' in marked(tokens, 0, tokenizer)
 
 
 def test_turns_with_train_false_carry_no_loss():
@@ -556,10 +587,11 @@ def test_whatever_changes_the_tokens_changes_the_entry(tmp_path, tokenizer):
         run_cached(tmp_path, texts, tokenizer, objective=Objective.of(name=objective))
     run_cached(tmp_path, CACHE_ROWS, make_tokenizer(CHATML.read_text() + " "))
     run_cached(tmp_path, CACHE_ROWS, make_tokenizer(bos="<s>"))
-    assert len(list(tmp_path.glob("tokens-*/meta.json"))) == 9
+    run_cached(tmp_path, CACHE_ROWS, tokenizer, special_tokens="tokens")
+    assert len(list(tmp_path.glob("tokens-*/meta.json"))) == 10
     tokenizer("a b", truncation=True, max_length=1)  # leaves its truncation in the backend
     run_cached(tmp_path, CACHE_ROWS, tokenizer)
-    assert len(list(tmp_path.glob("tokens-*/meta.json"))) == 9
+    assert len(list(tmp_path.glob("tokens-*/meta.json"))) == 10
 
 
 def flip_byte(path):

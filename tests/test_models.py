@@ -110,9 +110,12 @@ def lower_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["at once", "chunked"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_loss_and_gradients_are_those_of_the_full_logits(tied: bool, chunked: bool, monkeypatch: pytest.MonkeyPatch):
-    plain, ours = tiny(tie_word_embeddings=tied), tiny(tie_word_embeddings=tied)
+@pytest.mark.parametrize("head", ["tied", "untied", "with a bias"])
+def test_loss_and_gradients_are_those_of_the_full_logits(head: str, chunked: bool, monkeypatch: pytest.MonkeyPatch):
+    plain, ours = (tiny(tie_word_embeddings=head == "tied") for _ in range(2))
+    if head == "with a bias":  # as Phi's and GPT-J's
+        for model in (plain, ours):
+            model.lm_head.bias = torch.nn.Parameter(torch.linspace(-2, 2, SIZES["vocab_size"]).double())
     add_loss(ours)
     if chunked:
         lower_the_budget(monkeypatch)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from cookbook.training.engine.norm import norm_in_float64
+from cookbook.training.engine.norm import norm_in_float64, square_sum
 
 
 def largest_allocation(function: Callable[[], torch.Tensor]) -> int:
@@ -47,3 +47,12 @@ def test_it_is_close_where_rounding_does_not_even_out(dtype: torch.dtype):
 def test_numbers_of_16_bits_are_squared_in_32():
     tensor = torch.full((70, 1024), 300.0, dtype=torch.float16)  # whose squares are no such numbers
     assert float(norm_in_float64(tensor)) == pytest.approx(300 * (70 * 1024) ** 0.5, rel=1e-7)
+
+
+def test_a_part_counts_as_often_as_there_are_different_ones():
+    """Of a gradient in four parts the mean over the ranks of four times a part's squares is the whole square."""
+    weights = [torch.nn.Parameter(torch.zeros(8)) for _ in range(3)]
+    weights[0].grad, weights[1].grad = torch.arange(8.0), torch.full((8,), 0.5)
+    times = {id(weights[0].grad): 4.0, id(weights[1].grad): 1.0}
+    found = square_sum(weights, lambda gradient: times[id(gradient)], lambda tensor: tensor)
+    assert found.item() == 4 * sum(i * i for i in range(8)) + 8 * 0.25

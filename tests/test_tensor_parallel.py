@@ -48,6 +48,8 @@ def test_the_processes_of_a_tensor_parallel_group_draw_alike_and_no_others():
         engine.begin_step(3, 7)
         drawn.append(torch.rand(4).tolist())
     assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
+    engine.begin_step(4, 7)
+    assert torch.rand(4).tolist() not in drawn, "each step drops the same values"
 
 
 @pytest.mark.slow
@@ -95,7 +97,7 @@ def _head_of_a_rank(rank: int, folder: Path, chunk: int, errors: Any) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("chunk", [100, 2], ids=["at once", "chunked"])
+@pytest.mark.parametrize("chunk", [pytest.param(2, marks=pytest.mark.core), 100], ids=["chunked", "at once"])
 def test_a_head_whose_vocabulary_is_divided_gives_loss_and_gradients_of_the_whole(tmp_path: Path, chunk: int):
     # Not forked from here: a backward of an earlier test may have started autograd's threads for GPUs.
     server = multiprocessing.get_context("forkserver")
