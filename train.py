@@ -23,7 +23,15 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.sections import is_due
 from cookbook.config.strategy import Strategy
 from cookbook.planning import launchers
-from cookbook.planning.run_plan import Plan, begun_elsewhere, describe_batch, load_pair, make_plan
+from cookbook.planning.run_plan import (
+    BrokenPair,
+    Plan,
+    begun_elsewhere,
+    describe_batch,
+    load_pair,
+    make_plan,
+    problems,
+)
 from cookbook.run import shortage
 from cookbook.system import faults, lock, machine, signals, status, watchdog
 from cookbook.system.console import say, shown
@@ -95,38 +103,16 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
     """Check everything that needs no torch: files, launcher, environment, batch, GPUs."""
     launcher, world = launchers.find_launcher(), launchers.read_world()
     in_force = partial(launchers.strategy_in_force, launcher, world)
-    recipe, strategy = load_pair(Path(recipe_name), assignments, in_force)
-    note = launchers.strategy_note(launcher, strategy.path, recipe.strategy)
-    mistakes = launchers.check_environment(strategy, launcher, recipe.mixed_precision)
-    launchers.clear_environment()
-    num_gpus = machine.num_gpus()
-    if num_gpus:
-        # Here and not in `launch`: accelerate, torchrun and srun start runs as well.
-        machine.expand_segments()
-    world = launchers.trim_world(world, strategy, launcher, num_gpus)
-    mistakes += launchers.check_count(world, launcher)
-    mistakes += launchers.check_shares(strategy, world)
-    mistakes += launchers.choose_network(world)
-    sizes = launchers.elastic_sizes(world)
-    mistakes += launchers.check_elastic(sizes, recipe.run.resume)
-    mistakes += launchers.check_machine(
-        strategy, num_gpus, deterministic=recipe.run.deterministic, mixed_precision=recipe.mixed_precision
-    )
     try:
-        plan, *_ = (
-            make_plan(
-                recipe,
-                strategy,
-                num_processes=count,
-                num_local=world.num_local,
-                num_gpus=num_gpus,
-                recipe_name=recipe_name,
-            )
-            for count in (world.num_processes, *sizes)
-        )
-    except RecipeError as error:
-        mistakes += error.mistakes
+        recipe, strategy = load_pair(Path(recipe_name), assignments, in_force)
+    except BrokenPair as found:
+        *_, mistakes = fit(found.recipe, found.strategy, launcher, world, recipe_name)
+        raise RecipeError([*found.mistakes, *mistakes]) from None
+    note = launchers.strategy_note(launcher, strategy.path, recipe.strategy)
+    world, num_gpus, mistakes = fit(recipe, strategy, launcher, world, recipe_name)
     refuse(mistakes)
+    counts = {"num_processes": world.num_processes, "num_local": world.num_local, "num_gpus": num_gpus}
+    plan = make_plan(recipe, strategy, **counts, recipe_name=recipe_name)
     strategy = strategy.fitted(world.num_processes, world.num_local)
     notes = [*([note] if note else []), *shortage.unanswered(recipe)]
     return (
@@ -139,6 +125,41 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
         + schedule.short_run(recipe.schedule, recipe.run.max_steps)
         + begun_elsewhere(Path(recipe_name), recipe, strategy),
     )
+
+
+def fit(
+    recipe: Recipe | None,
+    strategy: Strategy | None,
+    launcher: launchers.Launcher,
+    world: launchers.World,
+    recipe_name: str,
+) -> tuple[launchers.World, int, list[str]]:
+    """The processes of a run, the GPUs of this machine, and what launcher, environment and machine have against it.
+
+    Args:
+        recipe, strategy: None: with mistakes of its own; what concerns the other is found all the same.
+    """
+    mistakes = launchers.check_environment(strategy, launcher, None if recipe is None else recipe.mixed_precision)
+    launchers.clear_environment()
+    num_gpus = machine.num_gpus()
+    if num_gpus:
+        # Here and not in `launch`: accelerate, torchrun and srun start runs as well.
+        machine.expand_segments()
+    if strategy is not None:
+        world = launchers.trim_world(world, strategy, launcher, num_gpus)
+        mistakes += launchers.check_shares(strategy, world)
+    mistakes += launchers.check_count(world, launcher)
+    mistakes += launchers.choose_network(world)
+    sizes = launchers.elastic_sizes(world)
+    if recipe is not None:
+        mistakes += launchers.check_elastic(sizes, recipe.run.resume)
+        mistakes += launchers.check_machine(
+            strategy, num_gpus, deterministic=recipe.run.deterministic, mixed_precision=recipe.mixed_precision
+        )
+    for count in (world.num_processes, *sizes):
+        counts = {"num_processes": count, "num_local": world.num_local, "num_gpus": num_gpus}
+        mistakes += problems(recipe, strategy, **counts, recipe_name=recipe_name)
+    return world, num_gpus, mistakes
 
 
 def start_watch(recipe: Recipe, world: launchers.World) -> watchdog.Watch:

@@ -80,6 +80,16 @@ def test_mistakes_of_recipe_yaml_and_json_are_listed_together(book, dry_run):
     assert refuse(book, RECIPE, *dry_run) == expected
 
 
+def test_mistakes_of_the_environment_and_the_batch_come_with_those_of_the_files(book):
+    book.edit(RECIPE, ("seed:", "sede:"))
+    settings = ("--set", "batch.global_batch_size=7", "--set", "run.deterministic=true", "--dry-run")
+    done = book.train(RECIPE, *settings, FSDP_VERSION="2", CUBLAS_WORKSPACE_CONFIG=":1:1")
+    found = done.stderr.strip().splitlines()
+    assert done.returncode == 2 and len(found) == 4
+    starts = f"{RECIPE}:4: sede: unknown key", "FSDP_VERSION=2", "run.deterministic and CUBLAS", f"{RECIPE}: batch.global"
+    assert all(line.startswith(start) for line, start in zip(found, starts, strict=True)), found
+
+
 def test_sound_files_pass_the_same_door(book):
     before = book.names()
     done = book.train(RECIPE, "--dry-run")
@@ -920,7 +930,7 @@ def test_a_json_that_is_no_mapping_is_refused(book, content, message):
 
 
 SET_MISTAKES = {
-    "no value": ("optim.learning_rate=", "--set optim.learning_rate is empty; ..."),
+    "no value": ("optim.learning_rate=", "--set optim.learning_rate=: is empty; write a value, or null to unset the key"),
     "not YAML": ("run.max_steps=[1", r"--set run.max_steps=[1: not valid YAML: ..."),
     "alias": ("seed=*a", r"--set seed=*a: not valid YAML: anchors ..."),
     "no key": ("=3", "--set =3: write it as section.key=value"),

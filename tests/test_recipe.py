@@ -3,10 +3,13 @@
 python -m pytest -q tests/test_recipe.py
 """
 
+import copy
 import json
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import RECIPE as SMALL
 from conftest import RECIPE_TEXT, ROOT
 from pydantic import ValidationError
@@ -87,6 +90,33 @@ def test_a_resolved_recipe_writes_out_every_default_that_has_effect(book):
 def test_an_override_is_read_as_yaml(book, assignment, read):
     assert not read(load_recipe(RECIPE))
     assert read(load_recipe(RECIPE, [assignment]))
+
+
+def test_null_on_the_command_line_is_as_if_the_key_had_not_been_written(book):
+    """Compared with the same file without it: both are the same recipe, or both have a mistake in the same key."""
+    whole = yaml.safe_load(Path(RECIPE).read_text())
+    keys = sorted({key for key in leaves(Recipe) if key.startswith(("data", "optim", "adapter", "strategy"))})
+    for key in keys:
+        rest = copy.deepcopy(whole)
+        *above, last = key.split(".")
+        section = rest
+        for name in above:
+            section = section.get(name) or {}
+        section.pop(last, None)
+        book.write("without.yaml", yaml.safe_dump(rest))
+        assert loaded(RECIPE, [f"{key}=null"]) == loaded("without.yaml", []), key
+    assert len(keys) > 30
+    assert loaded(RECIPE, ["data.holdouts=null"]) == ["data.holdouts: unknown key; did you mean holdout?"]
+
+
+def loaded(path, assignments):
+    """The recipe but for its folder, which has its name, or its mistakes without their places."""
+    try:
+        return load_recipe(Path(path), assignments).model_dump(exclude={"run": {"output_dir"}})
+    except RecipeError as error:
+        return [
+            re.sub(rf"^(--set|{re.escape(str(path))}(:\d+)?:) ([\w.]+: (?=\w+:))?", "", one) for one in error.mistakes
+        ]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ recipe while it is typed.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -114,10 +114,30 @@ def open_recipe(path: Path, assignments: list[str] | None = None) -> Document:
 
 def prepare(document: Document, assignments: list[str] | None = None) -> Document:
     """As `open_recipe`, for a document that has been read."""
-    document = apply_overrides(document, assignments or [])
-    if ("mixed_precision",) in document.overrides and document.values["mixed_precision"] is False:
+    document = _take_out(apply_overrides(document, assignments or []))
+    if ("mixed_precision",) in document.overrides and document.values.get("mixed_precision") is False:
         document.values["mixed_precision"] = "no"  # YAML's reading of a bare no; a shell takes the quotes away
     return _locate_paths(_use_plugins(_choose_alternatives(document)))
+
+
+def _take_out(document: Document) -> Document:
+    """What --set gives null is as if it had never been written; a name that no recipe has is a mistake all the same."""
+    known = {*leaves(Recipe)}
+    for path in document.overrides:
+        if path in document.lines or ".".join(map(str, path)) in known:
+            _take_out_null(document.values, path, (), document.lines.keys())
+    return document
+
+
+def _take_out_null(values: Any, path: KeyPath, above: KeyPath, written: Container[KeyPath]) -> None:
+    name, *rest = path
+    if not isinstance(values, dict) or name not in values:
+        return
+    here = (*above, name)
+    if rest:
+        _take_out_null(values[name], tuple(rest), here, written)
+    if values[name] is None or (values[name] == {} and rest and here not in written):  # a section of --set
+        del values[name]
 
 
 def parse_recipe(document: Document, strategy: Path | None = None) -> Recipe:

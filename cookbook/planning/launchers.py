@@ -233,7 +233,7 @@ def choose_network(world: World) -> list[str]:
 
 
 def check_machine(
-    strategy: Strategy, num_gpus: int, *, deterministic: bool, mixed_precision: str = "bf16"
+    strategy: Strategy | None, num_gpus: int, *, deterministic: bool, mixed_precision: str = "bf16"
 ) -> list[str]:
     """What this machine lacks for the run's kernels; checked early, since they are used after downloads and imports."""
     mistakes = [f"{what}; {remedy}" for what, remedy in fp8_problems()] if mixed_precision == "fp8" and num_gpus else []
@@ -241,7 +241,7 @@ def check_machine(
     if deterministic and given not in (None, *CUBLAS_DETERMINISTIC):
         allowed = " or ".join(CUBLAS_DETERMINISTIC)
         mistakes.append(f"run.deterministic and {CUBLAS_VARIABLE}={given}: cuBLAS is deterministic with {allowed}")
-    if not num_gpus or not strategy.offloads_to_nvme:
+    if not num_gpus or strategy is None or not strategy.offloads_to_nvme:
         return mistakes
     try:
         problem = toolkit_problem(torch_cuda())
@@ -259,20 +259,27 @@ def check_count(world: World, launcher: Launcher) -> list[str]:
     return [f"--num_processes {launcher.num_processes}: {world.num_processes} started; {launcher.config_file} runs one"]
 
 
-def check_environment(strategy: Strategy, launcher: Launcher, mixed_precision: str) -> list[str]:
-    """One mistake for each variable and flag that contradicts the recipe or the strategy file."""
-    expected = _expected_variables(strategy) if launcher.is_accelerate else {}
+def check_environment(strategy: Strategy | None, launcher: Launcher, mixed_precision: str | None) -> list[str]:
+    """One mistake for each variable and flag that contradicts the recipe or the strategy file.
+
+    Args:
+        strategy: None: not known, and so nothing is compared where accelerate hands on its keys in variables.
+        mixed_precision: None: not known.
+    """
+    if strategy is None and launcher.is_accelerate:
+        return []
+    expected = {} if strategy is None or not launcher.is_accelerate else _expected_variables(strategy)
     mistakes = []
     for name, value in sorted(os.environ.items()):
         if not name.startswith(PREFIXES) or name in HARMLESS:
             continue
         if name == "ACCELERATE_MIXED_PRECISION" and launcher.is_accelerate:
-            if value not in ("no", mixed_precision):  # accelerate's default is "no"
+            if value not in ("no", mixed_precision or value):  # accelerate's default is "no"
                 mistakes.append(f"--mixed_precision {value}: the recipe has {mixed_precision}; change it there")
         elif name not in expected:
             origin = "environment or a flag of accelerate launch" if launcher.is_accelerate else "environment"
             mistakes.append(f"{name}={value} ({origin}): it would override the files; take it out")
-        elif value.lower() != expected[name].lower():
+        elif strategy is not None and value.lower() != expected[name].lower():
             mistakes.append(
                 f"{name}={value} (environment or a flag of accelerate launch), but {strategy.path} means"
                 f" {expected[name].lower()}; change the file instead"
@@ -281,7 +288,7 @@ def check_environment(strategy: Strategy, launcher: Launcher, mixed_precision: s
     return mistakes + _check_flags(launcher, mixed_precision, compared)
 
 
-def _check_flags(launcher: Launcher, mixed_precision: str, compared: str) -> list[str]:
+def _check_flags(launcher: Launcher, mixed_precision: str | None, compared: str) -> list[str]:
     """One mistake for each flag that accelerate turned into no variable, or into one with its default.
 
     Args:
@@ -290,7 +297,7 @@ def _check_flags(launcher: Launcher, mixed_precision: str, compared: str) -> lis
     mistakes = []
     for flag, value in launcher.flags:
         is_checked = flag.upper() in compared or f"--{flag} " in compared
-        if is_checked or (flag, value) == ("mixed_precision", mixed_precision):
+        if is_checked or (flag, value) == ("mixed_precision", mixed_precision or value):
             continue
         if flag == "mixed_precision":
             mistakes.append(f"--{flag} {value}: the recipe has {mixed_precision}; change it there")

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cookbook.config.mesh import Mesh
-from cookbook.config.recipe import Recipe, default_output_dir, named_strategy, open_recipe, parse_recipe, sound_keys
+from cookbook.config.recipe import (
+    OWNED_ELSEWHERE,
+    Recipe,
+    default_output_dir,
+    named_strategy,
+    open_recipe,
+    parse_recipe,
+    sound_keys,
+)
 from cookbook.config.strategy import Strategy, known_strategies, read_strategy
 from cookbook.config.strategy_keys import Claim, contradictions
 from cookbook.planning.claims import owned, owned_by
@@ -19,6 +27,7 @@ from cookbook.system.files import RecipeError, gathered, refuse
 from cookbook.system.hosts import Hosts
 from cookbook.system.machine import CPU_PROCESSES, num_cores
 from cookbook.system.shipped import program
+from cookbook.system.validation import validate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +59,14 @@ def describe_batch(recipe: Recipe, plan: Plan) -> str:
 
 
 class BrokenPair(RecipeError):
-    """Mistakes of a recipe or its strategy, and the one of them that has none."""
+    """Mistakes of a recipe or its strategy, with what is known of the two all the same."""
 
     def __init__(self, mistakes: list[str], recipe: Recipe | None = None, strategy: Strategy | None = None) -> None:
         super().__init__(mistakes)
-        self.recipe, self.strategy = recipe, strategy
+        self.recipe = recipe
+        """As if every misspelt key had its nearest name; None: there are other mistakes."""
+        self.strategy = strategy
+        """None: it has mistakes."""
 
 
 def load_pair(
@@ -90,6 +102,8 @@ def load_pair(
             mistakes += wrong
     mistakes += contradictions(claims, owned_by(sound_keys(document)) if recipe is None else owned(recipe))
     if mistakes or recipe is None or loaded is None:
+        if recipe is None and document.is_whole:
+            recipe, _ = validate(document, Recipe, OWNED_ELSEWHERE)
         raise BrokenPair(mistakes, recipe, loaded)
     return recipe, loaded
 
@@ -139,6 +153,26 @@ def machine_problems(strategy: Strategy, *, num_processes: int, num_local: int, 
             f"{strategy.path}: {num_local} processes on this machine, which has {several(num_gpus, 'GPU')};"
             f" ask for at most {num_gpus} (or hide them with CUDA_VISIBLE_DEVICES=)"
         )
+    return mistakes
+
+
+def problems(
+    recipe: Recipe | None,
+    strategy: Strategy | None,
+    *,
+    num_processes: int,
+    num_local: int,
+    num_gpus: int,
+    recipe_name: str,
+) -> list[str]:
+    """What a machine has against a pair of which one may have mistakes of its own (None); arguments as `make_plan`."""
+    mistakes: list[str] = []
+    counts = {"num_processes": num_processes, "num_local": num_local, "num_gpus": num_gpus}
+    with gathered(mistakes):
+        if recipe is not None and strategy is not None:
+            make_plan(recipe, strategy, **counts, recipe_name=recipe_name)
+        elif strategy is not None:
+            mistakes += machine_problems(strategy, **counts)
     return mistakes
 
 

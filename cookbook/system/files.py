@@ -325,8 +325,10 @@ def _refuse_left_out(text: str) -> None:
     """Refuses a value of which YAML would leave out a part, or all.
 
     Raises:
-        RecipeError: a comment; or a ~, which YAML reads as null.
+        RecipeError: a comment; or nothing or a ~, which YAML reads as null.
     """
+    if not text.strip():
+        raise RecipeError("is empty; write a value, or null to unset the key")
     node = _StrictLoader(text).get_single_node()
     if comment := text[node.end_mark.index if node else 0 :].strip():
         quoted = text.strip().replace("\\", "\\\\").replace('"', '\\"')

@@ -16,14 +16,13 @@ from cookbook.commands.shared.arguments import (
 )
 from cookbook.commands.shared.labels import read_label, read_needs, recipe_files
 from cookbook.commands.shared.mistakes import check_model, lacks_checkpoint, lacks_for_fp8, placed
-from cookbook.config.recipe import OWNED_ELSEWHERE, Recipe, open_recipe
+from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
 from cookbook.planning import run_plan
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, gathered, refuse
 from cookbook.system.machine import num_gpus
 from cookbook.system.shipped import short
-from cookbook.system.validation import validate
 
 
 def check(
@@ -95,8 +94,12 @@ def _processes_of_label(path: Path, strategy: Strategy, processes: int | None) -
     return {"num_processes": count, "num_local": num_local, "num_gpus": count if named or here else 0}
 
 
+def _lacks_of_label(path: Path, recipe: Recipe) -> list[str]:
+    return lacks_for_fp8(path, recipe, 0 if read_needs(read_label(path)).num_gpus else num_gpus())
+
+
 def _plan_of_label(path: Path, recipe: Recipe, strategy: Strategy, processes: int | None = None) -> run_plan.Plan:
-    refuse(lacks_for_fp8(path, recipe, 0 if read_needs(read_label(path)).num_gpus else num_gpus()))
+    refuse(_lacks_of_label(path, recipe))
     counts = _processes_of_label(path, strategy, processes)
     return run_plan.make_plan(recipe, strategy, **counts, recipe_name=str(path))
 
@@ -104,17 +107,11 @@ def _plan_of_label(path: Path, recipe: Recipe, strategy: Strategy, processes: in
 def _mistakes_behind(
     path: Path, assignments: list[str], found: run_plan.BrokenPair, processes: int | None
 ) -> list[str]:
-    """What else is wrong, as far as it can be told: with the recipe and the strategy together if every misspelt key of
-    the recipe had its nearest name, else with the one that is sound.
-    """
+    """What else is wrong, as far as it can be told."""
     mistakes: list[str] = []
-    recipe = found.recipe
-    if recipe is None and (document := open_recipe(path, assignments)).is_whole:
-        recipe, _ = validate(document, Recipe, OWNED_ELSEWHERE)
-    with gathered(mistakes):
-        if recipe is not None and found.strategy is not None:
-            _plan_of_label(path, recipe, found.strategy, processes)
-        elif found.strategy is not None:
-            counts = _processes_of_label(path, found.strategy, processes)
-            mistakes += run_plan.machine_problems(found.strategy, **counts)
-    return mistakes if recipe is None else mistakes + _on_disk(path, recipe)[1]
+    if found.strategy is not None:
+        counts = _processes_of_label(path, found.strategy, processes)
+        if found.recipe is not None:
+            mistakes += _lacks_of_label(path, found.recipe)
+        mistakes += run_plan.problems(found.recipe, found.strategy, **counts, recipe_name=str(path))
+    return mistakes if found.recipe is None else mistakes + _on_disk(path, found.recipe)[1]
