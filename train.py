@@ -29,8 +29,7 @@ from cookbook.planning.run_plan import (
     begun_elsewhere,
     describe_batch,
     load_pair,
-    make_plan,
-    problems,
+    try_plan,
 )
 from cookbook.run import shortage
 from cookbook.system import faults, lock, machine, signals, status, watchdog
@@ -109,10 +108,9 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
         *_, mistakes = fit(found.recipe, found.strategy, launcher, world, recipe_name)
         raise RecipeError([*found.mistakes, *mistakes]) from None
     note = launchers.strategy_note(launcher, strategy.path, recipe.strategy)
-    world, num_gpus, mistakes = fit(recipe, strategy, launcher, world, recipe_name)
+    world, plan, mistakes = fit(recipe, strategy, launcher, world, recipe_name)
     refuse(mistakes)
-    counts = {"num_processes": world.num_processes, "num_local": world.num_local, "num_gpus": num_gpus}
-    plan = make_plan(recipe, strategy, **counts, recipe_name=recipe_name)
+    assert plan is not None
     strategy = strategy.fitted(world.num_processes, world.num_local)
     notes = [*([note] if note else []), *shortage.unanswered(recipe)]
     return (
@@ -133,8 +131,8 @@ def fit(
     launcher: launchers.Launcher,
     world: launchers.World,
     recipe_name: str,
-) -> tuple[launchers.World, int, list[str]]:
-    """The processes of a run, the GPUs of this machine, and what launcher, environment and machine have against it.
+) -> tuple[launchers.World, Plan | None, list[str]]:
+    """The processes of a run, its plan if it can run, and what launcher, environment and machine have against it.
 
     Args:
         recipe, strategy: None: with mistakes of its own; what concerns the other is found all the same.
@@ -156,10 +154,13 @@ def fit(
         mistakes += launchers.check_machine(
             strategy, num_gpus, deterministic=recipe.run.deterministic, mixed_precision=recipe.mixed_precision
         )
+    plans = []
     for count in (world.num_processes, *sizes):
         counts = {"num_processes": count, "num_local": world.num_local, "num_gpus": num_gpus}
-        mistakes += problems(recipe, strategy, **counts, recipe_name=recipe_name)
-    return world, num_gpus, mistakes
+        plan, more = try_plan(recipe, strategy, **counts, recipe_name=recipe_name)
+        plans.append(plan)
+        mistakes += more
+    return world, plans[0], mistakes
 
 
 def start_watch(recipe: Recipe, world: launchers.World) -> watchdog.Watch:

@@ -86,7 +86,12 @@ def test_mistakes_of_the_environment_and_the_batch_come_with_those_of_the_files(
     done = book.train(RECIPE, *settings, FSDP_VERSION="2", CUBLAS_WORKSPACE_CONFIG=":1:1")
     found = done.stderr.strip().splitlines()
     assert done.returncode == 2 and len(found) == 4
-    starts = f"{RECIPE}:4: sede: unknown key", "FSDP_VERSION=2", "run.deterministic and CUBLAS", f"{RECIPE}: batch.global"
+    starts = (
+        f"{RECIPE}:4: sede: unknown key",
+        "FSDP_VERSION=2",
+        "run.deterministic and CUBLAS",
+        f"{RECIPE}: batch.global",
+    )
     assert all(line.startswith(start) for line, start in zip(found, starts, strict=True)), found
 
 
@@ -930,7 +935,10 @@ def test_a_json_that_is_no_mapping_is_refused(book, content, message):
 
 
 SET_MISTAKES = {
-    "no value": ("optim.learning_rate=", "--set optim.learning_rate=: is empty; write a value, or null to unset the key"),
+    "no value": (
+        "optim.learning_rate=",
+        "--set optim.learning_rate=: is empty; write a value, or null to unset the key",
+    ),
     "not YAML": ("run.max_steps=[1", r"--set run.max_steps=[1: not valid YAML: ..."),
     "alias": ("seed=*a", r"--set seed=*a: not valid YAML: anchors ..."),
     "no key": ("=3", "--set =3: write it as section.key=value"),

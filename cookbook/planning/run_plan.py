@@ -156,7 +156,7 @@ def machine_problems(strategy: Strategy, *, num_processes: int, num_local: int, 
     return mistakes
 
 
-def problems(
+def try_plan(
     recipe: Recipe | None,
     strategy: Strategy | None,
     *,
@@ -164,16 +164,19 @@ def problems(
     num_local: int,
     num_gpus: int,
     recipe_name: str,
-) -> list[str]:
-    """What a machine has against a pair of which one may have mistakes of its own (None); arguments as `make_plan`."""
+) -> tuple[Plan | None, list[str]]:
+    """The plan of a pair of which one may have mistakes of its own (None), and what a machine has against it; arguments
+    as `make_plan`.
+    """
+    plan: Plan | None = None
     mistakes: list[str] = []
     counts = {"num_processes": num_processes, "num_local": num_local, "num_gpus": num_gpus}
     with gathered(mistakes):
         if recipe is not None and strategy is not None:
-            make_plan(recipe, strategy, **counts, recipe_name=recipe_name)
+            plan = make_plan(recipe, strategy, **counts, recipe_name=recipe_name)
         elif strategy is not None:
             mistakes += machine_problems(strategy, **counts)
-    return mistakes
+    return plan, mistakes
 
 
 def make_plan(

@@ -113,5 +113,5 @@ def _mistakes_behind(
         counts = _processes_of_label(path, found.strategy, processes)
         if found.recipe is not None:
             mistakes += _lacks_of_label(path, found.recipe)
-        mistakes += run_plan.problems(found.recipe, found.strategy, **counts, recipe_name=str(path))
+        mistakes += run_plan.try_plan(found.recipe, found.strategy, **counts, recipe_name=str(path))[1]
     return mistakes if found.recipe is None else mistakes + _on_disk(path, found.recipe)[1]
