@@ -4,6 +4,7 @@ python -m pytest -q tests/test_watch.py
 """
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -426,3 +427,39 @@ def test_each_backend_of_a_group_counts_for_itself():
         "0 nccl": (41, "nccl:broadcast"),
         "0 gloo": (3, "gloo:all_reduce"),
     }
+
+
+IN_C = """
+import ctypes, sys
+from cookbook.system.hang_guard import HangGuard
+how = sys.argv[1]
+guard = HangGuard(1.0, "rank 3")
+guard.enter(is_alone=how == "alone")
+library = ctypes.CDLL(None) if how in ("released", "stopped") else ctypes.PyDLL(None)
+print("in C", flush=True)
+library.read(0, ctypes.create_string_buffer(1), 1)
+guard.close()
+print("back", flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the guard reads /proc")
+def test_a_process_whose_main_thread_keeps_the_interpreter_in_c_is_ended_with_its_stacks():
+    pipe = subprocess.PIPE
+    runs = {}
+    for how in ("held", "alone", "released", "stopped"):
+        runs[how] = subprocess.Popen(
+            [sys.executable, "-c", IN_C, how], cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+        )
+        assert runs[how].stdout.readline() == "in C\n"
+    held, stopped = runs.pop("held"), runs["stopped"]
+    stopped.send_signal(signal.SIGSTOP)
+    assert held.wait(30) == -signal.SIGKILL
+    time.sleep(2)
+    stopped.send_signal(signal.SIGCONT)
+    said = held.stderr.read()
+    assert f"HANG: rank 3 (process {held.pid}) has run no Python for 1 s" in said
+    assert 'File "<string>", line 9 in <module>' in said, "where it is"
+    for how, run in runs.items():
+        assert run.communicate("now\n", timeout=60) == ("back\n", ""), how
+        assert run.returncode == 0, how

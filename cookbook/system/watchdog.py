@@ -9,7 +9,8 @@ thread makes no progress, and writes its state to a folder next to the output fo
 
 Ranks missing from a collective that others have entered are at fault, since all must enter collectives in one order.
 Without such a collective, the ranks that are behind in `PHASES` are. The folder is removed when a run ends well; after
-a hang its files are copied to `hang` in the output folder.
+a hang its files are copied to `hang` in the output folder. Where no thread of Python gets to run, `hang_guard` ends the
+process.
 """
 
 import contextlib
@@ -34,6 +35,7 @@ from typing import Any
 import psutil
 
 from cookbook.system import faults, lock
+from cookbook.system.hang_guard import DUMP, HangGuard
 from cookbook.system.hang_report import PHASES, Record, hang_report, moment
 from cookbook.system.record_files import read_json, replace_file
 
@@ -81,7 +83,6 @@ class Watch:
         self._main = threading.main_thread().ident
         self._phase, self._is_alone, self._began_ns = PHASES[0], True, time.time_ns()
         self._beat: tuple[str, int] = (PHASES[0], 0)
-        self._activity = _Activity(min(ACTIVITY_SECONDS, timeout_seconds / 10))
         self._closed = threading.Event()
         self._identity = {
             "rank": rank,
@@ -93,6 +94,10 @@ class Watch:
         self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         self._write_beat(self._beat)
         faulthandler.cancel_dump_traceback_later()  # see `guard`
+        self._guard = HangGuard(timeout_seconds + 4 * self._grace_seconds, f"rank {rank}") if DUMP else None
+        self._activity = _Activity(
+            min(ACTIVITY_SECONDS, timeout_seconds / 10), self._guard.pid if self._guard else None
+        )
         self._thread = threading.Thread(target=self._run, name="cookbook-watch", daemon=True)
         self._thread.start()
 
@@ -106,6 +111,8 @@ class Watch:
         """
         self._phase, self._is_alone, self._began_ns = phase, is_alone, time.time_ns()
         self.beat(phase, 0)
+        if self._guard:
+            self._guard.enter(is_alone=is_alone)
         self._write_beat(self._beat)  # immediately: the process may be stopped in this phase
         faults.at(f"phase.{phase}", 0)
 
@@ -117,6 +124,8 @@ class Watch:
         """Stops watching and removes this process's files."""
         self._closed.set()
         self._thread.join()
+        if self._guard:
+            self._guard.close()
         self._remove()
         with contextlib.suppress(OSError):
             for path in (self.folder, self.folder.parent, *self._made):  # succeeds on the last process only
@@ -251,8 +260,9 @@ class Watch:
 class _Activity:
     """Counts the intervals in which this process was active, although its main thread sent no heartbeat."""
 
-    def __init__(self, interval_seconds: float) -> None:
-        self.interval_seconds = interval_seconds
+    def __init__(self, interval_seconds: float, besides: int | None) -> None:
+        """Args: besides: a child whose work is not the run's."""
+        self.interval_seconds, self._besides = interval_seconds, besides
         self._count, self._looked_at = 0, time.monotonic()
         self._spent, self._moved = 0.0, 0
         self._sign: int | None = None
@@ -263,7 +273,7 @@ class _Activity:
         if now - self._looked_at < self.interval_seconds:
             return self._count
         sign = lock.sign_of_waited()
-        spent, moved = _cpu_seconds(), _disk_bytes()
+        spent, moved = _cpu_seconds(self._besides), _disk_bytes()
         is_busy = spent - self._spent > BUSY_SHARE * (now - self._looked_at) or moved - self._moved > BUSY_BYTES
         # No fixed time for a lock: any is too short for the tokens of a large set, and too long for a dead machine.
         gets_on = is_busy if sign is None else sign != self._sign
@@ -274,11 +284,13 @@ class _Activity:
         return self._count
 
 
-def _cpu_seconds() -> float:
-    """CPU time of this process and its children, such as compilers."""
-    spent = time.process_time()
+def _cpu_seconds(besides: int | None) -> float:
+    """CPU time of this process and its children, such as compilers, besides one and the thread that asks."""
+    spent = time.process_time() - time.thread_time()  # looking through all processes takes a busy machine long
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process().children(recursive=True):
+            if child.pid == besides:
+                continue
             with contextlib.suppress(psutil.Error):
                 times = child.cpu_times()
                 spent += times.user + times.system
